@@ -6,7 +6,8 @@ only shapes and scales are written down. Everything lies at multiples of 64 byte
 (token ids apart).
 
 LoRA: modules in the order of their paths; of each, A [rank, in], B [out, rank], then where it has them gain [out] and
-shift [out]. The layout of a plain LoRA is written down as it always was, so old stores stay readable.
+shift [out]. The layout of a plain LoRA is written down as it always was, so old stores stay readable. Of the fused
+weights of experts: A [experts, rank, in], B [experts, out, rank].
 
 Heads: the same tensor of all heads is one region, so a set of heads is also one stacked matrix: for each layer the
 weights [num_heads, hidden, hidden] and the biases [num_heads, hidden], then the token ids [num_rows] (int64), then the
@@ -34,10 +35,14 @@ from loraplex_contracts.adapters import AdapterKey, AdapterKind, AdapterTemplate
 
 @dataclass(frozen=True, slots=True)
 class TargetModule:
-    """One module of the base model. `path` is its name in `named_modules()` of the causal language model."""
+    """One module of the base model. `path` is its name in `named_modules()` of the causal language model.
+
+    A router is any module that multiplies its input with one weight [out, in] and chooses experts of the product; of
+    `experts`, `path` is the name of a parameter that holds one weight for each.
+    """
 
     path: str
-    kind: Literal["linear", "embedding"]
+    kind: Literal["linear", "embedding", "router", "experts"]
     in_features: int  # of an embedding: the vocabulary
     out_features: int
     is_conv1d: bool = False  # GPT-2's Conv1D keeps its weight transposed (fan_in_fan_out)
@@ -47,6 +52,7 @@ class TargetModule:
     # SHA-256 of the weight's bytes in BaseTargets.dtype, row-major as the module keeps it; '' when it is not known. For
     # embeddings and lm_head: PEFT saves copies of those weights, which are dropped when they are the base's own.
     weight_sha256: str = ""
+    num_experts: int = 0  # 0 but for `experts`
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,9 @@ class BaseTargets:
     parameters: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
     embedding: str = ""  # path of the input embedding
     tied_head: str = ""  # path of the head, where its weight is the input embedding's
+    other_modules: frozenset[str] = frozenset()  # paths of further modules with parameters
+    # Parameters of modules with fused experts, in their order, by the module's path.
+    experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +87,24 @@ class SavedParameter:
 class LoraFactors:
     """The terms of one adapter at one module: gain * (W x + bias + scale * B A x) + shift.
 
-    All tensors are contiguous, of one dtype and on one device. For an embedding, `in` is the vocabulary.
+    All tensors are contiguous, of one dtype and on one device. For an embedding, `in` is the vocabulary. Of fused
+    experts, A and B have a first dimension more.
     """
 
-    a: Tensor  # [rank, in]; rank 0: no low-rank term
-    b: Tensor  # [out, rank]
+    a: Tensor  # [rank, in]; rank 0: no low-rank term. Or [experts, rank, in]
+    b: Tensor  # [out, rank], or [experts, out, rank]
     scale: float  # alpha / rank, or alpha / sqrt(rank)
     gain: Tensor | None = None  # [out], of DoRA; None: 1
     shift: Tensor | None = None  # [out], of biases; None: 0
 
     @property
     def rank(self) -> int:
-        return self.a.shape[0]
+        return self.a.shape[-2]
+
+    @property
+    def has_experts(self) -> bool:
+        """True for one term for each expert."""
+        return self.a.dim() == 3
 
     @property
     def is_plain(self) -> bool:
@@ -140,8 +155,8 @@ class AdapterWeights:
 
     @property
     def is_plain(self) -> bool:
-        """True where low-rank terms are all that it has in the model."""
-        return not self.saved and all(factors.is_plain for factors in self.factors.values())
+        """True where low-rank terms are all that it has in the model, and none is of experts."""
+        return not self.saved and all(one.is_plain and not one.has_experts for one in self.factors.values())
 
     @property
     def max_rank(self) -> int:
@@ -164,15 +179,22 @@ class FactorShape:
     scale: float
     has_gain: bool = False
     has_shift: bool = False
+    num_experts: int = 0  # of fused experts, which have neither gain nor shift; 0: a module with one weight
 
     @property
     def is_plain(self) -> bool:
-        """True for a low-rank term alone."""
+        """True for low-rank terms alone."""
         return not self.has_gain and not self.has_shift
+
+    @property
+    def num_terms(self) -> int:
+        return self.num_experts or 1
 
     def to_json(self) -> list[Any]:
         """Canonical: part of the adapter's digest. The scale in hexadecimal, so that nothing is rounded."""
         found = [self.path, self.rank, self.in_features, self.out_features, self.scale.hex()]
+        if self.num_experts:
+            return [*found, "experts", self.num_experts]
         return found if self.is_plain else [*found, "gain" * self.has_gain + "shift" * self.has_shift]
 
     @staticmethod
@@ -180,10 +202,13 @@ class FactorShape:
         """Raises ValueError on anything that `to_json` did not write."""
         path, rank, in_features, out_features, scale, *more = value
         sizes = (rank, in_features, out_features)
+        num_experts = 0
+        if len(more) == 2 and more[0] == "experts" and type(more[1]) is int and 0 < more[1] < MAX_DIM:
+            num_experts, more = more[1], []
         if more not in ([], ["gain"], ["shift"], ["gainshift"]):
             raise ValueError("not the layout of a LoRA")
         extra = "".join(more)
-        shape = FactorShape(path, *sizes, float.fromhex(scale), "gain" in extra, "shift" in extra)
+        shape = FactorShape(path, *sizes, float.fromhex(scale), "gain" in extra, "shift" in extra, num_experts)
         is_shape = isinstance(path, str) and all(type(size) is int and size >= 0 for size in sizes)
         if not is_shape or not in_features or not out_features or not (rank or extra) or not math.isfinite(shape.scale):
             raise ValueError("not the layout of a LoRA")
@@ -346,6 +371,32 @@ class AdapterLayout:
     classifier: PlacedClassifier | None = None
     saved: tuple[PlacedSaved, ...] = ()
     templates: AdapterTemplates | None = None
+    # Of an activated LoRA (aLoRA): it changes tokens from the start of their last occurrence in the prompt on.
+    invocation: tuple[int, ...] = ()
+    peft_type: str = "LORA"  # of the terms before they became low-rank ones
+
+    @property
+    def not_mixed(self) -> str:
+        """Why it cannot be a member of a mixture; empty for a plain LoRA, whose heads are left aside."""
+        if not self.factors and self.heads is not None:
+            return "it is Medusa heads without a LoRA"
+        if self.peft_type != "LORA":
+            return f"it is made by PEFT's {self.peft_type}"
+        if self.classifier is not None:
+            return "it has a classifier"
+        if self.saved:
+            saved = self.saved[0].shape
+            return f"it brings {saved.path}.{saved.name} of its own (modules_to_save, token rows)"
+        if self.invocation:
+            return "it is active from its own tokens on (alora_invocation_tokens)"
+        for placed in self.factors:
+            if placed.shape.num_experts:
+                return f"it adapts the experts of {placed.shape.path} (target_parameters)"
+            if placed.shape.has_gain:
+                return f"it scales the outputs of {placed.shape.path} (use_dora)"
+            if placed.shape.has_shift:
+                return f"it adds a bias at {placed.shape.path} (bias, lora_bias)"
+        return ""
 
     @property
     def max_rank(self) -> int:
@@ -375,6 +426,10 @@ class AdapterLayout:
             found["saved"] = [placed.shape.to_json() for placed in self.saved]
         if self.templates is not None:
             found["templates"] = asdict(self.templates)
+        if self.invocation:
+            found["invocation"] = list(self.invocation)
+        if self.peft_type != "LORA":
+            found["peft_type"] = self.peft_type
         return found
 
     @staticmethod
@@ -387,7 +442,15 @@ class AdapterLayout:
         classifier = None if value.get("classifier") is None else ClassifierShape.from_json(value["classifier"])
         saved = map(SavedShape.from_json, value.get("saved", ()))
         layout = place_adapter(value["dtype"], map(FactorShape.from_json, factors), heads, classifier, saved)
-        return layout if value.get("templates") is None else replace(layout, templates=_templates(value["templates"]))
+        templates, invocation = value.get("templates"), value.get("invocation", [])
+        if not isinstance(invocation, list) or not all(type(one) is int and 0 <= one < MAX_DIM for one in invocation):
+            raise ValueError("not the tokens of an activated LoRA")
+        return replace(
+            layout,
+            templates=None if templates is None else _templates(templates),
+            invocation=tuple(invocation),
+            peft_type=str(value.get("peft_type", "LORA")),
+        )
 
 
 def _templates(value: Any) -> AdapterTemplates:
@@ -430,8 +493,9 @@ def _place_lora_and_heads(dtype: str, factors: Iterable[FactorShape], heads: Hea
     position = 0
     for shape in sorted(factors):
         a_offset = position
-        b_offset = _aligned(a_offset + shape.rank * shape.in_features * itemsize)
-        gain_offset = _aligned(b_offset + shape.rank * shape.out_features * itemsize)
+        num_ranks = shape.num_terms * shape.rank
+        b_offset = _aligned(a_offset + num_ranks * shape.in_features * itemsize)
+        gain_offset = _aligned(b_offset + num_ranks * shape.out_features * itemsize)
         shift_offset = _aligned(gain_offset + shape.has_gain * shape.out_features * itemsize)
         position = _aligned(shift_offset + shape.has_shift * shape.out_features * itemsize)
         placed.append(PlacedFactors(shape, a_offset, b_offset, gain_offset, shift_offset))
@@ -474,9 +538,11 @@ def _factors_at(layout: AdapterLayout, storage: Tensor) -> dict[str, LoraFactors
     for placed in layout.factors:
         checkpoint()
         shape = placed.shape
-        rank, in_features = shape.rank, shape.in_features
-        a = flat.as_strided((rank, in_features), (in_features, 1), placed.a_offset // itemsize)  # [rank, in]
-        b = flat.as_strided((shape.out_features, rank), (rank, 1), placed.b_offset // itemsize)  # [out, rank]
+        rank, in_features, num_terms = shape.rank, shape.in_features, shape.num_terms
+        a = flat.as_strided((num_terms * rank, in_features), (in_features, 1), placed.a_offset // itemsize)
+        b = flat.as_strided((num_terms * shape.out_features, rank), (rank, 1), placed.b_offset // itemsize)
+        if shape.num_experts:
+            a, b = a.view(num_terms, rank, in_features), b.view(num_terms, shape.out_features, rank)
         gain = flat[placed.gain_offset // itemsize :][: shape.out_features] if shape.has_gain else None
         shift = flat[placed.shift_offset // itemsize :][: shape.out_features] if shape.has_shift else None
         factors[shape.path] = LoraFactors(a, b, shape.scale, gain, shift)

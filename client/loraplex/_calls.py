@@ -38,6 +38,7 @@ from loraplex.types import (
     Generation,
     Grammar,
     Medusa,
+    Merge,
     Message,
     PoolingInputs,
     PoolingKind,
@@ -61,7 +62,7 @@ from loraplex.types import (
     Truncate,
     Usage,
 )
-from loraplex_contracts.adapters import check_adapter_id
+from loraplex_contracts.adapters import check_adapter_ref, check_adapter_source, check_digest, name_in
 from loraplex_contracts.errors import (
     Cancelled,
     ConnectionLost,
@@ -141,7 +142,7 @@ _CHAT_OPTIONS: Final = frozenset({"continue_final_message", "chat_template", *_C
 _OTHER_OPTIONS: Final = _CHAT_OPTIONS | frozenset(
     {
         *("messages", "omit_generation_prompt", "tool_choice", "parallel_tool_calls", "grammar", "truncate_prompt"),
-        *("adapters", "speculation", "timeout_s"),
+        *("adapters", "merge", "speculation", "timeout_s"),
     }
 )
 
@@ -183,7 +184,7 @@ class Settings:
         """Headers of a call. The adapter's name lets a proxy route without parsing the message."""
         pairs: list[tuple[str, str]] = []
         if adapter_id:
-            pairs.append(("x-adapter-id", adapter_id))
+            pairs.append(("x-adapter-id", name_in(adapter_id)))
         if self.token is not None:
             pairs.append(("authorization", f"Bearer {self.token}"))
         return tuple(pairs)
@@ -366,13 +367,20 @@ class Calls:
         request = inference_pb2.GetInfoRequest()
         return self._call(_INFERENCE + "GetInfo", request, server_info, call_options(options))
 
-    def load(self, adapter_id: str, pin: bool, options: CallOptions) -> Call[tuple[Adapter, ...]]:
+    def load(self, adapter_id: str, how: Mapping[str, object], options: CallOptions) -> Call[tuple[Adapter, ...]]:
+        """`how`: other fields of the request."""
         request = adapter_pb2.LoadAdapterRequest()
-        _assign(request, "pin", pin)
+        for name, value in how.items():
+            _assign(request, name, value)
+        if request.source:
+            check_adapter_source(request.source)
+        if request.expected_digest:
+            check_digest(request.expected_digest, field="expected_digest")
         return self._call(_ADAPTERS + "LoadAdapter", naming(request, adapter_id), _rows, call_options(options))
 
-    def unload(self, adapter_id: str, options: CallOptions) -> Call[tuple[Adapter, ...]]:
+    def unload(self, adapter_id: str, if_unused: bool, options: CallOptions) -> Call[tuple[Adapter, ...]]:
         request = naming(adapter_pb2.UnloadAdapterRequest(), adapter_id)
+        _assign(request, "if_unused", if_unused)
         return self._call(_ADAPTERS + "UnloadAdapter", request, _rows, call_options(options))
 
     def get(self, adapter_id: str, options: CallOptions) -> Call[tuple[Adapter, ...]]:
@@ -466,17 +474,26 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
     mixture: Any = given.get("adapters", {})
     if not isinstance(mixture, Mapping):
         raise InvalidArgument(f"adapters takes {{name: weight}}, not {_shown(mixture)}", field="adapters")
+    if "adapters" in given and not mixture:
+        raise InvalidArgument("`adapters` is empty: name at least one adapter", field="adapters")
     for adapter_id, weight in cast("Mapping[str, float]", mixture).items():
         entry = request.adapters.add()
         _assign(entry, "id", adapter_id, shown_as="adapters.id")
         _assign(entry, "weight", weight, shown_as="adapters.weight")
+    if "merge" in given:
+        merge = given["merge"]
+        if not isinstance(merge, Merge):
+            raise InvalidArgument(f"merge takes a Merge, not {_shown(merge)}", field="merge")
+        for one in fields(merge):
+            if getattr(merge, one.name) is not None:
+                _assign(request, f"merge.{one.name}", getattr(merge, one.name))
     if "grammar" in given:
         _put_grammar(request.grammar, given["grammar"])
     _put_truncation(request, given)
     if "speculation" in given:
         _put_speculation(request.speculation, given["speculation"])
     if request.adapter_id:
-        check_adapter_id(request.adapter_id)  # it also goes into a header
+        check_adapter_ref(request.adapter_id)  # it also goes into a header
     if not request.request_id:
         request.request_id = uuid.uuid4().hex  # known even when no answer comes
     return request
@@ -497,7 +514,7 @@ def pooling_request(request: _Pooling, inputs: PoolingInputs, options: PoolingOp
             _assign(request, name, given[name])
     _put_truncation(request, given)
     if request.adapter_id:
-        check_adapter_id(request.adapter_id)  # it also goes into a header
+        check_adapter_ref(request.adapter_id)  # it also goes into a header
     if not request.request_id:
         request.request_id = uuid.uuid4().hex
     return request
@@ -555,7 +572,7 @@ def tokenize_request(
 def naming(request: _AboutAdapter, adapter_id: str) -> _AboutAdapter:
     """The request with the adapter's name in it. Raises InvalidArgument."""
     _assign(request, "adapter_id", adapter_id)
-    check_adapter_id(request.adapter_id)
+    check_adapter_ref(request.adapter_id)
     return request
 
 

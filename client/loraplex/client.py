@@ -171,13 +171,28 @@ class Adapters:
         self._calls = calls
         self._send = send
 
-    def load(self, adapter_id: str, *, pin: bool = False, **options: Unpack[CallOptions]) -> tuple[Adapter, ...]:
-        """Brings an adapter into memory ahead of use, and binds its name to the files as they are now."""
-        return self._send(self._calls.load(adapter_id, pin, options))
+    def load(
+        self,
+        adapter_id: str,
+        *,
+        pin: bool = False,
+        source: str = "",
+        expected_digest: str = "",
+        if_absent: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> tuple[Adapter, ...]:
+        """Brings an adapter into memory ahead of use, and binds its name to the files as they are now. `source`: the
+        folder that they are in, where that is not the name, or hub:ORG/NAME or s3:BUCKET/PREFIX. `if_absent`: a name
+        that is bound stays as it is. Raises DigestMismatch where the files are not those of `expected_digest`."""
+        how = {"pin": pin, "source": source, "expected_digest": expected_digest, "if_absent": if_absent}
+        return self._send(self._calls.load(adapter_id, how, options))
 
-    def unload(self, adapter_id: str, **options: Unpack[CallOptions]) -> tuple[Adapter, ...]:
-        """Forgets the name; requests that are running end as they began."""
-        return self._send(self._calls.unload(adapter_id, options))
+    def unload(
+        self, adapter_id: str, *, if_unused: bool = False, **options: Unpack[CallOptions]
+    ) -> tuple[Adapter, ...]:
+        """Forgets the name; requests that are running end as they began. With `if_unused` raises AdapterInUse where
+        there are any."""
+        return self._send(self._calls.unload(adapter_id, if_unused, options))
 
     def get(self, adapter_id: str, **options: Unpack[CallOptions]) -> tuple[Adapter, ...]:
         """State and place of one adapter on each worker. Raises AdapterNotFound."""

@@ -120,6 +120,16 @@ class Truncate:
     keep_start: bool = False  # keep the first tokens instead
 
 
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """How the adapters of a mixture become one, as PEFT's `add_weighted_adapter` makes it."""
+
+    strategy: str  # linear, ties, dare_linear, dare_ties or magnitude_prune
+    density: float | None = None  # share of values that are kept; not for linear
+    majority_sign: str | None = None  # total (the default) or frequency; of ties and dare_ties
+    seed: int | None = None  # of what dare_* drop. Default: from the adapters and these options
+
+
 class CallOptions(TypedDict, total=False):
     """Options of every call."""
 
@@ -182,7 +192,9 @@ class GenerateOptions(ChatOptions, total=False):
     truncate_prompt: int | Truncate | None
     """Shorten the prompt to its last so many tokens, 0 to what the context has room for, instead of refusing it."""
     adapters: Mapping[str, float] | None
-    """A mixture: adapter id -> weight, instead of `adapter_id`."""
+    """A mixture: adapter id -> weight, instead of `adapter_id`. Their exact sum, unless `merge` says otherwise."""
+    merge: Merge | None
+    """With `adapters`: one adapter is made of them, once."""
 
     max_tokens: int | None
     """New tokens at most. Default: the rest of the context."""
@@ -505,6 +517,12 @@ class Adapter:
     worker: str  # filled by a router
     labels: tuple[str, ...] = ()  # of its classifier, if it has one
     per_token: bool = False  # it classifies tokens, not texts
+    source: str = ""  # that a load named
+    base: str = ""  # the base model that its files name
+    tasks: tuple[str, ...] = ()  # such as "generate"
+    uses: int = 0  # requests for this content
+    last_error: str = ""  # of the last load under this name, where that failed
+    last_error_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

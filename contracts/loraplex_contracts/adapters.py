@@ -8,12 +8,13 @@ allow-list in one regular expression without backtracking.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Literal, NewType
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, NewType
 
-from loraplex_contracts.errors import InvalidAdapterId, InvalidArgument
+from loraplex_contracts.errors import InvalidAdapterId, InvalidArgument, Unimplemented
 
-AdapterId = NewType("AdapterId", str)  # a name that `check_adapter_id` has passed; empty for none
+# A name that `check_adapter_id` has passed, in requests also with a version (`check_adapter_ref`); empty for none.
+AdapterId = NewType("AdapterId", str)
 NO_ADAPTER = AdapterId("")
 
 AdapterKind = Literal["lora", "medusa", "combined"]
@@ -31,6 +32,42 @@ class AdapterKey:
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.digest}"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUser:
+    """The tenant that uses an adapter, and the bytes of adapters that it may have in memory; None: any number."""
+
+    tenant: str = ""
+    max_bytes: int | None = None
+
+
+NOBODY = AdapterUser()
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterOrigin:
+    """Origin of a name's files. Without a `source` it is the place of that name in the server's sources."""
+
+    source: str = ""
+    revision: str = ""
+    token: str = field(default="", repr=False)  # the caller's own, for the Hub
+
+
+OWN_PLACE = AdapterOrigin()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """Options of one LoadAdapter. `origin` without a source: where the name was loaded from before."""
+
+    origin: AdapterOrigin = OWN_PLACE
+    expected_digest: str = ""  # empty: any
+    if_absent: bool = False  # a name that is bound stays as it is
+    is_reload: bool = False  # by the server itself, for files that were replaced: the pin stays as it is
+
+
+PLAIN_LOAD = LoadOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +119,27 @@ class AdapterInfo:
     error_reason: str = ""
     num_heads: int = 0  # Medusa heads
     classifier: ClassifierInfo | None = None
+    source: str = ""  # of its AdapterOrigin
+    base: str = ""  # that its files name
+    num_uses: int = 0  # requests for its content
+    last_error: str = ""  # of the last load under this name, where that failed
+    last_error_reason: str = ""
 
 
 # Changed rows by adapter key, or by adapter id while it has no key. An empty tuple removes the rows.
 ListingChanges = dict[AdapterKey | str, tuple[AdapterInfo, ...]]
+
+
+class ReadCount(NamedTuple):
+    """Adapters read from one tier since the start."""
+
+    num: int = 0
+    seconds: float = 0.0
+    num_bytes: int = 0
+
+    def plus(self, seconds: float, num_bytes: int) -> ReadCount:
+        """With one more."""
+        return ReadCount(self.num + 1, self.seconds + seconds, self.num_bytes + num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +158,25 @@ class CacheUsage:
     host_evictions: int = 0
     load_seconds_total: float = 0.0
     loads_total: int = 0
+    source_reads: ReadCount = ReadCount()
+    disk_reads: ReadCount = ReadCount()
 
 
 MAX_ADAPTER_ID_CHARS = 128
+MIN_VERSION_CHARS = 8  # of a digest, so that it says which content is meant
 MAX_ID_CHARS = 128
+MAX_SOURCE_CHARS = 1024
+HUB_SOURCE = "hub:"  # a `source` that is a repository, ORG/NAME
+S3_SOURCE = "s3:"  # one that is in a bucket, BUCKET/PREFIX
 MAX_ROLE_CHARS = 64
 
 # "org/name" as the Hub has it, or a plain name. ASCII only (no look-alikes), no dot segments, never absolute.
 _SEGMENT = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_-])?"
 _ADAPTER_ID = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT})?\Z")
+_DIGEST = re.compile(r"[0-9a-f]{64}\Z")
+_VERSION = re.compile(rf"[0-9a-f]{{{MIN_VERSION_CHARS},64}}\Z")
 _ID = re.compile(r"[A-Za-z0-9._:-]+\Z")
+_REVISION = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._/-]{{0,{MAX_ID_CHARS - 1}}}\Z")
 _ROLE = re.compile(r"[A-Za-z0-9_-]+\Z")
 
 
@@ -129,6 +192,70 @@ def check_adapter_id(adapter_id: str, *, field: str = "adapter_id") -> AdapterId
             field=field,
         )
     return AdapterId(adapter_id)
+
+
+def check_adapter_ref(ref: str, *, field: str = "adapter_id") -> AdapterId:
+    """Returns a well-formed adapter id, or one with a version: NAME@DIGEST, of whose digits some suffice. Raises
+    InvalidAdapterId."""
+    name, at, version = ref.partition("@")
+    check_adapter_id(name, field=field)
+    if at and not _VERSION.match(version):
+        raise InvalidAdapterId(
+            f"{field} {_shown(ref)} names no version: give at least {MIN_VERSION_CHARS} hexadecimal digits of the "
+            "digest after '@', in lower case",
+            field=field,
+        )
+    return AdapterId(ref)
+
+
+def name_in(ref: str) -> str:
+    """The adapter's name in a reference, without the version."""
+    return ref.partition("@")[0]
+
+
+def check_adapter_source(source: str, *, field: str = "source") -> str:
+    """Returns a well-formed path of a folder, absolute or below the adapter root; the source sees that it stays there.
+    Raises InvalidArgument, and Unimplemented for an address."""
+    if "://" in source:
+        raise Unimplemented(
+            f"`{field}` {_shown(source)} is an address: adapters come from folders in the server's directory of "
+            "adapters, from hub:ORG/NAME or from s3:BUCKET/PREFIX",
+            field=field,
+        )
+    steps = source.removeprefix("/").removesuffix("/").split("/")
+    if len(source) > MAX_SOURCE_CHARS or not source.isprintable() or not {"", ".", ".."}.isdisjoint(steps):
+        raise InvalidArgument(
+            f"`{field}` {_shown(source)} is not the path of a folder: write it without '.', '..' and empty steps, "
+            f"{MAX_SOURCE_CHARS} characters at most",
+            field=field,
+        )
+    return source
+
+
+def check_revision(revision: str, source: str, *, field: str = "revision") -> str:
+    """Returns a well-formed branch, tag or commit of a repository. Raises InvalidArgument, and Unimplemented for a
+    revision of anything but a `source` on the Hub."""
+    if not source.startswith(HUB_SOURCE):
+        raise Unimplemented(
+            f"`{field}` is of repositories on the Hub: give `source` as hub:ORG/NAME beside it, or leave it out",
+            field=field,
+        )
+    if not _REVISION.match(revision) or ".." in revision:
+        raise InvalidArgument(
+            f"`{field}` {_shown(revision)} is not a branch, a tag or a commit: use letters, digits, '.', '_', '-' and "
+            f"'/', {MAX_ID_CHARS} characters at most",
+            field=field,
+        )
+    return revision
+
+
+def check_digest(digest: str, *, field: str) -> str:
+    """Returns a well-formed digest of an adapter. Raises InvalidArgument."""
+    if not _DIGEST.match(digest):
+        raise InvalidArgument(
+            f"`{field}` {_shown(digest)} is not a digest: give all 64 hexadecimal digits, in lower case", field=field
+        )
+    return digest
 
 
 def check_id(value: str, *, field: str) -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 log = logging.getLogger(__name__)
 
@@ -121,17 +121,36 @@ class AdapterNotFound(LoraplexError, code=Code.NOT_FOUND, reason="ADAPTER_NOT_FO
     """No adapter of this name for this tenant. The answer is the same for another tenant's adapter."""
 
 
-def adapter_not_found(adapter_id: str) -> AdapterNotFound:
-    """One message for an unknown adapter and for another tenant's, so that it does not tell which."""
+NEAR_KEY: Final = "near_names"  # in the metadata of AdapterNotFound
+
+
+def adapter_not_found(adapter_id: str, near: Sequence[str] = ()) -> AdapterNotFound:
+    """One message for an unknown adapter and for another tenant's, so that it does not tell which. `near` are names
+    to suggest."""
+    question = f"did you mean {' or '.join(map(ascii, near))}? " if near else ""
     return AdapterNotFound(
-        f"there is no adapter {adapter_id!a} on this server; `loraplex adapters list` shows those that there are",
+        f"there is no adapter {adapter_id!a} on this server; {question}"
+        "`loraplex adapters list` shows those that there are",
         field="adapter_id",
         resource=adapter_id,
+        metadata={NEAR_KEY: ",".join(near)} if near else None,
     )
 
 
 class AdapterOutsideRoot(AdapterNotFound, reason="ADAPTER_OUTSIDE_ROOT"):
     """An adapter whose folder or files are links that lead out of the server's directory of adapters."""
+
+
+class AdapterVersionNotFound(AdapterNotFound, reason="ADAPTER_VERSION_NOT_FOUND"):
+    """A version of an adapter, asked for by digest, that this server does not have any more, or never had."""
+
+
+def adapter_version_not_found(adapter_id: str) -> AdapterVersionNotFound:
+    return AdapterVersionNotFound(
+        f"this server does not have the version {adapter_id!a}: it was never loaded here, or has left memory and store",
+        field="adapter_id",
+        resource=adapter_id,
+    )
 
 
 class FailedPrecondition(LoraplexError, code=Code.FAILED_PRECONDITION, reason="FAILED_PRECONDITION"):
@@ -140,6 +159,10 @@ class FailedPrecondition(LoraplexError, code=Code.FAILED_PRECONDITION, reason="F
 
 class NoChatTemplate(FailedPrecondition, reason="NO_CHAT_TEMPLATE"):
     """The base model's tokenizer has no chat template."""
+
+
+class AdapterNotMixed(FailedPrecondition, reason="ADAPTER_NOT_MIXED"):
+    """An adapter that cannot be in a mixture, or not in this one; the message names it and says why."""
 
 
 class NoClassifier(FailedPrecondition, reason="NO_CLASSIFIER"):
@@ -152,6 +175,14 @@ class ClassifiesOnly(FailedPrecondition, reason="CLASSIFIES_ONLY"):
 
 class UnsupportedModel(FailedPrecondition, reason="UNSUPPORTED_MODEL"):
     """A base model that cannot be served correctly; raised while loading it."""
+
+
+class DigestMismatch(FailedPrecondition, reason="DIGEST_MISMATCH"):
+    """A load found another content than the caller expects; the name stays as it was."""
+
+
+class AdapterInUse(FailedPrecondition, reason="ADAPTER_IN_USE"):
+    """An adapter that was to be unloaded only if no request uses it."""
 
 
 class AdapterInvalid(FailedPrecondition, reason="ADAPTER_INVALID"):
@@ -195,6 +226,21 @@ class QueueFull(ResourceExhausted, reason="QUEUE_FULL"):
 
 class Overloaded(ResourceExhausted, reason="OVERLOADED"):
     """The request would wait longer than its deadline, or the server's bound, allows."""
+
+
+CONCURRENT_REQUESTS = "concurrent_requests"
+TOKENS_PER_MINUTE = "tokens_per_minute"
+RESIDENT_ADAPTER_BYTES = "resident_adapter_bytes"
+QUOTAS = frozenset({CONCURRENT_REQUESTS, TOKENS_PER_MINUTE, RESIDENT_ADAPTER_BYTES})
+
+
+class QuotaExceeded(ResourceExhausted, reason="QUOTA_EXCEEDED"):
+    """The tenant has as much as it may have of what `quota` in the metadata names, one of QUOTAS. Without
+    `retry_after_s` waiting does not help."""
+
+
+def quota_exceeded(quota: str, message: str, retry_after_s: float | None = None) -> QuotaExceeded:
+    return QuotaExceeded(message, resource=quota, retry_after_s=retry_after_s, metadata={"quota": quota})
 
 
 class AdapterMemoryFull(ResourceExhausted, reason="ADAPTER_MEMORY_FULL"):

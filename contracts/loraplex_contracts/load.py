@@ -70,6 +70,13 @@ class Load:
     forecast: Forecast | None = None  # while requests wait
 
 
+def has_place(num_all: int, num_own: int, num_tenants: int, most: int) -> bool:
+    """True where a queue of `most` places takes one more request of a tenant that has `num_own` of `num_all`: while a
+    place is free, and beyond that while the tenant has less than an equal share. So a full queue is full for those that
+    filled it."""
+    return num_all < most or num_own * max(1, num_tenants) < most
+
+
 def overloaded(wait_s: float, allowed_s: float, *, has_deadline: bool) -> Overloaded:
     retry_after_s = min(max(wait_s - allowed_s, MIN_RETRY_S), MAX_RETRY_S)
     why = "its deadline leaves" if has_deadline else "--max-queue-wait allows"

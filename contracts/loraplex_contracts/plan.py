@@ -69,7 +69,7 @@ class Candidate(NamedTuple):
     num_room: int  # draft tokens that can still be accepted; 0 at the completion's last token
     request: Request
     sampling: SamplingParams  # the completion's own, seed included
-    adapter_slot: int | None  # of its LoRA
+    adapter_slot: int | None  # of its LoRA; None of a mixture
     matcher: GrammarMatcher | None = None
 
 
@@ -92,6 +92,7 @@ class NewSequence:
     sampling: SamplingParams
     output: OutputParams
     adapters: tuple[AdapterUse, ...] = ()
+    adapted_from: int = 0  # position of the first token that they change
     # No end-of-sequence or stop token may be sampled before this many output tokens.
     min_tokens: int = 0
     banned_until_min: frozenset[int] = frozenset()
@@ -107,6 +108,17 @@ class BlockCopy:
 
     source: int
     target: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateUse:
+    """The state slots of a span, in models with layers that keep a state of fixed size (see `kv/states.py`)."""
+
+    source: int  # what the span begins with; 0: nothing comes before it
+    target: int  # where the state goes, behind the last token that is not a rejected draft
+    # Further slots that get the state as it is before a position: (position, slot), positions ascending and within the
+    # span, its end included, its draft excluded.
+    copies: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +142,8 @@ class Span:
     prompt_logprobs: bool = False
     # The last piece of a sequence with `pooling`: its values come with the result. No span of it is sampled.
     ends_pooling: bool = False
+    # None in models without such layers; in others the span then begins with nothing, and leaves nothing.
+    state: StateUse | None = None
 
     @property
     def has_output(self) -> bool:

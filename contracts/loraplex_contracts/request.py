@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
-from loraplex_contracts.adapters import NO_ADAPTER, AdapterId
+from loraplex_contracts.adapters import NO_ADAPTER, AdapterId, AdapterUser
 from loraplex_contracts.errors import LoraplexError
+from loraplex_contracts.mixtures import Mixture, mixture_name
 from loraplex_contracts.sampling import SamplingParams
 
 SpeculationKind = Literal["off", "auto", "medusa", "prompt_lookup", "draft_model"]
@@ -94,14 +95,25 @@ class Request:
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
     pooling: PoolingParams | None = None  # it makes no tokens then, and `n` is 1
     adapter_id: AdapterId = NO_ADAPTER
+    mixture: Mixture | None = None  # in the place of one adapter
     adapter_digest: str = ""  # of the version that the prompt was made for; empty: any
     tenant: str = "default"
+    max_adapter_bytes: int | None = None  # of the tenant, in memory
     cache_salt: str = ""
     grammar: Grammar | None = None
     n: int = 1
     priority: int = 0
     arrival_s: float = 0.0
     deadline_s: float | None = None
+
+    @property
+    def adapter_user(self) -> AdapterUser:
+        return AdapterUser(self.tenant, self.max_adapter_bytes)
+
+    @property
+    def adapter_name(self) -> str:
+        """Of its adapter or of the set of its adapters; empty for the base model."""
+        return self.adapter_id if self.mixture is None else mixture_name(self.mixture.adapter_ids)
 
 
 def seed_of_completion(seed: int, index: int) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from loraplex_contracts.adapters import MAX_ADAPTER_ID_CHARS, check_adapter_id
+from loraplex_contracts.adapters import MAX_ADAPTER_ID_CHARS, check_adapter_ref
 from loraplex_contracts.errors import InvalidAdapterId, InvalidArgument, ListingTooLarge
 from loraplex_proto.v1 import adapter_pb2
 
@@ -25,7 +25,7 @@ MAX_ANSWER_BYTES: Final = 4 << 20  # what a gRPC client takes unless it was told
 
 _VERSION: Final = b"\x01"
 _HEADER_BYTES: Final = 5  # the version, and which listing it belongs to
-_PREFIX = re.compile(r"[A-Za-z0-9._/-]*\Z")
+_PREFIX = re.compile(r"[A-Za-z0-9._/@-]*\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def list_query(request: adapter_pb2.ListAdaptersRequest) -> ListQuery:
         )
     if len(request.prefix) > MAX_ADAPTER_ID_CHARS or not _PREFIX.match(request.prefix):
         raise InvalidArgument(
-            "no adapter id begins with `prefix`: use letters, digits, '.', '_', '-' and '/', "
+            "no adapter id begins with `prefix`: use letters, digits, '.', '_', '-', '/' and '@', "
             f"{MAX_ADAPTER_ID_CHARS} characters at most",
             field="prefix",
         )
@@ -124,7 +124,7 @@ def last_of_page(query: ListQuery, token: str) -> str:
         raw = base64.b64decode(token, altchars=b"-_", validate=True)
         if raw[:1] != _VERSION:
             raise ValueError("another version")
-        after = check_adapter_id(raw[_HEADER_BYTES:].decode("ascii"))
+        after = check_adapter_ref(raw[_HEADER_BYTES:].decode("ascii"))
     except (ValueError, InvalidAdapterId) as error:
         raise InvalidArgument(
             "`page_token` is not a token of this listing: send `next_page_token` as it came, or none to begin anew",

@@ -8,6 +8,7 @@ the limits. Knows nothing of tokenizers, adapters' files or server state.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, cast
@@ -16,8 +17,19 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from loraplex_contracts.adapters import MAX_TEMPLATE_BYTES, AdapterId, check_adapter_id, check_id, check_role
+from loraplex_contracts.adapters import (
+    MAX_TEMPLATE_BYTES,
+    AdapterId,
+    check_adapter_id,
+    check_adapter_ref,
+    check_adapter_source,
+    check_digest,
+    check_id,
+    check_revision,
+    check_role,
+)
 from loraplex_contracts.errors import ContextLengthExceeded, InvalidAdapterId, InvalidArgument, Unimplemented
+from loraplex_contracts.mixtures import MAJORITY_SIGNS, MAX_MEMBERS, MAX_WEIGHT, MERGE_STRATEGIES, mixture_name
 from loraplex_contracts.sampling import SAMPLING_OPTIONS, SamplingOption
 from loraplex_proto.paging import ListQuery, list_query
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2, worker_pb2
@@ -79,7 +91,9 @@ _POOLING: Final = (
 HANDLED: Final[dict[str, frozenset[str]]] = {
     "GenerateRequest": frozenset(
         (
-            *("text", "token_ids.ids", "adapter_id", "n", "priority", "request_id", "cache_salt"),
+            *("text", "token_ids.ids", "adapter_id", "adapters.id", "adapters.weight"),
+            *("n", "priority", "request_id", "cache_salt"),
+            *("merge.strategy", "merge.density", "merge.majority_sign", "merge.seed"),
             *_CHAT,
             *(option.path for option in SAMPLING_OPTIONS.values()),
             *("stopping.max_tokens", "stopping.min_tokens", "stopping.stop", "stopping.stop_token_ids"),
@@ -98,8 +112,8 @@ HANDLED: Final[dict[str, frozenset[str]]] = {
     "TokenizeRequest": frozenset(("text", *_CHAT, "omit_special_tokens", "offsets", "adapter_id")),
     "DetokenizeRequest": frozenset({"token_ids", "omit_special_tokens"}),
     "GetTokenizerInfoRequest": frozenset(),
-    "LoadAdapterRequest": frozenset({"adapter_id", "pin"}),
-    "UnloadAdapterRequest": frozenset({"adapter_id"}),
+    "LoadAdapterRequest": frozenset({"adapter_id", "pin", "source", "revision", "expected_digest", "if_absent"}),
+    "UnloadAdapterRequest": frozenset({"adapter_id", "if_unused"}),
     "GetAdapterRequest": frozenset({"adapter_id"}),
     "ListAdaptersRequest": frozenset({"include_unloaded", "page_size", "page_token", "prefix", "state"}),
     "WatchLoadRequest": frozenset({"min_interval_s"}),
@@ -117,17 +131,7 @@ HANDLED: Final[dict[str, frozenset[str]]] = {
 }
 
 # What the wire has and this version refuses, with what to do instead. A path stands for everything below it.
-NOT_BUILT: Final[dict[str, dict[str, str]]] = {
-    "GenerateRequest": {
-        "adapters": "mixtures of adapters are not served; name one adapter in `adapter_id`",
-    },
-    "LoadAdapterRequest": {
-        "source": "adapters come from the server's adapter root, by their name there",
-        "revision": "adapters are loaded as they are in the server's adapter root",
-        "expected_digest": "digests are not checked; compare `digest` in the answer",
-        "if_absent": "a load binds the name to the files as they are now; look with GetAdapter first",
-    },
-}
+NOT_BUILT: Final[dict[str, dict[str, str]]] = {}
 
 
 def parse(cls: type[M], raw: bytes) -> M:
@@ -218,7 +222,6 @@ _BOUNDS: Final = (
 
 def check_generate(request: inference_pb2.GenerateRequest) -> None:
     """All checks that need no model. Raises InvalidArgument or Unimplemented with the field's path."""
-    _refuse_mixture(request)
     _check_counts(request)
     refuse_unhandled(request)
     _check_names(request)
@@ -238,6 +241,7 @@ def check_generate(request: inference_pb2.GenerateRequest) -> None:
         check_id(request.cache_salt, field="cache_salt")
     for bound in _BOUNDS:
         _check_bound(request, *bound)
+    _check_merge(request)
     _check_stopping(request.stopping)
     if request.HasField("grammar"):
         _check_grammar(request)
@@ -247,27 +251,74 @@ def check_generate(request: inference_pb2.GenerateRequest) -> None:
 
 
 def check_names(request: inference_pb2.GenerateRequest) -> None:
-    """The part that a router checks: the names that it authorizes, routes and logs by. Mixtures and unknown fields are
-    refused, because they could name adapters unseen. Raises InvalidArgument or Unimplemented with the field's path."""
-    _refuse_mixture(request)
+    """The part that a router checks: the names that it authorizes, routes and logs by. Unknown fields are refused,
+    because they could name adapters unseen. Raises InvalidArgument or Unimplemented with the field's path."""
     refuse_unknown(request)
     _check_names(request)
 
 
-def _refuse_mixture(request: inference_pb2.GenerateRequest) -> None:
-    if request.adapters and request.adapter_id:
-        raise InvalidArgument("give `adapter_id` or `adapters`, not both", field="adapters")
-    if request.adapters:
-        raise _not_built("adapters", NOT_BUILT["GenerateRequest"])
-
-
 def _check_names(request: inference_pb2.GenerateRequest) -> None:
+    _check_members(request)
     if request.adapter_id:
-        check_adapter_id(request.adapter_id)
+        check_adapter_ref(request.adapter_id)
     if medusa_id := request.speculation.medusa.adapter_id:
-        check_adapter_id(medusa_id, field="speculation.medusa.adapter_id")
+        check_adapter_ref(medusa_id, field="speculation.medusa.adapter_id")
     if request.request_id:
         check_id(request.request_id, field="request_id")
+
+
+def _check_members(request: inference_pb2.GenerateRequest) -> None:
+    if request.adapters and request.adapter_id:
+        raise InvalidArgument("give `adapter_id` or `adapters`, not both", field="adapters")
+    if len(request.adapters) > MAX_MEMBERS:
+        raise InvalidArgument(
+            f"`adapters` takes {MAX_MEMBERS} adapters; there are {len(request.adapters)}", field="adapters"
+        )
+    for member in request.adapters:
+        check_adapter_id(member.id, field="adapters.id")
+        if not math.isfinite(member.weight) or not 0 < abs(member.weight) <= MAX_WEIGHT:
+            raise InvalidArgument(
+                f"`adapters.weight` must be a finite number other than 0 and at most {MAX_WEIGHT:g} in size; that of "
+                f"{member.id!a} is {member.weight:g}",
+                field="adapters.weight",
+            )
+
+
+def _check_merge(request: inference_pb2.GenerateRequest) -> None:
+    if not request.HasField("merge"):
+        return
+    merge = request.merge
+    if not request.adapters:
+        raise InvalidArgument("`merge` goes with `adapters`: name those to merge", field="merge")
+    for path, value, known in (
+        ("merge.strategy", merge.strategy, MERGE_STRATEGIES),
+        ("merge.majority_sign", merge.majority_sign or "total", MAJORITY_SIGNS),
+    ):
+        if value not in known:
+            raise InvalidArgument(
+                f"`{path}` must be one of {', '.join(known)}; it is {value[:40]!a}"
+                + ("; leave `merge` out for the exact sum" if value in ("", "cat") else ""),
+                field=path,
+            )
+    if merge.strategy != "linear" and not merge.HasField("density"):
+        raise InvalidArgument(f"`merge.density` is needed for {merge.strategy}", field="merge.density")
+    if merge.HasField("density") and not 0 < merge.density <= 1:
+        raise InvalidArgument(
+            f"`merge.density` must be above 0 and at most 1; it is {merge.density:g}", field="merge.density"
+        )
+    prunes, signs = merge.strategy != "linear", merge.strategy in ("ties", "dare_ties")
+    for name, is_set, is_used in (
+        ("density", merge.HasField("density"), prunes),
+        ("majority_sign", bool(merge.majority_sign), signs),
+        ("seed", merge.HasField("seed"), merge.strategy in ("dare_linear", "dare_ties")),
+    ):
+        if is_set and not is_used:
+            raise InvalidArgument(f"`merge.{name}` is not for {merge.strategy}; leave it out", field=f"merge.{name}")
+
+
+def adapter_name_in(request: inference_pb2.GenerateRequest) -> str:
+    """Of the adapter or the set of adapters that it runs with, as `Request.adapter_name`."""
+    return request.adapter_id or mixture_name(one.id for one in request.adapters)
 
 
 def adapters_in(request: inference_pb2.GenerateRequest) -> tuple[str, ...]:
@@ -470,7 +521,7 @@ def check_tokenize(request: inference_pb2.TokenizeRequest) -> None:
     if kind == "chat":
         _check_chat(request.chat)
     if request.adapter_id:
-        check_adapter_id(request.adapter_id)
+        check_adapter_ref(request.adapter_id)
     _check_omits_special(request)
 
 
@@ -526,7 +577,7 @@ def pooling_adapters_in(request: PoolingRequest) -> tuple[str, ...]:
 
 def _check_pooling_names(request: PoolingRequest) -> None:
     if request.adapter_id:
-        check_adapter_id(request.adapter_id)
+        check_adapter_ref(request.adapter_id)
     if request.request_id:
         check_id(request.request_id, field="request_id")
 
@@ -558,7 +609,15 @@ def check_adapter_request(request: AdapterRequest) -> AdapterId:
     refuse_unhandled(request)
     if not request.adapter_id:
         raise InvalidAdapterId("`adapter_id` is empty: name the adapter", field="adapter_id")
-    return check_adapter_id(request.adapter_id)
+    if isinstance(request, adapter_pb2.LoadAdapterRequest):
+        if request.source:
+            check_adapter_source(request.source)
+        if request.revision:
+            check_revision(request.revision, request.source)
+        if request.expected_digest:
+            check_digest(request.expected_digest, field="expected_digest")
+        return check_adapter_id(request.adapter_id)  # a load makes versions
+    return check_adapter_ref(request.adapter_id)
 
 
 def check_list_adapters(request: adapter_pb2.ListAdaptersRequest) -> ListQuery:

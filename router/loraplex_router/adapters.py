@@ -15,7 +15,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TypeVar
 
-from loraplex_contracts.errors import AdapterNotFound, Draining, Internal
+from loraplex_contracts.errors import AdapterInUse, AdapterNotFound, Draining, Internal
 from loraplex_proto.paging import MAX_PAGE_SIZE, ListQuery, Page, last_of_page, visible_part
 from loraplex_proto.v1 import adapter_pb2
 from loraplex_proto.validate import AdapterRequest, check_adapter_request, check_list_adapters, parse
@@ -85,13 +85,26 @@ class AdapterFanOut:
         return answers.serialized()
 
     async def unload(self, call: Call, raw: bytes) -> bytes:
-        _named(adapter_pb2.UnloadAdapterRequest, raw)
+        adapter_id = _named(adapter_pb2.UnloadAdapterRequest, raw)
+        if adapter_pb2.UnloadAdapterRequest.FromString(raw).if_unused:
+            await self._check_unused(call, adapter_id)  # before the first worker forgets it
         answers = await self._ask_all(call, raw)
         for failure in answers.failures:
             # A worker that does not have it or that drains is as good as unloaded; another failure leaves it there.
             if not isinstance(failure.typed, (AdapterNotFound, Draining)):
                 raise failure
         return answers.serialized()
+
+    async def _check_unused(self, call: Call, adapter_id: str) -> None:
+        question = adapter_pb2.GetAdapterRequest(adapter_id=adapter_id).SerializeToString()
+        answers = await self._ask(call, question, self._routable(), method="GetAdapter")
+        num_running = sum(row.running_requests for row in answers.rows)
+        if num_running:
+            raise AdapterInUse(
+                f"{num_running} requests use adapter {adapter_id!a}; unload it later, or without `if_unused` to let "
+                "them end",
+                resource=adapter_id,
+            )
 
     async def get(self, call: Call, raw: bytes) -> bytes:
         _named(adapter_pb2.GetAdapterRequest, raw)

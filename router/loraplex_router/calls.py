@@ -5,19 +5,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, Protocol, TypeVar, cast
 
 import grpc
 import grpc.aio
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
+from prometheus_client import Counter as MetricCounter
 
-from loraplex_contracts.errors import Code, DeadlineExceeded, Draining, LoraplexError, QueueFull
+from loraplex_contracts.errors import (
+    AdapterNotFound,
+    Code,
+    DeadlineExceeded,
+    Draining,
+    LoraplexError,
+    QueueFull,
+    QuotaExceeded,
+)
+from loraplex_contracts.load import has_place
 from loraplex_proto.status import abort, answer_within_s, as_typed
 from loraplex_router.upstream import Metadata, Upstream, UpstreamFailure
 from loraplex_runtime.auth import current_identity
 from loraplex_runtime.listener import Drain
+from loraplex_runtime.near_names import with_near_names
+from loraplex_runtime.quotas import Ticket
 from loraplex_runtime.telemetry import PREFIX, RequestMetrics, new_registry
 
 log = logging.getLogger(__name__)
@@ -33,15 +46,17 @@ class RouterMetrics(RequestMetrics):
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         registry = new_registry() if registry is None else registry
         super().__init__(registry, "router")
-        self._retries = Counter(
+        self._retries = MetricCounter(
             f"{PREFIX}router_retries",
             "Requests sent to another worker, by what the first one did.",
             ["cause"],
             registry=registry,
         )
-        self._relayed = Counter(f"{PREFIX}router_relayed_messages", "Messages of streams relayed.", registry=registry)
+        self._relayed = MetricCounter(
+            f"{PREFIX}router_relayed_messages", "Messages of streams relayed.", registry=registry
+        )
 
-        self._ignored_fields = Counter(
+        self._ignored_fields = MetricCounter(
             f"{PREFIX}http_ignored_fields",
             "Fields of HTTP requests that were ignored, by name where it is a known one.",
             ["field"],
@@ -77,18 +92,20 @@ class Call:
     method: str
     context: CallContext
     task: asyncio.Task[Any]
+    tenant: str = field(default_factory=lambda: current_identity().tenant)
     started_s: float = field(default_factory=time.monotonic)
     request_id: str = ""
     num_messages_sent: int = 0
     num_tokens_sent: int | None = 0  # None where the answer does not show them
     is_cut_off: bool = False
+    ticket: Ticket | None = None  # its tenant's quotas
 
     def elapsed_s(self) -> float:
         return time.monotonic() - self.started_s
 
     def metadata_for(self, upstream: Upstream) -> Metadata:
         """The metadata that a worker gets with this call's request."""
-        return upstream.credentials.metadata(current_identity().tenant, self.context.invocation_metadata())
+        return upstream.credentials.metadata(current_identity(), self.context.invocation_metadata())
 
     async def ask(self, upstream: Upstream, path: str, raw: bytes) -> bytes:
         """One unary call to a worker, within this call's deadline. Raises UpstreamFailure."""
@@ -118,7 +135,9 @@ class Calls:
 
     max_in_flight: int
     metrics: RouterMetrics
+    adapter_names: Callable[[], Sequence[str]] = lambda: ()  # sorted, to suggest in errors
     _active: set[Call] = field(default_factory=set[Call])
+    _tenants: Counter[str] = field(default_factory=Counter[str])  # of those calls
     _drain: Drain = field(init=False)
 
     def __post_init__(self) -> None:
@@ -140,7 +159,7 @@ class Calls:
         return handle
 
     async def _run(self, call: Call, raw: bytes, body: Callable[[Call, bytes], Awaitable[T]]) -> T:
-        error: LoraplexError | UpstreamFailure
+        error: LoraplexError | UpstreamFailure | None = None
         try:
             self._enter(call)
             result = await body(call, raw)
@@ -161,14 +180,22 @@ class Calls:
         except Exception as exception:
             error = as_typed(exception)
         finally:
-            self._active.discard(call)
-            self._drain.note_end()
+            self._leave(call)
+            if call.ticket is not None:
+                call.ticket.close(None if error is None or call.num_messages_sent else _typed(error))
+        assert error is not None, "whatever else ends a call is raised above"
         return await self._fail(call, error)
 
     async def _fail(self, call: Call, error: LoraplexError | UpstreamFailure) -> NoReturn:
-        """Ends the call: with the worker's status unchanged, or with an error of our own."""
+        """Ends the call: with the worker's status unchanged, or with an error of our own. Names that are like an
+        unknown one are ours: a worker does not know which of them the caller may see."""
+        if isinstance(typed := _typed(error), AdapterNotFound):
+            suggesting = with_near_names(typed, current_identity(), [self.adapter_names()])
+            error = error if suggesting is typed else suggesting
         code = error.code if isinstance(error, LoraplexError) else Code(error.code.value[0])
         self._count(call, code)
+        if isinstance(typed := _typed(error), QuotaExceeded):
+            self.metrics.quota_refused(typed.metadata.get("quota", ""))
         log.info("%s failed: %s: %s", call.method, code.name, error, extra={"request_id": call.request_id})
         if isinstance(error, UpstreamFailure):
             await call.context.abort(error.code, error.details, error.trailing_metadata)
@@ -192,15 +219,29 @@ class Calls:
     def _enter(self, call: Call) -> None:
         if self._drain.has_begun:
             raise _draining()
-        if len(self._active) >= self.max_in_flight:
+        num_own, num_tenants = self._tenants[call.tenant], len(self._tenants) + (call.tenant not in self._tenants)
+        if not has_place(len(self._active), num_own, num_tenants, self.max_in_flight):
             raise QueueFull(
-                f"the router relays {self.max_in_flight} requests already; try again later",
+                f"the router relays {len(self._active)} requests already; try again later",
                 retry_after_s=RETRY_S,
             )
         self._active.add(call)
+        self._tenants[call.tenant] += 1
+
+    def _leave(self, call: Call) -> None:
+        if call in self._active:
+            self._active.discard(call)
+            self._tenants[call.tenant] -= 1
+            if not self._tenants[call.tenant]:
+                del self._tenants[call.tenant]
+        self._drain.note_end()
 
     def _count(self, call: Call, code: Code) -> None:
         self.metrics.ended(call.method, code.name, call.elapsed_s())
+
+
+def _typed(error: LoraplexError | UpstreamFailure) -> LoraplexError | None:
+    return error if isinstance(error, LoraplexError) else error.typed
 
 
 def _draining() -> Draining:

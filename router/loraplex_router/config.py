@@ -114,6 +114,11 @@ class ServerFlags:
     auth_file: Path | None = option(
         None, "Credentials (JSON or TOML). Default: everybody may do everything.", "--auth-file"
     )
+    quota_share: float = option(
+        1.0,
+        "Part of each tenant's requests and tokens in --auth-file that may come through here, 0.5 for one of two.",
+        "--quota-share",
+    )
     tls_cert: Path | None = option(None, "TLS certificate chain (PEM).", "--tls-cert")
     tls_key: Path | None = option(None, "TLS key (PEM).", "--tls-key")
     max_in_flight: int = option(
@@ -170,6 +175,7 @@ class RouterConfig(ServerFlags):
         _check(all(self.served_model_names), "--served-model-name", "must not be empty")
         _check((self.tls_cert is None) == (self.tls_key is None), "--tls-cert", "and --tls-key come together")
         _check(self.max_in_flight >= 1, "--max-in-flight", "must be at least 1")
+        _check(0 < self.quota_share <= 1, "--quota-share", "must be above 0 and at most 1")
         _check(self.max_lost_workers >= 1, "max_lost_workers", "must be at least 1")
         _check(self.log_format in ("plain", "json"), "--log-format", f"takes plain or json, not {self.log_format!a}")
         _check(self.announce_s >= 0 and self.drain_s >= 0, "--drain", "must not be negative")

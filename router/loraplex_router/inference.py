@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final, TypeVar
 
-from loraplex_contracts.adapters import check_adapter_id
+from loraplex_contracts.adapters import check_adapter_ref
 from loraplex_contracts.errors import LoraplexError, Overloaded
 from loraplex_proto import validate
 from loraplex_proto.v1 import inference_pb2, pooling_pb2
@@ -25,10 +25,17 @@ from loraplex_router.policy import Route, choose, routing_key
 from loraplex_router.replicas import Flight, Replicas
 from loraplex_router.upstream import INFERENCE, POOLING, FailureKind, Upstream, UpstreamFailure, passed_on
 from loraplex_runtime.auth import Identity, current_identity
+from loraplex_runtime.quotas import TenantQuotas
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_Answer = (
+    inference_pb2.GenerateResponse
+    | pooling_pb2.EmbedResponse
+    | pooling_pb2.ClassifyResponse
+    | pooling_pb2.ScoreResponse
+)
 
 # Text is not tokenized here; most tokenizers make about one token of four bytes.
 BYTES_PER_TOKEN: Final = 4
@@ -44,8 +51,10 @@ class RelayedRequest:
     adapter_ids: tuple[str, ...] = ()
     num_prompt_tokens: int = 0  # estimated
     num_output_tokens: int = 0  # at most, of all completions together
+    num_texts: int = 1  # that it asks for: completions, or inputs of pooling
+    names_max_tokens: bool = False
     shows_tokens: bool = False
-    adapter_id: str = ""
+    adapter_name: str = ""
     priority: int = 0
     draft_model: str | None = None  # that it speculates with; empty where any will do
 
@@ -68,16 +77,20 @@ def admit_generate(raw: bytes, identity: Identity, max_context_tokens: int) -> R
         raw += inference_pb2.GenerateRequest(request_id=request_id).SerializeToString()
     num_prompt_tokens = _num_prompt_tokens(request)
     room = max(1, max_context_tokens - num_prompt_tokens)
-    wanted = request.stopping.max_tokens if request.stopping.HasField("max_tokens") else room
+    names_max_tokens = request.stopping.HasField("max_tokens")
+    wanted = request.stopping.max_tokens if names_max_tokens else room
+    num_texts = min(max(1, request.n), MAX_COMPLETIONS)
     speculation = request.speculation
     return RelayedRequest(
         raw=raw,
         request_id=request_id,
         adapter_ids=adapter_ids,
         num_prompt_tokens=num_prompt_tokens,
-        num_output_tokens=min(wanted, room) * min(max(1, request.n), MAX_COMPLETIONS),
+        num_output_tokens=min(wanted, room) * num_texts,
+        num_texts=num_texts,
+        names_max_tokens=names_max_tokens,
         shows_tokens=not request.output.omit_token_ids,
-        adapter_id=request.adapter_id,
+        adapter_name=validate.adapter_name_in(request),
         priority=request.priority,
         draft_model=speculation.draft_model.name if speculation.WhichOneof("kind") == "draft_model" else None,
     )
@@ -111,13 +124,17 @@ def admit_pooling(cls: type[validate.PoolingRequest], raw: bytes, identity: Iden
     if not request_id:
         request_id = uuid.uuid4().hex
         raw += cls(request_id=request_id).SerializeToString()
-    num_prompt_tokens = sum(map(_num_given_tokens, request.inputs[: validate.MAX_POOLING_INPUTS]))
+    inputs = request.inputs[: validate.MAX_POOLING_INPUTS]
+    num_prompt_tokens = sum(map(_num_given_tokens, inputs))
+    if isinstance(request, pooling_pb2.ScoreRequest):
+        num_prompt_tokens += len(inputs) * _num_given_tokens(request.query)
     return RelayedRequest(
         raw=raw,
         request_id=request_id,
         adapter_ids=adapter_ids,
         num_prompt_tokens=num_prompt_tokens,
-        adapter_id=request.adapter_id,
+        num_texts=len(inputs),
+        adapter_name=request.adapter_id,
         priority=request.priority,
     )
 
@@ -132,24 +149,31 @@ class InferenceRelay:
         self._replicas = replicas
         self._upstreams = upstreams
         self._metrics = metrics
+        self._quotas = TenantQuotas(config.quota_share)
         self._random = Random()
 
     # --- handlers --------------------------------------------------------------------------------------------------
 
     async def generate(self, call: Call, raw: bytes) -> bytes:
-        return await self._ask(call, "Generate", self._admit(call, raw))
+        answer = await self._ask(call, "Generate", self._admit(call, raw))
+        _settle(call, inference_pb2.GenerateResponse, answer)
+        return answer
 
     async def generate_stream(self, call: Call, raw: bytes) -> None:
         request = self._admit(call, raw)
+        if call.ticket is not None and request.shows_tokens:
+            call.ticket.see(0)  # they are counted as they come
         await self._try_workers(call, request, lambda worker, flight: self._relay_stream(worker, flight, call, request))
 
     async def tokenize(self, call: Call, raw: bytes) -> bytes:
         request = parse(inference_pb2.TokenizeRequest, raw)
-        adapter_ids = (check_adapter_id(request.adapter_id),) if request.adapter_id else ()
+        adapter_ids = (check_adapter_ref(request.adapter_id),) if request.adapter_id else ()
         current_identity().check_adapters(adapter_ids)
+        call.ticket = self._quotas.take(current_identity())
         return await self._ask(call, "Tokenize", RelayedRequest(raw, adapter_ids=adapter_ids))
 
     async def detokenize(self, call: Call, raw: bytes) -> bytes:
+        call.ticket = self._quotas.take(current_identity())
         return await self._ask(call, "Detokenize", RelayedRequest(raw))
 
     async def get_tokenizer_info(self, call: Call, raw: bytes) -> bytes:
@@ -161,18 +185,23 @@ class InferenceRelay:
         return info.SerializeToString()
 
     async def embed(self, call: Call, raw: bytes) -> bytes:
-        return await self._pool(call, raw, "Embed", pooling_pb2.EmbedRequest)
+        return await self._pool(call, raw, "Embed", pooling_pb2.EmbedRequest, pooling_pb2.EmbedResponse)
 
     async def classify(self, call: Call, raw: bytes) -> bytes:
-        return await self._pool(call, raw, "Classify", pooling_pb2.ClassifyRequest)
+        return await self._pool(call, raw, "Classify", pooling_pb2.ClassifyRequest, pooling_pb2.ClassifyResponse)
 
     async def score(self, call: Call, raw: bytes) -> bytes:
-        return await self._pool(call, raw, "Score", pooling_pb2.ScoreRequest)
+        return await self._pool(call, raw, "Score", pooling_pb2.ScoreRequest, pooling_pb2.ScoreResponse)
 
-    async def _pool(self, call: Call, raw: bytes, method: str, cls: type[validate.PoolingRequest]) -> bytes:
+    async def _pool(
+        self, call: Call, raw: bytes, method: str, cls: type[validate.PoolingRequest], response: type[_Answer]
+    ) -> bytes:
         request = admit_pooling(cls, raw, current_identity())
         call.request_id = request.request_id
-        return await self._ask(call, method, request, service=POOLING)
+        call.ticket = self._quotas.take_pooling(current_identity(), request.num_texts, request.num_prompt_tokens)
+        answer = await self._ask(call, method, request, service=POOLING)
+        _settle(call, response, answer)
+        return answer
 
     # --- one request -----------------------------------------------------------------------------------------------
 
@@ -181,6 +210,14 @@ class InferenceRelay:
         call.request_id = request.request_id
         if not request.shows_tokens:
             call.num_tokens_sent = None
+        room = request.num_output_tokens // request.num_texts
+        call.ticket = self._quotas.take(
+            current_identity(),
+            num_requests=request.num_texts,
+            num_prompt_tokens=request.num_prompt_tokens,
+            max_tokens=room if request.names_max_tokens else None,
+            room=room,
+        )
         return request
 
     async def _ask(self, call: Call, method: str, request: RelayedRequest, *, service: str = INFERENCE) -> bytes:
@@ -222,7 +259,7 @@ class InferenceRelay:
         """The workers that would refuse the request, as far as their reports tell."""
         if request.priority > 0 or not request.work_tokens:
             return {}
-        flow, left_s = (current_identity().tenant, request.adapter_id), call.remaining_s()
+        flow, left_s = (current_identity().tenant, request.adapter_name), call.remaining_s()
         found: dict[str, Overloaded] = {}
         for replica in self._replicas.connected():
             if replica.is_routable and replica.load.forecast is not None:
@@ -258,14 +295,35 @@ class InferenceRelay:
 
 
 def _count_sent(message: bytes, call: Call, flight: Flight) -> None:
-    """Looks into a message that has gone out already: how many tokens the client has, in case the worker is lost."""
+    """Looks into a message that has gone out already: how many tokens the client has, in case the worker is lost, and
+    how many its tenant is charged for."""
     call.num_messages_sent += 1
-    if call.num_tokens_sent is None:
+    ticket = call.ticket
+    is_charged = ticket is not None and ticket.counts_tokens
+    if call.num_tokens_sent is None and not is_charged:
         return
-    num_tokens = len(inference_pb2.GenerateStreamResponse.FromString(message).token_ids)
-    call.num_tokens_sent += num_tokens
-    if flight.remaining_tokens is not None:
-        flight.remaining_tokens = max(0, flight.remaining_tokens - num_tokens)
+    chunk = inference_pb2.GenerateStreamResponse.FromString(message)
+    num_tokens = len(chunk.token_ids)
+    if ticket is not None and is_charged:
+        has_end = chunk.HasField("usage")
+        if call.num_tokens_sent is not None:
+            ticket.see(num_tokens)
+        elif has_end:
+            ticket.see_whole(chunk.usage.completion_tokens)
+        if has_end:
+            ticket.set_prompt(chunk.usage.prompt_tokens)
+    if call.num_tokens_sent is not None:
+        call.num_tokens_sent += num_tokens
+        if flight.remaining_tokens is not None:
+            flight.remaining_tokens = max(0, flight.remaining_tokens - num_tokens)
+
+
+def _settle(call: Call, cls: type[_Answer], answer: bytes) -> None:
+    """Charges the tenant for what the answer says that it took."""
+    if call.ticket is not None and call.ticket.counts_tokens:
+        usage = cls.FromString(answer).usage
+        call.ticket.set_prompt(usage.prompt_tokens)
+        call.ticket.see(usage.completion_tokens)
 
 
 def _retry_after_s(error: Overloaded) -> float:

@@ -15,6 +15,7 @@ from hashlib import blake2b
 from random import Random
 from typing import Final
 
+from loraplex_contracts.adapters import name_in
 from loraplex_router.config import PolicyConfig
 
 # Tiers as the wire numbers them (loraplex.v1.AdapterTier): the higher, the sooner an adapter can run.
@@ -48,8 +49,9 @@ class Route:
 
 
 def routing_key(adapter_ids: Collection[str]) -> str:
-    """One name for a set of adapters; empty for the base model. No adapter id contains a line feed."""
-    return "\n".join(sorted(adapter_ids))
+    """One name for a set of adapters; empty for the base model. No adapter id contains a line feed. Versions have their
+    adapter's homes: those have loaded them."""
+    return "\n".join(sorted(map(name_in, adapter_ids)))
 
 
 def rendezvous_order(key: str, worker_ids: Collection[str]) -> list[str]:

@@ -108,6 +108,10 @@ class Replicas:
             routable = [replica for replica in routable if replica.has_draft_model(draft_model)] or routable
         return [replica.view for replica in routable if replica.worker_id not in excluded]
 
+    def adapter_names(self) -> list[str]:
+        """Sorted names of the adapters that workers hold, as far as their reports tell."""
+        return sorted({name for replica in self.connected() for name in replica.tiers})
+
     def no_worker(self) -> NoWorker:
         """The error where no worker can take a request. Details of each worker are in the log only."""
         connected = self.connected()

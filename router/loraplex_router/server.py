@@ -125,7 +125,7 @@ async def start_router(
         upstreams |= {worker_id: Upstream(worker_id, config.server, shown) for worker_id in config.workers}
         registry = listener.registry or new_registry()
         metrics = RouterMetrics(registry)
-        calls = Calls(config.max_in_flight, metrics)
+        calls = Calls(config.max_in_flight, metrics, replicas.adapter_names)
         relay = InferenceRelay(config, replicas, upstreams, metrics)
         adapters = AdapterFanOut(config.policy, replicas, upstreams)
         load = LoadService(replicas)

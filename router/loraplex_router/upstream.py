@@ -17,6 +17,7 @@ import grpc
 import grpc.aio
 
 from loraplex_contracts.errors import (
+    AdapterVersionNotFound,
     Cancelled,
     Code,
     ConnectionLost,
@@ -33,7 +34,7 @@ from loraplex_contracts.errors import (
 )
 from loraplex_proto.status import DETAILS_KEY, from_rpc_error
 from loraplex_router.config import ServerOptions
-from loraplex_runtime.auth import AUTHORIZATION_KEY, TENANT_KEY
+from loraplex_runtime.auth import ADAPTER_BYTES_KEY, AUTHORIZATION_KEY, TENANT_KEY, Identity
 from loraplex_runtime.listener import KEEPALIVE_S, KEEPALIVE_TIMEOUT_S
 from loraplex_runtime.reload import Followed, Reloader, checked_authorities
 
@@ -53,6 +54,10 @@ _NO_METADATA: Final = grpc.aio.Metadata()
 
 TOKEN_FLAG: Final = "--worker-token-file"
 CA_FLAG: Final = "--worker-ca"
+
+
+# What another worker may have: room, or a version that this one never loaded.
+_OF_ONE_WORKER: Final = (Overloaded, QueueFull, AdapterVersionNotFound)
 
 
 class FailureKind(enum.Enum):
@@ -83,7 +88,7 @@ class UpstreamFailure(Exception):
         if self.typed is not None:
             if isinstance(self.typed, (EngineLost, WorkerLost)):
                 return FailureKind.LOST
-            is_declined = self.typed.code is Code.UNAVAILABLE or isinstance(self.typed, Overloaded | QueueFull)
+            is_declined = self.typed.code is Code.UNAVAILABLE or isinstance(self.typed, _OF_ONE_WORKER)
             return FailureKind.DECLINED if is_declined else FailureKind.ANSWERED
         match self._error:
             case ServerUnreachable():
@@ -144,12 +149,14 @@ class WorkerCredentials:
     token: str = ""
     ca: bytes | None = None
 
-    def metadata(self, tenant: str, client: Iterable[tuple[str, str | bytes]] = ()) -> Metadata:
-        """For a call on behalf of `tenant`."""
+    def metadata(self, caller: Identity, client: Iterable[tuple[str, str | bytes]] = ()) -> Metadata:
+        """For a call on behalf of `caller`."""
         kept = tuple((key, value) for key, value in client if key in FORWARDED_KEYS)
         if not self.token:
             return kept  # a worker that asks for no credential believes no tenant either
-        return (*kept, (AUTHORIZATION_KEY, f"Bearer {self.token}"), (TENANT_KEY, tenant))
+        max_bytes = caller.limits.max_resident_adapter_bytes
+        limits = () if max_bytes is None else ((ADAPTER_BYTES_KEY, str(max_bytes)),)
+        return (*kept, (AUTHORIZATION_KEY, f"Bearer {self.token}"), (TENANT_KEY, caller.tenant), *limits)
 
 
 def follow_worker_credentials(

@@ -16,7 +16,7 @@ from loraplex_proto.v1 import inference_pb2, worker_pb2
 from loraplex_router.config import WatchConfig
 from loraplex_router.replicas import Replicas
 from loraplex_router.upstream import INFERENCE, WORKER, Upstream, UpstreamFailure
-from loraplex_runtime.auth import DEFAULT_TENANT
+from loraplex_runtime.auth import EVERYBODY
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class WorkerWatch:
 
     async def _read_reports(self) -> None:
         upstream = self.upstream
-        metadata = upstream.credentials.metadata(DEFAULT_TENANT)
+        metadata = upstream.credentials.metadata(EVERYBODY)
         timeout_s = min(self._config.stale_after_s, CONNECT_TIMEOUT_S)
         raw_info = await upstream.ask(f"/{INFERENCE}/GetInfo", b"", timeout_s, metadata)
         self._replicas.on_info(self._worker_id, inference_pb2.GetInfoResponse.FromString(raw_info))

@@ -1,8 +1,9 @@
 """Authentication by static credentials from a file, for routers and workers.
 
 A credential is a token of which the file holds the SHA-256 only. It belongs to a tenant, has roles, and names the
-adapters that the tenant may use. With a credentials file every method is denied unless `METHOD_ROLES` opens it to one
-of the caller's roles; without one every caller is `EVERYBODY`, and a tenant that a client names is not read.
+adapters that the tenant may use. The file may limit what a tenant has at a time (quotas.py). With a credentials file
+every method is denied unless `METHOD_ROLES` opens it to one of the caller's roles; without one every caller is
+`EVERYBODY`, and a tenant that a client names is not read.
 Handlers ask `current_identity()`.
 """
 
@@ -16,14 +17,14 @@ import re
 import tomllib
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
 import grpc
 import grpc.aio
 
-from loraplex_contracts.adapters import check_id
+from loraplex_contracts.adapters import check_id, name_in
 from loraplex_contracts.errors import (
     InvalidArgument,
     LoraplexError,
@@ -36,6 +37,8 @@ from loraplex_runtime.reload import Reloader
 
 AUTHORIZATION_KEY: Final = "authorization"
 TENANT_KEY: Final = "x-loraplex-tenant"
+# The tenant's max_resident_adapter_bytes; believed of a router only, as the tenant is.
+ADAPTER_BYTES_KEY: Final = "x-loraplex-tenant-adapter-bytes"
 DEFAULT_TENANT: Final = "default"
 
 USER: Final = "user"
@@ -73,12 +76,26 @@ OPEN_METHODS: Final = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v
 
 
 @dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """Limits of one tenant; None: without."""
+
+    max_concurrent_requests: int | None = None
+    tokens_per_minute: int | None = None
+    max_resident_adapter_bytes: int | None = None  # of each worker
+
+
+UNLIMITED: Final = TenantLimits()
+MAX_LIMIT: Final = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
 class Identity:
     """The tenant that a request is for. `adapters` are glob patterns over whole adapter ids ('*' takes '/' too)."""
 
     tenant: str
     roles: frozenset[str] = frozenset({USER})
     adapters: tuple[str, ...] = ()
+    limits: TenantLimits = UNLIMITED
     _patterns: tuple[re.Pattern[str], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -86,7 +103,8 @@ class Identity:
         object.__setattr__(self, "_patterns", patterns)
 
     def may_use(self, adapter_id: str) -> bool:
-        return any(pattern.match(adapter_id) for pattern in self._patterns)
+        name = name_in(adapter_id)  # of all its versions alike
+        return any(pattern.match(name) for pattern in self._patterns)
 
     def check_adapters(self, adapter_ids: Iterable[str]) -> None:
         """Raises AdapterNotFound for the first one that this tenant may not use: the same as for an unknown one."""
@@ -124,9 +142,13 @@ def token_digest(token: str) -> str:
 class Credentials:
     """The credentials of one file. Without any, every call is refused."""
 
-    def __init__(self, identities: Mapping[str, Identity]) -> None:
-        """`identities` by the token's digest, 64 lower-case hexadecimal digits."""
-        self._identities = [(bytes.fromhex(digest), identity) for digest, identity in identities.items()]
+    def __init__(self, identities: Mapping[str, Identity], limits: Mapping[str, TenantLimits] | None = None) -> None:
+        """`identities` by the token's digest, 64 lower-case hexadecimal digits; `limits` by tenant."""
+        self._limits = limits or {}
+        self._identities = [
+            (bytes.fromhex(digest), replace(identity, limits=self._limits.get(identity.tenant, identity.limits)))
+            for digest, identity in identities.items()
+        ]
 
     @classmethod
     def parse(cls, path: Path, raw: bytes) -> Credentials:
@@ -138,6 +160,11 @@ class Credentials:
             adapters = ["acme/*"]       # default: none, the base model only; for a router all of them
             roles = ["user"]            # user, admin, router; default: user
 
+            [tenants.acme]              # limits, each of them optional
+            max_concurrent_requests = 8
+            tokens_per_minute = 60000
+            max_resident_adapter_bytes = 2000000000
+
         Raises InvalidArgument that says what is wrong where; never shows what the file holds.
         """
         try:
@@ -147,14 +174,15 @@ class Credentials:
             kind = "TOML" if path.suffix == ".toml" else "JSON"
             line = re.search(r"\bline \d+", str(error))
             raise _bad_file(path, f"is not valid {kind}" + (f" (in {line[0]})" if line else "")) from error
-        rows = _table(path, content, "the file", {"credentials": list}, {})["credentials"]
+        tables = _table(path, content, "the file", {"credentials": list}, {"tenants": dict})
         identities: dict[str, Identity] = {}
-        for number, row in enumerate(cast("list[Any]", rows), start=1):
+        for number, row in enumerate(cast("list[Any]", tables["credentials"]), start=1):
             digest, identity = _credential(path, f"credential {number}", row)
             if digest in identities:
                 raise _bad_file(path, f"has the token of credential {number} twice")
             identities[digest] = identity
-        return cls(identities)
+        tenants = cast("dict[str, Any]", tables.get("tenants", {}))
+        return cls(identities, {tenant: _limits(path, tenant, row) for tenant, row in tenants.items()})
 
     def identify(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Identity:
         """The identity of a call of `method`. Raises Unauthenticated, PermissionDenied, InvalidArgument."""
@@ -167,7 +195,10 @@ class Credentials:
         if ROUTER not in identity.roles or not tenant:
             return identity  # a tenant is believed of a router only
         check_id(tenant, field=TENANT_KEY)
-        return Identity(tenant, identity.roles, identity.adapters)
+        limits = self._limits.get(tenant, UNLIMITED)
+        if given := _single(pairs, ADAPTER_BYTES_KEY, InvalidArgument):
+            limits = replace(limits, max_resident_adapter_bytes=_num_bytes(given))
+        return Identity(tenant, identity.roles, identity.adapters, limits)
 
     def _find(self, authorization: str) -> Identity:
         scheme, _, token = authorization.partition(" ")
@@ -208,22 +239,46 @@ def _single(metadata: list[tuple[str, str | bytes]], key: str, error: type[Lorap
     return value if isinstance(value, str) else value.decode("ascii", "replace")
 
 
-def _credential(path: Path, where: str, row: Any) -> tuple[str, Identity]:
-    fields = _table(path, row, where, {"sha256": str, "tenant": str}, {"adapters": list, "roles": list})
-    digest = fields["sha256"].lower()
-    if not re.fullmatch(r"[0-9a-f]{64}", digest):
-        raise _bad_file(path, f"{where}: sha256 must be the 64 hexadecimal digits of the token's SHA-256")
+def _num_bytes(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,19}", text) or not 1 <= int(text) <= MAX_LIMIT:
+        raise InvalidArgument(f"metadata '{ADAPTER_BYTES_KEY}' must be a number of bytes", field=ADAPTER_BYTES_KEY)
+    return int(text)
+
+
+def _limits(path: Path, tenant: str, row: Any) -> TenantLimits:
+    where = f"tenants.{ascii(tenant)[1:41]}".rstrip("'")
+    _check_tenant(path, where, tenant)
+    names = {limit.name: int for limit in fields(TenantLimits)}
+    found = _table(path, row, where, {}, names)
+    for name, value in found.items():
+        if not 1 <= value <= MAX_LIMIT:
+            raise _bad_file(path, f"{where}: {name} must be at least 1 and below 2^63; leave it out for no limit")
+    return TenantLimits(**found)
+
+
+def _check_tenant(path: Path, where: str, tenant: str) -> None:
     try:
-        check_id(fields["tenant"], field="tenant")
+        check_id(tenant, field="tenant")
     except InvalidArgument as error:
         raise _bad_file(path, f"{where}: {error.message}") from error
-    roles = frozenset(_strings(path, f"{where}: roles", fields.get("roles", [USER])))
+
+
+def _credential(path: Path, where: str, row: Any) -> tuple[str, Identity]:
+    found = _table(path, row, where, {"sha256": str, "tenant": str}, {"adapters": list, "roles": list})
+    digest = found["sha256"].lower()
+    if not re.fullmatch(r"[0-9a-f]{64}", digest):
+        raise _bad_file(path, f"{where}: sha256 must be the 64 hexadecimal digits of the token's SHA-256")
+    _check_tenant(path, where, found["tenant"])
+    roles = frozenset(_strings(path, f"{where}: roles", found.get("roles", [USER])))
     if not roles or not roles <= ROLES:
         raise _bad_file(path, f"{where}: roles must be some of {', '.join(sorted(ROLES))}")
     # A router has checked its client already.
     default = ["*"] if ROUTER in roles else []
-    adapters = _strings(path, f"{where}: adapters", fields.get("adapters", default))
-    return digest, Identity(fields["tenant"], roles, adapters)
+    adapters = _strings(path, f"{where}: adapters", found.get("adapters", default))
+    return digest, Identity(found["tenant"], roles, adapters)
+
+
+_KINDS: Final = {list: "list", str: "string", dict: "table", int: "whole number"}
 
 
 def _table(path: Path, value: Any, where: str, required: dict[str, type], optional: dict[str, type]) -> dict[str, Any]:
@@ -236,8 +291,8 @@ def _table(path: Path, value: Any, where: str, required: dict[str, type], option
         if key not in known:
             raise _bad_file(path, f"{where}: {ascii(key)[:40]} is not known; use {', '.join(known)}")
     for key, kind in known.items():
-        if key in table and not isinstance(table[key], kind):
-            raise _bad_file(path, f"{where}: {key} must be a {'list' if kind is list else 'string'}")
+        if key in table and type(table[key]) is not kind:  # True is an int, too
+            raise _bad_file(path, f"{where}: {key} must be a {_KINDS[kind]}")
         if key in required and key not in table:
             raise _bad_file(path, f"{where}: {key} is missing")
     return table

@@ -47,6 +47,7 @@ class Limits:
     memory_bytes: int  # beyond what it has when it is ready
     stack_bytes: int  # of the thread that answers
     cpu_s: int  # of a call; behind its time, where the parent is too busy to see that it is over
+    file_bytes: int = 0  # of each file that it writes
 
 
 class LimitedProcess:
@@ -138,7 +139,7 @@ def main(fd: int) -> None:
     memory_bytes = _address_space_bytes() + limits.memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # it writes no files
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limits.file_bytes, limits.file_bytes))
     conn.send_bytes(b"")
     with contextlib.suppress(OSError):
         os.nice(5)

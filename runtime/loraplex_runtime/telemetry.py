@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TextIO
 from urllib.parse import parse_qs
 
-from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
+from loraplex_contracts.errors import QUOTAS, FailedPrecondition, InvalidArgument
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -146,6 +146,14 @@ class RequestMetrics:
             registry=registry,
         )
 
+        self._quota_refusals = Counter(
+            name + "quota_refusals", "Requests refused because of a tenant's quota.", ["quota"], registry=registry
+        )
+
+    def quota_refused(self, quota: str) -> None:
+        """`quota` is one of `loraplex_contracts.errors.QUOTAS`; others count as "other"."""
+        self._quota_refusals.labels(quota if quota in QUOTAS else "other").inc()
+
     def ended(self, method: str, code: str, seconds: float) -> None:
         """`code` is the name of a gRPC status code."""
         self._requests.labels(method, code).inc()
@@ -170,7 +178,7 @@ def gauges(name: str, text: str, labels: Sequence[str], samples: Sequence[tuple[
     return family
 
 
-def counter(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+def counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
     """One counter with a sample for each value of `label`."""
     from prometheus_client.core import CounterMetricFamily
 

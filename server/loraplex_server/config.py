@@ -6,6 +6,7 @@ The commands' flags are made from these fields (`loraplex_runtime/flags.py`): a 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -20,6 +21,8 @@ CPU_KERNELS: Final = ("auto", "native", "torch")
 QUANTIZE: Final = ("none", "int8")
 TOOL_FORMATS: Final = ("hermes", "qwen3_xml", "llama3_json", "mistral", "mistral_list", "deepseek", "think")
 LORA_KERNELS: Final = ("auto", "triton", "punica", "reference")
+_BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]\Z")
+_ENDPOINT: Final = re.compile(r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,13 @@ class KvConfig:
     prefix_caching: bool = option(
         True, "Reuse the KV of prompts that begin alike (same adapter, same tenant).", "--prefix-caching"
     )
+    state_bytes: int | None = option(
+        None,
+        "Memory for recurrent states, of models whose layers keep some: those of running completions, and snapshots "
+        "for prompts that begin alike. Default: a third of the KV cache's.",
+        "--state-memory",
+        is_bytes=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +92,30 @@ class AdaptersConfig:
     """Where adapters come from and how much memory they may take."""
 
     root: Path | None = option(None, "Directory of adapters: adapter NAME is the folder NAME in it.", "--adapters")
+    watch: bool = option(
+        False,
+        "Load an adapter anew when its folder under --adapters is replaced, once its files stay as they are.",
+        "--watch-adapters",
+    )
     hub: bool = option(False, "Also fetch ids of the form org/name from the Hub.", "--hub-adapters")
+    hub_endpoints: tuple[str, ...] = option(
+        (),
+        "Address of the Hub that adapters may come from, the public one unless it is given. The first one is for plain "
+        "names and gets HF_TOKEN; a load names another by its address. May be given several times.",
+        "--hub-endpoint",
+    )
+    hub_redirect_hosts: tuple[str, ...] = option(
+        (),
+        "Host that a Hub may redirect to for files, or a domain with a leading dot. Those of the public Hub are known. "
+        "May be given several times.",
+        "--hub-redirect-host",
+    )
+    s3_buckets: tuple[str, ...] = option(
+        (),
+        "NAME or NAME=ENDPOINT: an S3-compatible bucket that loads may name, s3:NAME/PREFIX, at AWS or at the address "
+        "of another server. Credentials are the worker's own. May be given several times.",
+        "--s3-bucket",
+    )
     max_rank: int = option(256, "Largest LoRA rank that is accepted.", "--max-lora-rank")
     num_device_slots: int = option(64, "Adapters on the device at the same time.", "--adapter-slots")
     device_bytes: int = option(1 << 30, "Device memory for adapters.", "--adapter-device-memory", is_bytes=True)
@@ -97,6 +130,27 @@ class AdaptersConfig:
         "with limits.",
         "--adapter-templates",
     )
+    preload: tuple[str, ...] = option(
+        (),
+        "Adapter to load before the worker says that it is ready. What cannot be loaded is logged. May be given "
+        "several times.",
+        "--preload-adapters",
+    )
+
+    @property
+    def buckets(self) -> dict[str, str]:
+        """Endpoints of buckets by name, empty for AWS's. Raises InvalidArgument that names the flag."""
+        found: dict[str, str] = {}
+        for given in self.s3_buckets:
+            name, equals, endpoint = given.partition("=")
+            if not _BUCKET.match(name) or (equals and not _ENDPOINT.match(endpoint)):
+                raise InvalidArgument(
+                    f"--s3-bucket takes NAME or NAME=https://HOST, not {given!a}", field="--s3-bucket"
+                )
+            if name in found:
+                raise InvalidArgument(f"--s3-bucket names {name} twice", field="--s3-bucket")
+            found[name] = endpoint
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +284,14 @@ class EngineConfig:
         _check(adapters.device_bytes >= 1, "--adapter-device-memory", "must be at least 1 byte")
         _check(adapters.host_bytes >= 1, "--adapter-host-memory", "must be at least 1 byte")
         _check(adapters.disk_bytes >= 1, "--adapter-disk", "must be at least 1 byte")
+        for endpoint in adapters.hub_endpoints:
+            _check(
+                bool(_ENDPOINT.match(endpoint)),
+                "--hub-endpoint",
+                f"must be an address such as https://HOST, not {endpoint!a}",
+            )
+        _check(adapters.hub or not adapters.hub_endpoints, "--hub-endpoint", "is of use with --hub-adapters only")
+        _check(adapters.root is not None or not adapters.watch, "--watch-adapters", "is of use with --adapters only")
         _check(1 <= adapters.max_rank <= 4096, "--max-lora-rank", "must be 1 to 4096")
         _check(self.num_threads is None or self.num_threads >= 1, "--threads", "must be at least 1")
         _check(self.step_timeout_s is None or self.step_timeout_s > 0, "--step-timeout", "must be above 0")
@@ -255,9 +317,11 @@ class EngineConfig:
         _check(
             0 <= drafts.lookup_history <= MAX_LOOKUP_HISTORY, "--lookup-history", f"must be 0 to {MAX_LOOKUP_HISTORY}"
         )
+        for name in adapters.preload:
+            check_adapter_id(name, field="--preload-adapters")
         if drafts.default_medusa:
             check_adapter_id(drafts.default_medusa, field="--default-medusa")
-        _ = drafts.drafts  # raises for flags that do not fit together
+        _ = drafts.drafts, adapters.buckets  # raises for flags that do not fit together
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +371,11 @@ class WorkerConfig:
     )
     metrics_host: str | None = option(None, "Address to serve metrics on. Default: that of --host.", "--metrics-host")
     auth_file: Path | None = option(None, "Credentials file; without it everybody may do everything.", "--auth-file")
+    quota_share: float = option(
+        1.0,
+        "Part of each tenant's requests and tokens in --auth-file that may come through here, 0.5 for one of two.",
+        "--quota-share",
+    )
     tls_cert: Path | None = option(None, "TLS certificate (PEM).", "--tls-cert")
     tls_key: Path | None = option(None, "TLS key (PEM).", "--tls-key")
     max_message_bytes: int = option(4 << 20, "Largest message that is accepted.", "--max-message", is_bytes=True)
@@ -329,6 +398,7 @@ class WorkerConfig:
         _check(self.metrics_port is None or 0 <= self.metrics_port <= 65535, "--metrics-port", "must be 0 to 65535")
         _check((self.tls_cert is None) == (self.tls_key is None), "--tls-cert", "and --tls-key come together")
         _check(self.max_message_bytes >= 1024, "--max-message", "must be at least 1024 bytes")
+        _check(0 < self.quota_share <= 1, "--quota-share", "must be above 0 and at most 1")
         _check(self.max_unread_tokens >= 1, "--max-unread", "must be at least 1")
         _check(self.max_stream_wait_s >= 0, "--stream-wait", "must not be negative")
         _check(self.drain_s >= 0, "--drain", "must not be negative")
@@ -346,9 +416,14 @@ def hub_token() -> str | None:
     return os.environ.get("HF_TOKEN")
 
 
+def reads_unsigned() -> bool:
+    """Whether buckets are asked without credentials."""
+    return os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true", "yes")
+
+
 def bare_environment() -> dict[str, str]:
     """The environment of children that work on what a user wrote: without tokens, and with a thread for each library,
     since libraries reserve memory for each of their threads."""
     tokens = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "LORAPLEX_TOKEN")
-    kept = {name: value for name, value in os.environ.items() if name not in tokens}
+    kept = {name: value for name, value in os.environ.items() if name not in tokens and not name.startswith("AWS_")}
     return kept | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -150,7 +150,7 @@ def served(folder: Path) -> Iterator[dict[str, Any]]:
     from support.processes import loraplex
     from support.world import CHAT_SPECIALS, CHAT_TEMPLATE, make_world
 
-    world = make_world(folder, 3, max_context=MAX_CONTEXT, chat_template=CHAT_TEMPLATE, special_tokens=CHAT_SPECIALS)
+    world = make_world(folder, 4, max_context=MAX_CONTEXT, chat_template=CHAT_TEMPLATE, special_tokens=CHAT_SPECIALS)
     credentials = [
         {"sha256": hashlib.sha256(TOKEN.encode()).hexdigest(), "tenant": "one", "adapters": [world.names[0]]},
         {"sha256": hashlib.sha256(ADMIN_TOKEN.encode()).hexdigest(), "tenant": "two", "roles": ["admin"]},

@@ -2,62 +2,74 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
-from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, PeftModel, VeraConfig
+from peft import LoraConfig, PeftConfig, PeftModel
 from support.inline_worker import inline_worker
-from support.peft_files import save_variant
-from support.world import TinyWorld
+from support.parity import FORMATS, LIVE, Names
+from support.peft_files import save_initialised, save_variant
+from support.world import byte_tokenizer
+from support.zoo import random_model
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import PreTrainedModel
 
 from loraplex import Client
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
 
 pytestmark = pytest.mark.timeout(300)
+FAST = ("llama",)
 NUM_TOKENS = 8
-LINEARS = ["q_proj", "v_proj", "down_proj"]
-FORMATS: dict[str, PeftConfig] = {
-    "lora": LoraConfig(r=4, target_modules=LINEARS),
-    "dora": LoraConfig(r=4, target_modules=LINEARS, use_dora=True),
-    "lora-bias": LoraConfig(r=4, target_modules=LINEARS, lora_bias=True),
-    "saved-head": LoraConfig(r=2, target_modules=LINEARS, modules_to_save=["lm_head", "norm"]),
-    "saved-embedding": LoraConfig(r=2, target_modules=LINEARS, modules_to_save=["embed_tokens", "input_layernorm"]),
-    "token-rows": LoraConfig(r=2, target_modules=LINEARS, trainable_token_indices=[70, 100, 101, 110, 120]),
-    "vera": VeraConfig(r=8, target_modules=LINEARS),
-    "loha": LoHaConfig(r=2, target_modules=LINEARS),
-    "lokr": LoKrConfig(r=2, target_modules=LINEARS, decompose_factor=4),
-    "ia3": IA3Config(target_modules=LINEARS, feedforward_modules=["down_proj"]),
-}
 PROMPTS = ("Ask me anything", "dddddxxxdddxx xd")
 
 
 @dataclass
 class Served:
     client: Client
-    expected: dict[tuple[str, str], list[int]]
+    family: str
+    names: dict[str, str]  # of adapters, by format
+    activated: PeftModel
+    expected: dict[tuple[str, str], list[int]]  # by format and prompt
 
 
-@pytest.fixture(scope="module")
-def served(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+@pytest.fixture(
+    scope="module", params=[name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in LIVE]
+)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("formats")
-    base = AutoModelForCausalLM.from_pretrained(tiny_world.model, dtype=torch.float64)
+    tokenizer = byte_tokenizer()
+    # In float32 first, since PEFT takes parts out of no other base models.
+    base = random_model(request.param, torch.float32, changes={"vocab_size": len(tokenizer)}).double()
+    base.set_experts_implementation("eager")  # grouped products have no float64
+    base.save_pretrained(root / "model")
+    tokenizer.save_pretrained(root / "model")
+    names = {one: f"a{idx}" for idx, one in enumerate(LIVE[request.param])}
+    modules = Names.of(base)
+    models = {one: _saved(base, FORMATS[one](modules), root / "adapters" / name) for one, name in names.items()}
     engine = EngineConfig(
-        ModelConfig(str(tiny_world.model), dtype="float64"),
+        ModelConfig(str(root / "model"), dtype="float64"),
         KvConfig(memory_bytes=4 << 20),
         BatchConfig(max_running=8, max_queued=64),
-        AdaptersConfig(root=root, num_device_slots=4),
+        AdaptersConfig(root=root / "adapters", num_device_slots=min(4, len(names) - 1)),
     )
-    models = {name: save_variant(base, config, root / name) for name, config in FORMATS.items()}
     with inline_worker(WorkerConfig(engine, port=0)) as worker, Client(worker.address) as client:
         expected = {
-            (name, prompt): _greedy(client, model, prompt) for name, model in models.items() for prompt in PROMPTS
+            (one, prompt): _greedy(client, model, prompt) for one, model in models.items() for prompt in PROMPTS
         }
-        yield Served(client, expected)
+        yield Served(client, request.param, names, models["activated LoRA"], expected)
+
+
+def _saved(base: PreTrainedModel, config: PeftConfig, folder: Path) -> PeftModel:
+    if getattr(config, "init_lora_weights", True) is True:
+        return save_variant(base, config, folder)
+    assert isinstance(config, LoraConfig)
+    save_initialised(copy.deepcopy(base).float(), config, folder)
+    return PeftModel.from_pretrained(copy.deepcopy(base).float(), str(folder)).double().eval()
 
 
 def _greedy(client: Client, model: PeftModel, prompt: str) -> list[int]:
@@ -70,27 +82,48 @@ def _greedy(client: Client, model: PeftModel, prompt: str) -> list[int]:
     return out[0, len(ids) :].tolist()
 
 
-def tokens(served: Served, name: str, prompt: str, speculation: str = "off") -> list[int]:
+def tokens(served: Served, one: str, prompt: str, speculation: str = "off") -> list[int]:
     found = served.client.generate(
-        prompt, adapter_id=name, max_tokens=NUM_TOKENS, min_tokens=NUM_TOKENS, speculation=speculation
+        prompt, adapter_id=served.names[one], max_tokens=NUM_TOKENS, min_tokens=NUM_TOKENS, speculation=speculation
     )
     return list(found.completions[0].token_ids)
 
 
 def test_formats_make_different_texts(served: Served) -> None:
-    for prompt in PROMPTS:
-        assert len({tuple(served.expected[name, prompt]) for name in FORMATS}) > len(FORMATS) - 2
+    num_texts = [len({tuple(served.expected[one, prompt]) for one in served.names}) for prompt in PROMPTS]
+    assert min(num_texts) > len(served.names) // 2
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_alone_and_after_eviction(served: Served, name: str) -> None:
-    """Four slots for all of them: each call of another adapter may evict this one."""
+def record(note: pytest.FixtureRequest, served: Served, *settings: str) -> None:
+    """For the table that is printed at the end."""
+    note.node.user_properties += [("parity", (served.family, one, s)) for one in served.names for s in settings]
+
+
+def test_alone_and_after_eviction(served: Served, request: pytest.FixtureRequest) -> None:
+    """Fewer slots than adapters: in the second round each has been evicted."""
     for prompt in PROMPTS:
-        assert tokens(served, name, prompt) == served.expected[name, prompt]
+        found = {one: tokens(served, one, prompt) for one in served.names}
+        assert found == {one: served.expected[one, prompt] for one in served.names}
+    record(request, served, "alone", "after eviction and reload")
+
+
+def test_an_activated_adapter_shares_the_bases_prefix(served: Served) -> None:
+    """A block is 16 tokens: those before the last invocation are computed once, for the base model."""
+    prompt = "It is not the first me that counts: 0123456789 ask me, now"
+    served.client.generate(prompt, max_tokens=1)
+    found = served.client.generate(
+        prompt, adapter_id=served.names["activated LoRA"], max_tokens=NUM_TOKENS, min_tokens=NUM_TOKENS
+    )
+    assert list(found.completions[0].token_ids) == _greedy(served.client, served.activated, prompt)
+    assert found.usage.cached_tokens == 48  # the invocation begins at the 50th
+    other = served.client.generate(
+        prompt, adapter_id=served.names["LoRA"], max_tokens=NUM_TOKENS, min_tokens=NUM_TOKENS
+    )
+    assert other.usage.cached_tokens == 0
 
 
 @pytest.mark.parametrize("speculation", ["off", "prompt_lookup"])
-def test_together(served: Served, speculation: str) -> None:
+def test_together(served: Served, speculation: str, request: pytest.FixtureRequest) -> None:
     with ThreadPoolExecutor(16) as threads:
         found = dict(
             zip(
@@ -101,3 +134,4 @@ def test_together(served: Served, speculation: str) -> None:
         )
     wrong = {case for case, got in found.items() if got != served.expected[case]}
     assert not wrong
+    record(request, served, "in a mixed batch" if speculation == "off" else "speculated")

@@ -191,7 +191,7 @@ async def test_an_unknown_adapter_is_404_before_the_first_byte(path: str, name: 
         ({"inputs": "hi", "parameters": {"max_new_tokens": 0}}, "max_new_tokens"),
         ({"inputs": "hi", "parameters": {"stop": ["x" * 300]}}, "stop"),
         ({"inputs": "hi", "parameters": {"frequency_penalty": 3}}, "frequency_penalty"),
-        ({"inputs": "hi", "parameters": {"merged_adapters": {"ids": ["a"]}}}, "merged_adapters"),
+        ({"inputs": "hi", "parameters": {"merged_adapters": {"ids": []}}}, "merged_adapters"),
         ({"inputs": "hi", "parameters": {"truncate": 1 << 31}}, "truncate"),
     ],
 )
@@ -260,9 +260,8 @@ async def test_a_client_that_leaves_ends_its_call() -> None:
         worker = c.workers[0]
         worker.stream = blocks(after=1)
         async with http.stream("POST", "/generate_stream", json={"inputs": "hi"}) as running:
-            async for line in running.aiter_lines():
-                if line:
-                    break
+            assert running.status_code == 200
+            assert len(c.router.calls) == 1
         async with asyncio.timeout(5):
             await worker.ended.wait()
         await until(lambda: len(c.router.calls) == 0)

@@ -210,6 +210,9 @@ async def test_the_same_over_http_beside_generation(world: World) -> None:
             refused = await http.post("/classify", json={"model": "plain", "input": "x"})
             assert (refused.status_code, refused.json()["error"]["reason"]) == (400, "NO_CLASSIFIER")
             assert (await http.post("/classify", json={"model": "nobody", "input": "x"})).status_code == 404
+            cards = {card["id"]: card["loraplex"] for card in (await http.get("/v1/models")).json()["data"][1:]}
+            assert cards["mood"]["labels"] == ["LABEL_0", "LABEL_1", "LABEL_2"]
+            assert "labels" not in cards["plain"]
 
 
 async def test_a_client_that_leaves_frees_what_it_held(world: World) -> None:

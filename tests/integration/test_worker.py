@@ -336,6 +336,9 @@ def test_unknown_adapter(client: Client) -> None:
     with pytest.raises(AdapterNotFound) as caught:
         client.generate("hello", adapter_id="nobody")
     assert caught.value.resource == "nobody"
+    with pytest.raises(AdapterNotFound, match="did you mean 'a00") as caught:
+        client.generate("hello", adapter_id="a00x")
+    assert "a00" in caught.value.metadata["near_names"]
 
 
 @pytest.mark.parametrize("adapter_id", ["../a000", "/etc/passwd", "a\0b", "http://host/x", "a" * 200, "\u0430dapter"])
@@ -426,14 +429,6 @@ def test_a_prompt_beyond_the_context(client: Client) -> None:
 def test_no_chat_template(client: Client) -> None:
     with pytest.raises(NoChatTemplate):
         client.generate(messages=[{"role": "user", "content": "hello"}])
-
-
-def test_what_is_not_built_is_refused_by_name(stub: Any, worker: Worker) -> None:
-    mixture = inference_pb2.GenerateRequest(text="hello")
-    mixture.adapters.add(id="a000", weight=1.0)
-    error = error_of(lambda: stub.Generate(mixture))
-    assert isinstance(error, Unimplemented)
-    assert "`adapters`" in error.message
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import IA3Config, LoHaConfig, LoKrConfig, PeftConfig, PeftModel, VeraConfig
+from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, PeftModel, VeraConfig
 from support.backends import PatchedBackend
 from support.dense import dense_logits, greedy, make_dense
 from support.driver import Job, Rig, make_rig, random_prompts
-from support.peft_files import RICH_SPECS, SPECS, LoraSpec, load_lora, save_adapter, save_variant
+from support.parity import NOT_SERVED
+from support.peft_files import RICH_SPECS, SPECS, LoraSpec, load_lora, save_adapter, save_initialised, save_variant
 from support.zoo import LORA_FAMILIES, VOCAB_SIZE, random_model
 from torch import nn
 from transformers import PreTrainedModel
@@ -27,8 +28,6 @@ from loraplex_server.layers.lora import SegmentedLora
 from loraplex_server.model.loader import adopt_model
 
 NUM_TOKENS = 10
-# Norms of single heads, and a bias of a module that is not a linear.
-NOT_SERVED = {"cohere": "saved-norms", "gemma3": "saved-norms", "afmoe": "saved-norms", "jetmoe": "all-biases"}
 OPS: dict[str, type[SegmentedLora]] = {"reference": ReferenceOps, "cpu": CpuOps}  # type: ignore[type-abstract]
 
 
@@ -83,7 +82,7 @@ def test_mixed_batch_equals_peft(family: str, ops: str, joins: bool, tmp_path: P
     check_mixed_batch(world, SPECS)
 
 
-def check_mixed_batch(world: World, specs: Sequence[LoraSpec]) -> None:
+def check_mixed_batch(world: World, specs: Sequence[LoraSpec], tolerance: float = 1e-9) -> None:
     jobs = mixed_jobs(len(specs))
     world.rig.run([job for _, job in jobs])
     for owner, job in jobs:
@@ -92,7 +91,9 @@ def check_mixed_batch(world: World, specs: Sequence[LoraSpec]) -> None:
         assert job.error is None, name
         assert job.tokens == greedy(reference, job.prompt, NUM_TOKENS), name
         want = dense_logits(reference, job.prompt, job.tokens)
-        torch.testing.assert_close(world.rig.logits(job), want, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            world.rig.logits(job), want, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
         if owner is not None:  # an adapter that changes nothing would prove nothing
             assert not torch.allclose(want, dense_logits(world.base, job.prompt, job.tokens), atol=1e-3), name
 
@@ -136,6 +137,38 @@ def test_kinds_that_reduce_to_low_rank_terms_equal_peft(family: str, tmp_path: P
         rig.slots.install(slot, lora)
     specs = [LoraSpec(name, 0, 0) for name in VARIANTS]
     check_mixed_batch(World(base, peft, weights, rig), specs)
+
+
+INITS: dict[str, LoraConfig] = {
+    "pissa": LoraConfig(r=4, lora_alpha=6, init_lora_weights="pissa", rank_pattern={"first": 2}),
+    "pissa-dora": LoraConfig(r=3, init_lora_weights="pissa", use_dora=True, use_rslora=True),
+    "olora": LoraConfig(r=4, lora_alpha=3, init_lora_weights="olora"),
+}
+
+
+@pytest.mark.parametrize(("family", "targets"), [("llama", ["q_proj", "v_proj", "down_proj"]), ("gpt2", ["c_attn"])])
+def test_initialisations_that_change_the_base_equal_peft(family: str, targets: list[str], tmp_path: Path) -> None:
+    """As saved, where PEFT changes the base model again when it loads them, and as PEFT converts them. PEFT does it in
+    float32, on a base model of at most that."""
+    base = random_model(family, torch.float32)
+    names = [name for name in INITS if (family, name) != ("gpt2", "olora")]
+    for seed, name in enumerate(names):
+        config = copy.deepcopy(INITS[name])
+        config.target_modules, config.rank_pattern = set(targets), dict.fromkeys(config.rank_pattern and targets[:1], 2)
+        config.fan_in_fan_out = family == "gpt2"
+        save_initialised(base, config, tmp_path / name, seed)
+    names += [f"{name}-converted" for name in names if "dora" not in name]
+    peft = [
+        make_dense(PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path / name)).double()).eval()
+        for name in names
+    ]
+    loaded = adopt_model(make_dense(copy.deepcopy(base).double()), model_id=family, backend=PatchedBackend(merges=True))
+    rig = make_rig(loaded, ops=CpuOps(), seed=4, max_rows=len(names) + 2, num_slots=len(names))
+    weights = [load_lora(tmp_path, name, loaded.base_targets(max_rank=8)) for name in names]
+    for slot, lora in enumerate(weights):
+        rig.slots.install(slot, lora)
+    world = World(make_dense(base.double()), peft, weights, rig)
+    check_mixed_batch(world, [LoraSpec(name, 0, 0) for name in names], tolerance=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

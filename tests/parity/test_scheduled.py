@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import random
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from support.backends import PatchedBackend
 from support.dense import greedy, make_dense
 from support.driver import make_rig
-from support.peft_files import SPECS, load_lora, save_adapter
+from support.exact_states import whole_text_greedy
+from support.peft_files import SPECS, LoraSpec, load_lora, save_adapter
 from support.replay import ReplayableReference, ReplayableTorch, calls_again
 from support.scheduler_fakes import adapter
 from support.zoo import VOCAB_SIZE, random_model
@@ -22,7 +24,9 @@ from loraplex_contracts.plan import Draft, StepPlan
 from loraplex_contracts.request import CompletionEnd, Request, RequestFailed, StoppingParams, Tokens
 from loraplex_server.backends.cpu.torch_lora import CpuOps
 from loraplex_server.backends.cuda.graphs import graph_shapes
+from loraplex_server.engine.engine import start_of_last
 from loraplex_server.kv.blocks import BlockPool
+from loraplex_server.kv.states import StatePool
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.model.runner import StepHandle
 from loraplex_server.scheduler.admission import SchedulerConfig
@@ -30,49 +34,81 @@ from loraplex_server.scheduler.scheduler import Scheduler
 
 NUM_BLOCKS = 22  # of 4 tokens: not enough for all rows at once
 NUM_TOKENS = 14
+NUM_STATES = 8  # fewer than running sequences, siblings that wait and snapshots want
 ADAPTERS = (0, 1, 4)  # of SPECS
+ACTIVATED = 3  # the slot of one that is activated by INVOCATION
+INVOCATION = [9, 7]
+
+
+Oracle = Callable[[nn.Module, Sequence[int], int], list[int]]
 
 
 class Resident:
     """Every adapter is on the device, in the slot of its number."""
 
     def __init__(self) -> None:
-        self.keys: dict[AdapterKey, int] = {adapter(SPECS[idx].name): idx for idx in ADAPTERS}
+        self.keys: dict[AdapterKey, int] = {adapter(SPECS[idx].name): idx for idx in (*ADAPTERS, ACTIVATED)}
+
+    def put_first(self, wants: Sequence[AdapterKey | tuple[AdapterKey, ...]]) -> None:
+        pass
 
     def acquire(self, key: AdapterKey) -> int | None:
         return self.keys[key]
 
+    def acquire_all(self, keys: tuple[AdapterKey, ...]) -> tuple[int, ...] | None:
+        return tuple(self.keys[key] for key in keys)
+
     def release(self, key: AdapterKey) -> None:
         assert key in self.keys
 
-    def failure(self, key: AdapterKey) -> Exception | None:
+    def failure(self, *keys: AdapterKey) -> Exception | None:
         return None
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead, replayed"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_texts_survive_scheduling(family: str, ahead: bool, tmp_path: Path) -> None:
+    check_scheduling(family, ahead, tmp_path, greedy)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
+@pytest.mark.parametrize(
+    "family", ["lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_5", "olmo_hybrid", "bamba"))]
+)
+def test_texts_of_hybrids_survive_scheduling(family: str, ahead: bool, tmp_path: Path) -> None:
+    check_scheduling(family, ahead, tmp_path, whole_text_greedy, StatePool(NUM_STATES))
+
+
+def check_scheduling(family: str, ahead: bool, tmp_path: Path, oracle: Oracle, states: StatePool | None = None) -> None:
     base = make_dense(random_model(family))
     loaded = adopt_model(copy.deepcopy(base), backend=PatchedBackend(capture=calls_again))
     references: dict[int | None, nn.Module] = {None: base}
     ops, attention = (ReplayableReference(), ReplayableTorch()) if ahead else (CpuOps(), "auto")
-    rig = make_rig(loaded, num_blocks=NUM_BLOCKS, max_rows=5, ops=ops, attention=attention)
+    rig = make_rig(loaded, num_blocks=NUM_BLOCKS, max_rows=5, ops=ops, attention=attention, num_states=NUM_STATES)
     if ahead:
         rig.runner.overlaps = True
         rig.runner.capture(graph_shapes(5, 4), lambda text: None)
     for idx in ADAPTERS:
         references[idx] = save_adapter(base, SPECS[idx], tmp_path / SPECS[idx].name, seed=idx)
         rig.slots.install(idx, load_lora(tmp_path, SPECS[idx].name, loaded.base_targets(16)))
+    spec = LoraSpec("activated", 5, 8, "all", {"alora_invocation_tokens": INVOCATION})
+    references[ACTIVATED] = save_adapter(base, spec, tmp_path / spec.name)
+    rig.slots.install(ACTIVATED, load_lora(tmp_path, spec.name, loaded.base_targets(16)))
 
     dice = random.Random(0)
     shared = [dice.randrange(2, VOCAB_SIZE) for _ in range(13)]  # prompts begin alike
     owners: list[int | None] = [None, 0, 1, None, 4, 0, None, 1, 4, None]
     prompts = [[*shared[: dice.randint(0, 13)], dice.randrange(2, VOCAB_SIZE)] for _ in owners]
-    want = [greedy(references[owner], prompt, NUM_TOKENS) for owner, prompt in zip(owners, prompts, strict=True)]
+    owners += [ACTIVATED] * 6  # in the middle of a block, at its beginning, twice, at once, at the end, never
+    prompts += [[*shared[:6], *INVOCATION, 3, 4, 5], [*shared[:8], *INVOCATION, 3], [*shared[:6], *INVOCATION, 3, 4]]
+    prompts[-1] += [*INVOCATION, 8]
+    prompts += [[*INVOCATION, *shared], [*shared[:11], *INVOCATION], [*shared[:10], INVOCATION[0]]]
+    starts = dict(enumerate([6, 8, 10, 0, 11, None], start=len(owners) - 6))
+    want = [oracle(references[owner], prompt, NUM_TOKENS) for owner, prompt in zip(owners, prompts, strict=True)]
     known = {f"r{i}": prompt + tokens for i, (prompt, tokens) in enumerate(zip(prompts, want, strict=True))}
 
     config = SchedulerConfig(max_running=5, max_step_tokens=9, max_context_tokens=128)
-    scheduler = Scheduler(config, BlockPool(NUM_BLOCKS, rig.cache.block_size), Resident(), ())
+    scheduler = Scheduler(config, BlockPool(NUM_BLOCKS, rig.cache.block_size), Resident(), (), states)
     got: dict[tuple[str, int], list[int]] = defaultdict(list)
     ended: set[tuple[str, int]] = set()
     names: dict[tuple[str, int], str] = {}  # sequence ids
@@ -86,7 +122,8 @@ def test_texts_survive_scheduling(family: str, ahead: bool, tmp_path: Path) -> N
             i, owner = to_add.pop(0)
             stopping = StoppingParams(NUM_TOKENS, ignore_eos=True)
             request = Request(f"r{i}", tuple(prompts[i]), stopping, n=2 if i % 3 == 0 else 1)
-            scheduler.add(request, None if owner is None else adapter(SPECS[owner].name), 0.0)
+            key = None if owner is None else adapter(SPECS[owner].name)
+            scheduler.add(request, key, 0.0, adapted_from=starts.get(i, 0))
         plan = scheduler.schedule(0.0, _drafts(names, got, known, prompts, dice))
         events = scheduler.take_events()
         if plan is not None:
@@ -114,8 +151,12 @@ def test_texts_survive_scheduling(family: str, ahead: bool, tmp_path: Path) -> N
     assert num_ahead > 30 or not ahead
     assert scheduler.load().num_preemptions > 0
     assert num_copies > 0, "no completion forked off in the middle of a block"
+    assert states is None or states.num_evictions > 0, "no state was evicted"
     assert num_cached > 0, "no prompt began with another's blocks"
     assert num_accepted > 10
+    assert [start_of_last(INVOCATION, prompts[i]) for i in starts] == list(starts.values())
+    base_texts = [oracle(base, prompts[i], NUM_TOKENS) for i in starts]
+    assert [want[i] == text for i, text in zip(starts, base_texts, strict=True)] == [False] * 5 + [True]
     for (request_id, _), tokens in got.items():
         assert tokens == want[int(request_id[1:])], request_id
     scheduler.check_integrity()

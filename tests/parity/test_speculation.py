@@ -198,7 +198,9 @@ def speculating(requests: Sequence[Request], *kinds: SpeculationParams) -> list[
     ]
 
 
-@pytest.mark.parametrize("family", ["gemma", "mistral", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["gemma", "mistral", "mixtral", "lfm2", pytest.param("bamba", marks=pytest.mark.slow)]
+)
 def test_heads_of_other_families(family: str, tmp_path: Path) -> None:
     """Of the base model, by default or by name; of a LoRA, apart from it or with it."""
     world = World(make_dense(random_model(family)), tmp_path)
@@ -230,7 +232,16 @@ def test_heads_of_other_families(family: str, tmp_path: Path) -> None:
     world.close()
 
 
-@pytest.mark.parametrize(("family", "draft_family"), [("opt", "opt"), ("gemma2", "llama"), ("mixtral", "gpt2")])
+@pytest.mark.parametrize(
+    ("family", "draft_family"),
+    [
+        ("opt", "opt"),
+        ("gemma2", "llama"),
+        ("mixtral", "gpt2"),
+        ("lfm2", "bamba"),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("bamba", "qwen3_5"), ("llama", "mamba2"))),
+    ],
+)
 def test_draft_models_of_other_families(family: str, draft_family: str, tmp_path: Path) -> None:
     """One that is always wrong or nearly so, and one that is the target itself; with a LoRA neither knows of."""
     world = World(make_dense(random_model(family)), tmp_path)

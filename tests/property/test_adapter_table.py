@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from loraplex_adapters.cache.states import (
     Refetch,
     Stage,
 )
-from loraplex_contracts.adapters import AdapterInfo, AdapterKey
+from loraplex_contracts.adapters import NOBODY, AdapterId, AdapterInfo, AdapterKey, AdapterUser
 from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterLoadsBusy,
@@ -40,10 +41,13 @@ from loraplex_contracts.errors import (
     LoraplexError,
     SourceUnavailable,
 )
+from loraplex_contracts.mixtures import Member, Mixture
 
 NAMES = [f"n{i}" for i in range(5)]
 NUM_CONTENTS = 6
 TTL_S = 10.0
+# Two tenants with limits, and two without.
+USERS = [AdapterUser("a", 320), AdapterUser("b"), AdapterUser("c", 448), NOBODY]
 
 
 def key_of(content: int) -> AdapterKey:
@@ -57,13 +61,18 @@ def bytes_of(key: AdapterKey) -> int:
 
 @dataclass
 class Request:
-    """One request as the engine sees it: a name, then a key, then a lease. One that `borrows` asks for the
-    slot in every turn instead, and can do without."""
+    """One request as the engine sees it: a name, then a key, then a lease; of a mixture several. One that `borrows`
+    asks for the slot in every turn instead, and can do without."""
 
-    name: str
+    names: tuple[str, ...]
+    user: AdapterUser
     borrows: bool = False
-    key: AdapterKey | None = None
+    keys: tuple[AdapterKey, ...] = ()
     has_lease: bool = False
+
+    @property
+    def distinct(self) -> tuple[AdapterKey, ...]:
+        return tuple(sorted(set(self.keys)))
 
 
 def rows(table: AdapterTable) -> list[AdapterInfo]:
@@ -99,7 +108,10 @@ class World:
 
     def submit(self, a: int, b: int) -> None:
         if len(self.requests) < 12:
-            self.requests.append(Request(NAMES[a % len(NAMES)], borrows=b % 4 == 0))
+            borrows = b % 4 == 0
+            num_names = 1 if borrows or b < 6 else 2 + b % 2
+            names = tuple(NAMES[(a + i) % len(NAMES)] for i in range(num_names))
+            self.requests.append(Request(names, USERS[(a + b) % len(USERS)], borrows))
 
     def turn_engine(self, a: int, b: int) -> None:
         """Every request takes its next step, as in the engine's turn."""
@@ -110,31 +122,45 @@ class World:
 
     def _step(self, request: Request) -> None:
         residency = self.table.residency
-        if request.key is None:
+        keys = request.distinct
+        if not request.keys:
             try:
-                request.key = self.table.resolve(request.name, self.now)
+                request.keys = self._resolve(request)
             except LoraplexError:
                 self.requests.remove(request)
         elif request.borrows:
-            slot = residency.borrow(request.key)
-            assert slot is None or self.on_device[slot] == request.key
+            (key,) = keys
+            slot = residency.borrow(key)
+            assert slot is None or self.on_device[slot] == key
         elif not request.has_lease:
-            if residency.failure(request.key) is not None:
+            if residency.failure(*keys) is not None:
                 self.end(request)
                 return
-            slot = residency.acquire(request.key)
-            if slot is not None:
-                assert self.on_device[slot] == request.key
+            if len(keys) == 1:
+                (key,) = keys
+                slot = residency.acquire(key)
+                slots = None if slot is None else (slot,)
+            else:
+                slots = residency.acquire_all(keys)
+            if slots is not None:
+                assert tuple(self.on_device[slot] for slot in slots) == keys
                 request.has_lease = True
         self.collect()
+
+    def _resolve(self, request: Request) -> tuple[AdapterKey, ...]:
+        if len(request.names) > 1:
+            members = tuple(Member(AdapterId(name), 1.0) for name in request.names)
+            return self.table.resolve_members(Mixture(members), self.now, request.user) or ()
+        key = self.table.resolve(request.names[0], self.now, request.user)
+        return () if key is None else (key,)
 
     def preempt(self, a: int, b: int) -> None:
         running = [r for r in self.requests if r.has_lease]
         if running:
             request = running[a % len(running)]
             request.has_lease = False
-            assert request.key is not None
-            self.table.residency.release(request.key)
+            for key in request.distinct:
+                self.table.residency.release(key)
 
     def finish(self, a: int, b: int) -> None:
         if self.requests:
@@ -142,15 +168,15 @@ class World:
 
     def end(self, request: Request) -> None:
         self.requests.remove(request)
-        if request.key is not None:
-            if request.has_lease:
-                self.table.residency.release(request.key)
-            self.table.residency.drop_hold(request.key)
+        for key in request.distinct if request.has_lease else ():
+            self.table.residency.release(key)
+        for key in request.keys:
+            self.table.residency.drop_hold(key, request.user.tenant)
 
     def load(self, a: int, b: int) -> None:
         name = NAMES[a % len(NAMES)]
         try:
-            key = self.table.load(name, b % 2 == 0, self.now)
+            key = self.table.load(name, b % 2 == 0, self.now, USERS[b % len(USERS)])
         except LoraplexError:
             key = None
         if key is not None:
@@ -160,11 +186,13 @@ class World:
     def unload(self, a: int, b: int) -> None:
         name = NAMES[a % len(NAMES)]
         record = self.table.names.get(name)
-        if record is None or record.key is None:
+        is_failed = record is not None and record.state is NameState.FAILED
+        is_known = not isinstance(record.error, AdapterNotFound) if record is not None else False
+        if record is None or (record.key is None and not (is_failed and is_known)):
             with pytest.raises(AdapterNotFound):
                 self.table.unload(name)
         else:
-            self.table.unload(name)
+            assert self.table.unload(name) == record.key
             assert name not in self.table.names
 
     def replace_files(self, a: int, b: int) -> None:
@@ -198,7 +226,7 @@ class World:
                 case DropHost(key):
                     self.on_host.discard(key)
                 case DropDevice(key, slot):
-                    assert not any(r.has_lease and r.key == key for r in self.requests), "leased weights were dropped"
+                    assert not any(r.has_lease and key in r.keys for r in self.requests), "leased weights were dropped"
                     assert self.on_device.pop(slot) == key
                 case Promote(_, slot):
                     assert slot not in self.on_device, "a slot was given away twice"
@@ -245,10 +273,13 @@ class World:
     def check(self) -> None:
         residency = self.table.residency
         self.table.check_integrity()
-        holds = Counter(r.key for r in self.requests if r.key is not None)
-        leases = Counter(r.key for r in self.requests if r.key is not None and r.has_lease)
+        holds = Counter(key for r in self.requests for key in r.keys)
+        leases = Counter(key for r in self.requests if r.has_lease for key in r.distinct)
         assert holds == Counter({r.key: r.num_holds for r in residency.records.values() if r.num_holds})
         assert leases == Counter({r.key: r.num_leases for r in residency.records.values() if r.num_leases})
+        for user in USERS:
+            num_bytes = residency.use.num_bytes(user.tenant, residency.records)
+            assert user.max_bytes is None or num_bytes <= user.max_bytes
         assert self.table.num_fetching == sum(isinstance(fetch, FetchName) for fetch in self.fetches)
         # What the table has decided to drop is there until the next poll; the budgets hold without it.
         dropping = {m.key for m in residency.moves if isinstance(m, DropDevice)}
@@ -277,8 +308,8 @@ class World:
         for request in list(self.requests):
             self.end(request)
         self.table.check_idle()
-        for name, record in list(self.table.names.items()):
-            if record.key is not None:
+        for name in list(self.table.names):
+            with contextlib.suppress(AdapterNotFound):  # what is remembered as missing goes by itself
                 self.table.unload(name)
         for _ in range(50):
             self.now += 1.0

@@ -58,6 +58,7 @@ class Setting:
     depth: int
     drafts: str
     slice_s: float
+    num_states: int = 0
 
     def harness(self) -> Harness:
         return Harness(
@@ -68,6 +69,7 @@ class Setting:
             max_context_tokens=40,
             prefix_caching=self.prefix_caching,
             num_slots=self.num_slots,
+            num_states=self.num_states,
             load_polls=self.load_polls,
             depth=self.depth,
             proposer=propose(self.drafts) if self.drafts != "none" else None,
@@ -89,6 +91,7 @@ SETTINGS = st.builds(
     depth=st.sampled_from([1, 2]),
     drafts=st.sampled_from(["none", "none", "right", "wrong", "mixed"]),
     slice_s=st.sampled_from([0.01, 0.03, 0.5]),  # a step takes 0.01
+    num_states=st.sampled_from([0, 0, 1, 2, 3, 5, 9]),
 )
 
 
@@ -136,6 +139,8 @@ def test_texts_do_not_depend_on_company(data: st.DataObject, setting: Setting) -
         event("drafts rejected")
     if harness.blocks.num_evictions:
         event("cached block evicted")
+    if harness.states is not None and harness.states.num_evictions:
+        event("state evicted")
 
 
 class Life(RuleBasedStateMachine):

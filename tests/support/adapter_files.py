@@ -17,8 +17,9 @@ from loraplex_adapters.cache.listing import Listing
 from loraplex_adapters.cache.manager import AdapterManager
 from loraplex_adapters.cache.residency import AdapterCacheConfig
 from loraplex_adapters.io.source_files import AdapterSource
+from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.weights import AdapterWeights, BaseTargets, TargetModule
-from loraplex_contracts.adapters import AdapterInfo, AdapterKey
+from loraplex_contracts.adapters import PLAIN_LOAD, AdapterInfo, AdapterKey, LoadOptions
 from loraplex_contracts.errors import AdapterInvalid
 
 HIDDEN = 16
@@ -38,7 +39,8 @@ def base_targets(dtype: str = "float32", max_rank: int = 16, weight_sha256: str 
         modules.append(TargetModule(f"model.layers.{layer}.mlp.down_proj", "linear", 2 * HIDDEN, HIDDEN))
     modules.append(TargetModule("model.embed_tokens", "embedding", VOCAB, HIDDEN, weight_sha256=weight_sha256))
     modules.append(TargetModule("lm_head", "linear", HIDDEN, VOCAB, weight_sha256=weight_sha256))
-    return BaseTargets({m.path: m for m in modules}, "tiny-base", dtype, max_rank, HIDDEN, VOCAB)
+    others = frozenset({"model.layers.0.self_attn.rotation"})
+    return BaseTargets({m.path: m for m in modules}, "tiny-base", dtype, max_rank, HIDDEN, VOCAB, other_modules=others)
 
 
 def lora_tensors(
@@ -129,7 +131,14 @@ class Slots:
 class Engine:
     """Stands in for the engine's loop around a cache: it sleeps until it is notified, then turns once."""
 
-    def __init__(self, source: AdapterSource, targets: BaseTargets | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        source: AdapterSource,
+        targets: BaseTargets | None = None,
+        remote: AdapterSource | None = None,
+        watched: DirectorySource | None = None,
+        **options: Any,
+    ) -> None:
         settings: dict[str, Any] = {
             "host_bytes": 1 << 20,
             "device_bytes": 1 << 20,
@@ -147,6 +156,8 @@ class Engine:
             "cpu",
             self.slots.install,
             self._woken.set,
+            remote,
+            watched,
         )
 
     def listed(self) -> list[AdapterInfo]:
@@ -177,8 +188,8 @@ class Engine:
     def acquire(self, key: AdapterKey) -> int:
         return self.until(lambda: self.cache.acquire(key))
 
-    def load(self, adapter_id: str, pin: bool = False) -> AdapterInfo:
-        return self.until(lambda: self.cache.load(adapter_id, pin, self.now))
+    def load(self, adapter_id: str, pin: bool = False, options: LoadOptions = PLAIN_LOAD) -> AdapterInfo:
+        return self.until(lambda: self.cache.load(adapter_id, pin, self.now, options=options))
 
     def settle(self) -> None:
         """Turns until nobody wakes the engine any more."""

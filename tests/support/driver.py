@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from loraplex_contracts.plan import AdapterUse, NewSequence, Span, SpanResult, StepPlan
+from loraplex_contracts.plan import AdapterUse, NewSequence, Span, SpanResult, StateUse, StepPlan
 from loraplex_contracts.request import OutputParams, PositionLogprobs, SamplingParams
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.reference import ReferenceOps
@@ -21,6 +21,7 @@ from loraplex_server.layers.attention import KvCache, PagedAttention
 from loraplex_server.layers.lora import SegmentedLora
 from loraplex_server.model.loader import LoadedModel
 from loraplex_server.model.runner import ModelRunner
+from loraplex_server.model.states import StateMemory
 from loraplex_server.sampling.sampler import Sampled, Sampler
 
 BLOCK_SIZE = 4
@@ -164,6 +165,8 @@ class Rig:
             new_block_ids=tuple(self.free_blocks.pop() for _ in range(missing)),
             draft=tuple(draft),
             prompt_logprobs=job.output.prompt_logprobs,
+            # A row's state slot is its number; 0 is the beginning of a text.
+            state=StateUse(job.row + 1 if job.num_computed else 0, job.row + 1) if self.loaded.states else None,
         )
 
     @staticmethod
@@ -186,6 +189,7 @@ def make_rig(
     seed: int = 0,
     ops: SegmentedLora | None = None,
     attention: str | PagedAttention = "auto",
+    num_states: int | None = None,
 ) -> Rig:
     """Everything around a loaded model. Pages start poisoned: what was not written must not be read."""
     cache = KvCache(loaded.spec, num_blocks, BLOCK_SIZE, loaded.dtype, loaded.device)
@@ -195,7 +199,12 @@ def make_rig(
     slots = loaded.adapter_slots(ops or ReferenceOps(), num_slots)
     sampler = RecordingSampler(max_rows, loaded.spec.num_logits, loaded.device)
     backend = make_attention(attention, Backend(loaded.device)) if isinstance(attention, str) else attention
-    runner = ModelRunner(loaded, cache, backend, slots, sampler, max_rows=max_rows)
+    states = None
+    if loaded.states:
+        states = StateMemory(loaded.states, num_states or max_rows, loaded.device)
+        for tensor in states.tensors:
+            tensor[1:].fill_(float("nan"))
+    runner = ModelRunner(loaded, cache, backend, slots, sampler, max_rows=max_rows, states=states)
     dice = random.Random(seed)
     free = list(range(num_blocks))
     dice.shuffle(free)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from loraplex_contracts.adapters import (
+    NOBODY,
+    PLAIN_LOAD,
     AdapterInfo,
     AdapterKey,
     AdapterKind,
     AdapterTemplates,
+    AdapterUser,
     CacheUsage,
     ListingChanges,
+    LoadOptions,
 )
 from loraplex_contracts.errors import AdapterNotFound, UnsupportedModel
+from loraplex_contracts.mixtures import Mixture
 from loraplex_contracts.plan import SpanResult, StepPlan, StepResult
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine.engine import Engine
@@ -92,7 +97,7 @@ class FakeCache:
     leases: dict[AdapterKey, int] = field(default_factory=dict)
     num_polls: int = 0
 
-    def resolve(self, adapter_id: str, now: float) -> AdapterKey | None:
+    def resolve(self, adapter_id: str, now: float, user: AdapterUser = NOBODY) -> AdapterKey | None:
         if adapter_id not in self.known:
             raise AdapterNotFound(f"there is no adapter {adapter_id!r}", resource=adapter_id)
         if self.num_polls < self.delay:
@@ -101,33 +106,55 @@ class FakeCache:
         self.holds[key] = self.holds.get(key, 0) + 1
         return key
 
+    def resolve_mixture(
+        self, mixture: Mixture, now: float, user: AdapterUser = NOBODY
+    ) -> tuple[AdapterKey, ...] | None:
+        keys = [self.resolve(adapter_id, now) for adapter_id in mixture.adapter_ids]
+        return tuple(key for key in keys if key is not None) if all(keys) else None
+
     def classifier(self, key: AdapterKey) -> None:
         return None
+
+    def invocation(self, key: AdapterKey) -> tuple[int, ...]:
+        return ()
 
     def templates(self, key: AdapterKey) -> AdapterTemplates | None:
         return self.own.get(key.digest[: len(key.digest) // 64])
 
-    def drop_hold(self, key: AdapterKey) -> None:
+    def drop_hold(self, key: AdapterKey, tenant: str = "") -> None:
         self.holds[key] -= 1
 
     def acquire(self, key: AdapterKey) -> int | None:
         self.leases[key] = self.leases.get(key, 0) + 1
         return ord(key.digest[0]) - ord("a")
 
+    def acquire_all(self, keys: tuple[AdapterKey, ...]) -> tuple[int, ...] | None:
+        return tuple(slot for key in keys if (slot := self.acquire(key)) is not None)
+
+    def put_first(self, wants: Sequence[AdapterKey | tuple[AdapterKey, ...]]) -> None:
+        pass
+
     def release(self, key: AdapterKey) -> None:
         self.leases[key] -= 1
 
-    def failure(self, key: AdapterKey) -> Exception | None:
+    def failure(self, *keys: AdapterKey) -> Exception | None:
         return None
 
-    def load(self, adapter_id: str, pin: bool, now: float) -> AdapterInfo | None:
+    def load(
+        self,
+        adapter_id: str,
+        pin: bool,
+        now: float,
+        user: AdapterUser = NOBODY,
+        options: LoadOptions = PLAIN_LOAD,
+    ) -> AdapterInfo | None:
         key = self.resolve(adapter_id, now)
         if key is None:
             return None
         self.drop_hold(key)
         return self.get(adapter_id)
 
-    def unload(self, adapter_id: str) -> AdapterInfo:
+    def unload(self, adapter_id: str, if_unused: bool = False) -> AdapterInfo:
         return self.get(adapter_id)
 
     def get(self, adapter_id: str) -> AdapterInfo:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from loraplex_adapters.cache.listing import Listing
-from loraplex_adapters.sources.chain import SourceWatch
+from loraplex_adapters.sources.watch import SourceWatch
 from loraplex_contracts.adapters import AdapterInfo, AdapterState, AdapterTier
 from loraplex_proto.paging import list_query
 from loraplex_proto.v1 import adapter_pb2

@@ -57,8 +57,13 @@ RICH_SPECS = (
 )
 _SAVED_BIASES: dict[str, tuple[str, ...]] = {"none": (), "all": ("bias",), "lora_only": ("base_layer.bias",)}
 ATTENTION_WORDS = ("attn", "attention")
-# PEFT takes these for its fused experts' wherever they are.
-NOT_BY_PEFT = {"afmoe": ("gate", "gate_proj", "up_proj", "down_proj")}
+# PEFT takes these for its fused experts' wherever they are, refuses them, or they change nothing.
+NOT_BY_PEFT = {
+    "afmoe": ("gate", "gate_proj", "up_proj", "down_proj"),
+    **dict.fromkeys(("mamba2", "nemotron_h", "falcon_h1"), ("out_proj",)),
+    **dict.fromkeys(("mamba", "falcon_mamba"), ("out_proj", "dt_proj")),
+    "jamba": ("dt_proj",),
+}
 
 
 def linear_names(model: PreTrainedModel) -> tuple[list[str], list[str], str, str]:
@@ -138,6 +143,28 @@ def save_variant(model: PreTrainedModel, config: PeftConfig, folder: Path, seed:
                     parameter.add_(torch.randn_like(parameter) * 0.5)
         peft.save_pretrained(folder)
     return peft.eval()
+
+
+def save_initialised(model: PreTrainedModel, config: LoraConfig, folder: Path, seed: int = 0) -> None:
+    """An adapter whose factors moved away from those that PEFT initialised it with, as saved, and beside it (with
+    `-converted`) as PEFT makes a plain LoRA of it where it took part of the base model."""
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft = get_peft_model(copy.deepcopy(model), copy.deepcopy(config))
+        init = config.init_lora_weights
+        peft.peft_config["default"].init_lora_weights = True
+        start = folder.with_name(f"{folder.name}-start")
+        peft.save_pretrained(start)
+        with torch.no_grad():
+            for parameter in peft.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+        if not config.use_dora:
+            converted = folder.with_name(f"{folder.name}-converted")
+            peft.save_pretrained(converted, path_initial_model_for_weight_conversion=str(start))
+        peft.peft_config["default"].init_lora_weights = init
+        peft.save_pretrained(folder)
 
 
 def load_lora(root: Path, name: str, targets: BaseTargets) -> AdapterWeights:

@@ -8,7 +8,7 @@ has changed hands or a prefix shared across tenants changes the text; most are c
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from loraplex_contracts.adapters import AdapterKey
@@ -54,6 +54,19 @@ class FakeResidency:
         self._offers.pop(key, None)
         return self.slots[key]
 
+    def acquire_all(self, keys: tuple[AdapterKey, ...]) -> tuple[int, ...] | None:
+        if any(key not in self.slots for key in keys):
+            for key in keys:
+                if self.acquire(key) is not None:
+                    self.release(key)
+            return None
+        return tuple(slot for key in keys if (slot := self.acquire(key)) is not None)
+
+    def put_first(self, wants: Sequence[AdapterKey | tuple[AdapterKey, ...]]) -> None:
+        for want in reversed(wants):
+            if isinstance(want, AdapterKey) and want in self._wanted:
+                self._wanted.move_to_end(want, last=False)
+
     def release(self, key: AdapterKey) -> None:
         assert self.refs.get(key, 0) > 0, f"{key} was released more often than acquired"
         self.refs[key] -= 1
@@ -61,8 +74,8 @@ class FakeResidency:
             del self.refs[key]
             self._idle[key] = None
 
-    def failure(self, key: AdapterKey) -> Exception | None:
-        return self.failures.get(key)
+    def failure(self, *keys: AdapterKey) -> Exception | None:
+        return next((self.failures[key] for key in keys if key in self.failures), None)
 
     def poll(self) -> None:
         self._offers = {key: to_go - 1 for key, to_go in self._offers.items() if to_go > 0}
@@ -92,12 +105,15 @@ class FakeResidency:
         return next((key for key, at in self.slots.items() if at == slot), None)
 
 
+Owner = AdapterKey | tuple[AdapterKey, ...] | None  # of a mixture several
+
+
 def content(before: int, token_id: int, namespace: int) -> int:
     """What is in the KV cache at a position."""
     return hash((before, token_id, namespace)) & 0xFFFFFFFF
 
 
-def namespace_of(request: Request, key: AdapterKey | None) -> int:
+def namespace_of(request: Request, key: Owner) -> int:
     name = repr((key, request.tenant, request.cache_salt))
     return int.from_bytes(name.encode()[-400:], "little") % (2**61 - 1)
 
@@ -120,7 +136,7 @@ class Expected:
     prompt_logprobs: tuple[PositionLogprobs, ...]
 
 
-def expect(request: Request, key: AdapterKey | None, index: int, max_total_tokens: int) -> Expected:
+def expect(request: Request, key: Owner, index: int, max_total_tokens: int) -> Expected:
     namespace, state = namespace_of(request, key), 0
     states: list[int] = []
     for token_id in request.prompt_token_ids:
@@ -157,7 +173,7 @@ class Row:
     new: NewSequence
     token_ids: list[int]
     namespace: int
-    key: AdapterKey | None
+    key: Owner
     table: list[int] = field(default_factory=list)
     num_computed: int | None = None  # None: its first span says
 
@@ -172,7 +188,8 @@ class FakeRunner:
         max_running: int,
         max_step_tokens: int,
         residency: FakeResidency,
-        owner_of: Callable[[str], tuple[Request, AdapterKey | None]],
+        owner_of: Callable[[str], tuple[Request, Owner]],
+        num_states: int = 0,
     ) -> None:
         self.rows: dict[int, Row] = {}
         self.num_steps = 0
@@ -184,6 +201,8 @@ class FakeRunner:
         self._residency = residency
         self._owner_of = owner_of
         self._kv: dict[tuple[int, int], int] = {}  # (block, offset) -> content
+        self._num_states = num_states
+        self._states: dict[int, int] = {}  # slot -> content of the position before
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.num_steps += 1
@@ -197,6 +216,9 @@ class FakeRunner:
         # All reads come before all writes: nobody may rely on what the same step writes for another.
         for span in plan.spans:
             self._check_past(self.rows[span.row], span.start)
+            self._check_state(span)
+        slots = [slot for span in plan.spans for slot in _slots_written(span)]
+        assert len(set(slots)) == len(slots), "two spans write to one state slot"
         written: set[tuple[int, int]] = set()
         results = {span.sequence_id: self._run(span, written) for span in plan.spans}
         for row in self.rows.values():
@@ -254,8 +276,9 @@ class FakeRunner:
             assert not span.draft
             assert end < len(row.token_ids)
         if row.key is not None:
-            in_slot = self._residency.key_in(row.new.adapters[0].adapter_slot)
-            assert in_slot == row.key, f"{span.sequence_id} runs with {in_slot} instead of {row.key}"
+            in_slots = tuple(self._residency.key_in(use.adapter_slot) for use in row.new.adapters)
+            wanted = row.key if isinstance(row.key, tuple) else (row.key,)
+            assert in_slots == wanted, f"{span.sequence_id} runs with {in_slots} instead of {wanted}"
 
     def _check_past(self, row: Row, num_tokens: int) -> None:
         state = 0
@@ -263,6 +286,23 @@ class FakeRunner:
             state = content(state, row.token_ids[at], row.namespace)
             where = (row.table[at // self._block_size], at % self._block_size)
             assert self._kv.get(where) == state, f"{row.new.sequence_id}: wrong KV at position {at}, block {where[0]}"
+
+    def _check_state(self, span: Span) -> None:
+        assert (span.state is not None) == bool(self._num_states)
+        if span.state is None:
+            return
+        if span.start == 0:
+            assert span.state.source == 0, "a text begins with another's state"
+        else:
+            row = self.rows[span.row]
+            before = 0
+            for at in range(span.start):
+                before = content(before, row.token_ids[at], row.namespace)
+            assert self._states.get(span.state.source) == before, f"{span.sequence_id}: wrong state at {span.start}"
+        assert all(0 < slot <= self._num_states for slot in _slots_written(span))
+        for position, _ in span.state.copies:
+            assert span.start < position <= span.start + span.num_tokens
+            assert not span.draft
 
     def _run(self, span: Span, written: set[tuple[int, int]]) -> SpanResult:
         row, size = self.rows[span.row], self._block_size
@@ -286,6 +326,10 @@ class FakeRunner:
         num_rejected = max(0, span.num_samples - len(sampled))
         row.token_ids += sampled
         row.num_computed = span.start + span.num_tokens - num_rejected
+        if span.state is not None:
+            self._states[span.state.target] = states[row.num_computed - 1]
+            for position, slot in span.state.copies:
+                self._states[slot] = states[position - 1]
         error = self.failing.pop(request.request_id, None)
         if error is not None:
             return SpanResult(error=error)
@@ -299,6 +343,10 @@ class FakeRunner:
             prompt_logprobs=logprobs,
             num_drafted=len(span.draft),
         )
+
+
+def _slots_written(span: Span) -> list[int]:
+    return [] if span.state is None else [span.state.target, *(slot for _, slot in span.state.copies)]
 
 
 Drafts = Mapping[str, tuple[int, ...]]

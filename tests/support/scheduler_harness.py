@@ -23,9 +23,10 @@ from loraplex_contracts.request import (
     Tokens,
 )
 from loraplex_server.kv.blocks import BlockPool
+from loraplex_server.kv.states import StatePool
 from loraplex_server.scheduler.admission import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler
-from support.scheduler_fakes import EOS, Drafts, Expected, FakeResidency, FakeRunner, expect
+from support.scheduler_fakes import EOS, Drafts, Expected, FakeResidency, FakeRunner, Owner, expect
 
 
 def make_request(
@@ -123,10 +124,12 @@ class Harness:
         max_context_tokens: int = 128,
         prefix_caching: bool = True,
         num_slots: int = 2,
+        num_states: int = 0,
         load_polls: int = 0,
         offer_polls: int = 8,
         depth: int = 1,
         proposer: Callable[[Harness], Drafts] | None = None,
+        residency: FakeResidency | None = None,
         **config: int | float,
     ) -> None:
         self.config = SchedulerConfig(
@@ -137,17 +140,20 @@ class Harness:
         )
         self.depth = depth
         self.blocks = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching)
-        self.residency = FakeResidency(num_slots, load_polls, offer_polls)
-        self.scheduler = Scheduler(self.config, self.blocks, self.residency, EOS)
-        self.runner = FakeRunner(num_blocks, block_size, max_running, max_step_tokens, self.residency, self._owner_of)
+        self.residency = residency or FakeResidency(num_slots, load_polls, offer_polls)
+        self.states = StatePool(num_states) if num_states else None
+        self.scheduler = Scheduler(self.config, self.blocks, self.residency, EOS, self.states)
+        self.runner = FakeRunner(
+            num_blocks, block_size, max_running, max_step_tokens, self.residency, self._owner_of, num_states
+        )
         self.now = 0.0
         self.logs: dict[str, RequestLog] = {}
         self.plans: list[StepPlan] = []
-        self._keys: dict[str, AdapterKey | None] = {}
+        self._keys: dict[str, Owner] = {}
         self._waiting_plan: StepPlan | None = None  # made, not executed
         self._proposer = proposer
 
-    def _owner_of(self, sequence_id: str) -> tuple[Request, AdapterKey | None]:
+    def _owner_of(self, sequence_id: str) -> tuple[Request, Owner]:
         request_id = sequence_id.rsplit("#", 1)[0]
         return self.logs[request_id].request, self._keys[request_id]
 
@@ -156,6 +162,11 @@ class Harness:
         self.logs[request.request_id] = RequestLog(request)
         self._keys[request.request_id] = key
         return self.logs[request.request_id]
+
+    def add_mixture(self, request: Request, keys: tuple[AdapterKey, ...]) -> None:
+        self.scheduler.add(request, None, self.now, mixture=tuple((key, 0.5) for key in keys))
+        self.logs[request.request_id] = RequestLog(request)
+        self._keys[request.request_id] = keys
 
     def cancel(self, request_id: str, error: LoraplexError) -> None:
         self.take(self.scheduler.cancel(request_id, error))
@@ -205,6 +216,7 @@ class Harness:
         self.scheduler.check_integrity()
         assert self.residency.refs == {}, "an adapter reference leaked"
         assert self.blocks.num_free == self.blocks.num_blocks, "a block leaked"
+        assert self.states is None or self.states.num_free == self.states.num_slots, "a state slot leaked"
         load = self.scheduler.load()
         assert (load.num_running, load.num_queued, load.pending_tokens) == (0, 0, 0)
 

@@ -52,6 +52,7 @@ from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.pipe import AdapterCommand, Submit
 from loraplex_server.layers.attention import kv_block_bytes
 from loraplex_server.model.loader import adopt_model
+from loraplex_server.model.memory import state_slot_bytes
 from loraplex_server.model.runner import StepHandle
 from loraplex_server.scheduler.sequence_table import SequenceState
 from loraplex_server.speculation.draft_model import Drafter, DraftMemory, DraftModelProposer
@@ -100,6 +101,7 @@ class Outcome:
     ends: dict[int, CompletionEnd] = field(default_factory=dict)
     error: LoraplexError | None = None
     is_admitted: bool = False
+    adapter_digest: str = ""
     drafted: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
 
@@ -117,6 +119,7 @@ class Outcome:
             case Admitted():
                 assert not self.is_admitted
                 self.is_admitted = True
+                self.adapter_digest = event.adapter_digest
             case PromptLogprobs():
                 assert not self.prompt_logprobs
                 self.prompt_logprobs = event.logprobs
@@ -276,6 +279,7 @@ def make_bench(
     step_costs: StepCosts | None = FLAT_COSTS,
     backend: Backend | None = None,
     int8: bool = False,
+    num_states: int = 0,
     **speculation: Any,
 ) -> Bench:
     """An engine for a copy of `model`, with the adapters in `root`. `drafts`: proposers by the names that requests have
@@ -283,9 +287,10 @@ def make_bench(
     Without `step_costs` those that it has measured."""
     loaded = adopt_model(copy.deepcopy(model), verify=False, backend=backend, int8=int8)
     block_bytes = kv_block_bytes(loaded.spec, BLOCK_SIZE, loaded.dtype.itemsize)
+    num_states = num_states or 2 * max_running  # few snapshots, that they are evicted
     config = EngineConfig(
         ModelConfig("tiny", dtype=loaded.dtype_name),
-        KvConfig(BLOCK_SIZE, num_blocks * block_bytes, prefix_caching),
+        KvConfig(BLOCK_SIZE, num_blocks * block_bytes, prefix_caching, num_states * state_slot_bytes(loaded)),
         BatchConfig(max_running, max_step_tokens, max_queue_wait_s=0.0),
         AdaptersConfig(root, num_device_slots=num_slots),
         SpeculationConfig(default_medusa=default_heads, **speculation),
@@ -365,7 +370,7 @@ class World:
 def draft_proposer(model: PreTrainedModel, *, num_target_ids: int, max_rows: int = 8, **memory: Any) -> Proposer:
     """A draft model of its own for each engine."""
     loaded = adopt_model(copy.deepcopy(model), verify=False)
-    kv_bytes = 400 * kv_block_bytes(loaded.spec, BLOCK_SIZE, 8)
+    kv_bytes = 400 * kv_block_bytes(loaded.spec, BLOCK_SIZE, 8) + 4 * max_rows * state_slot_bytes(loaded)
     drafter = Drafter(loaded, DraftMemory(max_rows, kv_bytes, BLOCK_SIZE, **memory), model_digest="draft")
     eos = model.generation_config.eos_token_id
     return DraftModelProposer(drafter, num_target_ids=num_target_ids, eos_token_ids=() if eos is None else [eos])

@@ -16,23 +16,30 @@ RECENT_ROUNDS = 64
 
 
 def choose_device_evictions(
-    residents: Lru, excess_bytes: int, excess_slots: int, now_round: int, is_borrow: bool
+    residents: Lru,
+    excess_bytes: int,
+    excess_slots: int,
+    now_round: int,
+    is_borrow: bool,
+    spared: Collection[AdapterKey] = (),
 ) -> list[KeyRecord] | None:
     """The least recently used adapters that make room on the device for another one: as few as it takes.
 
     Never one that a running sequence uses, that the operator has pinned, or that is reserved for a request which
-    waited for it. For one that is only borrowed, never one used within the last RECENT_ROUNDS rounds either.
+    waited for it, and none of the `spared`: members of mixtures that came before. For one that is only borrowed, never
+    one used within the last RECENT_ROUNDS rounds either.
     None when all that may leave would not make the room; then nothing leaves, and the other one waits.
     """
 
     def may_leave(record: KeyRecord) -> bool:
         is_held = record.num_leases > 0 or bool(record.pinned_names) or record.reserved_rounds > 0
+        is_held = is_held or record.key in spared
         return not is_held and (not is_borrow or now_round - record.used_round >= RECENT_ROUNDS)
 
     return _least_recently_used(residents, excess_bytes, excess_slots, may_leave)
 
 
-def choose_host_evictions(hosted: Lru, excess_bytes: int, spared: Collection[AdapterKey]) -> list[KeyRecord] | None:
+def choose_host_evictions(hosted: Lru, excess_bytes: int, spared: Collection[object]) -> list[KeyRecord] | None:
     """The same for copies on the host. One that moves stays, and so do the `spared`: those that are wanted next."""
 
     def may_leave(record: KeyRecord) -> bool:

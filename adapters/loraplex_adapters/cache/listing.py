@@ -11,7 +11,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from loraplex_adapters.cache.states import KeyRecord, KeyState, NameRecord, NameState
-from loraplex_contracts.adapters import AdapterInfo, AdapterState, AdapterTier, ListingChanges
+from loraplex_contracts.adapters import AdapterInfo, AdapterKey, AdapterState, AdapterTier, ListingChanges
 from loraplex_contracts.errors import LoraplexError
 
 MAX_NEAREST = 1024  # residents that a router is told of; bounds its messages
@@ -36,8 +36,10 @@ _TIERS: dict[KeyState, AdapterTier] = {
 }
 
 
-def key_row(record: KeyRecord, adapter_id: str) -> AdapterInfo:
-    """One content under one name. Without a name of its own it is draining."""
+def key_row(record: KeyRecord, adapter_id: str, named: NameRecord | None = None) -> AdapterInfo:
+    """One content under one name, whose record is `named`. Without a name of its own it is draining."""
+    if named is not None and named.key != record.key:
+        named = None
     tier = _TIERS.get(record.state, "host" if record.state is KeyState.PROMOTING else "disk")
     return AdapterInfo(
         adapter_id=adapter_id,
@@ -53,16 +55,31 @@ def key_row(record: KeyRecord, adapter_id: str) -> AdapterInfo:
         pinned=adapter_id in record.pinned_names,
         error=str(record.error or ""),
         error_reason=_reason(record.error),
+        num_uses=record.num_uses,
+        source="" if named is None else named.origin.source,
+        base="" if named is None else named.base,
+        last_error="" if named is None else str(named.error or ""),
+        last_error_reason="" if named is None else _reason(named.error),
     )
 
 
 def unbound_row(record: NameRecord) -> AdapterInfo:
     """A name that is fetched, or whose failure is remembered."""
     is_failed = record.state is NameState.FAILED
+    error, reason = str(record.error or ""), _reason(record.error)
     return AdapterInfo(
         adapter_id=record.name, kind="", digest="", state="failed" if is_failed else "fetching", tier="source",
-        num_bytes=0, rank=0, num_running=0, pinned=False, error=str(record.error or ""),
-        error_reason=_reason(record.error),
+        num_bytes=0, rank=0, num_running=0, pinned=False, error=error if is_failed else "",
+        error_reason=reason if is_failed else "", source=record.fetched_from.source, last_error=error,
+        last_error_reason=reason,
+    )  # fmt: skip
+
+
+def version_row(name: str, key: AdapterKey) -> AdapterInfo:
+    """A version that is in the store, if anywhere."""
+    return AdapterInfo(
+        adapter_id=name, kind=key.kind, digest=key.digest, state="known", tier="disk", num_bytes=0, rank=0,
+        num_running=0, pinned=False,
     )  # fmt: skip
 
 

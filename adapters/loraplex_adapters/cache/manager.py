@@ -1,14 +1,13 @@
 """Manager of the adapter cache: the interface for the engine, background threads.
 
-The tables decide; AdapterManager carries out, with two background threads. `fetcher` reads sources into the store,
-`mover` copies between the tiers: a source that hangs does not keep resident adapters from moving. Owns the threads, the
+The tables decide; AdapterManager carries out, with background threads. Fetchers read sources into the store, `mover`
+copies between the tiers: a source that hangs does not keep resident adapters from moving. Owns the threads, the
 store, the host copies and the device weights. All methods are for the engine's thread and return at once. The threads
 put their outcomes in a queue that `poll` empties, and `notify` wakes the engine for it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import queue
@@ -16,35 +15,77 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from loraplex_adapters.cache.jobs import FairQueue
 from loraplex_adapters.cache.listing import key_row
-from loraplex_adapters.cache.names import AdapterTable, fresh
+from loraplex_adapters.cache.merging import merge_loras
+from loraplex_adapters.cache.names import AdapterTable, fresh, is_recipe_name
 from loraplex_adapters.cache.residency import AdapterCacheConfig
-from loraplex_adapters.cache.states import DropDevice, DropHost, Fetch, FetchName, KeyState, Move, Promote, Stage
+from loraplex_adapters.cache.states import (
+    DropDevice,
+    DropHost,
+    Fetch,
+    FetchName,
+    KeyState,
+    Move,
+    Promote,
+    Refetch,
+    Stage,
+)
 from loraplex_adapters.cache.storage import HostCopy, Storage, import_adapter
+from loraplex_adapters.io.safetensors import WriteFn
 from loraplex_adapters.io.source_files import AdapterSource
 from loraplex_adapters.io.throttle import Throttle, throttled
+from loraplex_adapters.sources.directory import DirectorySource, Fingerprint
+from loraplex_adapters.sources.watch import FolderWatch
 from loraplex_adapters.store import AdapterStore
-from loraplex_adapters.weights import AdapterWeights, BaseTargets
+from loraplex_adapters.weights import AdapterLayout, AdapterWeights, BaseTargets
 from loraplex_contracts.adapters import (
+    NOBODY,
+    OWN_PLACE,
+    PLAIN_LOAD,
     AdapterId,
     AdapterInfo,
     AdapterKey,
+    AdapterOrigin,
     AdapterTemplates,
+    AdapterUser,
     CacheUsage,
     ClassifierInfo,
     ListingChanges,
+    LoadOptions,
+    ReadCount,
+    name_in,
 )
-from loraplex_contracts.errors import AdapterMemoryFull, DiskFull, LoraplexError, SourceUnavailable, unexpected
+from loraplex_contracts.errors import (
+    AdapterMemoryFull,
+    AdapterNotFound,
+    AdapterOutsideRoot,
+    AdapterVersionNotFound,
+    DiskFull,
+    LoraplexError,
+    SourceUnavailable,
+    adapter_version_not_found,
+    unexpected,
+)
+from loraplex_contracts.mixtures import Mixture, Recipe
 
 log = logging.getLogger(__name__)
+audit = logging.getLogger("loraplex.audit")
+
+RELOAD = LoadOptions(is_reload=True)
+# Of a source: no other one is asked.
+_FINAL = (AdapterOutsideRoot, AdapterVersionNotFound)
 
 CLOSE_TIMEOUT_S = 5.0
+REMOTE_THREADS = 4
 TEMPORARY_STORE = "loraplex-store-"
 
 # Puts weights into a device slot of every module (None: clears it). Called between steps only.
@@ -53,25 +94,28 @@ InstallFn = Callable[[int, AdapterWeights | None], None]
 Outcome = Callable[[float], None]
 
 
-class BackgroundThread:
-    """Runs jobs one after another on a throttled thread. A job must not raise. Owns its thread."""
+class BackgroundThreads:
+    """Run jobs, one at a time each, throttled: those of one flow in order, flows in turns. A job must not raise. Owns
+    its threads."""
 
-    def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+    def __init__(self, name: str, num_threads: int = 1) -> None:
+        self._jobs = FairQueue[Callable[[], None] | None]()
+        self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for _ in range(num_threads)]
+        for thread in self._threads:
+            thread.start()
 
-    def submit(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
+    def submit(self, job: Callable[[], None], flow: str = "") -> None:
+        self._jobs.put(job, flow)
 
     def close(self, timeout_s: float) -> bool:
-        """Drops the jobs that have not begun. False when the present one does not end in time: its source hangs."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._jobs.get_nowait()
-        self._jobs.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        """Drops the jobs that have not begun. False when a present one does not end in time: its source hangs."""
+        self._jobs.clear()
+        for _ in self._threads:
+            self._jobs.put(None)
+        until_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, until_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
         # At the steps' priority: at a lower one a load is under way for longer, and no step is the shorter for it.
@@ -92,8 +136,13 @@ class AdapterManager:
         device: torch.device | str,
         install: InstallFn,
         notify: Callable[[], None],
+        remote: AdapterSource | None = None,
+        watched: DirectorySource | None = None,
     ) -> None:
+        """`remote` is asked for names that `source` does not have, on threads of its own: it may hang. Adapters whose
+        folders in `watched` are replaced are loaded anew."""
         self._source = source
+        self._remote = remote
         self._targets = targets
         self._install = install
         self._notify = notify
@@ -113,9 +162,13 @@ class AdapterManager:
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._load_seconds = 0.0
         self._num_loads = 0
+        self._source_reads = ReadCount()
         self._is_closed = False
-        self._fetcher = BackgroundThread("adapter-fetcher")
-        self._mover = BackgroundThread("adapter-mover")
+        self._fetcher = BackgroundThreads("adapter-fetcher")
+        self._remote_fetcher = BackgroundThreads("adapter-remote", REMOTE_THREADS if remote else 0)
+        self._mover = BackgroundThreads("adapter-mover")
+        self._replaced: dict[str, None] = {}  # names to be loaded anew; the first one is under way
+        self._watch = None if watched is None else FolderWatch(watched, self._on_replaced)
 
     # --- device slots -----------------------------------------------------------------------------------------------
 
@@ -127,6 +180,16 @@ class AdapterManager:
         slot = self._residency.acquire(key)
         self._notify_if_due()
         return slot
+
+    def acquire_all(self, keys: tuple[AdapterKey, ...]) -> tuple[int, ...] | None:
+        """The same for several distinct keys: leases all of them, or none and wants them together."""
+        slots = self._residency.acquire_all(keys)
+        self._notify_if_due()
+        return slots
+
+    def put_first(self, wants: Sequence[AdapterKey | tuple[AdapterKey, ...]]) -> None:
+        """The loads of these, where they are wanted, come before others, in this order."""
+        self._residency.put_first(wants)
 
     def release(self, key: AdapterKey) -> None:
         """Gives one lease back."""
@@ -144,53 +207,81 @@ class AdapterManager:
         self._notify_if_due()
         return slot
 
-    def failure(self, key: AdapterKey) -> Exception | None:
-        """Why this key cannot come to the device at all (source gone, does not fit), or None."""
-        error = self._residency.failure(key)
+    def failure(self, *keys: AdapterKey) -> Exception | None:
+        """Why these keys cannot come to the device, together, at all (source gone, do not fit), or None."""
+        error = self._residency.failure(*keys)
         return None if error is None else fresh(error)
 
     # --- names ------------------------------------------------------------------------------------------------------
 
-    def resolve(self, adapter_id: AdapterId, now: float) -> AdapterKey | None:
+    def resolve(self, adapter_id: AdapterId, now: float, user: AdapterUser = NOBODY) -> AdapterKey | None:
         """The key that the name is bound to, with a hold for the caller (`drop_hold` gives it back).
 
         None while it is being fetched: ask again after `poll` has returned True. A name is bound on first use and bound
-        anew only by `load`. Raises the typed error (AdapterNotFound, AdapterInvalid, ...) when it cannot be had.
+        anew only by `load`. Raises the typed error (AdapterNotFound, AdapterInvalid, ...) when it cannot be had, and
+        QuotaExceeded where the user may not have as many bytes in memory.
         """
-        key = self._table.resolve(adapter_id, now)
+        key = self._table.resolve(adapter_id, now, user)
         self._start_fetches()
         return key
+
+    def resolve_mixture(
+        self, mixture: Mixture, now: float, user: AdapterUser = NOBODY
+    ) -> tuple[AdapterKey, ...] | None:
+        """As `resolve`, for the keys of its members in their order, each with a hold. All of them or none. Of a
+        merge the key of the merged adapter, which is made if need be. Raises AdapterNotMixed as well."""
+        keys = self._table.resolve_members(mixture, now, user)
+        self._start_fetches()
+        self._notify_if_due()
+        return keys
 
     def classifier(self, key: AdapterKey) -> ClassifierInfo | None:
         """The classifier of an adapter that is held; None where it has none."""
         return self._residency.records[key].classifier
 
+    def invocation(self, key: AdapterKey) -> tuple[int, ...]:
+        """Tokens that activate an adapter that is held; empty where it always is."""
+        return self._residency.records[key].invocation
+
     def templates(self, key: AdapterKey) -> AdapterTemplates | None:
         """Its own, of an adapter that is held; None where it has none."""
         return self._residency.records[key].templates
 
-    def drop_hold(self, key: AdapterKey) -> None:
-        """The request that resolved it has ended."""
-        self._residency.drop_hold(key)
+    def drop_hold(self, key: AdapterKey, tenant: str = NOBODY.tenant) -> None:
+        """The request of this tenant that resolved it has ended."""
+        self._residency.drop_hold(key, tenant)
         self._notify_if_due()
 
-    def load(self, adapter_id: AdapterId, pin: bool, now: float) -> AdapterInfo | None:
+    def load(
+        self,
+        adapter_id: AdapterId,
+        pin: bool,
+        now: float,
+        user: AdapterUser = NOBODY,
+        options: LoadOptions = PLAIN_LOAD,
+    ) -> AdapterInfo | None:
         """Reads the source anew, binds the name to what it finds and brings it up to the device where there is room.
 
-        None while under way: call again after `poll`. Raises as `resolve`.
+        None while under way: call again after `poll`. Raises as `resolve`, and DigestMismatch.
         """
-        key = self._table.load(adapter_id, pin, now)
+        key = self._table.load(adapter_id, pin, now, user, options)
         self._start_fetches()
-        return None if key is None else key_row(self._residency.records[key], adapter_id)
+        self._notify_if_due()
+        return None if key is None else self._table.row(adapter_id)
 
-    def unload(self, adapter_id: AdapterId) -> AdapterInfo:
-        """Forgets the name; weights go when the last request has ended. Raises AdapterNotFound."""
+    def unload(self, adapter_id: AdapterId, if_unused: bool = False) -> AdapterInfo:
+        """Forgets the name; weights go when the last request has ended. Raises AdapterNotFound and AdapterInUse."""
         before = self._table.row(adapter_id)
-        record = self._residency.records.get(self._table.unload(adapter_id))
+        key = self._table.unload(adapter_id, if_unused)
+        if self._watch is not None:
+            self._watch.forget(adapter_id)
+        record = None if key is None else self._residency.records.get(key)
         self._notify_if_due()
         if record is not None:
-            return key_row(record, adapter_id)
-        return replace(before, state="known", tier="disk", num_running=0, pinned=False, error="", error_reason="")
+            row = key_row(record, adapter_id)
+            return replace(row, source=before.source, base=before.base)
+        tier = "source" if key is None else "disk"
+        return replace(before, state="known", tier=tier, num_running=0, pinned=False, error="", error_reason="")
 
     def get(self, adapter_id: AdapterId) -> AdapterInfo:
         """Raises AdapterNotFound, also for a name of the source that was never asked for."""
@@ -216,6 +307,8 @@ class AdapterManager:
             host_evictions=residency.host_evictions,
             load_seconds_total=self._load_seconds,
             loads_total=self._num_loads,
+            source_reads=self._source_reads,
+            disk_reads=self._storage.disk_reads,
         )
 
     # --- the turn of the loop ---------------------------------------------------------------------------------------
@@ -231,6 +324,7 @@ class AdapterManager:
             outcome(now)
             has_changed = True
         self._table.advance(now)
+        self._reload_replaced(now)
         self._start_fetches()
         for move in self._table.take_moves():
             self._carry_out(move)
@@ -254,7 +348,10 @@ class AdapterManager:
         if self._is_closed:
             return
         self._is_closed = True
-        have_ended = [thread.close(CLOSE_TIMEOUT_S) for thread in (self._fetcher, self._mover)]
+        if self._watch is not None:
+            self._watch.close()
+        all_threads = (self._fetcher, self._remote_fetcher, self._mover)
+        have_ended = [threads.close(CLOSE_TIMEOUT_S) for threads in all_threads]
         if not all(have_ended):
             log.warning("an adapter was still being loaded at the end")
         self._host.clear()
@@ -289,41 +386,121 @@ class AdapterManager:
 
     def _start_fetches(self) -> None:
         for fetch in self._table.take_fetches():
-            self._fetcher.submit(lambda fetch=fetch: self._fetch(fetch))
+            flow = fetch.tenant if isinstance(fetch, FetchName) else ""
+            self._fetcher.submit(lambda fetch=fetch: self._fetch(fetch, self._source, self._remote), flow)
 
-    def _fetch(self, fetch: Fetch) -> None:
+    def _fetch(self, fetch: Fetch, source: AdapterSource, then: AdapterSource | None = None) -> None:
         started_s = time.perf_counter()
+        recipe = self._table.recipes.get(fetch.name)
+        files = self._look(fetch)
         try:
-            found = import_adapter(
-                fetch.name,
-                self._source,
-                self._targets,
-                self._store,
-                self._storage.recent,
-                with_templates=self._with_templates,
-            )
+            if isinstance(fetch, FetchName) and fetch.version is not None:
+                found = self._find(fetch.name, fetch.version)
+            else:
+                found = self._import(fetch.name, source, fetch.origin) if recipe is None else self._merge(recipe)
+            if files is not None and self._look(fetch) != files:
+                raise SourceUnavailable(
+                    "its files were replaced while they were read; they are read again when they stay as they are",
+                    retry_after_s=1.0,
+                )
         except Exception as error:
+            is_elsewhere = isinstance(error, AdapterNotFound) and not isinstance(error, _FINAL)
+            if then is not None and is_elsewhere:
+                flow = fetch.tenant if isinstance(fetch, FetchName) else ""
+                self._remote_fetcher.submit(lambda: self._fetch(fetch, then), flow)
+                return
             failure = _bare(_about(fetch.name, _typed(error, f"fetching adapter {fetch.name}")))
-            self._finish(lambda now: self._take_failed_fetch(fetch, failure, now))
+            self._finish(lambda now: self._take_failed_fetch(fetch, failure, files, now))
         else:
-            self._finish(lambda now: self._take_fetched(fetch, found, started_s, now))
+            self._finish(lambda now: self._take_fetched(fetch, found, started_s, files, now))
 
-    def _take_fetched(self, fetch: Fetch, found: HostCopy, started_s: float, now: float) -> None:
+    def _look(self, fetch: Fetch) -> Fingerprint | None:
+        """The files that the fetch reads, where their folder is watched."""
+        is_of_store = isinstance(fetch, Refetch) or fetch.version is not None or is_recipe_name(fetch.name)
+        return None if self._watch is None or is_of_store else self._watch.fingerprint(fetch.name, fetch.origin)
+
+    def _find(self, name: str, version: AdapterKey) -> HostCopy:
+        found = self._storage.find(version)
+        if found is None:
+            raise adapter_version_not_found(name)
+        return found
+
+    def _import(self, name: str, source: AdapterSource, origin: AdapterOrigin = OWN_PLACE) -> HostCopy:
+        recent, with_templates = self._storage.recent, self._with_templates
+        return import_adapter(
+            name, source, self._targets, self._store, recent, with_templates=with_templates, origin=origin
+        )
+
+    def _merge(self, recipe: Recipe) -> HostCopy:
+        """The merged adapter in the store. A member that the store has dropped is read from the source again."""
+        members: list[tuple[AdapterLayout, NDArray[np.uint8]]] = []
+        for member, key in zip(recipe.mixture.members, recipe.keys, strict=True):
+            found = self._storage.read(key)
+            if found is None and self._import(name_in(member.adapter_id), self._source).key == key:
+                found = self._storage.read(key)
+            if found is None:
+                raise SourceUnavailable(
+                    f"adapter {member.adapter_id!a} has left the store before it could be merged, and its files have "
+                    "changed; load it again (LoadAdapter)",
+                    resource=member.adapter_id,
+                    retry_after_s=1.0,
+                )
+            members.append(found)
+
+        def put(layout: AdapterLayout, fill: Callable[[WriteFn], None]) -> AdapterKey:
+            return self._store.put(layout.kind, layout.to_json(), layout.num_bytes, fill)
+
+        return HostCopy(*merge_loras(recipe, members, tuple(self._targets.modules), put))
+
+    def _take_fetched(
+        self, fetch: Fetch, found: HostCopy, started_s: float, files: Fingerprint | None, now: float
+    ) -> None:
         self._count(started_s, 0)
+        is_of_store = isinstance(fetch, FetchName) and (fetch.version is not None or is_recipe_name(fetch.name))
+        if not is_of_store:
+            self._source_reads = self._source_reads.plus(time.perf_counter() - started_s, found.layout.num_bytes)
         if isinstance(fetch, FetchName):
             layout, key = found.layout, found.key
             classifier = None if layout.classifier is None else layout.classifier.shape.info
-            beside = layout.num_heads, classifier, layout.templates
-            self._table.name_fetched(fetch.name, fetch.ticket, key, layout.num_bytes, layout.max_rank, now, *beside)
+            beside = layout.num_heads, classifier, layout.templates, layout.invocation, layout.not_mixed
+            num_bytes, rank = layout.num_bytes, layout.max_rank
+            self._table.name_fetched(fetch.name, fetch.ticket, key, num_bytes, rank, now, *beside, base=found.base)
+            record = self._table.names.get(fetch.name)
+            if self._watch is not None and record is not None and record.key == key:
+                self._watch.loaded(fetch.name, fetch.origin, files)
         else:
             self._residency.refetched(fetch.key, found.key, now)
 
-    def _take_failed_fetch(self, fetch: Fetch, error: LoraplexError, now: float) -> None:
+    def _take_failed_fetch(self, fetch: Fetch, error: LoraplexError, files: Fingerprint | None, now: float) -> None:
         log.info("adapter %s: %s", fetch.name, error)
+        if self._watch is not None:
+            self._watch.failed(fetch.name, files, may_retry=error.retry_after_s is not None)
         if isinstance(fetch, FetchName):
             self._table.name_failed(fetch.name, fetch.ticket, error, now)
         else:
             self._residency.failed(fetch.key, error, now)
+
+    def _on_replaced(self, name: str) -> None:
+        """Called on the watch's thread."""
+        self._finish(lambda now: self._replaced.setdefault(name))
+
+    def _reload_replaced(self, now: float) -> None:
+        """One load at a time: they must not fill the queue."""
+        for name in list(self._replaced):
+            record = self._table.names.get(name)
+            if record is not None and (before := record.key) is not None:  # else it was unloaded meanwhile
+                try:
+                    key = self._table.load(name, False, now, options=RELOAD)
+                except LoraplexError as error:
+                    audit.warning(
+                        "adapter %s was replaced in its folder and is not loaded, digest %s goes on serving: %s",
+                        name, (record.key or before).digest, error,
+                    )  # fmt: skip
+                else:
+                    if key is None:
+                        return
+                    audit.info("adapter %s was replaced in its folder and loaded: digest %s", name, key.digest)
+            del self._replaced[name]
 
     def _carry_out(self, move: Move) -> None:
         """Carries moves out in the table's order: evictions come before what needs their room."""

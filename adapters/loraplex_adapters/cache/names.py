@@ -7,24 +7,56 @@ the table asks through `take_fetches` and `take_moves`, and is told the outcomes
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from dataclasses import replace
+from itertools import filterfalse
 
-from loraplex_adapters.cache.listing import key_row, unbound_row
+from loraplex_adapters.cache.listing import key_row, unbound_row, version_row
 from loraplex_adapters.cache.residency import RETRY_AFTER_S, AdapterCacheConfig, ResidencyTable
 from loraplex_adapters.cache.states import (
     Fetch,
     FetchName,
+    KeyRecord,
     LoadOperation,
     Move,
     NameEvent,
     NameRecord,
     NameState,
+    Refetch,
     remembered_s,
 )
-from loraplex_contracts.adapters import AdapterInfo, AdapterKey, AdapterTemplates, ClassifierInfo, ListingChanges
-from loraplex_contracts.errors import AdapterLoadsBusy, AdapterMemoryFull, AdapterNotFound, adapter_not_found
+from loraplex_contracts.adapters import (
+    NOBODY,
+    OWN_PLACE,
+    PLAIN_LOAD,
+    AdapterInfo,
+    AdapterKey,
+    AdapterTemplates,
+    AdapterUser,
+    ClassifierInfo,
+    ListingChanges,
+    LoadOptions,
+    name_in,
+)
+from loraplex_contracts.errors import (
+    AdapterInUse,
+    AdapterLoadsBusy,
+    AdapterMemoryFull,
+    AdapterNotFound,
+    AdapterNotMixed,
+    AdapterVersionNotFound,
+    DigestMismatch,
+    LoraplexError,
+    QuotaExceeded,
+    adapter_not_found,
+    adapter_version_not_found,
+)
+from loraplex_contracts.mixtures import Mixture, Recipe
 
-MAX_REMEMBERED_FAILURES = 1024  # any name can be asked for; bounds their memory
+# Any name can be asked for, so their memory is bounded: of those that there are not, and of loads that failed.
+MAX_REMEMBERED_FAILURES = 1024
+MAX_RECIPES = 256  # of merged adapters that are known: weights may be any numbers
+MAX_VERSIONS = 16  # of one name, that may be asked for by digest
 # A LoadAdapter whose result was not taken for so long was abandoned: the next call starts another one.
 ABANDONED_S = 5.0
 
@@ -38,50 +70,95 @@ class AdapterTable:
         )
         self.names: dict[str, NameRecord] = {}
         self.changed: set[str] = set()  # names without content, listed differently since this was emptied
-        self.num_fetching = 0  # outcomes that are still to come, those of forgotten names included
+        # Tenants by the tickets of fetches whose outcomes are still to come, those of forgotten names included.
+        self._fetching: dict[int, str] = {}
+        self._num_fetching: Counter[str] = Counter()  # of each tenant
         self._max_pending = config.max_pending_loads
         self._failure_ttl_s = config.failure_ttl_s
-        self._failures: OrderedDict[str, None] = OrderedDict()  # names in FAILED, oldest first
+        # Names in FAILED, oldest first: those that there are not, for a while, and others until they are loaded.
+        self._unknown: OrderedDict[str, None] = OrderedDict()
+        self._failures: OrderedDict[str, None] = OrderedDict()
+        # Contents that each bound name has or had, the latest last.
+        self._versions: dict[str, OrderedDict[AdapterKey, None]] = {}
         self._loads: OrderedDict[str, None] = OrderedDict()  # names with a load whose result was not taken yet
         self._fetches: list[Fetch] = []
         self._last_ticket = 0
+        self.recipes: OrderedDict[str, Recipe] = OrderedDict()  # by the merged adapter's name, the last used last
+
+    @property
+    def num_fetching(self) -> int:
+        return len(self._fetching)
 
     # --- requests -------------------------------------------------------------------------------------------------
 
-    def resolve(self, name: str, now: float) -> AdapterKey | None:
-        """The key the name is bound to, held once more; None while it is fetched. Raises the remembered error."""
+    def resolve(self, name: str, now: float, user: AdapterUser = NOBODY) -> AdapterKey | None:
+        """The key the name is bound to, held once more; None while it is fetched. Raises the remembered error, and
+        QuotaExceeded."""
+        base, _, digits = name.partition("@")
+        if digits:
+            version = self._find_version(base, digits)
+            if version is None:  # it may be the content that the source has now
+                bound = self._ask(base, now, user.tenant)
+                if bound.state is NameState.BOUND:
+                    raise adapter_version_not_found(name)
+                return None
+            if (bound := self.names.get(base)) is None or bound.key != version:
+                return self._hold(self._ask(f"{base}@{version.digest}", now, user.tenant, version), user)
+        return self._hold(self._ask(base, now, user.tenant), user)
+
+    def _ask(self, name: str, now: float, tenant: str, version: AdapterKey | None = None) -> NameRecord:
+        """The record of a name that is bound or on its way. Raises the remembered error."""
         record = self.names.get(name)
-        if record is not None and record.key is not None:
-            self.residency.hold(record.key)
-            return record.key
         if record is None:
-            self._check_queue()
-            self._fetch_new(name)
+            self._check_queue(tenant)
+            record = self._fetch_new(name, tenant, version=version)
         elif record.state is NameState.FAILED:
             if record.error is not None and now < record.failed_until_s:
                 raise fresh(record.error)
-            self._check_queue()
-            self._fetch_again(record)
-        return None
+            self._check_queue(tenant)
+            self._fetch_again(record, tenant)
+        return record
 
-    def load(self, name: str, pin: bool, now: float) -> AdapterKey | None:
-        """One LoadAdapter, called until it returns the bound key or raises."""
+    def _hold(self, record: NameRecord, user: AdapterUser) -> AdapterKey | None:
+        if record.key is None:
+            record.is_asked_within_limits |= user.max_bytes is not None
+            return None
+        self.residency.hold(record.key, user)
+        return record.key
+
+    def _find_version(self, name: str, digits: str) -> AdapterKey | None:
+        """The content that the name is or was bound to and whose digest begins so; None where there is none. Raises
+        AdapterVersionNotFound where there are several."""
+        found = [key for key in self._versions.get(name, ()) if key.digest.startswith(digits)]
+        if len(found) > 1:
+            raise AdapterVersionNotFound(
+                f"{len(found)} versions of adapter {name!a} begin with {digits}; give more of the digest",
+                field="adapter_id",
+                resource=f"{name}@{digits}",
+            )
+        return found[0] if found else None
+
+    def load(
+        self, name: str, pin: bool, now: float, user: AdapterUser = NOBODY, options: LoadOptions = PLAIN_LOAD
+    ) -> AdapterKey | None:
+        """One LoadAdapter, called until it returns the bound key or raises. Calls are made in the order in which they
+        came; one with other options waits for those before it."""
         record = self.names.get(name)
         operation = record.load if record is not None else None
         if operation is not None and operation.ended_s is not None and now - operation.ended_s > ABANDONED_S:
             operation = None
+        if record is not None and operation is not None and (operation.pin, operation.options) != (pin, options):
+            if not self._has_result(record, operation):
+                return None
+            operation = None  # abandoned: its own caller would have taken the result by now
         if record is None or operation is None:
-            self._check_queue()
-            self._start_load(name, record, pin)
+            self._start_load(name, record, LoadOperation(pin, user, options))
             return None
         if operation.error is not None:
             self._end_load(record)
             raise fresh(operation.error)
         key = record.key
-        if operation.bound_round < 0 or key is None:
-            return None
-        # A round must have tried to bring it up before "no room" can be said.
-        if self.residency.round <= operation.bound_round or not self.residency.is_settled(key):
+        if key is None or not self._has_result(record, operation):
             return None
         self._end_load(record)
         error = self.residency.failure(key)
@@ -89,16 +166,88 @@ class AdapterTable:
             raise fresh(error)
         return key
 
-    def unload(self, name: str) -> AdapterKey:
-        """Forgets the name; the key's weights go with their last holder. Raises AdapterNotFound."""
+    def unload(self, name: str, if_unused: bool = False) -> AdapterKey | None:
+        """Forgets the name; the key's weights go with their last holder. None for a name that could not be loaded.
+        Raises AdapterNotFound, and with `if_unused` AdapterInUse where a request holds the key. Without a version in
+        the name its versions are forgotten too."""
+        base, _, digits = name.partition("@")
+        if digits:
+            version = self._find_version(base, digits)
+            if version is None or (name := f"{base}@{version.digest}") not in self.names:
+                raise adapter_version_not_found(name)
         record = self.names.get(name)
-        if record is None or record.key is None:
+        if record is None or _is_unknown(record) or (record.key is None and record.state is not NameState.FAILED):
             raise adapter_not_found(name)
+        if record.key is None:
+            self._end_load(record)
+            self._drop_failure(name)
+            return None
+        num_holds = self.residency.records[record.key].num_holds
+        if if_unused and num_holds:
+            raise AdapterInUse(
+                f"{num_holds} requests use adapter {name!a}; unload it later, or without `if_unused` to let them end",
+                resource=name,
+            )
+        if not digits:
+            for version in self._versions.pop(name, ()):
+                self._forget(f"{name}@{version.digest}")
+        key = record.key
         self._end_load(record)
+        self._forget(name)
+        return key
+
+    def _forget(self, name: str) -> None:
+        """Forgets a name, if it is known; the outcome of a fetch under way finds no such ticket."""
+        record = self.names.pop(name, None)
+        if record is None:
+            return
         self.changed.add(name)
-        del self.names[name]  # the outcome of a fetch under way finds no such ticket
-        self.residency.unbind(record.key, name)
-        return record.key
+        self._unknown.pop(name, None)
+        self._failures.pop(name, None)
+        if record.key is not None:
+            self.residency.unbind(record.key, name)
+
+    def resolve_members(
+        self, mixture: Mixture, now: float, user: AdapterUser = NOBODY
+    ) -> tuple[AdapterKey, ...] | None:
+        """The keys of a mixture's members, each held once more, or none of them while one is fetched. All are fetched
+        at the same time. Of a merge the key of the merged adapter instead, or None while that is made. Raises the
+        remembered error of one, AdapterNotMixed, or AdapterMemoryFull for members that never fit the device together.
+        """
+        found: list[AdapterKey] = []
+        is_kept = False
+        try:
+            for member in mixture.members:
+                key = self.resolve(member.adapter_id, now, user)
+                if key is not None:
+                    found.append(key)
+                    check_member(member.adapter_id, self.residency.records[key])
+            if len(found) < len(mixture.members):
+                return None
+            if mixture.merge is None:
+                error = self.residency.failure(*dict.fromkeys(found))
+                if error is not None:
+                    raise fresh(error)
+                is_kept = True
+                return tuple(found)
+            recipe = Recipe(mixture, tuple(found), mixture.merge)
+        finally:
+            for key in () if is_kept else found:
+                self.residency.drop_hold(key, user.tenant)
+        merged = self._resolve_merge(recipe, now, user)
+        return None if merged is None else (merged,)
+
+    def _resolve_merge(self, recipe: Recipe, now: float, user: AdapterUser) -> AdapterKey | None:
+        """As `resolve`, for an adapter that is made of others."""
+        self.recipes[recipe.name] = recipe
+        self.recipes.move_to_end(recipe.name)
+        for name in [*self.recipes][: max(0, len(self.recipes) - MAX_RECIPES)]:
+            record = self.names.get(name)
+            if record is None or not record.is_fetching:
+                del self.recipes[name]
+                if record is not None and record.key is not None:
+                    self.unload(name)
+        return self.resolve(recipe.name, now, user)
 
     # --- outcomes -------------------------------------------------------------------------------------------------
 
@@ -113,8 +262,11 @@ class AdapterTable:
         num_heads: int = 0,
         classifier: ClassifierInfo | None = None,
         templates: AdapterTemplates | None = None,
+        invocation: tuple[int, ...] = (),
+        not_mixed: str = "",
+        base: str = "",
     ) -> None:
-        self.num_fetching -= 1
+        self._end_fetch(ticket)
         record = self.names.get(name)
         if record is None or record.ticket != ticket:
             return
@@ -125,19 +277,28 @@ class AdapterTable:
                 self._fail(record, refusal, now)
                 return
         record.step(NameEvent.FETCHED)
-        self._bind(record, key, num_bytes, rank, num_heads, classifier, templates)
-        self.residency.prefetch(key)  # it is about to be used
+        record.origin, record.base, record.error = record.fetched_from, base, None
+        is_reload = operation is not None and operation.options.is_reload
+        before = None if record.key is None else self.residency.records[record.key]
+        is_pinned = operation is not None and self._will_be_pinned(record, operation)
+        is_wanted = not is_reload or (before is not None and before.is_resident)
+        self._bind(record, key, num_bytes, rank, num_heads, classifier, templates, invocation, not_mixed)
+        is_loading = operation is not None and operation.ended_s is None and not operation.is_behind
+        if operation is not None and is_loading and not is_reload:
+            self.residency.use.use(operation.user.tenant, key, num_holds=0)
+        if is_wanted and (is_loading or not record.is_asked_within_limits):  # else it counts for no tenant yet
+            self.residency.prefetch(key)  # it is about to be used
         if operation is None or operation.ended_s is not None:
             return
         if operation.is_behind:
             operation.is_behind = False
-            self._fetch_again(record)
+            self._fetch_again(record, operation.user.tenant)
             return
         operation.bound_round = self.residency.round
-        self.residency.set_pinned(key, name, operation.pin)
+        self.residency.set_pinned(key, name, is_pinned)
 
     def name_failed(self, name: str, ticket: int, error: Exception, now: float) -> None:
-        self.num_fetching -= 1
+        self._end_fetch(ticket)
         record = self.names.get(name)
         if record is None or record.ticket != ticket:
             return
@@ -145,7 +306,7 @@ class AdapterTable:
         if operation is not None and operation.is_behind:
             operation.is_behind = False
             record.step(NameEvent.FAIL)
-            self._fetch_again(record)
+            self._fetch_again(record, operation.user.tenant)
             return
         self._fail(record, error, now)
 
@@ -153,22 +314,33 @@ class AdapterTable:
 
     def row(self, name: str) -> AdapterInfo:
         """Raises AdapterNotFound."""
+        base, _, digits = name.partition("@")
+        if digits:
+            version = self._find_version(base, digits)
+            if version is None:
+                raise adapter_version_not_found(name)
+            bound = self.names.get(base)
+            name = base if bound is not None and bound.key == version else f"{base}@{version.digest}"
+            if name not in self.names:
+                return version_row(name, version)
         record = self.names.get(name)
         if record is None or _is_unknown(record):
             raise adapter_not_found(name)
-        return unbound_row(record) if record.key is None else key_row(self.residency.records[record.key], name)
+        return unbound_row(record) if record.key is None else key_row(self.residency.records[record.key], name, record)
 
     def take_changes(self) -> ListingChanges:
         """Rows of bound, fetched and failed names, and of contents that drain, that changed since the last call."""
         changes: ListingChanges = {}
-        for name in self.changed:
+        for name in filterfalse(is_recipe_name, self.changed):
             bound = self.names.get(name)
             is_listed = bound is not None and bound.key is None and not _is_unknown(bound)
             changes[name] = (unbound_row(bound),) if bound is not None and is_listed else ()  # else with its content
         for key in self.residency.changed:
             record = self.residency.records.get(key)
-            names = () if record is None else record.names or (record.last_name,)
-            changes[key] = () if record is None else tuple(key_row(record, name) for name in names)
+            names = () if record is None else [*filterfalse(is_recipe_name, record.names or (record.last_name,))]
+            changes[key] = (
+                () if record is None else tuple(key_row(record, name, self.names.get(name)) for name in names)
+            )
         self.changed.clear()
         self.residency.changed.clear()
         return changes
@@ -176,7 +348,7 @@ class AdapterTable:
     # --- a round --------------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
-        """Starts what can be started; forgets abandoned loads and expired failures."""
+        """Starts what can be started; forgets abandoned loads, and that there is no adapter of a name."""
         self.residency.advance(now)
         for name in list(self._loads):
             record = self.names[name]
@@ -185,7 +357,7 @@ class AdapterTable:
                 operation.ended_s = now
             elif operation is not None and operation.ended_s is not None and now - operation.ended_s > ABANDONED_S:
                 self._end_load(record)
-        for name in [name for name in self._failures if self.names[name].failed_until_s <= now]:
+        for name in [name for name in self._unknown if self.names[name].failed_until_s <= now]:
             self._drop_failure(name)
 
     @property
@@ -194,7 +366,8 @@ class AdapterTable:
         return self.residency.is_due or bool(self.residency.moves)
 
     def take_fetches(self) -> list[Fetch]:
-        taken: list[Fetch] = [*self._fetches, *self.residency.refetches]
+        refetches = map(self._with_origin, self.residency.refetches)
+        taken: list[Fetch] = [*self._fetches, *refetches]
         self._fetches.clear()
         self.residency.refetches.clear()
         return taken
@@ -205,55 +378,113 @@ class AdapterTable:
 
     # --- within ---------------------------------------------------------------------------------------------------
 
-    def _check_queue(self) -> None:
-        if self.num_fetching >= self._max_pending:
+    def _check_queue(self, tenant: str) -> None:
+        """Each tenant has a queue of its own: one with many adapters fills no other's."""
+        if self._num_fetching[tenant] >= self._max_pending:
             raise AdapterLoadsBusy(
-                f"{self.num_fetching} adapters are being loaded already; try again shortly",
+                f"{self._num_fetching[tenant]} adapters are being loaded already; try again shortly",
                 resource="adapter loads",
                 retry_after_s=RETRY_AFTER_S,
             )
 
-    def _fetch(self, record: NameRecord) -> None:
+    def _with_origin(self, refetch: Refetch) -> Refetch:
+        """The same from where the adapter's name comes from, of a version too."""
+        name = name_in(refetch.name)
+        record = self.names.get(name)
+        return replace(refetch, name=name, origin=OWN_PLACE if record is None else record.origin)
+
+    def _end_fetch(self, ticket: int) -> None:
+        tenant = self._fetching.pop(ticket, None)
+        if tenant is not None:
+            self._num_fetching[tenant] -= 1
+            if not self._num_fetching[tenant]:
+                del self._num_fetching[tenant]
+
+    def _fetch(self, record: NameRecord, tenant: str) -> None:
+        operation = record.load
+        is_asked = operation is not None and operation.ended_s is None and not operation.is_behind
+        asked = operation.options.origin if operation is not None and is_asked else OWN_PLACE
+        record.fetched_from = asked if asked.source else record.origin
+        if record.key is None:
+            record.origin = record.fetched_from
         self._last_ticket += 1
         record.ticket = self._last_ticket
-        self.num_fetching += 1
+        record.is_asked_within_limits = False
+        self._fetching[record.ticket] = tenant
+        self._num_fetching[tenant] += 1
         self.changed.add(record.name)
-        self._fetches.append(FetchName(record.name, record.ticket))
+        self._fetches.append(FetchName(record.name, record.ticket, record.fetched_from, tenant, record.version))
 
-    def _fetch_new(self, name: str) -> NameRecord:
-        record = self.names[name] = NameRecord(name, NameState.FETCHING, ticket=0)
-        self._fetch(record)
+    def _fetch_new(
+        self, name: str, tenant: str, operation: LoadOperation | None = None, version: AdapterKey | None = None
+    ) -> NameRecord:
+        record = self.names[name] = NameRecord(name, NameState.FETCHING, ticket=0, load=operation, version=version)
+        self._fetch(record, tenant)
         return record
 
-    def _fetch_again(self, record: NameRecord) -> None:
+    def _fetch_again(self, record: NameRecord, tenant: str) -> None:
         """Of a failed name another try, of a bound one a new look at the source."""
         record.step(NameEvent.FETCH)
-        record.error = None
+        self._unknown.pop(record.name, None)
         self._failures.pop(record.name, None)
-        self._fetch(record)
+        self._fetch(record, tenant)
 
-    def _start_load(self, name: str, record: NameRecord | None, pin: bool) -> None:
-        if record is None:
-            self._fetch_new(name).load = LoadOperation(pin)
+    def _start_load(self, name: str, record: NameRecord | None, operation: LoadOperation) -> None:
+        if record is not None and operation.options.if_absent and record.key is not None:
+            record.load = operation
+            self._keep(record, operation, record.key)
         else:
-            record.load = LoadOperation(pin, is_behind=record.is_fetching)
-            if not record.is_fetching:
-                self._fetch_again(record)
+            tenant = operation.user.tenant
+            self._check_queue(tenant)
+            if record is None:
+                self._fetch_new(name, tenant, operation)
+            else:
+                record.load = operation
+                if not record.is_fetching:
+                    self._fetch_again(record, tenant)
+                else:
+                    operation.is_behind = not operation.options.if_absent
         self._loads[name] = None
+
+    def _keep(self, record: NameRecord, operation: LoadOperation, key: AdapterKey) -> None:
+        """The load of a name that is bound and stays so."""
+        content = self.residency.records[key]
+        operation.error = self._refusal(record, operation, key, content.num_bytes)
+        if operation.error is not None:
+            return
+        if operation.pin:
+            self.residency.set_pinned(key, record.name, True)
+        self.residency.use.use(operation.user.tenant, key, num_holds=0)
+        self.residency.prefetch(key)
+        operation.bound_round = self.residency.round
 
     def _end_load(self, record: NameRecord) -> None:
         record.load = None
         self._loads.pop(record.name, None)
+        if record.key is not None:
+            self.residency.end_use_if_left(record.key)
 
     def _has_result(self, record: NameRecord, operation: LoadOperation) -> bool:
         if operation.error is not None:
             return True
-        return operation.bound_round >= 0 and record.key is not None and self.residency.is_settled(record.key)
+        # A round must have tried to bring it up before "no room" can be said.
+        has_tried = 0 <= operation.bound_round < self.residency.round
+        return has_tried and record.key is not None and self.residency.is_settled(record.key)
 
     def _refusal(
         self, record: NameRecord, operation: LoadOperation, key: AdapterKey, num_bytes: int
-    ) -> AdapterMemoryFull | None:
-        """The error of an explicit load that leaves nothing behind: there is never room, or none for its pin."""
+    ) -> LoraplexError | None:
+        """The error of an explicit load that leaves nothing behind: it is not the content that was asked for, there is
+        never room, none for its pin, or the tenant has all that it may have."""
+        expected = operation.options.expected_digest
+        if expected and key.digest != expected:
+            return DigestMismatch(
+                f"adapter {record.name!a} has the digest {key.digest}, and the load asks for {expected}; look at "
+                "which files are there",
+                field="expected_digest",
+                resource=record.name,
+                metadata={"digest": key.digest},
+            )
         table = self.residency
         too_large = table.too_large(num_bytes)
         if too_large is not None:
@@ -261,13 +492,23 @@ class AdapterTable:
         # The content that this name leaves behind is no longer pinned, unless another name pins it too.
         previous = table.records[record.key] if record.key is not None else None
         leaving = previous.key if previous is not None and previous.pinned_names == {record.name} else None
-        if operation.pin and not table.can_pin(key, num_bytes, leaving):
+        if self._will_be_pinned(record, operation) and not table.can_pin(key, num_bytes, leaving):
             return AdapterMemoryFull(
                 f"the adapter takes {num_bytes} bytes, and the adapters that are pinned already leave no room to pin "
                 "it; unload one of them or load this one without a pin",
                 metadata={"can_ever_fit": "true"},
             )
+        try:
+            table.make_room_for(operation.user, key, num_bytes)
+        except QuotaExceeded as error:
+            return error
         return None
+
+    def _will_be_pinned(self, record: NameRecord, operation: LoadOperation) -> bool:
+        """Whether the load that is about to bind the name leaves its content pinned."""
+        before = None if record.key is None else self.residency.records[record.key]
+        stays = operation.options.is_reload and before is not None and record.name in before.pinned_names
+        return operation.pin or stays
 
     def _bind(
         self,
@@ -278,34 +519,53 @@ class AdapterTable:
         num_heads: int,
         classifier: ClassifierInfo | None,
         templates: AdapterTemplates | None,
+        invocation: tuple[int, ...],
+        not_mixed: str,
     ) -> None:
         previous = record.key
         record.key = key
+        if record.version is None and not is_recipe_name(record.name):
+            self._remember_version(record.name, key)
         self.changed.add(record.name)
-        self.residency.bind(key, record.name, num_bytes, rank, num_heads, classifier, templates)
+        more = invocation, not_mixed
+        self.residency.bind(key, record.name, num_bytes, rank, num_heads, classifier, templates, *more)
         if previous is not None and previous != key:
             self.residency.unbind(previous, record.name)
+
+    def _remember_version(self, name: str, key: AdapterKey) -> None:
+        versions = self._versions.setdefault(name, OrderedDict())
+        versions[key] = None
+        versions.move_to_end(key)
+        if len(versions) > MAX_VERSIONS:
+            oldest, _ = versions.popitem(last=False)
+            self._forget(f"{name}@{oldest.digest}")
 
     def _fail(self, record: NameRecord, error: Exception, now: float) -> None:
         record.step(NameEvent.FAIL)
         self.changed.add(record.name)
+        record.error = error
+        if record.version is not None and isinstance(error, AdapterVersionNotFound):
+            self._versions.get(name_in(record.name), {}).pop(record.version, None)
         if record.load is not None:
             record.load.error = error
-        if record.state is NameState.FAILED:
-            record.error = error
-            record.failed_until_s = now + remembered_s(error, self._failure_ttl_s)
-            self._failures[record.name] = None
-            if len(self._failures) > MAX_REMEMBERED_FAILURES:
-                self._drop_failure(next(iter(self._failures)))
+        if record.key is not None:
+            self.residency.changed.add(record.key)
+            return
+        record.failed_until_s = now + remembered_s(error, self._failure_ttl_s)
+        failures = self._unknown if _is_unknown(record) else self._failures
+        failures[record.name] = None
+        if len(failures) > MAX_REMEMBERED_FAILURES:
+            self._drop_failure(next(iter(failures)))
 
     def _drop_failure(self, name: str) -> None:
         """Forgets it; a load that has not told its result keeps the name's record a little longer."""
-        self._failures.pop(name)
+        failures = self._unknown if name in self._unknown else self._failures
+        failures.pop(name)
         self.changed.add(name)
         if self.names[name].load is None:
             del self.names[name]
         else:
-            self._failures[name] = None
+            failures[name] = None
 
     # --- integrity ------------------------------------------------------------------------------------------------
 
@@ -329,7 +589,23 @@ class AdapterTable:
 
 def _is_unknown(record: NameRecord) -> bool:
     """True when it only remembers that there is no such adapter. It is not listed: any name can be asked for."""
-    return record.state is NameState.FAILED and isinstance(record.error, AdapterNotFound)
+    is_missing = record.state is NameState.FAILED and isinstance(record.error, AdapterNotFound)
+    return is_missing and not record.origin.source
+
+
+def is_recipe_name(name: str) -> bool:
+    """True of a merged adapter's: it is not listed, and no request can name it."""
+    return ":" in name
+
+
+def check_member(adapter_id: str, record: KeyRecord) -> None:
+    """Raises AdapterNotMixed for an adapter that is more, or other, than a plain LoRA."""
+    if record.not_mixed:
+        raise AdapterNotMixed(
+            f"adapter {adapter_id!a} cannot be in a mixture: {record.not_mixed}; mixtures are of plain LoRAs",
+            field="adapters",
+            resource=adapter_id,
+        )
 
 
 def fresh(error: Exception) -> Exception:

@@ -4,8 +4,11 @@ Owns the key records, the budgets, the device slots, the order of use, the queue
 `refetches`); the manager carries out and reports back through the outcome methods. No tensors, no threads, no clock:
 `now` is an argument.
 
-Wants are served strictly in the order in which they came: while one waits, none behind it is served, so that no stream
-of small adapters starves a large one.
+Wants are served strictly in order: while one waits, none behind it is served, so that no stream of small adapters
+starves a large one. The order is that in which they came, but for those that the scheduler puts first: its queue is
+fair to tenants and adapters. A want may be several keys at once, for a mixture: it is served when all of them are on
+the device. Those that are there already stay until then, safe from the wants behind it. Only the first want that waits
+is kept so, and it needs nothing from those behind it: no two wants wait for each other.
 
 Medusa heads are borrowed: they make a request faster, which runs without them. Borrowed weights come after all wants
 and never keep one waiting: they have no lease and no reservation, so they may be evicted at any time, and they
@@ -15,7 +18,7 @@ evict only what has not been used for a while. A wish to borrow lasts one round 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,8 +37,17 @@ from loraplex_adapters.cache.states import (
     Stage,
     remembered_s,
 )
-from loraplex_contracts.adapters import AdapterKey, AdapterTemplates, ClassifierInfo
-from loraplex_contracts.errors import AdapterMemoryFull, FailedPrecondition, InvalidArgument, SourceUnavailable
+from loraplex_adapters.cache.tenants import TenantUse
+from loraplex_contracts.adapters import NOBODY, AdapterKey, AdapterTemplates, AdapterUser, ClassifierInfo
+from loraplex_contracts.errors import (
+    AdapterMemoryFull,
+    FailedPrecondition,
+    InvalidArgument,
+    SourceUnavailable,
+    adapter_version_not_found,
+)
+
+Group = tuple[AdapterKey, ...]  # distinct keys that are wanted together, more than one
 
 RETRY_AFTER_S = 1.0
 # Rounds for which weights that a request waited for stay for it. Without that, two requests for the last slot would
@@ -52,7 +64,8 @@ class AdapterCacheConfig:
     num_device_slots: int
     disk_bytes: int
     store_dir: Path | None = None
-    max_pending_loads: int = 64  # names being fetched at the same time; more are refused with a retry hint
+    # Names being fetched at the same time for one tenant; more are refused with a retry hint.
+    max_pending_loads: int = 64
     failure_ttl_s: float = 30.0  # how long a bad adapter is answered from memory
     with_templates: bool = False  # that adapters bring; they are part of the content
 
@@ -82,11 +95,13 @@ class ResidencyTable:
         self.changed: set[AdapterKey] = set()  # listed differently since this was emptied
         self.is_due = False  # a round would do something, or should look again
         self.records: dict[AdapterKey, KeyRecord] = {}
+        self.use = TenantUse()
         self._failure_ttl_s = failure_ttl_s
         self._free_slots = list(range(num_slots))
         self._host_lru: Lru = OrderedDict()
         self._device_lru: Lru = OrderedDict()
-        self.wants: OrderedDict[AdapterKey, None] = OrderedDict()  # in the order in which they came
+        self.wants: OrderedDict[AdapterKey | Group, None] = OrderedDict()  # in the order in which they came
+        self._groups: dict[Group, None] = {}  # among them
         self.borrows: OrderedDict[AdapterKey, None] = OrderedDict()  # since the last round
         self._prefetches: OrderedDict[AdapterKey, None] = OrderedDict()
         self._failed: set[AdapterKey] = set()
@@ -108,9 +123,12 @@ class ResidencyTable:
         num_heads: int = 0,
         classifier: ClassifierInfo | None = None,
         templates: AdapterTemplates | None = None,
+        invocation: tuple[int, ...] = (),
+        not_mixed: str = "",
     ) -> None:
         """The store has fresh bytes of `key`, under `name`."""
-        record = self.records.setdefault(key, KeyRecord(key, num_bytes, rank, num_heads, classifier, templates))
+        fresh = KeyRecord(key, num_bytes, rank, num_heads, classifier, templates, invocation, not_mixed)
+        record = self.records.setdefault(key, fresh)
         record.names.add(name)
         record.last_name = name
         self.changed.add(key)
@@ -152,18 +170,42 @@ class ResidencyTable:
             self.pinned_bytes -= record.num_bytes
             self._withdraw_if_unneeded(record)
 
-    def hold(self, key: AdapterKey) -> None:
+    def hold(self, key: AdapterKey, user: AdapterUser = NOBODY) -> None:
+        """Raises QuotaExceeded."""
         record = self._get(key)
+        self.make_room_for(user, key, record.num_bytes)
+        self.use.use(user.tenant, key)
         record.num_holds += 1
+        record.num_uses += 1
+        self.changed.add(key)
         self._touch(record)
 
-    def drop_hold(self, key: AdapterKey) -> None:
+    def drop_hold(self, key: AdapterKey, tenant: str = NOBODY.tenant) -> None:
         record = self._get(key)
         if record.num_holds == 0:
             raise IllegalTransition(f"{key} is not held")
+        self.use.drop_hold(tenant, key)
         record.num_holds -= 1
+        self.end_use_if_left(key)
         self._withdraw_if_unneeded(record)
         self._forget_if_idle(record)
+
+    def make_room_for(self, user: AdapterUser, key: AdapterKey, num_bytes: int) -> None:
+        """Evicts idle adapters of the tenant where these bytes would be more than it may have. Raises QuotaExceeded."""
+        for record in self.use.make_room(user, key, num_bytes, self.records):
+            if record.state is KeyState.ON_DEVICE:
+                self.device_evictions += 1
+                self._drop_device(record)
+            if record.has_host:
+                self._evict_from_host([record])
+            self._prefetches.pop(record.key, None)
+            self._forget_if_idle(record)
+
+    def end_use_if_left(self, key: AdapterKey) -> None:
+        """A content that is not in memory, nor about to be, counts only for tenants that hold it."""
+        record = self.records.get(key)
+        if record is None or not (record.is_resident or record.pinned_names or key in self._prefetches):
+            self.use.left(key)
 
     def acquire(self, key: AdapterKey) -> int | None:
         record = self._get(key)
@@ -178,6 +220,34 @@ class ResidencyTable:
             self.misses += 1
             self._want(record)
         return None
+
+    def acquire_all(self, keys: Group) -> tuple[int, ...] | None:
+        """Leases all of them, or none and wants them together."""
+        records = [self._get(key) for key in keys]
+        for record in records:
+            self._touch(record)
+        missing = [record for record in records if record.state is not KeyState.ON_DEVICE]
+        if not missing:
+            for record in records:
+                record.num_leases += 1
+                self.changed.add(record.key)
+                self._end_reservation(record)
+            self.hits += len(keys)
+            return tuple(record.slot for record in records)
+        if keys not in self.wants and self.failure(*keys) is None:
+            self.misses += len(missing)
+            self.wants[keys] = self._groups[keys] = None
+            self.is_due = True
+        return None
+
+    def put_first(self, wants: Sequence[AdapterKey | Group]) -> None:
+        """Those that are wanted are served before other wants, in this order; what the operator has pinned comes before
+        them."""
+        for want in reversed(wants[: self.num_slots]):  # no more are served at a time
+            if want in self.wants:
+                self.wants.move_to_end(want, last=False)
+        for key in [key for key in self._pinned if key in self.wants]:
+            self.wants.move_to_end(key, last=False)
 
     def release(self, key: AdapterKey) -> None:
         record = self._get(key)
@@ -207,11 +277,13 @@ class ResidencyTable:
         self._prefetches[key] = None
         self.is_due = True
 
-    def failure(self, key: AdapterKey) -> Exception | None:
-        record = self.records.get(key)
-        if record is None:
-            return None
-        return record.error if record.state is KeyState.FAILED else self._never(record)
+    def failure(self, *keys: AdapterKey) -> Exception | None:
+        for key in keys:
+            record = self.records.get(key)
+            error = None if record is None else record.error if record.state is KeyState.FAILED else self._never(record)
+            if error is not None:
+                return error
+        return self._never_together(keys) if len(keys) > 1 else None
 
     def too_large(self, num_bytes: int, name: str | None = None) -> AdapterMemoryFull | None:
         """The error for weights that would not fit an empty device or host; None for others."""
@@ -239,9 +311,13 @@ class ResidencyTable:
         self._prefetches.pop(key, None)
         if key in self.wants:
             del self.wants[key]
-            if record.num_holds > 0:
-                record.reserved_rounds = RESERVED_ROUNDS
-                self._reserved[key] = record
+            self._reserve(record)
+        for group in [group for group in self._groups if key in group]:
+            members = [self.records[member] for member in group]
+            if all(member.state is KeyState.ON_DEVICE for member in members):
+                self._drop_group(group)
+                for member in members:
+                    self._reserve(member)
         self._forget_if_idle(record)
 
     def lost(self, key: AdapterKey, now: float) -> None:
@@ -260,6 +336,9 @@ class ResidencyTable:
         if found == key:
             self._step(record, KeyEvent.REFETCHED)
             self._forget_if_idle(record)
+            return
+        if record.names and all("@" in name for name in record.names):
+            self.failed(key, adapter_version_not_found(record.last_name), now)
             return
         changed = FailedPrecondition(
             f"the files of adapter {record.last_name!a} have changed and the version in use is no longer in the store; "
@@ -303,17 +382,23 @@ class ResidencyTable:
     def _serve_wants(self) -> KeyRecord | None:
         """Returns the first want that has to wait, for room or for its copy on the host; those behind it wait too. A
         want whose source is asked again may take any time, so it does not hold up the others."""
-        for key in list(self.wants):
-            record = self.records[key]
-            if record.state is KeyState.STAGING:
-                return record
-            if record.state in IN_TRANSIT:
+        spared: set[AdapterKey] = set()
+        for want in list(self.wants):
+            keys = (want,) if isinstance(want, AdapterKey) else want
+            if self.failure(*keys) is not None:
+                self.wants.pop(want)
+                self._groups.pop(keys, None)
                 continue
-            if self._never(record) is not None:
-                del self.wants[key]
-            elif not self._promote(record):
-                self._stage(record)  # then at least the disk is not waited for later
-                return record
+            if len(keys) > 1:
+                spared.update(keys)
+            for record in map(self.records.__getitem__, keys):
+                if record.state is KeyState.STAGING:
+                    return record
+                if record.state in IN_TRANSIT or record.state is KeyState.ON_DEVICE:
+                    continue
+                if not self._promote(record, spared):
+                    self._stage(record)  # then at least the disk is not waited for later
+                    return record
         return None
 
     def _serve_borrows(self) -> None:
@@ -322,7 +407,7 @@ class ResidencyTable:
             record = self.records[key]
             if record.state not in (KeyState.KNOWN, KeyState.ON_HOST) or self._never(record) is not None:
                 continue
-            if not self._promote(record, is_borrow=True):
+            if not self._promote(record, self._in_groups(), is_borrow=True):
                 self._stage(record, free_only=True)
 
     def _serve_prefetches(self) -> None:
@@ -331,14 +416,16 @@ class ResidencyTable:
             if record.state in IN_TRANSIT:
                 continue
             del self._prefetches[key]
-            if record.state in (KeyState.KNOWN, KeyState.ON_HOST) and not self._promote(record, free_only=True):
+            if record.state in (KeyState.KNOWN, KeyState.ON_HOST) and not self._promote(record, (), free_only=True):
                 self._stage(record, free_only=True)
 
-    def _promote(self, record: KeyRecord, is_borrow: bool = False, free_only: bool = False) -> bool:
+    def _promote(
+        self, record: KeyRecord, spared: Collection[AdapterKey], is_borrow: bool = False, free_only: bool = False
+    ) -> bool:
         """Makes room on the device, and on the host where the bytes pass through it; all or nothing."""
         excess_bytes = self.device_used + record.num_bytes - self.device_budget
         excess_slots = 0 if self._free_slots else 1
-        evicted = choose_device_evictions(self._device_lru, excess_bytes, excess_slots, self.round, is_borrow)
+        evicted = choose_device_evictions(self._device_lru, excess_bytes, excess_slots, self.round, is_borrow, spared)
         # What was staged for later wants may leave again: it must not keep the first one waiting.
         host_evicted = [] if record.has_host else self._choose_host_evictions(record, spared=())
         if evicted is None or host_evicted is None or (free_only and (evicted or host_evicted)):
@@ -359,7 +446,8 @@ class ResidencyTable:
     def _stage(self, record: KeyRecord, free_only: bool = False) -> None:
         if record.state is not KeyState.KNOWN:
             return
-        evicted = self._choose_host_evictions(record, spared=self.wants)
+        wanted = {*self.wants, *self._in_groups()} if self._groups else self.wants
+        evicted = self._choose_host_evictions(record, spared=wanted)
         if evicted is None or (free_only and evicted):
             return
         self._evict_from_host(evicted)
@@ -367,7 +455,7 @@ class ResidencyTable:
         self._take_host(record)
         self.moves.append(Stage(record.key))
 
-    def _choose_host_evictions(self, record: KeyRecord, spared: Collection[AdapterKey]) -> list[KeyRecord] | None:
+    def _choose_host_evictions(self, record: KeyRecord, spared: Collection[object]) -> list[KeyRecord] | None:
         return choose_host_evictions(self._host_lru, self.host_used + record.num_bytes - self.host_budget, spared)
 
     # --- changes ----------------------------------------------------------------------------------------------------
@@ -393,9 +481,27 @@ class ResidencyTable:
             self.wants.setdefault(record.key, None)
             self.is_due = True
 
+    def _in_groups(self) -> set[AdapterKey]:
+        return {key for group in self._groups for key in group}
+
+    def _drop_groups_of(self, key: AdapterKey) -> None:
+        for group in [group for group in self._groups if key in group]:
+            self._drop_group(group)
+
+    def _drop_group(self, group: Group) -> None:
+        del self.wants[group], self._groups[group]
+
     def _leave_queues(self, record: KeyRecord) -> None:
-        for queue in (self.wants, self.borrows, self._prefetches):
-            queue.pop(record.key, None)
+        self.wants.pop(record.key, None)
+        self._drop_groups_of(record.key)
+        self.borrows.pop(record.key, None)
+        self._prefetches.pop(record.key, None)
+
+    def _reserve(self, record: KeyRecord) -> None:
+        """For a request that has waited for it."""
+        if record.num_holds > 0:
+            record.reserved_rounds = RESERVED_ROUNDS
+            self._reserved[record.key] = record
 
     def _end_reservation(self, record: KeyRecord) -> None:
         record.reserved_rounds = 0
@@ -406,8 +512,10 @@ class ResidencyTable:
         if record.num_holds == 0 and record.num_leases == 0:
             self._end_reservation(record)
             self.borrows.pop(record.key, None)
+            self._drop_groups_of(record.key)  # a request for them holds them all
             if not record.pinned_names:
                 self.wants.pop(record.key, None)
+            self.end_use_if_left(record.key)
         self.is_due = self.is_due or bool(self.wants)
 
     def _never(self, record: KeyRecord) -> AdapterMemoryFull | None:
@@ -420,6 +528,29 @@ class ResidencyTable:
             f"the adapter takes {record.num_bytes} bytes, and pinned adapters leave no such room on the device; unload "
             "one of them",
             resource=record.last_name,
+            retry_after_s=RETRY_AFTER_S,
+            metadata={"can_ever_fit": "true"},
+        )
+
+    def _never_together(self, keys: Group) -> AdapterMemoryFull | None:
+        """The same for keys that are wanted at once."""
+        num_bytes = sum(self.records[key].num_bytes for key in keys)
+        if num_bytes > self.device_budget or len(keys) > self.num_slots:
+            return AdapterMemoryFull(
+                f"the {len(keys)} adapters of the mixture take {num_bytes} bytes on the device at the same time; the "
+                f"server has {self.device_budget} bytes and {self.num_slots} slots for adapters "
+                "(--adapter-device-memory, --adapter-slots), so no waiting helps",
+                field="adapters",
+                metadata={"can_ever_fit": "false"},
+            )
+        unpinned = [self.records[key] for key in keys if key not in self._pinned]
+        pinned_bytes = self.pinned_bytes + sum(record.num_bytes for record in unpinned)
+        if pinned_bytes <= self.device_budget and len(self._pinned) + len(unpinned) <= self.num_slots:
+            return None
+        return AdapterMemoryFull(
+            f"the {len(keys)} adapters of the mixture take {num_bytes} bytes on the device at the same time, and "
+            "pinned adapters leave no such room; unload one of them",
+            field="adapters",
             retry_after_s=RETRY_AFTER_S,
             metadata={"can_ever_fit": "true"},
         )
@@ -459,11 +590,13 @@ class ResidencyTable:
         self.host_used -= record.num_bytes
         self._host_lru.pop(record.key, None)
         self.moves.append(DropHost(record.key))
+        self.end_use_if_left(record.key)
 
     def _release_slot(self, record: KeyRecord) -> None:
         self._free_slots.append(record.slot)
         record.slot = -1
         self.device_used -= record.num_bytes
+        self.end_use_if_left(record.key)
 
     def _evict_from_host(self, records: list[KeyRecord]) -> None:
         self.host_evictions += len(records)
@@ -493,6 +626,7 @@ class ResidencyTable:
         self._leave_queues(record)
         self._failed.discard(record.key)
         self.changed.add(record.key)
+        self.use.left(record.key)
         del self.records[record.key]
         self.is_due = True
 
@@ -500,6 +634,7 @@ class ResidencyTable:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the sums do not add up."""
+        self.use.check_integrity(self.records)
         records = list(self.records.values())
         placed = [r for r in records if r.state in (KeyState.PROMOTING, KeyState.ON_DEVICE)]
         hosted = [r for r in records if r.has_host]
@@ -513,7 +648,13 @@ class ResidencyTable:
         on_device = KeyState.ON_DEVICE
         assert all(r.state is on_device for r in records if r.num_leases), "a lease of weights that are not there"
         assert all(r.names or r.is_in_use for r in records), "a record without a use"
-        for wanted in map(self.records.__getitem__, self.wants):
+        assert {want for want in self.wants if isinstance(want, tuple)} == set(self._groups), "groups that are wanted"
+        for group in self._groups:
+            members = [self.records[key] for key in group]
+            assert all(member.num_holds or member.num_leases for member in members), "a mixture that no request has"
+            assert any(member.state is not KeyState.ON_DEVICE for member in members), "a mixture that is there already"
+            assert all(member.state is not KeyState.FAILED for member in members), "a mixture that cannot come"
+        for wanted in (self.records[want] for want in self.wants if isinstance(want, AdapterKey)):
             assert wanted.state not in (KeyState.ON_DEVICE, KeyState.FAILED), "a want that is served already"
             assert wanted.num_holds or wanted.num_leases or wanted.pinned_names, "a want that no request has"
         for borrowed in map(self.records.__getitem__, self.borrows):

@@ -11,7 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from loraplex_contracts.adapters import AdapterKey, AdapterTemplates, ClassifierInfo
+from loraplex_contracts.adapters import (
+    NOBODY,
+    OWN_PLACE,
+    PLAIN_LOAD,
+    AdapterKey,
+    AdapterOrigin,
+    AdapterTemplates,
+    AdapterUser,
+    ClassifierInfo,
+    LoadOptions,
+)
 from loraplex_contracts.errors import LoraplexError
 
 
@@ -23,7 +33,7 @@ class NameState(Enum):
     FETCHING = auto()  # on its way from the source; bound to nothing yet
     BOUND = auto()
     REBINDING = auto()  # bound, and being read anew for LoadAdapter
-    FAILED = auto()  # remembered for a while
+    FAILED = auto()  # remembered, and answered from memory for a while
 
 
 class NameEvent(Enum):
@@ -94,6 +104,8 @@ class LoadOperation:
     """One LoadAdapter on a name, from the first call to the one that takes the result."""
 
     pin: bool
+    user: AdapterUser = NOBODY
+    options: LoadOptions = PLAIN_LOAD
     # The fetch under way began before this load was asked for and may have read older files: another one follows.
     is_behind: bool = False
     error: Exception | None = None
@@ -109,9 +121,14 @@ class NameRecord:
     state: NameState
     ticket: int
     key: AdapterKey | None = None
-    error: Exception | None = None
+    version: AdapterKey | None = None  # of a name with a version: the only content that it is ever bound to
+    origin: AdapterOrigin = OWN_PLACE  # of its key; without one, of the last fetch
+    fetched_from: AdapterOrigin = OWN_PLACE  # of the fetch under way
+    base: str = ""  # that its files name
+    error: Exception | None = None  # of the last fetch or load, until one succeeds
     failed_until_s: float = 0.0
     load: LoadOperation | None = None
+    is_asked_within_limits: bool = False  # by a tenant whose bytes are limited, since the last fetch began
 
     @property
     def is_fetching(self) -> bool:
@@ -135,11 +152,14 @@ class KeyRecord:
     num_heads: int = 0
     classifier: ClassifierInfo | None = None
     templates: AdapterTemplates | None = None
+    invocation: tuple[int, ...] = ()  # tokens that activate it; empty: it always is
+    not_mixed: str = ""  # why it cannot be a member of a mixture; empty where it can
     state: KeyState = KeyState.KNOWN
     slot: int = -1  # while PROMOTING and ON_DEVICE
     has_host: bool = False  # host bytes are counted: STAGING, ON_HOST, PROMOTING, and ON_DEVICE with a copy
     num_holds: int = 0  # by requests
     num_leases: int = 0  # of its slot, by running sequences
+    num_uses: int = 0  # holds since the record is there
     names: set[str] = field(default_factory=set[str])
     pinned_names: set[str] = field(default_factory=set[str])  # by the operator
     last_name: str = ""
@@ -147,6 +167,11 @@ class KeyRecord:
     failed_until_s: float = 0.0
     reserved_rounds: int = 0  # for which it still waits for the request that it was brought up for
     used_round: int = 0  # the table's round in which it was last asked for or given back
+
+    @property
+    def is_resident(self) -> bool:
+        """True while its weights take host or device memory, or are on their way there."""
+        return self.has_host or self.slot >= 0
 
     @property
     def is_in_use(self) -> bool:
@@ -175,10 +200,14 @@ def remembered_s(error: Exception, failure_ttl_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class FetchName:
-    """Source -> store; answered by `name_fetched` or `name_failed` with the ticket."""
+    """Source -> store, or of a version a look into the store; answered by `name_fetched` or `name_failed` with the
+    ticket."""
 
     name: str
     ticket: int
+    origin: AdapterOrigin = OWN_PLACE
+    tenant: str = NOBODY.tenant  # that asked first
+    version: AdapterKey | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +216,7 @@ class Refetch:
 
     key: AdapterKey
     name: str
+    origin: AdapterOrigin = OWN_PLACE
 
 
 @dataclass(frozen=True, slots=True)

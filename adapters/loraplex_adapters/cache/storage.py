@@ -18,6 +18,7 @@ import contextlib
 import logging
 import mmap
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loraplex_adapters.formats.adapter import AdapterPlan, plan_adapter
+from loraplex_adapters.formats.adapter import AdapterPlan, declared_base, plan_adapter
 from loraplex_adapters.formats.medusa import without_base_head, write_heads
 from loraplex_adapters.formats.peft import write_classifier, write_lora, write_saved
 from loraplex_adapters.io.safetensors import PieceReader, PieceWriter, WriteFn, bytes_of
@@ -37,7 +38,7 @@ from loraplex_adapters.io.source_files import AdapterSource
 from loraplex_adapters.io.throttle import checkpoint
 from loraplex_adapters.store import REMEMBERED_HEADERS, AdapterStore, header_content
 from loraplex_adapters.weights import AdapterLayout, AdapterWeights, BaseTargets, weights_at
-from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.adapters import OWN_PLACE, AdapterKey, AdapterOrigin, ReadCount
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class HostCopy:
     key: AdapterKey
     layout: AdapterLayout
     pieces: tuple[Tensor, ...] = ()  # uint8, the payload one after the other; the last one may have room left
+    base: str = ""  # of one just imported: the base model that its files name
 
 
 class RecentImports:
@@ -173,10 +175,17 @@ class Storage:
         self._store = store
         self._memory = memory or (CudaMemory(device) if device.type == "cuda" else None)
         self._spare = SpareMemory()
+        self.disk_reads = ReadCount()
         self.recent = RecentImports(self._spare)
+
+    def find(self, key: AdapterKey) -> HostCopy | None:
+        """An adapter that is in the store; None where it is not. Nothing is copied."""
+        stored = self._store.open(key)
+        return None if stored is None else HostCopy(key, _layout(stored.header))
 
     def stage(self, key: AdapterKey) -> HostCopy | None:
         """To the host. None when the store has dropped the adapter."""
+        started_s = time.perf_counter()
         imported = self.recent.find(key) if self._memory is None else self.recent.take(key)
         if imported is not None:
             layout, payload = imported.layout, imported.pieces[0].numpy()
@@ -189,11 +198,20 @@ class Storage:
             return HostCopy(key, layout)
         pieces = tuple(self._memory.allocate_host(num_bytes) for num_bytes in page_locked_sizes(layout.num_bytes))
         _copy([piece.numpy() for piece in pieces], payload, layout.num_bytes)
+        if imported is None:
+            self._count_read(started_s, layout.num_bytes)
         return HostCopy(key, layout, pieces)
+
+    def read(self, key: AdapterKey) -> tuple[AdapterLayout, NDArray[np.uint8]] | None:
+        """Layout and bytes in the store; None when it has dropped the adapter."""
+        stored = self._store.open(key)
+        if stored is None:
+            return None
+        return _layout(stored.header), np.frombuffer(stored.payload, dtype=np.uint8)
 
     def promote(self, host: HostCopy) -> AdapterWeights | None:
         """A complete copy on the device. None when it was to come from the store, which has dropped the adapter."""
-        num_bytes = host.layout.num_bytes
+        num_bytes, started_s = host.layout.num_bytes, time.perf_counter()
         if self._memory is not None:
             storage = self._memory.fetch(host.pieces, num_bytes)
         elif (imported := self.recent.take(host.key)) is not None:
@@ -204,7 +222,11 @@ class Storage:
                 return None
             storage = self._spare.allocate(num_bytes)
             _copy([storage.numpy()], np.frombuffer(stored.payload, dtype=np.uint8), num_bytes)
+            self._count_read(started_s, num_bytes)
         return weights_at(host.key, host.layout, storage)
+
+    def _count_read(self, started_s: float, num_bytes: int) -> None:
+        self.disk_reads = self.disk_reads.plus(time.perf_counter() - started_s, num_bytes)
 
     def hand_over(self, weights: AdapterWeights) -> None:
         """Called on the steps' thread, before the first one that reads the weights."""
@@ -251,10 +273,11 @@ def import_adapter(
     recent: RecentImports | None = None,
     *,
     with_templates: bool = False,
+    origin: AdapterOrigin = OWN_PLACE,
 ) -> HostCopy:
     """Reads the source, checks everything, stores. With `recent` the adapter stays in memory for its first move. Raises
     a typed error, and then nothing is left behind."""
-    with source.open(adapter_id) as files:
+    with source.open(adapter_id, origin) as files:
         plan = plan_adapter(files, targets, with_templates=with_templates)
         reader = PieceReader(files.opened, targets.dtype)
         for warning in plan.warnings:
@@ -282,7 +305,7 @@ def import_adapter(
         key = store.put(layout.kind, layout.to_json(), layout.num_bytes, fill, memory)
         if recent is not None and payload is not None:
             recent.keep(HostCopy(key, layout, (payload,)))
-    return HostCopy(key, layout)
+        return HostCopy(key, layout, base=declared_base(files))
 
 
 def check_adapter(adapter_id: str, source: AdapterSource, targets: BaseTargets) -> AdapterPlan:

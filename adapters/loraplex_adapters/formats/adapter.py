@@ -47,13 +47,15 @@ class AdapterPlan:
         if self.lora is None:
             return self
         lora = without_base_copies(self.lora, reader)
-        layout = _layout(self.layout.dtype, lora, self.heads)
-        return replace(self, lora=lora, layout=replace(layout, templates=self.layout.templates))
+        return self._with(lora, self.heads)
 
     def with_heads(self, heads: HeadsPlan) -> AdapterPlan:
         """The same with other heads."""
-        layout = _layout(self.layout.dtype, self.lora, heads)
-        return replace(self, heads=heads, layout=replace(layout, templates=self.layout.templates))
+        return self._with(self.lora, heads)
+
+    def _with(self, lora: LoraPlan | None, heads: HeadsPlan | None) -> AdapterPlan:
+        layout = replace(_layout(self.layout.dtype, lora, heads), templates=self.layout.templates)
+        return replace(self, lora=lora, heads=heads, layout=layout)
 
 
 def plan_adapter(files: AdapterFiles, targets: BaseTargets, *, with_templates: bool = False) -> AdapterPlan:
@@ -87,7 +89,11 @@ def _layout(dtype: str, lora: LoraPlan | None, heads: HeadsPlan | None) -> Adapt
     factors = [] if lora is None else [module.shape for module in lora.modules]
     classifier = None if lora is None or lora.classifier is None else lora.classifier.shape
     saved = () if lora is None else [one.shape for one in lora.saved]
-    return place_adapter(dtype, factors, None if heads is None else heads.shape, classifier, saved)
+    layout = place_adapter(dtype, factors, None if heads is None else heads.shape, classifier, saved)
+    if lora is None:
+        return layout
+    peft_type = lora.format if lora.format in VARIANTS else f"{lora.init} initialisation" if lora.init else "LORA"
+    return replace(layout, invocation=lora.invocation, peft_type=peft_type)
 
 
 def _plan_lora(files: AdapterFiles, tensors: Sequence[TensorInfo], targets: BaseTargets) -> LoraPlan:
@@ -105,7 +111,7 @@ def _plan_lora(files: AdapterFiles, tensors: Sequence[TensorInfo], targets: Base
         )
     fields = parse_peft_fields(read_all(files.open(CONFIG_NAME), MAX_CONFIG_BYTES))
     by_name = {tensor.name: tensor for tensor in tensors}
-    if fields.get("peft_type") in VARIANTS:
+    if str(fields.get("peft_type")) in VARIANTS:
         return plan_variant(fields, by_name, targets)
     config = parse_lora_config(fields)
     if config.classifies != "no" and not config.labels and MODEL_CONFIG_NAME in files.names:
@@ -113,3 +119,19 @@ def _plan_lora(files: AdapterFiles, tensors: Sequence[TensorInfo], targets: Base
         beside = parse_object(data, MODEL_CONFIG_NAME, MAX_CONFIG_BYTES)
         config = replace(config, labels=parse_labels(beside, MODEL_CONFIG_NAME))
     return plan_lora(config, by_name, targets)
+
+
+MAX_BASE_CHARS = 256
+
+
+def declared_base(files: AdapterFiles) -> str:
+    """The base model that the configuration names, for people to read; empty where it does not. Raises what reading it
+    raises."""
+    for name in (CONFIG_NAME, MODEL_CONFIG_NAME):
+        if name in files.opened:
+            base = parse_object(read_all(files.open(name), MAX_CONFIG_BYTES), name, MAX_CONFIG_BYTES).get(
+                "base_model_name_or_path"
+            )
+            if isinstance(base, str) and base and base.isprintable():
+                return base[:MAX_BASE_CHARS]
+    return ""

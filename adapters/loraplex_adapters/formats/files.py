@@ -38,18 +38,11 @@ def detect_kind(names: Collection[str]) -> str:
         return "combined" if has_lora and has_heads else "lora" if has_lora else "medusa"
     if has_model_layout(names):
         return "model"
-    for name in LORA_PICKLE_NAMES:
+    for name in PICKLE_NAMES:
         if name in names:
             raise UnsafeFormat(
-                f"{name} is a pickle, which can run code when it is read; save the weights as {WEIGHTS_NAME} "
-                "(PEFT: save_pretrained(..., safe_serialization=True))"
-            )
-    for name in MEDUSA_PICKLE_NAMES:
-        if name in names:
-            raise UnsafeFormat(
-                f"{name} is a pickle, which can run code when it is read; where you trust it, read it with "
-                f"torch.load(..., weights_only=True) and save clones of its tensors as {MEDUSA_WEIGHTS_NAME} with "
-                "safetensors.torch.save_file"
+                f"{name} is a pickle, which can run code when it is read; `loraplex adapters convert DIR --out DIR` "
+                "makes safetensors of it without running any"
             )
     raise AdapterInvalid(
         f"there is no {WEIGHTS_NAME} and no {MEDUSA_WEIGHTS_NAME}; save a LoRA with PEFT's save_pretrained"

@@ -8,7 +8,7 @@ ranks and scales of their own.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from loraplex_adapters.formats.files import CONFIG_NAME, WEIGHTS_NAME
 from loraplex_adapters.formats.peft_config import CLASSIFIER_NAMES, MAX_LABELS, PeftLoraConfig, path_ends
+from loraplex_adapters.formats.peft_inits import Init, check_init, restored
 from loraplex_adapters.formats.peft_patterns import Budget, match_budget
 from loraplex_adapters.io.safetensors import (
     DTYPE_BYTES,
@@ -52,6 +53,13 @@ Factor = Literal["a", "b", "magnitude", "lora_bias", "bias"]
 _LINEAR_FACTORS: Mapping[str, Factor] = {"lora_A": "a", "lora_B": "b"}
 _EMBEDDING_FACTORS: Mapping[str, Factor] = {"lora_embedding_A": "a", "lora_embedding_B": "b"}
 _FACTORS: Mapping[str, Factor] = {**_LINEAR_FACTORS, **_EMBEDDING_FACTORS, "lora_magnitude_vector": "magnitude"}
+# PEFT wraps a module once for each of its parameters that an adapter has terms for, and names the tensors by the layer.
+_LAYER = ".base_layer"
+# Linears of single experts, before Transformers fused them, by the fused parameter: in the order of its rows.
+_FUSED: Mapping[str, tuple[frozenset[str], ...]] = {
+    "gate_up_proj": (frozenset({"gate_proj", "w1"}), frozenset({"up_proj", "w3"})),
+    "down_proj": (frozenset({"down_proj", "w2"}),),
+}
 _REFUSED_PARTS: Mapping[str, str] = {
     "lora_diag": "a diagonal of KaSA",
     "lora_E": "AdaLoRA",
@@ -101,6 +109,10 @@ class LoraPlan:
     saved: tuple[PlannedSaved, ...]
     warnings: tuple[str, ...]
     classifier: PlannedClassifier | None = None
+    invocation: tuple[int, ...] = ()  # tokens that activate it; empty: it always is
+    format: str = ""  # peft_type, and what in the configuration makes it more than that
+    base_model: str = ""  # that it says it was trained on
+    init: str = ""  # that took a part out of the base model
 
 
 # The tensors of one module as they turn up.
@@ -137,14 +149,51 @@ def plan_lora(config: PeftLoraConfig, tensors: Mapping[str, TensorInfo], targets
     own = _tied(own, config, targets)
     _check_saved(own, saved, config)
     budget = match_budget()
-    modules = [_module(path, above, entry, config, targets, budget) for path, entry in found.items()]
+    experts, taken = _plan_experts(found, above, config, targets, budget)
+    modules = [
+        _module(path, above, entry, config, targets, budget) for path, entry in found.items() if path not in taken
+    ]
+    modules += experts
+    _check_beside_experts(config, modules)
+    if config.init is not None:
+        check_init(config.init, [module.target for module in modules if module.shape.rank], targets)
+        modules = [_with_init(config.init, module, targets.max_rank) for module in modules]
+    if config.invocation:
+        _check_activated(config, modules, own, targets)
     modules.sort(key=lambda module: module.shape)
     return LoraPlan(
         tuple(modules),
         tuple(sorted(own, key=lambda one: (one.shape.path, one.shape.name))),
         tuple(_warnings(config, targets, found)),
         None if config.classifies == "no" else _classifier(config, saved, targets),
+        config.invocation,
+        ", ".join(config.options),
+        config.base_model,
+        config.init or "",
     )
+
+
+def _check_activated(
+    config: PeftLoraConfig, modules: list[PlannedModule], saved: list[PlannedSaved], targets: BaseTargets
+) -> None:
+    """Raises AdapterUnsupported where an activated LoRA changes tokens before it is active, AdapterInvalid for tokens
+    that the base model lacks."""
+    if (strange := max(config.invocation)) >= targets.vocab_size:
+        raise AdapterInvalid(
+            f"{CONFIG_NAME}: alora_invocation_tokens names token {strange}; {targets.model_id!a} has "
+            f"{targets.vocab_size} tokens"
+        )
+    always = [one.tensor for one in saved] + [module.bias for module in modules if module.bias is not None]
+    if always:
+        raise AdapterUnsupported(
+            f"{always[0].where} would change the tokens before alora_invocation_tokens too, which is not served"
+        )
+    other = next((module for module in modules if module.target.kind != "linear"), None)
+    if other is not None:
+        raise AdapterUnsupported(
+            f"{CONFIG_NAME}: alora_invocation_tokens with a LoRA on {other.shape.path!a} is not served: only linears "
+            "can be activated"
+        )
 
 
 def _name_in_classifier(tensor: TensorInfo) -> str:
@@ -203,8 +252,9 @@ def _above(found: Mapping[str, _Found], targets: BaseTargets) -> str:
     """The prefix of the adapter's paths in the base model: an adapter of a model without a head
     (FEATURE_EXTRACTION) leaves out where that model is in the one with its head."""
     backbone = f"{targets.backbone}."
-    is_headless = not any(path in targets.modules for path in found)
-    return backbone if is_headless and any(backbone + path in targets.modules for path in found) else ""
+    known = {*targets.modules, *targets.experts}
+    paths = {path.replace(_LAYER, "") for path in found}
+    return backbone if paths.isdisjoint(known) and any(backbone + path in known for path in paths) else ""
 
 
 _TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
@@ -227,7 +277,7 @@ def _saved(tensor: TensorInfo, path: str, name: str, config: PeftLoraConfig, tar
             raise AdapterUnsupported(f"{tensor.where} is {_REFUSED_PARTS[word]}, which is not served")
     check_float(tensor)
     module = targets.modules.get(path)
-    if module is not None and name in ("weight", ""):
+    if module is not None and module.kind in ("linear", "embedding") and name in ("weight", ""):
         is_transposed = module.kind == "embedding" or module.is_conv1d
         rows, columns = module.out_features, module.in_features
         shape = (columns, rows) if is_transposed else (rows, columns)
@@ -238,15 +288,13 @@ def _saved(tensor: TensorInfo, path: str, name: str, config: PeftLoraConfig, tar
             shape = (len(token_ids), shape[1])
             check_shape(tensor, shape)
             return PlannedSaved(SavedShape(path, "weight", shape, token_ids), tensor)
-        if tensor.shape != shape and path in (targets.embedding, targets.tied_head or targets.embedding):
-            raise ShapeMismatch(
-                f"{tensor.where} has shape {list(tensor.shape)}, the base model's is {list(shape)}: an adapter that "
-                "adds tokens is not served; use a base model with as many token embeddings"
-            )
+        _check_vocabulary(tensor, 0, module, targets)
         check_shape(tensor, shape)
         is_kept = not module.weight_sha256 or any(end in config.modules_to_save for end in path_ends(path))
         return PlannedSaved(SavedShape(path, name, shape), tensor, "" if is_kept else module.weight_sha256)
     found = targets.parameters.get(path, {}).get(name)
+    if found is None and _is_of_media(path):
+        raise _media_refusal(tensor, targets)
     if found is None:
         raise AdapterUnsupported(
             f"{tensor.where} is not a parameter of {targets.model_id!a} that an adapter can bring, and no tensor is "
@@ -296,22 +344,19 @@ def _module(
     if (a is None) is not (b is None) or (a is None and "bias" not in entry):
         missing = "A" if a is None else "B"
         raise AdapterInvalid(f"{tensor.where} has no lora_{missing} beside it")
-    module = targets.modules.get(above + path)
+    module = targets.modules.get(above + path) or targets.modules.get(_renamed(above + path))
     if module is None:
         raise _no_such_module(path, tensor, targets)
     rank, scale = 0, 1.0
     if a is not None and b is not None:
         if ("lora_embedding_A" in a.name) is not (module.kind == "embedding"):
             raise ShapeMismatch(f"{a.where} does not fit: {path!a} is of kind {module.kind}")
-        if not config.names_target(path):
-            raise AdapterInvalid(
-                f"{a.where} is there, but target_modules in {CONFIG_NAME} does not name its module: the two "
-                "files do not belong together"
-            )
-        rank, scale = config.rank_and_scale(path, budget)
-        largest = max(rank, a.shape[0] if a.shape else 0)
-        if largest > targets.max_rank:
-            raise RankLimit(f"{a.shown} has rank {largest}; this server takes ranks up to {targets.max_rank}")
+        is_parameter = config.names_parameter(f"{path}.weight") and not module.is_conv1d
+        if not is_parameter and not config.names_target(path):
+            raise _not_named(a, "target_modules")
+        rank, scale = config.rank_and_scale(f"{path}.weight" if is_parameter else path, budget)
+        _check_rank(max(rank, a.shape[0] if a.shape else 0), a, targets)
+        _check_vocabulary(a if module.kind == "embedding" else b, int(module.kind == "embedding"), module, targets)
         check_shape(a, (rank, module.in_features))
         check_shape(b, (module.out_features, rank))
         for name, is_wanted, which in (
@@ -324,6 +369,8 @@ def _module(
                     f"{CONFIG_NAME} is {str(is_wanted).lower()}: the two files do not belong together"
                 )
     for which in ("magnitude", "lora_bias", "bias"):
+        if which in entry and module.kind == "router":
+            raise AdapterUnsupported(f"{entry[which].where} belongs to a router, of which A and B are served")
         if which in entry:
             check_shape(entry[which], (module.out_features,))
     if "bias" in entry and not module.has_bias:
@@ -337,13 +384,240 @@ def _module(
     return PlannedModule(shape, module, a, b, magnitude, entry.get("lora_bias"), entry.get("bias"))
 
 
+def _with_init(init: Init, module: PlannedModule, max_rank: int) -> PlannedModule:
+    """With what PEFT takes out of the base model at load as further ranks. Raises RankLimit or ShapeMismatch."""
+    a, b, shape = module.a, module.b, module.shape
+    if a is None or b is None:
+        return module
+    if shape.rank > min(shape.in_features, shape.out_features):
+        raise ShapeMismatch(f"{a.where} has rank {shape.rank}, more than its module's weight")
+    if 2 * shape.rank > max_rank:
+        raise RankLimit(
+            f"{a.where} has rank {shape.rank} and makes with init_lora_weights {init!a} a term of rank "
+            f"{2 * shape.rank}; this server takes ranks up to {max_rank}"
+        )
+    made = restored(init, module.target, a, b, shape.scale)
+    return replace(module, shape=replace(shape, rank=2 * shape.rank), a=None, b=None, made=made)
+
+
+def _not_named(tensor: TensorInfo, field: str) -> AdapterInvalid:
+    return AdapterInvalid(
+        f"{tensor.where} is there, but {field} in {CONFIG_NAME} does not name its module: the two files do not belong "
+        "together"
+    )
+
+
+def _check_rank(rank: int, tensor: TensorInfo, targets: BaseTargets) -> None:
+    if rank > targets.max_rank:
+        raise RankLimit(f"{tensor.shown} has rank {rank}; this server takes ranks up to {targets.max_rank}")
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+def _check_beside_experts(config: PeftLoraConfig, modules: Sequence[PlannedModule]) -> None:
+    """Raises AdapterUnsupported for what does not go together with terms of experts and routers, as in PEFT."""
+    one = next((module.shape.path for module in modules if module.target.kind in ("router", "experts")), "")
+    name = "alora_invocation_tokens" if config.invocation else "init_lora_weights" if config.init else ""
+    if one and name:
+        raise AdapterUnsupported(
+            f"{CONFIG_NAME}: {name} together with LoRA on {one!a} is not served; PEFT refuses it too"
+        )
+
+
+def _plan_experts(
+    found: Mapping[str, _Found], above: str, config: PeftLoraConfig, targets: BaseTargets, budget: Budget
+) -> tuple[list[PlannedModule], set[str]]:
+    """The modules of experts' tensors, and the paths that these have in `found`."""
+    layers: dict[str, dict[int, str]] = {}  # paths by module and PEFT's layer around it, the outermost first
+    single: dict[str, dict[tuple[str, int], str]] = {}  # paths by module, and a linear's name and expert
+    for path in found if targets.experts else ():
+        inner = path
+        while inner.endswith(_LAYER):
+            inner = inner.removesuffix(_LAYER)
+        if above + inner in targets.experts:
+            layers.setdefault(above + inner, {})[(len(path) - len(inner)) // len(_LAYER)] = path
+            continue
+        rest, _, name = path.rpartition(".")
+        module, _, number = rest.rpartition(".")
+        module = _renamed(above + module)
+        if module in targets.experts and number.isdecimal() and number.isascii() and len(number) < 6:
+            single.setdefault(module, {})[name, int(number)] = path
+    modules = [
+        one
+        for module, paths in layers.items()
+        for one in _plan_fused(module, {at: found[path] for at, path in paths.items()}, above, config, targets, budget)
+    ]
+    for module, paths in single.items():
+        modules += _plan_single(module, paths, found, config, targets, budget)
+    seen: set[str] = set()
+    for one in modules:
+        if one.shape.path in seen:
+            raise AdapterInvalid(f"{WEIGHTS_NAME} has terms of the experts {one.shape.path!a} twice")
+        seen.add(one.shape.path)
+    taken = [path for paths in (*layers.values(), *single.values()) for path in paths.values()]
+    return modules, set(taken)
+
+
+def _renamed(path: str) -> str:
+    """Transformers 4's path of a part of Mixtral's mixtures, in Transformers 5."""
+    return path.replace(".block_sparse_moe.", ".mlp.")
+
+
+def _plan_fused(
+    module: str,
+    layers: Mapping[int, _Found],
+    above: str,
+    config: PeftLoraConfig,
+    targets: BaseTargets,
+    budget: Budget,
+) -> Iterator[PlannedModule]:
+    """Of a module's parameters that `target_parameters` names, PEFT wraps it for the first one first. A key says how
+    many layers are outside, and not which parameter it is."""
+    own = module.removeprefix(above)
+    names = [name for name in targets.experts[module] if config.names_parameter(f"{own}.{name}")]
+    first = next(iter(next(iter(layers.values())).values()))
+    if not names:
+        raise _not_named(first, "target_parameters")
+    if sorted(layers) != list(range(len(names))):
+        raise AdapterInvalid(
+            f"{first.where}: {CONFIG_NAME} names the parameters {', '.join(names)} of {module!a}, and {WEIGHTS_NAME} "
+            f"has tensors for {len(layers)}: the two files do not belong together"
+        )
+    for name, at in zip(names, sorted(layers, reverse=True), strict=True):
+        a, b = _a_and_b(layers[at])
+        target = targets.modules.get(f"{module}.{name}")
+        if target is None:
+            raise AdapterUnsupported(f"{a.where} adapts {name} of {module!a}, which is not served")
+        rank, scale = config.rank_and_scale(f"{own}.{name}", budget)
+        _check_rank(rank, a, targets)
+        num_experts, num_outputs = target.num_experts, target.out_features
+        check_shape(a, (num_experts * rank, target.in_features))
+        check_shape(b, (num_outputs, rank * num_experts))
+        shape = FactorShape(target.path, rank, target.in_features, num_outputs, scale, num_experts=num_experts)
+
+        def make(
+            read: Callable[[TensorInfo], Tensor],
+            of: tuple[TensorInfo, TensorInfo] = (a, b),
+            sizes: tuple[int, int, int] = (num_outputs, rank, num_experts),
+        ) -> tuple[Tensor, Tensor]:
+            a, b = map(read, of)
+            return a, b.view(sizes).permute(2, 0, 1)  # [experts, out, rank]
+
+        yield PlannedModule(shape, target, None, None, made=make)
+
+
+def _plan_single(
+    module: str,
+    paths: Mapping[tuple[str, int], str],
+    found: Mapping[str, _Found],
+    config: PeftLoraConfig,
+    targets: BaseTargets,
+    budget: Budget,
+) -> Iterator[PlannedModule]:
+    """Linears of single experts (Transformers 4) as terms of the fused parameters: A's one below the other, B's on a
+    diagonal, as PEFT converts them."""
+    left = dict(paths)
+    for parameter, parts in _FUSED.items():
+        target = targets.modules.get(f"{module}.{parameter}")
+        names = [next((name for name, _ in left if name in part), "") for part in parts]
+        if target is None or not any(names):
+            continue
+        num_experts, num_outputs = target.num_experts, target.out_features // len(parts)
+        wanted = [(name, expert) for expert in range(num_experts) for name in names]
+        missing = next((one for one in wanted if one not in left), None)
+        if missing is not None:
+            raise AdapterInvalid(
+                f"{WEIGHTS_NAME} has terms of some linears of {module!a}, but none of {missing[0] or 'its neighbour'} "
+                f"of expert {missing[1]}: those that are fused are adapted together"
+            )
+        tensors: list[tuple[TensorInfo, TensorInfo]] = []
+        ranks: set[tuple[int, float]] = set()
+        for one in wanted:
+            path = left.pop(one)
+            a, b = _a_and_b(found[path])
+            if not config.names_target(path):
+                raise _not_named(a, "target_modules")
+            rank, scale = config.rank_and_scale(path, budget)
+            ranks.add((rank, scale))
+            check_shape(a, (rank, target.in_features))
+            check_shape(b, (num_outputs, rank))
+            tensors.append((a, b))
+        if len(ranks) > 1:
+            raise AdapterUnsupported(
+                f"{tensors[0][0].where}: the experts of {module!a} have several ranks or scales, which is not served"
+            )
+        ((rank, scale),) = ranks
+        _check_rank(rank * len(parts), tensors[0][0], targets)
+        shape = FactorShape(
+            target.path, rank * len(parts), target.in_features, target.out_features, scale, num_experts=num_experts
+        )
+
+        def make(
+            read: Callable[[TensorInfo], Tensor],
+            of: Sequence[tuple[TensorInfo, TensorInfo]] = tensors,
+            num_parts: int = len(parts),
+        ) -> tuple[Tensor, Tensor]:
+            b = [torch.block_diag(*(read(b) for _, b in of[i : i + num_parts])) for i in range(0, len(of), num_parts)]
+            return torch.cat([read(a) for a, _ in of]), torch.stack(b)
+
+        yield PlannedModule(shape, target, None, None, made=make)
+    if left:
+        path = next(iter(left.values()))
+        tensor = next(iter(found[path].values()))
+        raise AdapterUnsupported(f"{tensor.where} adapts a part of experts that is not served")
+
+
+def _a_and_b(entry: _Found) -> tuple[TensorInfo, TensorInfo]:
+    """Of experts, which have nothing else."""
+    first = next(iter(entry.values()))
+    for which, tensor in entry.items():
+        check_float(tensor)
+        if which not in ("a", "b"):
+            raise AdapterUnsupported(f"{tensor.where} belongs to experts, of which A and B are served")
+    if len(entry) < 2:
+        raise AdapterInvalid(f"{first.where} has no lora_{'B' if 'a' in entry else 'A'} beside it")
+    return entry["a"], entry["b"]
+
+
 def _no_such_module(path: str, tensor: TensorInfo, targets: BaseTargets) -> AdapterInvalid:
+    if _is_of_media(path):
+        return _media_refusal(tensor, targets)
     if "experts" in path.split("."):
-        return AdapterUnsupported(f"{tensor.where} adapts the experts of a mixture, which is not served")
+        return AdapterUnsupported(
+            f"{tensor.where} adapts experts in a way that is not served with {targets.model_id!a}"
+        )
+    if path in targets.other_modules:
+        return AdapterUnsupported(f"{tensor.where} adapts a module of {targets.model_id!a} that takes no adapters here")
     return BaseMismatch(
         f"{tensor.where} adapts a module that {targets.model_id!a} does not have; the adapter was "
         "made for another base model"
     )
+
+
+# Words in the paths of what Transformers' models have for images, audio and video.
+_MEDIA = re.compile(r"vision|visual|image|img_|audio|speech|video|multi_?modal|mm_")
+
+
+def _is_of_media(path: str) -> bool:
+    return _MEDIA.search(path) is not None
+
+
+def _media_refusal(tensor: TensorInfo, targets: BaseTargets) -> AdapterUnsupported:
+    return AdapterUnsupported(
+        f"{tensor.where} belongs to a part for images, audio or video; {targets.model_id!a} is served for texts alone"
+    )
+
+
+def _check_vocabulary(tensor: TensorInfo, dim: int, module: TargetModule, targets: BaseTargets) -> None:
+    """Raises ShapeMismatch for a tensor of embedding or head that has more tokens in dimension `dim` than the base."""
+    num_tokens = module.in_features if module.kind == "embedding" else module.out_features
+    is_of_tokens = module.kind == "embedding" or num_tokens == targets.vocab_size
+    if is_of_tokens and len(tensor.shape) == 2 and tensor.shape[dim] > num_tokens:
+        raise ShapeMismatch(
+            f"{tensor.where} has {tensor.shape[dim]} tokens, {targets.model_id!a} has {num_tokens}: an adapter that "
+            "adds tokens is not served; use a base model with as many token embeddings"
+        )
 
 
 def check_shape(tensor: TensorInfo, expected: tuple[int, ...]) -> None:
@@ -452,11 +726,12 @@ def _runs(plan: LoraPlan, layout: AdapterLayout) -> Iterator[_Run | PlannedModul
 def _computed(module: PlannedModule, layout: AdapterLayout, reader: PieceReader) -> Iterator[tuple[int, Tensor]]:
     """Places and values that are computed of a module's tensors, in the order of the places."""
     placed = next(placed for placed in layout.factors if placed.shape.path == module.shape.path)
+    made = None
     if module.made is not None:
-        a, b = module.made(partial(_read, reader=reader, dtype=_wide(layout.dtype)))
+        made = a, b = module.made(partial(_read, reader=reader, dtype=_wide(layout.dtype)))
         yield placed.a_offset, _narrow(a, layout.dtype, module)
         yield placed.b_offset, _narrow(b, layout.dtype, module)
-    gain, shift = rescaling(module, layout.dtype, reader)
+    gain, shift = rescaling(module, layout.dtype, reader, made)
     if gain is not None:
         yield placed.gain_offset, _narrow(gain, layout.dtype, module)
     if shift is not None:
@@ -476,8 +751,11 @@ def _wide(dtype: str) -> torch.dtype:
 _BLOCK_BYTES = 8 << 20
 
 
-def rescaling(module: PlannedModule, dtype: str, reader: PieceReader) -> tuple[Tensor | None, Tensor | None]:
-    """(gain [out], shift [out]) of y = gain * (W x + bias + scale * B A x) + shift, in float32 at least.
+def rescaling(
+    module: PlannedModule, dtype: str, reader: PieceReader, made: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """(gain [out], shift [out]) of y = gain * (W x + bias + scale * B A x) + shift, in float32 at least. `made`: A and
+    B, where they are not the module's own tensors.
 
     DoRA (arXiv 2402.09353): gain is the magnitude over the norm of each row of W + scale * B A. Raises NonFinite, or
     what the file raises.
@@ -496,7 +774,7 @@ def rescaling(module: PlannedModule, dtype: str, reader: PieceReader) -> tuple[T
     magnitude, lora_bias, bias = read(module.magnitude), read(module.lora_bias), read(module.bias)
     gain: Tensor | None = None
     if magnitude is not None:
-        a, b = read(module.a), read(module.b)
+        a, b = (read(module.a), read(module.b)) if made is None else (one.to(weight.device) for one in made)
         assert a is not None, "a magnitude has its factors"
         assert b is not None
         norms: list[Tensor] = []

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from loraplex_adapters.formats.files import CONFIG_NAME
+from loraplex_adapters.formats.peft_inits import HOW_TO_CONVERT, Init
 from loraplex_adapters.formats.peft_patterns import Budget, ModulePattern, compile_budget, compile_pattern
 from loraplex_adapters.io.source_files import parse_object
 from loraplex_adapters.weights import BaseTargets
@@ -23,6 +24,7 @@ MAX_TARGETS = 4096
 MAX_RANK = 1 << 16
 MAX_ALPHA = float(1 << 16)
 MAX_TOKEN_ROWS = 1 << 14
+MAX_INVOCATION_TOKENS = 1 << 10
 MAX_LABELS = 4096
 MAX_LABEL_CHARS = 256
 # What Transformers calls a classifier on top of a model.
@@ -32,9 +34,7 @@ _CLASSIFIERS: Mapping[str, Classifies] = {"SEQ_CLS": "texts", "TOKEN_CLS": "toke
 
 # Empty (null, false, [], {}) is fine; anything else changes what the adapter computes.
 _REFUSED: Mapping[str, str] = {
-    "alora_invocation_tokens": "activated LoRA (aLoRA)",
     "layer_replication": "layers repeated by the adapter",
-    "target_parameters": "LoRA on parameters, such as the experts of a mixture",
     "use_qalora": "QALoRA",
     "use_bdlora": "BD-LoRA",
     "arrow_config": "Arrow routing",
@@ -44,9 +44,15 @@ _REFUSED: Mapping[str, str] = {
     "megatron_config": "a Megatron model",
     "router": "routing between adapters",
 }
-# Initialisations that left the base model as it was; the others moved part of it into the adapter.
+# Initialisations that left the base model as it was.
 _CLEAN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
-_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "lora-ga")
+# By the beginning of their names, those that changed it and cannot be repeated at load.
+_REFUSED_INITS: Mapping[str, str] = {
+    "pissa_niter_": "took a part out of the base model that depends on random numbers",
+    "corda": "took a part out of the base model that depends on data",
+    "lora_ga": "took a part out of the base model that depends on gradients, and PEFT does not repeat that at load",
+    "loftq": "quantized the base model",
+}
 # Only training depends on these, or the choice of modules, which the tensors show anyway.
 _WITHOUT_EFFECT = frozenset({
     "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "exclude_modules",
@@ -60,7 +66,7 @@ _WITHOUT_EFFECT = frozenset({
 _USED = frozenset({
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights",
     "target_modules", "base_model_name_or_path", "modules_to_save", "task_type", "id2label", "use_dora", "lora_bias",
-    "trainable_token_indices",
+    "trainable_token_indices", "alora_invocation_tokens", "target_parameters",
 })  # fmt: skip
 
 
@@ -82,6 +88,22 @@ class PeftLoraConfig:
     modules_to_save: frozenset[str] = frozenset()
     token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by module; "": of the embedding
     ties_weights: bool = False
+    init: Init | None = None  # that PEFT repeats at load
+    invocation: tuple[int, ...] = ()  # tokens that activate it; empty: it always is
+    target_parameters: frozenset[str] = frozenset()
+
+    @property
+    def options(self) -> list[str]:
+        """peft_type, and the fields that make the adapter more than a plain LoRA."""
+        found = {
+            "use_rslora": self.use_rslora,
+            "use_dora": self.use_dora,
+            "lora_bias": self.lora_bias,
+            f"init_lora_weights {self.init}": self.init is not None,
+            "alora_invocation_tokens": bool(self.invocation),
+            "trainable_token_indices": bool(self.token_indices),
+        }
+        return ["LORA", *(name for name, is_used in found.items() if is_used)]
 
     def rank_and_scale(self, path: str, budget: Budget) -> tuple[int, float]:
         """Of one module. As in PEFT: the first pattern that matches, else the common value; the scale comes from the
@@ -101,6 +123,10 @@ class PeftLoraConfig:
     def names_target(self, path: str) -> bool:
         """True when `target_modules` lists the module, by its name or by the end of it."""
         return self.target_modules is None or not self.target_modules.isdisjoint(path_ends(path))
+
+    def names_parameter(self, path: str) -> bool:
+        """True when `target_parameters` lists the parameter, by its name or by the end of it."""
+        return not self.target_parameters.isdisjoint(path_ends(path))
 
 
 def path_ends(path: str) -> Iterator[str]:
@@ -132,11 +158,21 @@ def parse_lora_config(fields: Mapping[str, Any]) -> PeftLoraConfig:
     classifies = _CLASSIFIERS.get(str(fields.get("task_type")), "no")
     if fields.get("use_dora") and fields.get("lora_bias"):
         raise AdapterUnsupported(f"{CONFIG_NAME}: use_dora together with lora_bias is not served; PEFT refuses it too")
-    _check_init(fields.get("init_lora_weights", True))
+    init = _init(fields.get("init_lora_weights", True))
+    if init is not None and fields.get("lora_bias"):
+        raise AdapterUnsupported(
+            f"{CONFIG_NAME}: init_lora_weights {init!a} together with lora_bias is not served; PEFT refuses it too"
+        )
     budget = compile_budget()
     rank_pattern = compiled_patterns(fields, "rank_pattern", budget)
     alpha_pattern = compiled_patterns(fields, "alpha_pattern", budget)
     base_model = fields.get("base_model_name_or_path")
+    target_modules = _targets(fields.get("target_modules"))
+    target_parameters = _targets(fields.get("target_parameters") or [], "target_parameters")
+    if target_parameters is None:
+        raise AdapterInvalid(f"{CONFIG_NAME}: target_parameters must be a list of names")
+    if target_parameters and fields.get("target_modules") is None:
+        target_modules = frozenset()  # as in PEFT: parameters alone
     return PeftLoraConfig(
         r=rank(fields.get("r"), "r"),
         lora_alpha=alpha(fields.get("lora_alpha"), "lora_alpha"),
@@ -144,7 +180,7 @@ def parse_lora_config(fields: Mapping[str, Any]) -> PeftLoraConfig:
         rank_pattern=tuple((pattern, rank(value, "rank_pattern")) for pattern, value in rank_pattern),
         alpha_pattern=tuple((pattern, alpha(value, "alpha_pattern")) for pattern, value in alpha_pattern),
         # With tied weights PEFT saves factors for modules that it has taken off the list.
-        target_modules=None if fields.get("ensure_weight_tying") else _targets(fields.get("target_modules")),
+        target_modules=None if fields.get("ensure_weight_tying") else target_modules,
         base_model=base_model[:256] if isinstance(base_model, str) else "",
         classifies=classifies,
         labels=() if classifies == "no" else parse_labels(fields, CONFIG_NAME),
@@ -153,6 +189,9 @@ def parse_lora_config(fields: Mapping[str, Any]) -> PeftLoraConfig:
         modules_to_save=_targets(fields.get("modules_to_save") or [], "modules_to_save") or frozenset(),
         token_indices=_token_indices(fields.get("trainable_token_indices")),
         ties_weights=_flag(fields, "ensure_weight_tying"),
+        init=init,
+        invocation=_invocation(fields, init),
+        target_parameters=target_parameters,
     )
 
 
@@ -188,15 +227,51 @@ def refuse_unknown(fields: Mapping[str, Any], known: Set[str]) -> None:
             )
 
 
-def _check_init(init: Any) -> None:
+def _init(init: Any) -> Init | None:
+    """Raises AdapterUnsupported."""
     if init is None or isinstance(init, bool) or (isinstance(init, str) and init in _CLEAN_INITS):
-        return
-    if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
-        raise AdapterUnsupported(
-            f"{CONFIG_NAME}: init_lora_weights {_shown(init)} changed the base model at the start; convert the adapter "
-            "with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
+        return None
+    if init == "pissa":
+        return "pissa"
+    if isinstance(init, str) and init.lower() == "olora":
+        return "olora"
+    why = next((why for name, why in _REFUSED_INITS.items() if isinstance(init, str) and init.startswith(name)), None)
+    if why is None:
+        raise AdapterUnsupported(f"{CONFIG_NAME}: init_lora_weights {_shown(init)} is not known")
+    how = "save base model and adapter anew, with init_lora_weights=True" if init == "loftq" else HOW_TO_CONVERT
+    raise AdapterUnsupported(f"{CONFIG_NAME}: init_lora_weights {_shown(init)} {why}; {how}")
+
+
+def _invocation(fields: Mapping[str, Any], init: Init | None) -> tuple[int, ...]:
+    """Raises AdapterInvalid or AdapterUnsupported."""
+    found: Any = fields.get("alora_invocation_tokens")
+    if not found:
+        return ()
+    if (
+        not isinstance(found, list)
+        or len(found) > MAX_INVOCATION_TOKENS
+        or not all(type(one) is int and one >= 0 for one in found)
+    ):
+        raise AdapterInvalid(
+            f"{CONFIG_NAME}: alora_invocation_tokens must be a list of at most {MAX_INVOCATION_TOKENS} token ids"
         )
-    raise AdapterUnsupported(f"{CONFIG_NAME}: init_lora_weights {_shown(init)} is not known")
+    if fields.get("task_type") != "CAUSAL_LM":
+        raise AdapterUnsupported(
+            f"{CONFIG_NAME}: alora_invocation_tokens needs task_type CAUSAL_LM, not {_shown(fields.get('task_type'))}: "
+            "PEFT activates the adapter in no other"
+        )
+    others = (
+        (fields.get("use_dora"), "use_dora"),
+        (init, f"init_lora_weights {init!a}"),
+        (
+            fields.get("target_parameters"),
+            "target_parameters",
+        ),
+    )
+    name = next((name for is_used, name in others if is_used), "")
+    if name:
+        raise AdapterUnsupported(f"{CONFIG_NAME}: alora_invocation_tokens together with {name} is not served")
+    return tuple(found)
 
 
 def compiled_patterns(fields: Mapping[str, Any], name: str, budget: Budget) -> list[tuple[ModulePattern, Any]]:

@@ -3,8 +3,9 @@ r"""PEFT's patterns of module paths: `rank_pattern` and `alpha_pattern`.
 PEFT runs `re.match(rf"(.*\.)?({pattern})$", path)`. A hostile pattern would hang Python's backtracking matcher or
 exhaust memory while it is compiled. RE2 matches in linear time; the cost of a pattern, and of all patterns of an
 adapter together, is bounded here. Accepted is what `re` and RE2 read alike: literals, `.`, `\d \D \w \W \s \S` and
-escaped punctuation, `[...]`, `(...)` and `(?:...)`, `|`, `* + ?` (lazy or not), `{m}` `{m,}` `{m,n}`, `^` and `$`.
-Everything else (backreferences, lookaround, flags) is refused. Paths are ASCII in practice; classes mean their ASCII
+escaped punctuation, `[...]`, `(...)`, `(?:...)`, `(?i:...)`, `(?s:...)` and `(?P<name>...)`, `|`, `* + ?` (lazy or
+not), `{m}` `{m,}` `{m,n}`, `^`, `$`, `\A`, `\b` and `\B`. Everything else is refused: backreferences, lookaround, and
+flags for the whole pattern, which PEFT cannot use either. Paths are ASCII in practice; classes mean their ASCII
 members.
 """
 
@@ -32,8 +33,9 @@ PLAIN_STEPS = 64
 _PLAIN = frozenset(string.ascii_letters + string.digits + "_.-")
 # Each alternative begins with another character, so this takes linear time itself.
 _ESCAPE = r"\\(?:[dDwWsS]|[^a-zA-Z0-9])"
+_GROUP = r"\((?!\?)|\(\?[is]{0,2}:|\(\?P<[a-zA-Z_]\w{0,31}>"
 _UNDERSTOOD = re.compile(
-    rf"(?:{_ESCAPE}|\[\^?\]?(?:{_ESCAPE}|[^\\\[\]])*\]|\((?!\?)|\(\?:|\{{\d{{1,3}}(?:,\d{{0,3}})?\}}|[^\\\[({{])*",
+    rf"(?:{_ESCAPE}|\\[bBA]|\[\^?\]?(?:{_ESCAPE}|[^\\\[\]])*\]|{_GROUP}|\{{\d{{1,3}}(?:,\d{{0,3}})?\}}|[^\\\[({{])*",
     re.ASCII | re.DOTALL,
 )
 

@@ -115,7 +115,8 @@ def plan_variant(fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], t
         modules.append(PlannedModule(shape, target, None, None, made=factors))
     modules.sort(key=lambda module: module.shape)
     saved.sort(key=lambda one: one.shape.path)
-    return LoraPlan(tuple(modules), tuple(saved), ())
+    base_model = str(fields.get("base_model_name_or_path") or "")[:256]
+    return LoraPlan(tuple(modules), tuple(saved), (), format=config.kind, base_model=base_model)
 
 
 def _parsed(fields: Mapping[str, Any]) -> _Config:

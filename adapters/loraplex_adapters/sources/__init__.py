@@ -1,4 +1,4 @@
-"""Sources of adapters: a root directory, the Hub.
+"""Sources of adapters: a root directory, the Hub, buckets.
 
 A source hands out open files, never paths.
 """

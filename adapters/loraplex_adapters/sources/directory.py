@@ -9,17 +9,35 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from loraplex_adapters.formats.files import ADAPTER_NAMES, PICKLE_NAMES, has_model_layout
+from loraplex_adapters.formats.files import (
+    ADAPTER_NAMES,
+    MODEL_INDEX_NAME,
+    PICKLE_NAMES,
+    TEMPLATE_NAMES,
+    WANTED_NAMES,
+    has_model_layout,
+)
 from loraplex_adapters.io.confined_folder import BadPath, Folder, NamedFolder
-from loraplex_adapters.io.source_files import AdapterFiles, open_error, source_unavailable
+from loraplex_adapters.io.source_files import MAX_FILES, AdapterFiles, open_error, source_unavailable
 from loraplex_adapters.io.throttle import checkpoint
-from loraplex_contracts.adapters import check_adapter_id
-from loraplex_contracts.errors import InvalidAdapterId, LoraplexError, adapter_not_found
+from loraplex_contracts.adapters import OWN_PLACE, S3_SOURCE, AdapterOrigin, check_adapter_id
+from loraplex_contracts.errors import (
+    AdapterNotFound,
+    AdapterOutsideRoot,
+    InvalidAdapterId,
+    LoraplexError,
+    adapter_not_found,
+)
+
+# Of each file that serving may read: name, bytes, time of the last change, inode.
+Fingerprint = tuple[tuple[str, int, int, int], ...]
+_READ_NAMES = frozenset({*WANTED_NAMES, *TEMPLATE_NAMES, MODEL_INDEX_NAME})
 
 
 class FolderSource:
@@ -30,8 +48,8 @@ class FolderSource:
         self._adapter_id = adapter_id
         self._folder = folder
 
-    def open(self, adapter_id: str) -> AdapterFiles:
-        if adapter_id != self._adapter_id:
+    def open(self, adapter_id: str, origin: AdapterOrigin = OWN_PLACE) -> AdapterFiles:
+        if adapter_id != self._adapter_id or origin.source:
             raise adapter_not_found(adapter_id)
         return open_folder(self._folder, adapter_id)
 
@@ -46,16 +64,52 @@ class DirectorySource:
         self._root = root
         self._index = DirectoryIndex(_holds_adapter)
 
-    def open(self, adapter_id: str) -> AdapterFiles:
+    def open(self, adapter_id: str, origin: AdapterOrigin = OWN_PLACE) -> AdapterFiles:
+        try:
+            return AdapterFiles(self._open_folder(adapter_id, origin), adapter_id)
+        except (OSError, BadPath) as error:
+            failed = open_error(error, adapter_id, "its folder")
+            raise (no_such_place(adapter_id, origin) if type(failed) is AdapterNotFound else failed) from error
+
+    def fingerprint(self, adapter_id: str, origin: AdapterOrigin = OWN_PLACE) -> Fingerprint | None:
+        """The files in its folder as they are now, by their names and times only; None where there is no folder. One
+        that is refused has a fingerprint as well."""
+        try:
+            folder = self._open_folder(adapter_id, origin)
+        except BadPath as error:
+            return ((error.why, 0, 0, 0),)
+        except (OSError, LoraplexError):
+            return None
+        try:
+            return tuple(sorted(_fingerprints(folder)))
+        except OSError:
+            return None
+        finally:
+            folder.close()
+
+    def _open_folder(self, adapter_id: str, origin: AdapterOrigin) -> Folder:
+        """Raises OSError or BadPath, and typed errors."""
         check_adapter_id(adapter_id)
+        if origin.revision or origin.source.startswith(S3_SOURCE):  # folders have none, whatever their names
+            raise no_such_place(adapter_id, origin)
+        path = self._path_of(origin.source) if origin.source else adapter_id
         root = self._open_root()
         try:
-            folder = root.open_folder(adapter_id)
-        except (OSError, BadPath) as error:
-            raise open_error(error, adapter_id, "its folder") from error
+            return root.open_folder(path)
         finally:
             root.close()
-        return AdapterFiles(folder, adapter_id)
+
+    def _path_of(self, source: str) -> str:
+        """The path below the root of a `source` that passed `check_adapter_source`. Raises AdapterOutsideRoot."""
+        if not source.startswith("/"):
+            return source
+        for root in (os.path.abspath(self._root), os.path.realpath(self._root)):
+            if source.startswith(root.rstrip("/") + "/"):
+                return source[len(root) :].lstrip("/")
+        raise AdapterOutsideRoot(
+            "`source` is not in the server's directory of adapters; give the path of a folder in there",
+            field="source",
+        )
 
     def list(self) -> Sequence[str]:
         root = self._open_root()
@@ -71,6 +125,22 @@ class DirectorySource:
             raise source_unavailable("the directory of adapters cannot be opened", error) from error
 
 
+def no_such_place(adapter_id: str, origin: AdapterOrigin) -> AdapterNotFound:
+    if not origin.source:
+        return adapter_not_found(adapter_id)
+    if origin.source.startswith(S3_SOURCE):
+        return AdapterNotFound(
+            "this server reads no buckets; its operator can allow some (--s3-bucket)",
+            field="source",
+            resource=adapter_id,
+        )
+    return AdapterNotFound(
+        f"there is no folder {origin.source!a} in the server's directory of adapters",
+        field="source",
+        resource=adapter_id,
+    )
+
+
 def open_folder(folder: Path, adapter_id: str = "") -> AdapterFiles:
     """The files of a folder that the operator has named. Raises SourceUnavailable when it cannot be opened."""
     try:
@@ -78,6 +148,25 @@ def open_folder(folder: Path, adapter_id: str = "") -> AdapterFiles:
     except OSError as error:
         raise source_unavailable(f"the folder of {adapter_id!a} cannot be opened", error) from error
     return AdapterFiles(named, adapter_id)
+
+
+def _fingerprints(folder: Folder) -> Iterator[tuple[str, int, int, int]]:
+    for entry in itertools.islice(_entries(folder.fd), MAX_FILES):
+        if entry.name not in _READ_NAMES and not entry.name.endswith(".safetensors"):
+            continue
+        with contextlib.suppress(FileNotFoundError):  # it has just gone
+            found = entry.stat(follow_symlinks=False)
+            num_bytes = found.st_size
+            if stat.S_ISLNK(found.st_mode):
+                try:
+                    fd = folder.open_file(entry.name)
+                except (OSError, BadPath):
+                    num_bytes = -1
+                else:
+                    found = os.fstat(fd)
+                    num_bytes = found.st_size
+                    os.close(fd)
+            yield entry.name, num_bytes, found.st_mtime_ns, found.st_ino
 
 
 def _holds_adapter(folder: Folder, names: set[str], adapter_id: str) -> bool:

@@ -1,151 +1,217 @@
 """The Hugging Face Hub as a source, where it is enabled.
 
-Adapter ORG/NAME is the repository of that name. Only the files that serving reads are fetched, by name: an id may just
-as well name a whole model. Weights under a whole model's names are fetched only when its configuration says that the
-model is Medusa heads. Files are fetched into a temporary folder and read from there; what is kept is up to the store.
-The Hub's own client speaks to the network, with the operator's token and never a client's.
+Adapter ORG/NAME is the repository of that name. Its files are fetched into a temporary folder (`remote.py`) and read
+from there; what is kept is up to the store.
+
+Only the operator's endpoints are asked, and redirects lead to hosts that the operator has named. A token goes to the
+endpoint alone. Every file has the size and the digest that the Hub says, or it is fetched once more and then refused.
+Nothing outlives an `open`: no connection, cookie or token of one caller is there for another.
 """
 
 from __future__ import annotations
 
-import errno
+import contextlib
+import hashlib
 import re
-import shutil
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+from urllib.parse import quote, urljoin, urlsplit
 
-from loraplex_adapters.formats.files import MODEL_INDEX_NAME, TEMPLATE_NAMES, WANTED_NAMES, detect_kind
-from loraplex_adapters.io.confined_folder import Folder
-from loraplex_adapters.io.source_files import AdapterFiles
-from loraplex_adapters.sources.directory import open_folder
-from loraplex_contracts.adapters import check_adapter_id
-from loraplex_contracts.errors import AdapterInvalid, DiskFull, LoraplexError, SourceUnavailable, adapter_not_found
+from loraplex_adapters.formats.files import TEMPLATE_NAMES, WANTED_NAMES
+from loraplex_adapters.io.source_files import parse_object
+from loraplex_adapters.sources.remote import (
+    MAX_BYTES,
+    PIECE_BYTES,
+    FetchedFiles,
+    RemoteFile,
+    RemoteFolder,
+    http_client,
+    temporary_folder,
+    unavailable,
+)
+from loraplex_contracts.adapters import HUB_SOURCE, OWN_PLACE, AdapterOrigin, check_adapter_id
+from loraplex_contracts.errors import AdapterInvalid, AdapterNotFound, adapter_not_found
 
-TIMEOUT_S = 20.0
-RETRY_AFTER_S = 15.0
-_MODEL_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-
-
-class HubFiles(AdapterFiles):
-    """One downloaded adapter. Owns the temporary folder too."""
-
-    def __init__(self, folder: Path, adapter_id: str) -> None:
-        super().__init__(Folder.root(folder), adapter_id)
-        self._path = folder
-
-    def close(self) -> None:
-        super().close()
-        shutil.rmtree(self._path, ignore_errors=True)
+# The public Hub keeps large files on hosts of this domain.
+_FILE_HOSTS: Final = {"huggingface.co": ".hf.co"}
+MAX_INFO_BYTES: Final = 16 << 20
+TLS = "https"  # of redirects to other hosts
+MAX_REDIRECTS: Final = 5
+_COMMIT = re.compile(r"[0-9a-f]{40,64}\Z")
 
 
 class HubSource:
-    """Adapters on the Hub. Downloads lie in `temporary` (default: the system's place) until they are in the store.
-    `repo_info` and `download` are the Hub client's functions; tests give others."""
+    """Adapters on the Hub. The first endpoint (default: HF_ENDPOINT, else the public Hub) is for plain names, and
+    `token`, the operator's, for it alone. `redirect_hosts` are names of hosts, or domains with a leading dot. Downloads
+    lie in `temporary` (default: the system's place) until they are in the store."""
 
     def __init__(
         self,
+        endpoints: Sequence[str] = (),
         token: str | None = None,
-        max_bytes: int = 8 << 30,
+        redirect_hosts: Sequence[str] = (),
+        max_bytes: int = MAX_BYTES,
         temporary: Path | None = None,
-        repo_info: Callable[..., Any] | None = None,
-        download: Callable[..., Any] | None = None,
         with_templates: bool = False,
     ) -> None:
         import huggingface_hub
 
+        self._endpoints = tuple(one.rstrip("/") for one in endpoints or (huggingface_hub.constants.ENDPOINT,))
         self._token = token
+        self._redirect_hosts = tuple(redirect_hosts)
         self._wanted = (*WANTED_NAMES, *(TEMPLATE_NAMES if with_templates else ()))
         self._max_bytes = max_bytes
         self._temporary = temporary
-        self._repo_info: Callable[..., Any] = repo_info or huggingface_hub.HfApi().repo_info
-        self._download: Callable[..., Any] = download or huggingface_hub.snapshot_download
 
-    def open(self, adapter_id: str) -> HubFiles:
-        check_adapter_id(adapter_id)
-        if "/" not in adapter_id:
-            raise adapter_not_found(adapter_id)
-        folder = Path(tempfile.mkdtemp(prefix="loraplex-hub-", dir=self._temporary))
-        try:
-            self._fetch(adapter_id, folder)
-            return HubFiles(folder, adapter_id)
-        except LoraplexError:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        except Exception as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise _translated(error, adapter_id) from error
+    def open(self, adapter_id: str, origin: AdapterOrigin = OWN_PLACE) -> FetchedFiles:
+        endpoint, repo = self._place(adapter_id, origin)
+        token = origin.token or (self._token if endpoint == self._endpoints[0] else None)
+        with temporary_folder(self._temporary, repo, "the Hub") as folder:
+            with _Session(endpoint, token, self._redirect_hosts) as session:
+                repository = _Repository(session, repo, origin.revision)
+                repository.look()
+                repository.fetch(folder, self._wanted, self._max_bytes)
+            return FetchedFiles(folder, adapter_id)
 
     def list(self) -> Sequence[str]:
         return []
 
-    def _fetch(self, adapter_id: str, folder: Path) -> None:
-        """Asks for names and sizes, then fetches the files of exactly that revision."""
-        info: Any = self._repo_info(adapter_id, files_metadata=True, timeout=TIMEOUT_S, token=self._token)
-        sizes = {entry.rfilename: entry.size or 0 for entry in info.siblings or ()}
-        kind = detect_kind(sizes)  # a pickle is refused here, before it is fetched
-        wanted = [name for name in self._wanted if name in sizes]
-        self._fetch_files(adapter_id, info.sha, folder, wanted, sizes)
-        if kind == "model":
-            with open_folder(folder, adapter_id) as files:
-                from loraplex_adapters.formats.medusa import read_medusa_config  # late: it imports torch
+    def _place(self, adapter_id: str, origin: AdapterOrigin) -> tuple[str, str]:
+        """Endpoint and repository. Raises AdapterNotFound where it is no place of this source's."""
+        check_adapter_id(adapter_id)
+        endpoint, repo = self._endpoints[0], origin.source.removeprefix(HUB_SOURCE) if origin.source else adapter_id
+        if origin.source and not origin.source.startswith(HUB_SOURCE):
+            named = [one for one in self._endpoints if origin.source.startswith(one + "/")]
+            if not named:
+                raise adapter_not_found(adapter_id)
+            endpoint, repo = named[0], origin.source.removeprefix(named[0] + "/")
+        if "/" not in repo:
+            raise adapter_not_found(adapter_id)
+        return endpoint, check_adapter_id(repo, field="source" if origin.source else "adapter_id")
 
-                config = read_medusa_config(files)
-            if config is None or not config.is_heads_only:
-                raise AdapterInvalid("this is a whole model on the Hub; an adapter is a LoRA, Medusa heads, or both")
-            weights = [name for name in sizes if name == MODEL_INDEX_NAME or _MODEL_WEIGHTS.fullmatch(name)]
-            self._fetch_files(adapter_id, info.sha, folder, weights, sizes)
 
-    def _fetch_files(
-        self, adapter_id: str, revision: str, folder: Path, names: Sequence[str], sizes: Mapping[str, int]
-    ) -> None:
-        """Raises AdapterInvalid or DiskFull before it fetches too much."""
-        total_bytes = sum(sizes[name] for name in names)
-        if total_bytes > self._max_bytes:
-            raise AdapterInvalid(
-                f"the adapter has {total_bytes} bytes on the Hub; at most {self._max_bytes} are fetched"
-            )
-        disk_bytes = shutil.disk_usage(folder).total
-        if total_bytes > disk_bytes:
-            raise DiskFull(
-                f"the adapter has {total_bytes} bytes on the Hub, and the disk of temporary files has {disk_bytes}; "
-                "it fits only when that is changed (TMPDIR)",
-                resource="temporary files",
-                metadata={"can_ever_fit": "false"},
-            )
-        self._download(
-            adapter_id,
-            revision=revision,
-            local_dir=folder,
-            allow_patterns=list(names),
-            token=self._token,
-            etag_timeout=TIMEOUT_S,
-            max_workers=2,
+class _Repository(RemoteFolder):
+    """One repository at one commit."""
+
+    def __init__(self, session: _Session, name: str, revision: str) -> None:
+        super().__init__(name, "the Hub")
+        self._session = session
+        self._revision = revision
+        self._commit = ""
+
+    def look(self) -> None:
+        """Asks for the commit and its files."""
+        path = f"/api/models/{self.name}"
+        if self._revision:
+            path += f"/revision/{quote(self._revision, safe='')}"
+        with self._session.get(f"{path}?blobs=true", self._about()) as pieces:
+            data = bytearray()
+            for piece in pieces:
+                data += piece
+                if len(data) > MAX_INFO_BYTES:
+                    raise AdapterInvalid(f"the Hub describes it in more than {MAX_INFO_BYTES} bytes")
+        try:
+            said = parse_object(bytes(data), "the Hub's description", MAX_INFO_BYTES)
+            self._commit = _checked(_COMMIT, said["sha"])
+            self.files = {str(one["rfilename"]): _described(one) for one in said["siblings"]}
+        except (AdapterInvalid, KeyError, TypeError, ValueError) as error:
+            raise unavailable(f"the Hub did not describe {self.name!a} as it describes repositories") from error
+
+    def get(self, name: str) -> contextlib.AbstractContextManager[Iterator[bytes]]:
+        return self._session.get(f"/{self.name}/resolve/{self._commit}/{name}", self._about())
+
+    def _about(self) -> str:
+        return f"{self.name!a} at revision {self._revision!a}" if self._revision else f"{self.name!a}"
+
+
+class _Session:
+    """Requests with one caller's token, to one endpoint and to where it may redirect."""
+
+    def __init__(self, endpoint: str, token: str | None, redirect_hosts: Sequence[str]) -> None:
+        import huggingface_hub
+
+        if huggingface_hub.constants.HF_HUB_OFFLINE:
+            raise unavailable("this server does not ask the Hub: HF_HUB_OFFLINE is set")
+        self._endpoint = endpoint
+        self._token = token
+        public = _FILE_HOSTS.get(urlsplit(endpoint).hostname or "")
+        self._redirect_hosts = (*redirect_hosts, *((public,) if public else ()))
+        self._client = http_client()
+
+    def __enter__(self) -> _Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    @contextlib.contextmanager
+    def get(self, path: str, about: str) -> Generator[Iterator[bytes]]:
+        """The body's bytes as they come. Raises AdapterNotFound or SourceUnavailable."""
+        url = self._endpoint + path
+        for _ in range(MAX_REDIRECTS + 1):
+            with self._client.stream("GET", url, headers=self._headers(url)) as response:
+                if not response.has_redirect_location:
+                    _check_status(response, about, has_token=bool(self._token))
+                    yield response.iter_raw(PIECE_BYTES)
+                    return
+                url = self._redirected(url, urljoin(url, response.headers["location"]), about)
+        raise unavailable(f"the Hub redirected more than {MAX_REDIRECTS} times for {about}")
+
+    def _headers(self, url: str) -> dict[str, str]:
+        from huggingface_hub.utils import build_hf_headers
+
+        is_own = _origin(url) == _origin(self._endpoint)
+        # False: not the token that this machine may have been logged in with either.
+        headers = build_hf_headers(token=self._token or False if is_own else False, library_name="loraplex")
+        return headers | {"accept-encoding": "identity"}
+
+    def _redirected(self, url: str, target: str, about: str) -> str:
+        """Raises SourceUnavailable where it leads to a host that the operator has not named, or out of TLS."""
+        scheme, host, _ = _origin(target)
+        is_named = any(host == one or (one.startswith(".") and host.endswith(one)) for one in self._redirect_hosts)
+        if _origin(target) == _origin(self._endpoint) or (is_named and scheme == TLS):
+            return target
+        raise unavailable(
+            f"the Hub redirected to another host ({host[:100]!a}) for {about}, which this server does not follow; its "
+            "operator can allow it (--hub-redirect-host)"
         )
 
 
-def _translated(error: Exception, adapter_id: str) -> LoraplexError:
-    """The Hub client's exceptions, without its addresses."""
-    from huggingface_hub import errors
+def _described(sibling: Mapping[str, Any]) -> RemoteFile:
+    lfs = sibling.get("lfs")
+    size = lfs["size"] if lfs else sibling["size"]
+    if type(size) is not int or size < 0:
+        raise ValueError(size)
+    if lfs:
+        return RemoteFile(size, _checked(_COMMIT, lfs["sha256"]))
+    git_hash = partial(hashlib.sha1, f"blob {size}\0".encode(), usedforsecurity=False)
+    return RemoteFile(size, _checked(_COMMIT, sibling["blobId"]), new_hash=git_hash)
 
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DiskFull(
-            f"the disk is full for now, so that {adapter_id!a} cannot be fetched from the Hub; make room in the folder "
-            "of temporary files",
-            resource="temporary files",
-            retry_after_s=RETRY_AFTER_S,
-            metadata={"can_ever_fit": "true"},
+
+def _checked(pattern: re.Pattern[str], value: Any) -> str:
+    if not isinstance(value, str) or not pattern.match(value):
+        raise ValueError(value)
+    return value
+
+
+def _origin(url: str) -> tuple[str, str, int | None]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname or "", parts.port or {"https": 443, "http": 80}.get(parts.scheme)
+
+
+def _check_status(response: Any, about: str, *, has_token: bool) -> None:
+    """Bodies of refusals are not read: they say nothing that the code does not, and may be endless."""
+    status, code = response.status_code, response.headers.get("x-error-code", "")
+    if status == 200:
+        return
+    if status == 403 or code == "GatedRepo":
+        raise AdapterNotFound(
+            f"the Hub does not give out {about} to "
+            + ("the account of this token; ask its owner for access" if has_token else "everybody; send a token"),
+            field="adapter_id",
         )
-    missing = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.EntryNotFoundError)
-    offline = (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)
-    if isinstance(error, missing) and not isinstance(error, offline):
-        return adapter_not_found(adapter_id)  # a private or gated repository looks the same from here
-    if isinstance(error, errors.HFValidationError):
-        return adapter_not_found(adapter_id)
-    return SourceUnavailable(
-        f"the Hub did not give out {adapter_id!a} ({type(error).__name__}); try again later, or put the adapter "
-        "into the server's directory of adapters",
-        resource=adapter_id,
-        retry_after_s=RETRY_AFTER_S,
-    )
+    if status in (401, 404):  # of a private repository, as of one that there is not
+        raise AdapterNotFound(f"the Hub has no {about} that this caller may see", field="adapter_id")
+    raise unavailable(f"the Hub answered {status} for {about}")

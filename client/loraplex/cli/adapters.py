@@ -1,4 +1,4 @@
-"""Command `loraplex adapters`: list, load, unload and verify adapters."""
+"""Command `loraplex adapters`: list, load, unload, verify and convert adapters."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from loraplex.cli import terminal
 from loraplex.cli.options import DEFAULT_SERVER, Connection, JsonOption, ServerOption
 from loraplex.types import AdapterState
 from loraplex_proto.enums import ADAPTER_STATES
-from loraplex_runtime.flags import with_flags
+from loraplex_runtime.flags import parse_bytes, with_flags
 
 adapters = typer.Typer(
-    help="List, load, unload and verify adapters.\n\n"
+    help="List, load, unload, verify and convert adapters.\n\n"
     "A server loads an adapter by itself at the first request that names it; `load` does it ahead of time.",
     no_args_is_help=True,
 )
@@ -51,12 +51,24 @@ def load(
     *,
     server: ServerOption = DEFAULT_SERVER,
     pin: Annotated[bool, typer.Option("--pin", help="Keep it in memory until it is unloaded.")] = False,
+    source: Annotated[
+        str,
+        typer.Option(
+            metavar="SOURCE",
+            help="Where its files are, if not at NAME: a folder on the server, hub:ORG/NAME or s3:BUCKET/PREFIX.",
+        ),
+    ] = "",
+    expected_digest: Annotated[str, typer.Option("--digest", help="Load these contents or none.")] = "",
+    if_absent: Annotated[
+        bool, typer.Option("--if-absent", help="Leave a name that is loaded as it is, whatever its files are now.")
+    ] = False,
     as_json: JsonOption = False,
     connection: Connection,
 ) -> None:
     """Load an adapter ahead of its first request, or again after its files have changed."""
     with connection.client(server) as client:
-        _show(client.adapters.load(name, pin=pin), as_json=as_json)
+        rows = client.adapters.load(name, pin=pin, source=source, expected_digest=expected_digest, if_absent=if_absent)
+        _show(rows, as_json=as_json)
 
 
 @adapters.command()
@@ -65,12 +77,33 @@ def unload(
     name: NameArgument,
     *,
     server: ServerOption = DEFAULT_SERVER,
+    if_unused: Annotated[bool, typer.Option("--if-unused", help="Not while requests use it.")] = False,
     as_json: JsonOption = False,
     connection: Connection,
 ) -> None:
     """Unload an adapter. Requests that use it end as they began."""
     with connection.client(server) as client:
-        _show(client.adapters.unload(name), as_json=as_json)
+        _show(client.adapters.unload(name, if_unused=if_unused), as_json=as_json)
+
+
+@adapters.command()
+@with_flags
+def show(
+    name: NameArgument,
+    *,
+    server: ServerOption = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+    connection: Connection,
+) -> None:
+    """Show all that a server knows of one adapter, on each worker."""
+    with connection.client(server) as client:
+        rows = client.adapters.get(name)
+    if as_json:
+        terminal.write_json([asdict(row) for row in rows])
+        return
+    for row in rows:
+        said = {key: value for key, value in asdict(row).items() if value not in ("", (), 0)}
+        terminal.write_table(("WHAT", "VALUE"), [(key.replace("_", " "), _words(value)) for key, value in said.items()])
 
 
 @adapters.command()
@@ -81,15 +114,20 @@ def verify(
     max_rank: Annotated[
         int | None, typer.Option("--max-lora-rank", help="As the server's. Default: the server's default.")
     ] = None,
+    against_peft: Annotated[
+        bool,
+        typer.Option("--against-peft", help="Compare logits and texts with PEFT's; loads the base model twice."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Check an adapter's files against a base model, without a server.
 
     Does what a server does when it loads the adapter, up to the last byte: what passes here will load there. Loads the
-    base model into memory, and needs loraplex[server].
+    base model into memory, and needs loraplex[server]. Exits with 1 where the adapter cannot be served, or differs from
+    PEFT's, and with 2 for a wrong command line.
     """
     try:
-        report = _verify(folder, base, dtype, max_rank)
+        report = _verify(folder, base, dtype, max_rank, against_peft=against_peft)
     except LoraplexError as error:
         if not as_json:
             raise
@@ -99,23 +137,56 @@ def verify(
         terminal.write_json(report)
     else:
         terminal.write_table(("WHAT", "VALUE"), [(key, _words(value)) for key, value in report.items()])
+    if against_peft and not report["peft"]["equal"]:
+        raise typer.Exit(1)
 
 
-def _verify(folder: Path, base: str, dtype: str, max_rank: int | None) -> dict[str, Any]:
+def _verify(folder: Path, base: str, dtype: str, max_rank: int | None, *, against_peft: bool) -> dict[str, Any]:
     """Raises the error that a server would raise."""
     if not folder.is_dir():
         raise InvalidArgument(f"{folder} is not a folder", field="DIR")
     from loraplex_server.cli.verify import verify_adapter  # late: it imports torch
 
-    return verify_adapter(folder, base, dtype, max_rank, terminal.progress)
+    return verify_adapter(folder, base, dtype, max_rank, terminal.progress, against_peft=against_peft)
+
+
+@adapters.command()
+def convert(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with the adapter's files.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to make. It must not be there yet.")],
+    max_size: Annotated[
+        str, typer.Option("--max-bytes", help="The most that each file may have, such as 8GiB.")
+    ] = "8GiB",
+    as_json: JsonOption = False,
+) -> None:
+    """Make safetensors of pickled weights: of adapter_model.bin or medusa_lm_head.pt.
+
+    A process of its own reads the pickle, with bounds of memory and time. It runs nothing of it and can open nothing.
+    Needs loraplex[server].
+    """
+    if not folder.is_dir():
+        raise InvalidArgument(f"{folder} is not a folder", field="DIR")
+    max_bytes = parse_bytes(max_size)
+    from loraplex_server.cli.convert import convert_adapter  # late: it imports torch
+
+    report = convert_adapter(folder, out, max_bytes, progress=terminal.progress)
+    if as_json:
+        terminal.write_json(report)
+        return
+    for one in report["converted"]:
+        terminal.remark(f"{one['from']} -> {one['to']}, {one['tensors']} tensors")
+    terminal.remark(f"check it with: loraplex adapters verify {report['out']} --base MODEL")
 
 
 def _words(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return "; ".join(str(one) for one in cast("list[object]", value)) or "none"
-    return str(value)
+    if isinstance(value, dict):
+        pairs = cast("dict[str, object]", value).items()
+        return "; ".join(f"{key.replace('_', ' ')}: {_words(one)}" for key, one in pairs)
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 _COLUMNS = ("NAME", "KIND", "STATE", "TIER", "RANK", "SIZE", "RUNNING", "PINNED", "WORKER", "DIGEST", "ERROR")
@@ -138,9 +209,15 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
+def shown_name(adapter_id: str) -> str:
+    """A version with as much of its digest as requests need."""
+    name, at, digest = adapter_id.partition("@")
+    return f"{name}{at}{digest[:12]}"
+
+
 def _cells(row: Adapter) -> tuple[str, ...]:
     return (
-        row.adapter_id,
+        shown_name(row.adapter_id),
         row.kind,
         row.state,
         row.tier,
@@ -150,5 +227,7 @@ def _cells(row: Adapter) -> tuple[str, ...]:
         "yes" if row.pinned else "no",
         row.worker,
         row.digest[:12],
-        f"{row.error_reason}: {row.error}" if row.error else "",
+        f"{row.last_error_reason or row.error_reason}: {row.last_error or row.error}"
+        if row.last_error or row.error
+        else "",
     )

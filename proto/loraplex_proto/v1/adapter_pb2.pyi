@@ -89,6 +89,12 @@ class Adapter(google.protobuf.message.Message):
     WORKER_FIELD_NUMBER: builtins.int
     LABELS_FIELD_NUMBER: builtins.int
     PER_TOKEN_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    BASE_FIELD_NUMBER: builtins.int
+    TASKS_FIELD_NUMBER: builtins.int
+    USES_FIELD_NUMBER: builtins.int
+    LAST_ERROR_FIELD_NUMBER: builtins.int
+    LAST_ERROR_REASON_FIELD_NUMBER: builtins.int
     adapter_id: builtins.str
     kind: builtins.str
     """"lora", "medusa" (heads to speculate with) or "combined" (both)."""
@@ -106,9 +112,24 @@ class Adapter(google.protobuf.message.Message):
     worker: builtins.str
     """Filled by the router."""
     per_token: builtins.bool
+    source: builtins.str
+    """Where a load by name took it from, where that is not the folder of its own name."""
+    base: builtins.str
+    """The base model that its files say it was made for. Empty where they do not say, and of a version asked for by digest."""
+    uses: builtins.int
+    """Requests that have named its content since the worker has known it."""
+    last_error: builtins.str
+    """Why the last load under this name failed; also where an older content still serves it. Gone with the next load that
+    succeeds.
+    """
+    last_error_reason: builtins.str
     @property
     def labels(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Of an adapter with a classifier: its labels, and whether it classifies tokens, not texts."""
+
+    @property
+    def tasks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What it can be asked for: "generate", "embed", "classify"."""
 
     def __init__(
         self,
@@ -127,8 +148,14 @@ class Adapter(google.protobuf.message.Message):
         worker: builtins.str = ...,
         labels: collections.abc.Iterable[builtins.str] | None = ...,
         per_token: builtins.bool = ...,
+        source: builtins.str = ...,
+        base: builtins.str = ...,
+        tasks: collections.abc.Iterable[builtins.str] | None = ...,
+        uses: builtins.int = ...,
+        last_error: builtins.str = ...,
+        last_error_reason: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "bytes", b"bytes", "digest", b"digest", "error", b"error", "error_reason", b"error_reason", "kind", b"kind", "labels", b"labels", "per_token", b"per_token", "pinned", b"pinned", "rank", b"rank", "running_requests", b"running_requests", "state", b"state", "tier", b"tier", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "base", b"base", "bytes", b"bytes", "digest", b"digest", "error", b"error", "error_reason", b"error_reason", "kind", b"kind", "labels", b"labels", "last_error", b"last_error", "last_error_reason", b"last_error_reason", "per_token", b"per_token", "pinned", b"pinned", "rank", b"rank", "running_requests", b"running_requests", "source", b"source", "state", b"state", "tasks", b"tasks", "tier", b"tier", "uses", b"uses", "worker", b"worker"]) -> None: ...
 
 Global___Adapter: typing_extensions.TypeAlias = Adapter
 
@@ -146,13 +173,18 @@ class LoadAdapterRequest(google.protobuf.message.Message):
     pin: builtins.bool
     """Keep it in memory until it is unloaded."""
     source: builtins.str
-    """Not available yet, each refused with UNIMPLEMENTED: where the adapter comes from (a path under one of the server's
-    adapter roots, or a repository), its revision there, the digest that it must have, and whether a name that is bound
-    already stays as it is.
+    """Where it comes from: a folder under the server's adapter root, by its path there or by an absolute one; hub:ORG/NAME
+    on the Hub; s3:BUCKET/PREFIX in a bucket. Empty: from where the name was loaded before, else the folder of that
+    name. A load without it keeps to it until the name is unloaded.
     """
     revision: builtins.str
+    """Of a source hub:ORG/NAME: a branch, a tag or a commit. Folders have none: refused with UNIMPLEMENTED."""
     expected_digest: builtins.str
+    """`digest` that it must have, 64 hexadecimal digits. Otherwise FAILED_PRECONDITION (DIGEST_MISMATCH), and the name
+    stays as it was.
+    """
     if_absent: builtins.bool
+    """A name that is bound stays as it is, and its files are not read."""
     def __init__(
         self,
         *,
@@ -190,13 +222,17 @@ class UnloadAdapterRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ADAPTER_ID_FIELD_NUMBER: builtins.int
+    IF_UNUSED_FIELD_NUMBER: builtins.int
     adapter_id: builtins.str
+    if_unused: builtins.bool
+    """Refuse with FAILED_PRECONDITION (ADAPTER_IN_USE) while requests use it, instead of letting them end."""
     def __init__(
         self,
         *,
         adapter_id: builtins.str = ...,
+        if_unused: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "if_unused", b"if_unused"]) -> None: ...
 
 Global___UnloadAdapterRequest: typing_extensions.TypeAlias = UnloadAdapterRequest
 

@@ -64,6 +64,7 @@ class GenerateRequest(google.protobuf.message.Message):
     GRAMMAR_FIELD_NUMBER: builtins.int
     TRUNCATE_PROMPT_FIELD_NUMBER: builtins.int
     OMIT_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
+    MERGE_FIELD_NUMBER: builtins.int
     text: builtins.str
     adapter_id: builtins.str
     """A name under the server's adapter root. Empty: the base model. Never a path."""
@@ -83,7 +84,9 @@ class GenerateRequest(google.protobuf.message.Message):
     def chat(self) -> Global___Chat: ...
     @property
     def adapters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___AdapterWeight]:
-        """A weighted mixture of plain LoRA adapters; not together with adapter_id."""
+        """A weighted mixture of plain LoRA adapters, 8 at most; not together with adapter_id. Without merge it is the exact
+        sum of their terms, each times its weight.
+        """
 
     @property
     def sampling(self) -> Global___Sampling: ...
@@ -100,6 +103,10 @@ class GenerateRequest(google.protobuf.message.Message):
     @property
     def truncate_prompt(self) -> Global___Truncate:
         """Shortens a prompt that is too long, instead of refusing it."""
+
+    @property
+    def merge(self) -> Global___AdapterMerge:
+        """Of adapters: into one adapter, which is made once and kept as others are."""
 
     def __init__(
         self,
@@ -120,9 +127,10 @@ class GenerateRequest(google.protobuf.message.Message):
         grammar: Global___Grammar | None = ...,
         truncate_prompt: Global___Truncate | None = ...,
         omit_special_tokens: builtins.bool = ...,
+        merge: Global___AdapterMerge | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["chat", b"chat", "grammar", b"grammar", "input", b"input", "output", b"output", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "truncate_prompt", b"truncate_prompt"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "adapters", b"adapters", "cache_salt", b"cache_salt", "chat", b"chat", "grammar", b"grammar", "input", b"input", "n", b"n", "omit_special_tokens", b"omit_special_tokens", "output", b"output", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "truncate_prompt", b"truncate_prompt"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["chat", b"chat", "grammar", b"grammar", "input", b"input", "merge", b"merge", "output", b"output", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "truncate_prompt", b"truncate_prompt"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "adapters", b"adapters", "cache_salt", b"cache_salt", "chat", b"chat", "grammar", b"grammar", "input", b"input", "merge", b"merge", "n", b"n", "omit_special_tokens", b"omit_special_tokens", "output", b"output", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "truncate_prompt", b"truncate_prompt"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["text", "token_ids", "chat"] | None: ...
 
 Global___GenerateRequest: typing_extensions.TypeAlias = GenerateRequest
@@ -381,12 +389,15 @@ Global___ToolCall: typing_extensions.TypeAlias = ToolCall
 
 @typing.final
 class AdapterWeight(google.protobuf.message.Message):
+    """The same id may come twice: PEFT takes it as two adapters, whose sum is that of the weights."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ID_FIELD_NUMBER: builtins.int
     WEIGHT_FIELD_NUMBER: builtins.int
     id: builtins.str
     weight: builtins.float
+    """Finite, at most 1000 in size, and not 0, which would be the weight of one that is not set."""
     def __init__(
         self,
         *,
@@ -396,6 +407,41 @@ class AdapterWeight(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["id", b"id", "weight", b"weight"]) -> None: ...
 
 Global___AdapterWeight: typing_extensions.TypeAlias = AdapterWeight
+
+@typing.final
+class AdapterMerge(google.protobuf.message.Message):
+    """As PEFT's add_weighted_adapter makes one adapter of several, by the factors: an approximation of their sum."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STRATEGY_FIELD_NUMBER: builtins.int
+    DENSITY_FIELD_NUMBER: builtins.int
+    MAJORITY_SIGN_FIELD_NUMBER: builtins.int
+    SEED_FIELD_NUMBER: builtins.int
+    strategy: builtins.str
+    """linear, ties, dare_linear, dare_ties, magnitude_prune. Adapters of different ranks do not merge."""
+    density: builtins.float
+    """Share of values that are kept: above 0, at most 1. Required but for linear, which has none."""
+    majority_sign: builtins.str
+    """total (the default) or frequency: how ties and dare_ties choose a value's sign."""
+    seed: builtins.int
+    """Of what dare_linear and dare_ties drop at random. Not set: from the adapters and these options."""
+    def __init__(
+        self,
+        *,
+        strategy: builtins.str = ...,
+        density: builtins.float | None = ...,
+        majority_sign: builtins.str = ...,
+        seed: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_density", b"_density", "_seed", b"_seed", "density", b"density", "seed", b"seed"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_density", b"_density", "_seed", b"_seed", "density", b"density", "majority_sign", b"majority_sign", "seed", b"seed", "strategy", b"strategy"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_density", b"_density"]) -> typing.Literal["density"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
+
+Global___AdapterMerge: typing_extensions.TypeAlias = AdapterMerge
 
 @typing.final
 class Sampling(google.protobuf.message.Message):

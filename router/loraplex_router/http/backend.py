@@ -10,7 +10,7 @@ from typing import Any, Final
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 
-from loraplex_contracts.adapters import check_adapter_id
+from loraplex_contracts.adapters import check_adapter_ref
 from loraplex_contracts.errors import AdapterNotFound, Internal, InvalidAdapterId, InvalidArgument
 from loraplex_proto.v1 import adapter_pb2
 from loraplex_proto.v1 import inference_pb2 as pb
@@ -130,7 +130,7 @@ class Backend:
         """Raises AdapterNotFound for an unknown adapter, and for one that the caller may not use."""
         handle = self.handler("GetAdapter", self.adapters.get)
         try:
-            question = adapter_pb2.GetAdapterRequest(adapter_id=check_adapter_id(adapter_id)).SerializeToString()
+            question = adapter_pb2.GetAdapterRequest(adapter_id=check_adapter_ref(adapter_id)).SerializeToString()
             found = adapter_pb2.GetAdapterResponse.FromString(await self.ask(handle, question, request))
         except (AdapterNotFound, InvalidAdapterId) as error:
             raise model_not_found(adapter_id) from error

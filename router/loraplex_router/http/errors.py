@@ -17,6 +17,7 @@ from loraplex_contracts.errors import (
     ListingTooLarge,
     LoraplexError,
     MessageTooLarge,
+    QuotaExceeded,
     RequestTimeout,
 )
 from loraplex_proto.validate import HANDLED
@@ -46,6 +47,8 @@ _GRAMMAR: Final = (
 )
 _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "adapter_id": _ADAPTER,
+    "adapters": ("adapters", "merged_adapters"),
+    "merge": ("merge", "merged_adapters"),
     **dict.fromkeys(("input", "text", "token_ids.ids"), _PROMPT),
     "inputs": ("input", "documents", "texts", "text_2", "items", "data_2", "inputs"),
     "query": ("query", "text_1", "queries", "data_1"),
@@ -85,14 +88,18 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 # In a message: a path of the wire.
 _PATH: Final = re.compile(
-    r"`((?:sampling|stopping|output|chat|grammar|truncate_prompt|inputs|query|token_ids|speculation)\.[\w.\[\]]+)`"
+    r"`((?:adapters|merge|sampling|stopping|output|chat|grammar|truncate_prompt|inputs|query|token_ids|speculation)"
+    r"\.[\w.\[\]]+)`"
 )
+
+
+_NESTED: Final = frozenset({"adapters", "merge", "chat", "inputs", "query", "truncate_prompt"})
 
 
 def field_name(path: str, given: Collection[str] = (), *, is_native: bool = False) -> str:
     """The name of a field of the wire in a request that has the fields `given`; of another field its own."""
     whole, root = path.partition("[")[0], path.partition(".")[0]
-    while whole not in _NAMES and root in ("chat", "inputs", "query", "truncate_prompt") and "." in whole:
+    while whole not in _NAMES and root in _NESTED and "." in whole:
         whole = whole.rpartition(".")[0]
     if names := _NAMES.get(whole):
         return next((name for name in names if name in given), names[-1 if is_native else 0])
@@ -123,8 +130,9 @@ def is_missing_model(error: LoraplexError) -> bool:
 
 
 def naming_model(error: LoraplexError, model: str) -> LoraplexError:
-    """The error; where the adapter that was asked for is missing, the one answer that names it as `model`."""
-    return model_not_found(model) if is_missing_model(error) else error
+    """The error; where the adapter that was asked for is missing, the one answer that names it as `model`. Without
+    `model` it is the one that the error names, of a mixture."""
+    return model_not_found(model or error.resource or "") if is_missing_model(error) else error
 
 
 def status_of(error: LoraplexError) -> int:
@@ -147,6 +155,8 @@ def error_object(error: LoraplexError) -> dict[str, Any]:
         message = f"{message} (over this model's maximum context length)"
     elif isinstance(error, MessageTooLarge):
         kind, code = "invalid_request_error", "request_too_large"
+    if isinstance(error, QuotaExceeded):
+        code = "rate_limit_exceeded"  # OpenAI's
     content: dict[str, Any] = {"message": message, "type": kind, "param": error.field, "code": code}
     if error.reason not in ("INVALID_ARGUMENT", "UNIMPLEMENTED"):
         content["reason"] = error.reason
@@ -159,7 +169,7 @@ def error_headers(error: LoraplexError) -> dict[str, str]:
     if error.retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(max(0.0, error.retry_after_s)))
         headers["retry-after-ms"] = str(round(max(0.0, error.retry_after_s) * 1000))
-    if status_of(error) == 500:
+    if status_of(error) == 500 or (isinstance(error, QuotaExceeded) and error.retry_after_s is None):
         headers["x-should-retry"] = "false"
     if error.code is Code.UNAUTHENTICATED:
         headers["www-authenticate"] = "Bearer"

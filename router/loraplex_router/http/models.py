@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from loraplex_contracts.errors import Unimplemented
+from loraplex_contracts.mixtures import DEFAULT_WEIGHT
 from loraplex_proto.validate import (
     MAX_CHAT_MESSAGES,
     MAX_COMPLETIONS,
@@ -64,8 +65,7 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "logprob_token_ids": (([],), "use `logprobs`, which are those of the likeliest tokens"),
     "return_token_offsets": ((False,), "POST /tokenize has the offsets of a prompt"),
     "return_prompt_text": ((False,), "POST /tokenize has the text of a chat"),
-    "adapters": (([],), "mixtures of adapters are not served; name one adapter in `model`"),
-    "merged_adapters": ((), "mixtures of adapters are not served; name one adapter in `model`"),
+    **dict.fromkeys(("adapters", "merge", "merged_adapters"), (([],), "mixtures write texts; name one adapter")),
     "adapter_source": ((), _BY_MODEL),
 }
 
@@ -92,6 +92,32 @@ class AdapterFields(Fields):
         return {"model": self.model, "lora_path": self.lora_path, "adapter_id": self.adapter_id}
 
 
+class Member(Fields):
+    """An adapter of a mixture."""
+
+    id: str
+    weight: float = DEFAULT_WEIGHT
+
+
+class Merge(Fields):
+    """How the adapters of a mixture become one."""
+
+    strategy: str
+    density: float | None = None
+    majority_sign: str | None = None
+    seed: Annotated[int, Field(ge=0, le=(1 << 64) - 1)] | None = None
+
+
+class MergedAdapters(Fields):
+    """LoRAX's mixtures."""
+
+    ids: list[str]
+    weights: list[float] | None = None
+    merge_strategy: str | None = None
+    density: float | None = None
+    majority_sign_method: str | None = None
+
+
 class StreamOptions(Fields):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -100,6 +126,9 @@ class StreamOptions(Fields):
 class Generation(AdapterFields):
     """Fields that completions and chat completions have in common."""
 
+    adapters: list[Member] | None = None
+    merge: Merge | None = None
+    merged_adapters: MergedAdapters | None = None
     max_tokens: Uint32 | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -13,12 +13,16 @@ from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import MAX_COMPLETIONS, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
 from loraplex_router.http.backend import COMMON_NUMBERS, adapter_of, put_numbers, unicode_text
 from loraplex_router.http.grammars import GRAMMAR_FIELDS, grammar_of
+from loraplex_router.http.mixtures import put_mixture
 from loraplex_router.http.models import (
     HARMLESS,
     REFUSED,
     ChatCompletionRequest,
     CompletionRequest,
     Fields,
+    Member,
+    Merge,
+    MergedAdapters,
     header_names,
 )
 from loraplex_router.http.openai import speculation_of
@@ -36,7 +40,9 @@ class Parameters(Fields):
     adapter_id: str | None = None
     adapter_source: str | None = None
     api_token: str | None = None  # for other servers' downloads; never read
-    merged_adapters: Any = None
+    adapters: list[Member] | None = None
+    merge: Merge | None = None
+    merged_adapters: MergedAdapters | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = None
     temperature: float | None = None
     top_k: Annotated[int, Field(ge=-1, le=(1 << 32) - 1)] | None = None
@@ -128,6 +134,7 @@ def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: s
     if given.decoder_input_details and is_streamed:
         raise InvalidArgument("`decoder_input_details` is not available in streams", field="decoder_input_details")
     request = pb.GenerateRequest(request_id=request_id, n=best_of, adapter_id=adapter_id_of(adapter_name, base_names))
+    put_mixture(request, base_names, members=given.adapters, merge=given.merge, merged=given.merged_adapters)
     if given.apply_chat_template:
         request.chat.messages.add(role="user", content=prompt)
     else:
@@ -189,11 +196,6 @@ def _put_sampling(request: pb.GenerateRequest, given: Parameters, *, is_sampled:
 
 
 def _refuse(given: Parameters) -> None:
-    if given.merged_adapters is not None:
-        raise Unimplemented(
-            "`merged_adapters` is not available: mixtures of adapters are not served; name one in `adapter_id`",
-            field="merged_adapters",
-        )
     if given.adapter_source not in (None, "", "local"):
         raise Unimplemented(
             "`adapter_source` may only be local: adapters are those under the server's own roots",

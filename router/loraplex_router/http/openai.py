@@ -19,6 +19,7 @@ from loraplex_router.http.backend import (
     unicode_text,
 )
 from loraplex_router.http.grammars import grammar_of
+from loraplex_router.http.mixtures import put_mixture
 from loraplex_router.http.models import (
     ChatCompletionRequest,
     ChatMessage,
@@ -67,7 +68,10 @@ class Job:
 
     @property
     def asked_name(self) -> str:
-        """The adapter's name as the client wrote it: `model`, or what another field named instead."""
+        """The adapter's name as the client wrote it: `model`, or what another field named instead. Empty of a
+        mixture."""
+        if self.requests[0].adapters:
+            return ""
         return self.model if self.model.endswith(self.adapter_id) else self.adapter_id
 
 
@@ -262,6 +266,7 @@ def _common(body: Generation, base_names: Sequence[str], defaults: pb.Sampling) 
     request = pb.GenerateRequest(n=body.n or 1)
     sampling, stopping = request.sampling, request.stopping
     request.adapter_id = adapter_in(body.adapter_names(), base_names)
+    put_mixture(request, base_names, members=body.adapters, merge=body.merge, merged=body.merged_adapters)
     sampling.CopyFrom(defaults)
     if not sampling.HasField("temperature"):
         sampling.temperature = 1.0  # the wire's own default is greedy

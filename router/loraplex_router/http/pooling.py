@@ -505,7 +505,7 @@ def _lorax_adapter(parameters: Parameters | None) -> str | None:
         return None
     if parameters.merged_adapters is not None:
         raise Unimplemented(
-            "`merged_adapters` is not available: mixtures are not served; name one adapter", field="merged_adapters"
+            "`merged_adapters` is not available here: mixtures write texts; name one adapter", field="merged_adapters"
         )
     return None if parameters.adapter_id in _LORAX_BASE else parameters.adapter_id
 

@@ -154,9 +154,25 @@ class EventStream(StreamingResponse):
         self._calls = calls
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends them in this task. Starlette's own way, a task group, costs more CPU time (benchmarks/LOG.md)."""
+        streaming = asyncio.current_task()
+        assert streaming is not None
+        is_over = False
+
+        def on_left(watching: asyncio.Task[None]) -> None:
+            if not (is_over or watching.cancelled()):
+                streaming.cancel()
+
+        watching = asyncio.create_task(_until_left(receive))
+        watching.add_done_callback(on_left)
         try:
-            await super().__call__(scope, receive, send)
+            await self.stream_response(send)
+        except asyncio.CancelledError:
+            if not watching.done() or streaming.uncancel():
+                raise  # not because the client has left
         finally:
+            is_over = True
+            watching.cancel()
             self._calls.cancel()
 
 

@@ -27,7 +27,17 @@ from loraplex_server.cli.worker import FLAGS, JsonFlag, ModelArgument, worker_co
 from loraplex_server.config import WorkerConfig
 
 # The router listens, authenticates and terminates TLS; the workers behind it take the rest of the flags.
-ROUTER_ONLY = {"host", "port", "metrics_port", "metrics_host", "auth_file", "tls_cert", "tls_key", "announce"}
+ROUTER_ONLY = {
+    "host",
+    "port",
+    "metrics_port",
+    "metrics_host",
+    "auth_file",
+    "quota_share",
+    "tls_cert",
+    "tls_key",
+    "announce",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +152,7 @@ def _router_config(config: WorkerConfig, addresses: list[str], worker_token: str
         metrics_port=config.metrics_port,
         metrics_host=config.metrics_host,
         auth_file=config.auth_file,
+        quota_share=config.quota_share,
         tls_cert=config.tls_cert,
         tls_key=config.tls_key,
         drain_s=config.drain_s,

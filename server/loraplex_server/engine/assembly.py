@@ -15,24 +15,38 @@ from transformers.utils.logging import disable_progress_bar
 
 from loraplex_adapters.cache.manager import AdapterManager
 from loraplex_adapters.cache.residency import AdapterCacheConfig
-from loraplex_adapters.sources.chain import make_source
-from loraplex_adapters.sources.directory import FolderSource
+from loraplex_adapters.io.source_files import AdapterSource
+from loraplex_adapters.sources.chain import ChainSource, RoutedSource, make_source
+from loraplex_adapters.sources.directory import DirectorySource, FolderSource
+from loraplex_adapters.sources.hub import HubSource
+from loraplex_adapters.sources.s3 import S3Source
 from loraplex_adapters.weights import AdapterWeights
+from loraplex_contracts.adapters import S3_SOURCE
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cpu.native.config import default_num_threads
 from loraplex_server.backends.cuda.graphs import Shape
 from loraplex_server.backends.registry import choose_backend, make_attention
-from loraplex_server.config import AdaptersConfig, EngineConfig, hub_token
+from loraplex_server.config import AdaptersConfig, EngineConfig, hub_token, reads_unsigned
 from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.grammars.matcher import Compiler, Grammars
 from loraplex_server.kv.blocks import BlockPool
+from loraplex_server.kv.states import StatePool
 from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.attention import KvCache, ModelSpec, kv_block_bytes
 from loraplex_server.model.loader import LoadedModel, generation_defaults, load_model, resolve_device
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel, served_model
-from loraplex_server.model.memory import free_memory_bytes, kv_budget_bytes, num_kv_blocks, step_bytes
+from loraplex_server.model.memory import (
+    STATE_SHARE,
+    free_memory_bytes,
+    kv_budget_bytes,
+    num_kv_blocks,
+    num_state_slots,
+    state_slot_bytes,
+    step_bytes,
+)
 from loraplex_server.model.runner import ModelRunner
+from loraplex_server.model.states import StateMemory
 from loraplex_server.sampling.sampler import Sampler
 from loraplex_server.scheduler.admission import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler
@@ -101,8 +115,13 @@ def assemble(
         loaded, slots, backend.dense(), argmax=argmax, guesser=backend.medusa_guesser(loaded.head, loaded.dtype)
     )
     has_adapters = config.adapters.root is not None or config.adapters.hub or served.heads is not None
-    num_blocks = kv_blocks(config, loaded, free_memory_bytes(loaded.device), has_adapters=has_adapters)
+    free_bytes = free_memory_bytes(loaded.device)
+    num_slots = state_slots(config, loaded, free_bytes, has_adapters=has_adapters)
+    num_blocks = kv_blocks(config, loaded, free_bytes - num_slots * state_slot_bytes(loaded), has_adapters=has_adapters)
     progress(f"{num_blocks * block_size:,} tokens of KV cache in {loaded.dtype_name} on {loaded.device}")
+    if num_slots:
+        fewer = f"; so no more than {num_slots} completions run at a time" if num_slots < batch.max_running else ""
+        progress(f"{num_slots} slots for recurrent states, {state_slot_bytes(loaded) / 2**20:.1f} MiB each{fewer}")
     max_context_tokens = _max_context_tokens(spec.max_context_tokens, num_blocks, block_size, progress)
     runner = ModelRunner(
         loaded,
@@ -111,6 +130,7 @@ def assemble(
         slots,
         Sampler(batch.max_running, spec.num_logits, loaded.device, argmax=argmax),
         max_rows=batch.max_running,
+        states=StateMemory(loaded.states, num_slots, loaded.device) if num_slots else None,
     )
     if loaded.device.type == "cuda":
         runner.warm_up(batch.max_step_tokens, progress)
@@ -134,6 +154,7 @@ def assemble(
         BlockPool(num_blocks, block_size, prefix_caching=config.kv.prefix_caching),
         manager,
         frozenset(spec.eos_token_ids),
+        StatePool(num_slots) if num_slots else None,
     )
     info = ModelInfo(
         model_id=loaded.model_id,
@@ -201,25 +222,54 @@ def _manager(
             store_dir=config.store_dir,
             with_templates=config.templates,
         ),
-        make_source(config.root, config.hub, hub_token(), own, with_templates=config.templates),
+        make_source(config.root, own),
         loaded.base_targets(config.max_rank),
         loaded.device,
         install,
         notify,
+        remote=_remote_source(config),
+        watched=DirectorySource(config.root) if config.watch and config.root is not None else None,
     )
+
+
+def _remote_source(config: AdaptersConfig) -> AdapterSource | None:
+    if not config.hub and not config.buckets:
+        return None
+    hub: AdapterSource = ChainSource([])
+    if config.hub:
+        hosts = config.hub_redirect_hosts
+        hub = HubSource(config.hub_endpoints, hub_token(), hosts, with_templates=config.templates)
+    s3 = S3Source(config.buckets, with_templates=config.templates, unsigned=reads_unsigned())
+    return RoutedSource({S3_SOURCE: s3}, hub)
+
+
+def state_slots(config: EngineConfig, loaded: LoadedModel, free_bytes: int, *, has_adapters: bool) -> int:
+    """State slots where `free_bytes` are free beside the weights; 0 where layers keep no states. Raises OutOfMemory."""
+    if not loaded.states:
+        return 0
+    budget = config.kv.state_bytes
+    if budget is None:
+        budget = int(STATE_SHARE * _kv_budget_bytes(config, loaded, free_bytes, has_adapters=has_adapters))
+    return num_state_slots(budget, loaded, config.batch.max_running)
+
+
+def _kv_budget_bytes(config: EngineConfig, loaded: LoadedModel, free_bytes: int, *, has_adapters: bool) -> int:
+    if config.kv.memory_bytes is not None:
+        return config.kv.memory_bytes
+    reserved = config.adapters.device_bytes if has_adapters else 0
+    if loaded.device.type != "cpu":
+        reserved += step_bytes(loaded, config.batch.max_step_tokens, config.batch.max_running)
+        reserved += loaded.backend.graph_bytes(captured_shapes(config, loaded.backend), loaded.spec, loaded.dtype)
+    return kv_budget_bytes(loaded.device.type, free_bytes, reserved)
 
 
 def kv_blocks(config: EngineConfig, loaded: LoadedModel, free_bytes: int, *, has_adapters: bool) -> int:
     """Blocks of the KV cache where `free_bytes` are free beside the weights. `has_adapters`: their budget is kept free.
     Raises OutOfMemory."""
-    kv, batch, device = config.kv, config.batch, loaded.device
-    budget, remedy = kv.memory_bytes, "give more with --kv-memory"
-    if budget is None:
-        reserved = config.adapters.device_bytes if has_adapters else 0
-        if device.type != "cpu":
-            reserved += step_bytes(loaded, batch.max_step_tokens, batch.max_running)
-            reserved += loaded.backend.graph_bytes(captured_shapes(config, loaded.backend), loaded.spec, loaded.dtype)
-        budget = kv_budget_bytes(device.type, free_bytes, reserved)
+    kv, batch = config.kv, config.batch
+    budget = _kv_budget_bytes(config, loaded, free_bytes, has_adapters=has_adapters)
+    remedy = "give more with --kv-memory"
+    if kv.memory_bytes is None:
         remedy = f"{free_bytes / 2**20:.0f} MiB are free: make room, or name a size with --kv-memory"
         if has_adapters:
             remedy += f", or keep less than {config.adapters.device_bytes / 2**20:.0f} MiB with --adapter-device-memory"

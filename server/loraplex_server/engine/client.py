@@ -17,10 +17,19 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from loraplex_adapters.cache.listing import Listing
-from loraplex_contracts.adapters import AdapterId, AdapterInfo, AdapterVersion, CacheUsage
+from loraplex_contracts.adapters import (
+    PLAIN_LOAD,
+    AdapterId,
+    AdapterInfo,
+    AdapterUser,
+    AdapterVersion,
+    CacheUsage,
+    LoadOptions,
+)
 from loraplex_contracts.errors import ClientTooSlow, Draining, EngineLost, Internal, LoraplexError, WorkerLost
 from loraplex_contracts.load import Load
 from loraplex_contracts.request import CompletionEnd, Event, Request, RequestFailed, Tokens
+from loraplex_runtime.auth import current_identity
 from loraplex_runtime.shutdown import start_shielded
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine.liveness import LivenessMonitor
@@ -229,23 +238,34 @@ class EngineClient:
         """A stop string was met in completion `index`."""
         self._send(StopCompletion(stream.request.request_id, index))
 
-    async def adapters(self, verb: AdapterVerb, adapter_id: AdapterId, *, pin: bool = False) -> tuple[AdapterInfo, ...]:
-        """One operation on the adapter cache. Raises its typed error."""
-        return (await self._operate(verb, adapter_id, pin)).adapters
+    async def load_adapter(
+        self, adapter_id: AdapterId, *, pin: bool = False, options: LoadOptions = PLAIN_LOAD
+    ) -> tuple[AdapterInfo, ...]:
+        """Raises the cache's typed error, as do those below."""
+        return (await self._operate("load", adapter_id, pin=pin, options=options)).adapters
+
+    async def unload_adapter(self, adapter_id: AdapterId, *, if_unused: bool = False) -> tuple[AdapterInfo, ...]:
+        return (await self._operate("unload", adapter_id, if_unused=if_unused)).adapters
+
+    async def get_adapter(self, adapter_id: AdapterId) -> tuple[AdapterInfo, ...]:
+        return (await self._operate("get", adapter_id)).adapters
 
     async def adapter_version(self, adapter_id: AdapterId) -> AdapterVersion:
         """The version that requests get now, with its templates; it is fetched where it has to be. Raises as a request
         for it would."""
-        found = (await self._operate("templates", adapter_id, False)).version
+        found = (await self._operate("templates", adapter_id)).version
         assert found is not None, "the engine answers what it was asked"
         return found
 
-    async def _operate(self, verb: AdapterVerb, adapter_id: AdapterId, pin: bool) -> Reply:
+    async def _operate(self, verb: AdapterVerb, adapter_id: AdapterId, **given: Any) -> Reply:
+        """`given`: other fields of the AdapterCommand."""
         self._check_alive()
         operation_id = next(self._operation_ids)
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._operations[operation_id] = future
-        self._send(AdapterCommand(operation_id, verb, adapter_id, pin))
+        caller = current_identity()
+        user = AdapterUser(caller.tenant, caller.limits.max_resident_adapter_bytes)
+        self._send(AdapterCommand(operation_id, verb, adapter_id, user=user, **given))
         try:
             return await future
         except asyncio.CancelledError:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from loraplex_adapters.cache.manager import AdapterManager
-from loraplex_contracts.adapters import AdapterId, AdapterKey, AdapterVersion
+from loraplex_contracts.adapters import AdapterId, AdapterKey, AdapterUser, AdapterVersion
 from loraplex_contracts.errors import (
     ClassifiesOnly,
     DeadlineExceeded,
@@ -26,6 +27,7 @@ from loraplex_contracts.errors import (
     unexpected,
 )
 from loraplex_contracts.load import Forecast, Load
+from loraplex_contracts.mixtures import Mixture, sum_weights
 from loraplex_contracts.plan import GrammarMatcher, StepPlan
 from loraplex_contracts.request import MAX_CLASS_VALUES, CompletionEnd, Event, Grammar, Request, RequestFailed, Tokens
 from loraplex_server.config import SpeculationConfig
@@ -69,7 +71,8 @@ class _Accepted:
 
     request: Request
     num_open: int
-    adapter_key: AdapterKey | None = None  # held for the request's life, as is `medusa_key`
+    # Of its adapter, or of each member of its mixture: held for the request's life, as is `medusa_key`.
+    adapter_keys: tuple[AdapterKey, ...] = ()
     medusa_key: AdapterKey | None = None  # of heads that it names apart from its adapter
     matcher: GrammarMatcher | None = None  # of its grammar, at the beginning; read only
     is_scheduled: bool = False  # False: its adapter is not resolved yet
@@ -83,7 +86,7 @@ class Pending(Generic[Name, Found]):
     """Requests that wait for what they name, by name, until it is found or the error is known: an adapter that is
     fetched, a grammar that is compiled.
 
-    `resolve` gives what is found (of an adapter the key, held once more), or None while there is none yet, or raises.
+    `resolve` gives what is found (of adapters the keys, held once more), or None while there is none yet, or raises.
     It is asked again only when there is news, and once for all requests of one name. `name_of`: of a request.
     `forget` is told of a name that no request waits for any more.
     """
@@ -103,6 +106,7 @@ class Pending(Generic[Name, Found]):
         self._next_deadline_s = math.inf  # none is earlier
         self.num_requests = 0
         self.num_completions = 0
+        self.num_of_tenant: Counter[str] = Counter()
 
     def add(self, request: Request) -> None:
         group = self._name_of(request)
@@ -111,6 +115,7 @@ class Pending(Generic[Name, Found]):
             self._unasked[group] = None
         self._groups[group][request.request_id] = request
         self.num_requests += 1
+        self.num_of_tenant[request.tenant] += 1
         self.num_completions += request.n
         if request.deadline_s is not None:
             self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
@@ -121,6 +126,9 @@ class Pending(Generic[Name, Found]):
         waiting = self._groups.get(group, {})
         if waiting.pop(request.request_id, None) is not None:
             self.num_requests -= 1
+            self.num_of_tenant[request.tenant] -= 1
+            if not self.num_of_tenant[request.tenant]:
+                del self.num_of_tenant[request.tenant]
             self.num_completions -= request.n
             if not waiting:
                 del self._groups[group]
@@ -189,9 +197,12 @@ class Engine:
         self._speculator = speculator or Speculator(SpeculationConfig(), {}, StepCosts({1: 1.0}))
         self._accepted: dict[str, _Accepted] = {}
         self._grammars = grammars or Grammars(None)
-        self._pending = Pending[AdapterId, AdapterKey](cache.resolve, lambda request: request.adapter_id)
-        self._pending_heads = Pending[AdapterId, AdapterKey](
-            cache.resolve, lambda request: request.speculation.medusa_id
+        # By tenant too, since each has its own bytes.
+        self._pending = Pending[tuple[AdapterId | Mixture, AdapterUser], tuple[AdapterKey, ...]](
+            self._resolve_adapters, lambda request: (request.mixture or request.adapter_id, request.adapter_user)
+        )
+        self._pending_heads = Pending[tuple[AdapterId, AdapterUser], AdapterKey](
+            self._resolve_adapter, lambda request: (request.speculation.medusa_id, request.adapter_user)
         )
         self._pending_grammars = Pending[tuple[Grammar | None, str], Matcher](
             self._resolve_grammar, lambda request: (request.grammar, request.tenant), self._forget_grammar
@@ -320,11 +331,11 @@ class Engine:
     def _submit(self, request: Request) -> None:
         accepted = _Accepted(request, num_open=request.n)
         self._accepted[request.request_id] = accepted
-        if not (request.adapter_id or request.speculation.medusa_id or request.grammar):
+        if not (request.adapter_id or request.mixture or request.speculation.medusa_id or request.grammar):
             self._schedule(accepted)
             return
         try:  # before anything is fetched
-            self._scheduler.check(request, self._clock(), self._num_pending)
+            self._scheduler.check(request, self._clock(), self._num_pending, self._num_pending_of(request.tenant))
         except LoraplexError as error:
             self._end(request.request_id, error)
             return
@@ -336,7 +347,7 @@ class Engine:
         request = accepted.request
         if request.grammar and accepted.matcher is None:
             self._pending_grammars.add(request)
-        elif request.adapter_id and accepted.adapter_key is None:
+        elif (request.adapter_id or request.mixture) and not accepted.adapter_keys:
             self._pending.add(request)
         elif request.speculation.medusa_id and accepted.medusa_key is None:
             self._pending_heads.add(request)
@@ -349,9 +360,24 @@ class Engine:
         scheduler's queue and count there already."""
         return sum(waiting.num_requests for waiting in self._waiting)
 
+    def _num_pending_of(self, tenant: str) -> int:
+        return sum(waiting.num_of_tenant[tenant] for waiting in self._waiting)
+
     @property
     def _waiting(self) -> tuple[Pending[Any, Any], ...]:
         return self._pending_grammars, self._pending, self._pending_heads
+
+    def _resolve_adapter(self, asked: tuple[AdapterId, AdapterUser], now: float) -> AdapterKey | None:
+        return self._cache.resolve(asked[0], now, asked[1])
+
+    def _resolve_adapters(
+        self, asked: tuple[AdapterId | Mixture, AdapterUser], now: float
+    ) -> tuple[AdapterKey, ...] | None:
+        named, user = asked
+        if isinstance(named, Mixture):
+            return self._cache.resolve_mixture(named, now, user)
+        key = self._resolve_adapter((named, user), now)
+        return None if key is None else (key,)
 
     def _resolve_grammar(self, asked: tuple[Grammar | None, str], now: float) -> Matcher | None:
         grammar, tenant = asked
@@ -378,13 +404,17 @@ class Engine:
                 if is_grammar:
                     accepted.matcher = outcome
                 elif waiting is self._pending:
-                    accepted.adapter_key = outcome
+                    accepted.adapter_keys = outcome
                 else:
                     accepted.medusa_key = outcome
                 self._resolve(accepted)
 
     def _schedule(self, accepted: _Accepted) -> None:
-        adapter_key = accepted.adapter_key
+        # A mixture has no classifier, no templates and no heads of its own.
+        mixture = accepted.request.mixture
+        is_sum = mixture is not None and mixture.merge is None
+        keys = accepted.adapter_keys
+        adapter_key = keys[0] if keys and not is_sum else None
         accepted.is_scheduled = True
         try:
             _check_version(accepted.request, adapter_key)
@@ -397,11 +427,19 @@ class Engine:
                 self._clock(),
                 keeps_hidden=keeps_hidden,
                 num_elsewhere=self._num_pending,
+                num_own_elsewhere=self._num_pending_of(request.tenant),
                 matcher=accepted.matcher,
+                adapted_from=self._adapted_from(request, adapter_key),
+                mixture=sum_weights(keys, mixture.weights) if mixture is not None and is_sum else (),
             )
         except LoraplexError as error:
             accepted.is_scheduled = False
             self._end(accepted.request.request_id, error)
+
+    def _adapted_from(self, request: Request, adapter_key: AdapterKey | None) -> int | None:
+        """The first token of the prompt that the adapter changes; None where it changes none, now or later."""
+        invocation = () if adapter_key is None else self._cache.invocation(adapter_key)
+        return start_of_last(invocation, request.prompt_token_ids) if invocation else 0
 
     def _with_classifier(self, request: Request, adapter_key: AdapterKey | None) -> Request:
         """The request with what its adapter's classifier says about it. Raises NoClassifier, ClassifiesOnly where an
@@ -462,9 +500,9 @@ class Engine:
                 for waiting in self._waiting:
                     waiting.discard(accepted.request)
                 self._speculator.end(event.request_id)
-                for adapter_key in (accepted.adapter_key, accepted.medusa_key):
+                for adapter_key in (*accepted.adapter_keys, accepted.medusa_key):
                     if adapter_key is not None:
-                        self._cache.drop_hold(adapter_key)
+                        self._cache.drop_hold(adapter_key, accepted.request.tenant)
 
     # --- adapter operations -------------------------------------------------------------------------------------------
 
@@ -486,18 +524,18 @@ class Engine:
         number, adapter_id = command.operation_id, command.adapter_id
         match command.verb:
             case "load":
-                info = self._cache.load(adapter_id, command.pin, now)
+                info = self._cache.load(adapter_id, command.pin, now, command.user, command.options)
                 return None if info is None else Reply(number, (info,))
             case "unload":
-                return Reply(number, (self._cache.unload(adapter_id),))
+                return Reply(number, (self._cache.unload(adapter_id, command.if_unused),))
             case "get":
                 return Reply(number, (self._cache.get(adapter_id),))
             case "templates":
-                key = self._cache.resolve(adapter_id, now)
+                key = self._cache.resolve(adapter_id, now, command.user)
                 if key is None:
                     return None
                 version = AdapterVersion(adapter_id, key.digest, self._cache.templates(key))
-                self._cache.drop_hold(key)
+                self._cache.drop_hold(key, command.user.tenant)
                 return Reply(number, version=version)
 
     # --- reporting ----------------------------------------------------------------------------------------------------
@@ -534,6 +572,14 @@ class Engine:
         if now >= self._forecast_due_s:
             self._forecast, self._forecast_due_s = self._scheduler.forecast(), now + FORECAST_EVERY_S
         return self._forecast
+
+
+def start_of_last(wanted: Sequence[int], token_ids: Sequence[int]) -> int | None:
+    """Index of the last occurrence of `wanted` in `token_ids`. Linear time: it searches the reversed ids as text,
+    because Python's search from the front is linear and the one from the back is not."""
+    text, part = ("".join(map(chr, reversed(ids))) for ids in (token_ids, wanted))
+    found = text.find(part)
+    return None if found < 0 else len(token_ids) - found - len(wanted)
 
 
 def _check_version(request: Request, adapter_key: AdapterKey | None) -> None:

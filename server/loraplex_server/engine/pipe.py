@@ -18,7 +18,17 @@ from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final, Literal
 
-from loraplex_contracts.adapters import AdapterId, AdapterInfo, AdapterVersion, CacheUsage, ListingChanges
+from loraplex_contracts.adapters import (
+    NOBODY,
+    PLAIN_LOAD,
+    AdapterId,
+    AdapterInfo,
+    AdapterUser,
+    AdapterVersion,
+    CacheUsage,
+    ListingChanges,
+    LoadOptions,
+)
 from loraplex_contracts.errors import LoraplexError
 from loraplex_contracts.load import Load
 from loraplex_contracts.request import Event, Request
@@ -55,6 +65,9 @@ class AdapterCommand:
     verb: Literal["load", "unload", "get", "templates"]
     adapter_id: AdapterId
     pin: bool = False
+    user: AdapterUser = NOBODY
+    options: LoadOptions = PLAIN_LOAD  # of "load"
+    if_unused: bool = False  # of "unload"
 
 
 @dataclass(frozen=True, slots=True)

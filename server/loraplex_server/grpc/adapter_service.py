@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from loraplex_adapters.cache.listing import Listing, is_bound, names_after
-from loraplex_adapters.sources.chain import SourceWatch
-from loraplex_contracts.adapters import AdapterId
+from loraplex_adapters.sources.watch import SourceWatch
+from loraplex_contracts.adapters import AdapterId, AdapterOrigin, LoadOptions
 from loraplex_contracts.errors import AdapterNotFound, SourceUnavailable
 from loraplex_proto import validate
 from loraplex_proto.enums import ADAPTER_STATES
@@ -55,6 +55,10 @@ class AdapterListing:
         """The row of a name that the engine does not know; None where the source does not have it either."""
         found = names_after(self._available(), "", adapter_id, 1)
         return protobuf.unloaded_to_pb(adapter_id) if found and found[0] == adapter_id else None
+
+    def names(self) -> tuple[Sequence[str], Sequence[str]]:
+        """Sorted names of the source, and of the residents; failed ones are in neither."""
+        return self._available(), sorted(resident.adapter_id for resident in self._listing().nearest())
 
     async def _page(self, query: ListQuery, identity: Identity) -> adapter_pb2.ListAdaptersResponse:
         page = Page(query)
@@ -122,7 +126,10 @@ class AdapterServicer(adapter_pb2_grpc.AdapterServiceServicer):
         self, request: adapter_pb2.LoadAdapterRequest, context: Context
     ) -> adapter_pb2.LoadAdapterResponse:
         adapter_id = self._admit(request)
-        infos = await self._engine.adapters("load", adapter_id, pin=request.pin)
+        options = LoadOptions(
+            AdapterOrigin(request.source, request.revision), request.expected_digest, request.if_absent
+        )
+        infos = await self._engine.load_adapter(adapter_id, pin=request.pin, options=options)
         return adapter_pb2.LoadAdapterResponse(adapters=map(protobuf.adapter_to_pb, infos))
 
     @handles_errors
@@ -130,7 +137,7 @@ class AdapterServicer(adapter_pb2_grpc.AdapterServiceServicer):
         self, request: adapter_pb2.UnloadAdapterRequest, context: Context
     ) -> adapter_pb2.UnloadAdapterResponse:
         adapter_id = self._admit(request)
-        infos = await self._engine.adapters("unload", adapter_id)
+        infos = await self._engine.unload_adapter(adapter_id, if_unused=request.if_unused)
         return adapter_pb2.UnloadAdapterResponse(adapters=map(protobuf.adapter_to_pb, infos))
 
     @handles_errors
@@ -139,7 +146,7 @@ class AdapterServicer(adapter_pb2_grpc.AdapterServiceServicer):
     ) -> adapter_pb2.GetAdapterResponse:
         adapter_id = self._admit(request)
         try:
-            infos = await self._engine.adapters("get", adapter_id)
+            infos = await self._engine.get_adapter(adapter_id)
         except AdapterNotFound:
             unloaded = self._listing.unloaded(adapter_id)
             if unloaded is None:

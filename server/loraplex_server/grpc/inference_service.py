@@ -19,6 +19,7 @@ from loraplex_contracts.request import Request
 from loraplex_contracts.sampling import TokenizerView
 from loraplex_proto import validate
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
+from loraplex_runtime.quotas import Ticket
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.frontend.generation import Delta, Progress, generate
@@ -59,6 +60,7 @@ class Accepted:
     """A valid request, and parts of its answer that are known already."""
 
     request: Request
+    ticket: Ticket
     echo: str  # in front of every completion
     prompt_tokens: Sequence[inference_pb2.PromptToken]  # to be sent; without logprobs
     parsing: ResponseParsing | None = None  # of the answers, where that was asked for
@@ -112,6 +114,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         generating = self._generate(accepted, progress)
         async with Sent().added_to_errors(), aclosing(generating) as batches:
             async for batch in batches:
+                accepted.ticket.see(sum(len(delta.token_ids) for delta in batch))
                 for delta in batch:
                     deltas.setdefault(delta.index, []).append(delta)
         return self._answer(request, accepted, deltas, progress)
@@ -126,6 +129,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         generating = self._generate(accepted, progress)
         async with sent.added_to_errors(), aclosing(generating) as batches:
             async for batch in batches:
+                accepted.ticket.see(sum(len(delta.token_ids) for delta in batch))
                 for delta in batch:
                     message = protobuf.delta_to_pb(delta, with_token_ids=not request.output.omit_token_ids)
                     if sent.num_messages == 0:
@@ -148,6 +152,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Gives serialized bytes: for a long text they are made in the process that tokenizes it."""
         validate.check_tokenize(request)
         self._gate.admit(*((request.adapter_id,) if request.adapter_id else ()))
+        self._gate.take_quota()
         async with within(seconds_left(context)):
             version = await self._prompts.version(request, request.adapter_id)
             text, special = await self._prompts.text(request, version)
@@ -165,6 +170,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.DetokenizeResponse:
         validate.refuse_unhandled(request)
         self._gate.admit()
+        self._gate.take_quota()
         async with within(seconds_left(context)):
             ids = request.token_ids
             check = partial(validate.check_token_ids, ids, "token_ids", self._limits)
@@ -219,7 +225,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             num_checked = num_ids if is_cut else min(num_ids, self._limits.max_context_tokens)
             await self._tokenizing.off_loop(num_checked, partial(validate.check_for_model, message, self._limits))
             identity = self._gate.admit(*validate.adapters_in(message))
-            self._refuse_early(message, identity.tenant, remaining_s)
+            num_prompt, num_outputs = self._estimate(message)
+            self._refuse_early(message, num_prompt, num_outputs, identity.tenant, remaining_s)
+            ticket = self._gate.take_quota(
+                message.n or 1,
+                num_prompt_tokens=num_prompt,
+                max_tokens=num_outputs if message.stopping.HasField("max_tokens") else None,
+                room=num_outputs,
+            )
             num_bytes = message.grammar.ByteSize()
             if message.grammar.WhichOneof("kind") == "gbnf":
                 num_bytes = max(num_bytes, SHORT_CHARS)  # its parser takes a hundred times as long as others
@@ -227,6 +240,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             version = await self._prompts.version(message, message.adapter_id)
             special = not message.omit_special_tokens
             prompt = await self._prompts.ids(message, self._truncation(message), special=special, version=version)
+            ticket.set_prompt(len(prompt))
             if is_cut or not num_ids:
                 validate.check_prompt_length(len(prompt), self._limits)
             output = message.output
@@ -255,22 +269,32 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             deadline_s=None if remaining_s is None else arrival_s + remaining_s,
             grammar=grammar,
             adapter_digest="" if version is None else version.digest,
+            max_adapter_bytes=identity.limits.max_resident_adapter_bytes,
         )
-        return Accepted(request, echo, tokens, parsing if output.parse_chat else None)
+        return Accepted(request, ticket, echo, tokens, parsing if output.parse_chat else None)
 
-    def _refuse_early(self, message: inference_pb2.GenerateRequest, tenant: str, remaining_s: float | None) -> None:
-        """Raises Overloaded where the engine would, by an estimate without tokens: refusing a flood must not take CPU
-        time from the requests that are served."""
-        forecast = self._engine.state.load.forecast
-        if forecast is None or message.priority > 0:
-            return
-        num_prompt = len(message.token_ids.ids) or (len(message.text) + message.chat.ByteSize()) // TOKEN_CHARS
+    def _estimate(self, message: inference_pb2.GenerateRequest) -> tuple[int, int]:
+        """Tokens of the prompt before it is tokenized, and those that a completion may have at most."""
+        num_prompt = len(message.token_ids.ids) or (len(message.text) + message.chat.ByteSize()) // TOKEN_CHARS + 1
         if (truncation := self._truncation(message)) is not None:
             num_prompt = min(num_prompt, truncation.max_tokens)
         room = max(1, self._info.max_context_tokens - num_prompt)
         wanted = message.stopping.max_tokens if message.stopping.HasField("max_tokens") else room
-        num_outputs = min(wanted, room)
-        forecast.check((tenant, message.adapter_id), num_prompt, num_outputs, remaining_s)
+        return num_prompt, min(wanted, room)
+
+    def _refuse_early(
+        self,
+        message: inference_pb2.GenerateRequest,
+        num_prompt: int,
+        num_outputs: int,
+        tenant: str,
+        remaining_s: float | None,
+    ) -> None:
+        """Raises Overloaded where the engine would, by an estimate without tokens: refusing a flood must not take CPU
+        time from the requests that are served."""
+        forecast = self._engine.state.load.forecast
+        if forecast is not None and message.priority <= 0:
+            forecast.check((tenant, validate.adapter_name_in(message)), num_prompt, num_outputs, remaining_s)
 
     async def _parsing(
         self, message: inference_pb2.GenerateRequest, prompt: tuple[int, ...], version: AdapterVersion | None

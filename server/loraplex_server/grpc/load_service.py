@@ -106,6 +106,12 @@ def has_same_requests(load: worker_pb2.Load, sent: worker_pb2.Load) -> bool:
 # Adapters that are shown by name; the rest are counted together.
 MAX_NAMED_ADAPTERS: Final = 100
 OTHER: Final = "other"
+# Counters by tier, in the order of ReadCount's fields.
+READS: Final = {
+    "adapter_reads": "Adapters read from the tier.",
+    "adapter_read_seconds": "Time that reading them took, checks included.",
+    "adapter_read_bytes": "Their bytes in memory.",
+}
 
 
 class WorkerCollector:
@@ -138,6 +144,9 @@ class WorkerCollector:
         yield counter("adapter_cache_misses", "Requests that did not.", "tier", misses)
         yield counter("adapter_cache_evictions", "Adapters that had to leave the tier.", "tier", evictions)
         yield summary("adapter_load_seconds", "Time to load an adapter.", *loads)
+        reads = {"source": usage.source_reads, "disk": usage.disk_reads} if usage else {}
+        for number, (name, text) in enumerate(READS.items()):
+            yield counter(name, text, "tier", {tier: read[number] for tier, read in reads.items()})
         yield counter("draft_tokens", "Tokens that speculation has proposed.", "proposer", load.drafted)
         yield counter("accepted_tokens", "Those that the model agreed with.", "proposer", load.accepted)
 

@@ -1,4 +1,4 @@
-"""Middleware of the worker's handlers: parsing, identity, refusal while draining, typed errors, metrics.
+"""Middleware of the worker's handlers: parsing, identity, quotas, refusal while draining, typed errors, metrics.
 
 Owns the flags of draining and the counts of calls.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Sequence
+from contextvars import ContextVar
+from functools import partial, wraps
 from typing import Any, Final, TypeVar, cast
 
 import grpc
@@ -20,11 +21,13 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from loraplex_contracts.adapters import MAX_ID_CHARS
-from loraplex_contracts.errors import Draining, InvalidArgument, LoraplexError
+from loraplex_contracts.errors import Draining, InvalidArgument, LoraplexError, QuotaExceeded
 from loraplex_proto import status
 from loraplex_proto.validate import parse
 from loraplex_runtime import auth, telemetry
 from loraplex_runtime.listener import Drain
+from loraplex_runtime.near_names import with_near_names
+from loraplex_runtime.quotas import TenantQuotas, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +40,14 @@ WATCHES: Final = frozenset({"WatchLoad"})
 
 
 class RequestGate:
-    """Admission and metrics of the calls of one server, shared by its services."""
+    """Admission, quotas and metrics of the calls of one server, shared by its services."""
 
-    def __init__(self, metrics: telemetry.RequestMetrics | None = None) -> None:
+    def __init__(self, metrics: telemetry.RequestMetrics | None = None, quotas: TenantQuotas | None = None) -> None:
         self.is_leaving = False  # reported to routers, so that they send no more
+        self._quotas = quotas or TenantQuotas()
         self.metrics = metrics or telemetry.RequestMetrics(None, "worker")
+        # Sorted names of adapters, to suggest in errors.
+        self.adapter_names: Callable[[], Iterable[Sequence[str]]] = lambda: ()
         self._num_active = 0
         self._drain = Drain(lambda: self._num_active)
 
@@ -52,7 +58,8 @@ class RequestGate:
     @contextlib.contextmanager
     def call(self, method: str) -> Generator[_Call]:
         """One call, from its arrival to its end."""
-        call = _Call(self.metrics, method)
+        call = _Call(self.metrics, method, self._suggesting)
+        _current_call.set(call)
         self._num_active += method not in WATCHES
         try:
             yield call
@@ -62,6 +69,12 @@ class RequestGate:
             self._num_active -= method not in WATCHES
             self._drain.note_end()
 
+    def _suggesting(self, error: LoraplexError) -> LoraplexError:
+        identity = auth.current_identity()
+        if auth.ROUTER in identity.roles and identity is not auth.EVERYBODY:
+            return error  # the router knows what its client may see
+        return with_near_names(error, identity, self.adapter_names())
+
     def admit(self, *adapter_ids: str) -> auth.Identity:
         """The caller's identity. Raises Draining, and AdapterNotFound for an adapter that is not the caller's."""
         if self._drain.has_begun:
@@ -69,6 +82,26 @@ class RequestGate:
         identity = auth.current_identity()
         identity.check_adapters(adapter_ids)
         return identity
+
+    def take_quota(self, num_requests: int = 1, **tokens: Any) -> Ticket:
+        """For the call that this task answers, as `TenantQuotas.take`; given back at the call's end."""
+        return self._take(partial(self._quotas.take, num_requests=num_requests, **tokens))
+
+    def take_pooling_quota(self, num_inputs: int, num_prompt_tokens: int) -> Ticket:
+        """As `TenantQuotas.take_pooling`. A call that asks the engine anew, because it refused, pays once."""
+        return self._take(
+            partial(self._quotas.take_pooling, num_inputs=num_inputs, num_prompt_tokens=num_prompt_tokens)
+        )
+
+    @staticmethod
+    def _take(take: Callable[[auth.Identity], Ticket]) -> Ticket:
+        call = _current_call.get()
+        if call.ticket is not None:
+            call.ticket.set_prompt(0)
+            call.ticket.close()
+        call.ticket = take(auth.current_identity())
+        call.ticket.see(0)  # here all tokens are counted as they come
+        return call.ticket
 
 
 def begin_request(given: str) -> str:
@@ -89,7 +122,7 @@ def service_handler(service: ServiceDescriptor, servicer: object) -> grpc.Generi
         make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
         handlers[method.name] = make(
             getattr(servicer, method.name),
-            request_deserializer=functools.partial(_parsed_or_error, GetMessageClass(method.input_type)),
+            request_deserializer=partial(_parsed_or_error, GetMessageClass(method.input_type)),
             response_serializer=_serialized,
         )
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
@@ -113,7 +146,7 @@ def handles_errors(handler: _Handler) -> _Handler:
 
     The handler's `self` has a RequestGate in `_gate`."""
 
-    @functools.wraps(handler)
+    @wraps(handler)
     async def wrapped(self: Any, request: Any, context: Context) -> Any:
         with self._gate.call(handler.__name__) as call:
             try:
@@ -127,7 +160,7 @@ def handles_errors(handler: _Handler) -> _Handler:
 def handles_stream_errors(handler: _Handler) -> _Handler:
     """As `handles_errors`, for a handler that streams."""
 
-    @functools.wraps(handler)
+    @wraps(handler)
     async def wrapped(self: Any, request: Any, context: Context) -> AsyncIterator[Any]:
         with self._gate.call(handler.__name__) as call:
             try:
@@ -149,12 +182,17 @@ def _checked(request: Any) -> Any:
 class _Call:
     """One call's metrics. A call that neither failed nor ended was cancelled."""
 
-    def __init__(self, metrics: telemetry.RequestMetrics, method: str) -> None:
+    def __init__(
+        self, metrics: telemetry.RequestMetrics, method: str, suggesting: Callable[[LoraplexError], LoraplexError]
+    ) -> None:
         self._metrics = metrics
+        self._suggesting = suggesting
         self._method = method
         self._started_s = time.monotonic()
         self._has_message = False
+        self._error: LoraplexError | None = None
         self.code = "CANCELLED"
+        self.ticket: Ticket | None = None  # its tenant's quotas
 
     def has_message(self) -> None:
         if not self._has_message:
@@ -163,12 +201,20 @@ class _Call:
 
     def failed(self, error: Exception) -> LoraplexError:
         # One error may end many requests; the id is that of this one only.
-        typed = copy.copy(status.as_typed(error))
+        typed = self._suggesting(copy.copy(status.as_typed(error)))
         self.code = typed.code.name
+        self._error = typed
+        if isinstance(typed, QuotaExceeded):
+            self._metrics.quota_refused(typed.metadata.get("quota", ""))
         if request_id := telemetry.bound_request_id():
             typed.metadata.setdefault("request_id", request_id)
         log.info("%s failed: %s: %s", self._method, self.code, typed.message)
         return typed
 
     def ended(self) -> None:
+        if self.ticket is not None:
+            self.ticket.close(self._error)
         self._metrics.ended(self._method, self.code, time.monotonic() - self._started_s)
+
+
+_current_call: ContextVar[_Call] = ContextVar("loraplex_call")  # that this task answers

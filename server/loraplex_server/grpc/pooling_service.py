@@ -190,13 +190,16 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
         arrival_s, left_s = time.monotonic(), seconds_left(context)
         identity = self._gate.admit(*validate.pooling_adapters_in(message))
         async with within(left_s):
-            self._refuse_early(message, query, identity.tenant, left_s)
+            num_estimated = _num_prompt_tokens(message, query)
+            self._refuse_early(message, num_estimated, identity.tenant, left_s)
+            ticket = self._gate.take_pooling_quota(len(inputs), num_estimated)
             prompts: list[tuple[int, ...]] = []
             version: AdapterVersion | None = None
             for one in inputs:
                 version = version or await self._prompts.version(one, message.adapter_id)
                 prompts.append(await self._prompt(message, one, query, version))
                 await asyncio.sleep(0)  # short texts are tokenized on the event loop
+        ticket.set_prompt(sum(map(len, prompts)))
         return [
             Request(
                 request_id=f"{request_id}/{next(self._counter)}",  # clients may choose equal ids
@@ -207,6 +210,7 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
                 adapter_id=AdapterId(message.adapter_id),
                 adapter_digest="" if version is None else version.digest,
                 tenant=identity.tenant,
+                max_adapter_bytes=identity.limits.max_resident_adapter_bytes,
                 cache_salt=message.cache_salt,
                 priority=message.priority,
                 arrival_s=arrival_s,
@@ -246,18 +250,17 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
         validate.check_prompt_length(len(prompt), limits, makes_tokens=False)
         return prompt
 
-    def _refuse_early(
-        self, message: PoolingRequest, query: pooling_pb2.PoolingInput | None, tenant: str, left_s: float | None
-    ) -> None:
+    def _refuse_early(self, message: PoolingRequest, num_prompt: int, tenant: str, left_s: float | None) -> None:
         """As of generation: Overloaded where the engine would refuse, by an estimate without tokens."""
         forecast = self._engine.state.load.forecast
-        if forecast is None or message.priority > 0:
-            return
-        parts = [*message.inputs] if query is None else [*message.inputs, *[query] * len(message.inputs)]
-        num_prompt = sum(
-            len(one.token_ids.ids) or (len(one.text) + one.chat.ByteSize()) // TOKEN_CHARS for one in parts
-        )
-        forecast.check((tenant, message.adapter_id), num_prompt, 1, left_s)
+        if forecast is not None and message.priority <= 0:
+            forecast.check((tenant, message.adapter_id), num_prompt, 1, left_s)
+
+
+def _num_prompt_tokens(message: PoolingRequest, query: pooling_pb2.PoolingInput | None) -> int:
+    """Before they are tokenized."""
+    parts = [*message.inputs] if query is None else [*message.inputs, *[query] * len(message.inputs)]
+    return sum(len(one.token_ids.ids) or (len(one.text) + one.chat.ByteSize()) // TOKEN_CHARS + 1 for one in parts)
 
 
 def _embeds(pooling: int) -> PoolingParams:

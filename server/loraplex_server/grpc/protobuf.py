@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from loraplex_adapters.cache.listing import Resident
 from loraplex_contracts import sampling
 from loraplex_contracts.adapters import AdapterId, AdapterInfo, CacheUsage
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_contracts.load import Forecast, Load
+from loraplex_contracts.mixtures import MajoritySign, Member, Merge, MergeStrategy, Mixture
 from loraplex_contracts.request import (
     Grammar,
     OutputParams,
@@ -59,6 +60,7 @@ def to_request(
     deadline_s: float | None,
     grammar: Grammar | None = None,
     adapter_digest: str = "",
+    max_adapter_bytes: int | None = None,
 ) -> Request:
     """A validated message as the engine's request. `room`: number of new tokens for which the context has space."""
     stopping, output, speculation = message.stopping, message.output, message.speculation
@@ -92,8 +94,10 @@ def to_request(
             fixed_length=speculation.fixed_length,
         ),
         adapter_id=AdapterId(message.adapter_id),
+        mixture=_mixture(message),
         adapter_digest=adapter_digest,
         tenant=tenant,
+        max_adapter_bytes=max_adapter_bytes,
         cache_salt=message.cache_salt,
         grammar=grammar,
         n=message.n or 1,
@@ -101,6 +105,22 @@ def to_request(
         arrival_s=arrival_s,
         deadline_s=deadline_s,
     )
+
+
+def _mixture(message: inference_pb2.GenerateRequest) -> Mixture | None:
+    members = tuple(Member(AdapterId(one.id), one.weight) for one in message.adapters)
+    if not members:
+        return None
+    given = message.merge
+    merge = None
+    if message.HasField("merge"):
+        merge = Merge(
+            strategy=cast(MergeStrategy, given.strategy),  # validated, as is the sign
+            density=given.density if given.HasField("density") else 1.0,
+            majority_sign=cast(MajoritySign, given.majority_sign or "total"),
+            seed=given.seed if given.HasField("seed") else None,
+        )
+    return Mixture(members, merge)
 
 
 def grammar(message: inference_pb2.Grammar) -> Grammar | None:
@@ -423,7 +443,20 @@ def adapter_to_pb(info: AdapterInfo) -> adapter_pb2.Adapter:
         error_reason=info.error_reason,
         labels=info.classifier.labels if info.classifier is not None else (),
         per_token=info.classifier is not None and info.classifier.per_token,
+        source=info.source,
+        base=info.base,
+        tasks=_tasks(info),
+        uses=info.num_uses,
+        last_error=info.last_error,
+        last_error_reason=info.last_error_reason,
     )
+
+
+def _tasks(info: AdapterInfo) -> tuple[str, ...]:
+    """Of an adapter whose kind is known: an adapter that classifies writes no text, and heads alone change none."""
+    if not info.kind:
+        return ()
+    return ("classify", "embed") if info.classifier is not None else ("generate", "embed")
 
 
 def unloaded_to_pb(adapter_id: str) -> adapter_pb2.Adapter:

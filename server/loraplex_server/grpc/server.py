@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from loraplex_adapters.sources.chain import SourceWatch, make_source
-from loraplex_contracts.errors import InvalidArgument
+from loraplex_adapters.sources.chain import make_source
+from loraplex_adapters.sources.watch import SourceWatch
+from loraplex_contracts.adapters import AdapterId
+from loraplex_contracts.errors import EngineLost, InvalidArgument, LoraplexError
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2, worker_pb2
 from loraplex_proto.validate import ModelLimits
 from loraplex_runtime import telemetry
 from loraplex_runtime.listener import Listener, server_options
+from loraplex_runtime.quotas import TenantQuotas
 from loraplex_runtime.shutdown import Ending
 from loraplex_server.config import ChatConfig, WorkerConfig
 from loraplex_server.engine.client import EngineClient
@@ -125,6 +128,8 @@ async def start_worker(
             tokenizer = await asyncio.to_thread(_load_tokenizer, info, config.chat)
         formats = partial(_response_format, tokenizer, config.chat)
         await asyncio.to_thread(formats, None)  # imports Transformers, and raises
+        if config.engine.adapters.preload:
+            await _preload(engine, config.engine.adapters.preload, on_progress)
         return _serve(config, listener, engine, info, tokenizer, source, formats)
     except BaseException:
         if source is not None:
@@ -132,6 +137,18 @@ async def start_worker(
         await engine.stop()
         await listener.stop(0.0)
         raise
+
+
+async def _preload(engine: EngineClient, names: Sequence[str], on_progress: Callable[[str], None]) -> None:
+    """One after the other. What fails keeps no worker from serving the others: the engine remembers why."""
+    on_progress(f"loading {len(names)} adapters")
+    for name in names:
+        try:
+            await engine.load_adapter(AdapterId(name))
+        except EngineLost:
+            raise
+        except LoraplexError as error:
+            log.error("adapter %s was not preloaded: %s", name, error)
 
 
 def _load_tokenizer(info: ModelInfo, chat: ChatConfig) -> TextTokenizer:
@@ -167,7 +184,7 @@ def _serve(
 ) -> Worker:
     if listener.registry is not None:
         WorkerCollector(listener.registry, lambda: engine.state)
-    gate = RequestGate(telemetry.RequestMetrics(listener.registry, "worker"))
+    gate = RequestGate(telemetry.RequestMetrics(listener.registry, "worker"), TenantQuotas(config.quota_share))
     tokenizing = Tokenizing(tokenizer, ModelLimits(info.vocab_size, info.max_context_tokens))
     templates = Templates(
         tokenizing,
@@ -177,10 +194,12 @@ def _serve(
         format_of=formats,
     )
     templates.prepare()
+    listing = AdapterListing(lambda: engine.state.listing, source, info.own_adapters)
+    gate.adapter_names = listing.names
     servicers = (
         InferenceServicer(engine, info, tokenizing, gate, templates),
         PoolingServicer(engine, info, tokenizing, gate, templates),
-        AdapterServicer(engine, gate, AdapterListing(lambda: engine.state.listing, source, info.own_adapters)),
+        AdapterServicer(engine, gate, listing),
         WorkerServicer(engine, gate),
     )
     listener.serve([service_handler(*pair) for pair in zip(SERVICES, servicers, strict=True)])

@@ -12,7 +12,8 @@ from torch import nn
 
 from loraplex_adapters.weights import AdapterWeights, SavedParameter
 from loraplex_server.layers.context import StepContext
-from loraplex_server.layers.linear import AdaptedLinear, AdaptedModule, AdaptedNorm, OwnRows, twin
+from loraplex_server.layers.experts import AdaptedModule, AdaptedRouter
+from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedLinear, AdaptedNorm, OwnRows, twin
 from loraplex_server.layers.lora import FactorTable, Segment, SegmentedLora
 from loraplex_server.layers.transfer import upload
 
@@ -38,7 +39,8 @@ class AdapterSlots:
         self.max_rank = 0  # of anything that is installed
         self._ranks_by_slot = [0] * num_slots
         self.targets = _side_by_side(targets)
-        self._not_plain: set[int] = set()  # slots of adapters with more than low-rank terms
+        self._not_plain: set[int] = set()  # slots of adapters with more than low-rank terms of linears and embeddings
+        self._routers = {path for path, module in targets.items() if isinstance(module, AdaptedRouter)}
         self._norms: Mapping[str, NormPlace] = norms or {}
         self._saved: list[list[dict[int, Any]]] = [[] for _ in range(num_slots)]  # where a slot's own parameters are
         self._installed: list[AdapterWeights | None] = [None] * num_slots  # keeps the tensors alive
@@ -53,7 +55,7 @@ class AdapterSlots:
             table.ranks, table.scales = self._ranks[idx], self._scales[idx]
             module.table = table
             module.num_installed = 0
-            if isinstance(module, AdaptedLinear):
+            if isinstance(module, AdaptedLinear | AdaptedRouter):
                 module.ops = ops
 
     def installed(self, slot: int) -> AdapterWeights | None:
@@ -61,7 +63,7 @@ class AdapterSlots:
         return self._installed[slot]
 
     def are_plain(self, segments: Sequence[Segment]) -> bool:
-        """Whether the adapters of these segments have nothing but low-rank terms."""
+        """Whether the adapters of these segments have nothing but low-rank terms of linears and embeddings."""
         return not self._not_plain or all(segment.adapter_slot not in self._not_plain for segment in segments)
 
     def install(self, slot: int, weights: AdapterWeights | None) -> None:
@@ -89,7 +91,7 @@ class AdapterSlots:
         self._installed[slot] = weights
         self._install_saved(slot, weights.saved if weights is not None else {})
         self._not_plain.discard(slot)
-        if weights is not None and not weights.is_plain:
+        if weights is not None and not (weights.is_plain and self._routers.isdisjoint(weights.factors)):
             self._not_plain.add(slot)
         self._ranks_by_slot[slot] = max((rank for _, _, rank, _ in rows), default=0)
         self.max_rank = max(self._ranks_by_slot)
@@ -111,8 +113,10 @@ class AdapterSlots:
                     rows = upload(torch.tensor(token_ids), values["weight"].device)
                 if isinstance(module, AdaptedLinear):
                     module.saved[slot] = OwnRows(values.get("weight"), rows, values.get("input_gain"))
-                else:
+                elif isinstance(module, AdaptedEmbedding):
                     module.saved[slot] = twin(module.base, values), rows
+                else:
+                    raise ValueError(f"a saved parameter for {path}, which takes low-rank terms alone")
             self._saved[slot].append(module.saved)
 
 
@@ -123,6 +127,7 @@ class NormPlace:
     parent: nn.Module
     name: str
     context: StepContext
+    token_dim: int  # of what it is given
 
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
@@ -135,7 +140,7 @@ class NormPlace:
         """The norm, made ready for adapters' parameters with the first call."""
         norm = getattr(self.parent, self.name)
         if not isinstance(norm, AdaptedNorm):
-            norm = AdaptedNorm(norm, self.context)
+            norm = AdaptedNorm(norm, self.context, self.token_dim)
             setattr(self.parent, self.name, norm)
         return norm
 

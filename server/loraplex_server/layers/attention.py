@@ -129,7 +129,7 @@ class KvCache:
 
 def num_blocks_for(spec: ModelSpec, block_size: int, dtype: torch.dtype, budget_bytes: int) -> int:
     """How many blocks fit into a byte budget; 0 when not even one does."""
-    return budget_bytes // kv_block_bytes(spec, block_size, dtype.itemsize)
+    return budget_bytes // max(1, kv_block_bytes(spec, block_size, dtype.itemsize))  # no bytes: without attention
 
 
 # --- operation --------------------------------------------------------------------------------------------------------

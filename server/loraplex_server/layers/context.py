@@ -23,15 +23,18 @@ class MergedOutput(NamedTuple):
 
 
 class StepContext:
-    """The current step. The runner owns and writes it; modules write `head_input` and `merged` only."""
+    """The current step. The runner owns and writes it; modules write `head_input`, `expert_uses` and
+    `merged` only."""
 
     __slots__ = (
         "attention",
         "capture_head_input",
+        "expert_uses",
         "head_input",
         "head_segments",
         "merged",
         "num_logit_rows",
+        "states",
         "token_segments",
     )
 
@@ -41,11 +44,15 @@ class StepContext:
         self.head_segments: PreparedSegments | None = None
         # The attention back end's own plan of the step.
         self.attention: Any = None
+        # The states of the step's sequences, in models with mixers that keep one. None: mixers run as the model's own.
+        self.states: Any = None
         # Post-norm hidden states of the head's rows [num_head_rows, hidden], for proposers that draft from them.
         self.capture_head_input = False
         self.head_input: Tensor | None = None
         # The first of the head's rows, those with logits; None: all of them. The others are only captured.
         self.num_logit_rows: int | None = None
+        # The adapters of the step's rows as experts see them, by the slots that have terms of theirs.
+        self.expert_uses: dict[frozenset[int], Any] = {}
         # Pending output of a merged linear.
         self.merged: MergedOutput | None = None
 
@@ -54,7 +61,9 @@ class StepContext:
         self.token_segments = None
         self.head_segments = None
         self.attention = None
+        self.states = None
         self.capture_head_input = False
         self.head_input = None
         self.num_logit_rows = None
+        self.expert_uses = {}
         self.merged = None

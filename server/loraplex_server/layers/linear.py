@@ -193,10 +193,12 @@ def twin(module: nn.Module, own: Mapping[str, Tensor]) -> nn.Module:
 class AdaptedNorm(nn.Module):
     """Stands around a norm once an adapter brings its own parameters for it."""
 
-    def __init__(self, base: nn.Module, context: StepContext) -> None:
+    def __init__(self, base: nn.Module, context: StepContext, token_dim: int) -> None:
+        """`token_dim`: of its input, whose other dimensions may be heads."""
         super().__init__()
         self.base = base
         self.context = context
+        self.token_dim = token_dim
         self.saved: dict[int, nn.Module] = {}  # by adapter slot
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:
@@ -209,12 +211,12 @@ class AdaptedNorm(nn.Module):
         y: Tensor = self.base(x)
         prepared = self.context.token_segments
         if self.saved and prepared is not None:
-            rows, own_rows = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
-            assert len(rows) == prepared.num_rows, "the probe saw this norm with all tokens of a step"
+            dim = self.token_dim
+            assert x.shape[dim] == prepared.num_rows, "the probe saw this norm with all tokens of a step"
             for segment in prepared.segments:
-                own = self.saved.get(segment.adapter_slot)
+                own, size = self.saved.get(segment.adapter_slot), segment.end - segment.start
                 if own is not None:
-                    own_rows[segment.start : segment.end] = own(rows[segment.start : segment.end])
+                    y.narrow(dim, segment.start, size).copy_(own(x.narrow(dim, segment.start, size)))
         return y
 
 
@@ -377,6 +379,3 @@ def _fit_together(members: Sequence[AdaptedLinear]) -> bool:
         and member.weight.dtype == first.weight.dtype
         for member in members
     )
-
-
-AdaptedModule = AdaptedLinear | AdaptedEmbedding

@@ -24,6 +24,7 @@ from loraplex_contracts.errors import DeadlineExceeded, Internal, LoraplexError
 from loraplex_contracts.load import MUCH_SHORTER
 from loraplex_contracts.plan import BlockCopy, Draft, NewSequence
 from loraplex_contracts.request import Admitted, Event
+from loraplex_server.kv.states import NO_STATE
 from loraplex_server.scheduler.overload import StepSpeed, WaitLimits
 from loraplex_server.scheduler.sequence_table import (
     Prefix,
@@ -100,8 +101,9 @@ class PlanBuilder:
 class _Scan:
     """Findings of one walk through the queue."""
 
-    missing: set[AdapterKey] = field(default_factory=set[AdapterKey])
-    starving: set[AdapterKey] = field(default_factory=set[AdapterKey])
+    # In the order of the queue: an adapter, or all of a mixture.
+    missing: dict[tuple[AdapterKey, ...], None] = field(default_factory=dict[tuple[AdapterKey, ...], None])
+    starving: set[AdapterKey] = field(default_factory=set[AdapterKey])  # all adapters of starving requests
     by_tokens_left: list[AdapterKey] | None = None  # running adapters, once a request starves
     # Adapters that younger sequences may still use, while a request starves.
     open_keys: set[AdapterKey] = field(default_factory=set[AdapterKey])
@@ -161,6 +163,9 @@ class Admission:
                 self._keep_lease(seq)
                 break
             self._enter(seq, prefix, step, now)
+        if scan.missing:
+            # Not in the order in which they were missed: a tenant with many adapters would make the others wait.
+            self._table.put_first(list(scan.missing))
         return scan.failed
 
     def _queue(self) -> Iterable[SequenceState]:
@@ -207,7 +212,8 @@ class Admission:
 
     def _is_cheap_to_resume(self, seq: SequenceState) -> bool:
         """Whether it computes its tokens again, where no prefix cache keeps them, in less than a slice."""
-        return seq.chain is not None or self._speed.prompt_s(len(seq.token_ids)) < self._config.slice_s
+        has_kept = seq.chain is not None and self._table.states is None
+        return has_kept or self._speed.prompt_s(len(seq.token_ids)) < self._config.slice_s
 
     def _would_fit(self, seq: SequenceState, leaving: SequenceState) -> bool:
         blocks = self._table.blocks
@@ -254,7 +260,7 @@ class Admission:
             self._table.begin(request)
             request.num_cached_tokens = prefix.num_computed
             self._speed.on_entry(prefix.num_computed, request.num_prompt_tokens)
-            digest = request.adapter_key.digest if request.adapter_key else ""
+            digest = request.adapter_digest
             self._emit(Admitted(request.request.request_id, digest, max(0.0, now - request.request.arrival_s)))
             if self._last_admitted_s is not None:
                 self._mean_interval_s += 0.1 * (now - self._last_admitted_s - self._mean_interval_s)
@@ -271,22 +277,22 @@ class Admission:
 
     def _lease_adapter(self, seq: SequenceState, scan: _Scan, now: float) -> bool:
         """Leases the sequence's adapter, if it has one. False: not now, and others may pass."""
-        request, adapter_key = seq.request, seq.request.lora_key
-        if adapter_key is None or seq.adapter_slot is not None:
+        request, keys = seq.request, seq.request.adapter_keys
+        if not keys or seq.adapter_slots:
             return True
-        if adapter_key in scan.missing or (scan.starving and adapter_key not in scan.open_keys):
+        if keys in scan.missing or (scan.starving and not scan.open_keys.issuperset(keys)):
             return False
         if self._table.lease(seq):
             request.blocked_since_s = None
             self._num_adapter_entries += 1
             return True
-        failure = self._table.adapter_failure(adapter_key)
+        failure = self._table.adapter_failure(keys)
         if failure is not None:
             scan.failed[request] = _typed(failure)
             return False
-        scan.missing.add(adapter_key)
+        scan.missing[keys] = None
         if self._is_starving(request, now):
-            scan.starving.add(adapter_key)
+            scan.starving.update(keys)
             self._choose_open_keys(scan)
         return False
 
@@ -300,7 +306,7 @@ class Admission:
         )
 
     def _choose_open_keys(self, scan: _Scan) -> None:
-        """All running adapters but, for each starving one, the one that will have drained the soonest.
+        """All running adapters but, for each starving one that does not run, the one that drains the soonest.
 
         Chosen anew in each scan, and still bounded: of the chosen one nothing new enters, so the most that it has left
         shrinks with every step, and another is chosen only for having less.
@@ -308,18 +314,19 @@ class Admission:
         if scan.by_tokens_left is None:
             tokens_left: dict[AdapterKey, int] = {}
             for seq in self._table.running:
-                if seq.request.lora_key is not None and seq.adapter_slot is not None:
-                    num_left = seq.max_total_tokens - seq.num_computed
-                    tokens_left[seq.request.lora_key] = max(num_left, tokens_left.get(seq.request.lora_key, 0))
+                num_left = seq.max_total_tokens - seq.num_computed
+                for key in seq.request.adapter_keys if seq.adapter_slots else ():
+                    tokens_left[key] = max(num_left, tokens_left.get(key, 0))
             scan.by_tokens_left = sorted(tokens_left, key=lambda key: (tokens_left[key], key))
-            scan.open_keys = set(scan.by_tokens_left)
-        if scan.open_keys:
-            scan.open_keys.discard(scan.by_tokens_left[len(scan.starving) - 1])
+        # A mixture's members that run already stay for it, so that none of their slots comes free.
+        others = [key for key in scan.by_tokens_left if key not in scan.starving]
+        num_running = len(scan.by_tokens_left) - len(others)
+        scan.open_keys = set(scan.by_tokens_left) - set(others[: len(scan.starving) - num_running])
 
     def _keep_lease(self, seq: SequenceState) -> None:
         """Only the head of the queue keeps a lease without running."""
         before, self._kept_for = self._kept_for, seq
-        if before is not None and before is not seq and before.is_waiting and before.adapter_slot is not None:
+        if before is not None and before is not seq and before.is_waiting and before.adapter_slots:
             self._table.end_lease(before)
 
     # --- blocks -------------------------------------------------------------------------------------------------------
@@ -330,11 +337,12 @@ class Admission:
         while True:
             prefix = self._prefix(seq)
             num_wanted = prefix.num_new_blocks + table.blocks.num_unheld(prefix.shared)
+            has_slot = table.states is None or table.states.num_free > 0
             # Nothing is spared for others where none runs.
             num_spared = self._config.num_spare_blocks if table.running else 0
-            if num_wanted + num_spared <= table.blocks.num_free:
+            if has_slot and num_wanted + num_spared <= table.blocks.num_free:
                 return prefix
-            # While none runs, only shared prompts can take the blocks.
+            # While none runs, only shared prompts can take the blocks and the state slots.
             if table.running or not table.drop_shared_prompt():
                 return None
             if seq.status is SequenceStatus.HELD:
@@ -355,14 +363,31 @@ class Admission:
                 if block_id is None:
                     break
                 cached.append(block_id)
+        num_found = len(cached) * blocks.block_size
+        state_slot, cached = self._last_snapshot(seq, cached)
         num_computed, copied = len(cached) * blocks.block_size, None
         if request.shared_prompt is not None and num_shareable > num_computed:
             num_full = num_shareable // blocks.block_size
             cached = request.shared_prompt[:num_full]
             # Its own copy, because it will write its own tokens behind the prompt's.
             copied = request.shared_prompt[num_full] if num_shareable % blocks.block_size else None
-            num_computed = num_shareable
-        return Prefix(num_computed, cached, copied, blocks.num_blocks_for(num_tokens) - len(cached))
+            num_computed, state_slot = num_shareable, request.shared_state
+        num_new = blocks.num_blocks_for(num_tokens) - len(cached)
+        return Prefix(num_computed, cached, copied, num_new, state_slot, num_found)
+
+    def _last_snapshot(self, seq: SequenceState, cached: list[int]) -> tuple[int, list[int]]:
+        """The slot with the last state behind one of these blocks, and the blocks up to it. Layers that keep a state
+        go on from there only."""
+        states = self._table.states
+        if states is None:
+            return NO_STATE, cached
+        # A snapshot that nobody holds is a free slot as well, and the sequence needs one of its own.
+        for num_blocks in range(len(cached), 0, -1):
+            assert seq.chain is not None
+            slot = states.find(seq.chain.keys[num_blocks - 1])
+            if slot is not None and states.num_free > states.num_unheld(slot):
+                return slot, cached[:num_blocks]
+        return NO_STATE, []
 
 
 def _typed(failure: Exception) -> LoraplexError:

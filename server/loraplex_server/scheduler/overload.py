@@ -71,7 +71,7 @@ class WaitLimits:
     def wait_s(self, request: Request, num_outputs: int) -> float:
         """How long the request would wait to begin: for all the work of those ahead of it in the order, except those
         that it would pass because it is much shorter."""
-        order = (-request.priority, self.table.clock.start_of((request.tenant, request.adapter_id)))
+        order = (-request.priority, self.table.clock.start_of((request.tenant, request.adapter_name)))
         own = len(request.prompt_token_ids) + num_outputs * request.n
         prompt, output = 0, 0.0
         for seq in self.table.waiting:

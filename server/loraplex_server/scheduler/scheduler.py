@@ -34,8 +34,18 @@ from loraplex_contracts.errors import (
     Overloaded,
     QueueFull,
 )
-from loraplex_contracts.load import Forecast, Load
-from loraplex_contracts.plan import Candidate, Draft, GrammarMatcher, Span, SpanResult, StepPlan, StepResult
+from loraplex_contracts.load import Forecast, Load, has_place
+from loraplex_contracts.mixtures import WeightedKey, mixture_digest
+from loraplex_contracts.plan import (
+    Candidate,
+    Draft,
+    GrammarMatcher,
+    Span,
+    SpanResult,
+    StateUse,
+    StepPlan,
+    StepResult,
+)
 from loraplex_contracts.request import (
     CompletionEnd,
     Event,
@@ -48,6 +58,7 @@ from loraplex_contracts.request import (
     seed_of_completion,
 )
 from loraplex_server.kv.blocks import BlockPool, KeyChain, Namespace
+from loraplex_server.kv.states import NO_STATE, StatePool
 from loraplex_server.scheduler.admission import Admission, PlanBuilder, SchedulerConfig
 from loraplex_server.scheduler.overload import StepSpeed, WaitLimits
 from loraplex_server.scheduler.sequence_table import (
@@ -61,6 +72,9 @@ from loraplex_server.scheduler.sequence_table import (
 )
 
 MAX_PLANS_IN_FLIGHT = 2
+# Tokens from one snapshot of a long prompt's states to the next, and from one to the next while a text is decoded.
+PROMPT_SNAPSHOT_TOKENS = 1024
+TEXT_SNAPSHOT_TOKENS = 64
 _NO_DRAFTS: Mapping[str, Draft] = {}
 _NO_RESULT = SpanResult()
 
@@ -69,13 +83,19 @@ class Scheduler:
     """Owner of every request from `add` to its terminal event. Not thread-safe: one loop calls it."""
 
     def __init__(
-        self, config: SchedulerConfig, blocks: BlockPool, adapters: AdapterLeases, eos_token_ids: Collection[int]
+        self,
+        config: SchedulerConfig,
+        blocks: BlockPool,
+        adapters: AdapterLeases,
+        eos_token_ids: Collection[int],
+        states: StatePool | None = None,
     ) -> None:
+        """`states`: of a model whose layers keep some."""
         self._config = config
         self._blocks = blocks
         self._eos_token_ids = frozenset(eos_token_ids)
         self._events: list[Event] = []  # the same list for good: admission appends to it
-        self._table = SequenceTable(config.max_running, blocks, adapters)
+        self._table = SequenceTable(config.max_running, blocks, adapters, states)
         self._speed = StepSpeed()
         self._limits = WaitLimits(config.max_queue_wait_s, self._table, self._speed)
         self._admission = Admission(config, self._table, self._speed, self._limits, self._events.append)
@@ -96,17 +116,21 @@ class Scheduler:
         *,
         keeps_hidden: bool = False,
         num_elsewhere: int = 0,
+        num_own_elsewhere: int = 0,
         matcher: GrammarMatcher | None = None,
+        adapted_from: int | None = 0,
+        mixture: tuple[WeightedKey, ...] = (),
     ) -> None:
         """Accepts a request: from here on it gets exactly one terminal event. `adapter_key` is what its
-        adapter_id is bound to. `keeps_hidden` goes to the runner with each of its sequences. `matcher`: of its grammar,
-        at the beginning.
+        adapter_id is bound to, `adapted_from` the first token that it changes (None: none), `mixture` (distinct keys)
+        what it has in its place. `keeps_hidden` goes to the runner with each of its sequences. `matcher`: of its
+        grammar, at the beginning.
 
         Raises as `check` does, and has not accepted the request then.
         """
-        self.check(request, now, num_elsewhere)
+        self.check(request, now, num_elsewhere, num_own_elsewhere)
         self._num_added += 1
-        state = self._new_state(request, adapter_key, matcher)
+        state = self._new_state(request, adapter_key, matcher, adapted_from, mixture)
         state.keeps_hidden = keeps_hidden
         state.queued_s = now
         self._table.add(state)
@@ -120,10 +144,11 @@ class Scheduler:
                 heapq.heapify(self._deadlines)
             heapq.heappush(self._deadlines, (expires_s, self._num_added, state))
 
-    def check(self, request: Request, now: float, num_elsewhere: int = 0) -> None:
+    def check(self, request: Request, now: float, num_elsewhere: int = 0, num_own_elsewhere: int = 0) -> None:
         """Raises Internal for a request that the front end should have refused, InvalidArgument, ContextLengthExceeded,
         DeadlineExceeded, QueueFull when no more requests may wait, or Overloaded when this one would wait for too long.
-        `num_elsewhere`: requests that are still to be added, which count as queued."""
+        `num_elsewhere`: requests that are still to be added, which count as queued; `num_own_elsewhere`: those of the
+        request's tenant."""
         num_prompt_tokens, max_tokens = len(request.prompt_token_ids), request.stopping.max_tokens
         most = self._config.max_context_tokens - (request.pooling is None)  # a token of output needs a position
         if not 1 <= num_prompt_tokens <= most or max_tokens < 1 or request.n < 1:
@@ -144,7 +169,9 @@ class Scheduler:
         if request.deadline_s is not None and request.deadline_s <= now:
             raise DeadlineExceeded("the deadline had passed before the request could be queued; allow more time")
         num_queued = self._table.num_queued_requests + num_elsewhere
-        if num_queued >= self._config.max_queued:
+        clock, tenant = self._table.clock, request.tenant
+        num_own = clock.num_queued_of(tenant) + num_own_elsewhere
+        if not has_place(num_queued, num_own, clock.num_tenants_with(tenant), self._config.max_queued):
             retry_after_s = self._admission.retry_after_s(num_queued)
             raise QueueFull(
                 f"{num_queued} requests are waiting, which is all this server takes; try again in {retry_after_s:.1f} "
@@ -217,7 +244,7 @@ class Scheduler:
                 num_room=seq.max_total_tokens - len(seq.token_ids) - 1,
                 request=seq.request.request,
                 sampling=seq.sampling,
-                adapter_slot=seq.adapter_slot,
+                adapter_slot=seq.adapter_slots[0] if len(seq.adapter_slots) == 1 else None,
                 matcher=seq.matcher,
             )
             for seq in self._table.running
@@ -266,7 +293,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a block, row or adapter reference is unaccounted for."""
-        self._table.check_integrity()
+        self._table.check_integrity(self._in_flight)
         if not self._in_flight:
             self._table.check_adapters()
 
@@ -307,24 +334,32 @@ class Scheduler:
         )
 
     def _new_state(
-        self, request: Request, adapter_key: AdapterKey | None, matcher: GrammarMatcher | None
+        self,
+        request: Request,
+        adapter_key: AdapterKey | None,
+        matcher: GrammarMatcher | None,
+        adapted_from: int | None,
+        mixture: tuple[WeightedKey, ...],
     ) -> RequestState:
         stopping, num_prompt_tokens = request.stopping, len(request.prompt_token_ids)
+        # Medusa heads alone read the last hidden state and change neither K nor V: they only draft.
+        is_active = adapter_key is not None and adapter_key.kind != "medusa" and adapted_from is not None
+        alone = ((adapter_key, 1.0),) if adapter_key is not None and is_active else ()
         state = RequestState(
             request=request,
-            adapter_key=adapter_key,
+            adapters=mixture or alone,
+            adapter_digest=mixture_digest(mixture) if mixture else adapter_key.digest if adapter_key else "",
             max_total_tokens=self._max_total_tokens(request),
             num_prompt_tokens=num_prompt_tokens,
             stop_ids=stopping.stop_token_ids | (frozenset() if stopping.ignore_eos else self._eos_token_ids),
+            adapted_from=adapted_from,
         )
-        # Medusa heads alone read the last hidden state and change neither K nor V.
-        namespace = Namespace(
-            model_digest=self._config.model_digest,
-            adapters=((state.lora_key, 1.0),) if state.lora_key is not None else (),
-            tenant=request.tenant,
-            cache_salt=request.cache_salt,
-        ).digest()
+        base = Namespace(self._config.model_digest, (), request.tenant, request.cache_salt)
+        first = adapted_from or 0
+        own = base if not state.adapters else replace(base, adapters=state.adapters, adapted_from=first)
+        namespace, before = own.digest(), base.digest() if first else b""
         is_cached = self._blocks.prefix_caching and not (request.pooling is not None and request.pooling.needs_all)
+        block_size = self._blocks.block_size
         for index in range(request.n):
             state.sequences.append(
                 SequenceState(
@@ -337,7 +372,7 @@ class Scheduler:
                     num_prompt_tokens=num_prompt_tokens,
                     max_total_tokens=state.max_total_tokens,
                     token_ids=list(request.prompt_token_ids),
-                    chain=KeyChain(namespace, self._blocks.block_size) if is_cached else None,
+                    chain=KeyChain(namespace, block_size, before, first // block_size) if is_cached else None,
                     matcher=None if matcher is None else matcher.copy(),
                     status=SequenceStatus.HELD if index else SequenceStatus.WAITING,
                 )
@@ -347,10 +382,12 @@ class Scheduler:
     def _close(self, step: PlanBuilder) -> StepPlan:
         """Makes the plan, and moves the view of every sequence in it on."""
         # Base rows first, then slot by slot: rows of one adapter are contiguous, so that segments merge.
-        step.spans.sort(
-            key=lambda entry: (-1 if entry[0].adapter_slot is None else entry[0].adapter_slot, entry[0].row)
-        )
-        flight_spans = [(seq, _span(seq, num_tokens, draft)) for seq, num_tokens, draft in step.spans]
+        step.spans.sort(key=lambda entry: (entry[0].adapter_slots, entry[0].row))
+        snapshots: list[tuple[SequenceState, int, int]] = []
+        flight_spans = [
+            (seq, _span(seq, num_tokens, draft, self._state_use(seq, num_tokens, draft, snapshots)))
+            for seq, num_tokens, draft in step.spans
+        ]
         self._num_steps += 1
         plan = StepPlan(
             step=self._num_steps,
@@ -360,7 +397,7 @@ class Scheduler:
             copies=tuple(step.copies),
         )
         self._table.released_rows.clear()
-        flight = InFlight(plan, flight_spans)
+        flight = InFlight(plan, flight_spans, snapshots=snapshots)
         flight.size.is_full = step.is_full
         self._in_flight.append(flight)
         for seq, span in flight_spans:
@@ -370,6 +407,7 @@ class Scheduler:
                 flight.size.num_rows += 1
             seq.last_plan = flight
             seq.num_sent_blocks = len(seq.block_ids)
+            self._table.end_source(seq)
             seq.num_computed = span.start + span.num_tokens
             if span.draft:
                 seq.is_draft_coming = True
@@ -378,6 +416,48 @@ class Scheduler:
             if seq.request.leader is seq and seq.num_computed >= seq.num_prompt_tokens:
                 self._table.on_prompt_planned(seq.request)
         return plan
+
+    # --- states -------------------------------------------------------------------------------------------------------
+
+    def _state_use(
+        self, seq: SequenceState, num_tokens: int, draft: Draft | None, snapshots: list[tuple[SequenceState, int, int]]
+    ) -> StateUse | None:
+        """The state slots of a span; adds snapshots that it is to take to `snapshots`."""
+        states, start, end = self._table.states, seq.num_computed, seq.num_computed + num_tokens
+        if states is None:
+            return None
+        source = seq.state_source or (seq.state_slot if start else NO_STATE)
+        if draft is not None:
+            return StateUse(source, seq.state_slot)
+        copies: list[tuple[int, int]] = []
+        request, shareable = seq.request, seq.num_prompt_tokens - 1
+        is_shared = start < shareable <= end and request.leader is seq and request.shared_state == NO_STATE
+        if is_shared and states.num_free and request.has_held:
+            request.shared_state = states.take()
+            copies.append((shareable, request.shared_state))
+        for position in self._snapshot_positions(seq, start, end):
+            block_idx = position // self._blocks.block_size - 1
+            assert seq.chain is not None
+            is_known = position <= len(seq.token_ids)
+            if is_known and states.find(seq.chain.key(block_idx, seq.token_ids)) is not None:
+                continue
+            if not states.num_free:
+                break
+            slot = states.take()
+            copies.append((position, slot))
+            snapshots.append((seq, slot, block_idx))
+        return StateUse(source, seq.state_slot, tuple(sorted(copies)))
+
+    def _snapshot_positions(self, seq: SequenceState, start: int, end: int) -> list[int]:
+        """Block borders behind which a span leaves its state for the prefix cache: the prompt's last one, where the
+        blocks of another text end that began alike, and some on the way."""
+        if seq.chain is None:
+            return []
+        size = self._blocks.block_size
+        wanted = {(seq.num_prompt_tokens - 1) // size * size, seq.num_found}
+        every = _multiple(size, PROMPT_SNAPSHOT_TOKENS if start < seq.num_prompt_tokens else TEXT_SNAPSHOT_TOKENS)
+        wanted.update(range(start // every * every + every, end + 1, every))
+        return sorted(position for position in wanted if start < position <= end)
 
     # --- results ------------------------------------------------------------------------------------------------------
 
@@ -400,6 +480,18 @@ class Scheduler:
                 self._commit_span(seq, span, out)
         for adapter_key in flight.ended_leases:
             self._table.release_adapter(adapter_key)
+        for seq, slot, block_idx in flight.snapshots:
+            self._take_snapshot(seq, slot, block_idx, result)
+
+    def _take_snapshot(self, seq: SequenceState, slot: int, block_idx: int, result: StepResult) -> None:
+        """Publishes a state that the step has left behind a block."""
+        states, chain = self._table.states, seq.chain
+        assert states is not None
+        assert chain is not None
+        out = result.spans.get(seq.sequence_id)
+        if out is not None and out.error is None and len(seq.token_ids) >= (block_idx + 1) * self._blocks.block_size:
+            states.publish(slot, chain.key(block_idx, seq.token_ids))
+        states.release(slot)
 
     def _finish(self, seq: SequenceState, reason: FinishReason, stop_token_id: int | None) -> None:
         """Ends a completion well; the request's last one ends the request."""
@@ -573,7 +665,12 @@ def _choose_drafts(
     return chosen
 
 
-def _span(seq: SequenceState, num_tokens: int, chosen: Draft | None) -> Span:
+def _multiple(size: int, least: int) -> int:
+    """The first multiple of `size` that is not below `least`."""
+    return -(-least // size) * size
+
+
+def _span(seq: SequenceState, num_tokens: int, chosen: Draft | None, state: StateUse | None) -> Span:
     draft, proposer = (chosen.token_ids, chosen.proposer) if chosen is not None else ((), "")
     start = seq.num_computed
     is_last_piece = start + num_tokens == seq.num_tokens
@@ -590,6 +687,7 @@ def _span(seq: SequenceState, num_tokens: int, chosen: Draft | None) -> Span:
         proposer=proposer,
         prompt_logprobs=wants_prompt_logprobs,
         ends_pooling=is_last_piece and pools,
+        state=state,
     )
 
 

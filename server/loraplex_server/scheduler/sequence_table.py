@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
@@ -18,9 +18,11 @@ from typing import Protocol
 
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.load import Flow
+from loraplex_contracts.mixtures import WeightedKey
 from loraplex_contracts.plan import AdapterUse, BlockCopy, GrammarMatcher, NewSequence, Span, StepPlan
 from loraplex_contracts.request import PositionLogprobs, Request, SamplingParams
 from loraplex_server.kv.blocks import BlockPool, KeyChain
+from loraplex_server.kv.states import NO_STATE, StatePool
 
 
 class IllegalTransition(RuntimeError):
@@ -78,6 +80,9 @@ class InFlight:
     spans: list[tuple[SequenceState, Span]]
     # Adapter leases that end when the plan has run: until then the device reads the slot.
     ended_leases: list[AdapterKey] = field(default_factory=list[AdapterKey])
+    # State slots that the plan fills at block borders, with the sequence and the index of the block before. One
+    # reference on each, until the result has come.
+    snapshots: list[tuple[SequenceState, int, int]] = field(default_factory=list["tuple[SequenceState, int, int]"])
     size: StepSize = field(default_factory=lambda: StepSize(0, 0, False))
 
 
@@ -86,15 +91,18 @@ class RequestState:
     """One request from `add` to its terminal event."""
 
     request: Request
-    adapter_key: AdapterKey | None
+    adapters: tuple[WeightedKey, ...]  # that its sequences need in slots to run
+    adapter_digest: str
     # Tokens that a completion may have in all: the least of max_tokens, the context and the whole KV cache.
     max_total_tokens: int
     num_prompt_tokens: int
     # Not to be sampled while below min_tokens; ends a completion from then on.
     stop_ids: frozenset[int]
     keeps_hidden: bool = False
+    adapted_from: int | None = 0  # the first token that its adapter changes; None: it changes none
     queued_s: float = 0.0  # since when it waits or has waited
     start_tag: float = 0.0  # its place in the fair order (FairClock)
+    opened_flow: bool = False
     phase: RequestPhase = RequestPhase.QUEUED
     sequences: list[SequenceState] = field(default_factory=list["SequenceState"])
     num_open: int = 0  # sequences that have not finished
@@ -102,6 +110,8 @@ class RequestState:
     leader: SequenceState | None = None
     # Blocks of the computed prompt, kept until all siblings have entered. One reference on each.
     shared_prompt: list[int] | None = None
+    # With it, in models with states: the slot with the state before the prompt's last token. One reference.
+    shared_state: int = NO_STATE
     # Positions 1, 2, ... so far; only where the request wants them.
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list[PositionLogprobs])
     prompt_logprobs_sent: bool = False
@@ -117,13 +127,17 @@ class RequestState:
         self.phase = to
 
     @property
-    def lora_key(self) -> AdapterKey | None:
-        """The adapter that its sequences need in a slot to run; None for heads alone, which only draft."""
-        return None if self.adapter_key is None or self.adapter_key.kind == "medusa" else self.adapter_key
+    def has_held(self) -> bool:
+        """Whether siblings wait for the leader's prompt."""
+        return any(seq.status is SequenceStatus.HELD for seq in self.sequences)
+
+    @property
+    def adapter_keys(self) -> tuple[AdapterKey, ...]:
+        return tuple(key for key, _ in self.adapters)
 
     @property
     def flow(self) -> Flow:
-        return self.request.tenant, self.request.adapter_id
+        return self.request.tenant, self.request.adapter_name
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -151,12 +165,15 @@ class SequenceState:
 
     # Running. `num_computed` is the scheduler's view: it runs ahead of the device, and is taken back where drafts miss.
     row: int = -1
-    adapter_slot: int | None = None
+    adapter_slots: tuple[int, ...] = ()  # of the request's adapters; empty: none are leased
     entered_s: float = 0.0
     block_ids: list[int] = field(default_factory=list[int])
     num_sent_blocks: int = 0  # that the runner has in the row's table
     num_computed: int = 0
     num_published: int = 0  # blocks looked at for the prefix cache
+    state_slot: int = NO_STATE  # of its own, in models with states
+    state_source: int = NO_STATE  # the slot that its first span begins with, until that is in a plan
+    num_found: int = 0  # computed tokens that the prefix cache had of it on entry, beyond the last snapshot too
 
     # In flight: survives a preemption, because the result still counts.
     num_coming: int = 0  # tokens that a plan under way will sample, where that number is certain
@@ -191,24 +208,43 @@ class FairClock:
     A flow is what one tenant asks of one adapter. Each request gets a start tag when it comes: the end of its flow's
     last one on a clock that counts tokens, or the clock's present if the flow has asked for less than its share. The
     lowest tags go first, so a flow that floods waits for itself, and one that asks for little goes next. A tenant's
-    share is divided among its adapters.
+    share is divided among its adapters: the more of them wait, the later each one's next tag. Requests that open a flow
+    wait for each other, as if they were one flow of their tenant's: else a tenant with another adapter for each request
+    would always be in the present, which then never goes on.
     """
 
     def __init__(self) -> None:
         self._now = 0.0
         self._ends: dict[Flow, float] = {}
+        self._openings: dict[str, float] = {}  # where each tenant's last request ends that opened a flow
         self._num_queued: Counter[Flow] = Counter()
+        self._num_of_tenant: Counter[str] = Counter()  # requests that wait
         self._num_flows: Counter[str] = Counter()  # of a tenant, that have something queued
         self._prune_at = 64
 
     def start_of(self, flow: Flow) -> float:
         """The tag that the flow's next request would get."""
-        return max(self._now, self._ends.get(flow, 0.0))
+        end = self._openings.get(flow[0], 0.0) if self.is_idle(flow) else self._ends.get(flow, 0.0)
+        return max(self._now, end)
+
+    def is_idle(self, flow: Flow) -> bool:
+        """Nothing of the flow waits, and it has asked for no more than its share: its next request opens it anew."""
+        return flow not in self._num_queued and self._ends.get(flow, 0.0) <= self._now
+
+    def num_tenants_with(self, tenant: str) -> int:
+        """Tenants that have something waiting, `tenant` among them."""
+        return len(self._num_flows) + (tenant not in self._num_flows)
+
+    def num_queued_of(self, tenant: str) -> int:
+        return self._num_of_tenant[tenant]
 
     def enqueue(self, flow: Flow, num_tokens: int) -> float:
         """The start tag of a request that has come. Every one is dequeued once."""
         start = self.start_of(flow)
+        if self.is_idle(flow):
+            self._openings[flow[0]] = start + num_tokens
         self._num_queued[flow] += 1
+        self._num_of_tenant[flow[0]] += 1
         if self._num_queued[flow] == 1:
             self._num_flows[flow[0]] += 1
         self._ends[flow] = start + num_tokens * self._num_flows[flow[0]]
@@ -217,11 +253,13 @@ class FairClock:
     def dequeue(self, flow: Flow) -> None:
         """One of the flow's requests waits no longer: it begins or has ended."""
         self._num_queued[flow] -= 1
+        self._num_of_tenant[flow[0]] -= 1
         if not self._num_queued[flow]:
             del self._num_queued[flow]
             self._num_flows[flow[0]] -= 1
             if not self._num_flows[flow[0]]:
                 del self._num_flows[flow[0]]
+                del self._num_of_tenant[flow[0]]
 
     def begin(self, start: float) -> None:
         """A request with this tag begins to run: the clock goes on to it."""
@@ -229,12 +267,16 @@ class FairClock:
         if len(self._ends) > self._prune_at:
             # A flow whose last request ends in the past is like one that never was.
             self._ends = {flow: end for flow, end in self._ends.items() if end > self._now}
+            self._openings = {tenant: end for tenant, end in self._openings.items() if end > self._now}
             self._prune_at = 2 * len(self._ends) + 64
 
-    def refund(self, flow: Flow, num_tokens: int) -> None:
-        """A completion of the flow ended with so many tokens less than it might have had."""
+    def refund(self, flow: Flow, num_tokens: int, *, opened: bool = False) -> None:
+        """A completion of the flow ended with so many tokens less than it might have had. `opened`: its request had
+        opened the flow."""
         if flow in self._ends:
             self._ends[flow] = max(self._now, self._ends[flow] - num_tokens)
+        if opened and flow[0] in self._openings:
+            self._openings[flow[0]] = max(self._now, self._openings[flow[0]] - num_tokens)
 
 
 class AdapterLeases(Protocol):
@@ -247,12 +289,20 @@ class AdapterLeases(Protocol):
         """
         ...
 
+    def acquire_all(self, keys: tuple[AdapterKey, ...]) -> tuple[int, ...] | None:
+        """The same for several distinct keys: all of them or none."""
+        ...
+
     def release(self, key: AdapterKey) -> None:
         """Gives one reference back."""
         ...
 
-    def failure(self, key: AdapterKey) -> Exception | None:
-        """Why this key cannot come to the device at all (source gone, does not fit), or None."""
+    def put_first(self, wants: Sequence[AdapterKey | tuple[AdapterKey, ...]]) -> None:
+        """Of the loads that are wanted, these are the first to be done, in this order."""
+        ...
+
+    def failure(self, *keys: AdapterKey) -> Exception | None:
+        """Why these keys cannot come to the device, together, at all (source gone, do not fit), or None."""
         ...
 
 
@@ -276,13 +326,19 @@ class Prefix:
     shared: list[int]  # blocks to take a reference on
     copied: int | None  # the block behind them, to be copied: only its first part is shared
     num_new_blocks: int  # that the rest of the known tokens needs
+    state_slot: int = NO_STATE  # with the state behind those tokens
+    num_found: int = 0  # computed tokens that blocks have, where no state lets them be used
 
 
 class SequenceTable:
     """Every method leaves lists, rows and references consistent."""
 
-    def __init__(self, max_running: int, blocks: BlockPool, adapters: AdapterLeases) -> None:
+    def __init__(
+        self, max_running: int, blocks: BlockPool, adapters: AdapterLeases, states: StatePool | None = None
+    ) -> None:
+        """`states`: of a model whose layers keep some; each running sequence has a slot."""
         self.blocks = blocks
+        self.states = states
         self.max_running = max_running
         self.requests: dict[str, RequestState] = {}
         self.waiting = OrderedSequences()
@@ -309,6 +365,7 @@ class SequenceTable:
         self.requests[request.request.request_id] = request
         self.num_queued_requests += 1
         num_outputs = len(request.sequences) * (request.max_total_tokens - request.num_prompt_tokens)
+        request.opened_flow = self.clock.is_idle(request.flow)
         start_tag = self.clock.enqueue(request.flow, request.num_prompt_tokens + num_outputs)
         request.start_tag = start_tag
         for seq in request.sequences:
@@ -324,7 +381,10 @@ class SequenceTable:
         request.move(RequestPhase.ACTIVE)
         self.num_queued_requests -= 1
         self.clock.dequeue(request.flow)
-        self.clock.begin(request.start_tag)
+        # One that passes others, because its adapter is there, does not take the clock past them: whatever comes next
+        # would have to wait for all of those.
+        first = next((seq for seq in self.waiting if not seq.has_entered), None)
+        self.clock.begin(request.start_tag if first is None else min(request.start_tag, first.order[1]))
 
     def end_request(self, request: RequestState) -> None:
         """Frees all that the request still has. Its terminal event goes out with this, exactly once."""
@@ -333,7 +393,7 @@ class SequenceTable:
             self.num_queued_requests -= 1
             self.clock.dequeue(request.flow)
             num_unused += request.num_prompt_tokens
-        self.clock.refund(request.flow, num_unused)
+        self.clock.refund(request.flow, num_unused, opened=request.opened_flow)
         request.move(RequestPhase.ENDED)
         request.leader = None
         for seq in request.sequences:
@@ -341,6 +401,7 @@ class SequenceTable:
                 self._finish(seq)
         if request.shared_prompt is not None:
             self._release_shared_prompt(request)
+        self._release_shared_state(request)
         request.sequences.clear()  # no cycle: an ended request goes without waiting for the garbage collector
         del self.requests[request.request.request_id]
 
@@ -359,6 +420,11 @@ class SequenceTable:
         self._count_waiting(seq, -1)
         self.blocks.share(prefix.shared)
         new_block_ids = self.blocks.allocate(prefix.num_new_blocks)
+        if self.states is not None:
+            if prefix.state_slot != NO_STATE:
+                self.states.share(prefix.state_slot)
+            seq.state_source, seq.state_slot = prefix.state_slot, self.states.take()
+            seq.num_found = prefix.num_found
         seq.row = heapq.heappop(self._free_rows)
         seq.block_ids, seq.num_sent_blocks = prefix.shared + new_block_ids, 0
         seq.num_computed, seq.num_published = prefix.num_computed, 0
@@ -373,7 +439,11 @@ class SequenceTable:
             num_prompt_tokens=seq.num_prompt_tokens,
             sampling=seq.sampling,
             output=request.output,
-            adapters=() if seq.adapter_slot is None else (AdapterUse(seq.adapter_slot),),
+            adapters=tuple(
+                AdapterUse(slot, weight)
+                for slot, (_, weight) in zip(seq.adapter_slots, seq.request.adapters, strict=True)
+            ),
+            adapted_from=seq.request.adapted_from or 0,
             min_tokens=min_tokens,
             banned_until_min=seq.request.stop_ids if min_tokens else frozenset(),
             keeps_hidden=seq.request.keeps_hidden,
@@ -393,7 +463,7 @@ class SequenceTable:
     def finish(self, seq: SequenceState) -> None:
         """The completion has ended. Where it was to compute the prompt, the next sibling does."""
         request = seq.request
-        self.clock.refund(request.flow, seq.num_left)
+        self.clock.refund(request.flow, seq.num_left, opened=request.opened_flow)
         self._finish(seq)
         request.num_open -= 1
         if request.leader is seq:
@@ -411,7 +481,7 @@ class SequenceTable:
             self._leave(seq)
             return
         self._count_waiting(seq, -1)
-        if seq.adapter_slot is not None:
+        if seq.adapter_slots:
             self.end_lease(seq)
 
     def _count_waiting(self, seq: SequenceState, sign: int) -> None:
@@ -427,8 +497,20 @@ class SequenceTable:
         # A plan under way may still write to them: the device runs plans in order, and only a later one reuses them.
         self.blocks.release(seq.block_ids)
         seq.block_ids = []
-        if seq.adapter_slot is not None:
+        if self.states is not None:
+            self.states.release(seq.state_slot)
+            seq.state_slot = NO_STATE
+            self.end_source(seq)
+            if seq.request.leader is seq:
+                self._release_shared_state(seq.request)
+        if seq.adapter_slots:
             self.end_lease(seq)
+
+    def end_source(self, seq: SequenceState) -> None:
+        """Its first span is in a plan: whatever is written to the slot that it begins with comes later."""
+        if self.states is not None and seq.state_source != NO_STATE:
+            self.states.release(seq.state_source)
+            seq.state_source = NO_STATE
 
     # --- prompts shared by siblings -----------------------------------------------------------------------------------
 
@@ -440,9 +522,11 @@ class SequenceTable:
         held = [seq for seq in request.sequences if seq.status is SequenceStatus.HELD]
         if not held:
             return
-        request.shared_prompt = leader.block_ids[: self.blocks.num_blocks_for(leader.num_prompt_tokens)]
-        self.blocks.share(request.shared_prompt)
-        self.shared_prompts[request] = None
+        # Without a slot for the state, each sibling computes the prompt by itself.
+        if self.states is None or request.shared_state != NO_STATE:
+            request.shared_prompt = leader.block_ids[: self.blocks.num_blocks_for(leader.num_prompt_tokens)]
+            self.blocks.share(request.shared_prompt)
+            self.shared_prompts[request] = None
         num_full = leader.num_prompt_tokens // self.blocks.block_size
         for seq in held:
             if leader.chain is not None and num_full:
@@ -466,7 +550,7 @@ class SequenceTable:
         orphans = [seq for seq in request.sequences if _is_new(seq)]
         request.leader = orphans[0] if orphans else None
         for seq in orphans[1:]:
-            if seq.adapter_slot is not None:
+            if seq.adapter_slots:
                 self.end_lease(seq)
             self.waiting.remove(seq)
             seq.move(SequenceStatus.HELD)
@@ -476,43 +560,57 @@ class SequenceTable:
         assert request.shared_prompt is not None
         self.blocks.release(request.shared_prompt)
         request.shared_prompt = None
+        self._release_shared_state(request)
         del self.shared_prompts[request]
+
+    def _release_shared_state(self, request: RequestState) -> None:
+        if self.states is not None and request.shared_state != NO_STATE:
+            self.states.release(request.shared_state)
+            request.shared_state = NO_STATE
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
     def lease(self, seq: SequenceState) -> bool:
-        """Takes a reference on the sequence's adapter in its device slot; False when it is not on the device.
+        """Takes references on all of the sequence's adapters in their slots; False when one is not on the device.
 
         The only call of planning that changes the adapter cache: an adapter that is missed here is loaded from now on.
         """
-        adapter_key = seq.request.lora_key
-        assert adapter_key is not None
-        seq.adapter_slot = self._adapters.acquire(adapter_key)
-        if seq.adapter_slot is not None:
-            self._adapter_refs[adapter_key] += 1
-        return seq.adapter_slot is not None
+        keys = seq.request.adapter_keys
+        if len(keys) == 1:
+            slot = self._adapters.acquire(keys[0])
+            slots = None if slot is None else (slot,)
+        else:
+            slots = self._adapters.acquire_all(keys)
+        if slots is None:
+            return False
+        seq.adapter_slots = slots
+        self._adapter_refs.update(keys)
+        return True
 
     def end_lease(self, seq: SequenceState) -> None:
-        """Gives the sequence's reference back: now, or when the last plan that uses the slot has run."""
-        adapter_key = seq.request.lora_key
-        assert adapter_key is not None
-        seq.adapter_slot = None
+        """Gives the sequence's references back: now, or when the last plan that uses the slot has run."""
+        seq.adapter_slots = ()
         if seq.last_plan is not None:
-            seq.last_plan.ended_leases.append(adapter_key)
+            seq.last_plan.ended_leases += seq.request.adapter_keys
         else:
-            self.release_adapter(adapter_key)
+            for adapter_key in seq.request.adapter_keys:
+                self.release_adapter(adapter_key)
 
     def release_adapter(self, adapter_key: AdapterKey) -> None:
         self._adapter_refs[adapter_key] -= 1
         self._adapters.release(adapter_key)
 
-    def adapter_failure(self, adapter_key: AdapterKey) -> Exception | None:
-        return self._adapters.failure(adapter_key)
+    def put_first(self, wants: Sequence[tuple[AdapterKey, ...]]) -> None:
+        self._adapters.put_first([keys[0] if len(keys) == 1 else keys for keys in wants])
+
+    def adapter_failure(self, keys: tuple[AdapterKey, ...]) -> Exception | None:
+        return self._adapters.failure(*keys)
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError when a row, a block or an adapter reference is unaccounted for, idle or not."""
+    def check_integrity(self, flights: Iterable[InFlight] = ()) -> None:
+        """Raises AssertionError when a row, a block, a state slot or an adapter reference is unaccounted for, idle or
+        not. `flights`: plans under way."""
         rows = [seq.row for seq in self.running] + self._free_rows
         assert sorted(rows) == list(range(self.max_running)), f"rows leaked: {sorted(rows)}"
         held: Counter[int] = Counter()
@@ -522,6 +620,13 @@ class SequenceTable:
             assert request.shared_prompt is not None
             held.update(request.shared_prompt)
         self.blocks.check_integrity(held)
+        if self.states is not None:
+            slots = Counter(seq.state_slot for seq in self.running)
+            slots.update(seq.state_source for seq in self.running if seq.state_source != NO_STATE)
+            shared = (request.shared_state for request in self.requests.values())
+            slots.update(slot for slot in shared if slot != NO_STATE)
+            slots.update(slot for flight in flights for _, slot, _ in flight.snapshots)
+            self.states.check_integrity(slots)
         if not self.requests:
             left = (len(self.running), len(self.waiting), len(self.shared_prompts))
             assert left == (0, 0, 0), f"running, waiting, shared prompts outlived their requests: {left}"
@@ -533,8 +638,8 @@ class SequenceTable:
         kept: Counter[AdapterKey] = Counter()
         for request in self.requests.values():
             for seq in request.sequences:
-                if seq.adapter_slot is not None and request.lora_key is not None:
-                    kept[request.lora_key] += 1
+                if seq.adapter_slots:
+                    kept.update(request.adapter_keys)
         assert +self._adapter_refs == kept, f"adapter references leaked: {self._adapter_refs} for {kept}"
 
 

@@ -104,7 +104,8 @@ def _() -> None:
 
 @call("generate, merged_adapters")
 def _() -> None:
-    merged = MergedAdapters(ids=facts.adapters[:2], weights=[0.5, 0.5], merge_strategy="linear", density=1.0,
+    ids = [facts.adapters[0], facts.adapters[-1]]  # of equal rank, which `linear` needs
+    merged = MergedAdapters(ids=ids, weights=[0.5, 0.5], merge_strategy="linear", density=1.0,
                             majority_sign_method="total")  # fmt: skip
     assert client.generate(facts.prompt, merged_adapters=merged, **ASKED).generated_text
 

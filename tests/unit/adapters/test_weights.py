@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,11 @@ from loraplex_adapters.weights import (
 )
 from loraplex_contracts.adapters import AdapterKey, ClassifierInfo
 
-LORA = [FactorShape("b", 3, 5, 7, 1 / 3), FactorShape("a", 1, 2, 3, 2.0)]
+LORA = [
+    FactorShape("b", 3, 5, 7, 1 / 3),
+    FactorShape("a", 1, 2, 3, 2.0),
+    FactorShape("experts.down_proj", 2, 5, 3, 0.5, num_experts=4),
+]
 SHAPES = [
     HeadsShape(3, 1, 8),
     HeadsShape(5, 2, 24, has_bias=True),
@@ -41,6 +46,32 @@ SHAPES = [
     HeadsShape(4, 1, 8, num_projections=4, num_rows=9),
     HeadsShape(4, 3, 8, has_bias=True, num_projections=1, num_rows=3, has_token_ids=True),
 ]
+
+
+def test_invocation_tokens_are_part_of_the_layout() -> None:
+    layout = replace(place_adapter("float32", LORA), invocation=(3, 1, 3))
+    assert AdapterLayout.from_json(layout.to_json()) == layout
+    assert "invocation" not in place_adapter("float32", LORA).to_json()
+    for wrong in ("3", [-1], [True], [1.0]):
+        with pytest.raises(ValueError, match="activated"):
+            AdapterLayout.from_json(layout.to_json() | {"invocation": wrong})
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({}, ""),
+        ({"init_lora_weights": "pissa"}, "it is made by PEFT's pissa initialisation"),
+        ({"alora_invocation_tokens": [3], "task_type": "CAUSAL_LM"}, "it is active from its own tokens on"),
+    ],
+)
+def test_adapters_that_are_no_plain_lora_stay_out_of_mixtures(fields: dict[str, Any], why: str, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "sql", **fields)
+    with DirectorySource(tmp_path).open("sql") as files:
+        layout = plan_adapter(files, base_targets()).layout
+    assert layout.not_mixed.startswith(why)
+    assert bool(layout.not_mixed) is bool(fields)
+    assert AdapterLayout.from_json(layout.to_json()) == layout
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -29,6 +29,7 @@ from loraplex.types import (
     GenerateOptions,
     Grammar,
     Medusa,
+    Merge,
     PromptLookup,
     Speculation,
     ToolCallDelta,
@@ -168,7 +169,8 @@ EVERYTHING: dict[str, tuple[Any, str]] = {
 TESTED_BELOW = {
     *("grammar", "continue_final_message", "tools", "documents", "template_kwargs", "chat_template"),
     *("tool_choice", "parallel_tool_calls"),
-    *("token_ids", "messages", "omit_generation_prompt", "adapters", "speculation", "timeout_s", "truncate_prompt"),
+    *("token_ids", "messages", "omit_generation_prompt", "adapters", "merge", "speculation", "timeout_s"),
+    "truncate_prompt",
 }
 
 
@@ -461,6 +463,13 @@ def test_a_grammar_is_of_one_kind(grammar: Any) -> None:
 def test_mixtures() -> None:
     request = generate_request("a", {"adapters": {"x": 0.25, "y": -1}})
     assert [(a.id, a.weight) for a in request.adapters] == [("x", 0.25), ("y", -1.0)]
+    assert not request.HasField("merge")
+    request = generate_request("a", {"adapters": {"x": 1}, "merge": Merge("ties", 0.5, "frequency", 3)})
+    merge = request.merge
+    assert (merge.strategy, merge.density, merge.majority_sign, merge.seed) == ("ties", 0.5, "frequency", 3)
+    for wrong in ({"adapters": {}}, {"adapters": {"x": 1}, "merge": "ties"}):
+        with pytest.raises(InvalidArgument):
+            generate_request("a", wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -524,7 +533,7 @@ def test_adapter_ids_are_checked_before_they_reach_a_header(adapter_id: str) -> 
     with pytest.raises(InvalidAdapterId):
         generate_request("a", {"adapter_id": adapter_id})
     with pytest.raises(InvalidAdapterId):
-        CALLS.load(adapter_id, False, {})
+        CALLS.load(adapter_id, {}, {})
 
 
 def test_the_sdk_needs_no_torch() -> None:
@@ -549,7 +558,7 @@ def test_a_mixture_that_is_none_says_what_it_takes(adapters: Any) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda name: CALLS.load(name, False, {}),
+        lambda name: CALLS.load(name, {}, {}),
         lambda name: naming(adapter_pb2.UnloadAdapterRequest(), name),
         lambda name: naming(adapter_pb2.GetAdapterRequest(), name),
     ],
@@ -563,5 +572,5 @@ def test_names_of_another_type(make: Callable[[Any], object]) -> None:
 def test_pin_is_a_switch() -> None:
     pin: Any = "yes"
     with pytest.raises(InvalidArgument) as caught:
-        CALLS.load("sql", pin, {})
+        CALLS.load("sql", {"pin": pin}, {})
     assert caught.value.field == "pin"

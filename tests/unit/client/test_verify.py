@@ -11,8 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from peft import IA3Config, LoraConfig
 from safetensors.torch import load_file, save_file
-from support.world import TinyWorld
+from support.medusa_files import medusa_config, sequential_tensors, write_heads
+from support.peft_files import save_variant
+from support.world import TARGETS, TinyWorld
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from loraplex.cli.main import main
 
@@ -39,6 +43,10 @@ def test_a_good_adapter(adapter: Path, tiny_world: TinyWorld, capsys: Capture) -
     assert (report["kind"], report["rank"], report["modules"], report["dtype"]) == ("lora", 2, 14, "float32")
     assert len(report["digest"]) == 64
     assert report["warnings"] == []
+    assert (report["format"], report["tasks"], report["saved"]) == ("LORA", ["text"], [])
+    assert report["base"] == str(tiny_world.model) or report["base"] == ""
+    assert report["fits"] == f"{tiny_world.model} (llama)"
+    assert report["targets"] == sorted(TARGETS)
 
 
 def test_the_folders_name_is_not_the_content(adapter: Path, tiny_world: TinyWorld, capsys: Capture) -> None:
@@ -118,3 +126,86 @@ def test_links_are_followed_and_told(adapter: Path, tiny_world: TinyWorld, capsy
     code, report = verify(adapter, tiny_world, capsys)
     assert (code, report["valid"]) == (0, True)
     assert any("a server follows only those that stay inside" in warning for warning in report["warnings"])
+
+
+def save(folder: Path, world: TinyWorld, config: LoraConfig) -> Path:
+    save_variant(AutoModelForCausalLM.from_pretrained(world.model), config, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (LoraConfig(r=3, target_modules=["q_proj"], use_dora=True, modules_to_save=["lm_head"]), "LORA, use_dora"),
+        (LoraConfig(r=3, target_modules=["down_proj"], init_lora_weights="pissa"), "LORA, init_lora_weights pissa"),
+        (
+            LoraConfig(r=3, target_modules=TARGETS, task_type="CAUSAL_LM", alora_invocation_tokens=[7, 8]),
+            "LORA, alora_invocation_tokens",
+        ),
+        (IA3Config(target_modules=["v_proj"], feedforward_modules=[]), "IA3"),
+    ],
+)
+def test_against_peft(config: LoraConfig, words: str, tiny_world: TinyWorld, tmp_path: Path, capsys: Capture) -> None:
+    folder = save(tmp_path / "one", tiny_world, config)
+    code, report = verify(folder, tiny_world, capsys, "--against-peft")
+    assert (code, report["format"]) == (0, words)
+    assert report["peft"]["same_text"]
+    assert report["peft"]["compared_tokens"] == 48
+    assert 0 <= report["peft"]["largest_difference"] < 1e-3
+
+
+def test_another_result_than_pefts_is_told(
+    adapter: Path, tiny_world: TinyWorld, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peft.tuners.lora.layer.Linear.forward", lambda self, x: self.base_layer(x))
+    code, report = verify(adapter, tiny_world, capsys, "--against-peft")
+    assert (code, report["valid"], report["peft"]["equal"]) == (1, True, False)
+    assert report["peft"]["largest_difference"] > 0.01
+    assert main(["adapters", "verify", str(adapter), "--base", str(tiny_world.model), "--against-peft"]) == 1
+    assert "equal: no; largest difference: " in capsys.readouterr().out
+
+
+def test_medusa_heads(tiny_world: TinyWorld, tmp_path: Path, capsys: Capture) -> None:
+    folder = write_heads(tmp_path / "heads", sequential_tensors(3, 1, hidden=32), medusa_config(3, 1))
+    code, report = verify(folder, tiny_world, capsys)
+    assert (code, report["kind"], report["format"], report["tasks"]) == (0, "medusa", "Medusa, 3 heads", ["drafts"])
+    code, report = verify(folder, tiny_world, capsys, "--against-peft")
+    assert code == 2
+    assert "PEFT does not know" in report["message"]
+
+
+def test_what_peft_cannot_load_is_told(tiny_world: TinyWorld, tmp_path: Path, capsys: Capture) -> None:
+    """PEFT takes no part out of a base model in float64."""
+    folder = save(tmp_path / "one", tiny_world, LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights="pissa"))
+    code, report = verify(folder, tiny_world, capsys, "--against-peft", "--dtype", "float64")
+    assert code == 1
+    assert report["message"].startswith("PEFT cannot load it, so nothing can be compared: Please initialize PiSSA")
+
+
+def test_weights_for_images_of_a_base_that_is_served_as_text(tmp_path: Path, capsys: Capture) -> None:
+    text = {
+        "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    config = Gemma3Config(
+        text_config=text,
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        image_token_index=60,
+        boi_token_index=61,
+        eoi_token_index=62,
+    )
+    base = Gemma3ForConditionalGeneration(config)
+    base.save_pretrained(tmp_path / "model")
+    world = TinyWorld(tmp_path / "model", tmp_path, ())
+    save_variant(base, LoraConfig(r=2, target_modules=r".*language_model.*q_proj"), tmp_path / "texts")
+    assert verify(tmp_path / "texts", world, capsys)[0] == 0
+    save_variant(base, LoraConfig(r=2, target_modules=["q_proj"]), tmp_path / "both")
+    code, report = verify(tmp_path / "both", world, capsys)
+    assert (code, report["reason"]) == (1, "ADAPTER_UNSUPPORTED")
+    assert "vision_tower" in report["message"]
+    assert report["message"].endswith("is served for texts alone")

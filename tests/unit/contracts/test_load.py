@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loraplex_contracts.errors import Overloaded
-from loraplex_contracts.load import Forecast, expected_tokens
+from loraplex_contracts.load import Forecast, expected_tokens, has_place
 
 FLOOD, OTHER = ("a", "sql"), ("b", "")
 
@@ -46,3 +46,13 @@ def test_texts_that_end_early_leave_more_time() -> None:
         forecast().check(FLOOD, 50, 400, left_s=7.0)
     assert expected_tokens(400, 0.1) == pytest.approx(10)
     assert expected_tokens(400, 0.0) == 400
+
+
+@pytest.mark.parametrize(
+    ("num_all", "num_own", "num_tenants", "is_taken"),
+    [(9, 9, 1, True), (10, 10, 1, False), (10, 0, 2, True), (12, 4, 2, True), (12, 5, 2, False), (99, 0, 2, True)],
+)
+def test_a_full_queue_is_full_for_those_that_filled_it(
+    num_all: int, num_own: int, num_tenants: int, is_taken: bool
+) -> None:
+    assert has_place(num_all, num_own, num_tenants, most=10) is is_taken

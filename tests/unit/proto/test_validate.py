@@ -103,39 +103,6 @@ def test_every_request_of_the_services_has_its_tables() -> None:
     assert inputs == set(HANDLED) == set(REQUESTS)
 
 
-def put(message: Any, path: str) -> None:
-    """Sets the field at `path` to something that is not its default."""
-    head, _, rest = path.partition(".")
-    field: FieldDescriptor = message.DESCRIPTOR.fields_by_name[head]
-    value = getattr(message, head)
-    if field.message_type is not None:
-        below = value.add() if not field.has_presence else value
-        below.SetInParent()
-        if rest:
-            put(below, rest)
-        elif field.message_type.fields:
-            put(below, field.message_type.fields[0].name)
-        return
-    samples = {
-        FieldDescriptor.CPPTYPE_BOOL: True,
-        FieldDescriptor.CPPTYPE_STRING: "x",
-        FieldDescriptor.CPPTYPE_DOUBLE: 0.5,
-    }
-    setattr(message, head, samples.get(field.cpp_type, 1))
-
-
-@pytest.mark.parametrize(("name", "path"), [(name, path) for name, table in NOT_BUILT.items() for path in table])
-def test_what_is_not_built_says_so(name: str, path: str) -> None:
-    request: Any = REQUESTS[name]()
-    if name == "GenerateRequest":
-        request.text = "hello"
-    put(request, path)
-    with pytest.raises(Unimplemented) as caught:
-        check(request)
-    assert caught.value.field == path
-    assert path in caught.value.message
-
-
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
@@ -329,6 +296,15 @@ GOOD = {
     "lookup with bounds": GenerateRequest(text="a", speculation={"prompt_lookup": {"min_ngram": 64, "max_ngram": 64}}),
     "lookup with the lower bound": GenerateRequest(text="a", speculation={"prompt_lookup": {"min_ngram": 5}}),
     "the only draft model": GenerateRequest(text="a", speculation={"draft_model": {}}),
+    "a mixture": GenerateRequest(
+        text="a", adapters=[{"id": f"a/{i % 7}", "weight": -1000.0 if i else 1e-300} for i in range(8)]
+    ),
+    "a merge": GenerateRequest(
+        text="a",
+        adapters=[{"id": "a", "weight": 1}],
+        merge={"strategy": "dare_ties", "density": 1, "majority_sign": "frequency", "seed": 0},
+    ),
+    "a linear merge": GenerateRequest(text="a", adapters=[{"id": "a", "weight": 1}], merge={"strategy": "linear"}),
     "a draft model by name": GenerateRequest(text="a", speculation={"draft_model": {"name": "tiny-v1.0"}}),
 }
 
@@ -467,6 +443,34 @@ BAD: list[tuple[str, GenerateRequest]] = [
         "adapters",
         GenerateRequest(text="a", adapter_id="x", adapters=[inference_pb2.AdapterWeight(id="y", weight=1)]),
     ),
+    ("adapters", GenerateRequest(text="a", adapters=[{"id": "y", "weight": 1}] * 9)),
+    *(
+        (
+            "adapters.weight",
+            GenerateRequest(text="a", adapters=[{"id": "x", "weight": 1}, {"id": "y", "weight": weight}]),
+        )
+        for weight in (0.0, math.nan, math.inf, -math.inf, 1000.1)
+    ),
+    ("adapters.weight", GenerateRequest(text="a", adapters=[{"id": "y"}])),
+    ("adapters.id", GenerateRequest(text="a", adapters=[{"weight": 1}])),
+    ("merge", GenerateRequest(text="a", merge={"strategy": "linear"})),
+    *(
+        (f"merge.{name}", GenerateRequest(text="a", adapters=[{"id": "y", "weight": 1}], merge=merge))
+        for name, merge in (
+            ("strategy", {}),
+            ("strategy", {"strategy": "cat"}),
+            ("strategy", {"strategy": "svd"}),
+            ("density", {"strategy": "ties"}),
+            ("density", {"strategy": "ties", "density": 0}),
+            ("density", {"strategy": "ties", "density": 1.5}),
+            ("density", {"strategy": "ties", "density": math.nan}),
+            ("density", {"strategy": "linear", "density": 0.5}),
+            ("majority_sign", {"strategy": "ties", "density": 0.5, "majority_sign": "least"}),
+            ("majority_sign", {"strategy": "linear", "majority_sign": "total"}),
+            ("seed", {"strategy": "ties", "density": 0.5, "seed": 1}),
+        )
+    ),
+    ("adapters.id", GenerateRequest(text="a", adapters=[{"id": "../y", "weight": 1}])),
 ]
 NUMBERS = ["temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty"]
 BAD += [(f"sampling.{name}", sampling(**{name: math.nan})) for name in NUMBERS]
@@ -605,7 +609,7 @@ def any_request(draw: DrawFn) -> GenerateRequest:
         message: Any = request
         for part in above:
             message = getattr(message, part)
-            if part in ("messages", "tool_calls"):
+            if part in ("messages", "tool_calls", "adapters"):
                 message = message.add()
         field = message.DESCRIPTOR.fields_by_name[name]
         if field.message_type is not None:

@@ -63,7 +63,9 @@ def test_bytes_that_are_no_request() -> None:
         (Generate(text="x", adapter_id="../etc"), InvalidAdapterId),
         (Generate(text="x", speculation={"medusa": {"adapter_id": "../etc"}}), InvalidAdapterId),
         (Generate(text="x", request_id="a b"), InvalidArgument),
-        (Generate(text="x", adapters=[{"id": "a"}]), Unimplemented),
+        (Generate(text="x", adapters=[{"id": "../a", "weight": 1}]), InvalidAdapterId),
+        (Generate(text="x", adapters=[{"id": "a", "weight": 1}], adapter_id="a"), InvalidArgument),
+        (Generate(text="x", adapters=[{"id": "a", "weight": 1}] * 9), InvalidArgument),
         (Generate.FromString(b"\xa2\x7d\x01x"), Unimplemented),  # field 2004: it could name an adapter unseen
     ],
 )
@@ -95,6 +97,15 @@ def test_heads_to_speculate_with_are_an_adapter_too() -> None:
     assert admit_generate(raw, EVERYBODY, 9).adapter_ids == ("acme/a", "acme/heads")
     with pytest.raises(AdapterNotFound, match="acme/heads"):
         admit_generate(raw, Identity("acme", adapters=("acme/a",)), 9)
+
+
+def test_every_member_of_a_mixture_is_the_callers() -> None:
+    request = Generate(text="x", adapters=[{"id": "acme/b", "weight": 0.5}, {"id": "acme/a", "weight": 0.5}])
+    admitted = admit_generate(request.SerializeToString(), EVERYBODY, 9)
+    assert admitted.adapter_ids == ("acme/b", "acme/a")
+    assert admitted.adapter_name == "acme/a+acme/b"
+    with pytest.raises(AdapterNotFound, match="acme/a"):
+        admit_generate(request.SerializeToString(), Identity("acme", adapters=("acme/b",)), 9)
 
 
 def test_the_draft_model_that_a_request_names() -> None:

@@ -109,3 +109,7 @@ def test_the_order_is_the_same_everywhere() -> None:
     """Routers agree without talking: a change of the hash would scatter the adapters of a mixed deployment."""
     orders = {key: "".join(name[0] for name in rendezvous_order(key, WORKERS)) for key in ("sql", "json", "acme/a")}
     assert orders == {"sql": "abcd", "json": "badc", "acme/a": "bdac"}
+
+
+def test_versions_have_the_homes_of_their_adapter() -> None:
+    assert routing_key(["acme/sql@0123abcd"]) == routing_key(["acme/sql"])

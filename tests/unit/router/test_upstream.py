@@ -34,6 +34,7 @@ from loraplex_router.upstream import (
     follow_worker_credentials,
     passed_on,
 )
+from loraplex_runtime.auth import Identity, TenantLimits
 from loraplex_runtime.reload import Reloader
 
 ANSWERED, DECLINED, UNREACHED, LOST = FailureKind
@@ -131,12 +132,18 @@ def test_what_a_client_says_of_itself_stays_here() -> None:
         ("user-agent", "x"),
         ("traceparent", "00-1"),
     )
-    assert WorkerCredentials().metadata("acme", client) == (("traceparent", "00-1"),)
-    assert WorkerCredentials("secret").metadata("acme", client) == (
+    assert WorkerCredentials().metadata(Identity("acme"), client) == (("traceparent", "00-1"),)
+    assert WorkerCredentials("secret").metadata(Identity("acme"), client) == (
         ("traceparent", "00-1"),
         ("authorization", "Bearer secret"),
         ("x-loraplex-tenant", "acme"),
     )
+
+
+def test_a_worker_is_told_how_many_bytes_of_adapters_the_tenant_may_have() -> None:
+    caller = Identity("acme", limits=TenantLimits(5, 6, 7))
+    (_, _, said) = WorkerCredentials("secret").metadata(caller)
+    assert said == ("x-loraplex-tenant-adapter-bytes", "7")
 
 
 @pytest.mark.parametrize(

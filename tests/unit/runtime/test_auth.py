@@ -26,6 +26,7 @@ from loraplex_runtime.auth import (
     Credentials,
     Identity,
     ServerInterceptor,
+    TenantLimits,
     current_identity,
     follow_credentials,
     one_router,
@@ -227,6 +228,15 @@ def test_a_router_may_use_all_adapters_unless_the_file_says_otherwise(tmp_path: 
         ({"credentials": [{**ROW, "adapters": [1]}]}, "must be strings"),
         ({"credentials": [{**ROW, "adapters": [""]}]}, "must be strings"),
         ({"credentials": [ROW, ROW]}, "twice"),
+        ({"credentials": [], "tenants": []}, "tenants must be a table"),
+        ({"credentials": [], "tenants": {"acme": 5}}, "tenants.acme must be a table"),
+        ({"credentials": [], "tenants": {"a b": {}}}, "tenants.a b: tenant 'a b' is not valid"),
+        ({"credentials": [], "tenants": {"acme": {"rate": 5}}}, "'rate' is not known; use max_concurrent_requests"),
+        ({"credentials": [], "tenants": {"acme": {"tokens_per_minute": "5"}}}, "tokens_per_minute must be a whole"),
+        ({"credentials": [], "tenants": {"acme": {"tokens_per_minute": 1.5}}}, "must be a whole number"),
+        ({"credentials": [], "tenants": {"acme": {"tokens_per_minute": True}}}, "must be a whole number"),
+        ({"credentials": [], "tenants": {"acme": {"tokens_per_minute": 0}}}, "must be at least 1"),
+        ({"credentials": [], "tenants": {"acme": {"tokens_per_minute": 1 << 63}}}, "and below 2^63"),
     ],
 )
 def test_files_that_are_refused(tmp_path: Path, content: Any, says: str) -> None:
@@ -235,6 +245,37 @@ def test_files_that_are_refused(tmp_path: Path, content: Any, says: str) -> None
     assert says in caught.value.message
     assert caught.value.field == "--auth-file"
     assert "secret" not in caught.value.message
+
+
+def test_limits_of_tenants(tmp_path: Path) -> None:
+    text = (
+        f'[[credentials]]\nsha256 = "{token_digest("a")}"\ntenant = "acme"\n'
+        f'[[credentials]]\nsha256 = "{token_digest("b")}"\ntenant = "b"\n'
+        "[tenants.acme]\nmax_concurrent_requests = 8\ntokens_per_minute = 60_000\n[tenants.gone]\n"
+    )
+    credentials = loaded(write(tmp_path, text, "auth.toml"))
+    assert credentials.identify(GENERATE, bearer("a")).limits == TenantLimits(8, 60_000, None)
+    assert credentials.identify(GENERATE, bearer("b")).limits == TenantLimits()
+
+
+LIMITED = Credentials({token_digest("g"): GATE, token_digest("a"): ACME}, {"acme": TenantLimits(1, 2, 3)})
+SAYS_BYTES = ("x-loraplex-tenant-adapter-bytes", "7")
+
+
+def test_a_router_says_how_many_bytes_of_adapters_its_tenant_may_have() -> None:
+    of_acme = ("x-loraplex-tenant", "acme")
+    assert LIMITED.identify(GENERATE, bearer("g", of_acme)).limits.max_resident_adapter_bytes == 3
+    assert LIMITED.identify(GENERATE, bearer("g", of_acme, SAYS_BYTES)).limits.max_resident_adapter_bytes == 7
+    of_other = ("x-loraplex-tenant", "other")
+    assert LIMITED.identify(GENERATE, bearer("g", of_other, SAYS_BYTES)).limits == TenantLimits(None, None, 7)
+    assert LIMITED.identify(GENERATE, bearer("a", SAYS_BYTES)).limits == TenantLimits(1, 2, 3)
+
+
+@pytest.mark.parametrize("text", ["-1", "0", "x", "1e3", "9" * 19, "9" * 5000, "\u0663"])
+def test_bytes_that_are_none(text: str) -> None:
+    metadata = bearer("g", ("x-loraplex-tenant", "acme"), (SAYS_BYTES[0], text))
+    with pytest.raises(InvalidArgument, match="must be a number of bytes"):
+        LIMITED.identify(GENERATE, metadata)
 
 
 def test_toml_that_is_none_says_where(tmp_path: Path) -> None:
@@ -334,3 +375,9 @@ async def test_refusals_are_typed(
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     assert type(from_rpc_error(caught.value)) is error
+
+
+def test_versions_are_allowed_as_their_names_are() -> None:
+    identity = Identity("acme", adapters=("acme/sql", "*@0123abcd"))
+    assert identity.may_use("acme/sql@0123abcd")
+    assert not identity.may_use("other/sql@0123abcd")

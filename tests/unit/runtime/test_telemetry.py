@@ -112,6 +112,16 @@ def test_requests_are_counted(role: Any, prefix: str) -> None:
     assert value(registry, f"{prefix}time_to_first_message_seconds_sum", method="GenerateStream") == 0.01
 
 
+@pytest.mark.parametrize(("role", "prefix"), [("worker", "loraplex:"), ("router", "loraplex:router_")])
+def test_refusals_have_bounded_labels(role: Any, prefix: str) -> None:
+    registry = new_registry()
+    metrics = RequestMetrics(registry, role)
+    for quota in ("tokens_per_minute", "tokens_per_minute", "x\n" * 50, "another"):
+        metrics.quota_refused(quota)
+    name = f"{prefix}quota_refusals_total"
+    assert (value(registry, name, quota="tokens_per_minute"), value(registry, name, quota="other")) == (2, 2)
+
+
 def test_without_a_registry_nothing_happens() -> None:
     metrics = RequestMetrics(None, "worker")
     metrics.ended("Generate", "OK", 1.0)

@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 from loraplex_server.layers.adapter_slots import as_if_installed
 from loraplex_server.layers.attention import ModelSpec, ReplayableAttention, Reserved
-from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedHead, AdaptedModule
+from loraplex_server.layers.experts import AdaptedModule
+from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedHead
 from loraplex_server.layers.lora import PreparedSegments, ReplayableLora
 from loraplex_server.layers.step import StagedStep, StepResources
 from loraplex_server.layers.transfer import refill

@@ -35,6 +35,7 @@ from support.medusa_files import (
 from torch import Tensor
 
 from loraplex_adapters.sources.directory import DirectorySource
+from loraplex_contracts.adapters import AdapterId
 from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterMemoryFull,
@@ -290,13 +291,18 @@ def test_typed_error_and_nothing_left(spoil: Spoil, expected: type[LoraplexError
     assert error.message.isascii()
     assert "'bad'" in error.message
     assert len(error.message) < 800
-    # Nothing of it stays: no file, no byte, no descriptor, and after a while not even its name.
+    # Nothing of it stays but the reason, until it is loaded well or unloaded: no file, no byte, no descriptor.
     assert set(os.listdir(tmp_path / "store")) == files
     assert engine.cache.usage() == usage
     assert len(os.listdir("/proc/self/fd")) == fds
     engine.now += 31
     engine.cache.poll(engine.now)
     engine.cache.poll(engine.now)
+    is_known = not issubclass(expected, AdapterNotFound)
+    assert [row.adapter_id for row in engine.listed()] == (["bad", "good"] if is_known else ["good"])
+    if is_known:
+        assert engine.cache.get(AdapterId("bad")).last_error_reason == error.reason
+        engine.cache.unload(AdapterId("bad"))
     assert [row.adapter_id for row in engine.listed()] == ["good"]
     assert not (root / "bad" / "was-run").exists()
     # The neighbour is untouched.

@@ -20,12 +20,13 @@ from loraplex_adapters.cache.storage import RecentImports, Storage
 from loraplex_adapters.io.source_files import AdapterFiles
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.weights import AdapterWeights
-from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.adapters import OWN_PLACE, AdapterId, AdapterKey, AdapterOrigin
 from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterLoadsBusy,
     AdapterMemoryFull,
     AdapterNotFound,
+    AdapterVersionNotFound,
     DiskFull,
     FailedPrecondition,
     Internal,
@@ -45,12 +46,12 @@ class CountingSource(DirectorySource):
         self.gate.set()
         self.error: Exception | None = None
 
-    def open(self, adapter_id: str) -> AdapterFiles:  # type: ignore[override]
+    def open(self, adapter_id: str, origin: AdapterOrigin = OWN_PLACE) -> AdapterFiles:  # type: ignore[override]
         self.opened.append(adapter_id)
         self.gate.wait(10)
         if self.error is not None:
             raise self.error
-        return super().open(adapter_id)
+        return super().open(adapter_id, origin)
 
 
 @pytest.fixture
@@ -111,6 +112,9 @@ def test_many_more_adapters_than_fit(make_engine: Callable[..., Engine], root: P
             engine.cache.drop_hold(key)
     usage = engine.cache.usage()
     assert usage.device_evictions >= 8
+    assert usage.source_reads.num == 8
+    assert usage.disk_reads.num >= 4
+    assert min(usage.disk_reads) > 0
     assert usage.host_evictions >= 4
     assert usage.device_bytes <= 4096
     assert usage.host_bytes <= 6000
@@ -523,3 +527,41 @@ def test_a_copy_under_way_holds_up_only_who_wants_it(
     for key in (resident, wanted):
         engine.cache.drop_hold(key)
     engine.close()
+
+
+def test_a_remote_source_that_hangs_holds_up_no_local_one(source: CountingSource, tmp_path: Path) -> None:
+    """It is asked for what the local one does not have; four names wait for it, and the fifth local one loads."""
+    write_adapter(tmp_path / "remote" / "far")
+    remote = CountingSource(tmp_path / "remote")
+    remote.gate.clear()
+    engine = Engine(source, remote=remote)
+    try:
+        for name in ("far", "r1", "r2", "r3", "r4"):
+            assert engine.cache.resolve(AdapterId(name), engine.now) is None
+        use(engine, "a0")
+        assert "a0" not in remote.opened
+        remote.gate.set()
+        use(engine, "far")
+        with pytest.raises(AdapterNotFound):
+            engine.resolve("r4")
+    finally:
+        remote.gate.set()
+        engine.cache.close()
+
+
+def test_an_older_version_comes_from_the_store(make_engine: Callable[..., Engine], root: Path) -> None:
+    engine = make_engine(num_device_slots=2)
+    old = use(engine, "a1")
+    kept = engine.slots.installed[0].storage.clone()
+    write_adapter(root / "a1", rank=4, seed=99)
+    assert engine.load("a1").digest != old.digest
+    engine.settle()
+    assert engine.resolve("a1") != old
+    assert engine.resolve(f"a1@{old.digest[:12]}") == old
+    assert torch.equal(engine.slots.installed[engine.acquire(old)].storage, kept)
+    engine.cache.release(old)
+    for key in (old, engine.resolve("a1")):
+        engine.cache.drop_hold(key)
+    engine.cache.drop_hold(engine.resolve("a1"))
+    with pytest.raises(AdapterVersionNotFound):
+        engine.resolve("a1@00000000")

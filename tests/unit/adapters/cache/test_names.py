@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from loraplex_adapters.cache.names import ABANDONED_S, MAX_REMEMBERED_FAILURES, AdapterTable
+from loraplex_adapters.cache.names import ABANDONED_S, MAX_REMEMBERED_FAILURES, MAX_VERSIONS, AdapterTable
 from loraplex_adapters.cache.residency import AdapterCacheConfig
 from loraplex_adapters.cache.states import FetchName, Promote, Stage
-from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.adapters import OWN_PLACE, AdapterKey, AdapterOrigin, AdapterUser, LoadOptions
 from loraplex_contracts.errors import (
+    AdapterInUse,
     AdapterInvalid,
     AdapterLoadsBusy,
     AdapterMemoryFull,
     AdapterNotFound,
+    AdapterVersionNotFound,
+    DigestMismatch,
     InvalidArgument,
     LoraplexError,
 )
@@ -110,26 +113,188 @@ def test_a_failure_is_not_remembered_for_longer_than_it_says_that_it_lasts() -> 
     with pytest.raises(AdapterMemoryFull):
         table.resolve("x", 2.9)
     turn(table, now=3.0)
-    assert set(table.names) == {"broken"}
+    assert table.row("x").last_error_reason == AdapterMemoryFull.reason
     assert table.resolve("x", 3.0) is None
     end_fetch(table, OLD)
     assert table.resolve("x", 3.0) == OLD
 
 
-def test_expired_failures_leave_nothing() -> None:
+def test_a_name_that_there_is_not_leaves_nothing() -> None:
     table = make_table()
     assert table.resolve("x", 0.0) is None
-    fail_fetch(table, AdapterInvalid("broken"))
+    fail_fetch(table, AdapterNotFound("no"))
     turn(table, now=TTL_S + 1)
     assert not table.names
 
 
+def test_a_failed_load_is_listed_until_it_succeeds() -> None:
+    table = make_table()
+    assert table.resolve("x", 0.0) is None
+    fail_fetch(table, AdapterInvalid("broken"))
+    turn(table, now=10 * TTL_S)
+    row = table.row("x")
+    assert (row.state, row.error, row.last_error, row.last_error_reason) == (
+        "failed", "broken", "broken", "ADAPTER_INVALID",
+    )  # fmt: skip
+    assert table.resolve("x", 10 * TTL_S) is None
+    row = table.row("x")
+    assert (row.state, row.error, row.last_error) == ("fetching", "", "broken")
+    end_fetch(table, OLD)
+    assert table.row("x").last_error == ""
+
+
+def test_a_failed_reload_is_listed_beside_the_content_that_serves() -> None:
+    table = make_table()
+    bound(table, "x", OLD)
+    table.take_changes()
+    for now in (0.0, 1.0):
+        assert table.load("x", False, now) is None
+        fail_fetch(table, AdapterInvalid("cut short"))
+        with pytest.raises(AdapterInvalid):
+            table.load("x", False, now)
+    row = table.row("x")
+    assert (row.digest, row.error, row.last_error) == (OLD.digest, "", "cut short")
+    assert table.take_changes()[OLD] == (row,)
+    assert table.resolve("x", 2.0) == OLD
+    assert table.load("x", False, 2.0) is None
+    end_fetch(table, NEW)
+    assert table.row("x").last_error == ""
+
+
 def test_remembered_failures_are_bounded() -> None:
     table = make_table()
-    for idx in range(MAX_REMEMBERED_FAILURES + 50):
-        assert table.resolve(f"x{idx}", 0.0) is None
-        fail_fetch(table, AdapterNotFound("no"))
-    assert len(table.names) == MAX_REMEMBERED_FAILURES
+    for error in (AdapterNotFound("no"), AdapterInvalid("broken")):
+        for idx in range(MAX_REMEMBERED_FAILURES + 50):
+            assert table.resolve(f"{error.reason}{idx}", 0.0) is None
+            fail_fetch(table, error)
+    # Names that there are not do not displace what is known of others.
+    assert len(table.names) == 2 * MAX_REMEMBERED_FAILURES
+
+
+def test_unloading_forgets_a_failure() -> None:
+    table = make_table()
+    assert table.resolve("x", 0.0) is None
+    fail_fetch(table, AdapterInvalid("broken"))
+    assert table.unload("x") is None
+    assert not table.names
+    assert table.take_changes() == {"x": ()}
+
+
+# --- options of a load ------------------------------------------------------------------------------------------------
+
+ELSEWHERE = AdapterOrigin("team/v2")
+
+
+def test_a_load_from_another_place_is_kept_to() -> None:
+    table = make_table()
+    options = LoadOptions(ELSEWHERE)
+    assert table.load("x", False, 0.0, options=options) is None
+    fetch = fetch_of(table)
+    assert fetch.origin == ELSEWHERE
+    table.name_fetched("x", fetch.ticket, OLD, 100, 4, 0.0, base="tiny")
+    turn(table)
+    assert table.load("x", False, 0.0, options=options) == OLD
+    assert (table.row("x").source, table.row("x").base) == (ELSEWHERE.source, "tiny")
+    assert table.load("x", False, 0.0) is None  # again, from there
+    assert fetch_of(table).origin == ELSEWHERE
+    table.unload("x")
+    assert table.resolve("x", 0.0) is None
+    assert fetch_of(table).origin == OWN_PLACE
+
+
+def test_a_load_from_another_place_that_fails_leaves_the_name_where_it_was() -> None:
+    table = make_table()
+    bound(table, "x", OLD)
+    options = LoadOptions(ELSEWHERE)
+    assert table.load("x", False, 0.0, options=options) is None
+    fail_fetch(table, AdapterNotFound("no such folder"))
+    with pytest.raises(AdapterNotFound):
+        table.load("x", False, 0.0, options=options)
+    row = table.row("x")
+    assert (row.digest, row.source, row.last_error) == (OLD.digest, "", "no such folder")
+    # A name that was never bound is remembered with the place that it was to come from.
+    assert table.load("y", False, 0.0, options=options) is None
+    fail_fetch(table, AdapterNotFound("no such folder"))
+    turn(table, now=2 * TTL_S)
+    assert (table.row("y").state, table.row("y").source) == ("failed", ELSEWHERE.source)
+
+
+def test_an_unexpected_digest_is_refused() -> None:
+    table = make_table()
+    bound(table, "x", OLD)
+    options = LoadOptions(expected_digest=OLD.digest)
+    assert table.load("x", False, 0.0, options=options) is None
+    end_fetch(table, NEW)
+    with pytest.raises(DigestMismatch, match=NEW.digest):
+        table.load("x", False, 0.0, options=options)
+    assert table.row("x").digest == OLD.digest
+    assert table.load("x", False, 0.0, options=options) is None
+    end_fetch(table, OLD)
+    turn(table)
+    assert table.load("x", False, 0.0, options=options) == OLD
+
+
+def test_if_absent_leaves_a_bound_name_as_it_is() -> None:
+    table = make_table()
+    bound(table, "x", OLD)
+    options = LoadOptions(ELSEWHERE, if_absent=True)
+    assert table.load("x", True, 0.0, options=options) is None
+    assert not table.take_fetches()
+    turn(table)
+    assert table.load("x", True, 0.0, options=options) == OLD
+    assert table.row("x").pinned
+    unexpected = LoadOptions(if_absent=True, expected_digest=NEW.digest)
+    assert table.load("x", False, 0.0, options=unexpected) is None
+    with pytest.raises(DigestMismatch):
+        table.load("x", False, 0.0, options=unexpected)
+    assert table.row("x").pinned
+    # It waits for a fetch that is under way, and begins one where there is none.
+    for is_asked_before in (True, False):
+        name = f"y{is_asked_before}"
+        if is_asked_before:
+            assert table.resolve(name, 0.0) is None
+        assert table.load(name, False, 0.0, options=options) is None
+        end_fetch(table, NEW)
+        turn(table)
+        assert table.load(name, False, 0.0, options=options) == NEW
+        assert not table.take_fetches()
+
+
+def test_loads_with_other_options_take_turns() -> None:
+    table = make_table()
+    first, second = LoadOptions(AdapterOrigin("a")), LoadOptions(AdapterOrigin("b"))
+    assert table.load("x", False, 0.0, options=first) is None
+    assert table.load("x", False, 0.0, options=second) is None
+    fetch = fetch_of(table)
+    assert fetch.origin.source == "a"
+    table.name_fetched("x", fetch.ticket, OLD, 100, 4, 0.0)
+    turn(table)
+    assert table.load("x", False, 0.0, options=first) == OLD
+    assert table.load("x", False, 0.0, options=second) is None
+    assert fetch_of(table).origin.source == "b"
+
+
+def test_an_abandoned_load_does_not_hold_up_one_with_other_options() -> None:
+    table = make_table()
+    assert table.load("x", False, 0.0, options=LoadOptions(AdapterOrigin("a"))) is None
+    end_fetch(table, OLD)
+    turn(table)
+    options = LoadOptions(AdapterOrigin("b"))
+    assert table.load("x", False, 0.0, options=options) is None
+    end_fetch(table, NEW)
+    turn(table)
+    assert table.load("x", False, 0.0, options=options) == NEW
+
+
+def test_unloading_may_be_refused_while_requests_use_it() -> None:
+    table = make_table()
+    bound(table, "x", OLD)
+    assert table.resolve("x", 0.0) == OLD
+    with pytest.raises(AdapterInUse, match="1 requests"):
+        table.unload("x", if_unused=True)
+    assert table.row("x").num_uses == 1
+    table.residency.drop_hold(OLD)
+    assert table.unload("x", if_unused=True) == OLD
 
 
 def test_too_many_fetches_are_refused_with_a_hint() -> None:
@@ -143,6 +308,23 @@ def test_too_many_fetches_are_refused_with_a_hint() -> None:
         table.load("d", False, 0.0)
     assert set(table.names) == {"a", "b"}
     assert table.resolve("a", 0.0) is None  # joining is free
+
+
+def test_each_tenant_has_a_queue_of_its_own() -> None:
+    table = make_table(max_pending=2)
+    other = AdapterUser("other")
+    for name in "ab":
+        assert table.resolve(name, 0.0) is None
+    assert table.resolve("b", 0.0, other) is None
+    assert table.resolve("c", 0.0, other) is None
+    assert table.resolve("d", 0.0, other) is None
+    with pytest.raises(AdapterLoadsBusy):
+        table.resolve("e", 0.0, other)
+    fetches = [fetch for fetch in table.take_fetches() if isinstance(fetch, FetchName)]
+    assert [(fetch.name, fetch.tenant) for fetch in fetches] == [("a", ""), ("b", ""), ("c", "other"), ("d", "other")]
+    table.name_failed("c", fetches[2].ticket, AdapterNotFound("none"), 0.0)
+    assert table.resolve("e", 0.0, other) is None
+    assert table.num_fetching == 4
 
 
 def test_load_binds_anew_and_running_requests_keep_the_old() -> None:
@@ -243,7 +425,7 @@ def test_a_pinned_load_stays_wanted_while_there_is_no_room() -> None:
     assert table.residency.records[NEW].slot == 0
 
 
-def test_a_load_that_can_never_fit_leaves_nothing_behind() -> None:
+def test_a_load_that_can_never_fit_leaves_only_its_error_behind() -> None:
     table = make_table()
     assert table.load("x", False, 0.0) is None
     end_fetch(table, OLD, num_bytes=1001)
@@ -252,7 +434,7 @@ def test_a_load_that_can_never_fit_leaves_nothing_behind() -> None:
         table.load("x", False, 0.0)
     assert not table.residency.records
     turn(table, now=TTL_S + 1)
-    assert not table.names
+    assert (table.row("x").state, table.row("x").error_reason) == ("failed", AdapterMemoryFull.reason)
 
 
 def test_a_pin_that_can_never_be_kept_is_refused() -> None:
@@ -382,3 +564,106 @@ def test_budgets_are_checked(fields: dict[str, float]) -> None:
     good: dict[str, float] = {"host_bytes": 1, "device_bytes": 1, "num_device_slots": 1, "disk_bytes": 1}
     with pytest.raises(InvalidArgument):
         AdapterCacheConfig(**(good | fields))  # type: ignore[arg-type]
+
+
+# --- versions ---------------------------------------------------------------------------------------------------------
+
+
+A, B = AdapterKey("lora", "a" * 64), AdapterKey("lora", "aaaaaaaab" + "b" * 55)
+
+
+def rebound(table: AdapterTable) -> None:
+    """The name x is bound to A, then to B."""
+    bound(table, "x", A)
+    assert table.resolve("x", 0.0) == A
+    assert table.load("x", False, 0.0) is None
+    end_fetch(table, B)
+    turn(table)
+    assert table.load("x", False, 0.0) == B
+
+
+def test_an_older_version_is_asked_for_by_its_digest() -> None:
+    table = make_table()
+    rebound(table)
+    assert table.resolve("x", 0.0) == B
+    assert table.resolve(f"x@{B.digest[:9]}", 0.0) == B  # under the name itself
+    assert set(table.names) == {"x"}
+    assert table.resolve(f"x@{A.digest[:9]}", 0.0) is None
+    fetch = fetch_of(table)
+    assert (fetch.name, fetch.version) == (f"x@{A.digest}", A)
+    table.name_fetched(fetch.name, fetch.ticket, A, 100, 4, 0.0)
+    assert table.resolve(f"x@{A.digest[:12]}", 0.0) == A
+    assert table.resolve("x", 0.0) == B
+    assert table.row(f"x@{A.digest[:9]}").adapter_id == f"x@{A.digest}"
+    assert table.row(f"x@{B.digest[:9]}").adapter_id == "x"
+
+
+def test_digits_that_two_versions_begin_with_are_refused() -> None:
+    table = make_table()
+    rebound(table)
+    with pytest.raises(AdapterVersionNotFound, match="2 versions"):
+        table.resolve("x@aaaaaaaa", 0.0)
+
+
+def test_a_version_of_a_name_that_is_not_bound_is_looked_for_in_the_source() -> None:
+    table = make_table()
+    assert table.resolve(f"x@{A.digest[:9]}", 0.0) is None
+    assert table.resolve(f"x@{B.digest[:9]}", 0.0) is None
+    fetch = fetch_of(table)
+    assert (fetch.name, fetch.version) == ("x", None)
+    table.name_fetched("x", fetch.ticket, A, 100, 4, 0.0)
+    assert table.resolve(f"x@{A.digest[:9]}", 0.0) == A
+    with pytest.raises(AdapterVersionNotFound):
+        table.resolve(f"x@{B.digest[:9]}", 0.0)
+
+
+def test_the_content_of_another_name_is_no_version_of_this_one() -> None:
+    table = make_table()
+    bound(table, "x", A)
+    bound(table, "y", B)
+    with pytest.raises(AdapterVersionNotFound):
+        table.resolve(f"x@{B.digest}", 0.0)
+
+
+def test_a_version_that_has_left_the_store_is_not_found() -> None:
+    table = make_table()
+    rebound(table)
+    assert table.resolve(f"x@{A.digest}", 0.0) is None
+    fail_fetch(table, AdapterVersionNotFound("gone"))
+    for _ in range(2):
+        with pytest.raises(AdapterVersionNotFound):
+            table.resolve(f"x@{A.digest}", 0.0)
+    turn(table, now=TTL_S + 1)
+    assert set(table.names) == {"x"}
+
+
+def test_unloading_forgets_the_versions() -> None:
+    table = make_table()
+    rebound(table)
+    table.residency.drop_hold(A)
+    assert table.resolve(f"x@{A.digest}", 0.0) is None
+    end_fetch(table, A)
+    with pytest.raises(AdapterVersionNotFound):
+        table.unload(f"x@{B.digest}")  # it has no record of its own
+    assert table.unload(f"x@{A.digest[:9]}") == A
+    assert set(table.names) == {"x"}
+    assert table.resolve(f"x@{A.digest}", 0.0) is None
+    end_fetch(table, A)
+    table.unload("x")
+    assert not table.names
+    assert not table.residency.records
+    assert table.resolve(f"x@{A.digest}", 0.0) is None
+    assert fetch_of(table).version is None  # only the source may have it
+
+
+def test_versions_of_a_name_are_bounded() -> None:
+    table = make_table()
+    bound(table, "x", key_of(100))
+    for content in range(101, 102 + MAX_VERSIONS):
+        assert table.load("x", False, 0.0) is None
+        end_fetch(table, key_of(content))
+        turn(table)
+        assert table.load("x", False, 0.0) == key_of(content)
+    with pytest.raises(AdapterVersionNotFound):
+        table.resolve(f"x@{key_of(100).digest}", 0.0)
+    assert table.resolve(f"x@{key_of(102).digest}", 0.0) is None

@@ -14,7 +14,7 @@ def key_of(content: int) -> AdapterKey:
     return AdapterKey("lora", f"{content:064x}")
 
 
-A, B, C = key_of(1), key_of(2), key_of(3)
+A, B, C, D = key_of(1), key_of(2), key_of(3), key_of(4)
 
 
 def make_table(host: int = 1000, device: int = 1000, num_slots: int = 2) -> ResidencyTable:
@@ -63,6 +63,72 @@ def test_a_want_is_promoted_and_then_hit() -> None:
     assert table.acquire(A) == 0
     assert (table.hits, table.misses) == (1, 1)
     assert (table.host_used, table.device_used, table.num_slots_used) == (100, 100, 1)
+
+
+def test_wants_that_are_put_first_are_served_first() -> None:
+    table = make_table(num_slots=1)
+    for key in (A, B, C):
+        held(table, key)
+        assert table.acquire(key) is None
+    table.put_first([C, B, key_of(9)])
+    assert list(table.wants) == [C, A, B], "one slot: no more than one at a time"
+    table.set_pinned(B, "name-2", True)
+    table.put_first([C])
+    assert list(table.wants) == [B, C, A]
+    table.check_integrity()
+
+
+def test_a_mixture_is_leased_as_a_whole() -> None:
+    table = make_table(num_slots=2)
+    for key in (A, B, C):
+        held(table, key)
+    bring_up(table, C)
+    assert table.acquire_all((A, B)) is None
+    run(table)
+    assert table.acquire_all((A, B)) is None, "one slot is leased"
+    assert table.records[A].num_leases == table.records[B].num_leases == 0
+    table.check_integrity()
+    table.release(C)
+    run(table)
+    assert table.acquire_all((A, B)) == (table.records[A].slot, table.records[B].slot)
+    assert not table.wants
+    table.check_integrity()
+
+
+def test_members_that_are_there_stay_for_the_others() -> None:
+    table = make_table(num_slots=2)
+    for key in (A, B, C):
+        held(table, key)
+    bring_up(table, A)
+    bring_up(table, C)
+    table.release(A)
+    assert table.acquire_all((A, B)) is None
+    held(table, D)
+    assert table.acquire(D) is None  # behind the mixture: it takes no slot of a member
+    run(table)
+    assert table.records[A].state is KeyState.ON_DEVICE
+    table.release(C)
+    run(table)
+    assert table.acquire_all((A, B)) is not None
+    table.release(A)
+    table.release(B)
+    for key in (A, B, C, D):
+        table.drop_hold(key)
+    assert not table.wants
+    table.check_integrity()
+
+
+def test_a_mixture_that_never_fits() -> None:
+    table = make_table(num_slots=2)
+    for key in (A, B, C):
+        held(table, key)
+    assert isinstance(table.failure(A, B, C), AdapterMemoryFull)
+    assert table.acquire_all((A, B, C)) is None
+    assert not table.wants
+    assert table.failure(A, B) is None
+    table.set_pinned(C, "name-3", True)
+    assert isinstance(table.failure(A, B), AdapterMemoryFull)
+    assert table.failure(A, C) is None
 
 
 def test_the_least_recently_used_goes_and_its_host_copy_stays() -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from loraplex_adapters.formats.peft import LoraPlan, plan_lora
 from loraplex_adapters.formats.peft_config import parse_peft_config
 from loraplex_adapters.io.safetensors import read_header
-from loraplex_adapters.weights import BaseTargets, ClassifierShape, place_adapter
+from loraplex_adapters.weights import BaseTargets, ClassifierShape, TargetModule, place_adapter
 from loraplex_contracts.adapters import ClassifierInfo
 from loraplex_contracts.errors import (
     AdapterInvalid,
@@ -62,6 +62,38 @@ def test_every_tensor_has_its_place() -> None:
     assert offsets == sorted(offsets)
     assert all(offset % 64 == 0 for offset in offsets)
     assert not found.warnings
+
+
+def test_an_activated_adapter_leaves_tokens_before_its_own_alone() -> None:
+    fields: dict[str, Any] = {"alora_invocation_tokens": [VOCAB - 1, 0], "task_type": "CAUSAL_LM"}
+    assert plan(lora_tensors(), **fields).invocation == (VOCAB - 1, 0)
+    with pytest.raises(AdapterInvalid, match=f"names token {VOCAB}"):
+        plan(lora_tensors(), **fields | {"alora_invocation_tokens": [VOCAB]})
+    with pytest.raises(AdapterUnsupported, match=r"LoRA on 'model\.embed_tokens' is not served"):
+        plan(lora_tensors(paths=[Q_PROJ, "model.embed_tokens"]), **fields)
+    saved = {**lora_tensors(), f"{PREFIX}lm_head.weight": torch.zeros(VOCAB, HIDDEN)}
+    with pytest.raises(AdapterUnsupported, match=r"lm_head.weight' would change the tokens before"):
+        plan(saved, **fields, modules_to_save=["lm_head"])
+
+
+def test_an_initialisation_that_peft_repeats_takes_as_many_ranks_again() -> None:
+    found = plan(lora_tensors(), init_lora_weights="pissa")
+    assert {(m.shape.rank, m.shape.scale, m.a) for m in found.modules} == {(8, 2.0, None)}
+    with pytest.raises(RankLimit, match="a term of rank 18"):
+        plan(lora_tensors(rank=9), rank=9, init_lora_weights="olora")
+    with pytest.raises(ShapeMismatch, match="rank 17, more than its module's weight"):
+        plan(lora_tensors(rank=17), replace(base_targets(), max_rank=64), rank=17, init_lora_weights="pissa")
+    tied = replace(base_targets(), tied_head="lm_head")
+    with pytest.raises(AdapterUnsupported, match=r"'lm_head' .the head, whose weight is the embedding's"):
+        plan(lora_tensors(paths=["lm_head"]), tied, init_lora_weights="pissa")
+    with pytest.raises(AdapterUnsupported, match=r"'model.embed_tokens' .of kind embedding"):
+        plan(lora_tensors(paths=[Q_PROJ, "model.embed_tokens"]), init_lora_weights="olora")
+    path, large = Q_PROJ, 1 << 14
+    module = replace(base_targets().modules[path], in_features=large, out_features=large)
+    shapes = {f"{PREFIX}{path}.lora_A.weight": (4, large), f"{PREFIX}{path}.lora_B.weight": (large, 4)}
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    with pytest.raises(AdapterUnsupported, match="takes too long at load; convert the adapter"):
+        plan(tensors, replace(base_targets(), modules={path: module}), init_lora_weights="pissa")
 
 
 @pytest.mark.parametrize(
@@ -111,6 +143,47 @@ BAD_TENSORS: dict[str, tuple[dict[str, Tensor], type[LoraplexError], str]] = {
         renamed(lora_tensors(), "self_attn.q_proj", "mlp.experts.base_layer"),
         AdapterUnsupported,
         "experts",
+    ),
+    "added tokens in the embedding": (
+        lora_tensors() | {f"{PREFIX}model.embed_tokens.weight": torch.zeros(VOCAB + 2, HIDDEN)},
+        ShapeMismatch,
+        "embed_tokens.weight' has 26 tokens, 'tiny-base' has 24: an adapter that adds tokens is not served",
+    ),
+    "added tokens in the head": (
+        lora_tensors() | {f"{PREFIX}lm_head.weight": torch.zeros(VOCAB + 1, HIDDEN)},
+        ShapeMismatch,
+        "lm_head.weight' has 25 tokens.*adds tokens",
+    ),
+    "added tokens in a LoRA on the embedding": (
+        {
+            f"{PREFIX}model.embed_tokens.lora_embedding_A": torch.zeros(4, VOCAB + 1),
+            f"{PREFIX}model.embed_tokens.lora_embedding_B": torch.zeros(HIDDEN, 4),
+        },
+        ShapeMismatch,
+        "lora_embedding_A' has 25 tokens.*adds tokens",
+    ),
+    "added tokens in a LoRA on the head": (
+        {
+            f"{PREFIX}lm_head.lora_A.weight": torch.zeros(4, HIDDEN),
+            f"{PREFIX}lm_head.lora_B.weight": torch.zeros(VOCAB + 1, 4),
+        },
+        ShapeMismatch,
+        "lm_head.lora_B.weight' has 25 tokens.*adds tokens",
+    ),
+    "vision tower": (
+        renamed(lora_tensors(), "model.layers.0", "model.vision_tower.encoder.layers.0"),
+        AdapterUnsupported,
+        "vision_tower.*part for images, audio or video; 'tiny-base' is served for texts alone",
+    ),
+    "projector of images": (
+        lora_tensors() | {f"{PREFIX}model.multi_modal_projector.linear.weight": torch.zeros(4, 4)},
+        AdapterUnsupported,
+        "multi_modal_projector.*part for images",
+    ),
+    "module of another kind": (
+        renamed(lora_tensors(), "self_attn.q_proj", "self_attn.rotation"),
+        AdapterUnsupported,
+        "rotation.*adapts a module of 'tiny-base' that takes no adapters here",
     ),
     "A without B": (
         {n: t for n, t in lora_tensors().items() if "q_proj.lora_B" not in n},
@@ -347,3 +420,150 @@ def test_a_copy_of_the_base_weight_is_planned_for_a_comparison() -> None:
     resized = {f"{PREFIX}lm_head.base_layer.weight": torch.zeros(VOCAB + 8, HIDDEN)}
     with pytest.raises(ShapeMismatch):
         plan(lora_tensors() | resized, targets)
+
+
+EXPERTS = "model.layers.0.mlp.experts"
+FUSED_NAMES = ("gate_up_proj", "down_proj")
+NUM_EXPERTS, INNER = 3, 6
+
+
+def mixture_targets() -> BaseTargets:
+    """The base model with fused experts and a router in the first layer."""
+    base = base_targets()
+    up, down = (f"{EXPERTS}.{name}" for name in FUSED_NAMES)
+    router = "model.layers.0.mlp.gate"
+    more = {
+        up: TargetModule(up, "experts", HIDDEN, 2 * INNER, num_experts=NUM_EXPERTS),
+        down: TargetModule(down, "experts", INNER, HIDDEN, num_experts=NUM_EXPERTS),
+        router: TargetModule(router, "router", HIDDEN, NUM_EXPERTS),
+    }
+    return replace(base, modules={**base.modules, **more}, experts={EXPERTS: FUSED_NAMES})
+
+
+def pair(path: str, rank: int, num_in: int, num_out: int) -> dict[str, Tensor]:
+    return {
+        f"{PREFIX}{path}.lora_A.weight": torch.zeros(rank, num_in),
+        f"{PREFIX}{path}.lora_B.weight": torch.zeros(num_out, rank),
+    }
+
+
+def fused_tensors(rank: int = 4) -> dict[str, Tensor]:
+    up = pair(f"{EXPERTS}.base_layer", NUM_EXPERTS * rank, HIDDEN, 2 * INNER)
+    return up | pair(EXPERTS, NUM_EXPERTS * rank, INNER, HIDDEN)
+
+
+def single_tensors(rank: int = 4) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for expert in range(NUM_EXPERTS):
+        for name in ("gate_proj", "up_proj"):
+            found |= pair(f"{EXPERTS}.{expert}.{name}", rank, HIDDEN, INNER)
+        found |= pair(f"{EXPERTS}.{expert}.down_proj", rank, INNER, HIDDEN)
+    return found
+
+
+def test_parameters_of_experts_are_told_by_their_order() -> None:
+    fields: dict[str, Any] = {"target_parameters": ["gate.weight", *FUSED_NAMES], "rank_pattern": {r"gate\.weight": 2}}
+    found = plan(fused_tensors() | pair("model.layers.0.mlp.gate", 2, HIDDEN, NUM_EXPERTS), mixture_targets(), **fields)
+    shapes = {one.shape.path: (one.shape.rank, one.shape.out_features, one.shape.num_experts) for one in found.modules}
+    assert shapes == {
+        f"{EXPERTS}.gate_up_proj": (4, 2 * INNER, NUM_EXPERTS),
+        f"{EXPERTS}.down_proj": (4, HIDDEN, NUM_EXPERTS),
+        "model.layers.0.mlp.gate": (2, NUM_EXPERTS, 0),
+    }
+    alone = plan(
+        pair(EXPERTS, NUM_EXPERTS * 4, HIDDEN, 2 * INNER), mixture_targets(), target_parameters=FUSED_NAMES[:1]
+    )
+    assert [one.shape.path for one in alone.modules] == [f"{EXPERTS}.gate_up_proj"], "the outermost is the only one"
+
+
+def test_linears_of_single_experts_become_fused_ones() -> None:
+    found = plan(single_tensors(), mixture_targets(), target_modules=["gate_proj", "up_proj", "down_proj"])
+    shapes = {one.shape.path: (one.shape.rank, one.shape.scale, one.shape.num_experts) for one in found.modules}
+    assert shapes == {
+        f"{EXPERTS}.gate_up_proj": (8, 2.0, NUM_EXPERTS),
+        f"{EXPERTS}.down_proj": (4, 2.0, NUM_EXPERTS),
+    }
+    assert not found.warnings
+
+
+BOTH: dict[str, Any] = {"target_parameters": list(FUSED_NAMES)}
+SINGLE: dict[str, Any] = {"target_modules": ["gate_proj", "up_proj", "down_proj"]}
+BAD_EXPERTS: dict[str, tuple[dict[str, Tensor], dict[str, Any], type[LoraplexError], str]] = {
+    "not named": (fused_tensors(), {}, AdapterInvalid, "target_parameters"),
+    "a layer too many": (fused_tensors(), {"target_parameters": ["down_proj"]}, AdapterInvalid, "experts"),
+    "a layer too few": (
+        {name: one for name, one in fused_tensors().items() if "base_layer" not in name},
+        BOTH,
+        AdapterInvalid,
+        "gate_up_proj, down_proj",
+    ),
+    "exchanged": (
+        pair(EXPERTS, 12, HIDDEN, 2 * INNER) | pair(f"{EXPERTS}.base_layer", 12, INNER, HIDDEN),
+        BOTH,
+        ShapeMismatch,
+        "lora_A",
+    ),
+    "rank of another number of experts": (fused_tensors(3), BOTH, ShapeMismatch, "lora_A"),
+    "A without B": (
+        {name: one for name, one in fused_tensors().items() if "experts.lora_B" not in name},
+        BOTH,
+        AdapterInvalid,
+        "no lora_B",
+    ),
+    "a magnitude": (
+        fused_tensors() | {f"{PREFIX}{EXPERTS}.lora_magnitude_vector": torch.zeros(HIDDEN)},
+        BOTH,
+        AdapterUnsupported,
+        "magnitude",
+    ),
+    "a router's weight": (
+        fused_tensors() | {f"{PREFIX}model.layers.0.mlp.gate.weight": torch.zeros(NUM_EXPERTS, HIDDEN)},
+        BOTH,
+        AdapterUnsupported,
+        "gate.weight",
+    ),
+    "aLoRA": (
+        fused_tensors(),
+        BOTH | {"alora_invocation_tokens": [1], "task_type": "CAUSAL_LM"},
+        AdapterUnsupported,
+        "alora_invocation_tokens",
+    ),
+    "one expert missing": (
+        {name: one for name, one in single_tensors().items() if ".1.up_proj" not in name},
+        SINGLE,
+        AdapterInvalid,
+        "up_proj of expert 1",
+    ),
+    "gate without up": (
+        {name: one for name, one in single_tensors().items() if "up_proj" not in name},
+        SINGLE,
+        AdapterInvalid,
+        "neighbour",
+    ),
+    "an expert too many": (
+        single_tensors() | pair(f"{EXPERTS}.{NUM_EXPERTS}.down_proj", 4, INNER, HIDDEN),
+        SINGLE,
+        AdapterUnsupported,
+        "experts.3.down_proj",
+    ),
+    "ranks that differ": (
+        single_tensors() | pair(f"{EXPERTS}.1.down_proj", 2, INNER, HIDDEN),
+        SINGLE | {"rank_pattern": {r"1\.down_proj": 2}},
+        AdapterUnsupported,
+        "several ranks",
+    ),
+    "fused and single": (
+        fused_tensors() | single_tensors(),
+        BOTH | SINGLE,
+        AdapterInvalid,
+        "twice",
+    ),
+    "rank over the limit": (fused_tensors(65), BOTH | {"r": 65}, RankLimit, "rank 65"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_EXPERTS)
+def test_experts_that_do_not_fit_are_refused_by_name(case: str) -> None:
+    tensors, fields, error, match = BAD_EXPERTS[case]
+    with pytest.raises(error, match=match):
+        plan(tensors, mixture_targets(), **fields)

@@ -62,6 +62,34 @@ def test_every_field_of_the_installed_peft_is_known() -> None:
     assert names <= known, names - known
 
 
+@pytest.mark.parametrize(
+    ("fields", "error", "named"),
+    [
+        ({"alora_invocation_tokens": "1 2"}, AdapterInvalid, "list of at most"),
+        ({"alora_invocation_tokens": [1, -2]}, AdapterInvalid, "list of at most"),
+        ({"alora_invocation_tokens": [1] * 1025}, AdapterInvalid, "list of at most"),
+        ({"task_type": None}, AdapterUnsupported, "task_type CAUSAL_LM"),
+        ({"use_dora": True}, AdapterUnsupported, "together with use_dora"),
+        ({"init_lora_weights": "pissa"}, AdapterUnsupported, "together with init_lora_weights 'pissa'"),
+        ({"target_parameters": ["q_proj.weight"]}, AdapterUnsupported, "together with target_parameters"),
+    ],
+)
+def test_activated_adapters_that_would_not_do_as_in_peft(
+    fields: dict[str, Any], error: type[Exception], named: str
+) -> None:
+    assert parse(alora_invocation_tokens=[3, 4]).invocation == (3, 4)
+    assert parse(alora_invocation_tokens=[], task_type=None).invocation == ()
+    with pytest.raises(error, match=named):
+        parse(**{"alora_invocation_tokens": [1, 2], **fields})
+
+
+@pytest.mark.parametrize(("name", "init"), [("pissa", "pissa"), ("olora", "olora"), ("OLoRA", "olora")])
+def test_initialisations_that_peft_repeats(name: str, init: str) -> None:
+    assert parse(init_lora_weights=name).init == init
+    with pytest.raises(AdapterUnsupported, match="together with lora_bias"):
+        parse(init_lora_weights=name, lora_bias=True)
+
+
 def test_dora_with_a_bias_on_b_is_refused() -> None:
     with pytest.raises(AdapterUnsupported, match="use_dora together with lora_bias"):
         parse(use_dora=True, lora_bias=True)
@@ -75,12 +103,21 @@ def test_token_rows_must_be_lists_of_ids(value: Any) -> None:
         parse(trainable_token_indices=value)
 
 
+def test_target_parameters_are_a_list_of_names() -> None:
+    found = parse(target_modules=None, target_parameters=["experts.down_proj", "gate.weight"])
+    assert found.names_parameter("model.layers.0.mlp.experts.down_proj")
+    assert found.names_parameter("model.layers.0.mlp.gate.weight")
+    assert not found.names_parameter("model.layers.0.mlp.down_proj")
+    assert not found.names_target("model.layers.0.mlp.down_proj"), "without target_modules these are the parameters"
+    for value in ("down_proj", [1], {"a": 1}, ["x"] * 4097):
+        with pytest.raises(AdapterInvalid, match="target_parameters"):
+            parse(target_parameters=value)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("alora_invocation_tokens", [1, 2]),
         ("layer_replication", [[0, 2], [1, 3]]),
-        ("target_parameters", ["mlp.experts.gate_up_proj"]),
         ("use_qalora", True),
         ("use_bdlora", vars(BdLoraConfig(nblocks=2))),
         ("kasa_config", vars(KasaConfig())),
@@ -88,9 +125,8 @@ def test_token_rows_must_be_lists_of_ids(value: Any) -> None:
         ("velora_config", vars(VeloraConfig())),
         ("arrow_config", {"top_k": 3}),
         ("megatron_config", {"x": 1}),
-        ("init_lora_weights", "pissa"),
         ("init_lora_weights", "pissa_niter_16"),
-        ("init_lora_weights", "olora"),
+        ("init_lora_weights", "PiSSA"),
         ("init_lora_weights", "corda"),
         ("init_lora_weights", "loftq"),
         ("init_lora_weights", "lora_ga"),

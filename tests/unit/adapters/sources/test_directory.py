@@ -15,6 +15,7 @@ from loraplex_adapters.io import source_files
 from loraplex_adapters.io.source_files import AdapterSource, read_all
 from loraplex_adapters.sources.chain import ChainSource
 from loraplex_adapters.sources.directory import DirectorySource, FolderSource
+from loraplex_contracts.adapters import AdapterOrigin
 from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterNotFound,
@@ -62,6 +63,13 @@ def test_list(root: Path) -> None:
     before = open_fds()
     assert DirectorySource(root).list() == ["link", "not-safe", "org/json", "sql"]
     assert open_fds() == before
+
+
+def test_places_in_buckets_are_not_folders(root: Path) -> None:
+    write_adapter(root / "s3:models" / "sql")
+    for source in (DirectorySource(root), ChainSource([])):
+        with pytest.raises(AdapterNotFound, match=r"reads no buckets.*--s3-bucket"):
+            source.open("sql", AdapterOrigin("s3:models/sql"))
 
 
 @pytest.mark.parametrize("adapter_id", ["nothing", "sql/deeper", "org/nothing"])

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from loraplex_adapters.io.confined_folder import Folder
-from loraplex_adapters.sources.chain import SourceWatch
 from loraplex_adapters.sources.directory import FULL_LOOK_EVERY, DirectoryIndex, DirectorySource
+from loraplex_adapters.sources.watch import SourceWatch
 from loraplex_contracts.errors import SourceUnavailable
 
 LONG_AGO_S = 1_000_000_000.0

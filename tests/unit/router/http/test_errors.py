@@ -35,6 +35,7 @@ from loraplex_router.http.pooling import ClassifyBody, EmbeddingsRequest, Rerank
         (errors.RequestTimeout("x"), 408, "invalid_request_error", "invalid_value"),
         (errors.MessageTooLarge("x"), 413, "invalid_request_error", "request_too_large"),
         (errors.Overloaded("x"), 429, "rate_limit_error", "overloaded"),
+        (errors.quota_exceeded("tokens_per_minute", "x", 1.0), 429, "rate_limit_error", "rate_limit_exceeded"),
         (errors.Internal("x"), 500, "server_error", "internal_error"),
         (errors.WorkerLost("x"), 503, "service_unavailable_error", "unavailable"),
         (errors.DeadlineExceeded("x"), 504, "timeout_error", "deadline_exceeded"),

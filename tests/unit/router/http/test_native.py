@@ -110,6 +110,39 @@ def test_grammars(parameters: dict[str, Any], expected: pb.Grammar) -> None:
     assert wire(**parameters).grammar == expected
 
 
+@pytest.mark.parametrize(
+    ("parameters", "merge"),
+    [
+        ({}, pb.AdapterMerge(strategy="linear")),
+        (
+            {"merge_strategy": "linear", "density": 0.5, "majority_sign_method": "total"},
+            pb.AdapterMerge(strategy="linear"),
+        ),
+        (
+            {"merge_strategy": "ties", "density": 0.5, "majority_sign_method": "frequency"},
+            pb.AdapterMerge(strategy="ties", density=0.5, majority_sign="frequency"),
+        ),
+        (
+            {"merge_strategy": "dare_linear", "density": 0.5, "majority_sign_method": "total"},
+            pb.AdapterMerge(strategy="dare_linear", density=0.5),
+        ),
+    ],
+)
+def test_merged_adapters_of_lorax(parameters: dict[str, Any], merge: pb.AdapterMerge) -> None:
+    made = wire(merged_adapters={"ids": ["a", "b"], "weights": [0.25, -2], **parameters})
+    assert [(one.id, one.weight) for one in made.adapters] == [("a", 0.25), ("b", -2.0)]
+    assert made.merge == merge
+    assert not made.adapter_id
+
+
+def test_exact_sums_and_weights_of_one() -> None:
+    exact = wire(merged_adapters={"ids": ["a", "b"], "merge_strategy": "cat"})
+    own = wire(adapters=[{"id": "a"}, {"id": "b", "weight": 1}])
+    assert exact.adapters == own.adapters
+    assert not exact.HasField("merge")
+    assert {one.weight for one in own.adapters} == {1.0}
+
+
 def test_logprobs_are_asked_for_where_shown() -> None:
     assert job({"details": True}).request.output.logprobs
     assert job(is_streamed=True).request.output.token_bytes
@@ -119,7 +152,15 @@ def test_logprobs_are_asked_for_where_shown() -> None:
 @pytest.mark.parametrize(
     ("parameters", "field", "error"),
     [
-        ({"merged_adapters": {"ids": ["a", "b"], "weights": [1, 1]}}, "merged_adapters", Unimplemented),
+        ({"merged_adapters": {"ids": ["a", "b"], "weights": [1]}}, "merged_adapters", InvalidArgument),
+        ({"merged_adapters": {"ids": []}}, "merged_adapters", InvalidArgument),
+        ({"merged_adapters": {"ids": ["a"], "merge_strategy": "slerp"}}, "merged_adapters", InvalidArgument),
+        ({"merged_adapters": {"ids": ["a"], "wieghts": [1]}}, "merged_adapters", InvalidArgument),
+        ({"merged_adapters": {"ids": ["a"]}, "adapter_id": "b"}, "merged_adapters", InvalidArgument),
+        ({"merged_adapters": {"ids": ["a"] * 9}}, "merged_adapters", InvalidArgument),
+        ({"adapters": [{"id": "a"}], "merged_adapters": {"ids": ["a"]}}, "merged_adapters", InvalidArgument),
+        ({"adapters": [{"id": "a"}], "adapter_id": "b"}, "adapters", InvalidArgument),
+        ({"merge": {"strategy": "linear"}}, "merge", InvalidArgument),
         ({"adapter_source": "hub"}, "adapter_source", Unimplemented),
         ({"watermark": True}, "watermark", Unimplemented),
         ({"best_of": 2}, "best_of", InvalidArgument),

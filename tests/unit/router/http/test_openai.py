@@ -128,7 +128,7 @@ def test_texts_of_one_request_are_bounded() -> None:
         completion(prompt=["a"] * 128, n=64)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", sorted(REFUSED.keys() - CompletionRequest.model_fields.keys()))
 def test_fields_that_would_change_the_answer_are_refused_by_name(name: str) -> None:
     with pytest.raises(Unimplemented) as caught:
         completion(**{name: "something else"})

@@ -1,7 +1,7 @@
 """One suite for every implementation of segmented LoRA.
 
 Here it runs over those that need no accelerator. The Triton kernels run in Triton's interpreter, which has to be chosen
-before triton is imported: `cuda/lora/test_interpreter.py` runs this file once more, in a process of its own. By hand:
+before triton is imported: `cuda/test_interpreter.py` runs this file once more, in a process of its own. By hand:
 `OMP_NUM_THREADS=1 TRITON_INTERPRET=1 pytest tests/unit/server/backends/test_lora_operations.py`.
 """
 

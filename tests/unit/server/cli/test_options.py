@@ -45,12 +45,15 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
 def test_every_kind_of_flag(tmp_path: Path) -> None:
     config = configured(
         "--kv-memory", "3GiB", "--no-prefix-caching", "--adapters", str(tmp_path), "--max-running", "7",
-        "--hub-adapters",
+        "--hub-adapters", "--hub-endpoint", "https://hub.invalid:8443", "--hub-endpoint", "https://b.invalid",
+        "--s3-bucket", "models", "--s3-bucket", "more=http://127.0.0.1:9000",
     )  # fmt: skip
     assert config.engine.kv.memory_bytes == 3 << 30
     assert config.engine.kv.prefix_caching is False
     assert config.engine.adapters.root == tmp_path
     assert config.engine.adapters.hub is True
+    assert config.engine.adapters.hub_endpoints == ("https://hub.invalid:8443", "https://b.invalid")
+    assert config.engine.adapters.buckets == {"models": "", "more": "http://127.0.0.1:9000"}
     assert config.engine.batch.max_running == 7
 
 
@@ -59,6 +62,12 @@ def test_every_kind_of_flag(tmp_path: Path) -> None:
     [
         (("--kv-memory", "lots"), "is not a size"),
         (("--adapters", "/does/not/exist"), "not a directory"),
+        (("--hub-adapters", "--hub-endpoint", "file:///x"), "must be an address such as https://HOST"),
+        (("--hub-endpoint", "https://hub.invalid"), "is of use with --hub-adapters only"),
+        (("--watch-adapters",), "is of use with --adapters only"),
+        (("--s3-bucket", "models=ftp://x"), "takes NAME or NAME=https://HOST"),
+        (("--s3-bucket", "../x"), "takes NAME or NAME=https://HOST"),
+        (("--s3-bucket", "models", "--s3-bucket", "models=https://x"), "names models twice"),
         (("--max-running", "0"), "--max-running"),
         (("--max-running", "100", "--max-step-tokens", "50"), "--max-step-tokens"),
         (("--dtype", "int3"), "--dtype"),
@@ -203,3 +212,9 @@ def test_a_taken_port_is_told_before_the_model_is_loaded(
     said = capfd.readouterr().err
     assert f"cannot listen on 127.0.0.1:{port}" in said
     assert "/no/such/model" not in said
+
+
+def test_children_that_work_on_user_text_get_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "HF_TOKEN"):
+        monkeypatch.setenv(name, "secret")
+    assert "secret" not in config_module.bare_environment().values()

@@ -138,10 +138,10 @@ async def test_a_reader_that_falls_behind_loses_its_request_only() -> None:
 
 async def test_adapter_operations() -> None:
     async with client_of(build_fake) as client:
-        (info,) = await client.adapters("load", "a")
+        (info,) = await client.load_adapter("a")
         assert info.adapter_id == "a"
         with pytest.raises(AdapterNotFound):
-            await client.adapters("get", "zzz")
+            await client.get_adapter("zzz")
         assert len(list(client.state.listing.rows())) == 2
 
 

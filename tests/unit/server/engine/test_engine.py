@@ -33,7 +33,7 @@ from loraplex_contracts.request import (
     StoppingParams,
     Tokens,
 )
-from loraplex_server.engine.engine import MAX_CLASS_VALUES, Engine, Pending
+from loraplex_server.engine.engine import MAX_CLASS_VALUES, Engine, Pending, start_of_last
 from loraplex_server.engine.pipe import Abandon, AdapterCommand, Cancel, Reply, StopCompletion, Submit
 
 
@@ -432,3 +432,20 @@ def test_deadlines() -> None:
     waiting.add(named("third", deadline_s=8.0))
     assert waiting.num_requests == 2
     assert expired(8.0) == ["third"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "token_ids", "start"),
+    [
+        ((5,), (5, 1, 5, 2), 2),
+        ((1, 2), (1, 2, 1, 2, 1), 2),
+        ((1, 1), (1, 1, 1), 1),
+        ((1, 2), (1, 2), 0),
+        ((1, 2), (2, 1), None),
+        ((1, 2, 3), (2, 3), None),
+        ((0xD800, 300_000), (9, 0xD800, 300_000), 1),
+        ((0, 256), (1, 0, 0, 256, 0), 2),
+    ],
+)
+def test_the_last_occurrence_counts(wanted: tuple[int, ...], token_ids: tuple[int, ...], start: int | None) -> None:
+    assert start_of_last(wanted, token_ids) == start

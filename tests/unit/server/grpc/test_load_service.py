@@ -14,7 +14,7 @@ import pytest
 from support.listings import info
 
 from loraplex_adapters.cache.listing import Listing
-from loraplex_contracts.adapters import AdapterInfo, CacheUsage
+from loraplex_contracts.adapters import AdapterInfo, CacheUsage, ReadCount
 from loraplex_contracts.load import Load
 from loraplex_proto.v1 import worker_pb2
 from loraplex_proto.validate import HEARTBEAT_INTERVALS
@@ -244,6 +244,8 @@ def test_a_worker_is_shown_as_it_is_at_the_scrape() -> None:
         host_evictions=6,
         load_seconds_total=0.5,
         loads_total=2,
+        source_reads=ReadCount(3, 1.5, 300),
+        disk_reads=ReadCount().plus(0.25, 100),
     )
     rows = [info("sql"), info("json"), info("xml", "fetching", "source")]
     state = EngineState(load, usage, listing(rows))
@@ -260,6 +262,10 @@ def test_a_worker_is_shown_as_it_is_at_the_scrape() -> None:
     assert value(registry, "loraplex:adapter_cache_evictions_total", tier="host") == 6
     assert value(registry, "loraplex:adapter_load_seconds_count") == 2
     assert value(registry, "loraplex:adapter_load_seconds_sum") == 0.5
+    for name, of_source, of_disk in (("", 3, 1), ("_seconds", 1.5, 0.25), ("_bytes", 300, 100)):
+        name = f"loraplex:adapter_read{name}_total" if name else "loraplex:adapter_reads_total"
+        assert value(registry, name, tier="source") == of_source
+        assert value(registry, name, tier="disk") == of_disk
     assert value(registry, "loraplex:draft_tokens_total", proposer="medusa") == 8
     assert value(registry, "loraplex:accepted_tokens_total", proposer="medusa") == 5
     assert value(registry, "loraplex:accepted_tokens_total", proposer="prompt_lookup") == 0

@@ -1,7 +1,7 @@
 """Common suite of all paged attention implementations, and KV pages.
 
 Here it runs over those that need no accelerator. The Triton kernels run in Triton's interpreter, which has to be chosen
-before triton is imported: `backends/cuda/attention/test_interpreter.py` runs this file once more, in a process of its
+before triton is imported: `backends/cuda/test_interpreter.py` runs this file once more, in a process of its
 own. By hand: `OMP_NUM_THREADS=1 TRITON_INTERPRET=1 pytest tests/unit/server/layers/test_attention.py`.
 """
 

@@ -346,7 +346,7 @@ def test_a_model_whose_code_needs_whole_outputs_is_served_without(monkeypatch: p
 
 def test_a_module_that_is_called_twice_stays_alone() -> None:
     context, model = StepContext(), random_model("llama")
-    probe = loader.probe_model(model, "x", 64)
+    probe = loader.probe_model(model, "x", 64, StepContext())
     assert any(run[-1].endswith("v_proj") and len(run) == 3 for run in probe.runs)
     probe.rows["model.layers.0.self_attn.k_proj"] *= 2
     targets = loader.adapt_modules(model, probe, context, torch.float64)

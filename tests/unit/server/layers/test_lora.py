@@ -1,6 +1,6 @@
 """Common suite of segmented dense products, and joined segments.
 
-Like backends/test_lora_operations.py it is run over the Triton kernel by backends/cuda/lora/test_interpreter.py, in a
+Like backends/test_lora_operations.py it is run over the Triton kernel by backends/cuda/test_interpreter.py, in a
 process of its own.
 """
 

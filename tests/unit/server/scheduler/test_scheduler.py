@@ -130,6 +130,21 @@ def test_a_prompt_that_just_fits_runs() -> None:
     assert harness.logs["r"].ends[0].reason.value == "length"
 
 
+def test_a_full_queue_takes_others_of_a_tenant_that_did_not_fill_it() -> None:
+    harness = Harness(max_running=1, max_queued=4)
+    harness.add(make_request("running", max_tokens=30))
+    harness.turn()
+    for number in range(4):
+        harness.add(make_request(f"flood{number}", tenant="flood"))
+    with pytest.raises(QueueFull):
+        harness.add(make_request("flood4", tenant="flood"))
+    for number in range(2):
+        harness.add(make_request(f"quiet{number}", tenant="quiet"))
+    with pytest.raises(QueueFull):
+        harness.add(make_request("quiet2", tenant="quiet"))
+    harness.run()
+
+
 def test_a_full_queue_says_when_to_try_again() -> None:
     harness = Harness(max_running=1, max_queued=2)
     harness.add(make_request("running", max_tokens=30))
@@ -220,6 +235,35 @@ def test_a_stop_string_ends_one_completion() -> None:
     harness.run()
     assert log.error is None
     assert tuple(log.tokens[1]) == harness.expected("r", 1).token_ids
+
+
+def test_an_adapter_that_is_not_active_needs_no_slot_and_shares_the_bases_prefix() -> None:
+    harness = Harness(num_slots=0, block_size=4)
+    harness.add(make_request("base", LONG, max_tokens=1))
+    harness.run()
+    harness.scheduler.add(make_request("r", LONG, max_tokens=1), adapter("a"), 0.0, adapted_from=None)
+    plan = harness.scheduler.schedule(0.0, {})
+    assert shape(plan) == [("r", 16, 4, 1)]
+    assert plan is not None
+    assert plan.entered[0].adapters == ()
+    admitted = next(event for event in harness.scheduler.take_events() if isinstance(event, Admitted))
+    assert admitted.adapter_digest == adapter("a").digest
+
+
+def test_an_active_adapter_shares_the_blocks_before_its_first_token() -> None:
+    harness = Harness(num_slots=2, block_size=4)
+    harness.add(make_request("base", LONG, max_tokens=1))
+    harness.run()
+    for name, adapted_from, num_cached in (("late", 11, 8), ("again", 11, 16), ("earlier", 10, 8), ("always", 0, 0)):
+        harness.scheduler.add(make_request(name, LONG, max_tokens=1), adapter("a"), 0.0, adapted_from=adapted_from)
+        plan = harness.scheduler.schedule(0.0, {})
+        while plan is None:  # until its adapter has a slot
+            harness.residency.poll()
+            plan = harness.scheduler.schedule(0.0, {})
+        assert shape(plan) == [(name, num_cached, len(LONG) - num_cached, 1)]
+        assert plan.entered[0].adapted_from == adapted_from
+        ((sequence_id, _),) = ((span.sequence_id, span) for span in plan.spans)
+        harness.scheduler.apply(plan, StepResult(plan.step, {sequence_id: SpanResult((1,))}), 0.0)
 
 
 def test_admission_reports_the_adapter_and_the_wait() -> None:

@@ -27,7 +27,7 @@ from loraplex_server.scheduler.sequence_table import (
 
 def make_state() -> RequestState:
     request = make_request("r")
-    return RequestState(request, None, max_total_tokens=9, num_prompt_tokens=3, stop_ids=frozenset())
+    return RequestState(request, (), "", max_total_tokens=9, num_prompt_tokens=3, stop_ids=frozenset())
 
 
 def make_sequence() -> SequenceState:
@@ -141,8 +141,31 @@ def test_a_tenant_with_many_adapters_gets_no_more_than_one_with_one(num_adapters
     arrivals = [(flow, 10) for _ in range(60) for flow in many] + [(("one", ""), 10)] * 60
     taken = served(clock, arrivals, num_served)
     num_of_one = sum(flow[0] == "one" for flow, _ in taken)
-    # Each adapter's first request came before the others were known of.
-    assert num_of_one >= (num_served - num_adapters) / 2 - 2
+    # Requests that open a flow wait for each other, beside those of flows that go on.
+    assert num_of_one >= num_served / 3 - 2
+
+
+def test_another_adapter_for_each_request_is_no_way_to_the_front() -> None:
+    clock = FairClock()
+    starts = [clock.enqueue(("many", f"a{number}"), 10) for number in range(100)]
+    assert starts == [10.0 * number for number in range(100)]
+    assert clock.enqueue(("one", ""), 10) == 0
+    # One at a time as well: the clock goes on.
+    clock = FairClock()
+    waiting = clock.enqueue(B, 10), clock.enqueue(B, 10)
+    for number in range(3):
+        flow = ("many", f"a{number}")
+        start = clock.enqueue(flow, 10)
+        clock.dequeue(flow)
+        clock.begin(start)
+    assert start > waiting[1]
+
+
+def test_what_opens_a_flow_is_given_back_too() -> None:
+    clock = FairClock()
+    clock.enqueue(("t", "a"), 4096)
+    clock.refund(("t", "a"), 4000, opened=True)
+    assert clock.start_of(("t", "b")) == 96
 
 
 def test_flows_that_are_gone_are_forgotten() -> None:

@@ -1,0 +1,86 @@
+"""Adapters of a bucket through a router and a live worker."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from support.fake_workers import router_for
+from support.inline_worker import inline_worker
+from support.s3_server import KEYS, S3Server, s3_server
+from support.world import TinyWorld
+
+from loraplex import AdapterInvalid, AdapterNotFound, AsyncClient, DigestMismatch, InvalidArgument, SourceUnavailable
+from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def bucket(tiny_world: TinyWorld) -> Iterator[S3Server]:
+    with s3_server() as server:
+        server.put("models")
+        for number in (0, 1):
+            server.put_folder(f"models/v{number}", tiny_world.adapters / tiny_world.names[number])
+        yield server
+
+
+@pytest.fixture(scope="module")
+def address(tiny_world: TinyWorld, bucket: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    root = tmp_path_factory.mktemp("root")
+    shutil.copytree(tiny_world.adapters / tiny_world.names[0], root / "local")
+    buckets = (f"models={bucket.endpoint}", "away=http://127.0.0.1:9")
+    engine = EngineConfig(
+        ModelConfig(str(tiny_world.model), dtype="float64"),
+        KvConfig(memory_bytes=4 << 20),
+        BatchConfig(max_running=8, max_queued=64),
+        AdaptersConfig(root=root, num_device_slots=4, s3_buckets=buckets),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in KEYS.items():
+            patch.setenv(name, value)
+        with inline_worker(WorkerConfig(engine, port=0)) as worker:
+            yield worker.address
+
+
+async def text(client: AsyncClient, adapter_id: str) -> str:
+    return (await client.generate("a prompt", adapter_id=adapter_id, max_tokens=12, ignore_eos=True)).text
+
+
+async def test_loads_from_a_bucket(
+    address: str, bucket: S3Server, tiny_world: TinyWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with router_for([address]) as (router, _), AsyncClient(router.address) as client:
+        (row,) = await client.adapters.load("sql", source="s3:models/v0")
+        assert row.source == "s3:models/v0"
+        assert row.digest == (await client.adapters.load("local"))[0].digest
+        assert await text(client, "sql") == await text(client, "local")
+        said: list[str] = []
+        for source, kind in (
+            ("s3:models/nowhere", AdapterNotFound),
+            ("s3:others/v0", AdapterNotFound),
+            ("s3:models", InvalidArgument),
+            ("s3:models/../v0", InvalidArgument),
+            ("s3:away/v0", SourceUnavailable),
+        ):
+            with pytest.raises(kind) as raised:
+                await client.adapters.load("sql", source=source)
+            said.append(str(raised.value))
+        with pytest.raises(DigestMismatch):
+            await client.adapters.load("sql", source="s3:models/v1", expected_digest=row.digest)
+        bucket.put("models/broken/adapter_config.json", b"{}")
+        bucket.put("models/broken/adapter_model.safetensors", b"x" * 100)
+        with pytest.raises(AdapterInvalid):
+            await client.adapters.load("sql", source="s3:models/broken")
+        assert (await client.adapters.get("sql"))[0].last_error_reason == "ADAPTER_INVALID"
+        assert await text(client, "sql") == await text(client, "local")
+        bucket.put_folder("models/v0", tiny_world.adapters / tiny_world.names[1])
+        (new,) = await client.adapters.load("sql")  # from where it was loaded before
+        assert (new.source, new.last_error) == ("s3:models/v0", "")
+        assert new.digest != row.digest
+    said.append(caplog.text)
+    for secret in (*KEYS.values(), "X-Amz-"):
+        assert all(secret not in one for one in said), secret

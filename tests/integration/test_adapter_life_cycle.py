@@ -1,0 +1,132 @@
+"""Life cycle of adapters through a router and a live worker."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.adapter_files import write_adapter
+from support.fake_workers import router_for
+from support.inline_worker import inline_worker
+from support.world import TinyWorld
+
+from loraplex import (
+    AdapterInUse,
+    AdapterInvalid,
+    AdapterNotFound,
+    AdapterVersionNotFound,
+    AsyncClient,
+    DigestMismatch,
+    InvalidAdapterId,
+)
+from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
+
+pytestmark = pytest.mark.timeout(300)
+PROMPT = "the same beginning of a prompt, for the prefix cache " * 2
+
+
+@pytest.fixture(scope="module")
+def root(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("life")
+    for folder, name in (("v1", tiny_world.names[0]), ("v2", tiny_world.names[1]), ("team/v3", tiny_world.names[2])):
+        copy(tiny_world.adapters / name, root / folder)
+    return root
+
+
+def copy(folder: Path, to: Path) -> None:
+    to.mkdir(parents=True, exist_ok=True)
+    for file in folder.iterdir():
+        temporary = to / f".{file.name}"
+        temporary.write_bytes(file.read_bytes())
+        temporary.replace(to / file.name)
+
+
+@pytest.fixture(scope="module")
+def address(tiny_world: TinyWorld, root: Path) -> Iterator[str]:
+    engine = EngineConfig(
+        ModelConfig(str(tiny_world.model), dtype="float64"),
+        KvConfig(memory_bytes=4 << 20),
+        BatchConfig(max_running=8, max_queued=64),
+        AdaptersConfig(root=root, num_device_slots=4, preload=("nowhere", "team/v3")),
+    )
+    with inline_worker(WorkerConfig(engine, port=0)) as worker:
+        yield worker.address
+
+
+async def text(client: AsyncClient, adapter_id: str) -> str:
+    return (await client.generate(PROMPT, adapter_id=adapter_id, max_tokens=12, ignore_eos=True)).text
+
+
+async def test_adapters_are_preloaded(address: str) -> None:
+    async with AsyncClient(address) as client:
+        (row,) = await client.adapters.get("team/v3")
+        assert (row.state, row.uses) == ("on_device", 0)
+
+
+async def test_versions_under_one_name(address: str, root: Path, tiny_world: TinyWorld) -> None:
+    async with router_for([address]) as (router, _), AsyncClient(router.address) as client:
+        expected = {name: await text(client, name) for name in ("v1", "v2")}
+        assert len(set(expected.values())) == 2
+        copy(tiny_world.adapters / tiny_world.names[0], root / "sql")
+        config = root / "sql/adapter_config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "tiny"}))
+        assert await text(client, "sql") == expected["v1"]
+        (old,) = await client.adapters.get("sql")
+        assert old.uses > 0
+        assert old.base == "tiny"
+        assert old.tasks == ("generate", "embed")
+        running = client.stream(PROMPT, adapter_id="sql", max_tokens=60, ignore_eos=True)
+        first = await anext(running)
+        with pytest.raises(AdapterInUse):
+            await client.adapters.unload("sql", if_unused=True)
+        # Another content in its place: new requests get it, and the running one goes on with the old one.
+        copy(tiny_world.adapters / tiny_world.names[1], root / "sql")
+        assert await text(client, "sql") == expected["v1"]
+        with pytest.raises(DigestMismatch):
+            await client.adapters.load("sql", expected_digest=old.digest)
+        (kept,) = await client.adapters.load("sql", if_absent=True)
+        assert (kept.digest, kept.last_error_reason) == (old.digest, "DIGEST_MISMATCH")
+        (new,) = await client.adapters.load("sql")
+        assert new.digest != old.digest
+        assert new.last_error == ""
+        assert await text(client, "sql") == expected["v2"]
+        assert await text(client, f"sql@{old.digest[:12]}") == expected["v1"]
+        assert await text(client, f"sql@{new.digest}") == expected["v2"]
+        whole = first.text + "".join([chunk.text async for chunk in running])
+        assert whole.startswith(expected["v1"])
+        with pytest.raises(AdapterVersionNotFound):
+            await text(client, "sql@00000000")
+        with pytest.raises(InvalidAdapterId):
+            await client.adapters.load(f"sql@{old.digest}")
+        await client.adapters.unload("sql", if_unused=True)
+        with pytest.raises(AdapterVersionNotFound):
+            await text(client, f"sql@{old.digest[:12]}")
+
+
+async def test_a_folder_under_another_name(address: str, root: Path) -> None:
+    async with router_for([address]) as (router, _), AsyncClient(router.address) as client:
+        (row,) = await client.adapters.load("mine", source="team/v3", pin=True)
+        assert (row.adapter_id, row.source, row.pinned) == ("mine", "team/v3", True)
+        assert await text(client, "mine") == await text(client, "team/v3")
+        (row,) = await client.adapters.load("mine", source=f"{root}/v1")
+        assert await text(client, "mine") == await text(client, "v1")
+        for source in ("/etc", "nowhere"):
+            with pytest.raises(AdapterNotFound):
+                await client.adapters.load("mine", source=source)
+        assert await text(client, "mine") == await text(client, "v1")
+        await client.adapters.unload("mine")
+        with pytest.raises(AdapterNotFound):
+            await text(client, "mine")
+
+
+async def test_a_failed_load_stays_listed(address: str, root: Path) -> None:
+    write_adapter(root / "broken", r=0)
+    async with router_for([address]) as (router, _), AsyncClient(router.address) as client:
+        with pytest.raises(AdapterInvalid):
+            await text(client, "broken")
+        (row,) = await client.adapters.list(prefix="broken")
+        assert (row.state, row.last_error_reason, row.last_error) == ("failed", row.error_reason, row.error)
+        await client.adapters.unload("broken")
+        assert not await client.adapters.list(prefix="broken")

@@ -1,0 +1,125 @@
+"""Mixtures through a live worker and router, over gRPC and HTTP, against PEFT."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import httpx2
+import pytest
+import torch
+from peft import LoraModel, PeftModel
+from support.processes import loraplex
+from support.world import RANKS, TinyWorld, make_world
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from loraplex import AdapterNotFound, Client, Merge
+
+PROMPT = "the cat sat on"
+NUM_TOKENS = 16
+FIRST, SECOND, SAME_RANK = "a000", "a001", f"a{len(RANKS):03d}"
+
+
+class Served(NamedTuple):
+    world: TinyWorld
+    client: Client
+    http: httpx2.Client
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    world = make_world(tmp_path_factory.mktemp("world"), len(RANKS) + 1)
+    arguments = ("serve", str(world.model), "--adapters", str(world.adapters), "--dtype", "float64", "--threads", "1")
+    with loraplex(*arguments, "--adapter-slots", "2", "--port", "0", "--http-port", "0") as running:
+        found = re.search(r"HTTP on ([\d.:]+\d)", running.output)
+        assert found, running.output
+        address = httpx2.Client(base_url=f"http://{found[1]}", timeout=60, trust_env=False)
+        with address as http, Client(running.address) as client:
+            yield Served(world, client, http)
+
+
+def wanted(world: TinyWorld, members: Sequence[tuple[str, float]], how: str, **more: Any) -> str:
+    """The text of PEFT's own mixture."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.float64)
+        peft = PeftModel.from_pretrained(copy.deepcopy(model), str(world.adapters / members[0][0]), members[0][0])
+        for name, _ in members[1:]:
+            peft.load_adapter(str(world.adapters / name), name)
+        names, weights = [name for name, _ in members], [weight for _, weight in members]
+        cast(LoraModel, peft.base_model).add_weighted_adapter(names, weights, "mixed", cast(Any, how), **more)
+        peft.set_adapter("mixed")
+    tokenizer = AutoTokenizer.from_pretrained(world.model)
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    out = peft.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False)
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_sums(served: Served) -> None:
+    world, client, http = served
+    text = wanted(world, ((FIRST, 0.75), (SECOND, -0.5)), "cat")
+    mine = client.generate(PROMPT, adapters={FIRST: 0.75, SECOND: -0.5}, max_tokens=NUM_TOKENS)
+    assert mine.text == text
+    plain = client.generate(PROMPT, adapter_id=FIRST, max_tokens=NUM_TOKENS)
+    assert plain.text != text
+    members = [{"id": SECOND, "weight": -0.5}, {"id": FIRST, "weight": 0.75}]
+    answer = http.post(
+        "/v1/completions", json={"prompt": PROMPT, "adapters": members, "max_tokens": NUM_TOKENS, "temperature": 0}
+    ).json()
+    assert answer["choices"][0]["text"] == text
+    assert answer["loraplex"]["adapter_digest"] == mine.adapter_digest
+    assert len(mine.adapter_digest or "") == 64
+
+
+def test_merged_adapters_of_lorax(served: Served) -> None:
+    world, client, http = served
+    ids, weights = [FIRST, SAME_RANK], [0.75, 1.5]
+    for merged, how, more in (
+        ({"merge_strategy": "linear"}, "linear", {}),
+        ({}, "linear", {}),
+        ({"merge_strategy": "cat"}, "cat", {}),
+        (
+            {"merge_strategy": "ties", "density": 0.5, "majority_sign_method": "frequency"},
+            "ties",
+            {"density": 0.5, "majority_sign_method": "frequency"},
+        ),
+    ):
+        text = wanted(world, tuple(zip(ids, weights, strict=True)), how, **more)
+        parameters = {
+            "merged_adapters": {"ids": ids, "weights": weights, **merged},
+            "max_new_tokens": NUM_TOKENS,
+        }
+        answer = http.post("/generate", json={"inputs": PROMPT, "parameters": parameters})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["generated_text"] == text, merged
+    drawn = [
+        client.generate(
+            PROMPT,
+            adapters={FIRST: 1.0, SAME_RANK: 1.0},
+            merge=Merge("dare_ties", 0.5, seed=seed),
+            max_tokens=NUM_TOKENS,
+        )
+        for seed in (1, 1, 2, None, None)
+    ]
+    digests = [one.adapter_digest for one in drawn]
+    assert digests[0] == digests[1] != digests[2]
+    assert digests[3] == digests[4]
+    assert drawn[0].text == drawn[1].text
+    assert not any(":" in row.adapter_id for row in client.adapters.list())
+
+
+def test_refusals(served: Served) -> None:
+    _, client, http = served
+    with pytest.raises(AdapterNotFound, match="nowhere"):
+        client.generate(PROMPT, adapters={FIRST: 1.0, "nowhere": 1.0}, max_tokens=2)
+    for body, status, word in (
+        ({"merged_adapters": {"ids": [FIRST, "nowhere"]}}, 404, "nowhere"),
+        ({"merged_adapters": {"ids": [FIRST, SECOND]}}, 400, "different ranks"),
+        ({"adapters": [{"id": FIRST, "weight": 0}]}, 400, "that of 'a000' is 0"),
+        ({"adapters": [{"id": FIRST}, {"id": SECOND}, {"id": SAME_RANK}]}, 429, "3 adapters of the mixture"),
+    ):
+        answer = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2, **body})
+        assert (answer.status_code, word in answer.text) == (status, True), answer.text

@@ -1,0 +1,50 @@
+"""Names of adapters, versions, sources and digests."""
+
+from __future__ import annotations
+
+import pytest
+
+from loraplex_contracts.adapters import check_adapter_id, check_adapter_ref, check_adapter_source, check_digest, name_in
+from loraplex_contracts.errors import InvalidAdapterId, InvalidArgument, Unimplemented
+
+
+@pytest.mark.parametrize("ref", ["sql", "acme/sql", "sql@0123abcd", "acme/sql@" + "a" * 64])
+def test_references(ref: str) -> None:
+    assert check_adapter_ref(ref) == ref
+    assert name_in(ref) in ("sql", "acme/sql")
+
+
+@pytest.mark.parametrize(
+    "ref", ["", "@0123abcd", "sql@", "sql@0123abc", "sql@0123ABCD", "sql@" + "a" * 65, "sql@0123abcd@0123abcd",
+            "sql@0123abcg", "sql@../../..", "sql@0123abcd\n", "sql @0123abcd", "s\u0445l@0123abcd"],
+)  # fmt: skip
+def test_what_is_no_reference(ref: str) -> None:
+    with pytest.raises(InvalidAdapterId):
+        check_adapter_ref(ref)
+
+
+def test_a_name_has_no_version() -> None:
+    with pytest.raises(InvalidAdapterId):
+        check_adapter_id("sql@0123abcd")
+
+
+@pytest.mark.parametrize("source", ["sql", "team/sql/v2", "/srv/adapters/sql", "/srv/adapters/sql/", "with space"])
+def test_sources(source: str) -> None:
+    assert check_adapter_source(source) == source
+
+
+@pytest.mark.parametrize("source", ["", "/", "..", "a/../b", "a//b", "./a", "a\0b", "a\nb", "a" * 1025, "/a/../../etc"])
+def test_what_is_no_source(source: str) -> None:
+    with pytest.raises(InvalidArgument):
+        check_adapter_source(source)
+
+
+def test_addresses_are_refused_as_sources() -> None:
+    with pytest.raises(Unimplemented):
+        check_adapter_source("http://169.254.169.254/x")
+
+
+@pytest.mark.parametrize("digest", ["", "a" * 63, "A" * 64, "g" * 64, "a" * 64 + "\n"])
+def test_what_is_no_digest(digest: str) -> None:
+    with pytest.raises(InvalidArgument):
+        check_digest(digest, field="expected_digest")
