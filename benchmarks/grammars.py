@@ -1,11 +1,12 @@
 """Benchmark of grammars: steps beside free rows, and first tokens.
 
-    python benchmarks/grammars.py MODEL [--rows 32] [--grammar-rows 8] [--steps 64] [--rounds 5] [--json FILE] [FLAG]
+    python benchmarks/grammars.py MODEL [--rows 32] [--grammar-rows 8] [--steps 16] [--rounds 24] [--json FILE] [FLAG]
 
 MODEL is a base model with a tokenizer; further flags as `loraplex worker` takes them. Runs the engine in this process,
 greedy, without speculation. Prints one JSON line per row: the median step in ms with no grammar in the batch and with
-some, in turns, with the ratio of the medians; and the median time to the first token in ms without a grammar, with a
-schema of 10 kB that is new, and with one that is known.
+some, in turns, and the median ratio of neighbouring turns; and the median time to the first token in ms without a
+grammar, with a schema of 10 kB that is new, and with one that is known, from the schema's text on, and what a new one
+adds, in turns.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import count
 
 from inprocess import engine_config
@@ -49,20 +50,20 @@ def endless() -> Grammar:
     return source.json_schema(json.dumps({"type": "array", "items": part, "minItems": 1000}))
 
 
-def large(number: int) -> Grammar:
+def large(number: int) -> str:
     """A schema of its own for each number."""
-    properties: dict[str, object] = {}
-    while len(json.dumps(properties)) < SCHEMA_BYTES:
-        name = f"field_{number}_{len(properties)}"
-        properties[name] = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"enum": ["x", "y"]}}}
-    return source.json_schema(json.dumps({"type": "object", "properties": properties, "required": list(properties)}))
+    part = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"enum": ["x", "y"]}}}
+    num_parts = SCHEMA_BYTES // len(json.dumps({f"field_{number}_000": part}))
+    properties = {f"field_{number}_{index}": part for index in range(num_parts)}
+    return json.dumps({"type": "object", "properties": properties, "required": list(properties)})
 
 
 class Bench:
     """An engine, and requests to it."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, woken: threading.Event) -> None:
         self.engine = engine
+        self._woken = woken  # when a grammar has been compiled
         self._ids = count()
 
     def submit(self, grammar: Grammar | None, max_tokens: int) -> str:
@@ -72,6 +73,9 @@ class Bench:
         return name
 
     def turn(self) -> Iterator[Tokens]:
+        if not self.engine.can_step:
+            self._woken.wait(self.engine.idle_timeout_s())
+        self._woken.clear()
         batch = self.engine.turn()
         for event in batch.events if batch is not None else ():
             if isinstance(event, RequestFailed) and not isinstance(event.error, Cancelled):
@@ -95,9 +99,9 @@ class Bench:
             self.engine.handle(Cancel(name, Cancelled("measured")))
         return statistics.median(times[WARM_STEPS:])
 
-    def first_token_s(self, make: Callable[[], Grammar | None]) -> float:
+    def first_token_s(self, schema: str | None) -> float:
         start = time.perf_counter()
-        self.submit(make(), 1)
+        self.submit(None if schema is None else source.json_schema(schema), 1)
         while not list(self.turn()):
             pass
         return time.perf_counter() - start
@@ -108,29 +112,31 @@ def measure(bench: Bench, args: argparse.Namespace, record: Record) -> None:
     free: list[Grammar | None] = [None] * args.rows
     mixed = [*free[args.grammar_rows :], *[grammar] * args.grammar_rows]
     bench.step_s(mixed, WARM_STEPS)
-    found: dict[str, list[float]] = {"free": [], "mixed": []}
+    frees, mixeds = [bench.step_s(free, args.steps)], list[float]()
     for _ in range(args.rounds):
-        found["free"].append(bench.step_s(free, args.steps))
-        found["mixed"].append(bench.step_s(mixed, args.steps))
-    free_s, mixed_s = (statistics.median(times) for times in found.values())
+        mixeds.append(bench.step_s(mixed, args.steps))
+        frees.append(bench.step_s(free, args.steps))
+    ratios = [2 * one / (before + after) for one, before, after in zip(mixeds, frees, frees[1:], strict=False)]
     record(
         {
             "measured": "step",
             "rows": args.rows,
             "grammar_rows": args.grammar_rows,
-            "free_ms": round(free_s * 1e3, 3),
-            "mixed_ms": round(mixed_s * 1e3, 3),
-            "ratio": round(mixed_s / free_s, 4),
+            "free_ms": round(statistics.median(frees) * 1e3, 3),
+            "mixed_ms": round(statistics.median(mixeds) * 1e3, 3),
+            "ratio": round(statistics.median(ratios), 4),
         }
     )
-    numbers = range(NUM_FIRST_TOKENS)
-    firsts = {
-        "none": [bench.first_token_s(lambda: None) for _ in numbers],
-        "new": [bench.first_token_s(partial(large, number)) for number in numbers],
-        "known": [bench.first_token_s(partial(large, number)) for number in numbers],
-    }
+    bench.first_token_s(large(999))
+    firsts: dict[str, list[float]] = {"none": [], "new": [], "known": []}
+    for number in range(NUM_FIRST_TOKENS):
+        schema = large(number)
+        firsts["none"].append(bench.first_token_s(None))
+        firsts["new"].append(bench.first_token_s(schema))
+        firsts["known"].append(bench.first_token_s(schema))
     medians = {f"{name}_ms": round(statistics.median(times) * 1e3, 3) for name, times in firsts.items()}
-    record({"measured": "first token", "schema_bytes": SCHEMA_BYTES, **medians})
+    added = statistics.median(new - none for new, none in zip(firsts["new"], firsts["none"], strict=True))
+    record({"measured": "first token", "schema_bytes": SCHEMA_BYTES, **medians, "new_adds_ms": round(added * 1e3, 3)})
 
 
 def main() -> None:
@@ -138,15 +144,16 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--grammar-rows", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=24)
     add_json_option(parser)
     args, flags = parser.parse_known_args()
     config = engine_config([args.model, "--no-prefix-caching", "--max-running", str(args.rows), *flags])
-    engine = build_engine(config, lambda text: None, lambda: None)
+    woken = threading.Event()
+    engine = build_engine(config, lambda text: None, woken.set)
     try:
         with recording(args.json) as record:
-            measure(Bench(engine), args, record)
+            measure(Bench(engine, woken), args, record)
     finally:
         engine.close()
 
