@@ -242,9 +242,9 @@ class World:
         found = key_of(self.files[fetch.name])
         residency = self.table.residency
         if isinstance(fetch, Refetch) and fails:
-            residency.failed(fetch.key, SourceUnavailable("gone"), self.now)
+            residency.refetch_failed(fetch, SourceUnavailable("gone"), self.now)
         elif isinstance(fetch, Refetch):
-            residency.refetched(fetch.key, found, self.now)
+            residency.refetched(fetch, found, self.now)
         elif fails:
             self.table.name_failed(fetch.name, fetch.ticket, AdapterInvalid("bad"), self.now)
         else:
@@ -409,7 +409,8 @@ def test_illegal_calls_change_nothing() -> None:
         lambda: residency.promoted(key),
         lambda: residency.lost(key, 0.0),
         lambda: residency.failed(key, ValueError(), 0.0),
-        lambda: residency.refetched(key, key_of(1), 0.0),
+        lambda: residency.refetched(Refetch(key, "n0"), key_of(1), 0.0),
+        lambda: residency.refetch_failed(Refetch(key, "n0"), ValueError(), 0.0),
     ):
         with pytest.raises(IllegalTransition):
             illegal()

@@ -469,7 +469,7 @@ class AdapterManager:
             if self._watch is not None and record is not None and record.key == key:
                 self._watch.loaded(fetch.name, fetch.origin, files)
         else:
-            self._residency.refetched(fetch.key, found.key, now)
+            self._residency.refetched(fetch, found.key, now)
 
     def _take_failed_fetch(self, fetch: Fetch, error: LoraplexError, files: Fingerprint | None, now: float) -> None:
         log.info("adapter %s: %s", fetch.name, error)
@@ -478,7 +478,7 @@ class AdapterManager:
         if isinstance(fetch, FetchName):
             self._table.name_failed(fetch.name, fetch.ticket, error, now)
         else:
-            self._residency.failed(fetch.key, error, now)
+            self._residency.refetch_failed(fetch, error, now)
 
     def _on_replaced(self, name: str) -> None:
         """Called on the watch's thread."""

@@ -285,14 +285,13 @@ class ResidencyTable:
                 return error
         return self._never_together(keys) if len(keys) > 1 else None
 
-    def too_large(self, num_bytes: int, name: str | None = None) -> AdapterMemoryFull | None:
+    def too_large(self, num_bytes: int) -> AdapterMemoryFull | None:
         """The error for weights that would not fit an empty device or host; None for others."""
         if num_bytes <= min(self.device_budget, self.host_budget):
             return None
         return AdapterMemoryFull(
             f"the adapter takes {num_bytes} bytes; the server has {self.device_budget} for adapters on the device and "
             f"{self.host_budget} on the host (--adapter-device-memory, --adapter-host-memory), so no waiting helps",
-            resource=name,
             metadata={"can_ever_fit": "false"},
         )
 
@@ -325,27 +324,43 @@ class ResidencyTable:
         record = self._get(key)
         self._step(record, KeyEvent.LOST)
         self._give_back(record)
-        if record.names:
-            self.refetches.append(Refetch(key, min(record.names)))
-        else:
+        if not self._refetch(record, frozenset()):
             gone = SourceUnavailable("the weights are gone from the store, and their name was unloaded")
             self._fail(record, gone, now)
 
-    def refetched(self, key: AdapterKey, found: AdapterKey, now: float) -> None:
-        record = self._get(key)
-        if found == key:
+    def refetched(self, fetch: Refetch, found: AdapterKey, now: float) -> None:
+        record = self._get(fetch.key)
+        if found == fetch.key:
             self._step(record, KeyEvent.REFETCHED)
             self._forget_if_idle(record)
+        elif record.names and all("@" in name for name in record.names):
+            self.refetch_failed(fetch, adapter_version_not_found(record.last_name), now)
+        else:
+            changed = FailedPrecondition(
+                "the files of the adapter have changed and the version in use is no longer in the store; call "
+                "LoadAdapter to take the new one"
+            )
+            self.refetch_failed(fetch, changed, now)
+
+    def refetch_failed(self, fetch: Refetch, error: Exception, now: float) -> None:
+        """The content is looked for under its other names before its requests fail."""
+        record = self._get(fetch.key)
+        record.check(KeyEvent.FAIL)
+        if self._refetch(record, fetch.tried):
             return
-        if record.names and all("@" in name for name in record.names):
-            self.failed(key, adapter_version_not_found(record.last_name), now)
-            return
-        changed = FailedPrecondition(
-            f"the files of adapter {record.last_name!a} have changed and the version in use is no longer in the store; "
-            "call LoadAdapter to take the new one",
-            resource=record.last_name,
-        )
-        self.failed(key, changed, now)
+        if len(record.names) > 1:  # the error is about one of the names, and others may be other tenants'
+            error = SourceUnavailable(
+                "the adapter's weights are gone from the store, and its files have changed or cannot be read; call "
+                "LoadAdapter"
+            )
+        self.failed(fetch.key, error, now)
+
+    def _refetch(self, record: KeyRecord, tried: frozenset[str]) -> bool:
+        """Asks for the content under the first of its names that was not tried; False where none is left."""
+        left = sorted(record.names - tried)
+        if left:
+            self.refetches.append(Refetch(record.key, left[0], tried=tried | {left[0]}))
+        return bool(left)
 
     def failed(self, key: AdapterKey, error: Exception, now: float) -> None:
         record = self._get(key)
@@ -520,7 +535,7 @@ class ResidencyTable:
 
     def _never(self, record: KeyRecord) -> AdapterMemoryFull | None:
         """Why no waiting would bring it to the device; None where waiting may."""
-        too_large = self.too_large(record.num_bytes, record.last_name)
+        too_large = self.too_large(record.num_bytes)
         has_place = record.state in (KeyState.ON_DEVICE, KeyState.PROMOTING)
         if too_large or has_place or self.can_pin(record.key, record.num_bytes):
             return too_large

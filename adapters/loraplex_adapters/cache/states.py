@@ -212,11 +212,12 @@ class FetchName:
 
 @dataclass(frozen=True, slots=True)
 class Refetch:
-    """Source -> store of a content that the store has dropped; answered by `refetched` or `failed`."""
+    """Source -> store of a content that the store has dropped; answered by `refetched` or `refetch_failed`."""
 
     key: AdapterKey
     name: str
     origin: AdapterOrigin = OWN_PLACE
+    tried: frozenset[str] = frozenset()  # of the content's names, this one included
 
 
 @dataclass(frozen=True, slots=True)

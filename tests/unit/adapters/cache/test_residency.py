@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loraplex_adapters.cache.residency import RESERVED_ROUNDS, ResidencyTable
-from loraplex_adapters.cache.states import DropDevice, DropHost, KeyState, Promote, Refetch, Stage
+from loraplex_adapters.cache.states import DropDevice, DropHost, KeyState, Promote, Stage
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import AdapterMemoryFull, FailedPrecondition, SourceUnavailable
 
@@ -261,13 +261,14 @@ def test_what_later_wants_staged_does_not_block_the_first() -> None:
     table.advance(0.0)
     table.moves.clear()
     table.lost(A, 0.0)  # the disk had dropped it
-    assert table.refetches == [Refetch(A, "name-1")]
+    [fetch] = table.refetches
+    assert (fetch.key, fetch.name) == (A, "name-1")
     held(table, C)
     bring_up(table, C)
     held(table, B)
     assert table.acquire(B) is None
     assert Stage(B) in run(table)  # waits for the slot; its copy fills the host
-    table.refetched(A, A, 0.0)
+    table.refetched(fetch, A, 0.0)
     table.release(C)
     assert Promote(A, 0) in run(table)
 
@@ -381,10 +382,43 @@ def test_lost_bytes_come_back_from_the_source_only_if_they_are_the_same() -> Non
     assert table.acquire(A) is None
     table.advance(0.0)
     table.lost(A, 0.0)
-    table.refetched(A, B, 0.0)
+    table.refetched(table.refetches.pop(), B, 0.0)
     error = table.failure(A)
     assert isinstance(error, FailedPrecondition)
     assert "LoadAdapter" in str(error)
+
+
+def test_lost_bytes_are_looked_for_under_every_name() -> None:
+    table = make_table()
+    held(table, A)
+    table.bind(A, "other", 100, rank=1)
+    assert table.acquire(A) is None
+    table.advance(0.0)
+    table.lost(A, 0.0)
+    first = table.refetches.pop()
+    table.refetched(first, B, 0.0)  # the files of this name were replaced
+    assert table.failure(A) is None
+    second = table.refetches.pop()
+    assert {first.name, second.name} == {"name-1", "other"}
+    table.refetched(second, A, 0.0)
+    assert table.records[A].state is KeyState.KNOWN
+    assert not table.refetches
+
+
+def test_bytes_lost_under_every_name_fail_without_naming_one() -> None:
+    """The names may be those of several tenants."""
+    table = make_table()
+    held(table, A)
+    table.bind(A, "other", 100, rank=1)
+    assert table.acquire(A) is None
+    table.advance(0.0)
+    table.lost(A, 0.0)
+    table.refetch_failed(table.refetches.pop(), SourceUnavailable("adapter 'name-1': no such bucket"), 0.0)
+    table.refetch_failed(table.refetches.pop(), SourceUnavailable("adapter 'other': no such bucket"), 0.0)
+    error = table.failure(A)
+    assert isinstance(error, SourceUnavailable)
+    assert "name-1" not in str(error)
+    assert "other" not in str(error)
 
 
 def test_lost_bytes_of_an_unloaded_adapter_are_a_failure() -> None:
