@@ -65,6 +65,7 @@ from loraplex_contracts.adapters import (
     name_in,
 )
 from loraplex_contracts.errors import (
+    AdapterInvalid,
     AdapterMemoryFull,
     AdapterNotFound,
     AdapterOutsideRoot,
@@ -557,7 +558,9 @@ def _bare(error: LoraplexError) -> LoraplexError:
 
 
 def _about(adapter_id: str, error: LoraplexError) -> LoraplexError:
-    """The same error, saying which adapter it is about."""
+    """The same error, saying which adapter it is about, and that the request's name of it is at fault where it is."""
+    if error.field is None and isinstance(error, AdapterNotFound | AdapterInvalid):
+        error.field = "adapter_id"
     if error.resource is not None:
         return error
     return type(error)(

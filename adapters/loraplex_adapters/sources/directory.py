@@ -26,7 +26,7 @@ from loraplex_adapters.formats.files import (
 from loraplex_adapters.io.confined_folder import BadPath, Folder, NamedFolder
 from loraplex_adapters.io.source_files import MAX_FILES, AdapterFiles, open_error, source_unavailable
 from loraplex_adapters.io.throttle import checkpoint
-from loraplex_contracts.adapters import OWN_PLACE, S3_SOURCE, AdapterOrigin, check_adapter_id
+from loraplex_contracts.adapters import HUB_SOURCE, OWN_PLACE, S3_SOURCE, AdapterOrigin, check_adapter_id
 from loraplex_contracts.errors import (
     AdapterNotFound,
     AdapterOutsideRoot,
@@ -129,16 +129,12 @@ def no_such_place(adapter_id: str, origin: AdapterOrigin) -> AdapterNotFound:
     if not origin.source:
         return adapter_not_found(adapter_id)
     if origin.source.startswith(S3_SOURCE):
-        return AdapterNotFound(
-            "this server reads no buckets; its operator can allow some (--s3-bucket)",
-            field="source",
-            resource=adapter_id,
-        )
-    return AdapterNotFound(
-        f"there is no folder {origin.source!a} in the server's directory of adapters",
-        field="source",
-        resource=adapter_id,
-    )
+        message = "this server reads no buckets; its operator can allow some (--s3-bucket)"
+    elif origin.source.startswith(HUB_SOURCE):
+        message = "this server does not ask the Hub; its operator can allow it (--hub-adapters)"
+    else:
+        message = f"there is no folder {origin.source!a} in the server's directory of adapters"
+    return AdapterNotFound(message, field="source", resource=adapter_id)
 
 
 def open_folder(folder: Path, adapter_id: str = "") -> AdapterFiles:
