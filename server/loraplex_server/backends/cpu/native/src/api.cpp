@@ -81,7 +81,7 @@ LP_API int64_t lp_packed_bytes(int dtype, int is_int8, int64_t num_outputs, int6
 // faster.
 LP_API void lp_pack(lp::Pool* pool, int dtype, const void* weight, const uint8_t* exponents, int64_t stride,
                     int64_t num_outputs, int64_t k, void* packed) {
-  std::lock_guard<std::mutex> turn(pool->turn());
+  const auto turn = pool->take_turn();
   const Source source{weight, exponents, num_outputs, stride};
   pool->run(lp::ceil_div(num_outputs, lp::kBand), [&](int band, int) {
     for (int panel = 0; panel < 2; panel++)
@@ -93,7 +93,7 @@ LP_API void lp_pack(lp::Pool* pool, int dtype, const void* weight, const uint8_t
 // Two weights of one shape: a band holds 16 outputs of each.
 LP_API void lp_pack_pair(lp::Pool* pool, int dtype, const void* first, const uint8_t* first_exponents, const void* second,
                          const uint8_t* second_exponents, int64_t stride, int64_t num_outputs, int64_t k, void* packed) {
-  std::lock_guard<std::mutex> turn(pool->turn());
+  const auto turn = pool->take_turn();
   const Source sources[] = {{first, first_exponents, num_outputs, stride},
                             {second, second_exponents, num_outputs, stride}};
   pool->run(lp::ceil_div(num_outputs, lp::kPanel), [&](int band, int) {
@@ -112,7 +112,7 @@ LP_API void lp_use_large_pages(void* memory, int64_t num_bytes) {
 // y [num_rows][num_outputs] = x [num_rows][k] @ weight.T + bias
 LP_API void lp_linear(lp::Pool* pool, int dtype, const void* x, int64_t x_stride, int num_rows, int64_t k,
                       const void* packed, int is_int8, int64_t num_outputs, const void* bias, void* y, int64_t y_stride) {
-  std::lock_guard<std::mutex> turn(pool->turn());
+  const auto turn = pool->take_turn();
   const lp::Kernels& kernels = *lp::current_kernels();
   const DType type = DType(dtype);
   const int num_bands = lp::ceil_div(num_outputs, lp::kBand);
@@ -137,7 +137,7 @@ LP_API int64_t lp_lora_scratch(int64_t num_rows, int64_t max_rank, int64_t num_o
 // y [num_rows][num_outputs] += the runs' updates of x [num_rows][k].
 LP_API void lp_lora(lp::Pool* pool, int dtype, const void* x, int64_t k, int num_rows, const LpTable* table,
                     const LpRuns* runs, float* scratch, void* y, int64_t num_outputs, int64_t y_stride) {
-  std::lock_guard<std::mutex> turn(pool->turn());
+  const auto turn = pool->take_turn();
   const lp::Kernels& kernels = *lp::current_kernels();
   const DType type = DType(dtype);
   lp::Updates updates(*pool, kernels, type, *runs, num_rows, scratch);
@@ -163,7 +163,7 @@ LP_API void lp_lora(lp::Pool* pool, int dtype, const void* x, int64_t k, int num
 // y [num_rows][num_outputs] = x [num_rows][k] @ weight.T + bias, with a weight [num_outputs][k] as it lies.
 LP_API void lp_dense(lp::Pool* pool, int dtype, const void* x, int64_t x_stride, int num_rows, int64_t k,
                      const void* weight, int64_t num_outputs, const void* bias, void* y, int64_t y_stride) {
-  std::lock_guard<std::mutex> turn(pool->turn());
+  const auto turn = pool->take_turn();
   const lp::Kernels& kernels = *lp::current_kernels();
   const DType type = DType(dtype);
   constexpr int kWidth = 64;
@@ -188,14 +188,14 @@ LP_API void lp_dense(lp::Pool* pool, int dtype, const void* x, int64_t x_stride,
 LP_API void lp_attend(lp::Pool* pool, int dtype, const void* q, void* out, const void* k_pages, const void* v_pages,
                       int num_heads, int num_kv_heads, int dim, float scaling, float softcap, int64_t window,
                       const LpSpans* spans) {
-  std::lock_guard<std::mutex> turn(pool->turn());
+  const auto turn = pool->take_turn();
   const lp::Heads heads{num_heads, num_kv_heads, dim, scaling, softcap, window};
   lp::attend_all(*pool, *lp::current_kernels(), DType(dtype), q, out, {k_pages, v_pages}, heads, *spans);
 }
 
 LP_API void lp_rms_norm(lp::Pool* pool, int dtype, const void* x, const void* weight, int num_rows, int64_t n, float eps,
                         void* y) {
-  std::lock_guard<std::mutex> turn(pool->turn());
+  const auto turn = pool->take_turn();
   const lp::Kernels& kernels = *lp::current_kernels();
   const DType type = DType(dtype);
   pool->run(lp::ceil_div(num_rows, 8), [&](int chunk, int) {
@@ -206,7 +206,7 @@ LP_API void lp_rms_norm(lp::Pool* pool, int dtype, const void* x, const void* we
 
 // The largest value of each row of x [num_rows][n], and where it is first.
 LP_API void lp_argmax(lp::Pool* pool, int dtype, const void* x, int num_rows, int64_t n, float* best, int64_t* where) {
-  std::lock_guard<std::mutex> turn(pool->turn());
+  const auto turn = pool->take_turn();
   const lp::Kernels& kernels = *lp::current_kernels();
   const DType type = DType(dtype);
   pool->run(num_rows, [&](int row, int) { kernels.argmax(type, lp::at(x, row * n, type), n, best + row, where + row); });

@@ -94,7 +94,7 @@ LP_API void lp_guess(lp::Pool* pool, const LpGuesses* guesses, const LpHead* hea
   const int64_t n = head->features;
   const int num_rows = guesses->num_rows;
   {
-    std::lock_guard<std::mutex> turn(pool->turn());
+    const auto turn = pool->take_turn();
     for (int64_t row = 0; row < num_rows; row++)
       std::memcpy(lp::at(scratch->x, row * n, dtype), lp::at(hidden, guesses->sources[row] * n, dtype),
                   size_t(n * lp::item_bytes(dtype)));

@@ -1,6 +1,6 @@
 #include "pool.h"
 
-#include <chrono>
+#include <pthread.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -22,7 +22,14 @@ bool has_chunks(uint64_t ticket) { return (ticket & 0xffffffffu) < (ticket >> 32
 
 }  // namespace
 
-Pool::Pool(int num_threads) {
+std::atomic<int>& Pool::num_forks() {
+  static std::atomic<int> count{0};
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { count.fetch_add(1); });
+  static_cast<void>(registered);
+  return count;
+}
+
+Pool::Pool(int num_threads) : num_forks_(num_forks().load()) {
   for (int i = 1; i < num_threads; i++) workers_.emplace_back([this, i] { work(i); });
 }
 

@@ -27,7 +27,7 @@ class Pool {
   template <class Body>
   void run(int num_chunks, const Body& body) {
     if (num_chunks <= 0) return;
-    if (num_chunks == 1 || workers_.empty()) {
+    if (num_chunks == 1 || workers_.empty() || is_inherited()) {
       for (int chunk = 0; chunk < num_chunks; chunk++) body(chunk, 0);
       return;
     }
@@ -35,10 +35,16 @@ class Pool {
           num_chunks);
   }
 
-  std::mutex& turn() { return turn_; }
+  std::unique_lock<std::mutex> take_turn() {
+    return is_inherited() ? std::unique_lock<std::mutex>() : std::unique_lock<std::mutex>(turn_);
+  }
 
  private:
   using Function = void (*)(const void*, int chunk, int thread);
+
+  // In a process that was forked from the pool's: its threads are not there, and its locks may be held by them for ever.
+  bool is_inherited() const { return num_forks_ != num_forks().load(std::memory_order_relaxed); }
+  static std::atomic<int>& num_forks();
 
   void share(Function function, const void* job, int num_chunks);
   bool take_one(int thread);
@@ -56,6 +62,7 @@ class Pool {
   std::mutex sleep_;
   std::condition_variable wake_;
   std::mutex turn_;
+  const int num_forks_;  // before it was made
   std::vector<std::thread> workers_;
 };
 

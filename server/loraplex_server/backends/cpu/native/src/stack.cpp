@@ -245,7 +245,7 @@ __attribute__((visibility("default"))) int64_t lp_stack_scratch_bytes(const LpSt
 
 // All layers of the stack over one step.
 __attribute__((visibility("default"))) void lp_stack_run(lp::Pool* pool, const LpStack* stack, const LpStep* step) {
-  std::lock_guard<std::mutex> turn(pool->turn());
+  const auto turn = pool->take_turn();
   lp::StackRun run(*pool, *lp::current_kernels(), *stack, *step);
   for (int i = 0; i < stack->num_layers; i++) {
     run.before_attention(stack->layers[i]);

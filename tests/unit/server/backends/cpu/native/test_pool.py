@@ -97,7 +97,7 @@ def test_a_fresh_pool_is_freed_at_once() -> None:
 # --- processes --------------------------------------------------------------------------------------------------------
 
 EXITING = """
-import os, sys, threading, torch
+import os, sys, threading, time, torch
 torch.set_num_threads(1)
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.backends.cpu.native.library import load
@@ -111,18 +111,21 @@ def work():
     while True:
         library.functions.lp_linear(*arguments)
         started.set()
+threading.Thread(target=work, daemon=True).start()
+assert started.wait(60)
 if sys.argv[1] == "busy":
-    threading.Thread(target=work, daemon=True).start()
-    assert started.wait(60)
     sys.exit(7)
-kernels.linear(x, packed, None)
-child = os.fork()
-if child == 0:  # has the pool without its threads
-    own = NativeKernels(library, 2)
-    same = torch.equal(own.linear(x, packed, None), kernels.linear(x, packed, None))
-    del kernels
-    sys.exit(7 if same else 1)
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+for pause_s in (0, 1e-5, 1e-4, 1e-3) * 5:
+    time.sleep(pause_s)  # its threads compute, or are about to
+    child = os.fork()
+    if child == 0:  # has the pool without its threads
+        own = NativeKernels(library, 2)
+        same = [torch.equal(own.linear(x[:3], packed, None), kernels.linear(x[:3], packed, None)) for _ in range(3)]
+        del kernels
+        sys.exit(7 if all(same) else 1)
+    if (code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) != 7:
+        sys.exit(code)
+sys.exit(7)
 """
 
 
