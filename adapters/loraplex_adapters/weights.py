@@ -156,7 +156,13 @@ class AdapterWeights:
     @property
     def is_plain(self) -> bool:
         """True where low-rank terms are all that it has in the model, and none is of experts."""
-        return not self.saved and all(one.is_plain and not one.has_experts for one in self.factors.values())
+        return not self.paths_beyond_low_rank
+
+    @property
+    def paths_beyond_low_rank(self) -> tuple[str, ...]:
+        """Modules where it has more than a low-rank term of one weight."""
+        more = (path for path, one in self.factors.items() if not one.is_plain or one.has_experts)
+        return (*more, *self.saved)
 
     @property
     def max_rank(self) -> int:

@@ -20,7 +20,7 @@ from support.driver import Job, Rig, make_rig, random_prompts
 from support.lora_cases import bits
 from support.native_kernels import isas, native_kernels, using
 from support.native_models import NOT_STACKED, STACKED, native_model, native_rig, rounded_model
-from support.peft_files import SPECS, load_lora, save_adapter
+from support.peft_files import RICH_SPECS, SPECS, load_lora, save_adapter
 from support.speculation import World, draft_proposer, loopy, make_bench, request
 from support.zoo import VOCAB_SIZE
 from torch import Tensor, nn
@@ -189,6 +189,44 @@ def test_logits_have_the_same_bits_in_any_batch(isa: str, family: str, dtype: to
         for job, twin in zip(jobs, alone, strict=True):
             assert same_bits(rig, job, calm, twin), (seed, job.adapters)
         assert (sum(job.num_accepted for job in jobs) > 10) == bool(seed % 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_beside_richer_adapters_have_the_same_bits(best: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """DoRA, biases and saved norms are computed by the model's own layers, the rows beside them by the stack."""
+    base = make_dense(native_model("llama", dtype))
+    specs = (
+        SPECS[0],
+        *(spec for spec in RICH_SPECS if spec.name in ("dora", "saved-norms", "saved-head", "lora-bias")),
+    )
+    assert len(specs) == 5
+    peft = [save_adapter(base, spec, tmp_path / spec.name, seed) for seed, spec in enumerate(specs)]
+    adapted = Adapted(base, peft, tmp_path)
+
+    def make(max_rows: int, max_chunk: int) -> Rig:
+        rig = native_rig(base, native_kernels(), seed=5, max_rows=max_rows, max_chunk=max_chunk, num_blocks=400)
+        for slot, spec in enumerate(specs):
+            rig.slots.install(slot, load_lora(tmp_path, spec.name, rig.loaded.base_targets(max_rank=16)))
+        return rig
+
+    def jobs() -> list[Job]:
+        uses = [(), *((AdapterUse(slot),) for slot in range(len(specs))), (), (AdapterUse(0, 0.5),)]
+        prompts = random_prompts(len(uses), VOCAB_SIZE, seed=9, longest=60)
+        return [Job(prompt, NUM_TOKENS, use) for prompt, use in zip(prompts, uses, strict=True)]
+
+    calm, alone = make(1, 200), jobs()
+    assert calm.loaded.decoder is not None
+    for job in alone:
+        calm.run([job])
+        assert job.error is None
+        if dtype is torch.float32 and len(job.adapters) == 1 and job.adapters[0].weight == 1.0:
+            want = dense_logits(adapted.peft[job.adapters[0].adapter_slot], job.prompt, job.tokens)
+            check_logits(calm.logits(job), want, job.tokens)
+    for max_rows, max_chunk in ((8, 5), (8, 200), (3, 17)):
+        rig, together = make(max_rows, max_chunk), jobs()
+        rig.run(together)
+        for job, twin in zip(together, alone, strict=True):
+            assert same_bits(rig, job, calm, twin), (max_rows, max_chunk, job.adapters)
 
 
 def bitwise_jobs() -> list[Job]:

@@ -39,7 +39,8 @@ class AdapterSlots:
         self.max_rank = 0  # of anything that is installed
         self._ranks_by_slot = [0] * num_slots
         self.targets = _side_by_side(targets)
-        self._not_plain: set[int] = set()  # slots of adapters with more than low-rank terms of linears and embeddings
+        # Modules with more than low-rank terms of linears and embeddings, by the slots of such adapters.
+        self._not_plain: dict[int, tuple[str, ...]] = {}
         self._routers = {path for path, module in targets.items() if isinstance(module, AdaptedRouter)}
         self._norms: Mapping[str, NormPlace] = norms or {}
         self._saved: list[list[dict[int, Any]]] = [[] for _ in range(num_slots)]  # where a slot's own parameters are
@@ -62,9 +63,12 @@ class AdapterSlots:
         """The adapter in `slot`."""
         return self._installed[slot]
 
-    def are_plain(self, segments: Sequence[Segment]) -> bool:
-        """Whether the adapters of these segments have nothing but low-rank terms of linears and embeddings."""
-        return not self._not_plain or all(segment.adapter_slot not in self._not_plain for segment in segments)
+    def are_plain(self, segments: Sequence[Segment], within: str = "") -> bool:
+        """Whether the adapters of these segments have nothing but low-rank terms of linears and embeddings, in modules
+        whose path begins with `within`."""
+        return not self._not_plain or not any(
+            path.startswith(within) for segment in segments for path in self._not_plain.get(segment.adapter_slot, ())
+        )
 
     def install(self, slot: int, weights: AdapterWeights | None) -> None:
         """Puts an adapter into `slot` of all modules, or clears it. Between steps only."""
@@ -90,9 +94,12 @@ class AdapterSlots:
             tensor[:, slot] = upload(torch.tensor([row[idx] for row in rows], dtype=tensor.dtype), tensor.device)
         self._installed[slot] = weights
         self._install_saved(slot, weights.saved if weights is not None else {})
-        self._not_plain.discard(slot)
-        if weights is not None and not (weights.is_plain and self._routers.isdisjoint(weights.factors)):
-            self._not_plain.add(slot)
+        self._not_plain.pop(slot, None)
+        paths = (
+            () if weights is None else (*weights.paths_beyond_low_rank, *self._routers.intersection(weights.factors))
+        )
+        if paths:
+            self._not_plain[slot] = paths
         self._ranks_by_slot[slot] = max((rank for _, _, rank, _ in rows), default=0)
         self.max_rank = max(self._ranks_by_slot)
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -22,15 +23,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loraplex_server.backends.cpu.attention import native_plan, plan_spans, reason_against
+from loraplex_server.backends.cpu.attention import Plan, native_plan, plan_spans, reason_against
 from loraplex_server.backends.cpu.lora import NativeSegments, table_of
 from loraplex_server.backends.cpu.native.kernels import BAND, DTYPES, NO_RUNS, NativeKernels, PackedWeight, RunsOfRows
 from loraplex_server.backends.cpu.native.library import Layer, Stack, Step
+from loraplex_server.backends.cpu.step_parts import StepPart, split_step, take_rows
 from loraplex_server.backends.equivalence import compare
 from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.attention import HANDLE, AttentionBatch, AttentionSpec, LayerKv
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.linear import AdaptedLinear
+from loraplex_server.layers.lora import PreparedSegments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -113,8 +116,8 @@ class StackLinear:
 class NativeStack(nn.Module):
     """Implements a decoder layer's call for all layers at once. Overwrites the hidden states that it is given.
 
-    A step with an adapter that has more than low-rank terms (DoRA, biases, saved norms) goes through the model's own
-    layers.
+    Rows whose adapter has more than low-rank terms there (DoRA, biases, saved norms) go through the model's own layers,
+    and the others through the stack: a row has the same bits whatever adapters are beside it.
     """
 
     def __init__(
@@ -132,13 +135,16 @@ class NativeStack(nn.Module):
             is_int8=shape.is_int8, layers=self._layers,
         )  # fmt: skip
         self._linears: list[list[AdaptedLinear | None]] = []
+        self._path = ""
         self._own_layers: tuple[nn.Module, ...] = ()  # a tuple: they are not this module's children
         self._pages: tuple[LayerKv, ...] = ()
         self._slots: AdapterSlots | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def connect(self, layers: Sequence[nn.Module]) -> None:
-        """The layers that it stands for, whose linears may be adapted by now and get their weights back."""
+    def connect(self, path: str, layers: Sequence[nn.Module]) -> None:
+        """The layers that it stands for, whose linears may be adapted by now and get their weights back. `path`: of
+        the list of layers."""
+        self._path = f"{path}."
         self._own_layers = tuple(layers)
         self._linears = [[_adapted(layer.get_submodule(name)) for name in LINEARS] for layer in layers]
         for weights, linears in zip(self._weights, self._linears, strict=True):
@@ -165,16 +171,39 @@ class NativeStack(nn.Module):
     ) -> Tensor:
         """hidden_states [1, num_tokens, hidden] -> the same shape."""
         assert self._pages, "no KV cache is bound to the model"
-        prepared = self._context.token_segments
-        if self._slots is not None and prepared is not None and not self._slots.are_plain(prepared.segments):
-            for layer in self._own_layers:
-                hidden_states = layer(hidden_states, *others, position_embeddings=position_embeddings, **named)
-            return hidden_states
         hidden = hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()
+        prepared, slots = self._context.token_segments, self._slots
+        if slots is None or prepared is None or slots.are_plain(prepared.segments, self._path):
+            self._run(hidden, position_embeddings, native_plan(self._context.attention), self._runs(prepared))
+            return hidden
+        stacked, apart = split_step(
+            self._context.attention.batch,
+            prepared.segments,
+            lambda segment: not slots.are_plain((segment,), self._path),
+        )
+        named["position_embeddings"] = position_embeddings
+        if stacked is None or apart is None:
+            return self._run_own_layers(hidden, others, named)
+        num_rows = hidden.shape[1]
+        own = hidden.index_select(1, apart.rows)
+        part = hidden.index_select(1, stacked.rows)
+        self._run(
+            part,
+            take_rows(position_embeddings, stacked.rows, num_rows),
+            plan_spans(stacked.attention),
+            self._runs(self._prepare(slots, stacked)),
+        )
+        hidden.index_copy_(1, stacked.rows, part)
+        own_others = take_rows(others, apart.rows, num_rows)
+        own_named = {name: take_rows(value, apart.rows, num_rows) for name, value in named.items()}
+        with self._as_step(self._prepare(slots, apart), apart.attention, hidden):
+            own = self._run_own_layers(own, own_others, own_named)
+        return hidden.index_copy_(1, apart.rows, own)
+
+    def _run(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor], plan: Plan, runs: RunsOfRows) -> None:
+        """hidden [1, num_tokens, hidden], contiguous, becomes the last layer's output."""
         num_tokens = hidden.shape[1]
         cos, sin = (rotary.to(torch.float32).contiguous() for rotary in position_embeddings)
-        plan = native_plan(self._context.attention)
-        runs = self._runs()
         max_rank = self._slots.max_rank * runs.max_uses if self._slots is not None else 0
         runs.struct.max_rank = max_rank
         needed = self._kernels.stack_scratch_bytes(self._stack, num_tokens, max_rank)
@@ -185,10 +214,29 @@ class NativeStack(nn.Module):
             sin=sin.data_ptr(), spans=plan.spans, runs=runs.struct, scratch=self._scratch.data_ptr(),
         )  # fmt: skip
         self._kernels.run_stack(self._stack, step)
+
+    def _run_own_layers(self, hidden: Tensor, others: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+        for layer in self._own_layers:
+            hidden = layer(hidden, *others, **named)
         return hidden
 
-    def _runs(self) -> RunsOfRows:
-        prepared = self._context.token_segments
+    @contextmanager
+    def _as_step(self, segments: PreparedSegments, batch: AttentionBatch, like: Tensor) -> Generator[None]:
+        """Modules see the segments and the attention of a part of the step meanwhile."""
+        context = self._context
+        attention = getattr(self._own_layers[0].get_submodule("self_attn"), HANDLE)
+        whole = context.token_segments, context.attention
+        context.token_segments = segments
+        context.attention = attention.backend.plan(batch, like.dtype, like.device)
+        try:
+            yield
+        finally:
+            context.token_segments, context.attention = whole
+
+    def _prepare(self, slots: AdapterSlots, part: StepPart) -> PreparedSegments:
+        return slots.ops.prepare(part.segments, len(part.rows), slots.num_slots, part.rows.device)
+
+    def _runs(self, prepared: PreparedSegments | None) -> RunsOfRows:
         if prepared is None:
             return NO_RUNS
         assert isinstance(prepared.data, NativeSegments), "a native stack needs native segments"
@@ -247,7 +295,7 @@ class FoundStack:
 
     def install(self, model: PreTrainedModel) -> None:
         """Puts the stack in the place of the layers, in which linears have been replaced by adapted ones by now."""
-        self.stack.connect(self.layers)
+        self.stack.connect(self.path, self.layers)
         model.set_submodule(self.path, nn.ModuleList([self.stack]))
         if self.norm is not None:
             model.set_submodule(*self.norm)
