@@ -50,8 +50,12 @@ gpu-tests:  ## on a machine with a GPU: the tests that need one (eight minutes a
 gpu-bench:  ## on a machine with a GPU: decode steps against the bars (eight minutes at most, installs nothing)
 	$(PYTHON) scripts/gpu_check.py bench
 
+# What starts servers and watches the clock runs alone.
+SLOW := $(BIN)/python -m pytest -m 'slow and not nightly and not gpu and not network' --timeout 1200
+test-slow: export PYTHONDONTWRITEBYTECODE :=
 test-slow: $(STAMP) native  ## the long suite
-	$(BIN)/python -m pytest -m 'slow and not nightly and not gpu and not network' --timeout 1200
+	$(SLOW) -n 2 --dist loadfile --no-loadscope-reorder tests/parity tests/property tests/unit
+	$(SLOW) tests/integration
 
 test-nightly: $(STAMP) native  ## what is longer than the slow suite allows; by hand
 	$(BIN)/python -m pytest -m 'nightly and not gpu and not network' --timeout 3600
