@@ -13,8 +13,8 @@ PAGE = ROOT / "docs/models.md"
 sys.path.insert(0, str(ROOT / "tests"))
 
 from support.native_models import NOT_STACKED, STACKED  # noqa: E402
-from support.zoo import LORA_FAMILIES, ZOO  # noqa: E402
-from transformers import PreTrainedConfig  # noqa: E402
+from support.zoo import HYBRIDS, LORA_FAMILIES, ZOO  # noqa: E402
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig  # noqa: E402
 
 INTRODUCTION = """\
 # Supported models
@@ -54,6 +54,64 @@ def special_features(config: PreTrainedConfig) -> str:
     return ", ".join(name for name, has_it in found.items() if has_it)
 
 
+HYBRIDS_INTRODUCTION = """
+## Families with recurrent or convolution states
+
+Layers of these families keep a state of fixed size for each sequence, beside KV blocks or instead of them. Each family
+is compared with the whole text computed by Transformers, with its recurrences in float64 and without a cache (some
+families continue wrongly from one), and with PEFT:
+
+- **Text**: packed rows, prompts in chunks of odd lengths, right and wrong drafts, logits within 1e-4 as norms and
+  routers compute in float32 (`tests/parity/test_hybrids.py`).
+- **In company**: the base model, a LoRA of rank 4 on all linears (those inside mixers too) and one of rank 13 on the
+  head mixed in batches that are short of KV blocks and state slots: prompts in chunks, prefix hits, preemption, n=2,
+  each without speculation and with prompt lookup, Medusa heads and two draft models
+  (`tests/parity/test_hybrids_in_company.py`).
+
+PEFT itself refuses `out_proj` in some of these, and a LoRA on `dt_proj` (Mamba, Jamba) or `conv1d` changes nothing
+there: mixers read these weights directly. Such an adapter is refused by name.
+
+| family | architecture | layers | what is special | states of a sequence | text | in company |
+|---|---|---|---|---|---|---|
+"""
+NOT_SERVED = """
+Not served, of those with states: RecurrentGemma and Zaya (their recurrence is inside the layer's own code, and in none
+of the functions that families share), RWKV and xLSTM (their forward takes neither Transformers' attention interface nor
+`logits_to_keep`). Each is refused with that reason. Beside them, a model with states runs without CUDA graphs and
+without the native decoder that runs all layers in one call.
+"""
+
+
+# What a family's modelling module has, by the name there.
+MIXERS = {
+    "causal_conv1d_fn": "convolution",
+    "torch_chunk_gated_delta_rule": "gated delta rule",
+    "chunk_kimi_delta_attention": "delta rule with a gate for each channel",
+    "mamba2_chunk_scan": "Mamba-2",
+    "mamba_selective_scan": "Mamba-1",
+    "MiniMaxLightningAttention": "lightning attention",
+}
+
+
+def states_of(config: PreTrainedConfig) -> str:
+    """The states that a family's mixers keep."""
+    known = vars(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__])
+    return ", ".join(kind for name, kind in MIXERS.items() if name in known)
+
+
+def hybrid_rows() -> str:
+    """The table of families with states."""
+    lines: list[str] = []
+    for family, make_config in sorted(HYBRIDS.items()):
+        config = make_config()
+        architecture = type(config).__name__.removesuffix("Config").removesuffix("Text")
+        kinds: list[str] = getattr(config, "layer_types", None) or ["linear_attention"]
+        layers = ", ".join(dict.fromkeys(kind.replace("_", " ") for kind in kinds))
+        row = (family, architecture, layers, special_features(config), states_of(config), "vs Transformers", "vs PEFT")
+        lines.append("| " + " | ".join(row) + " |")
+    return HYBRIDS_INTRODUCTION + "\n".join(lines) + "\n" + NOT_SERVED
+
+
 def page() -> str:
     """The whole page, from the tables that the tests are parametrized by."""
     rows: list[str] = []
@@ -64,7 +122,7 @@ def page() -> str:
         native = "decoder" if family in STACKED else "linears" if family in NOT_STACKED else "decided at load"
         row = (family, architecture, special_features(config), "vs `generate()`", lora, native)
         rows.append("| " + " | ".join(row) + " |")
-    return INTRODUCTION + "\n".join(rows) + "\n"
+    return INTRODUCTION + "\n".join(rows) + "\n" + hybrid_rows()
 
 
 if __name__ == "__main__":

@@ -52,11 +52,15 @@ def _in_float64(function: Any, scope: dict[str, Any]) -> Any:
     return found["copied"]
 
 
-def whole_text_greedy(model: nn.Module, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """The most probable tokens behind `prompt`, each from a run over the whole text."""
+def whole_text_greedy(
+    model: nn.Module, prompt: Sequence[int], num_tokens: int, allowed: Sequence[int] = ()
+) -> list[int]:
+    """The most probable tokens behind `prompt`, of those allowed where some are named, each from a run over the whole
+    text."""
     tokens: list[int] = []
     with torch.inference_mode(), exact(model):
         for _ in range(num_tokens):
             ids = torch.tensor([[*prompt, *tokens]])
-            tokens.append(int(model(input_ids=ids, use_cache=False).logits[0, -1].argmax()))
+            logits = model(input_ids=ids, use_cache=False).logits[0, -1]
+            tokens.append(allowed[int(logits[list(allowed)].argmax())] if allowed else int(logits.argmax()))
     return tokens

@@ -63,6 +63,7 @@ NOT_BY_PEFT = {
     **dict.fromkeys(("mamba2", "nemotron_h", "falcon_h1"), ("out_proj",)),
     **dict.fromkeys(("mamba", "falcon_mamba"), ("out_proj", "dt_proj")),
     "jamba": ("dt_proj",),
+    "zamba2": ("0", "1"),  # layers have these names too
 }
 
 

@@ -286,7 +286,7 @@ def make_bench(
     for draft models. `medusa` takes the place of the heads' own proposer. `speculation`: fields of its configuration.
     Without `step_costs` those that it has measured."""
     loaded = adopt_model(copy.deepcopy(model), verify=False, backend=backend, int8=int8)
-    block_bytes = kv_block_bytes(loaded.spec, BLOCK_SIZE, loaded.dtype.itemsize)
+    block_bytes = max(1, kv_block_bytes(loaded.spec, BLOCK_SIZE, loaded.dtype.itemsize))  # none without attention
     num_states = num_states or 2 * max_running  # few snapshots, that they are evicted
     config = EngineConfig(
         ModelConfig("tiny", dtype=loaded.dtype_name),
@@ -370,7 +370,7 @@ class World:
 def draft_proposer(model: PreTrainedModel, *, num_target_ids: int, max_rows: int = 8, **memory: Any) -> Proposer:
     """A draft model of its own for each engine."""
     loaded = adopt_model(copy.deepcopy(model), verify=False)
-    kv_bytes = 400 * kv_block_bytes(loaded.spec, BLOCK_SIZE, 8) + 4 * max_rows * state_slot_bytes(loaded)
+    kv_bytes = 400 * max(1, kv_block_bytes(loaded.spec, BLOCK_SIZE, 8)) + 4 * max_rows * state_slot_bytes(loaded)
     drafter = Drafter(loaded, DraftMemory(max_rows, kv_bytes, BLOCK_SIZE, **memory), model_digest="draft")
     eos = model.generation_config.eos_token_id
     return DraftModelProposer(drafter, num_target_ids=num_target_ids, eos_token_ids=() if eos is None else [eos])

@@ -70,8 +70,15 @@ def _reference_logits(model: PreTrainedModel, ids: Sequence[int], start: int) ->
     if start:
         positions = torch.arange(start, start + len(ids), device=device).unsqueeze(0)
         options = {"use_cache": True, "past_key_values": EmptyPast(start), "position_ids": positions}
+    inputs = torch.tensor([ids], device=device)
     with torch.inference_mode():
-        return model(input_ids=torch.tensor([ids], device=device), **options).logits[0]
+        try:
+            return model(input_ids=inputs, **options).logits[0]
+        except Exception as error:  # a model with a cache of its own kind takes no other
+            if not start:
+                raise
+            log.debug("without a cache: %s", error)
+        return model(input_ids=inputs, use_cache=False, position_ids=options["position_ids"]).logits[0]
 
 
 def verify_loaded(loaded: LoadedModel, texts: Sequence[Text]) -> None:

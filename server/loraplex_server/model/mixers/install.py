@@ -2,7 +2,8 @@
 
 A mixer is a module whose code calls one of the module-level functions in `FUNCTIONS`, which Transformers' families
 share. Its methods that do are bound anew, to the module alone, with the packed versions under those names; the rest of
-its code stays Transformers' own. Outside of a step they call the model's own functions.
+its code stays Transformers' own. Outside of a step they call the model's own functions. Lightning attention calls none
+and has its forward replaced (`lightning.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from loraplex_server.layers.context import StepContext
+from loraplex_server.model.mixers import lightning
 from loraplex_server.model.mixers.recurrences import attend_linearly, convolve, scan
 from loraplex_server.model.states import Recurrence, StateSpec, StateStep, TextPerToken
 
@@ -58,11 +60,14 @@ def install_mixers(model: nn.Module, context: StepContext) -> list[Mixer]:
     """Gives every mixer its handle."""
     mixers: list[Mixer] = []
     for path, module in model.named_modules():
-        methods = dict(_methods_with(module, FUNCTIONS))
-        if not methods:
+        methods = _methods_with(module, FUNCTIONS)
+        is_lightning = lightning.is_lightning(module)
+        if not methods and not is_lightning:
             continue
         mixer = Mixer(path, module, context, len(mixers))
         mixers.append(mixer)
+        if is_lightning:
+            module.forward = partial(_attend_lightning, mixer, module, module.forward)
         origin = sys.modules[type(module).__module__]
         packed = {name: partial(_call, mixer, origin, name) for name in FUNCTIONS}
         for name, function in methods.items():
@@ -114,6 +119,14 @@ def _call(mixer: Mixer, origin: Any, name: str, *args: Any, **options: Any) -> A
         if options.get(one) is not None:
             raise ValueError(f"{name} is called with {one}")
     return FUNCTIONS[name](mixer, *args, **{key: value for key, value in options.items() if key not in NOT_PACKED})
+
+
+def _attend_lightning(
+    mixer: Mixer, module: nn.Module, own: Callable[..., Any], hidden_states: Tensor, *args: Any, **options: Any
+) -> Any:
+    if mixer.step is None:
+        return own(hidden_states, *args, **options)
+    return lightning.attend(module, mixer.run, hidden_states)
 
 
 # --- packed functions: arguments and results are those of Transformers' own -------------------------------------------

@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], str]] = {
     "bloom": (tf.BloomConfig, {"vocab_size": 101, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "ALiBi"),
     "mpt": (tf.MptConfig, {"vocab_size": 101, "d_model": 32, "n_layers": 2, "n_heads": 4}, "ALiBi"),
     "gptj": (tf.GPTJConfig, {"vocab_size": 101, "n_embd": 32, "n_layer": 2, "n_head": 4}, "attention interface"),
-    "unknown mixer": (tf.MiniMaxConfig, SMALL | {"num_local_experts": 4, "head_dim": 8}, "MiniMaxLightningAttention"),
+    "unknown mixer": (tf.RecurrentGemmaConfig, SMALL | {"head_dim": 8, "lru_width": 32}, "RecurrentGemmaRecurrent"),
     "unknown layers": (tf.DeepseekV32Config, SMALL | {"num_key_value_heads": 4}, "indexed_attention"),
     "chunked": (tf.Llama4TextConfig, SMALL | {"num_local_experts": 2, "head_dim": 8}, "chunked_attention"),
     "dynamic rope": (tf.LlamaConfig, SMALL | {"rope_parameters": DYNAMIC}, "dynamic"),
