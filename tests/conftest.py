@@ -28,7 +28,7 @@ def tiny_world(tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Prints the tables of the fault tests and of the comparisons with PEFT that ran."""
+    """Prints the tables of the fault tests, of the comparisons with PEFT and of the sweep over families that ran."""
     reports = terminalreporter.getreports("")  # set-ups and tear-downs that went well
     found = [value for report in reports for name, value in report.user_properties if name == PROPERTY]
     if found:
@@ -40,3 +40,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
         terminalreporter.section("parity with PEFT")
         terminalreporter.write_line(passed(cells))
+    swept = [value for report in reports for name, value in report.user_properties if name == "sweep"]
+    if swept:
+        from support import sweep
+
+        terminalreporter.section("families")
+        terminalreporter.write_line(sweep.table(swept))

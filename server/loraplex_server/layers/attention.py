@@ -297,7 +297,7 @@ def describe_mask(mask_function: Any, far: int = 1 << 20) -> int | str | None:
         allowed = torch.as_tensor(allowed).expand(kv.shape)
         seen = allowed.nonzero().flatten()
         if allowed[position + 1]:
-            return "attention to later tokens"
+            return "later tokens"
         if not allowed[position] or int(seen[-1] - seen[0]) + 1 != seen.numel():
             return "a mask with holes"
         windows.append(None if int(seen[0]) == 0 else position - int(seen[0]) + 1)

@@ -70,7 +70,12 @@ FALLBACK_CONTEXT_TOKENS = 4096  # of a model whose configuration names no limit
 # Positions of one request would change the rotation of its neighbours in the same step.
 STATEFUL_ROPE = {"dynamic", "longrope", "su", "yarn_dynamic"}
 # Their attention does not go through Transformers' attention interface.
-OWN_ATTENTION = {"falcon": "ALiBi or its own attention", "bloom": "ALiBi", "mpt": "ALiBi"}
+OWN_ATTENTION = {
+    "falcon": "ALiBi or its own attention",
+    "bloom": "ALiBi",
+    "mpt": "ALiBi",
+    "xlnet": "relative positions",
+}
 
 
 def load_model(

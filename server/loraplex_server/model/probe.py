@@ -105,11 +105,14 @@ def _run_probe(model: PreTrainedModel, max_context_tokens: int, probe: Probe, st
 
     others = vocab_size(model) - 1 - ids  # other tokens everywhere, except at the compared place
     others[0, KEPT[0]] = ids[0, KEPT[0]]
-    if not first.is_same_as(trial_run(model, others, positions, KEPT), KEPT[0]):
+    second = trial_run(model, others, positions, KEPT)
+    if not first.is_same_as(second, KEPT[0]):
         raise Refusal(
             "layers other than attention mix neighbouring tokens, so requests in one step would change each other's "
             "text"
         )
+    if not second.is_same_as(trial_run(model, others, None, KEPT), KEPT[0]):
+        raise Refusal("it does not count positions from 0 on, as those of requests are counted here")
     rows = far_rows(thresholds(text, max_context_tokens), max_context_tokens)
     seen = check_far(model, first, KEPT[0], rows)
     probe.far, probe.seen = rows[0].positions, [seen.logits, *seen.states]
@@ -288,7 +291,7 @@ class Recording:
 def trial_run(
     model: PreTrainedModel,
     ids: Tensor,
-    positions: Tensor,
+    positions: Tensor | None,
     kept: Sequence[int],
     *,
     past: Cache | None = None,
@@ -379,6 +382,11 @@ def check_far(model: PreTrainedModel, plain: Recording, place: int, rows: Sequen
             found = _check(model, plain, place, rows)
         except Refusal:
             hook.remove()
+            if not _takes_positions(model, rows[0]):
+                raise Refusal(
+                    "it counts positions by itself, whatever those of a step's tokens are, so that tokens of several "
+                    "requests cannot share a step"
+                ) from None
             raise refusal from None
         log.info("the model counts positions by its cache, so every step has one")
         return found
@@ -402,6 +410,12 @@ def _check(model: PreTrainedModel, plain: Recording, place: int, rows: Sequence[
             if alone.specs != plain.specs:
                 raise Refusal(f"its attention is another one from position {row.positions[first]} on")
     return steps[0]
+
+
+def _takes_positions(model: PreTrainedModel, row: FarRow) -> bool:
+    """Whether a token computes something else at another position."""
+    far, near = packed_run(model, row.positions), packed_run(model, range(NUM_TOKENS))
+    return not all(far.is_same_as(near, place) for place in row.places)
 
 
 def packed_run(model: PreTrainedModel, positions: Sequence[int]) -> Recording:

@@ -339,7 +339,7 @@ def test_serving_builds_no_masks() -> None:
         (lambda _b, _h, q, kv: kv <= q, None),
         (lambda _b, _h, q, kv: (kv <= q) & (kv > q - 100), 100),
         (lambda _b, _h, q, kv: (kv <= q) & (kv // 64 == q // 64), "chunked attention"),
-        (lambda _b, _h, q, kv: kv >= 0, "attention to later tokens"),
+        (lambda _b, _h, q, kv: kv >= 0, "later tokens"),
         (lambda _b, _h, q, kv: (kv <= q) & (kv % 2 == q % 2), "a mask with holes"),
     ],
 )
