@@ -1,4 +1,4 @@
-"""Hostile adapters, names and requests against a live router and worker with other tenants' streams running."""
+"""Hostile adapters, names and requests against a live server beside running streams.
 
 from __future__ import annotations
 
