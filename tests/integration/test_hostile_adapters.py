@@ -1,4 +1,4 @@
-"""Hostile adapters, names and requests against a live server beside running streams.
+"""Hostile adapters, names and requests against a live server beside running streams."""
 
 from __future__ import annotations
 
