@@ -34,25 +34,60 @@ static inline void rows_f32(const float* x, int64_t x_stride, const float* band,
   }
 }
 
+static void product_f32(const float* x, int64_t x_stride, int m, const float* band, int64_t k, bool adds, float* c,
+                        int64_t c_stride) {
+  for (int r = 0; r < m; r += 8, x += 8 * x_stride, c += 8 * c_stride) {
+    switch (m - r) {
+      case 1: rows_f32<1>(x, x_stride, band, k, adds, c, c_stride); break;
+      case 2: rows_f32<2>(x, x_stride, band, k, adds, c, c_stride); break;
+      case 3: rows_f32<3>(x, x_stride, band, k, adds, c, c_stride); break;
+      case 4: rows_f32<4>(x, x_stride, band, k, adds, c, c_stride); break;
+      case 5: rows_f32<5>(x, x_stride, band, k, adds, c, c_stride); break;
+      case 6: rows_f32<6>(x, x_stride, band, k, adds, c, c_stride); break;
+      case 7: rows_f32<7>(x, x_stride, band, k, adds, c, c_stride); break;
+      default: rows_f32<8>(x, x_stride, band, k, adds, c, c_stride);
+    }
+  }
+}
+
+#ifndef __AMX_BF16__
 // --- bfloat16 with vectors ---------------------------------------------------------------------------------------------
 
-template <int M>
+// The next part of the weights, which several blocks of rows fetch together while they multiply with this one.
+struct Soon {
+  const char* at;      // null: nothing
+  int num_lines;       // for each 32 inputs
+};
+
+static const int kSlab = 128;      // inputs whose weights stay in the first cache for several blocks of rows
+static const int kBlockRows = 8;  // rows whose sums stay in registers
+
+// `in_order`: the band is read in address order, which the prefetchers of some CPUs demand; else it is in a cache, and one
+// vector of x serves both panels. Each output is the same sum in the same order.
+template <int M, bool in_order>
 static inline void rows_bf16(const bf16* x, int64_t x_stride, const bf16* band, int64_t k, bool adds, float* c,
-                            int64_t c_stride) {
+                            int64_t c_stride, Soon soon) {
   Floats acc[M][2];
   for (int r = 0; r < M; r++)
     for (int p = 0; p < 2; p++) acc[r][p] = adds ? load(c + r * c_stride + 16 * p) : zeros();
   for (int64_t i = 0; i < k; i += 32, band += 32 * kBand) {
-    for (int pair = 0; pair < 16; pair++) {
-      Words b0 = load_words(band + pair * 32), b1 = load_words(band + 512 + pair * 32);
-      for (int r = 0; r < M; r++) {
-        int32_t two;
-        __builtin_memcpy(&two, x + r * x_stride + i + 2 * pair, 4);
-        Words a = all_words(two);
-        acc[r][0] = dot_pairs(acc[r][0], a, b0);
-        acc[r][1] = dot_pairs(acc[r][1], a, b1);
+#pragma GCC unroll 2
+    for (int p = 0; p < (in_order ? 2 : 1); p++) {
+#pragma GCC unroll 16
+      for (int pair = 0; pair < 16; pair++) {
+        const Words b0 = load_words(band + 512 * p + pair * 32);
+        const Words b1 = in_order ? b0 : load_words(band + 512 + pair * 32);
+        for (int r = 0; r < M; r++) {
+          int32_t two;
+          __builtin_memcpy(&two, x + r * x_stride + i + 2 * pair, 4);
+          const Words a = all_words(two);
+          acc[r][p] = dot_pairs(acc[r][p], a, b0);
+          if (!in_order) acc[r][1] = dot_pairs(acc[r][1], a, b1);
+        }
       }
+      if (in_order) asm volatile("" : : : "memory");  // or what x has for the second panel is kept on the stack
     }
+    for (int line = 0; line < soon.num_lines; line++, soon.at += 64) _mm_prefetch(soon.at, _MM_HINT_T1);
   }
   for (int r = 0; r < M; r++) {
     store(c + r * c_stride, acc[r][0]);
@@ -60,25 +95,56 @@ static inline void rows_bf16(const bf16* x, int64_t x_stride, const bf16* band, 
   }
 }
 
-#define LP_BY_ROWS(kernel, T)                                                                               \
-  for (int r = 0; r < m; r += 8) {                                                                          \
-    const T* at = (const T*)x + r * x_stride;                                                               \
-    float* to = c + r * c_stride;                                                                           \
-    switch (m - r) {                                                                                        \
-      case 1: kernel<1>(at, x_stride, (const T*)band, k, adds, to, c_stride); break;                              \
-      case 2: kernel<2>(at, x_stride, (const T*)band, k, adds, to, c_stride); break;                              \
-      case 3: kernel<3>(at, x_stride, (const T*)band, k, adds, to, c_stride); break;                              \
-      case 4: kernel<4>(at, x_stride, (const T*)band, k, adds, to, c_stride); break;                              \
-      case 5: kernel<5>(at, x_stride, (const T*)band, k, adds, to, c_stride); break;                              \
-      case 6: kernel<6>(at, x_stride, (const T*)band, k, adds, to, c_stride); break;                              \
-      case 7: kernel<7>(at, x_stride, (const T*)band, k, adds, to, c_stride); break;                              \
-      default: kernel<8>(at, x_stride, (const T*)band, k, adds, to, c_stride);                                    \
-    }                                                                                                       \
+template <bool in_order>
+static inline void block_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band, int64_t k, bool adds, float* c,
+                              int64_t c_stride, Soon soon) {
+  switch (m) {
+    case 1: rows_bf16<1, in_order>(x, x_stride, band, k, adds, c, c_stride, soon); break;
+    case 2: rows_bf16<2, in_order>(x, x_stride, band, k, adds, c, c_stride, soon); break;
+    case 3: rows_bf16<3, in_order>(x, x_stride, band, k, adds, c, c_stride, soon); break;
+    case 4: rows_bf16<4, in_order>(x, x_stride, band, k, adds, c, c_stride, soon); break;
+    case 5: rows_bf16<5, in_order>(x, x_stride, band, k, adds, c, c_stride, soon); break;
+    case 6: rows_bf16<6, in_order>(x, x_stride, band, k, adds, c, c_stride, soon); break;
+    case 7: rows_bf16<7, in_order>(x, x_stride, band, k, adds, c, c_stride, soon); break;
+    default: rows_bf16<8, in_order>(x, x_stride, band, k, adds, c, c_stride, soon);
   }
+}
 
+// Rows by blocks, which together fetch `num_lines` for each 32 inputs from `next` on.
+static inline void blocks_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band, int64_t k, bool adds, float* c,
+                               int64_t c_stride, const char* next, int num_lines) {
+  const int num_blocks = (m + kBlockRows - 1) / kBlockRows, share = (num_lines + num_blocks - 1) / num_blocks;
+  for (int block = 0; block < num_blocks; block++) {
+    const int row = block * kBlockRows, rows = m - row < kBlockRows ? m - row : kBlockRows;
+    const bool fetches = next != nullptr && block * share < num_lines;
+    const Soon part = fetches ? Soon{next + block * share * (k / 32) * 64, share} : Soon{nullptr, 0};
+    block_bf16<false>(x + row * x_stride, x_stride, rows, band, k, adds, c + row * c_stride, c_stride, part);
+  }
+}
+
+// `soon`: of a caller that goes through the slabs of a band itself.
+static void product_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band, int64_t k, bool adds, float* c,
+                         int64_t c_stride, const void* soon) {
+  if (m <= kBlockRows) {
+    block_bf16<true>(x, x_stride, m, band, k, adds, c, c_stride, Soon{nullptr, 0});
+    return;
+  }
+  static const int kLines = 32 * kBand * sizeof(bf16) / 64;  // of the weights of 32 inputs
+  if (k <= 2 * kSlab) {
+    blocks_bf16(x, x_stride, m, band, k, adds, c, c_stride, (const char*)soon, kLines / kFetches);
+    return;
+  }
+  // The blocks take a slab in turns and fetch the next, so that memory is waited for while all of them multiply.
+  for (int64_t i = 0; i < k; i += kSlab) {
+    const int64_t inputs = k - i < kSlab ? k - i : kSlab;
+    const char* next = i + inputs < k ? (const char*)(band + (i + inputs) * kBand) : nullptr;
+    blocks_bf16(x + i, x_stride, m, band + i * kBand, inputs, adds || i > 0, c, c_stride, next, kLines);
+  }
+}
+
+#else
 // --- bfloat16 with tiles -----------------------------------------------------------------------------------------------
 
-#ifdef __AMX_BF16__
 static inline void rows16(const bf16* x, int64_t x_bytes, const bf16* band, int64_t k) {
   for (int64_t i = 0; i < k; i += 32, band += 32 * kBand) {
     _tile_loadd(4, x + i, x_bytes);
@@ -143,14 +209,13 @@ static void tiles_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band,
 static void product(DType dtype, const void* x, int64_t x_stride, int m, const void* band, int64_t k, bool adds, float* c,
                     int64_t c_stride, const void* soon) {
   if (dtype == DType::F32) {
-    LP_BY_ROWS(rows_f32, float)
+    product_f32((const float*)x, x_stride, m, (const float*)band, k, adds, c, c_stride);
     return;
   }
 #ifdef __AMX_BF16__
   tiles_bf16((const bf16*)x, x_stride, m, (const bf16*)band, k, adds, c, c_stride, soon);
 #else
-  (void)soon;
-  LP_BY_ROWS(rows_bf16, bf16)
+  product_bf16((const bf16*)x, x_stride, m, (const bf16*)band, k, adds, c, c_stride, soon);
 #endif
 }
 
