@@ -1,4 +1,4 @@
-"""Benchmark of the native CPU products: every instruction set that the machine has, beside oneDNN and the floor.
+"""Benchmark of the native CPU products by instruction set, beside oneDNN and the floor.
 
     python benchmarks/kernels.py                                    # the 245M shape, all instruction sets, all rows
     python benchmarks/kernels.py --isas avx512bf16 avx2 --rows 1 8 32 --threads 1 --json products.json

@@ -1,4 +1,4 @@
-"""Every family of Transformers' causal language models is served rightly, or refused with a known sentence."""
+"""Sweep: every causal family of Transformers is served rightly or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sweep over every family that Transformers generates text with: tiny models, and what becomes of them."""
+"""Sweep over the causal families of Transformers, as tiny models."""
 
 from __future__ import annotations
 
