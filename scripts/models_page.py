@@ -13,7 +13,7 @@ PAGE = ROOT / "docs/models.md"
 sys.path.insert(0, str(ROOT / "tests"))
 
 from support.native_models import NOT_STACKED, STACKED  # noqa: E402
-from support.zoo import HYBRIDS, LORA_FAMILIES, ZOO  # noqa: E402
+from support.zoo import HYBRIDS, LORA_FAMILIES, SINKS, ZOO  # noqa: E402
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig  # noqa: E402
 
 INTRODUCTION = """\
@@ -49,6 +49,8 @@ def special_features(config: PreTrainedConfig) -> str:
         ),
         "capped scores": getattr(config, "attn_logit_softcapping", None),
         "latent attention": getattr(config, "kv_lora_rank", None),
+        "attention sinks": config.model_type in SINKS,
+        "chunked attention": "chunked_attention" in (getattr(config, "layer_types", None) or ()),
         "attention temperature": getattr(config, "attn_temperature_tuning", None),
     }
     return ", ".join(name for name, has_it in found.items() if has_it)

@@ -15,7 +15,7 @@ from support.dense import dense_logits, greedy, make_dense
 from support.driver import Job, Rig, make_rig, random_prompts
 from support.parity import NOT_SERVED
 from support.peft_files import RICH_SPECS, SPECS, LoraSpec, load_lora, save_adapter, save_initialised, save_variant
-from support.zoo import LORA_FAMILIES, VOCAB_SIZE, random_model
+from support.zoo import LORA_FAMILIES, SLOW_LORA, VOCAB_SIZE, random_model
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -28,6 +28,8 @@ from loraplex_server.layers.lora import SegmentedLora
 from loraplex_server.model.loader import adopt_model
 
 NUM_TOKENS = 10
+# Their routers compute in float32, where a last bit may tip over.
+TOLERANCE = dict.fromkeys(("deepseek_v2", "deepseek_v3", "llama4-chunks", "gpt_oss"), 1e-5)
 OPS: dict[str, type[SegmentedLora]] = {"reference": ReferenceOps, "cpu": CpuOps}  # type: ignore[type-abstract]
 
 
@@ -75,11 +77,20 @@ def mixed_jobs(num_adapters: int) -> list[tuple[int | None, Job]]:
     ]
 
 
-@pytest.mark.parametrize(("ops", "joins"), [("reference", False), ("reference", True), ("cpu", False)])
-@pytest.mark.parametrize("family", LORA_FAMILIES)
+WAYS = (("reference", False), ("reference", True), ("cpu", False))
+
+
+@pytest.mark.parametrize(
+    ("family", "ops", "joins"),
+    [
+        pytest.param(family, ops, joins, marks=pytest.mark.slow if family in SLOW_LORA and ops != "cpu" else ())
+        for family in LORA_FAMILIES
+        for ops, joins in WAYS
+    ],
+)
 def test_mixed_batch_equals_peft(family: str, ops: str, joins: bool, tmp_path: Path) -> None:
     world = make_world(tmp_path, family, OPS[ops](), joins=joins)
-    check_mixed_batch(world, SPECS)
+    check_mixed_batch(world, SPECS, TOLERANCE.get(family, 1e-9))
 
 
 def check_mixed_batch(world: World, specs: Sequence[LoraSpec], tolerance: float = 1e-9) -> None:
@@ -113,7 +124,7 @@ def test_more_than_low_rank_terms_equals_peft(family: str, ops: str, joins: bool
     """DoRA, biases and saved parameters in one batch with each other, plain LoRA and the base."""
     specs = [spec for spec in RICH_SPECS if spec.name != NOT_SERVED.get(family)]
     world = make_world(tmp_path, family, OPS[ops](), joins=joins, specs=specs)
-    check_mixed_batch(world, specs)
+    check_mixed_batch(world, specs, TOLERANCE.get(family, 1e-9))
 
 
 VARIANTS: dict[str, PeftConfig] = {

@@ -117,4 +117,14 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, past: int, spec: AttentionSpec) -> T
     hidden = key_pos > query_pos
     if spec.window is not None:
         hidden |= key_pos <= query_pos - spec.window
-    return torch.einsum("hqk,khd->qhd", torch.softmax(scores.masked_fill(hidden, float("-inf")), -1), v)
+    if spec.chunk is not None:
+        hidden |= key_pos // spec.chunk != query_pos // spec.chunk
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if spec.sinks is not None:
+        scores = torch.cat([scores, spec.sinks.double()[:, None, None].expand(-1, q.shape[0], 1)], dim=-1)
+    return torch.einsum("hqk,khd->qhd", torch.softmax(scores, -1)[..., : k.shape[0]], v)
+
+
+def sinks_of(num_heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Of each head another: as large as the largest scores, as the smallest, and beyond both."""
+    return torch.linspace(-9.0, 4.0, num_heads).to(dtype)

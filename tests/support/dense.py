@@ -28,7 +28,11 @@ def _attend(
     if options.get("softcap"):
         scores = torch.tanh(scores / options["softcap"]) * options["softcap"]
     assert attention_mask is not None
-    return (torch.softmax(scores + attention_mask, -1) @ value).transpose(1, 2).contiguous(), None
+    scores = scores + attention_mask
+    if options.get("s_aux") is not None:
+        sinks = options["s_aux"].to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    return (torch.softmax(scores, -1)[..., : key.shape[2]] @ value).transpose(1, 2).contiguous(), None
 
 
 def make_dense(model: PreTrainedModel) -> PreTrainedModel:

@@ -21,7 +21,10 @@ from support.zoo import random_model
 SIZES: Final = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32}
 # Families whose layers are of the one kind that a stack computes, and some of all other kinds.
 STACKED: Final = ("llama", "mistral", "qwen2", "qwen2-window", "qwen3")
-NOT_STACKED: Final = ("gemma", "gemma2", "gemma3", "phi3", "granite", "olmo2", "mixtral", "smollm3", "cohere", "gpt2")
+NOT_STACKED: Final = (
+    *("gemma", "gemma2", "gemma3", "phi3", "granite", "olmo2", "mixtral", "smollm3", "cohere", "gpt2"),
+    *("gpt_oss", "llama4-chunks"),
+)
 
 
 def native_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:

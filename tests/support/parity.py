@@ -89,7 +89,7 @@ LIVE: dict[str, tuple[str, ...]] = {
 }
 # Formats by family that tests/parity/test_mixtures.py has inside a mixture of adapters.
 IN_MIXTURES: dict[str, tuple[str, ...]] = dict.fromkeys(("llama", "gpt2"), ("LoRA", "rsLoRA"))
-NOT_SERVED = {"jetmoe": "all-biases"}  # a bias of a module that is not a linear
+NOT_SERVED = dict.fromkeys(("jetmoe", "gpt_oss"), "all-biases")  # a bias of a module that is not a linear
 # More of a format than above, in batches without a server: format, families, the test.
 IN_BATCHES: list[tuple[str, tuple[str, ...], str]] = [
     *(

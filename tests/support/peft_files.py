@@ -59,11 +59,12 @@ _SAVED_BIASES: dict[str, tuple[str, ...]] = {"none": (), "all": ("bias",), "lora
 ATTENTION_WORDS = ("attn", "attention")
 # PEFT takes these for its fused experts' wherever they are, refuses them, or they change nothing.
 NOT_BY_PEFT = {
-    "afmoe": ("gate", "gate_proj", "up_proj", "down_proj"),
+    **dict.fromkeys(("afmoe", "deepseek_v2", "deepseek_v3"), ("gate", "gate_proj", "up_proj", "down_proj")),
     **dict.fromkeys(("mamba2", "nemotron_h", "falcon_h1"), ("out_proj",)),
     **dict.fromkeys(("mamba", "falcon_mamba"), ("out_proj", "dt_proj")),
     "jamba": ("dt_proj",),
     "zamba2": ("0", "1"),  # layers have these names too
+    "llama4_text": ("router",),
 }
 
 
@@ -99,7 +100,11 @@ def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:
         fields["rank_pattern"] = {targets[0]: 3, rf"\.1\..*{targets[-1]}": 11}
         fields["alpha_pattern"] = {targets[-1]: 5, targets[0]: 1}
     if "modules_to_save" in fields:
-        norms = {path.rpartition(".")[2] for path, one in model.named_modules() if "norm" in type(one).__name__.lower()}
+        norms = {
+            path.rpartition(".")[2]
+            for path, one in model.named_modules()
+            if "norm" in type(one).__name__.lower() and next(one.parameters(), None) is not None
+        }
         known = {"head": [head], "embedding": [embedding], "norms": sorted(norms)}
         fields["modules_to_save"] = [name for key in fields["modules_to_save"] for name in known[key]]
     is_conv1d = any(isinstance(module, Conv1D) for module in model.modules())

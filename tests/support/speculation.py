@@ -311,7 +311,7 @@ class World:
         self.model = model
         self.root = root
         self.backend = backend
-        self._models: dict[str, nn.Module] = {"": model}  # by adapter id, with its LoRA
+        self.models: dict[str, nn.Module] = {"": model}  # by adapter id, with its LoRA
         self._bench: Bench | None = None
         self._known: dict[Request, Outcome] = {}
 
@@ -320,7 +320,7 @@ class World:
         return cast(Tensor, self.model.get_input_embeddings().weight).shape[0]
 
     def add_lora(self, name: str, spec: LoraSpec, seed: int = 0) -> None:
-        self._models[name] = save_adapter(self.model, spec, self.root / name, seed)
+        self.models[name] = save_adapter(self.model, spec, self.root / name, seed)
 
     def add_heads(
         self, name: str, known: Sequence[Request], num_heads: int, *, has_own: bool = True, num_layers: int = 1
@@ -328,7 +328,7 @@ class World:
         """Heads that know the texts of these requests by heart. In the directory of a LoRA they make it a combined
         adapter."""
         examples = [
-            (text_states(self._models[one.adapter_id], one.prompt_token_ids, text).double(), text)
+            (text_states(self.models[one.adapter_id], one.prompt_token_ids, text).double(), text)
             for one in known
             for text in self.twin(one).tokens.values()
         ]

@@ -63,7 +63,6 @@ REASONS: Final[Mapping[str, str]] = {
     "kind of layers": r"its layers of type .* are of a kind that is not known$",
     "later tokens": r"(it attends to|its attention uses) later tokens$",
     "shared keys": r"some of its layers share the keys and values of others$",
-    "attention term": r"its attention has a term \(.*\) that paged attention does not compute yet$",
     "own masks": r"it builds attention masks of its own$",
     "two calls": r"an attention layer runs several times per token$",
     "own positions": r"it counts positions by itself",
@@ -85,7 +84,7 @@ REFUSED: Final[Mapping[str, str]] = by_family(
     {
         "kind of layers": (
             "axk2 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm_moe_dsa hy_v4 inkling2_text "
-            "inkling_text llama4 llama4_text qwen4_exp qwen4_exp_text"
+            "inkling_text qwen4_exp qwen4_exp_text"
         ),
         "encoder-decoder": (
             "bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody mvp "
@@ -102,7 +101,6 @@ REFUSED: Final[Mapping[str, str]] = by_family(
         "not one row": "blt",
         "two calls": "diffllama hrm_text",
         "own masks": "doge",
-        "attention term": "flint gpt_oss granite_swa granitemoe_swa mimo_v2_flash",
         "shared keys": "gemma3n gemma3n_text gemma4_assistant gemma4_unified_assistant",
         "own layers": "git mllama",
         "own state": "minimax recurrent_gemma zaya",

@@ -149,10 +149,48 @@ ZOO: dict[str, Callable[[], PreTrainedConfig]] = {
         floor_scale=10,
         attn_scale=2.0,
     ),
+    "llama4-chunks": lambda: _make(
+        tf.Llama4TextConfig,
+        head_dim=8,
+        intermediate_size_mlp=48,
+        num_local_experts=2,
+        layer_types=["chunked_attention", "full_attention"],
+        no_rope_layers=[1, 0],
+        attention_chunk_size=WINDOW + 1,
+    ),
+    "gpt_oss": lambda: _make(
+        tf.GptOssConfig,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+    "granite_swa": lambda: _make(
+        tf.GraniteSWAConfig, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "mimo_v2_flash": lambda: _make(
+        tf.MiMoV2FlashConfig,
+        head_dim=8,
+        v_head_dim=6,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"],
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=16,
+    ),
+    "flint": lambda: _make(tf.FlintConfig),
     "ministral3": lambda: _make(
         tf.Ministral3Config, head_dim=8, sliding_window=None, rope_parameters=dict(_SCALED_YARN)
     ),
 }
+
+SINKS = {"gpt_oss", "granite_swa", "mimo_v2_flash", "flint"}  # which attention has, by types of models
+# Like one of the others in all that is special about them; compared with the slow tests.
+SLOW = {"granite_swa", "mimo_v2_flash", "flint"}
 
 _MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 _ROUTED: dict[str, Any] = {
@@ -358,7 +396,9 @@ HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
 # Families whose adapters are compared with PEFT: one for each way of laying out linears, heads and experts.
 LORA_FAMILIES = (
     *("llama", "qwen2", "gemma2", "gemma3", "phi3", "gpt2", "opt", "mixtral", "cohere", "gpt_neox", "afmoe", "jetmoe"),
+    *("gpt_oss", "llama4-chunks", "deepseek_v2", "deepseek_v3"),
 )
+SLOW_LORA = LORA_FAMILIES[-4:]  # of which the fast tests take one way of computing it
 
 
 def random_model(

@@ -2,7 +2,7 @@
 
 Attention: spans of one query length and similar context form a group, padded to its longest context and computed at
 once; only the blocks that a group's queries can see are gathered. Groups, gather indices and masks are made once per
-step and shared by all layers with the same window.
+step and shared by all layers with the same reach.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loraplex_server.layers.attention import AttentionBatch, AttentionSpec, LayerKv
+from loraplex_server.layers.attention import AttentionBatch, AttentionSpec, LayerKv, Reach
 from loraplex_server.layers.lora import (
     DenseTable,
     FactorTable,
@@ -31,13 +31,13 @@ from loraplex_server.layers.lora import (
 MAX_PACKED_QUERIES = 8
 # A group's gathered contexts, in tokens: bounds the temporary copies of keys and values.
 MAX_GROUP_TOKENS = 1 << 16
-# Scores of the softcap path are computed in pieces of at most this many elements.
+# Scores that no fused function computes are computed in pieces of at most this many elements.
 MAX_SCORES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a group gathers for layers of one window."""
+    """What a group gathers for layers of one reach."""
 
     blocks: Tensor  # [num_spans * num_blocks]
     mask: Tensor | None  # additive [num_spans, 1, query_len, num_blocks * block_size]; None: every key is visible
@@ -52,8 +52,8 @@ class Group:
     spans: list[int]
     tokens: slice | Tensor  # the group's tokens in the row: a slice where they lie together
     is_fresh: bool  # no context before the span: keys and values are those of the row, nothing is gathered
-    views: dict[int | None, View] = field(default_factory=dict[int | None, View])
-    packed: dict[tuple[int | None, int], Tensor] = field(default_factory=dict[tuple[int | None, int], Tensor])
+    views: dict[Reach, View] = field(default_factory=dict[Reach, View])
+    packed: dict[tuple[Reach, int], Tensor] = field(default_factory=dict[tuple[Reach, int], Tensor])
 
 
 @dataclass(slots=True)
@@ -121,33 +121,31 @@ def _group(batch: AttentionBatch, spans: list[int], device: torch.device) -> Gro
     return Group(query_len, spans, tokens, is_fresh)
 
 
-def _view(plan: Plan, group: Group, window: int | None) -> View:
-    """Gather indices and mask of a group for layers of `window`; made on first use in a step."""
-    found = group.views.get(window)
+def _view(plan: Plan, group: Group, reach: Reach) -> View:
+    """Gather indices and mask of a group for layers of `reach`; made on first use in a step."""
+    found = group.views.get(reach)
     if found is not None:
         return found
     block_size = plan.batch.block_size
     context = plan.batch.context_lens[group.spans]  # [num_spans]
     start = context - group.query_len  # position of the first query
-    first_block = np.zeros_like(context)
-    if window is not None:
-        first_block = np.maximum(start - window + 1, 0) // block_size
+    first_block = reach.first_keys(start) // block_size
     num_blocks = int(((context + block_size - 1) // block_size - first_block).max())
     place = first_block[:, None] + np.arange(num_blocks)[None, :]  # [num_spans, num_blocks] in the block table
     # Padding points to the span's own first block: whatever is read there is masked, and never another sequence's.
     last_block = ((context + block_size - 1) // block_size - 1)[:, None]
     place = np.where(place > last_block, first_block[:, None], place)
     blocks = np.take_along_axis(plan.batch.block_tables[group.spans], place, axis=1)
-    mask, length = _mask(plan, group, window, start, first_block * block_size, num_blocks * block_size)
+    mask, length = _mask(plan, group, reach, start, first_block * block_size, num_blocks * block_size)
     view = View(torch.from_numpy(np.ascontiguousarray(blocks).ravel()).to(plan.device), mask, length)
-    group.views[window] = view
+    group.views[reach] = view
     return view
 
 
 def _mask(
     plan: Plan,
     group: Group,
-    window: int | None,
+    reach: Reach,
     start: np.ndarray[tuple[int], np.dtype[np.int64]],
     first_key: np.ndarray[tuple[int], np.dtype[np.int64]],
     length: int,
@@ -155,13 +153,14 @@ def _mask(
     """The additive mask [num_spans, 1, query_len, length], and how many of the gathered keys are kept."""
     if len(group.spans) == 1:
         length = int(start[0] - first_key[0]) + group.query_len  # of one span nothing needs padding
-        if group.query_len == 1 and (window is None or length <= window):
+        if group.query_len == 1 and reach.first_keys(start)[0] <= first_key[0]:
             return None, length
-    query_pos = torch.from_numpy(start[:, None] + np.arange(group.query_len)[None, :]).to(plan.device)
+    positions = start[:, None] + np.arange(group.query_len)[None, :]
+    query_pos = torch.from_numpy(positions).to(plan.device)
     key_pos = torch.from_numpy(first_key[:, None] + np.arange(length)[None, :]).to(plan.device)
     hidden = key_pos[:, None, :] > query_pos[:, :, None]  # [num_spans, query_len, length]
-    if window is not None:
-        hidden |= key_pos[:, None, :] <= query_pos[:, :, None] - window
+    if reach != Reach():
+        hidden |= key_pos[:, None, :] < torch.from_numpy(reach.first_keys(positions)).to(plan.device)[:, :, None]
     mask = torch.zeros(hidden.shape, dtype=plan.dtype, device=plan.device)
     return mask.masked_fill_(hidden, float("-inf")).unsqueeze(1), length
 
@@ -173,12 +172,14 @@ def _attend(
     num_spans, query_len = len(group.spans), group.query_len
     q = query.view(num_spans, query_len, spec.num_heads, spec.k_dim).transpose(1, 2)
     is_causal = False
-    if group.is_fresh and (spec.window is None or query_len <= spec.window) and spec.softcap is None:
+    is_fused = spec.softcap is None and spec.sinks is None
+    sees_all = (spec.window is None or query_len <= spec.window) and (spec.chunk is None or query_len <= spec.chunk)
+    if is_fused and group.is_fresh and sees_all:
         k = key.view(num_spans, query_len, spec.num_kv_heads, spec.k_dim).transpose(1, 2)
         v = value.view(num_spans, query_len, spec.num_kv_heads, spec.v_dim).transpose(1, 2)
         mask, is_causal = None, query_len > 1
     else:
-        view = _view(plan, group, spec.window)
+        view = _view(plan, group, spec.reach)
         k = kv.k.index_select(0, view.blocks).view(num_spans, -1, spec.num_kv_heads, spec.k_dim)
         v = kv.v.index_select(0, view.blocks).view(num_spans, -1, spec.num_kv_heads, spec.v_dim)
         k, v = k[:, : view.length].transpose(1, 2), v[:, : view.length].transpose(1, 2)
@@ -188,9 +189,9 @@ def _attend(
     if is_packed:
         # [num_spans, kv_heads, groups * query_len, dim]
         q = q.reshape(num_spans, spec.num_kv_heads, groups * query_len, spec.k_dim)
-        mask = _packed_mask(group, spec.window, groups, mask)
-    if spec.softcap is not None:
-        out = _softcapped(q, k, v, mask, spec)
+        mask = _packed_mask(group, spec.reach, groups, mask)
+    if not is_fused:
+        out = _by_scores(q, k, v, mask, spec)
     else:
         out = F.scaled_dot_product_attention(
             q,
@@ -206,19 +207,24 @@ def _attend(
     return out.transpose(1, 2).reshape(num_spans * query_len, spec.num_heads, spec.v_dim)
 
 
-def _packed_mask(group: Group, window: int | None, groups: int, mask: Tensor | None) -> Tensor | None:
+def _packed_mask(group: Group, reach: Reach, groups: int, mask: Tensor | None) -> Tensor | None:
     if mask is None or group.query_len == 1:
         return mask  # broadcasts over the packed heads
-    found = group.packed.get((window, groups))
+    found = group.packed.get((reach, groups))
     if found is None:
-        found = group.packed[window, groups] = mask.repeat(1, 1, groups, 1)
+        found = group.packed[reach, groups] = mask.repeat(1, 1, groups, 1)
     return found
 
 
-def _softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
-    """Attention with tanh-capped scores, which no fused torch function has."""
-    assert spec.softcap is not None
+def _by_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
+    """Attention with capped scores or sinks, which no fused torch function has."""
     precise = torch.promote_types(q.dtype, torch.float32)
+    sinks = spec.sinks
+    if sinks is not None:  # [query heads, 1, 1], or by the rows of a KV head where its queries are packed
+        packed = q.shape[2] // spec.num_groups if q.shape[1] != spec.num_heads else 0
+        sinks = sinks.to(q.device, precise)
+        sinks = sinks.view(spec.num_kv_heads, -1).repeat_interleave(packed, 1) if packed else sinks[:, None]
+        sinks = sinks[None, :, :, None]
     if k.shape[1] != q.shape[1]:
         k = k.repeat_interleave(spec.num_groups, dim=1)
         v = v.repeat_interleave(spec.num_groups, dim=1)
@@ -227,12 +233,21 @@ def _softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: Atte
     step = max(1, MAX_SCORES // per_query)
     pieces: list[Tensor] = []
     for begin in range(0, q.shape[2], step):
-        piece = q[:, :, begin : begin + step].to(precise)
-        scores = torch.tanh((piece @ k.transpose(-1, -2)) * (spec.scaling / spec.softcap)) * spec.softcap
+        part = slice(begin, begin + step)
+        scores = q[:, :, part].to(precise) @ k.transpose(-1, -2)
+        if spec.softcap is not None:
+            scores = torch.tanh(scores * (spec.scaling / spec.softcap)) * spec.softcap
+        else:
+            scores = scores * spec.scaling
         if mask is not None:
-            is_shared = mask.shape[2] == 1
-            scores = scores + (mask if is_shared else mask[:, :, begin : begin + step])
-        pieces.append(torch.softmax(scores, dim=-1) @ v)
+            scores = scores + (mask if mask.shape[2] == 1 else mask[:, :, part])
+        if sinks is None:
+            weights = torch.softmax(scores, dim=-1)
+        else:
+            sink = sinks if sinks.shape[2] == 1 else sinks[:, :, part]
+            sink = sink.expand(*scores.shape[:3], 1)
+            weights = torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
+        pieces.append(weights @ v)
     return torch.cat(pieces, dim=2).to(q.dtype)
 
 

@@ -12,8 +12,8 @@ models then build no mask at all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,22 @@ from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.transfer import upload
 
 # --- attention layers of a model --------------------------------------------------------------------------------------
+
+
+class Reach(NamedTuple):
+    """How far back a query sees. None: everything before it."""
+
+    window: int | None = None  # itself and the window-1 tokens before it
+    chunk: int | None = None  # itself and what is before it in its chunk; chunks of so many tokens begin at position 0
+
+    def first_keys(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Of queries at these positions: the first position that each sees."""
+        first = np.zeros_like(positions)
+        if self.window is not None:
+            first = np.maximum(first, positions - self.window + 1)
+        if self.chunk is not None:
+            first = np.maximum(first, positions // self.chunk * self.chunk)
+        return first
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +53,13 @@ class AttentionSpec:
     scaling: float
     window: int | None = None  # a query sees itself and the window-1 tokens before it; None: everything before it
     softcap: float | None = None
+    chunk: int | None = None  # a query sees its own chunk of so many tokens, as in Reach
+    # [num_heads], at least float32: one more score of each head, neither scaled nor capped, of a key without a value.
+    sinks: Tensor | None = field(default=None, compare=False)
+
+    @property
+    def reach(self) -> Reach:
+        return Reach(self.window, self.chunk)
 
     @property
     def num_groups(self) -> int:
@@ -253,7 +276,7 @@ class AttentionLayer:
 SERVING = "loraplex"
 PROBING = "loraplex_probe"
 HANDLE = "loraplex_attention"  # the attribute of an attention module
-WINDOW = "loraplex_window"  # the attribute of a mask: int, None for full causal, or a str saying what is wrong
+REACH = "loraplex_reach"  # the attribute of a mask: a Reach, or a str saying what is wrong
 
 
 def register_attention() -> None:
@@ -275,32 +298,50 @@ def attend(
 
 
 def probing_mask(*_: Any, mask_function: Any = None, **__: Any) -> Tensor:
-    """A mask as small as it can be that carries what kind of mask it is: the truth about a layer's sliding window."""
+    """A mask as small as it can be that carries what kind of mask it is: the truth about how far a layer sees."""
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-    setattr(mask, WINDOW, describe_mask(mask_function) if mask_function is not None else "a mask without a function")
+    setattr(mask, REACH, describe_mask(mask_function) if mask_function is not None else "a mask without a function")
     return mask
 
 
-def describe_mask(mask_function: Any, far: int = 1 << 20) -> int | str | None:
-    """What a mask function of Transformers allows: None for causal, a sliding window's size, or what else it is.
+def describe_mask(mask_function: Any, far: int = 1 << 20) -> Reach | str:
+    """What a mask function of Transformers allows, or what else it is than a reach.
 
-    Evaluated at positions further out than windows reach; a window that depends on the position is none.
+    Evaluated at positions further out than windows and chunks are long.
     """
-    windows: list[int | None] = []
-    for position in (far, far - 1, far // 2 + 3):
-        kv = torch.arange(position + 2)
-        zero = torch.zeros((), dtype=torch.int64)
-        try:
-            allowed = mask_function(zero, zero, torch.tensor(position), kv)
-        except Exception as error:  # model-specific code
-            return f"a mask that cannot be evaluated ({type(error).__name__})"
-        allowed = torch.as_tensor(allowed).expand(kv.shape)
-        seen = allowed.nonzero().flatten()
-        if allowed[position + 1]:
-            return "later tokens"
-        if not allowed[position] or int(seen[-1] - seen[0]) + 1 != seen.numel():
-            return "a mask with holes"
-        windows.append(None if int(seen[0]) == 0 else position - int(seen[0]) + 1)
-    if len(set(windows)) != 1:
-        return "chunked attention"
-    return windows[0]
+    places = (far, far - 1, far // 2 + 3)
+    try:
+        first = [_first_seen(mask_function, place) for place in places]
+        if not any(first):
+            return Reach()
+        windows = {place - seen + 1 for place, seen in zip(places, first, strict=True)}
+        if len(windows) == 1:
+            return Reach(window=windows.pop())
+        chunk = first[0] - _first_seen(mask_function, max(0, first[0] - 1)) or far
+        found = Reach(chunk=chunk)
+        places = (*places, first[0], chunk - 1, chunk, 2 * chunk - 1, 3 * chunk)
+        seen = [_first_seen(mask_function, place) for place in places]
+    except _NoReach as reason:
+        return str(reason)
+    return found if seen == found.first_keys(np.array(places)).tolist() else "a mask that is neither window nor chunks"
+
+
+class _NoReach(Exception):
+    """What a mask allows that no reach describes."""
+
+
+def _first_seen(mask_function: Any, position: int) -> int:
+    """The first key that a query at this position sees. Raises _NoReach where it does not see all from there on."""
+    kv = torch.arange(position + 2)
+    zero = torch.zeros((), dtype=torch.int64)
+    try:
+        allowed = mask_function(zero, zero, torch.tensor(position), kv)
+    except Exception as error:  # model-specific code
+        raise _NoReach(f"a mask that cannot be evaluated ({type(error).__name__})") from error
+    allowed = torch.as_tensor(allowed).expand(kv.shape)
+    seen = allowed.nonzero().flatten()
+    if allowed[position + 1]:
+        raise _NoReach("later tokens")
+    if not allowed[position] or int(seen[-1] - seen[0]) + 1 != seen.numel():
+        raise _NoReach("a mask with holes")
+    return int(seen[0])

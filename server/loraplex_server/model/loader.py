@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -162,7 +163,8 @@ def adopt_model(
     digests = backend.round_weights(model) if int8 else {}
     context = StepContext()
     probe = probe_model(model, model_id, context_tokens, context)
-    reference = reference_texts(model, context_tokens) if verify else None
+    chunk = math.lcm(*(spec.chunk or 1 for _, spec in probe.attention))
+    reference = reference_texts(model, context_tokens, chunk) if verify else None
     dtype, device = embedding.dtype, embedding.device
     embedding_path = next(path for path, module in model.named_modules() if module is model.get_input_embeddings())
     model.set_attn_implementation(SERVING)

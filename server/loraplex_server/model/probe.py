@@ -29,7 +29,7 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from loraplex_contracts.errors import UnsupportedModel
 from loraplex_server.backends.equivalence import compare_peaks
-from loraplex_server.layers.attention import HANDLE, PROBING, WINDOW, AttentionSpec
+from loraplex_server.layers.attention import HANDLE, PROBING, REACH, AttentionSpec, Reach
 from loraplex_server.layers.context import StepContext
 from loraplex_server.model.mixers.install import FUNCTIONS, Mixer, install_mixers, number_states
 from loraplex_server.model.states import StateSpec, TextPerToken
@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 KEPT = (2, 5)  # tokens whose logits are asked for
 NUM_TOKENS = 9
 # Arguments that change attention in a way that AttentionSpec does not describe.
-UNKNOWN_TERMS = ("s_aux", "sinks", "position_bias", "attn_bias", "attention_bias", "alibi", "head_mask")
+UNKNOWN_TERMS = ("sinks", "position_bias", "attn_bias", "attention_bias", "alibi", "head_mask")
 # Kinds of layers by the names in configurations: with attention, and with a mixer that keeps a state of fixed size.
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "hybrid"}
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "hybrid"}
 STATE_LAYERS = {"linear_attention", "conv", "hybrid"}
 OTHER_LAYERS = {"mlp", "moe"}
 # Parts of the names of fields that count tokens.
@@ -222,7 +222,11 @@ class Recording:
 
     def __init__(self, text_config: Any, has_plain_positions: bool) -> None:
         self.layer_types = [kind for kind in layer_types(text_config) if kind in ATTENTION_LAYERS]
-        self.config_window: int | None = getattr(text_config, "sliding_window", None)
+        # By the names of kinds of layers.
+        self.config_reach = {
+            "sliding_attention": Reach(window=getattr(text_config, "sliding_window", None)),
+            "chunked_attention": Reach(chunk=getattr(text_config, "attention_chunk_size", None)),
+        }
         self.has_plain_positions = has_plain_positions
         self.attention: list[tuple[nn.Module, AttentionSpec]] = []
         self.states: list[Tensor] = []  # queries and keys of each layer [heads, NUM_TOKENS, dim]
@@ -248,14 +252,17 @@ class Recording:
         if isinstance(scaling, Tensor):
             raise Refusal("the scaling of its attention is computed for each call")
         softcap = options.get("softcap")
+        reach = self._reach(len(self.attention), mask, options.get("sliding_window"))
         spec = AttentionSpec(
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
             k_dim=key.shape[3],
             v_dim=value.shape[3],
             scaling=float(scaling) if scaling is not None else query.shape[3] ** -0.5,
-            window=self._window(len(self.attention), mask, options.get("sliding_window")),
+            window=reach.window,
             softcap=float(softcap) if softcap else None,
+            chunk=reach.chunk,
+            sinks=_sinks(module, options.get("s_aux"), query.shape[1]),
         )
         self.attention.append((module, spec))
         self.states += [query[0].clone(), key[0].clone()]
@@ -273,19 +280,30 @@ class Recording:
         pairs = [tuple(logits), *((a[:, place], b[:, place]) for a, b in states)]
         return all(compare_peaks("token", *pair).is_equal for pair in pairs)
 
-    def _window(self, layer_idx: int, mask: Tensor | None, keyword: Any) -> int | None:
+    def _reach(self, layer_idx: int, mask: Tensor | None, keyword: Any) -> Reach:
         """The mask that Transformers makes for the layer decides; without one the keyword, then the configuration."""
         if mask is not None and self.has_plain_positions:
-            if not hasattr(mask, WINDOW):
+            if not hasattr(mask, REACH):
                 raise Refusal("it builds attention masks of its own")
-            found = getattr(mask, WINDOW)
+            found: Reach | str = getattr(mask, REACH)
             if isinstance(found, str):
                 raise Refusal(f"its attention uses {found}")
             return found
         if keyword is not None:
-            return int(keyword)
-        layer_type = self.layer_types[layer_idx] if layer_idx < len(self.layer_types) else None
-        return self.config_window if layer_type == "sliding_attention" else None
+            return Reach(window=int(keyword))
+        layer_type = self.layer_types[layer_idx] if layer_idx < len(self.layer_types) else ""
+        return self.config_reach.get(layer_type, Reach())
+
+
+def _sinks(module: nn.Module, given: Any, num_heads: int) -> Tensor | None:
+    """The sinks of an attention layer: a parameter of it, one for each head. Raises Refusal for what else is given."""
+    if given is None:
+        return None
+    if not isinstance(given, nn.Parameter) or given.shape != (num_heads,):
+        raise Refusal("the sinks of its attention are no parameter with one number for each head")
+    if all(given is not parameter for parameter in module.parameters(recurse=False)):
+        raise Refusal("the sinks of its attention belong to another module")
+    return given.detach().to(torch.promote_types(given.dtype, torch.float32)).contiguous()
 
 
 def trial_run(

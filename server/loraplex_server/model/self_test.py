@@ -48,8 +48,9 @@ class Text:
     adapted_from: int | None = None  # the first token that the adapter in slot 0 changes; None: it changes none
 
 
-def reference_texts(model: PreTrainedModel, max_context_tokens: int) -> list[Text] | None:
-    """What the model computes under Transformers' own attention; None if it has none."""
+def reference_texts(model: PreTrainedModel, max_context_tokens: int, chunk: int = 1) -> list[Text] | None:
+    """What the model computes under Transformers' own attention; None if it has none. `chunk`: of its attention; texts
+    begin at multiples of it, for pages know nothing of where they begin."""
     model.set_attn_implementation("eager")
     if getattr(model.config, "_attn_implementation", None) != "eager":
         return None
@@ -59,6 +60,7 @@ def reference_texts(model: PreTrainedModel, max_context_tokens: int) -> list[Tex
     texts: list[Text] = []
     for row, (length, start) in enumerate(zip(LENGTHS, starts, strict=False)):
         ids = tuple((17 * row + 7 * i + 3) % num_ids for i in range(length))
+        start -= start % chunk
         texts.append(Text(ids, start, _reference_logits(model, ids, start)))
     return texts
 

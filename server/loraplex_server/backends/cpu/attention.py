@@ -51,6 +51,8 @@ class NativePagedAttention:
             scaling=spec.scaling,
             softcap=spec.softcap,
             window=spec.window,
+            chunk=spec.chunk,
+            sinks=spec.sinks,
         )
 
 
@@ -60,6 +62,8 @@ def reason_against(spec: AttentionSpec, dtype: torch.dtype | None) -> str:
         return f"not in {str(dtype).removeprefix('torch.')}"
     if spec.k_dim != spec.v_dim or spec.k_dim % DIM_MULTIPLE or spec.k_dim > 256:
         return f"heads of {spec.k_dim} and {spec.v_dim}; it needs the same multiple of {DIM_MULTIPLE} up to 256"
+    if spec.sinks is not None and spec.sinks.dtype != torch.float32:
+        return "sinks in another dtype than float32"
     if spec.scaling <= 0:
         return f"scores times {spec.scaling}; it needs a factor above 0"
     return ""

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.attention_cases import CPU, make_problem, spec_of
+from support.attention_cases import CPU, make_problem, sinks_of, spec_of
 from support.lora_cases import pairwise
 
 from loraplex_server.backends.backend import Backend
@@ -49,6 +49,7 @@ STEPS = {
 HEADS = [(2, 2), (4, 2), (6, 2), (5, 1)]
 DIMS = [(8, 8), (16, 16), (20, 20), (24, 12), (32, 40)]
 WINDOWS = [None, 1, 6, 70]
+CHUNKS = [None, 1, 5, 64]
 BLOCK_SIZES = [1, 3, 4, 16, 64]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -63,8 +64,8 @@ def make(name: str, *specs: AttentionSpec) -> PagedAttention:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    ("step", "heads", "dims", "window", "softcap", "block_size", "dtype"),
-    pairwise(list(STEPS), HEADS, DIMS, WINDOWS, [None, 2.0], BLOCK_SIZES, DTYPES),
+    ("step", "heads", "dims", "window", "softcap", "chunk", "has_sinks", "block_size", "dtype"),
+    pairwise(list(STEPS), HEADS, DIMS, WINDOWS, [None, 2.0], CHUNKS, [False, True], BLOCK_SIZES, DTYPES),
     ids=lambda value: str(value).removeprefix("torch."),
 )
 def test_grid(
@@ -74,12 +75,21 @@ def test_grid(
     dims: tuple[int, int],
     window: int | None,
     softcap: float | None,
+    chunk: int | None,
+    has_sinks: bool,
     block_size: int,
     dtype: torch.dtype,
 ) -> None:
     num_heads, num_kv_heads = heads
     spec = spec_of(
-        num_heads=num_heads, num_kv_heads=num_kv_heads, k_dim=dims[0], v_dim=dims[1], window=window, softcap=softcap
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        k_dim=dims[0],
+        v_dim=dims[1],
+        window=window,
+        softcap=softcap,
+        chunk=chunk,
+        sinks=sinks_of(num_heads, torch.promote_types(dtype, torch.float32)) if has_sinks else None,
     )
     problem = make_problem(STEPS[step], spec, dtype, block_size=block_size)
     problem.check(problem.run(make(name, spec)))
@@ -87,9 +97,12 @@ def test_grid(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_layers_of_several_shapes_share_a_plan(name: str) -> None:
-    full, narrow, wide = spec_of(), spec_of(window=40, num_heads=6), spec_of(num_heads=2, softcap=3.0)
-    backend = make(name, full, narrow, full, wide)
-    problems = [make_problem([(0, 9), (140, 1), (77, 3)], spec, torch.float32) for spec in (full, narrow, wide)]
+    specs = (
+        *(spec_of(), spec_of(window=40, num_heads=6), spec_of(num_heads=2, softcap=3.0)),
+        *(spec_of(chunk=39), spec_of(sinks=sinks_of(4)), spec_of(sinks=-sinks_of(4)), spec_of(window=39)),
+    )
+    backend = make(name, *specs, specs[0])
+    problems = [make_problem([(0, 9), (140, 1), (77, 3)], spec, torch.float32) for spec in specs]
     plan = backend.plan(problems[0].batch, torch.float32, CPU)
     for problem in problems:
         problem.check(problem.run(backend, plan))
@@ -120,8 +133,8 @@ def test_is_deterministic(name: str) -> None:
 @only_triton
 def test_a_span_gets_the_same_bits_in_any_company() -> None:
     spans = [(260, 1), (3, 1), (140, 4), (10, 30)]
-    for window in (None, 100):
-        together = make_problem(spans, spec_of(window=window, num_heads=6), torch.float32)
+    for changes in ({}, {"window": 100}, {"chunk": 70, "sinks": sinks_of(6)}):
+        together = make_problem(spans, spec_of(num_heads=6, **changes), torch.float32)
         backend = make("triton", together.spec)
         got = together.run(backend)
         at = 0
@@ -148,7 +161,7 @@ def test_a_span_gets_the_same_bits_in_any_company() -> None:
 @pytest.mark.parametrize("query_len", [1, 3])
 @pytest.mark.parametrize("window", [None, 50])
 def test_a_reserved_plan_takes_one_step_after_another(query_len: int, window: int | None) -> None:
-    full, other = spec_of(num_heads=6), spec_of(window=window, num_heads=2)
+    full, other = spec_of(num_heads=6, sinks=sinks_of(6)), spec_of(window=window, num_heads=2)
     backend = make("triton", full, other)
     assert isinstance(backend, ReplayableAttention)
     num_spans, block_size = 5, 4

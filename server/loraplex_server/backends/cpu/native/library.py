@@ -23,7 +23,7 @@ from loraplex_server.backends.cpu.native.build import (
 
 # --- prototypes -------------------------------------------------------------------------------------------------------
 
-ABI_VERSION: Final = 3  # kAbiVersion in src/version.cpp
+ABI_VERSION: Final = 4  # kAbiVersion in src/version.cpp
 
 
 class Prototype(NamedTuple):
@@ -141,7 +141,7 @@ def _struct(kind: type[ctypes.Structure]) -> Any:
 _TYPES: Final[Mapping[str, Any]] = {
     **dict.fromkeys(("dtype", "is_int8", "num_threads", "num_rows", "num_heads", "num_kv_heads", "dim"), _INT),
     **dict.fromkeys(("k", "n", "stride", "x_stride", "y_stride", "num_outputs", "num_bytes", "num_tokens"), _LONG),
-    **dict.fromkeys(("max_rank", "window"), _LONG),
+    **dict.fromkeys(("max_rank", "window", "chunk"), _LONG),
     **dict.fromkeys(("scaling", "softcap", "eps"), _FLOAT),
     "name": ctypes.c_char_p,
     "table": _struct(Table),
@@ -176,7 +176,7 @@ KERNELS: Final[Mapping[str, Prototype]] = {
     "lp_lora": _function(None, "pool dtype x k num_rows table runs scratch y num_outputs y_stride"),
     "lp_dense": _function(None, "pool dtype x x_stride num_rows k weight num_outputs bias y y_stride"),
     "lp_attend": _function(
-        None, "pool dtype q out k_pages v_pages num_heads num_kv_heads dim scaling softcap window spans"
+        None, "pool dtype q out k_pages v_pages num_heads num_kv_heads dim scaling softcap window chunk sinks spans"
     ),
     "lp_rms_norm": _function(None, "pool dtype x weight num_rows n eps y"),
     "lp_argmax": _function(None, "pool dtype x num_rows n best where"),

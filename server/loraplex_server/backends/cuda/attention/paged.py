@@ -84,6 +84,7 @@ def _tile(
     scale,
     softcap,
     window,
+    chunk,
     k_stride,
     v_stride,
     K_DIM: tl.constexpr,
@@ -93,6 +94,7 @@ def _tile(
     PAGE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -116,6 +118,8 @@ def _tile(
     seen = inside[None, :] & (n[None, :] <= position[:, None])
     if HAS_WINDOW:
         seen = seen & (n[None, :] > position[:, None] - window)
+    if HAS_CHUNK:
+        seen = seen & (n[None, :] >= position[:, None] // chunk * chunk)
     scores = tl.where(seen, scores, float("-inf"))
     new_largest = tl.maximum(largest, tl.max(scores, 1))
     base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -145,6 +149,8 @@ def attend_kernel(
     scale,
     softcap,
     window,
+    chunk,
+    sinks_ptr,  # float32 [heads]; read with HAS_SINKS only
     query_token_stride,
     query_head_stride,
     GROUPS: tl.constexpr,
@@ -156,7 +162,9 @@ def attend_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Grid: KV heads x as many programs as there are pieces, or fewer; each goes on to the next piece of its own."""
@@ -188,22 +196,26 @@ def attend_kernel(
         position = first_position + row // GROUPS
         largest = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
         total = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+        if HAS_SINKS:  # noqa: SIM102 - known when the kernel is compiled
+            if partial < 0:  # else the sink is there once, where the parts are put together
+                largest = tl.load(sinks_ptr + head) * 1.4426950408889634
+                total = tl.full((BLOCK_ROWS,), 1.0, dtype=tl.float32)
         acc = tl.zeros((BLOCK_ROWS, BLOCK_V), dtype=tl.float32)
         # fmt: off
         if INTERPRETED:  # it cannot take a loaded number as a range's end under every numpy
             while start < end:
                 largest, total, acc = _tile(
                     query, largest, total, acc, k_ptr + kv_head * K_DIM, v_ptr + kv_head * V_DIM, table_ptr, start, end,
-                    position, scale, softcap, window, num_kv_heads * K_DIM, num_kv_heads * V_DIM,
-                    K_DIM, V_DIM, BLOCK_K, BLOCK_V, PAGE, BLOCK_KEYS, HAS_WINDOW, HAS_SOFTCAP, INTERPRETED,
+                    position, scale, softcap, window, chunk, num_kv_heads * K_DIM, num_kv_heads * V_DIM,
+                    K_DIM, V_DIM, BLOCK_K, BLOCK_V, PAGE, BLOCK_KEYS, HAS_WINDOW, HAS_CHUNK, HAS_SOFTCAP, INTERPRETED,
                 )
                 start += BLOCK_KEYS
         else:  # only such a loop is pipelined
             for begin in range(start, end, BLOCK_KEYS):
                 largest, total, acc = _tile(
                     query, largest, total, acc, k_ptr + kv_head * K_DIM, v_ptr + kv_head * V_DIM, table_ptr, begin, end,
-                    position, scale, softcap, window, num_kv_heads * K_DIM, num_kv_heads * V_DIM,
-                    K_DIM, V_DIM, BLOCK_K, BLOCK_V, PAGE, BLOCK_KEYS, HAS_WINDOW, HAS_SOFTCAP, INTERPRETED,
+                    position, scale, softcap, window, chunk, num_kv_heads * K_DIM, num_kv_heads * V_DIM,
+                    K_DIM, V_DIM, BLOCK_K, BLOCK_V, PAGE, BLOCK_KEYS, HAS_WINDOW, HAS_CHUNK, HAS_SOFTCAP, INTERPRETED,
                 )
         # fmt: on
 
@@ -227,10 +239,12 @@ def combine_kernel(
     parts_ptr,  # float32 [num_partials, heads, v_dim]
     stats_ptr,  # float32 [num_partials, heads, 2]
     plan_ptr,  # int32
+    sinks_ptr,  # float32 [heads]; read with HAS_SINKS only
     partials_at,
     V_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Grid: heads x tokens. Parts come in the order of their keys; those that see nothing change nothing."""
     head = tl.program_id(0)
@@ -245,6 +259,9 @@ def combine_kernel(
     vd = tl.arange(0, BLOCK_V)
     largest = tl.full((), float("-inf"), dtype=tl.float32)
     total = tl.full((), 0.0, dtype=tl.float32)
+    if HAS_SINKS:
+        largest = tl.load(sinks_ptr + head) * 1.4426950408889634
+        total = tl.full((), 1.0, dtype=tl.float32)
     acc = tl.zeros((BLOCK_V,), dtype=tl.float32)
     done = 0
     while done < num_parts:
@@ -329,7 +346,8 @@ class TritonPagedAttention:
             _launch(query, kv, out, parts, stats, spec, plan, launch)
         if work.num_partials:
             _combine[(spec.num_heads, plan.num_tokens)](
-                *(out, parts, stats, plan.buffer, work.partials_at, spec.v_dim, next_power(spec.v_dim), BLOCK_PARTS),
+                *(out, parts, stats, plan.buffer, spec.sinks, work.partials_at),
+                *(spec.v_dim, next_power(spec.v_dim), BLOCK_PARTS, spec.sinks is not None),
                 num_warps=2,
             )
         return out
@@ -371,10 +389,11 @@ def _launch(
     scale = spec.scaling * log2e if spec.softcap is None else spec.scaling / spec.softcap
     _attend[(spec.num_kv_heads, num_programs)](
         *(query, kv.k, kv.v, out, parts, stats, plan.buffer, launch.count_at, launch.pieces_at, plan.tables_at),
-        *(scale, 0.0 if spec.softcap is None else spec.softcap * log2e, spec.window or 0),
+        *(scale, 0.0 if spec.softcap is None else spec.softcap * log2e, spec.window or 0, spec.chunk or 0, spec.sinks),
         *(query.stride(0), query.stride(1)), GROUPS=spec.num_groups, K_DIM=spec.k_dim, V_DIM=spec.v_dim,
         PAGE=plan.block_size, BLOCK_ROWS=launch.block_rows, HAS_WINDOW=spec.window is not None,
-        HAS_SOFTCAP=spec.softcap is not None, INTERPRETED=INTERPRETED,
+        HAS_CHUNK=spec.chunk is not None, HAS_SOFTCAP=spec.softcap is not None, HAS_SINKS=spec.sinks is not None,
+        INTERPRETED=INTERPRETED,
         **tile_options(spec, plan.dtype, launch.block_rows, _has_wgmma(query.device)),
     )  # fmt: skip
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loraplex_server.layers.attention import AttentionBatch, AttentionSpec, Reserved
+from loraplex_server.layers.attention import AttentionBatch, AttentionSpec, Reach, Reserved
 from loraplex_server.layers.transfer import host_ints
 
 Ints = npt.NDArray[np.int64]
@@ -112,7 +112,7 @@ def host_copy(values: Ints, device: torch.device) -> Tensor:
 class Shape:
     """The properties of an attention layer that decide how spans are cut."""
 
-    window: int | None
+    reach: Reach
     num_groups: int
     max_rows: int  # of a block: queries times the query heads of one KV head
 
@@ -169,7 +169,7 @@ def shape_of(spec: AttentionSpec, dtype: torch.dtype) -> Shape:
     row_bytes = max(spec.k_dim, spec.v_dim) * dtype.itemsize
     fitting = ROW_BYTES // (row_bytes if dtype.itemsize == 2 else 2 * row_bytes)
     max_rows = min(MAX_ROWS, max(MIN_ROWS, 1 << max(0, fitting.bit_length() - 1)))
-    return Shape(spec.window, spec.num_groups, max(max_rows, next_power(spec.num_groups)))
+    return Shape(spec.reach, spec.num_groups, max(max_rows, next_power(spec.num_groups)))
 
 
 def build_plan(batch: AttentionBatch, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device) -> KernelPlan:
@@ -262,9 +262,7 @@ def _block_rows(query_lens: Ints, shape: Shape) -> Ints:
 
 def _first_key(positions: Ints, shape: Shape) -> Ints:
     """The first key that a query at a position can see, or one before it."""
-    if shape.window is None:
-        return np.zeros_like(positions)
-    return np.maximum(positions - shape.window + 1, 0) // KEY_ALIGN * KEY_ALIGN
+    return shape.reach.first_keys(positions) // KEY_ALIGN * KEY_ALIGN
 
 
 def _min_split(block_rows: Ints) -> Ints:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.attention_cases import CPU, Problem, make_problem, spec_of
+from support.attention_cases import CPU, Problem, make_problem, sinks_of, spec_of
 from support.guarded_memory import at_end, at_start
 from support.lora_cases import bits, pairwise
 from support.native_kernels import isas, native_kernels, using
@@ -33,6 +33,7 @@ HEADS = [(2, 2), (4, 2), (6, 2), (5, 1), (14, 2), (16, 1), (17, 1), (40, 1), (48
 DIMS = [32, 64, 96, 128, 160, 256]
 WINDOWS = [None, 1, 6, 17, 70]
 SOFTCAPS = [None, 2.0]
+CHUNKS = [None, 1, 16, 37, 128]
 BLOCK_SIZES = [1, 3, 4, 16, 64]
 THREADS = [1, 2, 3]
 
@@ -54,8 +55,8 @@ def spec(num_heads: int = 4, num_kv_heads: int = 2, dim: int = 32, **changes: ob
 
 
 @pytest.mark.parametrize(
-    ("step", "heads", "dim", "window", "softcap", "block_size", "dtype", "num_threads"),
-    pairwise(list(STEPS), HEADS, DIMS, WINDOWS, SOFTCAPS, BLOCK_SIZES, DTYPES, THREADS),
+    ("step", "heads", "dim", "window", "softcap", "chunk", "has_sinks", "block_size", "dtype", "num_threads"),
+    pairwise(list(STEPS), HEADS, DIMS, WINDOWS, SOFTCAPS, CHUNKS, [False, True], BLOCK_SIZES, DTYPES, THREADS),
     ids=lambda value: str(value).removeprefix("torch."),
 )
 def test_grid(
@@ -64,11 +65,14 @@ def test_grid(
     dim: int,
     window: int | None,
     softcap: float | None,
+    chunk: int | None,
+    has_sinks: bool,
     block_size: int,
     dtype: torch.dtype,
     num_threads: int,
 ) -> None:
-    one = spec(*heads, dim, window=window, softcap=softcap)
+    sinks = sinks_of(heads[0]) if has_sinks else None
+    one = spec(*heads, dim, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
     problem = make_problem(STEPS[step], one, dtype, block_size=block_size)
     got = problem.run(NativePagedAttention(native_kernels(num_threads)))
     problem.check(got, TOLERANCES[dtype])
@@ -125,8 +129,8 @@ def query_by_query(problem: Problem, backend: NativePagedAttention) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("step", "heads", "dim", "window", "softcap", "dtype", "num_threads"),
-    pairwise(list(STEPS), HEADS, DIMS[:4], WINDOWS, SOFTCAPS, DTYPES, THREADS),
+    ("step", "heads", "dim", "window", "softcap", "chunk", "dtype", "num_threads"),
+    pairwise(list(STEPS), HEADS, DIMS[:4], WINDOWS, SOFTCAPS, CHUNKS, DTYPES, THREADS),
     ids=lambda value: str(value).removeprefix("torch."),
 )
 def test_a_query_has_the_same_bits_in_any_span(
@@ -135,10 +139,12 @@ def test_a_query_has_the_same_bits_in_any_span(
     dim: int,
     window: int | None,
     softcap: float | None,
+    chunk: int | None,
     dtype: torch.dtype,
     num_threads: int,
 ) -> None:
-    problem = make_problem(STEPS[step], spec(*heads, dim, window=window, softcap=softcap), dtype)
+    one = spec(*heads, dim, window=window, softcap=softcap, chunk=chunk, sinks=sinks_of(heads[0]) if chunk else None)
+    problem = make_problem(STEPS[step], one, dtype)
     together = problem.run(NativePagedAttention(native_kernels(num_threads)))
     alone = query_by_query(problem, NativePagedAttention(native_kernels(1)))
     assert torch.equal(bits(together), bits(alone))
@@ -185,20 +191,21 @@ def test_a_bad_query_stays_alone(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("window", [None, 9, 140])
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (9, None), (140, None), (None, 67)])
 @pytest.mark.parametrize("is_value", [True, False])
 def test_a_bad_token_is_seen_by_none_before_it(
-    backend: NativePagedAttention, dtype: torch.dtype, bad: float, window: int | None, is_value: bool
+    backend: NativePagedAttention, dtype: torch.dtype, bad: float, window: int | None, chunk: int | None, is_value: bool
 ) -> None:
-    """Nor by those whose window has left it behind; and a prompt's queries are computed many at a time."""
-    one, at = spec(6, 2, 96, window=window), 150
+    """Nor by those whose window or chunk has left it behind; and a prompt's queries are computed many at a time."""
+    one, at = spec(6, 2, 96, window=window, chunk=chunk, sinks=sinks_of(6) if chunk else None), 150
     good = make_problem([(20, 300)], one, dtype).run(backend)
     problem = make_problem([(20, 300)], one, dtype)
     tokens = problem.value if is_value else problem.key
     tokens[at] = bad
     got = problem.run(backend)
     blind = torch.ones(300, dtype=torch.bool)
-    blind[at : at + (window or 300)] = False
+    last = at + (window or 300) if chunk is None else (20 + at) // chunk * chunk + chunk - 20
+    blind[at:last] = False
     assert torch.equal(bits(got[blind]), bits(good[blind]))
     if bad != bad or is_value:
         assert not got[~blind].isfinite().any()
@@ -230,7 +237,7 @@ def test_scores_far_apart(backend: NativePagedAttention, dtype: torch.dtype) -> 
 
 
 def test_layers_of_several_shapes_share_a_plan(backend: NativePagedAttention) -> None:
-    specs = [spec(), spec(6, 2, 64, window=40), spec(2, 2, 32, softcap=3.0)]
+    specs = [spec(), spec(6, 2, 64, window=40), spec(2, 2, 32, softcap=3.0), spec(chunk=39), spec(sinks=sinks_of(4))]
     problems = [make_problem([(0, 9), (140, 1), (77, 3)], one, torch.float32) for one in specs]
     plan = backend.plan(problems[0].batch, torch.float32, CPU)
     for problem in problems:
@@ -257,6 +264,7 @@ def test_spans_are_found_in_other_plans_too() -> None:
         (replace(spec(), v_dim=64), torch.float32, "heads of 32 and 64"),
         (spec(scaling=-1.0), torch.float32, "scores times -1.0"),
         (spec(), torch.float16, "not in float16"),
+        (spec(sinks=sinks_of(4, torch.float64)), torch.float32, "sinks in another dtype"),
     ],
 )
 def test_what_it_does_not_compute_is_said(one: AttentionSpec, dtype: torch.dtype | None, reason: str) -> None:

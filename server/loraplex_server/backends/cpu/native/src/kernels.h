@@ -47,8 +47,10 @@ struct AttendTask {
   int32_t dim;            // a multiple of 32
   int64_t first_position; // of the first query
   int64_t window;         // 0: none
+  int64_t chunk;          // 0: none; else a query sees its own chunk of so many tokens only
   float scaling;
   float softcap;          // 0: none
+  const float* sinks;     // [group] one more score of each head, of a key without a value; null: none
 };
 
 // Brings a line into the second cache; the first has no room for what is read later. The compiler takes its own prefetch

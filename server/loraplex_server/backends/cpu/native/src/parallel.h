@@ -162,6 +162,8 @@ struct Heads {
   int num_heads, num_kv_heads, dim;
   float scaling, softcap;
   int64_t window;
+  int64_t chunk = 0;             // 0: none
+  const float* sinks = nullptr;  // [num_heads]
 };
 
 // Rows of a task: as many as are fastest together, but enough tasks for all threads.
@@ -208,6 +210,8 @@ inline void attend_all(Pool& pool, const Kernels& kernels, DType dtype, const vo
     task.block_size = spans.block_size;
     task.first_position = spans.context_lens[block.span] - (query_end - block.start);
     task.window = heads.window;
+    task.chunk = heads.chunk;
+    task.sinks = heads.sinks == nullptr ? nullptr : heads.sinks + int64_t(kv_head) * group + offset;
     task.scaling = heads.scaling;
     task.softcap = heads.softcap;
     const size_t needed = size_t(attend_scratch(task.first_position + task.num_tokens + 16, heads.dim));

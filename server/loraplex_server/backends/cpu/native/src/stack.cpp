@@ -109,7 +109,8 @@ class StackRun {
   }
 
   void attend(const LpLayer& layer) {
-    const Heads heads{stack_.num_heads, stack_.num_kv_heads, stack_.head_dim, layer.scaling, layer.softcap, layer.window};
+    const Heads heads{stack_.num_heads, stack_.num_kv_heads, stack_.head_dim, layer.scaling, layer.softcap, layer.window, 0,
+                      nullptr};
     attend_all(pool_, kernels_, dtype_, scratch_.q, scratch_.mixed, {layer.k_pages, layer.v_pages}, heads, step_.spans);
   }
 

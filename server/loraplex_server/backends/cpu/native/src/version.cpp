@@ -16,7 +16,7 @@
 namespace lp {
 
 // Raise it when a function changes its arguments or meaning, together with ABI_VERSION in library.py.
-constexpr int kAbiVersion = 3;
+constexpr int kAbiVersion = 4;
 
 // Levels, each including those below it. 0 is a CPU that none of the variants runs on.
 constexpr int kNone = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAmx = 4, kNumLevels = 5;

@@ -21,10 +21,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-TYPES = {"parts_ptr": "*fp32", "stats_ptr": "*fp32", "plan_ptr": "*i32", "slots_ptr": "*i32"}
+TYPES = {"parts_ptr": "*fp32", "stats_ptr": "*fp32", "sinks_ptr": "*fp32", "plan_ptr": "*i32", "slots_ptr": "*i32"}
 FLOATS = ("scale", "softcap")
 # What launches pass with other values than multiples of 16.
-RAGGED = ("count_at", "pieces_at", "tables_at", "partials_at", "window", *FLOATS)
+RAGGED = ("count_at", "pieces_at", "tables_at", "partials_at", "window", "chunk", *FLOATS)
 
 
 def compile_kernel(kernel: Any, dtype: str, arch: int, constants: dict[str, Any], **options: int) -> Any:
@@ -47,17 +47,19 @@ def compile_kernel(kernel: Any, dtype: str, arch: int, constants: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "arch", "rows", "dim", "window", "softcap"),
+    ("dtype", "arch", "rows", "dim", "window", "softcap", "chunk"),
     [
-        ("bf16", 90, 16, 128, None, None),  # decode of Llama 3
-        ("bf16", 80, 32, 128, 4096, None),  # verification
-        ("bf16", 90, 128, 128, None, None),  # a prompt
-        ("fp16", 80, 128, 128, None, None),
-        ("fp16", 90, 64, 256, 4096, 50.0),  # Gemma 2
-        ("bf16", 90, 64, 80, None, None),  # no power of two
-        ("bf16", 80, 32, 512, None, None),
-        ("fp32", 80, 16, 128, None, None),
-        ("fp32", 90, 32, 128, 1024, 50.0),
+        ("bf16", 90, 16, 128, None, None, None),  # decode of Llama 3
+        ("bf16", 80, 32, 128, 4096, None, None),  # verification
+        ("bf16", 90, 128, 128, None, None, None),  # a prompt
+        ("fp16", 80, 128, 128, None, None, None),
+        ("fp16", 90, 64, 256, 4096, 50.0, None),  # Gemma 2
+        ("bf16", 90, 64, 80, None, None, None),  # no power of two
+        ("bf16", 80, 32, 512, None, None, None),
+        ("fp32", 80, 16, 128, None, None, None),
+        ("fp32", 90, 32, 128, 1024, 50.0, None),
+        ("bf16", 90, 64, 64, 128, None, None),  # gpt-oss, with sinks
+        ("bf16", 90, 16, 128, None, None, 8192),  # Llama 4
     ],
 )
 def test_attend_compiles(
@@ -69,12 +71,13 @@ def test_attend_compiles(
     dim: int,
     window: int | None,
     softcap: float | None,
+    chunk: int | None,
 ) -> None:
     from loraplex_server.backends.cuda.attention.paged import attend_kernel, tile_options
     from loraplex_server.backends.cuda.attention.plan import shape_of
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    spec = spec_of(num_heads=32, num_kv_heads=8, k_dim=dim, v_dim=dim, window=window, softcap=softcap)
+    spec = spec_of(num_heads=32, num_kv_heads=8, k_dim=dim, v_dim=dim, window=window, softcap=softcap, chunk=chunk)
     assert rows <= shape_of(spec, DTYPES[dtype]).max_rows
     options = tile_options(spec, DTYPES[dtype], rows, has_wgmma=arch == 90)
     launch = {name: options.pop(name) for name in ("num_stages", "num_warps")}
@@ -85,7 +88,9 @@ def test_attend_compiles(
         "PAGE": 16,
         "BLOCK_ROWS": rows,
         "HAS_WINDOW": window is not None,
+        "HAS_CHUNK": chunk is not None,
         "HAS_SOFTCAP": softcap is not None,
+        "HAS_SINKS": chunk is not None or window == 128,
         "INTERPRETED": False,
         **options,
     }
@@ -107,4 +112,5 @@ def test_the_others_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nam
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants = {"K_DIM": 128, "V_DIM": 128, "BLOCK_K": 128, "BLOCK_V": 128, "BLOCK_PARTS": 8}
+    constants["HAS_SINKS"] = True
     assert compile_kernel(getattr(triton_kernels, name), dtype, arch, constants).asm["cubin"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import fake_flashinfer
-from support.attention_cases import CPU, make_problem, spec_of
+from support.attention_cases import CPU, make_problem, sinks_of, spec_of
 from torch import Tensor
 
 from loraplex_server.backends.cuda.attention import flashinfer
@@ -146,6 +146,8 @@ def test_what_does_not_fit_is_refused() -> None:
         ([layer()], torch.float32, "not in float32"),
         ([layer(), layer(k_dim=80, v_dim=80)], BF16, "the model has 80"),
         ([layer(k_dim=192, v_dim=128)], None, "192 and 128"),
+        ([layer(), layer(sinks=sinks_of(4))], BF16, "no sinks"),
+        ([layer(), layer(chunk=8192)], BF16, "no chunks"),
     ],
 )
 def test_says_why_it_cannot(specs: list[AttentionSpec], dtype: torch.dtype | None, said: str) -> None:

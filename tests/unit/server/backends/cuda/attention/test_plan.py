@@ -23,7 +23,7 @@ from loraplex_server.backends.cuda.attention.plan import (
     reserve_plan,
     shape_of,
 )
-from loraplex_server.layers.attention import AttentionBatch, Reserved
+from loraplex_server.layers.attention import AttentionBatch, Reach, Reserved
 
 
 def batch_of(spans: list[tuple[int, int]], block_size: int = 16) -> AttentionBatch:
@@ -34,14 +34,21 @@ def batch_of(spans: list[tuple[int, int]], block_size: int = 16) -> AttentionBat
     return AttentionBatch(lens, contexts, tables, block_size, torch.empty(0))
 
 
-@pytest.mark.parametrize("seed", range(20))
+def first_seen(reach: Reach, position: int) -> int:
+    if reach.chunk is not None:
+        return position // reach.chunk * reach.chunk
+    return 0 if reach.window is None else max(0, position - reach.window + 1)
+
+
+@pytest.mark.parametrize("seed", range(30))
 def test_every_query_meets_every_key_that_it_sees_once(seed: int) -> None:
     chooser = random.Random(seed)
     spans = [
         (chooser.choice([0, 3, 127, 128, 500, 9000]), chooser.choice([1, 1, 2, 5, 40, 300]))
         for _ in range(chooser.randrange(1, 6))
     ]
-    shape = Shape(chooser.choice([None, 1, 100, 4096]), chooser.choice([1, 3, 4, 8]), chooser.choice([16, 128]))
+    reach = Reach(*chooser.choice([(None, None), (1, None), (100, None), (4096, None), (None, 70), (None, 4096)]))
+    shape = Shape(reach, chooser.choice([1, 3, 4, 8]), chooser.choice([16, 128]))
     cut = cut_spans(read_spans(batch_of(spans)), shape)
     seen: dict[int, list[tuple[int, int]]] = {}  # token -> ranges of keys
     parts: dict[int, int] = {}
@@ -49,16 +56,16 @@ def test_every_query_meets_every_key_that_it_sees_once(seed: int) -> None:
         for token, num_queries, position, start, end, _, partial, _ in pieces.tolist():
             assert 0 < num_queries * shape.num_groups <= rows <= shape.max_rows
             assert start % KEY_ALIGN == 0
-            if shape.window is not None and start < end:
-                assert start > position - shape.window + 1 - KEY_ALIGN, "keys are read that no query sees"
+            if reach != Reach() and start < end:
+                assert start > first_seen(reach, position) - KEY_ALIGN, "keys are read that no query sees"
             for i in range(num_queries):
-                first = 0 if shape.window is None else max(0, position + i - shape.window + 1)
+                first = first_seen(reach, position + i)
                 seen.setdefault(token + i, []).append((max(start, first), min(end, position + i + 1)))
                 parts[token + i] = parts.get(token + i, 0) + (partial >= 0)
     token = 0
     for past, new in spans:
         for i in range(new):
-            first = 0 if shape.window is None else max(0, past + i - shape.window + 1)
+            first = first_seen(reach, past + i)
             ranges = sorted(one for one in seen.pop(token) if one[0] < one[1])
             assert ranges[0][0] == first
             assert ranges[-1][1] == past + i + 1
@@ -117,7 +124,7 @@ def test_slots_are_those_of_the_block_tables(block_size: int) -> None:
 @pytest.mark.parametrize("window", [None, 1000])
 def test_what_is_reserved_holds_the_worst_step(query_len: int, window: int | None) -> None:
     max_blocks, block_size = 600, 16
-    shape = Shape(window, 4, 128)
+    shape = Shape(Reach(window), 4, 128)
     plan = reserve_plan(Reserved(2, query_len, max_blocks), block_size, [shape], torch.bfloat16, CPU)
     (launch,) = plan.works[shape].launches
     most = 0

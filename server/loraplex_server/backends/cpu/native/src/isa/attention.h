@@ -46,8 +46,9 @@ static void score(const AttendTask& t, const typename D::T* q, int num_rows, int
   }
 }
 
-// Turns a row's scores of keys [from, to) into weights that sum to 1; all others become 0.
-static void soften(float* scores, int64_t from, int64_t to, int64_t length, float softcap) {
+// Turns a row's scores of keys [from, to) into weights that sum to 1, with what a sink takes of it; all others become 0.
+template <bool kSpecial>
+static void soften(float* scores, int64_t from, int64_t to, int64_t length, float softcap, const float* sink) {
   const Floats none = all(-__builtin_inff());
   Floats top = none;
   for (int64_t i = from & ~15; i < to; i += 16) {
@@ -59,7 +60,9 @@ static void soften(float* scores, int64_t from, int64_t to, int64_t length, floa
     // NaN must not be lost in a maximum: the second operand is returned where either is NaN.
     top = max(top, s);
   }
-  const Floats peak = all(largest(top));
+  float highest = largest(top);
+  if (kSpecial && sink != nullptr && *sink > highest) highest = *sink;
+  const Floats peak = all(highest);
   Floats total = zeros();
   for (int64_t i = from & ~15; i < to; i += 16) {
     Floats s = load(scores + i);
@@ -68,7 +71,9 @@ static void soften(float* scores, int64_t from, int64_t to, int64_t length, floa
     store(scores + i, e);
     total = add(total, e);
   }
-  const Floats inverse = all(1.0f / sum(total));
+  float whole = sum(total);
+  if (kSpecial && sink != nullptr) whole += largest(exp_ps(sub(all(*sink), peak)));
+  const Floats inverse = all(1.0f / whole);
   int64_t i = 0;
   for (; i < (from & ~15); i += 16) store(scores + i, zeros());
   for (; i < to; i += 16) store(scores + i, mul(load(scores + i), inverse));
@@ -111,18 +116,19 @@ static inline bool is_finite(const float* x, int n) {
   return !any(wild);
 }
 
-// The first key that a query sees, counted from `begin`.
+// The first key that a query sees, counted from `begin`, which is no later.
+template <bool kSpecial>
 static inline int64_t first_seen(const AttendTask& t, int64_t position, int64_t begin) {
-  const int64_t from = t.window > 0 ? position - t.window + 1 - begin : 0;
+  const int64_t from = t.window > 0 || kSpecial ? first_key<kSpecial>(t, position) - begin : 0;
   return from < 0 ? 0 : from;
 }
 
-template <class D>
+template <class D, bool kSpecial>
 static void attend_block(const AttendTask& t, float* scratch) {
   typedef typename D::T T;
   const int num_rows = t.num_tokens * t.group, padded = (num_rows + 3) & ~3;  // at most 16
   const int64_t last = t.first_position + t.num_tokens;
-  int64_t begin = t.window > 0 ? t.first_position - t.window + 1 : 0;
+  int64_t begin = first_key<kSpecial>(t, t.first_position);
   if (begin < 0) begin = 0;
   // From a fixed grid, so that a row's sums fall into the same lanes whichever queries it is computed with.
   begin &= ~15;
@@ -138,13 +144,15 @@ static void attend_block(const AttendTask& t, float* scratch) {
   score<D>(t, q, padded, begin, last, scores, stride);
   for (int r = 0; r < padded; r++) {
     const int64_t position = t.first_position + (r < num_rows ? r / t.group : 0);
-    soften(scores + r * stride, first_seen(t, position, begin), position + 1 - begin, stride, t.softcap);
+    const float* sink = kSpecial && t.sinks != nullptr ? t.sinks + (r < num_rows ? r : 0) % t.group : nullptr;
+    soften<kSpecial>(scores + r * stride, first_seen<kSpecial>(t, position, begin), position + 1 - begin, stride, t.softcap,
+                     sink);
   }
   for (int r = 0; r < padded; r += 4) weigh_rows<D>(t, scores + r * stride, stride, begin, last, sums + r * t.dim);
   for (int r = 0; r < num_rows; r++) {
     if (is_finite(sums + r * t.dim, t.dim)) continue;
     // A weight of 0 does not keep out what is not finite: once more, of what the row sees and nothing else.
-    const int64_t position = t.first_position + r / t.group, from = first_seen(t, position, begin);
+    const int64_t position = t.first_position + r / t.group, from = first_seen<kSpecial>(t, position, begin);
     float* alone = sums + 16 * t.dim;
     weigh_rows<D>(t, scores + r * stride + from, 0, begin + from, position + 1, alone);
     __builtin_memcpy(sums + r * t.dim, alone, (size_t)t.dim * sizeof(float));
@@ -155,15 +163,23 @@ static void attend_block(const AttendTask& t, float* scratch) {
   }
 }
 
-static void attend(DType dtype, const AttendTask& t, float* scratch) {
+template <bool kSpecial>
+static void attend_as(DType dtype, const AttendTask& t, float* scratch) {
   if (dtype == DType::F32)
-    attend_block<F32>(t, scratch);
+    attend_block<F32, kSpecial>(t, scratch);
   else
 #ifdef __AMX_BF16__
     attend_by_tiles(t, scratch);
 #else
-    attend_block<BF16>(t, scratch);
+    attend_block<BF16, kSpecial>(t, scratch);
 #endif
+}
+
+static void attend(DType dtype, const AttendTask& t, float* scratch) {
+  if (is_special(t))
+    attend_as<true>(dtype, t, scratch);
+  else
+    attend_as<false>(dtype, t, scratch);
 }
 
 static int attend_rows(DType dtype) {

@@ -61,7 +61,7 @@ static Sight sight_of(const AttendTask& t, int tile, int64_t from) {
   for (int r = 0; r < 16; r++) {
     const int row = tile * 16 + r < num_rows ? tile * 16 + r : num_rows - 1;
     const int64_t position = t.first_position + row / t.group - from;
-    const int64_t first = t.window > 0 ? position - t.window + 1 : 0;
+    const int64_t first = t.window > 0 || t.chunk > 0 ? first_key<true>(t, position + from) - from : 0;
     sight.first[r] = (int32_t)(first < 0 ? 0 : first > kAttendKeys ? kAttendKeys : first);
     sight.last[r] = (int32_t)(position < 0 ? 0 : position >= kAttendKeys ? kAttendKeys : position + 1);
     if (sight.first[r] < lowest) lowest = sight.first[r];
@@ -302,11 +302,14 @@ static void attend_by_tiles(const AttendTask& t, float* scratch) {
   const TileMemory m(scratch, t.dim);
   const int num_rows = t.num_tokens * t.group, num_tiles = (num_rows + 15) / 16;
   const int64_t last = t.first_position + t.num_tokens;
-  int64_t begin = t.window > 0 ? t.first_position - t.window + 1 : 0;
+  int64_t begin = first_key<true>(t, t.first_position);
   begin = begin < 0 ? 0 : begin / kAttendKeys * kAttendKeys;
   const bool copies = num_tiles > 2 || t.block_size % 16 != 0;
   take_queries(t, m.q);
   for (int i = 0; i < num_tiles * 16; i++) m.top[i] = -__builtin_inff(), m.total[i] = 0;
+  if (t.sinks != nullptr)  // one score that is there before all others; scores are kept without their factor
+    for (int i = 0; i < num_rows; i++)
+      m.top[i] = t.sinks[i % t.group] / (t.softcap != 0.0f ? 1.0f : t.scaling), m.total[i] = 1;
   __builtin_memset(m.sums, 0, sizeof(float) * (size_t)(num_tiles * 16 * t.dim));
   configure(kRows);
   for (int64_t from = begin; from < last; from += kAttendKeys) {

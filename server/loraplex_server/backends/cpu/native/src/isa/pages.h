@@ -24,6 +24,18 @@ struct Cursor {
   }
 };
 
+// Chunks or sinks, which few models have: their code by vectors is another, so that the others' stays as it is.
+static inline bool is_special(const AttendTask& t) { return t.chunk > 0 || t.sinks != nullptr; }
+
+// The first position that a query sees, or one before position 0; none of a later query is before it.
+template <bool kSpecial>
+static inline int64_t first_key(const AttendTask& t, int64_t position) {
+  const int64_t from = t.window > 0 ? position - t.window + 1 : 0;
+  if (!kSpecial || t.chunk == 0) return from;
+  const int64_t begin = position / t.chunk * t.chunk;
+  return from < begin ? begin : from;
+}
+
 static inline void fetch_early(const void* row, int num_bytes) {
   for (int i = 0; i < num_bytes; i += 64) _mm_prefetch((const char*)row + i, _MM_HINT_T0);
 }

@@ -1,0 +1,71 @@
+"""Kinds of attention equal `generate()` in whole engines.
+
+Sinks, chunks: texts longer than windows and chunks, in mixed batches of the base and of LoRAs with ranks 4 and 13, with
+prompts in pieces, prefix hits, forks, preemption and every proposer. In float64, against Transformers and PEFT.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.dense import greedy
+from support.peft_files import SPECS, LoraSpec
+from support.speculation import World, draft_proposer, loopy, make_bench, request
+from support.zoo import VOCAB_SIZE, random_model
+
+from loraplex_contracts.request import Request, SpeculationParams
+from loraplex_server.speculation.proposer import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP
+
+NUM_TOKENS = 14
+KINDS = (
+    SpeculationParams("medusa", medusa_id="heads", fixed_length=True),
+    SpeculationParams("prompt_lookup", min_ngram=1, max_ngram=3, fixed_length=True),
+    SpeculationParams("draft_model", draft_name="same", max_draft_tokens=3),
+    SpeculationParams("auto", medusa_id="heads"),
+    SpeculationParams("off"),
+)
+LORAS: dict[str, LoraSpec] = {"rank-4": SPECS[1], "rank-13": LoraSpec("r13", 13, 10, "attention")}
+QUICK = ("gpt_oss",)
+FAMILIES = (*QUICK, "llama4-chunks", "granite_swa", "mimo_v2_flash")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+)
+def test_equals_generate_in_an_engine(family: str, tmp_path: Path) -> None:
+    world = World(loopy(random_model(family), 0.3), tmp_path)
+    for seed, (name, spec) in enumerate(LORAS.items()):
+        world.add_lora(name, spec, seed=seed + 1)
+    dice = random.Random(3)
+    opening = [dice.randrange(2, VOCAB_SIZE) for _ in range(31)]
+    asked: list[Request] = []
+    for number in range(3):
+        for adapter_id in ("", *LORAS):
+            for kind in KINDS if not adapter_id else dice.sample(KINDS, 2):
+                prompt = [*opening[: dice.randint(0, 31)], dice.randrange(2, VOCAB_SIZE)]
+                name = f"{number}: {adapter_id} {kind.kind}"
+                one = request(name, prompt, NUM_TOKENS, adapter_id=adapter_id, n=1 + (number == 2))
+                asked.append(replace(one, speculation=kind))
+    world.add_heads("heads", [one for one in asked if not one.adapter_id][:3], 3)
+    dice.shuffle(asked)
+    drafts = {"same": draft_proposer(world.model, num_target_ids=VOCAB_SIZE)}
+    bench = make_bench(world.model, tmp_path, drafts=drafts, num_blocks=26, max_running=6, max_step_tokens=13)
+    bench.load(*LORAS, "heads")
+    outcomes = bench.run(asked, dice)
+    for outcome in outcomes.values():
+        one = outcome.request
+        assert outcome.error is None, outcome.error
+        want = greedy(world.models[one.adapter_id], one.prompt_token_ids, NUM_TOKENS)
+        assert dict(outcome.tokens) == dict.fromkeys(range(one.n), want), one.request_id
+    assert bench.num_preemptions > 0
+    assert any(end.num_cached_tokens for outcome in outcomes.values() for end in outcome.ends.values())
+    drafted, accepted = bench.speculator.drafted, bench.speculator.accepted
+    assert drafted[PROMPT_LOOKUP] > 0
+    assert accepted[MEDUSA] > 0
+    assert accepted[DRAFT_MODEL] > 0
+    assert len({tuple(outcome.tokens[0]) for outcome in outcomes.values()}) > len(asked) // 2
+    bench.close()
+    world.close()
