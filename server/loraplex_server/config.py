@@ -247,7 +247,9 @@ class EngineConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    num_threads: int | None = option(None, "CPU threads of the engine. Default: all cores.", "--threads")
+    num_threads: int | None = option(
+        None, "CPU threads of the engine. Default: all cores, within the container's CPU quota.", "--threads"
+    )
     cpu_kernels: str = option(
         "auto",
         "What computes on a CPU: native (C++ kernels that come with the package), torch, or auto: native where they "

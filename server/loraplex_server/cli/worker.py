@@ -165,6 +165,6 @@ def apply_placement(config: WorkerConfig, index: int, num_workers: int) -> Worke
     if placement.cores:
         if hasattr(os, "sched_setaffinity"):  # Linux
             os.sched_setaffinity(0, frozenset().union(*placement.cores))
-        num_threads = num_threads or min(default_num_threads(), len(placement.cores))
+        num_threads = num_threads or min(default_num_threads(num_workers), len(placement.cores))
     model = replace(engine.model, device=placement.device)
     return replace(config, engine=replace(engine, model=model, num_threads=num_threads))

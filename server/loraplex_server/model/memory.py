@@ -13,6 +13,7 @@ from typing import Final
 import torch
 
 from loraplex_contracts.errors import OutOfMemory
+from loraplex_runtime import cgroups
 from loraplex_server.backends.reference import MAX_GROUP_TOKENS
 from loraplex_server.layers.experts import ExpertLinear
 from loraplex_server.layers.linear import AdaptedHead, AdaptedLinear
@@ -39,8 +40,6 @@ KV_SHARE: Final = {"cuda": 0.9, "cpu": 0.25}
 CPU_KV_BYTES: Final = 4 << 30
 MIN_BLOCKS: Final = 3  # one for padding, two for a sequence
 UNKNOWN_FREE_BYTES: Final = 4 << 30  # where the system does not tell: a size that a desktop can bear
-CGROUPS: Final = Path("/sys/fs/cgroup")
-OWN_CGROUPS: Final = Path("/proc/self/cgroup")
 
 
 def step_bytes(loaded: LoadedModel, num_tokens: int, max_rows: int) -> int:
@@ -103,54 +102,12 @@ def free_memory_bytes(device: torch.device) -> int:
     """Memory that is free on the device now; on a CPU, within the container's limit if there is one."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free, left = _available_bytes(), cgroup_free_bytes()
+    free, left = _available_bytes(), cgroups.free_bytes()
     return free if left is None else min(free, left)
 
 
-def cgroup_free_bytes(root: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int | None:
-    """Memory left under the tightest limit of the process's control groups, v1 or v2; None without a limit."""
-    found = [left for folder in _cgroup_folders(root, own) if (left := _left_bytes(folder)) is not None]
-    return min(found, default=None)
-
-
-def _cgroup_folders(root: Path, own: Path) -> list[Path]:
-    """The process's own groups and those around them: a limit counts for all groups inside."""
-    folders = [root, root / "memory"]  # in a container the path may be the host's; the mounted root is ours then
-    for line in _read(own).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):  # v2 names no controller
-            folder = root / controllers
-            for part in Path(path).parts[1:]:
-                folder = folder / part
-                folders.append(folder)
-    return folders
-
-
-def _left_bytes(folder: Path) -> int | None:
-    for limit_name, used_name, prefix in (
-        ("memory.max", "memory.current", ""),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    ):
-        limit, used = _read(folder / limit_name).strip(), _read(folder / used_name).strip()
-        if limit.isdigit() and used.isdigit():
-            stat = dict(line.split(maxsplit=1) for line in _read(folder / "memory.stat").splitlines())
-            # The page cache counts as used but makes room where it is needed, except for what is mapped: a CPU reads
-            # weights from there.
-            cached = int(stat.get(f"{prefix}inactive_file", 0)) + int(stat.get(f"{prefix}active_file", 0))
-            mapped = int(stat.get("file_mapped", 0)) + int(stat.get("total_mapped_file", 0))
-            return max(0, int(limit) - int(used) + max(0, cached - mapped))
-    return None
-
-
 def _available_bytes() -> int:
-    for line in _read(Path("/proc/meminfo")).splitlines():
+    for line in cgroups.read(Path("/proc/meminfo")).splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return UNKNOWN_FREE_BYTES
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -11,6 +11,8 @@ import shlex
 from pathlib import Path
 from typing import Final
 
+from loraplex_runtime import cgroups
+
 CPUS: Final = Path("/sys/devices/system/cpu")
 
 
@@ -25,9 +27,10 @@ def threads_from_environment() -> int | None:
     return int(first) if first.isdecimal() and int(first) > 0 else None
 
 
-def default_num_threads() -> int:
-    """$OMP_NUM_THREADS where it is set, as torch reads it, or the number of cores."""
-    return threads_from_environment() or num_cores(own_cpus())
+def default_num_threads(num_workers: int = 1) -> int:
+    """$OMP_NUM_THREADS where it is set, as torch reads it, or the number of cores, but no more than whose time the
+    container may use. `num_workers`: processes that share that time."""
+    return threads_from_environment() or int(min(num_cores(own_cpus()), max(1, cgroups.cpu_quota() / num_workers)))
 
 
 def num_cores(cpus: set[int], root: Path = CPUS) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -33,6 +34,19 @@ def test_the_environment_comes_first(given: str, expected: int, monkeypatch: pyt
     monkeypatch.setattr(config, "num_cores", lambda cpus: 7)
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     assert default_num_threads() == expected
+
+
+@pytest.mark.parametrize(
+    ("quota", "num_workers", "expected"),
+    [(math.inf, 4, 7), (2.5, 1, 2), (0.5, 1, 1), (6.0, 2, 3), (2.0, 4, 1), (9.0, 1, 7)],
+)
+def test_threads_follow_the_quota(
+    quota: float, num_workers: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(config, "num_cores", lambda cpus: 7)
+    monkeypatch.setattr(config.cgroups, "cpu_quota", lambda: quota)
+    assert default_num_threads(num_workers) == expected
 
 
 def test_no_more_than_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
