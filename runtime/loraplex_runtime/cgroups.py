@@ -1,4 +1,4 @@
-"""Control groups: the limits of memory and CPU time that a container sets, v1 or v2."""
+"""Control groups: a container's limits of memory and CPU time."""
 
 from __future__ import annotations
 
