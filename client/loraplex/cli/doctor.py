@@ -130,7 +130,13 @@ def _cpu_kernels() -> list[Row]:
     from loraplex_server.backends.cpu.native.library import load
 
     status = load().status
-    return [{"name": "native", "usable": status.usable, "note": status.isa or status.reason}]
+    if not status.usable:
+        return [{"name": "native", "usable": False, "note": status.reason}]
+    from loraplex_server.backends.cpu.native.report import examine_cpu
+
+    cpu = examine_cpu()
+    note = f"{cpu.isa}, {cpu.num_threads} threads, reads weights at {cpu.read_bytes_per_s / 1e9:.0f} GB/s"
+    return [{"name": "native", "usable": True, "note": "; ".join((note, *cpu.unused))}]
 
 
 def _lora_operations() -> list[Row]:
