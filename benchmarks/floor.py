@@ -2,26 +2,30 @@
 
 A decode step reads the weights once (an embedding that is no output layer too is not read whole) and those of each
 distinct adapter, and multiplies; whichever takes longer counts. A prefill multiplies, with the output layer only
-for the last tokens. Nothing else costs anything, so no system reaches it.
+for the last tokens. Nothing else costs anything, so no system reaches it. A machine whose speed drifts is measured
+between the turns of a comparison: the floor is that of the median, and its spread is told.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import statistics
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from workloads import WorkItem, read_workload
 
+from loraplex_server.backends.cpu.linear import packed_linear
+
 GEMM_SIZE = 2048
 ROW = 1024  # numbers of a row that is read
 SERVED_ITEM_BYTES = 2  # bfloat16, whatever an adapter's file has
-NUM_TRIES = 15
+NUM_TRIES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +33,20 @@ class Machine:
     read_bytes_per_s: float
     gemm_flops_per_s: float  # bfloat16
 
-    def best(self, other: Machine) -> Machine:
+    @staticmethod
+    def median(tries: Sequence[Machine]) -> Machine:
         return Machine(
-            max(self.read_bytes_per_s, other.read_bytes_per_s), max(self.gemm_flops_per_s, other.gemm_flops_per_s)
+            statistics.median(one.read_bytes_per_s for one in tries),
+            statistics.median(one.gemm_flops_per_s for one in tries),
+        )
+
+    @staticmethod
+    def spread(tries: Sequence[Machine]) -> float:
+        """The larger of bandwidth's and rate's: from the least to the most, as a part of the median."""
+        median = Machine.median(tries)
+        reads, rates = [one.read_bytes_per_s for one in tries], [one.gemm_flops_per_s for one in tries]
+        return max(
+            (max(reads) - min(reads)) / median.read_bytes_per_s, (max(rates) - min(rates)) / median.gemm_flops_per_s
         )
 
 
@@ -69,18 +84,27 @@ def floors(machine: Machine, inputs: Path, workloads: list[str]) -> dict[str, fl
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def measure_machine(num_bytes: int) -> Machine:
-    """The best of several tries. `num_bytes`: as large as the weights are, so that caches help as much as they may."""
-    matrix = torch.ones(max(1, num_bytes // 4 // ROW), ROW)  # float32
-    vector = torch.ones(ROW)
-    # Without instructions for bfloat16 a CPU multiplies it as float32, and torch takes 50 times as long over it.
-    dtype = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
-    square = torch.randn(GEMM_SIZE, GEMM_SIZE).to(dtype)
-    with torch.inference_mode():
-        # Which of the two reads faster depends on the processor.
-        read_s = min(_best_s(lambda: matrix @ vector), _best_s(lambda: matrix.sum()))
-        gemm_s = _best_s(lambda: square @ square)
-    return Machine(matrix.nbytes / read_s, 2 * GEMM_SIZE**3 / gemm_s)
+class Meter:
+    """Measures the machine again and again, between the turns of what it is compared with."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """`num_bytes`: as large as the weights are, so that caches help as much as they may."""
+        self.tries: list[Machine] = []
+        self._matrix = torch.ones(max(1, num_bytes // 4 // ROW), ROW)  # float32
+        self._vector = torch.ones(ROW)
+        # Without instructions for bfloat16 a CPU multiplies it as float32, and torch takes 50 times as long over it.
+        dtype = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+        self._x = torch.randn(GEMM_SIZE, GEMM_SIZE).to(dtype)
+        self._linear = packed_linear(torch.randn(GEMM_SIZE, GEMM_SIZE).to(dtype), None)
+
+    def measure(self) -> Machine:
+        """The best of a few tries, which take some tenths of a second."""
+        with torch.inference_mode():
+            # Which of the two reads faster depends on the processor.
+            read_s = min(_best_s(lambda: self._matrix @ self._vector), _best_s(lambda: self._matrix.sum()))
+            gemm_s = _best_s(lambda: self._linear(self._x))
+        self.tries.append(Machine(self._matrix.nbytes / read_s, 2 * GEMM_SIZE**3 / gemm_s))
+        return self.tries[-1]
 
 
 def _best_s(action: Callable[[], object]) -> float:

@@ -39,7 +39,7 @@ import openloop
 import systems
 import torch
 from compare import MIXED, OWN, OWN_OFF, PEFT, ROUTER, VLLM, VLLM_OFF, WORKER, Comparison, before
-from floor import floors, measure_machine, measure_size
+from floor import Machine, Meter, floors, measure_size
 from inprocess import EngineSystem, build, worker_flags
 from inputs import SHAPES, make_inputs
 from plot import svg
@@ -98,8 +98,7 @@ def compare(args: argparse.Namespace) -> None:
     workloads: list[str] = args.workloads or [
         name for name in workload_names(args.inputs) if not name.endswith("-1") or name in ("base-1", "identical-1")
     ]
-    num_bytes = measure_size(args.inputs).num_bytes
-    machine = measure_machine(num_bytes)
+    meter = Meter(measure_size(args.inputs).num_bytes)
     with ExitStack() as stack, console.status("starting") as status:
         started = _start(args, workloads, stack, status.update)
         comparison = Comparison(started, workloads, args.rounds, {PEFT: args.peft_rounds})
@@ -107,6 +106,9 @@ def compare(args: argparse.Namespace) -> None:
         def told(system: str, workload: str, run: systems.Run | None) -> None:
             if run is None:
                 status.update(f"{system}: {workload}")
+                if system == started[0].name:
+                    meter.measure()
+                    time.sleep(comparison.pause_s)  # its threads go to sleep
             else:
                 row = {"system": system, "workload": workload, "tokens_per_s": round(run.tokens_per_s, 1)}
                 print(json.dumps(row), flush=True)
@@ -115,13 +117,14 @@ def compare(args: argparse.Namespace) -> None:
         versions: dict[str, str] = {}
         for system in started:
             versions |= system.versions
-    machine = machine.best(measure_machine(num_bytes))  # once more: other load may have disturbed the first time
+    machine = Machine.median(meter.tries)
     about = {
         "date": datetime.date.today().isoformat(),
         "processor": _processor(),
         "threads": torch.get_num_threads(),
         "read_gb_per_s": round(machine.read_bytes_per_s / 1e9, 1),
         "gemm_gflops_per_s": round(machine.gemm_flops_per_s / 1e9),
+        "floor_spread": round(Machine.spread(meter.tries), 2),
         "versions": versions,
         "command": shlex.join(["python", *sys.argv]),
     }
@@ -212,6 +215,12 @@ def show(args: argparse.Namespace) -> None:
 
 def _show(written: dict[str, Any], args: argparse.Namespace) -> None:
     print("\n".join(figures.ratio_lines(written)))
+    about = written["machine"]
+    if "floor_spread" in about:
+        print(
+            f"floor of {about['read_gb_per_s']} GB/s and {about['gemm_gflops_per_s']} GFLOP/s, medians between turns; "
+            f"spread {about['floor_spread']:.0%}"
+        )
     if args.systems:
         if unknown := set(args.systems) - written["tokens_per_s"].keys():
             raise SystemExit(f"--systems: nothing is known of {', '.join(sorted(unknown))}")
@@ -221,7 +230,6 @@ def _show(written: dict[str, Any], args: argparse.Namespace) -> None:
     if args.table is not None:
         args.table.write_text(table)
     if args.plot is not None:
-        about = written["machine"]
         title = f"Output tokens per second by workload; {about['threads']} threads, {about['processor']}"
         args.plot.write_text(svg(title, written["workloads"], figures.medians(written), written["floor"]))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from floor import Machine, ModelSize, floor_tokens_per_s, measure_machine, measure_size
+from floor import Machine, Meter, ModelSize, floor_tokens_per_s, measure_size
 from safetensors.torch import save_file
 from workloads import WorkItem
 
@@ -62,7 +62,15 @@ def test_a_tied_embedding_is_the_output_layer(tmp_path: Path) -> None:
 
 
 def test_the_machine_is_measured() -> None:
-    found = measure_machine(1 << 20)
-    assert found.read_bytes_per_s > 1e7
-    assert found.gemm_flops_per_s > 1e7
-    assert Machine(1.0, 5.0).best(Machine(2.0, 4.0)) == Machine(2.0, 5.0)
+    meter = Meter(1 << 20)
+    for _ in range(2):
+        found = meter.measure()
+        assert found.read_bytes_per_s > 1e7
+        assert found.gemm_flops_per_s > 1e7
+    assert len(meter.tries) == 2
+
+
+def test_a_drifting_machine() -> None:
+    tries = [Machine(10.0, 100.0), Machine(12.0, 90.0), Machine(11.0, 80.0)]
+    assert Machine.median(tries) == Machine(11.0, 90.0)
+    assert Machine.spread(tries) == pytest.approx(20 / 90)
