@@ -71,6 +71,7 @@ class BaseTargets:
     embedding: str = ""  # path of the input embedding
     tied_head: str = ""  # path of the head, where its weight is the input embedding's
     other_modules: frozenset[str] = frozenset()  # paths of further modules with parameters
+    absent_parts: tuple[str, ...] = ()  # paths of parts for images and audio, which are not loaded
     # Parameters of modules with fused experts, in their order, by the module's path.
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 

@@ -69,7 +69,7 @@ REASONS: Final[Mapping[str, str]] = {
     "first position": r"it does not count positions from 0 on",
     "not one row": r"its attention does not see the step's tokens as one row$",
     "no logits_to_keep": r"its forward does not take logits_to_keep$",
-    "no language model": r"Transformers has no causal language model for it$",
+    "no language model": r"Transformers has no class for it that generates text from text$",
     "a language to choose": r"a trial run raised ValueError: Input language unknown",
 }
 

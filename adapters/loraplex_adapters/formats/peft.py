@@ -135,23 +135,24 @@ def plan_lora(config: PeftLoraConfig, tensors: Mapping[str, TensorInfo], targets
                 raise AdapterInvalid(f"{tensor.where} is a second {name} of a classifier")
         else:
             others.append(tensor)
-    above = _above(found, targets)
+    places = _Places(found, targets)
     if not found:
         raise AdapterInvalid(f"{WEIGHTS_NAME} has no LoRA tensors")
     own: list[PlannedSaved] = []
     for tensor in others:
         path, name = _saved_name(tensor)
-        if name == "bias" and above + path in targets.modules:
+        place = places.of(path)
+        if name == "bias" and place in targets.modules:
             if found.setdefault(path, {}).setdefault("bias", tensor) is not tensor:
                 raise AdapterInvalid(f"{tensor.where} is a second bias for the same module")
         else:
-            own.append(_saved(tensor, above + path, name, config, targets))
+            own.append(_saved(tensor, place, name, config, targets))
     own = _tied(own, config, targets)
     _check_saved(own, saved, config)
     budget = match_budget()
-    experts, taken = _plan_experts(found, above, config, targets, budget)
+    experts, taken = _plan_experts(found, places, config, targets, budget)
     modules = [
-        _module(path, above, entry, config, targets, budget) for path, entry in found.items() if path not in taken
+        _module(path, places, entry, config, targets, budget) for path, entry in found.items() if path not in taken
     ]
     modules += experts
     _check_beside_experts(config, modules)
@@ -248,13 +249,38 @@ def _factor(tensor: TensorInfo, part: str, words: list[str]) -> Factor:
     return _FACTORS[part]
 
 
-def _above(found: Mapping[str, _Found], targets: BaseTargets) -> str:
-    """The prefix of the adapter's paths in the base model: an adapter of a model without a head
-    (FEATURE_EXTRACTION) leaves out where that model is in the one with its head."""
-    backbone = f"{targets.backbone}."
-    known = {*targets.modules, *targets.experts}
-    paths = {path.replace(_LAYER, "") for path in found}
-    return backbone if paths.isdisjoint(known) and any(backbone + path in known for path in paths) else ""
+# A word in paths that a whole checkpoint's class has and its language model's has not. It is in another place in
+# Transformers 4: `language_model.model.layers` for `model.language_model.layers`.
+_LANGUAGE_MODEL = "language_model"
+
+
+class _Places:
+    """Where in the base model the modules of an adapter's paths are."""
+
+    def __init__(self, found: Mapping[str, _Found], targets: BaseTargets) -> None:
+        self._known = {*targets.modules, *targets.experts, *targets.parameters}
+        # An adapter of a model without a head (FEATURE_EXTRACTION) leaves out where that is in the one with its head.
+        backbone = f"{targets.backbone}."
+        paths = {path.replace(_LAYER, "") for path in found}
+        is_backbone = paths.isdisjoint(self._known) and any(backbone + path in self._known for path in paths)
+        self._above = backbone if is_backbone else ""
+        self._by_end: dict[str, list[str]] = {}
+        for path in self._known:
+            self._by_end.setdefault(_below(path), []).append(path)
+
+    def of(self, path: str) -> str:
+        """The same where the base model has it, or has nothing like it."""
+        if path in self._known or self._above:
+            return self._above + path
+        ends = self._by_end.get(_below(path), [])
+        differs = len(ends) == 1 and any(_LANGUAGE_MODEL in one.split(".") for one in (path, ends[0]))
+        return ends[0] if differs else path
+
+
+def _below(path: str) -> str:
+    words = path.split(".")
+    start = next((idx for idx, word in enumerate(words) if word not in ("model", _LANGUAGE_MODEL)), len(words))
+    return ".".join(words[start:])
 
 
 _TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
@@ -293,7 +319,7 @@ def _saved(tensor: TensorInfo, path: str, name: str, config: PeftLoraConfig, tar
         is_kept = not module.weight_sha256 or any(end in config.modules_to_save for end in path_ends(path))
         return PlannedSaved(SavedShape(path, name, shape), tensor, "" if is_kept else module.weight_sha256)
     found = targets.parameters.get(path, {}).get(name)
-    if found is None and _is_of_media(path):
+    if found is None and _is_of_media(path, targets):
         raise _media_refusal(tensor, targets)
     if found is None:
         raise AdapterUnsupported(
@@ -337,14 +363,15 @@ def _tied(saved: list[PlannedSaved], config: PeftLoraConfig, targets: BaseTarget
 
 
 def _module(
-    path: str, above: str, entry: _Found, config: PeftLoraConfig, targets: BaseTargets, budget: Budget
+    path: str, places: _Places, entry: _Found, config: PeftLoraConfig, targets: BaseTargets, budget: Budget
 ) -> PlannedModule:
     tensor = next(iter(entry.values()))
     a, b, magnitude = entry.get("a"), entry.get("b"), entry.get("magnitude")
     if (a is None) is not (b is None) or (a is None and "bias" not in entry):
         missing = "A" if a is None else "B"
         raise AdapterInvalid(f"{tensor.where} has no lora_{missing} beside it")
-    module = targets.modules.get(above + path) or targets.modules.get(_renamed(above + path))
+    place = places.of(path)
+    module = targets.modules.get(place) or targets.modules.get(_renamed(place))
     if module is None:
         raise _no_such_module(path, tensor, targets)
     rank, scale = 0, 1.0
@@ -426,7 +453,7 @@ def _check_beside_experts(config: PeftLoraConfig, modules: Sequence[PlannedModul
 
 
 def _plan_experts(
-    found: Mapping[str, _Found], above: str, config: PeftLoraConfig, targets: BaseTargets, budget: Budget
+    found: Mapping[str, _Found], places: _Places, config: PeftLoraConfig, targets: BaseTargets, budget: Budget
 ) -> tuple[list[PlannedModule], set[str]]:
     """The modules of experts' tensors, and the paths that these have in `found`."""
     layers: dict[str, dict[int, str]] = {}  # paths by module and PEFT's layer around it, the outermost first
@@ -435,18 +462,25 @@ def _plan_experts(
         inner = path
         while inner.endswith(_LAYER):
             inner = inner.removesuffix(_LAYER)
-        if above + inner in targets.experts:
-            layers.setdefault(above + inner, {})[(len(path) - len(inner)) // len(_LAYER)] = path
+        if (place := places.of(inner)) in targets.experts:
+            layers.setdefault(place, {})[(len(path) - len(inner)) // len(_LAYER)] = path
             continue
         rest, _, name = path.rpartition(".")
         module, _, number = rest.rpartition(".")
-        module = _renamed(above + module)
+        module = _renamed(places.of(module))
         if module in targets.experts and number.isdecimal() and number.isascii() and len(number) < 6:
             single.setdefault(module, {})[name, int(number)] = path
     modules = [
         one
         for module, paths in layers.items()
-        for one in _plan_fused(module, {at: found[path] for at, path in paths.items()}, above, config, targets, budget)
+        for one in _plan_fused(
+            module,
+            min(paths.values(), key=len).removesuffix(_LAYER),
+            {at: found[path] for at, path in paths.items()},
+            config,
+            targets,
+            budget,
+        )
     ]
     for module, paths in single.items():
         modules += _plan_single(module, paths, found, config, targets, budget)
@@ -466,15 +500,14 @@ def _renamed(path: str) -> str:
 
 def _plan_fused(
     module: str,
+    own: str,
     layers: Mapping[int, _Found],
-    above: str,
     config: PeftLoraConfig,
     targets: BaseTargets,
     budget: Budget,
 ) -> Iterator[PlannedModule]:
     """Of a module's parameters that `target_parameters` names, PEFT wraps it for the first one first. A key says how
-    many layers are outside, and not which parameter it is."""
-    own = module.removeprefix(above)
+    many layers are outside, and not which parameter it is. `own`: the module's path in the adapter."""
     names = [name for name in targets.experts[module] if config.names_parameter(f"{own}.{name}")]
     first = next(iter(next(iter(layers.values())).values()))
     if not names:
@@ -581,7 +614,7 @@ def _a_and_b(entry: _Found) -> tuple[TensorInfo, TensorInfo]:
 
 
 def _no_such_module(path: str, tensor: TensorInfo, targets: BaseTargets) -> AdapterInvalid:
-    if _is_of_media(path):
+    if _is_of_media(path, targets):
         return _media_refusal(tensor, targets)
     if "experts" in path.split("."):
         return AdapterUnsupported(
@@ -599,8 +632,9 @@ def _no_such_module(path: str, tensor: TensorInfo, targets: BaseTargets) -> Adap
 _MEDIA = re.compile(r"vision|visual|image|img_|audio|speech|video|multi_?modal|mm_")
 
 
-def _is_of_media(path: str) -> bool:
-    return _MEDIA.search(path) is not None
+def _is_of_media(path: str, targets: BaseTargets) -> bool:
+    parts = {part.rpartition(".")[2] for part in targets.absent_parts}
+    return _MEDIA.search(path) is not None or not parts.isdisjoint(path.split("."))
 
 
 def _media_refusal(tensor: TensorInfo, targets: BaseTargets) -> AdapterUnsupported:

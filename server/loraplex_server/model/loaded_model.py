@@ -20,6 +20,7 @@ from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.experts import AdaptedExperts, AdaptedModule, AdaptedRouter, ExpertLinear
 from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedHead, AdaptedLinear
 from loraplex_server.layers.lora import SegmentedLora
+from loraplex_server.model.language import absent_parts
 from loraplex_server.model.states import StateSpec
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ class LoadedModel:
                 for path, module in self.model.named_modules()
                 if path not in modules and next(module.parameters(recurse=False), None) is not None
             ),
+            absent_parts=absent_parts(self.model),
             experts={
                 path: tuple(name for name, _ in module.base.named_parameters(recurse=False))
                 for path, module in self.model.named_modules()
@@ -123,7 +125,9 @@ class LoadedModel:
 
     def _tied_head(self) -> str:
         heads = [path for path, module in self.targets.items() if isinstance(module, AdaptedHead)]
-        return heads[0] if heads and self.model.config.get_text_config().tie_word_embeddings else ""
+        configs = (self.model.config.get_text_config(), self.model.config)
+        is_tied = next((one.tie_word_embeddings for one in configs if hasattr(one, "tie_word_embeddings")), False)
+        return heads[0] if heads and is_tied else ""
 
     def bind_kv(self, cache: KvCache, backend: PagedAttention) -> None:
         """Connects the attention layers to their pages."""

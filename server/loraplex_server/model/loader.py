@@ -17,13 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, UnsupportedModel
@@ -33,7 +27,7 @@ from loraplex_server.backends.equivalence import compare_all
 from loraplex_server.backends.fusion import FusedOps, fuse, separate
 from loraplex_server.backends.registry import plain_backend
 from loraplex_server.layers.adapter_slots import NormPlace
-from loraplex_server.layers.attention import HANDLE, PROBING, SERVING, AttentionLayer, ModelSpec, register_attention
+from loraplex_server.layers.attention import HANDLE, SERVING, AttentionLayer, ModelSpec, register_attention
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.experts import AdaptedExperts, AdaptedModule, AdaptedRouter
 from loraplex_server.layers.linear import (
@@ -44,6 +38,7 @@ from loraplex_server.layers.linear import (
     PlainLinear,
     merge_linears,
 )
+from loraplex_server.model.language import has_other_parts, language_class, read_language_model
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.probe import (
     ATTENTION_LAYERS,
@@ -107,13 +102,12 @@ def load_model(
     if dtype != "auto" and dtype not in DTYPES:
         raise InvalidArgument(f"{dtype!r} is not a dtype; use auto or one of {', '.join(DTYPES)}", field="--dtype")
     with reading(model_id):
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        model = read_language_model(
             model_id,
-            config=copy.deepcopy(config),
+            copy.deepcopy(config),
             revision=revision,
             dtype=DTYPES.get(dtype, dtype),
             trust_remote_code=False,
-            attn_implementation=PROBING,
         )
     if amend is not None:
         model = amend(model)
@@ -406,11 +400,11 @@ def refuse_config(config: PreTrainedConfig, model_id: str) -> None:
 
 def refuse_class(config: PreTrainedConfig, model_id: str) -> None:
     """The same for what Transformers' class shows, so that no weights are fetched in vain."""
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model_class = language_class(config)
     can_set = getattr(model_class, "_can_set_attn_implementation", None)
     if model_class is None:
-        reason = "Transformers has no causal language model for it"
-    elif can_set is not None and not can_set():
+        reason = "Transformers has no class for it that generates text from text"
+    elif can_set is not None and not has_other_parts(config) and not can_set():
         reason = "its attention does not use Transformers' attention interface"
     else:
         return
@@ -437,7 +431,7 @@ def _reasons(config: PreTrainedConfig) -> Iterator[str]:
         )
     if getattr(text, "num_kv_shared_layers", 0):
         yield "some of its layers share the keys and values of others"
-    if getattr(text, "use_bidirectional_attention", False):
+    if getattr(text, "use_bidirectional_attention", False) not in (False, None, "vision"):  # no images come here
         yield "it attends to later tokens"
 
 

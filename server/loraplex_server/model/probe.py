@@ -82,7 +82,7 @@ def probe_model(model: PreTrainedModel, model_id: str, max_context_tokens: int, 
 
 def _probe(model: PreTrainedModel, max_context_tokens: int, context: StepContext) -> Probe:
     model.set_attn_implementation(PROBING)
-    if getattr(model.config, "_attn_implementation", None) != PROBING:
+    if getattr(model.config.get_text_config(), "_attn_implementation", None) != PROBING:
         raise Refusal("its attention does not use Transformers' attention interface")
     probe = Probe(mixers=install_mixers(model, context))
     context.states = states = TextPerToken()

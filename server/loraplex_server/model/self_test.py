@@ -52,7 +52,7 @@ def reference_texts(model: PreTrainedModel, max_context_tokens: int, chunk: int 
     """What the model computes under Transformers' own attention; None if it has none. `chunk`: of its attention; texts
     begin at multiples of it, for pages know nothing of where they begin."""
     model.set_attn_implementation("eager")
-    if getattr(model.config, "_attn_implementation", None) != "eager":
+    if getattr(model.config.get_text_config(), "_attn_implementation", None) != "eager":
         return None
     num_ids = cast(Tensor, model.get_input_embeddings().weight).shape[0]
     counts = thresholds(model.config.get_text_config(), max_context_tokens)

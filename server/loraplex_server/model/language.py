@@ -1,0 +1,130 @@
+"""Language models of checkpoints that have parts for images or audio.
+
+Transformers' class for the whole checkpoint stays, with its names of weights and its code for texts. What lies beside
+the language model is taken out before any weight is read, and so is never in memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Generator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+_IGNORED = "_keys_to_ignore_on_load_unexpected"  # of Transformers' classes: patterns of names of weights
+
+
+class AbsentPart(nn.Module):
+    """Stands for a part of a model that is not loaded."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"{self._path} is for images or audio and is not loaded")
+
+
+def language_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Transformers' class that generates text with a checkpoint of this configuration; None where there is none."""
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING):
+        found: Any = mapping.get(type(config), None)
+        if found is not None:
+            return found[0] if isinstance(found, tuple) else found
+    return None
+
+
+def read_language_model(model_id: str, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """The model without parts for images and audio. `options`: of `from_pretrained`. `config` belongs to the model from
+    here on. Raises what Transformers raises, and ValueError where it has no class or the files lack weights."""
+    text = config.get_text_config()
+    if getattr(text, "use_bidirectional_attention", None) == "vision":
+        text.use_bidirectional_attention = None  # the same for texts, without masks of their own
+    model, info = _class_to_make(config).from_pretrained(model_id, config=config, output_loading_info=True, **options)
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(f"its files lack {len(missing)} of the weights that {type(model).__name__} has: {missing[0]}")
+    return model
+
+
+def make_language_model(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """The same with random weights. `options`: of `from_config`."""
+    made = _class_to_make(config)
+    return made.from_config(config, **options) if made is AutoModelForCausalLM else made._from_config(config, **options)
+
+
+def has_other_parts(config: PreTrainedConfig) -> bool:
+    """Whether Transformers' class has more than a language model."""
+    found, text = language_class(config), config.get_text_config()
+    return found is not None and text is not config and found.config_class is not type(text)
+
+
+def _class_to_make(config: PreTrainedConfig) -> Any:
+    found = language_class(config)
+    if found is None:
+        raise ValueError(f"Transformers has no class for {config.model_type} that generates text from text")
+    if has_other_parts(config):
+        return _without_other_parts(found)
+    # Of the causal language models Transformers knows which part of a configuration they take.
+    return AutoModelForCausalLM if MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) is not None else found
+
+
+def _without_other_parts(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    def init(self: PreTrainedModel, *args: Any, **options: Any) -> None:
+        model_class.__init__(self, *args, **options)
+        remove_other_parts(self)
+
+    def set_attention(self: PreTrainedModel, *args: Any, **options: Any) -> None:
+        with _warns_less():  # of configurations whose parts are not there
+            model_class.set_attn_implementation(self, *args, **options)
+
+    methods = {"__init__": init, "__module__": model_class.__module__, "set_attn_implementation": set_attention}
+    return type(model_class.__name__, (model_class,), methods)  # renamings of weights are known by the class's name
+
+
+@contextmanager
+def _warns_less() -> Generator[None]:
+    log = logging.getLogger("transformers.modeling_utils")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def remove_other_parts(model: PreTrainedModel) -> None:
+    """Takes out what lies beside the language model and the way to it, but for the head."""
+    text = model.config.get_text_config()
+    language = next((module for module in model.modules() if getattr(module, "config", None) is text), model)
+    kept = {id(module) for module in (language, model.get_output_embeddings())}
+    removed: list[str] = []
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        for name, child in list(module.named_children()):
+            if id(child) in kept:
+                continue
+            if any(id(part) in kept for part in child.modules()):
+                visit(child, f"{prefix}{name}.")
+            elif next(child.parameters(), None) is not None:
+                removed.append(prefix + name)
+                setattr(module, name, AbsentPart(prefix + name))
+
+    if language is not model:
+        visit(model, "")
+    # Their weights in the checkpoint are no mistake.
+    ignored: Collection[str] = getattr(model, _IGNORED, None) or ()
+    setattr(model, _IGNORED, {*ignored, *(rf"^{path}\." for path in removed)})
+
+
+def absent_parts(model: nn.Module) -> tuple[str, ...]:
+    """Paths of what was taken out."""
+    return tuple(path for path, module in model.named_modules() if isinstance(module, AbsentPart))

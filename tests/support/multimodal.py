@@ -1,0 +1,99 @@
+"""Tiny random checkpoints with parts for images or audio."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, cast
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel, modeling_utils
+
+from loraplex_server.model.tiny import Fields, tiny_config
+from support.sweep import shorten
+
+_SECTIONS: Fields = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+_OF_QWEN: Fields = {"text_config": {"rope_parameters": _SECTIONS}}
+# What the families' defaults lack.
+FAMILIES: Final[Mapping[str, Fields]] = {
+    "qwen2_vl": _OF_QWEN,
+    "qwen2_5_vl": _OF_QWEN,
+    "qwen3_vl": {},
+    "mistral3": {},
+    "gemma3": {},
+    "gemma4": {"vision_config": {"model_type": "gemma4_vision"}},
+    "llama4": {"text_config": {"layer_types": ["full_attention"] * 48}},
+    "qwen3_5": {},
+    "voxtral": {},
+}
+
+
+def multimodal_config(family: str) -> PreTrainedConfig:
+    changes: Any = copy.deepcopy(dict(FAMILIES[family]))
+    return tiny_config(CONFIG_MAPPING[family](**changes), amend=shorten)
+
+
+def whole_model(family: str, seed: int = 3) -> PreTrainedModel:
+    """In float64, with all its parts."""
+    torch.manual_seed(seed)
+    config = multimodal_config(family)
+    model: PreTrainedModel = AutoModelForMultimodalLM.from_config(config, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        if family.startswith("gemma"):
+            cast(torch.Tensor, model.get_input_embeddings().weight).mul_(
+                0.1
+            )  # else they would repeat their last token for ever
+    model.set_experts_implementation("eager")
+    generation: Any = model.generation_config
+    generation.eos_token_id, generation.pad_token_id = None, 0
+    return model.eval()
+
+
+class _Slice:
+    """One tensor of a file, which notes its name when it is read."""
+
+    def __init__(self, name: str, inner: Any, names: list[str]) -> None:
+        self._name, self._inner, self._names = name, inner, names
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        self._names.append(self._name)
+        return self._inner[index]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _File:
+    def __init__(self, inner: Any, names: list[str]) -> None:
+        self._inner, self._names = inner, names
+
+    def get_slice(self, name: str) -> _Slice:
+        return _Slice(name, self._inner.get_slice(name), self._names)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        self._names.append(name)
+        return self._inner.get_tensor(name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __enter__(self) -> _File:
+        return _File(self._inner.__enter__(), self._names)
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+
+
+@contextmanager
+def tensors_read() -> Generator[list[str]]:
+    """Names of the tensors that Transformers reads from files within the block."""
+    names: list[str] = []
+    own = modeling_utils.safe_open
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling_utils, "safe_open", lambda *args, **options: _File(own(*args, **options), names))
+        yield names
