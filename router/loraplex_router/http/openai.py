@@ -396,10 +396,22 @@ def _content(message: ChatMessage, where: str) -> str:
             kind = cast("dict[str, Any]", part).get("type") if isinstance(part, dict) else None
             text = cast("dict[str, Any]", part).get("text") if kind == "text" else None
             if not isinstance(text, str):
-                raise InvalidArgument(f"`{where}` takes parts of type text only", field=where)
+                raise not_a_text(part, where)
             texts.append(unicode_text(text, where))
         return "".join(texts)
     raise InvalidArgument(f"`{where}` must be a text or a list of parts", field=where)
+
+
+def not_a_text(part: Any, where: str) -> InvalidArgument:
+    """The error for a part of a message's content, with what it is."""
+    kind = cast("dict[str, Any]", part).get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and not kind.endswith("text"):
+        told = (
+            f"`{where}` has a part of type {ascii(kind)[:40]}: images, audio and files are not served, with any model"
+        )
+    else:
+        told = f"`{where}` takes a text, or parts of type text only"
+    return InvalidArgument(told, field=where)
 
 
 def speculation_of(value: Any) -> pb.Speculation:

@@ -13,7 +13,7 @@ from loraplex_proto.validate import MAX_CHAT_MESSAGES, MAX_TOP_LOGPROBS
 from loraplex_router.http.answers import Chunks
 from loraplex_router.http.errors import error_object
 from loraplex_router.http.models import ChatCompletionRequest, Fields, StreamOptions
-from loraplex_router.http.openai import Job
+from loraplex_router.http.openai import Job, not_a_text
 
 # Fields that need state which this server does not keep, and the values that need none.
 _STATE: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -144,7 +144,7 @@ def _texts(parts: Any, where: str) -> Iterator[str]:
         known = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
         kind, text = known.get("type"), known.get("text")
         if kind not in _TEXT_PARTS or not isinstance(text, str):
-            raise InvalidArgument(f"`{where}` takes a text, or parts of type text only", field=where)
+            raise not_a_text(part, where)
         yield text
 
 

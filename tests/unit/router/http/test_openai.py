@@ -208,6 +208,13 @@ def test_messages_that_are_not_texts_are_refused(message: Any, field: str) -> No
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url", "file"])
+def test_parts_that_are_no_texts_are_refused_by_name(kind: str) -> None:
+    parts = [{"type": "text", "text": "what is this?"}, {"type": kind, kind: {"url": "x"}}]
+    with pytest.raises(InvalidArgument, match=rf"messages\[1\]\.content` has a part of type '{kind}': images"):
+        chat(messages=[{"role": "system", "content": "brief"}, {"role": "user", "content": parts}])
+
+
 def test_chats_reach_the_wire_whole() -> None:
     call: dict[str, Any] = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
