@@ -1,4 +1,4 @@
-"""Texts of checkpoints with parts for images or audio equal those of the whole model."""
+"""Multimodal checkpoints write the texts of the whole model, in any company."""
 
 from __future__ import annotations
 

@@ -203,7 +203,8 @@ def test_weights_for_images_of_a_base_that_is_served_as_text(tmp_path: Path, cap
     base.save_pretrained(tmp_path / "model")
     world = TinyWorld(tmp_path / "model", tmp_path, ())
     save_variant(base, LoraConfig(r=2, target_modules=r".*language_model.*q_proj"), tmp_path / "texts")
-    assert verify(tmp_path / "texts", world, capsys)[0] == 0
+    code, report = verify(tmp_path / "texts", world, capsys, "--against-peft")
+    assert (code, report["peft"]["equal"]) == (0, True)
     save_variant(base, LoraConfig(r=2, target_modules=["q_proj"]), tmp_path / "both")
     code, report = verify(tmp_path / "both", world, capsys)
     assert (code, report["reason"]) == (1, "ADAPTER_UNSUPPORTED")
