@@ -18,7 +18,7 @@ from peft import PeftModel
 from support.dense import dense_logits, make_dense
 from support.driver import Job, Rig, make_rig, random_prompts
 from support.lora_cases import bits
-from support.native_kernels import isas, native_kernels, using
+from support.native_kernels import best_first, isas, native_kernels, using
 from support.native_models import NOT_STACKED, STACKED, native_model, native_rig, rounded_model
 from support.peft_files import RICH_SPECS, SPECS, load_lora, save_adapter
 from support.speculation import World, draft_proposer, loopy, make_bench, request
@@ -38,7 +38,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 MIXTURES = [(AdapterUse(1, 0.6), AdapterUse(2, -0.4)), (AdapterUse(5, 0.5), AdapterUse(0, 0.5), AdapterUse(1, 0.25))]
 
 
-@pytest.fixture(params=isas())
+@pytest.fixture(params=best_first())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     with using(request.param):
         yield request.param

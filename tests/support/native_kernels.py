@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,12 @@ def isas() -> tuple[str, ...]:
     finally:
         _use(library, best)
     return tuple(reversed(usable))
+
+
+def best_first() -> list[Any]:
+    """Parameters of a fixture: the best of them, and the others for the long suite."""
+    first, *others = isas()
+    return [first, *(pytest.param(isa, marks=pytest.mark.slow) for isa in others)]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from support.attention_cases import CPU, Problem, make_problem, sinks_of, spec_of
 from support.guarded_memory import at_end, at_start
 from support.lora_cases import bits, pairwise
-from support.native_kernels import isas, native_kernels, using
+from support.native_kernels import best_first, native_kernels, using
 from torch import Tensor
 
 from loraplex_server.backends.cpu.attention import NativePagedAttention, native_plan, reason_against
@@ -38,7 +38,7 @@ BLOCK_SIZES = [1, 3, 4, 16, 64]
 THREADS = [1, 2, 3]
 
 
-@pytest.fixture(params=isas(), autouse=True)
+@pytest.fixture(params=best_first(), autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     with using(request.param):
         yield request.param

@@ -16,7 +16,7 @@ import torch
 from support.driver import Job, make_rig
 from support.guarded_memory import at_end, at_start
 from support.lora_cases import bits, random_factors
-from support.native_kernels import isas, library_or_skip, native_kernels, using
+from support.native_kernels import best_first, library_or_skip, native_kernels, using
 from support.native_models import NOT_STACKED, SIZES, STACKED, native_model, native_rig
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -43,7 +43,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=isas())
+@pytest.fixture(params=best_first())
 def kernels(request: pytest.FixtureRequest) -> Iterator[NativeKernels]:
     torch.manual_seed(sum(map(ord, request.node.name)))
     with using(request.param):
