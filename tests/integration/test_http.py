@@ -123,6 +123,9 @@ async def test_a_response() -> None:
         assert (body["object"], body["status"], body["model"]) == ("response", "completed", "sql")
         assert body["output"][0]["content"][0]["text"] == "hello"
         assert [one.content for one in c.workers[0].requests[0].chat.messages] == ["be brief", "hi"]
+        unread = {"reasoning": {"effort": None, "summary": "auto"}, "text": {"foo": 1}, "include": ["x y"]}
+        answer = await http.post("/v1/responses", json={**asked, **unread})
+        assert answer.headers["x-loraplex-ignored"] == "text.foo,reasoning.summary,include.x?y"
         answer = await http.post("/v1/responses", json={**asked, "stream": True})
         parts = [part.split("\n") for part in answer.text.split("\n\n") if part]
         found = [json.loads(data.removeprefix("data: ")) for _, data in parts]

@@ -15,6 +15,7 @@ import pytest
 from support.fake_workers import Cluster, cluster, until
 
 from loraplex_proto.v1 import pooling_pb2
+from loraplex_router.config import HttpOptions
 from loraplex_router.http.pooling import METHODS
 from loraplex_runtime.auth import token_digest
 
@@ -193,6 +194,22 @@ async def test_reranking(path: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "inputs"), [("/embed", "abc"), ("/classify", "abc"), ("/classify_batch", ["abc", "a"])]
+)
+async def test_parameters_of_generation_are_ignored_by_name(path: str, inputs: Any) -> None:
+    async with http_cluster() as (c, http):
+        parameters = {"adapter_id": "sql", "max_new_tokens": 5, "foo": 1, "seed": None, "truncate": 2}
+        answer = await http.post(path, json={"inputs": inputs, "parameters": parameters})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-loraplex-ignored"] == "parameters.max_new_tokens,parameters.foo"
+        (request,) = c.workers[0].pooling
+        assert (request.adapter_id, request.truncate_prompt.max_tokens) == ("sql", 2)
+    async with http_cluster(http=HttpOptions(strict=True)) as (_, http):
+        answer = await http.post(path, json={"inputs": inputs, "parameters": parameters})
+        assert (answer.status_code, "`parameters.max_new_tokens`" in answer.json()["error"]) == (422, True)
+
+
+@pytest.mark.parametrize(
     ("path", "fields", "status", "param"),
     [
         ("/v1/embeddings", {}, 400, "input"),
@@ -211,6 +228,9 @@ async def test_reranking(path: str) -> None:
         ("/v1/embeddings", {"input": "a", "prompt_embeds": "x"}, 400, "prompt_embeds"),
         ("/embed", {"inputs": None}, 422, "inputs"),
         ("/embed", {"inputs": "a", "parameters": {"merged_adapters": {"ids": ["a"]}}}, 422, "merged_adapters"),
+        ("/embed", {"inputs": "a", "parameters": {"adapters": [{"id": "a"}]}}, 422, "adapters"),
+        ("/embed", {"inputs": "a", "parameters": {"truncate": 0}}, 422, "truncate"),
+        ("/embed", {"inputs": "a", "lora_id": "a"}, 422, "lora_id"),
         ("/embed", {"inputs": "a", "prompt_name": "query"}, 422, "prompt_name"),
         ("/classify", {}, 400, "input"),
         ("/classify", {"inputs": ["a", "b"]}, 422, "inputs"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, TypeVar, cast
 
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
@@ -27,6 +27,30 @@ def grammar_of(fields: Mapping[str, Any]) -> pb.Grammar | None:
     return found
 
 
+def unknown_parts(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Names of what is not known in the objects with `type`. Of others, and of wrong ones, `grammar_of` says it."""
+    for name in ("response_format", "grammar"):
+        found = fields.get(name)
+        given = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+        kind = given.get("type")
+        if not isinstance(kind, str) or kind not in _TYPED_PARTS:  # of a structural tag a worker reads all
+            continue
+        yield from (f"{name}.{key}" for key in given if key not in ("type", *_TYPED_PARTS[kind]))
+        named = _either(given, _TYPED_PARTS[kind])
+        if kind == "json_schema" and isinstance(named, dict) and ("schema" in named or "name" in named):
+            keys = cast("dict[str, Any]", named)
+            yield from (f"{name}.json_schema.{key}" for key in keys if key not in _NAMED_PARTS)
+
+
+_TYPED_PARTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "text": (),
+    **dict.fromkeys(("json", "json_object"), ("schema", "value")),
+    "json_schema": ("json_schema", "value"),
+    "regex": ("value", "pattern"),
+}
+_NAMED_PARTS: Final = ("name", "description", "schema", "strict")
+
+
 def _typed(value: Any, name: str) -> pb.Grammar | None:
     """An object with `type`: OpenAI's and LoRAX's response_format, TGI's grammar, and what huggingface_hub makes of
     them."""
@@ -35,15 +59,15 @@ def _typed(value: Any, name: str) -> pb.Grammar | None:
         case "text":
             return None
         case "json" | "json_object":
-            schema = _either(found, ("schema", "value"))
+            schema = _either(found, _TYPED_PARTS["json"])
             return pb.Grammar(json_object=True) if schema is None else _json(schema, name)
         case "json_schema":
-            named = _expect(_either(found, ("json_schema", "value")), dict, f"{name}.json_schema", "an object")
+            named = _expect(_either(found, _TYPED_PARTS["json_schema"]), dict, f"{name}.json_schema", "an object")
             schema = _either(named, ("schema",))
             # OpenAI's schema is in an object with its name; TGI takes the schema alone as well.
             return _json(schema if schema is not None or "name" in named else named, name)
         case "regex":
-            return _regex(_either(found, ("value", "pattern")), name)
+            return _regex(_either(found, _TYPED_PARTS["regex"]), name)
         case "structural_tag":
             return _structural_tag(found, name)
         case kind:

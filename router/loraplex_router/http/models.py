@@ -16,7 +16,7 @@ from loraplex_proto.validate import (
     MAX_TOOL_CALLS,
     MAX_TOP_LOGPROBS,
 )
-from loraplex_router.http.grammars import GRAMMAR_FIELDS
+from loraplex_router.http.grammars import GRAMMAR_FIELDS, unknown_parts
 
 # Field names in the header of ignored fields.
 MAX_IGNORED_NAMES: Final = 16
@@ -34,6 +34,7 @@ HARMLESS: Final = frozenset(
 
 _NO_TOOLS: Final = "tools go with chats"
 _BY_MODEL: Final = "name the adapter in `model`"
+_BESIDE: Final = "options stand beside the prompt"
 # Fields that would change the answer and are not available: the values that change nothing, and what to do instead.
 REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "stop_regex": ((), "use `stop`"),
@@ -67,6 +68,21 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "return_prompt_text": ((False,), "POST /tokenize has the text of a chat"),
     **dict.fromkeys(("adapters", "merge", "merged_adapters"), (([],), "mixtures write texts; name one adapter")),
     "adapter_source": ((), _BY_MODEL),
+    # Names of other servers and dialects for what has another name here.
+    **dict.fromkeys(
+        ("adapter", "adapter_name", "lora", "lora_id", "lora_name", "lora_request", "loras"), ((), _BY_MODEL)
+    ),
+    **dict.fromkeys(("parameters", "sampling_params"), (({},), _BESIDE)),
+    "max_new_tokens": ((), "use `max_tokens`"),
+    "min_new_tokens": ((0,), "use `min_tokens`"),
+    "do_sample": ((True,), "set `temperature` to 0 for the likeliest text"),
+    "best_of": ((1,), "use `n`"),
+    "num_beams": ((1,), "texts are sampled"),
+    "return_full_text": ((False,), "use `echo`"),
+    "truncate": ((False,), "use `truncate_prompt_tokens`"),
+    "sampling_seed": ((), "use `seed`"),
+    "ignore_eos_token": ((False,), "use `ignore_eos`"),
+    "no_stop_trim": ((False,), "use `include_stop_str_in_output`"),
 }
 
 
@@ -266,6 +282,7 @@ def ignored_fields(body: Fields) -> tuple[str, ...]:
                 raise Unimplemented(f"`{name}` is not available: {instead}", field=name)
         elif name not in HARMLESS and name not in GRAMMAR_FIELDS:
             names.append(name)
+    names += unknown_parts(body.extras())
     if isinstance(body, Generation) and body.stream_options is not None:
         names += [f"stream_options.{name}" for name in body.stream_options.extras()]
     return header_names(names)

@@ -12,7 +12,7 @@ from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import MAX_COMPLETIONS, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
 from loraplex_router.http.backend import COMMON_NUMBERS, adapter_of, put_numbers, unicode_text
-from loraplex_router.http.grammars import GRAMMAR_FIELDS, grammar_of
+from loraplex_router.http.grammars import GRAMMAR_FIELDS, grammar_of, unknown_parts
 from loraplex_router.http.mixtures import put_mixture
 from loraplex_router.http.models import (
     HARMLESS,
@@ -209,7 +209,9 @@ def ignored_in(
     body: GenerateRequest | TokenizeRequest, given: Parameters, base_names: Sequence[str]
 ) -> tuple[str, ...]:
     """Names of fields that are ignored. Raises InvalidArgument for one that would change the answer."""
-    return header_names([*_extras(body, base_names), *(f"parameters.{name}" for name in _extras(given, base_names))])
+    grammars = unknown_parts({"grammar": given.grammar, "response_format": given.response_format})
+    of_parameters = [f"parameters.{name}" for name in (*_extras(given, base_names), *grammars)]
+    return header_names([*_extras(body, base_names), *of_parameters])
 
 
 def _extras(fields: Fields, base_names: Sequence[str]) -> Iterator[str]:

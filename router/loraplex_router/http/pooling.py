@@ -34,6 +34,7 @@ from loraplex_router.http.models import (
     Fields,
     Uint32,
     harmless_fields,
+    header_names,
     ignored_fields,
 )
 from loraplex_router.http.openai import chat_of
@@ -92,10 +93,14 @@ class EmbeddingsRequest(PoolingFields, ChatTemplateInput):
 
 
 class Parameters(Fields):
-    """`parameters` of LoRAX's bodies; those of generation have no effect here."""
+    """`parameters` of LoRAX's bodies. Those of generation have no effect here and are named as ignored."""
 
     adapter_id: str | None = None
     merged_adapters: Any = None
+    truncate: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
+    # As clients of LoRAX send them with every request.
+    adapter_source: str | None = None
+    api_token: str | None = None
 
 
 class EmbedBody(AdapterFields):
@@ -213,7 +218,7 @@ class PoolingRoutes:
 
     async def embed(self, body: EmbedBody, request: Request) -> Response:
         """LoRAX's form: one text, `{"embeddings": [...]}`; TEI's form: a list for each input."""
-        ignored = self._backend.ignored(ignored_fields(body), harmless_fields(body))
+        ignored = self._ignored(body)
         message = pooling_pb2.EmbedRequest(inputs=inputs_of(body.inputs, "inputs"), request_id=request_id_of(request))
         if body.prompt_name is not None:
             raise Unimplemented("`prompt_name` is not available: write the prompt into the text", field="prompt_name")
@@ -222,6 +227,7 @@ class PoolingRoutes:
         message.dimensions = body.dimensions or 0
         if body.truncate:
             message.truncate_prompt.keep_start = (body.truncation_direction or "right").lower() == "right"
+        _put_truncation(message, body.parameters)
         answer = await self._embed(message, request)
         of_tei = (body.normalize, body.truncate, body.truncation_direction, body.dimensions)
         is_tei = not isinstance(body.inputs, str) or any(one is not None for one in of_tei)
@@ -267,7 +273,7 @@ class PoolingRoutes:
     async def _classify(
         self, body: ClassifyBody, request: Request, *, of_many: bool
     ) -> tuple[pooling_pb2.ClassifyRequest, pooling_pb2.ClassifyResponse, dict[str, str]]:
-        ignored = self._backend.ignored(ignored_fields(body), harmless_fields(body))
+        ignored = self._ignored(body)
         name = "input" if body.inputs is None and not of_many else "inputs"
         given = body.input if name == "input" else body.inputs
         if name == "inputs" and isinstance(given, str) is of_many:
@@ -275,6 +281,7 @@ class PoolingRoutes:
             raise InvalidArgument(f"`inputs` must be {form}", field="inputs")
         message = pooling_pb2.ClassifyRequest(inputs=inputs_of(given, name))
         await self._put_fields(message, body, request, body.parameters)
+        _put_truncation(message, body.parameters)
         message.logits = False in (body.activation, body.use_activation, body.softmax)
         relay = self._backend.relay.classify
         answer = await self._ask("Classify", relay, message, pooling_pb2.ClassifyResponse, request)
@@ -400,6 +407,15 @@ class PoolingRoutes:
         except LoraplexError as error:
             raise naming_model(error, message.adapter_id) from error
 
+    def _ignored(self, body: EmbedBody | ClassifyBody) -> dict[str, str]:
+        """The header for fields and parameters that are ignored. Raises as `ignored_fields`."""
+        of_parameters = () if body.parameters is None else body.parameters.extras()
+        for name in ("adapters", "merge"):
+            if name in of_parameters:
+                raise _no_mixture(name)
+        names = header_names([*ignored_fields(body), *(f"parameters.{name}" for name in of_parameters)])
+        return self._backend.ignored(names, harmless_fields(body))
+
     async def _adapter_id(self, body: AdapterFields, request: Request, parameters: Parameters | None = None) -> str:
         """Raises AdapterNotFound, Unimplemented for a mixture, and InvalidArgument for two names."""
         names = {**body.adapter_names(), "parameters.adapter_id": _lorax_adapter(parameters)}
@@ -504,10 +520,20 @@ def _lorax_adapter(parameters: Parameters | None) -> str | None:
     if parameters is None:
         return None
     if parameters.merged_adapters is not None:
-        raise Unimplemented(
-            "`merged_adapters` is not available here: mixtures write texts; name one adapter", field="merged_adapters"
-        )
+        raise _no_mixture("merged_adapters")
     return None if parameters.adapter_id in _LORAX_BASE else parameters.adapter_id
+
+
+def _no_mixture(name: str) -> Unimplemented:
+    return Unimplemented(f"`{name}` is not available here: mixtures write texts; name one adapter", field=name)
+
+
+def _put_truncation(
+    message: pooling_pb2.EmbedRequest | pooling_pb2.ClassifyRequest, parameters: Parameters | None
+) -> None:
+    """LoRAX's and TGI's `truncate`: the last so many tokens."""
+    if parameters is not None and parameters.truncate is not None:
+        message.truncate_prompt.CopyFrom(inference_pb2.Truncate(max_tokens=parameters.truncate))
 
 
 def usage_of(usage: inference_pb2.Usage) -> dict[str, Any]:

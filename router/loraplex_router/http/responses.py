@@ -93,6 +93,18 @@ def chat_request(body: ResponsesRequest) -> ChatCompletionRequest:
         raise InvalidArgument(f"`{name}` is not valid: {first['msg']}", field=name) from error
 
 
+def ignored_parts(body: ResponsesRequest) -> list[str]:
+    """Names of what is not known, or has no effect, in the objects of options and in `include`."""
+    parts = (("text", body.text, ("format", "verbosity")), ("reasoning", body.reasoning, ("effort",)))
+    names = [
+        f"{name}.{key}"
+        for name, given, known in parts
+        for key, one in (given or {}).items()
+        if key not in known and one is not None
+    ]
+    return names + [f"include.{one}" for one in body.include or () if one != _LOGPROBS]
+
+
 def _messages(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
     if body.instructions:
         yield {"role": "system", "content": body.instructions}

@@ -25,6 +25,7 @@ from loraplex_router.http.models import (
     Fields,
     TokenizeRequest,
     harmless_fields,
+    header_names,
     ignored_fields,
 )
 from loraplex_router.http.openai import Job
@@ -87,7 +88,8 @@ class Routes:
         chat = responses.chat_request(body)
         names, defaults = await self._backend.names_for(body.model, request), self._backend.sampling_defaults()
         job = openai.chat_job(chat, names, request_id_of(request), int(time.time()), defaults)
-        job = replace(job, model=job.model or names[0], wants_usage=True)
+        ignored = header_names([*job.ignored, *responses.ignored_parts(body)])
+        job = replace(job, model=job.model or names[0], wants_usage=True, ignored=ignored)
         headers = {"x-request-id": job.request_id, **self._backend.ignored(job.ignored, harmless_fields(chat))}
         try:
             if not job.is_streamed:

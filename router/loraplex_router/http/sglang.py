@@ -12,9 +12,11 @@ from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import MAX_COMPLETIONS, MAX_TOP_LOGPROBS
+from loraplex_router.http import native
 from loraplex_router.http.backend import COMMON_NUMBERS, MAX_CHOICES, adapter_in, put_numbers, unicode_text
-from loraplex_router.http.grammars import grammar_of
-from loraplex_router.http.models import Fields, Uint32, header_names
+from loraplex_router.http.grammars import GRAMMAR_FIELDS, grammar_of
+from loraplex_router.http.models import HARMLESS, ChatCompletionRequest, CompletionRequest, Fields, Uint32, header_names
+from loraplex_router.http.models import REFUSED as OTHERS_REFUSED
 from loraplex_router.http.native_answers import event_of, finite
 from loraplex_router.http.openai import prompts_of, speculation_of, token_id_of
 
@@ -37,7 +39,18 @@ REFUSED: Final[Mapping[str, str]] = {
     "token_ids_logprob": "use `top_logprobs_num`",
     "background": "ask for a stream",
     "parameters": "use `sampling_params` and `lora_path`",
+    "inputs": "use `text` or `input_ids`",
 }
+
+
+# Names that other dialects know and this one does not.
+_OTHER_NAMES: Final = {
+    *CompletionRequest.model_fields,
+    *ChatCompletionRequest.model_fields,
+    *native.Parameters.model_fields,
+    *OTHERS_REFUSED,
+    *GRAMMAR_FIELDS,
+} - HARMLESS
 
 
 class SamplingParams(Fields):
@@ -161,10 +174,16 @@ def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: s
 
 def _extras(fields: Fields) -> Iterator[str]:
     for name, value in fields.extras().items():
-        if name not in REFUSED:
+        if name in REFUSED:
+            if value not in _ABSENT:
+                raise Unimplemented(f"`{name}` is not available: {REFUSED[name]}", field=name)
+        elif name in SamplingParams.model_fields:  # beside them
+            raise InvalidArgument(f"`{name}` belongs in `sampling_params`", field=name)
+        elif name in _OTHER_NAMES:
+            if value not in _ABSENT and (name not in OTHERS_REFUSED or value not in OTHERS_REFUSED[name][0]):
+                raise InvalidArgument(f"`{name}` is not a field of this route", field=name)
+        else:
             yield name
-        elif value not in _ABSENT:
-            raise Unimplemented(f"`{name}` is not available: {REFUSED[name]}", field=name)
 
 
 def _per_prompt(value: str | Sequence[str | None] | None, num_prompts: int, name: str) -> Sequence[str | None]:

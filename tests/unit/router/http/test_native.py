@@ -202,3 +202,12 @@ def test_not_in_streams(parameters: dict[str, Any]) -> None:
 
 def test_ignored_fields_have_names() -> None:
     assert job({"foo": 1, "user": "me"}, bar=2, model="base").ignored == ("bar", "parameters.foo")
+    grammar = {"type": "json", "value": {}, "flags": 1}
+    assert job({"grammar": grammar}).ignored == ("parameters.grammar.flags",)
+    assert job({"response_format": grammar}).ignored == ("parameters.response_format.flags",)
+
+
+@pytest.mark.parametrize("name", ["lora_id", "lora_request", "adapter"])
+def test_an_adapter_in_a_field_of_others_is_refused(name: str) -> None:
+    with pytest.raises(InvalidArgument, match=name):
+        job({name: "sql"})

@@ -151,6 +151,28 @@ def test_unknown_fields_are_named_fit_for_a_header() -> None:
 
 
 @pytest.mark.parametrize(
+    ("format", "names"),
+    [
+        ({"type": "json_object", "shema": {}}, ("shema",)),
+        ({"type": "json", "value": {}, "whitespace": 1}, ("whitespace",)),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "strict": True}}, ()),
+        ({"type": "json_schema", "json_schema": {"name": "x", "shema": {}}}, ("json_schema.shema",)),
+        ({"type": "json_schema", "json_schema": {"type": "object", "title": "x"}}, ()),
+        ({"type": "regex", "pattern": "a", "flags": "i"}, ("flags",)),
+        ({"type": "text", "schema": {}}, ("schema",)),
+    ],
+)
+def test_unknown_parts_of_formats_are_named(format: dict[str, Any], names: tuple[str, ...]) -> None:
+    assert completion(response_format=format).ignored == tuple(f"response_format.{name}" for name in names)
+
+
+def test_chats_have_no_best_of() -> None:
+    assert ignored_fields(ChatCompletionRequest.model_validate({"messages": CHAT, "best_of": 1})) == ()
+    with pytest.raises(Unimplemented, match="`best_of`"):
+        ignored_fields(ChatCompletionRequest.model_validate({"messages": CHAT, "best_of": 2}))
+
+
+@pytest.mark.parametrize(
     ("value", "expected"),
     [
         ("auto", pb.Speculation(auto=True)),

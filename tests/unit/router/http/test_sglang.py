@@ -110,6 +110,12 @@ def test_the_adapter_in_other_servers_fields() -> None:
         ({"sampling_params": {"regex": 5}}, "regex", InvalidArgument),
         ({"text": ["a"] * 100, "sampling_params": {"n": 64}}, "n", InvalidArgument),
         ({"rid": "a b"}, "rid", InvalidArgument),
+        ({"max_new_tokens": 5}, "max_new_tokens", InvalidArgument),
+        ({"max_tokens": 5}, "max_tokens", InvalidArgument),
+        ({"lora_name": "sql"}, "lora_name", InvalidArgument),
+        ({"inputs": "other"}, "inputs", Unimplemented),
+        ({"sampling_params": {"max_tokens": 5}}, "max_tokens", InvalidArgument),
+        ({"sampling_params": {"lora_path": "sql"}}, "lora_path", InvalidArgument),
     ],
 )
 def test_refused_by_name(fields: dict[str, Any], field: str, error: type[LoraplexError]) -> None:
@@ -120,6 +126,7 @@ def test_refused_by_name(fields: dict[str, Any], field: str, error: type[Loraple
 
 def test_ignored_fields_have_names() -> None:
     assert job(foo=1, sampling_params={"bar": 2}).ignored == ("foo", "sampling_params.bar")
+    assert job(user="me", best_of=1, sampling_params={"num_beams": 1, "echo": False}).ignored == ("user",)
 
 
 def test_an_answer() -> None:
