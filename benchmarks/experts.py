@@ -145,7 +145,7 @@ def against_peft(args: argparse.Namespace, folder: Path) -> dict[str, object]:
 
 def unused(args: argparse.Namespace, folder: Path) -> dict[str, object]:
     make_model(folder / "model")
-    with patch.object(loader, "adapt_mixtures", return_value={}):
+    with patch.object(loader, "adapt_experts", return_value={}):
         first = Side(build(folder, folder / "one", lora=False))
     second = Side(build(folder, folder / "other", lora=False))
     prompts = torch.randint(

@@ -130,6 +130,17 @@ def test_every_path_that_a_map_names_exists(page: str) -> None:
     assert not sorted(path for path in paths if not full_path(path).exists())
 
 
+def test_a_map_names_functions_where_they_are() -> None:
+    """Of "`name` in `path`" and "`path` (`name`": the module has the name."""
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    named = {(path, name) for name, path in re.findall(r"`([\w.]+)` in `([\w/]+/\w+\.py)`", page)}
+    named |= set(re.findall(r"`([\w/]+/\w+\.py)` \(`(\w[\w.]*)`", page))
+    assert len(named) > 20
+    texts = {path: full_path(path).read_text(encoding="utf-8") for path, _ in named}
+    parts = [(path, part) for path, name in named if not name.endswith(".py") for part in name.split(".")]
+    assert not [(path, part) for path, part in parts if not re.search(rf"\b{part}\b", texts[path])]
+
+
 def test_glossary_terms_stand_once_in_order() -> None:
     lines = (ROOT / "docs/glossary.md").read_text(encoding="utf-8").splitlines()
     terms = [line.split("|")[1].strip() for line in lines if line.startswith("| ")][1:]

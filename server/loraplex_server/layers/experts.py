@@ -1,4 +1,4 @@
-"""Experts and routers of a mixture, with adapter terms.
+"""Experts and routers of a mixture of experts, with adapter terms.
 
 Transformers' own module computes every step in which no row has terms of its experts. In other steps the pairs of a row
 and one of its experts are sorted by expert, and within it by adapter: a base product is one range of pairs for each

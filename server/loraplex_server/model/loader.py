@@ -171,7 +171,7 @@ def adopt_model(
         _merge(model, probe, targets, context)
     if (fused := backend.fused_ops()) is not None:
         _fuse(model, probe, fused, context)
-    targets |= adapt_mixtures(model, probe, context, dtype)
+    targets |= adapt_experts(model, probe, context, dtype)
     layers: list[AttentionLayer] = []
     for module, spec in probe.attention:
         layer = AttentionLayer(spec, context)
@@ -255,7 +255,7 @@ def adapt_modules(
     return targets
 
 
-def adapt_mixtures(
+def adapt_experts(
     model: PreTrainedModel, probe: Probe, context: StepContext, dtype: torch.dtype
 ) -> dict[str, AdaptedModule]:
     """Puts experts and routers that may carry an adapter in the place of the model's. Returns these by path, experts by
