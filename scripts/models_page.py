@@ -33,6 +33,9 @@ models with random weights.
   (`tests/parity/test_native.py`). `decided at load` where no test names the family: the same check decides when it is
   loaded.
 
+gpt-oss has its experts in MXFP4. They are served dequantised, in bfloat16 or what `--dtype` says, so the weights take
+about four times the memory of the files (20B: 42 GB); the log says how much before they are read.
+
 This page is made by `python scripts/models_page.py` from the tables of those tests.
 
 | family | architecture | what is special | text | LoRA | native CPU path |

@@ -39,6 +39,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 # Their routers compute in float32, with the terms added to the weight or to the product.
 FLOAT32_ROUTERS = {
     *("deepseek_v2", "deepseek_v3", "glm4_moe", "ernie4_5_moe", "dots1", "exaone_moe", "hunyuan_v1_moe"),
+    "gpt_oss",
 }
 # PEFT cannot run its own wrapper of a router that is a subclass of nn.Linear, but merges it.
 MERGED = {"phimoe"}

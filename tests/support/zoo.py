@@ -241,6 +241,7 @@ MIXTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen2_moe": lambda: _make(tf.Qwen2MoeConfig, **_MOE, shared_expert_intermediate_size=16),
     "phimoe": lambda: _make(tf.PhimoeConfig, num_local_experts=4, num_experts_per_tok=2),
     "granitemoe": lambda: _make(tf.GraniteMoeConfig, num_local_experts=4, num_experts_per_tok=2),
+    "gpt_oss": ZOO["gpt_oss"],  # with biases, and weights the other way round
 }
 _CONV_LAYERS: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
 _DELTA: dict[str, Any] = {

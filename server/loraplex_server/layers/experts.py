@@ -29,7 +29,7 @@ from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedLinear
 from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segment, SegmentedLora
 from loraplex_server.layers.transfer import upload
 
-UP, DOWN = "gate_up_proj", "down_proj"  # [experts, 2 * inner, hidden] and [experts, hidden, inner]
+UP, DOWN = "gate_up_proj", "down_proj"  # [experts, 2 * inner, hidden] and [experts, hidden, inner], or transposed
 # Terms of one shape with factors up to this size are gathered into one product: of 64 groups of one pair it takes 0.26
 # ms at 16 KiB and 0.36 ms at 48 KiB, where two calls for each take 0.7 and 1.7 ms; 3.2 ms at 224 KiB, where they take
 # 2.8 ms (float32, one core of an AMD EPYC with AVX2).
@@ -43,6 +43,7 @@ class ExpertLinear:
     """A fused parameter of experts as a target of adapters: one linear for each expert."""
 
     def __init__(self, weight: Tensor) -> None:
+        """`weight`: [experts, out, in]"""
         self.num_experts, self.out_features, self.in_features = weight.shape
         self.table: FactorTable | None = None  # AdapterSlots fills these in
         self.num_installed = 0
@@ -123,19 +124,26 @@ class AdaptedExperts(_Wrapper):
 
     def __init__(self, base: nn.Module, context: StepContext) -> None:
         super().__init__(base, context)
-        self.linears = {name: ExpertLinear(cast(Tensor, getattr(base, name))) for name in (UP, DOWN)}
+        self.linears = {name: ExpertLinear(self._weight(name)) for name in (UP, DOWN)}
 
     @staticmethod
     def fits(module: nn.Module, dtype: torch.dtype) -> bool:
-        """Whether these are experts of the form that Transformers' `use_experts_implementation` has by default."""
+        """Whether these are experts of a form that Transformers' `use_experts_implementation` has."""
         weights = [getattr(module, name, None) for name in (UP, DOWN)]
-        is_default = getattr(module, "has_gate", False) and getattr(module, "is_concatenated", False)
-        others = ("has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
+        biases = [getattr(module, f"{name}_bias", None) for name in (UP, DOWN)] if _has_bias(module) else []
+        is_known = getattr(module, "has_gate", False) and hasattr(module, "_apply_gate")
+        others = ("has_post_expert_norm", "_is_expert_parallel")
         return (
-            is_default
+            is_known
             and not any(getattr(module, name, True) for name in others)
             and all(isinstance(one, Tensor) and one.dim() == 3 and one.dtype == dtype for one in weights)
+            and all(isinstance(one, Tensor) and one.dim() == 2 for one in biases)
         )
+
+    def _weight(self, name: str) -> Tensor:
+        """[experts, out, in]"""
+        weight = cast(Tensor, getattr(self.base, name))
+        return weight.mT if getattr(self.base, "is_transposed", False) else weight
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [rows, hidden], experts and their weights [rows, top_k] -> [rows, hidden]."""
@@ -171,11 +179,16 @@ class AdaptedExperts(_Wrapper):
 
     def _linear(self, name: str, x: Tensor, groups: Sequence[Group], uses: Uses) -> Tensor:
         """x [pairs, in], sorted -> [pairs, out]"""
-        weight = cast(Tensor, getattr(self.base, name))
-        y = grouped_product(x, weight, groups)
+        y = grouped_product(x, self._weight(name), groups)
+        if _has_bias(self.base):
+            add_biases(y, cast(Tensor, getattr(self.base, f"{name}_bias")), groups)
         if self.linears[name].num_installed:
             add_terms(y, x, self.linears[name], groups, uses)
         return y
+
+
+def _has_bias(module: nn.Module) -> bool:
+    return bool(getattr(module, "has_bias", False))
 
 
 def slots_with_terms(module: ExpertLinear | AdaptedRouter, segments: Sequence[Segment]) -> set[int]:
@@ -215,6 +228,12 @@ def grouped_product(x: Tensor, weight: Tensor, groups: Sequence[Group]) -> Tenso
         start, end = own[0].start, own[-1].end
         torch.mm(x[start:end], weight[expert].t(), out=y[start:end])
     return y
+
+
+def add_biases(y: Tensor, bias: Tensor, groups: Sequence[Group]) -> None:
+    """y [pairs, out] += the bias of each pair's expert, in place; bias [experts, out]."""
+    for group in groups:
+        y[group.start : group.end] += bias[group.expert]
 
 
 def add_terms(y: Tensor, x: Tensor, linear: ExpertLinear, groups: Sequence[Group], uses: Uses) -> None:

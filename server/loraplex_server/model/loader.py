@@ -40,6 +40,7 @@ from loraplex_server.layers.linear import (
 )
 from loraplex_server.model.language import has_other_parts, language_class, read_language_model
 from loraplex_server.model.loaded_model import LoadedModel
+from loraplex_server.model.mxfp4 import dequantising, is_mxfp4
 from loraplex_server.model.probe import (
     ATTENTION_LAYERS,
     KEPT,
@@ -108,6 +109,7 @@ def load_model(
             revision=revision,
             dtype=DTYPES.get(dtype, dtype),
             trust_remote_code=False,
+            **dequantising(config, DTYPES.get(dtype, dtype)),
         )
     if amend is not None:
         model = amend(model)
@@ -414,7 +416,7 @@ def refuse_class(config: PreTrainedConfig, model_id: str) -> None:
 def _reasons(config: PreTrainedConfig) -> Iterator[str]:
     if getattr(config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder model; only decoders are served"
-    if getattr(config, "quantization_config", None) is not None:
+    if getattr(config, "quantization_config", None) is not None and not is_mxfp4(config):
         yield "its checkpoint is quantised; use the unquantised checkpoint"
     if config.model_type in OWN_ATTENTION:
         yield f"its attention ({OWN_ATTENTION[config.model_type]}) does not use Transformers' attention interface"
