@@ -162,7 +162,7 @@ class InferenceRelay:
     async def generate_stream(self, call: Call, raw: bytes) -> None:
         request = self._admit(call, raw)
         if call.ticket is not None and request.shows_tokens:
-            call.ticket.see(0)  # they are counted as they come
+            call.ticket.add_tokens(0)  # they are counted as they come
         await self._try_workers(call, request, lambda worker, flight: self._relay_stream(worker, flight, call, request))
 
     async def tokenize(self, call: Call, raw: bytes) -> bytes:
@@ -307,9 +307,9 @@ def _count_sent(message: bytes, call: Call, flight: Flight) -> None:
     if ticket is not None and is_charged:
         has_end = chunk.HasField("usage")
         if call.num_tokens_sent is not None:
-            ticket.see(num_tokens)
+            ticket.add_tokens(num_tokens)
         elif has_end:
-            ticket.see_whole(chunk.usage.completion_tokens)
+            ticket.add_completion(chunk.usage.completion_tokens)
         if has_end:
             ticket.set_prompt(chunk.usage.prompt_tokens)
     if call.num_tokens_sent is not None:
@@ -323,7 +323,7 @@ def _settle(call: Call, cls: type[_Answer], answer: bytes) -> None:
     if call.ticket is not None and call.ticket.counts_tokens:
         usage = cls.FromString(answer).usage
         call.ticket.set_prompt(usage.prompt_tokens)
-        call.ticket.see(usage.completion_tokens)
+        call.ticket.add_tokens(usage.completion_tokens)
 
 
 def _retry_after_s(error: Overloaded) -> float:

@@ -59,8 +59,8 @@ class LoadService:
         self._replicas = replicas
         self._clock = clock
         self._draining = asyncio.Event()
-        # What watches were told last, and when, by the adapters that their callers may see: they share it.
-        self._told: dict[tuple[str, ...], tuple[float, bytes]] = {}
+        # The last message of watches, and when it was made, by the adapters that their callers may see: they share it.
+        self._shared: dict[tuple[str, ...], tuple[float, bytes]] = {}
 
     def begin_drain(self) -> None:
         """Watches say so and end: an open one would hold the server for its whole grace period."""
@@ -101,13 +101,13 @@ class LoadService:
     def shared_load(self, caller: Identity, interval_s: float) -> bytes:
         """A message of WatchLoad that is younger than the interval, for all callers that may see the same adapters."""
         now, visible = self._clock(), caller.adapters
-        made_s, message = self._told.get(visible, (-math.inf, b""))
+        made_s, message = self._shared.get(visible, (-math.inf, b""))
         if self._draining.is_set() or now - made_s >= interval_s:
             message = worker_pb2.WatchLoadResponse(load=self._load(caller)).SerializeToString(deterministic=True)
-            self._told = {
-                key: told for key, told in self._told.items() if now - told[0] < validate.MAX_WATCH_INTERVAL_S
+            self._shared = {
+                key: shared for key, shared in self._shared.items() if now - shared[0] < validate.MAX_WATCH_INTERVAL_S
             }
-            self._told[visible] = now, message
+            self._shared[visible] = now, message
         return message
 
     def _load(self, caller: Identity) -> worker_pb2.Load:

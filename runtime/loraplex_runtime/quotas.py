@@ -29,10 +29,10 @@ from loraplex_runtime.auth import ROUTER, UNLIMITED, Identity, TenantLimits
 
 POOLING_AT_ONCE: Final = 32  # inputs of one call that a worker has under way
 RETRY_S: Final = 1.0  # when another request may have ended; nobody knows
-# Tokens of a text that was cancelled unseen are estimated: by the fastest one that was seen, and before there is one by
-# the fastest in benchmarks/LOG.md (the demo's model with its heads, 1.4 times 1,025 tokens/s).
+# Tokens of a text that was cancelled before they were counted are estimated: by the fastest text that was counted, and
+# before there is one by the fastest in benchmarks/LOG.md (the demo's model with its heads, 1.4 times 1,025 tokens/s).
 FASTEST_TOKENS_PER_S: Final = 1500.0
-MIN_SPEED_TOKENS: Final = 64  # of a text that counts as one that was seen: a shorter one is mostly wait for its start
+MIN_SPEED_TOKENS: Final = 64  # of a text whose speed counts: a shorter one is mostly wait for its start
 
 
 class TokenBucket:
@@ -184,25 +184,25 @@ class Ticket:
     _num_taken: float
     _started_s: float
     _num_generated: int = field(default=0, init=False)
-    _num_whole: int = field(default=0, init=False)
-    _is_seen: bool = field(default=False, init=False)  # tokens are counted as they come, or were at the end
+    _num_completions: int = field(default=0, init=False)
+    _is_counted: bool = field(default=False, init=False)  # every token was
     _is_closed: bool = field(default=False, init=False)
 
     @property
     def counts_tokens(self) -> bool:
         return self._bucket is not None
 
-    def see(self, num_tokens: int) -> None:
-        """So many more tokens were generated. From the first call on, those are all."""
-        self._is_seen = True
+    def add_tokens(self, num_tokens: int) -> None:
+        """Counts tokens as they are generated. From the first call on the caller counts all of them."""
+        self._is_counted = True
         self._num_generated += num_tokens
         self._take_more()
 
-    def see_whole(self, num_tokens: int) -> None:
-        """One of the completions has ended with so many tokens, which could not be counted as they came."""
+    def add_completion(self, num_tokens: int) -> None:
+        """Counts the tokens of a completion at its end, where they could not be counted as they were generated."""
         self._num_generated += num_tokens
-        self._num_whole += 1
-        self._is_seen = self._num_whole >= self._num_requests
+        self._num_completions += 1
+        self._is_counted = self._num_completions >= self._num_requests
         self._take_more()
 
     def set_prompt(self, num_tokens: int) -> None:
@@ -211,7 +211,7 @@ class Ticket:
         self._take_more()
 
     def close(self, error: LoraplexError | None = None) -> None:
-        """Gives back what was not used; what was generated unseen is estimated. `error`: with which the call ended.
+        """Gives back what was not used; what was generated and not counted is estimated. `error`: what ended the call.
         More calls do nothing."""
         if self._is_closed:
             return
@@ -219,7 +219,7 @@ class Ticket:
         elapsed_s = self._quotas.elapsed_s(self._started_s)
         if error is not None and not self._num_generated and _is_servers_fault(error):
             self._num_prompt_tokens = 0
-        elif not self._is_seen and (error is None or error.code not in _REFUSED):
+        elif not self._is_counted and (error is None or error.code not in _REFUSED):
             fastest = math.ceil(elapsed_s * self._quotas.fastest_per_s) * self._num_requests
             self._num_generated = max(self._num_generated, min(self._max_generated, fastest))
             self._take_more()

@@ -151,9 +151,9 @@ class Pending(Generic[Name, Found]):
             self.discard(request)
         return expired
 
-    def take_resolved(self, has_news: bool, now: float) -> list[tuple[Request, Found | LoraplexError]]:
-        """Removes and returns those with an outcome. `has_news`: whether something was found since the last call."""
-        groups, self._unasked = self._groups if has_news else self._unasked, {}
+    def take_resolved(self, has_changes: bool, now: float) -> list[tuple[Request, Found | LoraplexError]]:
+        """Removes and returns those with an outcome. `has_changes`: whether something was found since the last call."""
+        groups, self._unasked = self._groups if has_changes else self._unasked, {}
         taken = [outcome for group in list(groups) for outcome in self._ask(self._groups[group], now)]
         for request, _ in taken:
             self.discard(request)
@@ -251,9 +251,9 @@ class Engine:
     def turn(self) -> Batch | None:
         """One turn of the loop. None when there is nothing to report."""
         now = self._clock()
-        has_news = self._cache.poll(now)
-        self._residency_changed |= has_news
-        self._admit_resolved(has_news, now)
+        has_changes = self._cache.poll(now)
+        self._residency_changed |= has_changes
+        self._admit_resolved(has_changes, now)
         self._run_operations(now)
         self._run_step(now)
         return self._report()
@@ -388,7 +388,7 @@ class Engine:
         if grammar is not None:
             self._grammars.forget(grammar, tenant)
 
-    def _admit_resolved(self, has_news: bool, now: float) -> None:
+    def _admit_resolved(self, has_changes: bool, now: float) -> None:
         has_grammar = self._grammars.poll()
         for waiting in self._waiting:
             is_grammar = waiting is self._pending_grammars
@@ -396,7 +396,7 @@ class Engine:
             for request in waiting.take_expired(now):
                 error = DeadlineExceeded(f"the deadline passed while the {what}; allow more time")
                 self._end(request.request_id, error)
-            for request, outcome in waiting.take_resolved(has_grammar if is_grammar else has_news, now):
+            for request, outcome in waiting.take_resolved(has_grammar if is_grammar else has_changes, now):
                 accepted = self._accepted[request.request_id]
                 if isinstance(outcome, LoraplexError):
                     self._end(request.request_id, outcome)
@@ -543,8 +543,8 @@ class Engine:
     def _report(self) -> Batch | None:
         load = self._load()
         # Routers balance by the queue, so a change of it alone is reported too.
-        has_news = self._residency_changed or load.num_queued != self._num_queued_reported
-        if not self._events and not self._replies and not has_news:
+        has_changes = self._residency_changed or load.num_queued != self._num_queued_reported
+        if not self._events and not self._replies and not has_changes:
             return None
         changes = usage = None
         if self._residency_changed:

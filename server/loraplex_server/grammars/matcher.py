@@ -172,8 +172,8 @@ class Check(Protocol):
     def close(self) -> None: ...
 
 
-class Turns:
-    """Grammars that wait for one thread: tenants take turns, so that one of many grammars waits for itself."""
+class WaitingGrammars:
+    """Grammars that wait for one thread, tenant by tenant: one with many grammars delays no other's."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, dict[Grammar, None]] = OrderedDict()  # by tenant, the next one first
@@ -226,9 +226,9 @@ class Grammars:
         self._done: OrderedDict[Grammar, Matcher | LoraplexError] = OrderedDict()  # the least recently used first
         self._retry_s: dict[Grammar, float] = {}  # when one of these that failed without a verdict is compiled again
         self._num_bytes = 0
-        self._turns = {is_simple: Turns() for is_simple in (False, True)}
+        self._waiting = {is_simple: WaitingGrammars() for is_simple in (False, True)}
         self._under_way: set[Grammar] = set()
-        self._has_news = False
+        self._has_changes = False
 
     def resolve(self, grammar: Grammar, tenant: str = "") -> Matcher | None:
         """A matcher at the grammar's beginning; None while it is compiled, which the first call starts. Raises
@@ -247,7 +247,7 @@ class Grammars:
             elif grammar not in self._under_way:
                 if grammar.is_simple not in self._threads:
                     self._threads[grammar.is_simple] = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-                if self._turns[grammar.is_simple].add(grammar, tenant):
+                if self._waiting[grammar.is_simple].add(grammar, tenant):
                     self._threads[grammar.is_simple].submit(self._run_next, grammar.is_simple, self._compiler)
         if isinstance(found, LoraplexError):
             raise found.with_traceback(None)  # else each use would add its frames, with all that they hold
@@ -257,13 +257,13 @@ class Grammars:
         """No request of the tenant waits for it any more: where none of another does, a compilation that has not begun
         is left out."""
         with self._lock:
-            self._turns[grammar.is_simple].discard(grammar, tenant)
+            self._waiting[grammar.is_simple].discard(grammar, tenant)
 
     def poll(self) -> bool:
         """Whether a grammar has been compiled, or refused, since the last call."""
         with self._lock:
-            has_news, self._has_news = self._has_news, False
-        return has_news
+            has_changes, self._has_changes = self._has_changes, False
+        return has_changes
 
     def close(self) -> None:
         for thread in self._threads.values():
@@ -273,7 +273,7 @@ class Grammars:
 
     def _run_next(self, is_simple: bool, compiler: Compiler) -> None:
         with self._lock:
-            grammar = self._turns[is_simple].take()
+            grammar = self._waiting[is_simple].take()
             if grammar is None:  # it was forgotten
                 return
             self._under_way.add(grammar)
@@ -302,7 +302,7 @@ class Grammars:
                 self._retry_s[grammar] = self._clock() + RETRY_S
             while len(self._done) > 1 and (len(self._done) > MAX_COMPILED or self._num_bytes > MAX_COMPILED_BYTES):
                 self._drop(next(iter(self._done)))
-            self._has_news = True
+            self._has_changes = True
         self._notify()
 
     def _drop(self, grammar: Grammar) -> None:

@@ -114,7 +114,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         generating = self._generate(accepted, progress)
         async with Sent().added_to_errors(), aclosing(generating) as batches:
             async for batch in batches:
-                accepted.ticket.see(sum(len(delta.token_ids) for delta in batch))
+                accepted.ticket.add_tokens(sum(len(delta.token_ids) for delta in batch))
                 for delta in batch:
                     deltas.setdefault(delta.index, []).append(delta)
         return self._answer(request, accepted, deltas, progress)
@@ -129,7 +129,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         generating = self._generate(accepted, progress)
         async with sent.added_to_errors(), aclosing(generating) as batches:
             async for batch in batches:
-                accepted.ticket.see(sum(len(delta.token_ids) for delta in batch))
+                accepted.ticket.add_tokens(sum(len(delta.token_ids) for delta in batch))
                 for delta in batch:
                     message = protobuf.delta_to_pb(delta, with_token_ids=not request.output.omit_token_ids)
                     if sent.num_messages == 0:

@@ -100,7 +100,7 @@ class RequestGate:
             call.ticket.set_prompt(0)
             call.ticket.close()
         call.ticket = take(auth.current_identity())
-        call.ticket.see(0)  # here all tokens are counted as they come
+        call.ticket.add_tokens(0)  # here all tokens are counted as they come
         return call.ticket
 
 

@@ -174,8 +174,8 @@ def test_a_request_takes_its_prompt_and_max_tokens_and_gives_back_what_it_did_no
     assert error.metadata["quota"] == "tokens_per_minute"
     assert error.retry_after_s == pytest.approx(6.0)  # 10 more, of 100 a minute
     ticket.set_prompt(25)
-    ticket.see(10)
-    ticket.see(5)
+    ticket.add_tokens(10)
+    ticket.add_tokens(5)
     ticket.close()
     # 40 are used.
     assert refusal(quotas, acme, num_prompt_tokens=61).retry_after_s == pytest.approx(0.6)
@@ -186,7 +186,7 @@ def test_tokens_that_were_not_announced_are_taken_as_they_come() -> None:
     clock = Clock()
     quotas, acme = TenantQuotas(clock=clock), tenant(tokens_per_minute=100)
     ticket = quotas.take(acme, num_prompt_tokens=20, room=100_000)
-    ticket.see(280)
+    ticket.add_tokens(280)
     assert refusal(quotas, acme, num_prompt_tokens=1).retry_after_s == pytest.approx(0.6 * 201)
     clock.now += 121
     ticket.close()
@@ -198,7 +198,7 @@ def test_max_tokens_alone_never_make_a_request_impossible() -> None:
     quotas, acme = TenantQuotas(clock=clock), tenant(tokens_per_minute=100)
     ticket = quotas.take(acme, num_prompt_tokens=10, max_tokens=5000, room=5000)
     refusal(quotas, acme, num_prompt_tokens=1)
-    ticket.see(10)
+    ticket.add_tokens(10)
     ticket.close()
     assert refusal(quotas, acme, num_prompt_tokens=10, max_tokens=5000, room=5000).retry_after_s == pytest.approx(12)
     clock.now += 12
@@ -250,7 +250,7 @@ def test_an_answer_that_is_too_large_was_computed() -> None:
 def test_what_was_generated_counts_whatever_the_end() -> None:
     quotas, acme = TenantQuotas(clock=Clock()), tenant(tokens_per_minute=100)
     ticket = quotas.take(acme, num_prompt_tokens=50)
-    ticket.see(7)
+    ticket.add_tokens(7)
     ticket.close(Unavailable("x"))
     assert used(quotas, acme, 100) == 57
 
@@ -284,7 +284,7 @@ def test_its_speed_is_that_of_texts_that_were_seen() -> None:
     quotas = TenantQuotas(clock=clock)
     acme = tenant(tokens_per_minute=600)
     seen = quotas.take(acme, num_prompt_tokens=1)
-    seen.see(100)
+    seen.add_tokens(100)
     clock.now += 10
     seen.close()  # 10 tokens a second
     clock.now += 60
@@ -308,13 +308,13 @@ def test_completions_that_ended_whole_count_and_the_others_by_their_time() -> No
     quotas = TenantQuotas(clock=clock)
     acme = tenant(tokens_per_minute=600)
     both = quotas.take(acme, num_prompt_tokens=1, num_requests=2, room=1000)
-    both.see_whole(5)
-    both.see_whole(6)
+    both.add_completion(5)
+    both.add_completion(6)
     clock.now += 1e-3
     both.close()
     assert used(quotas, acme, 600) == 12
     one = quotas.take(acme, num_prompt_tokens=1, num_requests=2, room=20)
-    one.see_whole(5)
+    one.add_completion(5)
     clock.now += 1
     one.close()
     assert used(quotas, acme, 600) == 12 + 1 + 40 - 10
@@ -338,7 +338,7 @@ def test_whatever_calls_do_a_tenant_gets_no_more_than_its_quotas(data: st.DataOb
             ticket, num_completions, max_tokens = running.pop(data.draw(st.integers(0, len(running) - 1)))
             num_generated = data.draw(st.integers(0, num_completions * max_tokens))
             if data.draw(st.booleans()):
-                ticket.see(num_generated)
+                ticket.add_tokens(num_generated)
                 used_tokens += num_generated
             ticket.close(data.draw(st.sampled_from([None, Overloaded("x", retry_after_s=1.0)])))
             num_done += 1
