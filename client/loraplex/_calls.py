@@ -37,6 +37,7 @@ from loraplex.types import (
     GenerateOptions,
     Generation,
     Grammar,
+    Hub,
     Medusa,
     Merge,
     Message,
@@ -142,7 +143,7 @@ _CHAT_OPTIONS: Final = frozenset({"continue_final_message", "chat_template", *_C
 _OTHER_OPTIONS: Final = _CHAT_OPTIONS | frozenset(
     {
         *("messages", "omit_generation_prompt", "tool_choice", "parallel_tool_calls", "grammar", "truncate_prompt"),
-        *("adapters", "merge", "speculation", "timeout_s"),
+        *("hub", "adapters", "merge", "speculation", "timeout_s"),
     }
 )
 
@@ -235,7 +236,7 @@ class Call(Generic[_Answer]):
     """One call. `read` converts the answer; of a stream, each message."""
 
     path: str
-    request: bytes
+    request: bytes = field(repr=False)  # it may have a token
     read: Callable[[bytes], _Answer]
     metadata: tuple[tuple[str, str], ...]
     timeout_s: float | None
@@ -369,9 +370,10 @@ class Calls:
 
     def load(self, adapter_id: str, how: Mapping[str, object], options: CallOptions) -> Call[tuple[Adapter, ...]]:
         """`how`: other fields of the request."""
-        request = adapter_pb2.LoadAdapterRequest()
+        request = adapter_pb2.LoadAdapterRequest(token=Hub(token=cast("str", how.get("hub_token", ""))).token)
         for name, value in how.items():
-            _assign(request, name, value)
+            if name != "hub_token":
+                _assign(request, name, value)
         if request.source:
             check_adapter_source(request.source)
         if request.expected_digest:
@@ -471,6 +473,7 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
     for name, path in _FIELDS.items():
         if name in given:
             _assign(request, path, given[name])
+    _put_hub(request, given)
     mixture: Any = given.get("adapters", {})
     if not isinstance(mixture, Mapping):
         raise InvalidArgument(f"adapters takes {{name: weight}}, not {_shown(mixture)}", field="adapters")
@@ -501,7 +504,7 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
 
 def pooling_request(request: _Pooling, inputs: PoolingInputs, options: PoolingOptions) -> _Pooling:
     """The request with the fields that all have. Raises InvalidArgument, TypeError for an unknown option."""
-    given = _given(options, frozenset({*_POOLING_FIELDS, "truncate_prompt", "timeout_s"}))
+    given = _given(options, frozenset({*_POOLING_FIELDS, "hub", "truncate_prompt", "timeout_s"}))
     several: Any = inputs
     if isinstance(several, str) or (isinstance(several, Sequence) and several and isinstance(several[0], int)):
         several = [several]
@@ -512,6 +515,7 @@ def pooling_request(request: _Pooling, inputs: PoolingInputs, options: PoolingOp
     for name in _POOLING_FIELDS:
         if name in given:
             _assign(request, name, given[name])
+    _put_hub(request, given)
     _put_truncation(request, given)
     if request.adapter_id:
         check_adapter_ref(request.adapter_id)  # it also goes into a header
@@ -534,6 +538,17 @@ def _put_choice(request: Any, field: str, given: Any, known: Mapping[str, Any]) 
     if given not in known:
         raise InvalidArgument(f"`{field}` must be one of {', '.join(known)}; it is {_shown(given)}", field=field)
     setattr(request, field, known[given])
+
+
+def _put_hub(request: Any, given: Mapping[str, Any]) -> None:
+    if "hub" not in given:
+        return
+    hub = given["hub"]
+    if not isinstance(hub, Hub):
+        raise InvalidArgument("hub takes a Hub", field="hub")  # what was given may be a token
+    request.hub.SetInParent()
+    _assign(request, "hub.revision", hub.revision)
+    request.hub.token = hub.token
 
 
 def _put_truncation(request: Any, given: Mapping[str, Any]) -> None:

@@ -177,14 +177,25 @@ class Adapters:
         *,
         pin: bool = False,
         source: str = "",
+        revision: str = "",
+        hub_token: str = "",
         expected_digest: str = "",
         if_absent: bool = False,
         **options: Unpack[CallOptions],
     ) -> tuple[Adapter, ...]:
         """Brings an adapter into memory ahead of use, and binds its name to the files as they are now. `source`: the
-        folder that they are in, where that is not the name, or hub:ORG/NAME or s3:BUCKET/PREFIX. `if_absent`: a name
-        that is bound stays as it is. Raises DigestMismatch where the files are not those of `expected_digest`."""
-        how = {"pin": pin, "source": source, "expected_digest": expected_digest, "if_absent": if_absent}
+        folder that they are in, where that is not the name, or hub:ORG/NAME or s3:BUCKET/PREFIX. `revision` of a
+        repository on the Hub, which is asked with `hub_token` where it is given: who may use the name is served what it
+        fetches. `if_absent`: a name that is bound stays as it is. Raises DigestMismatch where the files are not those
+        of `expected_digest`."""
+        how = {
+            "pin": pin,
+            "source": source,
+            "revision": revision,
+            "hub_token": hub_token,
+            "expected_digest": expected_digest,
+            "if_absent": if_absent,
+        }
         return self._send(self._calls.load(adapter_id, how, options))
 
     def unload(

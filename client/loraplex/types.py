@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Required, TypedDict
 
-from loraplex_contracts.adapters import AdapterState, AdapterTier
+from loraplex_contracts.adapters import AdapterState, AdapterTier, check_hub_token
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_contracts.request import FinishReason, TokenLogprob
 from loraplex_contracts.request import TopLogprob as TopLogprob
@@ -130,6 +130,21 @@ class Merge:
     seed: int | None = None  # of what dare_* drop. Default: from the adapters and these options
 
 
+@dataclass(frozen=True, slots=True)
+class Hub:
+    """The adapter is the repository `adapter_id` on the Hub, as the caller's own token shows it."""
+
+    revision: str = ""  # a branch, a tag or a commit; empty: the newest commit
+    token: str = field(default="", repr=False)  # for the Hub; empty: the server's own
+
+    def __post_init__(self) -> None:
+        given: Any = self.token
+        if given != "" and not isinstance(given, str):
+            raise InvalidArgument("hub.token takes a string", field="hub.token")
+        if given:
+            check_hub_token(given, field="hub.token")
+
+
 class CallOptions(TypedDict, total=False):
     """Options of every call."""
 
@@ -147,6 +162,7 @@ class PoolingOptions(CallOptions, total=False):
     """Options of `embed`, `classify` and `score`; each may be left out. Those of `generate` with the same names."""
 
     adapter_id: str
+    hub: Hub | None
     truncate_prompt: Truncate | int | None
     omit_special_tokens: bool | None
     priority: int | None
@@ -191,6 +207,8 @@ class GenerateOptions(ChatOptions, total=False):
     """The form that the text must have."""
     truncate_prompt: int | Truncate | None
     """Shorten the prompt to its last so many tokens, 0 to what the context has room for, instead of refusing it."""
+    hub: Hub | None
+    """`adapter_id` is a repository on the Hub, and what the token in here fetches is for this caller alone."""
     adapters: Mapping[str, float] | None
     """A mixture: adapter id -> weight, instead of `adapter_id`. Their exact sum, unless `merge` says otherwise."""
     merge: Merge | None

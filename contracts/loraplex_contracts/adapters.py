@@ -8,7 +8,7 @@ allow-list in one regular expression without backtracking.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, NewType
 
 from loraplex_contracts.errors import InvalidAdapterId, InvalidArgument, Unimplemented
@@ -52,6 +52,11 @@ class AdapterOrigin:
     source: str = ""
     revision: str = ""
     token: str = field(default="", repr=False)  # the caller's own, for the Hub
+
+    @property
+    def without_token(self) -> AdapterOrigin:
+        """To be kept: a token is for one fetch."""
+        return replace(self, token="") if self.token else self
 
 
 OWN_PLACE = AdapterOrigin()
@@ -169,6 +174,7 @@ MAX_SOURCE_CHARS = 1024
 HUB_SOURCE = "hub:"  # a `source` that is a repository, ORG/NAME
 S3_SOURCE = "s3:"  # one that is in a bucket, BUCKET/PREFIX
 MAX_ROLE_CHARS = 64
+MAX_HUB_TOKEN_CHARS = 512
 
 # "org/name" as the Hub has it, or a plain name. ASCII only (no look-alikes), no dot segments, never absolute.
 _SEGMENT = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_-])?"
@@ -177,6 +183,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 _VERSION = re.compile(rf"[0-9a-f]{{{MIN_VERSION_CHARS},64}}\Z")
 _ID = re.compile(r"[A-Za-z0-9._:-]+\Z")
 _REVISION = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._/-]{{0,{MAX_ID_CHARS - 1}}}\Z")
+_HUB_TOKEN = re.compile(rf"[\x21-\x7e]{{1,{MAX_HUB_TOKEN_CHARS}}}\Z")
 _ROLE = re.compile(r"[A-Za-z0-9_-]+\Z")
 
 
@@ -232,14 +239,17 @@ def check_adapter_source(source: str, *, field: str = "source") -> str:
     return source
 
 
-def check_revision(revision: str, source: str, *, field: str = "revision") -> str:
-    """Returns a well-formed branch, tag or commit of a repository. Raises InvalidArgument, and Unimplemented for a
-    revision of anything but a `source` on the Hub."""
+def check_on_hub(source: str, *, field: str) -> None:
+    """Raises Unimplemented for a `field` that goes with a `source` on the Hub only."""
     if not source.startswith(HUB_SOURCE):
         raise Unimplemented(
             f"`{field}` is of repositories on the Hub: give `source` as hub:ORG/NAME beside it, or leave it out",
             field=field,
         )
+
+
+def check_revision(revision: str, *, field: str = "revision") -> str:
+    """Returns a well-formed branch, tag or commit of a repository. Raises InvalidArgument."""
     if not _REVISION.match(revision) or ".." in revision:
         raise InvalidArgument(
             f"`{field}` {_shown(revision)} is not a branch, a tag or a commit: use letters, digits, '.', '_', '-' and "
@@ -247,6 +257,16 @@ def check_revision(revision: str, source: str, *, field: str = "revision") -> st
             field=field,
         )
     return revision
+
+
+def check_hub_token(token: str, *, field: str) -> str:
+    """Returns a well-formed token for the Hub. Raises InvalidArgument, which does not show it."""
+    if not _HUB_TOKEN.match(token):
+        raise InvalidArgument(
+            f"`{field}` is not a token: printable ASCII without spaces, {MAX_HUB_TOKEN_CHARS} characters at most",
+            field=field,
+        )
+    return token
 
 
 def check_digest(digest: str, *, field: str) -> str:

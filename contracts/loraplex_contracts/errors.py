@@ -137,6 +137,13 @@ def adapter_not_found(adapter_id: str, near: Sequence[str] = ()) -> AdapterNotFo
     )
 
 
+def no_such_folder(source: str, adapter_id: str) -> AdapterNotFound:
+    """One message for a folder that is not there and for another tenant's."""
+    return AdapterNotFound(
+        f"there is no folder {source!a} in the server's directory of adapters", field="source", resource=adapter_id
+    )
+
+
 class AdapterOutsideRoot(AdapterNotFound, reason="ADAPTER_OUTSIDE_ROOT"):
     """An adapter whose folder or files are links that lead out of the server's directory of adapters."""
 

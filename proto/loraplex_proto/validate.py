@@ -24,7 +24,9 @@ from loraplex_contracts.adapters import (
     check_adapter_ref,
     check_adapter_source,
     check_digest,
+    check_hub_token,
     check_id,
+    check_on_hub,
     check_revision,
     check_role,
 )
@@ -86,13 +88,13 @@ _CHAT: Final = (
 _POOLING: Final = (
     *("inputs.text", "inputs.token_ids.ids", *(f"inputs.{path}" for path in _CHAT)),
     *("adapter_id", "truncate_prompt.max_tokens", "truncate_prompt.keep_start", "omit_special_tokens"),
-    *("priority", "request_id", "cache_salt"),
+    *("priority", "request_id", "cache_salt", "hub.revision", "hub.token", "in_bucket"),
 )
 HANDLED: Final[dict[str, frozenset[str]]] = {
     "GenerateRequest": frozenset(
         (
             *("text", "token_ids.ids", "adapter_id", "adapters.id", "adapters.weight"),
-            *("n", "priority", "request_id", "cache_salt"),
+            *("n", "priority", "request_id", "cache_salt", "hub.revision", "hub.token", "in_bucket"),
             *("merge.strategy", "merge.density", "merge.majority_sign", "merge.seed"),
             *_CHAT,
             *(option.path for option in SAMPLING_OPTIONS.values()),
@@ -112,7 +114,9 @@ HANDLED: Final[dict[str, frozenset[str]]] = {
     "TokenizeRequest": frozenset(("text", *_CHAT, "omit_special_tokens", "offsets", "adapter_id")),
     "DetokenizeRequest": frozenset({"token_ids", "omit_special_tokens"}),
     "GetTokenizerInfoRequest": frozenset(),
-    "LoadAdapterRequest": frozenset({"adapter_id", "pin", "source", "revision", "expected_digest", "if_absent"}),
+    "LoadAdapterRequest": frozenset(
+        {"adapter_id", "pin", "source", "revision", "expected_digest", "if_absent", "token"}
+    ),
     "UnloadAdapterRequest": frozenset({"adapter_id", "if_unused"}),
     "GetAdapterRequest": frozenset({"adapter_id"}),
     "ListAdaptersRequest": frozenset({"include_unloaded", "page_size", "page_token", "prefix", "state"}),
@@ -242,6 +246,7 @@ def check_generate(request: inference_pb2.GenerateRequest) -> None:
     for bound in _BOUNDS:
         _check_bound(request, *bound)
     _check_merge(request)
+    _check_place(request)
     _check_stopping(request.stopping)
     if request.HasField("grammar"):
         _check_grammar(request)
@@ -314,6 +319,23 @@ def _check_merge(request: inference_pb2.GenerateRequest) -> None:
     ):
         if is_set and not is_used:
             raise InvalidArgument(f"`merge.{name}` is not for {merge.strategy}; leave it out", field=f"merge.{name}")
+
+
+def _check_place(request: inference_pb2.GenerateRequest | PoolingRequest) -> None:
+    if request.in_bucket and ("/" not in request.adapter_id or "@" in request.adapter_id or request.HasField("hub")):
+        raise InvalidArgument(
+            "`in_bucket` goes with `adapter_id` BUCKET/NAME, without a version and without `hub`", field="in_bucket"
+        )
+    if not request.HasField("hub"):
+        return
+    if "/" not in request.adapter_id or "@" in request.adapter_id:
+        raise InvalidArgument(
+            "`hub` goes with `adapter_id` ORG/NAME, a repository; a version of it is `hub.revision`", field="hub"
+        )
+    if request.hub.revision:
+        check_revision(request.hub.revision, field="hub.revision")
+    if request.hub.token:
+        check_hub_token(request.hub.token, field="hub.token")
 
 
 def adapter_name_in(request: inference_pb2.GenerateRequest) -> str:
@@ -543,6 +565,7 @@ def check_pooling(request: PoolingRequest) -> None:
     _check_pooling_names(request)
     if not num_inputs:
         raise InvalidArgument("`inputs` is empty: give at least one input", field="inputs")
+    _check_place(request)
     if request.cache_salt:
         check_id(request.cache_salt, field="cache_salt")
     for path, least, most, beside in _BOUNDS:
@@ -613,7 +636,11 @@ def check_adapter_request(request: AdapterRequest) -> AdapterId:
         if request.source:
             check_adapter_source(request.source)
         if request.revision:
-            check_revision(request.revision, request.source)
+            check_on_hub(request.source, field="revision")
+            check_revision(request.revision)
+        if request.token:
+            check_on_hub(request.source, field="token")
+            check_hub_token(request.token, field="token")
         if request.expected_digest:
             check_digest(request.expected_digest, field="expected_digest")
         return check_adapter_id(request.adapter_id)  # a load makes versions

@@ -190,7 +190,10 @@ def _named(cls: type[Named], raw: bytes) -> str:
     """The adapter that a request names and that the caller may use. Raises what the checks raise."""
     request = parse(cls, raw)
     check_adapter_request(request)
-    current_identity().check_adapters([request.adapter_id])
+    identity = current_identity()
+    identity.check_adapters([request.adapter_id])
+    if isinstance(request, adapter_pb2.LoadAdapterRequest):
+        identity.check_source(request.source, request.adapter_id)
     return request.adapter_id
 
 

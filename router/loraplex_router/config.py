@@ -91,7 +91,7 @@ class HttpOptions:
     )
     # That of the workers, whose folders requests to load an adapter may name.
     adapter_root: Path | None = option(
-        None, "The workers' --adapters: folders in it may be given as lora_path.", "--adapter-root"
+        None, "The workers' --adapters: lora_path may be an absolute path in it alone.", "--adapter-root"
     )
 
     def __post_init__(self) -> None:

@@ -24,13 +24,14 @@ from typing import Any, Final, cast
 import grpc
 import grpc.aio
 
-from loraplex_contracts.adapters import check_id, name_in
+from loraplex_contracts.adapters import HUB_SOURCE, S3_SOURCE, check_id, name_in
 from loraplex_contracts.errors import (
     InvalidArgument,
     LoraplexError,
     PermissionDenied,
     Unauthenticated,
     adapter_not_found,
+    no_such_folder,
 )
 from loraplex_proto.status import refusing
 from loraplex_runtime.reload import Reloader
@@ -111,6 +112,14 @@ class Identity:
         for adapter_id in adapter_ids:
             if not self.may_use(adapter_id):
                 raise adapter_not_found(adapter_id)
+
+    def check_source(self, source: str, adapter_id: str) -> None:
+        """Of a load: a folder below the adapter root is there for those who may use the adapter of its path. An
+        absolute path, which only the worker can compare with its root, is for those who may use all. Raises
+        AdapterNotFound, the same as for a folder that is not there."""
+        is_folder = source and not source.startswith((HUB_SOURCE, S3_SOURCE))
+        if is_folder and not ("*" in self.adapters or self.may_use(source.rstrip("/"))):
+            raise no_such_folder(source, adapter_id)
 
 
 EVERYBODY: Final = Identity(tenant=DEFAULT_TENANT, roles=ROLES, adapters=("*",))

@@ -16,6 +16,7 @@ from loraplex_contracts.errors import InvalidArgument
 from loraplex_runtime.flags import option
 
 MAX_DRAFT_TOKENS: Final = 64  # per step; requests cannot ask for more either
+MAX_HUB_ACCESS_S: Final = 86_400.0
 MAX_LOOKUP_HISTORY: Final = 1 << 20  # tokens of one namespace
 CPU_KERNELS: Final = ("auto", "native", "torch")
 QUANTIZE: Final = ("none", "int8")
@@ -109,6 +110,11 @@ class AdaptersConfig:
         "Host that a Hub may redirect to for files, or a domain with a leading dot. Those of the public Hub are known. "
         "May be given several times.",
         "--hub-redirect-host",
+    )
+    hub_access_s: float = option(
+        600.0,
+        "Seconds after which the Hub is asked again about a caller's own access, with the token of a new request.",
+        "--hub-access-ttl",
     )
     s3_buckets: tuple[str, ...] = option(
         (),
@@ -292,6 +298,7 @@ class EngineConfig:
                 "--hub-endpoint",
                 f"must be an address such as https://HOST, not {endpoint!a}",
             )
+        _check(0 < adapters.hub_access_s <= MAX_HUB_ACCESS_S, "--hub-access-ttl", "must be above 0 and at most a day")
         _check(adapters.hub or not adapters.hub_endpoints, "--hub-endpoint", "is of use with --hub-adapters only")
         _check(adapters.root is not None or not adapters.watch, "--watch-adapters", "is of use with --adapters only")
         _check(1 <= adapters.max_rank <= 4096, "--max-lora-rank", "must be 1 to 4096")

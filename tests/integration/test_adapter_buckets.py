@@ -6,6 +6,7 @@ import logging
 import shutil
 from collections.abc import Iterator
 
+import grpc.aio
 import pytest
 from support.fake_workers import router_for
 from support.inline_worker import inline_worker
@@ -13,6 +14,8 @@ from support.s3_server import KEYS, S3Server, s3_server
 from support.world import TinyWorld
 
 from loraplex import AdapterInvalid, AdapterNotFound, AsyncClient, DigestMismatch, InvalidArgument, SourceUnavailable
+from loraplex_proto.status import from_rpc_error
+from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
 
 pytestmark = pytest.mark.timeout(300)
@@ -49,6 +52,17 @@ async def text(client: AsyncClient, adapter_id: str) -> str:
     return (await client.generate("a prompt", adapter_id=adapter_id, max_tokens=12, ignore_eos=True)).text
 
 
+async def in_bucket(address: str, folder: str) -> str:
+    request = inference_pb2.GenerateRequest(text="a prompt", adapter_id=folder, in_bucket=True)
+    request.stopping.max_tokens, request.stopping.ignore_eos = 12, True
+    async with grpc.aio.insecure_channel(address) as channel:
+        try:
+            answer = await inference_pb2_grpc.InferenceServiceStub(channel).Generate(request)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        return answer.completions[0].text
+
+
 async def test_loads_from_a_bucket(
     address: str, bucket: S3Server, tiny_world: TinyWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -81,6 +95,14 @@ async def test_loads_from_a_bucket(
         (new,) = await client.adapters.load("sql")  # from where it was loaded before
         assert (new.source, new.last_error) == ("s3:models/v0", "")
         assert new.digest != row.digest
+        # Of a request, without a load.
+        assert await in_bucket(router.address, "models/v1") == await text(client, "sql")
+        for folder, kind in (("models/nowhere", AdapterNotFound), ("others/v0", AdapterNotFound)):
+            with pytest.raises(kind) as raised:
+                await in_bucket(router.address, folder)
+            assert raised.value.field == "adapter_id"
+            said.append(str(raised.value))
+        assert "models/v1" not in {one.adapter_id for one in await client.adapters.list()}
     said.append(caplog.text)
     for secret in (*KEYS.values(), "X-Amz-"):
         assert all(secret not in one for one in said), secret

@@ -80,7 +80,7 @@ async def test_paths_are_folders_below_the_root(tmp_path: Path) -> None:
             assert (await load(http, lora_path=path, load_inplace=True)).status_code == 200, path
         num_loads = c.workers[0].calls.count("LoadAdapter")
         for path in (
-            "/etc/passwd", "..", "../sql", f"{tmp_path}/../sql", f"{tmp_path}/other", f"{tmp_path}//sql", "a\0b",
+            "/etc/passwd", "..", "../sql", f"{tmp_path}/../sql", f"{tmp_path}//sql", "a\0b", f"{tmp_path}x/sql",
             "~/sql", "https://example.com/sql", f"{tmp_path}/sql/../sql",
         ):  # fmt: skip
             answer = await load(http, lora_path=path, load_inplace=True)
@@ -91,8 +91,27 @@ async def test_paths_are_folders_below_the_root(tmp_path: Path) -> None:
             answer = await http.post(UNLOAD, json={"lora_name": name})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora_name"), name
         assert c.workers[0].calls.count("LoadAdapter") == num_loads
-    async with http_cluster(http=OPEN) as (_, http):
-        assert (await load(http, lora_path="/adapters/sql")).status_code == 400
+
+
+async def test_an_adapter_may_come_from_elsewhere(tmp_path: Path) -> None:
+    """Workers look whether the folder is below their root, and whether they read the bucket or the Hub."""
+    async with http_cluster(http=HttpOptions(admin=True, adapter_root=tmp_path)) as (c, http):
+        for path, source in (
+            ("team/v2", "team/v2"),
+            (f"{tmp_path}/team/v2", f"{tmp_path}/team/v2"),
+            ("s3://models/team/v2", "s3:models/team/v2"),
+            ("hub:org/sql", "hub:org/sql"),
+            (f"{tmp_path}/sql", "sql"),  # from its own place again
+            ("sql", ""),
+        ):
+            assert (await load(http, lora_path=path, load_inplace=True)).status_code == 200, path
+            assert c.workers[0].loads[-1].source == source
+        c.workers[0].load_error = AdapterOutsideRoot("its folder is a link that leads out", field="source")
+        answer = await load(http, lora_path="team/v2", load_inplace=True)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (404, "lora_path")
+    async with http_cluster(http=OPEN) as (c, http):  # it does not know the workers' root
+        assert (await load(http, lora_path="/adapters/sql")).status_code == 200
+        assert c.workers[0].loads[-1].source == "/adapters/sql"
 
 
 async def test_without_credentials_a_flag_must_allow_it() -> None:

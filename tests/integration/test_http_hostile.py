@@ -244,7 +244,7 @@ async def test_another_tenants_adapter_looks_like_an_unknown_one(tmp_path: Path)
 
 @pytest.mark.parametrize(
     "path",
-    ["/etc/passwd", "..", "../sql", "{root}/../sql", "{root}/other", "a\0b", "{root}/sql\0", "~/sql", "file:///sql"],
+    ["/etc/passwd", "..", "../sql", "{root}/../sql", "a\0b", "{root}/sql\0", "~/sql", "file:///sql"],
 )
 async def test_paths_outside_the_roots_reach_no_worker(path: str, tmp_path: Path) -> None:
     async with http_cluster(http=HttpOptions(admin=True, adapter_root=tmp_path)) as (c, http):

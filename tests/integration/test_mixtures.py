@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import LoraModel, PeftModel
 from support.processes import loraplex
-from support.world import RANKS, TinyWorld, make_world
+from support.world import CHAT_TEMPLATE, RANKS, TinyWorld, make_world
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from loraplex import AdapterNotFound, Client, Merge
@@ -31,7 +31,7 @@ class Served(NamedTuple):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    world = make_world(tmp_path_factory.mktemp("world"), len(RANKS) + 1)
+    world = make_world(tmp_path_factory.mktemp("world"), len(RANKS) + 1, chat_template=CHAT_TEMPLATE)
     arguments = ("serve", str(world.model), "--adapters", str(world.adapters), "--dtype", "float64", "--threads", "1")
     with loraplex(*arguments, "--adapter-slots", "2", "--port", "0", "--http-port", "0") as running:
         found = re.search(r"HTTP on ([\d.:]+\d)", running.output)
@@ -71,7 +71,38 @@ def test_sums(served: Served) -> None:
     ).json()
     assert answer["choices"][0]["text"] == text
     assert answer["loraplex"]["adapter_digest"] == mine.adapter_digest
+    assert (answer["loraplex"]["adapter_id"], answer["loraplex"]["adapters"]) == (None, members)
     assert len(mine.adapter_digest or "") == 64
+
+
+def test_other_routes_take_mixtures(served: Served) -> None:
+    """SGLang's, whose meta_info has the recipe, and OpenAI's of responses, which are chats."""
+    world, _, http = served
+    ids, weights = [FIRST, SAME_RANK], [0.75, 1.5]
+    merged = {"ids": ids, "weights": weights, "merge_strategy": "ties", "density": 0.5}
+    text = wanted(world, tuple(zip(ids, weights, strict=True)), "ties", density=0.5)
+    params = {"max_new_tokens": NUM_TOKENS, "temperature": 0}
+    found = http.post(
+        "/generate", json={"text": [PROMPT, PROMPT], "sampling_params": params, "merged_adapters": merged}
+    ).json()
+    recipe = {
+        "adapters": [{"id": one, "weight": weight} for one, weight in zip(ids, weights, strict=True)],
+        "merge": {"strategy": "ties", "density": 0.5},
+    }
+    for one in found:
+        assert (one["text"], one["meta_info"]["loraplex"]) == (text, recipe)
+    members = [{"id": FIRST, "weight": 0.75}, {"id": SECOND, "weight": -0.5}]
+    body = {"temperature": 0, "adapters": members}
+    chat = [{"role": "user", "content": PROMPT}]
+    answers = [
+        http.post("/v1/responses", json={**body, "input": PROMPT, "max_output_tokens": NUM_TOKENS}).json(),
+        http.post("/v1/chat/completions", json={**body, "messages": chat, "max_tokens": NUM_TOKENS}).json(),
+    ]
+    assert answers[0]["output"][0]["content"][0]["text"] == answers[1]["choices"][0]["message"]["content"]
+    assert answers[0]["loraplex"]["adapters"] == answers[1]["loraplex"]["adapters"] == members
+    assert answers[0]["loraplex"]["adapter_digest"] == answers[1]["loraplex"]["adapter_digest"]
+    refused = http.post("/generate", json={"text": PROMPT, "lora_path": FIRST, "adapters": members})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "adapters")
 
 
 def test_merged_adapters_of_lorax(served: Served) -> None:

@@ -15,7 +15,7 @@ import torch
 from peft import IA3Config, LoHaConfig, LoraModel, PeftModel, VeraConfig
 from support.dense import dense_logits, greedy, make_dense
 from support.peft_files import SPECS, LoraSpec, save_adapter, save_variant
-from support.speculation import Bench, World, make_bench, request
+from support.speculation import Bench, World, draft_proposer, make_bench, request
 from support.zoo import random_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -256,3 +256,31 @@ def test_heads_of_members_are_not_used(tmp_path: Path) -> None:
             assert outcome.tokens[0] == want, name
             assert name == "auto" or outcome.drafted[MEDUSA], "nothing was drafted"
         bench.close()
+
+
+def test_draft_models_guess_for_mixtures(tmp_path: Path) -> None:
+    """Beside requests of one adapter and of none; one model drafts what the base would write, the other anything."""
+    base = make_dense(random_model("llama"))
+    for idx, spec in enumerate(SPECS[:2]):
+        save_adapter(base, spec, tmp_path / spec.name, seed=idx)
+    members = ((ALL, 0.01), (ATTENTION, 0.02))  # near the base, so that drafts are accepted
+    wide = ((ALL, 0.7), (ATTENTION, -1.3))
+    models = {"near": weighted(base, tmp_path, members, "cat"), "wide": weighted(base, tmp_path, wide, "cat")}
+    num_ids = cast(Tensor, base.get_input_embeddings().weight).shape[0]
+    drafts = {
+        "same": draft_proposer(base, num_target_ids=num_ids),
+        "other": draft_proposer(make_dense(random_model("llama", seed=7)), num_target_ids=num_ids),
+    }
+    bench = make_bench(base, tmp_path, num_slots=4, drafts=drafts)
+    asked: dict[str, tuple[Request, PeftModel | PreTrainedModel]] = {}
+    for draft in drafts:
+        speculation = SpeculationParams("draft_model", draft_name=draft, max_draft_tokens=3, fixed_length=True)
+        for name, model in (models | {"": base}).items():
+            one = request(f"{draft} {name}", [5, 9, 3, 17], NUM_TOKENS, output=OutputParams(True, 0))
+            mixed = mixture(members if name == "near" else wide) if name else None
+            asked[one.request_id] = replace(one, mixture=mixed, speculation=speculation), model
+    check_texts(bench, asked, 3)
+    for name, outcome in bench.outcomes.items():
+        assert sum(outcome.drafted.values()), name
+    assert sum(bench.outcomes["same near"].accepted.values()), "drafts for a mixture are never accepted"
+    bench.close()

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 
 from loraplex_contracts.adapters import (
     NOBODY,
+    OWN_PLACE,
     PLAIN_LOAD,
     AdapterInfo,
     AdapterKey,
     AdapterKind,
+    AdapterOrigin,
     AdapterTemplates,
     AdapterUser,
     CacheUsage,
@@ -97,7 +99,9 @@ class FakeCache:
     leases: dict[AdapterKey, int] = field(default_factory=dict)
     num_polls: int = 0
 
-    def resolve(self, adapter_id: str, now: float, user: AdapterUser = NOBODY) -> AdapterKey | None:
+    def resolve(
+        self, adapter_id: str, now: float, user: AdapterUser = NOBODY, origin: AdapterOrigin = OWN_PLACE
+    ) -> AdapterKey | None:
         if adapter_id not in self.known:
             raise AdapterNotFound(f"there is no adapter {adapter_id!r}", resource=adapter_id)
         if self.num_polls < self.delay:

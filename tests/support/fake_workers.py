@@ -111,6 +111,7 @@ class FakeWorker:
         self.metadata: list[dict[str, str | bytes]] = []
         self.remaining_s: list[float | None] = []
         self.calls: list[str] = []
+        self.loads: list[adapter_pb2.LoadAdapterRequest] = []
         self.queries: list[ListQuery] = []  # of ListAdapters
         self.pooling: list[Any] = []  # requests of PoolingService
         self.num_ended = 0  # streams that are over, whatever the way
@@ -324,7 +325,9 @@ class FakeWorker:
             adapter_id = adapter_pb2.GetAdapterRequest.FromString(raw).adapter_id
             if method == "LoadAdapter":
                 tier = adapter_pb2.ADAPTER_TIER_DEVICE
-                self.adapters[adapter_id] = adapter_pb2.Adapter(adapter_id=adapter_id, tier=tier)
+                self.loads.append(adapter_pb2.LoadAdapterRequest.FromString(raw))
+                source = self.loads[-1].source
+                self.adapters[adapter_id] = adapter_pb2.Adapter(adapter_id=adapter_id, tier=tier, source=source)
             if adapter_id not in self.adapters:
                 await abort(context, AdapterNotFound(f"no {adapter_id}", resource=adapter_id))
             rows = [self.adapters[adapter_id]]

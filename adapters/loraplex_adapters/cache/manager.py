@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loraplex_adapters.cache.accesses import is_access_name, shown_name
 from loraplex_adapters.cache.jobs import FairQueue
 from loraplex_adapters.cache.listing import key_row
 from loraplex_adapters.cache.merging import merge_loras
@@ -215,14 +216,18 @@ class AdapterManager:
 
     # --- names ------------------------------------------------------------------------------------------------------
 
-    def resolve(self, adapter_id: AdapterId, now: float, user: AdapterUser = NOBODY) -> AdapterKey | None:
+    def resolve(
+        self, adapter_id: AdapterId, now: float, user: AdapterUser = NOBODY, origin: AdapterOrigin = OWN_PLACE
+    ) -> AdapterKey | None:
         """The key that the name is bound to, with a hold for the caller (`drop_hold` gives it back).
 
         None while it is being fetched: ask again after `poll` has returned True. A name is bound on first use and bound
-        anew only by `load`. Raises the typed error (AdapterNotFound, AdapterInvalid, ...) when it cannot be had, and
-        QuotaExceeded where the user may not have as many bytes in memory.
+        anew only by `load`. With the `origin` of a caller's own it is the key of what that caller has access to there,
+        asked for again after a while. Raises the typed error (AdapterNotFound, AdapterInvalid, ...) when it cannot be
+        had, and QuotaExceeded where the user may not have as many bytes in memory.
         """
-        key = self._table.resolve(adapter_id, now, user)
+        table = self._table
+        key = table.resolve_at(origin, now, user) if origin.source else table.resolve(adapter_id, now, user)
         self._start_fetches()
         return key
 
@@ -392,13 +397,14 @@ class AdapterManager:
 
     def _fetch(self, fetch: Fetch, source: AdapterSource, then: AdapterSource | None = None) -> None:
         started_s = time.perf_counter()
-        recipe = self._table.recipes.get(fetch.name)
+        merge = self._table.merge_of(fetch.name)
         files = self._look(fetch)
         try:
             if isinstance(fetch, FetchName) and fetch.version is not None:
                 found = self._find(fetch.name, fetch.version)
             else:
-                found = self._import(fetch.name, source, fetch.origin) if recipe is None else self._merge(recipe)
+                name = shown_name(fetch.name)
+                found = self._import(name, source, fetch.origin) if merge is None else self._merge(*merge, source)
             if files is not None and self._look(fetch) != files:
                 raise SourceUnavailable(
                     "its files were replaced while they were read; they are read again when they stay as they are",
@@ -410,7 +416,10 @@ class AdapterManager:
                 flow = fetch.tenant if isinstance(fetch, FetchName) else ""
                 self._remote_fetcher.submit(lambda: self._fetch(fetch, then), flow)
                 return
-            failure = _bare(_about(fetch.name, _typed(error, f"fetching adapter {fetch.name}")))
+            name = shown_name(fetch.name)
+            failure = _bare(_about(name, _typed(error, f"fetching adapter {name}")))
+            if is_access_name(fetch.name) and failure.field == "source":
+                failure.field = "adapter_id"  # the request has no other
             self._finish(lambda now: self._take_failed_fetch(fetch, failure, files, now))
         else:
             self._finish(lambda now: self._take_fetched(fetch, found, started_s, files, now))
@@ -432,12 +441,13 @@ class AdapterManager:
             name, source, self._targets, self._store, recent, with_templates=with_templates, origin=origin
         )
 
-    def _merge(self, recipe: Recipe) -> HostCopy:
-        """The merged adapter in the store. A member that the store has dropped is read from the source again."""
+    def _merge(self, recipe: Recipe, origins: Sequence[AdapterOrigin], source: AdapterSource) -> HostCopy:
+        """The merged adapter in the store. A member that the store has dropped is read again from where it came; where
+        that is not in this `source`, AdapterNotFound, and the other source goes on with those that are left."""
         members: list[tuple[AdapterLayout, NDArray[np.uint8]]] = []
-        for member, key in zip(recipe.mixture.members, recipe.keys, strict=True):
+        for member, key, origin in zip(recipe.mixture.members, recipe.keys, origins, strict=True):
             found = self._storage.read(key)
-            if found is None and self._import(name_in(member.adapter_id), self._source).key == key:
+            if found is None and self._import(name_in(member.adapter_id), source, origin).key == key:
                 found = self._storage.read(key)
             if found is None:
                 raise SourceUnavailable(
@@ -468,12 +478,12 @@ class AdapterManager:
             self._table.name_fetched(fetch.name, fetch.ticket, key, num_bytes, rank, now, *beside, base=found.base)
             record = self._table.names.get(fetch.name)
             if self._watch is not None and record is not None and record.key == key:
-                self._watch.loaded(fetch.name, fetch.origin, files)
+                self._watch.loaded(fetch.name, fetch.origin.without_token, files)
         else:
             self._residency.refetched(fetch, found.key, now)
 
     def _take_failed_fetch(self, fetch: Fetch, error: LoraplexError, files: Fingerprint | None, now: float) -> None:
-        log.info("adapter %s: %s", fetch.name, error)
+        log.info("adapter %s: %s", shown_name(fetch.name), error)
         if self._watch is not None:
             self._watch.failed(fetch.name, files, may_retry=error.retry_after_s is not None)
         if isinstance(fetch, FetchName):

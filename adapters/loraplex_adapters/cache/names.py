@@ -7,16 +7,19 @@ the table asks through `take_fetches` and `take_moves`, and is told the outcomes
 from __future__ import annotations
 
 import copy
+import secrets
 from collections import Counter, OrderedDict
 from dataclasses import replace
 from itertools import filterfalse
 
+from loraplex_adapters.cache.accesses import Accesses, is_access_name, is_internal_name
 from loraplex_adapters.cache.listing import key_row, unbound_row, version_row
 from loraplex_adapters.cache.residency import RETRY_AFTER_S, AdapterCacheConfig, ResidencyTable
 from loraplex_adapters.cache.states import (
     Fetch,
     FetchName,
     KeyRecord,
+    KeyState,
     LoadOperation,
     Move,
     NameEvent,
@@ -31,6 +34,7 @@ from loraplex_contracts.adapters import (
     PLAIN_LOAD,
     AdapterInfo,
     AdapterKey,
+    AdapterOrigin,
     AdapterTemplates,
     AdapterUser,
     ClassifierInfo,
@@ -48,6 +52,7 @@ from loraplex_contracts.errors import (
     DigestMismatch,
     LoraplexError,
     QuotaExceeded,
+    SourceUnavailable,
     adapter_not_found,
     adapter_version_not_found,
 )
@@ -83,6 +88,7 @@ class AdapterTable:
         self._loads: OrderedDict[str, None] = OrderedDict()  # names with a load whose result was not taken yet
         self._fetches: list[Fetch] = []
         self._last_ticket = 0
+        self._accesses = Accesses(secrets.token_bytes(32), config.access_ttl_s)
         self.recipes: OrderedDict[str, Recipe] = OrderedDict()  # by the merged adapter's name, the last used last
 
     @property
@@ -106,17 +112,41 @@ class AdapterTable:
                 return self._hold(self._ask(f"{base}@{version.digest}", now, user.tenant, version), user)
         return self._hold(self._ask(base, now, user.tenant), user)
 
-    def _ask(self, name: str, now: float, tenant: str, version: AdapterKey | None = None) -> NameRecord:
+    def resolve_at(self, origin: AdapterOrigin, now: float, user: AdapterUser = NOBODY) -> AdapterKey | None:
+        """As `resolve`, of the repository that `origin` names, for a caller who has its token. What another token has
+        fetched is not looked at."""
+        name = self._accesses.name_of(origin, user.tenant)
+        record = self.names.get(name)
+        is_lost = record is not None and record.key is not None and self._is_lost(record.key)
+        if is_lost or self._accesses.is_over(name, now):
+            self._forget(name)
+        for surplus in self._accesses.use(name, user.tenant):
+            self._forget(surplus)
+        return self._hold(self._ask(name, now, user.tenant, origin=origin), user)
+
+    def _is_lost(self, key: AdapterKey) -> bool:
+        """The store has dropped it, and its names could not bring it back."""
+        record = self.residency.records[key]
+        return record.state is KeyState.FAILED and isinstance(record.error, SourceUnavailable)
+
+    def _ask(
+        self,
+        name: str,
+        now: float,
+        tenant: str,
+        version: AdapterKey | None = None,
+        origin: AdapterOrigin = OWN_PLACE,
+    ) -> NameRecord:
         """The record of a name that is bound or on its way. Raises the remembered error."""
         record = self.names.get(name)
         if record is None:
             self._check_queue(tenant)
-            record = self._fetch_new(name, tenant, version=version)
+            record = self._fetch_new(name, tenant, version=version, origin=origin)
         elif record.state is NameState.FAILED:
             if record.error is not None and now < record.failed_until_s:
                 raise fresh(record.error)
             self._check_queue(tenant)
-            self._fetch_again(record, tenant)
+            self._fetch_again(record, tenant, origin)
         return record
 
     def _hold(self, record: NameRecord, user: AdapterUser) -> AdapterKey | None:
@@ -204,6 +234,7 @@ class AdapterTable:
         self.changed.add(name)
         self._unknown.pop(name, None)
         self._failures.pop(name, None)
+        self._accesses.forget(name)
         if record.key is not None:
             self.residency.unbind(record.key, name)
 
@@ -278,6 +309,7 @@ class AdapterTable:
                 return
         record.step(NameEvent.FETCHED)
         record.origin, record.base, record.error = record.fetched_from, base, None
+        self._accesses.opened(name, now)
         is_reload = operation is not None and operation.options.is_reload
         before = None if record.key is None else self.residency.records[record.key]
         is_pinned = operation is not None and self._will_be_pinned(record, operation)
@@ -331,13 +363,13 @@ class AdapterTable:
     def take_changes(self) -> ListingChanges:
         """Rows of bound, fetched and failed names, and of contents that drain, that changed since the last call."""
         changes: ListingChanges = {}
-        for name in filterfalse(is_recipe_name, self.changed):
+        for name in filterfalse(is_internal_name, self.changed):
             bound = self.names.get(name)
             is_listed = bound is not None and bound.key is None and not _is_unknown(bound)
             changes[name] = (unbound_row(bound),) if bound is not None and is_listed else ()  # else with its content
         for key in self.residency.changed:
             record = self.residency.records.get(key)
-            names = () if record is None else [*filterfalse(is_recipe_name, record.names or (record.last_name,))]
+            names = () if record is None else [*filterfalse(is_internal_name, record.names or (record.last_name,))]
             changes[key] = (
                 () if record is None else tuple(key_row(record, name, self.names.get(name)) for name in names)
             )
@@ -350,6 +382,8 @@ class AdapterTable:
     def advance(self, now: float) -> None:
         """Starts what can be started; forgets abandoned loads, and that there is no adapter of a name."""
         self.residency.advance(now)
+        for name in self._accesses.over(now):
+            self._forget(name)
         for name in list(self._loads):
             record = self.names[name]
             operation = record.load
@@ -372,6 +406,11 @@ class AdapterTable:
         self.residency.refetches.clear()
         return taken
 
+    def merge_of(self, name: str) -> tuple[Recipe, tuple[AdapterOrigin, ...]] | None:
+        """The recipe of a merged adapter's name, and where its members come from. May be called on any thread."""
+        recipe = self.recipes.get(name)
+        return None if recipe is None else (recipe, tuple(map(self._origin_of, recipe.mixture.adapter_ids)))
+
     def take_moves(self) -> list[Move]:
         taken, self.residency.moves = self.residency.moves, []
         return taken
@@ -389,9 +428,11 @@ class AdapterTable:
 
     def _with_origin(self, refetch: Refetch) -> Refetch:
         """The same from where the adapter's name comes from, of a version too."""
-        name = name_in(refetch.name)
-        record = self.names.get(name)
-        return replace(refetch, name=name, origin=OWN_PLACE if record is None else record.origin)
+        return replace(refetch, name=name_in(refetch.name), origin=self._origin_of(refetch.name))
+
+    def _origin_of(self, name: str) -> AdapterOrigin:
+        record = self.names.get(name_in(name))
+        return OWN_PLACE if record is None else record.origin
 
     def _end_fetch(self, ticket: int) -> None:
         tenant = self._fetching.pop(ticket, None)
@@ -400,11 +441,12 @@ class AdapterTable:
             if not self._num_fetching[tenant]:
                 del self._num_fetching[tenant]
 
-    def _fetch(self, record: NameRecord, tenant: str) -> None:
+    def _fetch(self, record: NameRecord, tenant: str, origin: AdapterOrigin = OWN_PLACE) -> None:
         operation = record.load
         is_asked = operation is not None and operation.ended_s is None and not operation.is_behind
-        asked = operation.options.origin if operation is not None and is_asked else OWN_PLACE
-        record.fetched_from = asked if asked.source else record.origin
+        asked = operation.options.origin if operation is not None and is_asked else origin
+        asked = asked if asked.source else record.origin
+        record.fetched_from = asked.without_token
         if record.key is None:
             record.origin = record.fetched_from
         self._last_ticket += 1
@@ -413,21 +455,26 @@ class AdapterTable:
         self._fetching[record.ticket] = tenant
         self._num_fetching[tenant] += 1
         self.changed.add(record.name)
-        self._fetches.append(FetchName(record.name, record.ticket, record.fetched_from, tenant, record.version))
+        self._fetches.append(FetchName(record.name, record.ticket, asked, tenant, record.version))
 
     def _fetch_new(
-        self, name: str, tenant: str, operation: LoadOperation | None = None, version: AdapterKey | None = None
+        self,
+        name: str,
+        tenant: str,
+        operation: LoadOperation | None = None,
+        version: AdapterKey | None = None,
+        origin: AdapterOrigin = OWN_PLACE,
     ) -> NameRecord:
         record = self.names[name] = NameRecord(name, NameState.FETCHING, ticket=0, load=operation, version=version)
-        self._fetch(record, tenant)
+        self._fetch(record, tenant, origin)
         return record
 
-    def _fetch_again(self, record: NameRecord, tenant: str) -> None:
+    def _fetch_again(self, record: NameRecord, tenant: str, origin: AdapterOrigin = OWN_PLACE) -> None:
         """Of a failed name another try, of a bound one a new look at the source."""
         record.step(NameEvent.FETCH)
         self._unknown.pop(record.name, None)
         self._failures.pop(record.name, None)
-        self._fetch(record, tenant)
+        self._fetch(record, tenant, origin)
 
     def _start_load(self, name: str, record: NameRecord | None, operation: LoadOperation) -> None:
         if record is not None and operation.options.if_absent and record.key is not None:
@@ -524,7 +571,7 @@ class AdapterTable:
     ) -> None:
         previous = record.key
         record.key = key
-        if record.version is None and not is_recipe_name(record.name):
+        if record.version is None and not is_internal_name(record.name):
             self._remember_version(record.name, key)
         self.changed.add(record.name)
         more = invocation, not_mixed
@@ -564,6 +611,7 @@ class AdapterTable:
         self.changed.add(name)
         if self.names[name].load is None:
             del self.names[name]
+            self._accesses.forget(name)
         else:
             failures[name] = None
 
@@ -588,14 +636,16 @@ class AdapterTable:
 
 
 def _is_unknown(record: NameRecord) -> bool:
-    """True when it only remembers that there is no such adapter. It is not listed: any name can be asked for."""
-    is_missing = record.state is NameState.FAILED and isinstance(record.error, AdapterNotFound)
-    return is_missing and not record.origin.source
+    """True when it only remembers, for a while, that there is no such adapter, or that an access has failed. It is not
+    listed: any name can be asked for."""
+    if record.state is not NameState.FAILED:
+        return False
+    return is_access_name(record.name) or (isinstance(record.error, AdapterNotFound) and not record.origin.source)
 
 
 def is_recipe_name(name: str) -> bool:
-    """True of a merged adapter's: it is not listed, and no request can name it."""
-    return ":" in name
+    """True of a merged adapter's."""
+    return is_internal_name(name) and not is_access_name(name)
 
 
 def check_member(adapter_id: str, record: KeyRecord) -> None:

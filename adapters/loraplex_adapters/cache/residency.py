@@ -22,6 +22,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from loraplex_adapters.cache.accesses import is_access_name, is_internal_name
 from loraplex_adapters.cache.eviction import Lru, choose_device_evictions, choose_host_evictions
 from loraplex_adapters.cache.states import (
     IN_TRANSIT,
@@ -68,15 +69,15 @@ class AdapterCacheConfig:
     max_pending_loads: int = 64
     failure_ttl_s: float = 30.0  # how long a bad adapter is answered from memory
     with_templates: bool = False  # that adapters bring; they are part of the content
+    access_ttl_s: float = 600.0  # how long a caller's own access to the Hub is good for
 
     def __post_init__(self) -> None:
         for name in ("host_bytes", "device_bytes", "num_device_slots", "disk_bytes", "max_pending_loads"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"{name} of the adapter cache must be at least 1", field=name)
-        if not self.failure_ttl_s > 0:
-            raise InvalidArgument(
-                "failure_ttl_s of the adapter cache must be more than 0 seconds", field="failure_ttl_s"
-            )
+        for name in ("failure_ttl_s", "access_ttl_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidArgument(f"{name} of the adapter cache must be more than 0 seconds", field=name)
 
 
 class ResidencyTable:
@@ -325,8 +326,7 @@ class ResidencyTable:
         self._step(record, KeyEvent.LOST)
         self._give_back(record)
         if not self._refetch(record, frozenset()):
-            gone = SourceUnavailable("the weights are gone from the store, and their name was unloaded")
-            self._fail(record, gone, now)
+            self._fail(record, _gone(record), now)
 
     def refetched(self, fetch: Refetch, found: AdapterKey, now: float) -> None:
         record = self._get(fetch.key)
@@ -356,8 +356,9 @@ class ResidencyTable:
         self.failed(fetch.key, error, now)
 
     def _refetch(self, record: KeyRecord, tried: frozenset[str]) -> bool:
-        """Asks for the content under the first of its names that was not tried; False where none is left."""
-        left = sorted(record.names - tried)
+        """Asks for the content under the first of its names that was not tried; False where none is left. Names of
+        callers' own accesses are not asked: their tokens are not kept."""
+        left = sorted(name for name in record.names - tried if not is_access_name(name))
         if left:
             self.refetches.append(Refetch(record.key, left[0], tried=tried | {left[0]}))
         return bool(left)
@@ -542,7 +543,7 @@ class ResidencyTable:
         return AdapterMemoryFull(
             f"the adapter takes {record.num_bytes} bytes, and pinned adapters leave no such room on the device; unload "
             "one of them",
-            resource=record.last_name,
+            resource=None if is_internal_name(record.last_name) else record.last_name,
             retry_after_s=RETRY_AFTER_S,
             metadata={"can_ever_fit": "true"},
         )
@@ -674,3 +675,12 @@ class ResidencyTable:
             assert wanted.num_holds or wanted.num_leases or wanted.pinned_names, "a want that no request has"
         for borrowed in map(self.records.__getitem__, self.borrows):
             assert borrowed.num_holds or borrowed.num_leases, "a borrower that is gone"
+
+
+def _gone(record: KeyRecord) -> SourceUnavailable:
+    if any(map(is_access_name, record.names)):
+        return SourceUnavailable(
+            "the adapter's weights have left the store; send the request again, and they are fetched with its token",
+            retry_after_s=0.0,
+        )
+    return SourceUnavailable("the weights are gone from the store, and their name was unloaded")

@@ -33,6 +33,7 @@ from loraplex_contracts.errors import (
     InvalidAdapterId,
     LoraplexError,
     adapter_not_found,
+    no_such_folder,
 )
 
 # Of each file that serving may read: name, bytes, time of the last change, inode.
@@ -133,7 +134,7 @@ def no_such_place(adapter_id: str, origin: AdapterOrigin) -> AdapterNotFound:
     elif origin.source.startswith(HUB_SOURCE):
         message = "this server does not ask the Hub; its operator can allow it (--hub-adapters)"
     else:
-        message = f"there is no folder {origin.source!a} in the server's directory of adapters"
+        return no_such_folder(origin.source, adapter_id)
     return AdapterNotFound(message, field="source", resource=adapter_id)
 
 

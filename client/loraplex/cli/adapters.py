@@ -11,8 +11,9 @@ import typer
 
 from loraplex import Adapter, InvalidArgument, LoraplexError
 from loraplex.cli import terminal
-from loraplex.cli.options import DEFAULT_SERVER, Connection, JsonOption, ServerOption
+from loraplex.cli.options import DEFAULT_SERVER, Connection, HubTokenOption, JsonOption, ServerOption
 from loraplex.types import AdapterState
+from loraplex_contracts.adapters import HUB_SOURCE
 from loraplex_proto.enums import ADAPTER_STATES
 from loraplex_runtime.flags import parse_bytes, with_flags
 
@@ -58,6 +59,8 @@ def load(
             help="Where its files are, if not at NAME: a folder on the server, hub:ORG/NAME or s3:BUCKET/PREFIX.",
         ),
     ] = "",
+    revision: Annotated[str, typer.Option(help="Of a source on the Hub: a branch, a tag or a commit.")] = "",
+    hub_token: HubTokenOption = "",
     expected_digest: Annotated[str, typer.Option("--digest", help="Load these contents or none.")] = "",
     if_absent: Annotated[
         bool, typer.Option("--if-absent", help="Leave a name that is loaded as it is, whatever its files are now.")
@@ -67,7 +70,15 @@ def load(
 ) -> None:
     """Load an adapter ahead of its first request, or again after its files have changed."""
     with connection.client(server) as client:
-        rows = client.adapters.load(name, pin=pin, source=source, expected_digest=expected_digest, if_absent=if_absent)
+        rows = client.adapters.load(
+            name,
+            pin=pin,
+            source=source,
+            revision=revision,
+            hub_token=hub_token if source.startswith(HUB_SOURCE) else "",  # it may be in the environment for others
+            expected_digest=expected_digest,
+            if_absent=if_absent,
+        )
         _show(rows, as_json=as_json)
 
 

@@ -5,13 +5,24 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from loraplex import Chunk, Client, GenerateOptions, Generation, Grammar, InvalidArgument, Timings, Usage
+from loraplex import Chunk, Client, GenerateOptions, Generation, Grammar, Hub, InvalidArgument, Timings, Usage
 from loraplex.cli import terminal
-from loraplex.cli.options import DEFAULT_SERVER, Connection, Drafting, JsonOption, Sampling, ServerOption, options_of
+from loraplex.cli.options import (
+    DEFAULT_SERVER,
+    HUB_TOKEN_HELP,
+    HUB_TOKEN_VARIABLE,
+    Connection,
+    Drafting,
+    JsonOption,
+    Sampling,
+    ServerOption,
+    options_of,
+    parse_members,
+)
 from loraplex_runtime.flags import option, with_flags
 
 
@@ -20,6 +31,13 @@ class Wanted:
     """Options of the request, under their names in the SDK."""
 
     adapter_id: str = option("", "Adapter to use, by name. Default: none, the base model.", "--adapter", "-a")
+    adapters: Any = option(
+        None,
+        "Use the sum of these adapters instead, each times its weight (1 where none is given).",
+        "--adapters",
+        metavar="NAME:WEIGHT,...",
+        parse=parse_members,
+    )
     max_tokens: int | None = option(
         None, "Stop after this many tokens. Default: when the context is full.", "--max-tokens"
     )
@@ -36,6 +54,19 @@ class Wanted:
     def __post_init__(self) -> None:
         if self.n < 1:
             raise InvalidArgument("-n must be at least 1", field="-n")
+
+
+@dataclass(frozen=True, slots=True)
+class FromHub:
+    """The caller's own access to the adapter's repository."""
+
+    on_hub: bool = option(False, "The adapter is the repository ORG/NAME on the Hub.", "--hub")
+    revision: str | None = option(None, "Of that repository: a branch, a tag or a commit. Implies --hub.", "--revision")
+    token: str | None = option(None, HUB_TOKEN_HELP, "--hub-token", env=HUB_TOKEN_VARIABLE)
+
+    def hub(self) -> Hub | None:
+        """A token alone may be in the environment for other calls."""
+        return Hub(self.revision or "", self.token or "") if self.on_hub or self.revision else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +100,7 @@ def generate(
     *,
     server: ServerOption = DEFAULT_SERVER,
     wanted: Wanted,
+    from_hub: FromHub,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message in a chat.")] = False,
     system: Annotated[str | None, typer.Option(help="System message in front of it. Implies --chat.")] = None,
     stream: Annotated[
@@ -92,6 +124,8 @@ def generate(
         raise InvalidArgument("--logprobs has nowhere to go; add --json", field="--logprobs")
     text: str | None = _read(prompt)
     options = options_of(wanted, sampling, drafting)
+    if (hub := from_hub.hub()) is not None:
+        options["hub"] = hub
     if (grammar := form.grammar()) is not None:
         options["grammar"] = grammar
     if chat or system is not None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin, ge
 import typer
 
 from loraplex import AnySpeculation, AsyncClient, Client, DraftModel, GenerateOptions, InvalidArgument, Medusa, Tls
+from loraplex_contracts.mixtures import DEFAULT_WEIGHT
 from loraplex_contracts.sampling import SAMPLING_OPTIONS
 from loraplex_runtime.flags import option
 
@@ -38,6 +39,14 @@ ServerOption = Annotated[
 ]
 ServerArgument = Annotated[
     str, typer.Argument(metavar="ADDR", envvar=_ADDRESS_VARIABLE, help="Address of a router or worker.")
+]
+HUB_TOKEN_HELP = (
+    "Token for the Hub, in the place of the server's own. Better in the environment than on the command line, where "
+    "others on this machine can read it."
+)
+HUB_TOKEN_VARIABLE = "LORAPLEX_HUB_TOKEN"
+HubTokenOption = Annotated[
+    str, typer.Option("--hub-token", envvar=HUB_TOKEN_VARIABLE, help=HUB_TOKEN_HELP, show_default=False)
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -96,6 +105,24 @@ def parse_speculation(text: str) -> AnySpeculation:
                 f"draft_model:NAME, not {text!a}",
                 field="--speculation",
             )
+
+
+def parse_members(text: str) -> dict[str, float]:
+    """NAME:WEIGHT,... Raises InvalidArgument."""
+    found: dict[str, float] = {}
+    for member in text.split(","):
+        name, has_weight, weight = member.partition(":")
+        try:
+            value = float(weight) if has_weight else DEFAULT_WEIGHT
+        except ValueError:
+            value = None
+        if not name or value is None or name in found:
+            raise InvalidArgument(
+                f"--adapters takes names and weights, sql:0.7,terse:0.3, each name once, not {text!a}",
+                field="--adapters",
+            )
+        found[name] = value
+    return found
 
 
 def _sampling_flag(name: str) -> tuple[str, Any, Any]:

@@ -169,6 +169,7 @@ class LoadAdapterRequest(google.protobuf.message.Message):
     REVISION_FIELD_NUMBER: builtins.int
     EXPECTED_DIGEST_FIELD_NUMBER: builtins.int
     IF_ABSENT_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
     adapter_id: builtins.str
     pin: builtins.bool
     """Keep it in memory until it is unloaded."""
@@ -185,6 +186,10 @@ class LoadAdapterRequest(google.protobuf.message.Message):
     """
     if_absent: builtins.bool
     """A name that is bound stays as it is, and its files are not read."""
+    token: builtins.str
+    """Of a source hub:ORG/NAME: the caller's token for the Hub, for this load alone. Who may use the name is served what it
+    has fetched. Empty: the server's own.
+    """
     def __init__(
         self,
         *,
@@ -194,8 +199,9 @@ class LoadAdapterRequest(google.protobuf.message.Message):
         revision: builtins.str = ...,
         expected_digest: builtins.str = ...,
         if_absent: builtins.bool = ...,
+        token: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "expected_digest", b"expected_digest", "if_absent", b"if_absent", "pin", b"pin", "revision", b"revision", "source", b"source"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "expected_digest", b"expected_digest", "if_absent", b"if_absent", "pin", b"pin", "revision", b"revision", "source", b"source", "token", b"token"]) -> None: ...
 
 Global___LoadAdapterRequest: typing_extensions.TypeAlias = LoadAdapterRequest
 

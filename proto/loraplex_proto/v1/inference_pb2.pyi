@@ -65,6 +65,8 @@ class GenerateRequest(google.protobuf.message.Message):
     TRUNCATE_PROMPT_FIELD_NUMBER: builtins.int
     OMIT_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     MERGE_FIELD_NUMBER: builtins.int
+    HUB_FIELD_NUMBER: builtins.int
+    IN_BUCKET_FIELD_NUMBER: builtins.int
     text: builtins.str
     adapter_id: builtins.str
     """A name under the server's adapter root. Empty: the base model. Never a path."""
@@ -78,6 +80,10 @@ class GenerateRequest(google.protobuf.message.Message):
     """Keeps this request's prompt out of other requests' prefix cache hits. [A-Za-z0-9._:-], 128 at most."""
     omit_special_tokens: builtins.bool
     """Of the tokenizer, such as a beginning-of-sequence token. With text only: a chat's are written by its template."""
+    in_bucket: builtins.bool
+    """true: adapter_id is a folder BUCKET/NAME of a bucket that the server reads (--s3-bucket), whatever other adapter has
+    that name. Not with adapters or hub. It is looked at anew as an access to the Hub is.
+    """
     @property
     def token_ids(self) -> Global___TokenIds: ...
     @property
@@ -98,7 +104,7 @@ class GenerateRequest(google.protobuf.message.Message):
     def output(self) -> Global___Output: ...
     @property
     def grammar(self) -> Global___Grammar:
-        """The form that the text must have. Not available yet: refused with UNIMPLEMENTED."""
+        """The form that the text must have."""
 
     @property
     def truncate_prompt(self) -> Global___Truncate:
@@ -107,6 +113,10 @@ class GenerateRequest(google.protobuf.message.Message):
     @property
     def merge(self) -> Global___AdapterMerge:
         """Of adapters: into one adapter, which is made once and kept as others are."""
+
+    @property
+    def hub(self) -> Global___HubAccess:
+        """adapter_id is a repository ORG/NAME on the Hub, whatever other adapter has that name. Not with adapters."""
 
     def __init__(
         self,
@@ -128,12 +138,38 @@ class GenerateRequest(google.protobuf.message.Message):
         truncate_prompt: Global___Truncate | None = ...,
         omit_special_tokens: builtins.bool = ...,
         merge: Global___AdapterMerge | None = ...,
+        hub: Global___HubAccess | None = ...,
+        in_bucket: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["chat", b"chat", "grammar", b"grammar", "input", b"input", "merge", b"merge", "output", b"output", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "truncate_prompt", b"truncate_prompt"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "adapters", b"adapters", "cache_salt", b"cache_salt", "chat", b"chat", "grammar", b"grammar", "input", b"input", "merge", b"merge", "n", b"n", "omit_special_tokens", b"omit_special_tokens", "output", b"output", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "truncate_prompt", b"truncate_prompt"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["chat", b"chat", "grammar", b"grammar", "hub", b"hub", "input", b"input", "merge", b"merge", "output", b"output", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "truncate_prompt", b"truncate_prompt"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "adapters", b"adapters", "cache_salt", b"cache_salt", "chat", b"chat", "grammar", b"grammar", "hub", b"hub", "in_bucket", b"in_bucket", "input", b"input", "merge", b"merge", "n", b"n", "omit_special_tokens", b"omit_special_tokens", "output", b"output", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "truncate_prompt", b"truncate_prompt"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["text", "token_ids", "chat"] | None: ...
 
 Global___GenerateRequest: typing_extensions.TypeAlias = GenerateRequest
+
+@typing.final
+class HubAccess(google.protobuf.message.Message):
+    """A caller's own access to a repository on the Hub, shown anew every few minutes (--hub-access-ttl). What it has fetched
+    serves this caller only: it has no name that others could ask for, and no listing shows it.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
+    revision: builtins.str
+    """A branch, a tag or a commit. Empty: the newest commit."""
+    token: builtins.str
+    """The caller's token for the Hub, used for this request's download and not kept. Empty: the server's own."""
+    def __init__(
+        self,
+        *,
+        revision: builtins.str = ...,
+        token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["revision", b"revision", "token", b"token"]) -> None: ...
+
+Global___HubAccess: typing_extensions.TypeAlias = HubAccess
 
 @typing.final
 class Grammar(google.protobuf.message.Message):

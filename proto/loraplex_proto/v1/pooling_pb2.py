@@ -25,37 +25,37 @@ _sym_db = _symbol_database.Default()
 from loraplex_proto.v1 import inference_pb2 as loraplex__proto_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1floraplex_proto/v1/pooling.proto\x12\x0bloraplex.v1\x1a!loraplex_proto/v1/inference.proto\"v\n\x0cPoolingInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.loraplex.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.loraplex.v1.ChatH\x00\x42\x07\n\x05input\"\xab\x02\n\x0c\x45mbedRequest\x12)\n\x06inputs\x18\x01 \x03(\x0b\x32\x19.loraplex.v1.PoolingInput\x12\x12\n\nadapter_id\x18\x02 \x01(\t\x12.\n\x0ftruncate_prompt\x18\x03 \x01(\x0b\x32\x15.loraplex.v1.Truncate\x12\x1b\n\x13omit_special_tokens\x18\x04 \x01(\x08\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12%\n\x07pooling\x18\x08 \x01(\x0e\x32\x14.loraplex.v1.Pooling\x12\x12\n\ndimensions\x18\t \x01(\r\x12\x1a\n\x12omit_normalization\x18\n \x01(\x08\"\xb1\x01\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12*\n\nembeddings\x18\x02 \x03(\x0b\x32\x16.loraplex.v1.Embedding\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.loraplex.v1.Usage\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.loraplex.v1.Timings\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x05 \x01(\t\"2\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\"\xe7\x01\n\x0f\x43lassifyRequest\x12)\n\x06inputs\x18\x01 \x03(\x0b\x32\x19.loraplex.v1.PoolingInput\x12\x12\n\nadapter_id\x18\x02 \x01(\t\x12.\n\x0ftruncate_prompt\x18\x03 \x01(\x0b\x32\x15.loraplex.v1.Truncate\x12\x1b\n\x13omit_special_tokens\x18\x04 \x01(\x08\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x0e\n\x06logits\x18\x08 \x01(\x08\"\xe1\x01\n\x10\x43lassifyResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06labels\x18\x02 \x03(\t\x12\x34\n\x0f\x63lassifications\x18\x03 \x03(\x0b\x32\x1b.loraplex.v1.Classification\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.loraplex.v1.Usage\x12%\n\x07timings\x18\x05 \x01(\x0b\x32\x14.loraplex.v1.Timings\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x06 \x01(\t\x12\x11\n\tper_token\x18\x07 \x01(\x08\"]\n\x0e\x43lassification\x12-\n\x04rows\x18\x01 \x03(\x0b\x32\x1f.loraplex.v1.LabelProbabilities\x12\x0e\n\x06starts\x18\x02 \x03(\r\x12\x0c\n\x04\x65nds\x18\x03 \x03(\r\"+\n\x12LabelProbabilities\x12\x15\n\rprobabilities\x18\x01 \x03(\x01\"\x9a\x03\n\x0cScoreRequest\x12)\n\x06inputs\x18\x01 \x03(\x0b\x32\x19.loraplex.v1.PoolingInput\x12\x12\n\nadapter_id\x18\x02 \x01(\t\x12.\n\x0ftruncate_prompt\x18\x03 \x01(\x0b\x32\x15.loraplex.v1.Truncate\x12\x1b\n\x13omit_special_tokens\x18\x04 \x01(\x08\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12(\n\x05query\x18\x08 \x01(\x0b\x32\x19.loraplex.v1.PoolingInput\x12(\n\x06method\x18\t \x01(\x0e\x32\x18.loraplex.v1.ScoreMethod\x12\x0e\n\x06logits\x18\n \x01(\x08\x12\x10\n\x08template\x18\x0b \x01(\t\x12\x12\n\ntrue_token\x18\x0c \x01(\t\x12\x13\n\x0b\x66\x61lse_token\x18\r \x01(\t\x12%\n\x07pooling\x18\x0e \x01(\x0e\x32\x14.loraplex.v1.Pooling\"\x95\x01\n\rScoreResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06scores\x18\x02 \x03(\x01\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.loraplex.v1.Usage\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.loraplex.v1.Timings\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x05 \x01(\t*L\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x16\n\x12POOLING_LAST_TOKEN\x10\x01\x12\x10\n\x0cPOOLING_MEAN\x10\x02*~\n\x0bScoreMethod\x12\x1c\n\x18SCORE_METHOD_UNSPECIFIED\x10\x00\x12\x1b\n\x17SCORE_METHOD_CLASSIFIER\x10\x01\x12\x17\n\x13SCORE_METHOD_COSINE\x10\x02\x12\x1b\n\x17SCORE_METHOD_NEXT_TOKEN\x10\x03\x32\xd9\x01\n\x0ePoolingService\x12>\n\x05\x45mbed\x12\x19.loraplex.v1.EmbedRequest\x1a\x1a.loraplex.v1.EmbedResponse\x12G\n\x08\x43lassify\x12\x1c.loraplex.v1.ClassifyRequest\x1a\x1d.loraplex.v1.ClassifyResponse\x12>\n\x05Score\x12\x19.loraplex.v1.ScoreRequest\x1a\x1a.loraplex.v1.ScoreResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1floraplex_proto/v1/pooling.proto\x12\x0bloraplex.v1\x1a!loraplex_proto/v1/inference.proto\"v\n\x0cPoolingInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.loraplex.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.loraplex.v1.ChatH\x00\x42\x07\n\x05input\"\xe3\x02\n\x0c\x45mbedRequest\x12)\n\x06inputs\x18\x01 \x03(\x0b\x32\x19.loraplex.v1.PoolingInput\x12\x12\n\nadapter_id\x18\x02 \x01(\t\x12.\n\x0ftruncate_prompt\x18\x03 \x01(\x0b\x32\x15.loraplex.v1.Truncate\x12\x1b\n\x13omit_special_tokens\x18\x04 \x01(\x08\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12%\n\x07pooling\x18\x08 \x01(\x0e\x32\x14.loraplex.v1.Pooling\x12\x12\n\ndimensions\x18\t \x01(\r\x12\x1a\n\x12omit_normalization\x18\n \x01(\x08\x12#\n\x03hub\x18\x0b \x01(\x0b\x32\x16.loraplex.v1.HubAccess\x12\x11\n\tin_bucket\x18\x0c \x01(\x08\"\xb1\x01\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12*\n\nembeddings\x18\x02 \x03(\x0b\x32\x16.loraplex.v1.Embedding\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.loraplex.v1.Usage\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.loraplex.v1.Timings\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x05 \x01(\t\"2\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\"\x9f\x02\n\x0f\x43lassifyRequest\x12)\n\x06inputs\x18\x01 \x03(\x0b\x32\x19.loraplex.v1.PoolingInput\x12\x12\n\nadapter_id\x18\x02 \x01(\t\x12.\n\x0ftruncate_prompt\x18\x03 \x01(\x0b\x32\x15.loraplex.v1.Truncate\x12\x1b\n\x13omit_special_tokens\x18\x04 \x01(\x08\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x0e\n\x06logits\x18\x08 \x01(\x08\x12#\n\x03hub\x18\t \x01(\x0b\x32\x16.loraplex.v1.HubAccess\x12\x11\n\tin_bucket\x18\n \x01(\x08\"\xe1\x01\n\x10\x43lassifyResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06labels\x18\x02 \x03(\t\x12\x34\n\x0f\x63lassifications\x18\x03 \x03(\x0b\x32\x1b.loraplex.v1.Classification\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.loraplex.v1.Usage\x12%\n\x07timings\x18\x05 \x01(\x0b\x32\x14.loraplex.v1.Timings\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x06 \x01(\t\x12\x11\n\tper_token\x18\x07 \x01(\x08\"]\n\x0e\x43lassification\x12-\n\x04rows\x18\x01 \x03(\x0b\x32\x1f.loraplex.v1.LabelProbabilities\x12\x0e\n\x06starts\x18\x02 \x03(\r\x12\x0c\n\x04\x65nds\x18\x03 \x03(\r\"+\n\x12LabelProbabilities\x12\x15\n\rprobabilities\x18\x01 \x03(\x01\"\xd2\x03\n\x0cScoreRequest\x12)\n\x06inputs\x18\x01 \x03(\x0b\x32\x19.loraplex.v1.PoolingInput\x12\x12\n\nadapter_id\x18\x02 \x01(\t\x12.\n\x0ftruncate_prompt\x18\x03 \x01(\x0b\x32\x15.loraplex.v1.Truncate\x12\x1b\n\x13omit_special_tokens\x18\x04 \x01(\x08\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12(\n\x05query\x18\x08 \x01(\x0b\x32\x19.loraplex.v1.PoolingInput\x12(\n\x06method\x18\t \x01(\x0e\x32\x18.loraplex.v1.ScoreMethod\x12\x0e\n\x06logits\x18\n \x01(\x08\x12\x10\n\x08template\x18\x0b \x01(\t\x12\x12\n\ntrue_token\x18\x0c \x01(\t\x12\x13\n\x0b\x66\x61lse_token\x18\r \x01(\t\x12%\n\x07pooling\x18\x0e \x01(\x0e\x32\x14.loraplex.v1.Pooling\x12#\n\x03hub\x18\x0f \x01(\x0b\x32\x16.loraplex.v1.HubAccess\x12\x11\n\tin_bucket\x18\x10 \x01(\x08\"\x95\x01\n\rScoreResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06scores\x18\x02 \x03(\x01\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.loraplex.v1.Usage\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.loraplex.v1.Timings\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x05 \x01(\t*L\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x16\n\x12POOLING_LAST_TOKEN\x10\x01\x12\x10\n\x0cPOOLING_MEAN\x10\x02*~\n\x0bScoreMethod\x12\x1c\n\x18SCORE_METHOD_UNSPECIFIED\x10\x00\x12\x1b\n\x17SCORE_METHOD_CLASSIFIER\x10\x01\x12\x17\n\x13SCORE_METHOD_COSINE\x10\x02\x12\x1b\n\x17SCORE_METHOD_NEXT_TOKEN\x10\x03\x32\xd9\x01\n\x0ePoolingService\x12>\n\x05\x45mbed\x12\x19.loraplex.v1.EmbedRequest\x1a\x1a.loraplex.v1.EmbedResponse\x12G\n\x08\x43lassify\x12\x1c.loraplex.v1.ClassifyRequest\x1a\x1d.loraplex.v1.ClassifyResponse\x12>\n\x05Score\x12\x19.loraplex.v1.ScoreRequest\x1a\x1a.loraplex.v1.ScoreResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'loraplex_proto.v1.pooling_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_POOLING']._serialized_start=1904
-  _globals['_POOLING']._serialized_end=1980
-  _globals['_SCOREMETHOD']._serialized_start=1982
-  _globals['_SCOREMETHOD']._serialized_end=2108
+  _globals['_POOLING']._serialized_start=2072
+  _globals['_POOLING']._serialized_end=2148
+  _globals['_SCOREMETHOD']._serialized_start=2150
+  _globals['_SCOREMETHOD']._serialized_end=2276
   _globals['_POOLINGINPUT']._serialized_start=83
   _globals['_POOLINGINPUT']._serialized_end=201
   _globals['_EMBEDREQUEST']._serialized_start=204
-  _globals['_EMBEDREQUEST']._serialized_end=503
-  _globals['_EMBEDRESPONSE']._serialized_start=506
-  _globals['_EMBEDRESPONSE']._serialized_end=683
-  _globals['_EMBEDDING']._serialized_start=685
-  _globals['_EMBEDDING']._serialized_end=735
-  _globals['_CLASSIFYREQUEST']._serialized_start=738
-  _globals['_CLASSIFYREQUEST']._serialized_end=969
-  _globals['_CLASSIFYRESPONSE']._serialized_start=972
-  _globals['_CLASSIFYRESPONSE']._serialized_end=1197
-  _globals['_CLASSIFICATION']._serialized_start=1199
-  _globals['_CLASSIFICATION']._serialized_end=1292
-  _globals['_LABELPROBABILITIES']._serialized_start=1294
-  _globals['_LABELPROBABILITIES']._serialized_end=1337
-  _globals['_SCOREREQUEST']._serialized_start=1340
-  _globals['_SCOREREQUEST']._serialized_end=1750
-  _globals['_SCORERESPONSE']._serialized_start=1753
-  _globals['_SCORERESPONSE']._serialized_end=1902
-  _globals['_POOLINGSERVICE']._serialized_start=2111
-  _globals['_POOLINGSERVICE']._serialized_end=2328
+  _globals['_EMBEDREQUEST']._serialized_end=559
+  _globals['_EMBEDRESPONSE']._serialized_start=562
+  _globals['_EMBEDRESPONSE']._serialized_end=739
+  _globals['_EMBEDDING']._serialized_start=741
+  _globals['_EMBEDDING']._serialized_end=791
+  _globals['_CLASSIFYREQUEST']._serialized_start=794
+  _globals['_CLASSIFYREQUEST']._serialized_end=1081
+  _globals['_CLASSIFYRESPONSE']._serialized_start=1084
+  _globals['_CLASSIFYRESPONSE']._serialized_end=1309
+  _globals['_CLASSIFICATION']._serialized_start=1311
+  _globals['_CLASSIFICATION']._serialized_end=1404
+  _globals['_LABELPROBABILITIES']._serialized_start=1406
+  _globals['_LABELPROBABILITIES']._serialized_end=1449
+  _globals['_SCOREREQUEST']._serialized_start=1452
+  _globals['_SCOREREQUEST']._serialized_end=1918
+  _globals['_SCORERESPONSE']._serialized_start=1921
+  _globals['_SCORERESPONSE']._serialized_end=2070
+  _globals['_POOLINGSERVICE']._serialized_start=2279
+  _globals['_POOLINGSERVICE']._serialized_end=2496
 # @@protoc_insertion_point(module_scope)

@@ -111,6 +111,8 @@ class EmbedRequest(google.protobuf.message.Message):
     POOLING_FIELD_NUMBER: builtins.int
     DIMENSIONS_FIELD_NUMBER: builtins.int
     OMIT_NORMALIZATION_FIELD_NUMBER: builtins.int
+    HUB_FIELD_NUMBER: builtins.int
+    IN_BUCKET_FIELD_NUMBER: builtins.int
     adapter_id: builtins.str
     """Fields 2 to 7 as in GenerateRequest."""
     omit_special_tokens: builtins.bool
@@ -122,10 +124,15 @@ class EmbedRequest(google.protobuf.message.Message):
     """Keep the first so many values, before the length is set to 1. 0: all."""
     omit_normalization: builtins.bool
     """Length as it is, instead of 1."""
+    in_bucket: builtins.bool
     @property
     def inputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PoolingInput]: ...
     @property
     def truncate_prompt(self) -> loraplex_proto.v1.inference_pb2.Truncate: ...
+    @property
+    def hub(self) -> loraplex_proto.v1.inference_pb2.HubAccess:
+        """As in GenerateRequest."""
+
     def __init__(
         self,
         *,
@@ -139,9 +146,11 @@ class EmbedRequest(google.protobuf.message.Message):
         pooling: Global___Pooling.ValueType = ...,
         dimensions: builtins.int = ...,
         omit_normalization: builtins.bool = ...,
+        hub: loraplex_proto.v1.inference_pb2.HubAccess | None = ...,
+        in_bucket: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["truncate_prompt", b"truncate_prompt"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "cache_salt", b"cache_salt", "dimensions", b"dimensions", "inputs", b"inputs", "omit_normalization", b"omit_normalization", "omit_special_tokens", b"omit_special_tokens", "pooling", b"pooling", "priority", b"priority", "request_id", b"request_id", "truncate_prompt", b"truncate_prompt"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["hub", b"hub", "truncate_prompt", b"truncate_prompt"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "cache_salt", b"cache_salt", "dimensions", b"dimensions", "hub", b"hub", "in_bucket", b"in_bucket", "inputs", b"inputs", "omit_normalization", b"omit_normalization", "omit_special_tokens", b"omit_special_tokens", "pooling", b"pooling", "priority", b"priority", "request_id", b"request_id", "truncate_prompt", b"truncate_prompt"]) -> None: ...
 
 Global___EmbedRequest: typing_extensions.TypeAlias = EmbedRequest
 
@@ -207,6 +216,8 @@ class ClassifyRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
     LOGITS_FIELD_NUMBER: builtins.int
+    HUB_FIELD_NUMBER: builtins.int
+    IN_BUCKET_FIELD_NUMBER: builtins.int
     adapter_id: builtins.str
     """Fields 2 to 7 as in GenerateRequest."""
     omit_special_tokens: builtins.bool
@@ -215,10 +226,15 @@ class ClassifyRequest(google.protobuf.message.Message):
     cache_salt: builtins.str
     logits: builtins.bool
     """The classifier's own values, instead of probabilities."""
+    in_bucket: builtins.bool
     @property
     def inputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PoolingInput]: ...
     @property
     def truncate_prompt(self) -> loraplex_proto.v1.inference_pb2.Truncate: ...
+    @property
+    def hub(self) -> loraplex_proto.v1.inference_pb2.HubAccess:
+        """As in GenerateRequest."""
+
     def __init__(
         self,
         *,
@@ -230,9 +246,11 @@ class ClassifyRequest(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         cache_salt: builtins.str = ...,
         logits: builtins.bool = ...,
+        hub: loraplex_proto.v1.inference_pb2.HubAccess | None = ...,
+        in_bucket: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["truncate_prompt", b"truncate_prompt"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "cache_salt", b"cache_salt", "inputs", b"inputs", "logits", b"logits", "omit_special_tokens", b"omit_special_tokens", "priority", b"priority", "request_id", b"request_id", "truncate_prompt", b"truncate_prompt"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["hub", b"hub", "truncate_prompt", b"truncate_prompt"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "cache_salt", b"cache_salt", "hub", b"hub", "in_bucket", b"in_bucket", "inputs", b"inputs", "logits", b"logits", "omit_special_tokens", b"omit_special_tokens", "priority", b"priority", "request_id", b"request_id", "truncate_prompt", b"truncate_prompt"]) -> None: ...
 
 Global___ClassifyRequest: typing_extensions.TypeAlias = ClassifyRequest
 
@@ -339,6 +357,8 @@ class ScoreRequest(google.protobuf.message.Message):
     TRUE_TOKEN_FIELD_NUMBER: builtins.int
     FALSE_TOKEN_FIELD_NUMBER: builtins.int
     POOLING_FIELD_NUMBER: builtins.int
+    HUB_FIELD_NUMBER: builtins.int
+    IN_BUCKET_FIELD_NUMBER: builtins.int
     adapter_id: builtins.str
     """Fields 2 to 7 as in GenerateRequest."""
     omit_special_tokens: builtins.bool
@@ -357,6 +377,7 @@ class ScoreRequest(google.protobuf.message.Message):
     false_token: builtins.str
     pooling: Global___Pooling.ValueType
     """Of embeddings."""
+    in_bucket: builtins.bool
     @property
     def inputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PoolingInput]:
         """The documents."""
@@ -365,6 +386,10 @@ class ScoreRequest(google.protobuf.message.Message):
     def truncate_prompt(self) -> loraplex_proto.v1.inference_pb2.Truncate: ...
     @property
     def query(self) -> Global___PoolingInput: ...
+    @property
+    def hub(self) -> loraplex_proto.v1.inference_pb2.HubAccess:
+        """As in GenerateRequest."""
+
     def __init__(
         self,
         *,
@@ -382,9 +407,11 @@ class ScoreRequest(google.protobuf.message.Message):
         true_token: builtins.str = ...,
         false_token: builtins.str = ...,
         pooling: Global___Pooling.ValueType = ...,
+        hub: loraplex_proto.v1.inference_pb2.HubAccess | None = ...,
+        in_bucket: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["query", b"query", "truncate_prompt", b"truncate_prompt"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "cache_salt", b"cache_salt", "false_token", b"false_token", "inputs", b"inputs", "logits", b"logits", "method", b"method", "omit_special_tokens", b"omit_special_tokens", "pooling", b"pooling", "priority", b"priority", "query", b"query", "request_id", b"request_id", "template", b"template", "true_token", b"true_token", "truncate_prompt", b"truncate_prompt"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["hub", b"hub", "query", b"query", "truncate_prompt", b"truncate_prompt"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "cache_salt", b"cache_salt", "false_token", b"false_token", "hub", b"hub", "in_bucket", b"in_bucket", "inputs", b"inputs", "logits", b"logits", "method", b"method", "omit_special_tokens", b"omit_special_tokens", "pooling", b"pooling", "priority", b"priority", "query", b"query", "request_id", b"request_id", "template", b"template", "true_token", b"true_token", "truncate_prompt", b"truncate_prompt"]) -> None: ...
 
 Global___ScoreRequest: typing_extensions.TypeAlias = ScoreRequest
 

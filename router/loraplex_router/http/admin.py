@@ -13,13 +13,13 @@ from loraplex_contracts.errors import (
     InvalidArgument,
     LoraplexError,
     PermissionDenied,
-    Unimplemented,
 )
 from loraplex_proto.v1 import adapter_pb2
 from loraplex_router.adapters import is_bound
 from loraplex_router.http.backend import Backend
 from loraplex_router.http.errors import status_of
 from loraplex_router.http.models import Fields, harmless_fields, ignored_fields
+from loraplex_router.http.places import source_of
 from loraplex_router.http.streaming import Handle
 
 
@@ -101,7 +101,7 @@ class AdminRoutes:
         while True:
             question = adapter_pb2.ListAdaptersRequest(page_size=500, page_token=token).SerializeToString()
             page = adapter_pb2.ListAdaptersResponse.FromString(await self._backend.ask(self._list, question, request))
-            found |= {row.adapter_id: row.adapter_id for row in page.adapters if _is_loaded(row)}
+            found |= {row.adapter_id: row.source or row.adapter_id for row in page.adapters if _is_loaded(row)}
             token = page.next_page_token
             if not token:
                 return found
@@ -126,14 +126,18 @@ class AdminRoutes:
                 field="lora_path" if body.lora_name else "lora_name",
             )
         name = self._name_of(body.lora_name)
-        self._check_path(name, body.lora_path)
-        if not again and any(_is_loaded(row) for row in await self._rows(name, request)):
+        source = source_of(body.lora_path, name, self._backend.options.adapter_root)
+        rows = await self._rows(name, request)
+        if not again and any(_is_loaded(row) for row in rows):
             raise InvalidArgument(
                 f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
                 "'load_inplace' to True.",
                 field="lora_name",
             )
-        await self._ask(self._load, adapter_pb2.LoadAdapterRequest(adapter_id=name, pin=bool(body.pinned)), request)
+        if not source and any(row.source not in ("", name) for row in rows):
+            source = name  # a load without one keeps to where the name was loaded from
+        load = adapter_pb2.LoadAdapterRequest(adapter_id=name, pin=bool(body.pinned), source=source)
+        await self._ask(self._load, load, request)
         return name
 
     async def _unload_one(self, body: UnloadRequest, request: Request) -> str:
@@ -147,18 +151,6 @@ class AdminRoutes:
         if name in self._backend.base_names():
             raise InvalidArgument(f"'{name}' is the base model's name", field="lora_name")
         return check_adapter_id(name, field="lora_name")
-
-    def _check_path(self, name: str, path: str) -> None:
-        """Raises Unimplemented unless the path is the folder of that name below the workers' --adapters, which workers
-        look into by the name alone."""
-        root = self._backend.options.adapter_root
-        folder = None if root is None else f"{root.absolute()}/{name}"
-        if path != name and path.rstrip("/") != folder:
-            where = "is the folder of that name in the workers' --adapters" if folder is None else f"must be {folder!a}"
-            raise Unimplemented(
-                f"`lora_path` {where}, or the name itself: adapters come from there, under the name that they have",
-                field="lora_path",
-            )
 
     async def _rows(self, name: str, request: Request) -> list[adapter_pb2.Adapter]:
         try:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from loraplex_proto import __version__
 from loraplex_proto.v1 import inference_pb2 as pb
+from loraplex_router.http.mixtures import recipe_of
 from loraplex_router.http.openai import Job
 from loraplex_router.http.tools import delta_of, message_of
 
@@ -202,6 +203,7 @@ class Tally:
         return {
             "adapter_id": job.adapter_id or None,
             "adapter_digest": self.digest or None,
+            **recipe_of(job.requests[0]),
             "seed": self._seed(),
             "drafted_tokens": self.drafted,
             "accepted_tokens": self.accepted,

@@ -49,6 +49,10 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "adapter_id": _ADAPTER,
     "adapters": ("adapters", "merged_adapters"),
     "merge": ("merge", "merged_adapters"),
+    **dict.fromkeys(("hub", "in_bucket"), ("adapter_source",)),
+    "hub.revision": ("adapter_revision",),
+    "hub.token": ("api_token",),
+    **dict.fromkeys(("source", "revision"), ("lora_path",)),
     **dict.fromkeys(("input", "text", "token_ids.ids"), _PROMPT),
     "inputs": ("input", "documents", "texts", "text_2", "items", "data_2", "inputs"),
     "query": ("query", "text_1", "queries", "data_1"),
@@ -88,7 +92,7 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 # In a message: a path of the wire.
 _PATH: Final = re.compile(
-    r"`((?:adapters|merge|sampling|stopping|output|chat|grammar|truncate_prompt|inputs|query|token_ids|speculation)"
+    r"`((?:adapters|merge|hub|sampling|stopping|output|chat|grammar|truncate_prompt|inputs|query|token_ids|speculation)"
     r"\.[\w.\[\]]+)`"
 )
 

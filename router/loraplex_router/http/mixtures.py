@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_contracts.mixtures import DEFAULT_WEIGHT, MAX_MEMBERS
@@ -59,6 +59,22 @@ def put_mixture(
         request.merge.majority_sign = unicode_text(merge.majority_sign or "", "merge.majority_sign")
         if merge.seed is not None:
             request.merge.seed = merge.seed
+
+
+def recipe_of(request: pb.GenerateRequest) -> dict[str, Any]:
+    """Of a mixture, for answers: its adapters, and how they were merged; empty for others."""
+    if not request.adapters:
+        return {}
+    found: dict[str, Any] = {"adapters": [{"id": one.id, "weight": one.weight} for one in request.adapters]}
+    if request.HasField("merge"):
+        merge = request.merge
+        found["merge"] = {
+            "strategy": merge.strategy,
+            **({"density": merge.density} if merge.HasField("density") else {}),
+            **({"majority_sign": merge.majority_sign} if merge.majority_sign else {}),
+            **({"seed": merge.seed} if merge.HasField("seed") else {}),
+        }
+    return found
 
 
 def _refuse_others(fields: Fields, field: str) -> None:

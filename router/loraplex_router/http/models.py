@@ -67,7 +67,7 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "return_token_offsets": ((False,), "POST /tokenize has the offsets of a prompt"),
     "return_prompt_text": ((False,), "POST /tokenize has the text of a chat"),
     **dict.fromkeys(("adapters", "merge", "merged_adapters"), (([],), "mixtures write texts; name one adapter")),
-    "adapter_source": ((), _BY_MODEL),
+    "adapter_source": (("", "local"), "the templates are those of the server's own adapters"),
     # Names of other servers and dialects for what has another name here.
     **dict.fromkeys(
         ("adapter", "adapter_name", "lora", "lora_id", "lora_name", "lora_request", "loras"), ((), _BY_MODEL)
@@ -96,7 +96,15 @@ class Fields(BaseModel):
         return {name: value for name, value in (self.model_extra or {}).items() if value is not None}
 
 
-class AdapterFields(Fields):
+class PlaceFields(Fields):
+    """Fields that say where the adapter comes from: LoRAX's, and a revision."""
+
+    adapter_source: str | None = None
+    adapter_revision: str | None = None
+    api_token: str | None = Field(default=None, repr=False)
+
+
+class AdapterFields(PlaceFields):
     """Fields that name the adapter: OpenAI's, SGLang's and LoRAX'."""
 
     model: str | None = None

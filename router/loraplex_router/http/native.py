@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
 
 from pydantic import Field
@@ -23,9 +23,11 @@ from loraplex_router.http.models import (
     Member,
     Merge,
     MergedAdapters,
+    PlaceFields,
     header_names,
 )
 from loraplex_router.http.openai import speculation_of
+from loraplex_router.http.places import BUCKET_SCHEME, S3, put_place
 
 # LoRAX's name of the base model.
 BASE_MODEL: Final = "__base_model__"
@@ -34,12 +36,10 @@ Positive = Annotated[int, Field(ge=1, le=(1 << 32) - 1)]
 NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
-class Parameters(Fields):
+class Parameters(PlaceFields):
     """`parameters` of a request: LoRAX's, TGI's, and `speculation`."""
 
     adapter_id: str | None = None
-    adapter_source: str | None = None
-    api_token: str | None = None  # for other servers' downloads; never read
     adapters: list[Member] | None = None
     merge: Merge | None = None
     merged_adapters: MergedAdapters | None = None
@@ -90,7 +90,7 @@ class TokenizeRequest(Fields):
 class Job:
     """One request as a call, and what its answer depends on."""
 
-    request: pb.GenerateRequest
+    request: pb.GenerateRequest = field(repr=False)  # it may have a token
     adapter_name: str  # as asked
     prefix: str  # of the text: the prompt, where it is asked for
     num_chars: int  # of the prompt
@@ -123,6 +123,8 @@ def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: s
         raise InvalidArgument("`inputs` is empty: give a prompt", field="inputs")
     prompt = unicode_text(body.inputs, "inputs")
     adapter_name = given.adapter_id or ""
+    if given.adapter_source == S3:
+        adapter_name = adapter_name.removeprefix(BUCKET_SCHEME)
     is_sampled = bool(given.do_sample) or any(
         one is not None for one in (given.temperature, given.top_k, given.top_p, given.typical_p)
     )
@@ -135,6 +137,7 @@ def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: s
         raise InvalidArgument("`decoder_input_details` is not available in streams", field="decoder_input_details")
     request = pb.GenerateRequest(request_id=request_id, n=best_of, adapter_id=adapter_id_of(adapter_name, base_names))
     put_mixture(request, base_names, members=given.adapters, merge=given.merge, merged=given.merged_adapters)
+    put_place(request, given, has_mixture=bool(request.adapters))
     if given.apply_chat_template:
         request.chat.messages.add(role="user", content=prompt)
     else:
@@ -196,11 +199,6 @@ def _put_sampling(request: pb.GenerateRequest, given: Parameters, *, is_sampled:
 
 
 def _refuse(given: Parameters) -> None:
-    if given.adapter_source not in (None, "", "local"):
-        raise Unimplemented(
-            "`adapter_source` may only be local: adapters are those under the server's own roots",
-            field="adapter_source",
-        )
     if given.watermark:
         raise Unimplemented("`watermark` is not available: texts have no watermark", field="watermark")
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_router.http.native import Job
+from loraplex_router.http.places import place_of
 
 _FINISH_REASONS: Final = {
     pb.FINISH_REASON_EOS: "eos_token",
@@ -187,7 +188,7 @@ def stream_headers(job: Job, model: str, device: str) -> dict[str, str]:
         "x-model-id": model.encode("ascii", "replace").decode(),
     }
     if job.request.adapter_id:
-        headers |= {"x-adapter-id": job.request.adapter_id, "x-adapter-source": "local"}
+        headers |= {"x-adapter-id": job.request.adapter_id, "x-adapter-source": place_of(job.request)}
     return headers
 
 

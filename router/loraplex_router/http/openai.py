@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, cast
 
 from loraplex_contracts.adapters import check_id
@@ -31,6 +31,7 @@ from loraplex_router.http.models import (
     TokenizeRequest,
     ignored_fields,
 )
+from loraplex_router.http.places import put_place
 from loraplex_router.http.tools import put_tools
 
 DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's, of completions
@@ -47,7 +48,7 @@ _MAX_TOKEN_ID: Final = (1 << 32) - 1
 class Job:
     """One HTTP request as calls, and what its answer depends on."""
 
-    requests: tuple[pb.GenerateRequest, ...]  # one for each prompt
+    requests: tuple[pb.GenerateRequest, ...] = field(repr=False)  # one for each prompt; they may have a token
     request_id: str
     model: str  # as asked
     adapter_id: str
@@ -267,6 +268,7 @@ def _common(body: Generation, base_names: Sequence[str], defaults: pb.Sampling) 
     sampling, stopping = request.sampling, request.stopping
     request.adapter_id = adapter_in(body.adapter_names(), base_names)
     put_mixture(request, base_names, members=body.adapters, merge=body.merge, merged=body.merged_adapters)
+    put_place(request, body, has_mixture=bool(request.adapters))
     sampling.CopyFrom(defaults)
     if not sampling.HasField("temperature"):
         sampling.temperature = 1.0  # the wire's own default is greedy

@@ -31,13 +31,14 @@ from loraplex_router.http.models import (
     AdapterFields,
     ChatMessage,
     ChatTemplateInput,
-    Fields,
+    PlaceFields,
     Uint32,
     harmless_fields,
     header_names,
     ignored_fields,
 )
 from loraplex_router.http.openai import chat_of
+from loraplex_router.http.places import put_place
 from loraplex_router.http.streaming import FanOut, while_connected
 
 _SERVICE: Final = "/loraplex.v1.PoolingService/"
@@ -92,7 +93,7 @@ class EmbeddingsRequest(PoolingFields, ChatTemplateInput):
     normalize: bool | None = None
 
 
-class Parameters(Fields):
+class Parameters(PlaceFields):
     """`parameters` of LoRAX's bodies. Those of generation have no effect here and are named as ignored."""
 
     adapter_id: str | None = None
@@ -223,6 +224,7 @@ class PoolingRoutes:
         if body.prompt_name is not None:
             raise Unimplemented("`prompt_name` is not available: write the prompt into the text", field="prompt_name")
         message.adapter_id = await self._adapter_id(body, request, body.parameters)
+        put_place(message, _place(body, body.parameters))
         message.omit_normalization = body.normalize is False
         message.dimensions = body.dimensions or 0
         if body.truncate:
@@ -425,6 +427,7 @@ class PoolingRoutes:
         self, message: _PoolingRequest, body: PoolingFields, request: Request, parameters: Parameters | None = None
     ) -> None:
         message.adapter_id = await self._adapter_id(body, request, parameters)
+        put_place(message, _place(body, parameters))
         if body.request_id:
             message.request_id = check_id(body.request_id, field="request_id")
         else:
@@ -534,6 +537,11 @@ def _put_truncation(
     """LoRAX's and TGI's `truncate`: the last so many tokens."""
     if parameters is not None and parameters.truncate is not None:
         message.truncate_prompt.CopyFrom(inference_pb2.Truncate(max_tokens=parameters.truncate))
+
+
+def _place(body: PlaceFields, parameters: Parameters | None) -> PlaceFields:
+    """The one of them that says where the adapter comes from."""
+    return parameters if parameters is not None and parameters.adapter_source else body
 
 
 def usage_of(usage: inference_pb2.Usage) -> dict[str, Any]:

@@ -15,10 +15,23 @@ from loraplex_proto.validate import MAX_COMPLETIONS, MAX_TOP_LOGPROBS
 from loraplex_router.http import native
 from loraplex_router.http.backend import COMMON_NUMBERS, MAX_CHOICES, adapter_in, put_numbers, unicode_text
 from loraplex_router.http.grammars import GRAMMAR_FIELDS, grammar_of
-from loraplex_router.http.models import HARMLESS, ChatCompletionRequest, CompletionRequest, Fields, Uint32, header_names
+from loraplex_router.http.mixtures import put_mixture, recipe_of
+from loraplex_router.http.models import (
+    HARMLESS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    Fields,
+    Member,
+    Merge,
+    MergedAdapters,
+    PlaceFields,
+    Uint32,
+    header_names,
+)
 from loraplex_router.http.models import REFUSED as OTHERS_REFUSED
 from loraplex_router.http.native_answers import event_of, finite
 from loraplex_router.http.openai import prompts_of, speculation_of, token_id_of
+from loraplex_router.http.places import put_place
 
 DEFAULT_MAX_TOKENS: Final = 128  # SGLang's
 # Tokens of a text that each have an event.
@@ -82,8 +95,8 @@ class SamplingParams(Fields):
     speculation: Any = None
 
 
-class GenerateRequest(Fields):
-    """Body of POST /generate that has `text` or `input_ids`."""
+class GenerateRequest(PlaceFields):
+    """Body of POST /generate that has `text` or `input_ids`. Mixtures are ours, and of all prompts."""
 
     text: Any = None
     input_ids: Any = None
@@ -91,6 +104,9 @@ class GenerateRequest(Fields):
     lora_path: str | list[str | None] | None = None
     model: str | None = None
     adapter_id: str | None = None
+    adapters: list[Member] | None = None
+    merge: Merge | None = None
+    merged_adapters: MergedAdapters | None = None
     stream: bool | None = None
     rid: str | list[str] | None = None
     return_logprob: bool | None = None
@@ -107,7 +123,7 @@ class GenerateRequest(Fields):
 class Job:
     """One request as calls, and what its answer depends on."""
 
-    requests: tuple[pb.GenerateRequest, ...]  # one for each prompt
+    requests: tuple[pb.GenerateRequest, ...] = field(repr=False)  # one for each prompt; they may have a token
     adapter_names: tuple[str, ...]
     request_id: str
     n: int
@@ -152,6 +168,8 @@ def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: s
         one.CopyFrom(common)
         one.request_id = one_id
         one.adapter_id = adapter_name
+        put_mixture(one, base_names, members=body.adapters, merge=body.merge, merged=body.merged_adapters)
+        put_place(one, body, has_mixture=bool(one.adapters))
         if isinstance(prompt, str):
             one.text = unicode_text(prompt, "text")
         else:
@@ -294,6 +312,8 @@ class Events:
 def _meta(job: Job, prompt: int, prompt_tokens: Sequence[pb.PromptToken], text: Text, digest: str) -> dict[str, Any]:
     request = job.requests[prompt]
     meta: dict[str, Any] = {"id": request.request_id, "weight_version": digest[:12] or "default"}
+    if recipe := recipe_of(request):
+        meta["loraplex"] = recipe
     if not job.with_logprobs:
         return meta
     rows: Sequence[pb.PromptToken] = prompt_tokens[job.prompt_start or 0 :] if job.prompt_start is not None else ()

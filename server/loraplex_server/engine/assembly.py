@@ -221,6 +221,7 @@ def _manager(
             disk_bytes=config.disk_bytes,
             store_dir=config.store_dir,
             with_templates=config.templates,
+            access_ttl_s=config.hub_access_s,
         ),
         make_source(config.root, own),
         loaded.base_targets(config.max_rank),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from loraplex_adapters.cache.manager import AdapterManager
-from loraplex_contracts.adapters import AdapterId, AdapterKey, AdapterUser, AdapterVersion
+from loraplex_contracts.adapters import AdapterId, AdapterKey, AdapterOrigin, AdapterUser, AdapterVersion
 from loraplex_contracts.errors import (
     ClassifiesOnly,
     DeadlineExceeded,
@@ -198,8 +198,9 @@ class Engine:
         self._accepted: dict[str, _Accepted] = {}
         self._grammars = grammars or Grammars(None)
         # By tenant too, since each has its own bytes.
-        self._pending = Pending[tuple[AdapterId | Mixture, AdapterUser], tuple[AdapterKey, ...]](
-            self._resolve_adapters, lambda request: (request.mixture or request.adapter_id, request.adapter_user)
+        self._pending = Pending[tuple[AdapterId | Mixture, AdapterUser, AdapterOrigin], tuple[AdapterKey, ...]](
+            self._resolve_adapters,
+            lambda request: (request.mixture or request.adapter_id, request.adapter_user, request.adapter_origin),
         )
         self._pending_heads = Pending[tuple[AdapterId, AdapterUser], AdapterKey](
             self._resolve_adapter, lambda request: (request.speculation.medusa_id, request.adapter_user)
@@ -371,12 +372,12 @@ class Engine:
         return self._cache.resolve(asked[0], now, asked[1])
 
     def _resolve_adapters(
-        self, asked: tuple[AdapterId | Mixture, AdapterUser], now: float
+        self, asked: tuple[AdapterId | Mixture, AdapterUser, AdapterOrigin], now: float
     ) -> tuple[AdapterKey, ...] | None:
-        named, user = asked
+        named, user, origin = asked
         if isinstance(named, Mixture):
             return self._cache.resolve_mixture(named, now, user)
-        key = self._resolve_adapter((named, user), now)
+        key = self._cache.resolve(named, now, user, origin)
         return None if key is None else (key,)
 
     def _resolve_grammar(self, asked: tuple[Grammar | None, str], now: float) -> Matcher | None:
@@ -531,7 +532,7 @@ class Engine:
             case "get":
                 return Reply(number, (self._cache.get(adapter_id),))
             case "templates":
-                key = self._cache.resolve(adapter_id, now, command.user)
+                key = self._cache.resolve(adapter_id, now, command.user, command.options.origin)
                 if key is None:
                     return None
                 version = AdapterVersion(adapter_id, key.digest, self._cache.templates(key))

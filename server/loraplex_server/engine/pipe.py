@@ -66,7 +66,7 @@ class AdapterCommand:
     adapter_id: AdapterId
     pin: bool = False
     user: AdapterUser = NOBODY
-    options: LoadOptions = PLAIN_LOAD  # of "load"
+    options: LoadOptions = PLAIN_LOAD  # of "load"; its origin of "templates" too
     if_unused: bool = False  # of "unload"
 
 

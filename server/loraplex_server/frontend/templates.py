@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
-from loraplex_contracts.adapters import AdapterId, AdapterVersion
+from loraplex_contracts.adapters import OWN_PLACE, AdapterId, AdapterOrigin, AdapterVersion
 from loraplex_contracts.errors import AdapterInvalid, FailedPrecondition, InvalidArgument, LoraplexError
 from loraplex_server.frontend.sandbox import Sandbox, TemplateFault, UserReader
 from loraplex_server.frontend.tokenizing import Tokenizing
@@ -76,11 +76,13 @@ class Templates:
             if sandbox is not None:
                 await sandbox.close()
 
-    async def version(self, adapter_id: str) -> AdapterVersion | None:
-        """The adapter's present version; None of the base model, and where adapters' templates are not used. Raises as
-        a request for the adapter would."""
+    async def version(self, adapter_id: str, origin: AdapterOrigin = OWN_PLACE) -> AdapterVersion | None:
+        """The adapter's present version; None of the base model, and where adapters' templates are not used. With the
+        caller's own `origin` the engine is asked each time. Raises as a request for the adapter would."""
         if self._engine is None or self._of_adapters is None or not adapter_id:
             return None
+        if origin.source:
+            return await self._engine.adapter_version(AdapterId(adapter_id), origin)
         rows = self._engine.state.listing.rows_of(adapter_id)
         digest = next((row.digest for row in rows if row.digest and row.state != "draining"), "")
         found = self._versions.get((adapter_id, digest))

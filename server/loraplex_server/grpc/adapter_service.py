@@ -127,7 +127,7 @@ class AdapterServicer(adapter_pb2_grpc.AdapterServiceServicer):
     ) -> adapter_pb2.LoadAdapterResponse:
         adapter_id = self._admit(request)
         options = LoadOptions(
-            AdapterOrigin(request.source, request.revision), request.expected_digest, request.if_absent
+            AdapterOrigin(request.source, request.revision, request.token), request.expected_digest, request.if_absent
         )
         infos = await self._engine.load_adapter(adapter_id, pin=request.pin, options=options)
         return adapter_pb2.LoadAdapterResponse(adapters=map(protobuf.adapter_to_pb, infos))
@@ -163,5 +163,7 @@ class AdapterServicer(adapter_pb2_grpc.AdapterServiceServicer):
 
     def _admit(self, request: validate.AdapterRequest) -> AdapterId:
         adapter_id = validate.check_adapter_request(request)
-        self._gate.admit(adapter_id)
+        identity = self._gate.admit(adapter_id)
+        if isinstance(request, adapter_pb2.LoadAdapterRequest):
+            identity.check_source(request.source, adapter_id)
         return adapter_id

@@ -237,7 +237,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             if message.grammar.WhichOneof("kind") == "gbnf":
                 num_bytes = max(num_bytes, SHORT_CHARS)  # its parser takes a hundred times as long as others
             grammar = await self._tokenizing.off_loop(num_bytes, partial(protobuf.grammar, message.grammar))
-            version = await self._prompts.version(message, message.adapter_id)
+            version = await self._prompts.version(message, message.adapter_id, protobuf.adapter_origin(message))
             special = not message.omit_special_tokens
             prompt = await self._prompts.ids(message, self._truncation(message), special=special, version=version)
             ticket.set_prompt(len(prompt))

@@ -22,6 +22,7 @@ from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.frontend.pooling import PooledAnswer, embedding, pool_all, probabilities, sigmoid
 from loraplex_server.frontend.templates import Templates
 from loraplex_server.frontend.tokenizing import Tokenizing
+from loraplex_server.grpc import protobuf
 from loraplex_server.grpc.middleware import RequestGate, begin_request, handles_errors
 from loraplex_server.grpc.prompts import TOKEN_CHARS, PoolingRequest, Prompts, seconds_left, within
 
@@ -195,8 +196,9 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
             ticket = self._gate.take_pooling_quota(len(inputs), num_estimated)
             prompts: list[tuple[int, ...]] = []
             version: AdapterVersion | None = None
+            origin = protobuf.adapter_origin(message)
             for one in inputs:
-                version = version or await self._prompts.version(one, message.adapter_id)
+                version = version or await self._prompts.version(one, message.adapter_id, origin)
                 prompts.append(await self._prompt(message, one, query, version))
                 await asyncio.sleep(0)  # short texts are tokenized on the event loop
         ticket.set_prompt(sum(map(len, prompts)))
@@ -208,6 +210,7 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
                 speculation=SpeculationParams(kind="off"),
                 pooling=params,
                 adapter_id=AdapterId(message.adapter_id),
+                adapter_origin=origin,
                 adapter_digest="" if version is None else version.digest,
                 tenant=identity.tenant,
                 max_adapter_bytes=identity.limits.max_resident_adapter_bytes,

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
 
-from loraplex_contracts.adapters import AdapterVersion
+from loraplex_contracts.adapters import OWN_PLACE, AdapterOrigin, AdapterVersion
 from loraplex_contracts.errors import DeadlineExceeded
 from loraplex_proto.status import answer_within_s
 from loraplex_proto.v1 import inference_pb2, pooling_pb2
@@ -35,9 +35,11 @@ class Prompts:
         self._tokenizing = tokenizing
         self._templates = templates or Templates(tokenizing)
 
-    async def version(self, message: Prompt | inference_pb2.TokenizeRequest, adapter_id: str) -> AdapterVersion | None:
+    async def version(
+        self, message: Prompt | inference_pb2.TokenizeRequest, adapter_id: str, origin: AdapterOrigin = OWN_PLACE
+    ) -> AdapterVersion | None:
         """The adapter's version whose templates make the prompt; None where none do."""
-        return await self._templates.version(adapter_id) if message.WhichOneof("input") == "chat" else None
+        return await self._templates.version(adapter_id, origin) if message.WhichOneof("input") == "chat" else None
 
     async def ids(
         self,

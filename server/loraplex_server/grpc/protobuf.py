@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from loraplex_adapters.cache.listing import Resident
 from loraplex_contracts import sampling
-from loraplex_contracts.adapters import AdapterId, AdapterInfo, CacheUsage
+from loraplex_contracts.adapters import (
+    HUB_SOURCE,
+    OWN_PLACE,
+    S3_SOURCE,
+    AdapterId,
+    AdapterInfo,
+    AdapterOrigin,
+    CacheUsage,
+)
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_contracts.load import Forecast, Load
 from loraplex_contracts.mixtures import MajoritySign, Member, Merge, MergeStrategy, Mixture
@@ -28,6 +36,7 @@ from loraplex_contracts.request import (
 from loraplex_contracts.sampling import SAMPLING_OPTIONS, SamplingParams, TokenizerView
 from loraplex_proto.enums import ADAPTER_STATES, ADAPTER_TIERS, FINISH_REASONS
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
+from loraplex_proto.validate import PoolingRequest
 from loraplex_server.frontend.generation import CompletionSummary, Delta
 from loraplex_server.text.responses import AsyncReader, MessagePart, ParsedMessage, ResponseParsing
 from loraplex_server.text.tokenizer import TextTokenizer
@@ -94,6 +103,7 @@ def to_request(
             fixed_length=speculation.fixed_length,
         ),
         adapter_id=AdapterId(message.adapter_id),
+        adapter_origin=adapter_origin(message),
         mixture=_mixture(message),
         adapter_digest=adapter_digest,
         tenant=tenant,
@@ -105,6 +115,15 @@ def to_request(
         arrival_s=arrival_s,
         deadline_s=deadline_s,
     )
+
+
+def adapter_origin(message: inference_pb2.GenerateRequest | PoolingRequest) -> AdapterOrigin:
+    """Of the request's adapter, where it says one."""
+    if message.in_bucket:
+        return AdapterOrigin(S3_SOURCE + message.adapter_id)
+    if not message.HasField("hub"):
+        return OWN_PLACE
+    return AdapterOrigin(HUB_SOURCE + message.adapter_id, message.hub.revision, message.hub.token)
 
 
 def _mixture(message: inference_pb2.GenerateRequest) -> Mixture | None:

@@ -28,6 +28,7 @@ from loraplex.types import (
     DraftModel,
     GenerateOptions,
     Grammar,
+    Hub,
     Medusa,
     Merge,
     PromptLookup,
@@ -170,7 +171,7 @@ TESTED_BELOW = {
     *("grammar", "continue_final_message", "tools", "documents", "template_kwargs", "chat_template"),
     *("tool_choice", "parallel_tool_calls"),
     *("token_ids", "messages", "omit_generation_prompt", "adapters", "merge", "speculation", "timeout_s"),
-    "truncate_prompt",
+    *("truncate_prompt", "hub"),
 }
 
 
@@ -546,6 +547,27 @@ def test_messages_that_are_none_say_what_they_take(messages: Any) -> None:
     with pytest.raises(InvalidArgument, match="messages takes a list") as caught:
         generate_request(None, {"messages": messages})
     assert caught.value.field == "chat.messages"
+
+
+def test_a_repository_on_the_hub() -> None:
+    request = generate_request("x", {"adapter_id": "org/sql", "hub": Hub("main", "hf_secret")})
+    assert (request.hub.revision, request.hub.token) == ("main", "hf_secret")
+    assert generate_request("x", {"adapter_id": "org/sql", "hub": Hub()}).HasField("hub")
+    assert not generate_request("x", {"adapter_id": "org/sql", "hub": None}).HasField("hub")
+    call = CALLS.generate("x", {"adapter_id": "org/sql", "hub": Hub(token="hf_secret")})
+    assert "hf_secret" not in repr(call)
+    load = adapter_pb2.LoadAdapterRequest.FromString(
+        CALLS.load("sql", {"source": "hub:org/sql", "revision": "v1", "hub_token": "hf_secret"}, {}).request
+    )
+    assert (load.revision, load.token) == ("v1", "hf_secret")
+    given: Any = "hf_secret"
+    with pytest.raises(InvalidArgument, match="hub takes a Hub") as caught:
+        generate_request("x", {"hub": given})
+    assert "hf_secret" not in str(caught.value)
+    given = ["hf_secret"]
+    with pytest.raises(InvalidArgument, match="takes a string") as caught:
+        Hub(token=given)
+    assert "hf_secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("adapters", ["sql", ["sql"], 5])

@@ -122,6 +122,27 @@ SAMPLING_FLAGS: dict[str, tuple[str, Any]] = {
 }
 
 
+def test_a_mixture_and_a_repository(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["generate", "x", "-s", fake.address, "--adapters", "org/sql:0.75,terse:-1,plain"]) == 0
+    members = [(one.id, one.weight) for one in fake.seen[0].request.adapters]
+    assert members == [("org/sql", 0.75), ("terse", -1.0), ("plain", 1.0)]
+    monkeypatch.setenv("LORAPLEX_HUB_TOKEN", "hf_secret")
+    ask = ["generate", "x", "-s", fake.address, "-a", "org/sql"]
+    assert main(ask) == 0
+    assert not fake.seen[1].request.HasField("hub")
+    assert main([*ask, "--revision", "v1"]) == 0
+    assert (fake.seen[2].request.hub.revision, fake.seen[2].request.hub.token) == ("v1", "hf_secret")
+    assert main([*ask, "--hub"]) == 0
+    assert fake.seen[3].request.hub.token == "hf_secret"
+
+
+@pytest.mark.parametrize("text", ["", ":1", "a:x", "a:1:2", "a,", "a,a:2"])
+def test_a_mixture_that_is_none(fake: Any, capsys: Capture, text: str) -> None:
+    assert main(["generate", "x", "-s", fake.address, "--adapters", text]) == 2
+    assert "--adapters takes names and weights" in capsys.readouterr().err
+    assert fake.seen == []
+
+
 @pytest.mark.parametrize("text", ["", "5", "5:x", "5:1:2", "x:1", "5:1,"])
 def test_a_bias_that_is_none(fake: Any, capsys: Capture, text: str) -> None:
     assert main(["generate", "x", "-s", fake.address, "--logit-bias", text]) == 2
@@ -399,6 +420,14 @@ def test_adapters_as_json(fake: Any, make_adapter: Callable[..., Any], capsys: C
         assert (row["adapter_id"], row["tier"], row["rank"]) == ("sql", "device", 8)
     assert [seen.method for seen in fake.seen] == ["ListAdapters", "LoadAdapter", "UnloadAdapter"]
     assert fake.seen[1].request.pin
+
+
+def test_a_load_from_the_hub(fake: Any, make_adapter: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORAPLEX_HUB_TOKEN", "hf_secret")
+    fake.adapters = [make_adapter()]
+    assert main(["adapters", "load", "sql", "-s", fake.address, "--source", "hub:org/sql", "--revision", "v1"]) == 0
+    assert main(["adapters", "load", "sql", "-s", fake.address, "--source", "team/sql"]) == 0
+    assert [(seen.request.revision, seen.request.token) for seen in fake.seen] == [("v1", "hf_secret"), ("", "")]
 
 
 def test_an_adapter_name_that_is_none(fake: Any, capsys: Capture) -> None:

@@ -208,6 +208,8 @@ GOOD = {
     "plain": GenerateRequest(text="hello"),
     "empty text": GenerateRequest(text=""),
     "tokens": GenerateRequest(token_ids=TokenIds(ids=[1, 2, 3])),
+    "bucket": GenerateRequest(text="a", adapter_id="bucket/sql", in_bucket=True),
+    "hub": GenerateRequest(text="a", adapter_id="org/sql", hub={"revision": "main", "token": "hf_x"}),
     "chat": GenerateRequest(chat=Chat(messages=[ChatMessage(role="user", content="hi")], omit_generation_prompt=True)),
     "tools": GenerateRequest(
         chat=Chat(
@@ -355,6 +357,16 @@ def beside(**values: str) -> GenerateRequest:
 
 BAD: list[tuple[str, GenerateRequest]] = [
     ("input", GenerateRequest()),
+    ("in_bucket", GenerateRequest(text="a", adapter_id="sql", in_bucket=True)),
+    ("in_bucket", GenerateRequest(text="a", adapter_id="bucket/sql@01234567", in_bucket=True)),
+    ("in_bucket", GenerateRequest(text="a", adapter_id="bucket/sql", in_bucket=True, hub={})),
+    ("hub", GenerateRequest(text="a", hub={})),
+    ("hub", GenerateRequest(text="a", adapter_id="sql", hub={})),
+    ("hub", GenerateRequest(text="a", adapter_id="org/sql@01234567", hub={})),
+    ("hub", GenerateRequest(text="a", adapters=[{"id": "org/sql", "weight": 1}], hub={})),
+    ("hub.revision", GenerateRequest(text="a", adapter_id="org/sql", hub={"revision": "../main"})),
+    ("hub.token", GenerateRequest(text="a", adapter_id="org/sql", hub={"token": "a\r\nx: y"})),
+    ("hub.token", GenerateRequest(text="a", adapter_id="org/sql", hub={"token": "x" * 513})),
     ("token_ids.ids", GenerateRequest(token_ids=TokenIds())),
     ("grammar", GenerateRequest(text="a", grammar={})),
     ("grammar", GenerateRequest(text="a", grammar={"compact": True})),

@@ -168,6 +168,16 @@ def test_an_adapter_that_is_not_the_tenants_is_not_found() -> None:
 def test_everybody_may_everything() -> None:
     assert EVERYBODY.tenant == DEFAULT_TENANT
     assert EVERYBODY.may_use("org/anything")
+    EVERYBODY.check_source("/adapters/other/b", "mine")
+
+
+def test_a_load_takes_no_other_tenants_folder() -> None:
+    for source in ("", "acme/a", "shared-1/", "hub:other/b", "s3:bucket/other"):
+        ACME.check_source(source, "acme/mine")
+    for source in ("other/b", "/adapters/acme/a", "acme"):
+        with pytest.raises(AdapterNotFound, match="there is no folder") as caught:
+            ACME.check_source(source, "acme/mine")
+        assert caught.value.field == "source"
     assert current_identity() is EVERYBODY
 
 

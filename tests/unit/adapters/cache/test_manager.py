@@ -20,7 +20,7 @@ from loraplex_adapters.cache.storage import RecentImports, Storage
 from loraplex_adapters.io.source_files import AdapterFiles
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.weights import AdapterWeights
-from loraplex_contracts.adapters import OWN_PLACE, AdapterId, AdapterKey, AdapterOrigin
+from loraplex_contracts.adapters import OWN_PLACE, AdapterId, AdapterKey, AdapterOrigin, LoadOptions
 from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterLoadsBusy,
@@ -31,7 +31,9 @@ from loraplex_contracts.errors import (
     FailedPrecondition,
     Internal,
     SourceUnavailable,
+    adapter_not_found,
 )
+from loraplex_contracts.mixtures import Member, Merge, Mixture
 
 RANK_4_BYTES = 1280  # q_proj and down_proj of rank 4 in float32
 
@@ -271,6 +273,41 @@ def test_what_the_disk_has_dropped_comes_back_from_the_source(
     slot = engine.acquire(again)
     assert_installed(engine, slot, root / "a0")
     assert source.opened.count("a0") == 2
+
+
+class OneRepository:
+    """The Hub, with one adapter."""
+
+    def __init__(self, root: Path) -> None:
+        self._files = DirectorySource(root)
+        self.num_opened = 0
+
+    def open(self, adapter_id: str, origin: AdapterOrigin = OWN_PLACE) -> AdapterFiles:
+        if origin.source != "hub:org/sql":
+            raise adapter_not_found(adapter_id)
+        self.num_opened += 1
+        return self._files.open(adapter_id, AdapterOrigin("a4"))
+
+    def list(self) -> Sequence[str]:
+        return []
+
+
+def test_members_of_a_merge_come_back_from_where_they_came(make_engine: Callable[..., Engine], root: Path) -> None:
+    hub = OneRepository(root)
+    engine = make_engine(remote=hub)
+    first = engine.load("mine", options=LoadOptions(AdapterOrigin("a1")))
+    second = engine.load("far", options=LoadOptions(AdapterOrigin("hub:org/sql")))
+    assert first.digest != second.digest
+    for file in Path(engine.cache._store._root).glob("*lora*"):
+        file.unlink()
+    members = (Member(AdapterId("mine"), 0.5), Member(AdapterId("far"), 2.0))
+    mixture = Mixture(members, Merge("linear"))
+    (key,) = engine.until(lambda: engine.cache.resolve_mixture(mixture, engine.now))
+    assert hub.num_opened == 2
+    plain = Mixture((Member(AdapterId("a1"), 0.5), Member(AdapterId("a4"), 2.0)), Merge("linear"))
+    assert engine.until(lambda: engine.cache.resolve_mixture(plain, engine.now)) == (key,)
+    for _ in range(2):
+        engine.cache.drop_hold(key)
 
 
 def test_changed_files_never_take_the_place_of_a_bound_content(make_engine: Callable[..., Engine], root: Path) -> None:

@@ -35,6 +35,7 @@ from loraplex_contracts.adapters import (
     AdapterOrigin,
     LoadOptions,
     check_adapter_source,
+    check_on_hub,
     check_revision,
 )
 from loraplex_contracts.errors import (
@@ -392,17 +393,24 @@ def test_a_source_that_is_away_is_not_passed_over(tmp_path: Path, hub: FakeHub) 
 
 def test_revisions_on_the_wire() -> None:
     assert check_adapter_source("hub:org/sql") == "hub:org/sql"
-    assert check_revision("refs/pr/1", "hub:org/sql") == "refs/pr/1"
+    assert check_revision("refs/pr/1") == "refs/pr/1"
     for revision in ("../main", "-x", "a b", "x" * 200, "main\n"):
         with pytest.raises(InvalidArgument, match="not a branch, a tag or a commit"):
-            check_revision(revision, "hub:org/sql")
-    with pytest.raises(Unimplemented, match="hub:ORG/NAME"):
-        check_revision("main", "folder")
+            check_revision(revision)
+    for field in ("revision", "token"):
+        with pytest.raises(Unimplemented, match=f"`{field}` .* hub:ORG/NAME"):
+            check_on_hub("folder", field=field)
     request = adapter_pb2.LoadAdapterRequest(adapter_id="sql", source="hub:org/sql", revision="main")
     assert validate.check_adapter_request(request) == "sql"
-    request.source = ""
-    with pytest.raises(Unimplemented):
+    load = adapter_pb2.LoadAdapterRequest
+    for elsewhere in (load(revision="main"), load(token="hf_secret"), load(token="hf_secret", source="s3:bucket/sql")):
+        elsewhere.adapter_id = "sql"
+        with pytest.raises(Unimplemented):
+            validate.check_adapter_request(elsewhere)
+    request.token = "hf_secret \n"
+    with pytest.raises(InvalidArgument) as caught:
         validate.check_adapter_request(request)
+    assert "hf_secret" not in str(caught.value)
 
 
 def test_a_load_of_a_revision(hub: FakeHub) -> None:

@@ -51,8 +51,22 @@ def test_the_adapter() -> None:
     found = job({"adapter_id": "acme/sql", "adapter_source": "local", "api_token": "secret"})
     assert (found.request.adapter_id, found.adapter_name) == ("acme/sql", "acme/sql")
     assert "secret" not in repr(found)
+    assert not found.request.HasField("hub")
     with pytest.raises(AdapterNotFound):
         job({"adapter_id": "other:sql"})
+
+
+def test_the_adapters_place() -> None:
+    found = job({"adapter_id": "org/sql", "adapter_source": "hub", "api_token": "hf_secret", "adapter_revision": "v1"})
+    assert (found.request.adapter_id, found.request.hub) == ("org/sql", pb.HubAccess(revision="v1", token="hf_secret"))
+    assert "hf_secret" not in repr(found)
+    assert "hf_secret" not in repr(native.Parameters(api_token="hf_secret"))
+    assert job({"adapter_id": "org/sql", "adapter_source": "hub"}).request.HasField("hub")
+    assert not job({"adapter_source": "hub", "api_token": "hf_secret"}).request.HasField("hub")  # the base model
+    for name in ("bucket/sql", "s3://bucket/sql"):
+        found = job({"adapter_id": name, "adapter_source": "s3", "api_token": "hf_secret"})
+        assert (found.request.adapter_id, found.request.in_bucket) == ("bucket/sql", True)
+        assert not found.request.HasField("hub")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +175,11 @@ def test_logprobs_are_asked_for_where_shown() -> None:
         ({"adapters": [{"id": "a"}], "merged_adapters": {"ids": ["a"]}}, "merged_adapters", InvalidArgument),
         ({"adapters": [{"id": "a"}], "adapter_id": "b"}, "adapters", InvalidArgument),
         ({"merge": {"strategy": "linear"}}, "merge", InvalidArgument),
-        ({"adapter_source": "hub"}, "adapter_source", Unimplemented),
+        ({"adapter_source": "pbase", "adapter_id": "a/b"}, "adapter_source", Unimplemented),
+        ({"adapter_source": "hub", "merged_adapters": {"ids": ["a/b"]}}, "adapter_source", InvalidArgument),
+        ({"adapter_source": "s3", "adapters": [{"id": "a/b"}]}, "adapter_source", InvalidArgument),
+        ({"adapter_revision": "v1", "adapter_id": "a/b"}, "adapter_revision", InvalidArgument),
+        ({"adapter_source": "hub", "adapter_id": "a/b", "api_token": "\ud800"}, "api_token", InvalidArgument),
         ({"watermark": True}, "watermark", Unimplemented),
         ({"best_of": 2}, "best_of", InvalidArgument),
         ({"grammar": {"type": "magic"}}, "grammar.type", InvalidArgument),

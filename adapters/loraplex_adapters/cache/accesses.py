@@ -1,0 +1,82 @@
+"""Accesses to the Hub with callers' own tokens, and their names in the cache.
+
+What a token has fetched is bound to a name that follows from the token, the tenant, the repository and the revision by
+a keyed digest. Only a caller with the same token comes to the same name, so no other one is served what it is bound to,
+and none can tell that it is there. No token is kept. Pure, but for the key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+from collections import OrderedDict
+from typing import Final
+
+from loraplex_contracts.adapters import HUB_SOURCE, S3_SOURCE, AdapterOrigin
+
+MAX_ACCESSES: Final = 256  # of one tenant at a time
+
+
+class Accesses:
+    """Names of accesses, and how long each is good for."""
+
+    def __init__(self, key: bytes, ttl_s: float) -> None:
+        """`key` is secret and this process's own: without it nobody can try tokens against a name."""
+        self._key = key
+        self._ttl_s = ttl_s
+        self._until_s: dict[str, OrderedDict[str, float]] = {}  # of names, by tenant, the last used last
+        self._tenants: dict[str, str] = {}
+
+    def name_of(self, origin: AdapterOrigin, tenant: str) -> str:
+        """Of a repository hub:ORG/NAME, or a folder s3:BUCKET/NAME. Without a token it is asked for with the server's
+        own, which is one access for all callers."""
+        place = f"{origin.source}#{origin.revision}#"
+        if not origin.token:
+            return place
+        # None of the parts has a line feed.
+        said = "\n".join((tenant, place, origin.token)).encode()
+        return place + hmac.new(self._key, said, hashlib.sha256).hexdigest()
+
+    def use(self, name: str, tenant: str) -> list[str]:
+        """`name` is asked for by this tenant. Returns the names to forget for it: the tenant has too many."""
+        tenant = self._tenants.setdefault(name, tenant)  # the first one's, of an access that all share
+        names = self._until_s.setdefault(tenant, OrderedDict())
+        names.setdefault(name, math.inf)
+        names.move_to_end(name)
+        return [*names][: max(0, len(names) - MAX_ACCESSES)]
+
+    def is_over(self, name: str, now: float) -> bool:
+        """It was good once, and the Hub has to be asked again."""
+        tenant = self._tenants.get(name)
+        return tenant is not None and self._until_s[tenant][name] <= now
+
+    def opened(self, name: str, now: float) -> None:
+        """The Hub has given out the files; nothing of a name that is no access."""
+        tenant = self._tenants.get(name)
+        if tenant is not None:
+            self._until_s[tenant][name] = now + self._ttl_s
+
+    def over(self, now: float) -> list[str]:
+        return [name for names in self._until_s.values() for name, until_s in names.items() if until_s <= now]
+
+    def forget(self, name: str) -> None:
+        tenant = self._tenants.pop(name, None)
+        if tenant is not None:
+            del self._until_s[tenant][name]
+            if not self._until_s[tenant]:
+                del self._until_s[tenant]
+
+
+def is_access_name(name: str) -> bool:
+    return name.startswith((HUB_SOURCE, S3_SOURCE))
+
+
+def is_internal_name(name: str) -> bool:
+    """True of an access's, and of a merged adapter's: it is not listed, and no request can name it."""
+    return ":" in name
+
+
+def shown_name(name: str) -> str:
+    """For messages: of an access the repository, or the folder in a bucket."""
+    return name.partition(":")[2].partition("#")[0] if is_access_name(name) else name

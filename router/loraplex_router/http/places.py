@@ -1,0 +1,66 @@
+"""Places of adapters in requests over HTTP: LoRAX's sources, vLLM's and SGLang's paths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from loraplex_contracts.adapters import HUB_SOURCE, S3_SOURCE, check_adapter_source
+from loraplex_contracts.errors import InvalidArgument, Unimplemented
+from loraplex_proto.v1 import inference_pb2 as pb
+from loraplex_proto.validate import PoolingRequest
+from loraplex_router.http.backend import unicode_text
+from loraplex_router.http.models import PlaceFields
+
+LOCAL: Final = "local"
+HUB: Final = "hub"
+S3: Final = "s3"
+BUCKET_SCHEME: Final = "s3://"
+
+
+def put_place(request: pb.GenerateRequest | PoolingRequest, given: PlaceFields, *, has_mixture: bool = False) -> None:
+    """Where the adapter of the request comes from. Raises InvalidArgument, and Unimplemented for an unknown place."""
+    source = given.adapter_source or LOCAL
+    if source not in (LOCAL, HUB, S3):
+        raise Unimplemented(
+            f"`adapter_source` may be {LOCAL}, for adapters under the server's own roots, {HUB} or {S3}",
+            field="adapter_source",
+        )
+    if source != HUB and given.adapter_revision:
+        raise InvalidArgument(
+            f"`adapter_revision` goes with `adapter_source` {HUB}: folders have none", field="adapter_revision"
+        )
+    if source != LOCAL and has_mixture:
+        raise InvalidArgument(
+            f"`adapter_source` {source} goes with one adapter: load those of a mixture by name", field="adapter_source"
+        )
+    if source == S3:
+        request.in_bucket = bool(request.adapter_id)  # a token is for the Hub, and is not looked at
+    elif source == HUB and request.adapter_id:
+        request.hub.SetInParent()
+        request.hub.revision = unicode_text(given.adapter_revision or "", "adapter_revision")
+        request.hub.token = unicode_text(given.api_token or "", "api_token")
+
+
+def place_of(request: pb.GenerateRequest) -> str:
+    """As `adapter_source` says it."""
+    return HUB if request.HasField("hub") else S3 if request.in_bucket else LOCAL
+
+
+def source_of(path: str, name: str, root: Path | None) -> str:
+    """`source` of the load that a `lora_path` means, "" for the folder of the adapter's own name. `root`: the workers'
+    --adapters, where it is known; they look, too.
+
+    Raises InvalidArgument for what is no path of a folder in there, and Unimplemented for an address."""
+    folder = None if root is None else f"{root.absolute()}/"
+    if path == name or (folder is not None and path.rstrip("/") == folder + name):
+        return ""
+    if path.startswith(BUCKET_SCHEME):
+        path = S3_SOURCE + path.removeprefix(BUCKET_SCHEME)
+    source = check_adapter_source(unicode_text(path, "lora_path"), field="lora_path")
+    if source.startswith((HUB_SOURCE, S3_SOURCE)):
+        return source
+    if source.startswith("~") or (folder is not None and source.startswith("/") and not source.startswith(folder)):
+        where = "the workers' --adapters" if folder is None else f"{folder!a}, the workers' --adapters"
+        raise InvalidArgument(f"`lora_path` must be a folder in {where}", field="lora_path")
+    return source
