@@ -17,7 +17,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from support.adapter_files import Slots, base_targets, write_adapter
 from support.engine_fakes import FakeRunner, build_slow, make_engine
-from support.fake_workers import router_for, until
+from support.fake_workers import error_of, router_for, until
 from support.light_worker import light_worker
 
 from loraplex_adapters.cache.manager import AdapterManager
@@ -91,12 +91,6 @@ def way(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def read_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loraplex_runtime.reload.POLL_S", 0.02)
-
-
-async def error_of(call: Awaitable[Any]) -> LoraplexError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return from_rpc_error(caught.value)
 
 
 async def quota_of(call: Awaitable[Any]) -> tuple[str, bool]:

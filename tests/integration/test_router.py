@@ -19,6 +19,7 @@ from support.fake_workers import (
     chunks,
     cluster,
     default_stream,
+    error_of,
     fails,
     router_for,
     until,
@@ -39,7 +40,7 @@ from loraplex_contracts.errors import (
     Unimplemented,
     WorkerLost,
 )
-from loraplex_proto.status import DETAILS_KEY, abort, from_rpc_error
+from loraplex_proto.status import DETAILS_KEY, abort
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc, pooling_pb2, pooling_pb2_grpc
 from loraplex_router.config import PolicyConfig, ServerOptions, WatchConfig
 from loraplex_router.policy import rendezvous_order
@@ -58,13 +59,6 @@ async def read(call: Any) -> list[Any]:
     while (message := await call.read()) is not grpc.aio.EOF:
         messages.append(message)
     return messages
-
-
-async def error_of(call: Any) -> LoraplexError:
-    """What the call failed with, as the SDK would raise it."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await (read(call) if hasattr(call, "read") else call)
-    return from_rpc_error(caught.value)
 
 
 @pytest.mark.parametrize(

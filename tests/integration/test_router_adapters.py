@@ -10,7 +10,7 @@ from typing import Any
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.fake_workers import Cluster, FakeWorker, Generate, cluster, router_for, until
+from support.fake_workers import Cluster, FakeWorker, Generate, cluster, error_of, router_for, until
 
 from loraplex_contracts.errors import (
     AdapterInvalid,
@@ -21,14 +21,12 @@ from loraplex_contracts.errors import (
     InvalidAdapterId,
     InvalidArgument,
     ListingTooLarge,
-    LoraplexError,
     NoWorker,
     PermissionDenied,
     QueueFull,
     Unauthenticated,
     WorkerLost,
 )
-from loraplex_proto.status import from_rpc_error
 from loraplex_proto.v1 import adapter_pb2, adapter_pb2_grpc, inference_pb2_grpc
 from loraplex_router.policy import rendezvous_order
 from loraplex_runtime.auth import token_digest
@@ -43,12 +41,6 @@ def stub(channel: grpc.aio.Channel) -> Any:
 
 def homes(c: Cluster, adapter_id: str) -> list[FakeWorker]:
     return [c.by_address(address) for address in rendezvous_order(adapter_id, [w.address for w in c.workers])]
-
-
-async def error_of(call: Any) -> LoraplexError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return from_rpc_error(caught.value)
 
 
 # --- fan-out ------------------------------------------------------------------------------------------------------

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from support.dense import dense_logits, make_dense
+from support.drafting import erring_drafts
 from support.driver import Job, make_rig, random_prompts
 from support.exact_states import exact, whole_text_greedy
 from support.peft_files import SPECS, load_lora, save_adapter
@@ -34,7 +33,7 @@ def test_equals_the_whole_text(family: str) -> None:
     jobs = [Job(prompt, NUM_TOKENS) for prompt in random_prompts(7, VOCAB_SIZE, seed=3, longest=30)]
     want = [whole_text_greedy(model, job.prompt, NUM_TOKENS) for job in jobs]
     for i, (job, tokens) in enumerate(zip(jobs[:5], want, strict=False)):
-        job.propose = _proposer(job.prompt + tokens, error_rate=i / 4, seed=i)
+        job.propose = erring_drafts(job.prompt + tokens, VOCAB_SIZE, error_rate=i / 4, seed=i)
     rig.run(jobs)
     assert [job.error for job in jobs] == [None] * len(jobs)
     assert [job.tokens for job in jobs] == want
@@ -67,13 +66,3 @@ def test_mixed_adapters_equal_peft(family: str, tmp_path: Path) -> None:
         assert job.tokens == whole_text_greedy(base if owner is None else peft[owner], job.prompt, NUM_TOKENS)
     alone = [whole_text_greedy(base, job.prompt, NUM_TOKENS) for job in jobs]
     assert alone[1] != jobs[1].tokens, "an adapter that changes nothing would prove nothing"
-
-
-def _proposer(text: list[int], error_rate: float, seed: int) -> Callable[[list[int]], list[int]]:
-    dice = random.Random(seed)
-
-    def propose(so_far: list[int]) -> list[int]:
-        true = text[len(so_far) : len(so_far) + dice.randint(1, 4)]
-        return [(token + 1) % VOCAB_SIZE if dice.random() < error_rate else token for token in true]
-
-    return propose

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import random
 
 import pytest
 import torch
 from support.backends import PatchedBackend, ReferenceFused
 from support.dense import dense_logits, greedy, make_dense
+from support.drafting import erring_drafts
 from support.driver import Job, make_rig, random_prompts
 from support.zoo import SLOW, VOCAB_SIZE, ZOO, random_model
 
@@ -72,18 +72,8 @@ def test_drafts_change_nothing(family: str) -> None:
     rig = make_rig(adopt_model(copy.deepcopy(model)), seed=2)
     jobs = [Job(prompt, NUM_TOKENS) for prompt in prompts]
     for i, (job, tokens) in enumerate(zip(jobs[:5], want, strict=False)):
-        job.propose = _proposer(job.prompt + tokens, error_rate=i / 4, seed=i)
+        job.propose = erring_drafts(job.prompt + tokens, VOCAB_SIZE, error_rate=i / 4, seed=i)
     rig.run(jobs)
     assert [job.tokens for job in jobs] == want
     assert jobs[0].num_accepted > NUM_TOKENS // 2  # always right
     assert jobs[4].num_accepted == jobs[5].num_accepted == 0
-
-
-def _proposer(text: list[int], error_rate: float, seed: int):  # type: ignore[no-untyped-def]
-    dice = random.Random(seed)
-
-    def propose(so_far: list[int]) -> list[int]:
-        true = text[len(so_far) : len(so_far) + dice.randint(1, 4)]
-        return [(token + 1) % VOCAB_SIZE if dice.random() < error_rate else token for token in true]
-
-    return propose

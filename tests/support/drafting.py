@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from loraplex_contracts.plan import Candidate
@@ -44,3 +45,14 @@ def speculate(job: Job, proposer: Proposer, num_tokens: int = 4) -> Job:
 
     job.propose = propose
     return job
+
+
+def erring_drafts(text: list[int], vocab_size: int, error_rate: float, seed: int) -> Callable[[list[int]], list[int]]:
+    """Drafts for a Job: up to four of the text's next tokens, each wrong with this probability."""
+    dice = random.Random(seed)
+
+    def propose(so_far: list[int]) -> list[int]:
+        true = text[len(so_far) : len(so_far) + dice.randint(1, 4)]
+        return [(token + 1) % vocab_size if dice.random() < error_rate else token for token in true]
+
+    return propose

@@ -17,7 +17,7 @@ import grpc.aio
 from loraplex_contracts.errors import AdapterNotFound, LoraplexError
 from loraplex_proto import validate
 from loraplex_proto.paging import ListQuery, Page, list_query
-from loraplex_proto.status import abort
+from loraplex_proto.status import abort, from_rpc_error
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2, worker_pb2
 from loraplex_router.config import RouterConfig, WatchConfig
 from loraplex_router.server import Router, start_router
@@ -377,6 +377,19 @@ async def router_for(addresses: list[str], **settings: Any) -> AsyncIterator[tup
     finally:
         await channel.close()
         await router.drain(0.0)
+
+
+async def error_of(call: Any) -> LoraplexError:
+    """The error that a call or stream ended with, as the SDK would raise it."""
+    try:
+        if hasattr(call, "read"):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        else:
+            await call
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error)
+    raise AssertionError("the call ended without an error")
 
 
 async def until(is_so: Callable[[], bool], timeout_s: float = 10.0) -> None:

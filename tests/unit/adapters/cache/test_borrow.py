@@ -10,25 +10,17 @@ from pathlib import Path
 import pytest
 from support.adapter_files import Engine, write_adapter
 from support.medusa_files import medusa_config, sequential_tensors, write_heads
+from support.residency import bring_up, key_of, make_table, run_round
 
 from loraplex_adapters.cache.eviction import RECENT_ROUNDS
 from loraplex_adapters.cache.residency import ResidencyTable
-from loraplex_adapters.cache.states import DropDevice, DropHost, IllegalTransition, KeyState, Move, Promote, Stage
+from loraplex_adapters.cache.states import DropDevice, DropHost, IllegalTransition, KeyState, Promote, Stage
 from loraplex_adapters.sources.directory import DirectorySource
-from loraplex_contracts.adapters import AdapterKey, AdapterKind
+from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import SourceUnavailable
 
-
-def key_of(kind: AdapterKind, content: int) -> AdapterKey:
-    return AdapterKey(kind, f"{content:064x}")
-
-
-HEADS = [key_of("medusa", idx) for idx in range(1, 7)]
-LORA, OTHER = key_of("lora", 11), key_of("lora", 12)
-
-
-def make_table(host: int = 1000, device: int = 1000, num_slots: int = 2) -> ResidencyTable:
-    return ResidencyTable(host, device, num_slots, failure_ttl_s=10.0)
+HEADS = [key_of(idx, "medusa") for idx in range(1, 7)]
+LORA, OTHER = key_of(11, "lora"), key_of(12, "lora")
 
 
 def held(table: ResidencyTable, key: AdapterKey, num_bytes: int = 100) -> AdapterKey:
@@ -38,35 +30,13 @@ def held(table: ResidencyTable, key: AdapterKey, num_bytes: int = 100) -> Adapte
     return key
 
 
-def run(table: ResidencyTable, now: float = 0.0) -> list[Move]:
-    """One round, its moves carried out at once."""
-    table.advance(now)
-    moves = list(table.moves)
-    table.moves.clear()
-    for move in moves:
-        if isinstance(move, Promote):
-            table.promoted(move.key)
-        elif isinstance(move, Stage):
-            table.staged(move.key)
-    table.check_integrity()
-    return moves
-
-
-def bring_up(table: ResidencyTable, key: AdapterKey) -> int:
-    assert table.acquire(key) is None
-    run(table)
-    slot = table.acquire(key)
-    assert slot is not None
-    return slot
-
-
 def test_wanted_for_a_round_and_then_lent_without_a_reference() -> None:
     table = make_table()
     key = held(table, HEADS[0])
     assert table.borrow(key) is None
     assert table.is_due  # an idle engine must come round
     table.check_integrity()
-    assert run(table) == [Promote(key, 0)]
+    assert run_round(table) == [Promote(key, 0)]
     assert table.borrow(key) == 0
     record = table.records[key]
     assert (record.num_leases, record.reserved_rounds, record.num_heads) == (0, 0, 3)
@@ -96,11 +66,11 @@ def test_lending_is_a_use() -> None:
     for key in HEADS[:2]:
         held(table, key)
         assert table.borrow(key) is None
-        run(table)
+        run_round(table)
     assert table.borrow(HEADS[0]) == 0  # now the other one is older
     held(table, LORA)
     assert table.acquire(LORA) is None
-    assert run(table) == [DropDevice(HEADS[1], 1), Promote(LORA, 1)]
+    assert run_round(table) == [DropDevice(HEADS[1], 1), Promote(LORA, 1)]
 
 
 def test_a_want_that_is_not_repeated_ends_with_the_round() -> None:
@@ -109,13 +79,13 @@ def test_a_want_that_is_not_repeated_ends_with_the_round() -> None:
     bring_up(table, LORA)
     key = held(table, HEADS[0])
     assert table.borrow(key) is None
-    assert run(table) == [Stage(key)]  # no slot, but the host has room
+    assert run_round(table) == [Stage(key)]  # no slot, but the host has room
     assert not table.is_due  # nobody turns an idle engine for it
     table.release(LORA)
     for _ in range(RECENT_ROUNDS + 1):
-        assert run(table) == []
+        assert run_round(table) == []
     assert table.borrow(key) is None
-    assert run(table) == [DropDevice(LORA, 0), Promote(key, 0)]
+    assert run_round(table) == [DropDevice(LORA, 0), Promote(key, 0)]
 
 
 def test_nobody_is_wanted_for_requests_that_are_gone() -> None:
@@ -124,9 +94,9 @@ def test_nobody_is_wanted_for_requests_that_are_gone() -> None:
     assert table.borrow(key) is None
     table.drop_hold(key)
     assert not list(table.borrows)
-    assert run(table) == []
+    assert run_round(table) == []
     assert table.borrow(key) is None  # the name is there, but nobody's request
-    assert run(table) == []
+    assert run_round(table) == []
     assert not table.is_due
 
 
@@ -136,18 +106,18 @@ def test_wants_of_lora_come_first_and_take_the_slot_away() -> None:
     assert table.borrow(key) is None
     held(table, LORA)
     assert table.acquire(LORA) is None  # after it, and yet before it
-    assert run(table) == [Promote(LORA, 0), Stage(key)]
+    assert run_round(table) == [Promote(LORA, 0), Stage(key)]
     assert table.acquire(LORA) == 0
     table.release(LORA)
     for _ in range(RECENT_ROUNDS):
-        run(table)
+        run_round(table)
     assert table.borrow(key) is None
-    run(table)
+    run_round(table)
     assert table.borrow(key) == 0
     # Lent this very turn, and still no reason to wait.
     held(table, OTHER)
     assert table.acquire(OTHER) is None
-    assert run(table) == [DropDevice(key, 0), Promote(OTHER, 0)]
+    assert run_round(table) == [DropDevice(key, 0), Promote(OTHER, 0)]
 
 
 def test_borrowed_in_every_step_it_starves_nobody() -> None:
@@ -155,16 +125,16 @@ def test_borrowed_in_every_step_it_starves_nobody() -> None:
     table = make_table(num_slots=1)
     heads = held(table, HEADS[0])
     for content in range(20, 40):
-        lora = held(table, key_of("lora", content))
+        lora = held(table, key_of(content, "lora"))
         for _ in range(3):
             table.borrow(heads)
             slot = table.acquire(lora)
             if slot is not None:
                 break
-            run(table)
+            run_round(table)
         else:
             raise AssertionError(f"{lora} waited for heads")
-        run(table)
+        run_round(table)
         table.release(lora)
         table.drop_hold(lora)
 
@@ -176,7 +146,7 @@ def test_heads_in_use_do_not_push_each_other_out() -> None:
     for _ in range(3 * RECENT_ROUNDS):
         for key in HEADS[:4]:
             table.borrow(key)
-        run(table)
+        run_round(table)
     assert [table.borrow(key) for key in HEADS[:4]] == [0, 1, None, None]
     assert table.device_evictions == 0
     # Two requests have ended, and their heads make way in time.
@@ -185,7 +155,7 @@ def test_heads_in_use_do_not_push_each_other_out() -> None:
     for _ in range(RECENT_ROUNDS + 2):
         for key in HEADS[2:4]:
             table.borrow(key)
-        run(table)
+        run_round(table)
     assert {table.borrow(key) for key in HEADS[2:4]} == {0, 1}
 
 
@@ -197,7 +167,7 @@ def test_an_adapter_between_two_requests_stays() -> None:
     heads = held(table, HEADS[0])
     for _ in range(RECENT_ROUNDS - 1):
         assert table.borrow(heads) is None
-        assert not any(isinstance(move, Promote) for move in run(table))
+        assert not any(isinstance(move, Promote) for move in run_round(table))
     assert table.acquire(LORA) == 0
 
 
@@ -209,9 +179,9 @@ def test_a_blocked_want_lets_no_borrower_past() -> None:
     heads = held(table, HEADS[0], 50)
     assert table.acquire(OTHER) is None
     assert table.borrow(heads) is None  # would fit beside LORA; OTHER would wait longer for it
-    assert not any(isinstance(move, Promote) for move in run(table))
+    assert not any(isinstance(move, Promote) for move in run_round(table))
     table.release(LORA)
-    assert [m for m in run(table) if isinstance(m, Promote)] == [Promote(OTHER, 0)]
+    assert [m for m in run_round(table) if isinstance(m, Promote)] == [Promote(OTHER, 0)]
 
 
 def test_a_large_set_does_not_keep_a_small_one_waiting() -> None:
@@ -221,7 +191,7 @@ def test_a_large_set_does_not_keep_a_small_one_waiting() -> None:
     large, small = held(table, HEADS[0], 200), held(table, HEADS[1], 100)
     assert table.borrow(large) is None
     assert table.borrow(small) is None
-    assert [m for m in run(table) if isinstance(m, Promote)] == [Promote(small, 1)]
+    assert [m for m in run_round(table) if isinstance(m, Promote)] == [Promote(small, 1)]
 
 
 def test_too_large_for_ever_is_not_wanted() -> None:
@@ -229,7 +199,7 @@ def test_too_large_for_ever_is_not_wanted() -> None:
     key = held(table, HEADS[0], 301)
     assert table.borrow(key) is None
     assert not list(table.borrows)
-    assert run(table) == []
+    assert run_round(table) == []
     assert table.failure(key) is not None
 
 
@@ -238,15 +208,15 @@ def test_acquired_while_only_borrowed_it_becomes_a_want() -> None:
     table = make_table(num_slots=1)
     held(table, LORA)
     bring_up(table, LORA)
-    key = held(table, key_of("combined", 21))
+    key = held(table, key_of(21, "combined"))
     assert table.borrow(key) is None
     assert table.acquire(key) is None
-    run(table)
+    run_round(table)
     assert list(table.wants) == [key]
     assert table.borrow(key) is None
     assert not list(table.borrows)
     table.release(LORA)
-    run(table)
+    run_round(table)
     slot = table.acquire(key)
     assert slot is not None
     assert table.borrow(key) == slot
@@ -263,11 +233,11 @@ def test_a_failed_move_is_remembered() -> None:
     table.check_integrity()
     assert table.borrow(key) is None
     assert not list(table.borrows)
-    assert run(table, now=9.0) == [DropHost(key)]
-    assert run(table, now=10.0) == []
+    assert run_round(table, now=9.0) == [DropHost(key)]
+    assert run_round(table, now=10.0) == []
     assert table.records[key].state is KeyState.KNOWN
     assert table.borrow(key) is None
-    assert run(table, now=10.0) == [Promote(key, 0)]
+    assert run_round(table, now=10.0) == [Promote(key, 0)]
 
 
 def test_through_the_manager_heads_come_up_for_whoever_borrows(tmp_path: Path) -> None:

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from support.residency import bring_up, key_of, make_table, run_round
 
 from loraplex_adapters.cache.residency import RESERVED_ROUNDS, ResidencyTable
 from loraplex_adapters.cache.states import DropDevice, DropHost, KeyState, Promote, Stage
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import AdapterMemoryFull, FailedPrecondition, SourceUnavailable
 
-
-def key_of(content: int) -> AdapterKey:
-    return AdapterKey("lora", f"{content:064x}")
-
-
 A, B, C, D = key_of(1), key_of(2), key_of(3), key_of(4)
-
-
-def make_table(host: int = 1000, device: int = 1000, num_slots: int = 2) -> ResidencyTable:
-    return ResidencyTable(host, device, num_slots, failure_ttl_s=10.0)
 
 
 def held(table: ResidencyTable, key: AdapterKey, num_bytes: int = 100) -> AdapterKey:
@@ -26,28 +18,6 @@ def held(table: ResidencyTable, key: AdapterKey, num_bytes: int = 100) -> Adapte
     table.bind(key, f"name-{key.digest[-1]}", num_bytes, rank=4)
     table.hold(key)
     return key
-
-
-def run(table: ResidencyTable, now: float = 0.0) -> list[object]:
-    """One round, its moves carried out at once."""
-    table.advance(now)
-    moves = list(table.moves)
-    table.moves.clear()
-    for move in moves:
-        if isinstance(move, Promote):
-            table.promoted(move.key)
-        elif isinstance(move, Stage):
-            table.staged(move.key)
-    table.check_integrity()
-    return moves
-
-
-def bring_up(table: ResidencyTable, key: AdapterKey) -> int:
-    assert table.acquire(key) is None
-    run(table)
-    slot = table.acquire(key)
-    assert slot is not None
-    return slot
 
 
 def test_a_want_is_promoted_and_then_hit() -> None:
@@ -84,12 +54,12 @@ def test_a_mixture_is_leased_as_a_whole() -> None:
         held(table, key)
     bring_up(table, C)
     assert table.acquire_all((A, B)) is None
-    run(table)
+    run_round(table)
     assert table.acquire_all((A, B)) is None, "one slot is leased"
     assert table.records[A].num_leases == table.records[B].num_leases == 0
     table.check_integrity()
     table.release(C)
-    run(table)
+    run_round(table)
     assert table.acquire_all((A, B)) == (table.records[A].slot, table.records[B].slot)
     assert not table.wants
     table.check_integrity()
@@ -105,10 +75,10 @@ def test_members_that_are_there_stay_for_the_others() -> None:
     assert table.acquire_all((A, B)) is None
     held(table, D)
     assert table.acquire(D) is None  # behind the mixture: it takes no slot of a member
-    run(table)
+    run_round(table)
     assert table.records[A].state is KeyState.ON_DEVICE
     table.release(C)
-    run(table)
+    run_round(table)
     assert table.acquire_all((A, B)) is not None
     table.release(A)
     table.release(B)
@@ -142,7 +112,7 @@ def test_the_least_recently_used_goes_and_its_host_copy_stays() -> None:
     table.release(A)
     held(table, C)
     assert table.acquire(C) is None
-    moves = run(table)
+    moves = run_round(table)
     assert [type(move) for move in moves] == [DropDevice, Promote]
     assert moves[0] == DropDevice(B, 1)
     assert table.records[B].state is KeyState.ON_HOST
@@ -150,7 +120,7 @@ def test_the_least_recently_used_goes_and_its_host_copy_stays() -> None:
     # Coming back needs no disk.
     table.drop_hold(C)
     assert table.acquire(B) is None
-    assert [type(move) for move in run(table)] == [DropDevice, Promote]
+    assert [type(move) for move in run_round(table)] == [DropDevice, Promote]
     assert table.acquire(B) is not None
 
 
@@ -163,12 +133,12 @@ def test_referenced_weights_stay_and_wants_keep_their_order() -> None:
     assert table.acquire(B) is None
     assert table.acquire(C) is None
     for _ in range(5):
-        moves = run(table)
+        moves = run_round(table)
         assert not any(isinstance(move, Promote | DropDevice) for move in moves)
     assert list(table.wants) == [B, C]
     table.release(A)
     assert table.is_due  # an idle engine must look again
-    assert run(table)[:2] == [DropDevice(A, 0), Promote(B, 0)]
+    assert run_round(table)[:2] == [DropDevice(A, 0), Promote(B, 0)]
     assert table.acquire(C) is None
     assert table.acquire(B) == 0
 
@@ -179,7 +149,7 @@ def test_a_want_that_waits_is_staged_meanwhile() -> None:
     bring_up(table, A)
     held(table, B)
     assert table.acquire(B) is None
-    assert run(table) == [Stage(B)]
+    assert run_round(table) == [Stage(B)]
     assert table.records[B].state is KeyState.ON_HOST
 
 
@@ -191,9 +161,9 @@ def test_nobody_overtakes_a_large_want() -> None:
     held(table, C, 50)
     assert table.acquire(B) is None
     assert table.acquire(C) is None  # would fit beside A, but came later
-    assert not any(isinstance(move, Promote) for move in run(table))
+    assert not any(isinstance(move, Promote) for move in run_round(table))
     table.release(A)
-    assert [m for m in run(table) if isinstance(m, Promote)] == [Promote(B, 0), Promote(C, 1)]
+    assert [m for m in run_round(table) if isinstance(m, Promote)] == [Promote(B, 0), Promote(C, 1)]
 
 
 def test_nobody_overtakes_a_want_while_it_is_staged() -> None:
@@ -225,7 +195,7 @@ def test_a_withdrawn_want_frees_the_queue() -> None:
     assert table.acquire(B) is None
     assert table.acquire(C) is None
     table.drop_hold(B)
-    assert [m for m in run(table) if isinstance(m, Promote)] == [Promote(C, 1)]
+    assert [m for m in run_round(table) if isinstance(m, Promote)] == [Promote(C, 1)]
 
 
 def test_two_wants_for_one_slot_do_not_push_each_other_out() -> None:
@@ -234,9 +204,9 @@ def test_two_wants_for_one_slot_do_not_push_each_other_out() -> None:
     held(table, B)
     assert table.acquire(A) is None
     assert table.acquire(B) is None
-    run(table)
+    run_round(table)
     for _ in range(3):
-        run(table)
+        run_round(table)
         assert table.records[A].state is KeyState.ON_DEVICE
     assert table.is_due  # the engine keeps turning while an offer runs
     assert table.acquire(A) == 0
@@ -249,7 +219,7 @@ def test_an_offer_that_nobody_takes_ends() -> None:
     assert table.acquire(A) is None
     assert table.acquire(B) is None
     for _ in range(RESERVED_ROUNDS + 2):
-        run(table)
+        run_round(table)
     assert table.records[B].state is KeyState.ON_DEVICE
     assert table.records[A].state is KeyState.ON_HOST
 
@@ -267,10 +237,10 @@ def test_what_later_wants_staged_does_not_block_the_first() -> None:
     bring_up(table, C)
     held(table, B)
     assert table.acquire(B) is None
-    assert Stage(B) in run(table)  # waits for the slot; its copy fills the host
+    assert Stage(B) in run_round(table)  # waits for the slot; its copy fills the host
     table.refetched(fetch, A, 0.0)
     table.release(C)
-    assert Promote(A, 0) in run(table)
+    assert Promote(A, 0) in run_round(table)
 
 
 def test_larger_than_the_device_is_a_failure_and_never_a_want() -> None:
@@ -278,7 +248,7 @@ def test_larger_than_the_device_is_a_failure_and_never_a_want() -> None:
     held(table, A, 301)
     assert isinstance(table.failure(A), AdapterMemoryFull)
     assert table.acquire(A) is None
-    assert run(table) == []
+    assert run_round(table) == []
     held(table, B, 300)
     assert table.failure(B) is None
 
@@ -293,7 +263,7 @@ def test_pinned_adapters_stay_and_their_room_is_gone_for_others() -> None:
     table = make_table(device=300, num_slots=2)
     table.bind(A, "a", 200, 4)
     table.set_pinned(A, "a", True)
-    assert run(table) == [Promote(A, 0)]
+    assert run_round(table) == [Promote(A, 0)]
     assert not table.can_pin(B, 101)
     assert table.can_pin(B, 100)
     held(table, B, 101)
@@ -310,7 +280,7 @@ def test_unloading_frees_at_once_when_nobody_holds_it() -> None:
     table = make_table()
     table.bind(A, "a", 100, 4)
     table.prefetch(A)
-    run(table)
+    run_round(table)
     table.unbind(A, "a")
     assert table.moves == [DropDevice(A, 0), DropHost(A)]
     assert A not in table.records
@@ -337,7 +307,7 @@ def test_a_prefetch_pushes_nobody_out() -> None:
     table.release(A)
     table.bind(B, "b", 100, 4)
     table.prefetch(B)
-    assert run(table) == [Stage(B)]
+    assert run_round(table) == [Stage(B)]
     assert table.is_settled(B)
     assert table.records[A].state is KeyState.ON_DEVICE
 
@@ -356,9 +326,9 @@ def test_a_failed_move_gives_everything_back_and_is_forgotten_in_time() -> None:
     assert table.moves == [DropHost(A)]
     assert table.acquire(A) is None
     assert not list(table.wants)
-    run(table, now=14.9)
+    run_round(table, now=14.9)
     assert table.failure(A) is error
-    run(table, now=15.0)
+    run_round(table, now=15.0)
     assert table.failure(A) is None
     bring_up(table, A)
 
@@ -370,9 +340,9 @@ def test_a_failed_move_is_tried_again_when_it_says_so() -> None:
     table.advance(0.0)
     table.moves.clear()
     table.failed(A, AdapterMemoryFull("no memory", retry_after_s=5.0), now=0.0)
-    run(table, now=4.9)
+    run_round(table, now=4.9)
     assert table.failure(A) is not None
-    run(table, now=5.0)
+    run_round(table, now=5.0)
     assert table.failure(A) is None
 
 
@@ -443,7 +413,7 @@ def test_many_more_than_fit(num_adapters: int) -> None:
                 if table.acquire(key) is not None:
                     table.release(key)
                     break
-                run(table)
+                run_round(table)
             else:
                 raise AssertionError(f"{key} was not served")
     assert table.device_evictions > num_adapters
