@@ -140,11 +140,6 @@ def parse_peft_fields(data: bytes) -> dict[str, Any]:
     return parse_object(data, CONFIG_NAME, MAX_CONFIG_BYTES)
 
 
-def parse_peft_config(data: bytes) -> PeftLoraConfig:
-    """Raises AdapterInvalid or AdapterUnsupported, naming the field."""
-    return parse_lora_config(parse_peft_fields(data))
-
-
 def parse_lora_config(fields: Mapping[str, Any]) -> PeftLoraConfig:
     """Raises AdapterInvalid or AdapterUnsupported, naming the field."""
     peft_type = fields.get("peft_type")

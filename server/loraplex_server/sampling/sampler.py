@@ -1,12 +1,12 @@
 """Sampling of a step's tokens with parameters by row, logprobs, and verification of drafts.
 
 The options' processors and warpers run in the order of Transformers' `generate()` (processors.py), then a draw with
-counter-based noise (draw.py). A token depends on its own row's logits, history, parameters, seed and
-position, and on nothing else in the batch.
+counter-based noise (draw.py). A token depends on its own row's logits, history, parameters, seed and position, and on
+nothing else in the batch.
 
 The host knows which features each row uses, so a greedy batch costs an argmax. A position behind draft tokens is
-sampled like any other, with the drafts before it in its history. Only `Sampled.to_host` waits for the device, once per
-step.
+sampled like any other, with the drafts before it in its history. Only a read of the samples, which are packed in one
+tensor, waits for the device, once per step.
 """
 
 from __future__ import annotations

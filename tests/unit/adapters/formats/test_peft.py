@@ -23,7 +23,7 @@ from support.adapter_files import (
 from torch import Tensor
 
 from loraplex_adapters.formats.peft import LoraPlan, plan_lora
-from loraplex_adapters.formats.peft_config import parse_peft_config
+from loraplex_adapters.formats.peft_config import parse_lora_config, parse_peft_fields
 from loraplex_adapters.io.safetensors import read_header
 from loraplex_adapters.weights import BaseTargets, ClassifierShape, TargetModule, place_adapter
 from loraplex_contracts.adapters import ClassifierInfo
@@ -39,7 +39,7 @@ from loraplex_contracts.errors import (
 
 def plan(tensors: dict[str, Tensor], targets: BaseTargets | None = None, rank: int = 4, **fields: Any) -> LoraPlan:
     header = read_header(BytesFile(save(tensors), "adapter_model.safetensors"))
-    config = parse_peft_config(json.dumps(lora_config(rank, **fields)).encode())
+    config = parse_lora_config(parse_peft_fields(json.dumps(lora_config(rank, **fields)).encode()))
     return plan_lora(config, header, targets or base_targets())
 
 

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from peft.tuners.lora.config import BdLoraConfig, KasaConfig, MontecloraConfig, VeloraConfig
 from support.adapter_files import lora_config
 
-from loraplex_adapters.formats.peft_config import MAX_CONFIG_BYTES, PeftLoraConfig, parse_peft_config
+from loraplex_adapters.formats.peft_config import MAX_CONFIG_BYTES, PeftLoraConfig, parse_lora_config, parse_peft_fields
 from loraplex_adapters.formats.peft_patterns import match_budget
 from loraplex_adapters.io.throttle import throttled
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported
@@ -20,7 +20,7 @@ PATH = "model.layers.3.self_attn.q_proj"
 
 
 def parse(**fields: Any) -> PeftLoraConfig:
-    return parse_peft_config(json.dumps(lora_config(**fields)).encode())
+    return parse_lora_config(parse_peft_fields(json.dumps(lora_config(**fields)).encode()))
 
 
 def test_plain() -> None:
@@ -47,7 +47,7 @@ def test_the_first_pattern_that_matches_wins_and_the_scale_is_the_modules_own() 
 
 def test_a_fresh_peft_configuration_is_accepted() -> None:
     fields = LoraConfig(target_modules=["q_proj"], r=4, lora_alpha=8).to_dict() | {"target_modules": ["q_proj"]}
-    config = parse_peft_config(json.dumps(fields, default=str).encode())
+    config = parse_lora_config(parse_peft_fields(json.dumps(fields, default=str).encode()))
     assert config.r == 4
 
 
@@ -199,7 +199,7 @@ def test_unusable_values_are_refused_by_name(field: str, value: Any) -> None:
 )
 def test_malformed_files_are_refused(data: bytes) -> None:
     with pytest.raises(AdapterInvalid, match="adapter_config"):
-        parse_peft_config(data)
+        parse_lora_config(parse_peft_fields(data))
 
 
 def test_targets() -> None:
@@ -225,7 +225,7 @@ def test_compiling_all_patterns_together_is_bounded_and_paced() -> None:
 
     too_large = pytest.raises(AdapterUnsupported, match="rank_pattern and alpha_pattern are too large together")
     with too_large, throttled(pause):
-        parse_peft_config(data)
+        parse_lora_config(parse_peft_fields(data))
     assert 1000 < num_pauses < 200_000
 
 
