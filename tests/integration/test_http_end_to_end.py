@@ -189,6 +189,7 @@ def test_templates_in_messages_are_text(http: httpx2.Client, text: str) -> None:
     named = [{"role": "user", "content": "hi", "name": text}]
     refused = http.post("/tokenize", json={"messages": named})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+    assert refused.json()["error"]["message"].startswith("`messages` ")
     answer = http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
     assert answer.status_code == 200
 

@@ -375,7 +375,9 @@ class ChatMessage(google.protobuf.message.Message):
     TOOL_CALLS_FIELD_NUMBER: builtins.int
     REASONING_FIELD_NUMBER: builtins.int
     role: builtins.str
-    """"system", "user", "assistant", or what else the base model's chat template knows. [A-Za-z0-9_-], 64 at most."""
+    """"system", "user", "assistant", or what else the base model's chat template knows; "developer" is "system" for a
+    template that does not. [A-Za-z0-9_-], 64 at most.
+    """
     content: builtins.str
     name: builtins.str
     """Of the speaker, or of the tool whose answer this is. [A-Za-z0-9._:-], 128 at most, as all names and ids below."""
@@ -938,7 +940,9 @@ class ProposerUsage(google.protobuf.message.Message):
     DRAFTED_TOKENS_FIELD_NUMBER: builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """"medusa", "prompt_lookup", "draft_model" (the target's tokenizer) or "universal" (a tokenizer of its own)."""
+    """"medusa", "prompt_lookup", "draft_model" (the target's tokenizer), "universal" (a tokenizer of its own), or
+    "grammar" (tokens that the request's grammar forces).
+    """
     drafted_tokens: builtins.int
     accepted_tokens: builtins.int
     def __init__(
@@ -1470,7 +1474,7 @@ class GetInfoResponse(google.protobuf.message.Message):
 
     @property
     def tasks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """What requests may ask for: "generate"."""
+        """What requests may ask for: "generate", "embed", "classify", "score"."""
 
     def __init__(
         self,

@@ -117,7 +117,10 @@ def with_names_of(error: LoraplexError, scope: Scope) -> LoraplexError:
     given, is_native = scope.get("state", {}).get("fields", ()), dialect_of(scope) == "native"
     if error.field is not None:
         name = field_name(error.field, given, is_native=is_native)
-        error.message, error.field = error.message.replace(f"`{error.field}`", f"`{name}`"), name
+        message = error.message
+        if message.startswith(f"{error.field} "):  # as errors of names begin
+            message = f"`{name}`" + message.removeprefix(error.field)
+        error.message, error.field = message.replace(f"`{error.field}`", f"`{name}`"), name
     error.message = _PATH.sub(lambda path: f"`{field_name(path[1], given, is_native=is_native)}`", error.message)
     return error
 

@@ -1,7 +1,7 @@
 """Templates of users, rendered and read by in a child process.
 
-Owns the process and its thread: the event loop waits for neither. Each owner of templates has one question under way at
-most, so that slow templates of one do not stand in front of all of another's.
+Owns the process and its thread: the event loop waits for neither. Each tenant has one question in the queue at most,
+and in front of it each of its adapters one: slow templates of one do not stand in front of all of another's.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ BYTES_PER_S: Final = 1 << 20  # a long chat has another second for each
 LIMITS: Final = Limits(memory_bytes=1 << 30, stack_bytes=8 << 20, cpu_s=30)
 
 
+Owner = tuple[str, str]  # of a question: tenant, and adapter id (empty of a template that is no adapter's)
+
+
 class TemplateFault(Exception):
     """A template cannot be used. `is_refusal`: with these messages."""
 
@@ -42,7 +45,7 @@ class Sandbox:
         self._process = LimitedProcess("loraplex_server.text.sandbox:serving", None, LIMITS, bare_environment())
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="sandbox")
         self._use = ShortestFirstSemaphore(1, MAX_WAITING_BYTES)
-        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._turns: weakref.WeakValueDictionary[Owner | str, asyncio.Lock] = weakref.WeakValueDictionary()
 
     @property
     def pid(self) -> int | None:
@@ -53,17 +56,17 @@ class Sandbox:
         """Starts the process, which takes seconds, beside the event loop."""
         self._executor.submit(self._process.start)
 
-    async def render(self, owner: str, template: str, given: Mapping[str, Any], num_bytes: int) -> str:
+    async def render(self, owner: Owner, template: str, given: Mapping[str, Any], num_bytes: int) -> str:
         """`given`: of `TextTokenizer.template_input`, about `num_bytes`. Raises TemplateFault, QueueFull."""
         answer = await self.ask(owner, {"do": "render", "template": template, "given": given}, num_bytes)
         if (refusal := answer.get("refusal")) is not None:
             raise TemplateFault(str(refusal), is_refusal=True)
         return str(answer["text"])
 
-    async def ask(self, owner: str, question: Mapping[str, Any], num_bytes: int) -> dict[str, Any]:
+    async def ask(self, owner: Owner, question: Mapping[str, Any], num_bytes: int) -> dict[str, Any]:
         """The child's answer. Raises TemplateFault, and QueueFull where too much waits."""
-        turn = self._turns.setdefault(owner, asyncio.Lock())
-        async with turn:
+        of_adapter, of_tenant = (self._turns.setdefault(one, asyncio.Lock()) for one in (owner, owner[0]))
+        async with of_adapter, of_tenant:
             await self._use.acquire(num_bytes)
             loop = asyncio.get_running_loop()
             future = loop.run_in_executor(self._executor, self._call, question, num_bytes)
@@ -104,9 +107,9 @@ class Sandbox:
 class UserReader:
     """As a ResponseReader, by an adapter's response template. `how`: what the process is told of the completion."""
 
-    def __init__(self, sandbox: Sandbox, adapter_id: str, how: Mapping[str, Any]) -> None:
+    def __init__(self, sandbox: Sandbox, owner: Owner, how: Mapping[str, Any]) -> None:
         self._sandbox = sandbox
-        self._adapter_id = adapter_id
+        self._owner = owner
         self._how = how
         self._id = secrets.token_hex(8)
         self._text = ""
@@ -122,14 +125,14 @@ class UserReader:
         try:
             answer: dict[str, Any] = {"is_unknown": True}
             if self._text:
-                answer = await self._sandbox.ask(self._adapter_id, question, len(text))
+                answer = await self._sandbox.ask(self._owner, question, len(text))
             if answer.get("is_unknown"):  # it is another process by now, or reads many others
                 whole = {**question, "text": self._text + text, "how": self._how}
-                answer = await self._sandbox.ask(self._adapter_id, whole, len(self._text) + len(text))
+                answer = await self._sandbox.ask(self._owner, whole, len(self._text) + len(text))
         except TemplateFault as fault:
             raise AdapterInvalid(
-                f"the response template of adapter {self._adapter_id!a} cannot be used: {fault.reason}",
-                resource=self._adapter_id,
+                f"the response template of adapter {self._owner[1]!a} cannot be used: {fault.reason}",
+                resource=self._owner[1],
             ) from fault
         self._text += text
         parts = [MessagePart(*one) for one in answer["parts"]]

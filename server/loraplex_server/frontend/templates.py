@@ -1,6 +1,7 @@
 """Templates of a request's chat: the request's own, its adapter's or the base model's.
 
-The base model's is trusted and rendered here; the others in a child process with limits. An adapter's templates are
+The base model's is trusted and rendered here, but for long chats; the others in a child process with limits, and so are
+those. An adapter's templates are
 those of the version that it is bound to: the engine says which that is, and checks it when the request comes.
 """
 
@@ -25,16 +26,25 @@ if TYPE_CHECKING:  # the process that tokenizes long texts loads no torch
     from loraplex_server.text.response_template import ResponseFormat
 
 MAX_VERSIONS: Final = 1024  # of adapters, whose templates are remembered
+# Longer chats are rendered in a process: a template may look at all messages for each of them.
+LONG_CHAT_BYTES: Final = 1 << 20
+MANY_MESSAGES: Final = 1024
+TRUSTED_CALL_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class UserTemplate:
-    """A chat template that is not the base model's. `adapter_id`: empty of one out of a request."""
+    """A chat template that is rendered in a process: an adapter's, a request's, or the base model's for a long chat."""
 
     text: str
     adapter_id: str = ""
+    is_base: bool = False
 
     def error(self, fault: TemplateFault) -> LoraplexError:
+        if self.is_base:
+            what = "refuses these messages" if fault.is_refusal else "cannot render so long a chat"
+            more = "" if fault.is_refusal else "; send fewer messages, or shorter ones"
+            return InvalidArgument(f"the chat template {what}: {fault.reason}{more}", field="chat")
         if not self.adapter_id:
             what = "refuses these messages" if fault.is_refusal else "cannot be used"
             return InvalidArgument(f"`chat.template` {what}: {fault.reason}", field="chat.template")
@@ -46,7 +56,7 @@ class UserTemplate:
 
 class Templates:
     """Chooses and renders. Owns a process for requests' templates and another one for adapters', where they are
-    allowed. Call `close` at the end."""
+    allowed, and one for long chats, from the first of them on. Call `close` at the end."""
 
     def __init__(
         self,
@@ -63,6 +73,7 @@ class Templates:
         self._engine = engine
         self._of_requests = Sandbox() if of_requests else None
         self._of_adapters = Sandbox() if of_adapters else None
+        self._of_long_chats = Sandbox(call_s=TRUSTED_CALL_S)
         self._versions: OrderedDict[tuple[str, str], AdapterVersion] = OrderedDict()  # by id and digest
 
     def prepare(self) -> None:
@@ -72,7 +83,7 @@ class Templates:
                 sandbox.prepare()
 
     async def close(self) -> None:
-        for sandbox in (self._of_requests, self._of_adapters):
+        for sandbox in (self._of_requests, self._of_adapters, self._of_long_chats):
             if sandbox is not None:
                 await sandbox.close()
 
@@ -94,8 +105,17 @@ class Templates:
             self._versions.popitem(last=False)
         return found
 
-    def choose(self, requested: str, version: AdapterVersion | None, *, has_tools: bool) -> UserTemplate | None:
-        """None: the base model's. Raises FailedPrecondition for a template in a request that may have none."""
+    def choose(
+        self,
+        requested: str,
+        version: AdapterVersion | None,
+        *,
+        has_tools: bool,
+        num_bytes: int = 0,
+        num_messages: int = 1,
+    ) -> UserTemplate | None:
+        """The template that a process renders; None for the base model's where the chat is not long. Raises
+        FailedPrecondition for a template in a request that may have none."""
         if requested:
             if self._of_requests is None:
                 raise FailedPrecondition(
@@ -104,13 +124,13 @@ class Templates:
                     field="chat.template",
                 )
             return UserTemplate(requested)
-        if version is None or version.templates is None:
-            return None
-        own = version.templates.chat_for(has_tools=has_tools)
-        # Often a copy of the base model's.
-        return (
-            UserTemplate(own, version.adapter_id) if own and own != self._tokenizing.tokenizer.chat_template else None
-        )
+        base = self._tokenizing.tokenizer.chat_template_for(has_tools=has_tools)
+        if version is not None and version.templates is not None:
+            own = version.templates.chat_for(has_tools=has_tools)
+            if own and own != base:  # it is often a copy of the base model's
+                return UserTemplate(own, version.adapter_id)
+        is_long = num_bytes > LONG_CHAT_BYTES or num_messages > MANY_MESSAGES
+        return UserTemplate(base, is_base=True) if base and is_long else None
 
     def response_format(self, version: AdapterVersion | None) -> ResponseFormat | str | None:
         """How answers are read: a template that is trusted, or an adapter's own (JSON)."""
@@ -122,18 +142,19 @@ class Templates:
         chat = version.templates.chat
         return base if not chat or chat == self._tokenizing.tokenizer.chat_template else self.trusted_format(chat)
 
-    def new_user_reader(self, version: AdapterVersion, how: Mapping[str, Any]) -> UserReader:
+    def new_user_reader(self, version: AdapterVersion, tenant: str, how: Mapping[str, Any]) -> UserReader:
         """Of a completion, by the adapter's own response template."""
         assert self._of_adapters is not None, "there are versions"
-        return UserReader(self._of_adapters, version.adapter_id, how)
+        return UserReader(self._of_adapters, (tenant, version.adapter_id), how)
 
     async def render(
-        self, template: UserTemplate, read: Callable[[], Mapping[str, Any]], num_bytes: int
+        self, template: UserTemplate, read: Callable[[], Mapping[str, Any]], num_bytes: int, tenant: str = ""
     ) -> str | SafeText:
-        """`read` gives the parameters of `TextTokenizer.render_chat`, in about `num_bytes`. Raises InvalidArgument,
-        AdapterInvalid, QueueFull, FailedPrecondition without a tokenizer."""
+        """Tenants take turns. `read` gives the parameters of `TextTokenizer.render_chat`, in about `num_bytes`. Raises
+        InvalidArgument, AdapterInvalid, QueueFull, FailedPrecondition without a tokenizer."""
         tokenizer = self._tokenizing.tokenizer
-        sandbox = self._of_adapters if template.adapter_id else self._of_requests
+        of_users = self._of_adapters if template.adapter_id else self._of_requests
+        sandbox = self._of_long_chats if template.is_base else of_users
         assert sandbox is not None, "the template was chosen here"
 
         def first() -> tuple[ChatRendering, Mapping[str, Any] | None, str | SafeText]:
@@ -144,7 +165,7 @@ class Templates:
         while asked is not None:
             given = tokenizer.template_input(asked)
             try:
-                text = await sandbox.render(template.adapter_id, template.text, given, num_bytes)
+                text = await sandbox.render((tenant, template.adapter_id), template.text, given, num_bytes)
             except TemplateFault as fault:
                 raise template.error(fault) from fault
             asked, result = await self._tokenizing.off_loop(len(text), partial(advance, rendering, text))

@@ -19,6 +19,7 @@ from loraplex_contracts.request import Request
 from loraplex_contracts.sampling import TokenizerView
 from loraplex_proto import validate
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
+from loraplex_runtime import auth
 from loraplex_runtime.quotas import Ticket
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.pipe import ModelInfo
@@ -302,7 +303,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Raises InvalidArgument for tools that are not a list of objects."""
         end = await self._tokenizing.decode(prompt[-PROMPT_END_TOKENS:], keep_special=True, field="output.parse_chat")
         format = self._templates.response_format(version)
-        new_reader = None if version is None else partial(self._templates.new_user_reader, version)
+        tenant = auth.current_identity().tenant
+        new_reader = None if version is None else partial(self._templates.new_user_reader, version, tenant)
         read = partial(protobuf.parsing_of, message, format, end, self._special_ids, new_reader)
         return await self._tokenizing.off_loop(len(message.chat.tools_json), read)
 

@@ -12,6 +12,7 @@ from loraplex_contracts.adapters import OWN_PLACE, AdapterOrigin, AdapterVersion
 from loraplex_contracts.errors import DeadlineExceeded
 from loraplex_proto.status import answer_within_s
 from loraplex_proto.v1 import inference_pb2, pooling_pb2
+from loraplex_runtime import auth
 from loraplex_server.frontend.templates import Templates
 from loraplex_server.frontend.tokenizing import Tokenizing
 from loraplex_server.grpc import protobuf
@@ -66,9 +67,13 @@ class Prompts:
             return message.text, True
         chat = message.chat
         num_bytes = chat.ByteSize() + MESSAGE_CHARS * len(chat.messages)
-        template = self._templates.choose(chat.template, version, has_tools=bool(chat.tools_json))
+        has_tools, num_messages = bool(chat.tools_json), len(chat.messages)
+        template = self._templates.choose(
+            chat.template, version, has_tools=has_tools, num_bytes=num_bytes, num_messages=num_messages
+        )
         if template is not None:
-            return await self._templates.render(template, partial(protobuf.template_input, chat), num_bytes), False
+            read, tenant = partial(protobuf.template_input, chat), auth.current_identity().tenant
+            return await self._templates.render(template, read, num_bytes, tenant), False
         return await self._tokenizing.off_loop(num_bytes, partial(self._rendered, chat)), False
 
     async def pair_ids(

@@ -43,6 +43,8 @@ _TOKENIZER_FILES = (
 
 # Of a template's refusal, which may repeat the messages.
 MAX_REASON_CHARS: Final = 300
+# OpenAI's role above users. Templates that do not name it may leave its messages out: those are the system's then.
+_DEVELOPER: Final = "developer"
 MAX_RENDERED_CHARS: Final = 16 << 20
 # Templates whose control tokens are remembered.
 _MAX_TEMPLATES: Final = 64
@@ -208,6 +210,14 @@ class TextTokenizer:
         template: Any = None if self._tokenizer is None else self._tokenizer.chat_template
         return template if isinstance(template, str) else ""
 
+    def chat_template_for(self, *, has_tools: bool) -> str:
+        """As `chat_template`; of several the one that Transformers takes."""
+        template: Any = None if self._tokenizer is None else self._tokenizer.chat_template
+        if isinstance(template, Mapping):
+            named = cast("Mapping[str, str]", template)
+            return named["tool_use"] if has_tools and "tool_use" in named else named.get("default", "")
+        return template or ""
+
     @property
     def response_template(self) -> Mapping[str, Any] | None:
         """How its model marks the parts of an answer, where it says that."""
@@ -341,7 +351,12 @@ class TextTokenizer:
         """The steps of `chat_text`, for the tokenizer's template or another: asks for the text that the template makes
         of what it yields, once or twice. For `advance`. Raises FailedPrecondition without a tokenizer."""
         beside = {name: given.get(name) for name in ("tools", "documents")}
+        if template is None:
+            template = str(self._require("chat").chat_template)
         messages = cast("list[Mapping[str, Any]]", given["messages"])
+        if _DEVELOPER not in template and any(one["role"] == _DEVELOPER for one in messages):
+            messages = [{**one, "role": "system"} if one["role"] == _DEVELOPER else one for one in messages]
+            given = {**given, "messages": messages}
         arguments = given.get("arguments")
         controls, special, normalized = self._control_tokens(template)
         plain, in_plain, found, is_changed = "", list[str](), controls.contents, False
@@ -366,12 +381,9 @@ class TextTokenizer:
             return plain
         return safe
 
-    def _control_tokens(
-        self, template: str | None
-    ) -> tuple[ControlTokens, ControlTokens, NormalizedControlTokens | None]:
+    def _control_tokens(self, template: str) -> tuple[ControlTokens, ControlTokens, NormalizedControlTokens | None]:
         """All, those that are special tokens, and all as they are in normalized texts, if the tokenizer normalizes."""
         tokenizer = self._require("chat")
-        template = str(tokenizer.chat_template) if template is None else template
         found = self._controls.get(template)
         if found is None:
             named: Any = getattr(tokenizer, "chat_control_tokens", None)

@@ -89,6 +89,8 @@ def test_fields_have_the_name_that_the_request_gave_them(field: str, given: set[
 def test_other_fields_in_a_message_are_named_too() -> None:
     error = errors.InvalidArgument("`chat.tool_choice.name` is not in `chat.tools_json`", field="chat.tool_choice.name")
     assert error_object(named(error))["error"]["message"] == "`tool_choice` is not in `tools`"
+    error = errors.InvalidArgument("chat.messages.role 'a b' is not a role", field="chat.messages.role")
+    assert error_object(named(error))["error"]["message"] == "`messages` 'a b' is not a role"
 
 
 OPENAI = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields, *GRAMMAR_FIELDS}

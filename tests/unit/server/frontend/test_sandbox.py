@@ -30,7 +30,7 @@ async def sandbox() -> AsyncIterator[Sandbox]:
 
 async def test_neighbours_of_a_template_that_hangs(sandbox: Sandbox) -> None:
     async def render(owner: str, template: str) -> str:
-        return await sandbox.render(owner, template, GIVEN, 100)
+        return await sandbox.render(("", owner), template, GIVEN, 100)
 
     assert await render("a", "{{ messages[0].content }}") == "hi"
     pid = sandbox.pid
@@ -58,19 +58,19 @@ async def test_neighbours_of_a_template_that_hangs(sandbox: Sandbox) -> None:
 
 
 async def test_processes_that_end(sandbox: Sandbox) -> None:
-    await sandbox.render("a", "x", GIVEN, 0)
+    await sandbox.render(("", "a"), "x", GIVEN, 0)
     assert sandbox.pid is not None
     os.kill(sandbox.pid, signal.SIGKILL)
-    assert await sandbox.render("a", "y", GIVEN, 0) == "y", "asked again"
+    assert await sandbox.render(("", "a"), "y", GIVEN, 0) == "y", "asked again"
     with pytest.raises(TemplateFault, match="more memory"):
-        await sandbox.render("a", "{{ 'a' * 10**10 }}", GIVEN, 0)
+        await sandbox.render(("", "a"), "{{ 'a' * 10**10 }}", GIVEN, 0)
     with pytest.raises(TemplateFault, match="division") as caught:
-        await sandbox.render("a", "{{ 1 / 0 }}", GIVEN, 0)
+        await sandbox.render(("", "a"), "{{ 1 / 0 }}", GIVEN, 0)
     assert caught.value.is_refusal
 
 
 async def test_a_caller_that_leaves_holds_nothing_up(sandbox: Sandbox) -> None:
-    leaving = asyncio.create_task(sandbox.render("a", ENDLESS, GIVEN, 0))
+    leaving = asyncio.create_task(sandbox.render(("", "a"), ENDLESS, GIVEN, 0))
     await asyncio.sleep(0.05)
     leaving.cancel()
-    assert await sandbox.render("a", "z", GIVEN, 0) == "z"
+    assert await sandbox.render(("", "a"), "z", GIVEN, 0) == "z"

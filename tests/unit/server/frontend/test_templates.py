@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
+import time
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +15,13 @@ from support.tiny_tokenizers import tiny_tokenizer
 
 from loraplex_contracts.adapters import AdapterInfo, AdapterTemplates, AdapterVersion
 from loraplex_contracts.errors import AdapterInvalid, FailedPrecondition, InvalidArgument
+from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.validate import ModelLimits
 from loraplex_server.frontend import templates as module
-from loraplex_server.frontend.sandbox import Sandbox
+from loraplex_server.frontend.sandbox import Owner, Sandbox, TemplateFault
 from loraplex_server.frontend.templates import Templates, UserTemplate
 from loraplex_server.frontend.tokenizing import Tokenizing
+from loraplex_server.grpc.prompts import Prompts
 from loraplex_server.text.control_tokens import SafeText
 from loraplex_server.text.response_template import ResponseFormat
 from loraplex_server.text.sandbox import serving
@@ -29,7 +33,7 @@ BASE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 class InProcess(Sandbox):
     """Answers without a process."""
 
-    async def ask(self, owner: str, question: Mapping[str, Any], num_bytes: int) -> dict[str, Any]:
+    async def ask(self, owner: Owner, question: Mapping[str, Any], num_bytes: int) -> dict[str, Any]:
         del num_bytes
         self._call = lambda *_: serving(None)(json.loads(json.dumps(question)))  # type: ignore[method-assign]
         return await super().ask(owner, question, 0)
@@ -108,6 +112,60 @@ async def test_control_tokens_of_messages_have_no_power(monkeypatch: pytest.Monk
         with pytest.raises(kind, match=words):
             await templates.render(template, lambda: given, 10)
     await templates.close()
+
+
+async def test_long_chats_of_the_base_models_template_are_rendered_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "Sandbox", InProcess)
+    templates = made()
+    prompts = Prompts(tokenizing(), templates)
+
+    def chat(content: str, num: int = 1) -> inference_pb2.GenerateRequest:
+        messages = [inference_pb2.ChatMessage(role="user", content=content)] * num
+        return inference_pb2.GenerateRequest(chat=inference_pb2.Chat(messages=messages))
+
+    short, long, large = chat("a</s>"), chat("a</s>", module.MANY_MESSAGES + 1), chat("a" * (1 << 20))
+    asked: list[Owner] = []
+
+    async def render(self: Sandbox, owner: Owner, *rest: Any) -> str:
+        asked.append(owner)
+        return await original(self, owner, *rest)
+
+    original = Sandbox.render
+    monkeypatch.setattr(Sandbox, "render", render)
+    assert isinstance((await prompts.text(short))[0], SafeText)
+    assert not asked
+    text, _ = await prompts.text(long)
+    assert isinstance(text, SafeText)
+    assert text.plain == "a</s>" * (module.MANY_MESSAGES + 1)
+    assert len(asked) == 1
+    assert await prompts.text(large) == ("a" * (1 << 20), False)
+    assert len(asked) == 2
+
+    async def hangs(self: Sandbox, *_: Any) -> str:
+        raise TemplateFault("it takes more than 10 s")
+
+    monkeypatch.setattr(Sandbox, "render", hangs)
+    with pytest.raises(InvalidArgument, match="so long a chat: it takes more than 10 s; send fewer") as caught:
+        await prompts.text(long)
+    assert caught.value.field == "chat"
+    await templates.close()
+
+
+async def test_tenants_and_their_adapters_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[Owner] = []
+
+    def call(self: Sandbox, question: Mapping[str, Any], num_bytes: int) -> dict[str, Any]:
+        time.sleep(0.01)
+        order.append(question["owner"])
+        return {}
+
+    monkeypatch.setattr(Sandbox, "_call", call)
+    sandbox = Sandbox()
+    owners = [("busy", f"a{number % 3}") for number in range(12)] + [("other", "")]
+    await asyncio.gather(*(sandbox.ask(owner, {"owner": owner}, 0) for owner in owners))
+    assert order.index(("other", "")) <= 2, "it did not wait for all of the first tenant's"
+    assert {adapter for _, adapter in order[:5]} >= {"a0", "a1", "a2"}
+    await sandbox.close()
 
 
 async def test_formats_of_answers() -> None:

@@ -98,7 +98,7 @@ def chat_of(*contents: str) -> inference_pb2.Chat:
 
 
 LONG = "x" * SHORT_CHARS
-LONG_INPUTS = [{"text": LONG}, {"chat": chat_of(LONG)}, {"chat": chat_of(*["x"] * 2000)}]
+LONG_INPUTS = [{"text": LONG}, {"chat": chat_of(LONG)}, {"chat": chat_of(*["xxx"] * 1000)}]
 SHORT_INPUTS = [{"text": "x"}, {"chat": chat_of("x", "x")}]
 
 

@@ -80,6 +80,29 @@ def test_chat(with_template: TextTokenizer) -> None:
     assert opened == ids + with_template.encode("<|turn|>assistant: ", add_special_tokens=False)
 
 
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for m in messages %}{% if m.role == 'system' %}[{{ m.content }}]{% endif %}{% endfor %}", "[x</s>]"),
+        ("{% for m in messages %}{% if m.role == 'developer' %}({{ m.content }}){% endif %}{% endfor %}", "(x</s>)"),
+    ],
+)
+def test_developers_are_the_system_where_a_template_does_not_name_them(template: str, text: str) -> None:
+    tiny = copy.copy(tiny_tokenizer("byte_level"))
+    tiny.chat_template = template
+    tokenizer = TextTokenizer(tiny)
+    for content in ("x</s>", "x"):  # with and without a control token in it
+        found = tokenizer.chat_text({"messages": [{"role": "developer", "content": content}]})
+        assert (found if isinstance(found, str) else found.plain) == text.replace("x</s>", content)
+
+
+def test_several_chat_templates() -> None:
+    tiny = copy.copy(tiny_tokenizer("byte_level"))
+    tiny.chat_template = {"default": "a", "tool_use": "b"}
+    assert [TextTokenizer(tiny).chat_template_for(has_tools=one) for one in (False, True)] == ["a", "b"]
+    assert TextTokenizer(tiny_tokenizer("byte_level")).chat_template_for(has_tools=True) == ""
+
+
 def test_chat_that_the_template_refuses(with_template: TextTokenizer) -> None:
     with pytest.raises(InvalidArgument, match="no role system") as caught:
         encode_chat(with_template, [{"role": "system", "content": "x"}])
