@@ -21,7 +21,6 @@ from loraplex_server.layers.attention import KvCache, PagedAttention
 from loraplex_server.layers.lora import SegmentedLora
 from loraplex_server.model.loader import LoadedModel
 from loraplex_server.model.runner import ModelRunner
-from loraplex_server.model.states import StateMemory
 from loraplex_server.sampling.sampler import Sampled, Sampler
 
 BLOCK_SIZE = 4
@@ -199,9 +198,8 @@ def make_rig(
     slots = loaded.adapter_slots(ops or ReferenceOps(), num_slots)
     sampler = RecordingSampler(max_rows, loaded.spec.num_logits, loaded.device)
     backend = make_attention(attention, Backend(loaded.device)) if isinstance(attention, str) else attention
-    states = None
-    if loaded.states:
-        states = StateMemory(loaded.states, num_states or max_rows, loaded.device)
+    states = loaded.state_memory(num_states or max_rows, max_rows)
+    if states is not None:
         for tensor in states.tensors:
             tensor[1:].fill_(float("nan"))
     runner = ModelRunner(loaded, cache, backend, slots, sampler, max_rows=max_rows, states=states)

@@ -288,9 +288,10 @@ def make_bench(
     loaded = adopt_model(copy.deepcopy(model), verify=False, backend=backend, int8=int8)
     block_bytes = max(1, kv_block_bytes(loaded.spec, BLOCK_SIZE, loaded.dtype.itemsize))  # none without attention
     num_states = num_states or 2 * max_running  # few snapshots, that they are evicted
+    num_places = num_states + min(num_states, max_running)
     config = EngineConfig(
         ModelConfig("tiny", dtype=loaded.dtype_name),
-        KvConfig(BLOCK_SIZE, num_blocks * block_bytes, prefix_caching, num_states * state_slot_bytes(loaded)),
+        KvConfig(BLOCK_SIZE, num_blocks * block_bytes, prefix_caching, num_places * state_slot_bytes(loaded)),
         BatchConfig(max_running, max_step_tokens, max_queue_wait_s=0.0),
         AdaptersConfig(root, num_device_slots=num_slots),
         SpeculationConfig(default_medusa=default_heads, **speculation),
@@ -370,7 +371,7 @@ class World:
 def draft_proposer(model: PreTrainedModel, *, num_target_ids: int, max_rows: int = 8, **memory: Any) -> Proposer:
     """A draft model of its own for each engine."""
     loaded = adopt_model(copy.deepcopy(model), verify=False)
-    kv_bytes = 400 * max(1, kv_block_bytes(loaded.spec, BLOCK_SIZE, 8)) + 4 * max_rows * state_slot_bytes(loaded)
+    kv_bytes = 400 * max(1, kv_block_bytes(loaded.spec, BLOCK_SIZE, 8)) + 6 * max_rows * state_slot_bytes(loaded)
     drafter = Drafter(loaded, DraftMemory(max_rows, kv_bytes, BLOCK_SIZE, **memory), model_digest="draft")
     eos = model.generation_config.eos_token_id
     return DraftModelProposer(drafter, num_target_ids=num_target_ids, eos_token_ids=() if eos is None else [eos])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
@@ -20,6 +21,7 @@ from loraplex_server.layers.attention import AttentionSpec, ModelSpec, PagedAtte
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.linear import BaseLinearFactory, PlainLinear
 from loraplex_server.layers.lora import SegmentedDense, SegmentedLora
+from loraplex_server.layers.recurrences import StateOps
 from loraplex_server.layers.step import StepResources
 from loraplex_server.sampling.draw import row_argmax
 from loraplex_server.sampling.sampler import Argmax
@@ -110,6 +112,15 @@ class Backend:
     def argmax(self) -> Argmax:
         """The most likely token of each row."""
         return row_argmax
+
+    def torch_threads(self, num_tokens: int) -> AbstractContextManager[None]:
+        """Within the block torch has as many threads as are good for a step of so many tokens, of a model that back end
+        and torch compute in turns."""
+        return nullcontext()
+
+    def recurrences(self) -> StateOps | None:
+        """Recurrences of mixers straight over the states of a step; None: tensor operations do it."""
+        return None
 
     def find_decoder(
         self,

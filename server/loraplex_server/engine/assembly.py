@@ -41,12 +41,12 @@ from loraplex_server.model.memory import (
     free_memory_bytes,
     kv_budget_bytes,
     num_kv_blocks,
+    num_spare_states,
     num_state_slots,
     state_slot_bytes,
     step_bytes,
 )
 from loraplex_server.model.runner import ModelRunner
-from loraplex_server.model.states import StateMemory
 from loraplex_server.sampling.sampler import Sampler
 from loraplex_server.scheduler.admission import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler
@@ -117,7 +117,9 @@ def assemble(
     has_adapters = config.adapters.root is not None or config.adapters.hub or served.heads is not None
     free_bytes = free_memory_bytes(loaded.device)
     num_slots = state_slots(config, loaded, free_bytes, has_adapters=has_adapters)
-    num_blocks = kv_blocks(config, loaded, free_bytes - num_slots * state_slot_bytes(loaded), has_adapters=has_adapters)
+    num_spare = num_spare_states(num_slots, batch.max_running)
+    states_bytes = (num_slots + num_spare) * state_slot_bytes(loaded)
+    num_blocks = kv_blocks(config, loaded, free_bytes - states_bytes, has_adapters=has_adapters)
     progress(f"{num_blocks * block_size:,} tokens of KV cache in {loaded.dtype_name} on {loaded.device}")
     if num_slots:
         fewer = f"; so no more than {num_slots} completions run at a time" if num_slots < batch.max_running else ""
@@ -130,7 +132,7 @@ def assemble(
         slots,
         Sampler(batch.max_running, spec.num_logits, loaded.device, argmax=argmax),
         max_rows=batch.max_running,
-        states=StateMemory(loaded.states, num_slots, loaded.device) if num_slots else None,
+        states=loaded.state_memory(num_slots, num_spare),
     )
     if loaded.device.type == "cuda":
         runner.warm_up(batch.max_step_tokens, progress)

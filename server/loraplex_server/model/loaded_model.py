@@ -21,7 +21,7 @@ from loraplex_server.layers.experts import AdaptedExperts, AdaptedModule, Adapte
 from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedHead, AdaptedLinear
 from loraplex_server.layers.lora import SegmentedLora
 from loraplex_server.model.language import absent_parts
-from loraplex_server.model.states import StateSpec
+from loraplex_server.model.states import StateMemory, StateSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -128,6 +128,13 @@ class LoadedModel:
         configs = (self.model.config.get_text_config(), self.model.config)
         is_tied = next((one.tie_word_embeddings for one in configs if hasattr(one, "tie_word_embeddings")), False)
         return heads[0] if heads and is_tied else ""
+
+    def state_memory(self, num_slots: int, num_spare: int) -> StateMemory | None:
+        """Memory for what mixers keep, in so many slots; None where there are no such mixers. See `StateMemory`."""
+        if not self.states:
+            return None
+        ops = self.backend.recurrences()
+        return StateMemory(self.states, num_slots, self.device, num_spare=num_spare, ops=ops)
 
     def bind_kv(self, cache: KvCache, backend: PagedAttention) -> None:
         """Connects the attention layers to their pages."""

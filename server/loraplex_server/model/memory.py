@@ -24,7 +24,7 @@ from loraplex_server.model.loaded_model import LoadedModel
 NUM_HIDDEN, NUM_WIDE = 10, 4
 # Contexts as gathered, and as a kernel lays them out.
 NUM_CONTEXTS = 2
-# States of a step's sequences, as they were and as they become.
+# One layer's states of a step's sequences, as they were and as they become.
 NUM_STATES = 2
 # Snapshots of states that are kept for each sequence that may run, where memory allows it.
 NUM_SNAPSHOTS = 4
@@ -59,7 +59,7 @@ def step_bytes(loaded: LoadedModel, num_tokens: int, max_rows: int) -> int:
         + NUM_CONTEXTS * num_context_tokens * num_context_elements * itemsize
         + num_tokens * spec.num_logits * itemsize
         + num_scores * SCORE_BYTES
-        + NUM_STATES * max_rows * state_slot_bytes(loaded)
+        + NUM_STATES * max_rows * max((one.num_bytes for one in loaded.states), default=0)
     )
 
 
@@ -69,16 +69,23 @@ def state_slot_bytes(loaded: LoadedModel) -> int:
 
 
 def num_state_slots(budget_bytes: int, loaded: LoadedModel, max_running: int) -> int:
-    """State slots within the budget, and no more than are of use: one for each running sequence, and snapshots. Raises
-    OutOfMemory where not even one fits."""
+    """State slots within the budget, and no more than are of use: one for each running sequence, and snapshots. Beside
+    them each sequence of a step has a place where its next state goes (`num_spare_states`). Raises OutOfMemory where
+    not even one fits."""
     slot_bytes = state_slot_bytes(loaded)
-    num_slots = min(budget_bytes // slot_bytes, (1 + NUM_SNAPSHOTS) * max_running)
-    if num_slots < 1:
+    num_places = budget_bytes // slot_bytes
+    num_slots = min(num_places - num_spare_states(num_places // 2, max_running), (1 + NUM_SNAPSHOTS) * max_running)
+    if num_places < 2:
         raise OutOfMemory(
-            f"{budget_bytes / 2**20:.0f} MiB do not hold the states of one sequence, {slot_bytes / 2**20:.1f} MiB; "
-            "give more with --state-memory"
+            f"{budget_bytes / 2**20:.0f} MiB do not hold the states of one sequence, now and after the next token, "
+            f"{2 * slot_bytes / 2**20:.1f} MiB; give more with --state-memory"
         )
     return num_slots
+
+
+def num_spare_states(num_slots: int, max_running: int) -> int:
+    """Places of states beside those of the slots."""
+    return min(num_slots, max_running)
 
 
 def kv_budget_bytes(device_type: str, free_bytes: int, reserved_bytes: int) -> int:

@@ -17,6 +17,7 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -207,8 +208,13 @@ class ModelRunner:
     def finish(self, launched: _Launched) -> dict[str, SpanResult]:
         """Waits for a step that is under way. For its handle."""
         with torch.inference_mode():
-            results = self._results(launched)
-            self._replay_states(launched, results)
+            try:
+                results = self._results(launched)
+                self._replay_states(launched, results)
+            except Exception:
+                if launched.states is not None:
+                    launched.states.settle()  # as if no draft had been accepted
+                raise
             self._settle(launched, results)
         return results
 
@@ -392,12 +398,13 @@ class ModelRunner:
             context.token_segments = self._prepare(staged.token_segments, staged.num_tokens)
             context.head_segments = self._prepare(staged.head_segments, staged.num_logit_rows)
             context.attention = self._attention.plan(inputs.attention, self._cache.dtype, self._device)
-            out = self._model(
-                input_ids=inputs.input_ids,
-                position_ids=inputs.position_ids,
-                use_cache=False,
-                logits_to_keep=inputs.head_rows,
-            )
+            with nullcontext() if states is None else self._loaded.backend.torch_threads(staged.num_tokens):
+                out = self._model(
+                    input_ids=inputs.input_ids,
+                    position_ids=inputs.position_ids,
+                    use_cache=False,
+                    logits_to_keep=inputs.head_rows,
+                )
             return out.logits[0], context.head_input
         finally:
             context.clear()

@@ -29,7 +29,6 @@ from loraplex_server.layers.attention import KvCache
 from loraplex_server.model.batch import BatchMirror
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.probe import EmptyPast, thresholds
-from loraplex_server.model.states import StateMemory
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +107,7 @@ def served_logits(loaded: LoadedModel, texts: Sequence[Text], slots: AdapterSlot
     backend = TorchPagedAttention()
     loaded.bind_kv(cache, backend)
     mirror = BatchMirror(len(texts), longest, BLOCK_SIZE, device)
-    states = StateMemory(loaded.states, len(texts), device)
+    states = loaded.state_memory(len(texts), len(texts))
     steps: tuple[list[Span], ...] = ([], [], [])
     for row, text in enumerate(texts):
         name, length = str(row), len(text.ids)
@@ -127,7 +126,7 @@ def served_logits(loaded: LoadedModel, texts: Sequence[Text], slots: AdapterSlot
         cache.clear_blocks(staged.fresh_blocks)
         inputs = mirror.inputs(staged)
         context.attention = backend.plan(inputs.attention, dtype, device)
-        context.states = step_states = states.begin(staged.spans)
+        context.states = step_states = None if states is None else states.begin(staged.spans)
         if slots is not None and staged.token_segments:
             prepared = slots.ops.prepare(staged.token_segments, staged.num_tokens, slots.num_slots, device)
             context.token_segments = context.head_segments = prepared
@@ -139,7 +138,8 @@ def served_logits(loaded: LoadedModel, texts: Sequence[Text], slots: AdapterSlot
         finally:
             context.clear()
         mirror.commit(staged)
-        step_states.commit()
+        if step_states is not None:
+            step_states.commit()
         place = 0
         for span in staged.spans:
             got[span.row][span.start : span.start + span.num_tokens] = out.logits[0, place : place + span.num_tokens]

@@ -1,25 +1,24 @@
 """Recurrent and convolution states: their memory, and how one step reads and changes them.
 
-A step reads the states of its sequences and writes none until its results are known, so that a step that raised can be
-run again. A span with a draft is written then, as far as the draft was accepted: from a state in which all of it is, or
-else by running the recurrence again over the inputs of the accepted tokens.
+A slot is what plans name; a place is where its state lies. A step leaves the states that it begins with as they are and
+writes to other places, and its slots get these once its results are known: so a step that raised can be run again, and
+nothing is copied. A span with a draft gets its place as soon as it is known how far the draft was accepted: of one that
+was accepted in part, the recurrence runs again over the inputs of the tokens that count, from the state before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from loraplex_contracts.plan import Span
 from loraplex_server.kv.states import NO_STATE
+from loraplex_server.layers.recurrences import NO_PLACE, Places, Recurrence, StateOps
 from loraplex_server.layers.transfer import upload
-
-# Runs pieces of texts, inputs [pieces, tokens, ...], from a state for each [pieces, ...] (None: the beginning).
-# Returns outputs [pieces, tokens, ...] and the states behind the pieces.
-Recurrence = Callable[[Sequence[Tensor], Tensor | None], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,173 +34,268 @@ class StateSpec:
 
 
 class StateMemory:
-    """The states of all layers, by slot. Slot 0 stays zero. Owned by the runner."""
+    """The states of all layers, by place. Place 0 is that of slot 0 and stays zero. Owned by the runner."""
 
-    def __init__(self, specs: Sequence[StateSpec], num_slots: int, device: torch.device) -> None:
-        """`num_slots`: beside slot 0."""
+    def __init__(
+        self,
+        specs: Sequence[StateSpec],
+        num_slots: int,
+        device: torch.device,
+        *,
+        num_spare: int | None = None,
+        ops: StateOps | None = None,
+    ) -> None:
+        """`num_slots`: beside slot 0. `num_spare`: places beside those of the slots, one for each span of a step that
+        goes on from a slot's state; as many as slots where nothing is said. `ops`: what the back end computes."""
         self.device = device
         self.num_slots = num_slots
-        self.tensors = [torch.zeros(num_slots + 1, *spec.shape, dtype=spec.dtype, device=device) for spec in specs]
+        self.ops = ops
+        num_places = 1 + num_slots + (num_slots if num_spare is None else num_spare)
+        self.tensors = [torch.zeros(num_places, *spec.shape, dtype=spec.dtype, device=device) for spec in specs]
+        self._place_of = list(range(1 + num_slots))  # by slot
+        self._spare = list(range(1 + num_slots, num_places))
 
     def begin(self, spans: Sequence[Span]) -> StateStep:
-        """A step with these spans, in the order of the flattened row."""
+        """A step with these spans, in the order of the flattened row. It changes nothing before its `commit`, so one
+        that is dropped leaves no trace; the next one begins after that."""
         return StateStep(self, spans)
+
+    def place_of(self, slot: int) -> int:
+        """Where the slot's state lies now."""
+        return self._place_of[slot]
+
+    def spare(self, number: int) -> int:
+        """The place of one of a step's new states. Raises AssertionError where there are fewer."""
+        assert number < len(self._spare), "a step has more spans than the memory of states was made for"
+        return self._spare[number]
+
+    def take(self, place: int) -> None:
+        """A spare place stays out of what the next steps get, until it is `put` or given back."""
+        self._spare.remove(place)
+
+    def put(self, slot: int, place: int) -> None:
+        """The slot's state is at `place` from here on; what it had is spare."""
+        self._spare.append(self._place_of[slot])
+        self._place_of[slot] = place
+
+    def give_back(self, place: int) -> None:
+        self._spare.append(place)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless each place is a slot's or spare. While no step waits for `settle`."""
+        assert sorted(self._place_of + self._spare) == list(range(len(self._place_of) + len(self._spare)))
+        assert self._place_of[NO_STATE] == NO_STATE
+        assert all(len(tensor) == len(self._place_of) + len(self._spare) for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Equally long ranges of tokens, of `count` spans that lie side by side. One that continues the piece before it,
-    in the same span, begins with the state behind that one."""
+    """A range of a span's tokens."""
 
-    first: int  # span
-    count: int
+    span: int
     start: int  # first token in the row
     length: int
+    source: int  # place
+    targets: tuple[int, ...]  # places that get the state behind it
+    continues: bool  # the piece before it, whose state it begins with
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Pieces that are computed at once, all of one length."""
+
+    start: int
+    count: int
+    length: int
+    tokens: Tensor | None  # [count * length] in the row; None: side by side from `start` on
     continues: bool
-    sources: Tensor | None  # [count] slots; None: all begin with nothing
-    copies: tuple[int, ...]  # slots that get the state behind it; only where `count` is 1
+    sources: Tensor | None  # [count]; None: all begin with nothing
+    kept: Tensor | None  # [pairs] which of the pieces go to
+    targets: Tensor | None  # [pairs] these places
+    is_in_order: bool  # one target for each piece, in order
 
 
-@dataclass(slots=True)
-class _Pass:
-    """What one recurrence left behind in a step."""
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Pieces as the recurrences run over them."""
 
-    run: Recurrence
-    inputs: Sequence[Tensor]  # [num_tokens, ...] each
-    states: list[Tensor] = field(default_factory=list[Tensor])  # behind each piece
+    groups: tuple[_Group, ...]
+    places: Places  # the same for a back end's own operations
+    copies: Tensor | None  # [2, n]: from places to places, behind those operations
 
 
 class StateStep:
-    """One step's states. `run` and `replay` compute; `commit` and `settle` write."""
+    """One step's states. `run` computes and writes to places that no slot has; `commit` and `settle` hand them out."""
 
     def __init__(self, memory: StateMemory, spans: Sequence[Span]) -> None:
         self._memory = memory
         self._spans = spans
-        self._pieces = list(self._cut(spans))
-        self._passes: dict[int, _Pass] = {}  # by the state's index
-        self._replayed: list[tuple[int, Tensor, Tensor]] = []  # index, slots and states of spans with a draft
-        self._drafts = {idx for idx, span in enumerate(spans) if span.draft and span.state is not None}
+        self._read = {span.state.source for span in spans if span.state is not None}
+        self._new: dict[int, int] = {}  # place by slot, of what waits for `commit`
+        self._drafted: dict[int, int] = {}  # place by span with a draft, of what waits for `settle`
+        self._replayed: set[int] = set()  # spans with a draft whose place has what counts
+        self._is_committed = False
+        self._layout = _layout(self._cut(spans), memory.device)
+        self._passes: dict[int, tuple[Recurrence, Sequence[Tensor]]] = {}  # by the state's index, where drafts are
 
     def run(self, idx: int, run: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
         """Runs a recurrence, whose state is the `idx`th, over the row: inputs [num_tokens, ...] each -> the outputs."""
-        done = self._passes[idx] = _Pass(run, inputs)
+        if self._drafted:
+            self._passes[idx] = run, inputs
+        return self._run(idx, run, inputs, self._layout)
+
+    def _run(self, idx: int, run: Recurrence, inputs: Sequence[Tensor], layout: _Layout) -> Tensor:
+        states, ops = self._memory.tensors[idx], self._memory.ops
+        if ops is not None and (found := ops.run(run, inputs, states, layout.places)) is not None:
+            if layout.copies is not None:
+                states[layout.copies[1]] = states[layout.copies[0]]
+            return found
         outs: list[Tensor] = []
-        for piece in self._pieces:
-            end = piece.start + piece.count * piece.length
-            parts = [x[piece.start : end].unflatten(0, (piece.count, piece.length)) for x in inputs]
-            if piece.continues:
-                state = done.states[-1]
-            elif piece.sources is None:
-                state = None
-            else:
-                state = self._memory.tensors[idx].index_select(0, piece.sources)
+        state: Tensor | None = None
+        for group in layout.groups:
+            end = group.start + group.count * group.length
+            own = [x[group.start : end] if group.tokens is None else x.index_select(0, group.tokens) for x in inputs]
+            parts = [x.unflatten(0, (group.count, group.length)) for x in own]
+            if not group.continues:
+                state = None if group.sources is None else states.index_select(0, group.sources)
             out, state = run(parts, state)
-            done.states.append(state)
+            if group.targets is not None and group.kept is not None:
+                behind = state if group.is_in_order else state.index_select(0, group.kept)
+                states.index_copy_(0, group.targets, behind.to(states.dtype))
             outs.append(out.flatten(0, 1))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def commit(self) -> None:
-        """Writes the states of spans without a draft, and all copies."""
-        writes: list[tuple[int, list[int], list[int]]] = []  # piece, places in it, slots
-        for at, piece in enumerate(self._pieces):
-            places: list[int] = []
-            slots: list[int] = []
-            is_last = at + 1 == len(self._pieces) or not self._pieces[at + 1].continues
-            for place in range(piece.count if is_last else 0):
-                use = self._spans[piece.first + place].state
-                if use is not None and use.target != NO_STATE and piece.first + place not in self._drafts:
-                    places.append(place)
-                    slots.append(use.target)
-            places += [0] * len(piece.copies)
-            slots += piece.copies
-            if slots:
-                writes.append((at, places, slots))
-        for at, places, slots in writes:
-            count = self._pieces[at].count
-            is_whole = places == list(range(count))
-            to, of = upload(torch.tensor([slots, places], dtype=torch.int64), self._memory.device)
-            for idx, done in self._passes.items():
-                states = done.states[at] if is_whole else done.states[at].index_select(0, of)
-                self._memory.tensors[idx].index_copy_(0, to, states)
-
-    def settle(self) -> None:
-        """Writes the states of spans with a draft, as `replay` has computed them."""
-        for idx, targets, state in self._replayed:
-            self._memory.tensors[idx].index_copy_(0, targets, state)
-        self._replayed.clear()
+        """The step counts: its slots have the states behind it, but for those of spans with a draft."""
+        for slot, place in self._new.items():
+            self._memory.take(place)
+            self._memory.put(slot, place)
+        for place in self._drafted.values():
+            self._memory.take(place)
+        self._is_committed = True
 
     def replay(self, num_kept: Mapping[str, int]) -> None:
         """Computes the states of spans with a draft, of each behind so many of its tokens (by sequence id; 0: none).
         Once the step's results are known."""
-        by_length: dict[tuple[int, int], list[int]] = {}  # spans by piece and number of tokens
-        for at, piece in enumerate(self._pieces):
-            for span_idx in range(piece.first, piece.first + piece.count):
-                count = num_kept.get(self._spans[span_idx].sequence_id, 0)
-                if span_idx in self._drafts and count:
-                    by_length.setdefault((at, count), []).append(span_idx)
-        for (at, count), members in by_length.items():
-            piece = self._pieces[at]
-            uses = [use for idx in members if (use := self._spans[idx].state) is not None]
-            places = [idx - piece.first for idx in members]
-            packed = torch.tensor([places, [use.source for use in uses], [use.target for use in uses]])
-            of, sources, targets = upload(packed, self._memory.device)
-            for idx, done in self._passes.items():
-                if count == piece.length:
-                    state = done.states[at].index_select(0, of)
-                else:
-                    end = piece.start + piece.count * piece.length
-                    shape = (piece.count, piece.length)
-                    parts = [
-                        x[piece.start : end].unflatten(0, shape).index_select(0, of)[:, :count] for x in done.inputs
-                    ]
-                    _, state = done.run(parts, self._memory.tensors[idx].index_select(0, sources))
-                self._replayed.append((idx, targets, state))
+        starts = np.cumsum([0, *(span.num_tokens for span in self._spans)]).tolist()
+        pieces: list[_Piece] = []
+        for idx, place in self._drafted.items():
+            span = self._spans[idx]
+            count = num_kept.get(span.sequence_id, 0)
+            if not count or span.state is None:
+                continue
+            if count < span.num_tokens:
+                source = self._memory.place_of(span.state.source)
+                pieces.append(_Piece(idx, starts[idx], count, source, (place,), False))
+            self._replayed.add(idx)
+        if pieces:
+            layout = _layout(pieces, self._memory.device, gathers=True)
+            for idx, (run, inputs) in self._passes.items():
+                self._run(idx, run, inputs, layout)
+
+    def settle(self) -> None:
+        """The slots of spans with a draft have the states that `replay` has computed. After `commit`, once."""
+        assert self._is_committed, "a step is settled after it was committed"
+        for idx, place in self._drafted.items():
+            use = self._spans[idx].state
+            if idx in self._replayed and use is not None:
+                self._memory.put(use.target, place)
+            else:
+                self._memory.give_back(place)
+        self._drafted.clear()
+        self._passes.clear()
 
     def _cut(self, spans: Sequence[Span]) -> list[_Piece]:
         pieces: list[_Piece] = []
-        start = idx = 0
-        while idx < len(spans):
-            span = spans[idx]
-            copies = span.state.copies if span.state is not None else ()
-            if copies:
-                pieces += self._cut_one(idx, span, start)
-                idx, start = idx + 1, start + span.num_tokens
-                continue
-            end = idx
-            while end < len(spans) and spans[end].num_tokens == span.num_tokens and not _copies(spans[end]):
-                end += 1
-            sources = self._sources(spans[idx:end])
-            pieces.append(_Piece(idx, end - idx, start, span.num_tokens, False, sources, ()))
-            start += (end - idx) * span.num_tokens
-            idx = end
+        start = 0
+        for idx, span in enumerate(spans):
+            pieces += self._cut_one(idx, span, start)
+            start += span.num_tokens
         return pieces
 
     def _cut_one(self, idx: int, span: Span, start: int) -> list[_Piece]:
-        """The pieces of a span whose state is copied on the way."""
-        assert span.state is not None
-        slots: dict[int, tuple[int, ...]] = {}
-        for position, slot in span.state.copies:
+        """The pieces of a span, which ends one wherever its state is copied on the way."""
+        use = span.state
+        if use is None:
+            return [_Piece(idx, start, span.num_tokens, 0, (), False)]
+        targets: dict[int, tuple[int, ...]] = {span.num_tokens: ()}  # by the number of tokens before it
+        for position, slot in use.copies:
             assert span.start < position <= span.start + span.num_tokens, "a copy outside of its span"
-            slots[position - span.start] = (*slots.get(position - span.start, ()), slot)
-        assert not span.draft, "a span with a draft has no copies"
-        ends = sorted({*slots, span.num_tokens})
+            count = position - span.start
+            targets[count] = (*targets.get(count, ()), self._place_for(slot))
+        if span.draft:
+            assert not use.copies, "a span with a draft has no copies"
+            if use.target != NO_STATE:
+                self._drafted[idx] = place = self._next_spare()
+                targets[span.num_tokens] = (place,)
+        elif use.target != NO_STATE:
+            targets[span.num_tokens] = (self._place_for(use.target), *targets[span.num_tokens])
         pieces: list[_Piece] = []
         before = 0
-        for end in ends:
-            sources = self._sources([span]) if not before else None
-            pieces.append(_Piece(idx, 1, start + before, end - before, before > 0, sources, slots.get(end, ())))
+        for end in sorted(targets):
+            source = self._memory.place_of(use.source)
+            pieces.append(_Piece(idx, start + before, end - before, source, targets[end], before > 0))
             before = end
         return pieces
 
-    def _sources(self, spans: Sequence[Span]) -> Tensor | None:
-        slots = [NO_STATE if span.state is None else span.state.source for span in spans]
-        if not any(slots):
-            return None
-        return upload(torch.tensor(slots, dtype=torch.int64), self._memory.device)
+    def _place_for(self, slot: int) -> int:
+        """Where the slot's new state goes: elsewhere if its present one is read in this step."""
+        if slot not in self._read:
+            return self._memory.place_of(slot)
+        if slot not in self._new:
+            self._new[slot] = self._next_spare()
+        return self._new[slot]
+
+    def _next_spare(self) -> int:
+        return self._memory.spare(len(self._new) + len(self._drafted))
 
 
-def _copies(span: Span) -> bool:
-    return span.state is not None and bool(span.state.copies)
+def _layout(pieces: Sequence[_Piece], device: torch.device, *, gathers: bool = False) -> _Layout:
+    """`gathers`: pieces that do not adjoin may be computed at once, as nobody wants their outputs."""
+    cut = {piece.span for piece in pieces if piece.continues}
+    runs: list[list[_Piece]] = []
+    for piece in sorted(pieces, key=lambda piece: piece.length) if gathers else pieces:
+        last = runs[-1][-1] if runs else None
+        fits = last is not None and last.length == piece.length and cut.isdisjoint((last.span, piece.span))
+        if last is not None and fits and (gathers or last.start + last.length == piece.start):
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    groups: list[_Group] = []
+    for found in runs:
+        length, is_first = found[0].length, not found[0].continues
+        tokens = [at for piece in found for at in range(piece.start, piece.start + length)] if gathers else []
+        pairs = [(number, place) for number, piece in enumerate(found) for place in piece.targets]
+        sources = [piece.source for piece in found]
+        groups.append(
+            _Group(
+                start=found[0].start,
+                count=len(found),
+                length=length,
+                tokens=_upload(tokens, device) if tokens else None,
+                continues=not is_first,
+                sources=_upload(sources, device) if any(sources) and is_first else None,
+                kept=_upload([number for number, _ in pairs], device) if pairs else None,
+                targets=_upload([place for _, place in pairs], device) if pairs else None,
+                is_in_order=[number for number, _ in pairs] == list(range(len(found))),
+            )
+        )
+    rows: list[tuple[int, int, int, int]] = []
+    chains: list[int] = []
+    copies: list[tuple[int, int]] = []
+    for number, piece in enumerate(pieces):
+        if not piece.continues:
+            chains.append(number)
+        source = rows[-1][3] if piece.continues else piece.source
+        target = piece.targets[0] if piece.targets else NO_PLACE
+        rows.append((piece.start, piece.length, source, target))
+        copies += [(target, place) for place in piece.targets[1:]]
+    places = Places(np.array(rows, dtype=np.int64).reshape(-1, 4), np.array([*chains, len(rows)], dtype=np.int32))
+    return _Layout(tuple(groups), places, _upload(list(zip(*copies, strict=True)), device) if copies else None)
+
+
+def _upload(numbers: Sequence[int] | Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+    return upload(torch.tensor(numbers, dtype=torch.int64), device)
 
 
 class TextPerToken:

@@ -23,7 +23,6 @@ from loraplex_server.layers.attention import KvCache, num_blocks_for
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.memory import state_slot_bytes
 from loraplex_server.model.runner import ModelRunner, execute_isolated
-from loraplex_server.model.states import StateMemory
 from loraplex_server.sampling.sampler import Sampler
 from loraplex_server.speculation.proposer import DRAFT_MODEL, Ask
 from loraplex_server.speculation.step_costs import StepCosts, measure_runner
@@ -68,14 +67,14 @@ class Drafter:
     """One draft model with all that it needs to run.
 
     A model whose layers keep states has two slots for each row: the state behind all that was run, and the one behind
-    tokens that are known for good, from which a sequence goes on where its guesses were wrong.
+    tokens that are known for good, from which a sequence goes on where its guesses were wrong; and a spare place.
     """
 
     def __init__(self, loaded: LoadedModel, memory: DraftMemory, *, model_digest: str = "") -> None:
         """Raises OutOfMemory when the KV cache would hold less than three blocks. `model_digest`: of the weights,
         adapter included."""
         spec = loaded.spec
-        max_rows, row_bytes = memory.max_rows, 2 * state_slot_bytes(loaded)
+        max_rows, row_bytes = memory.max_rows, 3 * state_slot_bytes(loaded)
         if row_bytes:
             max_rows = min(max_rows, int(memory.kv_bytes * MAX_STATE_SHARE) // row_bytes)
         if max_rows < 1:
@@ -105,7 +104,7 @@ class Drafter:
             Sampler(max_rows, spec.num_logits, loaded.device, argmax=loaded.backend.argmax()),
             max_rows=max_rows,
             max_len=max_len,
-            states=StateMemory(loaded.states, 2 * max_rows, loaded.device) if loaded.states else None,
+            states=loaded.state_memory(2 * max_rows, max_rows),
         )
         pool = BlockPool(num_blocks, memory.block_size)
         self.rows = DraftRows(

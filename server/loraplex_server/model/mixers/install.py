@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from loraplex_server.layers.context import StepContext
+from loraplex_server.layers.recurrences import Convolution, LinearAttention, Recurrence, SelectiveScan
 from loraplex_server.model.mixers import lightning
-from loraplex_server.model.mixers.recurrences import attend_linearly, convolve, scan
-from loraplex_server.model.states import Recurrence, StateSpec, StateStep, TextPerToken
+from loraplex_server.model.states import StateSpec, StateStep, TextPerToken
 
 MAX_STATES = 8  # of one mixer
 # Arguments that make more of a call than the packed functions do.
@@ -141,12 +141,9 @@ def causal_conv1d_fn(
     **_: Any,
 ) -> Tensor:
     """hidden_states [1, channels, num_tokens]."""
-
-    def run(parts: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
-        return convolve(parts[0], state, weight, bias)
-
-    out = mixer.run(run, (hidden_states[0].t(),)).t().unsqueeze(0)
-    return (out if activation is None else ACT2FN[activation](out)).to(hidden_states.dtype)
+    is_silu = activation in ("silu", "swish")
+    out = mixer.run(Convolution(weight, bias, is_silu), (hidden_states[0].t(),)).t().unsqueeze(0)
+    return (out if activation is None or is_silu else ACT2FN[activation](out)).to(hidden_states.dtype)
 
 
 def chunk_delta_rule(
@@ -163,19 +160,8 @@ def chunk_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """query, key [1, num_tokens, key heads, K], value [1, num_tokens, heads, V], beta [1, num_tokens, heads], g like
     beta, or with a decay for each channel of a key."""
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    q, k, v, decay, b = (one[0].to(dtype) for one in (query, key, value, g, beta))
-    if use_qk_l2norm_in_kernel:
-        q, k = (one * torch.rsqrt((one * one).sum(-1, keepdim=True) + 1e-6) for one in (q, k))
-    num_groups = v.shape[1] // k.shape[1]
-    if num_groups > 1:
-        q, k = (one.repeat_interleave(num_groups, dim=1) for one in (q, k))
-
-    def run(parts: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
-        q, k, v, decay, b = parts
-        return attend_linearly(q, k, v, decay, b, state)
-
-    out = mixer.run(run, (q * q.shape[-1] ** -0.5, k, v, decay, b)).to(query.dtype).unsqueeze(0)
+    recurrence = LinearAttention(query.shape[-1] ** -0.5, use_qk_l2norm_in_kernel, is_delta=True)
+    out = mixer.run(recurrence, (query[0], key[0], value[0], g[0], beta[0])).to(query.dtype).unsqueeze(0)
     return out, _placeholder(out, output_final_state)
 
 
@@ -199,19 +185,16 @@ def mamba2_chunk_scan(
     N]. The result is in float32 at least, as Transformers' own is."""
     if z is not None:
         raise ValueError("mamba2_chunk_scan is called with z")
-    dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-    step = _time_step(dt, dt_bias, dt_softplus).clamp(min=dt_limit[0], max=dt_limit[1])[0].to(dtype)
-    x = hidden_states[0].to(dtype)
-    num_groups = x.shape[1] // B.shape[2]
-    b, c = (one[0].to(dtype).repeat_interleave(num_groups, dim=1) for one in (B, C))
-
-    def run(parts: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
-        c, b, value, decay = parts
-        return attend_linearly(c, b, value, decay, None, state)
-
-    out = mixer.run(run, (c, b, x * step.unsqueeze(-1), step * A.to(dtype)))
+    x = hidden_states[0]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    step = _time_step(dt, dt_bias, dt_softplus)[0].to(dtype)
+    if dt_limit != (0.0, float("inf")):  # what else the limits cut off, softplus does not give
+        step = step.clamp(min=dt_limit[0], max=dt_limit[1])
+    elif not dt_softplus:
+        step = step.clamp(min=0.0)
+    out = mixer.run(LinearAttention(), (C[0], B[0], x, step * A.to(dtype), step))
     if D is not None:
-        out = out + x * D.unsqueeze(-1)
+        out = torch.addcmul(out, x.to(dtype), D.to(dtype).unsqueeze(-1))
     out = out.unsqueeze(0).contiguous()  # as some callers view it in another shape
     return (out, _placeholder(out, True)) if return_final_states else out
 
@@ -234,12 +217,8 @@ def mamba_selective_scan(
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
     bias = None if delta_bias is None else delta_bias.unsqueeze(-1)
     step = _time_step(dt, bias, delta_softplus)
-
-    def run(parts: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
-        x, step, b, c = parts
-        return scan(x, step, A.to(dtype), b, c, state)
-
-    out = mixer.run(run, [one[0].t().to(dtype) for one in (hidden_states, step, B, C)]).t().unsqueeze(0)
+    inputs = [one[0].t().to(dtype) for one in (hidden_states, step, B, C)]
+    out = mixer.run(SelectiveScan(A.to(dtype)), inputs).t().unsqueeze(0)
     if D is not None:
         out = out + hidden_states * D.unsqueeze(-1)
     if z is not None:

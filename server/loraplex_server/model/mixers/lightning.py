@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loraplex_server.model.mixers.recurrences import attend_linearly
+from loraplex_server.layers.recurrences import LinearAttention, Recurrence
 
 BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 PARTS = ("qkv_proj", "act_fn", "norm", "output_gate", "out_proj")
 
-Run = Callable[[Callable[[Sequence[Tensor], Tensor | None], tuple[Tensor, Tensor]], Sequence[Tensor]], Tensor]
+Run = Callable[[Recurrence, Sequence[Tensor]], Tensor]
 
 
 def is_lightning(module: nn.Module) -> bool:
@@ -32,12 +32,8 @@ def attend(module: Any, run: Run, hidden_states: Tensor) -> tuple[Tensor, None]:
     """hidden_states [1, num_tokens, hidden] -> the same. `run` runs a recurrence over the step's row, see `Mixer`."""
     num_tokens, dim = hidden_states.shape[1], module.head_dim
     qkv = module.act_fn(module.qkv_proj(hidden_states)).view(num_tokens, -1, 3 * dim)
-    q, k, v = qkv.to(torch.promote_types(qkv.dtype, torch.float32)).split(dim, dim=-1)
-    decay = -module.slope_rate.to(q.dtype).view(-1).expand(num_tokens, -1)
-
-    def recur(parts: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
-        q, k, v, decay = parts
-        return attend_linearly(q, k, v, decay, None, state)
-
-    out = run(recur, (q, k, v, decay)).to(hidden_states.dtype).flatten(1).unsqueeze(0)
+    q, k, v = qkv.split(dim, dim=-1)
+    dtype = torch.promote_types(qkv.dtype, torch.float32)
+    decay = -module.slope_rate.to(dtype).view(-1).expand(num_tokens, -1)
+    out = run(LinearAttention(), (q, k, v, decay)).to(hidden_states.dtype).flatten(1).unsqueeze(0)
     return module.out_proj(module.output_gate(hidden_states).sigmoid() * module.norm(out)), None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -32,7 +34,7 @@ def _of(*tokens: float) -> float:
 
 def _memory(*states: float) -> StateMemory:
     memory = StateMemory([SPEC], len(states), torch.device("cpu"))
-    memory.tensors[0][1:, 0] = torch.tensor(states)
+    memory.tensors[0][1 : 1 + len(states), 0] = torch.tensor(states)
     return memory
 
 
@@ -43,7 +45,7 @@ def _run(memory: StateMemory, spans: Sequence[Span]) -> tuple[StateStep, list[fl
 
 
 def _slots(memory: StateMemory) -> list[float]:
-    return memory.tensors[0][:, 0].tolist()
+    return [float(memory.tensors[0][memory.place_of(slot), 0]) for slot in range(memory.num_slots + 1)]
 
 
 def test_spans_of_all_kinds_in_one_row() -> None:
@@ -55,7 +57,7 @@ def test_spans_of_all_kinds_in_one_row() -> None:
     ]
     step, out = _run(memory, spans)
     assert out == [5 * 3 + 1, 2, 7 * 3 + 3, (7 * 3 + 3) * 3 + 4, ((7 * 3 + 3) * 3 + 4) * 3 + 5]
-    assert _slots(memory) == [0, 5, 7, 0.5, 0.5], "nothing is written before the step counts"
+    assert _slots(memory)[:3] == [0, 5, 7], "what a step begins with stays until it counts"
     again, same = _run(memory, spans)
     assert same == out
     again.commit()
@@ -121,3 +123,60 @@ def test_a_text_for_each_token() -> None:
     assert out.tolist() == [1, 2, 3]
     assert seen.specs == {4: SPEC}
     assert SPEC.num_bytes == 8
+
+
+def test_steps_of_all_kinds_take_no_place_with_them() -> None:
+    """Copies, drafts, steps that are dropped or settled only after the next: each slot has the state of its text."""
+    dice = random.Random(3)
+    memory = _memory(*[0.0] * 8)
+    texts: dict[int, list[float]] = {slot: [] for slot in range(1, 9)}  # 1 to 4: those of sequences; others: snapshots
+    late: tuple[StateStep, dict[str, int], dict[int, list[float]]] | None = None
+    for _ in range(500):
+        spans: list[Span] = []
+        row: list[float] = []
+        after: dict[int, list[float]] = {}  # texts of slots behind the step
+        taken = set() if late is None else set(late[2])
+        for slot in range(1, 5):
+            if slot in taken or dice.random() < 0.3:
+                continue
+            source = dice.choice((slot, slot, slot, 0, dice.randint(5, 8)))
+            source = source if texts.get(source) and len(texts[source]) < 20 and source not in after else 0
+            fresh = [float(dice.randint(1, 2)) for _ in range(dice.choice((1, 1, 2, 5)))]
+            whole = [*(texts[source] if source else []), *fresh]
+            start, copies = len(whole) - len(fresh), ()
+            draft = (7,) * (len(fresh) - 1) if source == slot else ()
+            if not draft and (copy := dice.randint(5, 12)) <= 8 and copy not in {source, *after}:
+                at = start + dice.randint(1, len(fresh))
+                copies, after[copy] = ((at, copy),), whole[:at]
+            use = StateUse(source, slot, copies)
+            spans.append(Span(str(slot), slot, start, len(fresh), 1, draft=draft, state=use))
+            row += fresh
+            after[slot] = whole
+        read = {span.state.source for span in spans if span.state is not None}
+        if read.intersection(slot for slot in after if slot > 4) or not spans:
+            continue  # what is read is held, so that no plan writes to it
+        step = memory.begin(spans)
+        found = step.run(0, _add, (torch.tensor(row, dtype=torch.float64),)).tolist()
+        ends = np.cumsum([span.num_tokens for span in spans])
+        assert [found[end - 1] for end in ends] == [_of(*after[span.row]) for span in spans]
+        if dice.random() < 0.2:  # it raised, and what it was to begin has nothing
+            texts |= {slot: [] for slot in after if slot not in read}
+            continue
+        step.commit()
+        kept = {span.sequence_id: dice.randint(0, span.num_tokens) for span in spans if span.draft}
+        drafted = {int(name): after.pop(int(name)) for name in kept}
+        starts = {span.row: span.start for span in spans}
+        texts |= after
+        if late is not None:
+            late[0].replay(late[1])
+            late[0].settle()
+            texts |= late[2]
+        late = step, kept, {slot: text[: starts[slot] + kept[str(slot)]] for slot, text in drafted.items()}
+        for slot, text in texts.items():
+            if text and slot not in late[2]:
+                assert memory.tensors[0][memory.place_of(slot), 0] == _of(*text)
+    assert late is not None
+    late[0].replay(late[1])
+    late[0].settle()
+    memory.check_integrity()
+    assert not memory.tensors[0][0].any()

@@ -23,6 +23,8 @@ from loraplex_server.backends.cpu.native.library import (
     GuessScratch,
     Head,
     Library,
+    Linear,
+    Pieces,
     Runs,
     Spans,
     Stack,
@@ -241,6 +243,34 @@ class NativeKernels:
             self._pool, DTYPES[query.dtype], query.data_ptr(), out.data_ptr(), k_pages.data_ptr(),
             v_pages.data_ptr(), num_heads, k_pages.shape[2], dim, scaling, softcap or 0.0, window or 0,
             chunk or 0, _address(sinks), ctypes.byref(spans),
+        )  # fmt: skip
+        return out
+
+    # --- recurrences ------------------------------------------------------------------------------------------------
+
+    def attend_linearly(self, dtype: torch.dtype, linear: Linear, pieces: Pieces) -> None:
+        """Linear attention from places to places of the states."""
+        self._functions.lp_attend_linearly(self._pool, DTYPES[dtype], ctypes.byref(linear), ctypes.byref(pieces))
+
+    def convolve(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, pieces: Pieces, *, is_activated: bool
+    ) -> Tensor:
+        """x [tokens, channels], last dimension contiguous, weight [width, channels] and bias in float32, states
+        [places, width - 1, channels] -> [tokens, channels]"""
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self._functions.lp_convolve(
+            self._pool, DTYPES[x.dtype], x.data_ptr(), x.stride(0), weight.data_ptr(), _address(bias),
+            weight.shape[0], weight.shape[1], is_activated, states.data_ptr(), out.data_ptr(), ctypes.byref(pieces),
+        )  # fmt: skip
+        return out
+
+    def scan(self, x: Tensor, step: Tensor, a: Tensor, b: Tensor, c: Tensor, states: Tensor, pieces: Pieces) -> Tensor:
+        """x, step [tokens, channels], a [channels, n], b, c [tokens, n], states [places, channels, n], all contiguous
+        and in float32 -> [tokens, channels]"""
+        out = torch.empty_like(x)
+        self._functions.lp_scan(
+            self._pool, x.data_ptr(), step.data_ptr(), a.data_ptr(), b.data_ptr(), c.data_ptr(), x.shape[1], b.shape[1],
+            states.data_ptr(), out.data_ptr(), ctypes.byref(pieces),
         )  # fmt: skip
         return out
 

@@ -72,6 +72,24 @@ class Spans(ctypes.Structure):
     )
 
 
+class Pieces(ctypes.Structure):
+    """LpPieces: pieces of texts, and the places of the states before and behind them."""
+
+    _fields_ = (("num_chains", _INT), ("chains", _POINTER), ("pieces", _POINTER))
+
+
+class Linear(ctypes.Structure):
+    """LpLinear: linear attention of a step."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("q", "k", "v", "decay", "beta", "out", "states")),
+        *((name, _LONG) for name in ("q_stride", "k_stride", "v_stride")),
+        *((name, _INT) for name in ("num_heads", "num_keys", "k_dim", "v_dim")),
+        *((name, _INT) for name in ("decay_by_channel", "is_delta", "normalizes")),
+        ("scale", _FLOAT),
+    )
+
+
 class Layer(ctypes.Structure):
     """LpLayer: one decoder layer's weights, pages and adapter tables."""
 
@@ -143,10 +161,14 @@ _TYPES: Final[Mapping[str, Any]] = {
     **dict.fromkeys(("k", "n", "stride", "x_stride", "y_stride", "num_outputs", "num_bytes", "num_tokens"), _LONG),
     **dict.fromkeys(("max_rank", "window", "chunk"), _LONG),
     **dict.fromkeys(("scaling", "softcap", "eps"), _FLOAT),
+    **dict.fromkeys(("width", "is_activated"), _INT),
+    "channels": _LONG,
     "name": ctypes.c_char_p,
     "table": _struct(Table),
     "runs": _struct(Runs),
     "spans": _struct(Spans),
+    "pieces": _struct(Pieces),
+    "linear": _struct(Linear),
     "guesses": _struct(Guesses),
     "head": _struct(Head),
     "stack": _struct(Stack),
@@ -178,6 +200,9 @@ KERNELS: Final[Mapping[str, Prototype]] = {
     "lp_attend": _function(
         None, "pool dtype q out k_pages v_pages num_heads num_kv_heads dim scaling softcap window chunk sinks spans"
     ),
+    "lp_attend_linearly": _function(None, "pool dtype linear pieces"),
+    "lp_convolve": _function(None, "pool dtype x x_stride weight bias width channels is_activated states out pieces"),
+    "lp_scan": _function(None, "pool x step a b c channels n states out pieces", step=_POINTER),
     "lp_rms_norm": _function(None, "pool dtype x weight num_rows n eps y"),
     "lp_argmax": _function(None, "pool dtype x num_rows n best where"),
     "lp_guess": _function(None, "pool guesses head hidden scratch best where", scratch=_struct(GuessScratch)),

@@ -53,6 +53,45 @@ struct AttendTask {
   const float* sinks;     // [group] one more score of each head, of a key without a value; null: none
 };
 
+// --- recurrences --------------------------------------------------------------------------------------------------------
+
+constexpr int kMaxStateDim = 512;  // rows and columns of a head's state, multiples of 16 where they are columns
+constexpr int kMaxConvWidth = 8;
+
+// A head's tokens of one piece. Strides in elements, between tokens.
+struct LinearTask {
+  const void *q, *k, *v;  // of the dtype: [k_dim], [k_dim], [v_dim]
+  const float* decay;     // what the state's logarithm loses: one number, or [k_dim]
+  const float* beta;      // null: 1
+  float* out;             // [v_dim]
+  int64_t q_stride, k_stride, v_stride, decay_stride, beta_stride, out_stride;
+  int64_t num_tokens;
+  int64_t state_stride;   // between rows of the state [k_dim][v_dim]
+  int32_t k_dim, v_dim;
+  bool decay_by_channel, is_delta, normalizes;
+  float scale;  // of q
+};
+
+struct ConvTask {
+  const void* x;
+  void* out;
+  const float* weight;  // [width][channels], at the first of the channels
+  const float* bias;    // null: none
+  int64_t x_stride, out_stride, num_tokens;
+  int64_t channels;      // in a row of the weight and of the state [width - 1][channels]
+  int64_t num_channels;  // of the task
+  int32_t width;
+  bool is_activated;  // silu
+};
+
+struct ScanTask {
+  const float *x, *step, *b, *c;  // [channels], [channels], [n], [n]
+  const float* a;                 // [channels][n]
+  float* out;                     // [channels]
+  int64_t x_stride, step_stride, b_stride, c_stride, out_stride, num_tokens;
+  int64_t n, num_channels;
+};
+
 // Brings a line into the second cache; the first has no room for what is read later. The compiler takes its own prefetch
 // for something without effect, and leaves out functions that do nothing else.
 static inline void fetch_line(const void* address) {
@@ -106,6 +145,11 @@ struct Kernels {
 
   void (*attend)(DType, const AttendTask&, float* scratch);
   int (*attend_rows)(DType);  // queries times heads that are fastest together
+
+  // Recurrences from the state `from` to `to`, which do not overlap, or are the same.
+  void (*attend_linearly)(DType, const LinearTask&, const float* from, float* to);
+  void (*convolve)(DType, const ConvTask&, const void* from, void* to);  // `to` may be null
+  void (*scan)(const ScanTask&, const float* from, float* to);
 };
 
 constexpr int kAttendKeys = 128;  // that are attended to at once, where tiles do it

@@ -14,6 +14,7 @@
 #include "widen.h"
 #include "shrink.h"
 #include "expand.h"
+#include "recurrence.h"
 
 #define LP_JOIN2(a, b) a##b
 #define LP_JOIN(a, b) LP_JOIN2(a, b)
@@ -24,6 +25,7 @@ namespace LP_ISA {
 static const Kernels table = {
     product, product_int8, widen,  end_products, shrink,   split,  expand, rms_norm,    rms_norm_f32, rotate,
     gated,   gated_bands,  store,  add_to,       add_rows, add_bias, argmax, attend, attend_rows,
+    attend_linearly, convolve, scan,
 };
 
 }  // namespace LP_ISA

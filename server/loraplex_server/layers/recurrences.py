@@ -2,11 +2,17 @@
 
 Each runs equally long pieces of several texts, [pieces, tokens, ...], from a state per piece, and returns outputs and
 the states behind the pieces. Short pieces go token by token, longer ones in chunks, whose products of matrices give
-the same but for rounding.
+the same but for rounding. A back end may compute them over the slots of a step in place of that (`StateOps`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,6 +22,81 @@ SEQUENTIAL_TOKENS = 4
 CHUNK_TOKENS = 64
 # With a decay for each channel a chunk takes tokens x tokens x channels elements for each head.
 CHANNEL_CHUNK_TOKENS = 16
+NORM_EPS = 1e-6  # of queries and keys, as Transformers has it
+NO_PLACE = -1
+
+
+class Recurrence(Protocol):
+    """Runs pieces of texts, inputs [pieces, tokens, ...], from a state for each [pieces, ...] (None: the beginning).
+    Returns outputs [pieces, tokens, ...] and the states behind the pieces."""
+
+    def __call__(self, parts: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The pieces of a step for back ends: where each begins in the row, how long it is, and the places of the states
+    before and behind it (NO_PLACE: it is not kept). Pieces of one text are a chain: each begins with the state behind
+    the one before it."""
+
+    pieces: npt.NDArray[np.int64]  # [num_pieces, 4]: start, length, source, target
+    chains: npt.NDArray[np.int32]  # [num_chains + 1]: the first piece of each
+
+
+class StateOps(Protocol):
+    """Recurrences of a back end, straight from places to places."""
+
+    def run(self, run: Recurrence, inputs: Sequence[Tensor], states: Tensor, places: Places) -> Tensor | None:
+        """Inputs [num_tokens, ...] each, states [places, ...] -> outputs [num_tokens, ...]. None: it does not know this
+        recurrence, and nothing was written."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """Causal convolution of each channel, and silu behind it where `is_activated`. Input: x [.., channels]."""
+
+    weight: Tensor  # [channels, width]
+    bias: Tensor | None
+    is_activated: bool = False
+
+    def __call__(self, parts: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, state = convolve(parts[0], state, self.weight, self.bias)
+        return (F.silu(out) if self.is_activated else out), state
+
+
+@dataclass(frozen=True, slots=True)
+class LinearAttention:
+    """Gated linear attention over q, k [.., key heads, K], v [.., heads, V], decay [.., heads] or [.., heads, K], and
+    beta [.., heads] or none: values times beta, or, with `is_delta`, the delta rule. Computes in float32 at least."""
+
+    scale: float = 1.0  # of queries
+    normalizes: bool = False  # queries and keys, first
+    is_delta: bool = False
+
+    def __call__(self, parts: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(parts[0].dtype, torch.float32)
+        q, k, v, decay = (one.to(dtype) for one in parts[:4])
+        beta = parts[4].to(dtype) if len(parts) > 4 else None
+        if self.normalizes:
+            q, k = (one * torch.rsqrt((one * one).sum(-1, keepdim=True) + NORM_EPS) for one in (q, k))
+        num_groups = v.shape[-2] // k.shape[-2]
+        if num_groups > 1:
+            q, k = (one.repeat_interleave(num_groups, dim=-2) for one in (q, k))
+        if beta is not None and not self.is_delta:
+            v = v * beta.unsqueeze(-1)
+        return attend_linearly(q * self.scale, k, v, decay, beta if self.is_delta else None, state)
+
+
+@dataclass(frozen=True, slots=True)
+class SelectiveScan:
+    """Selective scan over x, step [.., channels], b, c [.., N]."""
+
+    a: Tensor  # [channels, N]
+
+    def __call__(self, parts: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
+        x, step, b, c = parts
+        return scan(x, step, self.a, b, c, state)
 
 
 def convolve(x: Tensor, state: Tensor | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

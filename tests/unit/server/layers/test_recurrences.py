@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from loraplex_server.model.mixers.recurrences import attend_linearly, convolve, scan
+from loraplex_server.layers.recurrences import attend_linearly, convolve, scan
 
 NUM_TOKENS = 150
 Run = Callable[[Sequence[Tensor], Tensor | None], tuple[Tensor, Tensor]]

@@ -1,0 +1,82 @@
+"""Recurrences of a step by the native CPU kernels, from places to places.
+
+A state is read once and written once in a decode step. Tokens of a piece go one after the other, so that a text's bits
+do not depend on where it is cut, nor on what else is in the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from loraplex_server.backends.cpu.native.kernels import DTYPES, NativeKernels
+from loraplex_server.backends.cpu.native.library import Linear, Pieces
+from loraplex_server.layers.recurrences import Convolution, LinearAttention, Places, Recurrence, SelectiveScan
+
+MAX_DIM = 512  # kMaxStateDim in src/kernels.h
+DIM_MULTIPLE = 16  # of a state's columns
+MAX_WIDTH = 8  # kMaxConvWidth
+
+
+class NativeRecurrences:
+    """Implements StateOps."""
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        self._kernels = kernels
+        # Weights of convolutions as the kernels read them, by the address of the model's own, which is kept with them.
+        self._weights: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
+
+    def run(self, run: Recurrence, inputs: Sequence[Tensor], states: Tensor, places: Places) -> Tensor | None:
+        if isinstance(run, LinearAttention):
+            return self._attend(run, inputs, states, places)
+        if isinstance(run, Convolution):
+            return self._convolve(run, inputs[0], states, places)
+        if isinstance(run, SelectiveScan) and all(x.dtype == torch.float32 for x in (*inputs, states)):
+            x, step, b, c = (one.contiguous() for one in inputs)
+            return self._kernels.scan(x, step, run.a.contiguous(), b, c, states, _pieces(places))
+        return None
+
+    def _attend(self, run: LinearAttention, inputs: Sequence[Tensor], states: Tensor, places: Places) -> Tensor | None:
+        q, k, v = (_rows(x) for x in inputs[:3])
+        (num_tokens, num_heads, v_dim), (_, num_keys, k_dim) = v.shape, k.shape
+        is_known = states.dtype == torch.float32 and v_dim % DIM_MULTIPLE == 0 and max(k_dim, v_dim) <= MAX_DIM
+        if not is_known or v.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
+            return None
+        decay = inputs[3].to(torch.float32).contiguous()
+        beta = inputs[4].to(torch.float32).contiguous() if len(inputs) > 4 else None
+        out = torch.empty(num_tokens, num_heads, v_dim)
+        linear = Linear(
+            q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), decay=decay.data_ptr(),
+            beta=None if beta is None else beta.data_ptr(), out=out.data_ptr(), states=states.data_ptr(),
+            q_stride=q.stride(0), k_stride=k.stride(0), v_stride=v.stride(0),
+            num_heads=num_heads, num_keys=num_keys, k_dim=k_dim, v_dim=v_dim,
+            decay_by_channel=decay.dim() == 3, is_delta=run.is_delta, normalizes=run.normalizes, scale=run.scale,
+        )  # fmt: skip
+        self._kernels.attend_linearly(v.dtype, linear, _pieces(places))
+        return out
+
+    def _convolve(self, run: Convolution, x: Tensor, states: Tensor, places: Places) -> Tensor | None:
+        if not x.dtype == states.dtype == run.weight.dtype or x.dtype not in DTYPES or run.weight.shape[1] > MAX_WIDTH:
+            return None
+        weight, bias = self._weight(run)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        return self._kernels.convolve(x, weight, bias, states, _pieces(places), is_activated=run.is_activated)
+
+    def _weight(self, run: Convolution) -> tuple[Tensor, Tensor | None]:
+        found = self._weights.get(run.weight.data_ptr())
+        if found is None:
+            wide = run.weight.detach().to(torch.float32).t().contiguous()
+            bias = None if run.bias is None else run.bias.detach().to(torch.float32).contiguous()
+            found = self._weights[run.weight.data_ptr()] = (run.weight, wide, bias)
+        return found[1:]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x [tokens, heads, dim] with each token's heads in one piece."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _pieces(places: Places) -> Pieces:
+    return Pieces(len(places.chains) - 1, places.chains.ctypes.data, places.pieces.ctypes.data)
