@@ -62,9 +62,9 @@ def special_features(config: PreTrainedConfig) -> str:
 HYBRIDS_INTRODUCTION = """
 ## Families with recurrent or convolution states
 
-Layers of these families keep a state of fixed size for each sequence, beside KV blocks or instead of them. Each family
-is compared with the whole text computed by Transformers, with its recurrences in float64 and without a cache (some
-families continue wrongly from one), and with PEFT:
+Layers of these families keep a state of fixed size for each sequence, beside KV blocks or instead of them
+(`docs/adr/0016-states-beside-pages.md`). Each family is compared with the whole text computed by Transformers, with its
+recurrences in float64 and without a cache (some families continue wrongly from one), and with PEFT:
 
 - **Text**: packed rows, prompts in chunks of odd lengths, right and wrong drafts, logits within 1e-4 as norms and
   routers compute in float32 (`tests/parity/test_hybrids.py`).
