@@ -149,7 +149,9 @@ class AdapterFanOut:
 
     async def _load_at_homes(self, call: Call, adapter_id: str, raw: bytes) -> Answers:
         """Asks as many workers as an adapter has homes; the next in order replaces one that is not there."""
-        order = rendezvous_order(routing_key([adapter_id]), self._routable())
+        self._routable()
+        by_name = {view.hash_name: view.worker_id for view in self._replicas.views()}
+        order = [by_name[name] for name in rendezvous_order(routing_key([adapter_id]), by_name)]
         wanted = min(self._policy.num_homes, len(order))
         answers = Answers()
         while order and answers.num_answered < wanted:

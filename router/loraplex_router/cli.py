@@ -21,6 +21,7 @@ def router(config: RouterConfig) -> None:
     It sends each request to a worker that has its adapter and is not too busy, and relays the answer.
 
     Example: loraplex router --worker 10.0.0.1:50051 --worker 10.0.0.2:50051
+    Example: loraplex router --workers-from dns:loraplex-worker.default.svc:50051
     """
     _run(config, _print_ready)
 
@@ -48,7 +49,7 @@ def _run(config: RouterConfig, on_ready: Callable[[Router], None]) -> None:
 
 
 def _print_ready(running: Router) -> None:
-    total = len(running.config.workers)
+    total = len(running.replicas.all())
     line = f"router ready on {running.address} ({running.replicas.num_routable} of {total} workers available"
     if running.listener.metrics is not None:
         line += f", metrics on port {running.listener.metrics.port}"

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
 from loraplex_contracts.errors import InvalidArgument
+from loraplex_router.membership import is_address, open_membership, parse_members
 from loraplex_runtime.flags import option
-
-_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +21,14 @@ class PolicyConfig:
     load_factor: float = 1.25
     # Work below this never makes a worker count as busy: an idle cluster keeps every adapter at its first home.
     free_work_tokens: int = 1024
+    # Seconds for which a worker that joins others gets less than its share.
+    slow_start_s: float = 20.0
 
     def __post_init__(self) -> None:
         _check(self.num_homes >= 1, "--homes", "must be at least 1")
         _check(self.load_factor >= 1.0, "load_factor", "must be at least 1: no worker is below less than the mean")
         _check(self.free_work_tokens >= 0, "free_work_tokens", "must not be negative")
+        _check(self.slow_start_s >= 0, "slow_start_s", "must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,18 @@ class ServerFlags:
 class RouterConfig(ServerFlags):
     """Everything about one router."""
 
-    workers: tuple[str, ...] = option((), "A worker's host:port. Repeat the flag for each of them.", "--worker")
+    workers: tuple[str, ...] = option(
+        (),
+        "A worker's [NAME=]HOST:PORT. Repeat the flag for each of them. Adapters stay with a name when its address "
+        "changes.",
+        "--worker",
+    )
+    workers_from: str = option(
+        "",
+        "Follow a changing list of workers instead: file:PATH with a [NAME=]HOST:PORT in each line, or "
+        "dns:HOST:PORT with all addresses of the host.",
+        "--workers-from",
+    )
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", "--host")
     port: int = option(50051, "Port to listen on; 0 takes a free one.", "--port")
     metrics_port: int | None = option(
@@ -163,12 +175,18 @@ class RouterConfig(ServerFlags):
     server: ServerOptions = field(default_factory=ServerOptions)
 
     def __post_init__(self) -> None:
-        _check(bool(self.workers), "--worker", "must be given at least once, as host:port")
-        for address in self.workers:
-            found = _ADDRESS.match(address)
-            is_address = found is not None and 1 <= int(found[2]) <= 65535
-            _check(is_address, "--worker", f"takes host:port, not {address!a}")
-        _check(len(set(self.workers)) == len(self.workers), "--worker", "names the same worker twice")
+        _check(
+            bool(self.workers or self.workers_from),
+            "--worker",
+            "must be given at least once, as [NAME=]HOST:PORT; or --workers-from",
+        )
+        _check(not (self.workers and self.workers_from), "--workers-from", "and --worker exclude each other")
+        try:
+            parse_members(self.workers)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"--worker takes [NAME=]HOST:PORT: {error}", field="--worker") from None
+        if self.workers_from:
+            open_membership(self.workers_from)
         _check(0 <= self.port <= 65535, "--port", "must be 0 (any free port) to 65535")
         _check(self.metrics_port is None or 0 <= self.metrics_port <= 65535, "--metrics-port", "must be 0 to 65535")
         _check(self.http_port is None or 0 <= self.http_port <= 65535, "--http-port", "must be 0 to 65535")
@@ -199,9 +217,7 @@ class HttpServerConfig(ServerFlags):
     server_ca: Path | None = option(None, "Connect with TLS; the CA of the server's certificate (PEM).", "--server-ca")
 
     def __post_init__(self) -> None:
-        found = _ADDRESS.match(self.server)
-        is_address = found is not None and 1 <= int(found[2]) <= 65535
-        _check(is_address, "--server", f"must be given as host:port, not {self.server!a}")
+        _check(is_address(self.server), "--server", f"must be given as host:port, not {self.server!a}")
         _check(0 <= self.port <= 65535, "--port", "must be 0 (any free port) to 65535")
         _check(
             self.auth_file is None or self.server_token_file is not None,

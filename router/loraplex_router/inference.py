@@ -236,7 +236,7 @@ class InferenceRelay:
         error: UpstreamFailure | LoraplexError | None = None
         while True:
             route = Route(request.adapter_ids, self._replicas.work_in_flight_tokens(key))
-            views = self._replicas.views(tried, request.draft_model)
+            views = self._replicas.views(tried, request.draft_model, time.monotonic())
             worker_id = choose(route, views, self._config.policy, self._random)
             if worker_id is None:
                 raise error or min(overloaded.values(), key=_retry_after_s, default=None) or self._replicas.no_worker()

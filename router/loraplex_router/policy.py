@@ -31,6 +31,14 @@ class WorkerView:
     work_tokens: int
     # Adapter id -> tier. The base model's requests need none.
     tiers: Mapping[str, int] = field(default_factory=dict[str, int])
+    # What adapters are hashed by; empty where that is the id.
+    name: str = ""
+    # Of the work that others get: less than 1 for a newcomer, which has cold caches and no adapters.
+    share: float = 1.0
+
+    @property
+    def hash_name(self) -> str:
+        return self.name or self.worker_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +62,28 @@ def routing_key(adapter_ids: Collection[str]) -> str:
     return "\n".join(sorted(map(name_in, adapter_ids)))
 
 
-def rendezvous_order(key: str, worker_ids: Collection[str]) -> list[str]:
-    """The workers in the order in which they are responsible for `key`.
+def rendezvous_order(key: str, names: Collection[str]) -> list[str]:
+    """The workers' names in the order in which they are responsible for `key`.
 
     A worker that leaves changes nothing in the order of the others, whatever the key.
     """
-    return sorted(worker_ids, key=lambda worker_id: (_score(key, worker_id), worker_id), reverse=True)
+    return sorted(names, key=lambda name: (_score(key, name), name), reverse=True)
 
 
 @lru_cache(maxsize=1 << 14)
-def _score(key: str, worker_id: str) -> int:
+def _score(key: str, name: str) -> int:
     # Sizes are hashed too, so that no two pairs of names can run into each other.
-    text = f"{len(key)}:{key}{worker_id}".encode()
+    text = f"{len(key)}:{key}{name}".encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest())
 
 
 def load_bound(workers: Sequence[WorkerView], config: PolicyConfig) -> float:
-    """The most work a worker may have and still be given one more request.
+    """The most work a worker may have and still be given one more request; a newcomer so much times its share.
 
-    The least loaded worker is never above it, because it is never above the mean.
+    There always is a worker that is not above it, because not all are above the mean.
     """
-    mean = sum(worker.work_tokens for worker in workers) / len(workers)
+    num_workers = sum(worker.share for worker in workers) or len(workers)
+    mean = sum(worker.work_tokens for worker in workers) / num_workers
     return max(config.load_factor * mean, float(config.free_work_tokens))
 
 
@@ -96,16 +105,19 @@ def choose(route: Route, workers: Sequence[WorkerView], config: PolicyConfig, ra
     if not workers:
         return None
     bound = load_bound(workers, config)
-    open_workers = {worker.worker_id: worker for worker in workers if worker.work_tokens <= bound}
+    open_workers = [worker for worker in workers if worker.work_tokens <= bound * worker.share]
+    # Of newcomers alone:
+    open_workers = open_workers or [worker for worker in workers if worker.work_tokens <= bound]
     if not route.adapter_ids:
-        return _less_loaded_of_two(list(open_workers.values()), random)
-    order = rendezvous_order(route.routing_key, [worker.worker_id for worker in workers])
+        return _less_loaded_of_two(open_workers, random)
+    order = rendezvous_order(route.routing_key, [worker.hash_name for worker in workers])
     homes = num_homes(route, workers, config)
+    by_name = {worker.hash_name: worker for worker in open_workers}
     # Homes first; when all of them are busy, the next free worker takes the overflow.
-    candidates = [worker_id for worker_id in order[:homes] if worker_id in open_workers]
-    candidates = candidates or [worker_id for worker_id in order if worker_id in open_workers]
-    best = max(tier_of(route, open_workers[worker_id]) for worker_id in candidates)
-    equals = [open_workers[worker_id] for worker_id in candidates if tier_of(route, open_workers[worker_id]) == best]
+    candidates = [by_name[name] for name in order[:homes] if name in by_name]
+    candidates = candidates or [by_name[name] for name in order if name in by_name]
+    best = max(tier_of(route, worker) for worker in candidates)
+    equals = [worker for worker in candidates if tier_of(route, worker) == best]
     is_hot = homes > config.num_homes
     if is_hot and best > NOT_RESIDENT:
         return _less_loaded_of_two(equals, random)

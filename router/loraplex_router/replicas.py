@@ -6,6 +6,7 @@ end, policy.py reads views of it. Everything can be rebuilt by asking the worker
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -44,7 +45,14 @@ class Replica:
     """One worker. Written by `Replicas` only."""
 
     worker_id: str
+    name: str  # what adapters are hashed by
+    # It is no member any more: it ends its requests and gets no new ones.
+    is_leaving: bool = False
+    # It joined others, and when it became routable.
+    is_newcomer: bool = False
+    joined_s: float | None = None
     info: inference_pb2.GetInfoResponse | None = None
+    has_reported: bool = False  # ever
     # Whether the current stream of reports has brought one.
     is_connected: bool = False
     is_draining: bool = False
@@ -64,15 +72,20 @@ class Replica:
 
     @property
     def is_routable(self) -> bool:
-        return self.is_connected and not self.is_draining and not self.is_stalled
+        return self.is_healthy and not self.is_leaving
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.is_connected and not (self.is_draining or self.is_stalled)
 
     @property
     def work_tokens(self) -> int:
         return max(0, self.load.pending_tokens - self.ended_tokens) + self.unreported_tokens
 
-    @property
-    def view(self) -> WorkerView:
-        return WorkerView(self.worker_id, self.work_tokens, self.tiers)
+    def view(self, now_s: float, slow_start_s: float) -> WorkerView:
+        age_s = math.inf if self.joined_s is None else now_s - self.joined_s
+        share = max(0.0, age_s) / slow_start_s if age_s < slow_start_s else 1.0
+        return WorkerView(self.worker_id, self.work_tokens, self.tiers, self.name, share)
 
     def has_draft_model(self, name: str) -> bool:
         """True if it has that draft model; any, where the name is empty."""
@@ -81,12 +94,39 @@ class Replica:
 
 
 class Replicas:
-    """All workers, by address. `on_change` is called whenever one becomes routable or stops being so."""
+    """All workers, by id. `on_change` is called whenever one becomes routable or stops being so."""
 
-    def __init__(self, worker_ids: Collection[str], on_change: Callable[[], None] = lambda: None) -> None:
-        self._replicas = {worker_id: Replica(worker_id) for worker_id in worker_ids}
+    def __init__(
+        self,
+        worker_ids: Collection[str] = (),
+        on_change: Callable[[], None] = lambda: None,
+        slow_start_s: float = 0.0,
+    ) -> None:
+        self._replicas = {worker_id: Replica(worker_id, worker_id) for worker_id in worker_ids}
         self._work_by_key: dict[str, int] = {}
+        self._slow_start_s = slow_start_s
         self.on_change = on_change
+
+    # --- members ---------------------------------------------------------------------------------------------------
+
+    def join(self, worker_id: str, name: str) -> None:
+        """A new member; one that was about to leave stays."""
+        newcomer = Replica(worker_id, name, is_newcomer=self.num_routable > 0)
+        self._set_leaving(self._replicas.setdefault(worker_id, newcomer), False)
+
+    def leave(self, worker_id: str) -> None:
+        """It gets no new requests from here on, once a member can take them."""
+        self._set_leaving(self._replicas[worker_id], True)
+
+    def _set_leaving(self, replica: Replica, is_leaving: bool) -> None:
+        replica.is_leaving = is_leaving
+        self.on_change()
+
+    def forget(self, worker_id: str) -> None:
+        """One that has left, with its last request ended."""
+        assert self.has_left(worker_id), f"{worker_id} still has something to do"
+        del self._replicas[worker_id]
+        self.on_change()
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
@@ -100,13 +140,32 @@ class Replicas:
         """Workers that report: draining ones too, which take no new requests or commands."""
         return [replica for replica in self._replicas.values() if replica.is_connected]
 
-    def views(self, excluded: Collection[str] = (), draft_model: str | None = None) -> list[WorkerView]:
+    def views(
+        self, excluded: Collection[str] = (), draft_model: str | None = None, now_s: float = math.inf
+    ) -> list[WorkerView]:
         """Workers that can take a request. One that wants a draft model goes where that model is; if no worker has it,
         any of them can say so."""
-        routable = [replica for replica in self._replicas.values() if replica.is_routable]
+        routable = self.routable()
         if draft_model is not None:
             routable = [replica for replica in routable if replica.has_draft_model(draft_model)] or routable
-        return [replica.view for replica in routable if replica.worker_id not in excluded]
+        return [replica.view(now_s, self._slow_start_s) for replica in routable if replica.worker_id not in excluded]
+
+    def routable(self) -> list[Replica]:
+        """Members that can take a request; where none has been reached yet, those that are leaving."""
+        found = [replica for replica in self._replicas.values() if replica.is_routable]
+        if not found and self._awaits_members():
+            return [replica for replica in self._replicas.values() if replica.is_healthy]
+        return found
+
+    def _awaits_members(self) -> bool:
+        members = [replica for replica in self._replicas.values() if not replica.is_leaving]
+        is_served = any(replica.is_routable for replica in members)
+        return not is_served and any(not replica.has_reported for replica in members)
+
+    def has_left(self, worker_id: str) -> bool:
+        """True for one that is leaving and has nothing more to do."""
+        replica = self._replicas[worker_id]
+        return replica.is_leaving and not replica.num_in_flight and not self._awaits_members()
 
     def adapter_names(self) -> list[str]:
         """Sorted names of the adapters that workers hold, as far as their reports tell."""
@@ -115,6 +174,8 @@ class Replicas:
     def no_worker(self) -> NoWorker:
         """The error where no worker can take a request. Details of each worker are in the log only."""
         connected = self.connected()
+        if not self._replicas:
+            return NoWorker("the router has no workers yet; try again", retry_after_s=RETRY_WITHOUT_WORKERS_S)
         return NoWorker(
             f"none of the router's {len(self._replicas)} workers can take requests "
             f"({sum(replica.is_draining for replica in connected)} shutting down, "
@@ -125,7 +186,7 @@ class Replicas:
 
     @property
     def num_routable(self) -> int:
-        return sum(replica.is_routable for replica in self._replicas.values())
+        return len(self.routable())
 
     def work_in_flight_tokens(self, routing_key: str) -> int:
         """Work of requests with this key that this router has under way, on all workers."""
@@ -182,7 +243,7 @@ class Replicas:
     def on_report(self, worker_id: str, report: worker_pb2.Load, now_s: float) -> None:
         replica = self._replicas[worker_id]
         was_routable = replica.is_routable
-        replica.is_connected = True
+        replica.is_connected = replica.has_reported = True
         replica.is_draining = report.draining
         replica.is_stalled = report.stalled
         replica.last_error = ""
@@ -194,6 +255,8 @@ class Replicas:
         while replica.unreported and replica.unreported[0].started_s <= now_s - REPORT_LAG_S:
             replica.unreported_tokens -= replica.unreported.popleft().work_tokens
         if replica.is_routable != was_routable:
+            if replica.is_newcomer and replica.joined_s is None:
+                replica.joined_s = now_s
             self.on_change()
 
     def on_lost(self, worker_id: str, why: str) -> None:

@@ -19,9 +19,11 @@ from loraplex_router.calls import Call, Calls, RouterMetrics
 from loraplex_router.config import RouterConfig, ServerOptions
 from loraplex_router.inference import InferenceRelay
 from loraplex_router.load_service import LoadService
+from loraplex_router.membership import open_membership, parse_members
 from loraplex_router.replicas import Replicas, WorkersCollector
 from loraplex_router.upstream import ADAPTERS, INFERENCE, POOLING, WORKER, Upstream, follow_worker_credentials
 from loraplex_router.watch import Watcher
+from loraplex_router.workers import Workers
 from loraplex_runtime.listener import ListenConfig, Listener, exposure_warnings, server_options
 from loraplex_runtime.shutdown import HOW_TO_HURRY, Ending
 from loraplex_runtime.telemetry import new_registry
@@ -51,8 +53,7 @@ class Router:
     calls: Calls
     listener: Listener
     _load: LoadService
-    _watcher: Watcher
-    _upstreams: dict[str, Upstream]
+    _workers: Workers
     http: HttpServer | None = None
 
     @property
@@ -61,7 +62,7 @@ class Router:
 
     def heard_s(self, worker_id: str) -> float:
         """When the worker last sent anything, by the monotonic clock."""
-        return self._upstreams[worker_id].heard_s
+        return self._workers.upstreams[worker_id].heard_s
 
     async def drain(self, drain_s: float | None = None, *, announce_s: float = 0.0) -> None:
         """Says NOT_SERVING for `announce_s`, then refuses what is new and gives what runs `drain_s` to end.
@@ -79,9 +80,7 @@ class Router:
         if self.http is not None:
             await self.http.stop()
         await self.listener.stop(FLUSH_S)
-        await self._watcher.stop()
-        for upstream in self._upstreams.values():
-            await upstream.close()
+        await self._workers.stop()
 
 
 async def listen(config: ListenConfig, options: ServerOptions) -> Listener:
@@ -116,33 +115,38 @@ async def start_router(
     if listener is None:
         listener = await listen(config, config.server)
     health = listener.health
-    upstreams: dict[str, Upstream] = {}
+    workers: Workers | None = None
     try:
-        replicas = Replicas(config.workers, on_change=lambda: health.set_ready(replicas.num_routable > 0))
+        membership = open_membership(config.workers_from) if config.workers_from else None
+        members = parse_members(config.workers) if membership is None else membership.first()
+        replicas = Replicas(
+            on_change=lambda: health.set_ready(replicas.num_routable > 0), slow_start_s=config.policy.slow_start_s
+        )
         shown = follow_worker_credentials(
             listener.files, config.worker_token or config.worker_token_file, config.worker_ca
         )
-        upstreams |= {worker_id: Upstream(worker_id, config.server, shown) for worker_id in config.workers}
+        watcher = Watcher(replicas, config.watch)
+        workers = Workers(replicas, watcher, lambda member: Upstream(member, config.server, shown))
+        workers.update(members)
         registry = listener.registry or new_registry()
         metrics = RouterMetrics(registry)
         calls = Calls(config.max_in_flight, metrics, replicas.adapter_names)
-        relay = InferenceRelay(config, replicas, upstreams, metrics)
-        adapters = AdapterFanOut(config.policy, replicas, upstreams)
+        relay = InferenceRelay(config, replicas, workers.upstreams, metrics)
+        adapters = AdapterFanOut(config.policy, replicas, workers.upstreams)
         load = LoadService(replicas)
         handlers = _handlers(calls, relay, adapters)
         handlers.append(grpc.method_handlers_generic_handler(WORKER, load.handlers()))
         WorkersCollector(registry, replicas)
         http_socket = http_socket or bind_http_port(config)
     except BaseException:
-        for upstream in upstreams.values():
-            await upstream.close()
+        if workers is not None:
+            await workers.stop()
         await listener.stop(0.0)
         raise
     listener.serve(handlers)
-    watcher = Watcher(replicas, upstreams, config.watch)
-    watcher.start()
+    workers.start(membership)
     await watcher.settled(SETTLE_S)
-    router = Router(config, replicas, calls, listener, load, watcher, upstreams)
+    router = Router(config, replicas, calls, listener, load, workers)
     if http_socket is not None:
         try:
             router.http = await _start_http(router, relay, adapters, registry, http_socket)

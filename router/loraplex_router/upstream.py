@@ -34,6 +34,7 @@ from loraplex_contracts.errors import (
 )
 from loraplex_proto.status import DETAILS_KEY, from_rpc_error
 from loraplex_router.config import ServerOptions
+from loraplex_router.membership import Member
 from loraplex_runtime.auth import ADAPTER_BYTES_KEY, AUTHORIZATION_KEY, TENANT_KEY, Identity
 from loraplex_runtime.listener import KEEPALIVE_S, KEEPALIVE_TIMEOUT_S
 from loraplex_runtime.reload import Followed, Reloader, checked_authorities
@@ -186,9 +187,10 @@ def _token(raw: bytes, path: Path) -> str:
 class Upstream:
     """The connection to one worker. Requests and answers are bytes, except where the router itself reads them."""
 
-    def __init__(self, worker_id: str, options: ServerOptions, credentials: Callable[[], WorkerCredentials]) -> None:
+    def __init__(self, member: Member, options: ServerOptions, credentials: Callable[[], WorkerCredentials]) -> None:
         """`credentials` returns those that are in force now."""
-        self.worker_id = worker_id
+        self.worker_id = member.worker_id
+        self._address = member.address
         self._options = options
         self._credentials = credentials
         self._ca = credentials().ca
@@ -228,8 +230,8 @@ class Upstream:
     def _connect(self) -> grpc.aio.Channel:
         arguments = _channel_options(self._options)
         if self._ca is None:
-            return grpc.aio.insecure_channel(self.worker_id, options=arguments)
-        return grpc.aio.secure_channel(self.worker_id, grpc.ssl_channel_credentials(self._ca), options=arguments)
+            return grpc.aio.insecure_channel(self._address, options=arguments)
+        return grpc.aio.secure_channel(self._address, grpc.ssl_channel_credentials(self._ca), options=arguments)
 
     def stream(self, path: str, raw: bytes, timeout_s: float | None, metadata: Metadata) -> Any:
         """The call of `path`, "/package.Service/Method", whose answer is a stream of bytes; see `failures_of`."""
@@ -273,8 +275,9 @@ class Upstream:
             call.cancel()
         return len(given_up)
 
-    async def close(self) -> None:
-        await self._channel.close()
+    async def close(self, grace_s: float | None = None) -> None:
+        """Calls under way get `grace_s` to end."""
+        await self._channel.close(grace_s)
 
 
 def _channel_options(options: ServerOptions) -> list[tuple[str, int]]:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
 from random import Random
 from typing import Any, Final
 
@@ -28,30 +27,41 @@ PAUSE_S: Final = 0.5
 
 
 class Watcher:
-    """Owns a task per worker that feeds its reports to `Replicas`, from `start` to `stop`."""
+    """Owns a task per worker that feeds its reports to `Replicas`, until the worker is removed or to `stop`."""
 
-    def __init__(self, replicas: Replicas, upstreams: Mapping[str, Upstream], config: WatchConfig) -> None:
-        self._watches = [WorkerWatch(upstream, replicas, config) for upstream in upstreams.values()]
-        self._tasks: list[asyncio.Task[None]] = []
+    def __init__(self, replicas: Replicas, config: WatchConfig) -> None:
+        self._replicas = replicas
+        self._config = config
+        self._watches: dict[str, WorkerWatch] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._pauses: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._tasks = [
-            asyncio.create_task(watch.run(), name=f"watch {watch.upstream.worker_id}") for watch in self._watches
-        ]
-        self._tasks.append(asyncio.create_task(self._allow_for_pauses(), name="allow for pauses"))
+        self._pauses = asyncio.create_task(self._allow_for_pauses(), name="allow for pauses")
+
+    def add(self, upstream: Upstream) -> None:
+        """A worker that `Replicas` knows. It is watched from now on."""
+        worker_id = upstream.worker_id
+        watch = self._watches[worker_id] = WorkerWatch(upstream, self._replicas, self._config)
+        self._tasks[worker_id] = asyncio.create_task(watch.run(), name=f"watch {worker_id}")
+
+    def remove(self, worker_id: str) -> None:
+        del self._watches[worker_id]
+        self._tasks.pop(worker_id).cancel()
 
     async def settled(self, timeout_s: float) -> None:
         """Returns when every worker has reported or failed for the first time, or after `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                for watch in self._watches:
+                for watch in list(self._watches.values()):
                     await watch.settled.wait()
 
     async def stop(self) -> None:
-        for task in self._tasks:
+        tasks = [*self._tasks.values(), *([] if self._pauses is None else [self._pauses])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()
 
     async def _allow_for_pauses(self) -> None:
         """Forever: takes pauses of this process (stopped, frozen with its machine) off its workers' silence."""
@@ -60,7 +70,7 @@ class Watcher:
             await asyncio.sleep(LOOK_S)
             pause_s = time.monotonic() - before_s - LOOK_S
             if pause_s >= PAUSE_S:
-                for watch in self._watches:
+                for watch in self._watches.values():
                     watch.upstream.excuse(pause_s)
 
 

@@ -110,7 +110,7 @@ async def test_the_command(tmp_path: Path) -> None:
     ("flags", "says"),
     [
         ([], "--worker must be given"),
-        (["--worker", "nonsense"], "--worker takes host:port"),
+        (["--worker", "nonsense"], "--worker takes [NAME=]HOST:PORT"),
         (["--worker", "a:1", "--auth-file", "x"], "--worker-token-file"),
         (["--worker", "a:1", "--tls-cert", "x"], "--tls-key"),
         (["--worker", "a:1", "--log-format", "xml"], "not one of"),

@@ -113,3 +113,24 @@ def test_the_order_is_the_same_everywhere() -> None:
 
 def test_versions_have_the_homes_of_their_adapter() -> None:
     assert routing_key(["acme/sql@0123abcd"]) == routing_key(["acme/sql"])
+
+
+def test_adapters_are_hashed_by_name() -> None:
+    """A worker at another address has its predecessor's adapters."""
+    named = [WorkerView(f"{name[0]}=h:{idx}", 0, name=name) for idx, name in enumerate(WORKERS)]
+    assert choose(SQL, named, CONFIG, Random(0)) == next(one.worker_id for one in named if one.name == ORDER[0])
+
+
+@pytest.mark.parametrize(
+    ("share", "work", "is_chosen"),
+    [(0.0, 0, True), (0.0, 100, False), (0.5, 2000, True), (0.5, 2800, False), (1.0, 4500, True)],
+)
+def test_a_newcomer_gets_its_share_slowly(share: float, work: int, is_chosen: bool) -> None:
+    busy = views(dict.fromkeys(WORKERS, 4000))
+    busy[WORKERS.index(ORDER[0])] = WorkerView(ORDER[0], work, share=share)
+    assert choose(SQL, busy, CONFIG, Random(0)) == ORDER[0 if is_chosen else 1]
+
+
+def test_newcomers_alone_take_everything() -> None:
+    fresh = [WorkerView(name, 500, share=0.0) for name in WORKERS]
+    assert choose(SQL, fresh, CONFIG, Random(0)) == ORDER[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from loraplex_proto.v1 import inference_pb2, worker_pb2
 from loraplex_router.replicas import ASSUMED_CONTEXT_TOKENS, REPORT_LAG_S, Replicas
 
@@ -136,3 +138,63 @@ def test_the_context_is_assumed_until_a_worker_has_said_its_own() -> None:
     replicas.on_info(A, inference_pb2.GetInfoResponse(max_context_tokens=100))
     replicas.on_info(B, inference_pb2.GetInfoResponse(max_context_tokens=200))
     assert replicas.max_context_tokens == 200
+
+
+# --- members ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_that_leaves_ends_its_requests() -> None:
+    changes: list[int] = []
+    replicas = Replicas(on_change=lambda: changes.append(replicas.num_routable))
+    replicas.join("w=a:1", "w")
+    replicas.on_report("w=a:1", report(), 1.0)
+    flight = replicas.begin("w=a:1", "sql", 50, 2.0)
+    replicas.leave("w=a:1")
+    assert replicas.views() == []
+    assert changes[-2:] == [1, 0]
+    replicas.on_report("w=a:1", report(), 3.0)
+    assert replicas.views() == []
+    with pytest.raises(AssertionError):
+        replicas.forget("w=a:1")
+    replicas.end(flight)
+    replicas.forget("w=a:1")
+    assert replicas.all() == []
+    assert "no workers yet" in str(replicas.no_worker())
+
+
+def test_one_that_leaves_stands_in_until_its_replacement_is_there() -> None:
+    replicas = Replicas()
+    replicas.join("w=a:1", "w")
+    replicas.on_report("w=a:1", report(), 1.0)
+    replicas.join("w=b:1", "w")
+    replicas.leave("w=a:1")
+    assert [view.worker_id for view in replicas.views()] == ["w=a:1"]
+    assert not replicas.has_left("w=a:1")
+    replicas.on_info("w=b:1", inference_pb2.GetInfoResponse())
+    replicas.on_report("w=b:1", report(), 2.0)
+    assert [view.worker_id for view in replicas.views()] == ["w=b:1"]
+    assert replicas.has_left("w=a:1")
+    replicas.on_lost("w=b:1", "gone")
+    assert replicas.views() == []
+
+
+def test_one_that_comes_back_in_time_stays() -> None:
+    replicas = Replicas([A])
+    replicas.on_report(A, report(), 1.0)
+    replicas.leave(A)
+    replicas.join(A, A)
+    assert [view.worker_id for view in replicas.views()] == [A]
+
+
+def test_newcomers_are_those_that_join_others() -> None:
+    replicas = Replicas(slow_start_s=10.0)
+    for worker_id in (A, B):  # both are there at the start
+        replicas.join(worker_id, worker_id)
+    for worker_id in (A, B):
+        replicas.on_report(worker_id, report(), 1.0)
+    replicas.join("c:1", "c")
+    replicas.on_report("c:1", report(), 5.0)
+    assert [view.share for view in replicas.views(now_s=5.0)] == [1.0, 1.0, 0.0]
+    assert [view.share for view in replicas.views(now_s=12.5)] == [1.0, 1.0, 0.75]
+    assert [view.share for view in replicas.views(now_s=99.0)] == [1.0, 1.0, 1.0]
+    assert [view.hash_name for view in replicas.views()] == [A, B, "c"]

@@ -1,0 +1,204 @@
+"""Membership: which workers a router has, fixed or followed in a file or in DNS.
+
+A member's name is what adapters are hashed by, so that a replacement at another address inherits the adapters of its
+predecessor. A source that cannot be read keeps the last view: a resolver or a writer that is down takes no worker away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from loraplex_contracts.errors import InvalidArgument, LoraplexError
+
+log = logging.getLogger(__name__)
+
+FLAG: Final = "--workers-from"
+# Seconds between two looks.
+FILE_INTERVAL_S: Final = 1.0
+DNS_INTERVAL_S: Final = 5.0
+MAX_FILE_BYTES: Final = 1 << 20
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})\Z")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Member:
+    """A worker that a router is to have."""
+
+    name: str  # its address where it has no name of its own
+    address: str  # host:port
+
+    @property
+    def worker_id(self) -> str:
+        """Another one for the same name at another address: the two may overlap while the old one ends its requests."""
+        return self.address if self.name == self.address else f"{self.name}={self.address}"
+
+
+def parse_member(text: str) -> Member:
+    """[NAME=]HOST:PORT. Raises InvalidArgument."""
+    name, separator, address = text.rpartition("=")
+    if not is_address(address) or (separator and not _NAME.match(name)):
+        raise InvalidArgument(f"{text!a} is not [NAME=]HOST:PORT")
+    return Member(name or address, address)
+
+
+def is_address(text: str) -> bool:
+    """True for host:port."""
+    found = _ADDRESS.match(text)
+    return found is not None and 1 <= int(found[2]) <= 65535
+
+
+def parse_members(texts: Iterable[str]) -> tuple[Member, ...]:
+    """Raises InvalidArgument, also where a name or an address comes twice."""
+    members = tuple(parse_member(text) for text in texts)
+    for what in ("name", "address"):
+        seen: set[str] = set()
+        for member in members:
+            value: str = getattr(member, what)
+            if value in seen:
+                raise InvalidArgument(f"there are two workers with the {what} {value}")
+            seen.add(value)
+    return members
+
+
+class Membership(Protocol):
+    """Where the list of members comes from."""
+
+    def first(self) -> tuple[Member, ...]:
+        """The members at the start, none where they come later. Raises InvalidArgument where they never will."""
+        ...
+
+    def changes(self) -> AsyncIterator[tuple[Member, ...]]:
+        """Forever: the members, whenever they are others than before."""
+        ...
+
+
+def open_membership(text: str) -> Membership:
+    """Of the flag: file:PATH or dns:HOST:PORT. Raises InvalidArgument."""
+    kind, _, rest = text.partition(":")
+    if kind == "file" and rest:
+        return FileMembership(Path(rest), FILE_INTERVAL_S)
+    if kind == "dns" and is_address(rest):
+        host, _, port = rest.rpartition(":")
+        return DnsMembership(host, int(port), DNS_INTERVAL_S)
+    raise InvalidArgument(f"{FLAG} takes file:PATH or dns:HOST:PORT, not {text!a}", field=FLAG)
+
+
+class FileMembership:
+    """Lines of [NAME=]HOST:PORT, with comments from # on; written anew and renamed into place by whoever knows.
+
+    The last line ends with a line feed, or the file is not complete: one that is empty has been cut off, and a list
+    without members is a comment.
+    """
+
+    def __init__(self, path: Path, interval_s: float = FILE_INTERVAL_S) -> None:
+        self._path = path
+        self._interval_s = interval_s
+        self._raw = b""
+
+    def first(self) -> tuple[Member, ...]:
+        try:
+            raw = self._read()
+            members = members_of(raw)
+        except (OSError, LoraplexError) as error:
+            raise InvalidArgument(f"{FLAG} file:{self._path} cannot be used: {_reason(error)}", field=FLAG) from error
+        self._raw = raw
+        return members
+
+    async def changes(self) -> AsyncIterator[tuple[Member, ...]]:
+        said = ""
+        while True:
+            await asyncio.sleep(self._interval_s)
+            try:
+                raw = await asyncio.to_thread(self._read)
+                if raw == self._raw:
+                    said = ""
+                    continue
+                members = members_of(raw)
+            except (OSError, LoraplexError) as error:
+                said = _say_once(said, f"{self._path} cannot be used: {_reason(error)}")
+                continue
+            self._raw, said = raw, ""
+            yield members
+
+    def _read(self) -> bytes:
+        with self._path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+        if len(raw) > MAX_FILE_BYTES:
+            raise InvalidArgument(f"it is larger than {MAX_FILE_BYTES} bytes")
+        return raw
+
+
+def members_of(raw: bytes) -> tuple[Member, ...]:
+    """The members that a file lists. Raises InvalidArgument."""
+    if not raw.endswith(b"\n"):
+        raise InvalidArgument("it does not end with a line feed, so it may be cut off")
+    try:
+        text = raw.decode("ascii")
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"it is not plain ASCII (byte {error.start})") from None
+    lines = (line.partition("#")[0].strip() for line in text.split("\n"))
+    return parse_members(line for line in lines if line)
+
+
+Resolve = Callable[[str, int], Awaitable[Sequence[Any]]]
+
+
+class DnsMembership:
+    """All addresses of a host name, asked for again and again. A member is named by its address."""
+
+    def __init__(
+        self, host: str, port: int, interval_s: float = DNS_INTERVAL_S, resolve: Resolve | None = None
+    ) -> None:
+        self._host = host
+        self._port = port
+        self._interval_s = interval_s
+        self._resolve = resolve or _resolve
+        self._members: tuple[Member, ...] = ()
+
+    def first(self) -> tuple[Member, ...]:
+        return ()  # the resolver may take its time, and the name may come later
+
+    async def changes(self) -> AsyncIterator[tuple[Member, ...]]:
+        said = ""
+        while True:
+            try:
+                members = dns_members(await self._resolve(self._host, self._port))
+            except (OSError, UnicodeError) as error:  # UnicodeError: a label of more than 63 characters
+                said = _say_once(said, f"{self._host} cannot be resolved: {_reason(error)}")
+            else:
+                said = ""
+                if members != self._members:
+                    self._members = members
+                    yield members
+            await asyncio.sleep(self._interval_s)
+
+
+async def _resolve(host: str, port: int) -> Sequence[Any]:
+    return await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+
+
+def dns_members(found: Sequence[Any]) -> tuple[Member, ...]:
+    """Of what getaddrinfo returns."""
+    addresses = {
+        f"[{where[0]}]:{where[1]}" if family == socket.AF_INET6 else f"{where[0]}:{where[1]}"
+        for family, _, _, _, where in found
+    }
+    return tuple(Member(address, address) for address in sorted(addresses))
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
+def _say_once(said: str, text: str) -> str:
+    if text != said:
+        log.warning("%s %s; the workers stay as they are", FLAG, text)
+    return text

@@ -1,0 +1,87 @@
+"""Connections to workers: members join and leave while requests run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from loraplex_router.membership import Member, Membership
+from loraplex_router.replicas import Replicas
+from loraplex_router.upstream import Upstream
+from loraplex_router.watch import Watcher
+
+log = logging.getLogger(__name__)
+
+# How often it is looked whether one that leaves has ended its requests, and what calls besides those (a load of an
+# adapter) get to end.
+LOOK_S: Final = 0.2
+CLOSE_S: Final = 30.0
+
+
+class Workers:
+    """Owns the connections, one for each member and for each worker that is leaving."""
+
+    def __init__(self, replicas: Replicas, watcher: Watcher, connect: Callable[[Member], Upstream]) -> None:
+        self.upstreams: dict[str, Upstream] = {}
+        self._replicas = replicas
+        self._watcher = watcher
+        self._connect = connect
+        self._leaving: set[str] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def update(self, members: Sequence[Member]) -> None:
+        """Members are these from here on."""
+        wanted = {member.worker_id: member for member in members}
+        for worker_id in self.upstreams.keys() - wanted.keys() - self._leaving:
+            log.info("worker %s leaves with %d requests", worker_id, self._replicas[worker_id].num_in_flight)
+            self._replicas.leave(worker_id)
+            self._leaving.add(worker_id)
+        for worker_id, member in wanted.items():
+            self._leaving.discard(worker_id)
+            is_new = worker_id not in self.upstreams
+            self._replicas.join(worker_id, member.name)
+            if is_new:
+                upstream = self.upstreams[worker_id] = self._connect(member)
+                self._watcher.add(upstream)
+
+    def start(self, membership: Membership | None) -> None:
+        """Watches the workers, and follows the list where there is one to follow."""
+        self._watcher.start()
+        if membership is not None:
+            self._tasks = [
+                asyncio.create_task(self._follow(membership), name="follow the members"),
+                asyncio.create_task(self._end_leaving(), name="end workers that leave"),
+            ]
+
+    async def _follow(self, membership: Membership) -> None:
+        async for members in membership.changes():
+            before = self.upstreams.keys() - self._leaving
+            self.update(members)
+            joined = [member.worker_id for member in members if member.worker_id not in before]
+            log.info("%d members%s", len(members), f", new: {', '.join(joined)}" if joined else "")
+
+    async def _end_leaving(self) -> None:
+        """Forever: closes the connections of workers that have left, once nothing runs there."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for worker_id in [one for one in self._leaving if self._replicas.has_left(one)]:
+                self._leaving.remove(worker_id)
+                self._watcher.remove(worker_id)
+                self._replicas.forget(worker_id)
+                closing = asyncio.create_task(self.upstreams.pop(worker_id).close(CLOSE_S))
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+                log.info("worker %s has left", worker_id)
+
+    async def stop(self) -> None:
+        for task in (*self._tasks, *self._closing):
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*self._tasks, *self._closing, return_exceptions=True)
+        await self._watcher.stop()
+        for upstream in self.upstreams.values():
+            await upstream.close()

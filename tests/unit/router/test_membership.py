@@ -1,0 +1,170 @@
+"""Members of a router: fixed, in a file, in DNS."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loraplex_contracts.errors import InvalidArgument
+from loraplex_router.membership import (
+    DnsMembership,
+    FileMembership,
+    Member,
+    members_of,
+    open_membership,
+    parse_member,
+    parse_members,
+)
+
+INTERVAL_S = 0.01
+
+
+async def following(changes: AsyncIterator[tuple[Member, ...]], timeout_s: float = 5.0) -> tuple[Member, ...]:
+    async with asyncio.timeout(timeout_s):
+        return await anext(changes)
+
+
+def members(*texts: str) -> tuple[Member, ...]:
+    return parse_members(texts)
+
+
+# --- one member -------------------------------------------------------------------------------------------------------
+
+
+def test_a_member_has_a_name_of_its_own_or_its_address() -> None:
+    assert parse_member("10.0.0.1:5") == Member("10.0.0.1:5", "10.0.0.1:5")
+    assert parse_member("w-1=[::1]:50051") == Member("w-1", "[::1]:50051")
+    assert parse_member("10.0.0.1:5").worker_id == "10.0.0.1:5"
+    assert parse_member("w1=h:5").worker_id == "w1=h:5"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "h", "h:", "h:0", "h:70000", ":5", "=h:5", "a b=h:5", "a=b=h:5", "x" * 65 + "=h:5", "h:5\n"]
+)
+def test_what_is_no_member(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="HOST:PORT"):
+        parse_member(text)
+
+
+@pytest.mark.parametrize(
+    ("texts", "what"), [(["a=h:1", "a=h:2"], "name a"), (["a=h:1", "b=h:1"], "address h:1"), (["h:1", "h:1"], "h:1")]
+)
+def test_a_member_comes_once(texts: list[str], what: str) -> None:
+    with pytest.raises(InvalidArgument, match=what):
+        parse_members(texts)
+
+
+@pytest.mark.parametrize("text", ["", "file:", "file", "dns:host", "dns:host:0", "ray:x", "h:1"])
+def test_where_members_cannot_come_from(text: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        open_membership(text)
+    assert refused.value.field == "--workers-from"
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_members() -> None:
+    assert members_of(b"# two\nw0=h:1  # the first\n\n  h:2\r\n") == members("w0=h:1", "h:2")
+    assert members_of(b"# nobody\n") == ()
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"), [(b"", "cut off"), (b"w0=h:1", "cut off"), (b"h:1\nh:1\n", "two workers"), (b"\xff\n", "ASCII")]
+)
+def test_files_that_are_not_taken(raw: bytes, why: str) -> None:
+    with pytest.raises(InvalidArgument, match=why):
+        members_of(raw)
+
+
+@given(st.binary(max_size=200) | st.text("w0=h:1\n# ", max_size=60).map(str.encode))
+def test_any_file_is_taken_or_refused(raw: bytes) -> None:
+    try:
+        found = members_of(raw)
+    except InvalidArgument:
+        return
+    assert len({member.name for member in found}) == len({member.address for member in found}) == len(found)
+
+
+def test_a_file_that_is_not_there_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="No such file") as refused:
+        FileMembership(tmp_path / "none").first()
+    assert refused.value.field == "--workers-from"
+
+
+async def test_a_file_is_followed_and_keeps_the_last_view(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "members"
+    path.write_text("h:1\n")
+    membership = FileMembership(path, INTERVAL_S)
+    assert membership.first() == members("h:1")
+    changes = membership.changes()
+    path.write_text("h:1\nw=h:2\n")
+    assert await following(changes) == members("h:1", "w=h:2")
+    waiting = asyncio.ensure_future(following(changes))
+    with caplog.at_level(logging.WARNING):
+        for raw in (b"", b"h:3", b"h:1\nh:1\n", b"\xff\n"):
+            path.write_bytes(raw)
+            await asyncio.sleep(10 * INTERVAL_S)
+        path.unlink()
+        await asyncio.sleep(10 * INTERVAL_S)
+    assert not waiting.done()
+    said = [record.message for record in caplog.records]
+    assert len(said) == len(set(said)) == 4, said  # the first two are the same fault
+    path.write_text("# nobody\n")
+    assert await waiting == ()
+
+
+# --- DNS --------------------------------------------------------------------------------------------------------------
+
+
+class Resolver:
+    """Answers that are set."""
+
+    def __init__(self) -> None:
+        self.answer: Sequence[str] | Exception = []
+        self.num_asked = 0
+
+    async def __call__(self, host: str, port: int) -> Sequence[Any]:
+        assert host == "workers.svc"
+        self.num_asked += 1
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return [
+            (socket.AF_INET6, 1, 6, "", (one, port, 0, 0)) if ":" in one else (socket.AF_INET, 1, 6, "", (one, port))
+            for one in self.answer
+        ]
+
+
+async def test_addresses_of_a_name_are_followed(caplog: pytest.LogCaptureFixture) -> None:
+    resolver = Resolver()
+    resolver.answer = socket.gaierror(socket.EAI_NONAME, "unknown")
+    membership = DnsMembership("workers.svc", 5, INTERVAL_S, resolver)
+    assert membership.first() == ()
+    changes = membership.changes()
+    waiting = asyncio.ensure_future(following(changes))
+    with caplog.at_level(logging.WARNING):
+        await asyncio.sleep(10 * INTERVAL_S)
+    assert len(caplog.records) == 1
+    resolver.answer = ["10.0.0.2", "10.0.0.1", "10.0.0.2", "fd00::1"]
+    assert await waiting == members("10.0.0.1:5", "10.0.0.2:5", "[fd00::1]:5")
+    waiting = asyncio.ensure_future(following(changes))
+    for answer in (["10.0.0.1", "10.0.0.2", "fd00::1"], socket.gaierror(socket.EAI_AGAIN, "later"), OSError("down")):
+        resolver.answer, asked = answer, resolver.num_asked
+        while resolver.num_asked < asked + 3:
+            await asyncio.sleep(INTERVAL_S)
+    assert not waiting.done()
+    resolver.answer = ["10.0.0.3"]
+    assert await waiting == members("10.0.0.3:5")
+
+
+async def test_this_machines_own_name_resolves() -> None:
+    changes = DnsMembership("localhost", 5).changes()
+    assert set(await following(changes)) <= set(members("127.0.0.1:5", "[::1]:5"))
