@@ -1,4 +1,4 @@
-"""Membership: which workers a router has, fixed or followed in a file or in DNS.
+"""Membership: the workers of a router, fixed or followed in a file or DNS.
 
 A member's name is what adapters are hashed by, so that a replacement at another address inherits the adapters of its
 predecessor. A source that cannot be read keeps the last view: a resolver or a writer that is down takes no worker away.
