@@ -31,7 +31,7 @@ from loraplex_proto.v1 import adapter_pb2
 from loraplex_router.config import HttpOptions
 from loraplex_router.http import app as http_app
 from loraplex_router.http import middleware as http_middleware
-from loraplex_router.http import models, native, pooling, responses, sglang
+from loraplex_router.http import models, pooling, responses, sglang, tgi
 from loraplex_router.http import server as http_server
 from loraplex_router.http.admin import LoadRequest, UnloadRequest
 from loraplex_router.http.grammars import GRAMMAR_FIELDS
@@ -51,7 +51,7 @@ class Request:
     path: str
     body: dict[str, Any]
     model: type[Fields]
-    is_native: bool = False
+    is_tgi: bool = False
 
     def names(self) -> list[str]:
         """Fields that name the adapter; a dot stands for an object."""
@@ -93,8 +93,8 @@ REQUESTS = [
         for path in ("/rerank", "/v1/rerank", "/v2/rerank")
     ),
     Request("/generate", {"text": "hi"}, sglang.GenerateRequest),
-    *(Request(path, INPUTS, native.GenerateRequest, True) for path in ("/", "/generate", "/generate_stream")),
-    Request("/tokenize", INPUTS, native.TokenizeRequest, True),
+    *(Request(path, INPUTS, tgi.GenerateRequest, True) for path in ("/", "/generate", "/generate_stream")),
+    Request("/tokenize", INPUTS, tgi.TokenizeRequest, True),
     Request("/chat_tokenize", {"messages": CHAT}, models.ChatCompletionRequest, True),
     Request("/embed", INPUTS, pooling.EmbedBody, True),
     Request("/classify", INPUTS, pooling.ClassifyBody, True),
@@ -110,7 +110,7 @@ def status_of(request: Request, answer: httpx2.Response) -> int:
     if request.path in ("/load_lora_adapter", "/unload_lora_adapter") and "success" in content:
         assert (answer.status_code, content["success"]) == (400, False)
         return 404 if "cannot be found" in content["error_message"] else 400
-    assert set(content) == ({"error", "error_type"} if request.is_native else {"error"}), content
+    assert set(content) == ({"error", "error_type"} if request.is_tgi else {"error"}), content
     return answer.status_code
 
 
@@ -289,7 +289,7 @@ async def test_bodies_that_no_route_takes() -> None:
 ODD: list[Any] = [0, -1, 1.5, 1 << 70, True, "", "x", "\0", "\ud800", [], [None], [[]], {}, {"a": {}}, {"type": 1}]
 
 
-INNER = {"parameters": native.Parameters, "sampling_params": sglang.SamplingParams}
+INNER = {"parameters": tgi.Parameters, "sampling_params": sglang.SamplingParams}
 
 
 @pytest.mark.slow
@@ -337,7 +337,7 @@ def test_no_body_is_a_server_error(shared: tuple[asyncio.Runner, Http], data: st
     names = st.sampled_from(sorted({*request.model.model_fields, *models.REFUSED, *GRAMMAR_FIELDS})) | st.text(
         max_size=9
     )
-    inner = st.sampled_from(sorted({*native.Parameters.model_fields, *sglang.SamplingParams.model_fields}))
+    inner = st.sampled_from(sorted({*tgi.Parameters.model_fields, *sglang.SamplingParams.model_fields}))
     options = st.dictionaries(inner, ANYTHING, max_size=3)
     body = {**request.body, **data.draw(st.dictionaries(names, ANYTHING | options, max_size=4))}
     runner, http = shared
@@ -385,8 +385,8 @@ STREAMS = [
     Request("/v1/chat/completions", {"messages": CHAT, "stream": True}, models.ChatCompletionRequest),
     Request("/v1/responses", {"input": "hi", "stream": True}, responses.ResponsesRequest),
     Request("/generate", {"text": "hi", "stream": True}, sglang.GenerateRequest),
-    Request("/", {**INPUTS, "stream": True}, native.GenerateRequest, True),
-    Request("/generate_stream", INPUTS, native.GenerateRequest, True),
+    Request("/", {**INPUTS, "stream": True}, tgi.GenerateRequest, True),
+    Request("/generate_stream", INPUTS, tgi.GenerateRequest, True),
 ]
 
 

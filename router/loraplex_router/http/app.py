@@ -20,8 +20,8 @@ from loraplex_router.http.admin import AdminRoutes
 from loraplex_router.http.backend import Backend
 from loraplex_router.http.errors import body_dialect, dialect_of, fields_in
 from loraplex_router.http.middleware import HostNames, Middleware, error_response
-from loraplex_router.http.native_routes import NativeRoutes
 from loraplex_router.http.routes import Routes
+from loraplex_router.http.tgi_routes import TgiRoutes
 
 # Of lists and objects in each other: what has been read can be written again, whatever calls it.
 MAX_JSON_DEPTH: Final = 500
@@ -85,7 +85,7 @@ def make_app(backend: Backend, allowed_hosts: HostNames | None = None) -> ASGIAp
     openai_routes.add_to(app)
     pooling.PoolingRoutes(backend).add_to(app)
     AdminRoutes(backend).add_to(app)
-    NativeRoutes(backend, openai_routes).add_to(app)
+    TgiRoutes(backend, openai_routes).add_to(app)
 
     async def on_error(request: Request, error: Exception) -> Response:
         return error_response(error, request.scope)
@@ -100,7 +100,7 @@ def make_app(backend: Backend, allowed_hosts: HostNames | None = None) -> ASGIAp
             return error_response(error.__cause__, request.scope)
         kinds = {404: "there is no such route", 405: "this route takes another method"}
         message = kinds.get(error.status_code, "the body must be JSON")
-        if dialect_of(request.scope) == "native":
+        if dialect_of(request.scope) == "tgi":
             content: Any = {"error": message, "error_type": "validation"}
         else:
             content = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
@@ -116,7 +116,7 @@ def _invalid(error: RequestValidationError) -> InvalidArgument:
     """The first of what is wrong, by the name of its field."""
     first: dict[str, Any] = error.errors()[0]
     # Tags of dialects are no part of the path, and the objects of options no part of an option's name.
-    where = [str(part) for part in first["loc"] if part not in ("body", "openai", "native")]
+    where = [str(part) for part in first["loc"] if part not in ("body", "openai", "tgi")]
     if len(where) > 1 and where[0] in ("parameters", "sampling_params"):
         del where[0]
     if first["type"] == "json_invalid":

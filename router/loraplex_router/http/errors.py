@@ -100,13 +100,13 @@ _PATH: Final = re.compile(
 _NESTED: Final = frozenset({"adapters", "merge", "chat", "inputs", "query", "truncate_prompt"})
 
 
-def field_name(path: str, given: Collection[str] = (), *, is_native: bool = False) -> str:
+def field_name(path: str, given: Collection[str] = (), *, is_tgi: bool = False) -> str:
     """The name of a field of the wire in a request that has the fields `given`; of another field its own."""
     whole, root = path.partition("[")[0], path.partition(".")[0]
     while whole not in _NAMES and root in _NESTED and "." in whole:
         whole = whole.rpartition(".")[0]
     if names := _NAMES.get(whole):
-        return next((name for name in names if name in given), names[-1 if is_native else 0])
+        return next((name for name in names if name in given), names[-1 if is_tgi else 0])
     if root in ("sampling", "stopping", "output"):
         return path.rpartition(".")[2]
     return f"speculation.{path.rpartition('.')[2]}" if root == "speculation" and "." in path else path
@@ -114,14 +114,14 @@ def field_name(path: str, given: Collection[str] = (), *, is_native: bool = Fals
 
 def with_names_of(error: LoraplexError, scope: Scope) -> LoraplexError:
     """The error of a call, with names of fields as the request has them."""
-    given, is_native = scope.get("state", {}).get("fields", ()), dialect_of(scope) == "native"
+    given, is_tgi = scope.get("state", {}).get("fields", ()), dialect_of(scope) == "tgi"
     if error.field is not None:
-        name = field_name(error.field, given, is_native=is_native)
+        name = field_name(error.field, given, is_tgi=is_tgi)
         message = error.message
         if message.startswith(f"{error.field} "):  # as errors of names begin
             message = f"`{name}`" + message.removeprefix(error.field)
         error.message, error.field = message.replace(f"`{error.field}`", f"`{name}`"), name
-    error.message = _PATH.sub(lambda path: f"`{field_name(path[1], given, is_native=is_native)}`", error.message)
+    error.message = _PATH.sub(lambda path: f"`{field_name(path[1], given, is_tgi=is_tgi)}`", error.message)
     return error
 
 
@@ -187,7 +187,7 @@ def error_headers(error: LoraplexError) -> dict[str, str]:
 
 # Status and error_type. Their clients make ValidationError, GenerationError and OverloadedError of the types, other
 # errors of the status.
-_NATIVE_BY_CODE: Final[Mapping[Code, tuple[int, str]]] = {
+_TGI_BY_CODE: Final[Mapping[Code, tuple[int, str]]] = {
     Code.INVALID_ARGUMENT: (422, "validation"),
     Code.UNIMPLEMENTED: (422, "validation"),
     Code.FAILED_PRECONDITION: (422, "validation"),
@@ -199,12 +199,12 @@ _NATIVE_BY_CODE: Final[Mapping[Code, tuple[int, str]]] = {
     Code.UNAVAILABLE: (503, "unavailable"),
     Code.DEADLINE_EXCEEDED: (504, "timeout"),
 }
-_NATIVE_INTERNAL: Final = (424, "generation")
+_TGI_INTERNAL: Final = (424, "generation")
 
 
-def native_error(error: LoraplexError) -> tuple[int, dict[str, str]]:
+def tgi_error(error: LoraplexError) -> tuple[int, dict[str, str]]:
     """Status and `{"error", "error_type"}`."""
-    status, kind = _NATIVE_BY_CODE.get(error.code, _NATIVE_INTERNAL)
+    status, kind = _TGI_BY_CODE.get(error.code, _TGI_INTERNAL)
     message = error.message
     match error:
         case RequestTimeout():
@@ -220,21 +220,21 @@ def native_error(error: LoraplexError) -> tuple[int, dict[str, str]]:
 
 # --- dialects -------------------------------------------------------------------------------------------------------
 
-_NATIVE_PATHS: Final = frozenset(
+_TGI_PATHS: Final = frozenset(
     {"/", "/info", "/generate", "/generate_stream", "/chat_tokenize", "/embed", "/classify_batch"}
 )
 _SHARED_PATHS: Final = frozenset({"/tokenize", "/classify"})
 
 
 def body_dialect(path: str, body: Any) -> str:
-    """The form of a request and its errors, "openai" or "native": by the keys of its body where a path has both.
+    """The form of a request and its errors, "openai" or "tgi": by the keys of its body where a path has both.
     SGLang's form of /generate counts as the former."""
     keys: Any = body if isinstance(body, dict) else ()
     if path in _SHARED_PATHS:
-        is_native = "inputs" in keys
+        is_tgi = "inputs" in keys
     else:
-        is_native = path in _NATIVE_PATHS and not (path == "/generate" and ("text" in keys or "input_ids" in keys))
-    return "native" if is_native else "openai"
+        is_tgi = path in _TGI_PATHS and not (path == "/generate" and ("text" in keys or "input_ids" in keys))
+    return "tgi" if is_tgi else "openai"
 
 
 def dialect_of(scope: Scope) -> str:

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, MessageTooLarge, RequestTimeout, unexpected
 from loraplex_router.http import pooling
-from loraplex_router.http.errors import dialect_of, error_headers, error_object, native_error, status_of
+from loraplex_router.http.errors import dialect_of, error_headers, error_object, status_of, tgi_error
 from loraplex_router.http.page import is_page, page_response
 from loraplex_runtime.auth import Credentials, admit
 
@@ -187,7 +187,7 @@ def _id_in(headers: Headers) -> str:
 def error_response(error: Exception, scope: Scope) -> Response:
     """In the form of the request's dialect."""
     typed = error if isinstance(error, LoraplexError) else unexpected(error, "answering an HTTP request")
-    if dialect_of(scope) == "native":
-        status, content = native_error(typed)
+    if dialect_of(scope) == "tgi":
+        status, content = tgi_error(typed)
         return JSONResponse(content, status, headers=error_headers(typed))
     return JSONResponse(error_object(typed), status_of(typed), headers=error_headers(typed))

@@ -12,7 +12,7 @@ from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import MAX_COMPLETIONS, MAX_TOP_LOGPROBS
-from loraplex_router.http import native
+from loraplex_router.http import tgi
 from loraplex_router.http.backend import COMMON_NUMBERS, MAX_CHOICES, adapter_in, put_numbers, unicode_text
 from loraplex_router.http.grammars import GRAMMAR_FIELDS, grammar_of
 from loraplex_router.http.mixtures import put_mixture, recipe_of
@@ -29,9 +29,9 @@ from loraplex_router.http.models import (
     header_names,
 )
 from loraplex_router.http.models import REFUSED as OTHERS_REFUSED
-from loraplex_router.http.native_answers import event_of, finite
 from loraplex_router.http.openai import prompts_of, speculation_of, token_id_of
 from loraplex_router.http.places import put_place
+from loraplex_router.http.tgi_answers import event_of, finite
 
 DEFAULT_MAX_TOKENS: Final = 128  # SGLang's
 # Tokens of a text that each have an event.
@@ -60,7 +60,7 @@ REFUSED: Final[Mapping[str, str]] = {
 _OTHER_NAMES: Final = {
     *CompletionRequest.model_fields,
     *ChatCompletionRequest.model_fields,
-    *native.Parameters.model_fields,
+    *tgi.Parameters.model_fields,
     *OTHERS_REFUSED,
     *GRAMMAR_FIELDS,
 } - HARMLESS

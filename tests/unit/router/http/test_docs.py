@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex_router.http import native, pooling, sglang
+from loraplex_router.http import pooling, sglang, tgi
 from loraplex_router.http.admin import LoadRequest
 from loraplex_router.http.grammars import GRAMMAR_FIELDS
 from loraplex_router.http.models import (
@@ -28,7 +28,7 @@ PAGE = (Path(__file__).parents[4] / "docs/http.md").read_text()
 # Without programs, by title.
 PARTS = re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL).split("\n## ")
 SECTIONS = {part.partition("\n")[0].removeprefix("# "): part for part in PARTS}
-FIELDS, NATIVE = "Fields of generation", "LoRAX and TGI"
+FIELDS, TGI = "Fields of generation", "LoRAX and TGI"
 
 
 def fields(*models: type[Fields]) -> set[str]:
@@ -43,10 +43,10 @@ OPENAI = fields(CompletionRequest, ChatCompletionRequest, ChatMessage, StreamOpt
     [
         (("The adapter", FIELDS), {*OPENAI, *REFUSED, *GRAMMAR_FIELDS, *HARMLESS}),
         (("HTTP: routes of OpenAI, LoRAX, TGI and SGLang", FIELDS), fields(TokenizeRequest, DetokenizeRequest)),
-        ((NATIVE,), fields(native.Parameters, native.GenerateRequest)),
+        ((TGI,), fields(tgi.Parameters, tgi.GenerateRequest)),
         (("SGLang", "The adapter", FIELDS), fields(sglang.SamplingParams, sglang.GenerateRequest)),
         (("Embeddings", "The adapter", FIELDS), fields(pooling.EmbeddingsRequest, pooling.EmbedBody)),
-        (("Classes", "The adapter", "Embeddings", FIELDS, NATIVE), fields(pooling.ClassifyBody)),
+        (("Classes", "The adapter", "Embeddings", FIELDS, TGI), fields(pooling.ClassifyBody)),
         (("Scores", "The adapter", "Embeddings", FIELDS), fields(pooling.ScoreBody, pooling.RerankBody)),
         (("Responses", FIELDS), fields(ResponsesRequest)),
         (("Loading adapters",), fields(LoadRequest)),
@@ -64,7 +64,7 @@ def test_every_field_is_in_the_docs(sections: tuple[str, ...], names: Collection
     [
         (FIELDS, {*OPENAI, *REFUSED, *GRAMMAR_FIELDS, *HARMLESS}),
         ("Embeddings", fields(pooling.EmbeddingsRequest)),
-        (NATIVE, fields(native.Parameters, native.GenerateRequest) | set(native.TASKS)),
+        (TGI, fields(tgi.Parameters, tgi.GenerateRequest) | set(tgi.TASKS)),
     ],
 )
 def test_tables_name_no_other_fields(section: str, names: Collection[str]) -> None:

@@ -14,9 +14,9 @@ from starlette.responses import JSONResponse, Response
 from loraplex_contracts.errors import LoraplexError
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import MAX_COMPLETIONS, MAX_STOP_STRINGS
-from loraplex_router.http import native, native_answers, openai, sglang
+from loraplex_router.http import openai, sglang, tgi, tgi_answers
 from loraplex_router.http.backend import Backend, adapter_in, request_id_of
-from loraplex_router.http.errors import body_dialect, error_object, naming_model, native_error
+from loraplex_router.http.errors import body_dialect, error_object, naming_model, tgi_error
 from loraplex_router.http.models import ChatCompletionRequest, TokenizeRequest, harmless_fields, ignored_fields
 from loraplex_router.http.routes import Routes
 from loraplex_router.http.streaming import EventStream, events_of
@@ -28,7 +28,7 @@ def _tokenize_dialect(body: Any) -> str:
 
 # Two dialects have these routes, and the body decides.
 AnyTokenizeRequest = Annotated[
-    Annotated[native.TokenizeRequest, Tag("native")] | Annotated[TokenizeRequest, Tag("openai")],
+    Annotated[tgi.TokenizeRequest, Tag("tgi")] | Annotated[TokenizeRequest, Tag("openai")],
     Discriminator(_tokenize_dialect),
 ]
 
@@ -38,12 +38,12 @@ def _generate_dialect(body: Any) -> str:
 
 
 AnyGenerateRequest = Annotated[
-    Annotated[native.GenerateRequest, Tag("native")] | Annotated[sglang.GenerateRequest, Tag("openai")],
+    Annotated[tgi.GenerateRequest, Tag("tgi")] | Annotated[sglang.GenerateRequest, Tag("openai")],
     Discriminator(_generate_dialect),
 ]
 
 
-class NativeRoutes:
+class TgiRoutes:
     """The handlers, over one router."""
 
     def __init__(self, backend: Backend, openai_routes: Routes) -> None:
@@ -64,7 +64,7 @@ class NativeRoutes:
 
     # --- generation ------------------------------------------------------------------------------------------------
 
-    async def generate_either(self, body: native.GenerateRequest, request: Request) -> Response:
+    async def generate_either(self, body: tgi.GenerateRequest, request: Request) -> Response:
         """A stream, or a list of one answer."""
         if body.stream:
             return await self.generate_stream(body, request)
@@ -75,7 +75,7 @@ class NativeRoutes:
             return await self._answer_sglang(body, request)
         return await self._answer(body, request, is_in_list=False)
 
-    async def generate_stream(self, body: native.GenerateRequest, request: Request) -> Response:
+    async def generate_stream(self, body: tgi.GenerateRequest, request: Request) -> Response:
         job = self._job(body, request, is_streamed=True)
         headers = self._headers(job)
         try:
@@ -83,11 +83,11 @@ class NativeRoutes:
             calls, first = await self._backend.generate_stream([job.request], request)
         except LoraplexError as error:
             raise _named(error, job) from error
-        events = native_answers.Events(job, special_ids)
+        events = tgi_answers.Events(job, special_ids)
         stream = events_of(calls, first, events.events, lambda: (), lambda error: _error_event(error, job), done=b"")
         return EventStream(calls, stream, headers)
 
-    async def _answer(self, body: native.GenerateRequest, request: Request, *, is_in_list: bool) -> Response:
+    async def _answer(self, body: tgi.GenerateRequest, request: Request, *, is_in_list: bool) -> Response:
         started_s = time.monotonic()
         job = self._job(body, request, is_streamed=False)
         if body.stream:  # on /generate, where LoRAX and TGI do not look at it
@@ -98,8 +98,8 @@ class NativeRoutes:
             (answer,) = await self._backend.generate([job.request], request)
         except LoraplexError as error:
             raise _named(error, job) from error
-        found = native_answers.response_of(job, answer, special_ids)
-        headers |= native_answers.answer_headers(answer, time.monotonic() - started_s)
+        found = tgi_answers.response_of(job, answer, special_ids)
+        headers |= tgi_answers.answer_headers(answer, time.monotonic() - started_s)
         return JSONResponse([found] if is_in_list else found, headers=headers)
 
     async def _answer_sglang(self, body: sglang.GenerateRequest, request: Request) -> Response:
@@ -117,21 +117,21 @@ class NativeRoutes:
         events = sglang.Events(job)
 
         def of_error(error: LoraplexError) -> bytes:
-            return native_answers.event_of(error_object(_named_sglang(error, job)))
+            return tgi_answers.event_of(error_object(_named_sglang(error, job)))
 
         return EventStream(calls, events_of(calls, first, events.events, lambda: (), of_error), headers)
 
-    def _job(self, body: native.GenerateRequest, request: Request, *, is_streamed: bool) -> native.Job:
-        return native.generate_job(body, self._backend.base_names(), request_id_of(request), is_streamed=is_streamed)
+    def _job(self, body: tgi.GenerateRequest, request: Request, *, is_streamed: bool) -> tgi.Job:
+        return tgi.generate_job(body, self._backend.base_names(), request_id_of(request), is_streamed=is_streamed)
 
-    def _headers(self, job: native.Job) -> dict[str, str]:
+    def _headers(self, job: tgi.Job) -> dict[str, str]:
         info = self._backend.replicas.model_info or pb.GetInfoResponse()
         return {
-            **native_answers.stream_headers(job, self._backend.base_names()[0], info.device),
+            **tgi_answers.stream_headers(job, self._backend.base_names()[0], info.device),
             **self._backend.ignored(job.ignored),
         }
 
-    async def _special_ids_for(self, job: native.Job, request: Request) -> Collection[int]:
+    async def _special_ids_for(self, job: tgi.Job, request: Request) -> Collection[int]:
         """The base model's special tokens, where the answer has candidates: those do not say whether they are."""
         if not job.num_top:
             return ()
@@ -146,14 +146,14 @@ class NativeRoutes:
     async def tokenize(self, body: AnyTokenizeRequest, request: Request) -> Response:
         if isinstance(body, TokenizeRequest):
             return await self._openai.tokenize(body, request)
-        given = body.parameters or native.Parameters()
+        given = body.parameters or tgi.Parameters()
         names = await self._backend.names_for(body.model, request)
-        headers = self._backend.ignored(native.ignored_in(body, given, names), harmless_fields(body))
-        asked = {"model": body.model, "parameters.adapter_id": native.adapter_id_of(given.adapter_id or "", names)}
+        headers = self._backend.ignored(tgi.ignored_in(body, given, names), harmless_fields(body))
+        asked = {"model": body.model, "parameters.adapter_id": tgi.adapter_id_of(given.adapter_id or "", names)}
         if adapter_id := adapter_in(asked, names):
             await self._backend.adapter_rows(adapter_id, request)
-        answer = await self._ask_tokens(native.tokenize_request(body), request)
-        return JSONResponse(native_answers.tokens_of(body.inputs, answer), headers=headers)
+        answer = await self._ask_tokens(tgi.tokenize_request(body), request)
+        return JSONResponse(tgi_answers.tokens_of(body.inputs, answer), headers=headers)
 
     async def chat_tokenize(self, body: ChatCompletionRequest, request: Request) -> Response:
         """`messages` to the text that the template makes of them, and its tokens."""
@@ -163,7 +163,7 @@ class NativeRoutes:
         message = pb.TokenizeRequest(chat=job.requests[0].chat, offsets=True, adapter_id=job.adapter_id)
         answer = await self._ask_tokens(message, request)
         content = {
-            "tokenize_response": native_answers.tokens_of(answer.rendered, answer),
+            "tokenize_response": tgi_answers.tokens_of(answer.rendered, answer),
             "templated_text": answer.rendered,
         }
         return JSONResponse(content, headers=self._backend.ignored(ignored_fields(body), harmless_fields(body)))
@@ -179,10 +179,10 @@ class NativeRoutes:
         names = self._backend.base_names()  # raises before a worker has said its model
         info = self._backend.replicas.model_info or pb.GetInfoResponse(model_id=names[0])
         most = self._backend.calls.max_in_flight
-        return JSONResponse(native_answers.info_of(info, most, MAX_COMPLETIONS, MAX_STOP_STRINGS))
+        return JSONResponse(tgi_answers.info_of(info, most, MAX_COMPLETIONS, MAX_STOP_STRINGS))
 
 
-def _named(error: LoraplexError, job: native.Job) -> LoraplexError:
+def _named(error: LoraplexError, job: tgi.Job) -> LoraplexError:
     return naming_model(error, job.adapter_name)
 
 
@@ -192,6 +192,6 @@ def _named_sglang(error: LoraplexError, job: sglang.Job) -> LoraplexError:
     return naming_model(error, shown or "")
 
 
-def _error_event(error: LoraplexError, job: native.Job) -> bytes:
-    _, content = native_error(_named(error, job))
-    return native_answers.event_of(content)
+def _error_event(error: LoraplexError, job: tgi.Job) -> bytes:
+    _, content = tgi_error(_named(error, job))
+    return tgi_answers.event_of(content)

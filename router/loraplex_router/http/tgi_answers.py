@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final
 
 from loraplex_proto.v1 import inference_pb2 as pb
-from loraplex_router.http.native import Job
 from loraplex_router.http.places import place_of
+from loraplex_router.http.tgi import Job
 
 _FINISH_REASONS: Final = {
     pb.FINISH_REASON_EOS: "eos_token",
