@@ -371,7 +371,7 @@ def _pieces(data: memoryview) -> Iterator[memoryview]:
 def never_fits(file_bytes: int, why: str) -> DiskFull:
     """The error without a retry hint: no waiting helps."""
     return DiskFull(
-        f"the adapter takes {file_bytes} bytes on disk, and {why}; it fits only when that is changed",
+        f"the adapter takes {file_bytes} bytes on disk, and {why}; change that, or use a smaller adapter",
         resource="adapter store",
         metadata={"can_ever_fit": "false"},
     )

@@ -194,7 +194,7 @@ class GenerateOptions(ChatOptions, total=False):
     messages: Sequence[Message] | None
     """The prompt as a chat in the base model's template, instead of text."""
     parse_chat: bool | None
-    """With `messages`: the answer as a message too, with its reasoning and tool calls told from the content."""
+    """With `messages`: the answer as a message too, with its reasoning and tool calls apart from the content."""
     tool_choice: Literal["none", "auto", "required"] | ToolCall | None
     """Whether the answer may call `tools`: not at all, as the model likes (the default), in any case, or this one."""
     parallel_tool_calls: bool | None

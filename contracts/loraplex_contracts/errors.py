@@ -129,8 +129,7 @@ def adapter_not_found(adapter_id: str, near: Sequence[str] = ()) -> AdapterNotFo
     to suggest."""
     question = f"did you mean {' or '.join(map(ascii, near))}? " if near else ""
     return AdapterNotFound(
-        f"there is no adapter {adapter_id!a} on this server; {question}"
-        "`loraplex adapters list` shows those that there are",
+        f"there is no adapter {adapter_id!a} on this server; {question}`loraplex adapters list` shows those that exist",
         field="adapter_id",
         resource=adapter_id,
         metadata={NEAR_KEY: ",".join(near)} if near else None,

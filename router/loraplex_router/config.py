@@ -117,7 +117,7 @@ class ServerFlags:
     )
     quota_share: float = option(
         1.0,
-        "Part of each tenant's requests and tokens in --auth-file that may come through here, 0.5 for one of two.",
+        "Share of each tenant's quotas in --auth-file that this server gives: 0.5 where two servers share the load.",
         "--quota-share",
     )
     tls_cert: Path | None = option(None, "TLS certificate chain (PEM).", "--tls-cert")

@@ -342,8 +342,8 @@ class ChatConfig:
     )
     response_template: Path | None = option(
         None,
-        "Response template (JSON, as Transformers defines it) by which reasoning and tool calls are told from the rest "
-        "of an answer, in the place of the tokenizer's own.",
+        "Response template (JSON, as Transformers defines it) that separates reasoning and tool calls from the rest of "
+        "an answer, in the place of the tokenizer's own.",
         "--response-template",
     )
     tool_format: str = option(
@@ -382,7 +382,7 @@ class WorkerConfig:
     auth_file: Path | None = option(None, "Credentials file; without it everybody may do everything.", "--auth-file")
     quota_share: float = option(
         1.0,
-        "Part of each tenant's requests and tokens in --auth-file that may come through here, 0.5 for one of two.",
+        "Share of each tenant's quotas in --auth-file that this server gives: 0.5 where two servers share the load.",
         "--quota-share",
     )
     tls_cert: Path | None = option(None, "TLS certificate (PEM).", "--tls-cert")

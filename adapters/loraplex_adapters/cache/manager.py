@@ -407,7 +407,7 @@ class AdapterManager:
                 found = self._import(name, source, fetch.origin) if merge is None else self._merge(*merge, source)
             if files is not None and self._look(fetch) != files:
                 raise SourceUnavailable(
-                    "its files were replaced while they were read; they are read again when they stay as they are",
+                    "its files were replaced while they were read; they are read again once they stay unchanged",
                     retry_after_s=1.0,
                 )
         except Exception as error:

@@ -80,12 +80,12 @@ def _check_ranks(
         len({factors[path].shape.rank for factors in placed if path in factors}) > 1 for path in paths
     )
     if differs:
-        said = ", ".join(
-            f"{name!a} has rank {rank}" for name, rank in zip(recipe.mixture.adapter_ids, ranks, strict=True)
+        described = ", ".join(
+            f"{name!a} has ranks up to {rank}" for name, rank in zip(recipe.mixture.adapter_ids, ranks, strict=True)
         )
         raise AdapterNotMixed(
-            f"adapters of different ranks do not merge by {recipe.merge.strategy}: {said}, or ranks that differ "
-            "between modules; leave `merge` out for their exact sum",
+            f"{recipe.merge.strategy} merges adapters whose ranks are equal in each module, and {described}; "
+            "leave `merge` out for their exact sum",
             field="adapters",
             resource=_names(recipe),
         )

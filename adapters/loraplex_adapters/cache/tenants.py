@@ -40,7 +40,7 @@ class TenantUse:
         if user.max_bytes is None:
             return []
         if num_bytes > user.max_bytes:
-            raise _exceeded(user, f"this one takes {num_bytes}")
+            raise _exceeded(user, f"this one takes {num_bytes}; only the operator can raise the limit")
         is_new = key not in holds
         excess = self.num_bytes(user.tenant, records) + (num_bytes if is_new else 0) - user.max_bytes
         given_up: list[AdapterKey] = []

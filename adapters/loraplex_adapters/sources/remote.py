@@ -129,7 +129,7 @@ class RemoteFolder(ABC):
             for piece in pieces:
                 num_bytes += len(piece)
                 if num_bytes > remote.num_bytes:
-                    raise Damaged(f"has more than the {remote.num_bytes} bytes that it is said to have")
+                    raise Damaged(f"has more than the {remote.num_bytes} bytes of its description")
                 if time.monotonic() > until_s:
                     raise unavailable(f"{name} of {self.name!a} came too slowly from {self.server}")
                 hasher.update(piece)
@@ -137,7 +137,7 @@ class RemoteFolder(ABC):
         if num_bytes < remote.num_bytes:
             raise Damaged(f"ended after {num_bytes} of {remote.num_bytes} bytes")
         if remote.digest and hasher.hexdigest() != remote.digest:
-            raise Damaged("does not have the digest that it is said to have")
+            raise Damaged("does not have the digest of its description")
 
 
 @contextlib.contextmanager
@@ -170,7 +170,7 @@ def _check_room(total_bytes: int, max_bytes: int, folder: Path, where: str) -> N
     if total_bytes > disk_bytes:
         raise DiskFull(
             f"the adapter has {total_bytes} bytes {where}, and the disk of temporary files has {disk_bytes}; "
-            "it fits only when that is changed (TMPDIR)",
+            "point TMPDIR at a larger disk",
             resource="temporary files",
             metadata={"can_ever_fit": "false"},
         )

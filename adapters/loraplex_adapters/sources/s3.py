@@ -179,7 +179,7 @@ class _Prefix(RemoteFolder):
             self._describe(PICKLE_NAMES)
         if not self.files:
             with self.get(WANTED_NAMES[0]):  # the answer says whether there is the bucket
-                raise unavailable(f"files came to {self.name!a} while it was read")
+                raise unavailable(f"files were added to {self.name!a} while it was read")
 
     def check_unchanged(self) -> None:
         """Raises SourceUnavailable where objects were replaced since they were described."""

@@ -23,7 +23,7 @@ adapters = typer.Typer(
     no_args_is_help=True,
 )
 
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The adapter's name, as requests say it.")]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The adapter's name, as in requests.")]
 
 
 @adapters.command("list")
@@ -61,9 +61,9 @@ def load(
     ] = "",
     revision: Annotated[str, typer.Option(help="Of a source on the Hub: a branch, a tag or a commit.")] = "",
     hub_token: HubTokenOption = "",
-    expected_digest: Annotated[str, typer.Option("--digest", help="Load these contents or none.")] = "",
+    expected_digest: Annotated[str, typer.Option("--digest", help="Load only contents with this digest.")] = "",
     if_absent: Annotated[
-        bool, typer.Option("--if-absent", help="Leave a name that is loaded as it is, whatever its files are now.")
+        bool, typer.Option("--if-absent", help="Keep what the name is loaded with, whatever its files are now.")
     ] = False,
     as_json: JsonOption = False,
     connection: Connection,
@@ -88,7 +88,7 @@ def unload(
     name: NameArgument,
     *,
     server: ServerOption = DEFAULT_SERVER,
-    if_unused: Annotated[bool, typer.Option("--if-unused", help="Not while requests use it.")] = False,
+    if_unused: Annotated[bool, typer.Option("--if-unused", help="Refuse while requests use it.")] = False,
     as_json: JsonOption = False,
     connection: Connection,
 ) -> None:
@@ -164,10 +164,8 @@ def _verify(folder: Path, base: str, dtype: str, max_rank: int | None, *, agains
 @adapters.command()
 def convert(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with the adapter's files.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to make. It must not be there yet.")],
-    max_size: Annotated[
-        str, typer.Option("--max-bytes", help="The most that each file may have, such as 8GiB.")
-    ] = "8GiB",
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to make; it must not exist yet.")],
+    max_size: Annotated[str, typer.Option("--max-bytes", help="Largest size of a file, such as 8GiB.")] = "8GiB",
     as_json: JsonOption = False,
 ) -> None:
     """Make safetensors of pickled weights: of adapter_model.bin or medusa_lm_head.pt.

@@ -66,7 +66,7 @@ def convert_adapter(
     Raises UnsafeFormat for a pickle that asks for more than tensors, AdapterInvalid for one that cannot be read within
     the bounds, InvalidArgument, DiskFull or SourceUnavailable."""
     if os.path.lexists(out):
-        raise InvalidArgument(f"{out} is there already; name a folder that is not", field="--out")
+        raise InvalidArgument(f"{out} exists already; name a folder that does not", field="--out")
     if not out.parent.is_dir():
         raise InvalidArgument(f"{out.parent} is not a folder", field="--out")
     converted: list[dict[str, Any]] = []
@@ -105,7 +105,9 @@ def _pickles(files: AdapterFiles) -> dict[str, str]:
         if target in files.names or not there:
             continue  # a server reads the safetensors and leaves a pickle beside them alone
         if len(there) > 1:
-            raise AdapterInvalid(f"there are {' and '.join(there)}, and one of them may be the weights; leave that one")
+            raise AdapterInvalid(
+                f"there are {' and '.join(there)}, and one of them has the weights; move the others elsewhere"
+            )
         found[there[0]] = target
     if not found:
         raise AdapterInvalid(f"there is no pickle to convert: none of {', '.join(LORA_PICKLE_NAMES)}, "

@@ -1,7 +1,7 @@
 """Control tokens in the texts of a chat, encoded as plain text.
 
-The texts are marked before the template sees them, so that its own control tokens can be told from theirs. Those of the
-template then become placeholders, which are tokens of a copy of the tokenizer that has no control tokens else. Only
+The texts are marked before the template sees them, so that its own control tokens are known from theirs. Those of the
+template then become placeholders, which are tokens of a copy of the tokenizer that has no other control tokens. Only
 chats whose texts hold control tokens come this way, and those in which they could make one: together with each other or
 with what the template writes around them, or when the tokenizer normalizes them.
 """

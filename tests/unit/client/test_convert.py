@@ -65,7 +65,7 @@ def test_a_lora_and_heads(pickled: Path, tiny_world: TinyWorld, tmp_path: Path, 
     assert all(torch.equal(made[name], original[name]) for name in made)
     assert main(["adapters", "verify", str(out), "--base", str(tiny_world.model)]) == 0
     assert main(["adapters", "convert", str(pickled), "--out", str(out)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
 
 
 class Evil:
