@@ -61,6 +61,10 @@ class Load:
     num_blocks: int = 0
     num_free_blocks: int = 0
     block_tokens: int = 0
+    # Slots for recurrent states, those that can be taken, and those of them that are snapshots; 0 where there are none.
+    num_state_slots: int = 0
+    num_free_state_slots: int = 0
+    num_state_snapshots: int = 0
     max_running: int = 0
     num_steps: int = 0
     num_preemptions: int = 0

@@ -282,6 +282,9 @@ def _load(message: worker_pb2.Load) -> Load:
         num_blocks=message.total_kv_blocks,
         num_free_blocks=message.free_kv_blocks,
         block_tokens=message.kv_block_tokens,
+        num_state_slots=message.total_state_slots,
+        num_free_state_slots=message.free_state_slots,
+        num_state_snapshots=message.state_snapshots,
         max_running=message.max_running_requests,
         forecast=_forecast(message.forecast) if message.HasField("forecast") else None,
     )

@@ -39,6 +39,9 @@ class Load(google.protobuf.message.Message):
     MAX_DEVICE_ADAPTERS_FIELD_NUMBER: builtins.int
     WAITING_ADAPTER_IDS_FIELD_NUMBER: builtins.int
     KV_BLOCK_TOKENS_FIELD_NUMBER: builtins.int
+    TOTAL_STATE_SLOTS_FIELD_NUMBER: builtins.int
+    FREE_STATE_SLOTS_FIELD_NUMBER: builtins.int
+    STATE_SNAPSHOTS_FIELD_NUMBER: builtins.int
     running_requests: builtins.int
     queued_requests: builtins.int
     pending_tokens: builtins.int
@@ -56,6 +59,13 @@ class Load(google.protobuf.message.Message):
     max_device_adapters: builtins.int
     """Adapters on the device at the same time, at most."""
     kv_block_tokens: builtins.int
+    total_state_slots: builtins.int
+    """Slots for the states of recurrent and convolution layers; 0 where the model has none. Each running completion holds
+    one; free ones may be taken, snapshots included.
+    """
+    free_state_slots: builtins.int
+    state_snapshots: builtins.int
+    """Free ones that hold a state for prompts that begin alike."""
     @property
     def adapters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ResidentAdapter]:
         """Adapters that are at least on disk, with their tier; those nearest to the device first, 1024 at most."""
@@ -88,9 +98,12 @@ class Load(google.protobuf.message.Message):
         max_device_adapters: builtins.int = ...,
         waiting_adapter_ids: collections.abc.Iterable[builtins.str] | None = ...,
         kv_block_tokens: builtins.int = ...,
+        total_state_slots: builtins.int = ...,
+        free_state_slots: builtins.int = ...,
+        state_snapshots: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["forecast", b"forecast"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "device_adapter_budget_bytes", b"device_adapter_budget_bytes", "device_adapter_bytes", b"device_adapter_bytes", "draining", b"draining", "forecast", b"forecast", "free_kv_blocks", b"free_kv_blocks", "host_adapter_budget_bytes", b"host_adapter_budget_bytes", "host_adapter_bytes", b"host_adapter_bytes", "kv_block_tokens", b"kv_block_tokens", "max_device_adapters", b"max_device_adapters", "max_running_requests", b"max_running_requests", "pending_tokens", b"pending_tokens", "queued_requests", b"queued_requests", "running_requests", b"running_requests", "stalled", b"stalled", "total_kv_blocks", b"total_kv_blocks", "waiting_adapter_ids", b"waiting_adapter_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "device_adapter_budget_bytes", b"device_adapter_budget_bytes", "device_adapter_bytes", b"device_adapter_bytes", "draining", b"draining", "forecast", b"forecast", "free_kv_blocks", b"free_kv_blocks", "free_state_slots", b"free_state_slots", "host_adapter_budget_bytes", b"host_adapter_budget_bytes", "host_adapter_bytes", b"host_adapter_bytes", "kv_block_tokens", b"kv_block_tokens", "max_device_adapters", b"max_device_adapters", "max_running_requests", b"max_running_requests", "pending_tokens", b"pending_tokens", "queued_requests", b"queued_requests", "running_requests", b"running_requests", "stalled", b"stalled", "state_snapshots", b"state_snapshots", "total_kv_blocks", b"total_kv_blocks", "total_state_slots", b"total_state_slots", "waiting_adapter_ids", b"waiting_adapter_ids"]) -> None: ...
 
 Global___Load: typing_extensions.TypeAlias = Load
 

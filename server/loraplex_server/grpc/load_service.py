@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from loraplex_adapters.cache.listing import Resident
 from loraplex_contracts.adapters import AdapterInfo
+from loraplex_contracts.load import Load
 from loraplex_proto import validate
 from loraplex_proto.v1 import worker_pb2, worker_pb2_grpc
 from loraplex_runtime.auth import recheck_identity
@@ -134,6 +135,7 @@ class WorkerCollector:
         yield gauge("num_requests_running", "Requests in the running batch.", load.num_running)
         yield gauge("num_requests_waiting", "Requests that wait to run.", load.num_queued)
         yield gauge("kv_cache_usage", "Share of the KV blocks that are taken, 0 to 1.", kv_cache_usage)
+        yield from _state_slots(load)
         yield self._lora_requests_info(rows, usage.num_device_slots if usage else 0)
         yield _residency(rows)
         hits = {"device": usage.hits} if usage else {}
@@ -162,6 +164,17 @@ class WorkerCollector:
         }
         text = "Adapters on the device and waiting for it; the value is the time."
         return gauge("lora_requests_info", text, self._clock(), labels)
+
+
+def _state_slots(load: Load) -> Iterator[Metric]:
+    """Of models with layers that keep states."""
+    if not load.num_state_slots:
+        return
+    num_held = load.num_state_slots - load.num_free_state_slots
+    num_empty = load.num_free_state_slots - load.num_state_snapshots
+    uses = {"held": num_held, "snapshot": load.num_state_snapshots, "empty": num_empty}
+    text = "Slots for recurrent states, by use: held by requests, snapshots for the prefix cache, empty."
+    yield gauges("state_slots", text, ("use",), [((use,), count) for use, count in uses.items()])
 
 
 def _residency(rows: Sequence[AdapterInfo]) -> Metric:

@@ -511,6 +511,9 @@ def load_to_pb(
         adapters=resident,
         waiting_adapter_ids=fetching,
         kv_block_tokens=load.block_tokens,
+        total_state_slots=load.num_state_slots,
+        free_state_slots=load.num_free_state_slots,
+        state_snapshots=load.num_state_snapshots,
     )
     if usage is not None:
         message.max_device_adapters = usage.num_device_slots

@@ -29,6 +29,11 @@ class StatePool:
         return self._slots.num_free
 
     @property
+    def num_snapshots(self) -> int:
+        """Those of them that are kept for prompts that begin alike."""
+        return self._slots.num_free - self._slots.num_clean
+
+    @property
     def num_evictions(self) -> int:
         return self._slots.num_evictions
 

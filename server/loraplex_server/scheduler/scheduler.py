@@ -273,7 +273,7 @@ class Scheduler:
 
     def load(self) -> Load:
         """The load; the engine adds steps, drafts and the forecast."""
-        table = self._table
+        table, states = self._table, self._table.states
         num_sequences = sum(request.num_open for request in table.requests.values())
         return Load(
             num_running=len(table.running),
@@ -283,6 +283,9 @@ class Scheduler:
             num_blocks=self._blocks.num_blocks,
             num_free_blocks=self._blocks.num_free,
             block_tokens=self._blocks.block_size,
+            num_state_slots=0 if states is None else states.num_slots,
+            num_free_state_slots=0 if states is None else states.num_free,
+            num_state_snapshots=0 if states is None else states.num_snapshots,
             max_running=self._config.max_running,
             num_preemptions=table.num_preemptions,
         )

@@ -33,12 +33,16 @@ def test_numbers_are_added() -> None:
         total_kv_blocks=100,
         free_kv_blocks=40,
         kv_block_tokens=16,
+        total_state_slots=9,
+        free_state_slots=5,
+        state_snapshots=2,
         max_running_requests=8,
         max_device_adapters=4,
     )
     total = total_load(replicas(one, one).all(), draining=False)
     assert (total.running_requests, total.queued_requests, total.pending_tokens) == (2, 4, 60)
     assert (total.total_kv_blocks, total.free_kv_blocks, total.kv_block_tokens) == (200, 80, 16)
+    assert (total.total_state_slots, total.free_state_slots, total.state_snapshots) == (18, 10, 4)
     assert (total.max_running_requests, total.max_device_adapters) == (16, 8)
     assert not total.draining
     assert not total.stalled

@@ -151,9 +151,10 @@ async def test_adapters_that_are_fetched() -> None:
     assert not first.waiting_adapter_ids
     fetching = replace(row("b", "source"), state="fetching")
     watched.engine.state.listing.apply_changes({"b": (fetching,), "key": (fetching,), "c": (row("c", "source"),)})
-    watched.say(block_tokens=16)
+    watched.say(block_tokens=16, num_state_slots=9, num_free_state_slots=5, num_state_snapshots=2)
     load = await watched.told()
     assert load is not None
+    assert (load.total_state_slots, load.free_state_slots, load.state_snapshots) == (9, 5, 2)
     assert (list(load.waiting_adapter_ids), load.kv_block_tokens) == (["b"], 16)
     watched.engine.state.listing.apply_changes({"b": (row("b"),), "key": ()})
     watched.say()
@@ -233,6 +234,9 @@ def test_a_worker_is_shown_as_it_is_at_the_scrape() -> None:
         num_queued=2,
         num_blocks=8,
         num_free_blocks=6,
+        num_state_slots=9,
+        num_free_state_slots=5,
+        num_state_snapshots=2,
         drafted={"medusa": 8, "prompt_lookup": 3},
         accepted={"medusa": 5, "prompt_lookup": 0},
     )
@@ -253,6 +257,8 @@ def test_a_worker_is_shown_as_it_is_at_the_scrape() -> None:
     assert value(registry, "loraplex:num_requests_running") == 3
     assert value(registry, "loraplex:num_requests_waiting") == 2
     assert value(registry, "loraplex:kv_cache_usage") == 0.25
+    uses = {use: value(registry, "loraplex:state_slots", use=use) for use in ("held", "snapshot", "empty")}
+    assert uses == {"held": 4, "snapshot": 2, "empty": 3}
     assert samples(registry, "loraplex:lora_requests_info") == {
         (("max_lora", "8"), ("running_lora_adapters", "json,sql"), ("waiting_lora_adapters", "xml")): 1234.5
     }

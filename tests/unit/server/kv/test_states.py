@@ -31,12 +31,13 @@ def test_snapshots_go_when_a_slot_is_wanted() -> None:
         slot = pool.take()
         pool.publish(slot, key)
         pool.release(slot)
-    assert pool.num_free == 2
+    assert (pool.num_free, pool.num_snapshots) == (2, 2)
     found = pool.find(b"a")
     assert found is not None
     assert pool.num_unheld(found) == 1
     pool.share(found)
     assert pool.num_unheld(found) == 0
+    assert pool.num_snapshots == 1
     taken = pool.take()
     assert taken != found
     assert pool.find(b"b") is None
