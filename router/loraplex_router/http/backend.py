@@ -149,6 +149,11 @@ def request_id_of(request: Request) -> str:
     return request.state.request_id
 
 
+def request_ids_of(request_id: str, num_prompts: int) -> list[str]:
+    """An id for the call of each prompt; with one prompt the request's own."""
+    return [request_id] if num_prompts == 1 else [f"{request_id[:120]}-{index}" for index in range(num_prompts)]
+
+
 def adapter_of(model: str | None, base_names: Sequence[str]) -> str:
     """The adapter that `model` names, "" for the base model: a name of the base, an adapter, or "base:adapter".
 

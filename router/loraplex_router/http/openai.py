@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, cast
 
@@ -16,6 +16,7 @@ from loraplex_router.http.backend import (
     adapter_in,
     json_text,
     put_numbers,
+    request_ids_of,
     unicode_text,
 )
 from loraplex_router.http.grammars import grammar_of
@@ -228,21 +229,8 @@ def _job(
     wants_running_usage = bool(options.include_usage and options.continuous_usage_stats)
     if body.return_token_ids or wants_running_usage:
         request.output.prompt_tokens = True  # their number, too
-    requests: list[pb.GenerateRequest] = []
-    for index, prompt in enumerate(prompts):
-        one = pb.GenerateRequest()
-        one.CopyFrom(request)
-        one.request_id = request_id if len(prompts) == 1 else f"{request_id[:120]}-{index}"
-        match prompt:
-            case str():
-                one.text = unicode_text(prompt, "prompt")
-            case list():
-                one.token_ids.ids.extend(prompt)
-            case _:
-                one.chat.CopyFrom(prompt)
-        requests.append(one)
     return Job(
-        requests=tuple(requests),
+        requests=tuple(_for_prompts(request, prompts, request_id)),
         request_id=request_id,
         model=body.model or "",
         adapter_id=request.adapter_id,
@@ -261,6 +249,24 @@ def _job(
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
         ignored=ignored,
     )
+
+
+def _for_prompts(
+    request: pb.GenerateRequest, prompts: Sequence[str | list[int] | pb.Chat], request_id: str
+) -> Iterator[pb.GenerateRequest]:
+    """A copy of `request` for each prompt."""
+    for prompt, one_id in zip(prompts, request_ids_of(request_id, len(prompts)), strict=True):
+        one = pb.GenerateRequest()
+        one.CopyFrom(request)
+        one.request_id = one_id
+        match prompt:
+            case str():
+                one.text = unicode_text(prompt, "prompt")
+            case list():
+                one.token_ids.ids.extend(prompt)
+            case _:
+                one.chat.CopyFrom(prompt)
+        yield one
 
 
 def _common(body: Generation, base_names: Sequence[str], defaults: pb.Sampling) -> pb.GenerateRequest:

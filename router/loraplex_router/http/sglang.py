@@ -13,7 +13,14 @@ from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import MAX_COMPLETIONS, MAX_TOP_LOGPROBS
 from loraplex_router.http import tgi
-from loraplex_router.http.backend import COMMON_NUMBERS, MAX_CHOICES, adapter_in, put_numbers, unicode_text
+from loraplex_router.http.backend import (
+    COMMON_NUMBERS,
+    MAX_CHOICES,
+    adapter_in,
+    put_numbers,
+    request_ids_of,
+    unicode_text,
+)
 from loraplex_router.http.grammars import GRAMMAR_FIELDS, grammar_of
 from loraplex_router.http.mixtures import put_mixture, recipe_of
 from loraplex_router.http.models import (
@@ -215,7 +222,7 @@ def _per_prompt(value: str | Sequence[str | None] | None, num_prompts: int, name
 def _request_ids(rid: str | Sequence[str] | None, request_id: str, num_prompts: int) -> list[str]:
     if isinstance(rid, str) or rid is None:
         base = request_id if rid is None else check_id(rid, field="rid")
-        return [base] if num_prompts == 1 else [f"{base[:120]}-{index}" for index in range(num_prompts)]
+        return request_ids_of(base, num_prompts)
     return [check_id(one or "", field="rid") for one in _per_prompt(rid, num_prompts, "rid")]
 
 
