@@ -158,25 +158,35 @@ def assemble(
         frozenset(spec.eos_token_ids),
         StatePool(num_slots) if num_slots else None,
     )
-    info = ModelInfo(
+    info = _model_info(loaded, config, served, max_context_tokens, speculator.kinds)
+    return Engine(info, scheduler, manager, runner, speculator=speculator, grammars=grammars)
+
+
+def _model_info(
+    loaded: LoadedModel,
+    config: EngineConfig,
+    served: ServedModel,
+    max_context_tokens: int,
+    speculation: tuple[str, ...],
+) -> ModelInfo:
+    return ModelInfo(
         model_id=loaded.model_id,
         model_type=loaded.model_type,
         dtype=f"{loaded.dtype_name}, linears in int8" if config.model.quantize == "int8" else loaded.dtype_name,
         device=str(loaded.device),
-        vocab_size=spec.vocab_size,
+        vocab_size=loaded.spec.vocab_size,
         max_context_tokens=max_context_tokens,
         max_lora_rank=config.adapters.max_rank,
-        eos_token_ids=spec.eos_token_ids,
-        speculation=speculator.kinds,
+        eos_token_ids=loaded.spec.eos_token_ids,
+        speculation=speculation,
         base=served.base,
         base_revision=served.revision,
         own_adapters=() if served.heads is None else (MODEL_HEADS,),
         generation_defaults=generation_defaults(loaded.model),
-        kv_block_tokens=block_size,
+        kv_block_tokens=config.kv.block_size,
         max_device_adapters=config.adapters.num_device_slots,
-        hidden_size=spec.hidden_size,
+        hidden_size=loaded.spec.hidden_size,
     )
-    return Engine(info, scheduler, manager, runner, speculator=speculator, grammars=grammars)
 
 
 def _grammars(served: ServedModel, spec: ModelSpec, notify: Callable[[], None]) -> Grammars:
