@@ -1,10 +1,12 @@
-"""Adapters of many formats under change: reloads, unloads, broken and replaced files, two tenants.
+"""Adapters of many formats, and mixtures, under change: reloads, unloads, broken files, two tenants.
 
 Each answer is compared with PEFT's for the contents that the name had while the request ran.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import os
 import random
@@ -27,7 +29,7 @@ from support.world import TinyWorld, byte_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from loraplex import AdapterInvalid, AdapterNotFound, Client, LoraplexError
+from loraplex import AdapterInvalid, AdapterNotFound, AdapterNotMixed, Client, LoraplexError
 from loraplex_runtime.auth import token_digest
 
 LINEARS = ["q_proj", "v_proj", "down_proj"]
@@ -44,6 +46,8 @@ FORMATS: tuple[PeftConfig, ...] = (
     IA3Config(target_modules=LINEARS, feedforward_modules=["down_proj"]),
 )
 CONTENTS_PER_FORMAT = 3
+NUM_MIXABLE = 2 * CONTENTS_PER_FORMAT  # contents of the first two formats, which are plain LoRAs
+WEIGHTS = (0.75, -0.5)  # of a mixture's two members
 BROKEN = -1
 PROMPTS = ("Ask me anything", "dddddxxxdddxx xd")
 NUM_TOKENS = 8
@@ -69,7 +73,7 @@ class Name:
 class World:
     root: Path
     contents: list[Path]  # folders
-    expected: dict[tuple[int, str], list[int]]  # by content and prompt
+    expected: dict[tuple[tuple[int, ...], str], list[int]]  # by contents, one or those of a mixture, and prompt
     names: dict[str, list[Name]]  # by tenant
     auth_file: Path
 
@@ -88,14 +92,26 @@ def world(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Wo
     home = tmp_path_factory.mktemp("churn")
     base = AutoModelForCausalLM.from_pretrained(tiny_world.model, dtype=torch.float64)
     contents: list[Path] = []
-    expected: dict[tuple[int, str], list[int]] = {}
+    expected: dict[tuple[tuple[int, ...], str], list[int]] = {}
+    changes: list[dict[str, torch.Tensor]] = []
     for config in FORMATS:
         for seed in range(CONTENTS_PER_FORMAT):
             index = len(contents)
             contents.append(home / "contents" / str(index))
             model = save_variant(base, config, contents[index], seed)
             for prompt in PROMPTS:
-                expected[index, prompt] = greedy(model, prompt)  # type: ignore[arg-type]
+                expected[(index,), prompt] = greedy(model, prompt)  # type: ignore[arg-type]
+            if index < NUM_MIXABLE:
+                merged = model.merge_and_unload().state_dict()  # type: ignore[operator]
+                changes.append({name: merged[name] - weight for name, weight in base.state_dict().items()})
+    for pair in itertools.product(range(NUM_MIXABLE), repeat=2):
+        mixed = copy.deepcopy(base)
+        for (_, weight), *deltas in zip(
+            mixed.state_dict().items(), *(changes[one].values() for one in pair), strict=True
+        ):
+            weight += sum(share * delta for share, delta in zip(WEIGHTS, deltas, strict=True))
+        for prompt in PROMPTS:
+            expected[pair, prompt] = greedy(mixed, prompt)
     root = home / "adapters"
     names: dict[str, list[Name]] = {}
     for tenant in TENANTS:
@@ -154,34 +170,46 @@ class Churn:
             while time.monotonic() < self.until_s and not self.wrong:
                 if dice.random() < 0.02:
                     self._ask_for_the_others(client, tenant, dice)
+                    continue
+                names = self.world.names[tenant][:: dice.choice((1, 20))]
+                mixable = [name for name in names if name.contents[-1] in range(NUM_MIXABLE)]
+                if len(mixable) > 1 and dice.random() < 0.2:
+                    self._ask_one(client, dice.sample(mixable, 2), dice)
                 else:
-                    self._ask_one(client, dice.choice(self.world.names[tenant][:: dice.choice((1, 20))]), dice)
+                    self._ask_one(client, [dice.choice(names)], dice)
 
-    def _ask_one(self, client: Client, name: Name, dice: random.Random) -> None:
-        prompt, known, start_s = dice.choice(PROMPTS), list(name.contents), time.monotonic()
+    def _ask_one(self, client: Client, names: list[Name], dice: random.Random) -> None:
+        """Of one adapter, or of the mixture of two."""
+        what = " and ".join(name.adapter_id for name in names)
+        prompt, known, start_s = dice.choice(PROMPTS), [set(name.contents) for name in names], time.monotonic()
+        ids = [name.adapter_id for name in names]
+        mixture = dict(zip(ids, WEIGHTS, strict=True)) if len(ids) > 1 else None
         try:
             found = client.generate(
                 prompt,
-                adapter_id=name.adapter_id,
+                adapter_id=None if mixture else ids[0],
+                adapters=mixture,
                 max_tokens=NUM_TOKENS,
                 min_tokens=NUM_TOKENS,
                 speculation=dice.choice(("off", "prompt_lookup")),
             )
         except LoraplexError as error:
-            allowed = {*known, *name.contents}
+            allowed = [before | set(name.contents) for before, name in zip(known, names, strict=True)]
             if error.reason in BUSY:
                 self.note("busy")
-            elif isinstance(error, AdapterInvalid) and BROKEN in allowed:
+            elif isinstance(error, AdapterInvalid) and any(BROKEN in each for each in allowed):
                 self.note("refused: broken")
+            elif isinstance(error, AdapterNotMixed) and any(max(each) >= NUM_MIXABLE for each in allowed):
+                self.note("refused: not mixed")
             else:
-                self.fail(f"{name.adapter_id}: {error.reason} {error}; contents {sorted(allowed)}")
+                self.fail(f"{what}: {error.reason} {error}; contents {allowed}")
             return
         self.longest_s = max(self.longest_s, time.monotonic() - start_s)
         got = list(found.completions[0].token_ids)
-        allowed = {*known, *name.contents}
-        if not any(got == self.world.expected[one, prompt] for one in allowed if one != BROKEN):
-            self.fail(f"{name.adapter_id}: wrong text of contents {sorted(allowed)}: {got}")
-        self.note("texts")
+        allowed = [before | set(name.contents) for before, name in zip(known, names, strict=True)]
+        if not any(got == self.world.expected.get((one, prompt)) for one in itertools.product(*allowed)):
+            self.fail(f"{what}: wrong text of contents {allowed}: {got}")
+        self.note("mixtures" if mixture else "texts")
 
     def _ask_for_the_others(self, client: Client, tenant: str, dice: random.Random) -> None:
         other = next(one for one in TENANTS if one != tenant)
@@ -283,7 +311,9 @@ def test_no_text_is_wrong_while_adapters_change(world: World, server: Running, s
     after_mb = memory_mb(server)
     print(f"{dict(churn.counts)}, longest {churn.longest_s:.1f} s, memory {before_mb:.0f} to {after_mb:.0f} MB")
     assert not churn.wrong, churn.wrong[:5]
-    assert min(churn.counts[what] for what in ("texts", "reloads", "unloads", "broken files")) > 10, churn.counts
+    assert min(churn.counts[what] for what in ("texts", "mixtures", "reloads", "unloads", "broken files")) > 10, (
+        churn.counts
+    )
     assert churn.counts["refused: another tenant's"] > 0
     assert churn.longest_s < TIMEOUT_S / 2
     assert after_mb - before_mb < 200
