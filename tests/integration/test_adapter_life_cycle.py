@@ -6,9 +6,10 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 from support.adapter_files import write_adapter
-from support.fake_workers import router_for
+from support.fake_workers import router_for, until
 from support.inline_worker import inline_worker
 from support.world import TinyWorld
 
@@ -21,6 +22,8 @@ from loraplex import (
     DigestMismatch,
     InvalidAdapterId,
 )
+from loraplex_router.server import Router
+from loraplex_runtime.auth import token_digest
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
 
 pytestmark = pytest.mark.timeout(300)
@@ -119,6 +122,47 @@ async def test_a_folder_under_another_name(address: str, root: Path) -> None:
         await client.adapters.unload("mine")
         with pytest.raises(AdapterNotFound):
             await text(client, "mine")
+
+
+async def test_near_names_are_the_callers_own(address: str, root: Path, tiny_world: TinyWorld, tmp_path: Path) -> None:
+    """The worker suggests among all names; the router among those of its client, and over HTTP none are told."""
+    for name in ("acme/orders", "globex/orders"):
+        copy(tiny_world.adapters / tiny_world.names[0], root / name)
+    rows = [
+        {"sha256": token_digest(tenant), "tenant": tenant, "adapters": [f"{tenant}/*"], "roles": ["user", "admin"]}
+        for tenant in ("acme", "globex")
+    ]
+    auth_file = tmp_path / "auth.json"
+    auth_file.write_text(json.dumps({"credentials": rows}))
+    async with router_for([address], auth_file=auth_file, worker_token="w", http_port=0) as (router, _):
+        assert router.http is not None
+        for tenant in ("acme", "globex"):
+            other = {"acme": "globex", "globex": "acme"}[tenant]
+            async with AsyncClient(router.address, token=tenant) as client:
+                await client.adapters.load(f"{tenant}/orders")
+                await until(lambda tenant=tenant: is_reported(router, f"{tenant}/orders"))
+                for name in (f"{tenant}/order", f"{tenant}/oders", f"{other}/order", f"{other}/orders"):
+                    with pytest.raises(AdapterNotFound) as caught:
+                        await text(client, name)
+                    error = caught.value
+                    assert f"{other}/orders" not in error.message.replace(f"adapter '{name}'", "")
+                    assert f"{other}/orders" not in error.metadata.get("near_names", "")
+                    if name.startswith(tenant):
+                        assert f"did you mean '{tenant}/orders'" in error.message
+            async with httpx2.AsyncClient(
+                base_url=f"http://{router.http.address}", headers={"authorization": f"Bearer {tenant}"}, trust_env=False
+            ) as http:
+                for body in (
+                    {"model": f"{tenant}/order", "prompt": "x"},
+                    {"inputs": "x", "parameters": {"adapter_id": f"{tenant}/order"}},
+                ):
+                    answer = await http.post("/v1/completions" if "prompt" in body else "/generate", json=body)
+                    assert (answer.status_code, "orders" in answer.text) == (404, False), answer.text
+
+
+def is_reported(router: Router, adapter_id: str) -> bool:
+    """By a worker, to the router."""
+    return any(adapter_id in view.tiers for view in router.replicas.views())
 
 
 async def test_a_failed_load_stays_listed(address: str, root: Path) -> None:
