@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -12,7 +13,8 @@ from jsonschema import validate
 from support.inline_worker import inline_worker
 from support.light_worker import CHAT_TEMPLATE, scripted_worker
 from support.tiny_tokenizers import tiny_tokenizer
-from support.world import TinyWorld
+from support.world import TinyWorld, make_world
+from transformers import AutoTokenizer
 
 from loraplex import AsyncClient, ChatDelta, Client, InvalidArgument, Unimplemented
 from loraplex_router.config import RouterConfig
@@ -227,3 +229,32 @@ def test_demanded_calls_are_valid(random_client: Client, seeds: range) -> None:
     with pytest.raises(InvalidArgument) as caught:
         random_client.generate(**asked, tool_choice={"function": {"name": "h"}})
     assert caught.value.field == "chat.tool_choice.name"
+
+
+@pytest.mark.timeout(120)
+def test_arguments_of_strict_tools_are_valid_where_the_model_chooses_to_call(template: Any, tmp_path: Path) -> None:
+    world = make_world(tmp_path, 0, special_tokens=("<tool_call>",))
+    mark = AutoTokenizer.from_pretrained(world.model).convert_tokens_to_ids("<tool_call>")
+    tools: list[Any] = [
+        {"function": {"name": name, "parameters": one, "strict": name == "f"}} for name, one in SCHEMAS.items()
+    ]
+    asked: Any = {"messages": CHAT, "tools": tools, "parse_chat": True, "temperature": 1.0, "max_tokens": 200}
+    engine = EngineConfig(ModelConfig(str(world.model)), batch=BatchConfig(max_running=8, max_step_tokens=64))
+    chat = ChatConfig(template=template, tool_format="hermes")
+    found: list[tuple[str, str]] = []
+    with inline_worker(WorkerConfig(engine, chat, port=0)) as worker, Client(worker.address) as client:
+        for seed in range(4):
+            options: Any = {"seed": seed, "logit_bias": {mark: 6.0}}
+            answer = client.generate(**asked, **options)
+            calls = calls_of(answer.message)
+            found += calls if answer.finish_reason == "eos" else calls[:-1]  # the last one may be cut
+            chunks = list(client.stream(**asked, **options, tool_choice="auto"))
+            assert together([delta for chunk in chunks for delta in chunk.deltas])[2] == calls
+        with pytest.raises(InvalidArgument) as caught:
+            client.generate(**asked, ignore_eos=True)
+        assert caught.value.field == "stopping.ignore_eos"
+    of_f = [arguments for name, arguments in found if name == "f"]
+    assert of_f
+    for arguments in of_f:
+        validate(json.loads(arguments), SCHEMAS["f"])
+    assert {name for name, _ in found} <= {"f", "g"}

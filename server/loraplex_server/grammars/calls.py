@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -30,6 +30,15 @@ class CallForm:
     head: str = ""  # before the first call
     tail: str = ""  # behind the last one
     parameter: tuple[str, str] | None = None  # before and behind a value
+    # Part of head and begin, with which a call opens in free text; as a pattern where a template reads other spellings.
+    mark: str = ""
+    mark_pattern: str = ""
+    is_inline: bool = False  # text may stand behind a call
+
+    @property
+    def close(self) -> str:
+        """The last mark of a call."""
+        return self.end.rpartition("\n")[2]
 
 
 def _deepseek(name: str) -> str:
@@ -39,22 +48,29 @@ def _deepseek(name: str) -> str:
 _TOOLS: Final = "chat.tools_json"
 # By the names of response templates.
 FORMS: Final[Mapping[str, CallForm]] = {
-    "hermes": CallForm('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n"),
+    "hermes": CallForm(
+        '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n", mark="<tool_call>", is_inline=True
+    ),
     "qwen3_xml": CallForm(
         "<tool_call>\n<function=NAME>\n",
         "</function>\n</tool_call>",
         "\n",
         parameter=("<parameter=KEY>\n", "\n</parameter>\n"),
+        mark="<tool_call>",
+        is_inline=True,
     ),
-    "llama3_json": CallForm('{"name": "NAME", "parameters": ', "}"),
-    "mistral": CallForm("[TOOL_CALLS]NAME[ARGS]", "", ""),
-    "mistral_list": CallForm('{"name": "NAME", "arguments": ', "}", ", ", "[TOOL_CALLS] [", "]"),
+    "llama3_json": CallForm(
+        '{"name": "NAME", "parameters": ', "}", mark='{"name":', mark_pattern=r'\{\s{0,8}"name"\s{0,8}:'
+    ),
+    "mistral": CallForm("[TOOL_CALLS]NAME[ARGS]", "", "", mark="[TOOL_CALLS]"),
+    "mistral_list": CallForm('{"name": "NAME", "arguments": ', "}", ", ", "[TOOL_CALLS] [", "]", mark="[TOOL_CALLS]"),
     "deepseek": CallForm(
         _deepseek("call begin") + "function" + _deepseek("sep") + "NAME\n```json\n",
         "\n```" + _deepseek("call end"),
         "\n",
         _deepseek("calls begin"),
         _deepseek("calls end"),
+        mark=_deepseek("call begin"),
     ),
 }
 
@@ -81,10 +97,6 @@ def tool_calls(
     """Calls of any of the request's tools, one at least, or one call of `name`. Where the prompt has begun to reason,
     that goes on first. `special_ids`: special tokens by text, which are written as such. Raises InvalidArgument with
     the field, Unimplemented without a form."""
-    from llguidance import LLMatcher  # late: most requests demand none
-
-    from loraplex_server.grammars.source import checked_schema
-
     field = "chat.tool_choice.name" if name else "chat.tool_choice.required"
     if form is None:
         raise Unimplemented(
@@ -95,39 +107,119 @@ def tool_calls(
     wanted = [one for one in functions if not name or (isinstance(one, dict) and one.get("name") == name)]
     if not wanted:
         raise InvalidArgument(f"`{field}` names a tool that is not in `chat.tools_json`", field=field)
+    rules = _call_rules(form, wanted, special_ids)
+    is_one = bool(name) or form.between is None or parsing.max_calls == 1
+    more = "" if is_one else f"({_terms(form.between or '', special_ids)} call)*"
+    calls = f"{_terms(form.head, special_ids)} call {more} {_terms(form.tail, special_ids)}"
+    lines = ["%llguidance {}", f"start: {calls}"]
+    if parsing.format is not None and (closing := parsing.format.closing_of(parsing.prefix)):
+        lines = ["%llguidance {}", f"start: thoughts {calls}", ANY, _thoughts(closing, special_ids)]
+    return _grammar(field, (*lines, *rules))
+
+
+def strict_calls(form: CallForm | None, parsing: ResponseParsing, special_ids: Mapping[str, int]) -> Grammar | None:
+    """Free text, and calls of the request's tools where the model writes them: from their mark on in the model's own
+    form, with the parameters of tools that are `strict`, and any arguments of the others. None where no tool is strict,
+    or without a form. Raises InvalidArgument with the field."""
+    functions: list[Any] = [tool.get("function", tool) for tool in parsing.tools]
+    if form is None or not any(map(_is_strict, functions)):
+        return None
+    mark_id, of_calls = special_ids.get(form.mark), form.begin + form.end + form.tail + form.mark
+    kept = sorted(one for text, one in special_ids.items() if one not in parsing.unread_ids and text not in of_calls)
+    specials = f"(ANY ({' | '.join(f'<[{one}]>' for one in kept)}))*" if kept else ""
+    lines = ["%llguidance {}", ANY, f"free: {specials} ANY"]
+    if mark_id is None:
+        mark = f"/{form.mark_pattern}/" if form.mark_pattern else json.dumps(form.mark, ensure_ascii=False)
+        lines += [f"marked[lazy]: ANY {mark}", f"lead: {specials} marked"]
+    else:
+        lines.append(f"lead: free <[{mark_id}]>")
+    is_one = form.between is None or parsing.max_calls == 1
+    more = "" if is_one or form.is_inline else f"({_terms(form.between or '', special_ids)} call)*"
+    block = f"lead first {more} {_terms(form.tail, special_ids)}"
+    lines.append(f"answer: ({block})* free" if form.is_inline else f"answer: free | {block}")
+    closing = None if parsing.format is None else parsing.format.closing_of(parsing.prefix)
+    if closing:
+        lines += ["start: ANY | thoughts answer", _thoughts(closing, special_ids)]
+    else:
+        lines.append("start: answer")
+    return _grammar(_TOOLS, (*lines, *_call_rules(form, functions, special_ids, only_strict=True)))
+
+
+ANY: Final = r"ANY: /(.|\n)*/"
+
+
+def _thoughts(closing: str, special_ids: Mapping[str, int]) -> str:
+    return f"thoughts{'' if closing in special_ids else '[lazy]'}: ANY {_terms(closing, special_ids)}"
+
+
+def _is_strict(function: Any) -> bool:
+    return isinstance(function, dict) and cast("dict[str, Any]", function).get("strict") is True
+
+
+def _call_rules(
+    form: CallForm, functions: list[Any], special_ids: Mapping[str, int], *, only_strict: bool = False
+) -> list[str]:
+    """The rule `call`, a call of one of the functions, and `first`, a call without its mark. `only_strict`: others have
+    any arguments."""
     rules: list[str] = []
     texts: dict[str, str] = {}
-    for number, function in enumerate(wanted):
+    for number, function in enumerate(functions):
         one = cast("dict[str, Any]", function if isinstance(function, dict) else {})
         called, given = one.get("name"), one.get("parameters") or {}
         if not isinstance(called, str) or not isinstance(given, dict):
             raise InvalidArgument(
                 f"`{_TOOLS}` must have tools with a `name`, and `parameters` that are a schema", field=_TOOLS
             )
-        begin = _terms(form.begin.replace("NAME", check_id(called, field=_TOOLS)), special_ids)
+        name, behind = check_id(called, field=_TOOLS), f"behind_{number}"
+        begin = form.begin.replace("NAME", name)
+        first = (form.head + form.begin).partition(form.mark)[2].replace("NAME", name)
+        rules.append(f"call_{number}: {_terms(begin, special_ids)} {behind}")
+        rules.append(f"first_{number}: {_terms(first, special_ids)} {behind}")
+        is_free = only_strict and not _is_strict(function)
+        if is_free and form.parameter is not None:
+            rules.append(_free_arguments(form.close, behind, special_ids))
+            continue
         try:
-            if form.parameter is None:
-                schema = _closed({"type": "object", **cast("dict[str, Any]", given)})
-                arguments = f"%json {checked_schema(schema, compact=False, field=_TOOLS)}"
-            else:
-                parameters = _parameters(form.parameter, cast("dict[str, Any]", given), special_ids, texts)
-                rules += [f"call_{number}_{rule}" for rule in parameters.values()]
-                arguments = " ".join(f"call_{number}_{one}" for one in parameters)
+            arguments = _arguments(form, {} if is_free else given, number, special_ids, rules, texts)
         except RecursionError as error:
             raise InvalidArgument(f"`{_TOOLS}` is nested too deeply", field=_TOOLS) from error
-        rules.append(f"call_{number}: {begin} {arguments} {_terms(form.end, special_ids)}")
-    is_one = bool(name) or form.between is None or parsing.max_calls == 1
-    more = "" if is_one else f"({_terms(form.between or '', special_ids)} call)*"
-    calls = f"{_terms(form.head, special_ids)} call {more} {_terms(form.tail, special_ids)}"
-    lines = ["%llguidance {}", f"start: {calls}"]
-    if parsing.format is not None and (closing := parsing.format.closing_of(parsing.prefix)):
-        lines = ["%llguidance {}", f"start: thoughts {calls}", r"ANY: /(.|\n)*/"]
-        is_special = closing in special_ids
-        lines.append(f"thoughts{'' if is_special else '[lazy]'}: ANY {_terms(closing, special_ids)}")
-    lines.append("call: " + " | ".join(f"call_{number}" for number in range(len(wanted))))
-    text = "\n".join((*lines, *rules, *texts.values()))
+        rules.append(f"{behind}: {arguments} {_terms(form.end, special_ids)}")
+    numbers = range(len(functions))
+    rules += [f"{kind}: " + " | ".join(f"{kind}_{number}" for number in numbers) for kind in ("call", "first")]
+    return [*rules, *texts.values()]
+
+
+def _free_arguments(close: str, rule: str, special_ids: Mapping[str, int]) -> str:
+    """Up to the last mark of the call."""
+    return f"{rule}{'' if close in special_ids else '[lazy]'}: ANY {_terms(close, special_ids)}"
+
+
+def _arguments(
+    form: CallForm,
+    given: Any,
+    number: int,
+    special_ids: Mapping[str, int],
+    rules: list[str],
+    texts: dict[str, str],
+) -> str:
+    """Of one function. `rules` and `texts` get what they are made of."""
+    from loraplex_server.grammars.source import checked_schema
+
+    if form.parameter is None:
+        schema = _closed({"type": "object", **cast("dict[str, Any]", given)})
+        return f"%json {checked_schema(schema, compact=False, field=_TOOLS)}"
+    parameters = _parameters(form.parameter, cast("dict[str, Any]", given), special_ids, texts)
+    rules += [f"call_{number}_{rule}" for rule in parameters.values()]
+    return " ".join(f"call_{number}_{one}" for one in parameters)
+
+
+def _grammar(field: str, lines: Sequence[str]) -> Grammar:
+    """Raises InvalidArgument for one that is too large."""
+    from llguidance import LLMatcher  # late: most requests demand none
+
+    text = "\n".join(lines)
     if len(text) > MAX_GRAMMAR_BYTES:
-        raise InvalidArgument(f"`{_TOOLS}` is too large for a grammar: use auto, or fewer tools", field=_TOOLS)
+        raise InvalidArgument(f"`{_TOOLS}` is too large for a grammar: send fewer tools", field=_TOOLS)
     return Grammar(field, LLMatcher.grammar_from_lark(text))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import loraplex_proto
 from loraplex_contracts.adapters import AdapterVersion
-from loraplex_contracts.errors import LoraplexError
+from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_contracts.request import Request
 from loraplex_contracts.sampling import TokenizerView
 from loraplex_proto import validate
@@ -252,10 +252,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             )
             forced = message.chat.tool_choice.WhichOneof("kind") in ("required", "name")
             parsing = await self._parsing(message, prompt, version) if output.parse_chat or forced else None
-            if forced and parsing is not None:
-                make = partial(calls.tool_calls, self._form_of(parsing.format), parsing, self._special_ids)
-                to_grammar = partial(make, message.chat.tool_choice.name)
+            if parsing is not None and (forced or (parsing.with_calls and grammar is None)):
+                given = self._form_of(parsing.format), parsing, self._special_ids
+                to_grammar = (
+                    partial(calls.tool_calls, *given, message.chat.tool_choice.name)
+                    if forced
+                    else partial(calls.strict_calls, *given)
+                )
                 grammar = await self._tokenizing.off_loop(len(message.chat.tools_json), to_grammar)
+                if grammar is not None and message.stopping.ignore_eos:
+                    raise InvalidArgument(
+                        "`stopping.ignore_eos` would go on behind the end of calls that must hold; leave it out",
+                        field="stopping.ignore_eos",
+                    )
             to_params = partial(protobuf.sampling_params, message.sampling, self._tokenizer_view)
             sampling = await self._tokenizing.off_loop(message.sampling.ByteSize(), to_params)
         request = protobuf.to_request(

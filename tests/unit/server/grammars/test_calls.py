@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from support.tiny_tokenizers import tiny_tokenizer
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.validate import MAX_GRAMMAR_BYTES
 from loraplex_server.config import TOOL_FORMATS
-from loraplex_server.grammars.calls import FORMS, form_of, tool_calls
+from loraplex_server.grammars.calls import FORMS, form_of, strict_calls, tool_calls
 from loraplex_server.text.response_template import ResponseFormat
 from loraplex_server.text.responses import ParsedMessage, ResponseParsing
 
@@ -231,6 +232,112 @@ def test_special_tokens_are_written_as_such() -> None:
     grammar = tool_calls(form, parsing_of("hermes"), {"<tool_call>": TURN, "</tool_call>": 0}, "g").text
     matcher = LLMatcher(LIBRARY, grammar, log_level=0)
     assert int.from_bytes(matcher.compute_bitmask(), "little") == 1 << TURN
+
+
+STRICT: list[Any] = [
+    {"function": {"name": "f", "strict": True, "parameters": TOOLS[0]["function"]["parameters"]}},
+    {"function": {"name": "g", "parameters": {"properties": {"y": {"divisibleBy": 2}}}}},
+]
+DEEPSEEK = FORMS["deepseek"]
+# By form: a call, and what is written around one and around two.
+WRITTEN = {
+    "hermes": ('<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>', "%s", "%s hm %s"),
+    "qwen3_xml": ("<tool_call>\n<function=%s>\n%s</function>\n</tool_call>", "%s", "%s\n%s bye"),
+    "llama3_json": ('{"name": "%s", "parameters": %s}', "%s", None),
+    "mistral": ("[TOOL_CALLS]%s[ARGS]%s", "%s", "%s%s"),
+    "mistral_list": ('{"name": "%s", "arguments": %s}', "[TOOL_CALLS] [%s]", "[TOOL_CALLS] [%s, %s]"),
+    "deepseek": (
+        f"{DEEPSEEK.begin.replace('NAME', '%s')}%s{DEEPSEEK.end}",
+        f"{DEEPSEEK.head}%s{DEEPSEEK.tail}",
+        f"{DEEPSEEK.head}%s\n%s{DEEPSEEK.tail}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_strict_tools_hold_where_they_are_called(name: str) -> None:
+    call, one, two = WRITTEN[name]
+    parsing = ResponseParsing(ResponseFormat.named(name), "", STRICT, with_calls=True)
+    found = strict_calls(FORMS[name], parsing, {})
+    assert found is not None
+    assert found.field == "chat.tools_json"
+    is_xml = name == "qwen3_xml"
+    arguments = "<parameter=x>\n%d\n</parameter>\n" if is_xml else '{"x": %d}'
+    good, bad = call % ("f", arguments % 22), call % ("f", arguments % 3)
+    other, unknown = call % ("g", arguments % 3), call % ("h", arguments % 22)
+    texts = {"": [], "hi <tool {": [], "so " + one % good: ["f"], one % other: ["g"]}
+    if two is not None:
+        texts[two % (good, other)] = ["f", "g"]
+    for text, names in texts.items():
+        assert is_legal(found.text, text), text
+        assert [call.name for call in read(parsing, text).calls] == names, text
+    for text in (one % bad, one % unknown, *(() if two is None else (two % (other, bad),))):
+        assert not is_legal(found.text, text), text
+    assert strict_calls(FORMS[name], parsing_of(name), {}) is None, "no tool is strict"
+    assert strict_calls(None, parsing, {}) is None
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_random_texts_keep_to_strict_tools(name: str) -> None:
+    """At any moment the model may write the mark of a call, in any spelling that is read."""
+    draw, form, num_calls = random.Random(0), FORMS[name], 0
+    parsing = ResponseParsing(ResponseFormat.named(name), "", STRICT, with_calls=True)
+    grammar = strict_calls(form, parsing, {})
+    assert grammar is not None
+    marks = [form.mark, form.head + form.begin.partition("NAME")[0], '{ "name" :' if form.mark_pattern else form.mark]
+    for _ in range(30):
+        matcher = LLMatcher(LIBRARY, grammar.text, log_level=0)
+        ids: list[int] = []
+        while len(ids) < 150 and not matcher.is_stopped():
+            mask = int.from_bytes(matcher.compute_bitmask(), "little")
+            legal = [one for one in range(len(TOKENIZER)) if mask >> one & 1]
+            wanted = [2 if 2 in legal and draw.random() < 0.1 else draw.choice(legal)]
+            written = TOKENIZER.backend_tokenizer.encode(draw.choice(marks), add_special_tokens=False).ids
+            if draw.random() < 0.1 and matcher.validate_tokens(written) == len(written):
+                wanted = written
+            if wanted == [2]:
+                break
+            ids += wanted
+            matcher.consume_tokens(wanted)
+        if len(ids) >= 150:
+            continue  # cut
+        text = TOKENIZER.backend_tokenizer.decode(ids)
+        for call in read(parsing, text).calls:
+            num_calls += 1
+            assert call.name in ("f", "g"), text
+            assert call.name == "g" or json.loads(call.arguments) in ({"x": 1}, {"x": 22}), text
+    assert num_calls
+
+
+def test_strict_tools_behind_reasoning_and_with_special_tokens() -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": %d}}\n</tool_call>'
+    parsing = ResponseParsing(ResponseFormat.named("hermes"), "<think>\n", STRICT, with_calls=True)
+    found = strict_calls(FORMS["hermes"], parsing, {})
+    assert found is not None
+    for text, is_ok in (
+        ("so", True),
+        ("so</think>hi", True),
+        (f"so</think>hi{call % 1}", True),
+        (f"so</think>hi{call % 3}", False),
+    ):
+        assert is_legal(found.text, text) == is_ok, text
+    special: Any = {"<|turn|>": TURN, "</s>": 2}
+    form = replace(FORMS["hermes"], begin=FORMS["hermes"].begin.replace("<tool_call>", "<|turn|>"), mark="<|turn|>")
+    parsing = ResponseParsing(ResponseFormat.named("hermes"), "", STRICT, with_calls=True, unread_ids=frozenset({2}))
+    found = strict_calls(form, parsing, special)
+    assert found is not None
+    matcher = LLMatcher(LIBRARY, found.text, log_level=0)
+    assert TURN is not None
+    matcher.consume_tokens([*TOKENIZER.backend_tokenizer.encode("hi", add_special_tokens=False).ids, TURN])
+    assert matcher.compute_ff_bytes().startswith(b'\n{"name": "')
+
+
+def test_what_strict_tools_cannot_hold_is_named() -> None:
+    tools = [{"function": {"name": "f", "strict": True, "parameters": {"divisibleBy": 2}}}]
+    parsing = ResponseParsing(ResponseFormat.named("hermes"), "", tools, with_calls=True)
+    with pytest.raises(InvalidArgument, match="divisibleBy") as caught:
+        strict_calls(FORMS["hermes"], parsing, {})
+    assert caught.value.field == "chat.tools_json"
 
 
 @pytest.mark.parametrize(
