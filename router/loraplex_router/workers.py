@@ -15,8 +15,8 @@ from loraplex_router.watch import Watcher
 
 log = logging.getLogger(__name__)
 
-# How often it is looked whether one that leaves has ended its requests, and what calls besides those (a load of an
-# adapter) get to end.
+# Seconds between two looks at whether a worker that leaves has ended its requests, and seconds that its other calls
+# (a load of an adapter) get to end.
 LOOK_S: Final = 0.2
 CLOSE_S: Final = 30.0
 
