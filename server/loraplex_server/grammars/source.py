@@ -133,6 +133,8 @@ def structural_tag(text: str, *, compact: bool = False) -> Grammar:
 def refusal(grammar: Grammar, reason: str) -> InvalidArgument:
     """The error for what llguidance says of a grammar, with the keyword of JSON Schema that is at fault."""
     reason = reason.replace("<non-verbose/>", "")
+    if found := _OF_SCHEMA.match(reason):
+        reason = found[1]
     if reason.startswith("NoExtension"):
         reason = "no text fits it"
     for pattern, keyword in _KEYWORDS:
@@ -142,7 +144,9 @@ def refusal(grammar: Grammar, reason: str) -> InvalidArgument:
     return _refused(grammar.field, reason)
 
 
-# The beginning of what llguidance says, and the keyword.
+# What llguidance says of a schema within a grammar, before the lines around it.
+_OF_SCHEMA: Final = re.compile(r"(?:at )?\d+\(\d+\): failed to compile JSON schema: (.*?)(?=\s+\d+ \||\Z)", re.DOTALL)
+# The beginning of what it says, and the keyword.
 _KEYWORDS: Final = (
     ("regex parse error", "pattern"),
     ("(?i)(unknown|unsupported) format", "format"),

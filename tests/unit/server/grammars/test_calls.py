@@ -16,6 +16,7 @@ from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.validate import MAX_GRAMMAR_BYTES
 from loraplex_server.config import TOOL_FORMATS
 from loraplex_server.grammars.calls import FORMS, form_of, strict_calls, tool_calls
+from loraplex_server.grammars.source import refusal
 from loraplex_server.text.response_template import ResponseFormat
 from loraplex_server.text.responses import ParsedMessage, ResponseParsing
 
@@ -330,6 +331,23 @@ def test_strict_tools_behind_reasoning_and_with_special_tokens() -> None:
     assert TURN is not None
     matcher.consume_tokens([*TOKENIZER.backend_tokenizer.encode("hi", add_special_tokens=False).ids, TURN])
     assert matcher.compute_ff_bytes().startswith(b'\n{"name": "')
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"not": {}}, 'Unimplemented keys: ["not"]'),
+        ({"properties": {"x": {"type": "string", "format": "no"}}}, "`format` cannot be enforced: "),
+    ],
+)
+def test_refusals_are_of_the_schema_alone(schema: dict[str, Any], said: str) -> None:
+    tools = [{"function": {"name": "f", "strict": True, "parameters": schema}}]
+    parsing = ResponseParsing(ResponseFormat.named("hermes"), "", tools, with_calls=True)
+    for grammar in (strict_calls(FORMS["hermes"], parsing, {}), tool_calls(FORMS["hermes"], parsing, {}, "f")):
+        assert grammar is not None
+        error = refusal(grammar, LLMatcher(LIBRARY, grammar.text, log_level=0).get_error())
+        assert said in error.message
+        assert "call_0" not in error.message
 
 
 def test_what_strict_tools_cannot_hold_is_named() -> None:
