@@ -278,6 +278,7 @@ async def test_tokenize_health_version_metrics() -> None:
         assert (info["chat_template"], info["eos_token"]) == ("{{ x }}", None)
         assert (await http.get("/load")).json() == {"server_load": 0}
         for path in ("/health", "/ping"):
+            assert (await http.head(path)).status_code == 200
             answer = await http.get(path)
             assert (answer.status_code, answer.content) == (200, b"")
         assert set((await http.get("/version")).json()) == {"version"}

@@ -50,8 +50,9 @@ class Routes:
         self._started = int(time.time())
 
     def add_to(self, app: FastAPI) -> None:
-        app.get("/health", response_class=Response)(self.health)
-        app.get("/ping", response_class=Response)(self.health)
+        for path in ("/health", "/ping"):
+            app.get(path, response_class=Response)(self.health)
+            app.head(path, include_in_schema=False)(self.health)  # as load balancers ask
         app.get("/version")(self.version)
         app.get("/load")(self.load)
         app.get("/metrics", response_class=Response)(self.metrics)
