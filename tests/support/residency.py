@@ -1,9 +1,10 @@
-"""Rounds of the residency table, their moves carried out at once."""
+"""Rounds of the adapter cache's tables, their moves carried out at once."""
 
 from __future__ import annotations
 
+from loraplex_adapters.cache.names import AdapterTable
 from loraplex_adapters.cache.residency import ResidencyTable
-from loraplex_adapters.cache.states import Move, Promote, Stage
+from loraplex_adapters.cache.states import FetchName, Move, Promote, Stage
 from loraplex_contracts.adapters import AdapterKey, AdapterKind
 
 
@@ -37,3 +38,21 @@ def bring_up(table: ResidencyTable, key: AdapterKey) -> int:
     slot = table.acquire(key)
     assert slot is not None
     return slot
+
+
+def fetch_of(table: AdapterTable) -> FetchName:
+    """The one fetch that the table asks for."""
+    (fetch,) = table.take_fetches()
+    assert isinstance(fetch, FetchName)
+    return fetch
+
+
+def turn(table: AdapterTable, now: float = 0.0) -> None:
+    """One round of both tables."""
+    table.advance(now)
+    for move in table.take_moves():
+        if isinstance(move, Promote):
+            table.residency.promoted(move.key)
+        elif isinstance(move, Stage):
+            table.residency.staged(move.key)
+    table.check_integrity()

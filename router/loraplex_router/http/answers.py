@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from loraplex_proto import __version__
 from loraplex_proto.v1 import inference_pb2 as pb
+from loraplex_router.http.backend import MIN_LOGPROB, finite
 from loraplex_router.http.mixtures import recipe_of
 from loraplex_router.http.openai import Job
 from loraplex_router.http.tools import delta_of, message_of
@@ -19,7 +20,6 @@ _FINISH_REASONS: Final = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
 }
-_MIN_LOGPROB: Final = -9999.0  # for minus infinity, which JSON cannot write
 
 
 def error_event(content: dict[str, Any]) -> bytes:
@@ -93,10 +93,10 @@ def _prompt_row(token: pb.PromptToken, num_top: int) -> dict[str, Any] | None:
     if not token.HasField("logprob"):
         return None
     rows: dict[str, Any] = {
-        str(one.token_id): {"logprob": _finite(one.logprob), "rank": rank, "decoded_token": one.text}
+        str(one.token_id): {"logprob": finite(one.logprob), "rank": rank, "decoded_token": one.text}
         for rank, one in enumerate(token.top[:num_top], start=1)
     }
-    own = {"logprob": _finite(token.logprob), "rank": None, "decoded_token": token.text}
+    own = {"logprob": finite(token.logprob), "rank": None, "decoded_token": token.text}
     rows.setdefault(str(token.token_id), own)
     return rows
 
@@ -254,10 +254,10 @@ class Logprobs:
         top: dict[str, float] = {}
         for one in row.top[: self._job.num_top_logprobs]:
             name = self._name(one)
-            top[name] = max(_finite(one.logprob), top.get(name, _MIN_LOGPROB))
+            top[name] = max(finite(one.logprob), top.get(name, MIN_LOGPROB))
         name = self._name(row)
         top.pop(name, None)
-        top[name] = _finite(row.logprob)
+        top[name] = finite(row.logprob)
         return top
 
     def _chat_row(self, row: pb.TokenLogprob) -> dict[str, Any]:
@@ -265,14 +265,10 @@ class Logprobs:
         return {**self._one(row), "top_logprobs": [self._one(one) for one in top]}
 
     def _one(self, row: pb.TokenLogprob | pb.TopLogprob) -> dict[str, Any]:
-        return {"token": self._name(row), "logprob": _finite(row.logprob), "bytes": list(row.bytes)}
+        return {"token": self._name(row), "logprob": finite(row.logprob), "bytes": list(row.bytes)}
 
     def _name(self, row: pb.TokenLogprob | pb.TopLogprob | pb.PromptToken) -> str:
         return f"token_id:{row.token_id}" if self._job.tokens_as_ids else row.text
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, _MIN_LOGPROB)
 
 
 class Chunks:

@@ -26,6 +26,8 @@ from loraplex_runtime.auth import Credentials
 # Prompts of one request, and texts that they ask for together.
 MAX_PROMPTS: Final = 128
 MAX_CHOICES: Final = 512
+MAX_TOKEN_ID: Final = (1 << 32) - 1  # on the wire
+MIN_LOGPROB: Final = -9999.0  # for minus infinity, which JSON cannot write
 # Models that clients of TGI and huggingface_hub name who mean the only one.
 BASE_ALIASES: Final = frozenset({"", "tgi", "dummy"})
 # Sampling options that all dialects have under the wire's names.
@@ -202,6 +204,16 @@ def unicode_text(text: str, name: str) -> str:
     except UnicodeEncodeError as error:
         raise InvalidArgument(f"`{name}` is not valid Unicode text", field=name) from error
     return text
+
+
+def are_token_ids(ids: Sequence[Any]) -> bool:
+    """True for a list of token ids, at least one."""
+    return bool(ids) and all(type(one) is int and 0 <= one <= MAX_TOKEN_ID for one in ids)
+
+
+def finite(logprob: float) -> float:
+    """The log probability as JSON can write it."""
+    return max(logprob, MIN_LOGPROB)
 
 
 def json_text(value: Any, name: str) -> str:

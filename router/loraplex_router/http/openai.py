@@ -13,7 +13,9 @@ from loraplex_router.http.backend import (
     COMMON_NUMBERS,
     MAX_CHOICES,
     MAX_PROMPTS,
+    MAX_TOKEN_ID,
     adapter_in,
+    are_token_ids,
     json_text,
     put_numbers,
     request_ids_of,
@@ -37,12 +39,6 @@ from loraplex_router.http.tools import put_tools
 
 DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's, of completions
 NO_DEFAULTS: Final = pb.Sampling()
-
-_NUMBERS: Final = (
-    *("temperature", "top_p", "min_p", "typical_p"),
-    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
-)
-_MAX_TOKEN_ID: Final = (1 << 32) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +303,7 @@ def _common(body: Generation, base_names: Sequence[str], defaults: pb.Sampling) 
 
 
 def token_id_of(key: str) -> int:
-    if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= _MAX_TOKEN_ID):
+    if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= MAX_TOKEN_ID):
         raise InvalidArgument(f"`logit_bias` has the key {key[:20]!a}, which is not a token id", field="logit_bias")
     return int(key)
 
@@ -330,7 +326,7 @@ def prompts_of(prompt: Any, name: str = "prompt") -> list[str | list[int]]:
 
 
 def _ids(ids: list[Any], name: str) -> list[int]:
-    if not ids or not all(type(one) is int and 0 <= one <= _MAX_TOKEN_ID for one in ids):
+    if not are_token_ids(ids):
         raise InvalidArgument(f"`{name}` must have token ids, at least one in each list", field=name)
     return ids
 

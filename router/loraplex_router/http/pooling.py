@@ -23,6 +23,7 @@ from loraplex_router.http.backend import (
     MAX_PROMPTS,
     Backend,
     adapter_in,
+    are_token_ids,
     request_id_of,
     unicode_text,
 )
@@ -61,7 +62,6 @@ _METHODS_OF_SCORES: Final[Mapping[str, pooling_pb2.ScoreMethod.ValueType]] = {
     "cosine": pooling_pb2.SCORE_METHOD_COSINE,
     "next_token": pooling_pb2.SCORE_METHOD_NEXT_TOKEN,
 }
-_MAX_TOKEN_ID: Final = (1 << 32) - 1
 
 _PoolingRequest = TypeVar(
     "_PoolingRequest", pooling_pb2.EmbedRequest, pooling_pb2.ClassifyRequest, pooling_pb2.ScoreRequest
@@ -463,7 +463,7 @@ def input_of(given: Any, name: str) -> pooling_pb2.PoolingInput:
     if isinstance(given, str):
         return pooling_pb2.PoolingInput(text=unicode_text(given, name))
     ids = cast("list[Any]", given) if isinstance(given, list) else []
-    if not ids or not all(type(one) is int and 0 <= one <= _MAX_TOKEN_ID for one in ids):
+    if not are_token_ids(ids):
         raise InvalidArgument(f"`{name}` must be a text, a list of token ids, or a list of either", field=name)
     return pooling_pb2.PoolingInput(token_ids=inference_pb2.TokenIds(ids=ids))
 

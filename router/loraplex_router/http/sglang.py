@@ -17,6 +17,7 @@ from loraplex_router.http.backend import (
     COMMON_NUMBERS,
     MAX_CHOICES,
     adapter_in,
+    finite,
     put_numbers,
     request_ids_of,
     unicode_text,
@@ -38,7 +39,7 @@ from loraplex_router.http.models import (
 from loraplex_router.http.models import REFUSED as OTHERS_REFUSED
 from loraplex_router.http.openai import prompts_of, speculation_of, token_id_of
 from loraplex_router.http.places import put_place
-from loraplex_router.http.tgi_answers import event_of, finite
+from loraplex_router.http.tgi_answers import event_of
 
 DEFAULT_MAX_TOKENS: Final = 128  # SGLang's
 # Tokens of a text that each have an event.

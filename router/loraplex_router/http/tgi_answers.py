@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final
 
 from loraplex_proto.v1 import inference_pb2 as pb
+from loraplex_router.http.backend import finite
 from loraplex_router.http.places import place_of
 from loraplex_router.http.tgi import Job
 
@@ -16,7 +17,6 @@ _FINISH_REASONS: Final = {
     pb.FINISH_REASON_STOP: "stop_sequence",
     pb.FINISH_REASON_LENGTH: "length",
 }
-_MIN_LOGPROB: Final = -9999.0  # for minus infinity, which JSON cannot write
 
 
 class Tokens:
@@ -82,11 +82,6 @@ class Tokens:
             rest = rest[len(token["text"]) :]
         if plain:
             plain[-1]["text"] = rest
-
-
-def finite(logprob: float) -> float:
-    """As JSON can write it."""
-    return max(logprob, _MIN_LOGPROB)
 
 
 def response_of(job: Job, answer: pb.GenerateResponse, special_ids: Collection[int] = ()) -> dict[str, Any]:

@@ -25,11 +25,11 @@ from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.frontend.generation import Delta, Progress, generate
 from loraplex_server.frontend.templates import Templates
-from loraplex_server.frontend.tokenizing import Tokenizing
+from loraplex_server.frontend.tokenizing import TOKEN_CHARS, Tokenizing
 from loraplex_server.grammars import calls
 from loraplex_server.grpc import protobuf
 from loraplex_server.grpc.middleware import RequestGate, begin_request, handles_errors, handles_stream_errors
-from loraplex_server.grpc.prompts import TOKEN_CHARS, Prompts, copied_ids, seconds_left, within
+from loraplex_server.grpc.prompts import Prompts, copied_ids, seconds_left, within
 from loraplex_server.text.responses import ResponseParsing
 from loraplex_server.text.tokenizer import SHORT_CHARS, Truncation
 

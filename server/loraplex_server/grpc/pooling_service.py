@@ -21,10 +21,10 @@ from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.frontend.pooling import PooledAnswer, embedding, pool_all, probabilities, sigmoid
 from loraplex_server.frontend.templates import Templates
-from loraplex_server.frontend.tokenizing import Tokenizing
+from loraplex_server.frontend.tokenizing import TOKEN_CHARS, Tokenizing
 from loraplex_server.grpc import protobuf
 from loraplex_server.grpc.middleware import RequestGate, begin_request, handles_errors
-from loraplex_server.grpc.prompts import TOKEN_CHARS, PoolingRequest, Prompts, seconds_left, within
+from loraplex_server.grpc.prompts import PoolingRequest, Prompts, seconds_left, within
 
 Context = Any
 

@@ -22,7 +22,6 @@ from loraplex_server.text.tokenizer import Truncation
 Context = Any  # grpc.aio.ServicerContext
 
 IDS_AT_ONCE = 1 << 14  # copied in one step
-TOKEN_CHARS = 4
 MESSAGE_CHARS = 32  # a chat template's text around a message, and its rendering
 
 Prompt = inference_pb2.GenerateRequest | pooling_pb2.PoolingInput

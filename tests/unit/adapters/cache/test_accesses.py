@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from support.residency import fetch_of, turn
 
 from loraplex_adapters.cache.accesses import MAX_ACCESSES, Accesses, is_access_name, shown_name
 from loraplex_adapters.cache.names import MAX_REMEMBERED_FAILURES, AdapterTable
 from loraplex_adapters.cache.residency import AdapterCacheConfig
-from loraplex_adapters.cache.states import FetchName, Promote, Refetch, Stage
+from loraplex_adapters.cache.states import FetchName, Refetch
 from loraplex_contracts.adapters import AdapterKey, AdapterOrigin, AdapterUser, LoadOptions
 from loraplex_contracts.errors import AdapterNotFound, SourceUnavailable
 
@@ -21,22 +22,6 @@ ALICE, BOB, NOBODY = (AdapterOrigin(SQL, "main", token) for token in ("hf_alice"
 @pytest.fixture
 def table() -> AdapterTable:
     return AdapterTable(AdapterCacheConfig(1000, 1000, 4, 1, failure_ttl_s=FAILURE_TTL_S, access_ttl_s=TTL_S))
-
-
-def fetch_of(table: AdapterTable) -> FetchName:
-    (fetch,) = table.take_fetches()
-    assert isinstance(fetch, FetchName)
-    return fetch
-
-
-def turn(table: AdapterTable, now: float = 0.0) -> None:
-    table.advance(now)
-    for move in table.take_moves():
-        if isinstance(move, Promote):
-            table.residency.promoted(move.key)
-        elif isinstance(move, Stage):
-            table.residency.staged(move.key)
-    table.check_integrity()
 
 
 def opened(table: AdapterTable, origin: AdapterOrigin, user: AdapterUser = ACME, now: float = 0.0) -> FetchName:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from support.residency import fetch_of, turn
 
 from loraplex_adapters.cache.names import ABANDONED_S, MAX_REMEMBERED_FAILURES, MAX_VERSIONS, AdapterTable
 from loraplex_adapters.cache.residency import AdapterCacheConfig
-from loraplex_adapters.cache.states import FetchName, Promote, Stage
+from loraplex_adapters.cache.states import FetchName, Promote
 from loraplex_contracts.adapters import OWN_PLACE, AdapterKey, AdapterOrigin, AdapterUser, LoadOptions
 from loraplex_contracts.errors import (
     AdapterInUse,
@@ -36,12 +37,6 @@ def make_table(num_slots: int = 2, max_pending: int = 8) -> AdapterTable:
     )
 
 
-def fetch_of(table: AdapterTable) -> FetchName:
-    (fetch,) = table.take_fetches()
-    assert isinstance(fetch, FetchName)
-    return fetch
-
-
 def end_fetch(table: AdapterTable, key: AdapterKey, num_bytes: int = 100, now: float = 0.0) -> None:
     fetch = fetch_of(table)
     table.name_fetched(fetch.name, fetch.ticket, key, num_bytes, 4, now)
@@ -50,16 +45,6 @@ def end_fetch(table: AdapterTable, key: AdapterKey, num_bytes: int = 100, now: f
 def fail_fetch(table: AdapterTable, error: Exception, now: float = 0.0) -> None:
     fetch = fetch_of(table)
     table.name_failed(fetch.name, fetch.ticket, error, now)
-
-
-def turn(table: AdapterTable, now: float = 0.0) -> None:
-    table.advance(now)
-    for move in table.take_moves():
-        if isinstance(move, Promote):
-            table.residency.promoted(move.key)
-        elif isinstance(move, Stage):
-            table.residency.staged(move.key)
-    table.check_integrity()
 
 
 def bound(table: AdapterTable, name: str, key: AdapterKey) -> None:
