@@ -33,6 +33,13 @@ models with random weights.
   (`tests/parity/test_native.py`). `decided at load` where no test names the family: the same check decides when it is
   loaded.
 
+Rotary embeddings of some models depend on a text's length: `longrope` has other frequencies for texts longer than
+`original_max_position_embeddings`, and dynamic NTK others for each length beyond `max_position_embeddings` (by default
+the context is that times `factor`). Each token is scaled by its own request's length, as `generate()` for that request
+alone does it. Phi-3's `generate()` computes a text anew when it grows past that length, so the server does too, once
+for each such text. Blocks of the prefix cache are shared where their keys are equal. Steps of these models run without
+CUDA graphs.
+
 gpt-oss has its experts in MXFP4. They are served dequantised, in bfloat16 or what `--dtype` says, so the weights take
 about four times the memory of the files (20B: 42 GB); the log says how much before they are read.
 
@@ -52,6 +59,7 @@ def special_features(config: PreTrainedConfig) -> str:
         ),
         "capped scores": getattr(config, "attn_logit_softcapping", None),
         "latent attention": getattr(config, "kv_lora_rank", None),
+        "rotations by length": getattr(config, "rope_parameters", {}).get("rope_type") in ("dynamic", "longrope"),
         "attention sinks": config.model_type in SINKS,
         "chunked attention": "chunked_attention" in (getattr(config, "layer_types", None) or ()),
         "attention temperature": getattr(config, "attn_temperature_tuning", None),

@@ -1,7 +1,8 @@
 """Kinds of attention equal `generate()` in whole engines.
 
-Sinks, chunks: texts longer than windows and chunks, in mixed batches of the base and of LoRAs with ranks 4 and 13, with
-prompts in pieces, prefix hits, forks, preemption and every proposer. In float64, against Transformers and PEFT.
+Sinks, chunks, rotations by length: texts longer than windows, chunks and the lengths of training, in mixed batches of
+the base and of LoRAs with ranks 4 and 13, with prompts in pieces, prefix hits, forks, preemption and every proposer. In
+float64, against Transformers and PEFT.
 """
 
 from __future__ import annotations
@@ -16,20 +17,22 @@ from support.peft_files import SPECS, LoraSpec
 from support.speculation import World, draft_proposer, loopy, make_bench, request
 from support.zoo import VOCAB_SIZE, random_model
 
+from loraplex_contracts.adapters import AdapterId
 from loraplex_contracts.request import Request, SpeculationParams
 from loraplex_server.speculation.proposer import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP
 
 NUM_TOKENS = 14
+HEADS = AdapterId("heads")
 KINDS = (
-    SpeculationParams("medusa", medusa_id="heads", fixed_length=True),
+    SpeculationParams("medusa", medusa_id=HEADS, fixed_length=True),
     SpeculationParams("prompt_lookup", min_ngram=1, max_ngram=3, fixed_length=True),
     SpeculationParams("draft_model", draft_name="same", max_draft_tokens=3),
-    SpeculationParams("auto", medusa_id="heads"),
+    SpeculationParams("auto", medusa_id=HEADS),
     SpeculationParams("off"),
 )
 LORAS: dict[str, LoraSpec] = {"rank-4": SPECS[1], "rank-13": LoraSpec("r13", 13, 10, "attention")}
-QUICK = ("gpt_oss",)
-FAMILIES = (*QUICK, "llama4-chunks", "granite_swa", "mimo_v2_flash")
+QUICK = ("gpt_oss", "phi3-longrope")
+FAMILIES = (*QUICK, "llama-dynamic", "llama-longrope", "llama4-chunks", "granite_swa", "mimo_v2_flash")
 
 
 @pytest.mark.parametrize(

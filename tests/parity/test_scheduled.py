@@ -66,9 +66,16 @@ class Resident:
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead, replayed"])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("llama", "gemma2", "phi3-longrope"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama-dynamic", "gpt_oss")),
+    ],
+)
 def test_texts_survive_scheduling(family: str, ahead: bool, tmp_path: Path) -> None:
-    check_scheduling(family, ahead, tmp_path, greedy)
+    # Where `generate()` computes a text anew, PEFT loses where an activated LoRA begins; the whole text gives the same.
+    check_scheduling(family, ahead, tmp_path, whole_text_greedy if family == "phi3-longrope" else greedy)
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
@@ -107,7 +114,7 @@ def check_scheduling(family: str, ahead: bool, tmp_path: Path, oracle: Oracle, s
     want = [oracle(references[owner], prompt, NUM_TOKENS) for owner, prompt in zip(owners, prompts, strict=True)]
     known = {f"r{i}": prompt + tokens for i, (prompt, tokens) in enumerate(zip(prompts, want, strict=True))}
 
-    config = SchedulerConfig(max_running=5, max_step_tokens=9, max_context_tokens=128)
+    config = SchedulerConfig(5, max_step_tokens=9, max_context_tokens=126, rope=loaded.spec.rope)
     scheduler = Scheduler(config, BlockPool(NUM_BLOCKS, rig.cache.block_size), Resident(), (), states)
     got: dict[tuple[str, int], list[int]] = defaultdict(list)
     ended: set[tuple[str, int]] = set()

@@ -16,6 +16,7 @@ from support.scheduler_harness import Harness, make_request
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import AdapterInvalid, Cancelled, DeadlineExceeded, OutOfMemory, Overloaded
 from loraplex_contracts.request import Request
+from loraplex_server.kv.rope import RopeScaling
 
 ADAPTERS = [adapter(name) for name in "abcde"]
 # Few openings, so that prompts share prefixes with each other and with what others generated.
@@ -59,6 +60,7 @@ class Setting:
     drafts: str
     slice_s: float
     num_states: int = 0
+    rope: RopeScaling | None = None
 
     def harness(self) -> Harness:
         return Harness(
@@ -75,6 +77,7 @@ class Setting:
             proposer=propose(self.drafts) if self.drafts != "none" else None,
             max_bypasses=3,
             slice_s=self.slice_s,
+            rope=self.rope,
         )
 
 
@@ -92,6 +95,10 @@ SETTINGS = st.builds(
     drafts=st.sampled_from(["none", "none", "right", "wrong", "mixed"]),
     slice_s=st.sampled_from([0.01, 0.03, 0.5]),  # a step takes 0.01
     num_states=st.sampled_from([0, 0, 1, 2, 3, 5, 9]),
+    # Rotations that depend on a text's length: by kind, and at which length.
+    rope=st.none()
+    | st.builds(RopeScaling, st.integers(1, 20), st.booleans())
+    | st.builds(RopeScaling, st.integers(1, 20), st.just(True), st.just(True)),
 )
 
 
@@ -141,6 +148,8 @@ def test_texts_do_not_depend_on_company(data: st.DataObject, setting: Setting) -
         event("cached block evicted")
     if harness.states is not None and harness.states.num_evictions:
         event("state evicted")
+    if setting.rope is not None and setting.rope.restarts:
+        event("computed anew")
 
 
 class Life(RuleBasedStateMachine):

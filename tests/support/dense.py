@@ -51,8 +51,28 @@ def dense_logits(model: nn.Module, prompt: Sequence[int], tokens: Sequence[int])
     return logits[len(prompt) - 1 : -1]
 
 
+def generated_logits(model: nn.Module, prompt: Sequence[int], num_tokens: int) -> Tensor:
+    """What `generate()` draws from [num_tokens, vocab], in float32; the whole text at once may give other logits."""
+    forget_lengths(model)
+    ids = torch.tensor([list(prompt)])
+    options: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False}
+    out = model.generate(  # type: ignore[operator]
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, **options
+    )
+    return torch.cat(out.logits).double()
+
+
+def forget_lengths(model: nn.Module) -> None:
+    """Rotary embeddings with dynamic frequencies keep those of the longest text so far: back to a fresh model's."""
+    for module in model.modules():
+        if "dynamic" in str(getattr(module, "rope_type", "")):
+            module.max_seq_len_cached = module.original_max_seq_len
+            module.inv_freq = module.original_inv_freq.clone()
+
+
 def greedy(model: nn.Module, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """`generate()` without sampling: the new tokens."""
+    forget_lengths(model)
     ids = torch.tensor([list(prompt)])
     out = model.generate(  # type: ignore[operator]
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False

@@ -123,7 +123,15 @@ class Rig:
             self.num_steps += 1
             for span, job in zip(plan.spans, chosen, strict=True):
                 self._take(job, span, results[span.sequence_id])
-                if job.is_done:
+                rope = self.loaded.spec.rope
+                num_tokens = len(job.all_tokens)
+                has_outgrown = rope is not None and rope.outgrown(
+                    num_tokens - len(results[span.sequence_id].token_ids), num_tokens
+                )
+                if has_outgrown and not job.is_done:  # as the scheduler does
+                    waiting.insert(0, job)
+                    job.num_computed = job.num_blocks = 0
+                if job.is_done or has_outgrown:
                     running.remove(job)
                     released.append(job.row)
                     free_rows.append(job.row)
@@ -152,6 +160,9 @@ class Rig:
         draft: list[int] = []
         if num_tokens == left and job.tokens and job.propose is not None:
             draft = job.propose(job.all_tokens)[: job.num_tokens - len(job.tokens) - 1]
+            rope = self.loaded.spec.rope
+            if rope is not None:
+                draft = draft[: rope.num_room(len(job.all_tokens))]
         end = job.num_computed + num_tokens + len(draft)
         missing = max(0, -(-end // BLOCK_SIZE) - job.num_blocks)
         job.num_blocks += missing

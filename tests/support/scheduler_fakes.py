@@ -15,6 +15,7 @@ from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import LoraplexError
 from loraplex_contracts.plan import NewSequence, Span, SpanResult, StepPlan, StepResult
 from loraplex_contracts.request import PositionLogprobs, Request, seed_of_completion
+from loraplex_server.kv.rope import RopeScaling
 
 VOCAB_SIZE = 24
 EOS = frozenset({0})
@@ -108,9 +109,14 @@ class FakeResidency:
 Owner = AdapterKey | tuple[AdapterKey, ...] | None  # of a mixture several
 
 
-def content(before: int, token_id: int, namespace: int) -> int:
-    """What is in the KV cache at a position."""
-    return hash((before, token_id, namespace)) & 0xFFFFFFFF
+def content(before: int, token_id: int, namespace: int, rotation: int = 0) -> int:
+    """What is in the KV cache at a position. `rotation`: the number of its frequencies, see RopeScaling.sets."""
+    return hash((before, token_id, namespace, rotation) if rotation else (before, token_id, namespace)) & 0xFFFFFFFF
+
+
+def rotation_at(position: int, num_first: int, rope: RopeScaling | None) -> int:
+    """`num_first`: see RopeScaling."""
+    return 0 if rope is None else rope.set_of(num_first if position < num_first else position + 1)
 
 
 def namespace_of(request: Request, key: Owner) -> int:
@@ -136,13 +142,22 @@ class Expected:
     prompt_logprobs: tuple[PositionLogprobs, ...]
 
 
-def expect(request: Request, key: Owner, index: int, max_total_tokens: int) -> Expected:
-    namespace, state = namespace_of(request, key), 0
-    states: list[int] = []
-    for token_id in request.prompt_token_ids:
-        state = content(state, token_id, namespace)
-        states.append(state)
-    prompt = request.prompt_token_ids
+def expect(
+    request: Request, key: Owner, index: int, max_total_tokens: int, rope: RopeScaling | None = None
+) -> Expected:
+    namespace, prompt = namespace_of(request, key), request.prompt_token_ids
+
+    def states_of(text: Sequence[int]) -> list[int]:
+        """Behind each of its tokens."""
+        num_first = len(prompt) if rope is None else rope.num_first(len(prompt), len(text))
+        states: list[int] = []
+        for at, token_id in enumerate(text):
+            before = states[-1] if states else 0
+            states.append(content(before, token_id, namespace, rotation_at(at, num_first, rope)))
+        return states
+
+    states = states_of(prompt)
+    state = states[-1]
     of_prompt = tuple(_logprob(states[at - 1], prompt[at]) for at in range(1, len(prompt)))
     stopping, seed = request.stopping, seed_of_completion(request.sampling.seed, index)
     stops = stopping.stop_token_ids | (frozenset[int]() if stopping.ignore_eos else EOS)
@@ -153,7 +168,7 @@ def expect(request: Request, key: Owner, index: int, max_total_tokens: int) -> E
         token_id = draw(state, seed, position, stops if len(tokens) < stopping.min_tokens else frozenset())
         tokens.append(token_id)
         logprobs.append(_logprob(state, token_id))
-        state = content(state, token_id, namespace)
+        state = content(state, token_id, namespace) if rope is None else states_of((*prompt, *tokens))[-1]
         if token_id in stops and len(tokens) > stopping.min_tokens:
             is_eos = token_id in EOS and not stopping.ignore_eos
             return Expected(tuple(tokens), tuple(logprobs), "eos" if is_eos else "stop", of_prompt)
@@ -190,7 +205,9 @@ class FakeRunner:
         residency: FakeResidency,
         owner_of: Callable[[str], tuple[Request, Owner]],
         num_states: int = 0,
+        rope: RopeScaling | None = None,
     ) -> None:
+        self._rope = rope
         self.rows: dict[int, Row] = {}
         self.num_steps = 0
         self.failing: dict[str, LoraplexError] = {}  # by request id: its next span fails
@@ -280,10 +297,18 @@ class FakeRunner:
             wanted = row.key if isinstance(row.key, tuple) else (row.key,)
             assert in_slots == wanted, f"{span.sequence_id} runs with {in_slots} instead of {wanted}"
 
+    def _content(self, row: Row, before: int, token_id: int, position: int) -> int:
+        num_first = 0
+        if self._rope is not None:
+            num_first = self._rope.num_first(row.new.num_prompt_tokens, len(row.new.token_ids))
+            num_room = self._rope.num_room(num_first)
+            assert num_room is None or position < num_first + num_room, "it should have been computed anew"
+        return content(before, token_id, row.namespace, rotation_at(position, num_first, self._rope))
+
     def _check_past(self, row: Row, num_tokens: int) -> None:
         state = 0
         for at in range(num_tokens):
-            state = content(state, row.token_ids[at], row.namespace)
+            state = self._content(row, state, row.token_ids[at], at)
             where = (row.table[at // self._block_size], at % self._block_size)
             assert self._kv.get(where) == state, f"{row.new.sequence_id}: wrong KV at position {at}, block {where[0]}"
 
@@ -297,7 +322,7 @@ class FakeRunner:
             row = self.rows[span.row]
             before = 0
             for at in range(span.start):
-                before = content(before, row.token_ids[at], row.namespace)
+                before = self._content(row, before, row.token_ids[at], at)
             assert self._states.get(span.state.source) == before, f"{span.sequence_id}: wrong state at {span.start}"
         assert all(0 < slot <= self._num_states for slot in _slots_written(span))
         for position, _ in span.state.copies:
@@ -315,7 +340,7 @@ class FakeRunner:
             where = (row.table[at // size], at % size)
             assert where not in written, "two sequences write to one place"
             written.add(where)
-            states[at] = self._kv[where] = content(before, tokens[at], row.namespace)
+            states[at] = self._kv[where] = self._content(row, before, tokens[at], at)
         first = span.start + span.num_tokens - span.num_samples
         for nth, at in enumerate(range(first, span.start + span.num_tokens)):
             num_output = at + 1 - row.new.num_prompt_tokens

@@ -23,6 +23,7 @@ from loraplex_contracts.request import (
     Tokens,
 )
 from loraplex_server.kv.blocks import BlockPool
+from loraplex_server.kv.rope import RopeScaling
 from loraplex_server.kv.states import StatePool
 from loraplex_server.scheduler.admission import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler
@@ -130,12 +131,14 @@ class Harness:
         depth: int = 1,
         proposer: Callable[[Harness], Drafts] | None = None,
         residency: FakeResidency | None = None,
+        rope: RopeScaling | None = None,
         **config: int | float,
     ) -> None:
         self.config = SchedulerConfig(
             max_running=max_running,
             max_step_tokens=max_step_tokens,
             max_context_tokens=max_context_tokens,
+            rope=rope,
             **config,  # type: ignore[arg-type]
         )
         self.depth = depth
@@ -144,7 +147,7 @@ class Harness:
         self.states = StatePool(num_states) if num_states else None
         self.scheduler = Scheduler(self.config, self.blocks, self.residency, EOS, self.states)
         self.runner = FakeRunner(
-            num_blocks, block_size, max_running, max_step_tokens, self.residency, self._owner_of, num_states
+            num_blocks, block_size, max_running, max_step_tokens, self.residency, self._owner_of, num_states, rope
         )
         self.now = 0.0
         self.logs: dict[str, RequestLog] = {}
@@ -224,7 +227,7 @@ class Harness:
         request = self.logs[request_id].request
         num_kv_tokens = self.blocks.num_blocks * self.blocks.block_size
         max_total_tokens = min(self.config.max_context_tokens, num_kv_tokens + 1)
-        return expect(request, self._keys[request_id], index, max_total_tokens)
+        return expect(request, self._keys[request_id], index, max_total_tokens, self.config.rope)
 
     def check_output(self, request_id: str) -> None:
         """The request ended well and every completion is what it would be alone."""

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 VOCAB_SIZE = 101
 MAX_LEN = 128
 WINDOW = 6  # smaller than the texts
+LIMIT = 21  # of tokens, behind which rotations are scaled: smaller than some texts
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -45,6 +46,13 @@ _SCALED_YARN: dict[str, Any] = {
     "beta_slow": 1.0,
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
+}
+_LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": LIMIT,
 }
 _OPT: dict[str, Any] = {"hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 16, "init_std": 0.3}
 _GPT2: dict[str, Any] = {"n_positions": MAX_LEN, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
@@ -183,6 +191,19 @@ ZOO: dict[str, Callable[[], PreTrainedConfig]] = {
         moe_intermediate_size=16,
     ),
     "flint": lambda: _make(tf.FlintConfig),
+    # Rotations that depend on a text's length.
+    "phi3-longrope": lambda: _make(
+        tf.Phi3Config,
+        sliding_window=None,
+        rope_parameters=dict(_LONGROPE),
+        original_max_position_embeddings=LIMIT,
+    ),
+    "llama-longrope": lambda: _make(tf.LlamaConfig, rope_parameters=dict(_LONGROPE)),
+    "llama-dynamic": lambda: _make(
+        tf.LlamaConfig,
+        max_position_embeddings=LIMIT,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 6.0},
+    ),
     "ministral3": lambda: _make(
         tf.Ministral3Config, head_dim=8, sliding_window=None, rope_parameters=dict(_SCALED_YARN)
     ),
@@ -190,7 +211,9 @@ ZOO: dict[str, Callable[[], PreTrainedConfig]] = {
 
 SINKS = {"gpt_oss", "granite_swa", "mimo_v2_flash", "flint"}  # which attention has, by types of models
 # Like one of the others in all that is special about them; compared with the slow tests.
-SLOW = {"granite_swa", "mimo_v2_flash", "flint"}
+SLOW = {"granite_swa", "mimo_v2_flash", "flint", "llama-longrope"}
+# Families whose `generate()` gives other logits than the whole text at once.
+BY_LENGTH = {"phi3-longrope", "llama-longrope", "llama-dynamic"}
 
 _MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 _ROUTED: dict[str, Any] = {

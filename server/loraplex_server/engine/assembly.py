@@ -152,6 +152,7 @@ def assemble(
             max_queued=batch.max_queued,
             max_queue_wait_s=batch.max_queue_wait_s,
             model_digest=loaded.model_id,
+            rope=spec.rope,
         ),
         BlockPool(num_blocks, block_size, prefix_caching=config.kv.prefix_caching),
         manager,

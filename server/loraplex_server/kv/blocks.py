@@ -143,12 +143,15 @@ class Namespace:
     tenant: str = ""
     cache_salt: str = ""
     adapted_from: int = 0
+    rope: int = 0  # see RopeScaling.key
 
     def digest(self) -> bytes:
         parts = [b"loraplex kv namespace\x01", _field(self.model_digest), _LENGTH.pack(len(self.adapters))]
         for key, weight in self.adapters:
             parts += (_field(key.kind), _field(key.digest), _WEIGHT.pack(weight))
         parts += (_field(self.tenant), _field(self.cache_salt), _LENGTH.pack(self.adapted_from))
+        if self.rope:
+            parts.append(_LENGTH.pack(self.rope))
         return hashlib.sha256(b"".join(parts)).digest()
 
 

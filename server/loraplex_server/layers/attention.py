@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from loraplex_server.kv.rope import RopeScaling
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.transfer import upload
 
@@ -77,6 +78,7 @@ class ModelSpec:
     hidden_size: int  # at the head's input
     max_context_tokens: int
     eos_token_ids: tuple[int, ...] = ()
+    rope: RopeScaling | None = None  # None: rotations depend on positions alone
 
 
 def kv_block_bytes(spec: ModelSpec, block_size: int, itemsize: int) -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from loraplex_server.layers.lora import PreparedSegments
@@ -34,6 +36,7 @@ class StepContext:
         "head_segments",
         "merged",
         "num_logit_rows",
+        "rope_lengths",
         "states",
         "token_segments",
     )
@@ -46,6 +49,8 @@ class StepContext:
         self.attention: Any = None
         # The states of the step's sequences, in models with mixers that keep one. None: mixers run as the model's own.
         self.states: Any = None
+        # On the host, the length that scales each token's rotation [num_tokens], in models where it depends on one.
+        self.rope_lengths: npt.NDArray[np.int64] | None = None
         # Post-norm hidden states of the head's rows [num_head_rows, hidden], for proposers that draft from them.
         self.capture_head_input = False
         self.head_input: Tensor | None = None
@@ -62,6 +67,7 @@ class StepContext:
         self.head_segments = None
         self.attention = None
         self.states = None
+        self.rope_lengths = None
         self.capture_head_input = False
         self.head_input = None
         self.num_logit_rows = None

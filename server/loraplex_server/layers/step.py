@@ -54,6 +54,7 @@ class StagedStep:
     num_prompt_rows: tuple[int, ...]
     fresh_blocks: tuple[int, ...]  # attached by this step, without content yet
     pooled: tuple[PooledSpan, ...] = ()  # their rows are the last of `head_rows`
+    rope_lengths: Ints | None = None  # [num_tokens], see StepContext
 
     @property
     def num_tokens(self) -> int:

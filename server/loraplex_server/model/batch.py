@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from loraplex_contracts.plan import NewSequence, Span
+from loraplex_server.kv.rope import RopeScaling
 from loraplex_server.layers.attention import AttentionBatch
 from loraplex_server.layers.lora import Segment
 from loraplex_server.layers.step import Ints, PooledSpan, Row, StagedStep
@@ -34,7 +35,10 @@ class StepInputs:
 class BatchMirror:
     """Rows of the running batch. Owned by the runner."""
 
-    def __init__(self, max_rows: int, max_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_rows: int, max_len: int, block_size: int, device: torch.device, rope: RopeScaling | None = None
+    ) -> None:
+        self.rope = rope
         self.max_rows = max_rows
         self.max_len = max_len
         self.block_size = block_size
@@ -109,6 +113,7 @@ class BatchMirror:
             num_prompt_rows=tuple(num_prompt_rows),
             fresh_blocks=fresh,
             pooled=pooled,
+            rope_lengths=self._rope_lengths(spans, positions, lens),
         )
 
     def inputs(self, staged: StagedStep) -> StepInputs:
@@ -120,6 +125,16 @@ class BatchMirror:
             head_rows=upload(torch.from_numpy(staged.head_rows), self.device),
             attention=staged.attention(packed[2]),
         )
+
+    def _rope_lengths(self, spans: Sequence[Span], positions: Ints, lens: Ints) -> Ints | None:
+        rope = self.rope
+        if rope is None:
+            return None
+        entered = [self.row(span).sequence for span in spans]
+        num_first = [rope.num_first(one.num_prompt_tokens, len(one.token_ids)) for one in entered]
+        # A text's first tokens are scaled by its length then, each that follows by what there is with it.
+        firsts = np.repeat(np.array(num_first, dtype=np.int64), lens)
+        return np.where(positions < firsts, firsts, positions + 1)
 
     def _order(self, span: Span) -> tuple[int, tuple[tuple[int, float], ...]]:
         """Spans of one length lie together (attention computes them at once), in them those of one adapter."""

@@ -52,6 +52,7 @@ from loraplex_server.model.probe import (
     probe_model,
     run_again,
 )
+from loraplex_server.model.rope import scale_by_token
 from loraplex_server.model.self_test import reference_texts, verify_loaded
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 EXPERT = re.compile(r"\.experts?\.\d+\.")
 FALLBACK_CONTEXT_TOKENS = 4096  # of a model whose configuration names no limit
 # Positions of one request would change the rotation of its neighbours in the same step.
-STATEFUL_ROPE = {"dynamic", "longrope", "su", "yarn_dynamic"}
+STATEFUL_ROPE = {"su", "yarn_dynamic"}
 # Their attention does not go through Transformers' attention interface.
 OWN_ATTENTION = {
     "falcon": "ALiBi or its own attention",
@@ -158,6 +159,7 @@ def adopt_model(
     backend = backend or plain_backend(model.device)
     digests = backend.round_weights(model) if int8 else {}
     context = StepContext()
+    rope = scale_by_token(model, context)
     probe = probe_model(model, model_id, context_tokens, context)
     chunk = math.lcm(*(spec.chunk or 1 for _, spec in probe.attention))
     reference = reference_texts(model, context_tokens, chunk) if verify else None
@@ -188,6 +190,7 @@ def adopt_model(
         hidden_size=cast(Tensor, head.weight).shape[-1],
         max_context_tokens=context_tokens,
         eos_token_ids=_eos_token_ids(model),
+        rope=rope,
     )
     loaded = LoadedModel(
         model=model,
@@ -360,7 +363,11 @@ def resolve_device(name: str) -> torch.device:
 
 def _context_tokens(config: PreTrainedConfig, wanted: int | None) -> int:
     """The model's own limit, or a smaller one that was asked for."""
-    own = getattr(config.get_text_config(), "max_position_embeddings", None)
+    text = config.get_text_config()
+    own = getattr(text, "max_position_embeddings", None)
+    parameters: Any = getattr(text, "rope_parameters", None) or {}
+    if own and parameters.get("rope_type") == "dynamic":  # which scales what is longer than in training
+        own = int(own * parameters["factor"])
     if wanted is None:
         return int(own or FALLBACK_CONTEXT_TOKENS)
     if wanted < 2 or (own and wanted > own):

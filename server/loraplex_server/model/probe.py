@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -32,6 +33,7 @@ from loraplex_server.backends.equivalence import compare_peaks
 from loraplex_server.layers.attention import HANDLE, PROBING, REACH, AttentionSpec, Reach
 from loraplex_server.layers.context import StepContext
 from loraplex_server.model.mixers.install import FUNCTIONS, Mixer, install_mixers, number_states
+from loraplex_server.model.rope import lengths_given
 from loraplex_server.model.states import StateSpec, TextPerToken
 
 log = logging.getLogger(__name__)
@@ -440,7 +442,9 @@ def packed_run(model: PreTrainedModel, positions: Sequence[int]) -> Recording:
     """A trial run of tokens at these positions, as a step has them."""
     ids, plain = plain_inputs(model)
     far = torch.tensor([positions], device=plain.device)
-    return trial_run(model, ids, far, range(NUM_TOKENS), has_plain_positions=False)
+    ends = np.array(positions) - np.arange(NUM_TOKENS) + NUM_TOKENS  # of the texts that they are a part of
+    with lengths_given(model, ends):
+        return trial_run(model, ids, far, range(NUM_TOKENS), has_plain_positions=False)
 
 
 def _run_alone(model: PreTrainedModel, start: int) -> Recording:

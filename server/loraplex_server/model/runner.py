@@ -142,7 +142,8 @@ class ModelRunner:
         self._fetch = fetch
         self.overlaps = loaded.device.type == "cuda" if overlaps is None else overlaps
         self._graphs: StepGraphs | None = None
-        self.mirror = BatchMirror(max_rows, max_len or loaded.spec.max_context_tokens, cache.block_size, loaded.device)
+        max_len = max_len or loaded.spec.max_context_tokens
+        self.mirror = BatchMirror(max_rows, max_len, cache.block_size, loaded.device, loaded.spec.rope)
         # By row, what its latest token was sampled from: post-norm hidden states of a step [num_head_rows, hidden], and
         # which one. None where it is not kept.
         self._hidden: list[tuple[Tensor, int] | None] = [None] * max_rows
@@ -223,9 +224,13 @@ class ModelRunner:
 
         What cannot be captured runs as before, and `progress` is told.
         """
-        if self._states is not None:
+        reasons = {
+            "this model's mixers keep states": self._states is not None,
+            "this model's rotations depend on the lengths of texts": self._loaded.spec.rope is not None,
+        }
+        if reason := next((text for text, holds in reasons.items() if holds), ""):
             if shapes:
-                progress("steps run without CUDA graphs: this model's mixers keep states")
+                progress(f"steps run without CUDA graphs: {reason}")
             return
         steps = StepResources(self._model, self._context, self.mirror.tokens, self._cache, self._attention, self._slots)
         self._graphs = self._loaded.backend.capture_steps(steps, shapes, progress)
@@ -393,6 +398,7 @@ class ModelRunner:
         inputs = self.mirror.inputs(staged)
         try:
             context.states = states
+            context.rope_lengths = staged.rope_lengths
             context.capture_head_input = capture
             context.num_logit_rows = staged.num_logit_rows if staged.pooled else None
             context.token_segments = self._prepare(staged.token_segments, staged.num_tokens)

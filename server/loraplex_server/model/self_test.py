@@ -132,6 +132,9 @@ def served_logits(loaded: LoadedModel, texts: Sequence[Text], slots: AdapterSlot
             context.token_segments = context.head_segments = prepared
         starts = np.repeat([texts[span.row].start for span in staged.spans], staged.query_lens)
         positions = inputs.position_ids + torch.from_numpy(starts).to(device)
+        if spec.rope is not None:
+            ends = [texts[span.row].start + len(texts[span.row].ids) for span in staged.spans]
+            context.rope_lengths = np.repeat(ends, staged.query_lens)
         try:
             with torch.inference_mode():
                 out = loaded.model(input_ids=inputs.input_ids, position_ids=positions, use_cache=False)

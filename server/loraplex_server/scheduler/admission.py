@@ -24,6 +24,7 @@ from loraplex_contracts.errors import DeadlineExceeded, Internal, LoraplexError
 from loraplex_contracts.load import MUCH_SHORTER
 from loraplex_contracts.plan import BlockCopy, Draft, NewSequence
 from loraplex_contracts.request import Admitted, Event
+from loraplex_server.kv.rope import RopeScaling
 from loraplex_server.kv.states import NO_STATE
 from loraplex_server.scheduler.overload import StepSpeed, WaitLimits
 from loraplex_server.scheduler.sequence_table import (
@@ -60,6 +61,7 @@ class SchedulerConfig:
     max_queue_wait_s: float = 60.0
     # A sequence that has run for so long gives its row to a new one that is much shorter and has waited for so long.
     slice_s: float = 0.5
+    rope: RopeScaling | None = None  # of a model whose rotations depend on a text's length
 
     def __post_init__(self) -> None:
         checks = (
@@ -366,7 +368,10 @@ class Admission:
         num_found = len(cached) * blocks.block_size
         state_slot, cached = self._last_snapshot(seq, cached)
         num_computed, copied = len(cached) * blocks.block_size, None
-        if request.shared_prompt is not None and num_shareable > num_computed:
+        # Keys of a prompt that is rotated as a part of a longer text now are other ones.
+        rope = self._config.rope
+        is_outgrown = rope is not None and rope.outgrown(seq.num_prompt_tokens, num_tokens)
+        if request.shared_prompt is not None and num_shareable > num_computed and not is_outgrown:
             num_full = num_shareable // blocks.block_size
             cached = request.shared_prompt[:num_full]
             # Its own copy, because it will write its own tokens behind the prompt's.

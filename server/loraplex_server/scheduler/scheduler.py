@@ -58,6 +58,7 @@ from loraplex_contracts.request import (
     seed_of_completion,
 )
 from loraplex_server.kv.blocks import BlockPool, KeyChain, Namespace
+from loraplex_server.kv.rope import RopeScaling
 from loraplex_server.kv.states import NO_STATE, StatePool
 from loraplex_server.scheduler.admission import Admission, PlanBuilder, SchedulerConfig
 from loraplex_server.scheduler.overload import StepSpeed, WaitLimits
@@ -215,7 +216,7 @@ class Scheduler:
         self._expire(now)
         step = PlanBuilder(num_left=self._config.max_step_tokens)
         self._admission.preempt_for_shorter(step, now)
-        _plan_running(self._table, step, drafts)
+        _plan_running(self._table, step, drafts, self._config.rope)
         # After a preemption nothing is admitted: what came free is for the sequences that run.
         step.is_full = step.num_preempted > 0
         failed = {} if step.num_preempted else self._admission.run(step, now)
@@ -357,12 +358,6 @@ class Scheduler:
             stop_ids=stopping.stop_token_ids | (frozenset() if stopping.ignore_eos else self._eos_token_ids),
             adapted_from=adapted_from,
         )
-        base = Namespace(self._config.model_digest, (), request.tenant, request.cache_salt)
-        first = adapted_from or 0
-        own = base if not state.adapters else replace(base, adapters=state.adapters, adapted_from=first)
-        namespace, before = own.digest(), base.digest() if first else b""
-        is_cached = self._blocks.prefix_caching and not (request.pooling is not None and request.pooling.needs_all)
-        block_size = self._blocks.block_size
         for index in range(request.n):
             state.sequences.append(
                 SequenceState(
@@ -375,12 +370,23 @@ class Scheduler:
                     num_prompt_tokens=num_prompt_tokens,
                     max_total_tokens=state.max_total_tokens,
                     token_ids=list(request.prompt_token_ids),
-                    chain=KeyChain(namespace, block_size, before, first // block_size) if is_cached else None,
+                    chain=self._chain(state, num_prompt_tokens),
                     matcher=None if matcher is None else matcher.copy(),
                     status=SequenceStatus.HELD if index else SequenceStatus.WAITING,
                 )
             )
         return state
+
+    def _chain(self, state: RequestState, num_tokens: int) -> KeyChain | None:
+        """The keys of the blocks of a sequence that enters with so many tokens."""
+        request, rope, block_size = state.request, self._config.rope, self._blocks.block_size
+        if not self._blocks.prefix_caching or (request.pooling is not None and request.pooling.needs_all):
+            return None
+        rope_key = 0 if rope is None else rope.key(state.num_prompt_tokens, num_tokens)
+        base = Namespace(self._config.model_digest, (), request.tenant, request.cache_salt, rope=rope_key)
+        first = state.adapted_from or 0
+        own = base if not state.adapters else replace(base, adapters=state.adapters, adapted_from=first)
+        return KeyChain(own.digest(), block_size, base.digest() if first else b"", first // block_size)
 
     def _close(self, step: PlanBuilder) -> StepPlan:
         """Makes the plan, and moves the view of every sequence in it on."""
@@ -537,8 +543,13 @@ class Scheduler:
             labels, per_token = request.pooling.labels, request.pooling.positions == "each"
             self._events.append(Pooled(request.request_id, pooled.values, pooled.num_columns, labels, per_token))
             reason = FinishReason.LENGTH
+        rope, num_tokens = self._config.rope, len(seq.token_ids)
         if reason is not None:
             self._finish(seq, reason, stop_token_id)
+        elif rope is not None and rope.outgrown(num_tokens - len(kept), num_tokens):
+            seq.chain = self._chain(seq.request, num_tokens)
+            if is_running:
+                self._table.restart(seq)
 
     def _cut(
         self, seq: SequenceState, token_ids: tuple[int, ...]
@@ -591,7 +602,9 @@ class Scheduler:
         )
 
 
-def _plan_running(table: SequenceTable, step: PlanBuilder, drafts: Mapping[str, Draft]) -> None:
+def _plan_running(
+    table: SequenceTable, step: PlanBuilder, drafts: Mapping[str, Draft], rope: RopeScaling | None
+) -> None:
     """Puts every running sequence that can go on into `step`, as far as budget and blocks reach."""
     decodes: list[SequenceState] = []
     prefills: list[SequenceState] = []
@@ -603,11 +616,15 @@ def _plan_running(table: SequenceTable, step: PlanBuilder, drafts: Mapping[str, 
         # One that speculates waits for its token: a draft follows a token that is known. So does a grammar's mask.
         if seq.num_coming and (seq.sequence_id in drafts or seq.matcher is not None):
             continue
+        # Nor one whose coming token is the first of a text that has to be computed anew.
+        if seq.num_coming and rope is not None and rope.outgrown(len(seq.token_ids), num_tokens):
+            continue
         (decodes if num_tokens - seq.num_computed == 1 else prefills).append(seq)
     # In order, so that a sequence is preempted before its own turn.
     going = [seq for seq in decodes if _make_room(table, step, seq)]
     step.num_left -= len(going)
-    chosen = _choose_drafts(table, step, going, drafts, has_more_work=bool(prefills) or bool(table.waiting))
+    has_more_work = bool(prefills) or bool(table.waiting)
+    chosen = _choose_drafts(table, step, going, drafts, rope, has_more_work=has_more_work)
     for seq in going:
         step.spans.append((seq, 1, chosen.get(seq.sequence_id)))
     for seq in prefills:
@@ -639,6 +656,7 @@ def _choose_drafts(
     step: PlanBuilder,
     going: Iterable[SequenceState],
     drafts: Mapping[str, Draft],
+    rope: RopeScaling | None = None,
     *,
     has_more_work: bool,
 ) -> dict[str, Draft]:
@@ -657,6 +675,8 @@ def _choose_drafts(
         if draft is None or not draft.token_ids:
             continue
         num_drafted = min(len(draft.token_ids), budget, seq.max_total_tokens - len(seq.token_ids) - 1)
+        if rope is not None and (num_room := rope.num_room(len(seq.token_ids))) is not None:
+            num_drafted = min(num_drafted, num_room)
         num_missing = blocks.num_blocks_for(seq.num_computed + 1 + num_drafted) - len(seq.block_ids)
         if num_missing > 0:
             seq.block_ids += blocks.allocate(min(num_missing, max(1, blocks.num_clean), blocks.num_free))

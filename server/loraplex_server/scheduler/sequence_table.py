@@ -454,11 +454,15 @@ class SequenceTable:
 
     def preempt(self, seq: SequenceState) -> None:
         """Takes row, blocks and adapter lease away; the sequence waits again, with the tokens it has."""
+        self.restart(seq)
+        self.num_preemptions += 1
+
+    def restart(self, seq: SequenceState) -> None:
+        """The same for the sequence's own sake: its tokens have to be computed anew."""
         seq.move(SequenceStatus.PREEMPTED)
         self._leave(seq)
         self.waiting.add(seq)
         self._count_waiting(seq, 1)
-        self.num_preemptions += 1
 
     def finish(self, seq: SequenceState) -> None:
         """The completion has ended. Where it was to compute the prompt, the next sibling does."""

@@ -160,6 +160,8 @@ NAMESPACES = [
     Namespace("m", tenant="lora" + "a" * 64),
     Namespace("m", ((A, 1.0),), adapted_from=4),
     Namespace("m", ((A, 1.0),), adapted_from=5),
+    Namespace("m", rope=1),
+    Namespace("m", rope=40),
 ]
 
 

@@ -10,6 +10,7 @@ import torch
 
 from loraplex_contracts.plan import AdapterUse, NewSequence, Span
 from loraplex_contracts.request import OutputParams, SamplingParams
+from loraplex_server.kv.rope import RopeScaling
 from loraplex_server.layers.lora import Segment
 from loraplex_server.layers.step import StagedStep
 from loraplex_server.model.batch import BatchMirror
@@ -59,6 +60,18 @@ def test_one_row_of_tokens_positions_and_slots() -> None:
     assert inputs.attention.context_lens.tolist() == [2, 6]
     assert inputs.head_rows.tolist() == staged.head_rows.tolist() == [7]
     assert staged.fresh_blocks == (7, 9, 4)
+
+
+@pytest.mark.parametrize(("restarts", "num_first"), [(False, 4), (True, 6)])
+def test_tokens_are_scaled_by_what_their_text_had_at_first(restarts: bool, num_first: int) -> None:
+    rope = RopeScaling(5, has_one_set=True, restarts=restarts)
+    batch = BatchMirror(8, 32, BLOCK, torch.device("cpu"), rope)
+    batch.enter(sequence("a", 3, 6, num_prompt=4))
+    batch.enter(sequence("b", 1, 2))
+    staged = batch.stage([span("a", 3, 0, 6, 1, 9, 4), span("b", 1, 0, 2, 0, 7)])
+    assert staged.rope_lengths is not None
+    assert staged.rope_lengths.tolist() == [2, 2, *[num_first] * 4, *([6, 6] if restarts else [5, 6])]
+    assert mirror().rope is None
 
 
 def test_a_chunk_continues_where_the_last_one_ended() -> None:

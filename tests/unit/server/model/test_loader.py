@@ -32,15 +32,6 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-LONG = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0] * 4,
-    "long_factor": [2.0] * 4,
-    "original_max_position_embeddings": 32,
-}
-
 REFUSED: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], str]] = {
     "encoder-decoder": (tf.T5Config, {"vocab_size": 101, "d_model": 32, "num_layers": 2}, "encoder-decoder"),
     "falcon": (tf.FalconConfig, SMALL | {"new_decoder_architecture": True}, "attention"),
@@ -49,8 +40,7 @@ REFUSED: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], str]] = {
     "gptj": (tf.GPTJConfig, {"vocab_size": 101, "n_embd": 32, "n_layer": 2, "n_head": 4}, "attention interface"),
     "unknown mixer": (tf.RecurrentGemmaConfig, SMALL | {"head_dim": 8, "lru_width": 32}, "RecurrentGemmaRecurrent"),
     "unknown layers": (tf.DeepseekV32Config, SMALL | {"num_key_value_heads": 4}, "indexed_attention"),
-    "dynamic rope": (tf.LlamaConfig, SMALL | {"rope_parameters": DYNAMIC}, "dynamic"),
-    "longrope": (tf.Phi3Config, SMALL | {"rope_parameters": LONG}, "longrope"),
+    "other rope": (tf.LlamaConfig, SMALL | {"rope_parameters": {"rope_type": "su", "rope_theta": 1e4}}, "su"),
     "two calls": (tf.DiffLlamaConfig, SMALL, "several times"),
     "quantised": (tf.LlamaConfig, SMALL | {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
 }

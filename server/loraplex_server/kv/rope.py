@@ -1,0 +1,45 @@
+"""Rotary embeddings scaled by a text's length: which tokens share keys.
+
+Transformers rotates a text of up to `limit` tokens as in training, and a longer one by other frequencies: by one other
+set (longrope), or by a set for each length (dynamic NTK). What counts is the length at the time at which a token is
+computed: the whole prompt for its tokens, and what there is so far for a token behind it. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How a model's rotary embeddings depend on a text's length. Raises ValueError where each token would have the text
+    computed anew."""
+
+    limit: int  # tokens
+    has_one_set: bool  # of frequencies beyond the limit; else one for each length
+    # A text that grows past the limit is computed anew from its first token. Else its keys stay as they are.
+    restarts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.restarts and not self.has_one_set:
+            raise ValueError("a text that is computed anew once has one set of frequencies beyond its limit")
+
+    def set_of(self, length: int) -> int:
+        """The frequencies of a text's token by number: 0 of training, else 1 or the length."""
+        return 0 if length <= self.limit else 1 if self.has_one_set else length
+
+    def num_first(self, num_prompt_tokens: int, num_tokens: int) -> int:
+        """Of a sequence that enters with so many tokens in all: those that are scaled as one text."""
+        return num_tokens if self.restarts else num_prompt_tokens
+
+    def key(self, num_prompt_tokens: int, num_tokens: int) -> int:
+        """What tells its keys from those of other texts with the same tokens: 0 where nothing does."""
+        return self.set_of(self.num_first(num_prompt_tokens, num_tokens))
+
+    def outgrown(self, num_before: int, num_after: int) -> bool:
+        """Whether a text that grows from one number of tokens to the other has to be computed anew."""
+        return self.restarts and num_before <= self.limit < num_after
+
+    def num_room(self, num_tokens: int) -> int | None:
+        """How many tokens may follow before a text of so many has to be computed anew; None: any number."""
+        return self.limit - num_tokens if self.restarts and num_tokens <= self.limit else None

@@ -1,0 +1,143 @@
+"""Rotary embeddings that depend on a text's length, token by token.
+
+Transformers scales all tokens of a call by the longest text in it, and keeps the scale for later calls. Here each token
+has the frequencies that `generate()` for its request alone gives it. They are Transformers' own, as is the code that
+makes sines and cosines of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from loraplex_contracts.errors import UnsupportedModel
+from loraplex_server.kv.rope import RopeScaling
+from loraplex_server.layers.context import StepContext
+from loraplex_server.layers.step import Ints
+from loraplex_server.layers.transfer import upload
+
+KINDS = ("dynamic", "longrope")
+# Sets of frequencies that are kept, the latest ones.
+MAX_SETS = 4096
+ORIGINAL = "original_max_position_embeddings"
+
+Rotation = tuple[Tensor, Tensor]  # cos and sin [1, num_tokens, dim]
+
+
+class ScaledRotary(nn.Module):
+    """Stands around a rotary embedding of Transformers. Without lengths in the context it computes what that one does
+    for a text of its own."""
+
+    def __init__(self, base: nn.Module, context: StepContext, scaling: RopeScaling) -> None:
+        super().__init__()
+        self.base = base
+        self.context = context
+        self.scaling = scaling
+        # Transformers' code that makes a rotation of the frequencies, without that which changes these.
+        self._rotate: Callable[[Any, Tensor, Tensor], Rotation] = inspect.unwrap(type(base).forward)
+        self._sets: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Rotation:
+        """position_ids [1, num_tokens]; of x only dtype and device count."""
+        base = cast(Any, self.base)
+        lengths: Ints | None = self.context.rope_lengths
+        if lengths is None:
+            base.inv_freq = self._frequencies(0, position_ids.device).clone()  # it may be overwritten in place
+            base.max_seq_len_cached = base.original_max_seq_len
+            return base(x, position_ids)
+        sets = np.where(lengths <= self.scaling.limit, 0, 1 if self.scaling.has_one_set else lengths)  # set_of
+        found: list[int] = np.unique(sets).tolist()
+        if len(found) == 1:
+            base.inv_freq = self._frequencies(found[0], position_ids.device)
+            return self._rotate(base, x, position_ids)
+        cos, sin = torch.empty(0), torch.empty(0)
+        for one in found:
+            at = upload(torch.from_numpy(np.flatnonzero(sets == one)), position_ids.device)
+            base.inv_freq = self._frequencies(one, position_ids.device)
+            own = self._rotate(base, x, position_ids.index_select(1, at))
+            if one == found[0]:
+                cos, sin = (part.new_empty(1, len(sets), part.shape[-1]) for part in own)
+            cos.index_copy_(1, at, own[0])
+            sin.index_copy_(1, at, own[1])
+        return cos, sin
+
+    def _frequencies(self, number: int, device: torch.device) -> Tensor:
+        found = self._sets.get(number)
+        if found is None or found.device != device:
+            if len(self._sets) >= MAX_SETS:
+                del self._sets[next(iter(self._sets))]
+            found = self._sets[number] = self._make(number, device)
+        return found
+
+    def _make(self, number: int, device: torch.device) -> Tensor:
+        base = cast(Any, self.base)
+        if number == 0:
+            return base.original_inv_freq.to(device)
+        length: Any = self.scaling.limit + 1 if self.scaling.has_one_set else torch.tensor(number, device=device)
+        return ROPE_INIT_FUNCTIONS[base.rope_type](base.config, device, seq_len=length)[0]
+
+
+def scale_by_token(model: PreTrainedModel, context: StepContext) -> RopeScaling | None:
+    """Puts a ScaledRotary in the place of each rotary embedding that depends on a text's length. None: there is none.
+    Raises UnsupportedModel for one of another kind."""
+    scaling: RopeScaling | None = None
+    for path, module in list(model.named_modules()):
+        kind: Any = getattr(module, "rope_type", None)
+        if not _is_scaled(kind) or not hasattr(module, "original_inv_freq"):
+            continue
+        if kind not in KINDS or list(inspect.signature(module.forward).parameters) != ["x", "position_ids"]:
+            raise UnsupportedModel(
+                f"{model.config.model_type} cannot be served: its rotary embeddings depend on a text's length in a way "
+                "that is not known"
+            )
+        own = _scaling(model, cast(Any, module))
+        if scaling not in (None, own):
+            raise UnsupportedModel(
+                f"{model.config.model_type} cannot be served: its rotary embeddings depend on a text's length in "
+                "several ways"
+            )
+        scaling = own
+        model.set_submodule(path, ScaledRotary(module, context, own))
+    return scaling
+
+
+@contextmanager
+def lengths_given(model: nn.Module, lengths: Ints) -> Generator[None]:
+    """Runs `model` as a step whose tokens are scaled by these lengths [num_tokens]."""
+    contexts = [module.context for module in model.modules() if isinstance(module, ScaledRotary)]
+    for context in contexts:
+        context.rope_lengths = lengths
+    try:
+        yield
+    finally:
+        for context in contexts:
+            context.rope_lengths = None
+
+
+def _is_scaled(kind: Any) -> bool:
+    kinds = kind.values() if isinstance(kind, dict) else (kind,)
+    return any(isinstance(one, str) and ("dynamic" in one or one == "longrope") for one in cast(Any, kinds))
+
+
+def _scaling(model: PreTrainedModel, rotary: Any) -> RopeScaling:
+    if rotary.rope_type == "dynamic":
+        return RopeScaling(int(rotary.original_max_seq_len), has_one_set=False)
+    limit = int(rotary.config.rope_parameters[ORIGINAL])
+    # Some families' `generate()` drops its cache there, and computes the text anew.
+    prepare: Any = inspect.unwrap(cast(Any, type(model)).prepare_inputs_for_generation)
+    restarts = ORIGINAL in prepare.__code__.co_names
+    at = getattr(model.config, ORIGINAL, limit)
+    if restarts and at != limit:
+        raise UnsupportedModel(
+            f"{model.config.model_type} cannot be served: its configuration has two numbers of tokens at which "
+            f"rotations change ({at} and {limit}, as {ORIGINAL})"
+        )
+    return RopeScaling(limit, has_one_set=True, restarts=restarts)
