@@ -63,6 +63,7 @@ MACHINES: Final[Mapping[tuple[str, str], Machine]] = {
             "amx": (*_AVX512BF16, "-mamx-tile", "-mamx-bf16"),
         },
     ),
+    ("linux", "aarch64"): Machine(("-march=armv8-a",), {"neon": ()}),
 }
 
 
@@ -130,7 +131,7 @@ def find_compiler(
 def _knows(command: tuple[str, ...], flags: tuple[str, ...]) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         probe = Path(folder) / "probe.cpp"
-        probe.write_text("#include <immintrin.h>\n")
+        probe.write_text("#if defined(__x86_64__)\n#include <immintrin.h>\n#endif\n")
         return _call([*command, *flags, "-c", str(probe), "-o", str(probe.with_suffix(".o"))]).returncode == 0
 
 

@@ -17,6 +17,9 @@ const Kernels* kernels_avx512();
 #ifdef LP_HAVE_AVX2
 const Kernels* kernels_avx2();
 #endif
+#ifdef LP_HAVE_NEON
+const Kernels* kernels_neon();
+#endif
 
 const Kernels* current_kernels() {
   switch (isa_level()) {
@@ -31,6 +34,9 @@ const Kernels* current_kernels() {
 #endif
 #ifdef LP_HAVE_AVX2
     case 1: return kernels_avx2();
+#endif
+#ifdef LP_HAVE_NEON
+    case 1: return kernels_neon();
 #endif
     default: return nullptr;
   }

@@ -4,12 +4,14 @@
 // build script defines LP_SOURCE_HASH, and LP_HAVE_<NAME> for each variant of isa/ that the compiler could make.
 
 #include <atomic>
-#include <cpuid.h>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#if defined(__x86_64__)
+#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 
 #define LP_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -17,6 +19,8 @@ namespace lp {
 
 // Raise it when a function changes its arguments or meaning, together with ABI_VERSION in library.py.
 constexpr int kAbiVersion = 4;
+
+#if defined(__x86_64__)
 
 // Levels, each including those below it. 0 is a CPU that none of the variants runs on.
 constexpr int kNone = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAmx = 4, kNumLevels = 5;
@@ -80,6 +84,32 @@ int highest_level() {
     return kAmx;
 }
 
+}  // namespace
+
+#elif defined(__aarch64__)
+
+constexpr int kNone = 0, kNeon = 1, kNumLevels = 2;
+constexpr const char* kNames[kNumLevels] = {"none", "neon"};
+
+constexpr bool kBuilt[kNumLevels] = {
+    true,
+#ifdef LP_HAVE_NEON
+    true,
+#else
+    false,
+#endif
+};
+
+namespace {
+
+int highest_level() { return kNeon; }  // every such CPU has it
+
+}  // namespace
+
+#endif
+
+namespace {
+
 int highest_usable() {
     int level = highest_level();
     while (!kBuilt[level]) --level;
@@ -108,7 +138,7 @@ LP_EXPORT const char* lp_isa() { return lp::kNames[lp::isa_level()]; }
 
 // Runs another variant from here on, for tests and measurements: 0, or -1 where it is not built or not for this CPU.
 LP_EXPORT int lp_use_isa(const char* name) {
-    for (int level = lp::kAvx2; level <= lp::best; ++level)
+    for (int level = lp::kNone + 1; level <= lp::best; ++level)
         if (std::strcmp(name, lp::kNames[level]) == 0 && lp::kBuilt[level]) {
             lp::current.store(level, std::memory_order_relaxed);
             return 0;

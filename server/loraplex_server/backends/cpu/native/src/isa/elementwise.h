@@ -15,9 +15,7 @@ static inline Floats scaled(Floats x, Floats factor, const typename D::T* weight
 
 static inline Floats rms_factor(Floats squares, int64_t n, float eps) {
   const float mean = sum(squares) / (float)n + eps;
-  float root;
-  _mm_store_ss(&root, _mm_sqrt_ss(_mm_set_ss(mean)));
-  return all(1.0f / root);
+  return all(1.0f / __builtin_sqrtf(mean));
 }
 
 template <class D>

@@ -114,7 +114,7 @@ static void expand_rows(const float* h, int64_t h_stride, int m, const typename 
     const int outputs = num_outputs - o < 16 ? num_outputs - o : 16;
     const Part mask = first(outputs);
     const T* block = b + (int64_t)o * rank;
-    for (int i = 0; i < 16 * rank * (int)sizeof(T); i += 64) _mm_prefetch((const char*)block + kBytesAhead + i, _MM_HINT_T0);
+    for (int i = 0; i < 16 * rank * (int)sizeof(T); i += 64) fetch((const char*)block + kBytesAhead + i);
     for (int at = 0; at < rank; at += 16) {
       const int part = rank - at < 16 ? rank - at : 16;
       const bool whole = sizeof(T) == 2 && part == 16 && outputs == 16;

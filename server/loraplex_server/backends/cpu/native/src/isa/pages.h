@@ -37,7 +37,7 @@ static inline int64_t first_key(const AttendTask& t, int64_t position) {
 }
 
 static inline void fetch_early(const void* row, int num_bytes) {
-  for (int i = 0; i < num_bytes; i += 64) _mm_prefetch((const char*)row + i, _MM_HINT_T0);
+  for (int i = 0; i < num_bytes; i += 64) fetch((const char*)row + i);
 }
 
 }  // namespace LP_ISA

@@ -67,7 +67,7 @@ template <int M>
 static inline void panel_rows(const float* x, int64_t x_stride, const bf16* band, int64_t k, bool fetches, Floats* acc) {
   for (int64_t i = 0; i < k; i += 32, band += 512)
     for (int pair = 0; pair < 16; pair++, band += 32) {
-      if (fetches) _mm_prefetch((const char*)(band + kSlab * kBand), _MM_HINT_T0);
+      if (fetches) fetch(band + kSlab * kBand);
       const Floats even = evens(load_words(band));
       for (int r = 0; r < M; r++) acc[r] = fmadd(all(x[r * x_stride + i + 2 * pair]), even, acc[r]);
       asm volatile("" : : : "memory");  // or both halves are widened at once, and sums leave the registers

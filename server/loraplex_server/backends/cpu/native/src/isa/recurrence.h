@@ -18,9 +18,7 @@ static inline float exp_one(float x) {
 }
 
 static inline float root_of(float x) {
-  float root;
-  _mm_store_ss(&root, _mm_sqrt_ss(_mm_set_ss(x)));
-  return root;
+  return __builtin_sqrtf(x);
 }
 
 static inline Part part_at(int64_t i, int64_t n) { return first((int)(n - i > 16 ? 16 : n - i)); }

@@ -1,8 +1,10 @@
 // Vectors of 16 floats: the primitives of the instruction set, and what is made of them: dtypes, exp, tanh.
 #pragma once
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
 #include "vector_512.h"
+#elif defined(__aarch64__)
+#include "vector_neon.h"
 #else
 #include "vector_256.h"
 #endif

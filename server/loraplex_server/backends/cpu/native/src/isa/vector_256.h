@@ -23,6 +23,9 @@ struct Part {  // the first lanes, for loads and stores
 
 static inline Part first(int n) { return {n}; }
 
+// Brings a line into the first cache.
+static inline void fetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+
 // --- bfloat16 ----------------------------------------------------------------------------------------------------------
 
 static inline __m256 widen8(__m128i halves) {

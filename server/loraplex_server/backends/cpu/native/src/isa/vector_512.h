@@ -15,6 +15,9 @@ typedef __mmask16 Part;  // the first lanes, for loads and stores
 
 static inline Part first(int n) { return n >= 16 ? (__mmask16)0xffff : (__mmask16)((1u << n) - 1); }
 
+// Brings a line into the first cache.
+static inline void fetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+
 // --- bfloat16 ----------------------------------------------------------------------------------------------------------
 
 static inline Floats widen(__m256i halves) {

@@ -28,7 +28,7 @@ static inline void widen_block_bf16(const uint8_t* block, bf16* band) {
   for (int panel = 0; panel < 2; panel++) {
     const Scales of(block + panel * kPanel);
     for (int pair = 0; pair < 16; pair++, values += 32, band += 32) {
-      if (pair % 2 == 0) _mm_prefetch((const char*)values + kAhead, _MM_HINT_T0);
+      if (pair % 2 == 0) fetch((const char*)values + kAhead);
       store_words(band, join_pairs(widen16(values, of), widen16(values + 16, of)));
     }
   }
