@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Final, TypeVar
 
@@ -46,7 +46,7 @@ class RelayedRequest:
     """A request that may go to a worker. The defaults are those of a small question, which every worker answers
     alike."""
 
-    raw: bytes  # what the client sent; with a request id at its end where the client had none
+    raw: bytes = field(repr=False)  # what the client sent; with a request id at its end where the client had none
     request_id: str = ""
     adapter_ids: tuple[str, ...] = ()
     num_prompt_tokens: int = 0  # estimated

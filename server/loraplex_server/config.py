@@ -298,7 +298,7 @@ class EngineConfig:
                 "--hub-endpoint",
                 f"must be an address such as https://HOST, not {endpoint!a}",
             )
-        _check(0 < adapters.hub_access_s <= MAX_HUB_ACCESS_S, "--hub-access-ttl", "must be above 0 and at most a day")
+        _check(1 <= adapters.hub_access_s <= MAX_HUB_ACCESS_S, "--hub-access-ttl", "must be 1 second to a day")
         _check(adapters.hub or not adapters.hub_endpoints, "--hub-endpoint", "is of use with --hub-adapters only")
         _check(adapters.root is not None or not adapters.watch, "--watch-adapters", "is of use with --adapters only")
         _check(1 <= adapters.max_rank <= 4096, "--max-lora-rank", "must be 1 to 4096")

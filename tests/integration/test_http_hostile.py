@@ -514,6 +514,11 @@ async def test_tokens_are_shown_nowhere(tmp_path: Path, caplog: pytest.LogCaptur
                 note(await post(http, request.path, {**request.body, "stream": True, "foo": 1}, **keys))
                 hidden = {**request.body, "api_key": secret, "parameters": {"api_token": secret}, "metadata": secret}
                 note(await post(http, request.path, hidden, **keys))
+                of_hub = {"adapter_id": "acme/sql", "adapter_source": "hub", "api_token": secret}
+                note(await post(http, request.path, {**request.body, **of_hub}, **keys))
+                note(await post(http, request.path, {**request.body, "parameters": of_hub}, **keys))
+                note(await post(http, request.path, {**request.body, **of_hub, "api_token": [secret]}, **keys))
+                note(await post(http, request.path, {**request.body, **of_hub, "api_token": f"{secret} x"}, **keys))
             for path in ("/", "/page/page.js", "/openapi.json", "/metrics", "/info", "/v1/models", "/nothing"):
                 for accept in ("text/html", "*/*"):
                     note(await http.get(path, headers={**keys, "accept": accept}))

@@ -64,6 +64,7 @@ def test_every_kind_of_flag(tmp_path: Path) -> None:
         (("--adapters", "/does/not/exist"), "not a directory"),
         (("--hub-adapters", "--hub-endpoint", "file:///x"), "must be an address such as https://HOST"),
         (("--hub-endpoint", "https://hub.invalid"), "is of use with --hub-adapters only"),
+        (("--hub-adapters", "--hub-access-ttl", "0.5"), "must be 1 second to a day"),
         (("--watch-adapters",), "is of use with --adapters only"),
         (("--s3-bucket", "models=ftp://x"), "takes NAME or NAME=https://HOST"),
         (("--s3-bucket", "../x"), "takes NAME or NAME=https://HOST"),
