@@ -198,6 +198,13 @@ ZOO: dict[str, Callable[[], PreTrainedConfig]] = {
         rope_parameters=dict(_LONGROPE),
         original_max_position_embeddings=LIMIT,
     ),
+    "phimoe-longrope": lambda: _make(
+        tf.PhimoeConfig,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters=_LONGROPE | {"short_mscale": 1.1, "long_mscale": 1.3},
+        original_max_position_embeddings=LIMIT,
+    ),
     "llama-longrope": lambda: _make(tf.LlamaConfig, rope_parameters=dict(_LONGROPE)),
     "llama-dynamic": lambda: _make(
         tf.LlamaConfig,
@@ -211,9 +218,9 @@ ZOO: dict[str, Callable[[], PreTrainedConfig]] = {
 
 SINKS = {"gpt_oss", "granite_swa", "mimo_v2_flash", "flint"}  # which attention has, by types of models
 # Like one of the others in all that is special about them; compared with the slow tests.
-SLOW = {"granite_swa", "mimo_v2_flash", "flint", "llama-longrope"}
+SLOW = {"granite_swa", "mimo_v2_flash", "flint", "llama-longrope", "deepseek_v2", "phimoe-longrope"}
 # Families whose `generate()` gives other logits than the whole text at once.
-BY_LENGTH = {"phi3-longrope", "llama-longrope", "llama-dynamic"}
+BY_LENGTH = {"phi3-longrope", "phimoe-longrope", "llama-longrope", "llama-dynamic"}
 
 _MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 _ROUTED: dict[str, Any] = {
@@ -266,6 +273,7 @@ MIXTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "granitemoe": lambda: _make(tf.GraniteMoeConfig, num_local_experts=4, num_experts_per_tok=2),
     "gpt_oss": ZOO["gpt_oss"],  # with biases, and weights the other way round
 }
+ZOO["deepseek_v2"] = MIXTURES["deepseek_v2"]
 _CONV_LAYERS: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
 _DELTA: dict[str, Any] = {
     "num_hidden_layers": 3,

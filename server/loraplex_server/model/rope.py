@@ -56,18 +56,43 @@ class ScaledRotary(nn.Module):
         sets = np.where(lengths <= self.scaling.limit, 0, 1 if self.scaling.has_one_set else lengths)  # set_of
         found: list[int] = np.unique(sets).tolist()
         if len(found) == 1:
-            base.inv_freq = self._frequencies(found[0], position_ids.device)
-            return self._rotate(base, x, position_ids)
+            return self._rotation(found[0], x, position_ids)
         cos, sin = torch.empty(0), torch.empty(0)
         for one in found:
             at = upload(torch.from_numpy(np.flatnonzero(sets == one)), position_ids.device)
-            base.inv_freq = self._frequencies(one, position_ids.device)
-            own = self._rotate(base, x, position_ids.index_select(1, at))
+            own = self._rotation(one, x, position_ids.index_select(1, at))
             if one == found[0]:
                 cos, sin = (part.new_empty(1, len(sets), part.shape[-1]) for part in own)
             cos.index_copy_(1, at, own[0])
             sin.index_copy_(1, at, own[1])
         return cos, sin
+
+    def _rotation(self, number: int, x: Tensor, position_ids: Tensor) -> Rotation:
+        """Of tokens that all have the frequencies of this number."""
+        base = cast(Any, self.base)
+        base.inv_freq = self._frequencies(number, position_ids.device)
+        if number == 0:
+            return self._rotate(base, x, position_ids)
+        # Some families look at the largest position once more: one that belongs to such a text.
+        last = position_ids.new_full((1, 1), self.scaling.limit if self.scaling.has_one_set else number - 1)
+        cos, sin = self._rotate(base, x, torch.cat((position_ids, last), dim=1))
+        return cos[:, :-1], sin[:, :-1]
+
+    def is_right(self) -> bool:
+        """Whether texts of some lengths, beginning and end computed apart, are what Transformers computes."""
+        device = cast(Any, self.base).original_inv_freq.device
+        x = torch.zeros(1, device=device)
+        for length in (self.scaling.limit, self.scaling.limit + 1, 2 * self.scaling.limit + 1):
+            parts = [torch.tensor([positions], device=device) for positions in ([0, 1], [length - 1])]
+            whole = self(x, torch.cat(parts, dim=1))
+            try:
+                for part, place in zip(parts, (slice(0, 2), slice(2, 3)), strict=True):
+                    self.context.rope_lengths = np.full(part.shape[1], length)
+                    if not all(torch.equal(own, of[:, place]) for own, of in zip(self(x, part), whole, strict=True)):
+                        return False
+            finally:
+                self.context.rope_lengths = None
+        return True
 
     def _frequencies(self, number: int, device: torch.device) -> Tensor:
         found = self._sets.get(number)
@@ -93,19 +118,22 @@ def scale_by_token(model: PreTrainedModel, context: StepContext) -> RopeScaling 
         kind: Any = getattr(module, "rope_type", None)
         if not _is_scaled(kind) or not hasattr(module, "original_inv_freq"):
             continue
+        unknown = UnsupportedModel(
+            f"{model.config.model_type} cannot be served: its rotary embeddings depend on a text's length in a way "
+            "that is not known"
+        )
         if kind not in KINDS or list(inspect.signature(module.forward).parameters) != ["x", "position_ids"]:
-            raise UnsupportedModel(
-                f"{model.config.model_type} cannot be served: its rotary embeddings depend on a text's length in a way "
-                "that is not known"
-            )
+            raise unknown
         own = _scaling(model, cast(Any, module))
         if scaling not in (None, own):
             raise UnsupportedModel(
                 f"{model.config.model_type} cannot be served: its rotary embeddings depend on a text's length in "
                 "several ways"
             )
-        scaling = own
-        model.set_submodule(path, ScaledRotary(module, context, own))
+        scaling, scaled = own, ScaledRotary(module, context, own)
+        if not scaled.is_right():
+            raise unknown
+        model.set_submodule(path, scaled)
     return scaling
 
 

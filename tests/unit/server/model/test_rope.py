@@ -10,6 +10,7 @@ import torch
 from support.dense import forget_lengths
 from support.driver import make_rig
 from support.zoo import LIMIT, MAX_LEN, random_model
+from torch import Tensor
 
 from loraplex_contracts.errors import InvalidArgument, UnsupportedModel
 from loraplex_server.backends.cuda.graphs import graph_shapes
@@ -21,6 +22,7 @@ from loraplex_server.model.rope import ScaledRotary, scale_by_token
 
 SCALINGS = {
     "phi3-longrope": RopeScaling(LIMIT, has_one_set=True, restarts=True),
+    "phimoe-longrope": RopeScaling(LIMIT, has_one_set=True, restarts=True),
     "llama-longrope": RopeScaling(LIMIT, has_one_set=True),
     "llama-dynamic": RopeScaling(LIMIT, has_one_set=False),
 }
@@ -77,6 +79,21 @@ def test_what_is_not_known_is_refused() -> None:
     model = random_model("phi3-longrope")
     model.config.original_max_position_embeddings = 64
     with pytest.raises(UnsupportedModel, match=r"64 and 21"):
+        scale_by_token(model, StepContext())
+
+
+def test_what_looks_at_other_tokens_is_refused() -> None:
+    """Beside the length, a rotation that depends on which tokens are computed together."""
+    model = random_model("llama-longrope")
+    own = type(model.model.rotary_emb)
+
+    class ByFirst(own):  # type: ignore[misc, valid-type]
+        def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+            cos, sin = super().forward(x, position_ids)
+            return cos * (1 + position_ids.min()), sin
+
+    model.model.rotary_emb.__class__ = ByFirst
+    with pytest.raises(UnsupportedModel, match="in a way that is not known"):
         scale_by_token(model, StepContext())
 
 
