@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel, modeling_utils
 
+from loraplex_server.model.tiny import Fields, tiny_config
 from support.sweep import shorten
-from support.tiny_configs import Fields, tiny_config
 
 _SECTIONS: Fields = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 _OF_QWEN: Fields = {"text_config": {"rope_parameters": _SECTIONS}}

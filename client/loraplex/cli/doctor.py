@@ -1,6 +1,6 @@
-"""Command `loraplex doctor`: installed packages and abilities of this machine.
+"""Command `loraplex doctor`: abilities of this machine, and how a model would be served.
 
-Changes nothing; needs neither a server nor an extra.
+Changes nothing; needs no server, and an extra for models only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any, Final, TypedDict
+from typing import Annotated, Any, Final, TypedDict, cast
+
+import typer
 
 import loraplex_proto
 from loraplex.cli import terminal
@@ -66,16 +68,56 @@ class Report(TypedDict):
     attention: list[Row]
 
 
-def doctor(as_json: JsonOption = False) -> None:
-    """Show what is installed and what this machine can run.
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        "--model", "-m", metavar="DIR|ID", show_default=False,
+        help="Instead: would this model be served, and how? Reads its configuration, and no weights.",
+    ),
+]  # fmt: skip
 
-    Changes nothing and always ends well; what cannot be used is listed with the reason.
+
+def doctor(
+    *,
+    model: ModelOption = "",
+    dtype: Annotated[str, typer.Option(help="Of --model, as the worker's --dtype.")] = "auto",
+    device: Annotated[str, typer.Option(help="Of --model, as the worker's --device.")] = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Show what is installed and what this machine can run, or how a model would be served.
+
+    Changes nothing. Without --model it always ends well; what cannot be used is listed with the reason. With --model it
+    needs loraplex[server], and exits with 0 for a model that would be served, 1 for one that is refused, 2 for a wrong
+    command line, and 3 where only loading can tell. The Hub is asked only for a model of the Hub.
     """
+    if model:
+        _examine_model(model, dtype, device, as_json=as_json)
+        return
     report = examine()
     if as_json:
         terminal.write_json(report)
     else:
         _print(report)
+
+
+def _examine_model(model: str, dtype: str, device: str, *, as_json: bool) -> None:
+    from loraplex_server.cli.examine import EXIT_CODES, examine_model  # late: it imports torch
+
+    with terminal.progress(f"examining {model}"):
+        report = examine_model(model, dtype=dtype, device=device)
+    if as_json:
+        terminal.write_json(report)
+    else:
+        rows = [(name.replace("_", " "), _words(value)) for name, value in report.items() if value]
+        terminal.write_table(("WHAT", "VALUE"), rows)
+    if code := EXIT_CODES[report["verdict"]]:
+        raise typer.Exit(code)
+
+
+def _words(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(str(one) for one in cast("list[object]", value))
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def examine() -> Report:

@@ -46,9 +46,6 @@ def language_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 def read_language_model(model_id: str, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     """The model without parts for images and audio. `options`: of `from_pretrained`. `config` belongs to the model from
     here on. Raises what Transformers raises, and ValueError where it has no class or the files lack weights."""
-    text = config.get_text_config()
-    if getattr(text, "use_bidirectional_attention", None) == "vision":
-        text.use_bidirectional_attention = None  # the same for texts, without masks of their own
     model, info = _class_to_make(config).from_pretrained(model_id, config=config, output_loading_info=True, **options)
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"its files lack {len(missing)} of the weights that {type(model).__name__} has: {missing[0]}")
@@ -56,7 +53,7 @@ def read_language_model(model_id: str, config: PreTrainedConfig, **options: Any)
 
 
 def make_language_model(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """The same with random weights. `options`: of `from_config`."""
+    """The same with random weights. `options`: of `from_config`. `config` belongs to the model from here on."""
     made = _class_to_make(config)
     return made.from_config(config, **options) if made is AutoModelForCausalLM else made._from_config(config, **options)
 
@@ -68,7 +65,10 @@ def has_other_parts(config: PreTrainedConfig) -> bool:
 
 
 def _class_to_make(config: PreTrainedConfig) -> Any:
-    found = language_class(config)
+    """Prepares the configuration for texts alone, too."""
+    found, text = language_class(config), config.get_text_config()
+    if getattr(text, "use_bidirectional_attention", None) == "vision":
+        text.use_bidirectional_attention = None  # the same for texts, without masks of their own
     if found is None:
         raise ValueError(f"Transformers has no class for {config.model_type} that generates text from text")
     if has_other_parts(config):

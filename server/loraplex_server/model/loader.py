@@ -232,8 +232,8 @@ def adapt_modules(
     uses = Counter(id(parameter) for _name, parameter in model.named_parameters(remove_duplicate=False))
     targets: dict[str, AdaptedModule] = {}
     for path, module in list(model.named_modules()):
-        if path not in probe.rows and any(path.startswith(f"{mixer.path}.") for mixer in probe.mixers):
-            continue  # a mixer reads the weight itself
+        if path not in probe.rows and not EXPERT.search(f".{path}."):
+            continue  # another module reads the weight itself, a mixer or a router
         adapted: AdaptedModule
         num_rows = NUM_TOKENS
         if (type(module) is nn.Linear and module.weight.dtype == dtype) or isinstance(module, Conv1D):

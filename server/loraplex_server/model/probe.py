@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 KEPT = (2, 5)  # tokens whose logits are asked for
 NUM_TOKENS = 9
+TRIAL_RAISED = "a trial run raised"
 # Arguments that change attention in a way that AttentionSpec does not describe.
 UNKNOWN_TERMS = ("sinks", "position_bias", "attn_bias", "attention_bias", "alibi", "head_mask")
 # Kinds of layers by the names in configurations: with attention, and with a mixer that keeps a state of fixed size.
@@ -330,7 +331,7 @@ def trial_run(
     except (Refusal, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise Refusal(f"a trial run raised {type(error).__name__}: {error}") from error
+        raise Refusal(f"{TRIAL_RAISED} {type(error).__name__}: {error}") from error
     finally:
         for module in modules:
             delattr(module, HANDLE)

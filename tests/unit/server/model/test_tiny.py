@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import transformers as tf
-from support.tiny_configs import VOCAB_SIZE, Widths, tiny_config
 from transformers import AutoModelForCausalLM
+
+from loraplex_server.model.tiny import VOCAB_SIZE, Widths, tiny_config
 
 
 def test_keeps_what_decides_how_layers_compute() -> None:
