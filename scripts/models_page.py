@@ -1,6 +1,6 @@
 """Generator of docs/models.md from the tables of the test suite.
 
-python scripts/models_page.py    # after a change to tests/support/zoo.py or tests/support/native_models.py
+python scripts/models_page.py    # after a change to its tables in tests/support
 """
 
 from __future__ import annotations
@@ -8,13 +8,19 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/models.md"
 sys.path.insert(0, str(ROOT / "tests"))
 
+from support.multimodal import FAMILIES, MORE, multimodal_config  # noqa: E402
 from support.native_models import NOT_STACKED, STACKED  # noqa: E402
+from support.sweep import AS_DECODERS, REASONS, REFUSED  # noqa: E402
 from support.zoo import HYBRIDS, LORA_FAMILIES, SINKS, ZOO  # noqa: E402
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig  # noqa: E402
+
+from loraplex_server.model.language import absent_parts, make_language_model  # noqa: E402
 
 INTRODUCTION = """\
 # Supported models
@@ -125,6 +131,88 @@ def hybrid_rows() -> str:
     return HYBRIDS_INTRODUCTION + "\n".join(lines) + "\n" + NOT_SERVED
 
 
+TEXTS_INTRODUCTION = """
+## Texts of checkpoints with parts for images or audio
+
+Of such a checkpoint only the language model is loaded: weights of towers and projectors are not read from the files.
+The class is Transformers' for the whole checkpoint, or the one for its texts where Transformers has it, so weights are
+renamed as there, and positions are those of texts (M-RoPE). Any family of Transformers' multimodal models is loaded so;
+those below are in the test suite, in float64 against the whole model's `generate()` and against PEFT of the whole model
+(`tests/parity/test_multimodal.py`).
+
+- Adapters fit that were trained on the whole model or on its texts alone: `model.language_model.layers`, Transformers
+  4's `language_model.model.layers` and `model.layers` are one and the same. An adapter with weights for images or audio
+  is refused (`docs/adapters.md`).
+- An image, a sound or a file in a message is refused by its type.
+
+| family | architecture | class | not loaded | text | LoRA |
+|---|---|---|---|---|---|
+"""
+MORE_TEXTS = """
+A nightly test compares the texts of more families with the whole model's: {}.
+"""
+REFUSALS_INTRODUCTION = """
+## Refusals
+
+`loraplex doctor --model DIR` says without the weights whether a model would be served, with which kernels and on which
+modules adapters may be, or why not. What the configuration tells is refused as it is at loading; then a tiny copy with
+random weights goes the whole way of loading. It exits with 0 for a model that would be served, 1 for one that is
+refused, 2 for a wrong command line and 3 where only loading can tell. An id of the Hub is asked for its configuration.
+
+Every causal language model of Transformers is swept over, as a tiny model with random weights
+(`tests/parity/test_sweep.py`): it equals `generate()` on texts that cross windows, chunks and the lengths at which
+rotations are scaled, or is refused with one of these sentences. A model whose files lack weights is refused as well.
+
+| the sentence says | families |
+|---|---|
+"""
+# Of each reason: what its sentence says, in short.
+REFUSALS = {
+    "encoder-decoder": "it is an encoder-decoder model",
+    "own attention": "its attention does not use Transformers' attention interface",
+    "own layers": "some of its layers do not go through Transformers' attention interface",
+    "own state": "its layers keep a state that is computed by no known function",
+    "kind of layers": "its layers are of a kind that is not known (indexed attention, say)",
+    "later tokens": "it attends to later tokens",
+    "shared keys": "some of its layers share the keys and values of others",
+    "attention term": "its attention has a term that paged attention does not compute",
+    "own masks": "it builds attention masks of its own",
+    "two calls": "an attention layer runs several times per token",
+    "own positions": "it counts positions by itself, whatever those of a step's tokens are",
+    "first position": "it does not count positions from 0 on",
+    "not one row": "its attention does not see a step's tokens as one row",
+    "no logits_to_keep": "its forward does not take `logits_to_keep`",
+    "no language model": "Transformers has no class for it that generates text from text",
+    "a language to choose": "a trial run raised an error: its language is to be chosen first",
+}
+
+
+def text_rows() -> str:
+    """The table of checkpoints with parts for images or audio."""
+    lines: list[str] = []
+    for family in sorted(FAMILIES):
+        config = multimodal_config(family)
+        architecture = type(config).__name__.removesuffix("Config")
+        with torch.device("meta"):
+            model = make_language_model(config)
+        parts = ", ".join(f"`{path}`" for path in absent_parts(model)) or "all but the text's"
+        row = (family, architecture, f"`{type(model).__name__}`", parts, "vs `generate()`", "vs PEFT")
+        lines.append("| " + " | ".join(row) + " |")
+    return TEXTS_INTRODUCTION + "\n".join(lines) + "\n" + MORE_TEXTS.format(", ".join(MORE))
+
+
+def refusal_rows() -> str:
+    """The table of refusals. Families that are made for other ends come as decoders (`is_decoder`) too."""
+    lines: list[str] = []
+    for reason in REASONS:
+        own = [family for family, found in sorted(REFUSED.items()) if found == reason]
+        decoders = [family for family, found in sorted(AS_DECODERS.items()) if found == reason and family not in own]
+        names = [*own, *(f"{family} (as a decoder)" for family in decoders)]
+        if names:
+            lines.append(f"| {REFUSALS[reason]} | {', '.join(names)} |")
+    return REFUSALS_INTRODUCTION + "\n".join(lines) + "\n"
+
+
 def page() -> str:
     """The whole page, from the tables that the tests are parametrized by."""
     rows: list[str] = []
@@ -135,7 +223,7 @@ def page() -> str:
         native = "decoder" if family in STACKED else "linears" if family in NOT_STACKED else "decided at load"
         row = (family, architecture, special_features(config), "vs `generate()`", lora, native)
         rows.append("| " + " | ".join(row) + " |")
-    return INTRODUCTION + "\n".join(rows) + "\n" + hybrid_rows()
+    return INTRODUCTION + "\n".join(rows) + "\n" + hybrid_rows() + text_rows() + refusal_rows()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from support.dense import greedy, make_dense
 from support.driver import Job, Rig, make_rig, random_prompts
 from support.exact_states import exact, whole_text_greedy
-from support.multimodal import FAMILIES, tensors_read, whole_model
+from support.multimodal import FAMILIES, MORE, tensors_read, whole_model
 from support.peft_files import SPECS, load_lora
 from support.speculation import World, draft_proposer, make_bench, request
 from support.zoo import VOCAB_SIZE
@@ -35,7 +35,8 @@ from loraplex_server.speculation.proposer import DRAFT_MODEL, MEDUSA, PROMPT_LOO
 NUM_TOKENS = 10
 QUICK = ("qwen2_vl", "gemma3")
 SLOWLY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
-STATEFUL = ("qwen3_5",)  # `generate()` computes its recurrences in float32
+NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in MORE]
+STATEFUL = ("qwen3_5", "qwen3_5_moe", "lfm3_vl")  # `generate()` computes its recurrences in float32
 MEDIA = re.compile("vis|audio|multi_modal|patch")
 
 
@@ -54,7 +55,7 @@ def written(family: str, model: nn.Module, prompt: list[int]) -> list[int]:
     return (whole_text_greedy if family in STATEFUL else greedy)(model, prompt, NUM_TOKENS)
 
 
-@pytest.mark.parametrize("family", SLOWLY)
+@pytest.mark.parametrize("family", [*SLOWLY, *NIGHTLY])
 def test_equals_the_whole_model(family: str, tmp_path: Path) -> None:
     """In chunks and beside each other; of the files, only the language model's weights are read."""
     whole = whole_model(family)

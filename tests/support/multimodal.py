@@ -28,10 +28,18 @@ FAMILIES: Final[Mapping[str, Fields]] = {
     "qwen3_5": {},
     "voxtral": {},
 }
+# More that equal their whole model's texts.
+MORE: Final = (
+    *("aya_vision", "cohere2_vision", "cosmos3_edge", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid"),
+    *("exaone4_5", "fuyu", "glmasr", "got_ocr2", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl"),
+    *("kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llava", "llava_next", "llava_next_video"),
+    *("llava_onevision", "minicpmv4_7", "minimax_m3_vl", "moss_transcribe_diarize", "muse_glimmer", "ovis2"),
+    *("qianfan_ocr", "qwen3_5_moe", "qwen3_asr", "qwen3_vl_moe", "smolvlm", "video_llava", "vipllava"),
+)
 
 
 def multimodal_config(family: str) -> PreTrainedConfig:
-    changes: Any = copy.deepcopy(dict(FAMILIES[family]))
+    changes: Any = copy.deepcopy(dict(FAMILIES.get(family, {})))
     return tiny_config(CONFIG_MAPPING[family](**changes), amend=shorten)
 
 

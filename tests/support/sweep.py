@@ -91,11 +91,11 @@ REFUSED: Final[Mapping[str, str]] = by_family(
             "pegasus plbart prophetnet whisper"
         ),
         "later tokens": (
-            "bert bert-generation camembert data2vec-text electra ernie gemma4_unified gemma4_unified_text "
+            "bert bert-generation camembert data2vec-text electra ernie "
             "roberta roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl"
         ),
         "own attention": (
-            "big_bird bloom codegen cpmant falcon got_ocr2 gpt_neo gpt_neox_japanese gptj megatron-bert mpt "
+            "big_bird bloom codegen cpmant falcon gpt_neo gpt_neox_japanese gptj megatron-bert mpt "
             "openai-gpt reformer rembert roformer rwkv trocr xglm xlm xlnet"
         ),
         "not one row": "blt",
@@ -103,7 +103,7 @@ REFUSED: Final[Mapping[str, str]] = by_family(
         "own masks": "doge",
         "shared keys": "gemma3n gemma3n_text gemma4_assistant gemma4_unified_assistant",
         "own layers": "git mllama",
-        "own state": "minimax recurrent_gemma zaya",
+        "own state": "recurrent_gemma zaya",
         "no logits_to_keep": "xlstm",
         "a language to choose": "xmod",
     }

@@ -132,9 +132,8 @@ def _examine(config: PreTrainedConfig, folder: str, dtype: str, backend: Backend
 
 
 def _own_dtype(config: PreTrainedConfig) -> torch.dtype:
-    if is_mxfp4(config):
-        return torch.bfloat16
-    found = next((one.dtype for one in (config, config.get_text_config()) if one.dtype is not None), torch.float32)
+    default = torch.bfloat16 if is_mxfp4(config) else torch.float32
+    found = next((one.dtype for one in (config, config.get_text_config()) if one.dtype is not None), default)
     return DTYPES[found] if isinstance(found, str) else found
 
 
