@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from textwrap import fill
 
 import torch
 
@@ -148,9 +149,7 @@ those below are in the test suite, in float64 against the whole model's `generat
 | family | architecture | class | not loaded | text | LoRA |
 |---|---|---|---|---|---|
 """
-MORE_TEXTS = """
-A nightly test compares the texts of more families with the whole model's: {}.
-"""
+MORE_TEXTS = "A nightly test compares the texts of more families with the whole model's: "
 REFUSALS_INTRODUCTION = """
 ## Refusals
 
@@ -198,7 +197,8 @@ def text_rows() -> str:
         parts = ", ".join(f"`{path}`" for path in absent_parts(model)) or "all but the text's"
         row = (family, architecture, f"`{type(model).__name__}`", parts, "vs `generate()`", "vs PEFT")
         lines.append("| " + " | ".join(row) + " |")
-    return TEXTS_INTRODUCTION + "\n".join(lines) + "\n" + MORE_TEXTS.format(", ".join(MORE))
+    more = fill(MORE_TEXTS + ", ".join(MORE) + ".", width=120, break_on_hyphens=False)
+    return TEXTS_INTRODUCTION + "\n".join(lines) + f"\n\n{more}\n"
 
 
 def refusal_rows() -> str:
