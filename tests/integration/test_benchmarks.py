@@ -106,6 +106,15 @@ def test_engines_that_take_turns(inputs: Path) -> None:
     assert row["ratio"] > 0
 
 
+def test_hybrids() -> None:
+    sizes = ("--shape", "tiny", "--batch", "2", "--adapters", "0", "2", "--prompt", "6", "--rounds", "1")
+    rows = lines(run("hybrids.py", "compare", *sizes, "--output", "4"))
+    assert [(row["case"], row["adapters"]) for row in rows] == [("tiny-2", 0), ("tiny-2", 2)]
+    assert all(row["equal_tokens"] > 0 and min(row["ratios"]) > 0 for row in rows)
+    rows = lines(run("hybrids.py", "profile", *sizes, "--output", "12"))
+    assert all(row["median_step_ms"] > 0 and row["operations_ms"] for row in rows)
+
+
 def test_grammars(inputs: Path) -> None:
     flags = ["--device", "cpu", "--kv-memory", "64MiB", "--threads", "1"]
     sizes = ["--rows", "4", "--grammar-rows", "2", "--steps", "4", "--rounds", "1"]
