@@ -148,7 +148,7 @@ def test_refusals(served: Served) -> None:
         client.generate(PROMPT, adapters={FIRST: 1.0, "nowhere": 1.0}, max_tokens=2)
     for body, status, word in (
         ({"merged_adapters": {"ids": [FIRST, "nowhere"]}}, 404, "nowhere"),
-        ({"merged_adapters": {"ids": [FIRST, SECOND]}}, 400, "different ranks"),
+        ({"merged_adapters": {"ids": [FIRST, SECOND]}}, 400, "ranks are equal"),
         ({"adapters": [{"id": FIRST, "weight": 0}]}, 400, "that of 'a000' is 0"),
         ({"adapters": [{"id": FIRST}, {"id": SECOND}, {"id": SAME_RANK}]}, 429, "3 adapters of the mixture"),
     ):
