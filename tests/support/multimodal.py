@@ -30,7 +30,7 @@ FAMILIES: Final[Mapping[str, Fields]] = {
 }
 # More that equal their whole model's texts.
 MORE: Final = (
-    *("aya_vision", "cohere2_vision", "cosmos3_edge", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid"),
+    *("aya_vision", "cohere2_vision", "cosmos3_edge", "cosmos3_omni", "deepseek_vl"),
     *("exaone4_5", "fuyu", "glmasr", "got_ocr2", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl"),
     *("kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llava", "llava_next", "llava_next_video"),
     *("llava_onevision", "minicpmv4_7", "minimax_m3_vl", "moss_transcribe_diarize", "muse_glimmer", "ovis2"),

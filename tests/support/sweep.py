@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from loraplex_contracts.errors import UnsupportedModel
+from loraplex_server.model.language import make_language_model
 from loraplex_server.model.loader import adopt_model, refuse_class, refuse_config
 from loraplex_server.model.tiny import VOCAB_SIZE, Fields, tiny_config
 from support.dense import greedy
@@ -162,7 +163,7 @@ def default_config(family: str) -> PreTrainedConfig:
 def make_model(config: PreTrainedConfig, seed: int = 3) -> PreTrainedModel:
     """In float64, with random weights."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float64)
+    model = make_language_model(copy.deepcopy(config), dtype=torch.float64)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
