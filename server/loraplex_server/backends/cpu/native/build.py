@@ -14,6 +14,7 @@ import hashlib
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,8 +24,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
-
-from loraplex_server.backends.cpu.native.config import compiler_from_environment
 
 HERE: Final = Path(__file__).resolve().parent
 SOURCES: Final = HERE / "src"
@@ -95,6 +94,11 @@ class _Object:
 
     source: Path
     flags: tuple[str, ...]
+
+
+def compiler_from_environment() -> tuple[str, ...]:
+    """$CXX as words (it may hold arguments, or ccache in front), none where it is not set."""
+    return tuple(shlex.split(os.environ.get("CXX", "")))
 
 
 def this_machine() -> Machine:

@@ -1,4 +1,4 @@
-"""Environment of the native kernels: compiler, cores and threads of this machine.
+"""Environment of the native kernels: cores and threads of this machine.
 
 The default number of threads is read from the machine: torch's own number is process-wide, and the engine lowers it
 beside native kernels.
@@ -7,18 +7,12 @@ beside native kernels.
 from __future__ import annotations
 
 import os
-import shlex
 from pathlib import Path
 from typing import Final
 
 from loraplex_runtime import cgroups
 
 CPUS: Final = Path("/sys/devices/system/cpu")
-
-
-def compiler_from_environment() -> tuple[str, ...]:
-    """$CXX as words (it may hold arguments, or ccache in front), none where it is not set."""
-    return tuple(shlex.split(os.environ.get("CXX", "")))
 
 
 def threads_from_environment() -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -157,6 +158,14 @@ def test_an_architecture_without_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     with pytest.raises(CannotBuild, match="linux x86_64, linux aarch64 only, and this is linux riscv64"):
         build.this_machine()
+
+
+def test_the_build_needs_the_standard_library_alone() -> None:
+    """It runs where a wheel is made, before anything is installed."""
+    server = Path(build.__file__).parents[4]
+    code = f"import sys; sys.path.insert(0, {str(server)!r}); from loraplex_server.backends.cpu.native import build"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_sources(tmp_path: Path) -> None:
