@@ -14,7 +14,6 @@ import hashlib
 import os
 import platform
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -24,6 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from loraplex_server.backends.cpu.native.config import compiler_from_environment
 
 HERE: Final = Path(__file__).resolve().parent
 SOURCES: Final = HERE / "src"
@@ -94,11 +95,6 @@ class _Object:
 
     source: Path
     flags: tuple[str, ...]
-
-
-def compiler_from_environment() -> tuple[str, ...]:
-    """$CXX as words (it may hold arguments, or ccache in front), none where it is not set."""
-    return tuple(shlex.split(os.environ.get("CXX", "")))
 
 
 def this_machine() -> Machine:

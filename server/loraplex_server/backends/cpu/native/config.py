@@ -1,4 +1,4 @@
-"""Environment of the native kernels: cores and threads of this machine.
+"""Environment of the native kernels: compiler, cores and threads of this machine.
 
 The default number of threads is read from the machine: torch's own number is process-wide, and the engine lowers it
 beside native kernels.
@@ -7,12 +7,16 @@ beside native kernels.
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import Final
 
-from loraplex_runtime import cgroups
-
 CPUS: Final = Path("/sys/devices/system/cpu")
+
+
+def compiler_from_environment() -> tuple[str, ...]:
+    """$CXX as words (it may hold arguments, or ccache in front), none where it is not set."""
+    return tuple(shlex.split(os.environ.get("CXX", "")))
 
 
 def threads_from_environment() -> int | None:
@@ -24,6 +28,8 @@ def threads_from_environment() -> int | None:
 def default_num_threads(num_workers: int = 1) -> int:
     """$OMP_NUM_THREADS where it is set, as torch reads it, or the number of cores, but no more than whose time the
     container may use. `num_workers`: processes that share that time."""
+    from loraplex_runtime import cgroups  # late: the build imports this module where nothing is installed
+
     return threads_from_environment() or int(min(num_cores(own_cpus()), max(1, cgroups.cpu_quota() / num_workers)))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from loraplex_runtime import cgroups
 from loraplex_server.backends.cpu.native import config
 from loraplex_server.backends.cpu.native.config import default_num_threads, num_cores, own_cores
 
@@ -45,7 +46,7 @@ def test_threads_follow_the_quota(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(config, "num_cores", lambda cpus: 7)
-    monkeypatch.setattr(config.cgroups, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(cgroups, "cpu_quota", lambda: quota)
     assert default_num_threads(num_workers) == expected
 
 
