@@ -80,6 +80,7 @@ def plan_variant(fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], t
     found: dict[str, dict[str, TensorInfo]] = {}
     for tensor in tensors.values():
         if tensor.name in _PROJECTIONS and config.kind == "VERA":
+            check_float(tensor)
             continue
         path, _, name = tensor.name.removeprefix(_PREFIX).rpartition(".")
         if name not in _NAMES[config.kind]:

@@ -74,3 +74,9 @@ def test_ranks_are_those_of_the_terms() -> None:
     assert (module.shape.rank, module.shape.scale) == (4, 2.0)
     with pytest.raises(AdapterUnsupported, match="I8"):
         plan_variant({"peft_type": "LOHA", **FIELDS["LOHA"]}, header(of_q(LOHA), "I8"), base_targets())
+
+
+def test_shared_projections_are_floats_too() -> None:
+    tensors = header(of_q(VERA)) | header(PROJECTIONS, "I64")
+    with pytest.raises(AdapterUnsupported, match="vera_A has dtype I64"):
+        plan_variant({"peft_type": "VERA", **FIELDS["VERA"]}, tensors, base_targets())
