@@ -78,5 +78,5 @@ def test_ranks_are_those_of_the_terms() -> None:
 
 def test_shared_projections_are_floats_too() -> None:
     tensors = header(of_q(VERA)) | header(PROJECTIONS, "I64")
-    with pytest.raises(AdapterUnsupported, match="vera_A.* has dtype I64"):
+    with pytest.raises(AdapterUnsupported, match=r"vera_A.* has dtype I64"):
         plan_variant({"peft_type": "VERA", **FIELDS["VERA"]}, tensors, base_targets())
