@@ -101,7 +101,8 @@ async def test_long_texts_leave_streams_alone(worker: Running, stopwatch: Stopwa
         is_over.set()
         assert await gap < LONGEST_GAP_S
     assert [type(end) for end in ends].count(DeadlineExceeded) >= NUM_CALLERS - 2, ends  # the first one may be through
-    await asyncio.to_thread(wait_until, lambda: num_children(worker) <= num_before, 10, "nobody tokenizes any more")
+    num_left = num_before + 1  # the process that renders long chats stays from the first of them on
+    await asyncio.to_thread(wait_until, lambda: num_children(worker) <= num_left, 10, "nobody tokenizes any more")
 
 
 @fault("message of 64 kB that is 64 MiB decompressed", clients_see="RESOURCE_EXHAUSTED", within_s=3)
