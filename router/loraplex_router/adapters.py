@@ -21,7 +21,7 @@ from loraplex_proto.v1 import adapter_pb2
 from loraplex_proto.validate import AdapterRequest, check_adapter_request, check_list_adapters, parse
 from loraplex_router.calls import Call
 from loraplex_router.config import PolicyConfig
-from loraplex_router.policy import rendezvous_order, routing_key
+from loraplex_router.policy import WorkerView, rendezvous_order, routing_key
 from loraplex_router.replicas import Replicas
 from loraplex_router.upstream import ADAPTERS, FailureKind, Upstream, UpstreamFailure
 from loraplex_runtime.auth import Identity, current_identity
@@ -121,10 +121,14 @@ class AdapterFanOut:
 
     def _routable(self) -> list[str]:
         """The workers that a request could reach, draining ones excluded. Raises NoWorker where there are none."""
-        workers = [view.worker_id for view in self._replicas.views()]
-        if not workers:
+        return [view.worker_id for view in self._views()]
+
+    def _views(self) -> list[WorkerView]:
+        """The same as routing sees them."""
+        views = self._replicas.views()
+        if not views:
             raise self._replicas.no_worker()
-        return workers
+        return views
 
     async def _ask_all(self, call: Call, raw: bytes) -> Answers:
         """Raises a worker's failure where none has answered."""
@@ -149,8 +153,7 @@ class AdapterFanOut:
 
     async def _load_at_homes(self, call: Call, adapter_id: str, raw: bytes) -> Answers:
         """Asks as many workers as an adapter has homes; the next in order replaces one that is not there."""
-        self._routable()
-        by_name = {view.hash_name: view.worker_id for view in self._replicas.views()}
+        by_name = {view.hash_name: view.worker_id for view in self._views()}
         order = [by_name[name] for name in rendezvous_order(routing_key([adapter_id]), by_name)]
         wanted = min(self._policy.num_homes, len(order))
         answers = Answers()

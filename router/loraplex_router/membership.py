@@ -69,7 +69,7 @@ def parse_members(texts: Iterable[str]) -> tuple[Member, ...]:
 
 
 class Membership(Protocol):
-    """Where the list of members comes from."""
+    """A source of the list of members."""
 
     def first(self) -> tuple[Member, ...]:
         """The members at the start, none where they come later. Raises InvalidArgument where they never will."""

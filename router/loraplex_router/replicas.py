@@ -94,7 +94,7 @@ class Replica:
 
 
 class Replicas:
-    """All workers, by id. `on_change` is called whenever one becomes routable or stops being so."""
+    """All workers, by id. `on_change` is called when the number of routable ones may have changed."""
 
     def __init__(
         self,

@@ -29,19 +29,17 @@ class Workers:
         self._replicas = replicas
         self._watcher = watcher
         self._connect = connect
-        self._leaving: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
 
     def update(self, members: Sequence[Member]) -> None:
         """Members are these from here on."""
         wanted = {member.worker_id: member for member in members}
-        for worker_id in self.upstreams.keys() - wanted.keys() - self._leaving:
-            log.info("worker %s leaves with %d requests", worker_id, self._replicas[worker_id].num_in_flight)
-            self._replicas.leave(worker_id)
-            self._leaving.add(worker_id)
+        for worker_id in self.upstreams.keys() - wanted.keys():
+            if not (replica := self._replicas[worker_id]).is_leaving:
+                log.info("worker %s leaves with %d requests", worker_id, replica.num_in_flight)
+                self._replicas.leave(worker_id)
         for worker_id, member in wanted.items():
-            self._leaving.discard(worker_id)
             is_new = worker_id not in self.upstreams
             self._replicas.join(worker_id, member.name)
             if is_new:
@@ -59,7 +57,7 @@ class Workers:
 
     async def _follow(self, membership: Membership) -> None:
         async for members in membership.changes():
-            before = self.upstreams.keys() - self._leaving
+            before = {worker_id for worker_id in self.upstreams if not self._replicas[worker_id].is_leaving}
             self.update(members)
             joined = [member.worker_id for member in members if member.worker_id not in before]
             log.info("%d members%s", len(members), f", new: {', '.join(joined)}" if joined else "")
@@ -68,8 +66,7 @@ class Workers:
         """Forever: closes the connections of workers that have left, once nothing runs there."""
         while True:
             await asyncio.sleep(LOOK_S)
-            for worker_id in [one for one in self._leaving if self._replicas.has_left(one)]:
-                self._leaving.remove(worker_id)
+            for worker_id in [one for one in self.upstreams if self._replicas.has_left(one)]:
                 self._watcher.remove(worker_id)
                 self._replicas.forget(worker_id)
                 closing = asyncio.create_task(self.upstreams.pop(worker_id).close(CLOSE_S))

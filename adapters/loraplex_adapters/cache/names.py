@@ -552,7 +552,7 @@ class AdapterTable:
         return None
 
     def _will_be_pinned(self, record: NameRecord, operation: LoadOperation) -> bool:
-        """Whether the load that is about to bind the name leaves its content pinned."""
+        """True if the load that is about to bind the name leaves its content pinned."""
         before = None if record.key is None else self.residency.records[record.key]
         stays = operation.options.is_reload and before is not None and record.name in before.pinned_names
         return operation.pin or stays

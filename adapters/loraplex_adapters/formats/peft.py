@@ -255,7 +255,7 @@ _LANGUAGE_MODEL = "language_model"
 
 
 class _Places:
-    """Where in the base model the modules of an adapter's paths are."""
+    """Places in the base model of the modules that an adapter's paths name."""
 
     def __init__(self, found: Mapping[str, _Found], targets: BaseTargets) -> None:
         self._known = {*targets.modules, *targets.experts, *targets.parameters}

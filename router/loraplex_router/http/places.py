@@ -19,7 +19,7 @@ BUCKET_SCHEME: Final = "s3://"
 
 
 def put_place(request: pb.GenerateRequest | PoolingRequest, given: PlaceFields, *, has_mixture: bool = False) -> None:
-    """Where the adapter of the request comes from. Raises InvalidArgument, and Unimplemented for an unknown place."""
+    """Source of the adapter of the request. Raises InvalidArgument, and Unimplemented for an unknown place."""
     source = given.adapter_source or LOCAL
     if source not in (LOCAL, HUB, S3):
         raise Unimplemented(

@@ -68,7 +68,7 @@ class Backend:
 
     @classmethod
     def serves(cls, device_type: str) -> bool:
-        """Whether it is for devices of this type."""
+        """True if it is for devices of this type."""
         return True
 
     @classmethod

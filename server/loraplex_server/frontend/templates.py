@@ -1,8 +1,8 @@
 """Templates of a request's chat: the request's own, its adapter's or the base model's.
 
-The base model's is trusted and rendered here, but for long chats; the others in a child process with limits, and so are
-those. An adapter's templates are
-those of the version that it is bound to: the engine says which that is, and checks it when the request comes.
+The base model's is trusted and rendered here, except for long chats. Those, and the other templates, are rendered in a
+child process with limits. An adapter's templates are those of the version that it is bound to: the engine says which
+that is, and checks it when the request comes.
 """
 
 from __future__ import annotations

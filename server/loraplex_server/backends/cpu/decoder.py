@@ -52,7 +52,7 @@ ROTARY_MULTIPLE: Final = 32  # of the features that positions turn
 
 @dataclass(frozen=True, slots=True)
 class StackShape:
-    """What all layers of a stack share."""
+    """Sizes and dtype that all layers of a stack share."""
 
     dtype: torch.dtype
     hidden_size: int

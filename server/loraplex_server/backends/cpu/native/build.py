@@ -186,7 +186,7 @@ def build(
 
 
 def _objects(files: Sequence[Path], sources: Path, compiler: Compiler) -> list[_Object]:
-    """What is to be compiled: for any CPU first, then for one instruction set after the other."""
+    """Calls of the compiler: for any CPU first, then for one instruction set after the other."""
     baseline = (*COMMON, *compiler.machine.baseline, f"-I{sources}")
     have = tuple(f"-DLP_HAVE_{name.upper()}=1" for name in compiler.variants)
     identity = (f'-DLP_SOURCE_HASH="{source_hash(sources)}"',)

@@ -116,7 +116,7 @@ class NativeKernels:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def can_pack(self, weight: Tensor) -> bool:
-        """Whether there is a product for this weight [out, in]."""
+        """True if there is a product for this weight [out, in]."""
         multiple = K_MULTIPLE.get(weight.dtype)
         return weight.device.type == "cpu" and multiple is not None and weight.shape[1] % multiple == 0
 
@@ -215,7 +215,7 @@ class NativeKernels:
         )  # fmt: skip
 
     def guess(self, guesses: Guesses, head: Head, hidden: Tensor, scratch: GuessScratch, best: Any, where: Any) -> None:
-        """What heads that share the model's own guess from hidden [states, features], into arrays of C."""
+        """Guesses of heads that share the model's own, from hidden [states, features], into arrays of C."""
         self._functions.lp_guess(
             self._pool, ctypes.byref(guesses), ctypes.byref(head), hidden.data_ptr(), ctypes.byref(scratch), best,
             where,
@@ -285,7 +285,7 @@ class NativeKernels:
 
 
 def _source(weight: Tensor, int8: bool) -> tuple[Tensor, Tensor | None]:
-    """What is packed of a weight: its values, and the exponents of those in eight bits."""
+    """Content to pack of a weight: its values, and the exponents of those in eight bits."""
     if not int8:
         return weight.detach().contiguous(), None
     found = to_int8(weight)

@@ -27,7 +27,7 @@ ABI_VERSION: Final = 4  # kAbiVersion in src/version.cpp
 
 
 class Prototype(NamedTuple):
-    """What a function returns (None: nothing) and takes."""
+    """Types that a function returns (None: nothing) and takes."""
 
     returns: Any
     arguments: tuple[Any, ...] = ()

@@ -33,7 +33,7 @@ NUM_TRIES: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class CpuReport:
-    """What an engine with the defaults has."""
+    """Instruction set, threads and bandwidth of an engine with the defaults."""
 
     isa: str  # of the native kernels; empty without any
     num_threads: int
