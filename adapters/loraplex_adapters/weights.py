@@ -20,6 +20,7 @@ Saved parameters, in the order of their modules and names: as the base model has
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass, field, replace
@@ -69,11 +70,22 @@ class BaseTargets:
     # Of modules other than `modules` (norms) the parameters that an adapter may bring: shapes by path and name.
     parameters: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
     embedding: str = ""  # path of the input embedding
+    head: str = ""  # path of the language model's head
     tied_head: str = ""  # path of the head, where its weight is the input embedding's
     other_modules: frozenset[str] = frozenset()  # paths of further modules with parameters
     absent_parts: tuple[str, ...] = ()  # paths of parts for images and audio, which are not loaded
     # Parameters of modules with fused experts, in their order, by the module's path.
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # Ids by token of the model's tokenizer; None where there is none that can be read.
+    tokens: Callable[[], Mapping[str, int]] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256: contents prepared for equal ones may be served again, as far as shapes and known weights tell."""
+        modules = [repr(self.modules[path]) for path in sorted(self.modules)]
+        parameters = [(path, sorted(self.parameters[path].items())) for path in sorted(self.parameters)]
+        base = self.model_id, self.dtype, self.max_rank, self.hidden_size, self.vocab_size, self.tied_head
+        return hashlib.sha256(repr((base, modules, parameters)).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,6 +390,7 @@ class AdapterLayout:
     classifier: PlacedClassifier | None = None
     saved: tuple[PlacedSaved, ...] = ()
     templates: AdapterTemplates | None = None
+    pooling: str = ""  # as `formats.pooling.read_pooling` says it
     # Of an activated LoRA (aLoRA): it changes tokens from the start of their last occurrence in the prompt on.
     invocation: tuple[int, ...] = ()
     peft_type: str = "LORA"  # of the terms before they became low-rank ones
@@ -433,6 +446,8 @@ class AdapterLayout:
             found["saved"] = [placed.shape.to_json() for placed in self.saved]
         if self.templates is not None:
             found["templates"] = asdict(self.templates)
+        if self.pooling:
+            found["pooling"] = self.pooling
         if self.invocation:
             found["invocation"] = list(self.invocation)
         if self.peft_type != "LORA":
@@ -452,9 +467,12 @@ class AdapterLayout:
         templates, invocation = value.get("templates"), value.get("invocation", [])
         if not isinstance(invocation, list) or not all(type(one) is int and 0 <= one < MAX_DIM for one in invocation):
             raise ValueError("not the tokens of an activated LoRA")
+        if not isinstance(pooling := value.get("pooling", ""), str):
+            raise ValueError("not the pooling of an adapter")
         return replace(
             layout,
             templates=None if templates is None else _templates(templates),
+            pooling=pooling,
             invocation=tuple(invocation),
             peft_type=str(value.get("peft_type", "LORA")),
         )

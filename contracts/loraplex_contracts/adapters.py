@@ -165,6 +165,7 @@ class CacheUsage:
     loads_total: int = 0
     source_reads: ReadCount = ReadCount()
     disk_reads: ReadCount = ReadCount()
+    host_reads: ReadCount = ReadCount()  # by a device with memory of its own
 
 
 MAX_ADAPTER_ID_CHARS = 128

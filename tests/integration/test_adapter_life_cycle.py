@@ -46,15 +46,20 @@ def copy(folder: Path, to: Path) -> None:
         temporary.replace(to / file.name)
 
 
-@pytest.fixture(scope="module")
-def address(tiny_world: TinyWorld, root: Path) -> Iterator[str]:
+def worker_config(tiny_world: TinyWorld, adapters: AdaptersConfig) -> WorkerConfig:
     engine = EngineConfig(
         ModelConfig(str(tiny_world.model), dtype="float64"),
         KvConfig(memory_bytes=4 << 20),
         BatchConfig(max_running=8, max_queued=64),
-        AdaptersConfig(root=root, num_device_slots=4, preload=("nowhere", "team/v3")),
+        adapters,
     )
-    with inline_worker(WorkerConfig(engine, port=0)) as worker:
+    return WorkerConfig(engine, port=0)
+
+
+@pytest.fixture(scope="module")
+def address(tiny_world: TinyWorld, root: Path) -> Iterator[str]:
+    adapters = AdaptersConfig(root=root, num_device_slots=4, preload=("nowhere", "team/v3"))
+    with inline_worker(worker_config(tiny_world, adapters)) as worker:
         yield worker.address
 
 
@@ -106,6 +111,24 @@ async def test_versions_under_one_name(address: str, root: Path, tiny_world: Tin
         await client.adapters.unload("sql", if_unused=True)
         with pytest.raises(AdapterVersionNotFound):
             await text(client, f"sql@{old.digest[:12]}")
+
+
+async def test_versions_after_a_restart(tiny_world: TinyWorld, root: Path, tmp_path: Path) -> None:
+    config = worker_config(tiny_world, AdaptersConfig(root=root, num_device_slots=4, store_dir=tmp_path / "store"))
+    copy(tiny_world.adapters / tiny_world.names[0], root / "kept")
+    with inline_worker(config) as worker:
+        async with AsyncClient(worker.address) as client:
+            expected = await text(client, "kept")
+            (old,) = await client.adapters.get("kept")
+            copy(tiny_world.adapters / tiny_world.names[1], root / "kept")
+            await client.adapters.load("kept")
+            await client.adapters.load("v1")
+    with inline_worker(config) as worker:
+        async with router_for([worker.address]) as (router, _), AsyncClient(router.address) as client:
+            assert await text(client, f"kept@{old.digest[:12]}") == expected
+            assert await text(client, "kept") != expected
+            with pytest.raises(AdapterVersionNotFound):  # the same content under a name that never had it
+                await text(client, f"v2@{old.digest[:12]}")
 
 
 async def test_a_folder_under_another_name(address: str, root: Path) -> None:

@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, PeftModel, VeraConfig
+from peft import (
+    BOFTConfig,
+    IA3Config,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftConfig,
+    PeftModel,
+    VeraConfig,
+)
 from support.backends import PatchedBackend
 from support.dense import dense_logits, greedy, make_dense
 from support.driver import Job, Rig, make_rig, random_prompts
@@ -133,6 +143,11 @@ VARIANTS: dict[str, PeftConfig] = {
     "lokr": LoKrConfig(r=2, alpha=3, target_modules=["q_proj", "o_proj"], decompose_factor=4),
     "lokr-both": LoKrConfig(r=1, alpha=1, target_modules=["q_proj", "down_proj"], decompose_both=True),
     "ia3": IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "oft": OFTConfig(oft_block_size=8, target_modules=["q_proj", "down_proj"], num_cayley_neumann_terms=6),
+    "oft-cayley": OFTConfig(r=4, oft_block_size=0, target_modules=["v_proj", "o_proj"], use_cayley_neumann=False),
+    "oft-shared": OFTConfig(oft_block_size=4, target_modules=["q_proj", "k_proj"], block_share=True),
+    "oft-constrained": OFTConfig(oft_block_size=8, target_modules=["up_proj"], coft=True, eps=0.9),
+    "boft": BOFTConfig(boft_block_size=8, target_modules=["q_proj", "down_proj"]),
 }
 
 

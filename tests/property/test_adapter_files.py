@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, VeraConfig
+from peft import BOFTConfig, IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, PeftConfig, VeraConfig
 from support.dense import make_dense
 from support.peft_files import load_lora, save_variant
 from support.zoo import random_model
@@ -38,6 +38,8 @@ FORMATS: tuple[PeftConfig, ...] = (
     LoHaConfig(r=2, target_modules=LINEARS),
     LoKrConfig(r=2, target_modules=LINEARS, decompose_factor=4),
     IA3Config(target_modules=LINEARS, feedforward_modules=["down_proj"]),
+    OFTConfig(oft_block_size=8, target_modules=LINEARS),
+    BOFTConfig(boft_block_size=8, target_modules=LINEARS),
 )
 FAMILIES = ("qwen3_moe", "llama")  # a mixture of experts, and a dense one: the first that has all modules
 # What a field may be instead.

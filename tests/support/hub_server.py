@@ -95,24 +95,27 @@ class HubServer:
             return self._send(request, 403, b"", {"X-Error-Code": "GatedRepo"})
         if parts[2] != "resolve" or parts[3] not in repository.revisions.values():
             return self._send(request, 404, b"", {"X-Error-Code": "RevisionNotFound"})
-        if not (repository.folder / parts[-1]).is_file():
+        file = "/".join(parts[4:])
+        if not (repository.folder / file).is_file():
             return self._send(request, 404, b"", {"X-Error-Code": "EntryNotFound"})
-        if parts[-1].endswith(".safetensors"):
-            target = repository.redirects.get(parts[-1], f"/cdn/{name}/{parts[-1]}")
+        if file.endswith(".safetensors"):
+            target = repository.redirects.get(file, f"/cdn/{name}/{file}")
             return self._send(request, 302, b"", {"Location": target})
-        return self._file(request, repository, parts[-1])
+        return self._file(request, repository, file)
 
     def _describe(self, request: Any, repository: Repository, revision: str) -> None:
         if revision not in repository.revisions:
             self._send(request, 404, b"", {"X-Error-Code": "RevisionNotFound"})
             return
         siblings: list[dict[str, Any]] = []
-        for path in sorted(repository.folder.iterdir()):
+        for path in sorted(repository.folder.rglob("*")):
+            if path.is_dir():
+                continue
             data = path.read_bytes()
             size = repository.sizes.get(path.name, len(data))
             sha1 = hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
             one: dict[str, Any] = {
-                "rfilename": path.name,
+                "rfilename": path.relative_to(repository.folder).as_posix(),
                 "size": size,
                 "blobId": repository.digests.get(path.name, sha1),
             }

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, VeraConfig
+from peft import BOFTConfig, IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, PeftConfig, VeraConfig
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -73,11 +73,13 @@ FORMATS: dict[str, Callable[[Names], PeftConfig]] = {
     "VeRA": lambda names: VeraConfig(r=8, target_modules=names.linears),
     "LoHa": lambda names: LoHaConfig(r=2, target_modules=names.linears),
     "LoKr": lambda names: LoKrConfig(r=2, target_modules=names.linears, decompose_factor=4),
+    "OFT": lambda names: OFTConfig(oft_block_size=8, target_modules=names.linears),
+    "BOFT": lambda names: BOFTConfig(boft_block_size=8, target_modules=names.linears),
     "IA3": lambda names: IA3Config(
         target_modules=names.linears, feedforward_modules=names.linears[2:], fan_in_fan_out=names.is_conv1d
     ),
 }
-_LINEARS_ONLY = ("OLoRA", "VeRA", "LoHa", "LoKr")
+_LINEARS_ONLY = ("OLoRA", "VeRA", "LoHa", "LoKr", "OFT", "BOFT")
 # PEFT refuses what else is in FORMATS beside terms on experts, and has "LoRA" on attention alone.
 _ON_MIXTURES = ("LoRA", "LoRA, `all-linear`", "DoRA", "activated LoRA")
 LIVE: dict[str, tuple[str, ...]] = {
@@ -89,7 +91,9 @@ LIVE: dict[str, tuple[str, ...]] = {
 }
 # Formats by family that tests/parity/test_mixtures.py has inside a mixture of adapters.
 IN_MIXTURES: dict[str, tuple[str, ...]] = dict.fromkeys(("llama", "gpt2"), ("LoRA", "rsLoRA"))
-NOT_SERVED = dict.fromkeys(("jetmoe", "gpt_oss"), "all-biases")  # a bias of a module that is not a linear
+NOT_SERVED: dict[str, str] = dict.fromkeys(
+    ("jetmoe", "gpt_oss"), "all-biases"
+)  # a bias of a module that is not a linear
 # More of a format than above, in batches without a server: format, families, the test.
 IN_BATCHES: list[tuple[str, tuple[str, ...], str]] = [
     *(

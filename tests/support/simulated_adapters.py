@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from loraplex_adapters.cache.residency import ResidencyTable
-from loraplex_adapters.cache.states import Move, Promote, Stage
+from loraplex_adapters.cache.states import DropHost, Promote, Stage
 from loraplex_contracts.adapters import AdapterKey, AdapterUser
 from loraplex_contracts.errors import LoraplexError
 from loraplex_contracts.request import CompletionEnd, Event, Request, RequestFailed
@@ -19,16 +19,21 @@ from support.simulated_load import Fate, Simulation
 
 @dataclass
 class AdapterSimulation(Simulation):
-    """Every adapter takes one byte; a load to the host or device takes `load_s`, and there is one at a time."""
+    """Every adapter takes one byte; a load to the host or device takes `load_s`, and there is one at a time. With
+    `stage_s` what is not on the host takes that as well."""
 
     num_slots: int = 4
     load_s: float = 0.05
-    _moves: list[Move] = field(default_factory=list)  # that are under way or wait for it, the first first
+    stage_s: float = 0.0
+    num_host: int = 10_000
+    # Loads that are under way or wait for it, the first first.
+    _moves: list[Promote | Stage] = field(default_factory=list)
+    _hosted: set[AdapterKey] = field(default_factory=set)
     _done_s: float = 0.0  # when the first of them is
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.residency = ResidencyTable(10_000, self.num_slots, self.num_slots, failure_ttl_s=10.0)
+        self.residency = ResidencyTable(self.num_host, self.num_slots, self.num_slots, failure_ttl_s=10.0)
         config = SchedulerConfig(
             max_running=self.max_running,
             max_step_tokens=self.max_step_tokens,
@@ -69,13 +74,24 @@ class AdapterSimulation(Simulation):
                 self.residency.promoted(move.key)
             else:
                 self.residency.staged(move.key)
-            self._done_s += self.load_s
+            if self._moves:
+                self._done_s += self._takes_s(self._moves[0])
         self.residency.advance(self.now)
         moves, self.residency.moves = self.residency.moves, []
         was_idle = not self._moves
-        self._moves += [move for move in moves if isinstance(move, Promote | Stage)]
+        for move in moves:
+            if isinstance(move, Promote | Stage):
+                self._moves.append(move)
+            elif isinstance(move, DropHost):
+                self._hosted.discard(move.key)
         if was_idle and self._moves:
-            self._done_s = self.now + self.load_s
+            self._done_s = self.now + self._takes_s(self._moves[0])
+
+    def _takes_s(self, move: Promote | Stage) -> float:
+        """Of a load that begins now."""
+        seconds = self.load_s if move.key in self._hosted else self.load_s + self.stage_s
+        self._hosted.add(move.key)
+        return seconds
 
     def _take(self, events: Sequence[Event]) -> None:
         super()._take(events)

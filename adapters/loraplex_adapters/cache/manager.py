@@ -1,7 +1,8 @@
 """Manager of the adapter cache: the interface for the engine, background threads.
 
-The tables decide; AdapterManager carries out, with background threads. Fetchers read sources into the store, `mover`
-copies between the tiers: a source that hangs does not keep resident adapters from moving. Owns the threads, the
+The tables decide; AdapterManager carries out, with background threads. Fetchers read sources into the store, `maker`
+computes adapters that take long (merges, decompositions), `mover` copies between the tiers: neither a source that hangs
+nor a long computation keeps other adapters from coming. Owns the threads, the
 store, the host copies and the device weights. All methods are for the engine's thread and return at once. The threads
 put their outcomes in a queue that `poll` empties, and `notify` wakes the engine for it.
 """
@@ -30,6 +31,7 @@ from loraplex_adapters.cache.merging import merge_loras
 from loraplex_adapters.cache.names import AdapterTable, fresh, is_recipe_name
 from loraplex_adapters.cache.residency import AdapterCacheConfig
 from loraplex_adapters.cache.states import (
+    AdapterTraits,
     DropDevice,
     DropHost,
     Fetch,
@@ -40,7 +42,8 @@ from loraplex_adapters.cache.states import (
     Refetch,
     Stage,
 )
-from loraplex_adapters.cache.storage import HostCopy, Storage, import_adapter
+from loraplex_adapters.cache.storage import HostCopy, Storage, TakesLong, import_adapter
+from loraplex_adapters.cache.versions import VersionLog
 from loraplex_adapters.io.safetensors import WriteFn
 from loraplex_adapters.io.source_files import AdapterSource
 from loraplex_adapters.io.throttle import Throttle, throttled
@@ -148,9 +151,7 @@ class AdapterManager:
         self._targets = targets
         self._install = install
         self._notify = notify
-        self._table = AdapterTable(config)
         self._with_templates = config.with_templates
-        self._residency = self._table.residency
         self._temporary = None if config.store_dir else Path(tempfile.mkdtemp(prefix=TEMPORARY_STORE))
         self._store = AdapterStore(
             self._temporary or config.store_dir or Path(),
@@ -158,6 +159,12 @@ class AdapterManager:
             self._is_in_use,
             durable=self._temporary is None,
         )
+        self._version_log = None
+        if self._temporary is None and config.store_dir is not None:
+            base = f"{targets.digest}-templates-{config.with_templates}"
+            self._version_log = VersionLog(config.store_dir, base, self._store.__contains__)
+        self._table = AdapterTable(config, None if self._version_log is None else self._version_log.versions)
+        self._residency = self._table.residency
         self._storage = Storage(self._store, torch.device(device))
         self._host: dict[AdapterKey, HostCopy] = {}
         self._device: dict[AdapterKey, AdapterWeights] = {}
@@ -168,6 +175,7 @@ class AdapterManager:
         self._is_closed = False
         self._fetcher = BackgroundThreads("adapter-fetcher")
         self._remote_fetcher = BackgroundThreads("adapter-remote", REMOTE_THREADS if remote else 0)
+        self._maker = BackgroundThreads("adapter-maker")
         self._mover = BackgroundThreads("adapter-mover")
         self._replaced: dict[str, None] = {}  # names to be loaded anew; the first one is under way
         self._watch = None if watched is None else FolderWatch(watched, self._on_replaced)
@@ -243,15 +251,19 @@ class AdapterManager:
 
     def classifier(self, key: AdapterKey) -> ClassifierInfo | None:
         """The classifier of an adapter that is held; None where it has none."""
-        return self._residency.records[key].classifier
+        return self._residency.records[key].traits.classifier
 
     def invocation(self, key: AdapterKey) -> tuple[int, ...]:
         """Tokens that activate an adapter that is held; empty where it always is."""
-        return self._residency.records[key].invocation
+        return self._residency.records[key].traits.invocation
 
     def templates(self, key: AdapterKey) -> AdapterTemplates | None:
         """Its own, of an adapter that is held; None where it has none."""
-        return self._residency.records[key].templates
+        return self._residency.records[key].traits.templates
+
+    def pooling(self, key: AdapterKey) -> str:
+        """How the texts of an adapter that is held become embeddings; empty where it does not say."""
+        return self._residency.records[key].traits.pooling
 
     def drop_hold(self, key: AdapterKey, tenant: str = NOBODY.tenant) -> None:
         """The request of this tenant that resolved it has ended."""
@@ -281,6 +293,8 @@ class AdapterManager:
         key = self._table.unload(adapter_id, if_unused)
         if self._watch is not None:
             self._watch.forget(adapter_id)
+        if self._version_log is not None:
+            self._version_log.save()
         record = None if key is None else self._residency.records.get(key)
         self._notify_if_due()
         if record is not None:
@@ -315,6 +329,7 @@ class AdapterManager:
             loads_total=self._num_loads,
             source_reads=self._source_reads,
             disk_reads=self._storage.disk_reads,
+            host_reads=self._storage.host_reads,
         )
 
     # --- the turn of the loop ---------------------------------------------------------------------------------------
@@ -329,6 +344,8 @@ class AdapterManager:
                 break
             outcome(now)
             has_changed = True
+        if self._version_log is not None:
+            self._version_log.save()
         self._table.advance(now)
         self._reload_replaced(now)
         self._start_fetches()
@@ -356,13 +373,15 @@ class AdapterManager:
         self._is_closed = True
         if self._watch is not None:
             self._watch.close()
-        all_threads = (self._fetcher, self._remote_fetcher, self._mover)
+        all_threads = (self._fetcher, self._remote_fetcher, self._maker, self._mover)
         have_ended = [threads.close(CLOSE_TIMEOUT_S) for threads in all_threads]
         if not all(have_ended):
             log.warning("an adapter was still being loaded at the end")
         self._host.clear()
         self._device.clear()
         self._storage.recent.clear()
+        if self._version_log is not None:
+            self._version_log.close()
         self._store.close()
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
@@ -392,11 +411,15 @@ class AdapterManager:
 
     def _start_fetches(self) -> None:
         for fetch in self._table.take_fetches():
-            flow = fetch.tenant if isinstance(fetch, FetchName) else ""
-            self._fetcher.submit(lambda fetch=fetch: self._fetch(fetch, self._source, self._remote), flow)
+            threads = self._maker if is_recipe_name(fetch.name) else self._fetcher
+            threads.submit(lambda fetch=fetch: self._fetch(fetch, self._source, self._remote), _flow(fetch))
 
-    def _fetch(self, fetch: Fetch, source: AdapterSource, then: AdapterSource | None = None) -> None:
+    def _fetch(
+        self, fetch: Fetch, source: AdapterSource, then: AdapterSource | None = None, *, may_take_long: bool = False
+    ) -> None:
+        """`then`: the source that is asked next. One of the remote threads may take long: there are others."""
         started_s = time.perf_counter()
+        may_take_long |= source is self._remote
         merge = self._table.merge_of(fetch.name)
         files = self._look(fetch)
         try:
@@ -404,17 +427,21 @@ class AdapterManager:
                 found = self._find(fetch.name, fetch.version)
             else:
                 name = shown_name(fetch.name)
-                found = self._import(name, source, fetch.origin) if merge is None else self._merge(*merge, source)
+                if merge is not None:
+                    found = self._merge(*merge, source)
+                else:
+                    found = self._import(name, source, fetch.origin, may_take_long=may_take_long)
             if files is not None and self._look(fetch) != files:
                 raise SourceUnavailable(
                     "its files were replaced while they were read; they are read again once they stay unchanged",
                     retry_after_s=1.0,
                 )
+        except TakesLong:
+            self._maker.submit(lambda: self._fetch(fetch, source, then, may_take_long=True), _flow(fetch))
         except Exception as error:
             is_elsewhere = isinstance(error, AdapterNotFound) and not isinstance(error, _FINAL)
             if then is not None and is_elsewhere:
-                flow = fetch.tenant if isinstance(fetch, FetchName) else ""
-                self._remote_fetcher.submit(lambda: self._fetch(fetch, then), flow)
+                self._remote_fetcher.submit(lambda: self._fetch(fetch, then), _flow(fetch))
                 return
             name = shown_name(fetch.name)
             failure = _bare(_about(name, _typed(error, f"fetching adapter {name}")))
@@ -435,10 +462,18 @@ class AdapterManager:
             raise adapter_version_not_found(name)
         return found
 
-    def _import(self, name: str, source: AdapterSource, origin: AdapterOrigin = OWN_PLACE) -> HostCopy:
-        recent, with_templates = self._storage.recent, self._with_templates
+    def _import(
+        self, name: str, source: AdapterSource, origin: AdapterOrigin = OWN_PLACE, *, may_take_long: bool = True
+    ) -> HostCopy:
         return import_adapter(
-            name, source, self._targets, self._store, recent, with_templates=with_templates, origin=origin
+            name,
+            source,
+            self._targets,
+            self._store,
+            self._storage.recent,
+            with_templates=self._with_templates,
+            origin=origin,
+            may_take_long=may_take_long,
         )
 
     def _merge(self, recipe: Recipe, origins: Sequence[AdapterOrigin], source: AdapterSource) -> HostCopy:
@@ -472,10 +507,8 @@ class AdapterManager:
             self._source_reads = self._source_reads.plus(time.perf_counter() - started_s, found.layout.num_bytes)
         if isinstance(fetch, FetchName):
             layout, key = found.layout, found.key
-            classifier = None if layout.classifier is None else layout.classifier.shape.info
-            beside = layout.num_heads, classifier, layout.templates, layout.invocation, layout.not_mixed
-            num_bytes, rank = layout.num_bytes, layout.max_rank
-            self._table.name_fetched(fetch.name, fetch.ticket, key, num_bytes, rank, now, *beside, base=found.base)
+            num_bytes, rank, traits = layout.num_bytes, layout.max_rank, _traits(layout)
+            self._table.name_fetched(fetch.name, fetch.ticket, key, num_bytes, rank, now, traits, base=found.base)
             record = self._table.names.get(fetch.name)
             if self._watch is not None and record is not None and record.key == key:
                 self._watch.loaded(fetch.name, fetch.origin.without_token, files)
@@ -561,6 +594,10 @@ class AdapterManager:
             self._residency.staged(move.key)
 
 
+def _flow(fetch: Fetch) -> str:
+    return fetch.tenant if isinstance(fetch, FetchName) else ""
+
+
 def _bare(error: LoraplexError) -> LoraplexError:
     """The same error without the frames that it came through: they hold the memory of the load, and it is kept."""
     error.__cause__ = error.__context__ = None
@@ -598,3 +635,14 @@ def _typed(error: BaseException, what: str) -> LoraplexError:
     if type(error).__name__ == "OutOfMemoryError":  # torch's, on the device
         return AdapterMemoryFull(f"no device memory for {what}; try again later", retry_after_s=5.0)
     return unexpected(error, what)
+
+
+def _traits(layout: AdapterLayout) -> AdapterTraits:
+    return AdapterTraits(
+        num_heads=layout.num_heads,
+        classifier=None if layout.classifier is None else layout.classifier.shape.info,
+        templates=layout.templates,
+        pooling=layout.pooling,
+        invocation=layout.invocation,
+        not_mixed=layout.not_mixed,
+    )

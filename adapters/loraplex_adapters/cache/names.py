@@ -16,6 +16,8 @@ from loraplex_adapters.cache.accesses import Accesses, is_access_name, is_intern
 from loraplex_adapters.cache.listing import key_row, unbound_row, version_row
 from loraplex_adapters.cache.residency import RETRY_AFTER_S, AdapterCacheConfig, ResidencyTable
 from loraplex_adapters.cache.states import (
+    PLAIN_TRAITS,
+    AdapterTraits,
     Fetch,
     FetchName,
     KeyRecord,
@@ -28,6 +30,7 @@ from loraplex_adapters.cache.states import (
     Refetch,
     remembered_s,
 )
+from loraplex_adapters.cache.versions import Versions
 from loraplex_contracts.adapters import (
     NOBODY,
     OWN_PLACE,
@@ -35,9 +38,7 @@ from loraplex_contracts.adapters import (
     AdapterInfo,
     AdapterKey,
     AdapterOrigin,
-    AdapterTemplates,
     AdapterUser,
-    ClassifierInfo,
     ListingChanges,
     LoadOptions,
     name_in,
@@ -61,7 +62,6 @@ from loraplex_contracts.mixtures import Mixture, Recipe
 # Any name can be asked for, so their memory is bounded: of those that there are not, and of loads that failed.
 MAX_REMEMBERED_FAILURES = 1024
 MAX_RECIPES = 256  # of merged adapters that are known: weights may be any numbers
-MAX_VERSIONS = 16  # of one name, that may be asked for by digest
 # A LoadAdapter whose result was not taken for so long was abandoned: the next call starts another one.
 ABANDONED_S = 5.0
 
@@ -69,7 +69,8 @@ ABANDONED_S = 5.0
 class AdapterTable:
     """Names, keys, loads. All methods are for one thread."""
 
-    def __init__(self, config: AdapterCacheConfig) -> None:
+    def __init__(self, config: AdapterCacheConfig, versions: Versions | None = None) -> None:
+        """`versions`: known from before."""
         self.residency = ResidencyTable(
             config.host_bytes, config.device_bytes, config.num_device_slots, config.failure_ttl_s
         )
@@ -83,8 +84,7 @@ class AdapterTable:
         # Names in FAILED, oldest first: those that there are not, for a while, and others until they are loaded.
         self._unknown: OrderedDict[str, None] = OrderedDict()
         self._failures: OrderedDict[str, None] = OrderedDict()
-        # Contents that each bound name has or had, the latest last.
-        self._versions: dict[str, OrderedDict[AdapterKey, None]] = {}
+        self.versions = Versions() if versions is None else versions
         self._loads: OrderedDict[str, None] = OrderedDict()  # names with a load whose result was not taken yet
         self._fetches: list[Fetch] = []
         self._last_ticket = 0
@@ -102,7 +102,7 @@ class AdapterTable:
         QuotaExceeded."""
         base, _, digits = name.partition("@")
         if digits:
-            version = self._find_version(base, digits)
+            version = self.versions.find(base, digits)
             if version is None:  # it may be the content that the source has now
                 bound = self._ask(base, now, user.tenant)
                 if bound.state is NameState.BOUND:
@@ -156,18 +156,6 @@ class AdapterTable:
         self.residency.hold(record.key, user)
         return record.key
 
-    def _find_version(self, name: str, digits: str) -> AdapterKey | None:
-        """The content that the name is or was bound to and whose digest begins so; None where there is none. Raises
-        AdapterVersionNotFound where there are several."""
-        found = [key for key in self._versions.get(name, ()) if key.digest.startswith(digits)]
-        if len(found) > 1:
-            raise AdapterVersionNotFound(
-                f"{len(found)} versions of adapter {name!a} begin with {digits}; give more of the digest",
-                field="adapter_id",
-                resource=f"{name}@{digits}",
-            )
-        return found[0] if found else None
-
     def load(
         self, name: str, pin: bool, now: float, user: AdapterUser = NOBODY, options: LoadOptions = PLAIN_LOAD
     ) -> AdapterKey | None:
@@ -202,7 +190,7 @@ class AdapterTable:
         the name its versions are forgotten too."""
         base, _, digits = name.partition("@")
         if digits:
-            version = self._find_version(base, digits)
+            version = self.versions.find(base, digits)
             if version is None or (name := f"{base}@{version.digest}") not in self.names:
                 raise adapter_version_not_found(name)
         record = self.names.get(name)
@@ -219,7 +207,7 @@ class AdapterTable:
                 resource=name,
             )
         if not digits:
-            for version in self._versions.pop(name, ()):
+            for version in self.versions.forget(name):
                 self._forget(f"{name}@{version.digest}")
         key = record.key
         self._end_load(record)
@@ -290,11 +278,7 @@ class AdapterTable:
         num_bytes: int,
         rank: int,
         now: float,
-        num_heads: int = 0,
-        classifier: ClassifierInfo | None = None,
-        templates: AdapterTemplates | None = None,
-        invocation: tuple[int, ...] = (),
-        not_mixed: str = "",
+        traits: AdapterTraits = PLAIN_TRAITS,
         base: str = "",
     ) -> None:
         self._end_fetch(ticket)
@@ -314,7 +298,7 @@ class AdapterTable:
         before = None if record.key is None else self.residency.records[record.key]
         is_pinned = operation is not None and self._will_be_pinned(record, operation)
         is_wanted = not is_reload or (before is not None and before.is_resident)
-        self._bind(record, key, num_bytes, rank, num_heads, classifier, templates, invocation, not_mixed)
+        self._bind(record, key, num_bytes, rank, traits)
         is_loading = operation is not None and operation.ended_s is None and not operation.is_behind
         if operation is not None and is_loading and not is_reload:
             self.residency.use.use(operation.user.tenant, key, num_holds=0)
@@ -348,7 +332,7 @@ class AdapterTable:
         """Raises AdapterNotFound."""
         base, _, digits = name.partition("@")
         if digits:
-            version = self._find_version(base, digits)
+            version = self.versions.find(base, digits)
             if version is None:
                 raise adapter_version_not_found(name)
             bound = self.names.get(base)
@@ -557,42 +541,24 @@ class AdapterTable:
         stays = operation.options.is_reload and before is not None and record.name in before.pinned_names
         return operation.pin or stays
 
-    def _bind(
-        self,
-        record: NameRecord,
-        key: AdapterKey,
-        num_bytes: int,
-        rank: int,
-        num_heads: int,
-        classifier: ClassifierInfo | None,
-        templates: AdapterTemplates | None,
-        invocation: tuple[int, ...],
-        not_mixed: str,
-    ) -> None:
+    def _bind(self, record: NameRecord, key: AdapterKey, num_bytes: int, rank: int, traits: AdapterTraits) -> None:
         previous = record.key
         record.key = key
         if record.version is None and not is_internal_name(record.name):
-            self._remember_version(record.name, key)
+            oldest = self.versions.remember(record.name, key)
+            if oldest is not None:
+                self._forget(f"{record.name}@{oldest.digest}")
         self.changed.add(record.name)
-        more = invocation, not_mixed
-        self.residency.bind(key, record.name, num_bytes, rank, num_heads, classifier, templates, *more)
+        self.residency.bind(key, record.name, num_bytes, rank, traits)
         if previous is not None and previous != key:
             self.residency.unbind(previous, record.name)
-
-    def _remember_version(self, name: str, key: AdapterKey) -> None:
-        versions = self._versions.setdefault(name, OrderedDict())
-        versions[key] = None
-        versions.move_to_end(key)
-        if len(versions) > MAX_VERSIONS:
-            oldest, _ = versions.popitem(last=False)
-            self._forget(f"{name}@{oldest.digest}")
 
     def _fail(self, record: NameRecord, error: Exception, now: float) -> None:
         record.step(NameEvent.FAIL)
         self.changed.add(record.name)
         record.error = error
         if record.version is not None and isinstance(error, AdapterVersionNotFound):
-            self._versions.get(name_in(record.name), {}).pop(record.version, None)
+            self.versions.drop(name_in(record.name), record.version)
         if record.load is not None:
             record.load.error = error
         if record.key is not None:
@@ -650,9 +616,9 @@ def is_recipe_name(name: str) -> bool:
 
 def check_member(adapter_id: str, record: KeyRecord) -> None:
     """Raises AdapterNotMixed for an adapter that is more, or other, than a plain LoRA."""
-    if record.not_mixed:
+    if record.traits.not_mixed:
         raise AdapterNotMixed(
-            f"adapter {adapter_id!a} cannot be in a mixture: {record.not_mixed}; mixtures are of plain LoRAs",
+            f"adapter {adapter_id!a} cannot be in a mixture: {record.traits.not_mixed}; mixtures are of plain LoRAs",
             field="adapters",
             resource=adapter_id,
         )

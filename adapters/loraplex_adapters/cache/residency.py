@@ -26,6 +26,8 @@ from loraplex_adapters.cache.accesses import is_access_name, is_internal_name
 from loraplex_adapters.cache.eviction import Lru, choose_device_evictions, choose_host_evictions
 from loraplex_adapters.cache.states import (
     IN_TRANSIT,
+    PLAIN_TRAITS,
+    AdapterTraits,
     DropDevice,
     DropHost,
     IllegalTransition,
@@ -39,7 +41,7 @@ from loraplex_adapters.cache.states import (
     remembered_s,
 )
 from loraplex_adapters.cache.tenants import TenantUse
-from loraplex_contracts.adapters import NOBODY, AdapterKey, AdapterTemplates, AdapterUser, ClassifierInfo
+from loraplex_contracts.adapters import NOBODY, AdapterKey, AdapterUser
 from loraplex_contracts.errors import (
     AdapterMemoryFull,
     FailedPrecondition,
@@ -121,15 +123,10 @@ class ResidencyTable:
         name: str,
         num_bytes: int,
         rank: int,
-        num_heads: int = 0,
-        classifier: ClassifierInfo | None = None,
-        templates: AdapterTemplates | None = None,
-        invocation: tuple[int, ...] = (),
-        not_mixed: str = "",
+        traits: AdapterTraits = PLAIN_TRAITS,
     ) -> None:
         """The store has fresh bytes of `key`, under `name`."""
-        fresh = KeyRecord(key, num_bytes, rank, num_heads, classifier, templates, invocation, not_mixed)
-        record = self.records.setdefault(key, fresh)
+        record = self.records.setdefault(key, KeyRecord(key, num_bytes, rank, traits))
         record.names.add(name)
         record.last_name = name
         self.changed.add(key)

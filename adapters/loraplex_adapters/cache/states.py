@@ -142,6 +142,21 @@ class NameRecord:
         self.state = following
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterTraits:
+    """Properties of a content that its files tell, beside its size."""
+
+    num_heads: int = 0
+    classifier: ClassifierInfo | None = None
+    templates: AdapterTemplates | None = None
+    pooling: str = ""  # how its texts become embeddings; empty where it does not say
+    invocation: tuple[int, ...] = ()  # tokens that activate it; empty: it always is
+    not_mixed: str = ""  # why it cannot be a member of a mixture; empty where it can
+
+
+PLAIN_TRAITS = AdapterTraits()
+
+
 @dataclass(slots=True)
 class KeyRecord:
     """One content."""
@@ -149,11 +164,7 @@ class KeyRecord:
     key: AdapterKey
     num_bytes: int
     rank: int
-    num_heads: int = 0
-    classifier: ClassifierInfo | None = None
-    templates: AdapterTemplates | None = None
-    invocation: tuple[int, ...] = ()  # tokens that activate it; empty: it always is
-    not_mixed: str = ""  # why it cannot be a member of a mixture; empty where it can
+    traits: AdapterTraits = PLAIN_TRAITS
     state: KeyState = KeyState.KNOWN
     slot: int = -1  # while PROMOTING and ON_DEVICE
     has_host: bool = False  # host bytes are counted: STAGING, ON_HOST, PROMOTING, and ON_DEVICE with a copy

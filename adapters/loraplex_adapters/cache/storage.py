@@ -176,6 +176,7 @@ class Storage:
         self._memory = memory or (CudaMemory(device) if device.type == "cuda" else None)
         self._spare = SpareMemory()
         self.disk_reads = ReadCount()
+        self.host_reads = ReadCount()  # to a device with memory of its own
         self.recent = RecentImports(self._spare)
 
     def find(self, key: AdapterKey) -> HostCopy | None:
@@ -214,6 +215,7 @@ class Storage:
         num_bytes, started_s = host.layout.num_bytes, time.perf_counter()
         if self._memory is not None:
             storage = self._memory.fetch(host.pieces, num_bytes)
+            self.host_reads = self.host_reads.plus(time.perf_counter() - started_s, num_bytes)
         elif (imported := self.recent.take(host.key)) is not None:
             storage = imported.pieces[0]
         else:
@@ -265,6 +267,10 @@ def _copy(targets: Sequence[NDArray[np.uint8]], source: NDArray[np.uint8], num_b
         begin += target.size
 
 
+class TakesLong(Exception):
+    """An adapter must be computed, for minutes perhaps."""
+
+
 def import_adapter(
     adapter_id: str,
     source: AdapterSource,
@@ -274,11 +280,14 @@ def import_adapter(
     *,
     with_templates: bool = False,
     origin: AdapterOrigin = OWN_PLACE,
+    may_take_long: bool = True,
 ) -> HostCopy:
     """Reads the source, checks everything, stores. With `recent` the adapter stays in memory for its first move. Raises
-    a typed error, and then nothing is left behind."""
+    a typed error, or TakesLong where it may not; then nothing is left behind."""
     with source.open(adapter_id, origin) as files:
         plan = plan_adapter(files, targets, with_templates=with_templates)
+        if plan.takes_long and not may_take_long:
+            raise TakesLong
         reader = PieceReader(files.opened, targets.dtype)
         for warning in plan.warnings:
             log.warning("adapter %s %s", ascii(adapter_id), warning)

@@ -22,7 +22,9 @@ from loraplex_adapters.formats.medusa import HeadsPlan, model_tensors, plan_head
 from loraplex_adapters.formats.peft import LoraPlan, PlannedModule, plan_lora, without_base_copies
 from loraplex_adapters.formats.peft_config import MAX_CONFIG_BYTES, parse_labels, parse_lora_config, parse_peft_fields
 from loraplex_adapters.formats.peft_variants import VARIANTS, plan_variant
+from loraplex_adapters.formats.pooling import read_pooling
 from loraplex_adapters.formats.templates import read_templates
+from loraplex_adapters.formats.tokens import check_tokens
 from loraplex_adapters.io.safetensors import PieceReader, TensorInfo, read_header
 from loraplex_adapters.io.source_files import AdapterFiles, parse_object, read_all
 from loraplex_adapters.weights import AdapterLayout, BaseTargets, place_adapter
@@ -42,6 +44,11 @@ class AdapterPlan:
     def modules(self) -> tuple[PlannedModule, ...]:
         return () if self.lora is None else self.lora.modules
 
+    @property
+    def takes_long(self) -> bool:
+        """True if weights of the base model are decomposed for it, or rotations computed."""
+        return self.lora is not None and (bool(self.lora.init) or any(one.made for one in self.lora.saved))
+
     def without_base_copies(self, reader: PieceReader) -> AdapterPlan:
         """The same without parameters that are mere copies of the base model's."""
         if self.lora is None:
@@ -54,7 +61,8 @@ class AdapterPlan:
         return self._with(self.lora, heads)
 
     def _with(self, lora: LoraPlan | None, heads: HeadsPlan | None) -> AdapterPlan:
-        layout = replace(_layout(self.layout.dtype, lora, heads), templates=self.layout.templates)
+        before, layout = self.layout, _layout(self.layout.dtype, lora, heads)
+        layout = replace(layout, templates=before.templates, pooling=before.pooling)
         return replace(self, lora=lora, heads=heads, layout=layout)
 
 
@@ -75,7 +83,8 @@ def plan_adapter(files: AdapterFiles, targets: BaseTargets, *, with_templates: b
         raise AdapterInvalid(f"there is an {CONFIG_NAME}, but no LoRA tensor in {', '.join(sorted(files.opened))}")
     layout = _layout(targets.dtype, lora, heads)
     template = None
-    if layout_of_files != "model":  # whose templates are the base model's
+    if layout_of_files != "model":  # whose templates and pooling are the base model's
+        layout = replace(layout, pooling=read_pooling(files))
         if with_templates:
             layout = replace(layout, templates=read_templates(files))
         else:
@@ -112,13 +121,15 @@ def _plan_lora(files: AdapterFiles, tensors: Sequence[TensorInfo], targets: Base
     fields = parse_peft_fields(read_all(files.open(CONFIG_NAME), MAX_CONFIG_BYTES))
     by_name = {tensor.name: tensor for tensor in tensors}
     if str(fields.get("peft_type")) in VARIANTS:
-        return plan_variant(fields, by_name, targets)
+        return plan_variant(fields, by_name, targets)  # which have no rows of tokens
     config = parse_lora_config(fields)
     if config.classifies != "no" and not config.labels and MODEL_CONFIG_NAME in files.names:
         data = read_all(files.open(MODEL_CONFIG_NAME), MAX_CONFIG_BYTES)
         beside = parse_object(data, MODEL_CONFIG_NAME, MAX_CONFIG_BYTES)
         config = replace(config, labels=parse_labels(beside, MODEL_CONFIG_NAME))
-    return plan_lora(config, by_name, targets)
+    plan = plan_lora(config, by_name, targets)
+    check_tokens(files, plan, targets)
+    return plan
 
 
 MAX_BASE_CHARS = 256

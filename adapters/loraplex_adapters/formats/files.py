@@ -1,7 +1,7 @@
 """Files of an adapter: names, and detection of its kind.
 
-The files decide what kind of adapter it is; names and requests do not. Templates beside an adapter are
-read only where they are wanted; tokenizers never.
+The files decide what kind of adapter it is; names and requests do not. Templates beside an adapter are read only where
+they are wanted; of a tokenizer only the added tokens, to compare them with the base model's.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 MEDUSA_WEIGHTS_NAME = "medusa_lm_head.safetensors"
 MODEL_WEIGHTS_NAME = "model.safetensors"
 MODEL_INDEX_NAME = "model.safetensors.index.json"
+POOLING_NAME = "1_Pooling/config.json"  # of sentence-transformers, in a folder of its own
 LORA_PICKLE_NAMES = (
     "adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "adapter_model.pkl", "pytorch_model.bin",
 )  # fmt: skip
@@ -24,7 +25,9 @@ PICKLE_NAMES = (*LORA_PICKLE_NAMES, *MEDUSA_PICKLE_NAMES)
 # The files that make a folder an adapter.
 ADAPTER_NAMES = (CONFIG_NAME, WEIGHTS_NAME, MEDUSA_WEIGHTS_NAME)
 # Every file that serving may want, a whole model's apart. A source need not fetch others.
-WANTED_NAMES = (*ADAPTER_NAMES, MODEL_CONFIG_NAME)
+TOKENIZER_NAME = "tokenizer.json"
+ADDED_TOKENS_NAME = "added_tokens.json"  # of tokenizers in Python alone
+WANTED_NAMES = (*ADAPTER_NAMES, MODEL_CONFIG_NAME, POOLING_NAME, TOKENIZER_NAME, ADDED_TOKENS_NAME)
 TEMPLATE_NAMES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")  # the first one counts
 
 

@@ -78,7 +78,7 @@ class PlannedModule:
     magnitude: TensorInfo | None = None  # of DoRA [out]
     lora_bias: TensorInfo | None = None  # of B [out]
     bias: TensorInfo | None = None  # in the place of the base model's [out]
-    gain: TensorInfo | None = None  # of IA3 [out, 1]
+    gain: TensorInfo | None = None  # of IA3 and BOFT [out, 1]
     # Makes A [rank, in] and B [out, rank] of an adapter that has them in another form, from tensors that it reads.
     made: Callable[[Callable[[TensorInfo], Tensor]], tuple[Tensor, Tensor]] | None = None
 
@@ -99,6 +99,8 @@ class PlannedSaved:
     shape: SavedShape
     tensor: TensorInfo
     weight_sha256: str = ""  # of the base model's: a mere copy of it is left out
+    # Makes it of the tensor, from tensors that it reads, where the file has another form of it.
+    made: Callable[[Callable[[TensorInfo], Tensor]], Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -707,6 +709,10 @@ def write_saved(plan: LoraPlan, layout: AdapterLayout, out: PieceWriter, reader:
     """Writes the saved parameters at their places. Raises NonFinite, or what the file raises."""
     for saved, placed in zip(plan.saved, layout.saved, strict=True):
         out.pad_to(placed.offset)
+        if saved.made is not None:
+            made = saved.made(partial(_read, reader=reader, dtype=_wide(layout.dtype)))
+            out.write(_narrow(made, layout.dtype, saved.shape.path))
+            continue
         for piece in reader.pieces(saved.tensor):
             out.write(piece)
 
@@ -759,17 +765,18 @@ def _runs(plan: LoraPlan, layout: AdapterLayout) -> Iterator[_Run | PlannedModul
 
 def _computed(module: PlannedModule, layout: AdapterLayout, reader: PieceReader) -> Iterator[tuple[int, Tensor]]:
     """Places and values that are computed of a module's tensors, in the order of the places."""
-    placed = next(placed for placed in layout.factors if placed.shape.path == module.shape.path)
+    path = module.shape.path
+    placed = next(placed for placed in layout.factors if placed.shape.path == path)
     made = None
     if module.made is not None:
         made = a, b = module.made(partial(_read, reader=reader, dtype=_wide(layout.dtype)))
-        yield placed.a_offset, _narrow(a, layout.dtype, module)
-        yield placed.b_offset, _narrow(b, layout.dtype, module)
+        yield placed.a_offset, _narrow(a, layout.dtype, path)
+        yield placed.b_offset, _narrow(b, layout.dtype, path)
     gain, shift = rescaling(module, layout.dtype, reader, made)
     if gain is not None:
-        yield placed.gain_offset, _narrow(gain, layout.dtype, module)
+        yield placed.gain_offset, _narrow(gain, layout.dtype, path)
     if shift is not None:
-        yield placed.shift_offset, _narrow(shift, layout.dtype, module)
+        yield placed.shift_offset, _narrow(shift, layout.dtype, path)
 
 
 def _read(tensor: TensorInfo, reader: PieceReader, dtype: torch.dtype) -> Tensor:
@@ -795,10 +802,9 @@ def rescaling(
     what the file raises.
     """
     wide = _wide(dtype)
-    if module.gain is not None:
-        return _read(module.gain, reader, wide).flatten(), None
-    if module.shape.is_plain:
-        return None, None
+    gain = None if module.gain is None else _read(module.gain, reader, wide).flatten()
+    if module.shape.is_plain or (gain is not None and not module.shape.has_shift):
+        return gain, None
     assert module.target.weights is not None, "targets of a loaded model have their weights"
     weight, base_bias = module.target.weights()
 
@@ -806,7 +812,7 @@ def rescaling(
         return None if tensor is None else _read(tensor, reader, wide).to(weight.device)
 
     magnitude, lora_bias, bias = read(module.magnitude), read(module.lora_bias), read(module.bias)
-    gain: Tensor | None = None
+    gain = None if gain is None else gain.to(weight.device)
     if magnitude is not None:
         a, b = (read(module.a), read(module.b)) if made is None else (one.to(weight.device) for one in made)
         assert a is not None, "a magnitude has its factors"
@@ -829,11 +835,9 @@ def rescaling(
     return gain, shift
 
 
-def _narrow(tensor: Tensor, dtype: str, module: PlannedModule) -> Tensor:
+def _narrow(tensor: Tensor, dtype: str, path: str) -> Tensor:
     """As it is stored. Raises NonFinite."""
     found = tensor.to(DTYPES[dtype]).contiguous().cpu()
     if not bool(torch.isfinite(found).all()):
-        raise NonFinite(
-            f"{module.shape.path!a}: what is computed of its tensors is not finite in the base model's dtype"
-        )
+        raise NonFinite(f"{path!a}: what is computed of its tensors is not finite in the base model's dtype")
     return found

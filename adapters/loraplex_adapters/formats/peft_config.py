@@ -147,7 +147,7 @@ def parse_lora_config(fields: Mapping[str, Any]) -> PeftLoraConfig:
         raise AdapterInvalid(f"{CONFIG_NAME} has no peft_type; save the adapter with PEFT's save_pretrained")
     if peft_type != "LORA":
         raise AdapterUnsupported(
-            f"{CONFIG_NAME}: peft_type {_shown(peft_type)} is not served; LORA, VERA, LOHA, LOKR and IA3 are"
+            f"{CONFIG_NAME}: peft_type {_shown(peft_type)} is not served; LORA, VERA, LOHA, LOKR, IA3, OFT and BOFT are"
         )
     _refuse_variants(fields)
     classifies = _CLASSIFIERS.get(str(fields.get("task_type")), "no")

@@ -1,9 +1,10 @@
-"""PEFT's VeRA, LoHa, LoKr and IA3 as low-rank terms and gains.
+"""PEFT's VeRA, LoHa, LoKr, IA3, OFT and BOFT as low-rank terms, gains and rotations.
 
 VeRA (arXiv 2310.11454): B and A are random and shared, and scaled by vectors: diag(b) B diag(d) A.
 LoHa (arXiv 2108.06098): (W1a W1b) * (W2a W2b) by elements; each pair of their ranks is a rank of the product.
 LoKr (LyCORIS): the Kronecker product of W1 and W2, of which each may have two factors; ranks multiply.
 IA3 (arXiv 2205.05638): outputs, or in feed-forward layers inputs, are scaled by a vector.
+OFT and BOFT rotate inputs (`peft_rotations.py`).
 
 The ranks are those of the terms: LoHa of rank 8 becomes a LoRA of rank 64, and counts so against the server's limit.
 """
@@ -21,6 +22,7 @@ from loraplex_adapters.formats.files import CONFIG_NAME, WEIGHTS_NAME
 from loraplex_adapters.formats.peft import LoraPlan, PlannedModule, PlannedSaved, check_shape
 from loraplex_adapters.formats.peft_config import alpha, compiled_patterns, rank, refuse_unknown
 from loraplex_adapters.formats.peft_patterns import Budget, ModulePattern, compile_budget, match_budget
+from loraplex_adapters.formats.peft_rotations import NO_ROTATION, Rotation, plan_boft
 from loraplex_adapters.io.safetensors import TensorInfo, check_float
 from loraplex_adapters.weights import BaseTargets, FactorShape, SavedShape, TargetModule
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, BaseMismatch, RankLimit, ShapeMismatch
@@ -41,14 +43,39 @@ _FIELDS: Final[Mapping[str, frozenset[str]]] = {
     "LOHA": _LYCORIS,
     "LOKR": _LYCORIS | {"decompose_both", "decompose_factor", "rank_dropout_scale"},
     "IA3": frozenset({"feedforward_modules", "init_ia3_weights"}),
+    "OFT": frozenset(
+        {
+            "r",
+            "oft_block_size",
+            "module_dropout",
+            "init_weights",
+            "coft",
+            "eps",
+            "block_share",
+            "use_cayley_neumann",
+            "num_cayley_neumann_terms",
+        }
+    ),
+    "BOFT": frozenset(
+        {
+            "boft_block_size",
+            "boft_block_num",
+            "boft_n_butterfly_factor",
+            "boft_dropout",
+            "init_weights",
+        }
+    ),
 }
 _NAMES: Final[Mapping[str, frozenset[str]]] = {  # of a module's tensors
     "VERA": frozenset({"vera_lambda_b", "vera_lambda_d"}),
     "LOHA": frozenset({"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"}),
     "LOKR": frozenset({"lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b"}),
     "IA3": frozenset({"ia3_l"}),
+    "OFT": frozenset({"oft_R.weight"}),
+    "BOFT": frozenset({"boft_R", "boft_s"}),
 }
 VARIANTS: Final = frozenset(_FIELDS)
+_PLAIN_LINEARS: Final = frozenset({"LOHA", "LOKR", "OFT", "BOFT"})  # PEFT makes none for Conv1D
 _PREFIX: Final = "base_model.model."
 _PROJECTIONS: Final = ("base_model.vera_A", "base_model.vera_B")
 
@@ -62,6 +89,7 @@ class _Config:
     alpha: float
     rank_pattern: tuple[tuple[ModulePattern, int], ...]
     alpha_pattern: tuple[tuple[ModulePattern, float], ...]
+    rotation: Rotation = NO_ROTATION
 
     def scale(self, path: str, budget: Budget) -> float:
         """Of a module of LoHa or LoKr."""
@@ -82,7 +110,7 @@ def plan_variant(fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], t
         if tensor.name in _PROJECTIONS and config.kind == "VERA":
             check_float(tensor)
             continue
-        path, _, name = tensor.name.removeprefix(_PREFIX).rpartition(".")
+        path, name = _path_and_name(tensor, config.kind)
         if name not in _NAMES[config.kind]:
             raise AdapterUnsupported(
                 f"{tensor.where} is not a tensor of {config.kind}, and no tensor is left out silently"
@@ -99,12 +127,21 @@ def plan_variant(fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], t
         first = next(iter(parts.values()))
         if target is None:
             raise BaseMismatch(f"{first.where} adapts a module that {targets.model_id!a} does not have")
-        if target.kind != "linear" or (target.is_conv1d and config.kind in ("LOHA", "LOKR")):
+        if target.kind != "linear" or (target.is_conv1d and config.kind in _PLAIN_LINEARS):
             raise AdapterUnsupported(
                 f"{first.where} adapts a module of another kind than a linear, which is not served"
             )
         if config.kind == "IA3":
             _plan_scaling(first, target, modules, saved)
+            continue
+        if config.kind == "OFT":
+            saved.append(config.rotation.plan(first, target))
+            continue
+        if config.kind == "BOFT":
+            _all_of(parts, ("boft_R", "boft_s"))
+            rotation, scale = plan_boft(parts, target)
+            saved.append(rotation)
+            modules.append(_scaling(scale, target, has_shift=target.has_bias))
             continue
         factors, num_ranks = _MAKERS[config.kind](parts, target, projections)
         if num_ranks > targets.max_rank:
@@ -120,13 +157,22 @@ def plan_variant(fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], t
     return LoraPlan(tuple(modules), tuple(saved), (), format=config.kind, base_model=base_model)
 
 
+def _path_and_name(tensor: TensorInfo, kind: str) -> tuple[str, str]:
+    """Of a module, and of its tensor."""
+    words = tensor.name.removeprefix(_PREFIX).split(".")
+    num_words = 2 if kind == "OFT" else 1
+    return ".".join(words[:-num_words]), ".".join(words[-num_words:])
+
+
 def _parsed(fields: Mapping[str, Any]) -> _Config:
     kind = str(fields["peft_type"])
     refuse_unknown(fields, _COMMON | _FIELDS[kind])
     if fields.get("use_effective_conv2d") or (fields.get("fan_in_fan_out") and kind != "IA3"):
         raise AdapterUnsupported(f"{CONFIG_NAME}: {kind} on other modules than linears is not served")
-    if kind == "IA3":
+    if kind in ("IA3", "BOFT"):
         return _Config(kind, 0, 0.0, (), ())
+    if kind == "OFT":
+        return _Config(kind, 0, 0.0, (), (), Rotation.parsed(fields))
     budget = compile_budget()
     ranks, alphas = (compiled_patterns(fields, name, budget) for name in ("rank_pattern", "alpha_pattern"))
     return _Config(
@@ -143,11 +189,16 @@ def _plan_scaling(
 ) -> None:
     """IA3's vector is a column where it scales outputs, a row where it scales inputs."""
     if tensor.shape == (target.out_features, 1):
-        shape = FactorShape(target.path, 0, target.in_features, target.out_features, 1.0, has_gain=True)
-        modules.append(PlannedModule(shape, target, None, None, gain=tensor))
+        modules.append(_scaling(tensor, target))
     else:
         check_shape(tensor, (1, target.in_features))
         saved.append(PlannedSaved(SavedShape(target.path, "input_gain", (target.in_features,)), tensor))
+
+
+def _scaling(tensor: TensorInfo, target: TargetModule, *, has_shift: bool = False) -> PlannedModule:
+    """Of outputs. `has_shift`: the base's bias is not scaled."""
+    shape = FactorShape(target.path, 0, target.in_features, target.out_features, 1.0, True, has_shift)
+    return PlannedModule(shape, target, None, None, gain=tensor)
 
 
 # --- factors ----------------------------------------------------------------------------------------------------------

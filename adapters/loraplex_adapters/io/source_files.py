@@ -89,6 +89,19 @@ class AdapterFiles:
             return self.opened[name]
         if name not in self.names:
             raise adapter_not_found(self._adapter_id)
+        return self._open(name)
+
+    def find(self, name: str) -> SourceFile | None:
+        """As `open`, also of a file in a folder of the adapter's; None where there is none."""
+        if name in self.opened:
+            return self.opened[name]
+        try:
+            os.stat(name, dir_fd=self._folder.fd)
+        except OSError:
+            return None
+        return self._open(name)
+
+    def _open(self, name: str) -> SourceFile:
         try:
             fd = self._folder.open_file(name)
         except (OSError, BadPath) as error:

@@ -19,6 +19,7 @@ from loraplex_adapters.formats.files import (
     ADAPTER_NAMES,
     MODEL_INDEX_NAME,
     PICKLE_NAMES,
+    POOLING_NAME,
     TEMPLATE_NAMES,
     WANTED_NAMES,
     has_model_layout,
@@ -164,6 +165,9 @@ def _fingerprints(folder: Folder) -> Iterator[tuple[str, int, int, int]]:
                     num_bytes = found.st_size
                     os.close(fd)
             yield entry.name, num_bytes, found.st_mtime_ns, found.st_ino
+    with contextlib.suppress(OSError):  # most have none
+        found = os.stat(POOLING_NAME, dir_fd=folder.fd)
+        yield POOLING_NAME, found.st_size, found.st_mtime_ns, found.st_ino
 
 
 def _holds_adapter(folder: Folder, names: set[str], adapter_id: str) -> bool:

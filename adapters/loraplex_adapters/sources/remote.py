@@ -110,6 +110,7 @@ class RemoteFolder(ABC):
         _check_room(total_bytes, max_bytes, folder, _on(self.server))
         until_s = time.monotonic() + START_S + total_bytes / SLOWEST_BYTES_PER_S
         for name in names:
+            (folder / name).parent.mkdir(exist_ok=True)
             self.download(name, folder / name, until_s)
 
     def download(self, name: str, target: Path, until_s: float) -> None:

@@ -14,7 +14,15 @@ from support.residency import bring_up, key_of, make_table, run_round
 
 from loraplex_adapters.cache.eviction import RECENT_ROUNDS
 from loraplex_adapters.cache.residency import ResidencyTable
-from loraplex_adapters.cache.states import DropDevice, DropHost, IllegalTransition, KeyState, Promote, Stage
+from loraplex_adapters.cache.states import (
+    AdapterTraits,
+    DropDevice,
+    DropHost,
+    IllegalTransition,
+    KeyState,
+    Promote,
+    Stage,
+)
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import SourceUnavailable
@@ -25,7 +33,7 @@ LORA, OTHER = key_of(11, "lora"), key_of(12, "lora")
 
 def held(table: ResidencyTable, key: AdapterKey, num_bytes: int = 100) -> AdapterKey:
     """Bound to a name and held by one request."""
-    table.bind(key, f"name-{key.kind}-{key.digest[-2:]}", num_bytes, rank=0, num_heads=3)
+    table.bind(key, f"name-{key.kind}-{key.digest[-2:]}", num_bytes, rank=0, traits=AdapterTraits(num_heads=3))
     table.hold(key)
     return key
 
@@ -39,7 +47,7 @@ def test_wanted_for_a_round_and_then_lent_without_a_reference() -> None:
     assert run_round(table) == [Promote(key, 0)]
     assert table.borrow(key) == 0
     record = table.records[key]
-    assert (record.num_leases, record.reserved_rounds, record.num_heads) == (0, 0, 3)
+    assert (record.num_leases, record.reserved_rounds, record.traits.num_heads) == (0, 0, 3)
     assert (table.hits, table.misses) == (0, 0)  # those count what requests wait for
     table.drop_hold(key)
     assert table.records[key].num_holds == 0

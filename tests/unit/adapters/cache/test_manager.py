@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import threading
@@ -17,6 +18,7 @@ from support.adapter_files import DOWN_PROJ, PREFIX, Q_PROJ, Engine, lora_tensor
 
 from loraplex_adapters.cache import manager as manager_module
 from loraplex_adapters.cache.storage import RecentImports, Storage
+from loraplex_adapters.formats.peft_rotations import Rotation
 from loraplex_adapters.io.source_files import AdapterFiles
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.weights import AdapterWeights
@@ -117,6 +119,7 @@ def test_many_more_adapters_than_fit(make_engine: Callable[..., Engine], root: P
     assert usage.source_reads.num == 8
     assert usage.disk_reads.num >= 4
     assert min(usage.disk_reads) > 0
+    assert usage.host_reads.num == 0  # kernels of a CPU read what the store maps
     assert usage.host_evictions >= 4
     assert usage.device_bytes <= 4096
     assert usage.host_bytes <= 6000
@@ -310,6 +313,39 @@ def test_members_of_a_merge_come_back_from_where_they_came(make_engine: Callable
         engine.cache.drop_hold(key)
 
 
+@pytest.mark.parametrize("what", ["merge", "rotation"])
+def test_a_long_computation_holds_up_no_other_fetch(
+    what: str, make_engine: Callable[..., Engine], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, has_begun = threading.Event(), threading.Event()
+
+    def hold_up(*given: object) -> object:
+        has_begun.set()
+        assert gate.wait(10)
+        return compute(*given)
+
+    if what == "merge":
+        compute = manager_module.merge_loras
+        monkeypatch.setattr(manager_module, "merge_loras", hold_up)
+        mixture = Mixture((Member(AdapterId("a1"), 0.5), Member(AdapterId("a4"), 2.0)), Merge("linear"))
+    else:
+        tensors = {f"{PREFIX}{Q_PROJ}.oft_R.weight": torch.ones(2, 28)}
+        write_adapter(root / "oft", tensors=tensors)
+        config = {"peft_type": "OFT", "oft_block_size": 8, "target_modules": ["q_proj"]}
+        (root / "oft/adapter_config.json").write_text(json.dumps(config))
+        compute = Rotation._series
+        monkeypatch.setattr(Rotation, "_series", hold_up)
+        mixture = Mixture((Member(AdapterId("oft"), 1.0),))
+    engine = make_engine()
+    resolve = engine.cache.resolve_mixture if what == "merge" else lambda *_: engine.cache.resolve("oft", engine.now)
+    while not has_begun.is_set():
+        assert resolve(mixture, engine.now) is None
+        engine.turn(0.02)
+    assert engine.load("a0").state == "on_device"
+    gate.set()
+    assert engine.until(lambda: resolve(mixture, engine.now)) is not None
+
+
 def test_changed_files_never_take_the_place_of_a_bound_content(make_engine: Callable[..., Engine], root: Path) -> None:
     engine = make_engine(disk_bytes=3 * 8192, host_bytes=3000, num_device_slots=1)
     use(engine, "a0")
@@ -490,6 +526,28 @@ def test_a_store_of_the_operators_survives(make_engine: Callable[..., Engine], t
     assert second.resolve("a0") == key
     assert second.acquire(key) is not None
     assert len(list((tmp_path / "store").glob("*.adapter"))) == 1
+
+
+def test_versions_are_known_after_a_restart(make_engine: Callable[..., Engine], root: Path, tmp_path: Path) -> None:
+    first = make_engine(store_dir=tmp_path / "store")
+    old = first.load("a0").digest
+    write_adapter(root / "a0", rank=2, seed=99)
+    new = first.load("a0").digest
+    first.load("a1")
+    first.cache.unload("a1")
+    other = first.resolve("a2")
+    first.cache.close()
+    second = make_engine(store_dir=tmp_path / "store")
+    assert second.cache.get(f"a0@{old[:8]}").tier == "disk"
+    assert second.resolve(f"a0@{old[:8]}").digest == old
+    assert second.resolve("a0").digest == new
+    for name in (f"a1@{old[:8]}", f"a0@{other.digest[:8]}"):
+        with pytest.raises(AdapterVersionNotFound):
+            second.cache.get(name)
+    second.cache.close()
+    third = make_engine(store_dir=tmp_path / "store", with_templates=True)
+    with pytest.raises(AdapterVersionNotFound):
+        third.cache.get(f"a0@{old[:8]}")
 
 
 def test_templates_beside_an_adapter_are_reported_and_not_touched(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from support.residency import fetch_of, turn
 
-from loraplex_adapters.cache.names import ABANDONED_S, MAX_REMEMBERED_FAILURES, MAX_VERSIONS, AdapterTable
+from loraplex_adapters.cache.names import ABANDONED_S, MAX_REMEMBERED_FAILURES, AdapterTable
 from loraplex_adapters.cache.residency import AdapterCacheConfig
 from loraplex_adapters.cache.states import FetchName, Promote
+from loraplex_adapters.cache.versions import MAX_VERSIONS
 from loraplex_contracts.adapters import OWN_PLACE, AdapterKey, AdapterOrigin, AdapterUser, LoadOptions
 from loraplex_contracts.errors import (
     AdapterInUse,

@@ -103,6 +103,7 @@ def test_through_pinned_pieces_to_the_device(tmp_path: Path, monkeypatch: pytest
     assert weights is not None
     storage.hand_over(weights)
     assert device.log == ["fetched", "handed over"]
+    assert (storage.host_reads.num, storage.host_reads.num_bytes) == (1, host.layout.num_bytes)
     assert weights.num_bytes == host.layout.num_bytes
     expected = lora_tensors(seed=3)
     for path in (Q_PROJ, DOWN_PROJ):

@@ -1,4 +1,4 @@
-"""VeRA, LoHa, LoKr and IA3: refusals by name. Parity tests compare what they compute."""
+"""Adapters that are no LoRA: refusals by name. Parity tests compare what they compute."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ FIELDS: dict[str, dict[str, Any]] = {
     "LOHA": {"r": 2, "alpha": 4},
     "LOKR": {"r": 2, "alpha": 4},
     "IA3": {},
+    "OFT": {"oft_block_size": 8},
+    "BOFT": {},
 }
+BOFT = {"boft_R": (1, HIDDEN // 4, 4, 4), "boft_s": (HIDDEN, 1)}
 
 
 def header(shapes: dict[str, tuple[int, ...]], dtype: str = "F32") -> dict[str, TensorInfo]:
@@ -58,6 +61,16 @@ def of_q(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         ("LOKR", of_q({"lokr_w1": (HIDDEN, HIDDEN), "lokr_w2": (1, 1)}), {}, RankLimit, f"rank {HIDDEN}"),
         ("IA3", of_q({"ia3_l": (HIDDEN + 1, 1)}), {}, ShapeMismatch, "ia3_l"),
         ("IA3", of_q({"ia3_l": (HIDDEN, 1)}), {"modules_to_save": ["lm_head"]}, AdapterUnsupported, "modules_to_save"),
+        ("OFT", of_q({"oft_R.weight": (HIDDEN // 8, 27)}), {}, ShapeMismatch, "makes no blocks"),
+        ("OFT", of_q({"oft_R.weight": (1, 28)}), {}, ShapeMismatch, "makes no blocks"),
+        ("OFT", of_q({"oft_R.weight": (2, 28)}), {"block_share": True}, ShapeMismatch, "makes no blocks"),
+        ("OFT", of_q({"oft_R": (HIDDEN // 8, 28)}), {}, AdapterUnsupported, "not a tensor of OFT"),
+        ("OFT", of_q({"oft_R.weight": (HIDDEN // 8, 28)}), {"num_cayley_neumann_terms": 99}, AdapterInvalid, "terms"),
+        ("OFT", of_q({"oft_R.weight": (HIDDEN // 8, 28)}), {"eps": float("nan")}, AdapterInvalid, "eps"),
+        ("BOFT", of_q(BOFT | {"boft_R": (2, HIDDEN // 4, 4, 4)}), {}, AdapterUnsupported, "2 butterfly factors"),
+        ("BOFT", of_q(BOFT | {"boft_R": (1, 3, 4, 4)}), {}, ShapeMismatch, "makes no blocks"),
+        ("BOFT", of_q(BOFT | {"boft_R": (1, HIDDEN // 4, 4, 5)}), {}, ShapeMismatch, "boft_R"),
+        ("BOFT", of_q({"boft_s": (HIDDEN, 1)}), {}, AdapterInvalid, "no boft_R"),
         ("IA3", {"base_model.model.model.embed_tokens.ia3_l": (1, HIDDEN)}, {}, AdapterUnsupported, "embed_tokens"),
     ],
 )
@@ -80,3 +93,8 @@ def test_shared_projections_are_floats_too() -> None:
     tensors = header(of_q(VERA)) | header(PROJECTIONS, "I64")
     with pytest.raises(AdapterUnsupported, match=r"vera_A.* has dtype I64"):
         plan_variant({"peft_type": "VERA", **FIELDS["VERA"]}, tensors, base_targets())
+
+
+def test_an_old_rotation_is_refused() -> None:
+    with pytest.raises(AdapterUnsupported, match=r"before 0\.14"):
+        plan_variant({"peft_type": "OFT", "r": 4}, header(of_q({"oft_R.weight": (4, 6)})), base_targets())

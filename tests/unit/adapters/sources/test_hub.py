@@ -25,6 +25,8 @@ from support.medusa_files import (
     write_shards,
 )
 
+from loraplex_adapters.formats.files import POOLING_NAME
+from loraplex_adapters.formats.pooling import read_pooling
 from loraplex_adapters.io.source_files import read_all
 from loraplex_adapters.sources.chain import ChainSource, make_source
 from loraplex_adapters.sources.directory import DirectorySource
@@ -98,6 +100,14 @@ def test_only_the_wanted_files_of_one_revision_are_fetched(hub: FakeHub) -> None
         (f"/org/sql/resolve/{COMMIT}/{WEIGHTS}", "hf_x"),
         (f"/cdn/org/sql/{WEIGHTS}", "hf_x"),  # on the same host
     ]
+    assert not hub.left_over
+
+
+def test_pooling_lies_in_a_folder_of_its_own(hub: FakeHub) -> None:
+    (hub.folder / "1_Pooling").mkdir()
+    (hub.folder / POOLING_NAME).write_text('{"pooling_mode": "mean"}')
+    with source_of(hub).open("org/sql") as files:
+        assert read_pooling(files) == "mean"
     assert not hub.left_over
 
 

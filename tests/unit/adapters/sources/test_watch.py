@@ -97,6 +97,10 @@ def test_fingerprints(tmp_path: Path) -> None:
     (folder / "config.json").unlink()
     os.utime(folder / WEIGHTS, ns=(5, 5))
     assert source.fingerprint("sql") != first
+    before = source.fingerprint("sql")
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text("{}")
+    assert source.fingerprint("sql") != before
     assert source.fingerprint("sql", AdapterOrigin("/etc")) is None
     assert source.fingerprint("../sql") is None
 

@@ -1,0 +1,153 @@
+"""Versions of adapters: the contents that each name has or had.
+
+`Versions` is pure. `VersionLog` keeps it in a file of the store, so that a restarted worker knows it again: one line
+for each change, written anew at a start and where most lines are out of date. A store serves one base model at a time:
+contents prepared for another one are not served, so the file says for which one it was written.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Final, cast
+
+from loraplex_contracts.adapters import AdapterKey, AdapterKind
+from loraplex_contracts.errors import AdapterVersionNotFound
+
+log = logging.getLogger(__name__)
+
+MAX_VERSIONS: Final = 16  # of one name, that may be asked for by digest
+LOG_NAME: Final = "versions"
+SPARE_LINES: Final = 4096  # out of date, before the file is written anew
+_TITLE: Final = "loraplex versions 1 "
+_LINE: Final = re.compile(r"([^\s:@]+) (?:(lora|medusa|combined)-([0-9a-f]{64})|-)\Z")
+
+# A name's latest content, or None where its versions are forgotten.
+Change = tuple[str, AdapterKey | None]
+
+
+class Versions:
+    """Owns the contents of each name, the latest last."""
+
+    def __init__(self, changes: Iterable[Change] = ()) -> None:
+        self._of_name: dict[str, OrderedDict[AdapterKey, None]] = {}
+        self._changes: list[Change] = []
+        for name, key in changes:
+            self.forget(name) if key is None else self.remember(name, key)
+        self._changes.clear()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of_name.values()))
+
+    def __iter__(self) -> Iterator[tuple[str, AdapterKey]]:
+        """Changes that lead here, without those that are out of date."""
+        return ((name, key) for name, keys in self._of_name.items() for key in keys)
+
+    def find(self, name: str, digits: str) -> AdapterKey | None:
+        """The content that the name has or had and whose digest begins so; None where there is none. Raises
+        AdapterVersionNotFound where there are several."""
+        found = [key for key in self._of_name.get(name, ()) if key.digest.startswith(digits)]
+        if len(found) > 1:
+            raise AdapterVersionNotFound(
+                f"{len(found)} versions of adapter {name!a} begin with {digits}; give more of the digest",
+                field="adapter_id",
+                resource=f"{name}@{digits}",
+            )
+        return found[0] if found else None
+
+    def remember(self, name: str, key: AdapterKey) -> AdapterKey | None:
+        """The name has this content now. Returns one that is forgotten for it."""
+        keys = self._of_name.setdefault(name, OrderedDict())
+        if key in keys and next(reversed(keys)) == key:
+            return None
+        keys[key] = None
+        keys.move_to_end(key)
+        self._changes.append((name, key))
+        return keys.popitem(last=False)[0] if len(keys) > MAX_VERSIONS else None
+
+    def forget(self, name: str) -> list[AdapterKey]:
+        """All of the name's. Returns them."""
+        keys = self._of_name.pop(name, None)
+        if keys is None:
+            return []
+        self._changes.append((name, None))
+        return list(keys)
+
+    def drop(self, name: str, key: AdapterKey) -> None:
+        """This one cannot be had any more: a restart finds that out by itself."""
+        self._of_name.get(name, {}).pop(key, None)
+
+    def take_changes(self) -> list[Change]:
+        """Since the last call."""
+        taken, self._changes = self._changes, []
+        return taken
+
+
+class VersionLog:
+    """Owns the file. What cannot be written is logged and not remembered beyond this process."""
+
+    def __init__(self, folder: Path, base: str, is_stored: Callable[[AdapterKey], bool]) -> None:
+        """`base` says in one word for which base model the contents were prepared; `is_stored`: the store has it."""
+        self._path = folder / LOG_NAME
+        self._title = f"{_TITLE}{base}"
+        self.versions = Versions(change for change in self._read() if change[1] is None or is_stored(change[1]))
+        self._num_lines = 0
+        self._fd = -1
+        self._write_anew()
+
+    def save(self) -> None:
+        """Writes what has changed since the last call."""
+        changes = self.versions.take_changes()
+        if not changes:
+            return
+        if self._fd < 0 or self._num_lines + len(changes) > len(self.versions) + SPARE_LINES:
+            self._write_anew()
+            return
+        try:
+            # A line begins with its line feed, so one that a full disk has cut spoils no other.
+            os.write(self._fd, "".join(f"\n{_line(*change)}" for change in changes).encode())
+            self._num_lines += len(changes)
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _read(self) -> Iterator[Change]:
+        try:
+            title, *lines = self._path.read_text(errors="replace").split("\n")
+        except OSError:
+            return
+        if title != self._title:
+            return
+        for line in lines:
+            if found := _LINE.match(line):
+                name, kind, digest = found.groups()
+                yield name, AdapterKey(cast(AdapterKind, kind), digest) if kind else None
+
+    def _write_anew(self) -> None:
+        self.close()
+        temporary = self._path.with_suffix(".new")
+        lines = [self._title, *(_line(*change) for change in self.versions)]
+        try:
+            temporary.write_text("\n".join(lines))
+            temporary.replace(self._path)
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            self._num_lines = len(self.versions)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """The next change tries to write all of it."""
+        self.close()
+        log.warning("versions of adapters are not known after a restart: %s: %s", self._path, error.strerror)
+
+
+def _line(name: str, key: AdapterKey | None) -> str:
+    return f"{name} -" if key is None else f"{name} {key.kind}-{key.digest}"

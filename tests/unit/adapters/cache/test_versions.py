@@ -1,0 +1,105 @@
+"""Versions of adapters, and the file that keeps them."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from loraplex_adapters.cache import versions as module
+from loraplex_adapters.cache.versions import LOG_NAME, MAX_VERSIONS, SPARE_LINES, VersionLog
+from loraplex_contracts.adapters import AdapterKey
+
+
+def key(number: int) -> AdapterKey:
+    return AdapterKey("lora", f"{number:064x}"[::-1])
+
+
+def opened(folder: Path, base: str = "base") -> VersionLog:
+    return VersionLog(folder, base, lambda _: True)
+
+
+def test_a_new_process_knows_them(tmp_path: Path) -> None:
+    log = opened(tmp_path)
+    for number in (1, 2, 1):
+        log.versions.remember("team/sql", key(number))
+    log.versions.remember("gone", key(3))
+    log.save()
+    log.versions.forget("gone")
+    log.save()
+    log.close()
+    again = opened(tmp_path)
+    assert list(again.versions) == [("team/sql", key(2)), ("team/sql", key(1))]
+    assert again.versions.find("team/sql", key(2).digest[:8]) == key(2)
+    assert again.versions.find("gone", key(3).digest[:8]) is None
+    again.close()
+
+
+def test_only_contents_of_this_base_model_that_the_store_has(tmp_path: Path) -> None:
+    log = opened(tmp_path)
+    for number in (1, 2):
+        log.versions.remember("a", key(number))
+    log.save()
+    log.close()
+    one = VersionLog(tmp_path, "base", lambda found: found == key(2))
+    assert list(one.versions) == [("a", key(2))]
+    one.close()
+    other = opened(tmp_path, "another base")
+    assert list(other.versions) == []
+    other.close()
+
+
+def test_lines_that_were_cut_spoil_no_others(tmp_path: Path) -> None:
+    log = opened(tmp_path)
+    log.versions.remember("a", key(1))
+    log.save()
+    with (tmp_path / LOG_NAME).open("ab") as file:
+        file.write(b"\nb lora-00")
+    log.versions.remember("c", key(2))
+    log.save()
+    log.close()
+    again = opened(tmp_path)
+    assert list(again.versions) == [("a", key(1)), ("c", key(2))]
+    again.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"loraplex versions 2 base\na lora-" + b"0" * 64])
+def test_a_file_that_is_none_is_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / LOG_NAME).write_bytes(content)
+    log = opened(tmp_path)
+    assert list(log.versions) == []
+    log.close()
+
+
+def test_the_file_is_bounded(tmp_path: Path) -> None:
+    log = opened(tmp_path)
+    for number in range(2 * SPARE_LINES):
+        log.versions.remember("a", key(number))
+        log.save()
+    assert len((tmp_path / LOG_NAME).read_text().split("\n")) <= SPARE_LINES + MAX_VERSIONS + 2
+    log.close()
+    again = opened(tmp_path)
+    assert list(again.versions) == [("a", key(number)) for number in range(2 * SPARE_LINES)[-MAX_VERSIONS:]]
+    again.close()
+
+
+def test_a_full_disk_is_logged_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = opened(tmp_path)
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    with monkeypatch.context() as full:
+        full.setattr(module.os, "write", refuse)
+        log.versions.remember("a", key(1))
+        log.save()
+    assert "no space left" in caplog.text
+    log.versions.remember("b", key(2))
+    log.save()
+    log.close()
+    again = opened(tmp_path)
+    assert list(again.versions) == [("a", key(1)), ("b", key(2))]
+    again.close()
