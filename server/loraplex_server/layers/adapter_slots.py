@@ -119,7 +119,9 @@ class AdapterSlots:
                 if token_ids is not None:
                     rows = upload(torch.tensor(token_ids), values["weight"].device)
                 if isinstance(module, AdaptedLinear):
-                    module.saved[slot] = OwnRows(values.get("weight"), rows, values.get("input_gain"))
+                    module.saved[slot] = OwnRows(
+                        values.get("weight"), rows, values.get("input_gain"), values.get("input_rotation")
+                    )
                 elif isinstance(module, AdaptedEmbedding):
                     module.saved[slot] = twin(module.base, values), rows
                 else:

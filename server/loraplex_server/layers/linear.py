@@ -140,6 +140,8 @@ class AdaptedLinear(nn.Module):
                 continue
             if own.input_gain is not None:
                 y[segment.start : segment.end] = self.base(x[segment.start : segment.end] * own.input_gain)
+            if own.input_rotation is not None:
+                y[segment.start : segment.end] = self.base(rotated(x[segment.start : segment.end], own.input_rotation))
             if own.values is None:
                 continue
             product = x[segment.start : segment.end] @ (own.values if self.is_conv1d else own.values.t())
@@ -169,12 +171,19 @@ class AdaptedHead(AdaptedLinear):
 
 
 class OwnRows(NamedTuple):
-    """What an adapter has in the place of the base's product: a weight of its own, some rows of one, or a scaled
-    input."""
+    """An adapter's own product in the place of the base's: a weight of its own, some rows of one, or a scaled or
+    rotated input."""
 
     values: Tensor | None = None  # as the base's weight, or [num_rows, in]
     rows: Tensor | None = None  # [num_rows] int64; None: all
     input_gain: Tensor | None = None  # [in], which the base's product takes the input times
+    input_rotation: Tensor | None = None  # [blocks, size, size], of OFT; one block stands for all that fit
+
+
+def rotated(x: Tensor, blocks: Tensor) -> Tensor:
+    """x [rows, in] times the matrix with these blocks on its diagonal."""
+    parts = x.reshape(len(x), -1, blocks.shape[-1]).transpose(0, 1)  # [blocks, rows, size]
+    return torch.matmul(parts, blocks).transpose(0, 1).reshape(x.shape)
 
 
 def twin(module: nn.Module, own: Mapping[str, Tensor]) -> nn.Module:

@@ -203,7 +203,7 @@ class BatchMirror:
         starts: list[int] = []
         num_prompt_rows: list[int] = []
         num_rows: list[int] = []
-        pieces: list[Ints] = []
+        rows: list[int] = []
         total = 0
         for span, begin in zip(spans, first.tolist(), strict=True):
             num_prompt = 0
@@ -217,9 +217,10 @@ class BatchMirror:
                 num_last = 1
             num_rows.append(num_prompt + num_last)
             end = begin + span.num_tokens
-            pieces += [np.arange(begin, begin + num_prompt), np.arange(end - num_last, end)]
+            rows += range(begin, begin + num_prompt)
+            rows += range(end - num_last, end)
             total += num_prompt + num_last
-        return starts, num_prompt_rows, num_rows, np.concatenate(pieces).astype(np.int64)
+        return starts, num_prompt_rows, num_rows, np.array(rows, dtype=np.int64)
 
     def _pooled(
         self, spans: Sequence[Span], first: Ints, num_logit_rows: int

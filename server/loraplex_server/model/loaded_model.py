@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.hub import cached_file
 
+from loraplex_adapters.formats.files import TOKENIZER_NAME
+from loraplex_adapters.formats.tokens import all_tokens
 from loraplex_adapters.io.safetensors import weight_sha256
 from loraplex_adapters.weights import BaseTargets, TargetModule
 from loraplex_server.backends.backend import Backend
@@ -20,6 +25,7 @@ from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.experts import AdaptedExperts, AdaptedModule, AdaptedRouter, ExpertLinear
 from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedHead, AdaptedLinear
 from loraplex_server.layers.lora import SegmentedLora
+from loraplex_server.model.direct import DirectForward
 from loraplex_server.model.language import absent_parts
 from loraplex_server.model.states import StateMemory, StateSpec
 
@@ -32,6 +38,19 @@ def _weights(module: AdaptedLinear | AdaptedEmbedding) -> tuple[Tensor, Tensor |
     if isinstance(module, AdaptedLinear):
         return module.base.matrix().detach(), module.bias
     return cast(Tensor, module.weight).detach().t(), None
+
+
+def _tokens_of(model_id: str) -> Callable[[], Mapping[str, int]] | None:
+    """Reads a model's tokenizer.json, where it is on this machine."""
+    found = cached_file(
+        model_id,
+        TOKENIZER_NAME,
+        local_files_only=True,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else lambda: all_tokens(json.loads(Path(found).read_bytes()))
 
 
 @dataclass
@@ -52,6 +71,7 @@ class LoadedModel:
     decoder: NativeStack | None = None  # computes all layers in one call, where there is one
     states: tuple[StateSpec, ...] = ()  # that mixers keep of each sequence
     digests: Mapping[str, str] = field(default_factory=dict[str, str])  # of weights as they were before rounding
+    direct: DirectForward | None = None  # in the place of the model's own forward pass, where it gives the same bits
 
     @property
     def model_type(self) -> str:
@@ -109,6 +129,7 @@ class LoadedModel:
             backbone=self.model.base_model_prefix,
             parameters={path: place.parameters for path, place in self.norms.items()},
             embedding=self.embedding_path,
+            head=next((path for path, module in self.targets.items() if isinstance(module, AdaptedHead)), ""),
             tied_head=self._tied_head(),
             other_modules=frozenset(
                 path
@@ -121,6 +142,7 @@ class LoadedModel:
                 for path, module in self.model.named_modules()
                 if isinstance(module, AdaptedExperts)
             },
+            tokens=_tokens_of(self.model_id),
         )
 
     def _tied_head(self) -> str:
@@ -135,6 +157,15 @@ class LoadedModel:
             return None
         ops = self.backend.recurrences()
         return StateMemory(self.states, num_slots, self.device, num_spare=num_spare, ops=ops)
+
+    def logits(self, input_ids: Tensor, position_ids: Tensor, head_rows: Tensor | None = None) -> Tensor:
+        """One forward pass over input_ids and position_ids [1, num_tokens], as the step context says: logits
+        [len(head_rows), num_logits] of these tokens, of all for None."""
+        if self.direct is not None:
+            return self.direct(input_ids, position_ids, head_rows)[0]
+        keep = 0 if head_rows is None else head_rows
+        out = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=keep)
+        return out.logits[0]
 
     def bind_kv(self, cache: KvCache, backend: PagedAttention) -> None:
         """Connects the attention layers to their pages."""

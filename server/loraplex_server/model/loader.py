@@ -38,6 +38,7 @@ from loraplex_server.layers.linear import (
     PlainLinear,
     merge_linears,
 )
+from loraplex_server.model.direct import find_direct_forward
 from loraplex_server.model.language import has_other_parts, language_class, read_language_model
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.mxfp4 import dequantising, is_mxfp4
@@ -209,7 +210,8 @@ def adopt_model(
         digests=digests,
     )
     if reference is not None:
-        verify_loaded(loaded, reference)
+        direct = find_direct_forward(model, found.path) if found is not None else None
+        verify_loaded(loaded, reference, direct)
     return loaded
 
 

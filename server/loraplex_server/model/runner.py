@@ -269,7 +269,7 @@ class ModelRunner:
             ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
             if self._states is not None:
                 context.states = self._states.begin([Span("", 0, 0, num_tokens, 0)])
-            self._model(input_ids=ids, position_ids=places.unsqueeze(0), use_cache=False, logits_to_keep=1)
+            self._loaded.logits(ids, places.unsqueeze(0), places[-1:])
         finally:
             context.clear()
 
@@ -405,13 +405,8 @@ class ModelRunner:
             context.head_segments = self._prepare(staged.head_segments, staged.num_logit_rows)
             context.attention = self._attention.plan(inputs.attention, self._cache.dtype, self._device)
             with nullcontext() if states is None else self._loaded.backend.torch_threads(staged.num_tokens):
-                out = self._model(
-                    input_ids=inputs.input_ids,
-                    position_ids=inputs.position_ids,
-                    use_cache=False,
-                    logits_to_keep=inputs.head_rows,
-                )
-            return out.logits[0], context.head_input
+                logits = self._loaded.logits(inputs.input_ids, inputs.position_ids, inputs.head_rows)
+            return logits, context.head_input
         finally:
             context.clear()
 

@@ -27,6 +27,7 @@ from loraplex_server.kv.states import NO_STATE
 from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.attention import KvCache
 from loraplex_server.model.batch import BatchMirror
+from loraplex_server.model.direct import DirectForward
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.probe import EmptyPast, thresholds
 
@@ -82,8 +83,9 @@ def _reference_logits(model: PreTrainedModel, ids: Sequence[int], start: int) ->
         return model(input_ids=inputs, use_cache=False, position_ids=options["position_ids"]).logits[0]
 
 
-def verify_loaded(loaded: LoadedModel, texts: Sequence[Text]) -> None:
-    """Raises UnsupportedModel when the model computes something else than in `texts`. Doubt goes to the log."""
+def verify_loaded(loaded: LoadedModel, texts: Sequence[Text], direct: DirectForward | None = None) -> None:
+    """Raises UnsupportedModel when the model computes something else than in `texts`. Doubt goes to the log. From here
+    on the model takes the pass `direct` if that gives the very bits of its own."""
     got = served_logits(loaded, texts)
     found = compare("served logits", torch.cat([text.logits for text in texts]), torch.cat(got))
     if not found.is_equal:
@@ -95,6 +97,11 @@ def verify_loaded(loaded: LoadedModel, texts: Sequence[Text]) -> None:
         )
     if loaded.dtype.itemsize < 4 and found.error > DOUBTFUL:
         log.warning("over paged attention logits are off by %.0f %% in %s", 100 * found.error, loaded.dtype_name)
+    if direct is not None:
+        loaded.direct = direct
+        if not all(map(torch.equal, got, served_logits(loaded, texts))):
+            loaded.direct = None
+            log.info("the model's own forward pass computes more than its layers, norm and head; it is used")
 
 
 def served_logits(loaded: LoadedModel, texts: Sequence[Text], slots: AdapterSlots | None = None) -> list[Tensor]:
@@ -137,7 +144,7 @@ def served_logits(loaded: LoadedModel, texts: Sequence[Text], slots: AdapterSlot
             context.rope_lengths = np.repeat(ends, staged.query_lens)
         try:
             with torch.inference_mode():
-                out = loaded.model(input_ids=inputs.input_ids, position_ids=positions, use_cache=False)
+                logits = loaded.logits(inputs.input_ids, positions)
         finally:
             context.clear()
         mirror.commit(staged)
@@ -145,7 +152,7 @@ def served_logits(loaded: LoadedModel, texts: Sequence[Text], slots: AdapterSlot
             step_states.commit()
         place = 0
         for span in staged.spans:
-            got[span.row][span.start : span.start + span.num_tokens] = out.logits[0, place : place + span.num_tokens]
+            got[span.row][span.start : span.start + span.num_tokens] = logits[place : place + span.num_tokens]
             place += span.num_tokens
     loaded.unbind_kv()
     return got

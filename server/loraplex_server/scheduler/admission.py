@@ -262,8 +262,10 @@ class Admission:
             self._table.begin(request)
             request.num_cached_tokens = prefix.num_computed
             self._speed.on_entry(prefix.num_computed, request.num_prompt_tokens)
-            digest = request.adapter_digest
-            self._emit(Admitted(request.request.request_id, digest, max(0.0, now - request.request.arrival_s)))
+            self._table.num_prompt_tokens += request.num_prompt_tokens
+            self._table.num_cached_tokens += prefix.num_computed
+            queue_s = max(0.0, now - request.request.arrival_s)
+            self._emit(Admitted(request.request.request_id, request.adapter_digest, queue_s, request.adapter_wait_s))
             if self._last_admitted_s is not None:
                 self._mean_interval_s += 0.1 * (now - self._last_admitted_s - self._mean_interval_s)
             self._last_admitted_s = now
@@ -283,8 +285,12 @@ class Admission:
         if not keys or seq.adapter_slots:
             return True
         if keys in scan.missing or (scan.starving and not scan.open_keys.issuperset(keys)):
+            _note_miss(request, now)
             return False
         if self._table.lease(seq):
+            if request.adapter_missed_s is not None:
+                request.adapter_wait_s += now - request.adapter_missed_s
+                request.adapter_missed_s = None
             request.blocked_since_s = None
             self._num_adapter_entries += 1
             return True
@@ -293,6 +299,7 @@ class Admission:
             scan.failed[request] = _typed(failure)
             return False
         scan.missing[keys] = None
+        _note_miss(request, now)
         if self._is_starving(request, now):
             scan.starving.update(keys)
             self._choose_open_keys(scan)
@@ -393,6 +400,11 @@ class Admission:
             if slot is not None and states.num_free > states.num_unheld(slot):
                 return slot, cached[:num_blocks]
         return NO_STATE, []
+
+
+def _note_miss(request: RequestState, now: float) -> None:
+    if request.adapter_missed_s is None:
+        request.adapter_missed_s = now
 
 
 def _typed(failure: Exception) -> LoraplexError:

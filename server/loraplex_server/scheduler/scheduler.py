@@ -106,6 +106,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, RequestState]] = []
         self._num_added = 0
         self._num_steps = 0
+        self._num_output_tokens = 0
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -121,11 +122,12 @@ class Scheduler:
         matcher: GrammarMatcher | None = None,
         adapted_from: int | None = 0,
         mixture: tuple[WeightedKey, ...] = (),
+        fetch_s: float = 0.0,
     ) -> None:
         """Accepts a request: from here on it gets exactly one terminal event. `adapter_key` is what its
         adapter_id is bound to, `adapted_from` the first token that it changes (None: none), `mixture` (distinct keys)
-        what it has in its place. `keeps_hidden` goes to the runner with each of its sequences. `matcher`: of its
-        grammar, at the beginning.
+        what it has in its place, `fetch_s` how long it has waited for them so far. `keeps_hidden` goes to the runner
+        with each of its sequences. `matcher`: of its grammar, at the beginning.
 
         Raises as `check` does, and has not accepted the request then.
         """
@@ -133,6 +135,7 @@ class Scheduler:
         self._num_added += 1
         state = self._new_state(request, adapter_key, matcher, adapted_from, mixture)
         state.keeps_hidden = keeps_hidden
+        state.adapter_wait_s = fetch_s
         state.queued_s = now
         self._table.add(state)
         expires_s = request.deadline_s
@@ -258,6 +261,7 @@ class Scheduler:
         assert result.step == plan.step, f"the result of step {result.step} for plan {plan.step}"
         flight = self._in_flight.popleft()
         num_outputs = sum(len(span.token_ids) for span in result.spans.values())
+        self._num_output_tokens += num_outputs
         if self._last_step_s is not None:
             self._speed.on_step(flight.size, num_outputs, now - self._last_step_s)
         self._last_step_s = now
@@ -289,6 +293,9 @@ class Scheduler:
             num_state_snapshots=0 if states is None else states.num_snapshots,
             max_running=self._config.max_running,
             num_preemptions=table.num_preemptions,
+            num_prompt_tokens=table.num_prompt_tokens,
+            num_cached_tokens=table.num_cached_tokens,
+            num_output_tokens=self._num_output_tokens,
         )
 
     def forecast(self) -> Forecast | None:

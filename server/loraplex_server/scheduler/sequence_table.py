@@ -119,6 +119,9 @@ class RequestState:
     # Since when its adapter has had no slot while it was its turn, and how many had been admitted by then.
     blocked_since_s: float | None = None
     num_admitted_when_blocked: int = 0
+    # Since when it waits for its adapter, its turn or not; and how long it did before.
+    adapter_missed_s: float | None = None
+    adapter_wait_s: float = 0.0
 
     def move(self, to: RequestPhase) -> None:
         """Raises IllegalTransition, and changes nothing, when the table does not have it."""
@@ -350,6 +353,9 @@ class SequenceTable:
         self.num_waiting_prompt_tokens = 0  # among them
         self.clock = FairClock()
         self.num_preemptions = 0
+        # Tokens of the prompts of requests that have begun, and those of them out of the prefix cache.
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
         self._adapters = adapters
         self._free_rows = list(range(max_running))  # a heap: low rows first keeps the batch dense
         self._adapter_refs: Counter[AdapterKey] = Counter()

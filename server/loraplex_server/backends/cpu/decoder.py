@@ -181,7 +181,8 @@ class NativeStack(nn.Module):
             prepared.segments,
             lambda segment: not slots.are_plain((segment,), self._path),
         )
-        named["position_embeddings"] = position_embeddings
+        # Which may come in float32, but has no more bits than the layers' dtype.
+        named["position_embeddings"] = tuple(rotary.to(hidden.dtype) for rotary in position_embeddings)
         if stacked is None or apart is None:
             return self._run_own_layers(hidden, others, named)
         num_rows = hidden.shape[1]
