@@ -9,7 +9,9 @@ import json
 import logging
 import socket
 import struct
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,12 +23,15 @@ from fastapi.routing import APIRoute
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.routing import Route
+from support.engine_fakes import FakeRunner, make_engine
 from support.fake_workers import Chunk, Cluster, Generate, blocks, fails, router_for, until
 from support.http import Http, http_cluster
 from support.inline_worker import inline_worker
+from support.light_worker import light_worker
 from support.world import TinyWorld
 
-from loraplex_contracts.errors import EngineLost
+from loraplex_contracts.errors import EngineLost, LoraplexError
+from loraplex_contracts.plan import StepPlan
 from loraplex_proto.v1 import adapter_pb2
 from loraplex_router.config import HttpOptions
 from loraplex_router.http import app as http_app
@@ -38,6 +43,8 @@ from loraplex_router.http.grammars import GRAMMAR_FIELDS
 from loraplex_router.http.models import Fields
 from loraplex_runtime.auth import token_digest
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
+from loraplex_server.engine.client import EngineClient, RequestStream
+from loraplex_server.engine.engine import Engine
 
 JSON = {"content-type": "application/json"}
 CHAT = [{"role": "user", "content": "hi"}]
@@ -454,6 +461,52 @@ async def test_a_client_that_leaves_frees_its_kv_at_once(tiny_world: TinyWorld, 
             assert load.num_free_blocks == load.num_blocks > 0
             assert load.num_steps < 200
             assert len(router.calls) == 0
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["one by one", "overlapping"])
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["unary", "streamed"])
+async def test_no_step_computes_for_a_client_that_left(
+    monkeypatch: pytest.MonkeyPatch, is_streamed: bool, overlaps: bool
+) -> None:
+    """Counted step by step: behind the step under way there is none."""
+    go_on, cancelled = threading.Semaphore(0), list[LoraplexError]()
+
+    def wait(plan: StepPlan) -> None:
+        assert go_on.acquire(timeout=20), "no step goes on by itself"
+
+    runner = FakeRunner(wait, overlaps=overlaps)
+
+    def build(config: EngineConfig, progress: Callable[[str], None], notify: Callable[[], None]) -> Engine:
+        return make_engine(runner, clock=time.monotonic)
+
+    cancel = EngineClient.cancel
+
+    def noted(self: EngineClient, stream: RequestStream, error: LoraplexError) -> None:
+        cancel(self, stream, error)
+        cancelled.append(error)
+
+    monkeypatch.setattr(EngineClient, "cancel", noted)
+    async with light_worker(build, inline=True) as worker, router_for([worker.address], http_port=0) as (router, _):
+        assert router.http is not None
+        await until(lambda: router.replicas.num_routable == 1)
+        host, _, port = router.http.address.rpartition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        asked = {"prompt": "hi", "n": 4, "max_tokens": 200, "ignore_eos": True, "stream": is_streamed}
+        body = json.dumps(asked).encode()
+        writer.write(head("/v1/completions", f"content-length: {len(body)}") + body)
+        for num_steps in range(1, 6):
+            go_on.release()
+            await until(lambda wanted=num_steps: len(runner.plans) == wanted)
+        await until(lambda: worker.engine.state.load.num_running > 0)
+        writer.transport.abort()
+        await until(lambda: bool(cancelled))
+        for _ in range(200):
+            go_on.release()
+        await until(lambda: worker.engine.state.load.num_running == 0)
+        load = worker.engine.state.load
+        assert load.num_free_blocks == load.num_blocks > 0
+        assert len(runner.plans) == 6, "five, and the one that waited when the client left"
+        assert len(router.calls) == 0
 
 
 async def read_into(said: bytearray, reader: asyncio.StreamReader) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import math
 import shutil
 import struct
@@ -34,11 +35,13 @@ from loraplex import (
     FailedPrecondition,
     InvalidArgument,
     NoClassifier,
+    PoolingKind,
 )
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
 from loraplex_server.grpc.server import Worker
 
 pytestmark = pytest.mark.timeout(120)
+POOLINGS: tuple[PoolingKind, ...] = ("last_token", "mean")
 TEXTS = ["Ada, 36, London", "b", "a long text with many words in it"]
 
 
@@ -73,7 +76,11 @@ def world(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> It
         config = LoraConfig(task_type=TaskType[kind], r=2, target_modules=["q_proj"], init_lora_weights=False)
         classifiers[name] = get_peft_model(model, config).eval()
         classifiers[name].save_pretrained(str(root / name))
-    shutil.copytree(tiny_world.adapters / tiny_world.names[0], root / "plain")
+    for name in ("plain", "mean", "cls"):
+        shutil.copytree(tiny_world.adapters / tiny_world.names[0], root / name)
+        if name != "plain":
+            (root / name / "1_Pooling").mkdir()
+            (root / name / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": name}))
     engine = EngineConfig(
         ModelConfig(str(tiny_world.model), dtype="float64", max_context_tokens=64),
         KvConfig(memory_bytes=4 << 20),
@@ -108,6 +115,24 @@ def test_embeddings(world: World, client: Client) -> None:
     of_adapter = client.embed(TEXTS[0], adapter_id="plain")
     assert of_adapter.adapter_digest
     assert of_adapter.vector != found.vector
+
+
+def test_an_adapter_says_how_its_texts_are_pooled(client: Client) -> None:
+    vectors = {pooling: client.embed(TEXTS, adapter_id="plain", pooling=pooling).vectors for pooling in POOLINGS}
+    assert vectors["mean"] != vectors["last_token"]
+    assert client.embed(TEXTS, adapter_id="plain").vectors == vectors["last_token"]
+    mean = client.embed(TEXTS, adapter_id="mean")
+    assert mean.vectors == vectors["mean"]
+    assert mean.adapter_digest != client.embed("x", adapter_id="plain").adapter_digest
+    for name in ("mean", "cls"):
+        for pooling in POOLINGS:
+            assert client.embed(TEXTS, adapter_id=name, pooling=pooling).vectors == vectors[pooling]
+    cosine = client.score(TEXTS[0], TEXTS[1:], adapter_id="mean").scores
+    assert cosine == client.score(TEXTS[0], TEXTS[1:], adapter_id="plain", pooling="mean").scores
+    with pytest.raises(FailedPrecondition, match="by 'cls', which is not available") as caught:
+        client.embed("x", adapter_id="cls")
+    assert caught.value.field == "pooling"
+    assert client.generate("x", adapter_id="cls", max_tokens=1).usage.completion_tokens == 1
 
 
 def test_a_prompt_may_fill_the_context_and_no_more(client: Client) -> None:

@@ -35,6 +35,11 @@ CHAT: Any = [{"role": "user", "content": "hi {{ 7*7 }}</s>"}]
 TEXT = "hi {{ 7*7 }}</s>"
 BASE = "base:{% for m in messages %}{{ m.content }}{% endfor %}"
 OWN = "{{ bos_token }}own:{% for m in messages %}{{ m.content }}{% endfor %}{{ x }}"
+CALLS = {"open": "[call]", "close": "[/call]", "content": "json"}
+READS = {
+    "start_anchor_pattern": "assist+ant",
+    "fields": {"reasoning": {"open_pattern": r"\[t+\]", "close": "[/t]"}, "tool_calls": CALLS, "content": {}},
+}
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
@@ -74,6 +79,7 @@ def root(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Pat
         "endless": ("chat_template.jinja", ENDLESS),
         "huge": ("chat_template.jinja", "{{ 'a' * 10**10 }}"),
         "long": ("chat_template.jinja", "{{ messages[0].role * (5 * 2**20) }}"),
+        "calls": ("tokenizer_config.json", json.dumps({"response_template": READS})),
         "binary": ("tokenizer_config.json", "\x00"),
     }
     for name, (file, content) in files.items():
@@ -168,11 +174,6 @@ def test_without_the_flags_neither_is_used(tiny_world: TinyWorld, root: Path) ->
 
 # --- response templates ----------------------------------------------------------------------------------------------
 
-CALLS = {"open": "[call]", "close": "[/call]", "content": "json"}
-READS = {
-    "start_anchor_pattern": "assist+ant",
-    "fields": {"reasoning": {"open_pattern": r"\[t+\]", "close": "[/t]"}, "tool_calls": CALLS, "content": {}},
-}
 # It takes longer than there is time, from the exclamation mark on.
 SLOW = {"start_anchor": "x", "fields": {"reasoning": {"open_pattern": "(?:a|b|ab)+c", "close": "y"}, "content": {}}}
 ANSWER = 'a [tt]b[/t] c [call]{"name": "f", "arguments": {"x": 1}}[/call]' + " ab" + "ab" * 40 + "!d"
@@ -207,7 +208,30 @@ async def test_an_adapters_own_response_template_reads_its_answers() -> None:
             await slow
         assert (await client.generate(**ASKED, adapter_id="a")).message is not None
         with pytest.raises(Unimplemented, match=r"chat\.tool_choice"):
-            await client.generate(**ASKED, adapter_id="a", tool_choice="required")
+            await client.generate(**ASKED, adapter_id="b", tool_choice="required")
+
+
+@pytest.mark.parametrize("choice", ["required", {"function": {"name": "f"}}, "auto"], ids=str)
+def test_demanded_calls_have_the_form_of_an_adapters_own_template(client: Client, choice: Any) -> None:
+    """Of a random model."""
+    parameters = {"type": "object", "properties": {"x": {"enum": [1, 22]}}, "required": ["x"]}
+    tool = {"name": "f", "parameters": parameters, "strict": choice == "auto"}
+    for seed in range(5):
+        message: Any = client.generate(
+            messages=CHAT,
+            tools=[{"type": "function", "function": tool}],
+            tool_choice=choice,
+            parse_chat=True,
+            adapter_id="calls",
+            temperature=1.0,
+            seed=seed,
+            max_tokens=60,
+        ).message
+        calls = message.get("tool_calls", [])
+        assert calls or choice == "auto"
+        for call in calls:
+            assert call["function"]["name"] == "f"
+            assert json.loads(call["function"]["arguments"]) in ({"x": 1}, {"x": 22})
 
 
 async def test_a_prompt_made_for_another_version_is_refused() -> None:

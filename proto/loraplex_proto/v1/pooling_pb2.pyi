@@ -29,7 +29,9 @@ class _Pooling:
 class _PoolingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
-    """That of the last token."""
+    """As the adapter's own configuration says (1_Pooling/config.json, as sentence-transformers saves it), else the last
+    token.
+    """
     POOLING_LAST_TOKEN: _Pooling.ValueType  # 1
     """The hidden state behind the last norm, of the prompt's last token."""
     POOLING_MEAN: _Pooling.ValueType  # 2
@@ -38,7 +40,9 @@ class _PoolingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
 class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper): ...
 
 POOLING_UNSPECIFIED: Pooling.ValueType  # 0
-"""That of the last token."""
+"""As the adapter's own configuration says (1_Pooling/config.json, as sentence-transformers saves it), else the last
+token.
+"""
 POOLING_LAST_TOKEN: Pooling.ValueType  # 1
 """The hidden state behind the last norm, of the prompt's last token."""
 POOLING_MEAN: Pooling.ValueType  # 2

@@ -5,7 +5,6 @@ Leaving the `async for` early cancels the request in the engine, which frees its
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -25,6 +24,7 @@ from loraplex_contracts.request import (
     Tokens,
     TopLogprob,
 )
+from loraplex_runtime.request_record import RequestRecord
 from loraplex_server.text.responses import AsyncReader, MessagePart, ParsedMessage, ResponseParsing
 from loraplex_server.text.tokenizer import TextTokenizer
 
@@ -204,14 +204,8 @@ class CompletionAssembler:
 class Progress:
     """Facts about a request beside its text, filled while it runs."""
 
-    adapter_digest: str = ""
-    queue_s: float = 0.0
-    first_token_s: float | None = None
+    record: RequestRecord = field(default_factory=lambda: RequestRecord("Generate"))
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    started_s: float = field(default_factory=time.monotonic)
-
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self.started_s
 
 
 async def generate(
@@ -268,21 +262,25 @@ def _take(
     progress: Progress,
 ) -> list[Delta]:
     deltas: list[Delta] = []
+    record = progress.record
     for event in events:
         match event:
             case Tokens():
-                if progress.first_token_s is None:
-                    progress.first_token_s = progress.elapsed_s()
+                if record.first_token_s is None:
+                    record.first_token_s = record.elapsed_s()
                 assembler = assemblers[event.index]
                 was_stopped = assembler.is_stopped
                 deltas.append(assembler.push(event))
                 if assembler.is_stopped and not was_stopped:
                     engine.stop_completion(stream, event.index)
             case CompletionEnd():
-                deltas.append(assemblers[event.index].end(event))
+                ended = assemblers[event.index].end(event)
+                deltas.append(ended)
+                if ended.end is not None:
+                    _note_end(record, ended.end)
             case Admitted():
-                progress.adapter_digest = event.adapter_digest
-                progress.queue_s = event.queue_s
+                record.adapter_digest = event.adapter_digest
+                record.queue_s, record.adapter_wait_s = event.queue_s, event.adapter_wait_s
             case PromptLogprobs():
                 progress.prompt_logprobs = tuple(assemblers[0].with_text(one) for one in event.logprobs)
             case RequestFailed():
@@ -290,6 +288,12 @@ def _take(
             case Pooled():
                 pass  # of other requests
     return deltas
+
+
+def _note_end(record: RequestRecord, end: CompletionSummary) -> None:
+    record.num_prompt_tokens, record.num_cached_tokens = end.num_prompt_tokens, end.num_cached_tokens
+    for one in end.drafts:
+        record.add_drafts(one.proposer, one.num_drafted, one.num_accepted)
 
 
 def _coalesce(deltas: list[Delta]) -> list[Delta]:

@@ -18,6 +18,7 @@ from loraplex_contracts.errors import AdapterInvalid
 from loraplex_runtime.limited_process import LimitedProcess, LimitExceeded, Limits
 from loraplex_server.config import bare_environment
 from loraplex_server.frontend.tokenizing import MAX_WAITING_BYTES, ShortestFirstSemaphore
+from loraplex_server.text.call_forms import CallForm
 from loraplex_server.text.responses import MessagePart, ParsedMessage, message_of, num_reasoning_tokens
 
 CALL_S: Final = 1.0
@@ -122,23 +123,35 @@ class UserReader:
         if not text and not is_end:
             return []
         question = {"do": "read", "id": self._id, "start": len(self._text), "text": text, "is_end": is_end}
-        try:
-            answer: dict[str, Any] = {"is_unknown": True}
-            if self._text:
-                answer = await self._sandbox.ask(self._owner, question, len(text))
-            if answer.get("is_unknown"):  # it is another process by now, or reads many others
-                whole = {**question, "text": self._text + text, "how": self._how}
-                answer = await self._sandbox.ask(self._owner, whole, len(self._text) + len(text))
-        except TemplateFault as fault:
-            raise AdapterInvalid(
-                f"the response template of adapter {self._owner[1]!a} cannot be used: {fault.reason}",
-                resource=self._owner[1],
-            ) from fault
+        answer: dict[str, Any] = {"is_unknown": True}
+        if self._text:
+            answer = await self._ask(question, len(text))
+        if answer.get("is_unknown"):  # it is another process by now, or reads many others
+            whole = {**question, "text": self._text + text, "how": self._how}
+            answer = await self._ask(whole, len(self._text) + len(text))
         self._text += text
         parts = [MessagePart(*one) for one in answer["parts"]]
         self._made += parts
         self._reasoned = answer["reasoned"]
         return parts
+
+    async def call_form(self) -> tuple[CallForm | None, str]:
+        """The form of the calls that the template reads, and the mark that ends the region in which the answer begins.
+        Raises as `push`."""
+        answer = await self._ask({"do": "form", "how": self._how}, 0)
+        form: dict[str, Any] | None = answer["form"]
+        if form is not None and form["parameter"] is not None:
+            form["parameter"] = tuple(form["parameter"])  # JSON has lists
+        return None if form is None else CallForm(**form), answer["closing"]
+
+    async def _ask(self, question: Mapping[str, Any], num_bytes: int) -> dict[str, Any]:
+        try:
+            return await self._sandbox.ask(self._owner, question, num_bytes)
+        except TemplateFault as fault:
+            raise AdapterInvalid(
+                f"the response template of adapter {self._owner[1]!a} cannot be used: {fault.reason}",
+                resource=self._owner[1],
+            ) from fault
 
     def message(self) -> ParsedMessage:
         """All parts so far."""

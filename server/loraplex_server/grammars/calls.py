@@ -5,87 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_contracts.request import Grammar
 from loraplex_proto.validate import MAX_GRAMMAR_BYTES
+from loraplex_server.text.call_forms import CallForm
 from loraplex_server.text.responses import ResponseParsing
 from loraplex_server.text.tool_schemas import resolved_parameters
 
-if TYPE_CHECKING:  # imports Transformers
-    from loraplex_server.text.response_template import ResponseFormat
-
-
-@dataclass(frozen=True, slots=True)
-class CallForm:
-    """The text around the arguments of calls; `NAME` is the tool's name. Arguments are JSON, or each of them has marks
-    of its own, with `KEY` for its name."""
-
-    begin: str
-    end: str
-    between: str | None = None  # two calls; None: there is one at most
-    head: str = ""  # before the first call
-    tail: str = ""  # behind the last one
-    parameter: tuple[str, str] | None = None  # before and behind a value
-    # Part of head and begin, with which a call opens in free text; as a pattern where a template reads other spellings.
-    mark: str = ""
-    mark_pattern: str = ""
-    is_inline: bool = False  # text may stand behind a call
-
-    @property
-    def close(self) -> str:
-        """The last mark of a call."""
-        return self.end.rpartition("\n")[2]
-
-
-def _deepseek(name: str) -> str:
-    return f"<\uff5ctool {name}\uff5c>".replace(" ", "\u2581")
-
-
 _TOOLS: Final = "chat.tools_json"
-# By the names of response templates.
-FORMS: Final[Mapping[str, CallForm]] = {
-    "hermes": CallForm(
-        '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n", mark="<tool_call>", is_inline=True
-    ),
-    "qwen3_xml": CallForm(
-        "<tool_call>\n<function=NAME>\n",
-        "</function>\n</tool_call>",
-        "\n",
-        parameter=("<parameter=KEY>\n", "\n</parameter>\n"),
-        mark="<tool_call>",
-        is_inline=True,
-    ),
-    "llama3_json": CallForm(
-        '{"name": "NAME", "parameters": ', "}", mark='{"name":', mark_pattern=r'\{\s{0,8}"name"\s{0,8}:'
-    ),
-    "mistral": CallForm("[TOOL_CALLS]NAME[ARGS]", "", "", mark="[TOOL_CALLS]"),
-    "mistral_list": CallForm('{"name": "NAME", "arguments": ', "}", ", ", "[TOOL_CALLS] [", "]", mark="[TOOL_CALLS]"),
-    "deepseek": CallForm(
-        _deepseek("call begin") + "function" + _deepseek("sep") + "NAME\n```json\n",
-        "\n```" + _deepseek("call end"),
-        "\n",
-        _deepseek("calls begin"),
-        _deepseek("calls end"),
-        mark=_deepseek("call begin"),
-    ),
-}
-
-
-def form_of(format: ResponseFormat | None) -> CallForm | None:
-    """The form of the calls that a response template reads."""
-    for form in FORMS.values() if format is not None else ():
-        reader = ResponseParsing(format, with_calls=True).reader()
-        given = '{"a": "b"}' if form.parameter is None else "b".join(form.parameter).replace("KEY", "a")
-        reader.push("".join((form.head, form.begin.replace("NAME", "f"), given, form.end, form.tail)))
-        reader.finish()
-        message = reader.message()
-        if [(call.name, call.arguments) for call in message.calls] == [("f", '{"a": "b"}')] and not message.content:
-            return form
-    return None
 
 
 def tool_calls(
@@ -112,9 +42,13 @@ def tool_calls(
     more = "" if is_one else f"({_terms(form.between or '', special_ids)} call)*"
     calls = f"{_terms(form.head, special_ids)} call {more} {_terms(form.tail, special_ids)}"
     lines = ["%llguidance {}", f"start: {calls}"]
-    if parsing.format is not None and (closing := parsing.format.closing_of(parsing.prefix)):
-        lines = ["%llguidance {}", f"start: thoughts {calls}", ANY, _thoughts(closing, special_ids)]
+    if parsing.closing:
+        lines = ["%llguidance {}", f"start: thoughts {calls}", ANY, _thoughts(parsing.closing, special_ids)]
     return _grammar(field, (*lines, *rules))
+
+
+def has_strict(tools: Sequence[Mapping[str, Any]]) -> bool:
+    return any(_is_strict(tool.get("function", tool)) for tool in tools)
 
 
 def strict_calls(form: CallForm | None, parsing: ResponseParsing, special_ids: Mapping[str, int]) -> Grammar | None:
@@ -122,7 +56,7 @@ def strict_calls(form: CallForm | None, parsing: ResponseParsing, special_ids: M
     form, with the parameters of tools that are `strict`, and any arguments of the others. None where no tool is strict,
     or without a form. Raises InvalidArgument with the field."""
     functions: list[Any] = [tool.get("function", tool) for tool in parsing.tools]
-    if form is None or not any(map(_is_strict, functions)):
+    if form is None or not has_strict(parsing.tools):
         return None
     mark_id, of_calls = special_ids.get(form.mark), form.begin + form.end + form.tail + form.mark
     kept = sorted(one for text, one in special_ids.items() if one not in parsing.unread_ids and text not in of_calls)
@@ -137,9 +71,8 @@ def strict_calls(form: CallForm | None, parsing: ResponseParsing, special_ids: M
     more = "" if is_one or form.is_inline else f"({_terms(form.between or '', special_ids)} call)*"
     block = f"lead first {more} {_terms(form.tail, special_ids)}"
     lines.append(f"answer: ({block})* free" if form.is_inline else f"answer: free | {block}")
-    closing = None if parsing.format is None else parsing.format.closing_of(parsing.prefix)
-    if closing:
-        lines += ["start: ANY | thoughts answer", _thoughts(closing, special_ids)]
+    if parsing.closing:
+        lines += ["start: ANY | thoughts answer", _thoughts(parsing.closing, special_ids)]
     else:
         lines.append("start: answer")
     return _grammar(_TOOLS, (*lines, *_call_rules(form, functions, special_ids, only_strict=True)))

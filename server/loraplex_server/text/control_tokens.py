@@ -92,12 +92,20 @@ class ControlTokens:
         return found[0] if found[1] is None else f"{_OPEN}{self._numbers[found[1]]}{_CLOSE}"
 
 
+# How templates leave out the middle of a text.
+_REWRITES: Final = re.compile(r"replace|join")
+_MAX_LITERALS: Final = 256
+_LITERAL: Final = re.compile(r"'([^'\n]{2,})'|\"([^\"\n]{2,})\"")
+
+
 class Edges:
     """Where texts begin with the end of a control token, or end with the beginning of one, or are the middle of one:
-    it could be whole in what a template writes. Whitespace at the ends, which templates strip, is passed over."""
+    it could be whole in what a template writes. Whitespace at the ends, which templates strip, is passed over. Under a
+    template that leaves out parts of texts also where a token begins within one: what is between its halves may go."""
 
-    def __init__(self, contents: Iterable[str]) -> None:
+    def __init__(self, contents: Iterable[str], template: str = "") -> None:
         known = tuple(contents)
+        self._beginnings = _beginnings(known, template) if known and _REWRITES.search(template) else None
         self._heads = frozenset(one[:end] for one in known for end in range(1, len(one)))
         self._tails = frozenset(one[begin:] for one in known for begin in range(1, len(one)))
         self._inner = "\n".join(one[1:-1] for one in known)
@@ -107,7 +115,7 @@ class Edges:
         """Whether a text anywhere in it, the keys of mappings included, has one."""
         match value:
             case str():
-                return any(self._of(value.strip()))
+                return any(self._of(value.strip())) or self._with_beginnings(value) != value
             case Mapping():
                 items = cast("Mapping[Any, Any]", value).items()
                 return any(self.are_in(key) or self.are_in(one) for key, one in items)
@@ -118,6 +126,7 @@ class Edges:
 
     def marked(self, text: str) -> str:
         """A mark at each: what is around the text does not join it."""
+        text = self._with_beginnings(text)
         core = text.strip()
         at_begin, at_end = self._of(core)
         if not (at_begin or at_end):
@@ -126,6 +135,11 @@ class Edges:
         marked = f"{_END if at_begin else ''}{core}{_END if at_end else ''}"
         return text[:begin] + marked + text[begin + len(core) :]
 
+    def _with_beginnings(self, text: str) -> str:
+        if self._beginnings is None:
+            return text
+        return self._beginnings.sub(lambda found: found[0] if found[1] is None else f"{found[1]}{_END}", text)
+
     def _of(self, text: str) -> tuple[bool, bool]:
         if not text:
             return False, False
@@ -133,6 +147,17 @@ class Edges:
             return True, True
         sizes = range(1, min(len(text), self._max_chars) + 1)
         return any(text[:size] in self._tails for size in sizes), any(text[-size:] in self._heads for size in sizes)
+
+
+def _beginnings(contents: Sequence[str], template: str) -> re.Pattern[str]:
+    """Finds whole control tokens, and literals of the template that its own statements look for; or, as the first
+    group, the first character of what is neither but begins like a token."""
+    heads = "".join(re.escape(one) for one in sorted({content[0] for content in contents}))
+    literals = (re.search(f"[{heads}].+", one or other) for one, other in _LITERAL.findall(template))
+    looked_for = list(dict.fromkeys(found[0] for found in literals if found is not None))[:_MAX_LITERALS]
+    apart = (one for one in looked_for if not any(one in content or content in one for content in contents))
+    whole = "|".join(re.escape(one) for one in sorted({*contents, *apart}, key=len, reverse=True))
+    return re.compile(f"{whole}|([{heads}])")
 
 
 class NormalizedControlTokens:

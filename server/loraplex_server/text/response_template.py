@@ -11,7 +11,7 @@ import re
 import secrets
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -51,6 +51,7 @@ class CallText:
     next: re.Pattern[str] | None
     tail: re.Pattern[str]  # behind the arguments of the last call
     capture: str = ""
+    keys: tuple[str, str] = ("name", "arguments")  # of the objects
 
 
 class ResponseFormat:
@@ -110,6 +111,11 @@ class ResponseFormat:
                 _logger.warning("the tokenizer's response template is not used: %s", error)
         found = next((format for trace, format in _TRACES if trace in chat_template), None)
         return None if found is None else cls.named(found)
+
+    @property
+    def call_keys(self) -> tuple[str, str]:
+        """Under which calls that are JSON objects have their name and arguments."""
+        return ("name", "arguments") if self.call_text is None else self.call_text.keys
 
     def unread_ids(self, special_ids: Mapping[str, int]) -> frozenset[int]:
         """Those of the special tokens (ids by text) that the template does not look for."""
@@ -230,7 +236,7 @@ def _call_text(field: Any) -> CallText | None:
     if not is_list and arguments[0] == "{content}" and name[1] is None and name[2] != "content":
         return CallText(re.compile(rf"{_SPACE}(?=\{{)"), None, re.compile(r"\s*"), name[2])
     if (name[1] is None) == (arguments[1] is None) == is_list:
-        return _in_objects(re.escape(name[2]), re.escape(arguments[2]), is_list=is_list)
+        return replace(_in_objects(name[2], arguments[2], is_list=is_list), keys=(name[2], arguments[2]))
     return None
 
 

@@ -18,6 +18,7 @@ from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument
 
 if TYPE_CHECKING:  # the process that tokenizes long texts loads no Transformers
+    from loraplex_server.text.call_forms import CallForm
     from loraplex_server.text.response_template import CallText, Regions, ResponseFormat
 
 _REASONING_FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
@@ -66,6 +67,8 @@ class AsyncReader(Protocol):
 
     def num_reasoning_tokens(self, starts: Sequence[int]) -> int: ...
 
+    async def call_form(self) -> tuple[CallForm | None, str]: ...
+
 
 @dataclass(frozen=True, slots=True)
 class ResponseParsing:
@@ -79,10 +82,17 @@ class ResponseParsing:
     unread_ids: frozenset[int] = frozenset()  # special tokens that are not part of the text
     # Of a response template that is not trusted: it reads in another process, and there is no format.
     new_user_reader: Callable[[], AsyncReader] | None = None
+    user_closing: str = ""  # `closing` of such a template
 
     @property
     def is_parsed(self) -> bool:
         return self.format is not None or self.new_user_reader is not None
+
+    @property
+    def closing(self) -> str:
+        """The mark that ends the region in which the answer begins, such as reasoning that the prompt began; empty
+        outside of any."""
+        return self.user_closing if self.format is None else self.format.closing_of(self.prefix)
 
     def reader(self) -> ResponseReader:
         return ResponseReader(self)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from typing import Any, Final
 
 from jinja2 import TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from loraplex_contracts.errors import InvalidArgument
+from loraplex_server.text.call_reading import MAX_FORM_CHARS, form_of
 from loraplex_server.text.response_template import ResponseFormat
 from loraplex_server.text.responses import ResponseParsing, ResponseReader
 from loraplex_server.text.tokenizer import MAX_REASON_CHARS, MAX_RENDERED_CHARS
@@ -24,10 +25,10 @@ MAX_READERS: Final = 1024  # completions that are read at the same time; the lea
 
 
 def serving(setup: Any) -> Callable[[Any], Any]:
-    """Answers a question by its `do`: {"do": "render", ...} and {"do": "read", ...}."""
+    """Answers a question by its `do`: {"do": "render", ...}, {"do": "read", ...} and {"do": "form", ...}."""
     del setup
     readers = Readers()
-    answers = {"render": rendered, "read": readers.read}
+    answers = {"render": rendered, "read": readers.read, "form": call_form}
     return lambda question: answers[question["do"]](question)
 
 
@@ -56,6 +57,20 @@ def rendered(question: Mapping[str, Any]) -> dict[str, str]:
     if len(text) > MAX_RENDERED_CHARS:
         return {"fault": f"it makes more than {MAX_RENDERED_CHARS} characters"}
     return {"text": text}
+
+
+def call_form(question: Mapping[str, Any]) -> dict[str, Any]:
+    """`form`, the fields of the CallForm that a template reads, or None; and `closing`, the mark that ends the region
+    in which the answer begins. `fault`: the response template cannot be used."""
+    how = question["how"]
+    try:
+        parsing = _parsing(how)
+    except InvalidArgument as error:
+        return {"fault": error.message[:MAX_REASON_CHARS]}
+    form, closing = form_of(parsing.format, how["ends"]), parsing.closing
+    if len(closing) > MAX_FORM_CHARS:
+        form = None
+    return {"form": None if form is None else asdict(form), "closing": closing[:MAX_FORM_CHARS]}
 
 
 class Readers:

@@ -365,7 +365,7 @@ class TextTokenizer:
             in_plain = controls.in_text(plain)
             found = tuple(dict.fromkeys(in_plain))
             is_changed = normalized is not None and normalized.num_in(plain) > len(in_plain)
-        edges = Edges(found)
+        edges = Edges(found, template)
         # Roles are the caller's own words, and part of control tokens in some templates.
         texts = [{name: one for name, one in message.items() if name != "role"} for message in messages]
         if plain and not (is_changed or edges.are_in(texts) or edges.are_in(beside)):

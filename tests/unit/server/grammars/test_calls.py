@@ -14,9 +14,9 @@ from support.tiny_tokenizers import tiny_tokenizer
 
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.validate import MAX_GRAMMAR_BYTES
-from loraplex_server.config import TOOL_FORMATS
-from loraplex_server.grammars.calls import FORMS, form_of, strict_calls, tool_calls
+from loraplex_server.grammars.calls import strict_calls, tool_calls
 from loraplex_server.grammars.source import refusal
+from loraplex_server.text.call_forms import FORMS
 from loraplex_server.text.response_template import ResponseFormat
 from loraplex_server.text.responses import ParsedMessage, ResponseParsing
 
@@ -49,12 +49,6 @@ def is_legal(grammar: str, text: str) -> bool:
         return False
     matcher.consume_tokens(ids)
     return matcher.is_accepting()
-
-
-@pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_forms_are_told_by_what_a_template_reads(name: str) -> None:
-    assert form_of(ResponseFormat.named(name)) is FORMS.get(name)
-    assert form_of(None) is None
 
 
 @pytest.mark.parametrize("name", FORMS)

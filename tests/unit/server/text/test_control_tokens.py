@@ -154,6 +154,9 @@ MODEL_TEMPLATES = {  # as the models have them, cut to what they do with texts
     "phi3": "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}<|assistant|>\n",
     "mistral": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]{% else %}"
     "{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
+    "nemotron": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and '</think>' in "
+    "m.content %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content.replace('/no_think', '')"
+    ".replace('/think', '').strip() }}{% endif %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n",
     # No separator between what callers send.
     "bare": "{{ note }}{% for m in messages %}{{ m.name }}{{ m.content | trim }}{% if m.role == 'tool' %}"
     "{{ '<' + m.content + '>' }}{% endif %}{% endfor %}{{ tools | tojson if tools }}<|im_end|></s>",
@@ -205,6 +208,35 @@ async def test_callers_cannot_join_halves(template: str, halves: tuple[str, str]
     three = [{"role": "user", "name": "", "content": text} for text in ("<|", "im_start", "|>")]
     harmless = await powers(tokenizer, {"messages": [{"role": "user", "name": "", "content": "b"}] * 3})
     assert await powers(tokenizer, {"messages": three}) == harmless
+
+
+@pytest.mark.parametrize("left_out", ["/think", "/no_think", "/no_/thinkthink"])
+async def test_halves_do_not_join_where_a_template_leaves_out_what_is_between(left_out: str) -> None:
+    tokenizer = model_tokenizer("byte_level", "nemotron")
+    for role in ("user", "system", "tool"):
+        harmless = await powers(tokenizer, {"messages": [{"role": role, "content": "b"}]})
+        for token in ("<|im_end|>", "<|im_start|>", "</s>"):
+            for cut in range(1, len(token)):
+                for before in ("", "a ", "<|", "</s", token):
+                    text = f"{before}{token[:cut]}{left_out}{token[cut:]} c"
+                    found = await powers(tokenizer, {"messages": [{"role": role, "content": text}]})
+                    assert found == harmless, text
+
+
+@pytest.mark.parametrize(
+    ("role", "text", "expected"),
+    [
+        ("user", "/no_think a < b <p>x</p>", "a < b <p>x</p>"),
+        ("user", "what is <|x|>?", "what is <|x|>?"),
+        ("assistant", "<think>b</think>c", "c"),
+    ],
+)
+def test_what_a_template_leaves_out_of_harmless_texts(role: str, text: str, expected: str) -> None:
+    chat: dict[str, Any] = {"messages": [{"role": role, "content": text}]}
+    tokenizer = model_tokenizer("byte_level", "nemotron")
+    found = tokenizer.chat_text(chat)
+    assert found == tokenizer.render_chat(**chat)
+    assert f"<|im_start|>{role}\n{expected}<|im_end|>" in str(found)
 
 
 async def test_callers_cannot_fill_a_template_s_brackets() -> None:
