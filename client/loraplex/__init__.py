@@ -4,13 +4,19 @@ Needs neither torch nor a model.
 """
 
 from loraplex.aio import AsyncAdapters, AsyncClient, AsyncStream
+from loraplex.chat import AsyncChat, Chat
 from loraplex.client import Adapters, Client, Stream
+from loraplex.options import OptionHelp, help, options_help
 from loraplex.types import (
+    Activity,
     Adapter,
+    AdapterPlaces,
     AdapterState,
     AdapterTier,
+    Answer,
     AnySpeculation,
     CallOptions,
+    CallRecord,
     ChatDelta,
     ChatOptions,
     Chunk,
@@ -19,6 +25,7 @@ from loraplex.types import (
     Completion,
     DraftModel,
     Embeddings,
+    FailedCall,
     FinishReason,
     GenerateOptions,
     Generation,
@@ -33,6 +40,7 @@ from loraplex.types import (
     PromptLookup,
     PromptToken,
     ProposerUsage,
+    RouterStatus,
     ScoreMethod,
     Scores,
     ServerInfo,
@@ -49,6 +57,7 @@ from loraplex.types import (
     TopLogprob,
     Truncate,
     Usage,
+    WorkerStatus,
 )
 from loraplex_contracts.errors import (
     AdapterInUse,
@@ -104,6 +113,7 @@ from loraplex_contracts.errors import (
 from loraplex_proto import __version__
 
 __all__ = [
+    "Activity",
     "Adapter",
     "AdapterInUse",
     "AdapterInvalid",
@@ -112,18 +122,23 @@ __all__ = [
     "AdapterNotFound",
     "AdapterNotMixed",
     "AdapterOutsideRoot",
+    "AdapterPlaces",
     "AdapterState",
     "AdapterTier",
     "AdapterUnsupported",
     "AdapterVersionNotFound",
     "Adapters",
+    "Answer",
     "AnySpeculation",
     "AsyncAdapters",
+    "AsyncChat",
     "AsyncClient",
     "AsyncStream",
     "BaseMismatch",
     "CallOptions",
+    "CallRecord",
     "Cancelled",
+    "Chat",
     "ChatDelta",
     "ChatOptions",
     "Chunk",
@@ -143,6 +158,7 @@ __all__ = [
     "Draining",
     "Embeddings",
     "EngineLost",
+    "FailedCall",
     "FailedPrecondition",
     "FinishReason",
     "GenerateOptions",
@@ -162,6 +178,7 @@ __all__ = [
     "NoClassifier",
     "NoWorker",
     "NonFinite",
+    "OptionHelp",
     "OutOfMemory",
     "Overloaded",
     "PermissionDenied",
@@ -176,6 +193,7 @@ __all__ = [
     "RankLimit",
     "RequestTimeout",
     "ResourceExhausted",
+    "RouterStatus",
     "ScoreMethod",
     "Scores",
     "ServerInfo",
@@ -202,5 +220,8 @@ __all__ = [
     "UnsupportedModel",
     "Usage",
     "WorkerLost",
+    "WorkerStatus",
     "__version__",
+    "help",
+    "options_help",
 ]

@@ -7,7 +7,9 @@ do not fit their field raise InvalidArgument.
 from __future__ import annotations
 
 import json
+import logging
 import math
+import random
 import re
 import time
 import uuid
@@ -20,12 +22,19 @@ import grpc
 from google.protobuf.message import Message as ProtobufMessage
 
 import loraplex_proto
+from loraplex._tracing import client_span
+from loraplex.config import retries_in_force, server_in_force, token_in_force
+from loraplex.options import near_option
+from loraplex.retries import wait_before_retry
 from loraplex.types import (
+    Activity,
     Adapter,
+    AdapterPlaces,
     AdapterState,
     AdapterTier,
     AnySpeculation,
     CallOptions,
+    CallRecord,
     ChatDelta,
     ChatOptions,
     Chunk,
@@ -34,6 +43,7 @@ from loraplex.types import (
     Completion,
     DraftModel,
     Embeddings,
+    FailedCall,
     GenerateOptions,
     Generation,
     Grammar,
@@ -47,6 +57,7 @@ from loraplex.types import (
     PromptLookup,
     PromptToken,
     ProposerUsage,
+    RouterStatus,
     ScoreMethod,
     Scores,
     ServerInfo,
@@ -62,6 +73,7 @@ from loraplex.types import (
     TopLogprob,
     Truncate,
     Usage,
+    WorkerStatus,
 )
 from loraplex_contracts.adapters import check_adapter_ref, check_adapter_source, check_digest, name_in
 from loraplex_contracts.errors import (
@@ -75,7 +87,7 @@ from loraplex_contracts.errors import (
 from loraplex_contracts.sampling import SAMPLING_OPTIONS
 from loraplex_proto.enums import ADAPTER_STATES, ADAPTER_TIERS, FINISH_REASONS
 from loraplex_proto.status import from_rpc_error
-from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2
+from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2, status_pb2
 
 _Answer = TypeVar("_Answer")
 _AboutAdapter = TypeVar(
@@ -86,13 +98,17 @@ _Pooling = TypeVar("_Pooling", pooling_pb2.EmbedRequest, pooling_pb2.ClassifyReq
 
 DEFAULT_PORT: Final = 50051
 DEFAULT_TIMEOUT_S: Final = 120.0
+DEFAULT_CONNECT_TIMEOUT_S: Final = 10.0
 MIN_TIMEOUT_S: Final = 0.001  # of a late page of a listing, which then ends with DeadlineExceeded
 CLOCK_SLACK_S: Final = 0.05  # both sides end a call at its deadline, each by its own timer
 MAX_PAGE_SIZE: Final = 1000  # the largest that servers give
 
+_LOG = logging.getLogger("loraplex")
+
 _INFERENCE: Final = "/loraplex.v1.InferenceService/"
 _POOLING: Final = "/loraplex.v1.PoolingService/"
 _ADAPTERS: Final = "/loraplex.v1.AdapterService/"
+_STATUS: Final = "/loraplex.v1.StatusService/"
 _BARE_HOST = re.compile(r"[A-Za-z0-9._-]+\Z")
 _WEB_ADDRESS = re.compile(r"(https?|grpcs?|wss?)://", re.IGNORECASE)
 _TOKEN = re.compile(r"[\x21-\x7e]+\Z")
@@ -105,6 +121,9 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (
     ("grpc.keepalive_timeout_ms", 10_000),
     # Only while a call is open: balancers in between may count pings on idle connections as abuse.
     ("grpc.keepalive_permit_without_calls", 0),
+    # Between two attempts to connect: gRPC's own second would make the first tries of a call fail without an attempt.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),  # a request that waits in the queue sends no data
     ("grpc.max_receive_message_length", 64 << 20),  # logprobs of a long prompt with alternatives
 )
@@ -171,10 +190,16 @@ class Settings:
     token: str | None = field(default=None, repr=False)
     timeout_s: float | None = DEFAULT_TIMEOUT_S
     tls: Tls | None = None
+    connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S
+    retries: int = 0  # times that a call is sent again
+    headers: Callable[[], Mapping[str, str]] | None = None  # asked for each try
+    on_call: Callable[[CallRecord], None] | None = None  # told of each try that has ended
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target", _checked_target(self.target))
         checked_timeout(self.timeout_s)
+        if checked_timeout(self.connect_timeout_s, "connect_timeout_s") is None:
+            raise InvalidArgument("connect_timeout_s must be a number of seconds", field="connect_timeout_s")
         given: Any = self  # a caller without a type checker gives anything
         if given.token is not None and not (isinstance(given.token, str) and _TOKEN.match(given.token)):
             raise InvalidArgument("the token must be printable ASCII without spaces", field="token")
@@ -194,6 +219,8 @@ class Settings:
         options: list[tuple[str, int | str]] = [*CHANNEL_OPTIONS]
         if self.tls is not None and self.tls.server_name is not None:
             options.append(("grpc.ssl_target_name_override", self.tls.server_name))
+        # Named for a pause, it is the time that an attempt to connect may take, handshakes included.
+        options.append(("grpc.min_reconnect_backoff_ms", max(1, round(self.connect_timeout_s * 1000))))
         return options
 
     def channel(self, library: Any) -> Any:
@@ -205,15 +232,13 @@ class Settings:
         return library.secure_channel(self.target, credentials, options)
 
 
-def checked_timeout(timeout_s: float | None) -> float | None:
+def checked_timeout(timeout_s: float | None, field: str = "timeout_s") -> float | None:
     """Seconds, or None for no deadline. Raises InvalidArgument."""
     if timeout_s is None or timeout_s == math.inf:
         return None
     given: Any = timeout_s
     if not (isinstance(given, (int, float)) and given > 0):  # NaN too
-        raise InvalidArgument(
-            f"timeout_s must be above 0, or None for no deadline; it is {timeout_s!a}", field="timeout_s"
-        )
+        raise InvalidArgument(f"{field} must be above 0, or None for no deadline; it is {timeout_s!a}", field=field)
     return float(timeout_s)
 
 
@@ -233,21 +258,74 @@ def _checked_target(target: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[_Answer]):
-    """One call. `read` converts the answer; of a stream, each message."""
+    """One try of a call. `read` converts the answer; of a stream, each message."""
 
     path: str
     request: bytes = field(repr=False)  # it may have a token
     read: Callable[[bytes], _Answer]
     metadata: tuple[tuple[str, str], ...]
     timeout_s: float | None
-    target: str
+    settings: Settings
+    adapter_id: str = ""
     request_id: str | None = None
+    is_idempotent: bool = True
+    num_retries: int = 0  # tries before this one
     allowed_s: float | None = None  # by the caller, for all calls of a listing
     started_s: float = field(default_factory=time.monotonic)
 
     def start(self, kind: Callable[[str], Any]) -> Any:
         """gRPC's own call. `kind` is the method `unary_unary` or `unary_stream` of a channel."""
-        return kind(self.path)(self.request, timeout=self.timeout_s, metadata=self.metadata)
+        further = self.settings.headers() if self.settings.headers is not None else {}
+        metadata = (*self.metadata, *((name.lower(), value) for name, value in further.items()))
+        method = partial(kind(self.path), self.request, timeout=self.timeout_s)
+        span = client_span(self.path, self.request_id)
+        if span is None:
+            return method(metadata=metadata)
+        return span.run(partial(method, metadata=(*metadata, *span.headers)))
+
+    def after(self, error: grpc.RpcError, *, may_retry: bool = True) -> tuple[float, Call[_Answer]]:
+        """Seconds to wait, and the next try. Raises the typed error where there is none."""
+        typed = self.error(error)
+        now = time.monotonic()
+        remaining_s = None if self.timeout_s is None else self.timeout_s - (now - self.started_s)
+        wait_s = None
+        if may_retry and self.num_retries < self.settings.retries:
+            wait_s = wait_before_retry(
+                typed,
+                self.num_retries,
+                is_idempotent=self.is_idempotent,
+                remaining_s=remaining_s,
+                draw=random.random(),
+            )
+        self.ended(typed, wait_s)
+        if wait_s is None:
+            raise typed from error
+        return wait_s, replace(
+            self,
+            timeout_s=None if remaining_s is None else remaining_s - wait_s,
+            allowed_s=self.allowed_s or self.timeout_s,
+            started_s=now + wait_s,
+            num_retries=self.num_retries + 1,
+        )
+
+    def ended(self, error: LoraplexError | None = None, retry_in_s: float | None = None) -> None:
+        """Logs this try and tells the client's `on_call` of it."""
+        record = CallRecord(
+            method=self.path.rpartition("/")[2],
+            target=self.settings.target,
+            request_id=self.request_id or "",
+            adapter_id=self.adapter_id,
+            duration_s=time.monotonic() - self.started_s,
+            num_retries=self.num_retries,
+            error=error,
+            retry_in_s=retry_in_s,
+        )
+        _LOG.log(logging.DEBUG if error is None else logging.INFO, "%s", record)
+        if self.settings.on_call is not None:
+            try:
+                self.settings.on_call(record)
+            except Exception:
+                _LOG.exception("on_call failed; the call goes on")
 
     def error(self, error: grpc.RpcError) -> LoraplexError:
         """The typed error, with the request's id and the server's address added."""
@@ -264,15 +342,13 @@ class Call(Generic[_Answer]):
             case Cancelled():
                 return self.closed()
             case ServerUnreachable():
-                message = (
-                    f"{message.replace('the server', f'the server at {self.target}', 1)}; see that one runs there, and "
-                    "that both sides use TLS or neither does"
-                )
+                message = message.replace("the server", f"the server at {self.settings.target}", 1)
+                message = _with_remedy(message)
             case ConnectionLost() if self._is_overdue():
                 # The server's timer fired first.
                 return DeadlineExceeded(self._too_late(), metadata=metadata)
             case ConnectionLost():
-                message = message.replace("the server", f"the server at {self.target}", 1)
+                message = message.replace("the server", f"the server at {self.settings.target}", 1)
             case DeadlineExceeded() if self.timeout_s is not None:
                 message = self._too_late()
             case _:
@@ -291,11 +367,64 @@ class Call(Generic[_Answer]):
         return Cancelled("the client was closed before the answer was complete", metadata=metadata)
 
 
+# Words of gRPC's -> what is the matter, and what to do. The first that is found counts.
+_REMEDIES: Final = (
+    (
+        "Hostname Verification Check failed",
+        "its certificate has another name; use that name as the address, or as Tls(server_name=...) (--tls-name)",
+    ),
+    (
+        "CERTIFICATE_VERIFY_FAILED",
+        "no authority known here vouches for its certificate; give the authority's own as Tls(root_certificates=...) "
+        "(--ca-cert)",
+    ),
+    ("WRONG_VERSION_NUMBER", "it does not use TLS; leave out tls (--tls, --ca-cert)"),
+    (
+        "CERTIFICATE_REQUIRED",
+        "it asks for a certificate of the client; give Tls(client_key=..., client_certificate=...)",
+    ),
+    (
+        "HTTP proxy returned",
+        "the proxy that grpc_proxy, https_proxy or http_proxy names refused to connect; name the server in no_proxy to "
+        "go round it",
+    ),
+    ("Socket closed", "it hung up at once, as servers do that want TLS; try tls=True (--tls)"),
+)
+
+
+def _with_remedy(message: str) -> str:
+    """The sentence on a server that cannot be reached, with a remedy in the place of the library's words."""
+    for words, remedy in _REMEDIES:
+        if words in message:
+            return f"{message.split(': ')[0]}: {remedy}"
+    return f"{message}; see that one runs there, and that both sides use TLS or neither does"
+
+
 class Calls:
     """Makes the calls to one server. Raises InvalidArgument, and TypeError for an unknown option."""
 
-    def __init__(self, target: str, token: str | None, timeout_s: float | None, tls: bool | Tls) -> None:
-        self.settings = Settings(target, token, timeout_s, Tls() if tls is True else tls or None)
+    def __init__(
+        self,
+        target: str | None,
+        token: str | None,
+        timeout_s: float | None,
+        tls: bool | Tls,
+        *,
+        retries: int | None = None,
+        **further: Any,
+    ) -> None:
+        """`further`: other fields of Settings."""
+        self.settings = Settings(
+            server_in_force(target),
+            token_in_force(token),
+            timeout_s,
+            Tls() if tls is True else tls or None,
+            retries=retries_in_force(retries),
+            **further,
+        )
+
+    def __repr__(self) -> str:
+        return f"{self.settings.target!r}, timeout_s={self.settings.timeout_s}, retries={self.settings.retries}"
 
     def generate(self, prompt: str | None, options: GenerateOptions) -> Call[Generation]:
         request = generate_request(prompt, options)
@@ -368,6 +497,12 @@ class Calls:
         request = inference_pb2.GetInfoRequest()
         return self._call(_INFERENCE + "GetInfo", request, server_info, call_options(options))
 
+    def status(self, adapter_prefix: str, max_adapters: int, options: CallOptions) -> Call[RouterStatus]:
+        request = status_pb2.GetStatusRequest()
+        _assign(request, "adapter_prefix", adapter_prefix)
+        _assign(request, "max_adapters", max_adapters)
+        return self._call(_STATUS + "GetStatus", request, router_status, call_options(options))
+
     def load(self, adapter_id: str, how: Mapping[str, object], options: CallOptions) -> Call[tuple[Adapter, ...]]:
         """`how`: other fields of the request."""
         request = adapter_pb2.LoadAdapterRequest(token=Hub(token=cast("str", how.get("hub_token", ""))).token)
@@ -378,12 +513,14 @@ class Calls:
             check_adapter_source(request.source)
         if request.expected_digest:
             check_digest(request.expected_digest, field="expected_digest")
-        return self._call(_ADAPTERS + "LoadAdapter", naming(request, adapter_id), _rows, call_options(options))
+        call = self._call(_ADAPTERS + "LoadAdapter", naming(request, adapter_id), _rows, call_options(options))
+        return replace(call, is_idempotent=False)
 
     def unload(self, adapter_id: str, if_unused: bool, options: CallOptions) -> Call[tuple[Adapter, ...]]:
         request = naming(adapter_pb2.UnloadAdapterRequest(), adapter_id)
         _assign(request, "if_unused", if_unused)
-        return self._call(_ADAPTERS + "UnloadAdapter", request, _rows, call_options(options))
+        call = self._call(_ADAPTERS + "UnloadAdapter", request, _rows, call_options(options))
+        return replace(call, is_idempotent=False)
 
     def get(self, adapter_id: str, options: CallOptions) -> Call[tuple[Adapter, ...]]:
         request = naming(adapter_pb2.GetAdapterRequest(), adapter_id)
@@ -417,7 +554,8 @@ class Calls:
             read=read,
             metadata=self.settings.metadata(getattr(request, "adapter_id", "")),
             timeout_s=checked_timeout(options.get("timeout_s", self.settings.timeout_s)),
-            target=self.settings.target,
+            settings=self.settings,
+            adapter_id=getattr(request, "adapter_id", ""),
             request_id=getattr(request, "request_id", None),
         )
 
@@ -619,7 +757,8 @@ def call_options(options: CallOptions) -> CallOptions:
 def _given(options: GenerateOptions | CallOptions | PoolingOptions, known: frozenset[str]) -> dict[str, Any]:
     for name in options:
         if name not in known:
-            raise TypeError(f"there is no option {name!r}; there are {', '.join(sorted(known))}")
+            near = near_option(name, known)
+            raise TypeError(f"there is no option {name!r}; {near or 'there are ' + ', '.join(sorted(known))}")
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -901,6 +1040,27 @@ def server_info(raw: bytes) -> ServerInfo:
     message = inference_pb2.GetInfoResponse.FromString(raw)
     defaults = {field.name: value for field, value in message.generation_defaults.ListFields()}
     return _record(ServerInfo, message, generation_defaults=defaults)
+
+
+def router_status(raw: bytes) -> RouterStatus:
+    message = status_pb2.GetStatusResponse.FromString(raw)
+    return _record(
+        RouterStatus,
+        message,
+        workers=tuple(_worker_status(worker) for worker in message.workers),
+        adapters=tuple(
+            _record(AdapterPlaces, adapter, tiers=tuple(map(int, adapter.tiers))) for adapter in message.adapters
+        ),
+        activity=_record(Activity, message.activity),
+        errors=tuple(_record(FailedCall, error) for error in message.errors),
+    )
+
+
+def _worker_status(message: status_pb2.WorkerStatus) -> WorkerStatus:
+    prefix = "WORKER_STATE_"
+    known = message.state in status_pb2.WorkerState.values()
+    state = status_pb2.WorkerState.Name(message.state).removeprefix(prefix).lower() if known else "unknown"
+    return _record(WorkerStatus, message, state=state, activity=_record(Activity, message.activity))
 
 
 def _rows(raw: bytes) -> tuple[Adapter, ...]:

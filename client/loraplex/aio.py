@@ -6,18 +6,21 @@ The event loop of the first call owns it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, TypeVar, Unpack
 
 import grpc
 import grpc.aio
 
-from loraplex._calls import DEFAULT_TIMEOUT_S, MAX_PAGE_SIZE, Call, Calls
+from loraplex._calls import DEFAULT_CONNECT_TIMEOUT_S, DEFAULT_TIMEOUT_S, MAX_PAGE_SIZE, Call, Calls
+from loraplex.chat import AsyncChat
+from loraplex.many import DEFAULT_CONCURRENCY, Progress, Prompt, items_of, progress_of
 from loraplex.types import (
     Adapter,
     AdapterState,
     CallOptions,
+    CallRecord,
     ChatOptions,
     Chunk,
     Classifications,
@@ -28,6 +31,7 @@ from loraplex.types import (
     PoolingInputs,
     PoolingKind,
     PoolingOptions,
+    RouterStatus,
     ScoreMethod,
     Scores,
     ServerInfo,
@@ -35,7 +39,7 @@ from loraplex.types import (
     Tokenization,
     TokenizerInfo,
 )
-from loraplex_contracts.errors import FailedPrecondition
+from loraplex_contracts.errors import FailedPrecondition, LoraplexError
 
 _Answer = TypeVar("_Answer")
 
@@ -54,13 +58,26 @@ class AsyncClient:
 
     def __init__(
         self,
-        target: str,
+        target: str | None = None,
         *,
         token: str | None = None,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S,
+        retries: int | None = None,
         tls: bool | Tls = False,
+        headers: Callable[[], Mapping[str, str]] | None = None,
+        on_call: Callable[[CallRecord], None] | None = None,
     ) -> None:
-        self._calls = Calls(target, token, timeout_s, tls)
+        self._calls = Calls(
+            target,
+            token,
+            timeout_s,
+            tls,
+            retries=retries,
+            connect_timeout_s=connect_timeout_s,
+            headers=headers,
+            on_call=on_call,
+        )
         self._channel: grpc.aio.Channel | None = None
         self._is_closed = False
         self.adapters = AsyncAdapters(self._calls, self._unary)
@@ -72,7 +89,45 @@ class AsyncClient:
     def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncStream:
         """Tokens as they are made. Takes what `generate` takes; closing the iterator ends the work on the server."""
         call = self._calls.stream(prompt, options)
-        return AsyncStream(call, call.start(self._open().unary_stream))
+        return AsyncStream(call, lambda call: call.start(self._open().unary_stream))
+
+    async def generate_many(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        max_concurrency: int = DEFAULT_CONCURRENCY,
+        progress: Progress = False,
+        **options: Unpack[GenerateOptions],
+    ) -> tuple[Generation | LoraplexError, ...]:
+        """The answer to each prompt, in their order, and the error in its place where one failed. At most
+        `max_concurrency` requests are under way. A prompt is text, or a dict of options of its own beside `options`,
+        with its text as "prompt". `progress`: True for a bar on stderr, or a function that takes how many of how many
+        have ended. Raises InvalidArgument, TypeError for an unknown option."""
+        items = items_of(prompts, options, max_concurrency)
+        found: dict[int, Generation | LoraplexError] = {}
+        waiting = iter(enumerate(items))
+
+        async def work() -> None:
+            for number, (prompt, one) in waiting:
+                try:
+                    found[number] = await self.generate(prompt, **one)
+                except LoraplexError as error:
+                    found[number] = error
+                report(len(found))
+
+        with progress_of(progress, len(items)) as report:
+            workers = [asyncio.create_task(work()) for _ in range(min(max_concurrency, len(items)))]
+            try:
+                await asyncio.gather(*workers)
+            finally:
+                for worker in workers:
+                    worker.cancel()
+        return tuple(found[number] for number in range(len(items)))
+
+    def chat(self, system: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncChat:
+        """A conversation that keeps its history, begun with a system message and the option `messages`. The other
+        options of `generate` are for every turn."""
+        return AsyncChat(self.generate, self.stream, system, options)
 
     async def embed(
         self,
@@ -140,6 +195,17 @@ class AsyncClient:
         """Base model, limits and version of the server at this address."""
         return await self._unary(self._calls.info(options))
 
+    async def status(
+        self, *, adapter_prefix: str = "", max_adapters: int = 0, **options: Unpack[CallOptions]
+    ) -> RouterStatus:
+        """Workers, places of adapters, the last minute and the last errors of a router; needs the role admin. Of the
+        adapters whose names begin with `adapter_prefix` the busiest `max_adapters`, 100 with 0. Raises Unimplemented
+        where the server is a worker."""
+        return await self._unary(self._calls.status(adapter_prefix, max_adapters, options))
+
+    def __repr__(self) -> str:
+        return f"AsyncClient({self._calls!r})"
+
     async def close(self) -> None:
         """Ends whatever is still running. Closing twice is fine."""
         self._is_closed = True
@@ -164,14 +230,20 @@ class AsyncClient:
         return channel
 
     async def _unary(self, call: Call[_Answer]) -> _Answer:
-        try:
-            raw: bytes = await call.start(self._open().unary_unary)
-        except grpc.RpcError as error:
-            raise call.error(error) from error
-        except asyncio.CancelledError:
-            _raise_unless_of_this_task(call)
-            raise
-        return call.read(raw)
+        while True:
+            try:
+                raw: bytes = await call.start(self._open().unary_unary)
+            except grpc.RpcError as error:
+                wait_s, call = call.after(error)
+            except asyncio.CancelledError:
+                _raise_unless_of_this_task(call)
+                raise
+            else:
+                call.ended()
+                return call.read(raw)
+            await asyncio.sleep(wait_s)
+            if self._is_closed:
+                raise call.closed()
 
 
 class AsyncAdapters:
@@ -254,37 +326,56 @@ class AsyncAdapters:
 class AsyncStream(AsyncIterator[Chunk]):
     """Chunks of one request. Close it, or leave its `async with` block, to end the request early."""
 
-    def __init__(self, call: Call[Chunk], rpc: Any) -> None:
+    def __init__(self, call: Call[Chunk], start: Callable[[Call[Chunk]], Any]) -> None:
         self._call = call
-        self._rpc = rpc
+        self._start = start
+        self._rpc = start(call)
+        self._has_begun = False
         self._is_closed = False
 
     @property
     def request_id(self) -> str:
         return self._call.request_id or ""
 
+    def __repr__(self) -> str:
+        return f"AsyncStream(request_id={self.request_id!r})"
+
     async def __anext__(self) -> Chunk:
-        if self._is_closed:
-            raise StopAsyncIteration
+        while not self._is_closed:
+            try:
+                raw: Any = await self._rpc.read()
+            except grpc.RpcError as error:
+                await self._go_on_after(error)
+                continue
+            except asyncio.CancelledError:
+                was_closed, self._is_closed = self._is_closed, True
+                if was_closed and not _is_cancelled():  # by another task, during the wait
+                    raise StopAsyncIteration from None
+                _raise_unless_of_this_task(self._call)
+                raise
+            if isinstance(raw, bytes):
+                self._has_begun = True
+                return self._call.read(raw)
+            self._is_closed = True  # grpc.aio.EOF
+            self._call.ended()
+        raise StopAsyncIteration
+
+    async def _go_on_after(self, error: grpc.RpcError) -> None:
+        """Starts the next try, where there is one and the stream was not closed meanwhile by another task."""
         try:
-            raw: Any = await self._rpc.read()
-        except grpc.RpcError as error:
+            wait_s, call = self._call.after(error, may_retry=not self._has_begun)
+        except BaseException:
             self._is_closed = True
-            raise self._call.error(error) from error
-        except asyncio.CancelledError:
-            was_closed, self._is_closed = self._is_closed, True
-            if was_closed and not _is_cancelled():  # by another task, during the wait
-                raise StopAsyncIteration from None
-            _raise_unless_of_this_task(self._call)
             raise
-        if not isinstance(raw, bytes):  # grpc.aio.EOF
-            self._is_closed = True
-            raise StopAsyncIteration
-        return self._call.read(raw)
+        await asyncio.sleep(wait_s)
+        if not self._is_closed:
+            self._call, self._rpc = call, self._start(call)
 
     async def aclose(self) -> None:
         """Cancels the request where it is not done. Closing twice is fine."""
-        self._is_closed = True
+        if not self._is_closed:
+            self._is_closed = True
+            self._call.ended()
         self._rpc.cancel()
 
     async def __aenter__(self) -> AsyncStream:

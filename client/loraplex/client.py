@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from types import TracebackType
 from typing import Any, Protocol, TypeVar, Unpack
 
 import grpc
 
-from loraplex._calls import DEFAULT_TIMEOUT_S, MAX_PAGE_SIZE, Call, Calls
+from loraplex._calls import DEFAULT_CONNECT_TIMEOUT_S, DEFAULT_TIMEOUT_S, MAX_PAGE_SIZE, Call, Calls
+from loraplex.chat import Chat
+from loraplex.many import DEFAULT_CONCURRENCY, Progress, Prompt, items_of, progress_of
 from loraplex.types import (
     Adapter,
     AdapterState,
     CallOptions,
+    CallRecord,
     ChatOptions,
     Chunk,
     Classifications,
@@ -23,6 +28,7 @@ from loraplex.types import (
     PoolingInputs,
     PoolingKind,
     PoolingOptions,
+    RouterStatus,
     ScoreMethod,
     Scores,
     ServerInfo,
@@ -30,7 +36,7 @@ from loraplex.types import (
     Tokenization,
     TokenizerInfo,
 )
-from loraplex_contracts.errors import FailedPrecondition
+from loraplex_contracts.errors import FailedPrecondition, LoraplexError
 
 _Answer = TypeVar("_Answer")
 
@@ -45,21 +51,40 @@ class Client:
         with Client("localhost:50051") as client:
             print(client.generate("SELECT", adapter_id="sql", max_tokens=64).text)
 
-    `token` goes with every call, as `authorization: Bearer`. `timeout_s` is the deadline of calls that give none of
-    their own; None means none. `tls` is True for the usual authorities, or a `Tls` with certificates. Every failure is
-    a class of `loraplex.LoraplexError`.
+    `target` and `token` are those of LORAPLEX_SERVER and LORAPLEX_TOKEN where they are left out. The token goes with
+    every call, as `authorization: Bearer`; an empty one sends none. `timeout_s` is the deadline of calls that give none
+    of their own, tries and waits included; None means none. `connect_timeout_s` bounds each attempt to connect. A call
+    that fails for want of a server or of room is sent again up to `retries` times (default: LORAPLEX_RETRIES or 3), not
+    before the server's RetryInfo says and never after its first answer. `tls` is True for the usual authorities, or a
+    `Tls` with certificates. `headers` gives further headers for each try, such as those of OpenTelemetry's `inject`.
+    `on_call` is told of each try that has ended; the logger `loraplex` is too. Every failure is a class of
+    `loraplex.LoraplexError`.
     """
 
     def __init__(
         self,
-        target: str,
+        target: str | None = None,
         *,
         token: str | None = None,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S,
+        retries: int | None = None,
         tls: bool | Tls = False,
+        headers: Callable[[], Mapping[str, str]] | None = None,
+        on_call: Callable[[CallRecord], None] | None = None,
     ) -> None:
-        self._calls = Calls(target, token, timeout_s, tls)
+        self._calls = Calls(
+            target,
+            token,
+            timeout_s,
+            tls,
+            retries=retries,
+            connect_timeout_s=connect_timeout_s,
+            headers=headers,
+            on_call=on_call,
+        )
         self._channel: grpc.Channel | None = self._calls.settings.channel(grpc)
+        self._closing = threading.Event()
         self.adapters = Adapters(self._calls, self._unary)
 
     def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Generation:
@@ -69,7 +94,43 @@ class Client:
     def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Stream:
         """Tokens as they are made. Takes what `generate` takes; closing the iterator ends the work on the server."""
         call = self._calls.stream(prompt, options)
-        return Stream(call, call.start(self._open().unary_stream))
+        return Stream(call, lambda call: call.start(self._open().unary_stream))
+
+    def generate_many(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        max_concurrency: int = DEFAULT_CONCURRENCY,
+        progress: Progress = False,
+        **options: Unpack[GenerateOptions],
+    ) -> tuple[Generation | LoraplexError, ...]:
+        """The answer to each prompt, in their order, and the error in its place where one failed. At most
+        `max_concurrency` requests are under way. A prompt is text, or a dict of options of its own beside `options`,
+        with its text as "prompt". `progress`: True for a bar on stderr, or a function that takes how many of how many
+        have ended. Raises InvalidArgument, TypeError for an unknown option."""
+        items = items_of(prompts, options, max_concurrency)
+        found: dict[int, Generation | LoraplexError] = {}
+        executor = ThreadPoolExecutor(max_concurrency, "loraplex")
+        try:
+            with progress_of(progress, len(items)) as report:
+                numbers = {executor.submit(self._one, *item): number for number, item in enumerate(items)}
+                for future in as_completed(numbers):
+                    found[numbers[future]] = future.result()
+                    report(len(found))
+        finally:
+            executor.shutdown(wait=False, cancel_futures=True)
+        return tuple(found[number] for number in range(len(items)))
+
+    def _one(self, prompt: str | None, options: GenerateOptions) -> Generation | LoraplexError:
+        try:
+            return self.generate(prompt, **options)
+        except LoraplexError as error:
+            return error
+
+    def chat(self, system: str | None = None, **options: Unpack[GenerateOptions]) -> Chat:
+        """A conversation that keeps its history, begun with a system message and the option `messages`. The other
+        options of `generate` are for every turn."""
+        return Chat(self.generate, self.stream, system, options)
 
     def embed(
         self,
@@ -137,8 +198,20 @@ class Client:
         """Base model, limits and version of the server at this address."""
         return self._unary(self._calls.info(options))
 
+    def status(
+        self, *, adapter_prefix: str = "", max_adapters: int = 0, **options: Unpack[CallOptions]
+    ) -> RouterStatus:
+        """Workers, places of adapters, the last minute and the last errors of a router; needs the role admin. Of the
+        adapters whose names begin with `adapter_prefix` the busiest `max_adapters`, 100 with 0. Raises Unimplemented
+        where the server is a worker."""
+        return self._unary(self._calls.status(adapter_prefix, max_adapters, options))
+
+    def __repr__(self) -> str:
+        return f"Client({self._calls!r})"
+
     def close(self) -> None:
         """Ends whatever is still running. Closing twice is fine."""
+        self._closing.set()
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
@@ -157,11 +230,16 @@ class Client:
         return self._channel
 
     def _unary(self, call: Call[_Answer]) -> _Answer:
-        try:
-            raw: bytes = call.start(self._open().unary_unary)
-        except grpc.RpcError as error:
-            raise call.error(error) from error
-        return call.read(raw)
+        while True:
+            try:
+                raw: bytes = call.start(self._open().unary_unary)
+            except grpc.RpcError as error:
+                wait_s, call = call.after(error)
+            else:
+                call.ended()
+                return call.read(raw)
+            if self._closing.wait(wait_s):
+                raise call.closed()
 
 
 class Adapters:
@@ -243,33 +321,52 @@ class Adapters:
 class Stream(Iterator[Chunk]):
     """Chunks of one request. Close it, or leave its `with` block, to end the request early."""
 
-    def __init__(self, call: Call[Chunk], rpc: Any) -> None:
+    def __init__(self, call: Call[Chunk], start: Callable[[Call[Chunk]], Any]) -> None:
         self._call = call
-        self._rpc = rpc  # gRPC's iterator, which also cancels
-        self._is_closed = False
+        self._start = start
+        self._rpc = start(call)  # gRPC's iterator, which also cancels
+        self._has_begun = False
+        self._closing = threading.Event()
 
     @property
     def request_id(self) -> str:
         return self._call.request_id or ""
 
+    def __repr__(self) -> str:
+        return f"Stream(request_id={self.request_id!r})"
+
     def __next__(self) -> Chunk:
-        if self._is_closed:
-            raise StopIteration
+        while not self._closing.is_set():
+            try:
+                raw: bytes = next(self._rpc)
+            except StopIteration:
+                self._closing.set()
+                self._call.ended()
+                raise
+            except grpc.RpcError as error:
+                self._go_on_after(error)
+            else:
+                self._has_begun = True
+                return self._call.read(raw)
+        raise StopIteration
+
+    def _go_on_after(self, error: grpc.RpcError) -> None:
+        """Starts the next try, where there is one and the stream was not closed meanwhile by another thread."""
+        if self._closing.is_set():
+            return
         try:
-            raw: bytes = next(self._rpc)
-        except StopIteration:
-            self._is_closed = True
+            wait_s, call = self._call.after(error, may_retry=not self._has_begun)
+        except BaseException:
+            self._closing.set()
             raise
-        except grpc.RpcError as error:
-            if self._is_closed:  # by another thread, during the wait
-                raise StopIteration from None
-            self._is_closed = True
-            raise self._call.error(error) from error
-        return self._call.read(raw)
+        if not self._closing.wait(wait_s):
+            self._call, self._rpc = call, self._start(call)
 
     def close(self) -> None:
         """Cancels the request where it is not done. Closing twice is fine."""
-        self._is_closed = True
+        if not self._closing.is_set():
+            self._closing.set()
+            self._call.ended()
         self._rpc.cancel()
 
     def __enter__(self) -> Stream:

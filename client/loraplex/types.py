@@ -5,12 +5,14 @@ Optional fields of an answer are None, and counts are 0, where the server did no
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
 from typing import Any, Literal, Required, TypedDict
 
 from loraplex_contracts.adapters import AdapterState, AdapterTier, check_hub_token
-from loraplex_contracts.errors import InvalidArgument
+from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_contracts.request import FinishReason, TokenLogprob
 from loraplex_contracts.request import TopLogprob as TopLogprob
 
@@ -178,6 +180,7 @@ class ChatOptions(CallOptions, total=False):
     tools: Sequence[Mapping[str, Any]] | None
     """Tools in the form that the model's template wants, most often OpenAI's."""
     documents: Sequence[Mapping[str, Any]] | None
+    """Documents that the template puts in front of the chat, in the form that it wants."""
     template_kwargs: Mapping[str, Any] | None
     """The template's own arguments, such as `{"enable_thinking": False}`."""
     chat_template: str | None
@@ -221,6 +224,7 @@ class GenerateOptions(ChatOptions, total=False):
     stop: str | Sequence[str] | None
     """The text ends before the first of these strings."""
     stop_token_ids: Sequence[int] | None
+    """The text ends with the first of these tokens."""
     ignore_eos: bool | None
     """Continue past the model's end-of-sequence tokens."""
     include_stop: bool | None
@@ -251,9 +255,11 @@ class GenerateOptions(ChatOptions, total=False):
     top_logprobs: int | None
     """Number of alternatives at each position."""
     prompt_logprobs: bool | None
+    """Log probability of each token of the prompt."""
     echo: bool | None
     """Put the prompt before the text."""
     omit_token_ids: bool | None
+    """Leave the token ids out of the answer."""
     prompt_tokens: bool | None
     """The prompt's tokens in the answer, with their log probabilities where `prompt_logprobs` is set."""
     keep_special_tokens: bool | None
@@ -276,7 +282,75 @@ class GenerateOptions(ChatOptions, total=False):
     """Separates the prefix cache: only requests with the same salt share prompts."""
 
 
+@dataclass(frozen=True, slots=True)
+class CallRecord:
+    """One try of a call that has ended: the argument of a client's `on_call`."""
+
+    method: str  # "Generate"
+    target: str  # the server's address
+    request_id: str
+    adapter_id: str
+    duration_s: float
+    num_retries: int  # tries before this one
+    error: LoraplexError | None  # None: it went well, or its stream was closed here
+    retry_in_s: float | None  # until the next try; None: this was the last
+
+    def __str__(self) -> str:
+        how = "ok" if self.error is None else f"{self.error.reason}: {self.error.message}"
+        then = "" if self.retry_in_s is None else f"; next try in {self.retry_in_s:.2f} s"
+        named = "".join(f" {name}={value}" for name in ("adapter_id", "request_id") if (value := getattr(self, name)))
+        return f"{self.method} at {self.target}{named} took {self.duration_s:.3f} s: {how}{then}"
+
+
 # --- answers --------------------------------------------------------------------------------------------------------
+
+
+class Answer:
+    """A server's answer: short in a repr, whole in `to_dict`."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as values that `json.dumps` takes: lists, dicts, strings, numbers; bytes as numbers."""
+        given: Any = self
+        return {one.name: _plain(getattr(self, one.name)) for one in fields(given)}
+
+    def __repr__(self) -> str:
+        """Fields that say something, long values cut."""
+        given: Any = self
+        said = ((one.name, one.default, getattr(self, one.name)) for one in fields(given))
+        shown = [
+            f"{name}={_SHORT.repr(value)}" for name, default, value in said if value not in (default, (), "", None)
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, (tuple, list, bytes)):
+        return [_plain(one) for one in value]
+    return value.value if isinstance(value, Enum) else value
+
+
+class _Shortening(reprlib.Repr):
+    """Values as they are read at a prompt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 80
+        self.maxtuple = 4
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        return repr(x) if isinstance(x, Answer) else super().repr_instance(x, level)
+
+    def repr_FinishReason(self, x: Any, level: int) -> str:  # noqa: N802, reprlib's naming
+        return repr(str(x))
+
+
+_SHORT = _Shortening()
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,8 +367,8 @@ class ProposerUsage:
         return _share(self.accepted_tokens, self.drafted_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+@dataclass(frozen=True, slots=True, repr=False)
+class Usage(Answer):
     """Token counts of an answer."""
 
     prompt_tokens: int = 0
@@ -321,8 +395,8 @@ def _share(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
-@dataclass(frozen=True, slots=True)
-class Timings:
+@dataclass(frozen=True, slots=True, repr=False)
+class Timings(Answer):
     """Times in seconds, measured by the worker."""
 
     queue_s: float = 0.0
@@ -361,8 +435,8 @@ class ChatDelta:
     tool_call: ToolCallDelta | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+@dataclass(frozen=True, slots=True, repr=False)
+class Completion(Answer):
     """One text of a generation."""
 
     index: int
@@ -376,8 +450,8 @@ class Completion:
     message: Message | None = field(default=None, hash=False)  # with `parse_chat`; can go on in `messages` as it is
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
+@dataclass(frozen=True, slots=True, repr=False)
+class Generation(Answer):
     """The answer of `generate`."""
 
     completions: tuple[Completion, ...]
@@ -405,8 +479,8 @@ class Generation:
         return self.completions[0].finish_reason
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+@dataclass(frozen=True, slots=True, repr=False)
+class Chunk(Answer):
     """New tokens of one completion of a stream. Its last chunk has a finish reason, usage and timings."""
 
     index: int
@@ -430,8 +504,8 @@ class Chunk:
     message: Message | None = field(default=None, hash=False)  # likewise, whole, on the last chunk of a completion
 
 
-@dataclass(frozen=True, slots=True)
-class Embeddings:
+@dataclass(frozen=True, slots=True, repr=False)
+class Embeddings(Answer):
     """The answer of `embed`: a vector for each input."""
 
     vectors: tuple[tuple[float, ...], ...]
@@ -456,8 +530,8 @@ class Classification:
     ends: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Classifications:
+@dataclass(frozen=True, slots=True, repr=False)
+class Classifications(Answer):
     """The answer of `classify`."""
 
     labels: tuple[str, ...]
@@ -474,8 +548,8 @@ class Classifications:
         return tuple(self.labels[max(range(len(one.rows[0])), key=one.rows[0].__getitem__)] for one in self.inputs)
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
+@dataclass(frozen=True, slots=True, repr=False)
+class Scores(Answer):
     """The answer of `score`: one for each document, in their order."""
 
     scores: tuple[float, ...]
@@ -485,8 +559,8 @@ class Scores:
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Tokenization:
+@dataclass(frozen=True, slots=True, repr=False)
+class Tokenization(Answer):
     """The answer of `tokenize`."""
 
     token_ids: tuple[int, ...]
@@ -505,8 +579,8 @@ class SpecialToken:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerInfo:
+@dataclass(frozen=True, slots=True, repr=False)
+class TokenizerInfo(Answer):
     """The answer of `tokenizer_info`. Tokens are None where the base model's tokenizer has none."""
 
     bos: SpecialToken | None
@@ -517,8 +591,8 @@ class TokenizerInfo:
     chat_template: str  # in Jinja; empty: there is none
 
 
-@dataclass(frozen=True, slots=True)
-class Adapter:
+@dataclass(frozen=True, slots=True, repr=False)
+class Adapter(Answer):
     """State of an adapter on one worker."""
 
     adapter_id: str
@@ -543,8 +617,8 @@ class Adapter:
     last_error_reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
+@dataclass(frozen=True, slots=True, repr=False)
+class ServerInfo(Answer):
     """Description of a router or worker."""
 
     model_id: str
@@ -566,3 +640,79 @@ class ServerInfo:
     tasks: tuple[str, ...] = ()  # such as "generate"
     kv_block_tokens: int = 0
     max_device_adapters: int = 0  # on the device at the same time
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """Tokens, requests and latencies that a router relayed in its last minute, of one worker or of all."""
+
+    window_s: float  # shorter after a start
+    tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
+    requests: int  # that ended, whatever the way
+    failed_requests: int
+    time_to_first_p50_s: float  # to the first message of streams; 0 where there were none
+    time_to_first_p99_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A worker as a router sees it."""
+
+    worker_id: str
+    state: str  # "serving", "starting", "draining", "stalled", "leaving" or "unreachable"
+    error: str  # why it does not take requests
+    running_requests: int
+    queued_requests: int
+    max_running_requests: int
+    pending_tokens: int
+    total_kv_blocks: int
+    free_kv_blocks: int
+    requests_in_flight: int  # of the router, at this worker
+    adapters: int
+    device_adapters: int
+    max_device_adapters: int
+    activity: Activity
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPlaces:
+    """An adapter on the workers of a router."""
+
+    adapter_id: str
+    tiers: tuple[int, ...]  # of each worker: 2 disk, 3 host, 4 device, 0 not there
+    work_tokens: int  # of requests that the router has under way
+    waiting: bool  # requests or a load wait for a worker to fetch it
+
+
+@dataclass(frozen=True, slots=True)
+class FailedCall:
+    """A call that ended with an error at a router."""
+
+    age_s: float
+    method: str
+    code: str
+    reason: str
+    message: str
+    request_id: str
+    tenant: str
+    worker_id: str  # that said it; empty where the router did
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RouterStatus(Answer):
+    """A router with its workers, the places of adapters, its last minute and its last errors."""
+
+    router_id: str
+    version: str
+    model_id: str
+    uptime_s: float
+    draining: bool
+    requests_in_flight: int
+    workers: tuple[WorkerStatus, ...]
+    adapters: tuple[AdapterPlaces, ...]
+    total_adapters: int
+    activity: Activity
+    tokens_by_second: tuple[int, ...]  # the oldest first
+    errors: tuple[FailedCall, ...]  # the newest first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,12 +27,23 @@ adapters = typer.Typer(
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The adapter's name, as in requests.")]
 
 
+def check_state(state: str | None) -> None:
+    """Raises InvalidArgument for a state that there is not, with the one that it may stand for."""
+    if state is None or state in ADAPTER_STATES:
+        return
+    near = difflib.get_close_matches(state, ADAPTER_STATES, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(ADAPTER_STATES)}"
+    raise InvalidArgument(f"--state: there is no state {state!a}; {hint}", field="--state")
+
+
 @adapters.command("list")
 @with_flags
 def list_(
     *,
     server: ServerOption = DEFAULT_SERVER,
-    show_all: Annotated[bool, typer.Option("--all", help="Also those that were never loaded.")] = False,
+    show_all: Annotated[
+        bool, typer.Option("--all/--loaded", help="Also those that were never loaded, or only those that are.")
+    ] = True,
     prefix: Annotated[str, typer.Option(help="Only names that begin so.")] = "",
     state: Annotated[
         str | None, typer.Option(help=f"Only those in this state: {', '.join(ADAPTER_STATES)}.", show_default=False)
@@ -39,7 +51,8 @@ def list_(
     as_json: JsonOption = False,
     connection: Connection,
 ) -> None:
-    """List the adapters that a server has loaded."""
+    """List the adapters that a server has or could load, with their states and last errors."""
+    check_state(state)
     with connection.client(server) as client:
         rows = client.adapters.list(include_unloaded=show_all, prefix=prefix, state=cast("AdapterState | None", state))
         _show(rows, as_json=as_json)

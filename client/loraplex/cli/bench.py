@@ -59,7 +59,7 @@ def bench(
     if prompts is not None:
         load = replace(load, texts=_read_prompts(prompts))
     session = Session(load, selection, options_of(wanted, drafting))
-    client = connection.async_client(server)
+    client = replace(connection, retries=0).async_client(server)  # a refusal is what is measured
     was_interrupted = False
     try:
         with terminal.progress(f"{load.rate:g} requests/s to {server}"):
@@ -75,7 +75,7 @@ def bench(
         _print(summary)
     if was_interrupted:
         raise KeyboardInterrupt
-    if not summary.completed:
+    if summary.failed or not summary.completed:
         raise typer.Exit(1)
 
 

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Annotated, Any, cast
 
 import typer
 
-from loraplex import Chunk, Client, GenerateOptions, Generation, Grammar, Hub, InvalidArgument, Timings, Usage
+from loraplex import (
+    Chunk,
+    Client,
+    GenerateOptions,
+    Generation,
+    Grammar,
+    Hub,
+    InvalidArgument,
+    Merge,
+    Message,
+    Timings,
+    Usage,
+)
 from loraplex.cli import terminal
 from loraplex.cli.options import (
     DEFAULT_SERVER,
@@ -21,9 +33,16 @@ from loraplex.cli.options import (
     Sampling,
     ServerOption,
     options_of,
+    parse_ids,
     parse_members,
+    parse_tool_choice,
+    read_json,
+    read_text,
 )
 from loraplex_runtime.flags import option, with_flags
+
+_parse_stop_ids = partial(parse_ids, flag="--stop-token-ids")
+_chatting = partial(option, panel="Chat")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +67,107 @@ class Wanted:
         "Shorten the prompt to its last so many tokens; 0: to what the context has room for.",
         "--truncate-prompt",
     )
+    min_tokens: int | None = option(None, "Write this many tokens at least.", "--min-tokens")
+    stop_token_ids: Any = option(
+        None, "End with one of these tokens.", "--stop-token-ids", metavar="ID,...", parse=_parse_stop_ids
+    )
+    include_stop: bool = option(False, "Keep the string of --stop that ended the text.", "--include-stop")
+    keep_special_tokens: bool = option(False, "Show special tokens in the text.", "--keep-special-tokens")
+    omit_special_tokens: bool = option(
+        False, "Send the prompt without the tokenizer's own special tokens.", "--omit-special-tokens"
+    )
+    echo: bool = option(False, "Put the prompt before the text.", "--echo")
     n: int = option(1, "How many answers to the same prompt.", "-n")
+    priority: int | None = option(None, "Higher is served first, -100 to 100.", "--priority")
+    request_id: str = option("", "Name of the request, in the server's log too. Default: a random one.", "--request-id")
+    cache_salt: str = option("", "Share cached prompts only with requests of the same salt.", "--cache-salt")
     logprobs: bool = option(False, "With --json: log probability of each token.", "--logprobs")
+    top_logprobs: int | None = option(
+        None, "With --logprobs: so many alternatives at each position, 20 at most.", "--top-logprobs"
+    )
+    prompt_logprobs: bool = option(
+        False, "With --json: log probability of each token of the prompt.", "--prompt-logprobs"
+    )
+    prompt_tokens: bool = option(False, "With --json: the prompt's tokens.", "--prompt-tokens")
+    token_bytes: bool = option(False, "With --json: the bytes of each token.", "--token-bytes")
+    omit_token_ids: bool = option(False, "With --json: leave the token ids out.", "--omit-token-ids")
 
     def __post_init__(self) -> None:
         if self.n < 1:
             raise InvalidArgument("-n must be at least 1", field="-n")
+
+
+@dataclass(frozen=True, slots=True)
+class Chatting:
+    """Options of a chat, under their names in the SDK."""
+
+    messages: Any = _chatting(
+        None,
+        "JSON file with the conversation so far, a list of messages as in OpenAI's API; `-` is standard input. A "
+        "prompt becomes its next message.",
+        "--messages",
+        metavar="FILE",
+        parse=partial(read_json, flag="--messages"),
+    )
+    tools: Any = _chatting(
+        None, "JSON file with the tools.", "--tools", metavar="FILE", parse=partial(read_json, flag="--tools")
+    )
+    tool_choice: Any = _chatting(
+        None,
+        "none, auto, required, or the name of the tool to call.",
+        "--tool-choice",
+        metavar="CHOICE",
+        parse=parse_tool_choice,
+    )
+    documents: Any = _chatting(
+        None,
+        "JSON file with documents for the template.",
+        "--documents",
+        metavar="FILE",
+        parse=partial(read_json, flag="--documents"),
+    )
+    template_kwargs: Any = _chatting(
+        None,
+        "JSON file with the template's own arguments.",
+        "--template-kwargs",
+        metavar="FILE",
+        parse=partial(read_json, flag="--template-kwargs"),
+    )
+    chat_template: Any = _chatting(
+        None,
+        "File with a template (Jinja) in the place of the model's.",
+        "--chat-template",
+        metavar="FILE",
+        parse=partial(read_text, flag="--chat-template"),
+    )
+    one_tool_call: bool = _chatting(False, "Call one tool at most.", "--one-tool-call")
+    parse_chat: bool = _chatting(
+        False, "With --json: the answer as a message, with reasoning and tool calls apart.", "--parse-chat"
+    )
+    continue_final_message: bool = _chatting(
+        False, "Go on from the end of the last message.", "--continue-final-message"
+    )
+    omit_generation_prompt: bool = _chatting(False, "Do not open the assistant's turn.", "--omit-generation-prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class Merging:
+    """How the adapters of --adapters become one."""
+
+    strategy: str = option(
+        "", "Merge them into one: linear, ties, dare_linear, dare_ties or magnitude_prune.", "--merge"
+    )
+    density: float | None = option(None, "With --merge: share of values that are kept.", "--merge-density")
+    majority_sign: str | None = option(None, "With --merge ties: total or frequency.", "--merge-majority-sign")
+    merge_seed: int | None = option(None, "With --merge dare_*: seed of what is dropped.", "--merge-seed")
+
+    def merge(self) -> Merge | None:
+        """Raises InvalidArgument for parameters without a strategy."""
+        if self.strategy:
+            return Merge(self.strategy, self.density, self.majority_sign, self.merge_seed)
+        if any(one is not None for one in (self.density, self.majority_sign, self.merge_seed)):
+            raise InvalidArgument("--merge-density, --merge-majority-sign and --merge-seed need --merge", field="merge")
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,31 +192,48 @@ class Form:
     regex: str = option("", "Write a text that matches this regular expression.", "--regex")
     choice: tuple[str, ...] = option((), "Write one of these texts. May be given several times.", "--choice")
     lark: str = option("", "Write a text of the Lark grammar in this file.", "--lark")
+    gbnf: str = option("", "Write a text of the GBNF grammar in this file.", "--gbnf")
+    structural_tag: str = option("", "Write a text of the structural tag in this JSON file.", "--structural-tag")
+    compact: bool = option(False, "With JSON: no spaces between its parts.", "--compact")
 
     def grammar(self) -> Grammar | None:
         """Raises InvalidArgument for more than one, or for a file that cannot be read."""
-        said = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name)}
+        said: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name)}
+        compact = said.pop("compact", False)
         if len(said) > 1:
             flags = " and ".join(f"--{name.replace('_', '-')}" for name in said)
             raise InvalidArgument(f"a text has one form; give one of {flags}", field="grammar")
-        for name in said.keys() & {"json_schema", "lark"}:
-            try:
-                said[name] = Path(said[name]).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                flag = f"--{name.replace('_', '-')}"
-                raise InvalidArgument(f"the file of {flag} cannot be read: {error}", field=flag) from error
-        return Grammar(**said) if said else None
+        for name in said.keys() & {"json_schema", "lark", "gbnf", "structural_tag"}:
+            said[name] = read_text(said[name], flag=f"--{name.replace('_', '-')}")
+        return Grammar(**said, compact=compact) if said else None
 
 
 @with_flags
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to go on from; `-` reads it from standard input.")],
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            help="The text to go on from; `-` reads it from standard input. May be left out beside --messages and "
+            "--token-ids.",
+            show_default=False,
+        ),
+    ] = None,
     *,
     server: ServerOption = DEFAULT_SERVER,
     wanted: Wanted,
     from_hub: FromHub,
-    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message in a chat.")] = False,
-    system: Annotated[str | None, typer.Option(help="System message in front of it. Implies --chat.")] = None,
+    token_ids: Annotated[
+        str | None, typer.Option(metavar="ID,...", help="The prompt as token ids, instead of text.")
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Send the prompt as a user's message in a chat.", rich_help_panel="Chat"),
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(help="System message in front of it. Implies --chat.", rich_help_panel="Chat")
+    ] = None,
+    chatting: Chatting,
+    merging: Merging,
     stream: Annotated[
         bool | None, typer.Option("--stream/--no-stream", help="Print as it is made. Default: on a terminal.")
     ] = None,
@@ -120,18 +251,27 @@ def generate(
     is_stream = stream if stream is not None else terminal.is_terminal() and not as_json and wanted.n == 1
     if is_stream and wanted.n > 1 and not as_json:
         raise InvalidArgument("--stream prints one answer only; take -n 1, or add --json", field="--stream")
-    if wanted.logprobs and not as_json:
-        raise InvalidArgument("--logprobs has nowhere to go; add --json", field="--logprobs")
-    text: str | None = _read(prompt)
-    options = options_of(wanted, sampling, drafting)
+    for name in ("logprobs", "prompt_logprobs", "prompt_tokens", "token_bytes"):
+        if getattr(wanted, name) and not as_json:
+            flag = f"--{name.replace('_', '-')}"
+            raise InvalidArgument(f"{flag} has nowhere to go; add --json", field=flag)
+    text = None if prompt is None else _read(prompt)
+    options = options_of(wanted, chatting, sampling, drafting)
+    if options.pop("one_tool_call", False):  # type: ignore[typeddict-item]
+        options["parallel_tool_calls"] = False
+    if token_ids is not None:
+        options["token_ids"] = parse_ids(token_ids, flag="--token-ids")
+    if (merge := merging.merge()) is not None:
+        options["merge"] = merge
     if (hub := from_hub.hub()) is not None:
         options["hub"] = hub
     if (grammar := form.grammar()) is not None:
         options["grammar"] = grammar
-    if chat or system is not None:
-        before = [] if system is None else [("system", system)]
-        options["messages"] = [{"role": role, "content": said} for role, said in (*before, ("user", text))]
+    if chat or system is not None or "messages" in options:
+        options["messages"] = _conversation(system, options.get("messages", ()), text)
         text = None
+    elif text is None and token_ids is None:
+        raise InvalidArgument("give a PROMPT, --messages or --token-ids", field="prompt")
     with connection.client(server) as client:
         if is_stream:
             _stream(client, text, options, as_json=as_json)
@@ -139,14 +279,17 @@ def generate(
             _whole(client.generate(text, **options), as_json=as_json)
 
 
+def _conversation(system: str | None, messages: Any, text: str | None) -> list[Message]:
+    """Raises InvalidArgument for a file that has no list."""
+    if not isinstance(messages, (list, tuple)):
+        raise InvalidArgument("the file of --messages must have a list of messages", field="--messages")
+    said: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    said += cast("Sequence[Message]", messages)
+    return said if text is None else [*said, {"role": "user", "content": text}]
+
+
 def _read(prompt: str) -> str:
-    if prompt != "-":
-        return prompt
-    try:
-        text = sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise InvalidArgument("standard input is not text in UTF-8", field="prompt") from error
-    return text.removesuffix("\n")  # as the shell's $(...) does
+    return prompt if prompt != "-" else read_text("-", flag="prompt").removesuffix("\n")  # as the shell's $(...) does
 
 
 def _stream(client: Client, prompt: str | None, options: GenerateOptions, *, as_json: bool) -> None:
@@ -155,7 +298,7 @@ def _stream(client: Client, prompt: str | None, options: GenerateOptions, *, as_
         with client.stream(prompt, **options) as chunks:
             for chunk in chunks:
                 if as_json:
-                    terminal.write_json(asdict(chunk), is_line=True)
+                    terminal.write_json(chunk.to_dict(), is_line=True)
                 else:
                     terminal.write(chunk.text)
                 last = chunk
@@ -169,7 +312,7 @@ def _stream(client: Client, prompt: str | None, options: GenerateOptions, *, as_
 
 def _whole(answer: Generation, *, as_json: bool) -> None:
     if as_json:
-        terminal.write_json(asdict(answer))
+        terminal.write_json(answer.to_dict())
         return
     for completion in answer.completions:
         if len(answer.completions) > 1:
@@ -179,14 +322,19 @@ def _whole(answer: Generation, *, as_json: bool) -> None:
 
 
 def _remark(usage: Usage, timings: Timings, answer: Generation | Chunk) -> None:
+    for sentence in summary_of(usage, timings, answer):
+        terminal.remark(sentence)
+
+
+def summary_of(usage: Usage, timings: Timings, answer: Generation | Chunk) -> tuple[str, ...]:
+    """How long it took and how it ended; with draft tokens, what became of them."""
     speed = usage.completion_tokens / timings.total_s if timings.total_s > 0 else 0.0
-    terminal.remark(
+    text = (
         f"{usage.completion_tokens} tokens in {timings.total_s:.2f} s ({speed:.0f}/s), first after "
         f"{timings.time_to_first_token_s:.2f} s, ended by {answer.finish_reason or ''}, request {answer.request_id}"
         + ("" if answer.seed is None else f", seed {answer.seed}")
     )
-    if usage.drafted_tokens:
-        terminal.remark(_drafts(usage))
+    return (text, _drafts(usage)) if usage.drafted_tokens else (text,)
 
 
 def _drafts(usage: Usage) -> str:

@@ -1,12 +1,13 @@
 """Health check for containers: `python -m loraplex.cli.healthcheck HOST:PORT [SERVICE]`.
 
-Exits with 0 when the server answers SERVING. Encodes grpc.health.v1 by hand (two bytes), so that images need no package
-for it.
+Says what it found on one line, and exits with 0 when the server answers SERVING. Encodes grpc.health.v1 by hand (two
+bytes), so that images need no package for it.
 """
 
 from __future__ import annotations
 
 import sys
+from typing import Any, Final, cast
 
 import grpc
 
@@ -14,18 +15,41 @@ CHECK = "/grpc.health.v1.Health/Check"
 SERVING = b"\x08\x01"  # HealthCheckResponse{status: SERVING}
 READY_SERVICE = "loraplex.v1.InferenceService"
 
+_STATUSES: Final = {SERVING: "SERVING", b"\x08\x02": "NOT_SERVING", b"\x08\x03": "SERVICE_UNKNOWN", b"": "UNKNOWN"}
 
-def is_serving(address: str, service: str = READY_SERVICE, *, timeout_s: float = 4.0) -> bool:
-    """True if the server at `address` answers that `service` is serving."""
+
+def health_of(address: str, service: str = READY_SERVICE, *, timeout_s: float = 4.0) -> str:
+    """SERVING, another status of the health protocol, or why there is none."""
     name = service.encode()
     request = b"\x0a" + bytes([len(name)]) + name if name else b""
     with grpc.insecure_channel(address) as channel:
         check = channel.unary_unary(CHECK, request_serializer=bytes, response_deserializer=bytes)
         try:
-            return check(request, timeout=timeout_s) == SERVING
-        except grpc.RpcError:
-            return False
+            return _STATUSES.get(check(request, timeout=timeout_s), "an answer that is none of the health protocol")
+        except grpc.RpcError as error:
+            call: Any = cast("Any", error)
+            match call.code():
+                case grpc.StatusCode.DEADLINE_EXCEEDED:
+                    return f"no answer within {timeout_s:g} s"
+                case grpc.StatusCode.NOT_FOUND:
+                    return "the server does not know this service"
+                case grpc.StatusCode.UNIMPLEMENTED:
+                    return "the server has no health service"
+                case grpc.StatusCode.UNAVAILABLE:
+                    return "no server can be reached, or it wants TLS, which this check does not speak"
+                case code:
+                    return f"the call ended with {code.name}"
+
+
+def main(address: str, service: str = READY_SERVICE) -> int:
+    """Prints what was found; 0 where it is SERVING, else 1."""
+    found = health_of(address, service)
+    is_serving = found == _STATUSES[SERVING]
+    print(f"{service or 'the server'} at {address}: {found}", file=sys.stdout if is_serving else sys.stderr)
+    return 0 if is_serving else 1
 
 
 if __name__ == "__main__":
-    sys.exit(0 if is_serving(*sys.argv[1:3]) else 1)
+    if not 2 <= len(sys.argv) <= 3:
+        sys.exit("usage: python -m loraplex.cli.healthcheck HOST:PORT [SERVICE]")
+    sys.exit(main(*sys.argv[1:]))

@@ -18,7 +18,8 @@ import typer
 
 import loraplex_proto
 from loraplex.cli.terminal import complain
-from loraplex_contracts.errors import LoraplexError
+from loraplex.config import quiet_grpc
+from loraplex_contracts.errors import LoraplexError, Unauthenticated
 
 GROUP: Final = "loraplex.commands"
 
@@ -44,7 +45,9 @@ _STORAGE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROF
 KNOWN: Final[dict[str, Known]] = {
     "serve": Known("loraplex_server.cli.serve:serve", "Serve a model on this machine: a router and its workers."),
     "generate": Known("loraplex.cli.generate:generate", "Send a prompt to a server and print what it writes."),
+    "chat": Known("loraplex.cli.chat:chat", "Talk with a model line by line, and switch adapters in between."),
     "adapters": Known("loraplex.cli.adapters:adapters", "List, load, unload and verify adapters."),
+    "top": Known("loraplex.cli.top:top", "Watch a router: workers, places of adapters, tokens/s, errors."),
     "demo": Known("loraplex_demo.cli:demo", "See it work: a small model, its adapters, one mixed batch."),
     "train-medusa": Known(
         "loraplex_training.cli:train_medusa", "Train Medusa heads, which make a model or adapter faster."
@@ -53,6 +56,9 @@ KNOWN: Final[dict[str, Known]] = {
     "doctor": Known("loraplex.cli.doctor:doctor", "Show what is installed and what this machine can run."),
     "worker": Known("loraplex_server.cli.worker:worker", "Start one worker: the model behind gRPC, without a router."),
     "router": Known("loraplex_router.cli:router", "Start a router in front of workers that run already."),
+    "up": Known("loraplex_fleet.cli:up", "Start a fleet on Ray from a file, or change it: workers and routers."),
+    "down": Known("loraplex_fleet.cli:down", "End a fleet, once its requests have ended."),
+    "status": Known("loraplex_fleet.cli:status", "Show a fleet: what runs where, what waits and why."),
     "http": Known("loraplex_router.cli:http", "Serve HTTP in a process of its own, in front of a server that runs."),
 }
 
@@ -62,6 +68,7 @@ EXTRAS: Final[dict[str, str]] = {
     "loraplex_training": "server",
     "loraplex_demo": "server",
     "loraplex_router": "router",
+    "loraplex_fleet": "ray",
 }
 
 
@@ -73,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 still gets the rest of the text
     commands = find_commands()
     wanted = arguments[0] if arguments and arguments[0] in commands else None
+    if wanted is not None and commands[wanted].module.startswith("loraplex.cli"):
+        quiet_grpc()  # errors are one sentence each
     try:
         build_app(commands, wanted)(args=arguments, prog_name="loraplex")
     except SystemExit as end:
@@ -80,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except LoraplexError as error:
-        complain(error.message)
+        complain(_sentence(error))
         return error.exit_code
     except OSError as error:
         if error.errno not in _STORAGE and error.filename is None:
@@ -94,6 +103,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(_missing(commands[wanted], missing))
         return 1
     return 0
+
+
+def _sentence(error: LoraplexError) -> str:
+    """The error's message, with the flag that mends it."""
+    if isinstance(error, Unauthenticated):
+        return f"{error.message}; give a token that the server knows, with LORAPLEX_TOKEN or --token"
+    return error.message
 
 
 def find_commands() -> dict[str, EntryPoint]:

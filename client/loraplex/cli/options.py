@@ -6,6 +6,8 @@ Fields of a request carry the names of the SDK's options, so `options_of` transl
 from __future__ import annotations
 
 import builtins
+import json
+import sys
 from collections import abc
 from dataclasses import dataclass, fields, make_dataclass
 from functools import partial
@@ -14,7 +16,20 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin, ge
 
 import typer
 
-from loraplex import AnySpeculation, AsyncClient, Client, DraftModel, GenerateOptions, InvalidArgument, Medusa, Tls
+from loraplex import (
+    AnySpeculation,
+    AsyncClient,
+    CallRecord,
+    Client,
+    DraftModel,
+    GenerateOptions,
+    InvalidArgument,
+    Medusa,
+    Tls,
+)
+from loraplex.cli import terminal
+from loraplex.config import DEFAULT_SERVER as DEFAULT_SERVER
+from loraplex.config import RETRIES_VARIABLE, SERVER_VARIABLE, TOKEN_VARIABLE
 from loraplex_contracts.mixtures import DEFAULT_WEIGHT
 from loraplex_contracts.sampling import SAMPLING_OPTIONS
 from loraplex_runtime.flags import option
@@ -23,9 +38,7 @@ _connection = partial(option, panel="Connection")
 _sampling = partial(option, panel="Sampling")
 _drafting = partial(option, panel="Speculation: the same text, sooner")
 
-_ADDRESS_VARIABLE = "LORAPLEX_SERVER"
-
-DEFAULT_SERVER = "localhost:50051"
+_ADDRESS_VARIABLE = SERVER_VARIABLE
 
 ServerOption = Annotated[
     str,
@@ -60,13 +73,27 @@ class Connection:
         "Token, where the server asks for one. Better in the environment than on the command line, where others on "
         "this machine can read it.",
         "--token",
-        env="LORAPLEX_TOKEN",
+        env=TOKEN_VARIABLE,
     )
     timeout_s: float = _connection(120.0, "Give up after this many seconds; 0 waits for ever.", "--timeout")
     tls: bool = _connection(False, "Encrypt the connection.", "--tls")
     ca_cert: Path | None = _connection(
         None, "File with the certificate that the server's is checked against. Implies --tls.", "--ca-cert"
     )
+    tls_name: str = _connection(
+        "", "Name in the server's certificate, where it is not the address. Implies --tls.", "--tls-name"
+    )
+    client_cert: Path | None = _connection(
+        None, "File with this side's certificate, where the server asks for one. Needs --client-key.", "--client-cert"
+    )
+    client_key: Path | None = _connection(None, "File with the key of --client-cert.", "--client-key")
+    retries: int | None = _connection(
+        None,
+        "Send a request again so often where the server is away or full. Default: 3.",
+        "--retries",
+        env=RETRIES_VARIABLE,
+    )
+    connect_timeout_s: float = _connection(10.0, "Seconds that an attempt to connect may take.", "--connect-timeout")
 
     def __post_init__(self) -> None:
         if not self.timeout_s >= 0:  # NaN too
@@ -74,19 +101,41 @@ class Connection:
 
     def client(self, server: str) -> Client:
         """Raises InvalidArgument."""
-        return Client(server, token=self.token or None, timeout_s=self.timeout_s or None, tls=self._certificates())
+        return Client(server, **self._settings(), on_call=_tell_of_retry)
 
     def async_client(self, server: str) -> AsyncClient:
         """Raises InvalidArgument."""
-        return AsyncClient(server, token=self.token or None, timeout_s=self.timeout_s or None, tls=self._certificates())
+        return AsyncClient(server, **self._settings())
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "token": self.token or "",
+            "timeout_s": self.timeout_s or None,
+            "tls": self._certificates(),
+            "retries": self.retries,
+            "connect_timeout_s": self.connect_timeout_s,
+        }
 
     def _certificates(self) -> bool | Tls:
-        if self.ca_cert is None:
+        files = (self.ca_cert, self.client_key, self.client_cert)
+        if not any((*files, self.tls_name)):
             return self.tls
-        try:
-            return Tls(root_certificates=self.ca_cert.read_bytes())
-        except OSError as error:
-            raise InvalidArgument(f"cannot read {self.ca_cert}: {error.strerror}", field="--ca-cert") from error
+        if (self.client_key is None) != (self.client_cert is None):
+            raise InvalidArgument("--client-cert and --client-key go together", field="--client-cert")
+        ca, key, certificate = (None if one is None else _read_bytes(one) for one in files)
+        return Tls(ca, key, certificate, self.tls_name or None)
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidArgument(f"cannot read {path}: {error.strerror}", field=str(path)) from error
+
+
+def _tell_of_retry(record: CallRecord) -> None:
+    if record.error is not None and record.retry_in_s is not None:
+        terminal.remark(f"{record.error.message}; next try in {record.retry_in_s:.1f} s")
 
 
 def parse_speculation(text: str) -> AnySpeculation:
@@ -134,14 +183,39 @@ def _sampling_flag(name: str) -> tuple[str, Any, Any]:
             parse = partial(_parse_pairs, flag=flag)
             return name, Any, _sampling(None, text, flag, metavar="ID:VALUE,...", parse=parse)
         case abc.Sequence:
-            return name, Any, _sampling(None, text, flag, metavar="ID,...", parse=partial(_parse_ids, flag=flag))
+            return name, Any, _sampling(None, text, flag, metavar="ID,...", parse=partial(parse_ids, flag=flag))
         case builtins.str:
             return name, tuple[str, ...], _sampling((), f"{text} May be given several times.", flag)
         case _:
             return name, kind | None, _sampling(None, text, flag)
 
 
-def _parse_ids(text: str, *, flag: str) -> tuple[int, ...]:
+def read_text(path: str, *, flag: str) -> str:
+    """The text of a file, or of standard input for `-`. Raises InvalidArgument."""
+    try:
+        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        where = "standard input" if path == "-" else f"the file of {flag}"
+        raise InvalidArgument(f"{where} is not text in UTF-8", field=flag) from error
+    except OSError as error:
+        raise InvalidArgument(f"the file of {flag} cannot be read: {error}", field=flag) from error
+
+
+def read_json(path: str, *, flag: str) -> Any:
+    """The value in a JSON file, or in standard input for `-`. Raises InvalidArgument."""
+    text = read_text(path, flag=flag)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise InvalidArgument(f"the file of {flag} is not JSON: {error}", field=flag) from error
+
+
+def parse_tool_choice(text: str) -> Any:
+    """A kind of choice, or the call of one tool."""
+    return text if text in ("none", "auto", "required") else {"function": {"name": text}}
+
+
+def parse_ids(text: str, *, flag: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:

@@ -38,9 +38,9 @@ def write_json(value: Any, *, is_line: bool = False) -> None:
 
 
 def write_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on a terminal; lines of tab-separated values elsewhere."""
+    """A table on a terminal; lines of tab-separated values elsewhere. Both begin with the columns' names."""
     if not is_terminal():
-        for row in rows:
+        for row in (columns, *rows):
             sys.stdout.write("\t".join(cell.replace("\t", " ").replace("\n", " ") for cell in row) + "\n")
         return
     from rich.console import Console  # late: most runs print no table

@@ -20,6 +20,8 @@ from loraplex_proto.v1 import (
     inference_pb2_grpc,
     pooling_pb2,
     pooling_pb2_grpc,
+    status_pb2,
+    status_pb2_grpc,
 )
 
 Context = Any
@@ -40,6 +42,7 @@ class Fake(
     inference_pb2_grpc.InferenceServiceServicer,
     adapter_pb2_grpc.AdapterServiceServicer,
     pooling_pb2_grpc.PoolingServiceServicer,
+    status_pb2_grpc.StatusServiceServicer,
 ):
     """What the tests set decides what comes back; what came in is in `seen`."""
 
@@ -52,6 +55,7 @@ class Fake(
     generate_response: Callable[[Any], inference_pb2.GenerateResponse] | None = None
     chunks: list[inference_pb2.GenerateStreamResponse] = field(default_factory=list)
     adapters: list[adapter_pb2.Adapter] = field(default_factory=list)
+    status: status_pb2.GetStatusResponse = field(default_factory=status_pb2.GetStatusResponse)
     max_page_size: int = 1000
     num_sent: int = 0
     arrived: threading.Event = field(default_factory=threading.Event)
@@ -179,6 +183,10 @@ class Fake(
         token = str(end) if end < len(rows) else ""
         return adapter_pb2.ListAdaptersResponse(adapters=rows[begin:end], next_page_token=token)
 
+    async def GetStatus(self, request: Any, context: Context) -> status_pb2.GetStatusResponse:
+        await self._arrived("GetStatus", request, context)
+        return self.status
+
 
 @pytest.fixture
 def fake() -> Iterator[Fake]:
@@ -192,6 +200,7 @@ def fake() -> Iterator[Fake]:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
         adapter_pb2_grpc.add_AdapterServiceServicer_to_server(servicer, server)
         pooling_pb2_grpc.add_PoolingServiceServicer_to_server(servicer, server)
+        status_pb2_grpc.add_StatusServiceServicer_to_server(servicer, server)
         servicer.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         return server

@@ -109,7 +109,6 @@ def test_keepalive_and_server_name() -> None:
     ("given", "field"),
     [
         ({"target": 5}, "target"),
-        ({"target": None}, "target"),
         ({"target": "host:1", "token": 5}, "token"),
         ({"target": "host:1", "timeout_s": "5"}, "timeout_s"),
         ({"target": "host:1", "tls": "yes"}, "tls"),

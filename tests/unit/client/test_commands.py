@@ -395,21 +395,26 @@ def test_on_a_terminal_the_summary_says_how_speculation_went(
 
 def test_adapters_list(fake: Any, make_adapter: Callable[..., Any], capsys: Capture) -> None:
     fake.adapters = [make_adapter(), make_adapter("bad", error="NaN in\nlayer 1", error_reason="NON_FINITE")]
-    assert main(["adapters", "list", "-s", fake.address, "--all"]) == 0
-    first, second = (line.split("\t") for line in capsys.readouterr().out.splitlines())
+    assert main(["adapters", "list", "-s", fake.address]) == 0
+    columns, first, second = (line.split("\t") for line in capsys.readouterr().out.splitlines())
+    assert columns[:4] == ["NAME", "KIND", "STATE", "TIER"]
     assert first[:4] == ["sql", "lora", "on_device", "device"]
     assert first[5] == "1.0 MiB"
     assert second[-1] == "NON_FINITE: NaN in layer 1"
     assert fake.seen[0].request.include_unloaded
+    assert main(["adapters", "list", "-s", fake.address, "--loaded"]) == 0
+    assert not fake.seen[1].request.include_unloaded
 
 
 def test_adapters_list_of_some(fake: Any, make_adapter: Callable[..., Any], capsys: Capture) -> None:
     fake.max_page_size = 1
     fake.adapters = [make_adapter("a"), make_adapter("b1"), make_adapter("b2")]
     assert main(["adapters", "list", "-s", fake.address, "--prefix", "b", "--state", "on_device"]) == 0
-    assert [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()] == ["b1", "b2"]
+    assert [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()] == ["NAME", "b1", "b2"]
     assert main(["adapters", "list", "-s", fake.address, "--state", "asleep"]) == 2
     assert "on_device" in capsys.readouterr().err
+    assert main(["adapters", "list", "-s", fake.address, "--state", "on_devise"]) == 2
+    assert "did you mean on_device?" in capsys.readouterr().err
 
 
 def test_adapters_as_json(fake: Any, make_adapter: Callable[..., Any], capsys: Capture) -> None:

@@ -61,7 +61,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"loraplex {loraplex.__version__}\n"
 
 
-@pytest.mark.parametrize("argv", [["nonsense"], ["generate"], ["--nonsense"], ["generate", "x", "--max-tokens", "a"]])
+@pytest.mark.parametrize(
+    "argv", [["nonsense"], ["generate", "a", "b"], ["--nonsense"], ["generate", "x", "--max-tokens", "a"]]
+)
 def test_a_wrong_command_line_is_2(argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(argv) == 2
     captured = capsys.readouterr()

@@ -77,7 +77,15 @@ def test_tls(tmp_path: Path) -> None:
         tls = loraplex.Tls(root_certificates=cert.read_bytes(), server_name="box")
         with loraplex.Client(f"127.0.0.1:{port}", tls=tls) as client, pytest.raises(loraplex.Unimplemented):
             client.info(timeout_s=10)  # it got through: a server without services says so
-        with loraplex.Client(f"127.0.0.1:{port}", tls=True) as client, pytest.raises(loraplex.Unavailable):
-            client.info(timeout_s=10)  # nobody vouches for that certificate
+        refused = pytest.raises(loraplex.ServerUnreachable, match=r"vouches for its certificate.*\(--ca-cert\)")
+        with loraplex.Client(f"127.0.0.1:{port}", tls=True) as client, refused:
+            client.info(timeout_s=10)
+        tls = loraplex.Tls(root_certificates=cert.read_bytes())
+        refused = pytest.raises(loraplex.ServerUnreachable, match=r"certificate has another name.*--tls-name")
+        with loraplex.Client(f"127.0.0.1:{port}", tls=tls) as client, refused:
+            client.info(timeout_s=10)
+        refused = pytest.raises(loraplex.ServerUnreachable, match="TLS")
+        with loraplex.Client(f"127.0.0.1:{port}") as client, refused:
+            client.info(timeout_s=10)
     finally:
         server.stop(None)

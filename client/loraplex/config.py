@@ -1,0 +1,48 @@
+"""Environment variables of the SDK: server, token and retries.
+
+Each is read when a client is made.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+from loraplex_contracts.errors import InvalidArgument
+
+DEFAULT_SERVER: Final = "localhost:50051"
+DEFAULT_RETRIES: Final = 3
+
+SERVER_VARIABLE: Final = "LORAPLEX_SERVER"
+TOKEN_VARIABLE: Final = "LORAPLEX_TOKEN"
+RETRIES_VARIABLE: Final = "LORAPLEX_RETRIES"
+
+
+def quiet_grpc() -> None:
+    """gRPC's library writes no lines of its own to stderr, unless GRPC_VERBOSITY asks for them. Before any channel."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+def server_in_force(given: str | None) -> str:
+    """The address given, else that of LORAPLEX_SERVER, else this machine's."""
+    return given if given is not None else os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER
+
+
+def token_in_force(given: str | None) -> str | None:
+    """The token given, else that of LORAPLEX_TOKEN; with an empty one none goes with the calls."""
+    return (given if given is not None else os.environ.get(TOKEN_VARIABLE)) or None
+
+
+def retries_in_force(given: int | None) -> int:
+    """The number given, else that of LORAPLEX_RETRIES, else 3. Raises InvalidArgument."""
+    wanted = given if given is not None else os.environ.get(RETRIES_VARIABLE) or DEFAULT_RETRIES
+    try:
+        number = int(wanted)
+    except (TypeError, ValueError):
+        number = -1
+    if number < 0:
+        where = "retries" if given is not None else RETRIES_VARIABLE
+        raise InvalidArgument(
+            f"{where} takes how often a call is sent again, 0 for never, not {wanted!a}", field="retries"
+        )
+    return number
