@@ -1,0 +1,175 @@
+"""`loraplex up`, `down` and `status`: a fleet on Ray, from a file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from loraplex.cli.terminal import write_json, write_table
+from loraplex_contracts.errors import DeadlineExceeded, FailedPrecondition, Unavailable
+from loraplex_fleet.deploying import serve_config
+from loraplex_fleet.spec import AUTO, ClusterSpec, load_spec
+
+if TYPE_CHECKING:
+    from loraplex_fleet.status import Status
+
+LOOK_S = 0.5
+# Longer than a drain: what routers and workers take to end.
+END_MARGIN_S = 60.0
+
+FileArgument = Annotated[Path, typer.Argument(help="cluster.yaml; docs/operations.md describes it.", metavar="FILE")]
+FleetOption = Annotated[str, typer.Option("--name", help="The fleet's name, as `name` in its file.")]
+AddressOption = Annotated[str, typer.Option("--address", help="Ray's HOST:PORT, or auto: the one that runs here.")]
+
+
+def up(
+    file: FileArgument,
+    check: Annotated[bool, typer.Option("--check", help="Only check the file and say what would be placed.")] = False,
+    serve_config_only: Annotated[
+        bool, typer.Option("--serve-config", help="Only print what Ray Serve gets, as serveConfigV2 of a RayService.")
+    ] = False,
+    wait: Annotated[float, typer.Option("--wait", min=0.0, help="Seconds to wait until all of it serves.")] = 600.0,
+) -> None:
+    """Start the fleet that FILE describes, or change the one that runs: what is the same stays, the rest is rolled.
+
+    It joins the Ray cluster that the file names; with `address: auto` and none on this machine it starts one here.
+
+    Example: loraplex up cluster.yaml
+    """
+    spec = load_spec(file)
+    if serve_config_only:
+        import yaml
+
+        sys.stdout.write(yaml.safe_dump(serve_config(spec), sort_keys=False))
+        return
+    if check:
+        _say_plan(spec)
+        return
+    from loraplex_fleet import cluster  # late: it imports Ray
+
+    with cluster.joined(spec.address, may_start=True) as started:
+        if started:
+            _say("Ray was started on this machine, for this machine alone; `loraplex down` ends it")
+        cluster.deploy(spec)
+        found = _wait(spec, wait)
+    print(f"fleet {spec.name} serves on {', '.join(found.router_addresses)}", flush=True)
+
+
+def down(
+    fleet: FleetOption = "loraplex",
+    address: AddressOption = AUTO,
+    wait: Annotated[
+        float, typer.Option("--wait", min=0.0, help="Seconds that requests get to end, whatever the drain is.")
+    ] = 600.0,
+) -> None:
+    """End a fleet: routers and workers drain first. Ray ends with it where `loraplex up` has started it here.
+
+    Example: loraplex down
+    """
+    from loraplex_fleet import cluster  # late: it imports Ray
+
+    with cluster.joined(address):
+        there_was = cluster.end(fleet, wait + END_MARGIN_S)
+        ended_ray = cluster.end_own_ray()
+    if not (there_was or ended_ray):
+        raise FailedPrecondition(f"there is no fleet {fleet}")
+    print(f"fleet {fleet} has ended" + (", and so has Ray on this machine" if ended_ray else ""), flush=True)
+
+
+def status(
+    fleet: FleetOption = "loraplex",
+    address: AddressOption = AUTO,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show a fleet: what is wanted, what runs where, what waits and why, the last failures.
+
+    Example: loraplex status --json
+    """
+    from loraplex_fleet import cluster  # late: it imports Ray
+
+    with cluster.joined(address):
+        found = cluster.status(fleet)
+    if not found.exists:
+        raise FailedPrecondition(f"there is no fleet {fleet}; `loraplex up FILE` starts one")
+    if json:
+        write_json(found.plain())
+    else:
+        _show(found)
+
+
+def _show(found: Status) -> None:
+    for part in found.parts:
+        print(f"{part.kind}s: {part.running} of {part.wanted} serve ({part.state.lower()})")
+        for sentence in part.pending:
+            print(f"  {sentence}")
+    columns = ("name", "state", "address", "node", "running", "queued", "pending tokens", "says")
+    rows = [
+        (
+            one.name or "-", one.state, one.address or "-", one.node, f"{one.running}", f"{one.queued}",
+            f"{one.pending_tokens}", one.text,
+        )
+        for part in found.parts
+        for one in part.replicas
+    ]  # fmt: skip
+    write_table(columns, rows)
+    for part in found.parts:
+        for failure in part.failures[-3:]:
+            print(f"{failure.kind} {failure.replica_id} on {failure.node} is gone: {failure.text}")
+
+
+def _say_plan(spec: ClusterSpec) -> None:
+    """Says what would be placed and, where Ray runs already, whether its nodes ask for more than the file has."""
+    from loraplex_fleet import cluster  # late: it imports Ray
+
+    try:
+        with cluster.joined(spec.address):
+            nodes = cluster.node_addresses()
+    except Unavailable:
+        if spec.address != AUTO:
+            raise
+        nodes = ["127.0.0.1"]
+        print("Ray: none runs here; one would be started, for this machine alone")
+    else:
+        print(f"Ray: nodes {', '.join(nodes)}")
+    spec.check_reach(nodes)
+    count = spec.worker.count
+    number = f"{count.min}" if count.is_fixed else f"{count.min} to {count.max}"
+    print(f"workers: {number}, each with {spec.worker.resources.text()}, serving {spec.model}")
+    where = f"port {spec.router.port}, one on a node at most" if spec.router.port else "free ports"
+    print(f"routers: {spec.router.count}, {where}")
+
+
+def _wait(spec: ClusterSpec, wait_s: float) -> Status:
+    """Until all of it serves. Raises FailedPrecondition where Serve gives up, DeadlineExceeded after `wait_s`."""
+    from loraplex_fleet import cluster
+
+    until_s, said = time.monotonic() + wait_s, ""
+    while True:
+        found = cluster.status(spec.name)
+        if found.is_complete:
+            return found
+        for part in found.parts:
+            if part.has_failed:
+                raise FailedPrecondition(
+                    f"{part.kind}s do not start: {part.why}; {part.running} serve as before"
+                    if part.running
+                    else f"{part.kind}s do not start: {part.why}"
+                )
+        missing = [f"{part.kind}s: {part.why}" for part in found.parts if not part.is_complete]
+        if (text := "; ".join(missing)) != said:
+            _say(text)
+            said = text
+        if time.monotonic() > until_s:
+            raise DeadlineExceeded(
+                f"not all of it serves after {wait_s:.0f} s: {said}; it goes on, see `loraplex status`"
+            )
+        time.sleep(LOOK_S)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

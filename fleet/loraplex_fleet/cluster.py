@@ -1,0 +1,209 @@
+"""Ray cluster of the commands: join or start one, deploy, ask, end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, Final
+
+import ray
+from ray import serve
+from ray._private import services
+from ray.serve.schema import ServeDeploySchema
+
+from loraplex_contracts.errors import FailedPrecondition, Unavailable
+from loraplex_fleet.deploying import ROUTERS, WORKERS, app_name, serve_config
+from loraplex_fleet.directory import NAMESPACE, find_directory, read_view
+from loraplex_fleet.entries import ROUTER, WORKER
+from loraplex_fleet.spec import AUTO, ClusterSpec
+from loraplex_fleet.status import Status, part_of
+
+START_S: Final = 60.0
+END_S: Final = 40.0
+CONNECT_S: Final = 3.0
+# Label of a head node that `up` has started: its process, which ends Ray on this machine with itself.
+STARTED_LABEL: Final = "loraplex-up-pid"
+# Ray takes 127.0.0.1 for the address of a network card, and this one, which is loopback on Linux as well, as it is.
+LOOPBACK: Final = "127.0.0.2"
+
+
+@contextlib.contextmanager
+def joined(address: str, *, may_start: bool = False) -> Generator[bool]:
+    """Connected to Ray. True where Ray was started for it, which stays when this process ends. Raises Unavailable."""
+    started = False
+    try:
+        _join(address)
+    except ConnectionError as error:
+        if not (may_start and address == AUTO):
+            where = "on this machine" if address == AUTO else f"at {address}"
+            raise Unavailable(
+                f"no Ray runs {where}; `loraplex up` starts one here, `ray start` joins machines"
+            ) from error
+        _start_here()
+        started = True
+        _join(address)
+    try:
+        yield started
+    finally:
+        ray.shutdown()
+
+
+def _join(address: str) -> None:
+    """Raises ConnectionError, soon: Ray itself would look for a minute for one that has ended."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    ray.init(
+        address=_find(address),
+        namespace=NAMESPACE,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        configure_logging=False,
+    )
+
+
+def _find(address: str) -> str:
+    """HOST:PORT of a Ray that listens there. Raises ConnectionError."""
+    if address.startswith("ray://"):
+        return address
+    if address == AUTO:
+        address = services.get_ray_address_from_environment(AUTO, None)
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise ConnectionError(f"nothing listens on {address}") from error
+    return address
+
+
+def _start_here() -> None:
+    """Ray on this machine's loopback, as a process of its own. Raises FailedPrecondition."""
+    log_path = Path(tempfile.gettempdir()) / f"loraplex-ray-{os.getuid()}.log"
+    command = [
+        *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--node-ip-address", LOOPBACK),
+        *("--port", "0", "--include-dashboard", "false", "--disable-usage-stats"),
+    ]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            # The shell becomes Ray: $$ is the process id of both.
+            ["/bin/sh", "-c", f'exec "$0" "$@" --labels={STARTED_LABEL}=$$', *command],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    until_s = time.monotonic() + START_S
+    while time.monotonic() < until_s:
+        if process.poll() is not None:
+            raise FailedPrecondition(f"Ray does not start on this machine; {log_path} says why")
+        with contextlib.suppress(ConnectionError):
+            _join(AUTO)
+            ray.shutdown()
+            return
+        time.sleep(0.3)
+    process.terminate()
+    raise FailedPrecondition(f"Ray did not start within {START_S:.0f} s; {log_path} says why")
+
+
+def node_addresses() -> list[str]:
+    return sorted({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
+
+
+def deploy(spec: ClusterSpec) -> None:
+    """Says to Serve what there is to be, and returns at once. What else Serve runs stays as it is. Raises
+    InvalidArgument where the nodes' addresses ask for more than the specification has."""
+    spec.check_reach(node_addresses())
+    client = _serve_client(start=True)
+    wanted = serve_config(spec)
+    names = {one["name"] for one in wanted["applications"]}
+    others = [
+        app["deployed_app_config"]
+        for app in client.get_serve_details()["applications"].values()
+        if app["name"] not in names and app["deployed_app_config"]
+    ]
+    client.deploy_apps(ServeDeploySchema.model_validate({**wanted, "applications": [*others, *wanted["applications"]]}))
+
+
+def end(fleet: str, timeout_s: float) -> bool:
+    """Ends the fleet, after its drain. False where there is none. Raises Unavailable where it takes longer."""
+    client = _serve_client(start=False)
+    if client is None:
+        return False
+    details = client.get_serve_details()["applications"]
+    # Routers first: they end requests, workers have none then.
+    names = [name for part in (ROUTERS, WORKERS) if (name := app_name(fleet, part)) in details]
+    for name in names:
+        client.delete_apps([name], blocking=False)
+        until_s = time.monotonic() + timeout_s
+        while name in client.get_serve_details()["applications"]:
+            if time.monotonic() > until_s:
+                raise Unavailable(f"{name} has not ended within {timeout_s:.0f} s; `loraplex status` shows what runs")
+            time.sleep(0.2)
+    directory = find_directory(fleet)
+    if directory is not None:
+        ray.kill(directory)
+    if len(details) == len(names):
+        serve.shutdown()
+    return bool(names)
+
+
+def end_own_ray() -> bool:
+    """Ends Ray where `up` has started it on this machine. False where it is not ours to end."""
+    pids = [
+        int(pid)
+        for node in ray.nodes()
+        if node["Alive"] and (pid := node.get("Labels", {}).get(STARTED_LABEL, "")).isdecimal()
+    ]
+    ray.shutdown()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    until_s = time.monotonic() + END_S
+    while any(_runs(pid) for pid in pids) and time.monotonic() < until_s:
+        time.sleep(0.1)
+    return bool(pids)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def status(fleet: str) -> Status:
+    """State of the fleet: what runs, and what does not and why."""
+    client = _serve_client(start=False)
+    applications: dict[str, Any] = {} if client is None else client.get_serve_details()["applications"]
+    view = read_view(fleet)
+    free = _free_resources()
+    parts = tuple(
+        part_of(kind, applications.get(app_name(fleet, part)), view, free, time.time())
+        for kind, part in ((WORKER, WORKERS), (ROUTER, ROUTERS))
+    )
+    return Status(fleet, parts, tuple(node_addresses()))
+
+
+def _free_resources() -> str:
+    free = ray.available_resources()
+    shown = {name: amount for name, amount in free.items() if not name.startswith(("node:", "memory", "object_store"))}
+    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(shown.items())) or "nothing"
+
+
+def _serve_client(*, start: bool) -> Any:
+    """Serve's client, which takes a whole configuration. The public interface has the same over HTTP only, and that
+    needs Ray's dashboard."""
+    from ray.serve._private.api import serve_start
+    from ray.serve.context import _get_global_client  # pyright: ignore[reportPrivateUsage]
+
+    if start:
+        return serve_start(proxy_location="Disabled")
+    return _get_global_client(raise_if_no_controller_running=False)

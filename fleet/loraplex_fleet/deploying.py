@@ -1,0 +1,79 @@
+"""Deployment: what a specification asks of Ray Serve, as data.
+
+The same that a RayService of Kubernetes takes as `serveConfigV2`. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+from loraplex_fleet.spec import AUTO, ClusterSpec, CountSpec, RouterSpec, ScaleSpec, SecretSpec, WorkerSpec
+
+WORKERS, ROUTERS = "workers", "routers"
+IMPORT_PATH: Final = "loraplex_fleet.app:"
+POLICY: Final = "loraplex_fleet.app:ScalingPolicy"
+METRICS_INTERVAL_S: Final = 2.0
+
+
+def app_name(fleet: str, part: str) -> str:
+    return f"{fleet}-{part}"
+
+
+def serve_config(spec: ClusterSpec) -> dict[str, Any]:
+    """Serve's declarative configuration. Counts are no arguments of the applications: they change without a restart."""
+    return {
+        "proxy_location": "Disabled",
+        "applications": [
+            _application(spec, WORKERS, worker_arguments(spec), {"name": "Worker", **_count(spec.worker)}),
+            _application(spec, ROUTERS, router_arguments(spec), {"name": "Router", "num_replicas": spec.router.count}),
+        ],
+    }
+
+
+def worker_arguments(spec: ClusterSpec) -> dict[str, Any]:
+    """Settings of workers: a change of anything here rolls them."""
+    worker = replace(spec.worker, count=CountSpec(), scale=ScaleSpec())
+    secrets = SecretSpec(worker_token_file=spec.secrets.worker_token_file)
+    return replace(spec, address=AUTO, worker=worker, router=RouterSpec(), secrets=secrets).plain()
+
+
+def router_arguments(spec: ClusterSpec) -> dict[str, Any]:
+    """Settings of routers: a change of anything here rolls them."""
+    router, tls = replace(spec.router, count=1), replace(spec.tls, cert="", key="")
+    return replace(spec, model="", address=AUTO, adapters="", worker=WorkerSpec(), router=router, tls=tls).plain()
+
+
+def _application(spec: ClusterSpec, part: str, arguments: dict[str, Any], deployment: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": app_name(spec.name, part),
+        "route_prefix": None,
+        "import_path": IMPORT_PATH + part,
+        "args": arguments,
+        "deployments": [deployment],
+    }
+
+
+def _count(worker: WorkerSpec) -> dict[str, Any]:
+    count, scale = worker.count, worker.scale
+    if count.is_fixed:
+        return {"num_replicas": count.min}
+    kwargs = {
+        "target": scale.target_pending_tokens,
+        "up_after_s": scale.up_after_s,
+        "down_after_s": scale.down_after_s,
+        "settle_s": scale.settle_s,
+    }
+    return {
+        "num_replicas": "auto",
+        "autoscaling_config": {
+            "min_replicas": count.min,
+            "max_replicas": count.max,
+            # The policy has the delays, and Serve none of its own.
+            "upscale_delay_s": 0.0,
+            "downscale_delay_s": 0.0,
+            "metrics_interval_s": METRICS_INTERVAL_S,
+            "look_back_period_s": 2 * METRICS_INTERVAL_S,
+            "policy": {"policy_function": POLICY, "policy_kwargs": kwargs},
+        },
+    }

@@ -1,0 +1,221 @@
+"""Replicas of Ray Serve, each around one child process that serves by itself.
+
+No request passes through Ray: clients talk to routers, routers to workers. A replica starts its child, says to the
+directory where it is, and drains it in the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+import ray.util
+from ray import serve
+from ray.exceptions import RayError
+
+from loraplex_contracts.errors import FailedPrecondition, LoraplexError
+from loraplex_fleet.commands import router_command, worker_command
+from loraplex_fleet.directory import DirectoryClient
+from loraplex_fleet.entries import DRAINING, HEARTBEAT_S, READY, ROUTER, WORKER, Entry, View, follow, members_text
+from loraplex_fleet.probe import Probe
+from loraplex_fleet.spec import ClusterSpec, from_plain
+from loraplex_fleet.supervisor import Child
+from loraplex_runtime.locks import try_hold
+
+log = logging.getLogger(__name__)
+
+MAX_STORES: Final = 1024
+NO_WORKER: Final = "no worker is healthy yet"
+
+
+class Replica:
+    """Owns the child and its entry in the directory. Serve calls `check_health`, and `__del__` at the end."""
+
+    def __init__(self, spec: ClusterSpec, kind: str) -> None:
+        context = serve.get_replica_context()
+        self._spec = spec
+        self._node = ray.util.get_node_ip_address()
+        self._entry = Entry(context.replica_tag, kind, self._node)
+        self._directory = DirectoryClient(spec.name)
+        self._child: Child | None = None
+        self._probe: Probe | None = None
+        self._beating: asyncio.Task[None] | None = None
+
+    async def run(self, command: tuple[str, ...], probe: Callable[[str], Probe] | None) -> None:
+        """Starts the child, and returns once it is ready; `probe` is made of its address. Raises RuntimeError with the
+        child's own words: what a constructor raises is what Serve shows."""
+        self._beating = asyncio.create_task(self._beat_forever())
+        self._child = Child(command, self._progress)
+        try:
+            self._spec.check_reach([self._node])
+            ready = await asyncio.to_thread(self._child.start)
+        except LoraplexError as error:
+            await self._leave(error.message)
+            raise RuntimeError(error.message) from None
+        self._probe = None if probe is None else probe(ready["address"])
+        self._entry = replace(
+            self._entry,
+            state=READY,
+            address=ready["address"],
+            http=ready.get("http", ""),
+            metrics_ports=tuple(ready.get("metrics_ports", ())),
+            pid=self._child.pid,
+            text=NO_WORKER if self._probe is not None and self._entry.kind == ROUTER else "",
+        )
+
+    async def check_health(self) -> None:
+        """Raises where the child has ended or does not answer; after three times in a row Serve replaces this."""
+        if self._child is None or self._entry.state != READY:
+            return
+        if (status := self._child.status) is not None:
+            raise RuntimeError(f"the process ended with status {status}: {self._child.last_words}")
+        if self._probe is None:
+            return
+        try:
+            await self._probe.answers()
+        except grpc.aio.AioRpcError as error:
+            raise RuntimeError(f"the process does not answer: {error.code().name}") from None
+
+    async def __del__(self) -> None:
+        """Ends the child: its requests get their time to end, unless it no longer answers."""
+        child, probe = self._child, self._probe
+        if child is None:
+            return
+        self._entry = replace(self._entry, state=DRAINING)  # the next heartbeat takes it out of the members
+        reason = ""
+        if child.status is not None:
+            reason = f"the process ended with status {child.status}: {child.last_words}"
+        elif probe is not None and not await self._still_answers(probe):
+            reason = "the process did not answer and was killed"
+            await asyncio.to_thread(child.kill)
+        else:
+            await asyncio.to_thread(child.stop, self._spec.drain_s)
+        await self._leave(reason)
+
+    async def _still_answers(self, probe: Probe) -> bool:
+        with contextlib.suppress(grpc.RpcError):
+            await probe.answers()
+            return True
+        return False
+
+    async def _leave(self, reason: str) -> None:
+        if self._beating is not None:
+            self._beating.cancel()
+        if self._probe is not None:
+            await self._probe.close()
+        with contextlib.suppress(RayError, TimeoutError):
+            await self._directory.drop(self._entry.replica_id, reason)
+
+    def _progress(self, text: str) -> None:
+        self._entry = replace(self._entry, text=text)
+        log.info("%s", text)
+
+    async def _beat_forever(self) -> None:
+        while True:
+            try:
+                entry = await self._measured(self._entry)
+                name, view = await self._directory.beat(asdict(entry))
+                if name != self._entry.name:
+                    log.info("this is %s", name)
+                    self._entry = replace(self._entry, name=name)
+                self._see(view)
+            except (RayError, TimeoutError) as error:
+                log.warning("the directory does not answer: %s", type(error).__name__)
+            except Exception:  # one heartbeat that fails must not be the last
+                log.exception("a heartbeat failed")
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def _measured(self, entry: Entry) -> Entry:
+        """The entry with the child's load, where it has one."""
+        return entry
+
+    def _see(self, view: View) -> None:
+        """Takes in the directory's view, at each heartbeat."""
+
+
+class Worker(Replica):
+    """A worker of the fleet."""
+
+    async def __init__(self, plain: dict[str, Any]) -> None:
+        spec = from_plain(plain)
+        super().__init__(spec, WORKER)
+        store, self._store_lock = _claim_store(spec.worker.store)
+        secrets = spec.secrets
+        token = _read_token(secrets.worker_token_file) if secrets.worker_token_file else ""
+        ca = Path(spec.tls.ca) if spec.tls.ca else None
+        await self.run(worker_command(spec, self._node, store, token), lambda address: Probe(address, ca, token))
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        return {"pending_tokens": float(self._entry.pending_tokens)}
+
+    async def _measured(self, entry: Entry) -> Entry:
+        if self._probe is None:
+            return entry
+        with contextlib.suppress(grpc.RpcError):
+            work = await self._probe.work()
+            entry = replace(self._entry, running=work.running, queued=work.queued, pending_tokens=work.pending_tokens)
+            self._entry = entry
+        return entry
+
+
+class Router(Replica):
+    """A router of the fleet. Owns the file that the router follows, which keeps the last view while Ray is away."""
+
+    async def __init__(self, plain: dict[str, Any]) -> None:
+        spec = from_plain(plain)
+        super().__init__(spec, ROUTER)
+        self._folder = tempfile.TemporaryDirectory(prefix="loraplex-router-")
+        self._members: dict[str, str] = {}
+        self._path = Path(self._folder.name) / "members"
+        self._write()
+        # Whose certificate it would have to trust is the clients' affair: its process alone is watched then.
+        has_tls = "--tls-cert" in spec.router.flags
+        await self.run(router_command(spec, self._node, self._path), None if has_tls else Probe)
+
+    async def _measured(self, entry: Entry) -> Entry:
+        if self._probe is None:
+            return entry
+        with contextlib.suppress(grpc.RpcError):
+            text = "" if await self._probe.is_ready() else NO_WORKER
+            entry = self._entry = replace(self._entry, text=text)
+        return entry
+
+    def _see(self, view: View) -> None:
+        members = follow(self._members, view)
+        if members != self._members:
+            self._members = members
+            self._write()
+
+    def _write(self) -> None:
+        part = self._path.with_suffix(".part")
+        part.write_text(members_text(self._members), encoding="ascii")
+        os.replace(part, self._path)
+
+
+def _claim_store(root: str) -> tuple[Path | None, int | None]:
+    """A folder for the child's adapter store, the first that no other replica of this node has. The store's own lock
+    may still be with a child whose replica is gone; the new child waits for it. Raises FailedPrecondition."""
+    if not root:
+        return None, None
+    Path(root).mkdir(parents=True, exist_ok=True, mode=0o700)
+    for number in range(MAX_STORES):
+        folder = Path(root) / f"w{number}"
+        if (lock := try_hold(folder.with_suffix(".replica"), f"the folder {folder}")) is not None:
+            return folder, lock
+    raise FailedPrecondition(f"{root} has {MAX_STORES} folders in use")
+
+
+def _read_token(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RuntimeError(f"secrets.worker-token-file, {path}, cannot be read on this node: {error}") from None

@@ -1,0 +1,148 @@
+"""Supervision of one child process: start, readiness, drain, end.
+
+With threads, so that it does not depend on the event loop that Ray runs a replica in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import IO, Any, Final
+
+from loraplex_contracts.errors import Cancelled, FailedPrecondition, LoraplexError
+from loraplex_runtime.reports import failure_of, report_of
+
+log = logging.getLogger(__name__)
+
+NUM_LINES: Final = 8  # of standard error, kept to say why a child ended
+MAX_LINE: Final = 400
+# Beyond the drain: what a server takes to end by itself once its requests are over.
+GRACE_S: Final = 12.0
+
+
+class Child:
+    """Owns the process. It gets a pipe as standard input that only this process holds, so that it ends with it."""
+
+    def __init__(self, command: Sequence[str], on_progress: Callable[[str], None] = lambda text: None) -> None:
+        self._command = tuple(command)
+        self._on_progress = on_progress
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_decided = threading.Event()
+        self._ready: dict[str, Any] = {}
+        self._error: LoraplexError | None = None
+        self._errors: deque[str] = deque(maxlen=NUM_LINES)
+        self._readers: list[threading.Thread] = []
+
+    @property
+    def pid(self) -> int:
+        return 0 if self._process is None else self._process.pid
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, None while it runs or has yet to start."""
+        return None if self._process is None else self._process.poll()
+
+    @property
+    def last_words(self) -> str:
+        """The last lines that it wrote to standard error."""
+        return self._errors[-1] if self._errors else ""
+
+    def start(self) -> dict[str, Any]:
+        """Blocks until it is ready, and returns its report. Raises the error that it reported, or FailedPrecondition
+        where it ended without one; Cancelled where `stop` came first."""
+        try:
+            process = self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                # Signals to this process's group are for this process, which then tells the child.
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise FailedPrecondition(f"{self._command[0]} cannot be started: {error.strerror}") from error
+        for read, stream in ((self._read_reports, process.stdout), (self._read_errors, process.stderr)):
+            thread = threading.Thread(target=read, args=(stream,), name="output of the child", daemon=True)
+            thread.start()
+            self._readers.append(thread)
+        self._is_decided.wait()
+        if self._error is not None:
+            self.kill()
+            raise self._error
+        return self._ready
+
+    def stop(self, drain_s: float) -> int:
+        """SIGTERM, `drain_s` for its requests to end, then SIGKILL. Blocks, and returns the exit status."""
+        process = self._process
+        if process is None:
+            return 0
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(drain_s + GRACE_S)
+        except subprocess.TimeoutExpired:
+            log.error("process %d does not end and is killed", process.pid)
+        return self.kill()
+
+    def kill(self) -> int:
+        """SIGKILL, for one that no longer responds. What it started ends by itself. Returns the exit status."""
+        process = self._process
+        if process is None:
+            return 0
+        process.kill()
+        if process.stdin is not None:
+            process.stdin.close()
+        status = process.wait()
+        for reader in self._readers:
+            reader.join(1.0)  # its last words; what it started may still hold the pipe
+        return status
+
+    def _read_reports(self, stream: IO[bytes]) -> None:
+        with stream:
+            for line in stream:
+                self._take(report_of(line), line)
+        if not self._is_decided.is_set():
+            self._error = self._ended()
+            self._is_decided.set()
+
+    def _take(self, report: dict[str, Any], line: bytes) -> None:
+        match report.get("event"):
+            case "progress":
+                self._on_progress(str(report["text"]))
+            case "ready":
+                self._ready = report
+                self._is_decided.set()
+            case "failed":
+                self._error = failure_of(report)
+                self._is_decided.set()
+            case "draining":
+                pass
+            case _:
+                log.info("%s", _text(line))
+
+    def _ended(self) -> LoraplexError:
+        assert self._process is not None
+        status = self._process.wait()
+        if len(self._readers) > 1:
+            self._readers[1].join(1.0)  # of standard error
+        if status in (-signal.SIGTERM, 128 + signal.SIGTERM):
+            return Cancelled("it was ended before it was ready")
+        words = f": {self.last_words}" if self.last_words else ""
+        return FailedPrecondition(f"it ended with status {status} before it was ready{words}")
+
+    def _read_errors(self, stream: IO[bytes]) -> None:
+        """Into the log of this process, which Ray keeps for each replica."""
+        with stream:
+            for line in stream:
+                if text := _text(line):
+                    self._errors.append(text)
+                    log.info("%s", text)
+
+
+def _text(line: bytes) -> str:
+    return line.decode(errors="replace").rstrip()[:MAX_LINE]

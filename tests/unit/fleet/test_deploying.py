@@ -1,0 +1,80 @@
+"""Configuration for Ray Serve, and the children's command lines."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from loraplex_fleet.commands import router_command, worker_command
+from loraplex_fleet.deploying import router_arguments, serve_config, worker_arguments
+from loraplex_fleet.spec import from_plain, parse_spec
+
+BASE: dict[str, Any] = {"model": "m", "worker": {"count": 2}, "router": {"count": 1}}
+
+
+def test_two_applications_in_json() -> None:
+    config = json.loads(json.dumps(serve_config(parse_spec(BASE))))
+    workers, routers = config["applications"]
+    assert (workers["name"], routers["name"]) == ("loraplex-workers", "loraplex-routers")
+    assert workers["import_path"] == "loraplex_fleet.app:workers"
+    assert workers["deployments"] == [{"name": "Worker", "num_replicas": 2}]
+    assert from_plain(workers["args"]).model == "m"
+
+
+def test_counts_and_the_other_part_roll_nothing() -> None:
+    before = parse_spec(BASE)
+    more = parse_spec({**BASE, "worker": {"count": {"min": 1, "max": 9}}, "router": {"count": 3}, "address": "h:1"})
+    assert worker_arguments(more) == worker_arguments(before)
+    assert router_arguments(more) == router_arguments(before)
+    other_port = parse_spec({**BASE, "router": {"port": 7}})
+    assert worker_arguments(other_port) == worker_arguments(before)
+    assert router_arguments(other_port) != router_arguments(before)
+    other_model = parse_spec({**BASE, "model": "n"})
+    assert worker_arguments(other_model) != worker_arguments(before)
+    assert router_arguments(other_model) == router_arguments(before)
+
+
+def test_bounds_are_autoscaling() -> None:
+    scaled = {"count": {"min": 2, "max": 5}, "scale": {"up-after": 3}}
+    (deployment,) = serve_config(parse_spec({"model": "m", "worker": scaled}))["applications"][0]["deployments"]
+    config = deployment["autoscaling_config"]
+    assert (config["min_replicas"], config["max_replicas"]) == (2, 5)
+    assert config["policy"]["policy_kwargs"]["up_after_s"] == 3.0
+
+
+def test_a_worker_listens_on_its_node_with_a_token_and_tls() -> None:
+    spec = parse_spec(
+        {
+            "model": "m", "adapters": "/a", "drain": 5, "worker": {"resources": {"cpu": 4}, "flags": {"speculate": 3}},
+            "tls": {"cert": "/c", "key": "/k", "ca": "/ca"},
+        }
+    )  # fmt: skip
+    command = worker_command(spec, "10.0.0.3", Path("/store/w0"), "secret")
+    text = " ".join(command)
+    assert "worker m --host 10.0.0.3 --port 0 --json --supervised --on-orphan drain=5 --drain 5" in text
+    for part in ("--threads 4", "--adapters /a", "--adapter-store /store/w0", "--tls-cert /c --tls-key /k"):
+        assert part in text
+    assert "--take-over 5" in text
+    assert "secret" not in text, "its digest alone is on the command line"
+    assert "--router-digest" in text
+    assert text.endswith("--speculate 3")
+    on_gpu = replace(spec, worker=replace(spec.worker, resources=replace(spec.worker.resources, gpu=1.0)))
+    assert "--threads" not in worker_command(on_gpu, "n", None, "")
+
+
+def test_a_router_follows_its_file() -> None:
+    spec = parse_spec(
+        {
+            "model": "m", "router": {"port": 50051, "flags": {"http-port": 0}},
+            "secrets": {"worker-token-file": "/t"}, "tls": {"cert": "/c", "key": "/k", "ca": "/ca"},
+        }
+    )  # fmt: skip
+    text = " ".join(router_command(spec, "10.0.0.3", Path("/x/members")))
+    for part in (
+        "router --host 10.0.0.3 --port 50051 --workers-from file:/x/members", "--worker-token-file /t",
+        "--worker-ca /ca", "--http-port 0", "--supervised",
+    ):  # fmt: skip
+        assert part in text
+    assert "--tls-cert" not in text, "that is between routers and workers"

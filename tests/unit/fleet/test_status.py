@@ -1,0 +1,56 @@
+"""Status of a fleet, from Serve's view and the directory's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loraplex_fleet.entries import READY, ROUTER, STARTING, WORKER, Entry, Failure, View
+from loraplex_fleet.status import PLACED_S, Status, part_of
+
+FREE = "0.5 CPU"
+
+
+def details(status: str, *replicas: dict[str, Any], wanted: int = 2) -> dict[str, Any]:
+    deployment = {"target_num_replicas": wanted, "required_resources": {"CPU": 1.0, "GPU": 0}, "replicas": replicas}
+    return {"status": status, "message": "as Serve says it", "deployments": {"Worker": deployment}}
+
+
+def test_whole() -> None:
+    entries = tuple(Entry(one, WORKER, "n", READY, name=one, address=f"{one}:1") for one in ("a", "b"))
+    part = part_of(WORKER, details("RUNNING"), View(entries, settled=True), FREE, 0.0)
+    assert (part.running, part.wanted, part.is_complete) == (2, 2, True)
+    status = Status("f", (part,), ("n",))
+    assert status.exists
+    assert status.plain()["parts"][0]["replicas"][0]["address"] == "a:1"
+
+
+def test_none() -> None:
+    part = part_of(WORKER, None, View(), FREE, 0.0)
+    assert not part.is_complete
+    assert not Status("f", (part,), ()).exists
+
+
+def test_what_waits_says_for_what() -> None:
+    replicas = [{"state": "STARTING", "node_id": None, "start_time_s": 0.0} for _ in range(2)]
+    part = part_of(WORKER, details("DEPLOYING", *replicas), View(), FREE, PLACED_S + 1)
+    assert part.why == "2 replicas wait for a node with 1 CPU; the cluster has 0.5 CPU left"
+    assert part_of(WORKER, details("DEPLOYING", *replicas), View(), FREE, PLACED_S).pending == ()
+
+
+def test_what_starts_says_how_far_it_is() -> None:
+    view = View((Entry("a", WORKER, "n", STARTING, text="loading m"),), settled=True)
+    assert part_of(WORKER, details("DEPLOYING"), view, FREE, 0.0).why == "n: loading m"
+
+
+def test_what_fails_says_why() -> None:
+    view = View(failures=(Failure("a", WORKER, "n", "no such model"),), settled=True)
+    part = part_of(WORKER, details("DEPLOY_FAILED"), view, FREE, 0.0)
+    assert part.has_failed
+    assert part.why == "no such model"
+    assert part_of(WORKER, details("DEPLOY_FAILED"), View(), FREE, 0.0).why == "as Serve says it"
+
+
+def test_a_router_without_a_worker_is_not_whole() -> None:
+    entry = Entry("a", ROUTER, "n", READY, name="r0", address="a:1", text="no worker is healthy yet")
+    part = part_of(ROUTER, details("RUNNING", wanted=1), View((entry,)), FREE, 0.0)
+    assert (part.running, part.is_complete, part.why) == (1, False, "n: no worker is healthy yet")
