@@ -123,7 +123,9 @@ async def run(args: argparse.Namespace, root: Path) -> None:
     worker = await start_worker(config, inline=True, builder=builder, tokenizer=TextTokenizer(None))
     capacity = args.rows / (OUTPUT * args.step_ms / 1000)
     tokens = ("flood", "cold") if args.tenants else (None, None)
-    clients = [AsyncClient(worker.address, timeout_s=600, **({"token": one} if one else {})) for one in tokens]
+    clients = [
+        AsyncClient(worker.address, timeout_s=600, retries=0, **({"token": one} if one else {})) for one in tokens
+    ]
     try:
         with recording(args.json) as record:
             for factor in args.factors:

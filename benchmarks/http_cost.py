@@ -38,12 +38,15 @@ WARM_UP_S = 1.0
 Read = Callable[[list[int], int], Awaitable[None]]
 
 
-async def serve_worker(pace_s: float) -> None:
-    """Streams of `max_tokens` tokens, one each `pace_s`; with a seed of 1 nothing behind the first one."""
+def paced_worker(pace_s: float, *, in_step: bool = False) -> FakeWorker:
+    """Its streams have `max_tokens` tokens, one each `pace_s`; with a seed of 1 nothing behind the first one. With
+    `in_step` all streams get theirs at the same moments, as from an engine's steps."""
 
     async def paced(request: inference_pb2.GenerateRequest, context: Any) -> AsyncIterator[bytes]:
         num_tokens = request.stopping.max_tokens
         due_s = time.monotonic()
+        if in_step:
+            due_s -= due_s % pace_s
         for index in range(num_tokens):
             chunk = inference_pb2.GenerateStreamResponse(text_delta="token ", token_ids=[index % 256])
             if index == num_tokens - 1:
@@ -58,7 +61,11 @@ async def serve_worker(pace_s: float) -> None:
 
     worker = FakeWorker("paced")
     worker.stream = paced
-    await worker.start()
+    return worker
+
+
+async def serve_worker(pace_s: float) -> None:
+    worker = await paced_worker(pace_s).start()
     print(f"ready on {worker.address}", flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await worker.stop()

@@ -50,6 +50,17 @@ SHAPES: Mapping[str, PretrainedConfig] = {
         tie_word_embeddings=True,
         **SPECIALS,
     ),
+    "108m": LlamaConfig(  # each of its tokens has a text, as clients that read texts want it
+        vocab_size=4096,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        **SPECIALS,
+    ),
     "small": LlamaConfig(  # for thousands of adapters: half a megabyte each at rank 4
         vocab_size=4096,
         hidden_size=512,

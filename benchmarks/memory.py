@@ -70,7 +70,7 @@ class Load:
 
 
 async def _run(session: Session, address: str) -> None:
-    async with AsyncClient(address, timeout_s=600) as client:
+    async with AsyncClient(address, timeout_s=600, retries=0) as client:
         await session.run(client)
 
 

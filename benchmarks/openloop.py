@@ -68,5 +68,5 @@ def _measure(args: argparse.Namespace, record: Record) -> None:
 
 
 async def _drive(session: Session, address: str) -> None:
-    async with AsyncClient(address, timeout_s=600) as client:
+    async with AsyncClient(address, timeout_s=600, retries=0) as client:
         await session.run(client)

@@ -105,7 +105,7 @@ async def sweep(address: str, shape: Shape, args: argparse.Namespace) -> None:
 
 
 async def _sweep(address: str, shape: Shape, args: argparse.Namespace, random: Random, record: Record) -> None:
-    async with AsyncClient(address, timeout_s=600) as client:
+    async with AsyncClient(address, timeout_s=600, retries=0) as client:
         alone_s = median([await one(client, shape, random, None, Load()) for _ in range(9)])
         started_s = time.monotonic()
         num_burst = 10 * args.rows

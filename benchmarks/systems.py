@@ -135,10 +135,10 @@ def python_of(checkout: Path | None) -> list[str]:
     return ["env", f"PYTHONPATH={path}", sys.executable]
 
 
-def vllm_command(python: Path, preload: str, inputs: Path, *, lora: bool) -> list[str]:
+def vllm_command(python: Path, preload: str, inputs: Path, *, lora: bool, dtype: str = "bfloat16") -> list[str]:
     preloaded = [f"LD_PRELOAD={preload}"] if preload else []
     switch = () if lora else ("--lora-off",)
-    return ["env", *preloaded, str(python), str(HERE / "peers/with_vllm.py"), str(inputs), *switch]
+    return ["env", *preloaded, str(python), str(HERE / "peers/with_vllm.py"), str(inputs), "--dtype", dtype, *switch]
 
 
 def peft_command(python: Path, inputs: Path) -> list[str]:
@@ -179,7 +179,7 @@ class StreamedSystem:
         self._client = self._runner.run(self._connect(address))
 
     async def _connect(self, address: str) -> AsyncClient:
-        client = AsyncClient(address, timeout_s=600)
+        client = AsyncClient(address, timeout_s=600, retries=0)
         await client.info()
         return client
 

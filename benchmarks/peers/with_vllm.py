@@ -35,7 +35,7 @@ def largest_rank(adapters: list[Path]) -> int:
 class VllmSystem:
     """Owns the engine."""
 
-    def __init__(self, inputs: Path, *, lora: bool) -> None:
+    def __init__(self, inputs: Path, *, lora: bool, dtype: str) -> None:
         from vllm import LLM  # pyright: ignore[reportMissingImports]
 
         self._inputs = inputs
@@ -47,7 +47,7 @@ class VllmSystem:
             slots = {"enable_lora": True, "max_loras": MAX_BATCH, "max_cpu_loras": MAX_BATCH, "max_lora_rank": rank}
         self._llm: Any = LLM(
             model=str(inputs / "model"),
-            dtype="bfloat16",
+            dtype=dtype,
             max_model_len=1024,
             max_num_seqs=MAX_BATCH,
             enable_prefix_caching=False,
@@ -78,11 +78,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("inputs", type=Path)
     parser.add_argument("--lora-off", action="store_true", help="without support for adapters: its fastest set-up")
+    parser.add_argument("--dtype", default="bfloat16")
     args = parser.parse_args()
     replies = take_stdout()
     os.environ.update(SETTINGS)  # read when vllm is imported
     found = {one.name.lower(): one.version for one in distributions() if one.name.lower().startswith(("vllm", "torch"))}
-    system = VllmSystem(args.inputs, lora=not args.lora_off)
+    system = VllmSystem(args.inputs, lora=not args.lora_off, dtype=args.dtype)
     answer(system.prepare, {name: found[name] for name in sorted(found)}, replies)
 
 

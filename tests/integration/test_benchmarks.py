@@ -120,3 +120,17 @@ def test_grammars(inputs: Path) -> None:
     sizes = ["--rows", "4", "--grammar-rows", "2", "--steps", "4", "--rounds", "1"]
     rows = lines(run("grammars.py", str(inputs / "model"), *sizes, *flags))
     assert [row["measured"] for row in rows] == ["step", "first token"]
+
+
+def test_cost_of_routers() -> None:
+    few = ("--streams", "4", "--seconds", "0.5", "--rounds", "1", "--requests", "4")
+    rows = lines(run("router.py", *few, "--routers", "2", "--members", "3", "--adapters", "--in-step"))
+    assert [row["case"] for row in rows] == ["cpu of idle routers", "cpu by message", "time to first token"]
+    assert rows[1]["us"] > 0
+    assert len(rows[1]["shares"]) == 2
+
+
+def test_affinity() -> None:
+    rows = lines(run("affinity.py", "--adapters", "20", "--warm", "1", "--seconds", "2"))
+    assert [row["policy"] for row in rows] == ["loraplex", "round robin", "least loaded"]
+    assert len({row["requests"] for row in rows}) == 1
