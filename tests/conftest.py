@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,12 +14,27 @@ from support.world import TinyWorld, make_world
 # For engines, here and in other processes. Tiny tensors gain nothing from threads, and threads of several processes
 # wait for each other: with two threads, an engine beside a busy process takes three times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A refusal is what most tests of servers are about: clients hand it on at once, here and in other processes.
+os.environ.setdefault("LORAPLEX_RETRIES", "0")
+COMPILERS = {name: os.environ.get(name) for name in ("CC", "CXX")}
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     """Before every test, since an engine that was built in one may have set more."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def own_compilers() -> Iterator[None]:
+    """After every test, since PEFT's BOFT layers leave CXX=gcc behind where their CUDA extension does not compile
+    (0.21), and gcc links no library of C++."""
+    yield
+    for name, value in COMPILERS.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,10 @@ them apart by; words that are not known here leave a status as it is. Knows noth
 from __future__ import annotations
 
 import asyncio
+import copy
+import logging
 import re
+import uuid
 from collections.abc import Iterable
 from typing import Any, Final, NoReturn, cast
 
@@ -21,6 +24,8 @@ from grpc_status import rpc_status
 
 from loraplex_contracts import errors
 from loraplex_contracts.errors import Code, LoraplexError
+
+log = logging.getLogger("loraplex.requests")
 
 DOMAIN: Final = "loraplex.dev"
 DETAILS_KEY: Final = "grpc-status-details-bin"
@@ -125,10 +130,18 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseExceptio
 
 
 def refusing(error: LoraplexError) -> Any:
-    """A handler that ends the call with `error`, whatever kind of method was called: it never reads what it is sent."""
+    """A handler that ends the call with `error`, whatever kind of method was called: it never reads what it is sent.
+    Each refusal has an id, which is in the log."""
 
     async def refuse(_requests: Any, context: Any) -> None:
-        await abort(context, error)
+        own = copy.copy(error)
+        own.metadata = {**error.metadata, "request_id": uuid.uuid4().hex}
+        log.info(
+            "call refused: %s: %s",
+            *(own.code.name, own.message),
+            extra={"request_id": own.metadata["request_id"], "code": own.code.name, "reason": own.reason},
+        )
+        await abort(context, own)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
 

@@ -34,7 +34,7 @@ from loraplex_contracts.errors import ContextLengthExceeded, InvalidAdapterId, I
 from loraplex_contracts.mixtures import MAJORITY_SIGNS, MAX_MEMBERS, MAX_WEIGHT, MERGE_STRATEGIES, mixture_name
 from loraplex_contracts.sampling import SAMPLING_OPTIONS, SamplingOption
 from loraplex_proto.paging import ListQuery, list_query
-from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2, worker_pb2
+from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2, status_pb2, worker_pb2
 
 MAX_COMPLETIONS: Final = 64
 MAX_NEW_TOKENS: Final = 1 << 24  # beyond any context there is; the model's own limit is checked apart
@@ -50,6 +50,8 @@ MAX_GRAMMAR_BYTES: Final = 1 << 18
 MAX_WATCH_INTERVAL_S: Final = 60.0
 MIN_WATCH_INTERVAL_S: Final = 0.02
 DEFAULT_WATCH_INTERVAL_S: Final = 0.2
+DEFAULT_STATUS_ADAPTERS: Final = 100
+MAX_STATUS_ADAPTERS: Final = 1000
 HEARTBEAT_INTERVALS: Final = 10  # of a watch in which nothing changes
 MAX_DRAFT_TOKENS: Final = 64  # per step
 MAX_NGRAM: Final = 64
@@ -132,6 +134,7 @@ HANDLED: Final[dict[str, frozenset[str]]] = {
     ),
     "GetInfoRequest": frozenset(),
     "GetLoadRequest": frozenset(),
+    "GetStatusRequest": frozenset({"max_adapters", "adapter_prefix"}),
 }
 
 # What the wire has and this version refuses, with what to do instead. A path stands for everything below it.
@@ -660,6 +663,15 @@ def check_watch_load(request: worker_pb2.WatchLoadRequest) -> None:
     if not 0 <= interval_s <= MAX_WATCH_INTERVAL_S:  # NaN fails it too
         raise InvalidArgument(
             f"`min_interval_s` must be from 0 to {MAX_WATCH_INTERVAL_S:g}; it is {interval_s:g}", field="min_interval_s"
+        )
+
+
+def check_status(request: status_pb2.GetStatusRequest) -> None:
+    """Raises InvalidArgument for more adapters than an answer has."""
+    refuse_unhandled(request)
+    if request.max_adapters > MAX_STATUS_ADAPTERS:
+        raise InvalidArgument(
+            f"`max_adapters` must be at most {MAX_STATUS_ADAPTERS}; it is {request.max_adapters}", field="max_adapters"
         )
 
 

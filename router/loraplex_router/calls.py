@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
+import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,18 +26,21 @@ from loraplex_contracts.errors import (
 )
 from loraplex_contracts.load import has_place
 from loraplex_proto.status import abort, answer_within_s, as_typed
+from loraplex_router.activity import MAX_MESSAGE_CHARS, Activity, FailedCall
+from loraplex_router.policy import DECISIONS, Choice, Decision
 from loraplex_router.upstream import Metadata, Upstream, UpstreamFailure
 from loraplex_runtime.auth import current_identity
 from loraplex_runtime.listener import Drain
 from loraplex_runtime.near_names import with_near_names
 from loraplex_runtime.quotas import Ticket
+from loraplex_runtime.request_record import RequestRecord, log_end
 from loraplex_runtime.telemetry import PREFIX, RequestMetrics, new_registry
-
-log = logging.getLogger(__name__)
+from loraplex_runtime.tracing import RequestSpan, Tracing
 
 T = TypeVar("T")
 
 RETRY_S: Final = 1.0  # when full or draining
+RETRIED: Final = "retried"
 
 
 class RouterMetrics(RequestMetrics):
@@ -56,6 +59,14 @@ class RouterMetrics(RequestMetrics):
             f"{PREFIX}router_relayed_messages", "Messages of streams relayed.", registry=registry
         )
 
+        self._decisions = MetricCounter(
+            f"{PREFIX}router_decisions",
+            "Requests sent to a worker, by why it was chosen; retried: another worker had declined or lost it.",
+            ["decision"],
+            registry=registry,
+        )
+        for decision in (*DECISIONS, RETRIED):
+            self._decisions.labels(decision)  # shown from the start, as zero
         self._ignored_fields = MetricCounter(
             f"{PREFIX}http_ignored_fields",
             "Fields of HTTP requests that were ignored, by name where it is a known one.",
@@ -65,6 +76,9 @@ class RouterMetrics(RequestMetrics):
 
     def ignored_field(self, name: str) -> None:
         self._ignored_fields.labels(name).inc()
+
+    def decided(self, decision: Decision, *, is_retry: bool) -> None:
+        self._decisions.labels(RETRIED if is_retry else decision).inc()
 
     def retried(self, cause: str) -> None:
         self._retries.labels(cause).inc()
@@ -89,23 +103,42 @@ class CallContext(Protocol):
 class Call:
     """One call of a client, from its arrival to its end."""
 
-    method: str
+    record: RequestRecord
     context: CallContext
     task: asyncio.Task[Any]
-    tenant: str = field(default_factory=lambda: current_identity().tenant)
-    started_s: float = field(default_factory=time.monotonic)
-    request_id: str = ""
     num_messages_sent: int = 0
     num_tokens_sent: int | None = 0  # None where the answer does not show them
     is_cut_off: bool = False
     ticket: Ticket | None = None  # its tenant's quotas
+    span: RequestSpan | None = None
+    attempt: RequestSpan | None = None  # to have a worker answer
 
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self.started_s
+    @property
+    def method(self) -> str:
+        return self.record.method
+
+    @property
+    def tenant(self) -> str:
+        return self.record.tenant
+
+    @property
+    def request_id(self) -> str:
+        return self.record.request_id
 
     def metadata_for(self, upstream: Upstream) -> Metadata:
         """The metadata that a worker gets with this call's request."""
-        return upstream.credentials.metadata(current_identity(), self.context.invocation_metadata())
+        context = self.context.invocation_metadata() if self.attempt is None else self.attempt.headers()
+        return upstream.credentials.metadata(current_identity(), context)
+
+    def begin_attempt(self, choice: Choice) -> None:
+        self.record.worker_id = choice.worker_id
+        if self.span is not None:
+            self.attempt = self.span.attempt(choice.worker_id, choice.decision)
+
+    def end_attempt(self, error: str = "") -> None:
+        if self.attempt is not None:
+            self.attempt.end_attempt(error)
+            self.attempt = None
 
     async def ask(self, upstream: Upstream, path: str, raw: bytes) -> bytes:
         """One unary call to a worker, within this call's deadline. Raises UpstreamFailure."""
@@ -136,6 +169,8 @@ class Calls:
     max_in_flight: int
     metrics: RouterMetrics
     adapter_names: Callable[[], Sequence[str]] = lambda: ()  # sorted, to suggest in errors
+    activity: Activity = field(default_factory=lambda: Activity(time.monotonic()))
+    tracing: Tracing | None = None
     _active: set[Call] = field(default_factory=set[Call])
     _tenants: Counter[str] = field(default_factory=Counter[str])  # of those calls
     _drain: Drain = field(init=False)
@@ -154,7 +189,11 @@ class Calls:
         async def handle(raw: bytes, context: CallContext) -> T:
             task = asyncio.current_task()
             assert task is not None, "handlers run in tasks"
-            return await self._run(Call(method, context, task), raw, body)
+            record = RequestRecord(method, current_identity().tenant)
+            call = Call(record, context, task)
+            if self.tracing is not None and record.computes:
+                call.span = self.tracing.begin(record, context.invocation_metadata())
+            return await self._run(call, raw, body)
 
         return handle
 
@@ -189,14 +228,19 @@ class Calls:
     async def _fail(self, call: Call, error: LoraplexError | UpstreamFailure) -> NoReturn:
         """Ends the call: with the worker's status unchanged, or with an error of our own. Names that are like an
         unknown one are ours: a worker does not know which of them the caller may see."""
+        worker_id = error.worker_id if isinstance(error, UpstreamFailure) else ""
         if isinstance(typed := _typed(error), AdapterNotFound):
             suggesting = with_near_names(typed, current_identity(), [self.adapter_names()])
             error = error if suggesting is typed else suggesting
-        code = error.code if isinstance(error, LoraplexError) else Code(error.code.value[0])
-        self._count(call, code)
         if isinstance(typed := _typed(error), QuotaExceeded):
             self.metrics.quota_refused(typed.metadata.get("quota", ""))
-        log.info("%s failed: %s: %s", call.method, code.name, error, extra={"request_id": call.request_id})
+        said = "" if typed is None else typed.metadata.get("request_id", "")
+        call.record.request_id = call.request_id or said or uuid.uuid4().hex
+        if typed is not None:
+            call.record.fail(typed)
+        code = error.code if isinstance(error, LoraplexError) else Code(error.code.value[0])
+        self._count(call, code)
+        self.activity.failed(_failed_call(call.record, error, worker_id))
         if isinstance(error, UpstreamFailure):
             await call.context.abort(error.code, error.details, error.trailing_metadata)
             raise AssertionError("abort returned")
@@ -237,11 +281,32 @@ class Calls:
         self._drain.note_end()
 
     def _count(self, call: Call, code: Code) -> None:
-        self.metrics.ended(call.method, code.name, call.elapsed_s())
+        call.record.end(code.name)
+        self.metrics.ended(call.record)
+        if call.record.computes:
+            is_failed = code not in (Code.OK, Code.CANCELLED)
+            self.activity.ended(call.record.worker_id, is_failed, time.monotonic())
+        log_end(call.record)
+        if call.span is not None:
+            call.span.end(call.record)
 
 
 def _typed(error: LoraplexError | UpstreamFailure) -> LoraplexError | None:
     return error if isinstance(error, LoraplexError) else error.typed
+
+
+def _failed_call(record: RequestRecord, error: LoraplexError | UpstreamFailure, worker_id: str) -> FailedCall:
+    typed = _typed(error)
+    return FailedCall(
+        ended_s=time.monotonic(),
+        method=record.method,
+        code=record.code,
+        reason=record.reason,
+        message=(str(error) if typed is None else typed.message)[:MAX_MESSAGE_CHARS],
+        request_id=record.request_id,
+        tenant=record.tenant,
+        worker_id=worker_id,
+    )
 
 
 def _draining() -> Draining:

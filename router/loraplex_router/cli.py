@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from json import dumps
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_router.config import HttpServerConfig, RouterConfig, quieten_grpc
 from loraplex_runtime.flags import with_flags
-from loraplex_runtime.shutdown import unread_output_is_lost
+from loraplex_runtime.shutdown import END, end_with_supervisor, orphan_drain_s, unread_output_is_lost
 
 if TYPE_CHECKING:
     from loraplex_router.server import Router
 
 
 @with_flags
-def router(config: RouterConfig) -> None:
+def router(
+    config: RouterConfig,
+    json: Annotated[bool, typer.Option("--json", help="Report as JSON lines when it is ready, or why not.")] = False,
+    supervised: Annotated[
+        bool, typer.Option("--supervised", help="End when standard input closes, as it does when a supervisor dies.")
+    ] = False,
+    on_orphan: Annotated[
+        str,
+        typer.Option(
+            "--on-orphan",
+            metavar="end|drain=SECONDS",
+            help="With --supervised, what running requests get when standard input closes: nothing, or SECONDS to end.",
+        ),
+    ] = END,
+) -> None:
     """Start a router: one address in front of several workers.
 
     It sends each request to a worker that has its adapter and is not too busy, and relays the answer.
@@ -23,7 +42,18 @@ def router(config: RouterConfig) -> None:
     Example: loraplex router --worker 10.0.0.1:50051 --worker 10.0.0.2:50051
     Example: loraplex router --workers-from dns:loraplex-worker.default.svc:50051
     """
-    _run(config, _print_ready)
+    drain_s = orphan_drain_s(on_orphan)
+    if supervised:
+        end_with_supervisor(drain_s)
+    elif on_orphan != END:
+        raise InvalidArgument("--on-orphan goes with --supervised", field="--on-orphan")
+    try:
+        _run(config, _report_ready if json else _print_ready)
+    except LoraplexError as error:
+        if not json:
+            raise
+        _report(event="failed", reason=error.reason, message=error.message)
+        sys.exit(error.exit_code)
 
 
 @with_flags
@@ -44,7 +74,7 @@ def _run(config: RouterConfig, on_ready: Callable[[Router], None]) -> None:
     quieten_grpc()
     from loraplex_router.server import run_router
 
-    setup_logging(config.log_level, config.log_format)
+    setup_logging(config.log_level, config.log_format, requests=config.request_log)
     asyncio.run(run_router(config, on_ready))
 
 
@@ -57,6 +87,19 @@ def _print_ready(running: Router) -> None:
         line += f", HTTP on {running.http.address}"
     with unread_output_is_lost():
         print(line + ")", flush=True)
+
+
+def _report_ready(running: Router) -> None:
+    metrics = running.listener.metrics
+    http = {} if running.http is None else {"http": running.http.address}
+    ports = [] if metrics is None else [metrics.port]
+    _report(event="ready", address=running.address, metrics_ports=ports, **http)
+
+
+def _report(**fields: str | list[int]) -> None:
+    """For a supervisor, as workers report (loraplex_runtime/reports.py)."""
+    with unread_output_is_lost():
+        print(dumps(fields), flush=True)
 
 
 def _print_http_ready(running: Router) -> None:

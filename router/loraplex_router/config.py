@@ -129,7 +129,14 @@ class ServerFlags:
     )
     drain_s: float = option(30.0, "Seconds that running requests get to end on shutdown.", "--drain")
     log_level: str = option("info", "debug, info, warning or error.", "--log-level")
-    log_format: Literal["plain", "json"] = option("plain", "plain or json.", "--log-format")
+    log_format: Literal["plain", "json"] = option("plain", "plain or json, an object a line.", "--log-format")
+    request_log: bool = option(True, "Log a line for each request that ends.", "--request-log")
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "Send traces of requests to this OpenTelemetry collector, such as http://HOST:4318 (OTLP over HTTP). Default: "
+        "off.",
+        "--otlp-traces-endpoint",
+    )
     http: HttpOptions = field(default_factory=HttpOptions)
 
 

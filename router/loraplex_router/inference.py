@@ -19,6 +19,7 @@ from loraplex_contracts.errors import LoraplexError, Overloaded
 from loraplex_proto import validate
 from loraplex_proto.v1 import inference_pb2, pooling_pb2
 from loraplex_proto.validate import MAX_CHAT_MESSAGES, MAX_COMPLETIONS, adapters_in, check_names, parse
+from loraplex_router.activity import Activity
 from loraplex_router.calls import Call, RouterMetrics
 from loraplex_router.config import RouterConfig
 from loraplex_router.policy import Route, choose, routing_key
@@ -26,6 +27,7 @@ from loraplex_router.replicas import Flight, Replicas
 from loraplex_router.upstream import INFERENCE, POOLING, FailureKind, Upstream, UpstreamFailure, passed_on
 from loraplex_runtime.auth import Identity, current_identity
 from loraplex_runtime.quotas import TenantQuotas
+from loraplex_runtime.request_record import RequestRecord
 
 log = logging.getLogger(__name__)
 
@@ -143,12 +145,18 @@ class InferenceRelay:
     """The handlers of loraplex.v1.InferenceService, from bytes to bytes."""
 
     def __init__(
-        self, config: RouterConfig, replicas: Replicas, upstreams: Mapping[str, Upstream], metrics: RouterMetrics
+        self,
+        config: RouterConfig,
+        replicas: Replicas,
+        upstreams: Mapping[str, Upstream],
+        metrics: RouterMetrics,
+        activity: Activity,
     ) -> None:
         self._config = config
         self._replicas = replicas
         self._upstreams = upstreams
         self._metrics = metrics
+        self._activity = activity
         self._quotas = TenantQuotas(config.quota_share)
         self._random = Random()
 
@@ -156,7 +164,7 @@ class InferenceRelay:
 
     async def generate(self, call: Call, raw: bytes) -> bytes:
         answer = await self._ask(call, "Generate", self._admit(call, raw))
-        _settle(call, inference_pb2.GenerateResponse, answer)
+        self._settle(call, inference_pb2.GenerateResponse, answer)
         return answer
 
     async def generate_stream(self, call: Call, raw: bytes) -> None:
@@ -197,17 +205,17 @@ class InferenceRelay:
         self, call: Call, raw: bytes, method: str, cls: type[validate.PoolingRequest], response: type[_Answer]
     ) -> bytes:
         request = admit_pooling(cls, raw, current_identity())
-        call.request_id = request.request_id
+        call.record.request_id, call.record.adapter = request.request_id, request.adapter_name
         call.ticket = self._quotas.take_pooling(current_identity(), request.num_texts, request.num_prompt_tokens)
         answer = await self._ask(call, method, request, service=POOLING)
-        _settle(call, response, answer)
+        self._settle(call, response, answer)
         return answer
 
     # --- one request -----------------------------------------------------------------------------------------------
 
     def _admit(self, call: Call, raw: bytes) -> RelayedRequest:
         request = admit_generate(raw, current_identity(), self._replicas.max_context_tokens)
-        call.request_id = request.request_id
+        call.record.request_id, call.record.adapter = request.request_id, request.adapter_name
         if not request.shows_tokens:
             call.num_tokens_sent = None
         room = request.num_output_tokens // request.num_texts
@@ -237,22 +245,29 @@ class InferenceRelay:
         while True:
             route = Route(request.adapter_ids, self._replicas.work_in_flight_tokens(key))
             views = self._replicas.views(tried, request.draft_model, time.monotonic())
-            worker_id = choose(route, views, self._config.policy, self._random)
-            if worker_id is None:
+            choice = choose(route, views, self._config.policy, self._random)
+            if choice is None:
                 raise error or min(overloaded.values(), key=_retry_after_s, default=None) or self._replicas.no_worker()
+            worker_id = choice.worker_id
+            if call.record.computes:
+                self._metrics.decided(choice.decision, is_retry=error is not None)
             tried.add(worker_id)
             flight = self._replicas.begin(worker_id, key, request.work_tokens, time.monotonic())
+            call.begin_attempt(choice)
             try:
                 return await attempt(self._upstreams[worker_id], flight)
             except UpstreamFailure as failure:
+                call.end_attempt(failure.kind.value)
                 num_lost += failure.kind is FailureKind.LOST
                 is_last = num_lost >= self._config.max_lost_workers
                 if call.num_messages_sent or is_last or not failure.may_retry:
                     raise
                 log.warning("%s; trying another worker", failure, extra={"request_id": call.request_id})
                 self._metrics.retried(failure.kind.value)
+                call.record.num_retries += 1
                 error = failure
             finally:
+                call.end_attempt()
                 self._replicas.end(flight)
 
     def _overloaded(self, call: Call, request: RelayedRequest) -> dict[str, Overloaded]:
@@ -261,8 +276,8 @@ class InferenceRelay:
             return {}
         flow, left_s = (current_identity().tenant, request.adapter_name), call.remaining_s()
         found: dict[str, Overloaded] = {}
-        for replica in self._replicas.connected():
-            if replica.is_routable and replica.load.forecast is not None:
+        for replica in self._replicas.routable():
+            if replica.load.forecast is not None:
                 try:
                     replica.load.forecast.check(flow, request.num_prompt_tokens, request.num_output_tokens, left_s)
                 except Overloaded as error:
@@ -281,11 +296,11 @@ class InferenceRelay:
                     upstream.has_spoken()
                     if call.num_messages_sent == 0:
                         flight.remaining_tokens = request.num_output_tokens  # the prompt is done
-                        self._metrics.first_message(call.method, call.elapsed_s())
+                        self._note_first_message(call)
                         if headers := passed_on(await stream.initial_metadata()):
                             await call.context.send_initial_metadata(headers)
                     await call.context.write(message)
-                    _count_sent(message, call, flight)
+                    self._count_sent(message, call, flight)
                 trailing = passed_on(await stream.trailing_metadata())
             if trailing:
                 call.context.set_trailing_metadata(trailing)
@@ -293,37 +308,59 @@ class InferenceRelay:
             stream.cancel()
             self._metrics.relayed(call.num_messages_sent)
 
+    def _note_first_message(self, call: Call) -> None:
+        took_s = call.record.first_token_s = call.record.elapsed_s()
+        self._metrics.first_message(call.method, took_s)
+        self._activity.first_message(call.record.worker_id, took_s, call.record.started_s + took_s)
 
-def _count_sent(message: bytes, call: Call, flight: Flight) -> None:
-    """Looks into a message that has gone out already: how many tokens the client has, in case the worker is lost, and
-    how many its tenant is charged for."""
-    call.num_messages_sent += 1
-    ticket = call.ticket
-    is_charged = ticket is not None and ticket.counts_tokens
-    if call.num_tokens_sent is None and not is_charged:
-        return
-    chunk = inference_pb2.GenerateStreamResponse.FromString(message)
-    num_tokens = len(chunk.token_ids)
-    if ticket is not None and is_charged:
-        has_end = chunk.HasField("usage")
-        if call.num_tokens_sent is not None:
-            ticket.add_tokens(num_tokens)
-        elif has_end:
-            ticket.add_completion(chunk.usage.completion_tokens)
+    def _count_sent(self, message: bytes, call: Call, flight: Flight) -> None:
+        """Looks into a message that has gone out already: how many tokens the client has, in case the worker is lost,
+        how many its tenant is charged for, and what the worker says at the end of a completion."""
+        call.num_messages_sent += 1
+        ticket, record = call.ticket, call.record
+        chunk = inference_pb2.GenerateStreamResponse.FromString(message)
+        num_tokens, has_end = len(chunk.token_ids), chunk.HasField("usage")
+        record.adapter_digest = record.adapter_digest or chunk.adapter_digest
         if has_end:
-            ticket.set_prompt(chunk.usage.prompt_tokens)
-    if call.num_tokens_sent is not None:
-        call.num_tokens_sent += num_tokens
-        if flight.remaining_tokens is not None:
-            flight.remaining_tokens = max(0, flight.remaining_tokens - num_tokens)
+            _note_usage(record, chunk.usage, chunk.timings)
+        if call.num_tokens_sent is not None:
+            call.num_tokens_sent += num_tokens
+            if flight.remaining_tokens is not None:
+                flight.remaining_tokens = max(0, flight.remaining_tokens - num_tokens)
+        elif has_end:
+            num_tokens = chunk.usage.completion_tokens
+        record.num_output_tokens += num_tokens
+        if ticket is not None and ticket.counts_tokens:
+            if call.num_tokens_sent is not None:
+                ticket.add_tokens(num_tokens)
+            elif has_end:
+                ticket.add_completion(num_tokens)
+            if has_end:
+                ticket.set_prompt(chunk.usage.prompt_tokens)
+        drafted, accepted = chunk.drafted_tokens, chunk.accepted_tokens
+        self._activity.tokens(record.worker_id, num_tokens, drafted, accepted, time.monotonic())
+
+    def _settle(self, call: Call, cls: type[_Answer], answer: bytes) -> None:
+        """Takes in what the answer says that it took, and charges the tenant for it."""
+        said = cls.FromString(answer)
+        usage = said.usage
+        call.record.adapter_digest = said.adapter_digest
+        call.record.num_output_tokens = usage.completion_tokens
+        call.record.first_token_s = said.timings.time_to_first_token_s or None
+        _note_usage(call.record, usage, said.timings)
+        drafted, accepted = usage.drafted_tokens, usage.accepted_tokens
+        self._activity.tokens(call.record.worker_id, usage.completion_tokens, drafted, accepted, time.monotonic())
+        if call.ticket is not None and call.ticket.counts_tokens:
+            call.ticket.set_prompt(usage.prompt_tokens)
+            call.ticket.add_tokens(usage.completion_tokens)
 
 
-def _settle(call: Call, cls: type[_Answer], answer: bytes) -> None:
-    """Charges the tenant for what the answer says that it took."""
-    if call.ticket is not None and call.ticket.counts_tokens:
-        usage = cls.FromString(answer).usage
-        call.ticket.set_prompt(usage.prompt_tokens)
-        call.ticket.add_tokens(usage.completion_tokens)
+def _note_usage(record: RequestRecord, usage: inference_pb2.Usage, timings: inference_pb2.Timings) -> None:
+    """Of a completion, or of all of them."""
+    record.num_prompt_tokens, record.num_cached_tokens = usage.prompt_tokens, usage.cached_tokens
+    record.queue_s = timings.queue_s
+    for one in usage.proposers:
+        record.add_drafts(one.name, one.drafted_tokens, one.accepted_tokens)
 
 
 def _retry_after_s(error: Overloaded) -> float:

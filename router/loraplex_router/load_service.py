@@ -76,13 +76,13 @@ class LoadService:
         }
 
     async def get_load(self, raw: bytes, context: Any) -> bytes:
-        await _checked(worker_pb2.GetLoadRequest, validate.refuse_unhandled, raw, context)
+        await checked_request(worker_pb2.GetLoadRequest, validate.refuse_unhandled, raw, context)
         return worker_pb2.GetLoadResponse(load=self._load(current_identity())).SerializeToString()
 
     async def watch_load(self, raw: bytes, context: Any) -> None:
         """The load at once, then at each change, `min_interval_s` apart or more, and at each heartbeat. Ends when the
         caller's credential does."""
-        request = await _checked(worker_pb2.WatchLoadRequest, validate.check_watch_load, raw, context)
+        request = await checked_request(worker_pb2.WatchLoadRequest, validate.check_watch_load, raw, context)
         interval_s = validate.watch_interval_s(request)
         sent, num_silent = b"", 0
         while True:
@@ -117,7 +117,7 @@ class LoadService:
         return total_load(self._replicas.all(), draining=self._draining.is_set(), may_see=caller.may_use)
 
 
-async def _checked(cls: Any, check: Callable[[Any], None], raw: bytes, context: Any) -> Any:
+async def checked_request(cls: Any, check: Callable[[Any], None], raw: bytes, context: Any) -> Any:
     """The request. Ends the call where it is not valid."""
     try:
         request = validate.parse(cls, raw)

@@ -23,6 +23,7 @@ FLAG: Final = "--workers-from"
 # Seconds between two looks.
 FILE_INTERVAL_S: Final = 1.0
 DNS_INTERVAL_S: Final = 5.0
+REVERSE_TIMEOUT_S: Final = 2.0  # for the name of an address
 MAX_FILE_BYTES: Final = 1 << 20
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})\Z")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
@@ -149,18 +150,31 @@ def members_of(raw: bytes) -> tuple[Member, ...]:
 
 
 Resolve = Callable[[str, int], Awaitable[Sequence[Any]]]
+Reverse = Callable[[str, int], Awaitable[str]]
 
 
 class DnsMembership:
-    """All addresses of a host name, asked for again and again. A member is named by its address."""
+    """All addresses of a host name, asked for again and again.
+
+    Where DNS knows an address as a name below the host name, as it does of the pods of a StatefulSet, that is the
+    member's name: a pod that takes the place of another inherits its adapters. Others are named by their addresses. A
+    name is looked up once, when its address comes.
+    """
 
     def __init__(
-        self, host: str, port: int, interval_s: float = DNS_INTERVAL_S, resolve: Resolve | None = None
+        self,
+        host: str,
+        port: int,
+        interval_s: float = DNS_INTERVAL_S,
+        resolve: Resolve | None = None,
+        reverse: Reverse | None = None,
     ) -> None:
         self._host = host
         self._port = port
         self._interval_s = interval_s
         self._resolve = resolve or _resolve
+        self._reverse = reverse or _reverse
+        self._names: dict[str, str] = {}  # by address
         self._members: tuple[Member, ...] = ()
 
     def first(self) -> tuple[Member, ...]:
@@ -170,7 +184,7 @@ class DnsMembership:
         said = ""
         while True:
             try:
-                members = dns_members(await self._resolve(self._host, self._port))
+                members = await self._named(dns_members(await self._resolve(self._host, self._port)))
             except (OSError, UnicodeError) as error:  # UnicodeError: a label of more than 63 characters
                 said = _say_once(said, f"{self._host} cannot be resolved: {_reason(error)}")
             else:
@@ -179,6 +193,30 @@ class DnsMembership:
                     self._members = members
                     yield members
             await asyncio.sleep(self._interval_s)
+
+    async def _named(self, members: Sequence[Member]) -> tuple[Member, ...]:
+        news = [member.address for member in members if member.address not in self._names]
+        found = await asyncio.gather(*(self._name_of(address) for address in news))
+        self._names |= dict(zip(news, found, strict=True))
+        self._names = {member.address: self._names[member.address] for member in members}
+        # Two may have one name for a moment, while a pod is replaced.
+        return tuple(Member(self._names[member.address] or member.name, member.address) for member in members)
+
+    async def _name_of(self, address: str) -> str:
+        """Empty where it has none below the host name."""
+        host, _, port = address.rpartition(":")
+        try:
+            async with asyncio.timeout(REVERSE_TIMEOUT_S):
+                full_name = await self._reverse(host.strip("[]"), int(port))
+        except (OSError, UnicodeError, TimeoutError):
+            return ""
+        name, _, parent = full_name.partition(".")
+        is_below = parent == self._host or parent.startswith(f"{self._host}.")
+        return name if is_below and _NAME.match(name) else ""
+
+
+async def _reverse(host: str, port: int) -> str:
+    return (await asyncio.get_running_loop().getnameinfo((host, port), socket.NI_NAMEREQD))[0]
 
 
 async def _resolve(host: str, port: int) -> Sequence[Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 from random import Random
-from typing import Final
+from typing import Final, Literal, NamedTuple
 
 from loraplex_contracts.adapters import name_in
 from loraplex_router.config import PolicyConfig
@@ -56,10 +56,26 @@ class Route:
         return routing_key(self.adapter_ids)
 
 
+# Why a worker was chosen: a request for the base model goes to any; one for an adapter to a home of it, to one of the
+# further homes that a hot adapter has, or, where all of them are loaded beyond their share, to another worker.
+Decision = Literal["base", "home", "hot", "overflow"]
+DECISIONS: Final[tuple[Decision, ...]] = ("base", "home", "hot", "overflow")
+
+
+class Choice(NamedTuple):
+    worker_id: str
+    decision: Decision
+
+
 def routing_key(adapter_ids: Collection[str]) -> str:
     """One name for a set of adapters; empty for the base model. No adapter id contains a line feed. Versions have their
     adapter's homes: those have loaded them."""
     return "\n".join(sorted(map(name_in, adapter_ids)))
+
+
+def adapters_of(key: str) -> list[str]:
+    """The adapters of a routing key, without versions."""
+    return key.split("\n") if key else []
 
 
 def rendezvous_order(key: str, names: Collection[str]) -> list[str]:
@@ -67,10 +83,15 @@ def rendezvous_order(key: str, names: Collection[str]) -> list[str]:
 
     A worker that leaves changes nothing in the order of the others, whatever the key.
     """
-    return sorted(names, key=lambda name: (_score(key, name), name), reverse=True)
+    return list(_order(key, tuple(names)))
 
 
-@lru_cache(maxsize=1 << 14)
+# With a hundred workers an order takes as long as everything else about a request.
+@lru_cache(maxsize=1 << 13)
+def _order(key: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted(names, key=lambda name: (_score(key, name), name), reverse=True))
+
+
 def _score(key: str, name: str) -> int:
     # Sizes are hashed too, so that no two pairs of names can run into each other.
     text = f"{len(key)}:{key}{name}".encode()
@@ -97,7 +118,7 @@ def num_homes(route: Route, workers: Sequence[WorkerView], config: PolicyConfig)
     return min(max(config.num_homes, wanted), len(workers))
 
 
-def choose(route: Route, workers: Sequence[WorkerView], config: PolicyConfig, random: Random) -> str | None:
+def choose(route: Route, workers: Sequence[WorkerView], config: PolicyConfig, random: Random) -> Choice | None:
     """The worker for one request, or None where there is no worker at all.
 
     The chosen worker is never above `load_bound`.
@@ -109,20 +130,23 @@ def choose(route: Route, workers: Sequence[WorkerView], config: PolicyConfig, ra
     # Of newcomers alone:
     open_workers = open_workers or [worker for worker in workers if worker.work_tokens <= bound]
     if not route.adapter_ids:
-        return _less_loaded_of_two(open_workers, random)
-    order = rendezvous_order(route.routing_key, [worker.hash_name for worker in workers])
+        return Choice(_less_loaded_of_two(open_workers, random).worker_id, "base")
+    order = _order(route.routing_key, tuple([worker.hash_name for worker in workers]))
     homes = num_homes(route, workers, config)
     by_name = {worker.hash_name: worker for worker in open_workers}
     # Homes first; when all of them are busy, the next free worker takes the overflow.
     candidates = [by_name[name] for name in order[:homes] if name in by_name]
+    is_overflow = not candidates
     candidates = candidates or [by_name[name] for name in order if name in by_name]
     best = max(tier_of(route, worker) for worker in candidates)
     equals = [worker for worker in candidates if tier_of(route, worker) == best]
     is_hot = homes > config.num_homes
-    if is_hot and best > NOT_RESIDENT:
-        return _less_loaded_of_two(equals, random)
     # Keeping to the order keeps an adapter's prompts where their prefixes are cached.
-    return equals[0].worker_id
+    chosen = _less_loaded_of_two(equals, random) if is_hot and best > NOT_RESIDENT else equals[0]
+    if is_overflow:
+        return Choice(chosen.worker_id, "overflow")
+    is_usual = chosen.hash_name in order[: config.num_homes]
+    return Choice(chosen.worker_id, "home" if is_usual else "hot")
 
 
 def tier_of(route: Route, worker: WorkerView) -> int:
@@ -130,9 +154,9 @@ def tier_of(route: Route, worker: WorkerView) -> int:
     return min((worker.tiers.get(adapter_id, NOT_RESIDENT) for adapter_id in route.adapter_ids), default=NOT_RESIDENT)
 
 
-def _less_loaded_of_two(workers: Sequence[WorkerView], random: Random) -> str:
+def _less_loaded_of_two(workers: Sequence[WorkerView], random: Random) -> WorkerView:
     """Power of two choices: nearly as even as picking the least loaded, without all routers picking the same one."""
     pair = random.sample(workers, 2) if len(workers) > 2 else list(workers)
     if len(pair) == 2 and pair[0].work_tokens == pair[1].work_tokens:
-        return random.choice(pair).worker_id
-    return min(pair, key=lambda worker: worker.work_tokens).worker_id
+        return random.choice(pair)
+    return min(pair, key=lambda worker: worker.work_tokens)

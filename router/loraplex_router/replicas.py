@@ -7,10 +7,11 @@ end, policy.py reads views of it. Everything can be rebuilt by asking the worker
 from __future__ import annotations
 
 import math
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
@@ -18,7 +19,7 @@ from prometheus_client.core import Metric
 from loraplex_contracts.errors import NoWorker
 from loraplex_contracts.load import Forecast, Load
 from loraplex_proto.v1 import inference_pb2, worker_pb2
-from loraplex_router.policy import WorkerView
+from loraplex_router.policy import WorkerView, adapters_of
 from loraplex_runtime.telemetry import gauges
 
 # A report that arrives this soon after a request was sent was probably made before the worker had the request.
@@ -26,6 +27,11 @@ REPORT_LAG_S: Final = 0.05
 # Context length taken for granted until a worker has said its own; only estimates of work depend on it.
 ASSUMED_CONTEXT_TOKENS: Final = 4096
 RETRY_WITHOUT_WORKERS_S: Final = 1.0
+
+
+# "starting": it gets less than its share, because its caches are cold.
+State = Literal["serving", "starting", "draining", "stalled", "leaving", "unreachable"]
+STATES: Final[tuple[State, ...]] = ("serving", "starting", "draining", "stalled", "leaving", "unreachable")
 
 
 @dataclass(eq=False, slots=True)
@@ -69,6 +75,8 @@ class Replica:
     unreported_tokens: int = 0
     # Ended since the last report, although that report counts them.
     ended_tokens: int = 0
+    # The last one, None once anything in it has changed: a request looks at every worker.
+    last_view: WorkerView | None = None
 
     @property
     def is_routable(self) -> bool:
@@ -83,9 +91,13 @@ class Replica:
         return max(0, self.load.pending_tokens - self.ended_tokens) + self.unreported_tokens
 
     def view(self, now_s: float, slow_start_s: float) -> WorkerView:
-        age_s = math.inf if self.joined_s is None else now_s - self.joined_s
-        share = max(0.0, age_s) / slow_start_s if age_s < slow_start_s else 1.0
-        return WorkerView(self.worker_id, self.work_tokens, self.tiers, self.name, share)
+        share = 1.0
+        if self.joined_s is not None and (age_s := now_s - self.joined_s) < slow_start_s:
+            share = max(0.0, age_s) / slow_start_s
+        view = self.last_view
+        if view is None or view.share != share:
+            view = self.last_view = WorkerView(self.worker_id, self.work_tokens, self.tiers, self.name, share)
+        return view
 
     def has_draft_model(self, name: str) -> bool:
         """True if it has that draft model; any, where the name is empty."""
@@ -105,6 +117,9 @@ class Replicas:
         self._replicas = {worker_id: Replica(worker_id, worker_id) for worker_id in worker_ids}
         self._work_by_key: dict[str, int] = {}
         self._slow_start_s = slow_start_s
+        # Of `routable` and `max_context_tokens`; None: to be found anew.
+        self._routable: list[Replica] | None = None
+        self._max_context_tokens: int | None = None
         self.on_change = on_change
 
     # --- members ---------------------------------------------------------------------------------------------------
@@ -112,6 +127,7 @@ class Replicas:
     def join(self, worker_id: str, name: str) -> None:
         """A new member; one that was about to leave stays."""
         newcomer = Replica(worker_id, name, is_newcomer=self.num_routable > 0)
+        self._routable = None
         self._set_leaving(self._replicas.setdefault(worker_id, newcomer), False)
 
     def leave(self, worker_id: str) -> None:
@@ -120,12 +136,14 @@ class Replicas:
 
     def _set_leaving(self, replica: Replica, is_leaving: bool) -> None:
         replica.is_leaving = is_leaving
+        self._routable = None
         self.on_change()
 
     def forget(self, worker_id: str) -> None:
         """One that has left, with its last request ended."""
         assert self.has_left(worker_id), f"{worker_id} still has something to do"
         del self._replicas[worker_id]
+        self._routable = self._max_context_tokens = None
         self.on_change()
 
     # --- reading ---------------------------------------------------------------------------------------------------
@@ -151,8 +169,11 @@ class Replicas:
         return [replica.view(now_s, self._slow_start_s) for replica in routable if replica.worker_id not in excluded]
 
     def routable(self) -> list[Replica]:
-        """Members that can take a request; where none has been reached yet, those that are leaving."""
-        found = [replica for replica in self._replicas.values() if replica.is_routable]
+        """Members that can take a request; where none has been reached yet, those that are leaving. Not to be
+        changed."""
+        if self._routable:
+            return self._routable
+        found = self._routable = [replica for replica in self._replicas.values() if replica.is_routable]
         if not found and self._awaits_members():
             return [replica for replica in self._replicas.values() if replica.is_healthy]
         return found
@@ -166,6 +187,19 @@ class Replicas:
         """True for one that is leaving and has nothing more to do."""
         replica = self._replicas[worker_id]
         return replica.is_leaving and not replica.num_in_flight and not self._awaits_members()
+
+    def state_of(self, replica: Replica, now_s: float) -> State:
+        """For people; the policy reads views."""
+        if replica.is_leaving:
+            return "leaving"
+        if not replica.is_connected:
+            return "unreachable"
+        if replica.is_stalled:
+            return "stalled"
+        if replica.is_draining:
+            return "draining"
+        is_new = replica.joined_s is not None and now_s - replica.joined_s < self._slow_start_s
+        return "starting" if is_new else "serving"
 
     def adapter_names(self) -> list[str]:
         """Sorted names of the adapters that workers hold, as far as their reports tell."""
@@ -192,11 +226,21 @@ class Replicas:
         """Work of requests with this key that this router has under way, on all workers."""
         return self._work_by_key.get(routing_key, 0)
 
+    def work_by_adapter(self) -> dict[str, int]:
+        """Work that this router has under way for each adapter, mixtures counted for each of theirs."""
+        found: dict[str, int] = {}
+        for key, work_tokens in self._work_by_key.items():
+            for name in adapters_of(key):
+                found[name] = found.get(name, 0) + work_tokens
+        return found
+
     @property
     def max_context_tokens(self) -> int:
         """The largest context among the workers: what an answer without a limit may grow to."""
-        known = [r.info.max_context_tokens for r in self._replicas.values() if r.info is not None]
-        return max(known, default=0) or ASSUMED_CONTEXT_TOKENS
+        if self._max_context_tokens is None:
+            known = [r.info.max_context_tokens for r in self._replicas.values() if r.info is not None]
+            self._max_context_tokens = max(known, default=0) or ASSUMED_CONTEXT_TOKENS
+        return self._max_context_tokens
 
     @property
     def model_id(self) -> str | None:
@@ -214,6 +258,7 @@ class Replicas:
         """A request is being sent; every flight that begins is ended once."""
         flight = Flight(worker_id, routing_key, work_tokens, now_s)
         replica = self._replicas[worker_id]
+        replica.last_view = None
         replica.num_in_flight += 1
         replica.unreported.append(flight)
         replica.unreported_tokens += work_tokens
@@ -223,6 +268,7 @@ class Replicas:
 
     def end(self, flight: Flight) -> None:
         replica = self._replicas[flight.worker_id]
+        replica.last_view = None
         replica.num_in_flight -= 1
         if flight.work_tokens:
             self._work_by_key[flight.routing_key] -= flight.work_tokens
@@ -239,10 +285,12 @@ class Replicas:
 
     def on_info(self, worker_id: str, info: inference_pb2.GetInfoResponse) -> None:
         self._replicas[worker_id].info = info
+        self._max_context_tokens = None
 
     def on_report(self, worker_id: str, report: worker_pb2.Load, now_s: float) -> None:
         replica = self._replicas[worker_id]
         was_routable = replica.is_routable
+        replica.last_view = None
         replica.is_connected = replica.has_reported = True
         replica.is_draining = report.draining
         replica.is_stalled = report.stalled
@@ -255,6 +303,7 @@ class Replicas:
         while replica.unreported and replica.unreported[0].started_s <= now_s - REPORT_LAG_S:
             replica.unreported_tokens -= replica.unreported.popleft().work_tokens
         if replica.is_routable != was_routable:
+            self._routable = None
             if replica.is_newcomer and replica.joined_s is None:
                 replica.joined_s = now_s
             self.on_change()
@@ -263,6 +312,7 @@ class Replicas:
         """The stream of reports broke, went silent or could not be opened."""
         replica = self._replicas[worker_id]
         was_routable = replica.is_routable
+        replica.last_view = self._routable = None
         replica.is_connected = False
         replica.is_draining = False
         replica.is_stalled = False
@@ -316,8 +366,11 @@ _GAUGES: Final[tuple[tuple[str, str, Callable[[Replica], float]], ...]] = (
 class WorkersCollector:
     """A sample per worker, read at the moment of a scrape."""
 
-    def __init__(self, registry: CollectorRegistry, replicas: Replicas) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, replicas: Replicas, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._replicas = replicas
+        self._clock = clock
         registry.register(self)  # pyright: ignore[reportArgumentType]  # the protocol is `collect` alone
 
     def collect(self) -> Iterator[Metric]:
@@ -325,3 +378,7 @@ class WorkersCollector:
         for name, text, value in _GAUGES:
             samples = [((worker.worker_id,), float(value(worker))) for worker in workers]
             yield gauges(f"router_worker_{name}", text, ("worker",), samples)
+        now_s = self._clock()
+        counts = Counter(self._replicas.state_of(worker, now_s) for worker in workers)
+        text = "Workers, by what the router may do with them."
+        yield gauges("router_workers", text, ("state",), [((state,), counts[state]) for state in STATES])

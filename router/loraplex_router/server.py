@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
+import loraplex_proto
+from loraplex_router.activity import Activity
 from loraplex_router.adapters import AdapterFanOut
 from loraplex_router.calls import Call, Calls, RouterMetrics
 from loraplex_router.config import RouterConfig, ServerOptions
@@ -21,12 +24,13 @@ from loraplex_router.inference import InferenceRelay
 from loraplex_router.load_service import LoadService
 from loraplex_router.membership import open_membership, parse_members
 from loraplex_router.replicas import Replicas, WorkersCollector
-from loraplex_router.upstream import ADAPTERS, INFERENCE, POOLING, WORKER, Upstream, follow_worker_credentials
+from loraplex_router.status import StatusService
+from loraplex_router.upstream import ADAPTERS, INFERENCE, POOLING, STATUS, WORKER, Upstream, follow_worker_credentials
 from loraplex_router.watch import Watcher
 from loraplex_router.workers import Workers
 from loraplex_runtime.listener import ListenConfig, Listener, exposure_warnings, server_options
 from loraplex_runtime.shutdown import HOW_TO_HURRY, Ending
-from loraplex_runtime.telemetry import new_registry
+from loraplex_runtime.telemetry import describe_process, new_registry
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -89,9 +93,10 @@ async def listen(config: ListenConfig, options: ServerOptions) -> Listener:
     Raises InvalidArgument (files) and FailedPrecondition (ports)."""
     return await Listener.open(
         config,
-        (INFERENCE, POOLING, ADAPTERS, WORKER),
+        (INFERENCE, POOLING, ADAPTERS, WORKER, STATUS),
         server_options(options.max_message_bytes, max_age_s=MAX_AGE_S, max_age_grace_s=MAX_AGE_GRACE_S),
         what="server",
+        role="router",
         reuse_port=options.reuse_port,
     )
 
@@ -129,13 +134,22 @@ async def start_router(
         workers = Workers(replicas, watcher, lambda member: Upstream(member, config.server, shown))
         workers.update(members)
         registry = listener.registry or new_registry()
+        describe_process(registry, "router", loraplex_proto.__version__)
         metrics = RouterMetrics(registry)
-        calls = Calls(config.max_in_flight, metrics, replicas.adapter_names)
-        relay = InferenceRelay(config, replicas, workers.upstreams, metrics)
+        activity = Activity(time.monotonic())
+        calls = Calls(config.max_in_flight, metrics, replicas.adapter_names, activity, listener.tracing)
+        relay = InferenceRelay(config, replicas, workers.upstreams, metrics, activity)
         adapters = AdapterFanOut(config.policy, replicas, workers.upstreams)
         load = LoadService(replicas)
         handlers = _handlers(calls, relay, adapters)
         handlers.append(grpc.method_handlers_generic_handler(WORKER, load.handlers()))
+        status = StatusService(
+            replicas,
+            calls,
+            served_names=config.served_model_names,
+            is_draining=lambda: listener.health.is_draining,
+        )
+        handlers.append(grpc.method_handlers_generic_handler(STATUS, status.handlers()))
         WorkersCollector(registry, replicas)
         http_socket = http_socket or bind_http_port(config)
     except BaseException:
@@ -149,7 +163,7 @@ async def start_router(
     router = Router(config, replicas, calls, listener, load, workers)
     if http_socket is not None:
         try:
-            router.http = await _start_http(router, relay, adapters, registry, http_socket)
+            router.http = await _start_http(router, relay, adapters, status, registry, http_socket)
         except BaseException:
             await router.drain(0.0)
             raise
@@ -160,6 +174,7 @@ async def _start_http(
     router: Router,
     relay: InferenceRelay,
     adapters: AdapterFanOut,
+    status: StatusService,
     registry: CollectorRegistry,
     http_socket: socket.socket,
 ) -> HttpServer:
@@ -173,6 +188,7 @@ async def _start_http(
         calls=router.calls,
         relay=relay,
         adapters=adapters,
+        status=status,
         replicas=router.replicas,
         is_ready=lambda: listener.health.is_ready,
         credentials=listener.credentials,

@@ -38,6 +38,7 @@ from loraplex_router.membership import Member
 from loraplex_runtime.auth import ADAPTER_BYTES_KEY, AUTHORIZATION_KEY, TENANT_KEY, Identity
 from loraplex_runtime.listener import KEEPALIVE_S, KEEPALIVE_TIMEOUT_S
 from loraplex_runtime.reload import Followed, Reloader, checked_authorities
+from loraplex_runtime.tracing import CONTEXT_KEYS
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +48,10 @@ INFERENCE: Final = "loraplex.v1.InferenceService"
 POOLING: Final = "loraplex.v1.PoolingService"
 ADAPTERS: Final = "loraplex.v1.AdapterService"
 WORKER: Final = "loraplex.v1.WorkerService"
+STATUS: Final = "loraplex.v1.StatusService"
 
 # Metadata of clients that workers get. A client's own credential and its own idea of a tenant stay here.
-FORWARDED_KEYS: Final = frozenset({"traceparent", "tracestate"})
+FORWARDED_KEYS: Final = CONTEXT_KEYS
 
 _NO_METADATA: Final = grpc.aio.Metadata()
 

@@ -51,6 +51,7 @@ _INFERENCE: Final = "/loraplex.v1.InferenceService/"
 _POOLING: Final = "/loraplex.v1.PoolingService/"
 _ADAPTERS: Final = "/loraplex.v1.AdapterService/"
 _WORKER: Final = "/loraplex.v1.WorkerService/"
+_STATUS: Final = "/loraplex.v1.StatusService/"
 
 # Any one of the roles opens the method. What is not here is denied.
 METHOD_ROLES: Final[Mapping[str, frozenset[str]]] = {
@@ -69,6 +70,7 @@ METHOD_ROLES: Final[Mapping[str, frozenset[str]]] = {
     _ADAPTERS + "ListAdapters": ROLES,
     _WORKER + "GetLoad": frozenset({ADMIN, ROUTER}),
     _WORKER + "WatchLoad": frozenset({ADMIN, ROUTER}),
+    _STATUS + "GetStatus": frozenset({ADMIN}),
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": ROLES,
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": ROLES,
 }

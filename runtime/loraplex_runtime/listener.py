@@ -24,7 +24,8 @@ from loraplex_contracts.errors import FailedPrecondition, Unavailable
 from loraplex_proto.status import UnknownMethods, refusing
 from loraplex_runtime.auth import Credentials, ServerInterceptor, follow_credentials, one_router
 from loraplex_runtime.reload import Reloader, server_credentials
-from loraplex_runtime.telemetry import MetricsEndpoint, new_registry
+from loraplex_runtime.telemetry import MetricsEndpoint, Role, new_registry
+from loraplex_runtime.tracing import Tracing, open_tracing
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ class ListenConfig(Protocol):
     def tls_cert(self) -> Path | None: ...
     @property
     def tls_key(self) -> Path | None: ...
+    @property
+    def otlp_traces_endpoint(self) -> str | None: ...
 
 
 class Listener:
@@ -73,6 +76,7 @@ class Listener:
         self.credentials: Callable[[], Credentials] | None = None  # in force now; None where none are asked for
         self.registry: CollectorRegistry | None = None
         self.metrics: MetricsEndpoint | None = None
+        self.tracing: Tracing | None = None
         self._server = server
         self._handlers = handlers
 
@@ -84,11 +88,12 @@ class Listener:
         arguments: Sequence[tuple[str, int]],
         *,
         what: str,
+        role: Role,
         router_digest: str = "",
         reuse_port: bool = False,
     ) -> Listener:
         """Listens as `config` says. `services`: full names of what will be served, `arguments`: gRPC's, `what`: name of
-        this server in errors, `router_digest`: of the token of the one router that may call.
+        this server in errors, `role`: in traces, `router_digest`: of the token of the one router that may call.
 
         Raises InvalidArgument for files that cannot be used, FailedPrecondition for ports that cannot be had."""
         files = Reloader()
@@ -111,6 +116,7 @@ class Listener:
         listener.address = join_address(config.host, bind(server, config.host, config.port, tls))
         await server.start()
         try:
+            listener.tracing = open_tracing(config.otlp_traces_endpoint, role)
             if config.metrics_port is not None:
                 host = config.metrics_host or config.host
                 check_free(host, config.metrics_port)
@@ -137,6 +143,9 @@ class Listener:
         metrics, self.metrics = self.metrics, None
         if metrics is not None:
             await metrics.stop()
+        tracing, self.tracing = self.tracing, None
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
 
 class _Handlers(grpc.GenericRpcHandler):
@@ -188,13 +197,13 @@ class Health(health_pb2_grpc.HealthServicer):
 
     def __init__(self, services: tuple[str, ...]) -> None:
         self._statuses = {"": SERVING, **dict.fromkeys(services, NOT_SERVING)}
-        self._is_draining = False
+        self.is_draining = False
         self._has_ended = False
         self._changed = asyncio.Event()
 
     def set_ready(self, is_ready: bool) -> None:
         """Liveness stays: a router without workers is alive."""
-        if not self._is_draining:
+        if not self.is_draining:
             self._set({name: SERVING if is_ready or not name else NOT_SERVING for name in self._statuses})
 
     @property
@@ -204,7 +213,7 @@ class Health(health_pb2_grpc.HealthServicer):
 
     def begin_drain(self) -> None:
         """Says NOT_SERVING from here on."""
-        self._is_draining = True
+        self.is_draining = True
         self._set(dict.fromkeys(self._statuses, NOT_SERVING))
 
     def end_watches(self) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import ctypes
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -21,6 +22,8 @@ import time
 from collections.abc import Callable, Coroutine, Generator
 from multiprocessing import resource_tracker
 from typing import Any, Final, NoReturn
+
+from loraplex_contracts.errors import InvalidArgument
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HOW_TO_HURRY: Final = "Ctrl-C again ends it at once"
@@ -104,6 +107,20 @@ def start_shielded(process: Any) -> None:
 END_S: Final = 5.0
 KILL_S: Final = 2.0
 HURRY_EVERY_S: Final = 0.5
+
+
+END: Final = "end"
+
+
+def orphan_drain_s(text: str) -> float:
+    """Seconds of `--on-orphan`: `end` or `drain=SECONDS`. Raises InvalidArgument."""
+    if text == END:
+        return 0.0
+    kind, _, seconds = text.partition("=")
+    with contextlib.suppress(ValueError):
+        if kind == "drain" and 0 <= float(seconds) < math.inf:
+            return float(seconds)
+    raise InvalidArgument(f"--on-orphan takes end or drain=SECONDS, not {text!a}", field="--on-orphan")
 
 
 def end_with_supervisor(drain_s: float) -> None:

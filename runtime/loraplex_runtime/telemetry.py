@@ -11,15 +11,20 @@ import contextlib
 import copy
 import json
 import logging
+import platform
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TextIO
 from urllib.parse import parse_qs
 
 from loraplex_contracts.errors import QUOTAS, FailedPrecondition, InvalidArgument
+from loraplex_runtime.request_record import RequestRecord
+from loraplex_runtime.request_record import log as request_log
+from loraplex_runtime.usage import UsageCollector
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -88,8 +93,11 @@ def _one_line(text: str) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
-def setup_logging(level: str = "info", style: LogStyle = "plain", stream: TextIO | None = None) -> None:
-    """Sends every logger's lines to standard error, and nowhere else. For commands; a library never calls this."""
+def setup_logging(
+    level: str = "info", style: LogStyle = "plain", stream: TextIO | None = None, *, requests: bool = True
+) -> None:
+    """Sends every logger's lines to standard error, and nowhere else. For commands; a library never calls this.
+    `requests`: a line for each that ends."""
     if level not in LEVELS:
         raise InvalidArgument(f"--log-level takes {', '.join(LEVELS)}, not {level!a}", field="--log-level")
     if style not in ("plain", "json"):
@@ -99,11 +107,13 @@ def setup_logging(level: str = "info", style: LogStyle = "plain", stream: TextIO
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(LEVELS[level])
+    request_log.setLevel(logging.NOTSET if requests else logging.CRITICAL)
 
 
 # --- metrics --------------------------------------------------------------------------------------------------------
 
 PREFIX: Final = "loraplex:"
+Role = Literal["worker", "router"]
 
 _REQUEST_BUCKETS_S: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 _FIRST_MESSAGE_BUCKETS_S: Final = (0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -121,15 +131,27 @@ def new_registry() -> CollectorRegistry:
     return CollectorRegistry()
 
 
-class RequestMetrics:
-    """Counts and latencies of requests, by method. `role` is "worker" or "router"."""
+def describe_process(registry: CollectorRegistry, role: Role, version: str) -> None:
+    """Metrics of this process, and a constant one that says what it is."""
+    from prometheus_client import Gauge, ProcessCollector
 
-    def __init__(self, registry: CollectorRegistry | None, role: Literal["worker", "router"]) -> None:
+    ProcessCollector(registry=registry)
+    labels = {"role": role, "version": version, "python": platform.python_version()}
+    Gauge(f"{PREFIX}build_info", "Constant 1, with the version.", list(labels), registry=registry).labels(**labels).set(
+        1
+    )
+
+
+class RequestMetrics:
+    """Counts and latencies of requests, by method, and what adapters and tenants used."""
+
+    def __init__(self, registry: CollectorRegistry | None, role: Role) -> None:
         """Without a registry the numbers are not shown anywhere."""
         from prometheus_client import Counter, Histogram
 
         registry = new_registry() if registry is None else registry
         name = PREFIX if role == "worker" else f"{PREFIX}router_"
+        self.usage = UsageCollector(registry, name)
         self._requests = Counter(name + "requests", "Requests that have ended.", ["method", "code"], registry=registry)
         self._seconds = Histogram(
             name + "request_seconds",
@@ -154,10 +176,11 @@ class RequestMetrics:
         """`quota` is one of `loraplex_contracts.errors.QUOTAS`; others count as "other"."""
         self._quota_refusals.labels(quota if quota in QUOTAS else "other").inc()
 
-    def ended(self, method: str, code: str, seconds: float) -> None:
-        """`code` is the name of a gRPC status code."""
-        self._requests.labels(method, code).inc()
-        self._seconds.labels(method).observe(seconds)
+    def ended(self, record: RequestRecord) -> None:
+        self._requests.labels(record.method, record.code).inc()
+        self._seconds.labels(record.method).observe(record.total_s)
+        if record.computes:
+            self.usage.add(record)
 
     def first_message(self, method: str, seconds: float) -> None:
         self._first_message_seconds.labels(method).observe(seconds)
@@ -188,10 +211,26 @@ def counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Me
     return family
 
 
-def summary(name: str, text: str, count: int, total: float) -> Metric:
+def total(name: str, text: str, value: float) -> Metric:
+    """One counter with one sample."""
+    from prometheus_client.core import CounterMetricFamily
+
+    return CounterMetricFamily(PREFIX + name, text, value=value)
+
+
+def summary(name: str, text: str, count: int, sum_value: float) -> Metric:
     from prometheus_client.core import SummaryMetricFamily
 
-    return SummaryMetricFamily(PREFIX + name, text, count_value=count, sum_value=total)
+    return SummaryMetricFamily(PREFIX + name, text, count_value=count, sum_value=sum_value)
+
+
+def histogram(name: str, text: str, bounds: Sequence[float], counts: Sequence[int], sum_value: float) -> Metric:
+    """`counts`: of values up to each bound and above the one before, and behind them of those above all bounds."""
+    from prometheus_client.core import HistogramMetricFamily
+    from prometheus_client.utils import floatToGoString
+
+    ends = [*map(floatToGoString, bounds), "+Inf"]
+    return HistogramMetricFamily(PREFIX + name, text, list(zip(ends, accumulate(counts), strict=True)), sum_value)
 
 
 class _Families(Protocol):
@@ -214,14 +253,18 @@ class PlainNames:
             yield plain
 
 
-def encoded(registry: _Families, query: str, accept: str) -> tuple[bytes, str]:
-    """A page of metrics, with its content type. `query`: of the URL; `names=plain` asks for names without a colon.
-    `accept`: the header."""
-    from prometheus_client.exposition import choose_encoder
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
-    encode, content_type = choose_encoder(accept)
+
+def encoded(registry: _Families, query: str) -> tuple[bytes, str]:
+    """A page of metrics, with its content type. `query`: of the URL; `names=plain` asks for names without a colon.
+
+    Always Prometheus' text, which scrapers that ask for OpenMetrics take as well: in that, prometheus_client 0.26
+    writes samples with `_` in the place of the colon, so that each would have another name than its metric."""
+    from prometheus_client.exposition import generate_latest
+
     page: Any = PlainNames(registry) if parse_qs(query).get("names") == ["plain"] else registry
-    return encode(page), content_type
+    return generate_latest(page), CONTENT_TYPE
 
 
 # --- the port -------------------------------------------------------------------------------------------------------
@@ -275,15 +318,13 @@ async def _serve_scrape(
 
 
 def _answer(head: str, registry: CollectorRegistry) -> bytes:
-    request, *lines = head.split("\r\n")
-    method, _, target = request.partition(" ")
+    method, _, target = head.partition("\r\n")[0].partition(" ")
     path, _, query = target.partition(" ")[0].partition("?")
     if path != "/metrics":
         return _response("404 Not Found", "text/plain", b"metrics are at /metrics\n")
     if method != "GET":
         return _response("405 Method Not Allowed", "text/plain", b"GET only\n")
-    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    page, content_type = encoded(registry, query, headers.get("accept", ""))
+    page, content_type = encoded(registry, query)
     return _response("200 OK", content_type, page)
 
 

@@ -9,7 +9,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from loraplex_contracts.adapters import check_adapter_id, check_id
 from loraplex_contracts.errors import InvalidArgument
@@ -274,7 +274,14 @@ class EngineConfig:
         "minute, or ten times what the slowest step so far lets expect where that is more.",
         "--step-timeout",
     )
+    take_over_s: float | None = option(
+        None,
+        "Take the GPU for this worker alone, and give a worker that still ends there so many seconds to leave it and "
+        "--adapter-store. Default: GPUs may be shared, and a store in use is refused.",
+        "--take-over",
+    )
     log_level: str = option("info", "debug, info, warning or error.", "--log-level")
+    log_format: Literal["plain", "json"] = option("plain", "plain or json, an object a line.", "--log-format")
 
     def __post_init__(self) -> None:
         model, batch, adapters, drafts = self.model, self.batch, self.adapters, self.speculation
@@ -304,6 +311,7 @@ class EngineConfig:
         _check(1 <= adapters.max_rank <= 4096, "--max-lora-rank", "must be 1 to 4096")
         _check(self.num_threads is None or self.num_threads >= 1, "--threads", "must be at least 1")
         _check(self.step_timeout_s is None or self.step_timeout_s > 0, "--step-timeout", "must be above 0")
+        _check(self.take_over_s is None or self.take_over_s >= 0, "--take-over", "must not be negative")
         _check(self.lora_kernels in LORA_KERNELS, "--lora-kernels", f"must be {', '.join(LORA_KERNELS)}")
         _check(self.cpu_kernels in CPU_KERNELS, "--cpu-kernels", f"must be {', '.join(CPU_KERNELS)}")
         _check(model.quantize in QUANTIZE, "--quantize", f"must be {' or '.join(QUANTIZE)}")
@@ -398,6 +406,13 @@ class WorkerConfig:
     drain_s: float = option(30.0, "Seconds that running requests get to end on shutdown.", "--drain")
     announce_s: float = option(
         2.0, "On SIGTERM or SIGHUP, seconds of NOT_SERVING before requests are refused.", "--announce"
+    )
+    request_log: bool = option(True, "Log a line for each request that ends.", "--request-log")
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "Send traces of requests to this OpenTelemetry collector, such as http://HOST:4318 (OTLP over HTTP). Default: "
+        "off.",
+        "--otlp-traces-endpoint",
     )
     # SHA-256 of the token of the one router that may call, in the place of a credentials file.
     router_digest: str = ""

@@ -1,4 +1,4 @@
-"""The page for the browser: files, headers, and use in headless Chromium."""
+"""The pages for the browser: files, headers, and use in headless Chromium."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support import browser
-from support.fake_workers import Chunk, Generate
+from support.fake_workers import Chunk, Generate, until
 from support.http import http_cluster
 
 from loraplex_contracts.errors import InvalidArgument
@@ -19,7 +19,15 @@ from loraplex_proto.v1 import adapter_pb2, inference_pb2
 from loraplex_runtime.auth import token_digest
 
 HTML = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
-FILES = {"/": "text/html", "/page/page.css": "text/css", "/page/page.js": "text/javascript"}
+FILES = {
+    "/": "text/html",
+    "/page/page.css": "text/css",
+    "/page/page.js": "text/javascript",
+    "/status": "text/html",
+    "/page/status.css": "text/css",
+    "/page/status.js": "text/javascript",
+    "/page/common.js": "text/javascript",
+}
 MARKUP = '<img src=x onerror="window.stolen=1"><script>window.stolen=2</script>{{7*7}}&lt;b&gt;\''
 needs_chromium = pytest.mark.skipif(not browser.CHROMIUM, reason="Chromium is not installed (Debian: chromium)")
 
@@ -55,6 +63,10 @@ def auth_file(folder: Path) -> Path:
     path = folder / "auth.json"
     path.write_text(json.dumps({"credentials": [{"sha256": token_digest("alice"), "tenant": "a", "adapters": ["a*"]}]}))
     return path
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}"}
 
 
 async def test_the_page_needs_no_credentials_and_its_requests_do(tmp_path: Path) -> None:
@@ -136,3 +148,76 @@ async def test_texts_names_and_errors_are_shown_as_text(tmp_path: Path) -> None:
     assert cards[f"{named} · off"]["figures"].startswith("404: ")
     # The policy has refused nothing, because nothing was tried; errors of requests are logged by the browser itself.
     assert not [line for line in found["log"] if "Content Security Policy" in line or "exceptionDetails" in line]
+
+
+# --- the status page --------------------------------------------------------------------------------------------------
+
+
+def watch(url: str, token: str) -> dict[str, Any]:
+    """What stands in the status page, first without a token and then with one."""
+    with browser.page() as page:
+        page.open(url)
+        page.until("document.getElementById('listing').textContent.includes('401')")
+        page.run(
+            "document.getElementById('token').value = " + json.dumps(token) + ";"
+            "document.getElementById('interval').value = 1;"
+            "document.getElementById('token').dispatchEvent(new Event('change'))"
+        )
+        page.until("document.querySelectorAll('#adapters td').length > 0")
+        texts = "(query) => [...document.querySelectorAll(query)].map(one => one.textContent)"
+        found = page.run(
+            f"(texts => ({{stolen: window.stolen ?? null, location: location.href,"
+            "  source: document.documentElement.outerHTML,"
+            "  stored: Object.keys(localStorage).length + document.cookie.length,"
+            "  line: document.getElementById('listing').textContent, figures: texts('.figure'),"
+            "  workers: [...document.querySelectorAll('#workers tr')].slice(1).map(row => ({"
+            "    kind: row.className, cells: [...row.cells].map(one => one.textContent)})),"
+            "  adapters: [...document.querySelectorAll('#adapters tr')].slice(1).map(row =>"
+            "    [...row.cells].map(one => [one.textContent, one.className])),"
+            "  errors: texts('#errors td'), counted: texts('#counted')[0],"
+            "  points: document.getElementById('rate-line').getAttribute('points').split(' ').length,"
+            f"  colours: [...document.querySelectorAll('td.tier')].map(one => getComputedStyle(one).backgroundColor)"
+            f"}}))({texts})"
+        )
+        return {**found, "log": page.log}
+
+
+@needs_chromium
+async def test_the_status_page_shows_workers_adapters_and_errors_as_text(tmp_path: Path) -> None:
+    path = auth_file(tmp_path)
+    rows = json.loads(path.read_text())["credentials"]
+    rows.append({"sha256": token_digest("root"), "tenant": "ops", "roles": ["admin"], "adapters": ["*"]})
+    path.write_text(json.dumps({"credentials": rows}))
+    async with http_cluster(2, auth_file=path, worker_token="w") as (c, http):
+        first, second = c.workers
+        first.report(running_requests=2, max_running_requests=8, tiers={"sql": 4, MARKUP: 3})
+        second.report(tiers={"sql": 2})
+        first.stream = second.stream = speculates
+        await until(lambda: sum(len(replica.tiers) for replica in c.router.replicas.all()) == 3)
+        body = {"prompt": "hi", "model": "tiny", "stream": True}
+        assert "own" in (await http.post("/v1/completions", json=body, headers=bearer("alice"))).text
+        answer = await http.post("/v1/completions", json={**body, "model": "a-fails"}, headers=bearer("alice"))
+        assert answer.status_code == 400
+        found = await asyncio.to_thread(watch, str(http.base_url).rstrip("/") + "/status", "root")
+    assert found["stolen"] is None
+    assert "root" not in found["location"] + found["source"]
+    assert found["stored"] == 0
+    assert found["line"].startswith("tiny · router ")
+    assert "2 of 2workers serve" in found["figures"]
+    assert "50 %of drafted tokens accepted" in found["figures"]
+    assert "1 of 2requests failed" in found["figures"]
+    by_name = {worker["cells"][1]: worker for worker in found["workers"]}
+    assert set(by_name) == {worker.address for worker in c.workers}
+    assert by_name[first.address]["cells"][2:4] == ["serving", "2 / 8"]
+    letters = {name[0]: [tier[0] for tier in tiers] for name, _, *tiers in found["adapters"]}
+    tiers = {name: dict(zip(by_name, row, strict=True)) for name, row in letters.items()}
+    assert tiers == {
+        "sql": {first.address: "D", second.address: "S"},
+        MARKUP: {first.address: "H", second.address: ""},
+    }
+    assert found["counted"] == "2 of 2"
+    assert found["points"] == 60
+    assert len(set(found["colours"])) == 4
+    assert MARKUP in found["errors"]
+    refused = [line for line in found["log"] if "Content Security Policy" in line or "exceptionDetails" in line]
+    assert not refused

@@ -149,7 +149,7 @@ async def test_signals_end_it_and_a_second_one_at_once() -> None:
             call = stub(channel).GenerateStream(Generate(text="x"))
             await call.read()
             os.kill(os.getpid(), signal.SIGTERM)
-            await until(lambda: router.listener.health._is_draining)
+            await until(lambda: router.listener.health.is_draining)
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.wait_for(running, 5)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -240,6 +240,7 @@ async def test_reflection() -> None:
             "loraplex.v1.PoolingService",
             "loraplex.v1.WorkerService",
             "loraplex.v1.AdapterService",
+            "loraplex.v1.StatusService",
             "grpc.health.v1.Health",
             "grpc.reflection.v1alpha.ServerReflection",
         }

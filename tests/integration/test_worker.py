@@ -398,20 +398,21 @@ def test_nothing_in_a_request_without_fields_is_ignored(stub: Any, worker: Worke
 
 
 def test_errors_and_the_log_carry_the_request_id(stub: Any, caplog: pytest.LogCaptureFixture) -> None:
-    setup = logging.getLogger("loraplex_server")
+    setup = logging.getLogger("loraplex.requests")
     lines = io.StringIO()
     handler = logging.StreamHandler(lines)
     handler.setFormatter(PlainFormatter())
     setup.addHandler(handler)
     request = inference_pb2.GenerateRequest(text="hello", adapter_id="nobody", request_id="mine")
     try:
-        with caplog.at_level(logging.INFO, "loraplex_server"):
+        with caplog.at_level(logging.INFO, setup.name):
             early = inference_pb2.GenerateRequest(request_id="early")  # no prompt
             assert error_of(lambda: stub.Generate(early)).request_id == "early"
             assert error_of(lambda: stub.Generate(request)).request_id == "mine"
             assert error_of(lambda: list(stub.GenerateStream(request))).request_id == "mine"
             request.request_id = ""
             given = error_of(lambda: stub.Generate(request)).request_id
+            wait_until(lambda: lines.getvalue().count("\n") == 4)  # a line follows its answer
     finally:
         setup.removeHandler(handler)
     assert given

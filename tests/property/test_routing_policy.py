@@ -37,7 +37,9 @@ randoms = st.integers(0, 1 << 32).map(Random)
 def test_no_request_goes_to_a_worker_above_the_bound(
     route: Route, workers: list[WorkerView], config: PolicyConfig, random: Random
 ) -> None:
-    chosen = choose(route, workers, config, random)
+    choice = choose(route, workers, config, random)
+    assert choice is not None
+    chosen = choice.worker_id
     work = {worker.worker_id: worker.work_tokens for worker in workers}
     assert chosen in work
     mean = sum(work.values()) / len(work)
@@ -65,8 +67,9 @@ def test_a_home_that_may_take_it_does(
     homes = order[: num_homes(route, workers, config)]
     by_id = {worker.worker_id: worker for worker in workers}
     open_homes = [name for name in homes if by_id[name].work_tokens <= bound]
-    chosen = choose(route, workers, config, random)
-    assert chosen is not None
+    choice = choose(route, workers, config, random)
+    assert choice is not None
+    chosen = choice.worker_id
     if open_homes:
         assert chosen in open_homes
         # Nobody among them has the weights nearer to the device.
@@ -120,8 +123,9 @@ def test_a_stream_of_requests_stays_balanced() -> None:
     for number in range(2000):
         adapter = "hot" if number % 2 else f"cold-{number % 40}"
         views = [WorkerView(name, tokens, resident[name]) for name, tokens in work.items()]
-        chosen = choose(Route((adapter,), by_key.get(adapter, 0)), views, config, random)
-        assert chosen is not None
+        choice = choose(Route((adapter,), by_key.get(adapter, 0)), views, config, random)
+        assert choice is not None
+        chosen = choice.worker_id
         work[chosen] += 100
         by_key[adapter] = by_key.get(adapter, 0) + 100
         resident[chosen][adapter] = 4

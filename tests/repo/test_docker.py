@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 import yaml
+from support.command_lines import check_arguments, command_of
 
 import loraplex.cli.healthcheck
-from loraplex.cli.main import KNOWN, build_app, find_commands
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
@@ -71,21 +70,9 @@ def json_list(text: str | None) -> list[str]:
     return [str(item) for item in value]  # pyright: ignore[reportUnknownArgumentType]
 
 
-def command_of(name: str) -> Any:
-    """The real subcommand, with its real flags: a click command, from whichever click typer brings."""
-    group: Any = typer.main.get_command(build_app(find_commands(), name))
-    return group.commands[name]
-
-
-def check_arguments(arguments: list[str]) -> None:
-    """That `loraplex ARGUMENTS` is a command line which the command takes."""
-    name, *rest = arguments
-    assert name in KNOWN, f"loraplex has no command {name}"
-    command = command_of(name)
-    if "--help" in rest:
-        rest.remove("--help")
-    # Parses like the command itself: unknown flags, missing values and wrong types raise.
-    command.make_context(name, rest, resilient_parsing="--help" in arguments)
+def flags_in(service: dict[str, Any]) -> list[str]:
+    """The arguments after the command, with values where the environment gives them."""
+    return [re.sub(r"^\$\{\w+:\?[^}]*\}$", "value", argument) for argument in service["command"][1:]]
 
 
 def compose(name: str) -> dict[str, Any]:
@@ -216,7 +203,7 @@ def test_compose_services_start_commands_that_exist(name: str, service: dict[str
     arguments = service["command"]
     assert arguments[0] == target
     # Folders of the container are not there here.
-    check_arguments([re.sub(r"^\$\{\w+:\?[^}]*\}$", "value", argument) for argument in arguments])
+    check_arguments([arguments[0], *flags_in(service)])
 
 
 def test_compose_names_what_it_has() -> None:
@@ -228,7 +215,7 @@ def test_compose_names_what_it_has() -> None:
         assert set(service.get("depends_on", ())) <= described.keys(), name
         for volume in service.get("volumes", ()):
             source = re.sub(r"\$\{[^}]*\}", "/variable", volume).partition(":")[0]
-            if source.startswith("./"):
+            if source.startswith(("./", "../")):
                 assert (DOCKER / source).is_file(), "a missing file would be mounted as an empty folder"
             elif not source.startswith("/"):
                 assert source in compose("compose.yaml")["volumes"]
@@ -237,6 +224,32 @@ def test_compose_names_what_it_has() -> None:
         port = (STAGES["worker"].last("EXPOSE") or "").split()[0]
         assert {flag.removeprefix("--worker=") for flag in flags} == {f"{worker}:{port}" for worker in workers}
     assert compose("compose.gpu.yaml")["services"].keys() == workers
+
+
+def test_prometheus_scrapes_every_server_and_has_the_alerts() -> None:
+    config = yaml.safe_load((DOCKER / "prometheus.yml").read_text())
+    (job,) = config["scrape_configs"]
+    targets = [target for group in job["static_configs"] for target in group["targets"]]
+    expected = [
+        f"{name}:{check_arguments([service['command'][0], *flags_in(service)])['metrics_port']}"
+        for name, service in OURS
+    ]
+    assert sorted(targets) == sorted(expected)
+    volumes = dict(services())["prometheus"]["volumes"]
+    assert any(volume.split(":")[1] == config["rule_files"][0] for volume in volumes)
+    promtool = shutil.which("promtool")
+    if promtool is not None:
+        command = [promtool, "check", "config", "--syntax-only", str(DOCKER / "prometheus.yml")]
+        found = subprocess.run(command, capture_output=True, text=True)
+        assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_grafana_finds_the_dashboard() -> None:
+    (provider,) = yaml.safe_load((DOCKER / "grafana/dashboards.yaml").read_text())["providers"]
+    (source,) = yaml.safe_load((DOCKER / "grafana/datasources.yaml").read_text())["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    mounted = {volume.split(":")[1]: volume.split(":")[0] for volume in dict(services())["grafana"]["volumes"]}
+    assert mounted[f"{provider['options']['path']}/loraplex.json"] == "../deploy/grafana/loraplex.json"
 
 
 @pytest.mark.parametrize("balancer", ["haproxy.cfg", "nginx.conf"])

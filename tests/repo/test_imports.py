@@ -19,6 +19,7 @@ FOLDERS = {
     "loraplex_server": "server",
     "loraplex_training": "training",
     "loraplex_demo": "demo",
+    "loraplex_fleet": "fleet",
 }
 PACKAGES = {package: ROOT / folder / package for package, folder in FOLDERS.items()}
 # Who may import whom, anywhere in a file (lazily too).
@@ -34,6 +35,7 @@ ALLOWED = {
     "loraplex_server": WIRE | SERVING,
     "loraplex_training": WIRE | SERVING | {"loraplex_training"},
     "loraplex_demo": WIRE | SERVING | {"loraplex_training", "loraplex_demo"},
+    "loraplex_fleet": WIRE | {"loraplex", "loraplex_router", "loraplex_server", "loraplex_fleet"},
 }
 # Commands that start something of another package say so here; each import is inside the command's function.
 COMMAND_EXCEPTIONS = {
@@ -50,7 +52,14 @@ ORDER = {
         *("engine", "frontend", "grpc", "cli"),
     ),
 }
-TORCH_FREE = ("loraplex_contracts", "loraplex_proto", "loraplex_runtime", "loraplex", "loraplex_router")
+TORCH_FREE = (
+    "loraplex_contracts",
+    "loraplex_proto",
+    "loraplex_runtime",
+    "loraplex",
+    "loraplex_router",
+    "loraplex_fleet",
+)
 TORCH_LIKE = {"torch", "transformers", "peft", "safetensors", "triton", "numpy"}
 
 
@@ -88,6 +97,18 @@ def test_import_direction(package: str) -> None:
 @pytest.mark.parametrize("package", TORCH_FREE)
 def test_client_and_router_need_no_torch(package: str) -> None:
     wrong = [f"{p}: {m}" for p in sources(package) for m in modules_of(p) if m.split(".")[0] in TORCH_LIKE]
+    assert not wrong, wrong
+
+
+def test_only_the_fleet_needs_ray() -> None:
+    wrong = [
+        f"{path}: {module}"
+        for package in PACKAGES
+        if package != "loraplex_fleet"
+        for path in sources(package)
+        for module in modules_of(path)
+        if module.split(".")[0] == "ray" or module.startswith("loraplex_fleet")
+    ]
     assert not wrong, wrong
 
 
@@ -152,6 +173,8 @@ def test_only_the_edges_touch_generated_code() -> None:
                 continue
             if name.startswith("router/"):
                 continue  # the router is one edge: it has nothing but gRPC
+            if name == "fleet/loraplex_fleet/probe.py":
+                continue
             wrong += [
                 f"{name} imports {m}" for m in modules_of(path) if "_pb2" in m or m.startswith("loraplex_proto.v1")
             ]

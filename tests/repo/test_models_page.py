@@ -1,4 +1,4 @@
-"""docs/models.md and the table in docs/adapters.md equal the tables of the tests."""
+"""Pages and tables of docs/ that scripts make equal what those make now."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(("page", "script_name"), [("models", "models_page"), ("adapters", "adapters_page")])
+@pytest.mark.parametrize(
+    ("page", "script_name"), [("models", "models_page"), ("adapters", "adapters_page"), ("metrics", "metrics_page")]
+)
 def test_the_page_is_what_the_script_makes(page: str, script_name: str) -> None:
     spec = importlib.util.spec_from_file_location(script_name, ROOT / f"scripts/{script_name}.py")
     assert spec is not None

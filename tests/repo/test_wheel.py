@@ -25,6 +25,7 @@ PACKAGES = {
     "loraplex_server",
     "loraplex_training",
     "loraplex_demo",
+    "loraplex_fleet",
 }
 ROOT = Path(__file__).resolve().parents[2]
 

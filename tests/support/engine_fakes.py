@@ -125,6 +125,9 @@ class FakeCache:
     def templates(self, key: AdapterKey) -> AdapterTemplates | None:
         return self.own.get(key.digest[: len(key.digest) // 64])
 
+    def pooling(self, key: AdapterKey) -> str:
+        return ""
+
     def drop_hold(self, key: AdapterKey, tenant: str = "") -> None:
         self.holds[key] -= 1
 

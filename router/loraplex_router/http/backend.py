@@ -21,6 +21,7 @@ from loraplex_router.http.errors import model_not_found
 from loraplex_router.http.streaming import FanOut, Handle, while_connected
 from loraplex_router.inference import InferenceRelay
 from loraplex_router.replicas import Replicas
+from loraplex_router.status import StatusService
 from loraplex_runtime.auth import Credentials
 
 # Prompts of one request, and texts that they ask for together.
@@ -41,6 +42,7 @@ class Backend:
     calls: Calls
     relay: InferenceRelay
     adapters: AdapterFanOut
+    status: StatusService
     replicas: Replicas
     is_ready: Callable[[], bool]
     credentials: Callable[[], Credentials] | None

@@ -19,6 +19,7 @@ from loraplex_router.http import pooling
 from loraplex_router.http.errors import dialect_of, error_headers, error_object, status_of, tgi_error
 from loraplex_router.http.page import is_page, page_response
 from loraplex_runtime.auth import Credentials, admit
+from loraplex_runtime.request_record import RequestRecord, log_end
 
 MAX_BODY_BYTES: Final = 8 << 20
 BODY_TIMEOUT_S: Final = 60.0
@@ -42,6 +43,7 @@ _METHODS: Final[Mapping[str, str]] = {
     "/v1/unload_lora_adapter": "/loraplex.v1.AdapterService/UnloadAdapter",
     "/unload_lora_adapter": "/loraplex.v1.AdapterService/UnloadAdapter",
     "/chat_tokenize": "/loraplex.v1.InferenceService/Tokenize",
+    "/v1/status": "/loraplex.v1.StatusService/GetStatus",
 }
 _ANY_ROLE: Final = "/loraplex.v1.InferenceService/GetInfo"
 _OPEN_PATHS: Final = frozenset({"/health", "/ping", "/version", "/metrics"})
@@ -184,9 +186,18 @@ def _id_in(headers: Headers) -> str:
     return uuid.uuid4().hex
 
 
+def _causes(error: Exception) -> tuple[BaseException | None, ...]:
+    """The error, and that of the call which it stands for."""
+    return error, error.__cause__, error.__context__
+
+
 def error_response(error: Exception, scope: Scope) -> Response:
-    """In the form of the request's dialect."""
+    """In the form of the request's dialect. Logged, unless it is that of a call, which has its line already."""
     typed = error if isinstance(error, LoraplexError) else unexpected(error, "answering an HTTP request")
+    if not any(isinstance(one, LoraplexError) and "request_id" in one.metadata for one in _causes(typed)):
+        record = RequestRecord(f"{scope['method']} {scope['path']}", request_id=scope["state"]["request_id"])
+        record.fail(typed)
+        log_end(record)
     if dialect_of(scope) == "tgi":
         status, content = tgi_error(typed)
         return JSONResponse(content, status, headers=error_headers(typed))

@@ -8,14 +8,15 @@ from dataclasses import replace
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
+from google.protobuf import json_format
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from loraplex_contracts.errors import LoraplexError
-from loraplex_proto import __version__
-from loraplex_proto.v1 import adapter_pb2, inference_pb2
+from loraplex_proto import __version__, validate
+from loraplex_proto.v1 import adapter_pb2, inference_pb2, status_pb2
 from loraplex_router.http import answers, openai, responses
-from loraplex_router.http.backend import Backend, adapter_of, request_id_of
+from loraplex_router.http.backend import Backend, adapter_of, request_id_of, unicode_text
 from loraplex_router.http.errors import error_object, model_not_found, naming_model
 from loraplex_router.http.metrics import EngineMetrics
 from loraplex_router.http.models import (
@@ -31,6 +32,7 @@ from loraplex_router.http.models import (
 from loraplex_router.http.openai import Job
 from loraplex_router.http.responses import ResponsesRequest
 from loraplex_router.http.streaming import EventStream, events_of
+from loraplex_runtime.auth import current_identity
 from loraplex_runtime.telemetry import encoded
 
 PAGE_SIZE: Final = 500
@@ -55,6 +57,7 @@ class Routes:
             app.head(path, include_in_schema=False)(self.health)  # as load balancers ask
         app.get("/version")(self.version)
         app.get("/load")(self.load)
+        app.get("/v1/status", response_class=Response)(self.status)
         app.get("/metrics", response_class=Response)(self.metrics)
         app.get("/v1/models")(self.models)
         app.get("/v1/models/{model_id:path}")(self.model)
@@ -225,10 +228,22 @@ class Routes:
         """As vLLM has it: requests that this server has under way."""
         return JSONResponse({"server_load": len(self._backend.calls)})
 
+    async def status(self, request: Request, adapters: int = 0, prefix: str = "") -> Response:
+        """GetStatusResponse in protobuf's JSON: 64-bit integers are strings. For the page at /status."""
+        question = status_pb2.GetStatusRequest(
+            max_adapters=min(max(adapters, 0), validate.MAX_STATUS_ADAPTERS),
+            adapter_prefix=unicode_text(prefix, "prefix"),
+        )
+        found = self._backend.status.status(question, current_identity())
+        content = json_format.MessageToJson(
+            found, preserving_proto_field_name=True, always_print_fields_with_no_presence=True, indent=None
+        )
+        return Response(content, media_type="application/json", headers={"cache-control": "no-store"})
+
     async def metrics(self, request: Request) -> Response:
         if not self._backend.options.shows_metrics:
             raise HTTPException(404)
-        page, content_type = encoded(self._metrics, request.url.query, request.headers.get("accept", ""))
+        page, content_type = encoded(self._metrics, request.url.query)
         return Response(page, headers={"content-type": content_type})
 
 

@@ -88,6 +88,7 @@ class FanOut:
             if isinstance(answer, bytes):
                 await self._queue.put((index, answer))
         except LoraplexError as error:
+            error.metadata.setdefault("request_id", self._scope["state"]["request_id"])
             end = error
         except Exception as error:
             end = unexpected(error, "relaying an HTTP request")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import signal
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from loraplex_contracts.errors import FailedPrecondition, LoraplexError, by_reason
+from loraplex_contracts.errors import FailedPrecondition, LoraplexError
+from loraplex_runtime.reports import failure_of, report_of
 
 log = logging.getLogger(__name__)
 
@@ -173,15 +173,14 @@ class Children:
     ) -> dict[str, Any]:
         """The worker's report that it is ready. Raises the error that it reports instead."""
         async for line in lines:
-            message = _message(line)
+            message = report_of(line)
             match message.get("event"):
                 case "progress":
                     self._on_progress(prefix + message["text"])
                 case "ready":
                     return message
                 case "failed":
-                    kind = by_reason().get(message["reason"], FailedPrecondition)
-                    raise kind(message["message"])
+                    raise failure_of(message)
                 case _:
                     log.info("%s%s", prefix, line.decode(errors="replace"))
         raise FailedPrecondition(f"the worker ended with status {await process.wait()} before it was ready")
@@ -197,15 +196,6 @@ async def _lines(stream: asyncio.StreamReader) -> AsyncGenerator[bytes]:
         rest = rest[:MAX_LINE_BYTES]
     if rest:
         yield rest
-
-
-def _message(line: bytes) -> dict[str, Any]:
-    """A worker's report; empty for anything else that it prints."""
-    try:
-        message: Any = json.loads(line)
-    except ValueError:
-        return {}
-    return message if isinstance(message, dict) else {}
 
 
 async def _drain(lines: AsyncGenerator[bytes]) -> None:

@@ -37,6 +37,7 @@ ROUTER_ONLY = {
     "tls_cert",
     "tls_key",
     "announce",
+    "request_log",
 }
 
 
@@ -126,7 +127,8 @@ def child_spec(model: str, given: Mapping[str, Any], worker_token: str = "") -> 
 
 def worker_arguments(model: str, given: Mapping[str, Any]) -> list[str]:
     """The command line of a child: the flags as given, without those that are the router's."""
-    arguments = [model, "--json", "--host", "127.0.0.1", "--announce", "0"]
+    # The router's line for a request says what the worker's would.
+    arguments = [model, "--json", "--host", "127.0.0.1", "--announce", "0", "--no-request-log"]
     arguments += ["--metrics-host", given["metrics_host"] or given["host"]]
     for flag in FLAGS:
         value = given[flag.parameter]
@@ -157,6 +159,7 @@ def _router_config(config: WorkerConfig, addresses: list[str], worker_token: str
         tls_key=config.tls_key,
         drain_s=config.drain_s,
         announce_s=config.announce_s,
+        otlp_traces_endpoint=config.otlp_traces_endpoint,
         http_port=http.port,
         http_host=http.host,
         served_model_names=http.names,
@@ -215,7 +218,7 @@ def serve(
         quieten_grpc()  # before gRPC is imported
         from loraplex_runtime.telemetry import setup_logging
 
-        setup_logging(config.engine.log_level)
+        setup_logging(config.engine.log_level, config.engine.log_format, requests=config.request_log)
         with report:
             code = asyncio.run(_serve(model, config, workers, given, report, http))
     except LoraplexError as error:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -17,7 +15,7 @@ import typer
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_runtime.flags import configure, flags_of, with_raw_flags
-from loraplex_runtime.shutdown import end_with_supervisor, exit_at_once
+from loraplex_runtime.shutdown import END, end_with_supervisor, exit_at_once, orphan_drain_s
 from loraplex_server.cli.report import Report
 from loraplex_server.config import WorkerConfig
 
@@ -28,18 +26,6 @@ FLAGS = list(flags_of(WorkerConfig))
 
 ModelArgument = Annotated[str, typer.Argument(help="Directory of a Hugging Face checkpoint, or its Hub id.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Report progress as JSON lines.")]
-END = "end"
-
-
-def orphan_drain_s(text: str) -> float:
-    """Seconds of `--on-orphan`: `end` or `drain=SECONDS`. Raises InvalidArgument."""
-    if text == END:
-        return 0.0
-    kind, _, seconds = text.partition("=")
-    with contextlib.suppress(ValueError):
-        if kind == "drain" and 0 <= float(seconds) < math.inf:
-            return float(seconds)
-    raise InvalidArgument(f"--on-orphan takes end or drain=SECONDS, not {text!a}", field="--on-orphan")
 
 
 def worker_config(model: str, given: dict[str, Any], router_digest: str = "") -> WorkerConfig:
@@ -88,7 +74,7 @@ def worker(
         from loraplex_runtime.telemetry import setup_logging
         from loraplex_server.grpc.server import run_worker
 
-        setup_logging(config.engine.log_level)
+        setup_logging(config.engine.log_level, config.engine.log_format, requests=config.request_log)
         if num_workers > 1:
             config = apply_placement(config, index, num_workers)
         with report:

@@ -29,6 +29,7 @@ from loraplex_server.backends.registry import choose_backend, make_attention
 from loraplex_server.config import AdaptersConfig, EngineConfig, hub_token, reads_unsigned
 from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.pipe import ModelInfo
+from loraplex_server.engine.take_over import take_over
 from loraplex_server.grammars.matcher import Compiler, Grammars
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.kv.states import StatePool
@@ -64,9 +65,10 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: 
     num_threads = config.num_threads or default_num_threads()
     torch.set_num_threads(num_threads)  # an engine before this one may have lowered it
     disable_progress_bar()  # two progress displays would garble the terminal
-    backend = choose_backend(
-        resolve_device(config.model.device), cpu_kernels=config.cpu_kernels, num_threads=num_threads, progress=progress
-    )
+    device = resolve_device(config.model.device)
+    if config.take_over_s is not None:
+        take_over(device, config.adapters.store_dir, config.take_over_s, progress)
+    backend = choose_backend(device, cpu_kernels=config.cpu_kernels, num_threads=num_threads, progress=progress)
     int8 = config.model.quantize == "int8"
     if int8:
         backend.check_int8()

@@ -57,6 +57,7 @@ from loraplex_server.engine.pipe import (
     Submit,
 )
 from loraplex_server.engine.process import EngineBuilder, Scratch, engine_process, serve_engine
+from loraplex_server.engine.step_sizes import StepSizes
 
 log = logging.getLogger(__name__)
 
@@ -142,6 +143,7 @@ class EngineState:
     load: Load
     usage: CacheUsage | None = None
     listing: Listing = field(default_factory=Listing)  # adapters that are not just available
+    steps: StepSizes = StepSizes()  # frozen
 
 
 class EngineClient:
@@ -398,6 +400,8 @@ class EngineClient:
             self.state.listing.apply_changes(batch.changes)
         if batch.usage is not None:
             self.state.usage = batch.usage
+        if batch.steps is not None:
+            self.state.steps = batch.steps
         self.changes.notify()
 
     def _on_reply(self, reply: Reply) -> None:

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from loraplex_adapters.cache.manager import AdapterManager
 from loraplex_contracts.adapters import AdapterId, AdapterKey, AdapterOrigin, AdapterUser, AdapterVersion
@@ -20,6 +20,7 @@ from loraplex_contracts.errors import (
     ClassifiesOnly,
     DeadlineExceeded,
     Draining,
+    FailedPrecondition,
     InvalidArgument,
     LoraplexError,
     NoClassifier,
@@ -28,8 +29,17 @@ from loraplex_contracts.errors import (
 )
 from loraplex_contracts.load import Forecast, Load
 from loraplex_contracts.mixtures import Mixture, sum_weights
-from loraplex_contracts.plan import GrammarMatcher, StepPlan
-from loraplex_contracts.request import MAX_CLASS_VALUES, CompletionEnd, Event, Grammar, Request, RequestFailed, Tokens
+from loraplex_contracts.plan import GrammarMatcher, StepPlan, StepResult
+from loraplex_contracts.request import (
+    MAX_CLASS_VALUES,
+    CompletionEnd,
+    Event,
+    Grammar,
+    PooledPositions,
+    Request,
+    RequestFailed,
+    Tokens,
+)
 from loraplex_server.config import SpeculationConfig
 from loraplex_server.engine.pipe import (
     Abandon,
@@ -42,6 +52,7 @@ from loraplex_server.engine.pipe import (
     StopCompletion,
     Submit,
 )
+from loraplex_server.engine.step_sizes import StepTally
 from loraplex_server.grammars.matcher import Grammars, Matcher
 from loraplex_server.model.runner import Execute, StepHandle, execute_isolated, start_isolated
 from loraplex_server.scheduler.scheduler import Scheduler
@@ -51,6 +62,8 @@ from loraplex_server.speculation.step_costs import StepCosts
 log = logging.getLogger(__name__)
 
 FORECAST_EVERY_S = 0.05  # it takes time for each request that waits
+# Of modes as adapters name them; the empty one is of those that name none.
+POOLED_BY_MODE: Final[dict[str, PooledPositions]] = {"": "last", "lasttoken": "last", "mean": "mean"}
 MAX_IDLE_S = 3600.0  # a lock cannot be waited for until any deadline that a client may name
 
 
@@ -76,6 +89,8 @@ class _Accepted:
     medusa_key: AdapterKey | None = None  # of heads that it names apart from its adapter
     matcher: GrammarMatcher | None = None  # of its grammar, at the beginning; read only
     is_scheduled: bool = False  # False: its adapter is not resolved yet
+    fetch_began_s: float = 0.0
+    fetch_s: float = 0.0  # until its adapter was resolved
 
 
 Name = TypeVar("Name")
@@ -174,6 +189,16 @@ class Pending(Generic[Name, Found]):
         return taken
 
 
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A step that overlaps the planning of the next one."""
+
+    plan: StepPlan
+    handle: StepHandle
+    num_tokens: int  # of the plan
+    planned_s: float
+
+
 class Engine:
     """One turn: take in finished loads, admit what is resolved, run one step, report."""
 
@@ -211,8 +236,9 @@ class Engine:
         self._operations: dict[int, AdapterCommand] = {}
         self._events: list[Event] = []
         self._replies: list[Reply] = []
-        self._under_way: tuple[StepPlan, StepHandle] | None = None
+        self._under_way: _UnderWay | None = None
         self._num_steps = 0
+        self._tally = StepTally()
         self.can_step = (
             True  # whether another turn now is likely to do work; the first one reports limits and residency
         )
@@ -268,19 +294,20 @@ class Engine:
         plan = self._scheduler.schedule(now, drafts)
         self._take(self._scheduler.take_events())
         self._num_steps += plan is not None
+        num_tokens = 0 if plan is None else plan.num_tokens
         if plan is not None:  # the turn may also wait for the step before
-            self.on_step(plan.num_tokens + (self._under_way[0].num_tokens if self._under_way is not None else 0))
+            self.on_step(num_tokens + (self._under_way.num_tokens if self._under_way is not None else 0))
         if plan is None:
             has_ended |= self._end_step()
         elif self._runner.overlaps and not speculates:
-            following = plan, start_isolated(self._runner.execute, plan)
+            following = _UnderWay(plan, start_isolated(self._runner.execute, plan), num_tokens, now)
             self._end_step()
             self._under_way = following
         else:
             result = execute_isolated(self._runner.execute, plan)
             if drafts:
                 self._speculator.observe(plan, result)
-            self._take(self._scheduler.apply(plan, result, self._clock()))
+            self._apply(plan, result, num_tokens, now)
         self.can_step = plan is not None or has_ended
 
     def _may_draft(self) -> bool:
@@ -297,9 +324,14 @@ class Engine:
         """Waits for the step under way; False where there is none."""
         if self._under_way is None:
             return False
-        (plan, handle), self._under_way = self._under_way, None
-        self._take(self._scheduler.apply(plan, handle.result(), self._clock()))
+        step, self._under_way = self._under_way, None
+        self._apply(step.plan, step.handle.result(), step.num_tokens, step.planned_s)
         return True
+
+    def _apply(self, plan: StepPlan, result: StepResult, num_tokens: int, planned_s: float) -> None:
+        ended_s = self._clock()
+        self._tally.add(plan, num_tokens, planned_s, ended_s)
+        self._take(self._scheduler.apply(plan, result, ended_s))
 
     def abort_all(self) -> Batch:
         """Ends every request as Draining; the last batch."""
@@ -349,6 +381,7 @@ class Engine:
         if request.grammar and accepted.matcher is None:
             self._pending_grammars.add(request)
         elif (request.adapter_id or request.mixture) and not accepted.adapter_keys:
+            accepted.fetch_began_s = self._clock()
             self._pending.add(request)
         elif request.speculation.medusa_id and accepted.medusa_key is None:
             self._pending_heads.add(request)
@@ -406,6 +439,7 @@ class Engine:
                     accepted.matcher = outcome
                 elif waiting is self._pending:
                     accepted.adapter_keys = outcome
+                    accepted.fetch_s = max(0.0, now - accepted.fetch_began_s)
                 else:
                     accepted.medusa_key = outcome
                 self._resolve(accepted)
@@ -419,7 +453,7 @@ class Engine:
         accepted.is_scheduled = True
         try:
             _check_version(accepted.request, adapter_key)
-            request = self._with_classifier(accepted.request, adapter_key)
+            request = self._as_adapter_says(accepted.request, adapter_key)
             self._speculator.begin(request, adapter_key, accepted.medusa_key)
             keeps_hidden = self._speculator.needs_hidden_states(request.request_id)
             self._scheduler.add(
@@ -432,6 +466,7 @@ class Engine:
                 matcher=accepted.matcher,
                 adapted_from=self._adapted_from(request, adapter_key),
                 mixture=sum_weights(keys, mixture.weights) if mixture is not None and is_sum else (),
+                fetch_s=accepted.fetch_s,
             )
         except LoraplexError as error:
             accepted.is_scheduled = False
@@ -442,9 +477,10 @@ class Engine:
         invocation = () if adapter_key is None else self._cache.invocation(adapter_key)
         return start_of_last(invocation, request.prompt_token_ids) if invocation else 0
 
-    def _with_classifier(self, request: Request, adapter_key: AdapterKey | None) -> Request:
-        """The request with what its adapter's classifier says about it. Raises NoClassifier, ClassifiesOnly where an
-        adapter with a classifier is asked for a text, or InvalidArgument for more than MAX_CLASS_VALUES."""
+    def _as_adapter_says(self, request: Request, adapter_key: AdapterKey | None) -> Request:
+        """The request with what its adapter says about pooled values. Raises NoClassifier, ClassifiesOnly where an
+        adapter with a classifier is asked for a text, FailedPrecondition for embeddings that are made otherwise, or
+        InvalidArgument for more than MAX_CLASS_VALUES."""
         classifier = None if adapter_key is None else self._cache.classifier(adapter_key)
         pooling = request.pooling
         if pooling is not None and pooling.task == "classify":
@@ -471,6 +507,15 @@ class Engine:
                 "/classify) for its labels, or name another adapter",
                 field="adapter_id",
             )
+        if pooling is not None and pooling.task == "embed" and pooling.positions is None:
+            mode = "" if adapter_key is None else self._cache.pooling(adapter_key)
+            if mode not in POOLED_BY_MODE:
+                raise FailedPrecondition(
+                    f"adapter {request.adapter_id!a} makes embeddings by {mode!a}, which is not available here: ask "
+                    "for last_token or mean, if that is what you want",
+                    field="pooling",
+                )
+            return replace(request, pooling=replace(pooling, positions=POOLED_BY_MODE[mode]))
         return request
 
     def _end(self, request_id: str, error: LoraplexError) -> None:
@@ -552,7 +597,8 @@ class Engine:
             changes = self._cache.take_changes()
             usage = self._cache.usage()
             self._residency_changed = False
-        batch = Batch(tuple(self._events), tuple(self._replies), load, changes, usage)
+        steps = self._tally.report(self._clock(), is_idle=not load.num_running)
+        batch = Batch(tuple(self._events), tuple(self._replies), load, changes, usage, steps)
         self._num_queued_reported = load.num_queued
         self._events, self._replies = [], []
         return batch

@@ -95,6 +95,7 @@ def join(batches: Sequence[Batch]) -> Batch:
         batches[-1].load,
         {about: rows for one in changes for about, rows in one.items()} if changes else None,
         next((batch.usage for batch in reversed(batches) if batch.usage is not None), None),
+        next((batch.steps for batch in reversed(batches) if batch.steps is not None), None),
     )
 
 

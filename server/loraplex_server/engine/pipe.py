@@ -32,6 +32,7 @@ from loraplex_contracts.adapters import (
 from loraplex_contracts.errors import LoraplexError
 from loraplex_contracts.load import Load
 from loraplex_contracts.request import Event, Request
+from loraplex_server.engine.step_sizes import StepSizes
 
 # --- to the engine --------------------------------------------------------------------------------------------------
 
@@ -160,6 +161,7 @@ class Batch:
     # Of the adapters' listing, since the last batch; only when the residency has changed.
     changes: ListingChanges | None = None
     usage: CacheUsage | None = None
+    steps: StepSizes | None = None  # now and then
 
 
 @dataclass(frozen=True, slots=True)

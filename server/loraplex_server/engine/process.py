@@ -70,7 +70,7 @@ def engine_process(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked since before the start
     continue_when_parent_dies()
     use_scratch(scratch)
-    setup_logging(config.log_level)
+    setup_logging(config.log_level, config.log_format)
     with contextlib.suppress(ImportError):
         from tqdm import tqdm
 

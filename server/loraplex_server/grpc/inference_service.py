@@ -8,19 +8,20 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
 import loraplex_proto
 from loraplex_contracts.adapters import AdapterVersion
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
-from loraplex_contracts.request import Request
+from loraplex_contracts.request import Grammar, Request
 from loraplex_contracts.sampling import TokenizerView
 from loraplex_proto import validate
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
 from loraplex_runtime import auth
 from loraplex_runtime.quotas import Ticket
+from loraplex_runtime.request_record import RequestRecord
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.frontend.generation import Delta, Progress, generate
@@ -28,8 +29,15 @@ from loraplex_server.frontend.templates import Templates
 from loraplex_server.frontend.tokenizing import TOKEN_CHARS, Tokenizing
 from loraplex_server.grammars import calls
 from loraplex_server.grpc import protobuf
-from loraplex_server.grpc.middleware import RequestGate, begin_request, handles_errors, handles_stream_errors
+from loraplex_server.grpc.middleware import (
+    RequestGate,
+    begin_request,
+    current_record,
+    handles_errors,
+    handles_stream_errors,
+)
 from loraplex_server.grpc.prompts import Prompts, copied_ids, seconds_left, within
+from loraplex_server.text.call_reading import form_of
 from loraplex_server.text.responses import ResponseParsing
 from loraplex_server.text.tokenizer import SHORT_CHARS, Truncation
 
@@ -66,12 +74,17 @@ class Accepted:
     prompt_tokens: Sequence[inference_pb2.PromptToken]  # to be sent; without logprobs
     parsing: ResponseParsing | None = None  # of the answers, where that was asked for
 
+    def count(self, num_tokens: int, record: RequestRecord) -> None:
+        """New tokens."""
+        self.ticket.add_tokens(num_tokens)
+        record.num_output_tokens += num_tokens
+
     def put_head(
         self, message: inference_pb2.GenerateResponse | inference_pb2.GenerateStreamResponse, progress: Progress
     ) -> None:
         """What is said once, in an answer or in a stream's first message."""
         message.request_id = self.request.request_id.rpartition("/")[0]
-        message.adapter_digest = progress.adapter_digest
+        message.adapter_digest = progress.record.adapter_digest
         if not self.request.sampling.is_greedy:
             message.seed = self.request.sampling.seed
         protobuf.put_prompt(message, self.prompt_tokens, progress.prompt_logprobs)
@@ -90,10 +103,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         self._engine = engine
         self._templates = templates or Templates(tokenizing)
-        self._form_of = lru_cache(maxsize=64)(calls.form_of)
-        self._form_of(self._templates.trusted_format(None))
         vocabulary = tokenizing.tokenizer.vocabulary
         self._special_ids = {} if vocabulary is None else vocabulary.special_ids
+        self._ends = tuple(text for text, one in self._special_ids.items() if one in info.eos_token_ids)
+        self._form_of = lru_cache(maxsize=64)(partial(form_of, ends=self._ends))
+        self._form_of(self._templates.trusted_format(None))
         self._info = info
         self._tokenizing = tokenizing
         self._tokenizer = tokenizing.tokenizer
@@ -109,13 +123,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
-        progress = Progress()
+        progress = Progress(current_record())
         deltas: dict[int, list[Delta]] = {}
         accepted = await self._accept(request, context)
         generating = self._generate(accepted, progress)
         async with Sent().added_to_errors(), aclosing(generating) as batches:
             async for batch in batches:
-                accepted.ticket.add_tokens(sum(len(delta.token_ids) for delta in batch))
+                accepted.count(sum(len(delta.token_ids) for delta in batch), progress.record)
                 for delta in batch:
                     deltas.setdefault(delta.index, []).append(delta)
         return self._answer(request, accepted, deltas, progress)
@@ -124,13 +138,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def GenerateStream(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateStreamResponse]:
-        progress = Progress()
+        progress = Progress(current_record())
         accepted = await self._accept(request, context)
         sent, echoed = Sent(), set[int]()
         generating = self._generate(accepted, progress)
         async with sent.added_to_errors(), aclosing(generating) as batches:
             async for batch in batches:
-                accepted.ticket.add_tokens(sum(len(delta.token_ids) for delta in batch))
+                accepted.count(sum(len(delta.token_ids) for delta in batch), progress.record)
                 for delta in batch:
                     message = protobuf.delta_to_pb(delta, with_token_ids=not request.output.omit_token_ids)
                     if sent.num_messages == 0:
@@ -139,7 +153,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                         echoed.add(delta.index)
                         message.text_delta = accepted.echo + message.text_delta
                     if delta.end is not None:
-                        message.timings.CopyFrom(_timings(progress))
+                        message.timings.CopyFrom(_timings(progress.record))
                     yield message
                     sent.num_messages += 1
                     sent.num_tokens += len(delta.token_ids)
@@ -216,8 +230,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def _accept(self, message: inference_pb2.GenerateRequest, context: Context) -> Accepted:
         """Raises typed errors."""
-        request_id = begin_request(message.request_id)
+        request_id = begin_request(message.request_id, message.adapter_id)
         validate.check_generate(message)
+        current_record().adapter = validate.adapter_name_in(message)
         num_ids = len(message.token_ids.ids)
         arrival_s, remaining_s = time.monotonic(), seconds_left(context)
         async with within(remaining_s):
@@ -253,18 +268,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             forced = message.chat.tool_choice.WhichOneof("kind") in ("required", "name")
             parsing = await self._parsing(message, prompt, version) if output.parse_chat or forced else None
             if parsing is not None and (forced or (parsing.with_calls and grammar is None)):
-                given = self._form_of(parsing.format), parsing, self._special_ids
-                to_grammar = (
-                    partial(calls.tool_calls, *given, message.chat.tool_choice.name)
-                    if forced
-                    else partial(calls.strict_calls, *given)
-                )
-                grammar = await self._tokenizing.off_loop(len(message.chat.tools_json), to_grammar)
-                if grammar is not None and message.stopping.ignore_eos:
-                    raise InvalidArgument(
-                        "`stopping.ignore_eos` would go on behind the end of calls that must hold; leave it out",
-                        field="stopping.ignore_eos",
-                    )
+                grammar = await self._call_grammar(message, parsing)
             to_params = partial(protobuf.sampling_params, message.sampling, self._tokenizer_view)
             sampling = await self._tokenizing.off_loop(message.sampling.ByteSize(), to_params)
         request = protobuf.to_request(
@@ -314,8 +318,32 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         format = self._templates.response_format(version)
         tenant = auth.current_identity().tenant
         new_reader = None if version is None else partial(self._templates.new_user_reader, version, tenant)
-        read = partial(protobuf.parsing_of, message, format, end, self._special_ids, new_reader)
+        read = partial(protobuf.parsing_of, message, format, end, self._special_ids, new_reader, self._ends)
         return await self._tokenizing.off_loop(len(message.chat.tools_json), read)
+
+    async def _call_grammar(self, message: inference_pb2.GenerateRequest, parsing: ResponseParsing) -> Grammar | None:
+        """Of calls that are demanded, else of those of strict tools. Raises InvalidArgument, Unimplemented where this
+        form of calls cannot be demanded, AdapterInvalid."""
+        choice = message.chat.tool_choice
+        is_demanded = choice.WhichOneof("kind") in ("required", "name")
+        if not is_demanded and not calls.has_strict(parsing.tools):
+            return None
+        if parsing.new_user_reader is None:
+            form = self._form_of(parsing.format)
+        else:
+            form, closing = await parsing.new_user_reader().call_form()
+            parsing = replace(parsing, user_closing=closing)
+        given = form, parsing, self._special_ids
+        to_grammar = (
+            partial(calls.tool_calls, *given, choice.name) if is_demanded else partial(calls.strict_calls, *given)
+        )
+        grammar = await self._tokenizing.off_loop(len(message.chat.tools_json), to_grammar)
+        if grammar is not None and message.stopping.ignore_eos:
+            raise InvalidArgument(
+                "`stopping.ignore_eos` would go on behind the end of calls that must hold; leave it out",
+                field="stopping.ignore_eos",
+            )
+        return grammar
 
     def _truncation(self, message: inference_pb2.GenerateRequest) -> Truncation | None:
         stopping = message.stopping
@@ -338,13 +366,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 for summary in summaries
             ],
             usage=protobuf.usage_to_pb(*summaries),
-            timings=_timings(progress),
+            timings=_timings(progress.record),
         )
         accepted.put_head(answer, progress)
         return answer
 
 
-def _timings(progress: Progress) -> inference_pb2.Timings:
+def _timings(record: RequestRecord) -> inference_pb2.Timings:
     return inference_pb2.Timings(
-        queue_s=progress.queue_s, time_to_first_token_s=progress.first_token_s or 0.0, total_s=progress.elapsed_s()
+        queue_s=record.queue_s or 0.0,
+        time_to_first_token_s=record.first_token_s or 0.0,
+        total_s=record.elapsed_s(),
     )

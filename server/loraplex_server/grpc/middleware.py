@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Sequence
 from contextvars import ContextVar
@@ -20,7 +18,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from loraplex_contracts.adapters import MAX_ID_CHARS
+from loraplex_contracts.adapters import MAX_ADAPTER_ID_CHARS, MAX_ID_CHARS
 from loraplex_contracts.errors import Draining, InvalidArgument, LoraplexError, QuotaExceeded
 from loraplex_proto import status
 from loraplex_proto.validate import parse
@@ -28,8 +26,8 @@ from loraplex_runtime import auth, telemetry
 from loraplex_runtime.listener import Drain
 from loraplex_runtime.near_names import with_near_names
 from loraplex_runtime.quotas import TenantQuotas, Ticket
-
-log = logging.getLogger(__name__)
+from loraplex_runtime.request_record import RequestRecord, log_end
+from loraplex_runtime.tracing import RequestSpan, Tracing
 
 Context = Any
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
@@ -42,9 +40,15 @@ WATCHES: Final = frozenset({"WatchLoad"})
 class RequestGate:
     """Admission, quotas and metrics of the calls of one server, shared by its services."""
 
-    def __init__(self, metrics: telemetry.RequestMetrics | None = None, quotas: TenantQuotas | None = None) -> None:
+    def __init__(
+        self,
+        metrics: telemetry.RequestMetrics | None = None,
+        quotas: TenantQuotas | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
         self.is_leaving = False  # reported to routers, so that they send no more
         self._quotas = quotas or TenantQuotas()
+        self.tracing = tracing
         self.metrics = metrics or telemetry.RequestMetrics(None, "worker")
         # Sorted names of adapters, to suggest in errors.
         self.adapter_names: Callable[[], Iterable[Sequence[str]]] = lambda: ()
@@ -56,9 +60,13 @@ class RequestGate:
         await self._drain.wait(timeout_s)
 
     @contextlib.contextmanager
-    def call(self, method: str) -> Generator[_Call]:
+    def call(self, method: str, context: Context = None) -> Generator[_Call]:
         """One call, from its arrival to its end."""
-        call = _Call(self.metrics, method, self._suggesting)
+        record = RequestRecord(method, auth.current_identity().tenant)
+        span: RequestSpan | None = None
+        if self.tracing is not None and record.computes:
+            span = self.tracing.begin(record, context.invocation_metadata())
+        call = _Call(self.metrics, record, self._suggesting, span)
         _current_call.set(call)
         self._num_active += method not in WATCHES
         try:
@@ -104,10 +112,18 @@ class RequestGate:
         return call.ticket
 
 
-def begin_request(given: str) -> str:
-    """The client's request id, or one of ours. Later log lines and the error of this call carry it."""
+def current_record() -> RequestRecord:
+    """Of the call that this task answers."""
+    return _current_call.get().record
+
+
+def begin_request(given: str, adapter: str = "") -> str:
+    """The client's request id, or one of ours. Later log lines and the error of this call carry it. `adapter`: the name
+    that it asks for."""
     request_id = given or uuid.uuid4().hex
-    telemetry.bind_request_id(request_id[:MAX_ID_CHARS])
+    record = current_record()
+    record.request_id, record.adapter = request_id[:MAX_ID_CHARS], adapter[:MAX_ADAPTER_ID_CHARS]
+    telemetry.bind_request_id(record.request_id)
     return request_id
 
 
@@ -148,7 +164,7 @@ def handles_errors(handler: _Handler) -> _Handler:
 
     @wraps(handler)
     async def wrapped(self: Any, request: Any, context: Context) -> Any:
-        with self._gate.call(handler.__name__) as call:
+        with self._gate.call(handler.__name__, context) as call:
             try:
                 return await handler(self, _checked(request), context)
             except Exception as error:
@@ -162,7 +178,7 @@ def handles_stream_errors(handler: _Handler) -> _Handler:
 
     @wraps(handler)
     async def wrapped(self: Any, request: Any, context: Context) -> AsyncIterator[Any]:
-        with self._gate.call(handler.__name__) as call:
+        with self._gate.call(handler.__name__, context) as call:
             try:
                 async for message in handler(self, _checked(request), context):
                     call.has_message()
@@ -183,12 +199,16 @@ class _Call:
     """One call's metrics. A call that neither failed nor ended was cancelled."""
 
     def __init__(
-        self, metrics: telemetry.RequestMetrics, method: str, suggesting: Callable[[LoraplexError], LoraplexError]
+        self,
+        metrics: telemetry.RequestMetrics,
+        record: RequestRecord,
+        suggesting: Callable[[LoraplexError], LoraplexError],
+        span: RequestSpan | None,
     ) -> None:
         self._metrics = metrics
+        self._span = span
         self._suggesting = suggesting
-        self._method = method
-        self._started_s = time.monotonic()
+        self.record = record
         self._has_message = False
         self._error: LoraplexError | None = None
         self.code = "CANCELLED"
@@ -197,24 +217,27 @@ class _Call:
     def has_message(self) -> None:
         if not self._has_message:
             self._has_message = True
-            self._metrics.first_message(self._method, time.monotonic() - self._started_s)
+            self._metrics.first_message(self.record.method, self.record.elapsed_s())
 
     def failed(self, error: Exception) -> LoraplexError:
         # One error may end many requests; the id is that of this one only.
         typed = self._suggesting(copy.copy(status.as_typed(error)))
-        self.code = typed.code.name
         self._error = typed
+        self.record.fail(typed)
+        self.record.request_id = self.record.request_id or uuid.uuid4().hex
         if isinstance(typed, QuotaExceeded):
             self._metrics.quota_refused(typed.metadata.get("quota", ""))
-        if request_id := telemetry.bound_request_id():
-            typed.metadata.setdefault("request_id", request_id)
-        log.info("%s failed: %s: %s", self._method, self.code, typed.message)
+        typed.metadata.setdefault("request_id", self.record.request_id)
         return typed
 
     def ended(self) -> None:
         if self.ticket is not None:
             self.ticket.close(self._error)
-        self._metrics.ended(self._method, self.code, time.monotonic() - self._started_s)
+        self.record.end(self.code)
+        self._metrics.ended(self.record)
+        log_end(self.record)
+        if self._span is not None:
+            self._span.end(self.record)
 
 
 _current_call: ContextVar[_Call] = ContextVar("loraplex_call")  # that this task answers

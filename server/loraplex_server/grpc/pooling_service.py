@@ -14,7 +14,7 @@ import numpy as np
 
 from loraplex_contracts.adapters import AdapterId, AdapterVersion
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, NoClassifier
-from loraplex_contracts.request import PoolingParams, Request, SpeculationParams, StoppingParams
+from loraplex_contracts.request import PooledPositions, PoolingParams, Request, SpeculationParams, StoppingParams
 from loraplex_proto import validate
 from loraplex_proto.v1 import inference_pb2, pooling_pb2, pooling_pb2_grpc
 from loraplex_server.engine.client import EngineClient
@@ -23,10 +23,15 @@ from loraplex_server.frontend.pooling import PooledAnswer, embedding, pool_all, 
 from loraplex_server.frontend.templates import Templates
 from loraplex_server.frontend.tokenizing import TOKEN_CHARS, Tokenizing
 from loraplex_server.grpc import protobuf
-from loraplex_server.grpc.middleware import RequestGate, begin_request, handles_errors
+from loraplex_server.grpc.middleware import RequestGate, begin_request, current_record, handles_errors
 from loraplex_server.grpc.prompts import PoolingRequest, Prompts, seconds_left, within
 
 Context = Any
+
+_POSITIONS: Mapping[int, PooledPositions] = {
+    pooling_pb2.POOLING_LAST_TOKEN: "last",
+    pooling_pb2.POOLING_MEAN: "mean",
+}  # else as the adapter says
 
 
 class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
@@ -50,7 +55,7 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
     @handles_errors
     async def Embed(self, request: pooling_pb2.EmbedRequest, context: Context) -> pooling_pb2.EmbedResponse:
         started_s = time.monotonic()
-        request_id = begin_request(request.request_id)
+        request_id = begin_request(request.request_id, request.adapter_id)
         validate.check_pooling(request)
         size = self._info.hidden_size
         if request.dimensions > size:
@@ -75,7 +80,7 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
     @handles_errors
     async def Classify(self, request: pooling_pb2.ClassifyRequest, context: Context) -> pooling_pb2.ClassifyResponse:
         started_s = time.monotonic()
-        request_id = begin_request(request.request_id)
+        request_id = begin_request(request.request_id, request.adapter_id)
         validate.check_pooling(request)
         answers = await self._pool(request, request_id, PoolingParams("classify"), request.inputs, context)
         first = answers[0]
@@ -100,7 +105,7 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
     @handles_errors
     async def Score(self, request: pooling_pb2.ScoreRequest, context: Context) -> pooling_pb2.ScoreResponse:
         started_s = time.monotonic()
-        request_id = begin_request(request.request_id)
+        request_id = begin_request(request.request_id, request.adapter_id)
         validate.check_score(request)
         answers, scores = await self._score(request, request_id, context)
         return pooling_pb2.ScoreResponse(
@@ -166,7 +171,13 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
     ) -> list[PooledAnswer]:
         """The engine's answers, one for each input; with a `query` of query and input together. Raises typed errors."""
         requests = await self._accept(message, request_id, params, inputs, query, context)
-        return await pool_all(self._engine, requests)
+        answers = await pool_all(self._engine, requests)
+        record = current_record()
+        record.adapter_digest = answers[0].adapter_digest
+        record.queue_s = max(one.queue_s for one in answers)
+        record.num_prompt_tokens = sum(one.num_prompt_tokens for one in answers)
+        record.num_cached_tokens = sum(one.num_cached_tokens for one in answers)
+        return answers
 
     async def _put_offsets(
         self, found: Sequence[pooling_pb2.Classification], request: pooling_pb2.ClassifyRequest
@@ -267,7 +278,7 @@ def _num_prompt_tokens(message: PoolingRequest, query: pooling_pb2.PoolingInput 
 
 
 def _embeds(pooling: int) -> PoolingParams:
-    return PoolingParams("embed", "mean" if pooling == pooling_pb2.POOLING_MEAN else "last")
+    return PoolingParams("embed", _POSITIONS.get(pooling))
 
 
 def _filled(template: str, values: Mapping[str, str]) -> str:

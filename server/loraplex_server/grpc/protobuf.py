@@ -6,7 +6,7 @@ Imports no torch and no gRPC: the process that tokenizes long texts makes the an
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -225,10 +225,11 @@ def parsing_of(
     prompt_end: str,
     special_ids: Mapping[str, int],
     new_user_reader: Callable[[Mapping[str, Any]], AsyncReader] | None = None,
+    ends: Collection[str] = (),
 ) -> ResponseParsing:
     """How answers to a validated chat are read. `prompt_end`: the last part of the prompt's text, special tokens
-    included. `new_user_reader`: where the format is an adapter's own template. Raises InvalidArgument for JSON of
-    another kind."""
+    included. `new_user_reader`: where the format is an adapter's own template. `ends`: texts of end-of-sequence tokens.
+    Raises InvalidArgument for JSON of another kind."""
     chat = message.chat
     tools = _objects(chat.tools_json, "chat.tools_json") or []
     with_calls = bool(tools) and chat.tool_choice.WhichOneof("kind") != "none"
@@ -237,10 +238,11 @@ def parsing_of(
         assert new_user_reader is not None, "an adapter's own template has a reader of its own"
         how = {
             "template": format, "prompt_end": prompt_end, "tools": tools, "with_calls": with_calls,
-            "max_calls": max_calls,
+            "max_calls": max_calls, "ends": list(ends),
         }  # fmt: skip
         return ResponseParsing(
             tools=tools,
+            with_calls=with_calls,
             max_calls=max_calls,
             unread_ids=unread_ids(format, special_ids),
             new_user_reader=partial(new_user_reader, how),

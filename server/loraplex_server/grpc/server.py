@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+import loraplex_proto
 from loraplex_adapters.sources.chain import make_source
 from loraplex_adapters.sources.watch import SourceWatch
 from loraplex_contracts.adapters import AdapterId
@@ -28,7 +29,8 @@ from loraplex_server.frontend.templates import Templates
 from loraplex_server.frontend.tokenizing import Tokenizing
 from loraplex_server.grpc.adapter_service import AdapterListing, AdapterServicer
 from loraplex_server.grpc.inference_service import InferenceServicer
-from loraplex_server.grpc.load_service import WorkerCollector, WorkerServicer
+from loraplex_server.grpc.load_service import WorkerServicer
+from loraplex_server.grpc.metrics import WorkerCollector, WorkerMetrics, describe_engine
 from loraplex_server.grpc.middleware import RequestGate, service_handler
 from loraplex_server.grpc.pooling_service import PoolingServicer
 from loraplex_server.text.tokenizer import TextTokenizer
@@ -112,6 +114,7 @@ async def start_worker(
         SERVICE_NAMES,
         server_options(config.max_message_bytes, max_age_s=MAX_AGE_S, max_age_grace_s=MAX_AGE_GRACE_S),
         what="worker",
+        role="worker",
         router_digest=config.router_digest,
     )
     engine = EngineClient(
@@ -183,8 +186,10 @@ def _serve(
     formats: Callable[[str | None], ResponseFormat | None],
 ) -> Worker:
     if listener.registry is not None:
+        telemetry.describe_process(listener.registry, "worker", loraplex_proto.__version__)
+        describe_engine(listener.registry, engine)
         WorkerCollector(listener.registry, lambda: engine.state)
-    gate = RequestGate(telemetry.RequestMetrics(listener.registry, "worker"), TenantQuotas(config.quota_share))
+    gate = RequestGate(WorkerMetrics(listener.registry), TenantQuotas(config.quota_share), listener.tracing)
     tokenizing = Tokenizing(tokenizer, ModelLimits(info.vocab_size, info.max_context_tokens))
     templates = Templates(
         tokenizing,

@@ -15,7 +15,7 @@ from hypothesis.strategies import DrawFn
 
 from loraplex_contracts.errors import ContextLengthExceeded, InvalidAdapterId, InvalidArgument, Unimplemented
 from loraplex_proto import validate
-from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2, worker_pb2
+from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2, status_pb2, worker_pb2
 from loraplex_proto.v1.inference_pb2 import (
     Chat,
     ChatMessage,
@@ -46,6 +46,7 @@ REQUESTS: dict[str, type[Message]] = {
     "WatchLoadRequest": worker_pb2.WatchLoadRequest,
     "GetInfoRequest": inference_pb2.GetInfoRequest,
     "GetLoadRequest": worker_pb2.GetLoadRequest,
+    "GetStatusRequest": status_pb2.GetStatusRequest,
 }
 CHECKS: dict[str, Any] = {
     "GenerateRequest": validate.check_generate,
@@ -59,6 +60,7 @@ CHECKS: dict[str, Any] = {
     "WatchLoadRequest": validate.check_watch_load,
     "GetInfoRequest": validate.refuse_unhandled,
     "GetLoadRequest": validate.refuse_unhandled,
+    "GetStatusRequest": validate.check_status,
 }
 
 
@@ -98,6 +100,7 @@ def test_every_request_of_the_services_has_its_tables() -> None:
         *pooling_pb2.DESCRIPTOR.services_by_name.values(),
         *adapter_pb2.DESCRIPTOR.services_by_name.values(),
         *worker_pb2.DESCRIPTOR.services_by_name.values(),
+        *status_pb2.DESCRIPTOR.services_by_name.values(),
     ]
     inputs = {method.input_type.name for service in services for method in service.methods}
     assert inputs == set(HANDLED) == set(REQUESTS)

@@ -143,10 +143,14 @@ class Resolver:
         ]
 
 
+async def nameless(host: str, port: int) -> str:
+    raise socket.gaierror(socket.EAI_NONAME, "unknown")
+
+
 async def test_addresses_of_a_name_are_followed(caplog: pytest.LogCaptureFixture) -> None:
     resolver = Resolver()
     resolver.answer = socket.gaierror(socket.EAI_NONAME, "unknown")
-    membership = DnsMembership("workers.svc", 5, INTERVAL_S, resolver)
+    membership = DnsMembership("workers.svc", 5, INTERVAL_S, resolver, nameless)
     assert membership.first() == ()
     changes = membership.changes()
     waiting = asyncio.ensure_future(following(changes))
@@ -163,6 +167,36 @@ async def test_addresses_of_a_name_are_followed(caplog: pytest.LogCaptureFixture
     assert not waiting.done()
     resolver.answer = ["10.0.0.3"]
     assert await waiting == members("10.0.0.3:5")
+
+
+async def test_members_have_the_names_that_dns_gives_their_addresses() -> None:
+    resolver, asked = Resolver(), list[str]()
+    names = {
+        "10.0.0.1": "worker-0.workers.svc.cluster.local",
+        "10.0.0.2": "ip-10-0-0-2.internal",  # of another service
+        "10.0.0.4": "worker-0.workers.svc.cluster.local",
+        "10.0.0.5": "a/b.workers.svc",
+    }
+
+    async def reverse(host: str, port: int) -> str:
+        asked.append(host)
+        if host == "10.0.0.3":
+            raise socket.gaierror(socket.EAI_NONAME, "unknown")
+        return names[host]
+
+    changes = DnsMembership("workers.svc", 5, INTERVAL_S, resolver, reverse).changes()
+    resolver.answer = ["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.5"]
+    found = await following(changes)
+    assert [member.name for member in found] == ["worker-0", "10.0.0.2:5", "10.0.0.3:5", "10.0.0.5:5"]
+    assert found[0].worker_id == "worker-0=10.0.0.1:5"
+    # The pod is replaced. A name is asked for once.
+    resolver.answer = ["10.0.0.2", "10.0.0.3", "10.0.0.4"]
+    assert [member.name for member in await following(changes)] == ["10.0.0.2:5", "10.0.0.3:5", "worker-0"]
+    assert sorted(asked) == ["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4", "10.0.0.5"]
+    # An address that went and comes again may be another pod's.
+    resolver.answer = ["10.0.0.1", "10.0.0.4"]
+    assert [member.name for member in await following(changes)] == ["worker-0", "worker-0"]
+    assert asked.count("10.0.0.1") == 2
 
 
 async def test_this_machines_own_name_resolves() -> None:

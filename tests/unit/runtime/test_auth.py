@@ -13,7 +13,7 @@ import pytest
 
 from loraplex_contracts.errors import AdapterNotFound, InvalidArgument, PermissionDenied, Unauthenticated
 from loraplex_proto.status import from_rpc_error
-from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2, worker_pb2
+from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2, status_pb2, worker_pb2
 from loraplex_runtime.auth import (
     ADMIN,
     DEFAULT_TENANT,
@@ -111,6 +111,7 @@ def test_every_method_of_the_contract_has_been_thought_of() -> None:
         *pooling_pb2.DESCRIPTOR.services_by_name.values(),
         *adapter_pb2.DESCRIPTOR.services_by_name.values(),
         *worker_pb2.DESCRIPTOR.services_by_name.values(),
+        *status_pb2.DESCRIPTOR.services_by_name.values(),
     ]
     ours = {f"/{service.full_name}/{method.name}" for service in services for method in service.methods}
     assert ours == {method for method in METHOD_ROLES if method.startswith("/loraplex.")}

@@ -40,11 +40,12 @@ class Config:
     auth_file: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    otlp_traces_endpoint: str | None = None
 
 
 @asynccontextmanager
 async def listening(**given: Any) -> AsyncIterator[Listener]:
-    listener = await Listener.open(Config(**given), ["a.Service"], [], what="worker")
+    listener = await Listener.open(Config(**given), ["a.Service"], [], what="worker", role="worker")
     try:
         yield listener
     finally:

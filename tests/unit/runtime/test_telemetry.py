@@ -15,10 +15,13 @@ import pytest
 from prometheus_client import Gauge
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
+from loraplex_runtime.request_record import RequestRecord
 from loraplex_runtime.telemetry import (
     MetricsEndpoint,
     RequestMetrics,
     bind_request_id,
+    describe_process,
+    histogram,
     new_registry,
     setup_logging,
 )
@@ -105,8 +108,8 @@ def test_requests_are_counted(role: Any, prefix: str) -> None:
     registry = new_registry()
     metrics = RequestMetrics(registry, role)
     metrics.first_message("GenerateStream", 0.01)
-    metrics.ended("GenerateStream", "OK", 0.2)
-    metrics.ended("GenerateStream", "UNAVAILABLE", 0.1)
+    metrics.ended(RequestRecord("GenerateStream", code="OK", total_s=0.2))
+    metrics.ended(RequestRecord("GenerateStream", code="UNAVAILABLE", total_s=0.1))
     assert value(registry, f"{prefix}requests_total", method="GenerateStream", code="OK") == 1
     assert value(registry, f"{prefix}request_seconds_count", method="GenerateStream") == 2
     assert value(registry, f"{prefix}time_to_first_message_seconds_sum", method="GenerateStream") == 0.01
@@ -124,8 +127,30 @@ def test_refusals_have_bounded_labels(role: Any, prefix: str) -> None:
 
 def test_without_a_registry_nothing_happens() -> None:
     metrics = RequestMetrics(None, "worker")
-    metrics.ended("Generate", "OK", 1.0)
+    metrics.ended(RequestRecord("Generate", code="OK", total_s=1.0))
     metrics.first_message("Generate", 1.0)
+
+
+def test_a_process_says_what_it_is() -> None:
+    registry = new_registry()
+    describe_process(registry, "router", "1.2.3")
+    (info,) = [one for family in registry.collect() for one in family.samples if one.name == "loraplex:build_info"]
+    assert (info.labels["role"], info.labels["version"], info.value) == ("router", "1.2.3", 1)
+    if sys.platform == "linux":
+        assert (value(registry, "process_resident_memory_bytes") or 0) > 1 << 20
+
+
+def test_a_histogram_of_counts_by_bucket() -> None:
+    found = {
+        (one.name, one.labels.get("le")): one.value for one in histogram("h", "", (1.0, 2.5), (3, 0, 1), 9.5).samples
+    }
+    assert found == {
+        ("loraplex:h_bucket", "1.0"): 3,
+        ("loraplex:h_bucket", "2.5"): 3,
+        ("loraplex:h_bucket", "+Inf"): 4,
+        ("loraplex:h_count", None): 4,
+        ("loraplex:h_sum", None): 9.5,
+    }
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,12 +200,13 @@ async def test_a_scraper_may_ask_for_names_without_a_colon(endpoint: MetricsEndp
     assert ":" not in body
 
 
-async def test_a_scraper_may_ask_for_openmetrics(endpoint: MetricsEndpoint) -> None:
-    request = b"GET /metrics?x=1 HTTP/1.1\r\nAccept: application/openmetrics-text;version=1.0.0\r\n\r\n"
+async def test_who_asks_for_openmetrics_gets_the_same_names(endpoint: MetricsEndpoint) -> None:
+    """As Prometheus does."""
+    request = b"GET /metrics?x=1 HTTP/1.1\r\nAccept: application/openmetrics-text;version=1.0.0,text/plain\r\n\r\n"
     status, headers, body = await ask(endpoint.port, request)
     assert status.endswith("200 OK")
-    assert headers["content-type"].startswith("application/openmetrics-text")
-    assert body.endswith("# EOF\n")
+    assert headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert "\nloraplex:num_requests_running 7.0\n" in body
 
 
 async def test_other_questions(endpoint: MetricsEndpoint) -> None:

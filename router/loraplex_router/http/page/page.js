@@ -1,20 +1,10 @@
 "use strict";
-// Texts of models, names and errors are set as text alone. Credentials stay in the field and go into a header.
-
 const MAX_SHOWN_MODELS = 200;
 const MAX_ANSWERS = 24;
 const SPECULATIONS = ["off", "auto", "prompt_lookup", "medusa"];
-const byId = (id) => document.getElementById(id);
 const chosen = new Set();
 let models = [];
 let running = null;
-
-function element(tag, text = "", kind = "") {
-  const made = document.createElement(tag);
-  made.textContent = text;
-  if (kind) made.className = kind;
-  return made;
-}
 
 function choice(name, isChecked, onChange) {
   const label = element("label");
@@ -25,20 +15,6 @@ function choice(name, isChecked, onChange) {
   if (onChange) box.addEventListener("change", () => onChange(box.checked));
   label.append(box, ` ${name}`);
   return label;
-}
-
-function headers() {
-  const token = byId("token").value.trim();
-  return token ? { authorization: `Bearer ${token}` } : {};
-}
-
-async function errorOf(answer) {
-  try {
-    const { error } = await answer.json();
-    return `${answer.status}: ${typeof error === "string" ? error : error.message}`;
-  } catch {
-    return `${answer.status}: ${answer.statusText}`;
-  }
 }
 
 // --- models --------------------------------------------------------------------------------------------------------

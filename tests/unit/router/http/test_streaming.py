@@ -27,7 +27,7 @@ async def chunks_of(num_messages: int, pause_s: float, shown: set[int]) -> list[
     def of_error(error: Any) -> bytes:
         raise error
 
-    calls = FanOut(handle, [b""], Request({"type": "http", "path": "/", "headers": []}))
+    calls = FanOut(handle, [b""], Request({"type": "http", "path": "/", "headers": [], "state": {"request_id": "r1"}}))
     first = await calls.next()
     assert first is not None
     return [chunk async for chunk in events_of(calls, first, to_events, lambda: (), of_error)]

@@ -26,6 +26,7 @@ from loraplex_contracts.request import (
     CompletionEnd,
     Event,
     FinishReason,
+    PooledPositions,
     PoolingParams,
     Request,
     RequestFailed,
@@ -101,6 +102,38 @@ def test_a_classification_of_too_many_values_is_refused(monkeypatch: pytest.Monk
             assert any(isinstance(event, Admitted) for event in events)
             engine.handle(Cancel("r", Cancelled("seen")))
             run(engine, 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "expected"),
+    [
+        (None, "", "last"),
+        (None, "lasttoken", "last"),
+        (None, "mean", "mean"),
+        ("last", "mean", "last"),
+        ("mean", "cls", "mean"),
+        (None, "cls", None),
+        (None, "mean+max", None),
+    ],
+)
+def test_embeddings_are_pooled_as_asked_or_as_the_adapter_says(
+    monkeypatch: pytest.MonkeyPatch, asked: PooledPositions | None, own: str, expected: PooledPositions | None
+) -> None:
+    cache, runner = FakeCache(), FakeRunner()
+    monkeypatch.setattr(cache, "pooling", lambda key: own)
+    engine = make_engine(runner, cache)
+    engine.handle(Submit(request(adapter_id="a", pooling=PoolingParams("embed", asked))))
+    events, _ = run(engine, 1)
+    if expected is None:
+        error = failure(events, "r")
+        assert isinstance(error, FailedPrecondition)
+        assert error.field == "pooling"
+        assert own in str(error)
+        return
+    ((entered,),) = [plan.entered for plan in runner.plans]
+    assert entered.pooling == PoolingParams("embed", expected)
+    engine.handle(Cancel("r", Cancelled("seen")))
+    run(engine, 1)
 
 
 def test_others_run_while_an_adapter_is_fetched() -> None:

@@ -1,0 +1,94 @@
+"""Records of requests, and their lines in the log."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from loraplex_contracts.errors import Overloaded
+from loraplex_runtime.request_record import RequestRecord, log, log_end
+from loraplex_runtime.telemetry import setup_logging
+
+
+@pytest.fixture
+def stream() -> Iterator[io.StringIO]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield io.StringIO()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    log.setLevel(logging.NOTSET)
+
+
+def ended(method: str = "GenerateStream", **fields: Any) -> RequestRecord:
+    record = RequestRecord(method, "acme", request_id="r1", adapter="sql", adapter_digest="d1", code="OK")
+    for name, value in fields.items():
+        setattr(record, name, value)
+    return record
+
+
+def test_a_request_that_ended_is_one_object(stream: io.StringIO) -> None:
+    setup_logging("info", "json", stream)
+    log_end(
+        ended(num_prompt_tokens=8, num_output_tokens=4, queue_s=0.1, first_token_s=0.25, total_s=1.5, worker_id="w")
+    )
+    (line,) = map(json.loads, stream.getvalue().splitlines())
+    assert line.pop("message").startswith("GenerateStream ended: OK (tenant=acme adapter=sql digest=d1 worker=w ")
+    del line["time"]
+    assert line == {
+        "level": "info",
+        "logger": "loraplex.requests",
+        "request_id": "r1",
+        "method": "GenerateStream",
+        "code": "OK",
+        "tenant": "acme",
+        "adapter": "sql",
+        "digest": "d1",
+        "worker": "w",
+        "prompt_tokens": 8,
+        "tokens": 4,
+        "queue_s": 0.1,
+        "ttft_s": 0.25,
+        "total_s": 1.5,
+    }
+
+
+def test_a_failure_is_one_line_with_its_reason(stream: io.StringIO) -> None:
+    setup_logging("info", "plain", stream)
+    record = RequestRecord("Generate", "acme", request_id="r1", adapter="sql")
+    record.fail(Overloaded("too many\nrequests"))
+    record.end("CANCELLED")
+    log_end(record)
+    (line,) = stream.getvalue().splitlines()
+    assert "Generate failed: RESOURCE_EXHAUSTED: too many\\nrequests (tenant=acme adapter=sql " in line
+    assert line.endswith(" request_id=r1")
+    assert (record.code, record.reason, record.was_refused) == ("RESOURCE_EXHAUSTED", "OVERLOADED", True)
+
+
+def test_questions_are_logged_where_they_fail(stream: io.StringIO) -> None:
+    setup_logging("info", "plain", stream)
+    log_end(ended("GetInfo"))
+    assert not stream.getvalue()
+    record = RequestRecord("GetInfo")
+    record.fail(Overloaded("no"))
+    log_end(record)
+    assert stream.getvalue().count("\n") == 1
+
+
+def test_lines_of_requests_can_be_left_out(stream: io.StringIO) -> None:
+    setup_logging("info", "plain", stream, requests=False)
+    log_end(ended())
+    assert not stream.getvalue()
+
+
+def test_drafts_add_up_by_proposer() -> None:
+    record = ended()
+    record.add_drafts("medusa", 4, 2)
+    record.add_drafts("medusa", 3, 3)
+    record.add_drafts("grammar", 1, 1)
+    assert record.drafts == {"medusa": (7, 5), "grammar": (1, 1)}
