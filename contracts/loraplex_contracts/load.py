@@ -66,8 +66,12 @@ class Load:
     num_free_state_slots: int = 0
     num_state_snapshots: int = 0
     max_running: int = 0
+    # Since the start.
     num_steps: int = 0
     num_preemptions: int = 0
+    num_prompt_tokens: int = 0  # of requests that have begun
+    num_cached_tokens: int = 0  # of those, out of the prefix cache
+    num_output_tokens: int = 0
     # Draft tokens and accepted draft tokens since the start, by proposer.
     drafted: Mapping[str, int] = field(default_factory=dict[str, int])
     accepted: Mapping[str, int] = field(default_factory=dict[str, int])

@@ -72,14 +72,15 @@ class PoolingParams:
     classifier makes of them, or of the logits of some next tokens."""
 
     task: PoolingTask
-    positions: PooledPositions = "last"  # hidden states that count; of a classifier as its adapter says
+    # Hidden states that count; None: as the adapter says. It always says so of its classifier.
+    positions: PooledPositions | None = None
     token_ids: tuple[int, ...] = ()  # of "next_token"
     labels: tuple[str, ...] = ()  # of a classifier, as its adapter says
 
     @property
     def needs_all(self) -> bool:
         """True where each of the prompt's tokens has to run: the prefix cache holds no hidden states."""
-        return self.positions != "last"
+        return self.positions not in (None, "last")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,7 @@ class Admitted:
     request_id: str
     adapter_digest: str
     queue_s: float
+    adapter_wait_s: float = 0.0  # of it, until the adapter's weights were fetched and on the device
 
 
 @dataclass(frozen=True, slots=True)
