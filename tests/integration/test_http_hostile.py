@@ -7,6 +7,7 @@ import contextlib
 import copy
 import json
 import logging
+import queue
 import socket
 import struct
 import threading
@@ -30,7 +31,7 @@ from support.inline_worker import inline_worker
 from support.light_worker import light_worker
 from support.world import TinyWorld
 
-from loraplex_contracts.errors import EngineLost, LoraplexError
+from loraplex_contracts.errors import EngineLost
 from loraplex_contracts.plan import StepPlan
 from loraplex_proto.v1 import adapter_pb2
 from loraplex_router.config import HttpOptions
@@ -43,8 +44,9 @@ from loraplex_router.http.grammars import GRAMMAR_FIELDS
 from loraplex_router.http.models import Fields
 from loraplex_runtime.auth import token_digest
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
-from loraplex_server.engine.client import EngineClient, RequestStream
+from loraplex_server.engine import process
 from loraplex_server.engine.engine import Engine
+from loraplex_server.engine.pipe import Cancel, Command
 
 JSON = {"content-type": "application/json"}
 CHAT = [{"role": "user", "content": "hi"}]
@@ -463,13 +465,26 @@ async def test_a_client_that_leaves_frees_its_kv_at_once(tiny_world: TinyWorld, 
             assert len(router.calls) == 0
 
 
+@dataclass
+class NotingInbox:
+    """The engine's inbox; tells when a cancellation lies in it."""
+
+    inbox: queue.SimpleQueue[Command]
+    cancelled: threading.Event
+
+    def put(self, command: Command) -> None:
+        self.inbox.put(command)
+        if isinstance(command, Cancel):
+            self.cancelled.set()
+
+
 @pytest.mark.parametrize("overlaps", [False, True], ids=["one by one", "overlapping"])
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["unary", "streamed"])
 async def test_no_step_computes_for_a_client_that_left(
     monkeypatch: pytest.MonkeyPatch, is_streamed: bool, overlaps: bool
 ) -> None:
     """Counted step by step: behind the step under way there is none."""
-    go_on, cancelled = threading.Semaphore(0), list[LoraplexError]()
+    go_on, cancelled = threading.Semaphore(0), threading.Event()
 
     def wait(plan: StepPlan) -> None:
         assert go_on.acquire(timeout=20), "no step goes on by itself"
@@ -479,13 +494,12 @@ async def test_no_step_computes_for_a_client_that_left(
     def build(config: EngineConfig, progress: Callable[[str], None], notify: Callable[[], None]) -> Engine:
         return make_engine(runner, clock=time.monotonic)
 
-    cancel = EngineClient.cancel
+    read: Callable[..., None] = vars(process)["_read"]
 
-    def noted(self: EngineClient, stream: RequestStream, error: LoraplexError) -> None:
-        cancel(self, stream, error)
-        cancelled.append(error)
+    def read_noting(conn: Any, inbox: queue.SimpleQueue[Command], kill_after: Callable[[float], None]) -> None:
+        read(conn, NotingInbox(inbox, cancelled), kill_after)
 
-    monkeypatch.setattr(EngineClient, "cancel", noted)
+    monkeypatch.setattr(process, "_read", read_noting)
     async with light_worker(build, inline=True) as worker, router_for([worker.address], http_port=0) as (router, _):
         assert router.http is not None
         await until(lambda: router.replicas.num_routable == 1)
@@ -499,7 +513,7 @@ async def test_no_step_computes_for_a_client_that_left(
             await until(lambda wanted=num_steps: len(runner.plans) == wanted)
         await until(lambda: worker.engine.state.load.num_running > 0)
         writer.transport.abort()
-        await until(lambda: bool(cancelled))
+        await until(cancelled.is_set)
         for _ in range(200):
             go_on.release()
         await until(lambda: worker.engine.state.load.num_running == 0)
