@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 
 NATIVE := $(BIN)/python -m loraplex_server.backends.cpu.native.build --objects build/native
 
-.PHONY: help install native demo test test-nightly gpu-tests gpu-bench test-slow conformance conformance-ci check format proto wire-baseline serve clean
+.PHONY: help install native demo test test-again test-nightly gpu-tests gpu-bench test-slow test-slow-models test-slow-servers conformance conformance-ci check format proto wire-baseline serve clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -44,17 +44,26 @@ test: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP) native  ## the ordinary suite (under ten minutes on two cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# A test that fails beside another process and passes alone has to be mended, but says nothing against the commit.
+test-again: $(STAMP) native  ## what failed last, once more and alone
+	$(BIN)/python -m pytest -m 'not nightly and not gpu and not network' --last-failed --last-failed-no-failures none --timeout 1200
+
 gpu-tests:  ## on a machine with a GPU: the tests that need one (eight minutes at most, installs nothing)
 	$(PYTHON) scripts/gpu_check.py tests
 
 gpu-bench:  ## on a machine with a GPU: decode steps against the bars (eight minutes at most, installs nothing)
 	$(PYTHON) scripts/gpu_check.py bench
 
-# What starts servers and watches the clock runs alone.
 SLOW := $(BIN)/python -m pytest -m 'slow and not nightly and not gpu and not network' --timeout 1200
-test-slow: export PYTHONDONTWRITEBYTECODE :=
-test-slow: $(STAMP) native  ## the long suite
+test-slow-models: export PYTHONDONTWRITEBYTECODE :=
+test-slow: test-slow-models test-slow-servers  ## the long suite
+
+test-slow-models: $(STAMP) native
 	$(SLOW) -n 2 --dist loadfile --no-loadscope-reorder tests/parity tests/property tests/unit
+
+# What starts servers and watches the clock runs alone.
+test-slow-servers: export PYTHONDONTWRITEBYTECODE :=
+test-slow-servers: $(STAMP) native
 	$(SLOW) tests/integration
 
 test-nightly: $(STAMP) native  ## what is longer than the slow suite allows; by hand
