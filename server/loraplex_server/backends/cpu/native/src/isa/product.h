@@ -12,16 +12,29 @@
 namespace lp {
 namespace LP_ISA {
 
+// Bytes that up to eight rows fetch ahead of the weights: from four rows on the CPU's own prefetchers do not run ahead. With
+// none, 2048, 4096 and 8192 eight rows take 1.5, 1.29, 1.16 and 1.00 of the time on AMD's Zen 5.
+static const int kFetchAhead = 8192;
+
+static const int kSlab = 128;  // inputs whose weights stay in the first cache for several blocks of rows
+
+// A caller with longer ones does not cut a band into slabs, so its weights lie in memory.
+static inline bool is_slab(int64_t k) { return k <= 2 * kSlab; }
+
 // --- float32 -----------------------------------------------------------------------------------------------------------
 
 template <int M>
-static inline void rows_f32(const float* x, int64_t x_stride, const float* band, int64_t k, bool adds, float* c,
-                            int64_t c_stride) {
+static inline void rows_f32(const float* x, int64_t x_stride, const float* band, int64_t k, bool adds, bool fetches,
+                            float* c, int64_t c_stride) {
   Floats acc[M][2];
   for (int r = 0; r < M; r++)
     for (int p = 0; p < 2; p++) acc[r][p] = adds ? load(c + r * c_stride + 16 * p) : zeros();
   for (int64_t i = 0; i < k; i++, band += kBand) {
     Floats b0 = load(band), b1 = load(band + 16);
+    if (fetches) {
+      _mm_prefetch((const char*)band + kFetchAhead, _MM_HINT_T1);
+      _mm_prefetch((const char*)band + kFetchAhead + 64, _MM_HINT_T1);
+    }
     for (int r = 0; r < M; r++) {
       Floats a = all(x[r * x_stride + i]);
       acc[r][0] = fmadd(a, b0, acc[r][0]);
@@ -37,15 +50,16 @@ static inline void rows_f32(const float* x, int64_t x_stride, const float* band,
 static void product_f32(const float* x, int64_t x_stride, int m, const float* band, int64_t k, bool adds, float* c,
                         int64_t c_stride) {
   for (int r = 0; r < m; r += 8, x += 8 * x_stride, c += 8 * c_stride) {
+    const bool fetches = r == 0 && !is_slab(k);
     switch (m - r) {
-      case 1: rows_f32<1>(x, x_stride, band, k, adds, c, c_stride); break;
-      case 2: rows_f32<2>(x, x_stride, band, k, adds, c, c_stride); break;
-      case 3: rows_f32<3>(x, x_stride, band, k, adds, c, c_stride); break;
-      case 4: rows_f32<4>(x, x_stride, band, k, adds, c, c_stride); break;
-      case 5: rows_f32<5>(x, x_stride, band, k, adds, c, c_stride); break;
-      case 6: rows_f32<6>(x, x_stride, band, k, adds, c, c_stride); break;
-      case 7: rows_f32<7>(x, x_stride, band, k, adds, c, c_stride); break;
-      default: rows_f32<8>(x, x_stride, band, k, adds, c, c_stride);
+      case 1: rows_f32<1>(x, x_stride, band, k, adds, fetches, c, c_stride); break;
+      case 2: rows_f32<2>(x, x_stride, band, k, adds, fetches, c, c_stride); break;
+      case 3: rows_f32<3>(x, x_stride, band, k, adds, fetches, c, c_stride); break;
+      case 4: rows_f32<4>(x, x_stride, band, k, adds, fetches, c, c_stride); break;
+      case 5: rows_f32<5>(x, x_stride, band, k, adds, fetches, c, c_stride); break;
+      case 6: rows_f32<6>(x, x_stride, band, k, adds, fetches, c, c_stride); break;
+      case 7: rows_f32<7>(x, x_stride, band, k, adds, fetches, c, c_stride); break;
+      default: rows_f32<8>(x, x_stride, band, k, adds, fetches, c, c_stride);
     }
   }
 }
@@ -59,8 +73,8 @@ struct Soon {
   int num_lines;       // for each 32 inputs
 };
 
-static const int kSlab = 128;      // inputs whose weights stay in the first cache for several blocks of rows
-static const int kBlockRows = 8;  // rows whose sums stay in registers
+static const int kLines = 32 * kBand * sizeof(bf16) / 64;  // of the weights of 32 inputs
+static const int kBlockRows = 8;                          // rows whose sums stay in registers
 
 // `in_order`: the band is read in address order, which the prefetchers of some CPUs demand; else it is in a cache, and one
 // vector of x serves both panels. Each output is the same sum in the same order.
@@ -126,11 +140,11 @@ static inline void blocks_bf16(const bf16* x, int64_t x_stride, int m, const bf1
 static void product_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band, int64_t k, bool adds, float* c,
                          int64_t c_stride, const void* soon) {
   if (m <= kBlockRows) {
-    block_bf16<true>(x, x_stride, m, band, k, adds, c, c_stride, Soon{nullptr, 0});
+    const Soon ahead = is_slab(k) ? Soon{nullptr, 0} : Soon{(const char*)band + kFetchAhead, kLines};
+    block_bf16<true>(x, x_stride, m, band, k, adds, c, c_stride, ahead);
     return;
   }
-  static const int kLines = 32 * kBand * sizeof(bf16) / 64;  // of the weights of 32 inputs
-  if (k <= 2 * kSlab) {
+  if (is_slab(k)) {
     blocks_bf16(x, x_stride, m, band, k, adds, c, c_stride, (const char*)soon, kLines / kFetches);
     return;
   }
