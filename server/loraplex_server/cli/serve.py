@@ -19,9 +19,9 @@ import typer
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_router.config import HttpOptions
+from loraplex_runtime.child_processes import Children, ChildSpec
 from loraplex_runtime.flags import configure, flags_of, with_raw_flags
 from loraplex_runtime.shutdown import Ending
-from loraplex_server.cli.child_processes import Children, ChildSpec
 from loraplex_server.cli.report import Report
 from loraplex_server.cli.worker import FLAGS, JsonFlag, ModelArgument, worker_config
 from loraplex_server.config import WorkerConfig

@@ -1,4 +1,4 @@
-"""Worker processes of `loraplex serve`: start, supervision, restart, end."""
+"""Child processes of a server: start, supervision, restart, end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loraplex_runtime.reports import failure_of, report_of
 log = logging.getLogger(__name__)
 
 RESTART_DELAYS_S: Final = (1.0, 2.0, 5.0, 10.0, 30.0)
-# A worker that the router has not heard for so many checks is killed and started again: it may be frozen for good.
+# A child that has not been heard for so many checks is killed and started again: it may be frozen for good.
 # Checks are counted, so that a pause of this process is not taken for the worker's.
 CHECK_S: Final = 5.0
 MAX_SILENT_CHECKS: Final = 6
@@ -26,11 +26,13 @@ MAX_LINE_BYTES: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """How to start one worker; `--port N --supervised` is appended, `--metrics-port` where there is a first one, and
-    `--placement` where there are several workers."""
+    """How to start a child; `--port N --supervised` is appended, and `--metrics-port` where there is a first one."""
 
     command: tuple[str, ...]
-    metrics_port: int | None = None  # of the first worker; the others follow. 0: free ones
+    metrics_port: int | None = None  # of the first child; the others follow. 0: free ones
+    what: str = "worker"
+    port: int = 0  # that all of them share; 0: each has one of its own
+    placement: str = "--placement"  # flag that tells each of several its place among them; empty: none does
 
 
 @dataclass
@@ -44,9 +46,9 @@ class _Child:
 class Children:
     """Owns the processes. A child keeps its port when it is started again, so that the router finds it there."""
 
-    def __init__(self, spec: ChildSpec, num_workers: int, on_progress: Callable[[str], None]) -> None:
+    def __init__(self, spec: ChildSpec, num_children: int, on_progress: Callable[[str], None]) -> None:
         self._spec = spec
-        self._num_workers = num_workers
+        self._num_children = num_children
         self._on_progress = on_progress
         self._children: list[_Child] = []
         self._starting: list[asyncio.subprocess.Process] = []
@@ -60,11 +62,12 @@ class Children:
         return [child.process.pid for child in self._children]
 
     async def start(self, stop: asyncio.Event) -> list[str] | None:
-        """Starts all of them, one after the other (loading is memory-hungry). None when `stop` came first.
+        """Starts all of them, one after the other (loading is memory-hungry); returns their addresses. None when `stop`
+        came first.
 
-        Raises the error that a worker reported."""
-        for number in range(self._num_workers):
-            starting = asyncio.ensure_future(self._start_one(number, port=0))
+        Raises the error that a child reported."""
+        for number in range(self._num_children):
+            starting = asyncio.ensure_future(self._start_one(number, self._spec.port))
             stopping = asyncio.ensure_future(stop.wait())
             try:
                 await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -78,13 +81,13 @@ class Children:
         return [child.address for child in self._children]
 
     async def watch(self) -> None:
-        """Starts workers that ended again, with growing pauses. Runs until cancelled."""
+        """Starts children that ended again, with growing pauses. Runs until cancelled."""
         await asyncio.gather(*(self._watch_one(index) for index in range(len(self._children))))
 
     async def kill_silent(self, heard_s: Callable[[str], float]) -> None:
-        """Kills workers that have fallen silent; `watch` starts them again. Runs until cancelled.
+        """Kills children that have fallen silent; `watch` starts them again. Runs until cancelled.
 
-        `heard_s` tells when the worker at an address was last heard, by any clock."""
+        `heard_s` tells when the child at an address was last heard, by any clock."""
         last: list[float] = [0.0] * len(self._children)
         num_silent_checks = [0] * len(self._children)
         while True:
@@ -94,7 +97,7 @@ class Children:
                 num_silent_checks[index] = num_silent_checks[index] + 1 if is_silent else 0
                 last[index] = heard_s(child.address)
                 if num_silent_checks[index] >= MAX_SILENT_CHECKS:
-                    log.error("worker %d is silent and is killed", index)
+                    log.error("%s is silent and is killed", self._name(index))
                     child.process.kill()
                     num_silent_checks[index] = 0
 
@@ -124,36 +127,37 @@ class Children:
             code = await child.process.wait()
             port = int(child.address.rpartition(":")[2])
             delay_s = RESTART_DELAYS_S[min(num_failures, len(RESTART_DELAYS_S) - 1)]
-            log.error("worker %d ended with status %s; starting it again in %.0f s", index, code, delay_s)
+            log.error("%s ended with status %s; starting it again in %.0f s", self._name(index), code, delay_s)
             await asyncio.sleep(delay_s)
             try:
                 self._children[index] = await self._start_one(index, port)
                 num_failures = 0
             except LoraplexError as error:
                 num_failures += 1
-                log.error("worker %d does not start: %s", index, error.message)
+                log.error("%s does not start: %s", self._name(index), error.message)
             except Exception:  # such as no memory for a process: the next try may succeed
                 num_failures += 1
-                log.exception("worker %d does not start", index)
+                log.exception("%s does not start", self._name(index))
 
     async def _start_one(self, number: int, port: int) -> _Child:
         first = self._spec.metrics_port
         metrics = () if first is None else ("--metrics-port", str(first and first + number))
-        several = self._num_workers > 1
+        several = self._num_children > 1
+        placement = self._spec.placement
         process = await asyncio.create_subprocess_exec(
             *self._spec.command,
             *metrics,
-            *(("--placement", f"{number}/{self._num_workers}") if several else ()),
+            *((placement, f"{number}/{self._num_children}") if several and placement else ()),
             "--port",
             str(port),
             "--supervised",
             stdout=asyncio.subprocess.PIPE,
             stdin=asyncio.subprocess.PIPE,  # closes with this process
-            # Ctrl-C and the end of a terminal are for the supervisor alone: it drains, then tells the workers.
+            # Ctrl-C and the end of a terminal are for the supervisor alone: it drains, then tells the children.
             start_new_session=True,
         )
         self._starting.append(process)
-        prefix = f"worker {number}: " if several else ""
+        prefix = f"{self._name(number)}: " if several else ""
         assert process.stdout is not None
         lines = _lines(process.stdout)
         try:
@@ -168,10 +172,13 @@ class Children:
         reader = asyncio.ensure_future(_drain(lines))
         return _Child(process, ready["address"], ready.get("metrics_ports", []), reader)
 
+    def _name(self, number: int) -> str:
+        return f"{self._spec.what} {number}"
+
     async def _until_ready(
         self, process: asyncio.subprocess.Process, lines: AsyncGenerator[bytes], prefix: str
     ) -> dict[str, Any]:
-        """The worker's report that it is ready. Raises the error that it reports instead."""
+        """The child's report that it is ready. Raises the error that it reports instead."""
         async for line in lines:
             message = report_of(line)
             match message.get("event"):
@@ -183,7 +190,7 @@ class Children:
                     raise failure_of(message)
                 case _:
                     log.info("%s%s", prefix, line.decode(errors="replace"))
-        raise FailedPrecondition(f"the worker ended with status {await process.wait()} before it was ready")
+        raise FailedPrecondition(f"the {self._spec.what} ended with status {await process.wait()} before it was ready")
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncGenerator[bytes]:

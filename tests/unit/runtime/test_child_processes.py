@@ -16,8 +16,8 @@ import pytest
 from support.fake_workers import until
 
 from loraplex_contracts.errors import FailedPrecondition, UnsupportedModel
-from loraplex_server.cli import child_processes as children_module
-from loraplex_server.cli.child_processes import Children, ChildSpec
+from loraplex_runtime import child_processes as children_module
+from loraplex_runtime.child_processes import Children, ChildSpec
 
 READY = """print('{"event": "progress", "text": "loading"}', flush=True)
 print('{"event": "ready", "address": "127.0.0.1:7"}', flush=True)
