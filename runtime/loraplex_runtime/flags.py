@@ -8,10 +8,12 @@ configurations travel to processes without a command line.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 from loraplex_contracts.errors import InvalidArgument
@@ -102,6 +104,21 @@ def configure(cls: type, flags: list[Flag], given: Mapping[str, Any], fixed: Map
             value = parse(value)
         values[flag.path] = value
     return _build(cls, values, ())
+
+
+def arguments_of(config: Any) -> list[str]:
+    """The command line that `configure` makes `config` of, as far as its fields are flags and not their defaults."""
+    arguments: list[str] = []
+    for flag in flags_of(type(config)):
+        value = functools.reduce(getattr, flag.path, config)
+        if value == flag.default:
+            continue
+        if isinstance(value, bool):
+            arguments.append(flag.flag if value else flag.off or f"--no-{flag.flag[2:]}")
+            continue
+        for one in value if _is_repeated(flag) else [value]:
+            arguments += [flag.flag, str(one.absolute() if isinstance(one, Path) else one)]
+    return arguments
 
 
 def with_raw_flags(flags: list[Flag]) -> Callable[[Callable[..., None]], Callable[..., None]]:

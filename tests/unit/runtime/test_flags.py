@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from loraplex_contracts.errors import InvalidArgument
-from loraplex_runtime.flags import option, with_flags
+from loraplex_runtime.flags import arguments_of, option, with_flags
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,14 @@ def test_every_kind_of_value() -> None:
     seen = run("wall", "-s", "4x5", "--inner", "1x1", "-n", "a", "--name", "b", "--memory", "2KiB", "--twice")
     assert seen["room"] == Room(Frame(Size(4, 5), Size(1, 1), ("a", "b"), 2048))
     assert seen["twice"] is True
+
+
+def test_arguments_make_the_same_configuration_again() -> None:
+    room = Room(Frame(Size(4, 5), Size(1, 1), ("a", "b"), 2048))
+    lights = Lights(lamp=True, sun=False, music=False, token="t")
+    seen = run("wall", *arguments_of(room), *arguments_of(lights))
+    assert (seen["room"], seen["lights"]) == (room, lights)
+    assert arguments_of(Room()) == []
 
 
 def test_switches_have_the_opposite_that_they_need() -> None:
