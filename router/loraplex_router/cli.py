@@ -16,6 +16,7 @@ from loraplex_runtime.flags import with_flags
 from loraplex_runtime.shutdown import END, end_with_supervisor, orphan_drain_s, unread_output_is_lost
 
 if TYPE_CHECKING:
+    from loraplex_router.processes import Processes
     from loraplex_router.server import Router
 
 
@@ -34,6 +35,10 @@ def router(
             help="With --supervised, what running requests get when standard input closes: nothing, or SECONDS to end.",
         ),
     ] = END,
+    processes: Annotated[
+        int,
+        typer.Option("--processes", min=1, help="Processes that share the port, where one is at the end of its CPU."),
+    ] = 1,
 ) -> None:
     """Start a router: one address in front of several workers.
 
@@ -48,7 +53,10 @@ def router(
     elif on_orphan != END:
         raise InvalidArgument("--on-orphan goes with --supervised", field="--on-orphan")
     try:
-        _run(config, _report_ready if json else _print_ready)
+        if processes > 1:
+            _run_processes(config, processes, _report_processes if json else _print_processes)
+        else:
+            _run(config, _report_ready if json else _print_ready)
     except LoraplexError as error:
         if not json:
             raise
@@ -78,6 +86,16 @@ def _run(config: RouterConfig, on_ready: Callable[[Router], None]) -> None:
     asyncio.run(run_router(config, on_ready))
 
 
+def _run_processes(config: RouterConfig, num: int, on_ready: Callable[[Processes], None]) -> None:
+    from loraplex_runtime.telemetry import setup_logging
+
+    quieten_grpc()
+    from loraplex_router.processes import run_processes
+
+    setup_logging(config.log_level, config.log_format)
+    asyncio.run(run_processes(config, num, on_ready))
+
+
 def _print_ready(running: Router) -> None:
     total = len(running.replicas.all())
     line = f"router ready on {running.address} ({running.replicas.num_routable} of {total} workers available"
@@ -94,6 +112,21 @@ def _report_ready(running: Router) -> None:
     http = {} if running.http is None else {"http": running.http.address}
     ports = [] if metrics is None else [metrics.port]
     _report(event="ready", address=running.address, metrics_ports=ports, **http)
+
+
+def _print_processes(running: Processes) -> None:
+    line = f"router ready on {running.address} ({running.num} processes"
+    if running.metrics_ports:
+        line += f", metrics on ports {', '.join(map(str, running.metrics_ports))}"
+    if running.http_address is not None:
+        line += f", HTTP on {running.http_address}"
+    with unread_output_is_lost():
+        print(line + ")", flush=True)
+
+
+def _report_processes(running: Processes) -> None:
+    http = {} if running.http_address is None else {"http": running.http_address}
+    _report(event="ready", address=running.address, metrics_ports=running.metrics_ports, **http)
 
 
 def _report(**fields: str | list[int]) -> None:

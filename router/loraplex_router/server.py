@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 SETTLE_S: Final = 2.0
 # Seconds for the last answers to reach their clients, before the port closes.
 FLUSH_S: Final = 1.0
+# Seconds between leaving a shared port and refusing requests: some round trips.
+LEAVE_S: Final = 0.5
 # Age of a client's connection, and time for its streams to end after that.
 MAX_AGE_S: Final = 600.0
 MAX_AGE_GRACE_S: Final = 3600.0
@@ -71,12 +73,17 @@ class Router:
     async def drain(self, drain_s: float | None = None, *, announce_s: float = 0.0) -> None:
         """Says NOT_SERVING for `announce_s`, then refuses what is new and gives what runs `drain_s` to end.
 
-        The port stays open until the last request has ended, so that new ones hear why they are refused. What still
-        runs after `drain_s` ends as UNAVAILABLE (DRAINING)."""
+        The port stays open until the last request has ended, so that new ones hear why they are refused; a port that
+        other processes share is left to them. What still runs after `drain_s` ends as UNAVAILABLE (DRAINING)."""
         self.listener.health.begin_drain()
         self._load.begin_drain()
         await asyncio.sleep(announce_s)
         self.listener.health.end_watches()
+        if self.config.server.reuse_port:
+            self.listener.leave_port()
+            if self.http is not None:
+                self.http.leave_port()
+            await asyncio.sleep(LEAVE_S)  # for requests that were sent before their clients heard of it
         grace_s = self.config.drain_s if drain_s is None else drain_s
         await self.calls.drain(grace_s)
         if num_cut_off := self.calls.cut_off():
@@ -107,7 +114,7 @@ def bind_http_port(config: RouterConfig) -> socket.socket | None:
         return None
     from loraplex_router.http.server import bind_http  # late: routers without HTTP need no FastAPI
 
-    return bind_http(config.http_host or config.host, config.http_port)
+    return bind_http(config.http_host or config.host, config.http_port, reuse_port=config.server.reuse_port)
 
 
 async def start_router(

@@ -33,6 +33,8 @@ RETRY_STARTING_S: Final = 1.0
 # A dead connection is noticed after the sum of these, on both of its sides.
 KEEPALIVE_S: Final = 30.0
 KEEPALIVE_TIMEOUT_S: Final = 10.0
+# Grace of a server that another call ends: longer than any drain.
+_FOREVER_S: Final = 1e6
 # Clients may ping this often; gRPC's own default closes connections that ping more often than every five minutes.
 MIN_PING_S: Final = 10.0
 
@@ -79,6 +81,7 @@ class Listener:
         self.tracing: Tracing | None = None
         self._server = server
         self._handlers = handlers
+        self._leaving: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(
@@ -136,10 +139,18 @@ class Listener:
         self._handlers.ready = tuple(handlers)
         self.files.start()
 
+    def leave_port(self) -> None:
+        """Stops listening, while calls under way go on until `stop`: clients are told to connect again, and reach
+        another process on the port."""
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._server.stop(_FOREVER_S), name="leave the port")
+
     async def stop(self, grace_s: float) -> None:
         """Closes the ports; calls under way get `grace_s` to end."""
         self.files.stop()
         await self._server.stop(grace_s)
+        if self._leaving is not None:
+            await self._leaving
         metrics, self.metrics = self.metrics, None
         if metrics is not None:
             await metrics.stop()

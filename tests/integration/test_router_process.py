@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from loraplex.cli.main import main
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, WorkerLost
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.v1 import inference_pb2_grpc
-from loraplex_router.config import RouterConfig
+from loraplex_router.config import RouterConfig, ServerOptions
 from loraplex_router.server import run_router, start_router
 
 TESTS = Path(__file__).parents[1]
@@ -131,6 +132,92 @@ heavy = {"torch", "transformers", "numpy", "safetensors", "peft", "loraplex_serv
 sys.exit(f"imported {heavy}" if heavy else 0)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+async def test_several_processes_on_one_port() -> None:
+    """One that is killed is started again while the other serves; a signal drains all of them."""
+    async with cluster(1) as c:
+        flags = ["--worker", c.workers[0].address, "--port", "0", "--http-port", "0", "--processes", "2"]
+        async with child("-m", "loraplex", "router", *flags, "--announce", "0", "--json") as process:
+            ready = json.loads(await line_of(process))
+            pids = children_of(process.pid)
+            assert len(pids) == 2
+            assert await all_served(ready["address"])
+            with urllib.request.urlopen(f"http://{ready['http']}/version", timeout=10) as answer:
+                assert answer.status == 200
+            os.kill(pids[0], signal.SIGKILL)
+            assert await all_served(ready["address"])
+            await until(lambda: len(set(children_of(process.pid)) - set(pids)) == 1, 30)
+            process.send_signal(signal.SIGTERM)
+            await asyncio.wait_for(process.communicate(), 20)
+            assert process.returncode == 0
+            assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+async def all_served(address: str) -> bool:
+    """Over connections enough that each process gets one."""
+    for _ in range(8):
+        async with grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+            call = stub(channel).GenerateStream(Generate(text="x"), wait_for_ready=True)
+            if len([message async for message in call]) != 3:
+                return False
+    return True
+
+
+async def test_a_router_that_drains_leaves_a_shared_port_to_the_others() -> None:
+    """What runs ends where it is, and what is new goes to the other process. A request that arrives as the port is left
+    may be refused; it has not begun then, and the next one finds the other process."""
+    async with cluster(1, server=ServerOptions(reuse_port=True)) as c:
+        c.workers[0].stream = paced
+        port = int(c.router.address.rpartition(":")[2])
+        addresses = [c.workers[0].address]
+        options = {"port": port, "server": ServerOptions(reuse_port=True)}
+        async with router_for(addresses, **options) as (other, _), contextlib.AsyncExitStack() as stack:
+            channels = [
+                await stack.enter_async_context(
+                    grpc.aio.insecure_channel(c.router.address, options=[("grpc.use_local_subchannel_pool", 1)])
+                )
+                for _ in range(8)
+            ]
+            ends = asyncio.Event()
+            clients = [asyncio.ensure_future(keep_asking(channel, ends)) for channel in channels]
+            await until(lambda: len(c.router.calls) > 0 and len(other.calls) > 0)
+            await asyncio.wait_for(c.router.drain(10.0), 8)
+            num_before = len(c.workers[0].raw_requests)
+            await until(lambda: len(other.calls) == len(channels) and len(c.workers[0].raw_requests) > num_before + 20)
+            ends.set()
+            answered, refused = zip(*await asyncio.gather(*clients), strict=True)
+            assert min(answered) > 2
+            assert max(refused) <= 1
+
+
+async def paced(request: Generate, context: Any) -> AsyncIterator[bytes]:
+    for chunk in chunks(3):
+        yield chunk
+        await asyncio.sleep(0.01)
+
+
+async def keep_asking(channel: grpc.aio.Channel, ends: asyncio.Event) -> tuple[int, int]:
+    """Streams one after the other; how many were answered, and refused before their first message. Raises what one
+    fails with later."""
+    num_answered = num_refused = 0
+    while not ends.is_set():
+        num_messages = 0
+        try:
+            async for _ in stub(channel).GenerateStream(Generate(text="x")):
+                num_messages += 1
+        except grpc.aio.AioRpcError as error:
+            if num_messages or error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+                raise
+            num_refused += 1
+        else:
+            assert num_messages == 3
+            num_answered += 1
+    return num_answered, num_refused
 
 
 async def test_signals_end_it_and_a_second_one_at_once() -> None:

@@ -103,13 +103,15 @@ class _Server(uvicorn.Server):
         yield
 
 
-def bind_http(host: str, port: int) -> socket.socket:
+def bind_http(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     """A socket that is bound but does not listen yet. Raises FailedPrecondition."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if reuse_port:
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             bound.bind(address)
         except BaseException:
             bound.close()
@@ -163,6 +165,14 @@ class HttpServer:
         if task.done():
             await task
         return cls(server, task, address)
+
+    def leave_port(self) -> None:
+        """Stops listening, and closes each connection once its answer has been sent: clients connect again, and reach
+        another process on the port."""
+        for listening in self._server.servers:
+            listening.close()
+        for connection in list(self._server.server_state.connections):
+            connection.shutdown()
 
     async def stop(self) -> None:
         """Closes the port. Answers under way get a second to end."""
