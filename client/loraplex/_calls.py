@@ -49,6 +49,7 @@ from loraplex.types import (
     Grammar,
     Hub,
     Medusa,
+    Member,
     Merge,
     Message,
     PoolingInputs,
@@ -162,7 +163,7 @@ _CHAT_OPTIONS: Final = frozenset({"continue_final_message", "chat_template", *_C
 _OTHER_OPTIONS: Final = _CHAT_OPTIONS | frozenset(
     {
         *("messages", "omit_generation_prompt", "tool_choice", "parallel_tool_calls", "grammar", "truncate_prompt"),
-        *("hub", "adapters", "merge", "speculation", "timeout_s"),
+        *("hub", "in_bucket", "adapters", "merge", "speculation", "timeout_s"),
     }
 )
 
@@ -611,16 +612,19 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
     for name, path in _FIELDS.items():
         if name in given:
             _assign(request, path, given[name])
-    _put_hub(request, given)
+    _put_place(request, given)
     mixture: Any = given.get("adapters", {})
     if not isinstance(mixture, Mapping):
         raise InvalidArgument(f"adapters takes {{name: weight}}, not {_shown(mixture)}", field="adapters")
     if "adapters" in given and not mixture:
         raise InvalidArgument("`adapters` is empty: name at least one adapter", field="adapters")
-    for adapter_id, weight in cast("Mapping[str, float]", mixture).items():
+    for adapter_id, given_as in cast("Mapping[str, float | Member]", mixture).items():
+        member = given_as if isinstance(given_as, Member) else Member(given_as)
         entry = request.adapters.add()
         _assign(entry, "id", adapter_id, shown_as="adapters.id")
-        _assign(entry, "weight", weight, shown_as="adapters.weight")
+        _assign(entry, "weight", member.weight, shown_as="adapters.weight")
+        place = {"hub": member.hub, "in_bucket": member.in_bucket}
+        _put_place(entry, {name: value for name, value in place.items() if value is not None})
     if "merge" in given:
         merge = given["merge"]
         if not isinstance(merge, Merge):
@@ -642,7 +646,7 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
 
 def pooling_request(request: _Pooling, inputs: PoolingInputs, options: PoolingOptions) -> _Pooling:
     """The request with the fields that all have. Raises InvalidArgument, TypeError for an unknown option."""
-    given = _given(options, frozenset({*_POOLING_FIELDS, "hub", "truncate_prompt", "timeout_s"}))
+    given = _given(options, frozenset({*_POOLING_FIELDS, "hub", "in_bucket", "truncate_prompt", "timeout_s"}))
     several: Any = inputs
     if isinstance(several, str) or (isinstance(several, Sequence) and several and isinstance(several[0], int)):
         several = [several]
@@ -653,7 +657,7 @@ def pooling_request(request: _Pooling, inputs: PoolingInputs, options: PoolingOp
     for name in _POOLING_FIELDS:
         if name in given:
             _assign(request, name, given[name])
-    _put_hub(request, given)
+    _put_place(request, given)
     _put_truncation(request, given)
     if request.adapter_id:
         check_adapter_ref(request.adapter_id)  # it also goes into a header
@@ -678,7 +682,9 @@ def _put_choice(request: Any, field: str, given: Any, known: Mapping[str, Any]) 
     setattr(request, field, known[given])
 
 
-def _put_hub(request: Any, given: Mapping[str, Any]) -> None:
+def _put_place(request: Any, given: Mapping[str, Any]) -> None:
+    if "in_bucket" in given:
+        _assign(request, "in_bucket", given["in_bucket"])
     if "hub" not in given:
         return
     hub = given["hub"]
@@ -708,10 +714,11 @@ def tokenize_request(
     options: ChatOptions | None = None,
 ) -> inference_pb2.TokenizeRequest:
     """Raises InvalidArgument, TypeError for an unknown option."""
-    given = _given(options or {}, _CHAT_OPTIONS | {"adapter_id", "timeout_s"})
+    given = _given(options or {}, _CHAT_OPTIONS | {"adapter_id", "hub", "in_bucket", "timeout_s"})
     request = inference_pb2.TokenizeRequest(omit_special_tokens=omit_special_tokens, offsets=offsets)
     if adapter_id := given.pop("adapter_id", ""):
         _assign(request, "adapter_id", adapter_id)
+    _put_place(request, given)
     if (text is None) == (messages is None):
         raise InvalidArgument("give one of text and messages", field="input")
     if text is not None:

@@ -147,6 +147,15 @@ class Hub:
             check_hub_token(given, field="hub.token")
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """An adapter of a mixture that is not where the server's own adapters are."""
+
+    weight: float
+    hub: Hub | None = None  # the repository of its id, as the caller's own token shows it
+    in_bucket: bool = False  # the folder BUCKET/NAME of its id, in a bucket that the server reads
+
+
 class CallOptions(TypedDict, total=False):
     """Options of every call."""
 
@@ -165,6 +174,7 @@ class PoolingOptions(CallOptions, total=False):
 
     adapter_id: str
     hub: Hub | None
+    in_bucket: bool | None
     truncate_prompt: Truncate | int | None
     omit_special_tokens: bool | None
     priority: int | None
@@ -187,6 +197,10 @@ class ChatOptions(CallOptions, total=False):
     """A template (Jinja) in the place of the model's or the adapter's, where the server allows that."""
     adapter_id: str | None
     """The adapter to use. Default: none, the base model."""
+    hub: Hub | None
+    """`adapter_id` is a repository on the Hub, and what the token in here fetches is for this caller alone."""
+    in_bucket: bool | None
+    """`adapter_id` is the folder BUCKET/NAME of a bucket that the server reads."""
 
 
 class GenerateOptions(ChatOptions, total=False):
@@ -210,9 +224,7 @@ class GenerateOptions(ChatOptions, total=False):
     """The form that the text must have."""
     truncate_prompt: int | Truncate | None
     """Shorten the prompt to its last so many tokens, 0 to what the context has room for, instead of refusing it."""
-    hub: Hub | None
-    """`adapter_id` is a repository on the Hub, and what the token in here fetches is for this caller alone."""
-    adapters: Mapping[str, float] | None
+    adapters: Mapping[str, float | Member] | None
     """A mixture: adapter id -> weight, instead of `adapter_id`. Their exact sum, unless `merge` says otherwise."""
     merge: Merge | None
     """With `adapters`: one adapter is made of them, once."""

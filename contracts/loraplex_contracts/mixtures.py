@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from loraplex_contracts.adapters import AdapterId, AdapterKey
+from loraplex_contracts.adapters import OWN_PLACE, AdapterId, AdapterKey, AdapterOrigin
 
 # Each takes a device slot as long as a completion runs: an eighth of the slots that a worker has by default.
 MAX_MEMBERS: Final = 8
@@ -33,6 +33,7 @@ class Member:
 
     adapter_id: AdapterId
     weight: float
+    origin: AdapterOrigin = OWN_PLACE  # of the adapter, for this caller; without a source that of its name
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,11 @@ class Mixture:
     @property
     def weights(self) -> tuple[float, ...]:
         return tuple(member.weight for member in self.members)
+
+    @property
+    def without_tokens(self) -> Mixture:
+        """To be kept: a token is for one fetch."""
+        return replace(self, members=tuple(replace(one, origin=one.origin.without_token) for one in self.members))
 
 
 @dataclass(frozen=True, slots=True)

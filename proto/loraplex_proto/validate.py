@@ -61,6 +61,7 @@ _IDS_AT_ONCE: Final = 1 << 14
 M = TypeVar("M", bound=Message)
 
 PoolingRequest = pooling_pb2.EmbedRequest | pooling_pb2.ClassifyRequest | pooling_pb2.ScoreRequest
+HasPlace = inference_pb2.GenerateRequest | inference_pb2.AdapterWeight | inference_pb2.TokenizeRequest | PoolingRequest
 AdapterRequest = adapter_pb2.LoadAdapterRequest | adapter_pb2.UnloadAdapterRequest | adapter_pb2.GetAdapterRequest
 
 
@@ -87,16 +88,18 @@ _CHAT: Final = (
     *(f"chat.tool_choice.{kind}" for kind in ("none", "auto", "required", "name")),
     "chat.parallel_tool_calls",
 )
+_PLACE: Final = ("hub.revision", "hub.token", "in_bucket")
 _POOLING: Final = (
     *("inputs.text", "inputs.token_ids.ids", *(f"inputs.{path}" for path in _CHAT)),
     *("adapter_id", "truncate_prompt.max_tokens", "truncate_prompt.keep_start", "omit_special_tokens"),
-    *("priority", "request_id", "cache_salt", "hub.revision", "hub.token", "in_bucket"),
+    *("priority", "request_id", "cache_salt", *_PLACE),
 )
 HANDLED: Final[dict[str, frozenset[str]]] = {
     "GenerateRequest": frozenset(
         (
             *("text", "token_ids.ids", "adapter_id", "adapters.id", "adapters.weight"),
-            *("n", "priority", "request_id", "cache_salt", "hub.revision", "hub.token", "in_bucket"),
+            *("adapters.hub.revision", "adapters.hub.token", "adapters.in_bucket"),
+            *("n", "priority", "request_id", "cache_salt", *_PLACE),
             *("merge.strategy", "merge.density", "merge.majority_sign", "merge.seed"),
             *_CHAT,
             *(option.path for option in SAMPLING_OPTIONS.values()),
@@ -113,7 +116,7 @@ HANDLED: Final[dict[str, frozenset[str]]] = {
             *("grammar.gbnf", "grammar.structural_tag_json", "grammar.compact"),
         )
     ),
-    "TokenizeRequest": frozenset(("text", *_CHAT, "omit_special_tokens", "offsets", "adapter_id")),
+    "TokenizeRequest": frozenset(("text", *_CHAT, "omit_special_tokens", "offsets", "adapter_id", *_PLACE)),
     "DetokenizeRequest": frozenset({"token_ids", "omit_special_tokens"}),
     "GetTokenizerInfoRequest": frozenset(),
     "LoadAdapterRequest": frozenset(
@@ -249,7 +252,7 @@ def check_generate(request: inference_pb2.GenerateRequest) -> None:
     for bound in _BOUNDS:
         _check_bound(request, *bound)
     _check_merge(request)
-    _check_place(request)
+    _check_place(request, request.adapter_id)
     _check_stopping(request.stopping)
     if request.HasField("grammar"):
         _check_grammar(request)
@@ -290,6 +293,7 @@ def _check_members(request: inference_pb2.GenerateRequest) -> None:
                 f"{member.id!a} is {member.weight:g}",
                 field="adapters.weight",
             )
+        _check_place(member, member.id, "adapters.")
 
 
 def _check_merge(request: inference_pb2.GenerateRequest) -> None:
@@ -324,21 +328,25 @@ def _check_merge(request: inference_pb2.GenerateRequest) -> None:
             raise InvalidArgument(f"`merge.{name}` is not for {merge.strategy}; leave it out", field=f"merge.{name}")
 
 
-def _check_place(request: inference_pb2.GenerateRequest | PoolingRequest) -> None:
-    if request.in_bucket and ("/" not in request.adapter_id or "@" in request.adapter_id or request.HasField("hub")):
+def _check_place(message: HasPlace, adapter_id: str, path: str = "") -> None:
+    """`path`: of the fields, in front of their names."""
+    beside = f"{path}id" if path else "adapter_id"
+    if message.in_bucket and ("/" not in adapter_id or "@" in adapter_id or message.HasField("hub")):
         raise InvalidArgument(
-            "`in_bucket` goes with `adapter_id` BUCKET/NAME, without a version and without `hub`", field="in_bucket"
+            f"`{path}in_bucket` goes with `{beside}` BUCKET/NAME, without a version and without `{path}hub`",
+            field=f"{path}in_bucket",
         )
-    if not request.HasField("hub"):
+    if not message.HasField("hub"):
         return
-    if "/" not in request.adapter_id or "@" in request.adapter_id:
+    if "/" not in adapter_id or "@" in adapter_id:
         raise InvalidArgument(
-            "`hub` goes with `adapter_id` ORG/NAME, a repository; a version of it is `hub.revision`", field="hub"
+            f"`{path}hub` goes with `{beside}` ORG/NAME, a repository; a version of it is `{path}hub.revision`",
+            field=f"{path}hub",
         )
-    if request.hub.revision:
-        check_revision(request.hub.revision, field="hub.revision")
-    if request.hub.token:
-        check_hub_token(request.hub.token, field="hub.token")
+    if message.hub.revision:
+        check_revision(message.hub.revision, field=f"{path}hub.revision")
+    if message.hub.token:
+        check_hub_token(message.hub.token, field=f"{path}hub.token")
 
 
 def adapter_name_in(request: inference_pb2.GenerateRequest) -> str:
@@ -547,6 +555,7 @@ def check_tokenize(request: inference_pb2.TokenizeRequest) -> None:
         _check_chat(request.chat)
     if request.adapter_id:
         check_adapter_ref(request.adapter_id)
+    _check_place(request, request.adapter_id)
     _check_omits_special(request)
 
 
@@ -568,7 +577,7 @@ def check_pooling(request: PoolingRequest) -> None:
     _check_pooling_names(request)
     if not num_inputs:
         raise InvalidArgument("`inputs` is empty: give at least one input", field="inputs")
-    _check_place(request)
+    _check_place(request, request.adapter_id)
     if request.cache_salt:
         check_id(request.cache_salt, field="cache_salt")
     for path, least, most, beside in _BOUNDS:

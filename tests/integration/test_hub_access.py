@@ -12,12 +12,24 @@ from pathlib import Path
 import httpx2
 import huggingface_hub
 import pytest
+from safetensors.torch import load_file, save_file
 from support.fake_workers import router_for
 from support.hub_server import COMMIT, HubServer, Repository, hub_server
 from support.inline_worker import inline_worker
 from support.world import TinyWorld
 
-from loraplex import AdapterNotFound, AsyncClient, Hub, InvalidArgument, LoraplexError, SourceUnavailable, Unimplemented
+from loraplex import (
+    AdapterNotFound,
+    AsyncClient,
+    Generation,
+    Hub,
+    InvalidArgument,
+    LoraplexError,
+    Member,
+    Merge,
+    SourceUnavailable,
+    Unimplemented,
+)
 from loraplex_runtime.auth import token_digest
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
 
@@ -50,6 +62,9 @@ def address(tiny_world: TinyWorld, hub: HubServer, tmp_path_factory: pytest.Temp
     root = tmp_path_factory.mktemp("root")
     shutil.copytree(tiny_world.adapters / tiny_world.names[0], root / "private")
     shutil.copytree(tiny_world.adapters / tiny_world.names[2], root / "org" / "public")  # of a repository's name
+    shutil.copytree(tiny_world.adapters / tiny_world.names[0], root / "org" / "same-rank")
+    weights = root / "org" / "same-rank" / "adapter_model.safetensors"
+    save_file({name: one.flip(0) for name, one in load_file(weights).items()}, weights)
     engine = EngineConfig(
         ModelConfig(str(tiny_world.model), dtype="float64"),
         KvConfig(memory_bytes=4 << 20),
@@ -126,7 +141,7 @@ async def test_two_tokens_with_different_access(
         assert isinstance(await refused(client, "org/private", BOB), AdapterNotFound)
         # No listing shows it, and no name near it is told.
         names = {row.adapter_id for row in await client.adapters.list(include_unloaded=True)}
-        assert names == {"private", "org/public"}
+        assert names == {"private", "org/public", "org/same-rank"}
         assert "org/private" not in str((await refused(client, "org/privat")).metadata)
         with pytest.raises(AdapterNotFound):
             await client.adapters.get("org/private")
@@ -185,6 +200,50 @@ async def test_the_hub_is_meant_and_a_revision(address: str, hub: HubServer, tin
             await client.generate("x", adapters={"org/public": 1.0}, hub=Hub())
 
 
+MERGES = [None, Merge("linear")]
+
+
+async def test_mixtures(address: str, hub: HubServer, auth_file: Path) -> None:
+    """Members by their own accesses are the folder's members, for their own callers only."""
+    async with (
+        router_for([address], auth_file=auth_file, worker_token="w") as (router, _),
+        AsyncClient(router.address, token="acme") as client,
+    ):
+
+        async def mixed(adapters: dict[str, float | Member], merge: Merge | None = None) -> Generation:
+            return await client.generate("a prompt", adapters=adapters, merge=merge, max_tokens=8, ignore_eos=True)
+
+        for merge in MERGES:
+            expected = await mixed({"private": 0.75, "org/same-rank": -0.5}, merge)
+            on_hub: dict[str, float | Member] = {"org/private": Member(0.75, ALICE), "org/same-rank": -0.5}
+            found = await mixed(on_hub, merge)
+            assert (found.text, found.adapter_digest) == (expected.text, expected.adapter_digest)
+            for token in (
+                BOB,
+                Hub(),
+                None,
+            ):  # what another's token has fetched is not there, nor is what was made of it
+                theirs: dict[str, float | Member] = {"org/private": Member(0.75, token), "org/same-rank": -0.5}
+                with pytest.raises(AdapterNotFound, match="org/private") as caught:
+                    await mixed(theirs, merge)
+                assert "hf_secret" not in str(caught.value) + repr(caught.value)
+        with pytest.raises(AdapterNotFound):  # a name that the credential does not allow
+            await mixed({"other/public": Member(1.0, Hub()), "private": 1.0})
+        assert {row.adapter_id for row in await client.adapters.list()} <= {"private", "org/same-rank", "org/public"}
+
+
+async def test_tokens_of_a_repositorys_texts(address: str, hub: HubServer, auth_file: Path) -> None:
+    async with (
+        router_for([address], auth_file=auth_file, worker_token="w") as (router, _),
+        AsyncClient(router.address, token="acme") as client,
+    ):
+        expected = await client.tokenize("a prompt")
+        assert await client.tokenize("a prompt", adapter_id="org/private", hub=ALICE) == expected
+        for token in (BOB, Hub()):
+            with pytest.raises(AdapterNotFound):
+                await client.tokenize("a prompt", adapter_id="org/private", hub=token)
+
+
 async def test_redirects_to_other_hosts_are_not_followed(address: str, hub: HubServer) -> None:
     mine = Hub("main", "hf_secret_redirected")
     hub.repositories["org/private"].tokens = frozenset({mine.token})
@@ -208,6 +267,7 @@ async def test_requests_over_http(
         ) as http:
             place = {"adapter_id": "org/private", "adapter_source": "hub", "api_token": ALICE.token}
             more = {"max_new_tokens": 4, "ignore_eos_token": True}
+            in_hub = {"adapter_source": "hub", "max_new_tokens": 2}
             answer = await http.post("/generate", json={"inputs": "x", "parameters": place | more})
             assert (answer.status_code, answer.headers["x-adapter-source"]) == (200, "hub"), answer.text
             local = {"adapter_id": "private"} | more
@@ -238,6 +298,17 @@ async def test_requests_over_http(
             assert "hf_secret" not in answer.text
             answer = await http.post("/v1/completions", json={**body, "model": "private"})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "adapter_source")
+            for path, own in (
+                ("/tokenize", {**named, "prompt": "x"}),
+                ("/tokenize", {"inputs": "x", "parameters": place}),
+                ("/v1/completions", {"prompt": "x", "adapters": [{"id": "org/private"}], "adapter_source": "hub"}),
+                ("/generate", {"inputs": "x", "parameters": {"merged_adapters": {"ids": ["org/private"]}, **in_hub}}),
+            ):
+                for token, status in ((ALICE.token, 200), (BOB.token, 404)):
+                    given = {"parameters": own["parameters"] | {"api_token": token}} if "parameters" in own else {}
+                    answer = await http.post(path, json={**own, **(given or {"api_token": token})})
+                    assert answer.status_code == status, (path, answer.text)
+                    assert "hf_secret" not in answer.text + str(answer.headers)
             names = [one["id"] for one in (await http.get("/v1/models")).json()["data"]]
             assert "org/private" not in names
     assert "hf_secret" not in caplog.text

@@ -482,12 +482,13 @@ class AdapterManager:
         members: list[tuple[AdapterLayout, NDArray[np.uint8]]] = []
         for member, key, origin in zip(recipe.mixture.members, recipe.keys, origins, strict=True):
             found = self._storage.read(key)
-            if found is None and self._import(name_in(member.adapter_id), source, origin).key == key:
+            is_access = bool(member.origin.source)  # whose token is not kept
+            if found is None and not is_access and self._import(name_in(member.adapter_id), source, origin).key == key:
                 found = self._storage.read(key)
             if found is None:
+                instead = "ask again" if is_access else "its files have changed; load it again (LoadAdapter)"
                 raise SourceUnavailable(
-                    f"adapter {member.adapter_id!a} has left the store before it could be merged, and its files have "
-                    "changed; load it again (LoadAdapter)",
+                    f"adapter {member.adapter_id!a} has left the store before it could be merged: {instead}",
                     resource=member.adapter_id,
                     retry_after_s=1.0,
                 )
@@ -523,6 +524,8 @@ class AdapterManager:
             self._table.name_failed(fetch.name, fetch.ticket, error, now)
         else:
             self._residency.refetch_failed(fetch, error, now)
+        if is_recipe_name(fetch.name) and isinstance(error, SourceUnavailable):
+            self._table.members_lost(fetch.name)
 
     def _on_replaced(self, name: str) -> None:
         """Called on the watch's thread."""

@@ -237,7 +237,10 @@ class AdapterTable:
         is_kept = False
         try:
             for member in mixture.members:
-                key = self.resolve(member.adapter_id, now, user)
+                if member.origin.source:
+                    key = self.resolve_at(member.origin, now, user)
+                else:
+                    key = self.resolve(member.adapter_id, now, user)
                 if key is not None:
                     found.append(key)
                     check_member(member.adapter_id, self.residency.records[key])
@@ -249,7 +252,7 @@ class AdapterTable:
                     raise fresh(error)
                 is_kept = True
                 return tuple(found)
-            recipe = Recipe(mixture, tuple(found), mixture.merge)
+            recipe = Recipe(mixture.without_tokens, tuple(found), mixture.merge)
         finally:
             for key in () if is_kept else found:
                 self.residency.drop_hold(key, user.tenant)
@@ -266,6 +269,9 @@ class AdapterTable:
                 del self.recipes[name]
                 if record is not None and record.key is not None:
                     self.unload(name)
+        made = self.names.get(recipe.name)
+        if made is not None and made.key is not None and self._is_lost(made.key):
+            self._forget(recipe.name)
         return self.resolve(recipe.name, now, user)
 
     # --- outcomes -------------------------------------------------------------------------------------------------
@@ -393,7 +399,19 @@ class AdapterTable:
     def merge_of(self, name: str) -> tuple[Recipe, tuple[AdapterOrigin, ...]] | None:
         """The recipe of a merged adapter's name, and where its members come from. May be called on any thread."""
         recipe = self.recipes.get(name)
-        return None if recipe is None else (recipe, tuple(map(self._origin_of, recipe.mixture.adapter_ids)))
+        if recipe is None:
+            return None
+        members = recipe.mixture.members
+        return recipe, tuple(one.origin if one.origin.source else self._origin_of(one.adapter_id) for one in members)
+
+    def members_lost(self, name: str) -> None:
+        """A merge could not be made because weights have left the store. Accesses to them are forgotten: the next
+        request fetches them again, with its own token."""
+        recipe = self.recipes.get(name)
+        keys = () if recipe is None else recipe.keys
+        names = {one for key in keys if key in self.residency.records for one in self.residency.records[key].names}
+        for one in filter(is_access_name, names):
+            self._forget(one)
 
     def take_moves(self) -> list[Move]:
         taken, self.residency.moves = self.residency.moves, []

@@ -17,6 +17,7 @@ from loraplex import (
     Grammar,
     Hub,
     InvalidArgument,
+    Member,
     Merge,
     Message,
     Timings,
@@ -171,16 +172,27 @@ class Merging:
 
 
 @dataclass(frozen=True, slots=True)
-class FromHub:
-    """The caller's own access to the adapter's repository."""
+class Place:
+    """Where the adapter is, or each one of --adapters: the caller's own access to it."""
 
     on_hub: bool = option(False, "The adapter is the repository ORG/NAME on the Hub.", "--hub")
     revision: str | None = option(None, "Of that repository: a branch, a tag or a commit. Implies --hub.", "--revision")
     token: str | None = option(None, HUB_TOKEN_HELP, "--hub-token", env=HUB_TOKEN_VARIABLE)
+    in_bucket: bool = option(False, "The adapter is the folder BUCKET/NAME of a bucket.", "--in-bucket")
 
-    def hub(self) -> Hub | None:
+    def put(self, options: GenerateOptions) -> None:
         """A token alone may be in the environment for other calls."""
-        return Hub(self.revision or "", self.token or "") if self.on_hub or self.revision else None
+        hub = Hub(self.revision or "", self.token or "") if self.on_hub or self.revision else None
+        if hub is None and not self.in_bucket:
+            return
+        if mixture := options.get("adapters"):
+            options["adapters"] = {
+                name: Member(weight, hub, self.in_bucket)
+                for name, weight in mixture.items()
+                if not isinstance(weight, Member)
+            }
+        else:
+            options["hub"], options["in_bucket"] = hub, self.in_bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +233,7 @@ def generate(
     *,
     server: ServerOption = DEFAULT_SERVER,
     wanted: Wanted,
-    from_hub: FromHub,
+    place: Place,
     token_ids: Annotated[
         str | None, typer.Option(metavar="ID,...", help="The prompt as token ids, instead of text.")
     ] = None,
@@ -263,8 +275,7 @@ def generate(
         options["token_ids"] = parse_ids(token_ids, flag="--token-ids")
     if (merge := merging.merge()) is not None:
         options["merge"] = merge
-    if (hub := from_hub.hub()) is not None:
-        options["hub"] = hub
+    place.put(options)
     if (grammar := form.grammar()) is not None:
         options["grammar"] = grammar
     if chat or system is not None or "messages" in options:

@@ -82,7 +82,7 @@ class GenerateRequest(google.protobuf.message.Message):
     """Of the tokenizer, such as a beginning-of-sequence token. With text only: a chat's are written by its template."""
     in_bucket: builtins.bool
     """true: adapter_id is a folder BUCKET/NAME of a bucket that the server reads (--s3-bucket), whatever other adapter has
-    that name. Not with adapters or hub. It is looked at anew as an access to the Hub is.
+    that name. Not with hub. It is looked at anew as an access to the Hub is.
     """
     @property
     def token_ids(self) -> Global___TokenIds: ...
@@ -116,7 +116,9 @@ class GenerateRequest(google.protobuf.message.Message):
 
     @property
     def hub(self) -> Global___HubAccess:
-        """adapter_id is a repository ORG/NAME on the Hub, whatever other adapter has that name. Not with adapters."""
+        """adapter_id is a repository ORG/NAME on the Hub, whatever other adapter has that name. Adapters of a mixture have one
+        each.
+        """
 
     def __init__(
         self,
@@ -433,16 +435,26 @@ class AdapterWeight(google.protobuf.message.Message):
 
     ID_FIELD_NUMBER: builtins.int
     WEIGHT_FIELD_NUMBER: builtins.int
+    HUB_FIELD_NUMBER: builtins.int
+    IN_BUCKET_FIELD_NUMBER: builtins.int
     id: builtins.str
     weight: builtins.float
     """Finite, at most 1000 in size, and not 0, which would be the weight of one that is not set."""
+    in_bucket: builtins.bool
+    @property
+    def hub(self) -> Global___HubAccess:
+        """Of this adapter, as GenerateRequest's fields with these names are of adapter_id."""
+
     def __init__(
         self,
         *,
         id: builtins.str = ...,
         weight: builtins.float = ...,
+        hub: Global___HubAccess | None = ...,
+        in_bucket: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["id", b"id", "weight", b"weight"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["hub", b"hub"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["hub", b"hub", "id", b"id", "in_bucket", b"in_bucket", "weight", b"weight"]) -> None: ...
 
 Global___AdapterWeight: typing_extensions.TypeAlias = AdapterWeight
 
@@ -1236,6 +1248,8 @@ class TokenizeRequest(google.protobuf.message.Message):
     OMIT_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     OFFSETS_FIELD_NUMBER: builtins.int
     ADAPTER_ID_FIELD_NUMBER: builtins.int
+    HUB_FIELD_NUMBER: builtins.int
+    IN_BUCKET_FIELD_NUMBER: builtins.int
     text: builtins.str
     omit_special_tokens: builtins.bool
     """Of the tokenizer, such as a beginning-of-sequence token. With text only: a chat's are written by its template."""
@@ -1245,8 +1259,13 @@ class TokenizeRequest(google.protobuf.message.Message):
     """Of a chat: the adapter whose template makes the text, where the server uses those of adapters. Empty: the base
     model's.
     """
+    in_bucket: builtins.bool
     @property
     def chat(self) -> Global___Chat: ...
+    @property
+    def hub(self) -> Global___HubAccess:
+        """Of the adapter, as in GenerateRequest."""
+
     def __init__(
         self,
         *,
@@ -1255,9 +1274,11 @@ class TokenizeRequest(google.protobuf.message.Message):
         omit_special_tokens: builtins.bool = ...,
         offsets: builtins.bool = ...,
         adapter_id: builtins.str = ...,
+        hub: Global___HubAccess | None = ...,
+        in_bucket: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["chat", b"chat", "input", b"input", "text", b"text"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "chat", b"chat", "input", b"input", "offsets", b"offsets", "omit_special_tokens", b"omit_special_tokens", "text", b"text"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["chat", b"chat", "hub", b"hub", "input", b"input", "text", b"text"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "chat", b"chat", "hub", b"hub", "in_bucket", b"in_bucket", "input", b"input", "offsets", b"offsets", "omit_special_tokens", b"omit_special_tokens", "text", b"text"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["text", "chat"] | None: ...
 
 Global___TokenizeRequest: typing_extensions.TypeAlias = TokenizeRequest

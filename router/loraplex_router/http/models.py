@@ -67,7 +67,7 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "return_token_offsets": ((False,), "POST /tokenize has the offsets of a prompt"),
     "return_prompt_text": ((False,), "POST /tokenize has the text of a chat"),
     **dict.fromkeys(("adapters", "merge", "merged_adapters"), (([],), "mixtures write texts; name one adapter")),
-    "adapter_source": (("", "local"), "the templates are those of the server's own adapters"),
+    "adapter_source": (("", "local"), "tokens become text without an adapter"),
     # Names of other servers and dialects for what has another name here.
     **dict.fromkeys(
         ("adapter", "adapter_name", "lora", "lora_id", "lora_name", "lora_request", "loras"), ((), _BY_MODEL)
@@ -116,7 +116,7 @@ class AdapterFields(PlaceFields):
         return {"model": self.model, "lora_path": self.lora_path, "adapter_id": self.adapter_id}
 
 
-class Member(Fields):
+class Member(PlaceFields):
     """An adapter of a mixture."""
 
     id: str
@@ -253,7 +253,7 @@ class ChatCompletionRequest(Generation, ChatTemplateInput):
     include_reasoning: bool | None = None
 
 
-class TokenizeRequest(ChatTemplateInput):
+class TokenizeRequest(ChatTemplateInput, PlaceFields):
     """Body of POST /tokenize: `prompt` or `messages`."""
 
     model: str | None = None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from loraplex_contracts.adapters import HUB_SOURCE, S3_SOURCE, check_adapter_source
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
-from loraplex_proto.validate import PoolingRequest
+from loraplex_proto.validate import HasPlace
 from loraplex_router.http.backend import unicode_text
 from loraplex_router.http.models import PlaceFields
 
@@ -18,7 +19,7 @@ S3: Final = "s3"
 BUCKET_SCHEME: Final = "s3://"
 
 
-def put_place(request: pb.GenerateRequest | PoolingRequest, given: PlaceFields, *, has_mixture: bool = False) -> None:
+def put_place(request: HasPlace, given: PlaceFields, adapter_id: str) -> None:
     """Source of the adapter of the request. Raises InvalidArgument, and Unimplemented for an unknown place."""
     source = given.adapter_source or LOCAL
     if source not in (LOCAL, HUB, S3):
@@ -30,21 +31,44 @@ def put_place(request: pb.GenerateRequest | PoolingRequest, given: PlaceFields, 
         raise InvalidArgument(
             f"`adapter_revision` goes with `adapter_source` {HUB}: folders have none", field="adapter_revision"
         )
-    if source != LOCAL and has_mixture:
-        raise InvalidArgument(
-            f"`adapter_source` {source} goes with one adapter: load those of a mixture by name", field="adapter_source"
-        )
     if source == S3:
-        request.in_bucket = bool(request.adapter_id)  # a token is for the Hub, and is not looked at
-    elif source == HUB and request.adapter_id:
+        request.in_bucket = bool(adapter_id)  # a token is for the Hub, and is not looked at
+    elif source == HUB and adapter_id:
         request.hub.SetInParent()
         request.hub.revision = unicode_text(given.adapter_revision or "", "adapter_revision")
         request.hub.token = unicode_text(given.api_token or "", "api_token")
 
 
-def place_of(request: pb.GenerateRequest) -> str:
+def put_places(request: pb.GenerateRequest, given: PlaceFields, members: Sequence[PlaceFields] | None) -> None:
+    """Source of the adapter of the request, or of each of its mixture: its own where it says one, else the request's.
+    Raises as `put_place`."""
+    if not request.adapters:
+        put_place(request, given, request.adapter_id)
+    for idx, adapter in enumerate(request.adapters):
+        own = members[idx] if members else PlaceFields()
+        place = PlaceFields(
+            adapter_source=own.adapter_source or given.adapter_source,
+            adapter_revision=own.adapter_revision or (None if own.adapter_source else given.adapter_revision),
+            api_token=own.api_token or given.api_token,
+        )
+        put_place(adapter, place, adapter.id)
+
+
+def names_place(given: PlaceFields) -> bool:
+    """The caller says where the adapter is; no listing shows it."""
+    return given.adapter_source not in (None, "", LOCAL)
+
+
+def put_tokenizer_place(request: pb.TokenizeRequest, given: PlaceFields, adapter_id: str) -> None:
+    """As `put_place`. The worker looks whether there is such an adapter, with a text too."""
+    put_place(request, given, adapter_id)
+    if names_place(given):
+        request.adapter_id = adapter_id
+
+
+def place_of(message: HasPlace) -> str:
     """As `adapter_source` says it."""
-    return HUB if request.HasField("hub") else S3 if request.in_bucket else LOCAL
+    return HUB if message.HasField("hub") else S3 if message.in_bucket else LOCAL
 
 
 def source_of(path: str, name: str, root: Path | None) -> str:

@@ -224,7 +224,7 @@ class PoolingRoutes:
         if body.prompt_name is not None:
             raise Unimplemented("`prompt_name` is not available: write the prompt into the text", field="prompt_name")
         message.adapter_id = await self._adapter_id(body, request, body.parameters)
-        put_place(message, _place(body, body.parameters))
+        put_place(message, _place(body, body.parameters), message.adapter_id)
         message.omit_normalization = body.normalize is False
         message.dimensions = body.dimensions or 0
         if body.truncate:
@@ -427,7 +427,7 @@ class PoolingRoutes:
         self, message: _PoolingRequest, body: PoolingFields, request: Request, parameters: Parameters | None = None
     ) -> None:
         message.adapter_id = await self._adapter_id(body, request, parameters)
-        put_place(message, _place(body, parameters))
+        put_place(message, _place(body, parameters), message.adapter_id)
         if body.request_id:
             message.request_id = check_id(body.request_id, field="request_id")
         else:

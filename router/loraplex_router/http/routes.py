@@ -30,6 +30,7 @@ from loraplex_router.http.models import (
     ignored_fields,
 )
 from loraplex_router.http.openai import Job
+from loraplex_router.http.places import names_place
 from loraplex_router.http.responses import ResponsesRequest
 from loraplex_router.http.streaming import EventStream, events_of
 from loraplex_runtime.auth import current_identity
@@ -167,7 +168,8 @@ class Routes:
         """Headers of the answer, and the adapter. All have the base model's tokenizer, but an unknown one is an
         error."""
         headers = self._backend.ignored(ignored_fields(body), harmless_fields(body))
-        if adapter_id := adapter_of(body.model, await self._backend.names_for(body.model, request)):
+        adapter_id = adapter_of(body.model, await self._backend.names_for(body.model, request))
+        if adapter_id and not (isinstance(body, TokenizeRequest) and names_place(body)):
             await self._backend.adapter_rows(adapter_id, request)
         return headers, adapter_id
 

@@ -38,7 +38,7 @@ from loraplex_router.http.models import (
 )
 from loraplex_router.http.models import REFUSED as OTHERS_REFUSED
 from loraplex_router.http.openai import prompts_of, speculation_of, token_id_of
-from loraplex_router.http.places import put_place
+from loraplex_router.http.places import put_places
 from loraplex_router.http.tgi_answers import event_of
 
 DEFAULT_MAX_TOKENS: Final = 128  # SGLang's
@@ -177,7 +177,7 @@ def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: s
         one.request_id = one_id
         one.adapter_id = adapter_name
         put_mixture(one, base_names, members=body.adapters, merge=body.merge, merged=body.merged_adapters)
-        put_place(one, body, has_mixture=bool(one.adapters))
+        put_places(one, body, body.adapters)
         if isinstance(prompt, str):
             one.text = unicode_text(prompt, "text")
         else:

@@ -27,7 +27,7 @@ from loraplex_router.http.models import (
     header_names,
 )
 from loraplex_router.http.openai import speculation_of
-from loraplex_router.http.places import BUCKET_SCHEME, S3, put_place
+from loraplex_router.http.places import BUCKET_SCHEME, S3, put_places, put_tokenizer_place
 
 # LoRAX's name of the base model.
 BASE_MODEL: Final = "__base_model__"
@@ -137,7 +137,7 @@ def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: s
         raise InvalidArgument("`decoder_input_details` is not available in streams", field="decoder_input_details")
     request = pb.GenerateRequest(request_id=request_id, n=best_of, adapter_id=adapter_id_of(adapter_name, base_names))
     put_mixture(request, base_names, members=given.adapters, merge=given.merge, merged=given.merged_adapters)
-    put_place(request, given, has_mixture=bool(request.adapters))
+    put_places(request, given, given.adapters)
     if given.apply_chat_template:
         request.chat.messages.add(role="user", content=prompt)
     else:
@@ -176,10 +176,11 @@ def adapter_id_of(name: str, base_names: Sequence[str]) -> str:
     return "" if name == BASE_MODEL else adapter_of(unicode_text(name, "adapter_id"), base_names)
 
 
-def tokenize_request(body: TokenizeRequest) -> pb.TokenizeRequest:
-    """Raises InvalidArgument for text that is not Unicode."""
+def tokenize_request(body: TokenizeRequest, adapter_id: str = "") -> pb.TokenizeRequest:
+    """Raises InvalidArgument for text that is not Unicode, and as `put_place`."""
     request = pb.TokenizeRequest(text=unicode_text(body.inputs, "inputs"), offsets=True)
     request.omit_special_tokens = body.add_special_tokens is False
+    put_tokenizer_place(request, body.parameters or Parameters(), adapter_id)
     return request
 
 

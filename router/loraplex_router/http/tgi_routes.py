@@ -18,6 +18,7 @@ from loraplex_router.http import openai, sglang, tgi, tgi_answers
 from loraplex_router.http.backend import Backend, adapter_in, request_id_of
 from loraplex_router.http.errors import body_dialect, error_object, naming_model, tgi_error
 from loraplex_router.http.models import ChatCompletionRequest, TokenizeRequest, harmless_fields, ignored_fields
+from loraplex_router.http.places import names_place
 from loraplex_router.http.routes import Routes
 from loraplex_router.http.streaming import EventStream, events_of
 
@@ -150,17 +151,23 @@ class TgiRoutes:
         names = await self._backend.names_for(body.model, request)
         headers = self._backend.ignored(tgi.ignored_in(body, given, names), harmless_fields(body))
         asked = {"model": body.model, "parameters.adapter_id": tgi.adapter_id_of(given.adapter_id or "", names)}
-        if adapter_id := adapter_in(asked, names):
+        adapter_id = adapter_in(asked, names)
+        if adapter_id and not names_place(given):
             await self._backend.adapter_rows(adapter_id, request)
-        answer = await self._ask_tokens(tgi.tokenize_request(body), request)
+        answer = await self._ask_tokens(tgi.tokenize_request(body, adapter_id), request)
         return JSONResponse(tgi_answers.tokens_of(body.inputs, answer), headers=headers)
 
     async def chat_tokenize(self, body: ChatCompletionRequest, request: Request) -> Response:
         """`messages` to the text that the template makes of them, and its tokens."""
         job = openai.chat_job(body, await self._backend.names_for(body.model, request), request_id_of(request), 0)
-        if job.adapter_id:
+        asked = job.requests[0]
+        if job.adapter_id and not names_place(body):
             await self._backend.adapter_rows(job.adapter_id, request)
-        message = pb.TokenizeRequest(chat=job.requests[0].chat, offsets=True, adapter_id=job.adapter_id)
+        message = pb.TokenizeRequest(
+            chat=asked.chat, offsets=True, adapter_id=job.adapter_id, in_bucket=asked.in_bucket
+        )
+        if asked.HasField("hub"):
+            message.hub.CopyFrom(asked.hub)
         answer = await self._ask_tokens(message, request)
         content = {
             "tokenize_response": tgi_answers.tokens_of(answer.rendered, answer),

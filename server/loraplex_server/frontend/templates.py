@@ -105,6 +105,11 @@ class Templates:
             self._versions.popitem(last=False)
         return found
 
+    async def check_access(self, adapter_id: str, origin: AdapterOrigin) -> None:
+        """Of an `origin` of the caller's own, whether or not adapters' templates are used. Raises as `version`."""
+        if self._engine is not None and origin.source:
+            await self._engine.adapter_version(AdapterId(adapter_id), origin)
+
     def choose(
         self,
         requested: str,

@@ -169,7 +169,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._gate.admit(*((request.adapter_id,) if request.adapter_id else ()))
         self._gate.take_quota()
         async with within(seconds_left(context)):
-            version = await self._prompts.version(request, request.adapter_id)
+            origin = protobuf.adapter_origin(request, request.adapter_id)
+            await self._prompts.check_access(request.adapter_id, origin)
+            version = await self._prompts.version(request, request.adapter_id, origin)
             text, special = await self._prompts.text(request, version)
             special = special and not request.omit_special_tokens
             raw = await self._tokenizing.tokenize(
@@ -253,7 +255,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             if message.grammar.WhichOneof("kind") == "gbnf":
                 num_bytes = max(num_bytes, SHORT_CHARS)  # its parser takes a hundred times as long as others
             grammar = await self._tokenizing.off_loop(num_bytes, partial(protobuf.grammar, message.grammar))
-            version = await self._prompts.version(message, message.adapter_id, protobuf.adapter_origin(message))
+            origin = protobuf.adapter_origin(message, message.adapter_id)
+            version = await self._prompts.version(message, message.adapter_id, origin)
             special = not message.omit_special_tokens
             prompt = await self._prompts.ids(message, self._truncation(message), special=special, version=version)
             ticket.set_prompt(len(prompt))

@@ -207,7 +207,7 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
             ticket = self._gate.take_pooling_quota(len(inputs), num_estimated)
             prompts: list[tuple[int, ...]] = []
             version: AdapterVersion | None = None
-            origin = protobuf.adapter_origin(message)
+            origin = protobuf.adapter_origin(message, message.adapter_id)
             for one in inputs:
                 version = version or await self._prompts.version(one, message.adapter_id, origin)
                 prompts.append(await self._prompt(message, one, query, version))

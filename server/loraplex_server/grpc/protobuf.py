@@ -36,7 +36,7 @@ from loraplex_contracts.request import (
 from loraplex_contracts.sampling import SAMPLING_OPTIONS, SamplingParams, TokenizerView
 from loraplex_proto.enums import ADAPTER_STATES, ADAPTER_TIERS, FINISH_REASONS
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
-from loraplex_proto.validate import PoolingRequest
+from loraplex_proto.validate import HasPlace
 from loraplex_server.frontend.generation import CompletionSummary, Delta
 from loraplex_server.text.responses import AsyncReader, MessagePart, ParsedMessage, ResponseParsing
 from loraplex_server.text.tokenizer import TextTokenizer
@@ -103,7 +103,7 @@ def to_request(
             fixed_length=speculation.fixed_length,
         ),
         adapter_id=AdapterId(message.adapter_id),
-        adapter_origin=adapter_origin(message),
+        adapter_origin=adapter_origin(message, message.adapter_id),
         mixture=_mixture(message),
         adapter_digest=adapter_digest,
         tenant=tenant,
@@ -117,17 +117,17 @@ def to_request(
     )
 
 
-def adapter_origin(message: inference_pb2.GenerateRequest | PoolingRequest) -> AdapterOrigin:
-    """Of the request's adapter, where it says one."""
+def adapter_origin(message: HasPlace, adapter_id: str) -> AdapterOrigin:
+    """Of the request's adapter, or of one of its mixture, where it says one."""
     if message.in_bucket:
-        return AdapterOrigin(S3_SOURCE + message.adapter_id)
+        return AdapterOrigin(S3_SOURCE + adapter_id)
     if not message.HasField("hub"):
         return OWN_PLACE
-    return AdapterOrigin(HUB_SOURCE + message.adapter_id, message.hub.revision, message.hub.token)
+    return AdapterOrigin(HUB_SOURCE + adapter_id, message.hub.revision, message.hub.token)
 
 
 def _mixture(message: inference_pb2.GenerateRequest) -> Mixture | None:
-    members = tuple(Member(AdapterId(one.id), one.weight) for one in message.adapters)
+    members = tuple(Member(AdapterId(one.id), one.weight, adapter_origin(one, one.id)) for one in message.adapters)
     if not members:
         return None
     given = message.merge

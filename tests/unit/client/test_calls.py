@@ -30,6 +30,7 @@ from loraplex.types import (
     Grammar,
     Hub,
     Medusa,
+    Member,
     Merge,
     PromptLookup,
     Speculation,
@@ -170,7 +171,7 @@ TESTED_BELOW = {
     *("grammar", "continue_final_message", "tools", "documents", "template_kwargs", "chat_template"),
     *("tool_choice", "parallel_tool_calls"),
     *("token_ids", "messages", "omit_generation_prompt", "adapters", "merge", "speculation", "timeout_s"),
-    *("truncate_prompt", "hub"),
+    *("truncate_prompt", "hub", "in_bucket"),
 }
 
 
@@ -555,6 +556,14 @@ def test_a_repository_on_the_hub() -> None:
     assert not generate_request("x", {"adapter_id": "org/sql", "hub": None}).HasField("hub")
     call = CALLS.generate("x", {"adapter_id": "org/sql", "hub": Hub(token="hf_secret")})
     assert "hf_secret" not in repr(call)
+    assert generate_request("x", {"adapter_id": "bucket/sql", "in_bucket": True}).in_bucket
+    mixture: Any = {"org/sql": Member(0.5, Hub("main", "hf_secret")), "bucket/x": Member(2, in_bucket=True), "y": 1.0}
+    on_hub, in_bucket, own = generate_request("x", {"adapters": mixture}).adapters
+    assert (on_hub.weight, on_hub.hub.revision, on_hub.hub.token) == (0.5, "main", "hf_secret")
+    assert (in_bucket.weight, in_bucket.in_bucket, in_bucket.HasField("hub")) == (2, True, False)
+    assert (own.in_bucket, own.HasField("hub")) == (False, False)
+    asked = tokenize_request("x", None, False, False, options={"adapter_id": "org/sql", "hub": Hub(token="hf_secret")})
+    assert (asked.adapter_id, asked.hub.token) == ("org/sql", "hf_secret")
     load = adapter_pb2.LoadAdapterRequest.FromString(
         CALLS.load("sql", {"source": "hub:org/sql", "revision": "v1", "hub_token": "hf_secret"}, {}).request
     )

@@ -134,6 +134,11 @@ def test_a_mixture_and_a_repository(fake: Any, monkeypatch: pytest.MonkeyPatch) 
     assert (fake.seen[2].request.hub.revision, fake.seen[2].request.hub.token) == ("v1", "hf_secret")
     assert main([*ask, "--hub"]) == 0
     assert fake.seen[3].request.hub.token == "hf_secret"
+    assert main(["generate", "x", "-s", fake.address, "--adapters", "org/a:0.5,org/b", "--hub"]) == 0
+    members = [(one.id, one.weight, one.hub.token) for one in fake.seen[4].request.adapters]
+    assert members == [("org/a", 0.5, "hf_secret"), ("org/b", 1.0, "hf_secret")]
+    assert main([*ask, "--in-bucket"]) == 0
+    assert fake.seen[5].request.in_bucket
 
 
 @pytest.mark.parametrize("text", ["", ":1", "a:x", "a:1:2", "a,", "a,a:2"])

@@ -213,6 +213,14 @@ GOOD = {
     "tokens": GenerateRequest(token_ids=TokenIds(ids=[1, 2, 3])),
     "bucket": GenerateRequest(text="a", adapter_id="bucket/sql", in_bucket=True),
     "hub": GenerateRequest(text="a", adapter_id="org/sql", hub={"revision": "main", "token": "hf_x"}),
+    "places of adapters": GenerateRequest(
+        text="a",
+        adapters=[
+            {"id": "org/sql", "weight": 1, "hub": {"revision": "main", "token": "hf_x"}},
+            {"id": "bucket/sql", "weight": 1, "in_bucket": True},
+            {"id": "sql", "weight": 1},
+        ],
+    ),
     "chat": GenerateRequest(chat=Chat(messages=[ChatMessage(role="user", content="hi")], omit_generation_prompt=True)),
     "tools": GenerateRequest(
         chat=Chat(
@@ -368,6 +376,16 @@ BAD: list[tuple[str, GenerateRequest]] = [
     ("hub", GenerateRequest(text="a", adapter_id="org/sql@01234567", hub={})),
     ("hub", GenerateRequest(text="a", adapters=[{"id": "org/sql", "weight": 1}], hub={})),
     ("hub.revision", GenerateRequest(text="a", adapter_id="org/sql", hub={"revision": "../main"})),
+    ("adapters.hub", GenerateRequest(text="a", adapters=[{"id": "sql", "weight": 1, "hub": {}}])),
+    (
+        "adapters.hub.token",
+        GenerateRequest(text="a", adapters=[{"id": "org/sql", "weight": 1, "hub": {"token": "a\nb"}}]),
+    ),
+    ("adapters.in_bucket", GenerateRequest(text="a", adapters=[{"id": "sql", "weight": 1, "in_bucket": True}])),
+    (
+        "adapters.in_bucket",
+        GenerateRequest(text="a", adapters=[{"id": "org/sql", "weight": 1, "hub": {}, "in_bucket": True}]),
+    ),
     ("hub.token", GenerateRequest(text="a", adapter_id="org/sql", hub={"token": "a\r\nx: y"})),
     ("hub.token", GenerateRequest(text="a", adapter_id="org/sql", hub={"token": "x" * 513})),
     ("token_ids.ids", GenerateRequest(token_ids=TokenIds())),
@@ -552,6 +570,9 @@ def test_adapter_requests_need_a_name() -> None:
 
 def test_tokenize() -> None:
     validate.check_tokenize(TokenizeRequest(text="", omit_special_tokens=True))
+    validate.check_tokenize(TokenizeRequest(text="", adapter_id="org/sql", hub={"token": "hf_x"}))
+    with pytest.raises(InvalidArgument, match="ORG/NAME"):
+        validate.check_tokenize(TokenizeRequest(text="", adapter_id="sql", hub={}))
     validate.check_tokenize(TokenizeRequest(chat=Chat(messages=[ChatMessage(role="user", content="hi")])))
     with pytest.raises(InvalidArgument) as caught:
         validate.check_tokenize(TokenizeRequest())

@@ -69,6 +69,28 @@ def test_the_adapters_place() -> None:
         assert not found.request.HasField("hub")
 
 
+def test_places_of_a_mixtures_adapters() -> None:
+    merged = {"merged_adapters": {"ids": ["org/sql", "org/terse"]}, "adapter_source": "hub", "api_token": "hf_secret"}
+    found = job(merged)
+    assert [(one.id, one.hub.token) for one in found.request.adapters] == [
+        ("org/sql", "hf_secret"), ("org/terse", "hf_secret"),
+    ]  # fmt: skip
+    assert not found.request.HasField("hub")
+    assert "hf_secret" not in repr(found)
+    members = [
+        {"id": "org/sql"},
+        {"id": "org/other", "adapter_revision": "v2", "api_token": "hf_other"},
+        {"id": "bucket/sql", "adapter_source": "s3"},
+        {"id": "sql", "adapter_source": "local"},
+    ]
+    given = {"adapter_source": "hub", "adapter_revision": "v1", "api_token": "hf_secret"}
+    on_hub, other, in_bucket, own = job({"adapters": members, **given}).request.adapters
+    assert on_hub.hub == pb.HubAccess(revision="v1", token="hf_secret")
+    assert other.hub == pb.HubAccess(revision="v2", token="hf_other")
+    assert (in_bucket.id, in_bucket.in_bucket, in_bucket.HasField("hub")) == ("bucket/sql", True, False)
+    assert (own.in_bucket, own.HasField("hub")) == (False, False)
+
+
 @pytest.mark.parametrize(
     ("parameters", "temperature"),
     [
@@ -176,8 +198,8 @@ def test_logprobs_are_asked_for_where_shown() -> None:
         ({"adapters": [{"id": "a"}], "adapter_id": "b"}, "adapters", InvalidArgument),
         ({"merge": {"strategy": "linear"}}, "merge", InvalidArgument),
         ({"adapter_source": "pbase", "adapter_id": "a/b"}, "adapter_source", Unimplemented),
-        ({"adapter_source": "hub", "merged_adapters": {"ids": ["a/b"]}}, "adapter_source", InvalidArgument),
-        ({"adapter_source": "s3", "adapters": [{"id": "a/b"}]}, "adapter_source", InvalidArgument),
+        ({"adapters": [{"id": "a/b", "adapter_source": "pbase"}]}, "adapter_source", Unimplemented),
+        ({"adapters": [{"id": "a/b", "adapter_revision": "v1"}]}, "adapter_revision", InvalidArgument),
         ({"adapter_revision": "v1", "adapter_id": "a/b"}, "adapter_revision", InvalidArgument),
         ({"adapter_source": "hub", "adapter_id": "a/b", "api_token": "\ud800"}, "api_token", InvalidArgument),
         ({"watermark": True}, "watermark", Unimplemented),
