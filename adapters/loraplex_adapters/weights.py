@@ -54,6 +54,7 @@ class TargetModule:
     # embeddings and lm_head: PEFT saves copies of those weights, which are dropped when they are the base's own.
     weight_sha256: str = ""
     num_experts: int = 0  # 0 but for `experts`
+    swaps_features: bool = False  # of `experts`: PEFT takes its inputs for outputs (Llama 4)
 
 
 @dataclass(frozen=True, slots=True)

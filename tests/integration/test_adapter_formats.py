@@ -1,31 +1,35 @@
-"""Adapters of many formats against PEFT: alone, together, speculated, and after eviction."""
+"""Adapters of many formats against PEFT: alone, together, speculated, after eviction, in mixtures."""
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import LoraConfig, LoraModel, PeftConfig, PeftModel
 from support.inline_worker import inline_worker
-from support.parity import FORMATS, LIVE, Names
+from support.parity import FORMATS, INSIDE, LIVE, Names, is_mixable
 from support.peft_files import save_initialised, save_variant
 from support.world import byte_tokenizer
 from support.zoo import random_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from loraplex import Client
+from loraplex import AdapterNotMixed, Client
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
 
 pytestmark = pytest.mark.timeout(300)
 FAST = ("llama",)
 NUM_TOKENS = 8
 PROMPTS = ("Ask me anything", "dddddxxxdddxx xd")
+PARTNER = "partner"  # the other member of each mixture
+WEIGHTS = (-0.5, 0.75)
 
 
 @dataclass
@@ -35,6 +39,7 @@ class Served:
     names: dict[str, str]  # of adapters, by format
     activated: PeftModel
     expected: dict[tuple[str, str], list[int]]  # by format and prompt
+    mixed: dict[tuple[str, str], list[int]]  # of mixtures with the partner
 
 
 @pytest.fixture(
@@ -51,6 +56,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     names = {one: f"a{idx}" for idx, one in enumerate(LIVE[request.param])}
     modules = Names.of(base)
     models = {one: _saved(base, FORMATS[one](modules), root / "adapters" / name) for one, name in names.items()}
+    _saved(base, LoraConfig(r=2, lora_alpha=3, target_modules=modules.linears), root / "adapters" / PARTNER, seed=9)
     engine = EngineConfig(
         ModelConfig(str(root / "model"), dtype="float64"),
         KvConfig(memory_bytes=4 << 20),
@@ -61,15 +67,31 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         expected = {
             (one, prompt): _greedy(client, model, prompt) for one, model in models.items() for prompt in PROMPTS
         }
-        yield Served(client, request.param, names, models["activated LoRA"], expected)
+        mixed: dict[tuple[str, str], list[int]] = {}
+        for one, name in names.items():
+            if is_mixable(request.param, one):
+                model = _mixed(base, root / "adapters", name)
+                mixed |= {(one, prompt): _greedy(client, model, prompt) for prompt in PROMPTS}
+        yield Served(client, request.param, names, models["activated LoRA"], expected, mixed)
 
 
-def _saved(base: PreTrainedModel, config: PeftConfig, folder: Path) -> PeftModel:
+def _saved(base: PreTrainedModel, config: PeftConfig, folder: Path, seed: int = 0) -> PeftModel:
     if getattr(config, "init_lora_weights", True) is True:
-        return save_variant(base, config, folder)
+        return save_variant(base, config, folder, seed)
     assert isinstance(config, LoraConfig)
     save_initialised(copy.deepcopy(base).float(), config, folder)
     return PeftModel.from_pretrained(copy.deepcopy(base).float(), str(folder)).double().eval()
+
+
+def _mixed(base: PreTrainedModel, root: Path, name: str) -> PeftModel:
+    """PEFT's own mixture with the partner."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft = PeftModel.from_pretrained(copy.deepcopy(base), str(root / PARTNER), PARTNER)
+        peft.load_adapter(str(root / name), "one")
+        cast(LoraModel, peft.base_model).add_weighted_adapter([PARTNER, "one"], list(WEIGHTS), "mixed", "cat")
+        peft.set_adapter("mixed")
+    return peft.eval()
 
 
 def _greedy(client: Client, model: PeftModel, prompt: str) -> list[int]:
@@ -135,3 +157,24 @@ def test_together(served: Served, speculation: str, request: pytest.FixtureReque
     wrong = {case for case, got in found.items() if got != served.expected[case]}
     assert not wrong
     record(request, served, "in a mixed batch" if speculation == "off" else "speculated")
+
+
+def test_inside_a_mixture(served: Served, request: pytest.FixtureRequest) -> None:
+    """Plain LoRAs, in one batch; others are refused."""
+
+    def ask(case: tuple[str, str], num_tokens: int = NUM_TOKENS) -> list[int]:
+        adapters = dict(zip((PARTNER, served.names[case[0]]), WEIGHTS, strict=True))
+        found = served.client.generate(case[1], adapters=adapters, max_tokens=num_tokens, min_tokens=num_tokens)
+        return list(found.completions[0].token_ids)
+
+    assert served.mixed
+    with ThreadPoolExecutor(16) as threads:
+        found = dict(zip(served.mixed, threads.map(ask, served.mixed), strict=True))
+    wrong = {case for case, got in found.items() if got != served.mixed[case]}
+    assert not wrong
+    assert any(served.mixed[case] != served.expected[case] for case in found)
+    mixable = {one for one, _ in served.mixed}
+    for one in served.names.keys() - mixable:
+        with pytest.raises(AdapterNotMixed, match=served.names[one]):
+            ask((one, PROMPTS[0]), 1)
+    request.node.user_properties += [("parity", (served.family, one, INSIDE)) for one in mixable]

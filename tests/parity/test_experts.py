@@ -40,9 +40,10 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 FLOAT32_ROUTERS = {
     *("deepseek_v2", "deepseek_v3", "glm4_moe", "ernie4_5_moe", "dots1", "exaone_moe", "hunyuan_v1_moe"),
     "gpt_oss",
+    "llama4-experts",
 }
 # PEFT cannot run its own wrapper of a router that is a subclass of nn.Linear, but merges it.
-MERGED = {"phimoe"}
+MERGED = {"phimoe", "llama4-experts"}
 
 
 @dataclass

@@ -18,8 +18,7 @@ from support.world import byte_tokenizer
 from support.zoo import LORA_FAMILIES, MIXTURES
 
 SETTINGS = ("alone", "in a mixed batch", "speculated", "after eviction and reload", "inside a mixture")
-# On a live worker, which has fewer slots than adapters: tests/integration/test_adapter_formats.py.
-LIVE_SETTINGS = SETTINGS[:4]
+INSIDE = SETTINGS[4]
 INVOCATION: list[int] = byte_tokenizer().encode(" me")  # in the first of the test's prompts only
 
 
@@ -87,10 +86,12 @@ LIVE: dict[str, tuple[str, ...]] = {
     "qwen2": tuple(FORMATS),
     "gemma3": tuple(FORMATS),
     "gpt2": tuple(name for name in FORMATS if name not in _LINEARS_ONLY and "all-linear" not in name),
-    **dict.fromkeys([name for name in MIXTURES if name not in ("qwen2_moe", "phimoe", "granitemoe")], _ON_MIXTURES),
+    **dict.fromkeys(
+        [name for name in MIXTURES if name not in ("qwen2_moe", "phimoe", "granitemoe", "llama4-experts")], _ON_MIXTURES
+    ),
 }
-# Formats by family that tests/parity/test_mixtures.py has inside a mixture of adapters.
-IN_MIXTURES: dict[str, tuple[str, ...]] = dict.fromkeys(("llama", "gpt2"), ("LoRA", "rsLoRA"))
+# Plain LoRAs, as they are served. The others are refused inside a mixture of adapters.
+_PLAIN = ("LoRA", "LoRA, `all-linear`", "rsLoRA")
 NOT_SERVED: dict[str, str] = dict.fromkeys(
     ("jetmoe", "gpt_oss"), "all-biases"
 )  # a bias of a module that is not a linear
@@ -109,16 +110,20 @@ IN_BATCHES: list[tuple[str, tuple[str, ...], str]] = [
 ]
 
 
+def is_mixable(family: str, name: str) -> bool:
+    """With `all-linear` a mixture of experts has terms of its experts, which are in no mixture of adapters."""
+    return name in _PLAIN and not (family in MIXTURES and "all-linear" in name)
+
+
 def table() -> Iterator[tuple[str, ...]]:
-    """Rows: format, families, and for each of SETTINGS whether it is tested."""
-    groups: dict[tuple[str, tuple[bool, ...]], list[str]] = {}
+    """Rows: format, families, and what is tested in each of SETTINGS."""
+    groups: dict[tuple[str, bool], list[str]] = {}
     for name in FORMATS:
         for family, formats in LIVE.items():
-            tested = {*LIVE_SETTINGS, *(SETTINGS[4:] if name in IN_MIXTURES.get(family, ()) else ())}
             if name in formats:
-                groups.setdefault((name, tuple(one in tested for one in SETTINGS)), []).append(family)
-    for (name, tested), families in groups.items():
-        yield name, ", ".join(families), *("yes" if one else "" for one in tested)
+                groups.setdefault((name, is_mixable(family, name)), []).append(family)
+    for (name, mixable), families in groups.items():
+        yield name, ", ".join(families), *["yes"] * 4, "yes" if mixable else "refused"
 
 
 def passed(cells: Iterable[tuple[str, str, str]]) -> str:

@@ -272,6 +272,16 @@ MIXTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "phimoe": lambda: _make(tf.PhimoeConfig, num_local_experts=4, num_experts_per_tok=2),
     "granitemoe": lambda: _make(tf.GraniteMoeConfig, num_local_experts=4, num_experts_per_tok=2),
     "gpt_oss": ZOO["gpt_oss"],  # with biases, and weights the other way round
+    # Every expert is given every row, times what the router says of it.
+    "llama4-experts": lambda: _make(
+        tf.Llama4TextConfig,
+        head_dim=8,
+        intermediate_size_mlp=48,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["full_attention", "full_attention"],
+        no_rope_layers=[1, 0],
+    ),
 }
 ZOO["deepseek_v2"] = MIXTURES["deepseek_v2"]
 _CONV_LAYERS: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}

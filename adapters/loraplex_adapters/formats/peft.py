@@ -526,18 +526,23 @@ def _plan_fused(
             raise AdapterUnsupported(f"{a.where} adapts {name} of {module!a}, which is not served")
         rank, scale = config.rank_and_scale(f"{own}.{name}", budget)
         _check_rank(rank, a, targets)
-        num_experts, num_outputs = target.num_experts, target.out_features
-        check_shape(a, (num_experts * rank, target.in_features))
+        num_experts, num_inputs, num_outputs = target.num_experts, target.in_features, target.out_features
+        if target.swaps_features:  # the weight is [experts, in, out], and the term that PEFT adds to it B @ A
+            num_inputs, num_outputs = num_outputs, num_inputs
+        check_shape(a, (num_experts * rank, num_inputs))
         check_shape(b, (num_outputs, rank * num_experts))
-        shape = FactorShape(target.path, rank, target.in_features, num_outputs, scale, num_experts=num_experts)
+        shape = FactorShape(target.path, rank, target.in_features, target.out_features, scale, num_experts=num_experts)
 
         def make(
             read: Callable[[TensorInfo], Tensor],
             of: tuple[TensorInfo, TensorInfo] = (a, b),
             sizes: tuple[int, int, int] = (num_outputs, rank, num_experts),
+            *,
+            is_swapped: bool = target.swaps_features,
         ) -> tuple[Tensor, Tensor]:
             a, b = map(read, of)
-            return a, b.view(sizes).permute(2, 0, 1)  # [experts, out, rank]
+            b = b.view(sizes).permute(2, 0, 1)  # [experts, out, rank]
+            return (b.mT.flatten(0, 1), a.view(sizes[2], sizes[1], -1).mT) if is_swapped else (a, b)
 
         yield PlannedModule(shape, target, None, None, made=make)
 

@@ -42,9 +42,10 @@ MAX_GATHERED_BYTES = 128 << 10
 class ExpertLinear:
     """A fused parameter of experts as a target of adapters: one linear for each expert."""
 
-    def __init__(self, weight: Tensor) -> None:
-        """`weight`: [experts, out, in]"""
+    def __init__(self, weight: Tensor, *, swaps_features: bool = False) -> None:
+        """`weight`: [experts, out, in]. `swaps_features`: adapters have its inputs for outputs."""
         self.num_experts, self.out_features, self.in_features = weight.shape
+        self.swaps_features = swaps_features
         self.table: FactorTable | None = None  # AdapterSlots fills these in
         self.num_installed = 0
 
@@ -124,11 +125,15 @@ class AdaptedExperts(_Wrapper):
 
     def __init__(self, base: nn.Module, context: StepContext) -> None:
         super().__init__(base, context)
-        self.linears = {name: ExpertLinear(self._weight(name)) for name in (UP, DOWN)}
+        swaps_features = self._is_transposed and not getattr(base, "is_transposed", False)
+        self.linears = {name: ExpertLinear(self._weight(name), swaps_features=swaps_features) for name in (UP, DOWN)}
 
     @staticmethod
-    def fits(module: nn.Module, dtype: torch.dtype) -> bool:
-        """Whether these are experts of a form that Transformers' `use_experts_implementation` has."""
+    def fits(module: nn.Module, dtype: torch.dtype, num_rows: int, num_tokens: int) -> bool:
+        """Whether these are experts of a form that Transformers' `use_experts_implementation` has. `num_rows`: that it
+        was given in a step of `num_tokens`."""
+        if num_rows != num_tokens:
+            return False
         weights = [getattr(module, name, None) for name in (UP, DOWN)]
         biases = [getattr(module, f"{name}_bias", None) for name in (UP, DOWN)] if _has_bias(module) else []
         is_known = getattr(module, "has_gate", False) and hasattr(module, "_apply_gate")
@@ -140,28 +145,38 @@ class AdaptedExperts(_Wrapper):
             and all(isinstance(one, Tensor) and one.dim() == 2 for one in biases)
         )
 
+    @property
+    def _is_transposed(self) -> bool:
+        return getattr(self.base, "is_transposed", False)
+
     def _weight(self, name: str) -> Tensor:
         """[experts, out, in]"""
         weight = cast(Tensor, getattr(self.base, name))
-        return weight.mT if getattr(self.base, "is_transposed", False) else weight
+        return weight.mT if self._is_transposed else weight
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [rows, hidden], experts and their weights [rows, top_k] -> [rows, hidden]."""
+        uses = self._uses(hidden_states, hidden_states.shape[0])
+        if uses is None:
+            return self.base(hidden_states, top_k_index, top_k_weights)
+        return self._compute(hidden_states, top_k_index, top_k_weights, uses)
+
+    def _uses(self, hidden_states: Tensor, num_rows: int) -> Uses | None:
+        """Of a step; None where no row has terms here."""
         prepared = self.context.token_segments
         if prepared is None and not self.is_on_trial:
-            return self.base(hidden_states, top_k_index, top_k_weights)
+            return None
         segments = prepared.segments if prepared is not None else ()
         slots = frozenset(slot for one in self.linears.values() for slot in slots_with_terms(one, segments))
         if self.is_on_trial:
-            self.rows_seen.append(hidden_states.shape[0])
+            self.rows_seen.append(num_rows)
         elif not slots:
-            return self.base(hidden_states, top_k_index, top_k_weights)
-        num_rows = hidden_states.shape[0]
+            return None
         known = self.context.expert_uses
         if slots not in known or len(known[slots].by_row) != num_rows:
             own = [segment for segment in segments if segment.adapter_slot in slots]
             known[slots] = uses_of_rows(own, num_rows, hidden_states.device)
-        return self._compute(hidden_states, top_k_index, top_k_weights, known[slots])
+        return known[slots]
 
     def _compute(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, uses: Uses) -> Tensor:
         num_rows, top_k = top_k_index.shape
@@ -185,6 +200,45 @@ class AdaptedExperts(_Wrapper):
         if self.linears[name].num_installed:
             add_terms(y, x, self.linears[name], groups, uses)
         return y
+
+
+class ScaledExperts(AdaptedExperts):
+    """Stands around experts that are all given all rows, times what the router says before and not behind them
+    (Llama 4): rows of other experts are zeros, and so is what comes of them."""
+
+    @staticmethod
+    def fits(module: nn.Module, dtype: torch.dtype, num_rows: int, num_tokens: int) -> bool:
+        up, down = (getattr(module, name, None) for name in (UP, DOWN))
+        return (
+            isinstance(up, Tensor)
+            and isinstance(down, Tensor)
+            and up.dim() == down.dim() == 3
+            and up.dtype == down.dtype == dtype
+            and up.shape[::2] == (down.shape[0], 2 * down.shape[1])
+            and num_rows == up.shape[0] * num_tokens
+            and callable(getattr(module, "act_fn", None))
+            and len([*module.parameters()]) == 2
+        )
+
+    @property
+    def _is_transposed(self) -> bool:
+        return True
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """hidden_states [experts * rows, hidden], those of an expert in the order of the rows -> the same."""
+        num_rows = hidden_states.shape[0] // self.linears[UP].num_experts
+        uses = self._uses(hidden_states, num_rows)
+        if uses is None:
+            return self.base(hidden_states)
+        num_uses = len(uses.adapters) + 1
+        pairs = hidden_states.any(dim=1).nonzero().view(-1)  # waits for the device
+        keys, order = (pairs // num_rows * num_uses + uses.by_row[pairs % num_rows]).sort(stable=True)
+        pairs = pairs[order]
+        groups = list(_groups(keys, num_uses))
+        gate, up = self._linear(UP, hidden_states.index_select(0, pairs), groups, uses).chunk(2, dim=-1)
+        inner = up * cast(Any, self.base).act_fn(gate)
+        y = self._linear(DOWN, inner, groups, uses)
+        return torch.zeros_like(hidden_states).index_copy_(0, pairs, y)
 
 
 def _has_bias(module: nn.Module) -> bool:

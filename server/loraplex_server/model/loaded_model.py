@@ -99,6 +99,7 @@ class LoadedModel:
                     module.in_features,
                     module.out_features,
                     num_experts=0 if is_router else module.num_experts,
+                    swaps_features=not is_router and module.swaps_features,
                 )
                 continue
             kind = "linear" if isinstance(module, AdaptedLinear) else "embedding"

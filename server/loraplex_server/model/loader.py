@@ -29,7 +29,7 @@ from loraplex_server.backends.registry import plain_backend
 from loraplex_server.layers.adapter_slots import NormPlace
 from loraplex_server.layers.attention import HANDLE, SERVING, AttentionLayer, ModelSpec, register_attention
 from loraplex_server.layers.context import StepContext
-from loraplex_server.layers.experts import AdaptedExperts, AdaptedModule, AdaptedRouter
+from loraplex_server.layers.experts import AdaptedExperts, AdaptedModule, AdaptedRouter, ScaledExperts
 from loraplex_server.layers.linear import (
     AdaptedEmbedding,
     AdaptedHead,
@@ -269,12 +269,16 @@ def adapt_experts(
     the path of their parameters. What does not compute the same, of all the step's rows in order, stays as it was."""
     tried: dict[str, AdaptedExperts | AdaptedRouter] = {}
     for path, module in list(model.named_modules()):
-        rows = probe.rows.get(path, [])
-        if not rows or any(seen != NUM_TOKENS for seen in rows):
+        rows = set(probe.rows.get(path, ()))
+        if len(rows) != 1:
             continue
-        if AdaptedExperts.fits(module, dtype):
-            tried[path] = AdaptedExperts(module, context)
-        elif AdaptedRouter.fits(module):
+        (num_rows,) = rows
+        kind = next(
+            (one for one in (AdaptedExperts, ScaledExperts) if one.fits(module, dtype, num_rows, NUM_TOKENS)), None
+        )
+        if kind is not None:
+            tried[path] = kind(module, context)
+        elif num_rows == NUM_TOKENS and AdaptedRouter.fits(module):
             tried[path] = AdaptedRouter(module, context, dtype)
     if not tried:
         return {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -299,11 +300,29 @@ def test_experts_and_routers_are_targets() -> None:
     assert targets.modules["model.layers.1.mlp.shared_experts.up_proj"].kind == "linear"  # sees every token
 
 
+def test_experts_that_are_given_all_rows_are_targets() -> None:
+    """Llama 4's, whose weights PEFT takes for those of the other layout."""
+    targets = adopt_model(random_model("llama4-experts")).base_targets(max_rank=16)
+    assert targets.experts == {
+        f"model.layers.{layer}.feed_forward.experts": ("gate_up_proj", "down_proj") for layer in range(2)
+    }
+    fused = targets.modules["model.layers.1.feed_forward.experts.gate_up_proj"]
+    assert (fused.in_features, fused.out_features, fused.num_experts, fused.swaps_features) == (32, 96, 4, True)
+    assert targets.modules["model.layers.1.feed_forward.router"].kind == "router"
+
+
 def test_experts_of_another_form_are_no_targets() -> None:
-    targets = adopt_model(random_model("llama4")).base_targets(max_rank=16)
+    """Rows of other experts that are no zeros behind them."""
+    model = random_model("llama4-experts")
+    for layer in model.model.layers:
+        layer.feed_forward.experts.forward = partial(_shifted, layer.feed_forward.experts)
+    targets = adopt_model(model).base_targets(max_rank=16)
     assert not targets.experts
     assert not [path for path in targets.modules if ".experts." in path]
-    assert targets.modules["model.layers.1.feed_forward.router"].kind == "router"
+
+
+def _shifted(experts: Any, hidden_states: Tensor) -> Tensor:
+    return type(experts).forward(experts, hidden_states) + 0.5
 
 
 def test_what_the_generation_config_recommends() -> None:
