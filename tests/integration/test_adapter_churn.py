@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, PeftConfig, VeraConfig
+from peft import BOFTConfig, IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, PeftConfig, VeraConfig
 from support.peft_files import save_variant
 from support.processes import Running, loraplex
 from support.world import TinyWorld, byte_tokenizer
@@ -45,6 +45,7 @@ FORMATS: tuple[PeftConfig, ...] = (
     LoKrConfig(r=2, target_modules=LINEARS, decompose_factor=4),
     IA3Config(target_modules=LINEARS, feedforward_modules=["down_proj"]),
     OFTConfig(oft_block_size=8, target_modules=LINEARS),
+    BOFTConfig(boft_block_size=8, target_modules=LINEARS),
 )
 CONTENTS_PER_FORMAT = 3
 NUM_MIXABLE = 2 * CONTENTS_PER_FORMAT  # contents of the first two formats, which are plain LoRAs
