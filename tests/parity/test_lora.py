@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import (
     BOFTConfig,
+    EvaConfig,
     IA3Config,
     LoHaConfig,
     LoKrConfig,
@@ -19,17 +22,23 @@ from peft import (
     PeftConfig,
     PeftModel,
     VeraConfig,
+    get_peft_model,
+    initialize_lora_eva_weights,
 )
+from peft.tuners.lora.config import CordaConfig
+from peft.tuners.lora.corda import preprocess_corda
 from support.backends import PatchedBackend
 from support.dense import dense_logits, greedy, make_dense
 from support.driver import Job, Rig, make_rig, random_prompts
 from support.parity import NOT_SERVED
 from support.peft_files import RICH_SPECS, SPECS, LoraSpec, load_lora, save_adapter, save_initialised, save_variant
+from support.world import byte_tokenizer
 from support.zoo import LORA_FAMILIES, SLOW_LORA, VOCAB_SIZE, random_model
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from loraplex_adapters.weights import AdapterWeights
+from loraplex_contracts.errors import AdapterInvalid
 from loraplex_contracts.plan import AdapterUse
 from loraplex_server.backends.cpu.torch_lora import CpuOps
 from loraplex_server.backends.reference import ReferenceOps
@@ -148,6 +157,12 @@ VARIANTS: dict[str, PeftConfig] = {
     "oft-shared": OFTConfig(oft_block_size=4, target_modules=["q_proj", "k_proj"], block_share=True),
     "oft-constrained": OFTConfig(oft_block_size=8, target_modules=["up_proj"], coft=True, eps=0.9),
     "boft": BOFTConfig(boft_block_size=8, target_modules=["q_proj", "down_proj"]),
+    # Plain LoRAs whose modules are chosen otherwise than by a list of names.
+    "lora-but": LoraConfig(r=2, target_modules="all-linear", exclude_modules=["v_proj", "model.layers.0.mlp.up_proj"]),
+    "lora-but-regex": LoraConfig(r=3, target_modules=r".*\.(q|k)_proj", exclude_modules=r".*layers\.1\..*k_proj"),
+    "lora-one-layer": LoraConfig(
+        r=2, target_modules=["q_proj", "o_proj"], layers_to_transform=[1], layers_pattern="layers"
+    ),
 }
 
 
@@ -195,6 +210,93 @@ def test_initialisations_that_change_the_base_equal_peft(family: str, targets: l
         rig.slots.install(slot, lora)
     world = World(make_dense(base.double()), peft, weights, rig)
     check_mixed_batch(world, [LoraSpec(name, 0, 0) for name in names], tolerance=1e-5)
+
+
+def test_initialisations_by_data_equal_peft(tmp_path: Path) -> None:
+    """EVA, which gives each module a rank of its own and leaves the base alone, and CorDA as PEFT converts it."""
+    base = random_model("llama", torch.float32)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    ids = torch.randint(2, VOCAB_SIZE, (8, 24), generator=torch.Generator().manual_seed(3))
+    eva = LoraConfig(r=4, target_modules=targets, init_lora_weights="eva", eva_config=EvaConfig(rho=2.0))
+    made = get_peft_model(copy.deepcopy(base), eva, low_cpu_mem_usage=True)
+    data = [{"input_ids": rows, "attention_mask": torch.ones_like(rows)} for rows in ids.split(4)]
+    initialize_lora_eva_weights(made, data * 8, show_progress_bar=False)
+    assert made.peft_config["default"].rank_pattern
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    made.save_pretrained(str(tmp_path / "eva"))
+    names = ["eva"]
+    for method in ("ipm", "kpm"):
+        corda = LoraConfig(
+            r=4, target_modules=targets, init_lora_weights="corda", corda_config=CordaConfig(corda_method=method)
+        )
+        model = copy.deepcopy(base)
+        preprocess_corda(model, corda, run_model=lambda model=model: [model(input_ids=row[None]) for row in ids])
+        save_initialised(model, corda, tmp_path / method)
+        names.append(f"{method}-converted")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is left of the initialisation's parameters
+        peft = [PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path / name)).double().eval() for name in names]
+    loaded = adopt_model(make_dense(copy.deepcopy(base).double()), model_id="llama", backend=PatchedBackend())
+    rig = make_rig(loaded, ops=CpuOps(), seed=4, max_rows=len(names) + 2, num_slots=len(names))
+    weights = [load_lora(tmp_path, name, loaded.base_targets(max_rank=8)) for name in names]
+    for slot, lora in enumerate(weights):
+        rig.slots.install(slot, lora)
+    world = World(make_dense(base.double()), [make_dense(one) for one in peft], weights, rig)
+    check_mixed_batch(world, [LoraSpec(name, 0, 0) for name in names], tolerance=1e-5)
+
+
+ADDED_TOKENS: dict[str, dict[str, Any]] = {
+    "saved": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "saved-head": {"modules_to_save": ["lm_head"]},
+    "saved-embedding": {"modules_to_save": ["embed_tokens"]},
+    "saved-by-itself": {},  # PEFT sees that the embeddings were resized
+    "rows": {"trainable_token_indices": [5, 259, 260]},
+    "lora": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+}
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_adapters_with_added_tokens(is_tied: bool, tmp_path: Path) -> None:
+    """Refused by name on the base model, and served on one with their tokens and their tokenizer."""
+    folders = {name: tmp_path / name for name in ("base", "larger")}
+    tokenizers = dict(zip(folders, (byte_tokenizer(), byte_tokenizer(["<|im_start|>", "<|im_end|>"])), strict=True))
+    base = random_model("llama", changes={"vocab_size": len(tokenizers["base"]), "tie_word_embeddings": is_tied})
+    for name, folder in folders.items():
+        base.resize_token_embeddings(len(tokenizers[name]), mean_resizing=False)
+        base.save_pretrained(folder)
+        tokenizers[name].save_pretrained(folder)
+    trained = AutoModelForCausalLM.from_pretrained(folders["base"], dtype=torch.float64)
+    trained.resize_token_embeddings(len(tokenizers["larger"]), mean_resizing=False)
+    for seed, (name, fields) in enumerate(ADDED_TOKENS.items()):
+        save_variant(trained, LoraConfig(**{"r": 2, "target_modules": ["q_proj"]} | fields), tmp_path / name, seed)
+        tokenizers["larger"].save_pretrained(tmp_path / name)
+    targets = adopt_model(
+        AutoModelForCausalLM.from_pretrained(folders["base"], dtype=torch.float64), model_id=str(folders["base"])
+    ).base_targets(max_rank=8)
+    for name in ADDED_TOKENS:
+        with pytest.raises(AdapterInvalid, match=r"261 tokens.*adds tokens is not served"):
+            load_lora(tmp_path, name, targets)
+    base = make_dense(AutoModelForCausalLM.from_pretrained(folders["larger"], dtype=torch.float64))
+    loaded = adopt_model(copy.deepcopy(base), model_id=str(folders["larger"]), backend=PatchedBackend())
+    rig = make_rig(loaded, ops=CpuOps(), seed=4, max_rows=8, num_slots=len(ADDED_TOKENS))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tied weights: what is served is exactly what PEFT computes
+        peft = [PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path / name)).eval() for name in ADDED_TOKENS]
+    weights = [load_lora(tmp_path, name, loaded.base_targets(max_rank=8)) for name in ADDED_TOKENS]
+    for slot, lora in enumerate(weights):
+        rig.slots.install(slot, lora)
+    prompt = tokenizers["larger"].encode("<|im_start|>ask me<|im_end|>")
+    assert prompt[0] == 259
+    jobs = [Job(prompt, NUM_TOKENS, (AdapterUse(slot),)) for slot in range(len(weights))]
+    rig.run(jobs)
+    for job, reference in zip(jobs, peft, strict=True):
+        want = dense_logits(reference, prompt, job.tokens)
+        assert job.tokens == want.argmax(dim=-1).tolist()
+        torch.testing.assert_close(rig.logits(job), want, rtol=1e-9, atol=1e-9)
+        assert not torch.allclose(want, dense_logits(base, prompt, job.tokens), atol=1e-3)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

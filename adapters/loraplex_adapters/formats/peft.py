@@ -101,6 +101,8 @@ class PlannedSaved:
     weight_sha256: str = ""  # of the base model's: a mere copy of it is left out
     # Makes it of the tensor, from tensors that it reads, where the file has another form of it.
     made: Callable[[Callable[[TensorInfo], Tensor]], Tensor] | None = None
+    rows: PlannedSaved | None = None  # for some tokens, in the place of its own, which are left of a mere copy
+    same_as: TensorInfo | None = None  # the file has it twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +143,19 @@ def plan_lora(config: PeftLoraConfig, tensors: Mapping[str, TensorInfo], targets
     if not found:
         raise AdapterInvalid(f"{WEIGHTS_NAME} has no LoRA tensors")
     own: list[PlannedSaved] = []
+    originals: list[PlannedSaved] = []
     for tensor in others:
-        path, name = _saved_name(tensor)
+        path, wrapper, name = _saved_name(tensor)
         place = places.of(path)
-        if name == "bias" and place in targets.modules:
+        if wrapper == "original_module":
+            originals.append(_saved(tensor, place, name, config, targets))
+        elif name == "bias" and place in targets.modules:
             if found.setdefault(path, {}).setdefault("bias", tensor) is not tensor:
                 raise AdapterInvalid(f"{tensor.where} is a second bias for the same module")
         else:
             own.append(_saved(tensor, place, name, config, targets))
-    own = _tied(own, config, targets)
+    _check_originals(originals, own, targets)
+    own = _tied(_with_rows(_without_doubles(own)), originals, config, targets)
     _check_saved(own, saved, config)
     budget = match_budget()
     experts, taken = _plan_experts(found, places, config, targets, budget)
@@ -288,14 +294,67 @@ def _below(path: str) -> str:
 _TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
 
 
-def _saved_name(tensor: TensorInfo) -> tuple[str, str]:
-    """Module path and name of a parameter that is not part of a LoRA; the name is empty of rows for some tokens."""
+# What PEFT has around a module whose parameters it saves. With embeddings that were resized, or that the user wants to
+# be saved, it writes what it has of them: what it computes with twice, and the original, which it does not use.
+_WRAPPER = re.compile(r"\.(?:token_adapter\.)?(base_layer|modules_to_save|original_module)(?:\.default)?$")
+
+
+def _saved_name(tensor: TensorInfo) -> tuple[str, str, str]:
+    """Module path, PEFT's wrapper and name of a parameter that is not part of a LoRA; of rows for some tokens the name
+    is empty."""
     name = tensor.name.removeprefix(_PREFIX)
     if name.endswith(_TOKEN_ROWS):
-        return name.removesuffix(_TOKEN_ROWS), ""
+        return name.removesuffix(_TOKEN_ROWS), "", ""
     path, _, last = name.rpartition(".")
-    path = re.sub(r"\.(?:base_layer|modules_to_save(?:\.default)?)$", "", path)
-    return path, last
+    wrapper = _WRAPPER.search(path)
+    return (path, "", last) if wrapper is None else (path[: wrapper.start()], wrapper[1], last)
+
+
+def _check_originals(originals: list[PlannedSaved], saved: list[PlannedSaved], targets: BaseTargets) -> None:
+    """Raises AdapterUnsupported for an original that nothing takes the place of."""
+    places = {(one.shape.path, one.shape.name) for one in saved}
+    stranger = next((one for one in originals if (one.shape.path, one.shape.name) not in places), None)
+    if stranger is not None:
+        raise AdapterUnsupported(
+            f"{stranger.tensor.where} is a parameter of {targets.model_id!a} itself, without the adapter's own beside "
+            "it, and no tensor is left out silently"
+        )
+
+
+def _without_doubles(saved: list[PlannedSaved]) -> list[PlannedSaved]:
+    """One of each pair that PEFT writes as a module's own and as `modules_to_save`."""
+    kept: dict[tuple[str, str, bool], PlannedSaved] = {}
+    doubles: list[PlannedSaved] = []
+    for one in saved:
+        place = (one.shape.path, one.shape.name, one.shape.token_ids is None)
+        first = kept.setdefault(place, one)
+        if first is not one:
+            is_pair = {_saved_name(each.tensor)[1] for each in (first, one)} == {"", "modules_to_save"}
+            if is_pair and first.same_as is None:
+                kept[place] = replace(first, same_as=one.tensor)
+            else:
+                doubles.append(one)
+    return [*kept.values(), *doubles]
+
+
+def _with_rows(saved: list[PlannedSaved]) -> list[PlannedSaved]:
+    """Rows for some tokens in the whole weight, where the file has that as well."""
+    rows = {one.shape.path: one for one in saved if one.shape.token_ids is not None}
+    whole = {
+        one.shape.path: _in_rows(one, rows[one.shape.path])
+        for one in saved
+        if one.shape.path in rows and one.shape.name == "weight" and one.shape.token_ids is None
+    }
+    left = [one for one in saved if one.shape.path not in whole or one.shape.name != "weight"]
+    return [*left, *whole.values()]
+
+
+def _in_rows(whole: PlannedSaved, rows: PlannedSaved) -> PlannedSaved:
+    def make(read: Callable[[TensorInfo], Tensor]) -> Tensor:
+        token_ids = torch.tensor(rows.shape.token_ids)
+        return read(whole.tensor).index_copy_(0, token_ids, read(rows.tensor))
+
+    return replace(whole, made=make, rows=rows)
 
 
 def _saved(tensor: TensorInfo, path: str, name: str, config: PeftLoraConfig, targets: BaseTargets) -> PlannedSaved:
@@ -346,22 +405,40 @@ def _check_saved(own: list[PlannedSaved], classifier: Mapping[str, TensorInfo], 
         names -= set(CLASSIFIER_NAMES)
     if names:
         raise AdapterInvalid(f"{CONFIG_NAME}: modules_to_save names {ascii(sorted(names))[:200]}, which is not there")
-    if config.token_indices and not any(one.shape.token_ids is not None for one in own):
+    if config.token_indices and not any(one.shape.token_ids is not None or one.rows for one in own):
         raise AdapterInvalid(f"{CONFIG_NAME} has trainable_token_indices, but {WEIGHTS_NAME} has no rows for them")
 
 
-def _tied(saved: list[PlannedSaved], config: PeftLoraConfig, targets: BaseTargets) -> list[PlannedSaved]:
+def _tied(
+    saved: list[PlannedSaved], originals: list[PlannedSaved], config: PeftLoraConfig, targets: BaseTargets
+) -> list[PlannedSaved]:
     """With the parameters that stand for two, because the base model ties its head to its embedding: rows of tokens,
-    and where the configuration says so (ensure_weight_tying) whole weights."""
+    where the configuration says so (ensure_weight_tying) whole weights, and the original of a saved one, which is the
+    other's own."""
     if not targets.tied_head:
         return saved
     by_path = {one.shape.path: one for one in saved if one.shape.name == "weight"}
     ends = (targets.embedding, targets.tied_head)
     for here, there in (ends, ends[::-1]):
-        one = by_path.get(here)
-        if one is not None and there not in by_path and (one.shape.token_ids is not None or config.ties_weights):
-            saved = [*saved, replace(one, shape=replace(one.shape, path=there))]
+        one, other = by_path.get(here), by_path.get(there)
+        if one is None:
+            continue
+        has_rows = one.shape.token_ids is not None or one.rows is not None
+        if other is None and (has_rows or config.ties_weights):
+            saved = [*saved, _moved(one, there)]
+        elif other is None:
+            found = [_moved(each, there) for each in originals if each.shape.path == here]
+            saved += [replace(each, weight_sha256=targets.modules[there].weight_sha256) for each in found]
+        elif has_rows and other.shape.token_ids is None and other.rows is None:
+            rows = one.rows or one
+            saved = [each for each in saved if each is not other]
+            saved.append(_in_rows(other, _moved(rows, there)))
     return saved
+
+
+def _moved(one: PlannedSaved, path: str) -> PlannedSaved:
+    rows = None if one.rows is None else _moved(one.rows, path)
+    return replace(one, shape=replace(one.shape, path=path), rows=rows)
 
 
 def _module(
@@ -724,9 +801,19 @@ def write_saved(plan: LoraPlan, layout: AdapterLayout, out: PieceWriter, reader:
 
 def without_base_copies(plan: LoraPlan, reader: PieceReader) -> LoraPlan:
     """The plan without parameters that are mere copies of the base model's, which PEFT saves beside a LoRA on
-    embeddings."""
-    kept = tuple(one for one in plan.saved if not one.weight_sha256 or reader.sha256(one.tensor) != one.weight_sha256)
-    return replace(plan, saved=kept)
+    embeddings. Raises AdapterInvalid where a parameter that comes twice has two values."""
+    kept: list[PlannedSaved] = []
+    for one in plan.saved:
+        digest = reader.sha256(one.tensor) if one.weight_sha256 or one.same_as else ""
+        if one.same_as is not None and reader.sha256(one.same_as) != digest:
+            raise AdapterInvalid(
+                f"{one.same_as.where} is a second {one.shape.name} for the same module, with other values"
+            )
+        if not digest or digest != one.weight_sha256:
+            kept.append(one)
+        elif one.rows is not None:
+            kept.append(one.rows)
+    return replace(plan, saved=tuple(kept))
 
 
 @dataclass(slots=True)

@@ -114,7 +114,9 @@ class PeftLoraConfig:
 
     def token_rows(self, path: str, targets: BaseTargets) -> tuple[int, ...]:
         """The tokens whose rows the adapter brings for this module. Raises AdapterInvalid."""
-        ends = [*path_ends(path), *([""] if path == targets.embedding else [])]
+        tied = (targets.embedding, targets.tied_head) if targets.tied_head else ()
+        paths = [path, *(tied if path in tied else ())]  # PEFT may save them for both
+        ends = [end for one in paths for end in path_ends(one)] + ([""] if targets.embedding in paths else [])
         found = next((self.token_indices[end] for end in ends if end in self.token_indices), None)
         if found is None:
             raise AdapterInvalid(f"{CONFIG_NAME}: trainable_token_indices does not name {path!a}, which has rows")

@@ -279,7 +279,7 @@ BAD_TENSORS: dict[str, tuple[dict[str, Tensor], type[LoraplexError], str]] = {
     ),
     "a parameter twice": (
         lora_tensors()
-        | {f"{PREFIX}lm_head.{name}weight": torch.zeros(VOCAB, HIDDEN) for name in ("", "modules_to_save.")},
+        | {f"{PREFIX}lm_head.{name}weight": torch.zeros(VOCAB, HIDDEN) for name in ("base_layer.", "modules_to_save.")},
         AdapterInvalid,
         "a second weight",
     ),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -18,6 +19,7 @@ from loraplex_adapters.io.safetensors import weight_sha256
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.weights import AdapterWeights, BaseTargets, TargetModule
+from loraplex_contracts.errors import AdapterInvalid
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's own, about saving embeddings and tied weights
 
@@ -178,6 +180,22 @@ def test_a_copy_that_is_not_the_bases_is_the_adapters_own(tmp_path: Path) -> Non
     weights = load(tmp_path, targets)
     assert weights.saved.keys() == {"lm_head"}
     assert torch.equal(weights.saved["lm_head"]["weight"].values, model.lm_head.weight.data)
+
+
+def test_a_saved_head_that_is_written_three_times(tmp_path: Path) -> None:
+    """As PEFT does with `save_embedding_layers`: twice what it computes with, and the original."""
+    model = llama()
+    targets = targets_of(model)
+    peft = save(model, tmp_path, r=4, lora_alpha=8, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    peft.save_pretrained(tmp_path / "sql", save_embedding_layers=True)
+    file = tmp_path / "sql" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    names = [f"base_model.model.lm_head.{name}weight" for name in ("", "modules_to_save.", "original_module.")]
+    assert tensors.keys() >= set(names)
+    assert_equals_peft(load(tmp_path, targets), peft)
+    save_file(tensors | {names[1]: tensors[names[0]] + 1}, file)
+    with pytest.raises(AdapterInvalid, match="a second weight for the same module, with other values"):
+        load(tmp_path, targets)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
