@@ -174,6 +174,12 @@ class RouterConfig(ServerFlags):
     worker_ca: Path | None = option(None, "Connect to workers with TLS; their certificates' CA (PEM).", "--worker-ca")
     # A request that went down with this many workers is given up: it may be what kills them.
     max_lost_workers: int = 2
+    resume: bool = option(
+        False,
+        "When a worker is lost, have another one repeat its streams and go on where they ended, as far as the same "
+        "adapter gives the same tokens.",
+        "--resume",
+    )
     announce_s: float = option(
         2.0, "On SIGTERM or SIGHUP, seconds of NOT_SERVING before requests are refused.", "--announce"
     )

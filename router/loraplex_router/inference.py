@@ -24,6 +24,7 @@ from loraplex_router.calls import Call, RouterMetrics
 from loraplex_router.config import RouterConfig
 from loraplex_router.policy import Route, choose, routing_key
 from loraplex_router.replicas import Flight, Replicas
+from loraplex_router.resumption import Resumption, may_resume
 from loraplex_router.upstream import INFERENCE, POOLING, FailureKind, Upstream, UpstreamFailure, passed_on
 from loraplex_runtime.auth import Identity, current_identity
 from loraplex_runtime.quotas import TenantQuotas
@@ -59,6 +60,7 @@ class RelayedRequest:
     adapter_name: str = ""
     priority: int = 0
     draft_model: str | None = None  # that it speculates with; empty where any will do
+    may_resume: bool = False  # on another worker, in the middle of its stream
 
     @property
     def work_tokens(self) -> int:
@@ -95,6 +97,7 @@ def admit_generate(raw: bytes, identity: Identity, max_context_tokens: int) -> R
         adapter_name=validate.adapter_name_in(request),
         priority=request.priority,
         draft_model=speculation.draft_model.name if speculation.WhichOneof("kind") == "draft_model" else None,
+        may_resume=may_resume(request),
     )
 
 
@@ -171,7 +174,19 @@ class InferenceRelay:
         request = self._admit(call, raw)
         if call.ticket is not None and request.shows_tokens:
             call.ticket.add_tokens(0)  # they are counted as they come
-        await self._try_workers(call, request, lambda worker, flight: self._relay_stream(worker, flight, call, request))
+        resumption = Resumption(request.raw) if self._config.resume and request.may_resume else None
+        try:
+            await self._try_workers(
+                call,
+                request,
+                lambda worker, flight: self._relay_stream(worker, flight, call, request, resumption),
+                resumption,
+            )
+        except (UpstreamFailure, LoraplexError) as error:
+            if resumption is None or resumption.loss is None:
+                raise
+            log.warning("the stream ends with its worker: %s", error, extra={"request_id": call.request_id})
+            raise resumption.loss from None
 
     async def tokenize(self, call: Call, raw: bytes) -> bytes:
         request = parse(inference_pb2.TokenizeRequest, raw)
@@ -233,7 +248,11 @@ class InferenceRelay:
         return await self._try_workers(call, request, lambda worker, flight: call.ask(worker, path, request.raw))
 
     async def _try_workers(
-        self, call: Call, request: RelayedRequest, attempt: Callable[[Upstream, Flight], Awaitable[T]]
+        self,
+        call: Call,
+        request: RelayedRequest,
+        attempt: Callable[[Upstream, Flight], Awaitable[T]],
+        resumption: Resumption | None = None,
     ) -> T:
         """Picks workers until one has answered, each once at most, overloaded ones never. Raises what the last one
         said, NoWorker, or Overloaded where all are."""
@@ -260,8 +279,11 @@ class InferenceRelay:
                 call.end_attempt(failure.kind.value)
                 num_lost += failure.kind is FailureKind.LOST
                 is_last = num_lost >= self._config.max_lost_workers
-                if call.num_messages_sent or is_last or not failure.may_retry:
+                is_seen = call.num_messages_sent > 0
+                if (is_seen and resumption is None) or is_last or not failure.may_retry:
                     raise
+                if is_seen and resumption is not None:
+                    resumption.restart(failure)
                 log.warning("%s; trying another worker", failure, extra={"request_id": call.request_id})
                 self._metrics.retried(failure.kind.value)
                 call.record.num_retries += 1
@@ -284,16 +306,28 @@ class InferenceRelay:
                     found[replica.worker_id] = error
         return found
 
-    async def _relay_stream(self, upstream: Upstream, flight: Flight, call: Call, request: RelayedRequest) -> None:
+    async def _relay_stream(
+        self,
+        upstream: Upstream,
+        flight: Flight,
+        call: Call,
+        request: RelayedRequest,
+        resumption: Resumption | None = None,
+    ) -> None:
         """Nothing is sent, headers included, before the worker's first message: until then a retry is invisible."""
         stream = upstream.stream(
-            f"/{INFERENCE}/GenerateStream", request.raw, call.remaining_s(), call.metadata_for(upstream)
+            f"/{INFERENCE}/GenerateStream",
+            request.raw if resumption is None else resumption.raw,
+            call.remaining_s(),
+            call.metadata_for(upstream),
         )
         flight.remaining_tokens = request.work_tokens
         try:
             with upstream.failures_of(stream):
                 while isinstance(message := await stream.read(), bytes):  # else EOF: the call has ended well
                     upstream.has_spoken()
+                    if resumption is not None and not (message := resumption.rest_of(message)):
+                        continue
                     if call.num_messages_sent == 0:
                         flight.remaining_tokens = request.num_output_tokens  # the prompt is done
                         self._note_first_message(call)

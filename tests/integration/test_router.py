@@ -367,6 +367,53 @@ async def test_a_worker_that_dies_in_mid_stream_is_reported() -> None:
         assert second.requests == []
 
 
+# --- resumption ---------------------------------------------------------------------------------------------------
+
+
+async def _ten(request: Generate, context: Any) -> AsyncIterator[bytes]:
+    for message in chunks(10, request.request_id):
+        yield message
+
+
+async def test_a_stream_goes_on_at_another_worker() -> None:
+    async with cluster(2, resume=True) as c:
+        first, second = (c.by_address(a) for a in rendezvous_order("sql", [w.address for w in c.workers]))
+        first.stream, second.stream = blocks(5), _ten
+        call = stub(c.channel).GenerateStream(Generate(text="x", adapter_id="sql"))
+        got = [await call.read() for _ in range(5)]
+        await first.stop()
+        got += await read(call)
+        assert [list(message.token_ids) for message in got] == [[number] for number in range(1, 11)]
+        assert "".join(message.text_delta for message in got) == "".join(f"t{number} " for number in range(10))
+        assert got[-1].finish_reason == inference_pb2.FINISH_REASON_LENGTH
+
+
+async def _differs(request: Generate, context: Any) -> AsyncIterator[bytes]:
+    yield Chunk(token_ids=[1, 2, 99], request_id=request.request_id).SerializeToString()
+
+
+@pytest.mark.parametrize("stream", [_differs, fails(AdapterInvalid("torn")), fails(QueueFull("full"))])
+async def test_a_stream_that_cannot_go_on_ends_with_its_worker(stream: Any) -> None:
+    async with cluster(2, resume=True) as c:
+        first, second = (c.by_address(a) for a in rendezvous_order("sql", [w.address for w in c.workers]))
+        first.stream, second.stream = blocks(5), stream
+        call = stub(c.channel).GenerateStream(Generate(text="x", adapter_id="sql"))
+        assert [(await call.read()).token_ids[0] for _ in range(5)] == [1, 2, 3, 4, 5]
+        await first.stop()
+        error = await error_of(call)
+        assert isinstance(error, WorkerLost)
+        assert error.metadata["tokens_sent"] == "5"
+        assert len(second.requests) == 1
+
+
+async def test_without_the_flag_nothing_goes_on() -> None:
+    async with cluster(2) as c:
+        for worker in c.workers:
+            worker.stream = fails(EngineLost("gone"), after=2)
+        assert isinstance(await error_of(stub(c.channel).GenerateStream(Generate(text="x"))), EngineLost)
+        assert sum(c.num_requests) == 1
+
+
 @pytest.mark.parametrize("num_tokens", [0, 2])
 async def test_a_call_that_a_worker_cancels_is_a_worker_lost(num_tokens: int) -> None:
     async def stream(request: Generate, context: Any) -> AsyncIterator[bytes]:

@@ -31,8 +31,8 @@ def worker_command(world: TinyWorld) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def workers(tiny_world: TinyWorld) -> Iterator[list[Running]]:
-    """Three. Starting one takes seconds, so they are shared, and the tests that kill one come last."""
-    with together(*[worker_command(tiny_world)] * 3) as running:
+    """Four. Starting one takes seconds, so they are shared, and the tests that kill one come last."""
+    with together(*[worker_command(tiny_world)] * 4) as running:
         yield running
 
 
@@ -108,6 +108,29 @@ async def test_a_deadline_in_mid_stream(
         assert (await other).completions[0].finish_reason is not None
     for worker in alive(workers):
         await asyncio.to_thread(wait_until, lambda worker=worker: is_idle(worker), 10, "the worker is idle")
+
+
+@fault("worker killed, with `--resume` of the router", clients_see="a pause: another worker goes on", within_s=10)
+async def test_streams_go_on_at_another_worker(
+    workers: list[Running], tiny_world: TinyWorld, stopwatch: Stopwatch
+) -> None:
+    wanted = {"adapter_id": tiny_world.names[0], "max_tokens": 450, "ignore_eos": True}
+    samplings: list[dict[str, float]] = [{}, {"temperature": 1.0, "seed": 11}]
+    arguments = [argument for worker in workers for argument in ("--worker", worker.address)]
+    with loraplex("router", "--port", "0", "--resume", *arguments) as router:
+        async with AsyncClient(router.address) as client:
+            expected = [(await client.generate("hello", **wanted, **one)).completions[0].token_ids for one in samplings]
+            streams = [client.stream("hello", **wanted, **one) for one in samplings]
+            got = [list((await anext(stream)).token_ids) for stream in streams]
+            victim = await asyncio.to_thread(busy_one, workers)
+            stopwatch.start()
+            victim.kill()
+            for tokens, stream in zip(got, streams, strict=True):
+                async for chunk in stream:
+                    tokens += chunk.token_ids
+            stopwatch.stop()
+    assert [tuple(tokens) for tokens in got] == [tuple(tokens) for tokens in expected]
+    assert got[0] != got[1]
 
 
 @fault(
