@@ -63,7 +63,7 @@ def test_a_fleet_comes_up_answers_and_leaves_nothing(tiny_world: TinyWorld, tmp_
         assert "fleet loraplex has ended" in ended.stdout, ended.stderr
         assert not [pid for pid in pids if runs(pid)]
         assert fleet.command("status", "--address", fleet.spec["address"]).returncode == 1
-    assert fleet.left() == []
+    assert fleet.outlived == []
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -76,6 +76,7 @@ def fleet(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> It
     with ray_nodes(folder, spec_of(tiny_world, folder), (2, 2)) as made:
         made.up()
         yield made
+    assert made.outlived == []
 
 
 @pytest.fixture
@@ -278,26 +279,38 @@ async def test_rolling_three_workers_with_200_streams(whole: Fleet, tiny_world: 
         )
         said("rolling 3 workers with 200 streams", time.monotonic() - start_s)
     assert set(ends) == {"ok"}, ends
-    await asyncio.to_thread(whole.up, flags=good, count=2)
+    await asyncio.to_thread(whole.up, count=2)
+
+
+async def workers_in_rotation(client: AsyncClient) -> set[str]:
+    """Addresses of the workers that the router would send requests to."""
+    found = (await client.status()).workers
+    return {one.worker_id.rpartition("=")[2] for one in found if one.state in ("serving", "starting")}
 
 
 @pytest.mark.nightly
 async def test_node_lost(whole: Fleet) -> None:
     """Everything on the second node dies at once."""
-    await asyncio.to_thread(whole.up, count=4)
+    await asyncio.to_thread(whole.up, count=3)
     second = whole.nodes[1]
     lost = [one for one in whole.serving() if one["node"] == SECOND]
     assert lost, whole.serving()
-    async with asking(whole.router, 8) as ends:
+    pids, addresses = {one["pid"] for one in lost}, {one["address"] for one in lost}
+    async with asking(whole.router, 8) as ends, AsyncClient(whole.router) as client:
+        await asyncio.sleep(1)
+        assert addresses <= await workers_in_rotation(client)
+        start_s = time.monotonic()
         for one in [psutil.Process(second.process.pid), *second.processes()]:
             if one.is_running():
                 one.send_signal(signal.SIGKILL)
-        pids = {one["pid"] for one in lost}
-        out_s = await asyncio.to_thread(
+        async with asyncio.timeout(30):
+            while addresses & await workers_in_rotation(client):
+                await asyncio.sleep(0.02)
+        said("node lost to out of rotation", time.monotonic() - start_s)
+        await asyncio.to_thread(
             wait_for, lambda: not pids & {one["pid"] for one in whole.part("worker")["replicas"]}, 60, "out"
         )
-        said("node lost to out of the directory", out_s)
-        await asyncio.sleep(2)
+        said("node lost to out of the directory", time.monotonic() - start_s)
         num_lost = sum(number for end, number in ends.items() if end != "ok")
     assert set(ends) <= {"ok", "WORKER_LOST"}, ends
     assert num_lost <= 8, "each stream that ran there once, and no new one"

@@ -61,6 +61,7 @@ class Fleet:
     spec: dict[str, Any]
     nodes: list[Node] = field(default_factory=list[Node])
     seen: dict[int, psutil.Process] = field(default_factory=dict[int, psutil.Process])
+    outlived: list[str] = field(default_factory=list[str])  # command lines of what was left after `stop`
 
     def start_node(self, num_cpus: int) -> Node:
         """The first one is the head."""
@@ -127,30 +128,39 @@ class Fleet:
         return self.serving("router")[0]["address"]
 
     def remember(self) -> None:
-        """All processes, so that `left` finds those that outlive their parents."""
+        """All processes but Ray's own, so that `left` finds those that outlive their parents."""
         for node in self.nodes:
             for one in node.processes():
-                self.seen[one.pid] = one
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if one.pid not in self.seen and not _is_of_ray(one.cmdline()):
+                        self.seen[one.pid] = one
 
-    def left(self, timeout_s: float = 15) -> list[psutil.Process]:
+    def left(self, timeout_s: float = 30) -> list[psutil.Process]:
         """Processes that still run, after a while."""
         _, alive = psutil.wait_procs(list(self.seen.values()), timeout_s)
         return [one for one in alive if one.is_running() and runs(one.pid)]
 
     def stop(self) -> None:
+        """Ends Ray as an operator does. Its own processes take half a minute for that, whatever runs, and are killed
+        once those that it started for us have ended."""
         self.remember()
+        own = [one for node in self.nodes for one in node.processes()]
         for node in reversed(self.nodes):
             node.process.terminate()
             node.process.send_signal(signal.SIGCONT)
-        for node in self.nodes:
-            try:
-                node.process.wait(45)
-            except subprocess.TimeoutExpired:
-                node.process.kill()
-                node.process.wait()
         for one in self.left():
             with contextlib.suppress(psutil.NoSuchProcess):
+                self.outlived.append(" ".join(one.cmdline()))
+        for one in own:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
+        for node in self.nodes:
+            node.process.kill()
+            node.process.wait()
+
+
+def _is_of_ray(command: list[str]) -> bool:
+    return any(part.startswith(("ray::", "ray.")) or "site-packages/ray/" in part for part in command)
 
 
 @contextlib.contextmanager
