@@ -58,6 +58,17 @@ _OPT: dict[str, Any] = {"hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim":
 _GPT2: dict[str, Any] = {"n_positions": MAX_LEN, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
 
 
+_SHARING: dict[str, Any] = _COMMON | {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "sliding_window": WINDOW,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+}
+
+
 def _make(cls: type[PreTrainedConfig], base: dict[str, Any] | None = None, **changes: Any) -> PreTrainedConfig:
     return cls(**((base or _COMMON) | changes))
 
@@ -82,6 +93,13 @@ ZOO: dict[str, Callable[[], PreTrainedConfig]] = {
         head_dim=16,
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention"],
+    ),
+    # The last layers take the keys and values of those before, and every layer has embeddings of its own.
+    "gemma3n": lambda: _make(
+        tf.Gemma3nTextConfig, _SHARING, laurel_rank=8, activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0]
+    ),
+    "gemma4": lambda: _make(
+        tf.Gemma4TextConfig, _SHARING, global_head_dim=24, num_global_key_value_heads=1, attention_k_eq_v=False
     ),
     "phi3": lambda: _make(tf.Phi3Config, sliding_window=None),
     "gpt2": lambda: _make(tf.GPT2Config, _GPT2 | {"vocab_size": VOCAB_SIZE, "eos_token_id": None, "bos_token_id": 1}),
@@ -438,9 +456,9 @@ HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
 # Families whose adapters are compared with PEFT: one for each way of laying out linears, heads and experts.
 LORA_FAMILIES = (
     *("llama", "qwen2", "gemma2", "gemma3", "phi3", "gpt2", "opt", "mixtral", "cohere", "gpt_neox", "afmoe", "jetmoe"),
-    *("gpt_oss", "llama4-chunks", "deepseek_v2", "deepseek_v3"),
+    *("gpt_oss", "llama4-chunks", "deepseek_v2", "deepseek_v3", "gemma4"),
 )
-SLOW_LORA = LORA_FAMILIES[-4:]  # of which the fast tests take one way of computing it
+SLOW_LORA = LORA_FAMILIES[-5:]  # of which the fast tests take one way of computing it
 
 
 def random_model(

@@ -57,6 +57,8 @@ class AttentionSpec:
     chunk: int | None = None  # a query sees its own chunk of so many tokens, as in Reach
     # [num_heads], at least float32: one more score of each head, neither scaled nor capped, of a key without a value.
     sinks: Tensor | None = field(default=None, compare=False)
+    # The attention layer, by number, whose keys and values it is given; both have the same pages. None: its own.
+    source: int | None = None
 
     @property
     def reach(self) -> Reach:
@@ -83,7 +85,8 @@ class ModelSpec:
 
 def kv_block_bytes(spec: ModelSpec, block_size: int, itemsize: int) -> int:
     """Bytes of one KV block in all layers. `itemsize` is that of the cache's dtype."""
-    per_token = sum(layer.num_kv_heads * (layer.k_dim + layer.v_dim) for layer in spec.layers)
+    own = (layer for layer in spec.layers if layer.source is None)
+    per_token = sum(layer.num_kv_heads * (layer.k_dim + layer.v_dim) for layer in own)
     return per_token * block_size * itemsize
 
 
@@ -107,8 +110,9 @@ class KvCache:
     """Pages of all layers, in the model's dtype.
 
     Layers of one shape share an allocation, so that copying or clearing a block is a few operations, not a few per
-    layer. Memory is taken from the system as blocks are first used. A block is cleared when a sequence takes it:
-    attention may multiply a masked position by zero, and what was left there need not be finite.
+    layer. A layer that is given another's keys and values has that one's pages, and writes the same to them. Memory is
+    taken from the system as blocks are first used. A block is cleared when a sequence takes it: attention may multiply
+    a masked position by zero, and what was left there need not be finite.
     """
 
     def __init__(
@@ -121,15 +125,17 @@ class KvCache:
         shapes = [(layer.num_kv_heads, layer.k_dim, layer.v_dim) for layer in spec.layers]
         self._pages: list[Tensor] = []  # [layers of that shape, num_blocks, block_size, kv_heads, dim]
         layers: dict[int, LayerKv] = {}
-        for shape in dict.fromkeys(shapes):
-            members = [idx for idx, other in enumerate(shapes) if other == shape]
+        own = [idx for idx, layer in enumerate(spec.layers) if layer.source is None]
+        for shape in dict.fromkeys(shapes[idx] for idx in own):
+            members = [idx for idx in own if shapes[idx] == shape]
             heads, k_dim, v_dim = shape
             k = torch.empty(len(members), num_blocks, block_size, heads, k_dim, dtype=dtype, device=device)
             v = torch.empty(len(members), num_blocks, block_size, heads, v_dim, dtype=dtype, device=device)
             self._pages += [k, v]
             for place, layer_idx in enumerate(members):
                 layers[layer_idx] = LayerKv(k[place], v[place])
-        self.layers = tuple(layers[idx] for idx in range(len(shapes)))
+        sources = [idx if layer.source is None else layer.source for idx, layer in enumerate(spec.layers)]
+        self.layers = tuple(layers[source] for source in sources)
 
     @property
     def num_bytes(self) -> int:

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoModel,
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
@@ -79,7 +80,8 @@ def _class_to_make(config: PreTrainedConfig) -> Any:
 
 def _without_other_parts(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     def init(self: PreTrainedModel, *args: Any, **options: Any) -> None:
-        model_class.__init__(self, *args, **options)
+        with _packages_may_be_missing():
+            model_class.__init__(self, *args, **options)
         remove_other_parts(self)
 
     def set_attention(self: PreTrainedModel, *args: Any, **options: Any) -> None:
@@ -88,6 +90,24 @@ def _without_other_parts(model_class: type[PreTrainedModel]) -> type[PreTrainedM
 
     methods = {"__init__": init, "__module__": model_class.__module__, "set_attn_implementation": set_attention}
     return type(model_class.__name__, (model_class,), methods)  # renamings of weights are known by the class's name
+
+
+@contextmanager
+def _packages_may_be_missing() -> Generator[None]:
+    """A tower whose code needs a package that is not there (timm, of Gemma 3n) is absent at once."""
+    own = vars(AutoModel)["from_config"]
+
+    def from_config(*args: Any, **options: Any) -> Any:
+        try:
+            return own.__get__(None, AutoModel)(*args, **options)
+        except ImportError:
+            return AbsentPart("this part")
+
+    setattr(AutoModel, "from_config", from_config)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(AutoModel, "from_config", own)  # noqa: B010
 
 
 @contextmanager
@@ -110,11 +130,11 @@ def remove_other_parts(model: PreTrainedModel) -> None:
 
     def visit(module: nn.Module, prefix: str) -> None:
         for name, child in list(module.named_children()):
-            if id(child) in kept:
+            if id(child) in kept or hasattr(child, "vocab_offset"):  # Gemma 3n: some of its tokens' embeddings
                 continue
             if any(id(part) in kept for part in child.modules()):
                 visit(child, f"{prefix}{name}.")
-            elif next(child.parameters(), None) is not None:
+            elif isinstance(child, AbsentPart) or next(child.parameters(), None) is not None:
                 removed.append(prefix + name)
                 setattr(module, name, AbsentPart(prefix + name))
 

@@ -444,8 +444,8 @@ def _reasons(config: PreTrainedConfig) -> Iterator[str]:
             f"its rotary embedding ({_names(rope_types & STATEFUL_ROPE)}) depends on the longest request of the batch, "
             "so requests would change each other's text"
         )
-    if getattr(text, "num_kv_shared_layers", 0):
-        yield "some of its layers share the keys and values of others"
+    if (getattr(text, "num_kv_shared_layers", None) or 0) >= getattr(text, "num_hidden_layers", 1):
+        yield "its layers take the keys and values of another model"
     if getattr(text, "use_bidirectional_attention", False) not in (False, None, "vision"):  # no images come here
         yield "it attends to later tokens"
 

@@ -232,6 +232,7 @@ class Recording:
         }
         self.has_plain_positions = has_plain_positions
         self.attention: list[tuple[nn.Module, AttentionSpec]] = []
+        self.given: list[tuple[Tensor, Tensor]] = []  # keys and values of each layer, as they came
         self.states: list[Tensor] = []  # queries and keys of each layer [heads, NUM_TOKENS, dim]
         self.logits = torch.empty(0)  # [len(kept), num_logits]
         self.kept: tuple[int, ...] = ()  # tokens whose logits these are
@@ -266,8 +267,10 @@ class Recording:
             softcap=float(softcap) if softcap else None,
             chunk=reach.chunk,
             sinks=_sinks(module, options.get("s_aux"), query.shape[1]),
+            source=next((idx for idx, (k, v) in enumerate(self.given) if k is key and v is value), None),
         )
         self.attention.append((module, spec))
+        self.given.append((key, value))
         self.states += [query[0].clone(), key[0].clone()]
         groups = query.shape[1] // value.shape[1]
         return value.repeat_interleave(groups, dim=1).transpose(1, 2).contiguous()

@@ -115,6 +115,7 @@ _LAYER_COUNTS = (
 _OTHER_LAYER_COUNT = re.compile(
     r"((num_)?(en|de)coder|conf_num_hidden|n_encoder)_layers|num_blocks|num_layers_per_stack"
 )
+_SHARING = "num_kv_shared_layers"
 _PERIOD = re.compile(r".*_(period|interval|freq|frequency|group_size|step|pattern)")
 _TOKEN_ID = re.compile(r".*_token_(id|index)s?|mask_index")
 _KNOWN_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -200,10 +201,11 @@ def _choose_layers(fields: Fields) -> None:
     indices = {name: value for name, value in fields.items() if _is_of_indices(value, count)}
     # Fields by layer number: {"5": {"head_dim": 512}}.
     own: dict[int, Any] = {int(idx): value for idx, value in (fields.get("per_layer_config") or {}).items()}
+    num_sharing: int = fields.get(_SHARING) or 0  # the last layers, which take keys and values of those before
     kinds: dict[str, int] = {}
     for idx in range(count):
         said = [repr(value[idx]) for name, value in lists.items() if name not in indices]
-        said += [str(idx in value) for value in indices.values()] + [repr(own.get(idx))]
+        said += [str(idx in value) for value in indices.values()] + [repr(own.get(idx)), str(idx < count - num_sharing)]
         kinds.setdefault("|".join(said), idx)
     chosen = sorted({*list(kinds.values())[: MAX_LAYERS - 1], *range(count)[-1:]})
     wanted = 2
@@ -218,6 +220,8 @@ def _choose_layers(fields: Fields) -> None:
             fields[name] = [value[idx] for idx in chosen]
         elif name == count_name:
             fields[name] = len(chosen)
+        elif name == _SHARING:
+            fields[name] = sum(idx >= count - num_sharing for idx in chosen)
         elif _is_count(value) and (name in _LAYER_COUNTS or _OTHER_LAYER_COUNT.fullmatch(name)):
             fields[name] = len(chosen) if value == count else min(value, 2)
     if own:

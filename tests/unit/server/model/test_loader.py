@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from loraplex_contracts.errors import InvalidArgument, UnsupportedModel
-from loraplex_server.layers.attention import SERVING, AttentionSpec, ModelSpec, Reach, describe_mask, kv_block_bytes
+from loraplex_server.layers.attention import (
+    SERVING,
+    AttentionSpec,
+    KvCache,
+    ModelSpec,
+    Reach,
+    describe_mask,
+    kv_block_bytes,
+)
 from loraplex_server.layers.experts import AdaptedRouter, ExpertLinear
 from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedHead, AdaptedLinear
 from loraplex_server.model.loader import adopt_model, generation_defaults, load_model, refuse_config, resolve_device
@@ -236,6 +245,17 @@ def test_probe_finds_chunks_and_sinks() -> None:
     want = [layer.self_attn.sinks.float() for layer in model.model.layers]
     got = [layer.sinks for layer in adopt_model(model).spec.layers]
     assert all(one is not None and torch.equal(one, sinks) for one, sinks in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
+def test_probe_finds_whose_keys_a_layer_is_given(family: str) -> None:
+    spec = adopt_model(random_model(family)).spec
+    assert [layer.source for layer in spec.layers] == [None, None, 0, 1]
+    assert kv_block_bytes(spec, 4, 2) == kv_block_bytes(replace(spec, layers=spec.layers[:2]), 4, 2)
+    cache = KvCache(spec, 3, 4, torch.float32, torch.device("cpu"))
+    assert cache.num_bytes == 3 * kv_block_bytes(spec, 4, 4)
+    assert [one.k.data_ptr() for one in cache.layers[:2]] == [one.k.data_ptr() for one in cache.layers[2:]]
+    assert cache.layers[0].k.data_ptr() != cache.layers[1].k.data_ptr()
 
 
 @pytest.mark.parametrize(("sinks", "reason"), [("computed", "no parameter"), ("elsewhere", "another module")])

@@ -39,6 +39,12 @@ def test_numbers_of_layers_follow_those_that_stay() -> None:
     assert [one.head_dim for one in tiny.per_layer_config] == [16, 32, 32]
 
 
+def test_layers_with_the_keys_of_others_stay_behind_these() -> None:
+    tiny = tiny_config(tf.Gemma4TextConfig(num_kv_shared_layers=10, num_hidden_layers=30))
+    assert tiny.layer_types == ["sliding_attention", "full_attention", "sliding_attention", *["full_attention"] * 2]
+    assert tiny.kv_sharing_modes == ["store", "store", "reuse", "reuse", "reuse"]
+
+
 def test_copies_can_be_built_of_nested_configurations() -> None:
     tiny = tiny_config(tf.Qwen3_5Config())
     model = AutoModelForCausalLM.from_config(tiny)
