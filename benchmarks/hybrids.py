@@ -1,10 +1,12 @@
 """Hybrid benchmark: families with recurrent states beside Transformers and PEFT.
 
-    python benchmarks/hybrids.py {compare,profile} [--shape delta] [--batch 1 8 32] [--adapters 0 8 32] [--rounds 2]
+    python benchmarks/hybrids.py {compare,profile,products} [--shape delta] [--batch 1 8 32] [--adapters 0 8 32]
 
 compare  our engine in one batch, and Transformers' generate() in turns: with adapters once for each adapter, over the
          requests that have it (PEFT's `set_adapter`).
 profile  our engine alone: time of a decode step, and what torch says it is spent on.
+products an engine whose experts compute by the back end's products beside one where Transformers' code does, without
+         adapters, step by step in turns.
 
 Models of about 250M parameters with random weights in bfloat16; greedy. One JSON line for each case: tokens per second
 of whole requests, prompts included, and how fast we are beside the other.
@@ -20,12 +22,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from experts import serve
 from inprocess import build
 from inputs import SPECIALS, make_tokenizer
-from paired import Side
+from paired import Side, forget, ratios, run
 from peft import LoraConfig, PeftModel, get_peft_model
 from results import add_json_option, recording
 from transformers import (
@@ -39,6 +42,7 @@ from transformers import (
 
 from loraplex_contracts.adapters import AdapterId
 from loraplex_contracts.request import Request, StoppingParams
+from loraplex_server.backends.cpu.backend import CpuBackend
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 8192,
@@ -179,7 +183,7 @@ def owners_of(batch: int, num_adapters: int) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("compare", "profile"))
+    parser.add_argument("what", choices=("compare", "profile", "products"))
     parser.add_argument("--shape", choices=tuple(SHAPES), default="delta")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--adapters", type=int, nargs="+", default=[0, 8, 32], help="more than the batch: as many")
@@ -197,6 +201,13 @@ def main() -> None:
         folder = Path(name)
         model: Any = make_model(config, folder / "model")
         num_parameters = sum(one.numel() for one in model.parameters())
+        if args.what == "products":
+            with patch.object(CpuBackend, "expert_products", return_value=None):
+                first = Side(build(folder, folder / "one", lora=False))
+            second = Side(build(folder, folder / "other", lora=False))
+            for batch in args.batch:
+                record({"case": f"{args.shape}-{batch}", **products(first, second, batch, args)})
+            return
         peft = make_adapters(model, folder / "adapters", num_adapters, args.rank) if num_adapters else model
         flags = ["--state-memory", "2GiB", *args.flags.split()]
         if num_adapters:
@@ -238,6 +249,20 @@ def main() -> None:
                 }
             )
         engine.close()
+
+
+def products(first: Side, second: Side, batch: int, args: argparse.Namespace) -> dict[str, object]:
+    """Ratios of steps, of prompts too."""
+    prompts = torch.randint(10, 500, (batch, args.prompt), generator=torch.Generator().manual_seed(7))
+    for number in range(args.rounds + 1):
+        for side in (first, second):
+            side.submit(requests(prompts, owners_of(batch, 0), f"{batch}-{number}", args.output if number else 4))
+        run(first, second)
+        if number == 0:
+            forget(first, second)
+    found = ratios(first, second)
+    forget(first, second)
+    return found
 
 
 def profile(side: Side, asked: Sequence[Request]) -> dict[str, Any]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
+from peft import LoraConfig
+from safetensors.torch import save_file
 from support.dense import dense_logits, make_dense
 from support.drafting import erring_drafts
 from support.driver import Job, make_rig, random_prompts
@@ -14,6 +17,7 @@ from support.exact_states import exact, whole_text_greedy
 from support.peft_files import SPECS, load_lora, save_adapter
 from support.zoo import HYBRIDS, VOCAB_SIZE, random_model
 
+from loraplex_contracts.errors import AdapterUnsupported
 from loraplex_contracts.plan import AdapterUse
 from loraplex_server.model.loader import adopt_model
 
@@ -66,3 +70,21 @@ def test_mixed_adapters_equal_peft(family: str, tmp_path: Path) -> None:
         assert job.tokens == whole_text_greedy(base if owner is None else peft[owner], job.prompt, NUM_TOKENS)
     alone = [whole_text_greedy(base, job.prompt, NUM_TOKENS) for job in jobs]
     assert alone[1] != jobs[1].tokens, "an adapter that changes nothing would prove nothing"
+
+
+@pytest.mark.parametrize(("family", "name"), [("mamba", "dt_proj"), ("jamba", "dt_proj"), ("qwen3_5", "conv1d")])
+def test_adapters_of_what_mixers_read_themselves_are_refused(family: str, name: str, tmp_path: Path) -> None:
+    """A LoRA there changes nothing in PEFT's model."""
+    base = random_model(family)
+    path, module = next(found for found in base.named_modules() if found[0].endswith(f".{name}"))
+    num_out, num_in = cast(torch.Tensor, module.weight).shape[:2]
+    config = LoraConfig(r=2, target_modules=[name], task_type="CAUSAL_LM", inference_mode=True)
+    config.save_pretrained(str(tmp_path / "own"))
+    key = f"base_model.model.{path}.lora"
+    factors = {f"{key}_A.weight": torch.ones(2, num_in), f"{key}_B.weight": torch.ones(num_out, 2)}
+    save_file(factors, tmp_path / "own" / "adapter_model.safetensors")
+    targets = adopt_model(base, model_id=family).base_targets(max_rank=16)
+    with pytest.raises(
+        AdapterUnsupported, match=rf"{name}\.lora_A.* adapts a module of '{family}' that takes no adapters"
+    ):
+        load_lora(tmp_path, "own", targets)

@@ -19,6 +19,7 @@ from loraplex_server.backends.fusion import FusedOps
 from loraplex_server.backends.reference import ReferenceDense, ReferenceOps, TorchPagedAttention
 from loraplex_server.layers.attention import AttentionSpec, ModelSpec, PagedAttention
 from loraplex_server.layers.context import StepContext
+from loraplex_server.layers.experts import MakeExpertProducts
 from loraplex_server.layers.linear import BaseLinearFactory, PlainLinear
 from loraplex_server.layers.lora import SegmentedDense, SegmentedLora
 from loraplex_server.layers.recurrences import StateOps
@@ -104,6 +105,10 @@ class Backend:
     def linears(self, *, int8: bool = False) -> BaseLinearFactory:
         """Products with base weights, with weights in eight bits where `round_weights` has rounded them."""
         return PlainLinear
+
+    def expert_products(self) -> MakeExpertProducts | None:
+        """Products with the weights of experts; None: the model's own code stays."""
+        return None
 
     def fused_ops(self) -> FusedOps | None:
         """Fused norms and rotary embeddings; None: the model's own code stays."""

@@ -1,6 +1,7 @@
 """Experts and routers of a mixture of experts, with adapter terms.
 
-Transformers' own module computes every step in which no row has terms of its experts. In other steps the pairs of a row
+Transformers' own module computes every step in which no row has terms of its experts, or the products of a back end
+do, which then has the only copy of the weights. In steps with terms the pairs of a row
 and one of its experts are sorted by expert, and within it by adapter: a base product is one range of pairs for each
 expert, and a term x @ A.T @ B.T one range for each expert and adapter. What was not chosen costs nothing.
 
@@ -16,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,18 @@ UP, DOWN = "gate_up_proj", "down_proj"  # [experts, 2 * inner, hidden] and [expe
 # ms at 16 KiB and 0.36 ms at 48 KiB, where two calls for each take 0.7 and 1.7 ms; 3.2 ms at 224 KiB, where they take
 # 2.8 ms (float32, one core of an AMD EPYC with AVX2).
 MAX_GATHERED_BYTES = 128 << 10
+
+
+class ExpertProducts(Protocol):
+    """Products of a back end with a weight of each expert."""
+
+    def __call__(self, x: Tensor, experts: Tensor) -> Tensor:
+        """x [rows, in] times the weight of each of a row's experts [rows, experts of a row] -> [pairs, out]."""
+        ...
+
+
+# Of a weight [experts, out, in]; None where there are no such products.
+MakeExpertProducts = Callable[[Tensor], ExpertProducts | None]
 
 
 # --- experts ----------------------------------------------------------------------------------------------------------
@@ -126,7 +139,14 @@ class AdaptedExperts(_Wrapper):
     def __init__(self, base: nn.Module, context: StepContext) -> None:
         super().__init__(base, context)
         swaps_features = self._is_transposed and not getattr(base, "is_transposed", False)
-        self.linears = {name: ExpertLinear(self._weight(name), swaps_features=swaps_features) for name in (UP, DOWN)}
+        self.linears = {name: ExpertLinear(self.weight(name), swaps_features=swaps_features) for name in (UP, DOWN)}
+        self.products: dict[str, ExpertProducts] = {}  # by parameter, in the place of the module's own code
+
+    def drop_weights(self) -> None:
+        """Frees the weights, of which products have copies; their shapes and dtypes stay."""
+        for name in self.products:
+            weight = cast(Tensor, getattr(self.base, name))
+            setattr(self.base, name, nn.Parameter(weight.to("meta"), requires_grad=False))
 
     @staticmethod
     def fits(module: nn.Module, dtype: torch.dtype, num_rows: int, num_tokens: int) -> bool:
@@ -149,7 +169,7 @@ class AdaptedExperts(_Wrapper):
     def _is_transposed(self) -> bool:
         return getattr(self.base, "is_transposed", False)
 
-    def _weight(self, name: str) -> Tensor:
+    def weight(self, name: str) -> Tensor:
         """[experts, out, in]"""
         weight = cast(Tensor, getattr(self.base, name))
         return weight.mT if self._is_transposed else weight
@@ -158,7 +178,8 @@ class AdaptedExperts(_Wrapper):
         """hidden_states [rows, hidden], experts and their weights [rows, top_k] -> [rows, hidden]."""
         uses = self._uses(hidden_states, hidden_states.shape[0])
         if uses is None:
-            return self.base(hidden_states, top_k_index, top_k_weights)
+            compute = self._by_products if self.products else self.base
+            return compute(hidden_states, top_k_index, top_k_weights)
         return self._compute(hidden_states, top_k_index, top_k_weights, uses)
 
     def _uses(self, hidden_states: Tensor, num_rows: int) -> Uses | None:
@@ -178,25 +199,38 @@ class AdaptedExperts(_Wrapper):
             known[slots] = uses_of_rows(own, num_rows, hidden_states.device)
         return known[slots]
 
+    def _by_products(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """What the module's own code computes, pairs in the order of the rows."""
+        num_rows, top_k = top_k_index.shape
+        each = top_k_index.reshape(-1, 1)
+        gate_up = self._add_bias(UP, self.products[UP](hidden_states, top_k_index), each)
+        inner = cast(Any, self.base)._apply_gate(gate_up)
+        y = self._add_bias(DOWN, self.products[DOWN](inner, each), each) * top_k_weights.reshape(-1, 1)
+        return y.view(num_rows, top_k, -1).sum(dim=1).to(hidden_states.dtype)
+
+    def _add_bias(self, name: str, y: Tensor, experts: Tensor) -> Tensor:
+        return y.add_(getattr(self.base, f"{name}_bias")[experts[:, 0]]) if _has_bias(self.base) else y
+
     def _compute(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, uses: Uses) -> Tensor:
         num_rows, top_k = top_k_index.shape
         num_uses = len(uses.adapters) + 1
         keys = (top_k_index * num_uses + uses.by_row[:, None]).reshape(-1)  # [pairs]
         keys, order = keys.sort(stable=True)
         groups = list(_groups(keys, num_uses))
+        experts = keys.div(num_uses, rounding_mode="floor").unsqueeze(1)  # [pairs, 1]
         x = hidden_states.index_select(0, order // top_k)
-        gate_up = self._linear(UP, x, groups, uses)
+        gate_up = self._linear(UP, x, experts, groups, uses)
         inner = cast(Any, self.base)._apply_gate(gate_up)
-        y = self._linear(DOWN, inner, groups, uses)
+        y = self._linear(DOWN, inner, experts, groups, uses)
         y = y * top_k_weights.reshape(-1).index_select(0, order)[:, None]
         pairs = torch.empty_like(y).index_copy_(0, order, y)  # in the order of the rows again
         return pairs.view(num_rows, top_k, -1).sum(dim=1).to(hidden_states.dtype)
 
-    def _linear(self, name: str, x: Tensor, groups: Sequence[Group], uses: Uses) -> Tensor:
+    def _linear(self, name: str, x: Tensor, experts: Tensor, groups: Sequence[Group], uses: Uses) -> Tensor:
         """x [pairs, in], sorted -> [pairs, out]"""
-        y = grouped_product(x, self._weight(name), groups)
-        if _has_bias(self.base):
-            add_biases(y, cast(Tensor, getattr(self.base, f"{name}_bias")), groups)
+        products = self.products.get(name)
+        y = grouped_product(x, self.weight(name), groups) if products is None else products(x, experts)
+        y = self._add_bias(name, y, experts)
         if self.linears[name].num_installed:
             add_terms(y, x, self.linears[name], groups, uses)
         return y
@@ -282,12 +316,6 @@ def grouped_product(x: Tensor, weight: Tensor, groups: Sequence[Group]) -> Tenso
         start, end = own[0].start, own[-1].end
         torch.mm(x[start:end], weight[expert].t(), out=y[start:end])
     return y
-
-
-def add_biases(y: Tensor, bias: Tensor, groups: Sequence[Group]) -> None:
-    """y [pairs, out] += the bias of each pair's expert, in place; bias [experts, out]."""
-    for group in groups:
-        y[group.start : group.end] += bias[group.expert]
 
 
 def add_terms(y: Tensor, x: Tensor, linear: ExpertLinear, groups: Sequence[Group], uses: Uses) -> None:

@@ -23,13 +23,21 @@ from transformers.pytorch_utils import Conv1D
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, UnsupportedModel
 from loraplex_contracts.sampling import SAMPLING_OPTIONS
 from loraplex_server.backends.backend import Backend
-from loraplex_server.backends.equivalence import compare_all
+from loraplex_server.backends.equivalence import compare, compare_all
 from loraplex_server.backends.fusion import FusedOps, fuse, separate
 from loraplex_server.backends.registry import plain_backend
 from loraplex_server.layers.adapter_slots import NormPlace
 from loraplex_server.layers.attention import HANDLE, SERVING, AttentionLayer, ModelSpec, register_attention
 from loraplex_server.layers.context import StepContext
-from loraplex_server.layers.experts import AdaptedExperts, AdaptedModule, AdaptedRouter, ScaledExperts
+from loraplex_server.layers.experts import (
+    DOWN,
+    UP,
+    AdaptedExperts,
+    AdaptedModule,
+    AdaptedRouter,
+    MakeExpertProducts,
+    ScaledExperts,
+)
 from loraplex_server.layers.linear import (
     AdaptedEmbedding,
     AdaptedHead,
@@ -176,7 +184,7 @@ def adopt_model(
         _merge(model, probe, targets, context)
     if (fused := backend.fused_ops()) is not None:
         _fuse(model, probe, fused, context)
-    targets |= adapt_experts(model, probe, context, dtype)
+    targets |= adapt_experts(model, probe, context, dtype, backend.expert_products())
     layers: list[AttentionLayer] = []
     for module, spec in probe.attention:
         layer = AttentionLayer(spec, context)
@@ -263,10 +271,15 @@ def adapt_modules(
 
 
 def adapt_experts(
-    model: PreTrainedModel, probe: Probe, context: StepContext, dtype: torch.dtype
+    model: PreTrainedModel,
+    probe: Probe,
+    context: StepContext,
+    dtype: torch.dtype,
+    make_products: MakeExpertProducts | None = None,
 ) -> dict[str, AdaptedModule]:
     """Puts experts and routers that may carry an adapter in the place of the model's. Returns these by path, experts by
-    the path of their parameters. What does not compute the same, of all the step's rows in order, stays as it was."""
+    the path of their parameters. What does not compute the same, of all the step's rows in order, stays as it was.
+    `make_products`: of a back end, which experts compute by where they give the same."""
     tried: dict[str, AdaptedExperts | AdaptedRouter] = {}
     for path, module in list(model.named_modules()):
         rows = set(probe.rows.get(path, ()))
@@ -297,7 +310,30 @@ def adapt_experts(
             targets[path] = adapted
         else:
             targets |= {f"{path}.{name}": linear for name, linear in adapted.linears.items()}
+            if make_products is not None and not isinstance(adapted, ScaledExperts):
+                _take_products(adapted, make_products)
     return targets
+
+
+def _take_products(experts: AdaptedExperts, make: MakeExpertProducts) -> None:
+    """Has experts compute by a back end's products, where these give the same, and frees their weights."""
+    made = {name: found for name in (UP, DOWN) if (found := make(experts.weight(name))) is not None}
+    if len(made) < 2:
+        return
+    like, top_k = experts.weight(UP), min(2, experts.linears[UP].num_experts)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(NUM_TOKENS, like.shape[2], generator=generator).to(like)
+    chosen = torch.rand(NUM_TOKENS, like.shape[0], generator=generator).topk(top_k).indices.to(like.device)
+    weights = torch.rand(NUM_TOKENS, top_k, generator=generator).to(like)
+    with torch.inference_mode():
+        want = experts(x, chosen, weights)
+        experts.products = made
+        found = compare("decoder", want, experts(x, chosen, weights))
+    if found.is_equal:
+        experts.drop_weights()
+    else:
+        log.info("experts are computed by the model's own code: products of the back end are %.1e off", found.error)
+        experts.products = {}
 
 
 def _norm_places(

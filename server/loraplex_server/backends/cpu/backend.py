@@ -14,7 +14,7 @@ from loraplex_contracts.errors import InvalidArgument
 from loraplex_server.backends.backend import Backend, Implementation, Wanted
 from loraplex_server.backends.cpu.attention import NativePagedAttention, reason_against
 from loraplex_server.backends.cpu.decoder import FoundStack, find_stack
-from loraplex_server.backends.cpu.linear import native_linears, packed_linear, round_linears
+from loraplex_server.backends.cpu.linear import native_experts, native_linears, packed_linear, round_linears
 from loraplex_server.backends.cpu.lora import NativeDense, NativeOps
 from loraplex_server.backends.cpu.medusa import NativeGuesser, native_guesser
 from loraplex_server.backends.cpu.native.config import default_num_threads
@@ -24,6 +24,7 @@ from loraplex_server.backends.cpu.recurrences import NativeRecurrences
 from loraplex_server.backends.cpu.torch_lora import CpuDense, CpuOps
 from loraplex_server.layers.attention import AttentionSpec
 from loraplex_server.layers.context import StepContext
+from loraplex_server.layers.experts import MakeExpertProducts
 from loraplex_server.layers.linear import BaseLinearFactory
 from loraplex_server.layers.lora import SegmentedDense, SegmentedLora
 from loraplex_server.sampling.draw import row_argmax
@@ -93,6 +94,9 @@ class CpuBackend(Backend):
 
     def linears(self, *, int8: bool = False) -> BaseLinearFactory:
         return packed_linear if self.kernels is None else native_linears(self.kernels, int8=int8)
+
+    def expert_products(self) -> MakeExpertProducts | None:
+        return None if self.kernels is None else native_experts(self.kernels)
 
     def argmax(self) -> Argmax:
         kernels = self.kernels

@@ -20,6 +20,7 @@ from loraplex_adapters.io.safetensors import weight_sha256
 from loraplex_contracts.errors import Unimplemented, UnsupportedModel
 from loraplex_server.backends.cpu.native.int8 import TOO_LARGE, round_
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
+from loraplex_server.layers.experts import MakeExpertProducts
 from loraplex_server.layers.linear import BaseLinear, BaseLinearFactory, PlainLinear
 
 if TYPE_CHECKING:
@@ -92,6 +93,26 @@ def native_linears(
         return NativeLinear(kernels, weight, bias, int8=int8)
 
     return make
+
+
+class NativeExperts:
+    """Implements ExpertProducts, with a packed copy of the weights. A row's result does not depend on how many rows
+    there are, nor on where they go."""
+
+    __slots__ = ("_kernels", "_num_outputs", "_packed")
+
+    def __init__(self, kernels: NativeKernels, weight: Tensor) -> None:
+        self._kernels = kernels
+        self._num_outputs = weight.shape[1]
+        self._packed = kernels.pack_experts(weight)
+
+    def __call__(self, x: Tensor, experts: Tensor) -> Tensor:
+        return self._kernels.experts(x, experts, self._packed, self._num_outputs)
+
+
+def native_experts(kernels: NativeKernels) -> MakeExpertProducts:
+    """Makes native products of experts; none of weights that the kernels do not know."""
+    return lambda weight: NativeExperts(kernels, weight) if kernels.can_pack(weight[0]) else None
 
 
 # --- rounding to eight bits -------------------------------------------------------------------------------------------

@@ -135,6 +135,19 @@ class NativeKernels:
             address += self._functions.lp_packed_bytes(DTYPES[dtype], int8, weight.shape[0], num_inputs)
         return packed
 
+    def pack_experts(self, weight: Tensor) -> PackedWeight:
+        """A weight of each expert [experts, out, in], each in whole bands."""
+        num_experts, num_outputs, num_inputs = weight.shape
+        packed = self._allocate(num_experts * _in_bands(num_outputs), num_inputs, weight.dtype, int8=False)
+        address = packed.address
+        for own in weight.unbind():
+            values = own.detach().contiguous()
+            self._functions.lp_pack(
+                self._pool, DTYPES[weight.dtype], values.data_ptr(), None, num_inputs, num_outputs, num_inputs, address
+            )
+            address += self._functions.lp_packed_bytes(DTYPES[weight.dtype], False, num_outputs, num_inputs)
+        return packed
+
     def pack_pair(self, first: Tensor, second: Tensor, *, int8: bool = False) -> PackedWeight:
         """Two weights of one shape [out, in]: 16 outputs of each take turns."""
         num_outputs, num_inputs = first.shape
@@ -164,6 +177,18 @@ class NativeKernels:
         self._functions.lp_linear(
             self._pool, DTYPES[packed.dtype], rows.data_ptr(), packed.num_inputs, rows.shape[0], packed.num_inputs,
             packed.address, packed.is_int8, packed.num_outputs, _address(bias), y.data_ptr(), packed.num_outputs,
+        )  # fmt: skip
+        return y
+
+    def experts(self, x: Tensor, experts: Tensor, packed: PackedWeight, num_outputs: int) -> Tensor:
+        """x [rows, in] times the weight of each of a row's experts [rows, experts of a row], int64 -> [pairs, out].
+        `packed`: the weights of all experts, each padded to whole bands."""
+        rows, chosen = x.contiguous(), experts.contiguous()
+        num_experts = packed.num_outputs // _in_bands(num_outputs)
+        y = x.new_empty(chosen.numel(), num_outputs)
+        self._functions.lp_experts(
+            self._pool, DTYPES[packed.dtype], rows.data_ptr(), packed.num_inputs, chosen.data_ptr(), chosen.numel(),
+            chosen.shape[1], num_experts, packed.address, num_outputs, y.data_ptr(),
         )  # fmt: skip
         return y
 
@@ -282,6 +307,11 @@ class NativeKernels:
     def run_stack(self, stack: Stack, step: Step) -> None:
         """All layers, in place over the step's hidden states."""
         self._functions.lp_stack_run(self._pool, ctypes.byref(stack), ctypes.byref(step))
+
+
+def _in_bands(num_outputs: int) -> int:
+    """The outputs of whole bands that hold so many."""
+    return -(-num_outputs // BAND) * BAND
 
 
 def _source(weight: Tensor, int8: bool) -> tuple[Tensor, Tensor | None]:

@@ -162,7 +162,7 @@ _TYPES: Final[Mapping[str, Any]] = {
     **dict.fromkeys(("max_rank", "window", "chunk"), _LONG),
     **dict.fromkeys(("scaling", "softcap", "eps"), _FLOAT),
     **dict.fromkeys(("width", "is_activated"), _INT),
-    "channels": _LONG,
+    **dict.fromkeys(("channels", "num_pairs", "per_row", "num_experts"), _LONG),
     "name": ctypes.c_char_p,
     "table": _struct(Table),
     "runs": _struct(Runs),
@@ -194,6 +194,7 @@ KERNELS: Final[Mapping[str, Prototype]] = {
         None, "pool dtype first first_exponents second second_exponents stride num_outputs k packed"
     ),
     "lp_linear": _function(None, "pool dtype x x_stride num_rows k packed is_int8 num_outputs bias y y_stride"),
+    "lp_experts": _function(None, "pool dtype x k experts num_pairs per_row num_experts packed num_outputs y"),
     "lp_lora_scratch": _function(_LONG, "num_rows max_rank num_outputs", num_rows=_LONG),
     "lp_lora": _function(None, "pool dtype x k num_rows table runs scratch y num_outputs y_stride"),
     "lp_dense": _function(None, "pool dtype x x_stride num_rows k weight num_outputs bias y y_stride"),

@@ -1,0 +1,73 @@
+"""Products of experts by the native kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+import torch
+from support.native_kernels import best_first, native_kernels, using
+from support.native_models import native_rig
+from support.zoo import random_model
+from torch import Tensor
+
+from loraplex_server.backends.cpu.linear import NativeExperts, native_experts
+from loraplex_server.backends.cpu.native.kernels import NativeKernels
+from loraplex_server.layers.experts import DOWN, UP, AdaptedExperts
+
+NUM_EXPERTS, TOP_K = 7, 3
+
+
+@pytest.fixture(params=best_first())
+def kernels(request: pytest.FixtureRequest) -> Generator[NativeKernels]:
+    with using(request.param):
+        yield native_kernels()
+
+
+def routed(num_rows: int, num_inputs: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_rows, num_inputs, generator=generator).to(dtype)
+    return x, torch.rand(num_rows, NUM_EXPERTS, generator=generator).topk(TOP_K).indices
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_rows", "num_inputs", "num_outputs"), [(1, 32, 16), (40, 96, 200), (300, 64, 130)])
+def test_equals_products_one_by_one(
+    kernels: NativeKernels, dtype: torch.dtype, num_rows: int, num_inputs: int, num_outputs: int
+) -> None:
+    """Outputs that fill no band, more rows than a product takes at once, and experts without a row."""
+    x, chosen = routed(num_rows, num_inputs, dtype)
+    chosen[chosen == 2] = 4
+    weight = torch.randn(NUM_EXPERTS, num_outputs, num_inputs).to(dtype)
+    got = NativeExperts(kernels, weight)(x, chosen)
+    want = torch.einsum("rk,rtok->rto", x.double(), weight.double()[chosen]).flatten(0, 1)
+    torch.testing.assert_close(got.double(), want, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_in_any_company(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    x, chosen = routed(75, 64, dtype)
+    products = NativeExperts(kernels, torch.randn(NUM_EXPERTS, 96, 64).to(dtype))
+    together = products(x, chosen).view(75, TOP_K, -1)
+    for row in (0, 31, 32, 74):
+        assert torch.equal(products(x[row : row + 1], chosen[row : row + 1]), together[row])
+    flat = products(x.repeat_interleave(TOP_K, dim=0), chosen.reshape(-1, 1))
+    assert torch.equal(flat, together.flatten(0, 1))
+
+
+def test_weights_of_odd_sizes_are_not_taken() -> None:
+    make = native_experts(native_kernels())
+    assert make(torch.randn(2, 8, 24, dtype=torch.bfloat16)) is None
+    assert make(torch.randn(2, 8, 24, dtype=torch.float64)) is None
+    assert make(torch.randn(2, 8, 24)) is not None
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_loaded_model_keeps_one_copy_of_its_experts(family: str) -> None:
+    """Also where weights lie the other way round, with biases and a gate of the family's own."""
+    model = native_rig(random_model(family, torch.float32), native_kernels()).loaded.model
+    found = [module for module in model.modules() if isinstance(module, AdaptedExperts)]
+    assert len(found) == 2
+    for experts in found:
+        assert set(experts.products) == {UP, DOWN}
+        assert experts.base.get_parameter(UP).is_meta
