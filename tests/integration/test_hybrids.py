@@ -70,9 +70,10 @@ def test_through_a_worker_equals_peft(family: str, tmp_path: Path) -> None:
             assert not wrong
 
 
-def test_churn_leaks_no_slot(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", TARGETS)
+def test_churn_leaks_no_slot(family: str, tmp_path: Path) -> None:
     """2,000 requests of mixed length on 8 slots: with adapters, forks, drafts, cancellations and preemptions."""
-    world = World(make_dense(random_model("lfm2")), tmp_path)
+    world = World(make_dense(random_model(family)), tmp_path)
     world.add_lora("lora", SPECS[1], seed=1)
     dice = random.Random(5)
     shared = [dice.randrange(2, VOCAB_SIZE) for _ in range(40)]

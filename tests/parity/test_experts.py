@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from support.backends import PatchedBackend
 from support.dense import dense_logits, make_dense
 from support.driver import Job, Rig, make_rig, random_prompts
+from support.native_kernels import native_kernels
 from support.peft_files import load_lora
 from support.zoo import MIXTURES, VOCAB_SIZE, random_model
 from torch import Tensor, nn
@@ -22,7 +23,10 @@ from transformers import PreTrainedModel
 
 from loraplex_adapters.weights import AdapterWeights
 from loraplex_contracts.plan import AdapterUse
+from loraplex_server.backends.backend import Backend
+from loraplex_server.backends.cpu.backend import CpuBackend
 from loraplex_server.backends.cpu.torch_lora import CpuOps
+from loraplex_server.layers.experts import AdaptedExperts
 from loraplex_server.model.loader import adopt_model
 
 NUM_TOKENS = 8
@@ -69,17 +73,31 @@ def save(base: PreTrainedModel, folder: Path, seed: int, **fields: Any) -> PeftM
     return peft.eval()
 
 
-def make_world(root: Path, family: str, adapters: dict[str, dict[str, Any]], dtype: torch.dtype) -> World:
+def make_world(
+    root: Path,
+    family: str,
+    adapters: dict[str, dict[str, Any]],
+    dtype: torch.dtype,
+    backend: Backend | None = None,
+) -> World:
     base = make_dense(random_model(family, dtype))
     peft: list[nn.Module] = []
     for seed, (name, fields) in enumerate(adapters.items()):
         made = save(base, root / name, seed, **fields)
         peft.append(made.merge_and_unload() if family in MERGED else made)
-    return rigged(root, family, base, peft, list(adapters))
+    return rigged(root, family, base, peft, list(adapters), backend)
 
 
-def rigged(root: Path, family: str, base: PreTrainedModel, peft: list[nn.Module], names: list[str]) -> World:
-    loaded = adopt_model(copy.deepcopy(base), model_id=family, backend=PatchedBackend(merges=True))
+def rigged(
+    root: Path,
+    family: str,
+    base: PreTrainedModel,
+    peft: list[nn.Module],
+    names: list[str],
+    backend: Backend | None = None,
+) -> World:
+    backend = backend or PatchedBackend(merges=True)
+    loaded = adopt_model(copy.deepcopy(base), model_id=family, backend=backend)
     targets = loaded.base_targets(max_rank=16)
     weights = [load_lora(root, name, targets) for name in names]
     rig = make_rig(loaded, ops=CpuOps(), seed=4, max_rows=6, num_slots=len(weights))
@@ -184,5 +202,15 @@ def test_linears_of_single_experts_equal_peft(
 def test_float32(family: str, tmp_path: Path) -> None:
     """Transformers computes the base's experts as grouped products there."""
     world = make_world(tmp_path, family, ADAPTERS, torch.float32)
+    adapters = [None, *range(len(ADAPTERS)), None]
+    check(world, run(world, adapters), adapters, 1e-3)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_native_products(family: str, tmp_path: Path) -> None:
+    world = make_world(tmp_path, family, ADAPTERS, torch.float32, CpuBackend(native_kernels()))
+    experts = [one for one in world.rig.loaded.model.modules() if isinstance(one, AdaptedExperts)]
+    assert experts
+    assert all(one.products for one in experts)
     adapters = [None, *range(len(ADAPTERS)), None]
     check(world, run(world, adapters), adapters, 1e-3)
