@@ -36,7 +36,7 @@ models with random weights.
 - **LoRA**: `vs PEFT` where a mixed batch of adapters is compared with PEFT (`tests/parity/test_lora.py`). The other
   families' linears are replaced in the same way; no test of their own compares their adapters with PEFT.
 - **Native CPU path**: `decoder` where all layers are one call into the native kernels, `linears` where Transformers'
-  layers run with native linears, LoRA and attention. Both are compared with Transformers
+  layers run with native linears, experts, norms, LoRA and attention. Both are compared with Transformers
   (`tests/parity/test_native.py`). `decided at load` where no test names the family: the same check decides when it is
   loaded.
 

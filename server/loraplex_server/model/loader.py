@@ -182,7 +182,7 @@ def adopt_model(
     targets = adapt_modules(model, probe, context, dtype, make_base, keeps_head=not digests)
     if backend.merges_linears:
         _merge(model, probe, targets, context)
-    if (fused := backend.fused_ops()) is not None:
+    if found is None and (fused := backend.fused_ops()) is not None:  # a stack has norms of its own
         _fuse(model, probe, fused, context)
     targets |= adapt_experts(model, probe, context, dtype, backend.expert_products())
     layers: list[AttentionLayer] = []

@@ -14,6 +14,7 @@ from loraplex_contracts.errors import InvalidArgument
 from loraplex_server.backends.backend import Backend, Implementation, Wanted
 from loraplex_server.backends.cpu.attention import NativePagedAttention, reason_against
 from loraplex_server.backends.cpu.decoder import FoundStack, find_stack
+from loraplex_server.backends.cpu.fused import NativeFused
 from loraplex_server.backends.cpu.linear import native_experts, native_linears, packed_linear, round_linears
 from loraplex_server.backends.cpu.lora import NativeDense, NativeOps
 from loraplex_server.backends.cpu.medusa import NativeGuesser, native_guesser
@@ -97,6 +98,9 @@ class CpuBackend(Backend):
 
     def expert_products(self) -> MakeExpertProducts | None:
         return None if self.kernels is None else native_experts(self.kernels)
+
+    def fused_ops(self) -> NativeFused | None:
+        return None if self.kernels is None else NativeFused(self.kernels)
 
     def argmax(self) -> Argmax:
         kernels = self.kernels

@@ -146,5 +146,5 @@ def test_transformers_stays_as_it_is() -> None:
     assert ops.num_rotations == 1
 
 
-def test_a_cpu_gets_none() -> None:
-    assert choose_backend("cpu").fused_ops() is None
+def test_a_cpu_without_native_kernels_gets_none() -> None:
+    assert choose_backend("cpu", cpu_kernels="torch").fused_ops() is None

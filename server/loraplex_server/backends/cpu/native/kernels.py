@@ -192,14 +192,14 @@ class NativeKernels:
         )  # fmt: skip
         return y
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [..., features] -> weight * x / rms(x)"""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, narrows: bool = True) -> Tensor:
+        """x [..., features] -> (weight + offset) * x / rms(x). `narrows`: x / rms(x) is rounded to the dtype first."""
         rows = x.contiguous()
         y = torch.empty_like(rows)
         num_features = weight.shape[0]
         self._functions.lp_rms_norm(
             self._pool, DTYPES[x.dtype], rows.data_ptr(), weight.data_ptr(), rows.numel() // num_features,
-            num_features, eps, y.data_ptr(),
+            num_features, eps, offset, narrows, y.data_ptr(),
         )  # fmt: skip
         return y
 

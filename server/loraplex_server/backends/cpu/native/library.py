@@ -23,7 +23,7 @@ from loraplex_server.backends.cpu.native.build import (
 
 # --- prototypes -------------------------------------------------------------------------------------------------------
 
-ABI_VERSION: Final = 4  # kAbiVersion in src/version.cpp
+ABI_VERSION: Final = 5  # kAbiVersion in src/version.cpp
 
 
 class Prototype(NamedTuple):
@@ -160,8 +160,8 @@ _TYPES: Final[Mapping[str, Any]] = {
     **dict.fromkeys(("dtype", "is_int8", "num_threads", "num_rows", "num_heads", "num_kv_heads", "dim"), _INT),
     **dict.fromkeys(("k", "n", "stride", "x_stride", "y_stride", "num_outputs", "num_bytes", "num_tokens"), _LONG),
     **dict.fromkeys(("max_rank", "window", "chunk"), _LONG),
-    **dict.fromkeys(("scaling", "softcap", "eps"), _FLOAT),
-    **dict.fromkeys(("width", "is_activated"), _INT),
+    **dict.fromkeys(("scaling", "softcap", "eps", "offset"), _FLOAT),
+    **dict.fromkeys(("width", "is_activated", "narrows"), _INT),
     **dict.fromkeys(("channels", "num_pairs", "per_row", "num_experts"), _LONG),
     "name": ctypes.c_char_p,
     "table": _struct(Table),
@@ -204,7 +204,7 @@ KERNELS: Final[Mapping[str, Prototype]] = {
     "lp_attend_linearly": _function(None, "pool dtype linear pieces"),
     "lp_convolve": _function(None, "pool dtype x x_stride weight bias width channels is_activated states out pieces"),
     "lp_scan": _function(None, "pool x step a b c channels n states out pieces", step=_POINTER),
-    "lp_rms_norm": _function(None, "pool dtype x weight num_rows n eps y"),
+    "lp_rms_norm": _function(None, "pool dtype x weight num_rows n eps offset narrows y"),
     "lp_argmax": _function(None, "pool dtype x num_rows n best where"),
     "lp_guess": _function(None, "pool guesses head hidden scratch best where", scratch=_struct(GuessScratch)),
     "lp_stack_scratch_bytes": _function(_LONG, "stack num_tokens max_rank"),

@@ -194,13 +194,13 @@ LP_API void lp_attend(lp::Pool* pool, int dtype, const void* q, void* out, const
 }
 
 LP_API void lp_rms_norm(lp::Pool* pool, int dtype, const void* x, const void* weight, int num_rows, int64_t n, float eps,
-                        void* y) {
+                        float offset, int narrows, void* y) {
   const auto turn = pool->take_turn();
   const lp::Kernels& kernels = *lp::current_kernels();
   const DType type = DType(dtype);
   pool->run(lp::ceil_div(num_rows, 8), [&](int chunk, int) {
     for (int64_t row = chunk * 8; row < std::min(num_rows, (chunk + 1) * 8); row++)
-      kernels.rms_norm(type, lp::at(x, row * n, type), weight, n, eps, lp::at(y, row * n, type));
+      kernels.rms_norm(type, lp::at(x, row * n, type), weight, n, eps, offset, narrows != 0, lp::at(y, row * n, type));
   });
 }
 

@@ -124,8 +124,8 @@ struct Kernels {
   void (*expand)(DType, const void* h, int64_t h_stride, int m, const void* b, int rank, int num_outputs, bool adds,
                  float* c, int64_t c_stride);
 
-  // y[n] = weight * (x / rms(x)), rounded as the model's own code rounds.
-  void (*rms_norm)(DType, const void* x, const void* weight, int64_t n, float eps, void* y);
+  // y[n] = (weight + offset) * (x / rms(x)). `narrows`: x / rms(x) is rounded to the dtype first.
+  void (*rms_norm)(DType, const void* x, const void* weight, int64_t n, float eps, float offset, bool narrows, void* y);
   void (*rms_norm_f32)(DType, float* x, const void* weight, int64_t n, float eps);  // in place, of one head
   // x[dim] rotated by halves, in place.
   void (*rotate)(float* x, const float* cos, const float* sin, int dim);

@@ -130,7 +130,8 @@ class StackRun {
     pool_.run(ceil_div(step_.num_tokens, kNormRows), [&](int chunk, int) {
       const int end = std::min(step_.num_tokens, (chunk + 1) * kNormRows);
       for (int64_t row = chunk * kNormRows; row < end; row++)
-        kernels_.rms_norm(dtype_, at(step_.hidden, row * n, dtype_), weight, n, eps, at(scratch_.normed, row * n, dtype_));
+        kernels_.rms_norm(dtype_, at(step_.hidden, row * n, dtype_), weight, n, eps, 0.0f, true,
+                          at(scratch_.normed, row * n, dtype_));
     });
   }
 

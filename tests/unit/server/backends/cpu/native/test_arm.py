@@ -177,7 +177,7 @@ def test_attention_and_norms(
         program.call("lp_attend", dtype, q, out, *pages, *shape, sink, where)
     x, weight = program.put(floats(dice, dtype, 11, 90)), program.put(floats(dice, dtype, 90))
     y = program.put(zeros(dtype, 11, 90))
-    program.call("lp_rms_norm", dtype, x, weight, 11, 90, 1e-5, y)
+    program.call("lp_rms_norm", dtype, x, weight, 11, 90, 1e-5, 0.0, 1, y)
     values = floats(dice, dtype, 5, 333)
     values[2, 100] = np.float32(np.nan) if dtype == F32 else 0x7FC0
     best, place = program.put(np.zeros(5, np.float32)), program.put(np.zeros(5, np.int64))

@@ -19,7 +19,8 @@ static inline Floats rms_factor(Floats squares, int64_t n, float eps) {
 }
 
 template <class D>
-static void norm_row(const typename D::T* x, const typename D::T* weight, int64_t n, float eps, typename D::T* y) {
+static void norm_row(const typename D::T* x, const typename D::T* weight, int64_t n, float eps, float offset,
+                     bool narrows, typename D::T* y) {
   Floats squares = zeros();
   for (int64_t i = 0; i < n; i += 16) {
     Floats v = load(x + i, first((int)(n - i > 16 ? 16 : n - i)));
@@ -28,15 +29,17 @@ static void norm_row(const typename D::T* x, const typename D::T* weight, int64_
   const Floats factor = rms_factor(squares, n, eps);
   for (int64_t i = 0; i < n; i += 16) {
     Part part = first((int)(n - i > 16 ? 16 : n - i));
-    store(y + i, scaled<D>(load(x + i, part), factor, weight + i, part), part);
+    const Floats v = mul(load(x + i, part), factor);
+    store(y + i, mul(add(load(weight + i, part), all(offset)), narrows ? D::round(v) : v), part);
   }
 }
 
-static void rms_norm(DType dtype, const void* x, const void* weight, int64_t n, float eps, void* y) {
+static void rms_norm(DType dtype, const void* x, const void* weight, int64_t n, float eps, float offset, bool narrows,
+                     void* y) {
   if (dtype == DType::F32)
-    norm_row<F32>((const float*)x, (const float*)weight, n, eps, (float*)y);
+    norm_row<F32>((const float*)x, (const float*)weight, n, eps, offset, narrows, (float*)y);
   else
-    norm_row<BF16>((const bf16*)x, (const bf16*)weight, n, eps, (bf16*)y);
+    norm_row<BF16>((const bf16*)x, (const bf16*)weight, n, eps, offset, narrows, (bf16*)y);
 }
 
 template <class D>

@@ -1,0 +1,43 @@
+"""Native RMS norms in the place of a model's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.backends import ReferenceFused
+from support.native_kernels import native_kernels
+from support.native_models import native_model, native_rig
+
+from loraplex_server.backends.cpu.fused import NativeFused
+from loraplex_server.backends.fusion import FORMS, NormForm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS[:3])
+def test_norms_round_as_models_do(form: NormForm, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, 5, 3, 96).to(dtype).transpose(1, 2), torch.randn(96).to(dtype)
+    got = NativeFused(native_kernels()).rms_norm(x, weight, 1e-5, form)
+    want = ReferenceFused().rms_norm(x, weight, 1e-5, form)
+    tolerance = 1e-6 if dtype == torch.float32 else 2**-7  # where a sum's last bit tips a rounding
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    assert (got == want).float().mean() > 0.9 or dtype == torch.float32
+
+
+def test_others_stay() -> None:
+    ops = NativeFused(native_kernels())
+    with pytest.raises(TypeError, match="float64"):
+        ops.rms_norm(torch.randn(2, 8).double(), torch.randn(8).double(), 1e-5, FORMS[0])
+    with pytest.raises(TypeError, match="form"):
+        ops.rms_norm(torch.randn(2, 8), torch.randn(8), 1e-5, NormForm(1.0, True))
+
+
+@pytest.mark.parametrize(("family", "num_norms"), [("gemma2", 9), ("qwen3_5", 6), ("llama", 0)])
+def test_models_take_them_where_no_stack_has_its_own(family: str, num_norms: int) -> None:
+    loaded = native_rig(native_model(family), native_kernels()).loaded
+    found = [
+        path
+        for path, module in loaded.model.named_modules()
+        if "norm" in path.rpartition(".")[2] and "forward" in vars(module)
+    ]
+    assert len(found) >= num_norms if num_norms else not found
