@@ -99,14 +99,17 @@ class NativeExperts:
     """Implements ExpertProducts, with a packed copy of the weights. A row's result does not depend on how many rows
     there are, nor on where they go."""
 
-    __slots__ = ("_kernels", "_num_outputs", "_packed")
+    __slots__ = ("_kernels", "_num_experts", "_num_outputs", "_packed")
 
     def __init__(self, kernels: NativeKernels, weight: Tensor) -> None:
         self._kernels = kernels
-        self._num_outputs = weight.shape[1]
+        self._num_experts, self._num_outputs, _ = weight.shape
         self._packed = kernels.pack_experts(weight)
 
     def __call__(self, x: Tensor, experts: Tensor) -> Tensor:
+        least, most = experts.aminmax()
+        if int(least) < 0 or int(most) >= self._num_experts:  # a router's own matter, and an address here
+            raise IndexError(f"a router chose an expert that is none of {self._num_experts}")
         return self._kernels.experts(x, experts, self._packed, self._num_outputs)
 
 

@@ -55,6 +55,13 @@ def test_a_row_has_the_same_bits_in_any_company(kernels: NativeKernels, dtype: t
     assert torch.equal(flat, together.flatten(0, 1))
 
 
+@pytest.mark.parametrize("expert", [-1, NUM_EXPERTS])
+def test_an_expert_that_is_not_there_is_refused(expert: int) -> None:
+    products = NativeExperts(native_kernels(), torch.randn(NUM_EXPERTS, 8, 16))
+    with pytest.raises(IndexError, match="none of 7"):
+        products(torch.randn(2, 16), torch.tensor([[0, 1], [2, expert]]))
+
+
 def test_weights_of_odd_sizes_are_not_taken() -> None:
     make = native_experts(native_kernels())
     assert make(torch.randn(2, 8, 24, dtype=torch.bfloat16)) is None
