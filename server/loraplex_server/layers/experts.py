@@ -269,9 +269,10 @@ class ScaledExperts(AdaptedExperts):
         keys, order = (pairs // num_rows * num_uses + uses.by_row[pairs % num_rows]).sort(stable=True)
         pairs = pairs[order]
         groups = list(_groups(keys, num_uses))
-        gate, up = self._linear(UP, hidden_states.index_select(0, pairs), groups, uses).chunk(2, dim=-1)
+        experts = keys.div(num_uses, rounding_mode="floor").unsqueeze(1)  # [pairs, 1]
+        gate, up = self._linear(UP, hidden_states.index_select(0, pairs), experts, groups, uses).chunk(2, dim=-1)
         inner = up * cast(Any, self.base).act_fn(gate)
-        y = self._linear(DOWN, inner, groups, uses)
+        y = self._linear(DOWN, inner, experts, groups, uses)
         return torch.zeros_like(hidden_states).index_copy_(0, pairs, y)
 
 
