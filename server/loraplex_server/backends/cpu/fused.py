@@ -1,4 +1,4 @@
-"""RMS norms by the native CPU kernels, in the place of a model's own where proven."""
+"""RMS norms by native CPU kernels, where proven equal to a model's own."""
 
 from __future__ import annotations
 
