@@ -19,7 +19,7 @@ import loraplex_proto
 from loraplex.cli import terminal
 from loraplex.cli.options import JsonOption
 
-# Extra -> distribution -> module, as pyproject.toml has them (a test compares).
+# Extra -> distribution -> module, as the distributions in packages/ have them (a test compares).
 EXTRAS: Final[dict[str, dict[str, str]]] = {
     "router": {
         "grpcio": "grpc",
@@ -31,6 +31,7 @@ EXTRAS: Final[dict[str, dict[str, str]]] = {
         "uvicorn": "uvicorn",
     },
     "server": {
+        "loraplex-server": "loraplex_server",
         "google-re2": "re2",
         "huggingface-hub": "huggingface_hub",
         "jinja2": "jinja2",
@@ -42,6 +43,7 @@ EXTRAS: Final[dict[str, dict[str, str]]] = {
         "torch": "torch",
         "transformers": "transformers",
     },
+    "demo": {"loraplex-demo": "loraplex_demo"},
 }
 PACKAGES: Final = ("grpcio", "protobuf", "torch", "transformers", "peft", "safetensors", "tokenizers", "triton")
 

@@ -1,4 +1,4 @@
-"""Command `loraplex`: finds its subcommands by their entry points.
+"""Command `loraplex`: finds its subcommands, those of other packages by entry points.
 
 Exit codes: 0; 1 with one sentence on stderr; 2 for a request that can never succeed; 130 for Ctrl-C. Only the called
 command is imported, so that `loraplex --help` answers at once and needs no extra.
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from typing import Annotated, Any, Final
 
 import typer
@@ -40,8 +41,7 @@ class Known:
 # Errors of the user's disk, possible wherever a file is written.
 _STORAGE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 
-# In the order of the help. pyproject.toml declares the same entry points (a test compares). This table gives them their
-# line in the help and replaces them in a source tree that is not installed.
+# In the order of the help. All are listed, whichever of Loraplex's distributions are installed.
 KNOWN: Final[dict[str, Known]] = {
     "serve": Known("loraplex_server.cli.serve:serve", "Serve a model on this machine: a router and its workers."),
     "generate": Known("loraplex.cli.generate:generate", "Send a prompt to a server and print what it writes."),
@@ -62,11 +62,19 @@ KNOWN: Final[dict[str, Known]] = {
     "http": Known("loraplex_router.cli:http", "Serve HTTP in a process of its own, in front of a server that runs."),
 }
 
+# Package -> the distribution that brings it, where that is another one than `loraplex`.
+DISTRIBUTIONS: Final[dict[str, str]] = {
+    "loraplex_adapters": "loraplex-server",
+    "loraplex_server": "loraplex-server",
+    "loraplex_training": "loraplex-server",
+    "loraplex_demo": "loraplex-demo",
+}
+
 # Package of a command -> the extra with its dependencies.
 EXTRAS: Final[dict[str, str]] = {
     "loraplex_server": "server",
     "loraplex_training": "server",
-    "loraplex_demo": "server",
+    "loraplex_demo": "demo",
     "loraplex_router": "router",
     "loraplex_fleet": "ray",
 }
@@ -154,7 +162,11 @@ def _listed_only() -> None:
 
 def _summary(entry: EntryPoint) -> str:
     known = KNOWN.get(entry.name)
-    return known.summary if known is not None else f"From {entry.module}."
+    if known is None:
+        return f"From {entry.module}."
+    package = entry.module.partition(".")[0]
+    is_here = package not in DISTRIBUTIONS or find_spec(package) is not None
+    return known.summary if is_here else f"{known.summary} Needs {DISTRIBUTIONS[package]}."
 
 
 def _storage(error: OSError) -> str:
@@ -163,6 +175,9 @@ def _storage(error: OSError) -> str:
 
 
 def _missing(entry: EntryPoint, module: str) -> str:
+    if module in DISTRIBUTIONS:
+        name = DISTRIBUTIONS[module]
+        return f"`loraplex {entry.name}` needs {name}, which is not installed; get it with: pip install {name}"
     if module.startswith("loraplex"):
         return f"`loraplex {entry.name}` is not part of this installation: {module} is missing"
     package, module = entry.module.partition(".")[0], module.partition(".")[0]

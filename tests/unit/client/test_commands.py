@@ -461,7 +461,7 @@ def test_doctor(capsys: Capture) -> None:
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["packages"]["grpcio"]
-    assert report["missing"] == {"router": [], "server": []}
+    assert report["missing"] == {"router": [], "server": [], "demo": []}
     assert report["devices"][0]["name"] == "cpu"
     assert report["devices"][0]["usable"]
     (native,) = report["cpu_kernels"]

@@ -24,16 +24,17 @@ ROOT = Path(__file__).resolve().parents[3]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def test_the_table_is_pyprojects() -> None:
-    declared = PYPROJECT["project"]["entry-points"]["loraplex.commands"]
-    assert {name: known.target for name, known in KNOWN.items()} == declared
-    assert {name: one.value for name, one in find_commands().items()} == declared
+def test_every_command_of_the_table_exists() -> None:
+    for name, known in KNOWN.items():
+        assert callable(EntryPoint(name, known.target, main.GROUP).load()), name
 
 
 @pytest.mark.parametrize("extra", doctor.EXTRAS)
 def test_the_extras_are_pyprojects(extra: str) -> None:
     wanted = {one.partition(">")[0].strip() for one in PYPROJECT["project"]["optional-dependencies"][extra]}
-    assert {name for name in wanted if not name.startswith("loraplex[")} == set(doctor.EXTRAS[extra])
+    own = set(main.DISTRIBUTIONS.values())
+    assert {name for name in wanted if not name.startswith("loraplex[")} == set(doctor.EXTRAS[extra]) - own
+    assert (extra == "router") != bool(own & set(doctor.EXTRAS[extra]))
 
 
 def test_help_lists_every_command_and_imports_none() -> None:
@@ -107,9 +108,13 @@ def test_other_packages_may_add_commands(extra_command: ModuleType, capsys: pyte
     [
         ("loraplex_server.cli.x", "torch", "pip install 'loraplex[server]'"),
         ("loraplex_router.x", "grpc_health.v1", "pip install 'loraplex[router]'"),
-        ("loraplex_demo.cli", "torch", "pip install 'loraplex[server]'"),
+        ("loraplex_demo.cli", "torch", "pip install 'loraplex[demo]'"),
         ("loraplex_training.cli", "torch", "pip install 'loraplex[server]'"),
         ("loraplex.cli.x", "safetensors", "pip install 'loraplex[server]'"),
+        ("loraplex_server.cli.x", "loraplex_server", "needs loraplex-server, which is not installed; get it with: pip"),
+        ("loraplex.cli.doctor", "loraplex_server", "pip install loraplex-server"),
+        ("loraplex_training.cli", "loraplex_training", "pip install loraplex-server"),
+        ("loraplex_demo.cli", "loraplex_demo", "pip install loraplex-demo"),
         ("loraplex_server.cli.x", "loraplex_router", "not part of this installation"),
         ("somebody.elses", "numpy", "needs the Python package numpy"),
     ],
@@ -143,6 +148,19 @@ def test_a_missing_extra_is_a_sentence(
     assert captured.err.startswith("error: ")
     assert expected in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_help_names_the_distribution_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    here = CliRunner().invoke(build_app(find_commands(), None), ["--help"]).output
+    assert "Needs loraplex" not in here
+    monkeypatch.setattr(main, "find_spec", lambda package: None)
+    lines = CliRunner().invoke(build_app(find_commands(), None), ["--help"]).output.splitlines()
+    for name, known in KNOWN.items():
+        (line,) = [line for line in lines if f"│ {name} " in line]
+        distribution = main.DISTRIBUTIONS.get(known.target.partition(".")[0])
+        assert (f"{known.summary} Needs {distribution}." in line) == (distribution is not None)
+        assert known.summary in line
 
 
 def test_no_torch_no_traceback() -> None:

@@ -99,11 +99,16 @@ class _Object:
 
 def this_machine() -> Machine:
     """Raises CannotBuild for an architecture that has no kernels."""
-    key = (sys.platform, platform.machine())
-    if key not in MACHINES:
+    return machine_of(f"{sys.platform}-{platform.machine()}")
+
+
+def machine_of(name: str) -> Machine:
+    """Of a platform as sysconfig names it: linux-x86_64. Raises CannotBuild for one that has no kernels."""
+    system, _, architecture = name.partition("-")
+    if (system, architecture) not in MACHINES:
         known = ", ".join(" ".join(one) for one in MACHINES)
-        raise CannotBuild(f"there are native kernels for {known} only, and this is {' '.join(key)}")
-    return MACHINES[key]
+        raise CannotBuild(f"there are native kernels for {known} only, and this is {system} {architecture}")
+    return MACHINES[system, architecture]
 
 
 def find_compiler(

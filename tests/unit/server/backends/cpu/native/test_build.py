@@ -128,6 +128,15 @@ def test_a_library_in_use_is_replaced_not_written_over(compiler: Compiler, sourc
 # --- machines that cannot ---------------------------------------------------------------------------------------------
 
 
+def test_machines_by_their_platforms() -> None:
+    """As sysconfig names them, which says for what a wheel is built."""
+    assert set(build.machine_of("linux-x86_64").variants) == {"avx2", "avx512", "avx512bf16", "amx"}
+    assert set(build.machine_of("linux-aarch64").variants) == {"neon"}
+    for name in ("linux-riscv64", "macosx-11.0-arm64", "win32"):
+        with pytest.raises(CannotBuild, match="there are native kernels for linux x86_64, linux aarch64 only"):
+            build.machine_of(name)
+
+
 def test_no_compiler(tmp_path: Path) -> None:
     with pytest.raises(CannotBuild, match=r"no C\+\+ compiler \(g\+\+ or clang\+\+\)"):
         find_compiler((), search=str(tmp_path))

@@ -16,28 +16,33 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class NativeKernelsHook(BuildHookInterface[Any]):
-    """Editable: the library lies among the sources. Wheel: only in the wheel, whose name then says the platform."""
+    """Editable: the library lies among the sources. Wheel: only in the wheel, whose name then says the platform.
+
+    The platform is sysconfig's, which a build for another machine names in _PYTHON_HOST_PLATFORM: linux-aarch64."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        server = (Path(self.root) / "server").resolve()
         # The package is not installed where wheels are built.
-        sys.path.insert(0, str(Path(self.root) / "server"))
+        sys.path.insert(0, str(server))
         try:
             from loraplex_server.backends.cpu.native import build
         finally:
             del sys.path[0]
+        platform = sysconfig.get_platform()
         self._scratch = tempfile.TemporaryDirectory()  # until the wheel is written
         target = build.LIBRARY if version == "editable" else Path(self._scratch.name) / build.LIBRARY.name
         try:
             if version != "editable" or build.built_from(target) != build.source_hash():
                 # A checkout may have compiled it already (make native).
-                objects = Path(self.root) / "build" / "native"
-                build.build(target, objects=objects if objects.is_dir() else None)
+                objects = server.parent / "build" / "native"
+                compiler = build.find_compiler(machine=build.machine_of(platform))
+                build.build(target, compiler=compiler, objects=objects if objects.is_dir() else None)
         except build.BuildError as error:
             self.app.display_warning(f"native CPU kernels not built, torch does their work: {error}")
             return
         if version != "editable":
             build_data["pure_python"] = False
-            build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+            build_data["tag"] = f"py3-none-{platform.replace('-', '_').replace('.', '_')}"
             build_data["force_include"][str(target)] = f"loraplex_server/backends/cpu/native/{target.name}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
