@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from statistics import median
 
 import pytest
@@ -15,15 +18,24 @@ from support.world import TinyWorld
 from loraplex import AsyncClient, DeadlineExceeded, LoraplexError, ResourceExhausted
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-NUM_LONG = 200
+NUM_LONG, LONG_TOKENS = 200, 2000  # seconds each on any machine: the engine gives turns of half a second
 
 
 @pytest.fixture(scope="module")
-def router(tiny_world: TinyWorld) -> Iterator[Running]:
+def model(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, with room for long texts."""
+    copy = shutil.copytree(tiny_world.model, tmp_path_factory.mktemp("overload") / "model")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2 * LONG_TOKENS}))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def router(model: Path, tiny_world: TinyWorld) -> Iterator[Running]:
     """In front of one worker with few rows."""
     worker = (
-        "worker", str(tiny_world.model), "--adapters", str(tiny_world.adapters), "--port", "0", "--dtype", "float64",
-        "--threads", "1", "--drain", "0", "--max-running", "4", "--max-queue-wait", "600",
+        "worker", str(model), "--adapters", str(tiny_world.adapters), "--port", "0", "--dtype", "float64",
+        "--threads", "1", "--drain", "0", "--max-running", "4", "--max-queue-wait", "3600",
     )  # fmt: skip
     with together(worker) as (running,), loraplex("router", "--port", "0", "--worker", running.address) as router:
         yield router
@@ -73,7 +85,7 @@ async def test_a_short_request_behind_long_streams(router: Running, stopwatch: S
     async with AsyncClient(router.address) as client:
         expected = (await client.generate("hello", max_tokens=4)).text
         long = [
-            asyncio.create_task(client.generate(f"{number}", max_tokens=450, ignore_eos=True, timeout_s=None))
+            asyncio.create_task(client.generate(f"{number}", max_tokens=LONG_TOKENS, ignore_eos=True, timeout_s=None))
             for number in range(NUM_LONG)
         ]
         await asyncio.sleep(2)
