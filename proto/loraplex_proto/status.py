@@ -283,7 +283,7 @@ _OWN_DOING: Final = re.compile(r"[Ll]ocally cancelled|[Cc]hannel (is )?closed")
 
 
 def from_transport(code: Code, words: str) -> LoraplexError | None:
-    """What gRPC itself says when a call fails outside of the handlers; None where it does not say such a thing."""
+    """The error of a call that gRPC itself ended, outside of the handlers; None where `words` are not gRPC's."""
     match code:
         case Code.RESOURCE_EXHAUSTED:
             return _too_large(words)

@@ -23,7 +23,7 @@ from loraplex_runtime.shutdown import Ending
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """What runs."""
+    """Addresses and ports of the processes that were started."""
 
     address: str
     http_address: str | None

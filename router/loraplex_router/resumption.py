@@ -47,7 +47,8 @@ class Resumption:
         self._num_chars_seen.clear()
 
     def rest_of(self, message: bytes) -> bytes:
-        """What the client lacks of a message, empty where it has it all. Raises WorkerLost for another answer."""
+        """Returns the part of a message that the client lacks; empty where it has all. Raises WorkerLost for another
+        answer."""
         chunk = inference_pb2.GenerateStreamResponse.FromString(message)
         self._take_first(chunk)
         self._take_tokens(chunk)

@@ -173,7 +173,7 @@ class Merging:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the adapter is, or each one of --adapters: the caller's own access to it."""
+    """The place that the adapter, or each one of --adapters, is fetched from, with the caller's own access."""
 
     on_hub: bool = option(False, "The adapter is the repository ORG/NAME on the Hub.", "--hub")
     revision: str | None = option(None, "Of that repository: a branch, a tag or a commit. Implies --hub.", "--revision")

@@ -58,7 +58,8 @@ NO_HTTP = Http()
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What runs. The router's port for metrics comes first, then each worker's; none at all where they are off."""
+    """Addresses and ports of what was started. The router's port for metrics comes first, then each worker's; none at
+    all where they are off."""
 
     address: str
     metrics_ports: list[int]

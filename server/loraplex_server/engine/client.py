@@ -138,7 +138,7 @@ READ_BYTES: Final = 1 << 20
 
 @dataclass
 class EngineState:
-    """What the engine last said of itself."""
+    """The engine's last report."""
 
     load: Load
     usage: CacheUsage | None = None

@@ -1,9 +1,9 @@
 """Experts and routers of a mixture of experts, with adapter terms.
 
-Transformers' own module computes every step in which no row has terms of its experts, or the products of a back end
-do, which then has the only copy of the weights. In steps with terms the pairs of a row
-and one of its experts are sorted by expert, and within it by adapter: a base product is one range of pairs for each
-expert, and a term x @ A.T @ B.T one range for each expert and adapter. What was not chosen costs nothing.
+Transformers' own module computes every step in which no row has terms of its experts; where a back end has products of
+its own, these do, and have the only copy of the weights. In steps with terms the pairs of a row and one of its experts
+are sorted by expert, and within it by adapter: a base product is one range of pairs for each expert, and a term
+x @ A.T @ B.T one range for each expert and adapter. What was not chosen costs nothing.
 
 A router may do anything with the product of its input and its weight. Its own code runs, and is given the product with
 the adapters' terms in it.
