@@ -9,10 +9,12 @@ import asyncio
 import contextlib
 import json
 import os
+import queue
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,6 +69,16 @@ class Child:
             stderr=subprocess.STDOUT if merged else self._log,
             text=True,
         )
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()  # "" is the end
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        """All the time: a child that fills the pipe with its log would else stand still."""
+        assert self.process.stdout is not None
+        with contextlib.suppress(ValueError):  # closed
+            for line in self.process.stdout:
+                self._lines.put(line)
+        self._lines.put("")
 
     def say(self, line: str) -> None:
         assert self.process.stdin is not None
@@ -76,8 +88,7 @@ class Child:
 
     def hear(self) -> str:
         """The next line. Ends this program with the child's last words where there is none."""
-        assert self.process.stdout is not None
-        if line := self.process.stdout.readline():
+        if line := self._lines.get():
             return line
         self.process.wait(QUIT_S)
         self._log.seek(0)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TextIO
 from urllib.parse import parse_qs
 
 from loraplex_contracts.errors import QUOTAS, FailedPrecondition, InvalidArgument
+from loraplex_runtime.log_handler import UnblockedHandler
 from loraplex_runtime.request_record import RequestRecord
 from loraplex_runtime.request_record import log as request_log
 from loraplex_runtime.usage import UsageCollector
@@ -102,12 +103,19 @@ def setup_logging(
         raise InvalidArgument(f"--log-level takes {', '.join(LEVELS)}, not {level!a}", field="--log-level")
     if style not in ("plain", "json"):
         raise InvalidArgument(f"--log-format takes plain or json, not {style!a}", field="--log-format")
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = _handler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if style == "json" else PlainFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(LEVELS[level])
     request_log.setLevel(logging.NOTSET if requests else logging.CRITICAL)
+
+
+def _handler(stream: TextIO) -> logging.Handler:
+    try:
+        return UnblockedHandler(stream.fileno())
+    except (AttributeError, OSError, ValueError):  # no descriptor: closed, or text in memory
+        return logging.StreamHandler(stream)
 
 
 # --- metrics --------------------------------------------------------------------------------------------------------

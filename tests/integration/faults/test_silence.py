@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import grpc
 from support.fake_workers import Chunk, FakeWorker, Generate, chunks, router_for, until
 from support.faults import Stopwatch, fault
+from support.fleet import free_port
 from support.tcp_proxy import tcp_proxy
 
 from loraplex_contracts.errors import LoraplexError, WorkerLost
@@ -184,3 +186,31 @@ async def test_a_pause_of_the_router_is_not_its_workers_silence(stopwatch: Stopw
         stopwatch.stop()
         assert router.replicas.num_routable == 1
     await worker.stop()
+
+
+@fault("reader of a router's log frozen: its pipe is full", clients_see="nothing", within_s=10)
+async def test_a_log_that_nobody_reads(stopwatch: Stopwatch) -> None:
+    num_requests = 100
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)  # the lines of a few requests
+    worker = await FakeWorker("w").start()
+    port = free_port()
+    command = [sys.executable, "-m", "loraplex", "router", "--worker", worker.address, "--port", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=writer)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.unary_unary(UNARY)
+            await call(Generate(text="x").SerializeToString(), wait_for_ready=True, timeout=60)
+            stopwatch.start()
+            for _ in range(num_requests):
+                await call(Generate(text="x").SerializeToString(), timeout=5)
+            stopwatch.stop()
+        await asyncio.to_thread(os.read, reader, 4096)  # it was full of lines
+        process.terminate()
+        assert await asyncio.to_thread(process.wait, 30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(reader)
+        os.close(writer)
+        await worker.stop()
