@@ -8,6 +8,7 @@ import logging
 import signal
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from loraplex_contracts.errors import FailedPrecondition, LoraplexError
@@ -67,7 +68,7 @@ class Children:
 
         Raises the error that a child reported."""
         for number in range(self._num_children):
-            starting = asyncio.ensure_future(self._start_one(number, self._spec.port))
+            starting = asyncio.ensure_future(self._start_one(number, self._spec.port, self._on_progress))
             stopping = asyncio.ensure_future(stop.wait())
             try:
                 await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -130,7 +131,7 @@ class Children:
             log.error("%s ended with status %s; starting it again in %.0f s", self._name(index), code, delay_s)
             await asyncio.sleep(delay_s)
             try:
-                self._children[index] = await self._start_one(index, port)
+                self._children[index] = await self._start_one(index, port, partial(log.info, "%s"))
                 num_failures = 0
             except LoraplexError as error:
                 num_failures += 1
@@ -139,7 +140,9 @@ class Children:
                 num_failures += 1
                 log.exception("%s does not start", self._name(index))
 
-    async def _start_one(self, number: int, port: int) -> _Child:
+    async def _start_one(self, number: int, port: int, on_progress: Callable[[str], None]) -> _Child:
+        """Progress of a child that is started again goes to the log: a print would wait for its reader, and what else
+        runs in this process with it."""
         first = self._spec.metrics_port
         metrics = () if first is None else ("--metrics-port", str(first and first + number))
         several = self._num_children > 1
@@ -161,7 +164,7 @@ class Children:
         assert process.stdout is not None
         lines = _lines(process.stdout)
         try:
-            ready = await self._until_ready(process, lines, prefix)
+            ready = await self._until_ready(process, lines, prefix, on_progress)
         except Exception:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -176,14 +179,18 @@ class Children:
         return f"{self._spec.what} {number}"
 
     async def _until_ready(
-        self, process: asyncio.subprocess.Process, lines: AsyncGenerator[bytes], prefix: str
+        self,
+        process: asyncio.subprocess.Process,
+        lines: AsyncGenerator[bytes],
+        prefix: str,
+        on_progress: Callable[[str], None],
     ) -> dict[str, Any]:
         """The child's report that it is ready. Raises the error that it reports instead."""
         async for line in lines:
             message = report_of(line)
             match message.get("event"):
                 case "progress":
-                    self._on_progress(prefix + message["text"])
+                    on_progress(prefix + message["text"])
                 case "ready":
                     return message
                 case "failed":
