@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import IO, Any, Final
 
 from loraplex_contracts.errors import Cancelled, FailedPrecondition, LoraplexError
+from loraplex_runtime.config import child_environment
 from loraplex_runtime.reports import failure_of, report_of
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
+                env=child_environment(),
                 # Signals to this process's group are for this process, which then tells the child.
                 start_new_session=True,
             )

@@ -12,7 +12,8 @@ import typer
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_router.config import HttpServerConfig, RouterConfig, quieten_grpc
-from loraplex_runtime.flags import with_flags
+from loraplex_runtime.config import with_settings
+from loraplex_runtime.flags import LOGS, STARTING, with_flags
 from loraplex_runtime.shutdown import END, end_with_supervisor, orphan_drain_s, unread_output_is_lost
 
 if TYPE_CHECKING:
@@ -20,12 +21,21 @@ if TYPE_CHECKING:
     from loraplex_router.server import Router
 
 
+@with_settings("router")
 @with_flags
 def router(
     config: RouterConfig,
-    json: Annotated[bool, typer.Option("--json", help="Report as JSON lines when it is ready, or why not.")] = False,
+    json: Annotated[
+        bool,
+        typer.Option("--json", help="Report as JSON lines when it is ready, or why not.", rich_help_panel=LOGS),
+    ] = False,
     supervised: Annotated[
-        bool, typer.Option("--supervised", help="End when standard input closes, as it does when a supervisor dies.")
+        bool,
+        typer.Option(
+            "--supervised",
+            help="End when standard input closes, as it does when a supervisor dies.",
+            rich_help_panel=STARTING,
+        ),
     ] = False,
     on_orphan: Annotated[
         str,
@@ -33,6 +43,7 @@ def router(
             "--on-orphan",
             metavar="end|drain=SECONDS",
             help="With --supervised, what running requests get when standard input closes: nothing, or SECONDS to end.",
+            rich_help_panel=STARTING,
         ),
     ] = END,
     processes: Annotated[
@@ -64,6 +75,7 @@ def router(
         sys.exit(error.exit_code)
 
 
+@with_settings("http")
 @with_flags
 def http(config: HttpServerConfig) -> None:
     """Serve HTTP in front of a server that runs: OpenAI's, LoRAX's and TGI's routes in a process of their own.

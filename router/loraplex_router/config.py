@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_router.membership import is_address, open_membership, parse_members
-from loraplex_runtime.flags import option
+from loraplex_runtime.flags import HTTP, LOGS, NETWORK, STARTING, option
+
+# Panels of the help. Options without one are those that matter first.
+_spread = partial(option, panel="Spreading requests")
+_network = partial(option, panel=NETWORK)
+_http = partial(option, panel=HTTP)
+_logs = partial(option, panel=LOGS)
+_ending = partial(option, panel=STARTING)
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
     """How requests are spread over workers (policy.py)."""
 
-    num_homes: int = option(2, "Workers that share an adapter while it is not in great demand.", "--homes")
+    num_homes: int = _spread(2, "Workers that share an adapter while it is not in great demand.", "--homes")
     # A worker with more than this times the mean work is passed over.
     load_factor: float = 1.25
     # Work below this never makes a worker count as busy: an idle cluster keeps every adapter at its first home.
@@ -56,11 +64,11 @@ class WatchConfig:
 class ServerOptions:
     """gRPC settings of the router's own port, and of its connections to workers."""
 
-    max_message_bytes: int = option(4 << 20, "Largest request that is accepted.", "--max-message", is_bytes=True)
+    max_message_bytes: int = _network(4 << 20, "Largest request that is accepted.", "--max-message", is_bytes=True)
     # Of workers. May be larger: logprobs of a long prompt.
     max_answer_bytes: int = 64 << 20
     # Off: a second router on a taken port must fail, not steal half the clients.
-    reuse_port: bool = option(False, "Let several routers share the port (SO_REUSEPORT).", "--reuse-port")
+    reuse_port: bool = _network(False, "Let several routers share the port (SO_REUSEPORT).", "--reuse-port")
 
     def __post_init__(self) -> None:
         _check(self.max_message_bytes >= 1024, "--max-message", "must be at least 1024 bytes")
@@ -70,28 +78,28 @@ class ServerOptions:
 class HttpOptions:
     """Rights of clients of the HTTP port, and names that it takes."""
 
-    base_aliases: bool = option(
+    base_aliases: bool = _http(
         True,
         "Take the models '', 'tgi' and 'dummy' for the base model where no adapter has that name.",
         "--base-aliases",
     )
-    strict: bool = option(False, "Refuse HTTP requests with unknown fields.", "--strict-requests")
-    allowed_hosts: tuple[str, ...] = option(
+    strict: bool = _http(False, "Refuse HTTP requests with unknown fields.", "--strict-requests")
+    allowed_hosts: tuple[str, ...] = _http(
         (),
         "Host name that HTTP requests may be sent to; repeat it for more, '*' for any. Default: localhost and "
         "addresses where the port is open to this machine only, else any.",
         "--allowed-host",
     )
-    admin: bool = option(False, "Load and unload adapters over HTTP without --auth-file, too.", "--http-admin")
-    shows_metrics: bool = option(True, "Serve /metrics on the HTTP port; it shows adapters' names.", "--http-metrics")
-    metrics_names: Literal["loraplex", "vllm"] = option(
+    admin: bool = _http(False, "Load and unload adapters over HTTP without --auth-file, too.", "--http-admin")
+    shows_metrics: bool = _http(True, "Serve /metrics on the HTTP port; it shows adapters' names.", "--http-metrics")
+    metrics_names: Literal["loraplex", "vllm"] = _http(
         "loraplex", "vllm: give the gauges that endpoint pickers read under vLLM's names, too.", "--metrics-names"
     )
-    reasoning_content: bool = option(
+    reasoning_content: bool = _http(
         False, "Call the reasoning in chats' answers reasoning_content, too.", "--reasoning-content"
     )
     # That of the workers, whose folders requests to load an adapter may name.
-    adapter_root: Path | None = option(
+    adapter_root: Path | None = _http(
         None, "The workers' --adapters: lora_path may be an absolute path in it alone.", "--adapter-root"
     )
 
@@ -107,7 +115,7 @@ class HttpOptions:
 class ServerFlags:
     """Flags of `loraplex router` and of `loraplex http`."""
 
-    served_model_names: tuple[str, ...] = option(
+    served_model_names: tuple[str, ...] = _http(
         (),
         "Name of the base model over HTTP; repeat it for more, the first one is listed. Default: the model's id.",
         "--served-model-name",
@@ -115,23 +123,23 @@ class ServerFlags:
     auth_file: Path | None = option(
         None, "Credentials (JSON or TOML). Default: everybody may do everything.", "--auth-file"
     )
-    quota_share: float = option(
+    quota_share: float = _network(
         1.0,
         "Share of each tenant's quotas in --auth-file that this server gives: 0.5 where two servers share the load.",
         "--quota-share",
     )
-    tls_cert: Path | None = option(None, "TLS certificate chain (PEM).", "--tls-cert")
-    tls_key: Path | None = option(None, "TLS key (PEM).", "--tls-key")
-    max_in_flight: int = option(
+    tls_cert: Path | None = _network(None, "TLS certificate chain (PEM).", "--tls-cert")
+    tls_key: Path | None = _network(None, "TLS key (PEM).", "--tls-key")
+    max_in_flight: int = _spread(
         8192,
         "Requests that are relayed at the same time; more are refused with a hint when to retry.",
         "--max-in-flight",
     )
-    drain_s: float = option(30.0, "Seconds that running requests get to end on shutdown.", "--drain")
-    log_level: str = option("info", "debug, info, warning or error.", "--log-level")
-    log_format: Literal["plain", "json"] = option("plain", "plain or json, an object a line.", "--log-format")
-    request_log: bool = option(True, "Log a line for each request that ends.", "--request-log")
-    otlp_traces_endpoint: str | None = option(
+    drain_s: float = _ending(30.0, "Seconds that running requests get to end on shutdown.", "--drain")
+    log_level: str = _logs("info", "debug, info, warning or error.", "--log-level")
+    log_format: Literal["plain", "json"] = _logs("plain", "plain or json, an object a line.", "--log-format")
+    request_log: bool = _logs(True, "Log a line for each request that ends.", "--request-log")
+    otlp_traces_endpoint: str | None = _logs(
         None,
         "Send traces of requests to this OpenTelemetry collector, such as http://HOST:4318 (OTLP over HTTP). Default: "
         "off.",
@@ -158,29 +166,29 @@ class RouterConfig(ServerFlags):
     )
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", "--host")
     port: int = option(50051, "Port to listen on; 0 takes a free one.", "--port")
-    metrics_port: int | None = option(
+    metrics_port: int | None = _logs(
         None, "Serve Prometheus metrics on this port; 0 takes a free one. Default: off.", "--metrics-port"
     )
-    metrics_host: str | None = option(None, "Address to serve metrics on. Default: that of --host.", "--metrics-host")
+    metrics_host: str | None = _logs(None, "Address to serve metrics on. Default: that of --host.", "--metrics-host")
     http_port: int | None = option(
         None, "Serve OpenAI's HTTP routes on this port; 0 takes a free one. Default: off.", "--http-port"
     )
-    http_host: str | None = option(None, "Address to serve HTTP on. Default: that of --host.", "--http-host")
-    worker_token_file: Path | None = option(
+    http_host: str | None = _http(None, "Address to serve HTTP on. Default: that of --host.", "--http-host")
+    worker_token_file: Path | None = _network(
         None, "The token (role router) that this router shows its workers.", "--worker-token-file"
     )
     # The same, from a caller that has it in memory.
     worker_token: str = field(default="", repr=False)
-    worker_ca: Path | None = option(None, "Connect to workers with TLS; their certificates' CA (PEM).", "--worker-ca")
+    worker_ca: Path | None = _network(None, "Connect to workers with TLS; their certificates' CA (PEM).", "--worker-ca")
     # A request that went down with this many workers is given up: it may be what kills them.
     max_lost_workers: int = 2
-    resume: bool = option(
+    resume: bool = _spread(
         False,
         "When a worker is lost, have another one repeat its streams and go on where they ended, as far as the same "
         "adapter gives the same tokens.",
         "--resume",
     )
-    announce_s: float = option(
+    announce_s: float = _ending(
         2.0, "On SIGTERM or SIGHUP, seconds of NOT_SERVING before requests are refused.", "--announce"
     )
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -224,10 +232,12 @@ class HttpServerConfig(ServerFlags):
     server: str = option("", "The server's host:port (`loraplex serve`, a router or a worker).", "--server")
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", "--host")
     port: int = option(8000, "Port to listen on; 0 takes a free one.", "--port")
-    server_token_file: Path | None = option(
+    server_token_file: Path | None = _network(
         None, "The token (role router) that is shown to the server.", "--server-token-file"
     )
-    server_ca: Path | None = option(None, "Connect with TLS; the CA of the server's certificate (PEM).", "--server-ca")
+    server_ca: Path | None = _network(
+        None, "Connect with TLS; the CA of the server's certificate (PEM).", "--server-ca"
+    )
 
     def __post_init__(self) -> None:
         _check(is_address(self.server), "--server", f"must be given as host:port, not {self.server!a}")

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 from loraplex_contracts.errors import FailedPrecondition, LoraplexError
+from loraplex_runtime.config import child_environment
 from loraplex_runtime.reports import failure_of, report_of
 
 log = logging.getLogger(__name__)
@@ -156,6 +157,7 @@ class Children:
             "--supervised",
             stdout=asyncio.subprocess.PIPE,
             stdin=asyncio.subprocess.PIPE,  # closes with this process
+            env=child_environment(),
             # Ctrl-C and the end of a terminal are for the supervisor alone: it drains, then tells the children.
             start_new_session=True,
         )

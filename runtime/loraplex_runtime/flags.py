@@ -18,6 +18,12 @@ from typing import Annotated, Any, Final
 
 from loraplex_contracts.errors import InvalidArgument
 
+# Panels of the help that several commands have.
+NETWORK: Final = "Network and credentials"
+HTTP: Final = "HTTP"
+LOGS: Final = "Logs, metrics and traces"
+STARTING: Final = "Start and end"
+
 _UNITS: Final = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
@@ -34,6 +40,7 @@ class Flag:
     metavar: str | None = None
     env: str | None = None  # variable that may give the value
     panel: str | None = None  # heading of the help
+    complete: Callable[..., list[str]] | None = None  # values that a shell may suggest; gets typer's context and text
     # Filled by `flags_of`.
     path: tuple[str, ...] = ()  # field names from the root, ("engine", "kv", "block_size")
     type: Any = None
@@ -85,6 +92,7 @@ def parameters_of(flags: list[Flag]) -> list[inspect.Parameter]:
                     metavar=flag.metavar,
                     envvar=flag.env,
                     rich_help_panel=flag.panel,
+                    autocompletion=flag.complete,
                 ),
             ],
         )
@@ -125,7 +133,7 @@ def with_raw_flags(flags: list[Flag]) -> Callable[[Callable[..., None]], Callabl
     """For typer: a parameter for each flag in the place of the function's `**given`. Its values are not parsed yet."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        return _with_signature(body, [*_own_parameters(body), *parameters_of(flags)])
+        return with_signature(body, [*_own_parameters(body), *parameters_of(flags)])
 
     return decorate
 
@@ -150,7 +158,7 @@ def with_flags(body: Callable[..., None]) -> Callable[..., None]:
         body(**given)
 
     run.__name__, run.__doc__ = body.__name__, body.__doc__
-    return _with_signature(run, parameters)
+    return with_signature(run, parameters)
 
 
 def _own_parameters(body: Callable[..., None]) -> list[inspect.Parameter]:
@@ -163,7 +171,7 @@ def _own_parameters(body: Callable[..., None]) -> list[inspect.Parameter]:
     ]
 
 
-def _with_signature(body: Callable[..., None], parameters: list[inspect.Parameter]) -> Callable[..., None]:
+def with_signature(body: Callable[..., None], parameters: list[inspect.Parameter]) -> Callable[..., None]:
     """`body` with the parameters that typer reads."""
     body.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     body.__annotations__ = {one.name: one.annotation for one in parameters}

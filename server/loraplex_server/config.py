@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
 from loraplex_contracts.adapters import check_adapter_id, check_id
 from loraplex_contracts.errors import InvalidArgument
-from loraplex_runtime.flags import option
+from loraplex_runtime.flags import LOGS, NETWORK, STARTING, option
 
 MAX_DRAFT_TOKENS: Final = 64  # per step; requests cannot ask for more either
 MAX_HUB_ACCESS_S: Final = 86_400.0
@@ -26,13 +27,26 @@ _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]\Z")
 _ENDPOINT: Final = re.compile(r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?\Z")
 
 
+# Panels of the help. Options without one are those that matter first.
+_model = partial(option, panel="Base model and kernels")
+_memory = partial(option, panel="KV cache and states")
+_batch = partial(option, panel="Batch and queue")
+_adapters = partial(option, panel="Adapters")
+_places = partial(option, panel="Adapters from the Hub and from buckets")
+_drafting = partial(option, panel="Speculation: the same text, sooner")
+_chat = partial(option, panel="Chats")
+_network = partial(option, panel=NETWORK)
+_logs = partial(option, panel=LOGS)
+_ending = partial(option, panel=STARTING)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The base model: a directory or a Hub id."""
 
     model: str
-    revision: str | None = option(None, "Hub revision of the base model.", "--revision")
-    dtype: str = option("auto", "auto (as the checkpoint has it), float32, bfloat16, float16 or float64.", "--dtype")
+    revision: str | None = _model(None, "Hub revision of the base model.", "--revision")
+    dtype: str = _model("auto", "auto (as the checkpoint has it), float32, bfloat16, float16 or float64.", "--dtype")
     quantize: str = option(
         "none",
         "How the base model's linears are kept: none (as they are) or int8: half the memory and faster, rounded to "
@@ -40,12 +54,12 @@ class ModelConfig:
         "--quantize",
     )
     device: str = option("auto", "auto (a GPU where there is one), cpu, cuda or cuda:N.", "--device")
-    attention: str = option(
+    attention: str = _model(
         "auto",
         "Attention over the paged KV cache: auto (the best for device and model), or one that loraplex doctor names.",
         "--attention",
     )
-    cuda_graphs: bool = option(
+    cuda_graphs: bool = _model(
         True, "On a GPU, capture decode and verification steps as CUDA graphs at the start.", "--cuda-graphs"
     )
     max_context_tokens: int | None = option(
@@ -57,14 +71,14 @@ class ModelConfig:
 class KvConfig:
     """The paged KV cache."""
 
-    block_size: int = option(16, "Tokens per KV block.", "--kv-block-size")
-    memory_bytes: int | None = option(
+    block_size: int = _memory(16, "Tokens per KV block.", "--kv-block-size")
+    memory_bytes: int | None = _memory(
         None, "Memory of the KV cache, such as 4GiB. Default: a share of what is free.", "--kv-memory", is_bytes=True
     )
-    prefix_caching: bool = option(
+    prefix_caching: bool = _memory(
         True, "Reuse the KV of prompts that begin alike (same adapter, same tenant).", "--prefix-caching"
     )
-    state_bytes: int | None = option(
+    state_bytes: int | None = _memory(
         None,
         "Memory for recurrent states, of models whose layers keep some: those of running completions, and snapshots "
         "for prompts that begin alike. Default: a third of the KV cache's.",
@@ -77,10 +91,10 @@ class KvConfig:
 class BatchConfig:
     """How much one step takes on."""
 
-    max_running: int = option(64, "Completions that run at the same time.", "--max-running")
-    max_step_tokens: int = option(1024, "Tokens of one step; longer prompts go in chunks.", "--max-step-tokens")
-    max_queued: int = option(4096, "Requests that may wait; more are refused with a retry hint.", "--max-queued")
-    max_queue_wait_s: float = option(
+    max_running: int = _batch(64, "Completions that run at the same time.", "--max-running")
+    max_step_tokens: int = _batch(1024, "Tokens of one step; longer prompts go in chunks.", "--max-step-tokens")
+    max_queued: int = _batch(4096, "Requests that may wait; more are refused with a retry hint.", "--max-queued")
+    max_queue_wait_s: float = _batch(
         60.0,
         "Seconds that a request without a deadline may wait to begin; one that would wait for longer is refused with a "
         "retry hint. 0 lets it wait for ever.",
@@ -93,50 +107,50 @@ class AdaptersConfig:
     """Where adapters come from and how much memory they may take."""
 
     root: Path | None = option(None, "Directory of adapters: adapter NAME is the folder NAME in it.", "--adapters")
-    watch: bool = option(
+    watch: bool = _adapters(
         False,
         "Load an adapter anew when its folder under --adapters is replaced, once its files stay as they are.",
         "--watch-adapters",
     )
-    hub: bool = option(False, "Also fetch ids of the form org/name from the Hub.", "--hub-adapters")
-    hub_endpoints: tuple[str, ...] = option(
+    hub: bool = _places(False, "Also fetch ids of the form org/name from the Hub.", "--hub-adapters")
+    hub_endpoints: tuple[str, ...] = _places(
         (),
         "Address of the Hub that adapters may come from, the public one unless it is given. The first one is for plain "
         "names and gets HF_TOKEN; a load names another by its address. May be given several times.",
         "--hub-endpoint",
     )
-    hub_redirect_hosts: tuple[str, ...] = option(
+    hub_redirect_hosts: tuple[str, ...] = _places(
         (),
         "Host that a Hub may redirect to for files, or a domain with a leading dot. Those of the public Hub are known. "
         "May be given several times.",
         "--hub-redirect-host",
     )
-    hub_access_s: float = option(
+    hub_access_s: float = _places(
         600.0,
         "Seconds after which the Hub is asked again about a caller's own access, with the token of a new request.",
         "--hub-access-ttl",
     )
-    s3_buckets: tuple[str, ...] = option(
+    s3_buckets: tuple[str, ...] = _places(
         (),
         "NAME or NAME=ENDPOINT: an S3-compatible bucket that loads may name, s3:NAME/PREFIX, at AWS or at the address "
         "of another server. Credentials are the worker's own. May be given several times.",
         "--s3-bucket",
     )
-    max_rank: int = option(256, "Largest LoRA rank that is accepted.", "--max-lora-rank")
-    num_device_slots: int = option(64, "Adapters on the device at the same time.", "--adapter-slots")
-    device_bytes: int = option(1 << 30, "Device memory for adapters.", "--adapter-device-memory", is_bytes=True)
-    host_bytes: int = option(4 << 30, "Host memory for adapters.", "--adapter-host-memory", is_bytes=True)
-    disk_bytes: int = option(64 << 30, "Size of the adapter store on disk.", "--adapter-disk", is_bytes=True)
-    store_dir: Path | None = option(
+    max_rank: int = _adapters(256, "Largest LoRA rank that is accepted.", "--max-lora-rank")
+    num_device_slots: int = _adapters(64, "Adapters on the device at the same time.", "--adapter-slots")
+    device_bytes: int = _adapters(1 << 30, "Device memory for adapters.", "--adapter-device-memory", is_bytes=True)
+    host_bytes: int = _adapters(4 << 30, "Host memory for adapters.", "--adapter-host-memory", is_bytes=True)
+    disk_bytes: int = _adapters(64 << 30, "Size of the adapter store on disk.", "--adapter-disk", is_bytes=True)
+    store_dir: Path | None = _adapters(
         None, "Where the adapter store is kept. Default: a temporary one.", "--adapter-store"
     )
-    templates: bool = option(
+    templates: bool = _adapters(
         False,
         "Use the chat template and the response template that an adapter brings for its chats. They run in a process "
         "with limits.",
         "--adapter-templates",
     )
-    preload: tuple[str, ...] = option(
+    preload: tuple[str, ...] = _adapters(
         (),
         "Adapter to load before the worker says that it is ready. What cannot be loaded is logged. May be given "
         "several times.",
@@ -180,36 +194,36 @@ class SpeculationConfig:
         "--speculate",
         "--speculative-tokens",
     )
-    max_draft_tokens: int = option(
+    max_draft_tokens: int = _drafting(
         16, "Guess at most this many tokens per step, whatever a request asks for.", "--max-draft-tokens"
     )
-    adaptive: bool = option(
+    adaptive: bool = _drafting(
         True,
         "Guess fewer tokens where guesses miss or many requests run, instead of always the same number.",
         "--adaptive-drafts",
     )
-    default_medusa: str = option(
+    default_medusa: str = _drafting(
         "", "Adapter id of the Medusa heads that guess for requests whose adapter brings none.", "--default-medusa"
     )
-    draft_models: tuple[str, ...] = option(
+    draft_models: tuple[str, ...] = _drafting(
         (),
         "NAME=MODEL: a smaller model (directory or Hub id) that requests may have guess for them, by this name. Its "
         "tokenizer may be another than the base model's. May be given several times.",
         "--draft-model",
     )
-    draft_tokenizers: tuple[str, ...] = option(
+    draft_tokenizers: tuple[str, ...] = _drafting(
         (),
         "NAME=PATH: the tokenizer of draft model NAME, where it is not in the model's directory. May be given several "
         "times.",
         "--draft-tokenizer",
     )
-    draft_adapters: tuple[str, ...] = option(
+    draft_adapters: tuple[str, ...] = _drafting(
         (), "NAME=PATH: a PEFT LoRA that draft model NAME carries. May be given several times.", "--draft-adapter"
     )
-    draft_kv_bytes: int = option(
+    draft_kv_bytes: int = _drafting(
         256 << 20, "Memory of each draft model's KV cache.", "--draft-kv-memory", is_bytes=True
     )
-    lookup_history: int = option(
+    lookup_history: int = _drafting(
         16_384,
         "Output tokens of each adapter, tenant and cache salt in which prompt lookup of later requests searches too; 0 "
         "searches only in a request's own text. At most 200 bytes each, and 64 times as many tokens in all.",
@@ -253,35 +267,35 @@ class EngineConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    num_threads: int | None = option(
+    num_threads: int | None = _model(
         None, "CPU threads of the engine. Default: all cores, within the container's CPU quota.", "--threads"
     )
-    cpu_kernels: str = option(
+    cpu_kernels: str = _model(
         "auto",
         "What computes on a CPU: native (C++ kernels that come with the package), torch, or auto: native where they "
         "can be used.",
         "--cpu-kernels",
     )
-    lora_kernels: str = option(
+    lora_kernels: str = _model(
         "auto",
         "What computes LoRA adapters on a GPU: triton, punica (where that package is installed; not in CUDA graphs), "
         "reference (slow), or auto: the fastest that loraplex doctor names.",
         "--lora-kernels",
     )
-    step_timeout_s: float | None = option(
+    step_timeout_s: float | None = _batch(
         None,
         "Seconds that a step may take before the engine counts as hung: its requests end and it is killed. Default: a "
         "minute, or ten times what the slowest step so far lets expect where that is more.",
         "--step-timeout",
     )
-    take_over_s: float | None = option(
+    take_over_s: float | None = _ending(
         None,
         "Take the GPU for this worker alone, and give a worker that still ends there so many seconds to leave it and "
         "--adapter-store. Default: GPUs may be shared, and a store in use is refused.",
         "--take-over",
     )
-    log_level: str = option("info", "debug, info, warning or error.", "--log-level")
-    log_format: Literal["plain", "json"] = option("plain", "plain or json, an object a line.", "--log-format")
+    log_level: str = _logs("info", "debug, info, warning or error.", "--log-level")
+    log_format: Literal["plain", "json"] = _logs("plain", "plain or json, an object a line.", "--log-format")
 
     def __post_init__(self) -> None:
         model, batch, adapters, drafts = self.model, self.batch, self.adapters, self.speculation
@@ -345,23 +359,23 @@ class EngineConfig:
 class ChatConfig:
     """Templates: how chats become prompts, and texts become messages."""
 
-    template: Path | None = option(
+    template: Path | None = _chat(
         None, "Chat template (Jinja), in the place of the tokenizer's own.", "--chat-template"
     )
-    response_template: Path | None = option(
+    response_template: Path | None = _chat(
         None,
         "Response template (JSON, as Transformers defines it) that separates reasoning and tool calls from the rest of "
         "an answer, in the place of the tokenizer's own.",
         "--response-template",
     )
-    tool_format: str = option(
+    tool_format: str = _chat(
         "auto",
         "How the model writes reasoning and tool calls, where there is no response template: auto (by the chat "
         f"template), none (all is content), or one of {', '.join(TOOL_FORMATS)}.",
         "--tool-format",
     )
 
-    request_templates: bool = option(
+    request_templates: bool = _chat(
         False,
         "Let a request bring a chat template. It runs in a process with limits.",
         "--request-templates",
@@ -383,32 +397,32 @@ class WorkerConfig:
     chat: ChatConfig = field(default_factory=ChatConfig)
     host: str = option("127.0.0.1", "Address to listen on.", "--host")
     port: int = option(50051, "Port to listen on; 0 takes a free one.", "--port")
-    metrics_port: int | None = option(
+    metrics_port: int | None = _logs(
         None, "Serve Prometheus metrics on this port; 0 takes a free one. Default: off.", "--metrics-port"
     )
-    metrics_host: str | None = option(None, "Address to serve metrics on. Default: that of --host.", "--metrics-host")
+    metrics_host: str | None = _logs(None, "Address to serve metrics on. Default: that of --host.", "--metrics-host")
     auth_file: Path | None = option(None, "Credentials file; without it everybody may do everything.", "--auth-file")
-    quota_share: float = option(
+    quota_share: float = _network(
         1.0,
         "Share of each tenant's quotas in --auth-file that this server gives: 0.5 where two servers share the load.",
         "--quota-share",
     )
-    tls_cert: Path | None = option(None, "TLS certificate (PEM).", "--tls-cert")
-    tls_key: Path | None = option(None, "TLS key (PEM).", "--tls-key")
-    max_message_bytes: int = option(4 << 20, "Largest message that is accepted.", "--max-message", is_bytes=True)
-    max_unread_tokens: int = option(16384, "Tokens buffered for a slow reader before it is cut off.", "--max-unread")
-    max_stream_wait_s: float = option(
+    tls_cert: Path | None = _network(None, "TLS certificate (PEM).", "--tls-cert")
+    tls_key: Path | None = _network(None, "TLS key (PEM).", "--tls-key")
+    max_message_bytes: int = _network(4 << 20, "Largest message that is accepted.", "--max-message", is_bytes=True)
+    max_unread_tokens: int = _network(16384, "Tokens buffered for a slow reader before it is cut off.", "--max-unread")
+    max_stream_wait_s: float = _network(
         0.2,
         "Seconds that tokens of a stream may wait to be sent with the next ones, when sending each at once would take "
         "too much of the CPU; 0 sends them as they come.",
         "--stream-wait",
     )
-    drain_s: float = option(30.0, "Seconds that running requests get to end on shutdown.", "--drain")
-    announce_s: float = option(
+    drain_s: float = _ending(30.0, "Seconds that running requests get to end on shutdown.", "--drain")
+    announce_s: float = _ending(
         2.0, "On SIGTERM or SIGHUP, seconds of NOT_SERVING before requests are refused.", "--announce"
     )
-    request_log: bool = option(True, "Log a line for each request that ends.", "--request-log")
-    otlp_traces_endpoint: str | None = option(
+    request_log: bool = _logs(True, "Log a line for each request that ends.", "--request-log")
+    otlp_traces_endpoint: str | None = _logs(
         None,
         "Send traces of requests to this OpenTelemetry collector, such as http://HOST:4318 (OTLP over HTTP). Default: "
         "off.",

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Final
 import typer
 
 import loraplex_proto
+from loraplex.cli.help import Command
 from loraplex.cli.terminal import complain
 from loraplex.config import quiet_grpc
 from loraplex_contracts.errors import LoraplexError, Unauthenticated
@@ -53,6 +54,7 @@ KNOWN: Final[dict[str, Known]] = {
         "loraplex_training.cli:train_medusa", "Train Medusa heads, which make a model or adapter faster."
     ),
     "bench": Known("loraplex.cli.bench:bench", "Put a server under load and measure how soon it answers."),
+    "config": Known("loraplex.cli.config:config", "Show the settings of server commands, and their sources."),
     "doctor": Known("loraplex.cli.doctor:doctor", "Show what is installed and what this machine can run."),
     "worker": Known("loraplex_server.cli.worker:worker", "Start one worker: the model behind gRPC, without a router."),
     "router": Known("loraplex_router.cli:router", "Start a router in front of workers that run already."),
@@ -128,7 +130,13 @@ def find_commands() -> dict[str, EntryPoint]:
 
 def build_app(commands: dict[str, EntryPoint], wanted: str | None) -> typer.Typer:
     """The command line: `wanted` in full, one line of help for each other. Raises ModuleNotFoundError."""
-    app = typer.Typer(help=ABOUT, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+    app = typer.Typer(
+        help=ABOUT,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",
+        context_settings={"help_option_names": ["-h", "--help"]},  # of all commands below
+    )
     app.callback()(_root)
     for name, entry in commands.items():
         if name != wanted:
@@ -136,9 +144,11 @@ def build_app(commands: dict[str, EntryPoint], wanted: str | None) -> typer.Type
             continue
         loaded: Any = entry.load()
         if isinstance(loaded, typer.Typer):
+            for one in loaded.registered_commands:
+                one.cls = Command
             app.add_typer(loaded, name=name)
         else:
-            app.command(name)(loaded)
+            app.command(name, cls=Command)(loaded)
     return app
 
 

@@ -20,7 +20,8 @@ import typer
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_router.config import HttpOptions
 from loraplex_runtime.child_processes import Children, ChildSpec
-from loraplex_runtime.flags import configure, flags_of, with_raw_flags
+from loraplex_runtime.config import explained, with_settings
+from loraplex_runtime.flags import HTTP, configure, flags_of, with_raw_flags
 from loraplex_runtime.shutdown import Ending
 from loraplex_server.cli.report import Report
 from loraplex_server.cli.worker import FLAGS, JsonFlag, ModelArgument, worker_config
@@ -168,8 +169,10 @@ def _router_config(config: WorkerConfig, addresses: list[str], worker_token: str
     )
 
 
+@with_settings("serve")
 @with_raw_flags([*FLAGS, *HTTP_FLAGS])
 def serve(
+    ctx: typer.Context,
     model: ModelArgument,
     workers: Annotated[
         int,
@@ -191,13 +194,15 @@ def serve(
         ),
     ] = None,
     http_host: Annotated[
-        str | None, typer.Option("--http-host", help="Address to serve HTTP on. Default: that of --host.")
+        str | None,
+        typer.Option("--http-host", help="Address to serve HTTP on. Default: that of --host.", rich_help_panel=HTTP),
     ] = None,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
             "--served-model-name",
             help="Name of the base model over HTTP; repeat it for more, the first one is listed. Default: MODEL.",
+            rich_help_panel=HTTP,
         ),
     ] = None,
     json: JsonFlag = False,
@@ -223,7 +228,7 @@ def serve(
         with report:
             code = asyncio.run(_serve(model, config, workers, given, report, http))
     except LoraplexError as error:
-        code = report.failed(error)
+        code = report.failed(explained(ctx, error))
     sys.exit(code)
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
-from loraplex_runtime.flags import configure, flags_of, with_raw_flags
+from loraplex_runtime.config import explained, with_settings
+from loraplex_runtime.flags import LOGS, STARTING, configure, flags_of, with_raw_flags
 from loraplex_runtime.shutdown import END, end_with_supervisor, exit_at_once, orphan_drain_s
 from loraplex_server.cli.report import Report
 from loraplex_server.config import WorkerConfig
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 FLAGS = list(flags_of(WorkerConfig))
 
 ModelArgument = Annotated[str, typer.Argument(help="Directory of a Hugging Face checkpoint, or its Hub id.")]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Report progress as JSON lines.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Report progress as JSON lines.", rich_help_panel=LOGS)]
 
 
 def worker_config(model: str, given: dict[str, Any], router_digest: str = "") -> WorkerConfig:
@@ -34,12 +35,19 @@ def worker_config(model: str, given: dict[str, Any], router_digest: str = "") ->
     return configure(WorkerConfig, FLAGS, given, fixed)
 
 
+@with_settings("worker")
 @with_raw_flags(FLAGS)
 def worker(
+    ctx: typer.Context,
     model: ModelArgument,
     json: JsonFlag = False,
     supervised: Annotated[
-        bool, typer.Option("--supervised", help="End when standard input closes, as it does when a supervisor dies.")
+        bool,
+        typer.Option(
+            "--supervised",
+            help="End when standard input closes, as it does when a supervisor dies.",
+            rich_help_panel=STARTING,
+        ),
     ] = False,
     on_orphan: Annotated[
         str,
@@ -47,6 +55,7 @@ def worker(
             "--on-orphan",
             metavar="end|drain=SECONDS",
             help="With --supervised, what running requests get when standard input closes: nothing, or SECONDS to end.",
+            rich_help_panel=STARTING,
         ),
     ] = END,
     router_digest: Annotated[
@@ -81,7 +90,7 @@ def worker(
             code = asyncio.run(run_worker(config, report.progress, partial(_ready, report), report.draining))
         exit_at_once(code)
     except LoraplexError as error:
-        code = report.failed(error)
+        code = report.failed(explained(ctx, error))
     sys.exit(code)
 
 

@@ -1,0 +1,66 @@
+"""Command `loraplex config`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from loraplex.cli.main import main
+from loraplex_runtime.config import COMMANDS
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, object]]:
+    assert main(["config", "show", "--json", *arguments]) == 0
+    return {row["setting"]: row for row in json.loads(capsys.readouterr().out)}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_all_settings_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = shown(capsys, command)
+    assert {"log-level", "drain", "auth-file"} <= rows.keys()
+    assert {row["from"] for row in rows.values()} == {"default"}
+    assert not rows.keys() & {"config", "help", "placement", "router-digest"}
+
+
+def test_each_source(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "loraplex.toml"
+    file.write_text('[serve]\nmodel = "m"\nmax-running = 9\nauth-file = "/secrets/credentials.toml"\n')
+    monkeypatch.setenv("LORAPLEX_SERVE_DRAIN", "5")
+    rows = shown(capsys, "serve", "--config", str(file), "--port", "0", "--draft-model", "a=/b")
+    assert rows["model"] == {"setting": "model", "value": "m", "from": "file", "where": str(file)}
+    assert rows["max-running"]["value"] == 9
+    assert rows["auth-file"]["value"] == "/secrets/credentials.toml"
+    assert (rows["drain"]["from"], rows["drain"]["where"]) == ("environment", "LORAPLEX_SERVE_DRAIN")
+    assert (rows["port"]["value"], rows["port"]["from"]) == (0, "command line")
+    assert rows["draft-model"]["value"] == ["a=/b"]
+    assert rows["host"]["from"] == "default"
+
+
+def test_a_table_of_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", "http", "--server", "a:1", "--no-request-log"]) == 0
+    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["SETTING", "VALUE", "FROM"]
+    assert ["server", "a:1", "command line"] in lines
+    assert ["request-log", "false", "command line"] in lines
+    assert ["tls-key", "-", "default"] in lines
+
+
+def test_no_password_of_an_address_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = shown(capsys, "router", "--otlp-traces-endpoint", "http://user:secret@collector:4318")
+    assert rows["otlp-traces-endpoint"]["value"] == "http://***@collector:4318"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("generate",), "'generate' has no settings; there are serve, worker, router, http"),
+        (("sreve",), "did you mean serve?"),
+        (("serve", "--prot", "1"), "--prot"),
+        (("serve", "--config", "/no/such.toml"), "/no/such.toml cannot be read"),
+    ],
+)
+def test_wrong_names_are_2(arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", *arguments]) == 2
+    assert says in capsys.readouterr().err

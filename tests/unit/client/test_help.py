@@ -1,0 +1,69 @@
+"""Help of the commands."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from typing import Any
+
+import pytest
+import typer
+
+from loraplex.cli.help import OPTIONS, panels, paragraphs
+from loraplex.cli.main import KNOWN, main
+
+OF_SERVE = (
+    "--adapters", "--auth-file", "--device", "--host", "--http-port", "--max-context", "--port", "--quantize",
+    "--speculate", "--workers",
+)  # fmt: skip
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main([*arguments]) == 0
+    return capsys.readouterr().out
+
+
+def parameters_of(command: str) -> list[Any]:
+    module, _, name = KNOWN[command].target.partition(":")
+    app = typer.Typer(add_completion=False)
+    app.command(command)(getattr(import_module(module), name))
+    found: Any = typer.main.get_command(app)
+    return found.params
+
+
+@pytest.mark.parametrize("columns", ["50", "80", "200"])
+@pytest.mark.parametrize("command", ["serve", "worker", "router", "http", "generate", "bench"])
+def test_every_option_has_its_full_name(
+    command: str, columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    text = help_of(capsys, command, "-h")
+    assert max(map(len, text.splitlines())) <= int(columns)
+    shown = set(re.findall(r"--(?:\[no-\])?[a-z0-9-]+", text))
+    for parameter in parameters_of(command):
+        names = [name for name in parameter.opts if name.startswith("--")]
+        if names and not parameter.hidden:
+            assert names[0] in shown or names[0].replace("--", "--[no-]", 1) in shown, names
+
+
+def test_short_and_long_help_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ([], ["serve"], ["adapters"], ["adapters", "list"], ["config", "show"]):
+        assert help_of(capsys, *command, "-h") == help_of(capsys, *command, "--help")
+
+
+def test_the_options_that_matter_come_first() -> None:
+    found = panels(parameters_of("serve"))
+    assert list(found)[:2] == ["Arguments", OPTIONS]
+    first = {one.opts[0] for one in found[OPTIONS]}
+    assert first == {*OF_SERVE, "--config"}
+    assert {"HTTP", "KV cache and states", "Batch and queue", "Chats", "Network and credentials"} <= found.keys()
+
+
+@pytest.mark.parametrize("command", ["serve", "worker", "router", "http"])
+def test_no_panel_is_longer_than_a_screen(command: str) -> None:
+    assert max(map(len, panels(parameters_of(command)).values())) <= 16
+
+
+def test_examples_keep_their_lines() -> None:
+    text = "One sentence\nin two lines.\n\n    More.\n\n    Example: loraplex a\n    Example: loraplex b\n"
+    assert paragraphs(text) == ["One sentence in two lines.", "More.", "Example: loraplex a", "Example: loraplex b"]
