@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 
 NATIVE := $(BIN)/python -m loraplex_server.backends.cpu.native.build --objects build/native
 
-.PHONY: help install native demo test test-again test-nightly gpu-tests gpu-bench test-slow test-slow-models test-slow-servers conformance conformance-ci check format proto wire-baseline wheel serve clean
+.PHONY: help install native demo test test-again test-nightly gpu-tests gpu-bench test-slow test-slow-models test-slow-servers conformance conformance-ci check format proto wire-baseline docs wheel serve clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -94,6 +94,15 @@ proto: $(STAMP)  ## regenerate the committed *_pb2*.py
 # What `make check` compares the wire with. Replacing it in between would let a change pass that breaks users' stubs.
 wire-baseline: $(STAMP)  ## at a release only: take the wire as it is now for the one that users hold
 	$(BIN)/buf build --exclude-source-info -o proto/baseline.yaml
+
+# In an environment of its own, whose tools nothing else needs. What it installs it asks of the package index, once.
+docs: .venv-docs/.installed  ## build the documentation's site in build/site; wrong links and anchors fail
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+
+.venv-docs/.installed: scripts/docs_requirements.txt
+	@test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install -q -r scripts/docs_requirements.txt
+	@touch $@
 
 # In an environment of its own, whose tools nothing else needs; it asks the package index.
 wheel:  ## build and check the distributions: wheels and sources, in dist/; publishes nothing

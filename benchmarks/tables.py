@@ -1,4 +1,4 @@
-"""Tables of README.md and LOG.md, made from benchmarks/results/*.json.
+"""Tables of docs/benchmarks.md and LOG.md, made from benchmarks/results/*.json.
 
     python benchmarks/tables.py    # rewrites the tables between the markers in both files
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
-PAGES = (ROOT / "README.md", ROOT / "benchmarks/LOG.md")
+PAGES = (ROOT / "docs/benchmarks.md", ROOT / "benchmarks/LOG.md")
 PROVENANCE = ("title", "date", "commit", "command", "machine", "instruction_sets", "versions")
 _MARKED = re.compile(r"<!-- table: (?P<spec>[^\n]+?) -->\n.*?<!-- end of table -->", re.DOTALL)
 
