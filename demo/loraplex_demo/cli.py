@@ -51,6 +51,17 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class Alone:
+    """Requests for one adapter, one at a time, each with speculation and without."""
+
+    adapter: str
+    drafted_by: str
+    tokens_per_step: float
+    seconds: float
+    plain_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """The batch, with speculation and without."""
 
@@ -58,6 +69,7 @@ class Run:
     seconds: float
     plain: list[Answer]
     plain_seconds: float
+    alone: list[Alone]
 
     @property
     def is_right(self) -> bool:
@@ -120,14 +132,16 @@ def demo(
         world = _world(retrain)
         with report:
             with_http = Http(http_port, names=(HTTP_NAME,)) if http else NO_HTTP
-            to_run = _serve(world, port, report, with_http) if serve or http else _run(world, records, report)
+            to_run = _serve(world, port, report, with_http) if serve or http else run_batch(world, records, report)
             run = asyncio.run(to_run)
     except LoraplexError as error:
         sys.exit(report.failed(error))
     if isinstance(run, int):
         sys.exit(run)
-    is_plain = json or not sys.stdout.isatty()
-    (_print_json if json else _print_table)(world, run, is_plain)
+    if json:
+        _print_json(world, run)
+    else:
+        print_tables(world, run, Console(width=None if sys.stdout.isatty() else 200, highlight=False))
     sys.exit(0 if run.is_right else 1)
 
 
@@ -142,7 +156,7 @@ def _world(retrain: Path | None) -> World:
     return open_world(retrain)
 
 
-async def _run(world: World, num_records: int, report: Report) -> Run | int:
+async def run_batch(world: World, num_records: int, report: Report) -> Run | int:
     """Serves the world and runs the batch. Returns the exit status if a signal came first."""
     ending = Ending()
     async with _serving(world, 0, report, ending) as served:
@@ -205,16 +219,22 @@ def _serving(
 
 
 async def _ask(address: str, world: World, num_records: int) -> Run:
-    """All requests at once: every record with every adapter, and with none; without speculation, then with."""
+    """All requests at once: every record with every adapter, and with none; without speculation, then with. Then the
+    same requests one at a time."""
     from loraplex import AsyncClient
 
     cases, asked = world.showcase(num_records), request_options(world)
     plain = {name: RequestOptions(name, "off", "") for name in asked}
     async with AsyncClient(address) as client:
 
-        async def one(name: str, options: RequestOptions, case: Case) -> Answer:
+        async def one(name: str, options: RequestOptions, case: Case, salt: str) -> Answer:
             made = await client.generate(
-                case.prompt, adapter_id=options.adapter_id, speculation=options.speculation, max_tokens=MAX_NEW_TOKENS
+                case.prompt,
+                adapter_id=options.adapter_id,
+                speculation=options.speculation,
+                max_tokens=MAX_NEW_TOKENS,
+                # Lookup searches earlier answers: those of another round would be the very text.
+                cache_salt=salt,
             )
             return Answer(
                 name,
@@ -227,25 +247,40 @@ async def _ask(address: str, world: World, num_records: int) -> Run:
                 made.usage.tokens_per_step,
             )
 
-        async def batch(by_name: dict[str, RequestOptions]) -> tuple[list[Answer], float]:
+        async def batch(by_name: dict[str, RequestOptions], salt: str) -> tuple[list[Answer], float]:
             start = time.perf_counter()
             answers = await asyncio.gather(
-                *(one(name, options, case) for case in cases for name, options in by_name.items())
+                *(one(name, options, case, salt) for case in cases for name, options in by_name.items())
             )
             return answers, time.perf_counter() - start
 
+        async def alone(name: str) -> Alone:
+            answers: list[Answer] = []
+            seconds = [0.0, 0.0]
+            for number, case in enumerate(cases):
+                for idx, options in enumerate((asked[name], plain[name])):
+                    start = time.perf_counter()
+                    answer = await one(name, options, case, f"alone-{name}-{idx}-{number}")
+                    seconds[idx] += time.perf_counter() - start
+                    if idx == 0:
+                        answers.append(answer)
+            num_steps = sum(answer.num_tokens / (answer.tokens_per_step or 1) for answer in answers)
+            per_step = sum(answer.num_tokens for answer in answers) / num_steps
+            return Alone(name, asked[name].drafted_by, per_step, *seconds)
+
         # One unmeasured round loads adapters and heads, so that the measured rounds are serving alone.
         for by_name in (plain, asked):
-            await batch(by_name)
-        return Run(*(await batch(asked)), *(await batch(plain)))
+            await batch(by_name, "unmeasured")
+        batches = *(await batch(asked, "asked")), *(await batch(plain, "plain"))
+        return Run(*batches, [await alone(name) for name in asked])
 
 
-def _print_table(world: World, run: Run, is_plain: bool) -> None:
-    """Prints a table for each record: every answer, and the expected text beside a wrong one."""
-    console = Console(width=200 if is_plain else None, highlight=False)
+def print_tables(world: World, run: Run, console: Console, num_shown: int | None = None) -> None:
+    """Prints a table for each record: every answer, and the expected text beside a wrong one. Then one of requests that
+    were alone. `num_shown`: of the first records only."""
     console.print(f"{len(run.answers)} requests, one batch, one base model")
     ranks = {adapter.name: str(adapter.rank) for adapter in world.adapters}
-    for prompt in dict.fromkeys(answer.case.prompt for answer in run.answers):
+    for prompt in list(dict.fromkeys(answer.case.prompt for answer in run.answers))[:num_shown]:
         table = Table(title=Text(prompt), title_justify="left", title_style="bold")
         for column in ("adapter", "rank", "drafted by", "tokens/step", "answer", "right?"):
             table.add_column(column, overflow="fold")
@@ -264,6 +299,21 @@ def _print_table(world: World, run: Run, is_plain: bool) -> None:
                 table.add_row("", "", "without speculation", "", Text(plain.text, style="dim"), other)
         console.print(table)
     console.print(_summary(run))
+    console.print(_table_alone(run))
+
+
+def _table_alone(run: Run) -> Table:
+    """What speculation gains where it is for: one request at a time. A full batch leaves it little to gain."""
+    title = "one request at a time, with speculation and without"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in ("adapter", "drafted by", "tokens/step", "time", "without", "as fast"):
+        table.add_column(column, justify="left" if column in ("adapter", "drafted by") else "right")
+    num_records = len(run.answers) // len(run.alone)
+    for one in run.alone:
+        seconds = (f"{1000 * each / num_records:.0f} ms" for each in (one.seconds, one.plain_seconds))
+        ratio = f"{one.plain_seconds / one.seconds:.1f}x"
+        table.add_row(one.adapter or "(base)", one.drafted_by, f"{one.tokens_per_step:.2f}", *seconds, ratio)
+    return table
 
 
 def _summary(run: Run) -> str:
@@ -280,7 +330,7 @@ def _expected(world: World, answer: Answer) -> str:
     return answer.case.expected(world.format_of(answer.adapter or None))
 
 
-def _print_json(world: World, run: Run, is_plain: bool) -> None:
+def _print_json(world: World, run: Run) -> None:
     rows = [
         {
             "adapter": answer.adapter,
@@ -296,5 +346,15 @@ def _print_json(world: World, run: Run, is_plain: bool) -> None:
         }
         for answer, plain in zip(run.answers, run.plain, strict=True)
     ]
+    alone = [
+        {
+            "adapter": one.adapter,
+            "drafted_by": one.drafted_by,
+            "tokens_per_step": round(one.tokens_per_step, 4),
+            "seconds": round(one.seconds, 4),
+            "seconds_without_speculation": round(one.plain_seconds, 4),
+        }
+        for one in run.alone
+    ]
     seconds = {"seconds": round(run.seconds, 3), "seconds_without_speculation": round(run.plain_seconds, 3)}
-    print(jsonlib.dumps({**seconds, "answers": rows}))
+    print(jsonlib.dumps({**seconds, "answers": rows, "one_at_a_time": alone}))

@@ -34,8 +34,12 @@ def test_every_answer_is_right() -> None:
     with demo("--json", "--records", "2") as process:
         out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
-    rows: list[dict[str, Any]] = json.loads(out)["answers"]
+    printed = json.loads(out)
+    rows: list[dict[str, Any]] = printed["answers"]
     names = ["", *(adapter.name for adapter in committed_world().adapters)]
+    alone = {row["adapter"]: row for row in printed["one_at_a_time"]}
+    assert sorted(alone) == sorted(names)
+    assert all(row["tokens_per_step"] > 2 for row in alone.values() if row["drafted_by"].startswith("Medusa"))
     assert sorted(row["adapter"] for row in rows) == sorted(names * 2)
     assert all(row["is_right"] and row["text"] == row["expected"] for row in rows)
     assert len({row["text"] for row in rows}) == len(rows), "nobody answers for another"

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from loraplex_demo import cli as demo_module
 from loraplex_demo import train
-from loraplex_demo.cli import Answer, Run
+from loraplex_demo.cli import Alone, Answer, Run
 from loraplex_demo.world import World, committed_world
 
 
@@ -35,11 +36,16 @@ def answers(world: World) -> list[Answer]:
     return made
 
 
+def alone(answers: list[Answer]) -> list[Alone]:
+    """Of two records each."""
+    return [Alone(name, "heads", 2.5, 0.04, 0.1) for name in dict.fromkeys(answer.adapter for answer in answers)]
+
+
 def test_the_table_says_of_each_output_whether_it_is_right(
     world: World, answers: list[Answer], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    demo_module._print_table(world, Run(answers, 2.0, answers, 3.0), True)
-    text = capsys.readouterr().out
+    demo_module.print_tables(world, Run(answers, 2.0, answers, 3.0, alone(answers)), Console(width=200))
+    text, _, after = capsys.readouterr().out.partition("one request at a time")
     lines = text.splitlines()
     assert sum(line.rstrip(" │").endswith("right") for line in lines) == len(answers) - 1
     (wrong,) = [number for number, line in enumerate(lines) if line.rstrip(" │").endswith("WRONG")]
@@ -50,11 +56,15 @@ def test_the_table_says_of_each_output_whether_it_is_right(
     assert "expected" in lines[wrong + 1]
     assert all(text.count(answer.case.prompt) >= 1 for answer in answers)
     assert f"{len(answers) - 1} of {len(answers)} answers are right" in lines[-1]
+    (row,) = [line for line in after.splitlines() if "json" in line]
+    assert [cell.strip() for cell in row.strip("│ ").split("│")] == ["json", "heads", "2.50", "20 ms", "50 ms", "2.5x"]
 
 
 def test_json_says_the_same(world: World, answers: list[Answer], capsys: pytest.CaptureFixture[str]) -> None:
-    demo_module._print_json(world, Run(answers, 2.0, answers, 3.0), True)
-    rows = json.loads(capsys.readouterr().out)["answers"]
+    demo_module._print_json(world, Run(answers, 2.0, answers, 3.0, alone(answers)))
+    printed = json.loads(capsys.readouterr().out)
+    rows = printed["answers"]
+    assert [row["adapter"] for row in printed["one_at_a_time"]] == list(dict.fromkeys(row["adapter"] for row in rows))
     assert [row["is_right"] for row in rows] == [answer.is_right for answer in answers]
     assert all((row["text"] == row["expected"]) == row["is_right"] for row in rows)
 
@@ -69,11 +79,11 @@ def test_training_again_shows_how_far_it_is(
         return world
 
     async def run(*_: object) -> Run:
-        return Run(answers, 1.0, answers, 1.0)
+        return Run(answers, 1.0, answers, 1.0, alone(answers))
 
     monkeypatch.setattr(train, "make_world", make_world)
     monkeypatch.setattr(demo_module, "open_world", lambda path: world)
-    monkeypatch.setattr(demo_module, "_run", run)
+    monkeypatch.setattr(demo_module, "run_batch", run)
     app = typer.Typer()
     app.command()(demo_module.demo)
     result = CliRunner().invoke(app, ["--retrain", str(tmp_path), "--json"])
@@ -94,11 +104,11 @@ def test_a_text_that_depends_on_who_drafted_is_an_error(
     world: World, answers: list[Answer], capsys: pytest.CaptureFixture[str]
 ) -> None:
     right = [replace(answer, text="same", is_right=True) for answer in answers]
-    assert Run(right, 1.0, right, 1.0).is_right
+    assert Run(right, 1.0, right, 1.0, []).is_right
     other = [*right[:-1], replace(right[-1], text="another")]
-    run = Run(right, 1.0, other, 1.0)
+    run = Run(right, 1.0, other, 1.0, alone(right))
     assert not run.is_right
-    demo_module._print_table(world, run, True)
+    demo_module.print_tables(world, run, Console(width=200))
     shown = capsys.readouterr().out
     assert shown.count("DIFFERS") == 1
     assert "another" in shown
