@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -19,12 +20,25 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from loraplex_contracts.errors import InvalidArgument
+from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_runtime.shutdown import SIGNALS
-from loraplex_training.corpus import Prompt, read_prompts, read_texts
+from loraplex_training.corpus import Prompt, read_prompts, read_texts, without_duplicates
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from loraplex_training.decoding import Decoded
     from loraplex_training.medusa import MedusaRecipe, Report
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A training run, and what its heads give when they are served."""
+
+    report: Report
+    num_duplicates: int
+    decoded: Decoded | None
+    why_not: str = ""  # it was not decoded
 
 
 def train_medusa(
@@ -61,8 +75,8 @@ def train_medusa(
 ) -> None:
     """Train Medusa heads, so that the server writes several tokens per step with this model and adapter.
 
-    A share of the examples is held out to measure how good the heads are. Nothing is written to --out before
-    everything is there.
+    A share of the examples is held out to measure how good the heads are: by position, and by decoding with the engine.
+    What is given twice counts once. Nothing is written to --out before everything is there.
 
     In a .txt, each line is one prompt or text. In a .jsonl, each line is a string or an object: with `prompt` or
     `messages` for prompts, with `text` for texts.
@@ -76,8 +90,10 @@ def train_medusa(
     if not 0 < lr < 1:
         raise InvalidArgument(f"--lr {lr} is not a learning rate; 0.001 is a good start", field="--lr")
     # Files are read before anything slow, so that their errors are reported at once.
-    given_prompts = read_prompts(prompts) if prompts is not None else []
-    given_texts = read_texts(texts) if texts is not None else []
+    all_prompts = read_prompts(prompts) if prompts is not None else []
+    all_texts = read_texts(texts) if texts is not None else []
+    given_prompts, given_texts = without_duplicates(all_prompts), without_duplicates(all_texts)
+    num_duplicates = len(all_prompts) + len(all_texts) - len(given_prompts) - len(given_texts)
 
     from loraplex_training.fitting import FitRecipe
     from loraplex_training.medusa import MedusaRecipe
@@ -85,11 +101,12 @@ def train_medusa(
     fit = FitRecipe(epochs=epochs, lr=lr, seed=seed)
     recipe = MedusaRecipe(num_heads, num_layers, fit, max_new_tokens, batch_size)
     with _signals_end_tidily():
-        report = _run(base, out, adapter, given_prompts, given_texts, combined, recipe, dtype, device)
+        report, decoded, why_not = _run(base, out, adapter, given_prompts, given_texts, combined, recipe, dtype, device)
+    trained = Trained(report, num_duplicates, decoded, why_not)
     if json:
-        print(jsonlib.dumps(_as_json(report, out)))
+        print(jsonlib.dumps(_as_json(trained, out)))
     else:
-        _print(report, out)
+        _print(trained, out)
 
 
 @contextmanager
@@ -126,7 +143,7 @@ def _run(
     recipe: MedusaRecipe,
     dtype: str,
     device: str,
-) -> Report:
+) -> tuple[Report, Decoded | None, str]:
     from loraplex_server.model.loader import DTYPES, resolve_device
     from loraplex_training.medusa import examples_of_prompts, examples_of_texts, train_medusa
     from loraplex_training.output import check_new
@@ -142,7 +159,7 @@ def _run(
             examples = examples_of_prompts(target, prompts, recipe, progress)
         else:
             examples = examples_of_texts(target, texts)
-        return train_medusa(
+        report = train_medusa(
             target,
             examples,
             recipe,
@@ -152,22 +169,60 @@ def _run(
             progress=progress,
             num_given=len(prompts) + len(texts),
         )
+        del target, examples  # the engine loads the model anew
+        try:
+            return report, _decode(base, out, adapter, report, recipe, dtype, device, progress), ""
+        except LoraplexError as error:
+            # The heads are there; another server may take them.
+            return report, None, error.message
 
 
-def _as_json(report: Report, out: Path) -> dict[str, object]:
+def _decode(
+    base: str,
+    out: Path,
+    adapter: Path | None,
+    report: Report,
+    recipe: MedusaRecipe,
+    dtype: str,
+    device: str,
+    progress: Progress,
+) -> Decoded:
+    from loraplex_training.decoding import decode, prompts_of
+    from loraplex_training.progress import task
+
+    prompts = prompts_of(report.heldout)
+    with task(progress, "decoding", len(prompts)) as advance:
+        return decode(
+            base,
+            out,
+            prompts,
+            adapter=adapter,
+            max_new_tokens=recipe.max_new_tokens,
+            dtype=dtype,
+            device=device,
+            advance=advance,
+        )
+
+
+def _as_json(trained: Trained, out: Path) -> dict[str, object]:
+    report, decoded = trained.report, trained.decoded
     accuracy = report.accuracy
     return {
         "out": str(out),
         "num_train_positions": report.num_train_positions,
         "num_heldout_positions": accuracy.num_positions,
+        "num_duplicates": trained.num_duplicates,
         "num_skipped": report.num_skipped,
         "top1": accuracy.top1,
         "top5": accuracy.top5,
-        "tokens_per_step": round(accuracy.tokens_per_step, 4),
+        "tokens_per_step": None if decoded is None else round(decoded.tokens_per_step, 4),
+        "num_decoded_prompts": 0 if decoded is None else decoded.num_prompts,
+        "num_decoded_tokens": 0 if decoded is None else decoded.num_tokens,
     }
 
 
-def _print(report: Report, out: Path) -> None:
+def _print(trained: Trained, out: Path) -> None:
+    report, decoded = trained.report, trained.decoded
     accuracy = report.accuracy
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     table = Table(title=f"on {accuracy.num_positions} held-out positions", title_justify="left", box=None)
@@ -176,10 +231,15 @@ def _print(report: Report, out: Path) -> None:
     for i, (top1, top5) in enumerate(zip(accuracy.top1, accuracy.top5, strict=True)):
         table.add_row(str(i), f"token +{i + 2}", f"{top1:.1%}", f"{top5:.1%}")
     console.print(table)
+    if trained.num_duplicates:
+        console.print(f"{trained.num_duplicates} examples were left out because they were given before")
     if report.num_skipped:
+        console.print(f"{report.num_skipped} examples were left out: too long for the context, or too short")
+    if decoded is None:
+        console.print(f"tokens per step were not measured: {escape(trained.why_not)}")
+    else:
         console.print(
-            f"{report.num_skipped} examples were left out: given twice, too long for the context, or too short"
+            f"{decoded.tokens_per_step:.2f} tokens per step of the model, greedily, from {decoded.num_tokens} tokens "
+            f"that the engine decoded for {decoded.num_prompts} held-out prompts"
         )
-    console.print(
-        f"{accuracy.tokens_per_step:.2f} tokens per step of the model, greedily; heads are in [bold]{escape(str(out))}"
-    )
+    console.print(f"heads are in [bold]{escape(str(out))}")

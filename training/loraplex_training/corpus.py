@@ -6,7 +6,7 @@ Owns the file formats and the errors for files that do not fit them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +29,11 @@ def read_prompts(path: Path, field: str = "--prompts") -> list[Prompt]:
 def read_texts(path: Path, field: str = "--texts") -> list[str]:
     """One text per line: the line itself in a .txt, in a .jsonl a string or an object with `text`."""
     return _read(path, field, _text)
+
+
+def without_duplicates(given: Sequence[T]) -> list[T]:
+    """Each prompt or text once: one that is learned and held out as well would measure nothing."""
+    return list({json.dumps(each, sort_keys=True): each for each in given}.values())
 
 
 def _read(path: Path, field: str, parse: Callable[[Any], T | None]) -> list[T]:

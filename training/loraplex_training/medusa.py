@@ -43,8 +43,9 @@ class Report:
     """Result of a training run."""
 
     num_train_positions: int
-    num_skipped: int  # examples that were given twice, are too long, or are too short to draft in
+    num_skipped: int  # examples that are too long, or too short to draft in
     accuracy: Accuracy
+    heldout: tuple[Example, ...] = ()
 
 
 def examples_of_prompts(
@@ -94,14 +95,15 @@ def train_medusa(
     num_given: int | None = None,
 ) -> Report:
     """Writes the heads to the new directory `out`, in `dtype` (the target's if None), beside a copy of the LoRA in
-    `combine_with` if there is one. `num_given` is how many examples there were before some were left out, for the
-    report. Raises InvalidArgument, DiskFull and OutOfMemory."""
+    `combine_with` if there is one. `num_given` is how many different examples there were before some were left out,
+    for the report. Raises InvalidArgument, DiskFull and OutOfMemory."""
     usable = [each for each in examples if len(each.token_ids) >= each.first + 3]
     if len(usable) < 2:
         raise InvalidArgument("too little to train on: at least two prompts or texts with some tokens are needed")
     with new_directory(out) as folder, scratch_directory(out) as scratch, out_of_memory():
         _check_room(scratch, usable, target, recipe)
-        train, heldout = _cache_states(target, usable, recipe, scratch, progress)
+        chosen = _held_out(len(usable), recipe)
+        train, heldout = _cache_states(target, usable, chosen, recipe, scratch, progress)
         heads = MedusaHeads(recipe.num_heads, recipe.num_layers, target.hidden_size, target.device)
         with task(progress, "training", num_steps(train, recipe.fit)) as advance:
             fit_heads(heads, target.head, train, recipe.fit, advance)
@@ -114,7 +116,8 @@ def train_medusa(
             with disk_errors(out):
                 for name in (ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME):
                     shutil.copyfile(combine_with / name, folder / name)
-    return Report(train.num_rows, (num_given or len(examples)) - len(usable), accuracy)
+    num_skipped = (num_given or len(examples)) - len(usable)
+    return Report(train.num_rows, num_skipped, accuracy, tuple(usable[idx] for idx in sorted(chosen)))
 
 
 def _check_room(scratch: Path, examples: Sequence[Example], target: Target, recipe: MedusaRecipe) -> None:
@@ -130,14 +133,22 @@ def _check_room(scratch: Path, examples: Sequence[Example], target: Target, reci
         )
 
 
+def _held_out(num_examples: int, recipe: MedusaRecipe) -> set[int]:
+    """Indices of the examples that are measured with, and not learned."""
+    order = list(range(num_examples))
+    random.Random(recipe.fit.seed).shuffle(order)
+    return set(order[: min(len(order) - 1, max(1, round(recipe.heldout_share * len(order))))])
+
+
 def _cache_states(
-    target: Target, examples: Sequence[Example], recipe: MedusaRecipe, scratch: Path, progress: Progress
+    target: Target,
+    examples: Sequence[Example],
+    is_heldout: set[int],
+    recipe: MedusaRecipe,
+    scratch: Path,
+    progress: Progress,
 ) -> tuple[StateCache, StateCache]:
     """Caches of the hidden states of training and held-out examples."""
-    order = list(range(len(examples)))
-    random.Random(recipe.fit.seed).shuffle(order)
-    num_heldout = min(len(order) - 1, max(1, round(recipe.heldout_share * len(order))))
-    is_heldout = set(order[:num_heldout])
     caches: list[StateCache] = []
     for name in ("train", "heldout"):
         (scratch / name).mkdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ SMALL = ["--num-heads", "2", "--max-new-tokens", "12", "--epochs", "1", "--devic
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     path = tmp_path / "prompts.txt"
-    path.write_text("\n".join(f"prompt {i}" for i in range(10)))
+    path.write_text("\n".join(f"prompt {i}" for i in (*range(10), 3, 4)))
     return path
 
 
@@ -34,7 +35,8 @@ def test_heads_for_a_base(
     assert code == 0, captured.err
     assert "token +2" in captured.out
     assert "token +3" in captured.out
-    assert "tokens per step" in captured.out
+    assert re.search(r"tokens per step of the model, greedily, from \d+ tokens that the engine decoded", captured.out)
+    assert "2 examples were left out because they were given before" in captured.out
     assert "training: " in captured.err
     config = json.loads((out / "config.json").read_text())
     assert config == {
@@ -56,6 +58,9 @@ def test_one_json_object(
     assert said["out"] == str(out)
     assert len(said["top1"]) == len(said["top5"]) == 2
     assert said["tokens_per_step"] >= 1
+    assert said["num_decoded_prompts"] == 1
+    assert said["num_decoded_tokens"] > 1
+    assert said["num_duplicates"] == 2
     assert said["num_skipped"] == 0
     assert (out / "adapter_model.safetensors").exists()
 

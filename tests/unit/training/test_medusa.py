@@ -74,6 +74,7 @@ def test_heads_of_an_adapter_beside_its_copy(tiny_world: TinyWorld, tmp_path: Pa
     # A random model soon repeats itself: there is something to foresee.
     assert report.accuracy.tokens_per_step > 1.1
     assert report.num_train_positions > 5 * report.accuracy.num_positions > 0
+    assert [each in given for each in report.heldout] == [True]
     assert report.num_skipped == 0
 
 
@@ -83,7 +84,7 @@ def test_texts_are_taken_as_they_are(tiny_world: TinyWorld, tmp_path: Path) -> N
     given = examples_of_texts(target, texts)
     assert len(given[-1].token_ids) == 512
     report = train(target, tmp_path / "out", given)
-    assert report.num_skipped == 1  # the empty one; the last one was given before
+    assert report.num_skipped == 1  # the empty one
     assert report.accuracy.top1[0] > 0.9
     assert read_heads(tmp_path / "out").weight.dtype == torch.float32
 

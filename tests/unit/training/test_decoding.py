@@ -1,0 +1,59 @@
+"""Decoding of held-out prompts on the engine, with the heads that were trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.world import TinyWorld
+
+from loraplex_contracts.errors import LoraplexError
+from loraplex_training.decoding import MAX_PROMPTS, MAX_TEXT_PROMPT, Decoded, decode, prompts_of
+from loraplex_training.heads import MedusaHeads, write_heads
+from loraplex_training.target import Example
+
+CPU = torch.device("cpu")
+
+
+def heads_of(folder: Path, hidden_size: int) -> Path:
+    folder.mkdir()
+    write_heads(folder, MedusaHeads(3, 1, hidden_size, CPU), base_name="b", dtype=torch.float32)
+    return folder
+
+
+def run(world: TinyWorld, heads: Path, adapter: str | None = None) -> Decoded:
+    path = None if adapter is None else world.adapters / adapter
+    prompts = [[5, 6, 7], [8, 9]]
+    return decode(
+        str(world.model),
+        heads,
+        prompts,
+        adapter=path,
+        max_new_tokens=20,
+        dtype="float32",
+        device="cpu",
+        advance=lambda detail="", steps=1: None,
+    )
+
+
+@pytest.mark.parametrize("adapter", [None, "a001"])
+def test_tokens_and_steps(tiny_world: TinyWorld, tmp_path: Path, adapter: str | None) -> None:
+    """Untrained heads repeat the next token, which a random model soon does too."""
+    found = run(tiny_world, heads_of(tmp_path / "heads", 32), adapter)
+    assert found.num_prompts == 2
+    assert 2 <= found.num_tokens <= 40
+    assert 1 <= found.tokens_per_step <= 4
+    assert found.num_steps == round(found.num_tokens / found.tokens_per_step)
+
+
+def test_heads_that_do_not_fit_are_an_error(tiny_world: TinyWorld, tmp_path: Path) -> None:
+    with pytest.raises(LoraplexError):
+        run(tiny_world, heads_of(tmp_path / "heads", 16))
+
+
+def test_prompts_are_those_given_or_beginnings() -> None:
+    assert prompts_of([Example([1, 2, 3, 4], 2), Example([1, 2, 3, 4, 5, 6, 7, 8], 0)]) == [[1, 2], [1, 2]]
+    assert prompts_of([Example([1], 0), Example([], 0)]) == [[1]]
+    assert prompts_of([Example(list(range(1000)), 0)]) == [list(range(MAX_TEXT_PROMPT))]
+    assert len(prompts_of([Example([1, 2], 1)] * 100)) == MAX_PROMPTS
