@@ -257,6 +257,9 @@ def test_echo_and_tokenize(client: Client) -> None:
     assert len(tokens.token_ids) == 5
     assert client.tokenize("hello", offsets=True).starts == (0, 1, 2, 3, 4)
     assert client.detokenize(tokens.token_ids) == "hello"
+    assert client.tokenize("hello", adapter_id="a000") == tokens
+    with pytest.raises(AdapterNotFound):
+        client.tokenize("hello", adapter_id="nowhere")
     facts = client.tokenizer_info()
     assert facts.eos is not None
     assert (facts.eos.text, facts.special_tokens[0].text) == ("</s>", "<s>")

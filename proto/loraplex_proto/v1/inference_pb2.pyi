@@ -1256,8 +1256,8 @@ class TokenizeRequest(google.protobuf.message.Message):
     offsets: builtins.bool
     """Where each token begins and ends in the text, and a chat's text itself."""
     adapter_id: builtins.str
-    """Of a chat: the adapter whose template makes the text, where the server uses those of adapters. Empty: the base
-    model's.
+    """The adapter whose template makes a chat's text, where the server uses those of adapters. Empty: the base model's.
+    One that requests could not have is an error, with a text too.
     """
     in_bucket: builtins.bool
     @property

@@ -92,23 +92,26 @@ class Templates:
         caller's own `origin` the engine is asked each time. Raises as a request for the adapter would."""
         if self._engine is None or self._of_adapters is None or not adapter_id:
             return None
+        return await self._present(self._engine, adapter_id, origin)
+
+    async def check_adapter(self, adapter_id: str, origin: AdapterOrigin = OWN_PLACE) -> None:
+        """Whether or not adapters' templates are used. Raises as `version`."""
+        if self._engine is not None and adapter_id:
+            await self._present(self._engine, adapter_id, origin)
+
+    async def _present(self, engine: EngineClient, adapter_id: str, origin: AdapterOrigin) -> AdapterVersion:
         if origin.source:
-            return await self._engine.adapter_version(AdapterId(adapter_id), origin)
-        rows = self._engine.state.listing.rows_of(adapter_id)
+            return await engine.adapter_version(AdapterId(adapter_id), origin)
+        rows = engine.state.listing.rows_of(adapter_id)
         digest = next((row.digest for row in rows if row.digest and row.state != "draining"), "")
         found = self._versions.get((adapter_id, digest))
         if found is None:
-            found = await self._engine.adapter_version(AdapterId(adapter_id))
+            found = await engine.adapter_version(AdapterId(adapter_id))
             self._versions[adapter_id, found.digest] = found
         self._versions.move_to_end((adapter_id, found.digest))
         if len(self._versions) > MAX_VERSIONS:
             self._versions.popitem(last=False)
         return found
-
-    async def check_access(self, adapter_id: str, origin: AdapterOrigin) -> None:
-        """Of an `origin` of the caller's own, whether or not adapters' templates are used. Raises as `version`."""
-        if self._engine is not None and origin.source:
-            await self._engine.adapter_version(AdapterId(adapter_id), origin)
 
     def choose(
         self,

@@ -41,9 +41,9 @@ class Prompts:
         """The adapter's version whose templates make the prompt; None where none do."""
         return await self._templates.version(adapter_id, origin) if message.WhichOneof("input") == "chat" else None
 
-    async def check_access(self, adapter_id: str, origin: AdapterOrigin) -> None:
-        """Raises as a request for the adapter would, where it is at a place that the caller names."""
-        await self._templates.check_access(adapter_id, origin)
+    async def check_adapter(self, adapter_id: str, origin: AdapterOrigin) -> None:
+        """Raises as a request for the adapter would."""
+        await self._templates.check_adapter(adapter_id, origin)
 
     async def ids(
         self,

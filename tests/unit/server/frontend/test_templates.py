@@ -14,7 +14,7 @@ import pytest
 from support.tiny_tokenizers import tiny_tokenizer
 
 from loraplex_contracts.adapters import AdapterInfo, AdapterTemplates, AdapterVersion
-from loraplex_contracts.errors import AdapterInvalid, FailedPrecondition, InvalidArgument
+from loraplex_contracts.errors import AdapterInvalid, AdapterNotFound, FailedPrecondition, InvalidArgument
 from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.validate import ModelLimits
 from loraplex_server.frontend import templates as module
@@ -49,6 +49,8 @@ class FakeEngine:
 
     async def adapter_version(self, adapter_id: str) -> AdapterVersion:
         self.num_asked += 1
+        if adapter_id != "a":
+            raise AdapterNotFound("there is no such adapter")
         row: Any = SimpleNamespace(digest=self.digest, state="on_host")
         self.rows = [row]
         return AdapterVersion(adapter_id, self.digest, AdapterTemplates(chat=f"{self.digest}{BASE}"))
@@ -93,6 +95,17 @@ async def test_the_version_is_asked_for_again_when_it_has_changed() -> None:
     assert getattr(await templates.version("a"), "digest", "") == "2"
     assert await templates.version("") is None
     assert await made(of_adapters=False).version("a") is None
+
+
+async def test_an_adapter_is_looked_for_where_its_templates_are_not_used() -> None:
+    engine = FakeEngine()
+    templates = made(engine=engine, of_adapters=False)
+    for _ in range(3):
+        await templates.check_adapter("a")
+    assert engine.num_asked == 1
+    await templates.check_adapter("")
+    with pytest.raises(AdapterNotFound):
+        await templates.check_adapter("b")
 
 
 async def test_control_tokens_of_messages_have_no_power(monkeypatch: pytest.MonkeyPatch) -> None:
