@@ -1,6 +1,8 @@
 """guidellm beside `loraplex bench`: the same load on one server, in turns.
 
-    python clients.py IN_DIR --guidellm PROGRAM [--streams 32] [--rounds 3]     (IN_DIR as `serving.py make` makes it)
+    python clients.py IN_DIR --guidellm PROGRAM [--streams 32] [--rounds 3] [FLAG ...]
+
+IN_DIR as `serving.py make` makes it; further flags as `loraplex serve` takes them.
 
 Streams over four adapters, each with its next request when one has ended; guidellm knows one model name, so each
 adapter has a process of it. Each run of guidellm stands between two of ours, whose mean it is compared with: other work
@@ -197,9 +199,9 @@ def mean(several: Iterable[Figures]) -> Figures:
     return Figures(*(statistics.fmean(getattr(one, field.name) for one in found) for field in fields(Figures)))
 
 
-def measure(args: argparse.Namespace, record: Record) -> None:
+def measure(args: argparse.Namespace, more_flags: Sequence[str], record: Record) -> None:
     flags = [str(args.inputs / "model"), "--adapters", str(args.inputs / "adapters"), "--threads", str(args.threads)]
-    server = ServedWithHttp(*flags)
+    server = ServedWithHttp(*flags, *more_flags)
     ratios: list[Figures] = []
     try:
         by_loraplex(server.address, args)  # warms up
@@ -234,9 +236,9 @@ def main() -> None:
     parser.add_argument("--output", type=partial(parse_lengths, field="--output"), default="16-48", help="tokens, N-M")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="of the server")
-    args = parser.parse_args()
+    args, more_flags = parser.parse_known_args()
     with recording(args.json) as record:
-        measure(args, record)
+        measure(args, more_flags, record)
 
 
 if __name__ == "__main__":

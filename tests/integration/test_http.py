@@ -361,6 +361,22 @@ async def test_wrong_fields_are_400_by_name(body: dict[str, Any], param: str) ->
         assert param in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (json.dumps({"prompt": "hi", "stop": ["x"] * 17}), "`stop` is not valid: list should have at most 16 items"),
+        ('{"prompt": "hi", "seed": ' + "9" * 5000 + "}", "a number of more digits than can be read"),
+        (b'{"prompt": "\xff"}', "it is not UTF-8"),
+    ],
+    ids=["too many", "digits", "bytes"],
+)
+async def test_refusals_say_what_is_wrong(content: str | bytes, words: str) -> None:
+    async with http_cluster() as (_, http):
+        answer = await http.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
+        assert answer.status_code == 400
+        assert words in answer.json()["error"]["message"]
+
+
 async def test_bodies_that_are_not_json_objects() -> None:
     deep = b"[" * 100_000
     twice = b'{"prompt": "hi", "model": "sql", "model": "tiny"}'

@@ -33,7 +33,7 @@ class _StrictRequest(Request):
         object with one key twice: what stands in front of this server may have read the other one."""
         if not hasattr(self, "_json"):
             body = await self.body()
-            found = json.loads(body, object_pairs_hook=_unique, parse_constant=_refuse)
+            found = _parsed(body)
             if body.count(b"[") + body.count(b"{") > MAX_JSON_DEPTH and _is_deep(found):
                 raise InvalidArgument("the body is nested too deep", field="body")
             self.state.dialect = body_dialect(self.url.path, found)
@@ -62,6 +62,17 @@ def _is_deep(value: Any) -> bool:
         if not level:
             return False
     return True
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return json.loads(body, object_pairs_hook=_unique, parse_constant=_refuse)
+    except json.JSONDecodeError:
+        raise
+    except UnicodeDecodeError as error:
+        raise InvalidArgument("the body is not valid JSON: it is not UTF-8", field="body") from error
+    except ValueError as error:  # of Python's integers
+        raise InvalidArgument("the body has a number of more digits than can be read", field="body") from error
 
 
 def _refuse(constant: str) -> None:
@@ -114,11 +125,11 @@ def make_app(backend: Backend, allowed_hosts: HostNames | None = None) -> ASGIAp
 
 def _invalid(error: RequestValidationError) -> InvalidArgument:
     """The first of what is wrong, by the name of its field."""
-    first: dict[str, Any] = error.errors()[0]
-    # Tags of dialects are no part of the path, and the objects of options no part of an option's name.
-    where = [str(part) for part in first["loc"] if part not in ("body", "openai", "tgi")]
-    if len(where) > 1 and where[0] in ("parameters", "sampling_params"):
-        del where[0]
+    errors: list[dict[str, Any]] = list(error.errors())
+    where = _path(errors[0])
+    # Of a field that takes several types: what is wrong with a value of the right one.
+    alike = [one for one in errors if _path(one)[:1] == where[:1]]
+    first = next((one for one in alike if not one["type"].endswith("_type")), errors[0])
     if first["type"] == "json_invalid":
         return InvalidArgument("the body is not valid JSON", field="body")
     if not where:
@@ -126,3 +137,11 @@ def _invalid(error: RequestValidationError) -> InvalidArgument:
     name = ascii(where[0][:60])[1:-1]
     said = str(first["msg"]).removeprefix("Input ")
     return InvalidArgument(f"`{name}` is not valid: {said[:1].lower()}{said[1:]}", field=name)
+
+
+def _path(error: dict[str, Any]) -> list[str]:
+    """Tags of dialects are no part of it, and the objects of options no part of an option's name."""
+    where = [str(part) for part in error["loc"] if part not in ("body", "openai", "tgi")]
+    if len(where) > 1 and where[0] in ("parameters", "sampling_params"):
+        del where[0]
+    return where

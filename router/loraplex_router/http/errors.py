@@ -54,6 +54,7 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(("hub.token", "adapters.hub.token"), ("api_token",)),
     **dict.fromkeys(("source", "revision"), ("lora_path",)),
     **dict.fromkeys(("input", "text", "token_ids.ids"), _PROMPT),
+    "token_ids": ("tokens",),
     "inputs": ("input", "documents", "texts", "text_2", "items", "data_2", "inputs"),
     "query": ("query", "text_1", "queries", "data_1"),
     "chat": ("messages", "input", "inputs"),
@@ -87,7 +88,8 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "omit_normalization": ("normalize",),
     "logits": ("activation", "use_activation", "softmax", "raw_scores"),
     **dict.fromkeys(
-        ("grammar", *(path for path in HANDLED["GenerateRequest"] if path.startswith("grammar."))), _GRAMMAR
+        ("grammar", "grammar.choice", *(path for path in HANDLED["GenerateRequest"] if path.startswith("grammar."))),
+        _GRAMMAR,
     ),
 }
 # In a message: a path of the wire.

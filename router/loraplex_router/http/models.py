@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from loraplex_contracts.errors import Unimplemented
+from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_contracts.mixtures import DEFAULT_WEIGHT
 from loraplex_proto.validate import (
     MAX_CHAT_MESSAGES,
@@ -104,7 +104,7 @@ class PlaceFields(Fields):
     api_token: str | None = Field(default=None, repr=False)
 
 
-class AdapterFields(PlaceFields):
+class NameFields(Fields):
     """Fields that name the adapter: OpenAI's, SGLang's and LoRAX'."""
 
     model: str | None = None
@@ -114,6 +114,10 @@ class AdapterFields(PlaceFields):
     def adapter_names(self) -> dict[str, str | None]:
         """For `adapter_in`."""
         return {"model": self.model, "lora_path": self.lora_path, "adapter_id": self.adapter_id}
+
+
+class AdapterFields(NameFields, PlaceFields):
+    """Fields that name the adapter and its place."""
 
 
 class Member(PlaceFields):
@@ -253,10 +257,9 @@ class ChatCompletionRequest(Generation, ChatTemplateInput):
     include_reasoning: bool | None = None
 
 
-class TokenizeRequest(ChatTemplateInput, PlaceFields):
+class TokenizeRequest(ChatTemplateInput, AdapterFields):
     """Body of POST /tokenize: `prompt` or `messages`."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_CHAT_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
@@ -265,12 +268,16 @@ class TokenizeRequest(ChatTemplateInput, PlaceFields):
     return_offsets: bool | None = None
 
 
-class DetokenizeRequest(Fields):
+class DetokenizeRequest(NameFields):
     """Body of POST /detokenize."""
 
-    model: str | None = None
     tokens: list[Uint32]
     skip_special_tokens: bool | None = None
+
+
+# Of requests for texts; each route takes its own of them.
+_PROMPT_FIELDS: Final = frozenset({*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields}) - HARMLESS
+_EMPTY: Final = (False, "", [], {})  # 0 too
 
 
 def harmless_fields(body: Fields) -> tuple[str, ...]:
@@ -281,13 +288,17 @@ def harmless_fields(body: Fields) -> tuple[str, ...]:
 def ignored_fields(body: Fields) -> tuple[str, ...]:
     """Names of the further fields that are ignored, fit for a header, a bounded number of them.
 
-    Raises Unimplemented for one that would change the answer."""
+    Raises Unimplemented for one that would change the answer, and InvalidArgument for one of another route."""
+    of_others = _PROMPT_FIELDS if isinstance(body, Generation | TokenizeRequest) else ()
     names: list[str] = []
     for name, value in body.extras().items():
         if name in REFUSED:
             neutral, instead = REFUSED[name]
             if value not in neutral:
                 raise Unimplemented(f"`{name}` is not available: {instead}", field=name)
+        elif name in of_others:
+            if value not in _EMPTY:
+                raise InvalidArgument(f"`{name}` is not a field of this route", field=name)
         elif name not in HARMLESS and name not in GRAMMAR_FIELDS:
             names.append(name)
     names += unknown_parts(body.extras())

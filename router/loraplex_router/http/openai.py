@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, cast
 
@@ -280,8 +280,7 @@ def _common(body: Generation, base_names: Sequence[str], defaults: pb.Sampling) 
         sampling.top_k = max(0, body.top_k)  # -1 keeps all, too
     if body.seed is not None:
         sampling.seed = body.seed % (1 << 64)
-    for key, bias in (body.logit_bias or {}).items():
-        sampling.logit_bias[token_id_of(key)] = bias
+    put_logit_bias(sampling, body.logit_bias or {})
     sampling.allowed_token_ids.extend(body.allowed_token_ids or ())
     sampling.bad_words.extend(unicode_text(word, "bad_words") for word in body.bad_words or ())
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
@@ -303,7 +302,16 @@ def _common(body: Generation, base_names: Sequence[str], defaults: pb.Sampling) 
     return request
 
 
-def token_id_of(key: str) -> int:
+def put_logit_bias(sampling: pb.Sampling, biases: Mapping[str, float]) -> None:
+    """Raises InvalidArgument for what is no token id, and for one that is written in two ways."""
+    for key, bias in biases.items():
+        token_id = _token_id(key)
+        if token_id in sampling.logit_bias:
+            raise InvalidArgument(f"`logit_bias` has token {token_id} twice", field="logit_bias")
+        sampling.logit_bias[token_id] = bias
+
+
+def _token_id(key: str) -> int:
     if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= MAX_TOKEN_ID):
         raise InvalidArgument(f"`logit_bias` has the key {key[:20]!a}, which is not a token id", field="logit_bias")
     return int(key)

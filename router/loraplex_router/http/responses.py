@@ -66,24 +66,25 @@ def chat_request(body: ResponsesRequest) -> ChatCompletionRequest:
     for name, neutral in _STATE.items():
         if name in fields and fields.pop(name) not in neutral:
             raise Unimplemented(f"`{name}` is not available: one answer is made, and none is kept", field=name)
-    fields |= {"model": body.model, "stream": body.stream}
-    fields["messages"] = list(_messages(body))
-    if body.max_output_tokens is not None:
-        fields["max_completion_tokens"] = body.max_output_tokens
+    own: dict[str, Any] = {"model": body.model, "stream": body.stream, "messages": list(_messages(body))}
+    own["max_completion_tokens"] = body.max_output_tokens
     if _LOGPROBS in (body.include or ()) or body.top_logprobs:
-        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
-    if effort := (body.reasoning or {}).get("effort"):
-        fields["reasoning_effort"] = effort
+        own |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    own["reasoning_effort"] = (body.reasoning or {}).get("effort") or None
     if body.truncation == "auto":
-        fields["truncate_prompt_tokens"] = -1
-    fields["verbosity"] = (body.text or {}).get("verbosity")
+        own["truncate_prompt_tokens"] = -1
+    own["verbosity"] = (body.text or {}).get("verbosity")
     text_format: Any = (body.text or {}).get("format")
     if isinstance(text_format, dict):
-        fields["response_format"] = _response_format(cast("dict[str, Any]", text_format))
+        own["response_format"] = _response_format(cast("dict[str, Any]", text_format))
     if body.tools:
-        fields["tools"] = [_tool(tool) for tool in body.tools]
-    if body.tool_choice is not None:
-        fields["tool_choice"] = _tool_choice(body.tool_choice)
+        own["tools"] = [_tool(tool) for tool in body.tools]
+    own["tool_choice"] = None if body.tool_choice is None else _tool_choice(body.tool_choice)
+    for name, value in own.items():
+        if value is None:
+            continue
+        if fields.setdefault(name, value) != value:
+            raise InvalidArgument(f"`{name}` is said in another way, too: leave it out", field=name)
     try:
         return ChatCompletionRequest.model_validate(fields)
     except ValidationError as error:

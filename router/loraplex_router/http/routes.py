@@ -16,7 +16,7 @@ from loraplex_contracts.errors import LoraplexError
 from loraplex_proto import __version__, validate
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, status_pb2
 from loraplex_router.http import answers, openai, responses
-from loraplex_router.http.backend import Backend, adapter_of, request_id_of, unicode_text
+from loraplex_router.http.backend import Backend, adapter_in, adapter_of, request_id_of, unicode_text
 from loraplex_router.http.errors import error_object, model_not_found, naming_model
 from loraplex_router.http.metrics import EngineMetrics
 from loraplex_router.http.models import (
@@ -168,7 +168,7 @@ class Routes:
         """Headers of the answer, and the adapter. All have the base model's tokenizer, but an unknown one is an
         error."""
         headers = self._backend.ignored(ignored_fields(body), harmless_fields(body))
-        adapter_id = adapter_of(body.model, await self._backend.names_for(body.model, request))
+        adapter_id = adapter_in(body.adapter_names(), await self._backend.names_for(body.model, request))
         if adapter_id and not (isinstance(body, TokenizeRequest) and names_place(body)):
             await self._backend.adapter_rows(adapter_id, request)
         return headers, adapter_id

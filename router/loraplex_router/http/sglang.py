@@ -37,7 +37,7 @@ from loraplex_router.http.models import (
     header_names,
 )
 from loraplex_router.http.models import REFUSED as OTHERS_REFUSED
-from loraplex_router.http.openai import prompts_of, speculation_of, token_id_of
+from loraplex_router.http.openai import prompts_of, put_logit_bias, speculation_of
 from loraplex_router.http.places import put_places
 from loraplex_router.http.tgi_answers import event_of
 
@@ -236,8 +236,7 @@ def _common(body: GenerateRequest, params: SamplingParams) -> pb.GenerateRequest
         sampling.top_k = max(0, params.top_k)
     if params.sampling_seed is not None:
         sampling.seed = params.sampling_seed % (1 << 64)
-    for key, bias in (params.logit_bias or {}).items():
-        sampling.logit_bias[token_id_of(key)] = bias
+    put_logit_bias(sampling, params.logit_bias or {})
     stopping.max_tokens = DEFAULT_MAX_TOKENS if params.max_new_tokens is None else params.max_new_tokens
     if params.min_new_tokens:
         stopping.min_tokens = params.min_new_tokens

@@ -18,6 +18,7 @@ from loraplex_router.http.models import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Fields,
     TokenizeRequest,
     ignored_fields,
 )
@@ -164,6 +165,31 @@ def test_unknown_fields_are_named_fit_for_a_header() -> None:
 )
 def test_unknown_parts_of_formats_are_named(format: dict[str, Any], names: tuple[str, ...]) -> None:
     assert completion(response_format=format).ignored == tuple(f"response_format.{name}" for name in names)
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (CompletionRequest, {"prompt": "x", "messages": CHAT}),
+        (CompletionRequest, {"prompt": "x", "max_completion_tokens": 3}),
+        (CompletionRequest, {"prompt": "x", "top_logprobs": 1}),
+        (ChatCompletionRequest, {"messages": CHAT, "prompt": "x"}),
+        (TokenizeRequest, {"prompt": "x", "truncate_prompt_tokens": 2}),
+    ],
+)
+def test_fields_of_other_routes_are_refused_by_name(model: type[Fields], body: dict[str, Any]) -> None:
+    (*_, name) = body
+    with pytest.raises(InvalidArgument, match=f"`{name}` is not a field of this route") as caught:
+        ignored_fields(model.model_validate(body))
+    assert caught.value.field == name
+    for empty in (None, "", 0, [], {}, False):
+        assert ignored_fields(model.model_construct(**{**body, name: empty})) == ()
+
+
+def test_a_bias_has_one_value() -> None:
+    assert dict(completion(logit_bias={"07": 1.0, "8": 2.0}).requests[0].sampling.logit_bias) == {7: 1.0, 8: 2.0}
+    with pytest.raises(InvalidArgument, match="`logit_bias` has token 7 twice"):
+        completion(logit_bias={"7": 1.0, "07": 2.0})
 
 
 def test_chats_have_no_best_of() -> None:

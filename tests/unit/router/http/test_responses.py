@@ -52,6 +52,29 @@ def test_an_answer_with_a_call_comes_back_as_one_message() -> None:
     assert (found[2].tool_call_id, found[2].content) == ("c1", "2")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "own"),
+    [
+        ("messages", [], {}),
+        ("max_completion_tokens", 3, {"max_output_tokens": 4}),
+        ("reasoning_effort", "low", {"reasoning": {"effort": "high"}}),
+        ("response_format", {"type": "text"}, {"text": {"format": {"type": "json_object"}}}),
+        ("truncate_prompt_tokens", 2, {"truncation": "auto"}),
+    ],
+)
+def test_what_is_said_twice_must_agree(name: str, value: Any, own: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match=f"`{name}` is said in another way, too") as caught:
+        responses.chat_request(request(**{name: value}, **own))
+    assert caught.value.field == name
+
+
+def test_a_chats_own_names_hold_where_nothing_else_says_it() -> None:
+    assert job_of(request(max_completion_tokens=3)).requests[0].stopping.max_tokens == 3
+    assert job_of(request(max_completion_tokens=3, max_output_tokens=3)).requests[0].stopping.max_tokens == 3
+    with pytest.raises(Unimplemented, match="`verbosity`"):
+        job_of(request(verbosity="low"))
+
+
 def test_options() -> None:
     body = request(
         max_output_tokens=9, temperature=0.5, top_p=0.9, truncation="auto", reasoning={"effort": "low"}, model="sql",
