@@ -3,9 +3,11 @@
 Needs neither torch nor a model.
 """
 
-from loraplex.aio import AsyncAdapters, AsyncClient, AsyncStream
-from loraplex.chat import AsyncChat, Chat
-from loraplex.client import Adapters, Client, Stream
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
 from loraplex.options import OptionHelp, help, options_help
 from loraplex.types import (
     Activity,
@@ -112,6 +114,11 @@ from loraplex_contracts.errors import (
     WorkerLost,
 )
 from loraplex_proto import __version__
+
+if TYPE_CHECKING:
+    from loraplex.aio import AsyncAdapters, AsyncClient, AsyncStream
+    from loraplex.chat import AsyncChat, Chat
+    from loraplex.client import Adapters, Client, Stream
 
 __all__ = [
     "Activity",
@@ -227,3 +234,27 @@ __all__ = [
     "help",
     "options_help",
 ]
+
+# What needs gRPC is imported when it is asked for, with its module: a router's command sets gRPC up before that
+# (loraplex_router/grpc_library.py), and one that prints its help needs none.
+_WITH_GRPC: Final = {
+    "Adapters": "client",
+    "AsyncAdapters": "aio",
+    "AsyncChat": "chat",
+    "AsyncClient": "aio",
+    "AsyncStream": "aio",
+    "Chat": "chat",
+    "Client": "client",
+    "Stream": "client",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_GRPC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f"{__name__}.{_WITH_GRPC[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from loraplex_contracts.errors import InvalidArgument
+from loraplex_router.grpc_library import import_with
 from loraplex_router.membership import is_address, open_membership, parse_members
 from loraplex_runtime.flags import HTTP, LOGS, NETWORK, STARTING, option
 
@@ -261,9 +262,9 @@ class HttpServerConfig(ServerFlags):
         )
 
 
-def quieten_grpc() -> None:
-    """Keeps gRPC's C core from writing its own lines beside our log. Has no effect once grpc is imported."""
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+def import_grpc() -> None:
+    """Imports gRPC as a router wants it; before anything else does."""
+    import_with(os.environ)
 
 
 def _check(is_ok: bool, name: str, rule: str) -> None:

@@ -1,0 +1,92 @@
+"""gRPC in a router's process: its poller, and the environment behind it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from loraplex_router.grpc_library import EVENT_ENGINE, EXPERIMENTS, knows_experiments
+
+OLDER = "-event_engine_client,-event_engine_listener"
+PROGRAM = """
+import json, os, sys
+seen = {}
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "grpc":
+            seen["at import"] = os.environ.get("GRPC_EXPERIMENTS")
+sys.meta_path.insert(0, Finder())
+import loraplex_router.cli
+assert "grpc" not in sys.modules
+from loraplex_router import grpc_library
+if sys.argv[1:]:
+    grpc_library.EVENT_ENGINE = tuple(sys.argv[1:])
+grpc_library.import_with(os.environ)
+print(json.dumps([seen["at import"], os.environ.get("GRPC_EXPERIMENTS"), "grpc" in sys.modules]))
+"""
+
+
+def imported(*event_engine: str, **variables: str) -> list[object]:
+    """GRPC_EXPERIMENTS when gRPC was imported and after that, and whether it was. gRPC wrote nothing."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GRPC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *event_engine],
+        check=True, capture_output=True, text=True, timeout=60, env={**environment, **variables},
+    )  # fmt: skip
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+def test_the_pinned_version_has_the_older_poller() -> None:
+    """If not, a router takes a third more CPU time for a message: measure it (benchmarks/router.py), see ADR 21."""
+    assert knows_experiments(EVENT_ENGINE)
+
+
+def test_names_that_no_library_has_are_unknown() -> None:
+    assert not knows_experiments(("no_such_experiment",))
+    assert not knows_experiments((*EVENT_ENGINE, "no_such_experiment"))
+    assert not knows_experiments(("event_engine_clien",)), "whole names only"
+
+
+@pytest.mark.parametrize("names", [(), ("no_such_experiment",)])
+def test_the_variable_is_there_for_the_import_alone(names: tuple[str, ...]) -> None:
+    assert imported(*names) == [None if names else OLDER, None, True]
+
+
+OF_A_COMMAND = """
+import os, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "grpc" and "GRPC_EXPERIMENTS" in os.environ:
+            print(os.environ["GRPC_EXPERIMENTS"], end="", flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, Finder())
+from loraplex.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("router", "--worker", "127.0.0.1:1", "--worker-token-file", "/nowhere"),
+        ("http", "--server", "127.0.0.1:1", "--server-token-file", "/nowhere"),
+        ("serve", "/nowhere"),
+    ],
+)
+def test_commands_import_grpc_so(command: tuple[str, ...]) -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GRPC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", OF_A_COMMAND, *command],
+        check=False, capture_output=True, text=True, timeout=100, env=environment,
+    )  # fmt: skip
+    assert done.stdout == OLDER, done.stderr
+
+
+@pytest.mark.parametrize("given", ["", "event_engine_fork"])
+def test_what_an_operator_has_set_stays(given: str) -> None:
+    assert imported(**{EXPERIMENTS: given}) == [given, given, True]
