@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from json import dumps
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
-from loraplex_router.config import HttpServerConfig, RouterConfig, quieten_grpc
+from loraplex_router.config import HttpServerConfig, RouterConfig, ServerFlags, import_grpc
 from loraplex_runtime.config import with_settings
 from loraplex_runtime.flags import LOGS, STARTING, with_flags
 from loraplex_runtime.shutdown import END, end_with_supervisor, orphan_drain_s, unread_output_is_lost
@@ -19,6 +21,9 @@ from loraplex_runtime.shutdown import END, end_with_supervisor, orphan_drain_s, 
 if TYPE_CHECKING:
     from loraplex_router.processes import Processes
     from loraplex_router.server import Router
+
+
+log = logging.getLogger("loraplex.start")
 
 
 @with_settings("router")
@@ -46,6 +51,9 @@ def router(
             rich_help_panel=STARTING,
         ),
     ] = END,
+    alive_every: Annotated[
+        float, typer.Option("--alive-every", hidden=True, help="With --json, seconds between two reports.")
+    ] = 0.0,
     processes: Annotated[
         int,
         typer.Option("--processes", min=1, help="Processes that share the port, where one is at the end of its CPU."),
@@ -65,14 +73,14 @@ def router(
         raise InvalidArgument("--on-orphan goes with --supervised", field="--on-orphan")
     try:
         if processes > 1:
-            _run_processes(config, processes, _report_processes if json else _print_processes)
+            _run_processes(config, processes, _report_processes if json else partial(_say_processes, config))
         else:
-            _run(config, _report_ready if json else _print_ready)
+            _run(config, _report_ready if json else partial(_say_ready, config), alive_every)
     except LoraplexError as error:
-        if not json:
-            raise
-        _report(event="failed", reason=error.reason, message=error.message)
-        sys.exit(error.exit_code)
+        if json:
+            _report(event="failed", reason=error.reason, message=error.message)
+            sys.exit(error.exit_code)
+        _fail(config, error)
 
 
 @with_settings("http")
@@ -84,39 +92,65 @@ def http(config: HttpServerConfig) -> None:
 
     Example: loraplex http --server 127.0.0.1:50051 --port 8000
     """
-    _run(config.router(), _print_http_ready)
+    try:
+        _run(config.router(), partial(_say_http_ready, config))
+    except LoraplexError as error:
+        _fail(config, error)
 
 
-def _run(config: RouterConfig, on_ready: Callable[[Router], None]) -> None:
+def _run(config: RouterConfig, on_ready: Callable[[Router], None], alive_every_s: float = 0.0) -> None:
+    import_grpc()
     # Late: what only prints help needs no gRPC.
+    from loraplex_router.server import run_router
     from loraplex_runtime.telemetry import setup_logging
 
-    quieten_grpc()
-    from loraplex_router.server import run_router
-
     setup_logging(config.log_level, config.log_format, requests=config.request_log)
-    asyncio.run(run_router(config, on_ready))
+
+    async def run() -> None:
+        alive = asyncio.create_task(_report_alive(alive_every_s)) if alive_every_s > 0 else None
+        try:
+            await run_router(config, on_ready)
+        finally:
+            if alive is not None:
+                alive.cancel()
+
+    asyncio.run(run())
 
 
 def _run_processes(config: RouterConfig, num: int, on_ready: Callable[[Processes], None]) -> None:
-    from loraplex_runtime.telemetry import setup_logging
-
-    quieten_grpc()
+    import_grpc()
     from loraplex_router.processes import run_processes
+    from loraplex_runtime.telemetry import setup_logging
 
     setup_logging(config.log_level, config.log_format)
     asyncio.run(run_processes(config, num, on_ready))
 
 
-def _print_ready(running: Router) -> None:
+def _say(config: ServerFlags, line: str) -> None:
+    """With --log-format json everything that is written is a line of the log."""
+    if config.log_format == "json":
+        log.info("%s", line)
+        return
+    with unread_output_is_lost():
+        print(line, flush=True)
+
+
+def _fail(config: ServerFlags, error: LoraplexError) -> NoReturn:
+    """Ends the command; `loraplex` prints the sentence of what is raised."""
+    if config.log_format != "json":
+        raise error
+    log.error("%s", error.message, extra={"reason": error.reason})
+    sys.exit(error.exit_code)
+
+
+def _say_ready(config: ServerFlags, running: Router) -> None:
     total = len(running.replicas.all())
     line = f"router ready on {running.address} ({running.replicas.num_routable} of {total} workers available"
     if running.listener.metrics is not None:
         line += f", metrics on port {running.listener.metrics.port}"
     if running.http is not None:
         line += f", HTTP on {running.http.address}"
-    with unread_output_is_lost():
-        print(line + ")", flush=True)
+    _say(config, line + ")")
 
 
 def _report_ready(running: Router) -> None:
@@ -126,19 +160,25 @@ def _report_ready(running: Router) -> None:
     _report(event="ready", address=running.address, metrics_ports=ports, **http)
 
 
-def _print_processes(running: Processes) -> None:
+def _say_processes(config: ServerFlags, running: Processes) -> None:
     line = f"router ready on {running.address} ({running.num} processes"
     if running.metrics_ports:
         line += f", metrics on ports {', '.join(map(str, running.metrics_ports))}"
     if running.http_address is not None:
         line += f", HTTP on {running.http_address}"
-    with unread_output_is_lost():
-        print(line + ")", flush=True)
+    _say(config, line + ")")
 
 
 def _report_processes(running: Processes) -> None:
     http = {} if running.http_address is None else {"http": running.http_address}
     _report(event="ready", address=running.address, metrics_ports=running.metrics_ports, **http)
+
+
+async def _report_alive(every_s: float) -> None:
+    """For a supervisor that kills what is frozen. Of the event loop that serves, so that it speaks for that."""
+    while True:
+        await asyncio.sleep(every_s)
+        _report(event="alive")
 
 
 def _report(**fields: str | list[int]) -> None:
@@ -147,9 +187,8 @@ def _report(**fields: str | list[int]) -> None:
         print(dumps(fields), flush=True)
 
 
-def _print_http_ready(running: Router) -> None:
+def _say_http_ready(config: ServerFlags, running: Router) -> None:
     assert running.http is not None
     (server,) = running.config.workers
     state = "" if running.replicas.num_routable else ", which is not available yet"
-    with unread_output_is_lost():
-        print(f"HTTP on {running.http.address}, in front of {server}{state} (Ctrl-C ends it)", flush=True)
+    _say(config, f"HTTP on {running.http.address}, in front of {server}{state} (Ctrl-C ends it)")

@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
+from typing import Final
 
 from loraplex_contracts.errors import FailedPrecondition
 from loraplex_router.config import RouterConfig
@@ -19,6 +20,9 @@ from loraplex_runtime.child_processes import Children, ChildSpec
 from loraplex_runtime.flags import arguments_of
 from loraplex_runtime.listener import check_free, join_address
 from loraplex_runtime.shutdown import Ending
+
+# A process says so often that it is alive: one that is frozen would keep its part of the port's connections.
+ALIVE_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ async def run_processes(config: RouterConfig, num: int, on_ready: Callable[[Proc
         try:
             if await children.start(ending.asked) is None:
                 return
-            watching = asyncio.create_task(children.watch())
+            watching = asyncio.gather(children.watch(), children.kill_silent())
             http_address = None if http_port is None else join_address(http_host, http_port)
             on_ready(Processes(join_address(config.host, port), http_address, children.metrics_ports, num))
             await ending.asked.wait()
@@ -60,7 +64,7 @@ def spec_of(config: RouterConfig, num: int, port: int, http_port: int | None) ->
     server = replace(config.server, reuse_port=True)
     share = config.quota_share / num
     own = replace(config, port=0, http_port=http_port, metrics_port=None, server=server, quota_share=share)
-    command = (sys.executable, "-m", "loraplex", "router", *arguments_of(own), "--json")
+    command = (sys.executable, "-m", "loraplex", "router", *arguments_of(own), "--json", "--alive-every", str(ALIVE_S))
     return ChildSpec(command, config.metrics_port, "router process", port, placement="")
 
 

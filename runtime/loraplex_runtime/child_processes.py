@@ -42,7 +42,14 @@ class _Child:
     process: asyncio.subprocess.Process
     address: str
     metrics_ports: list[int]
-    reader: asyncio.Task[None]
+    num_lines: int = 0  # that it has written since it was ready
+    reader: asyncio.Task[None] | None = None
+
+    async def read(self, lines: AsyncGenerator[bytes]) -> None:
+        """Keeps the pipe empty; later lines go to the log."""
+        async for line in lines:
+            self.num_lines += 1
+            log.debug("%s", line.decode(errors="replace"))
 
 
 class Children:
@@ -86,18 +93,20 @@ class Children:
         """Starts children that ended again, with growing pauses. Runs until cancelled."""
         await asyncio.gather(*(self._watch_one(index) for index in range(len(self._children))))
 
-    async def kill_silent(self, heard_s: Callable[[str], float]) -> None:
+    async def kill_silent(self, heard_s: Callable[[str], float] | None = None) -> None:
         """Kills children that have fallen silent; `watch` starts them again. Runs until cancelled.
 
-        `heard_s` tells when the child at an address was last heard, by any clock."""
-        last: list[float] = [0.0] * len(self._children)
+        `heard_s` tells when the child at an address was last heard, by any clock. Without it children are heard by the
+        lines that they write."""
+        last: list[float] = [-1.0] * len(self._children)
         num_silent_checks = [0] * len(self._children)
         while True:
             await asyncio.sleep(CHECK_S)
             for index, child in enumerate(self._children):
-                is_silent = child.process.returncode is None and heard_s(child.address) == last[index]
+                heard = child.num_lines if heard_s is None else heard_s(child.address)
+                is_silent = child.process.returncode is None and heard == last[index]
                 num_silent_checks[index] = num_silent_checks[index] + 1 if is_silent else 0
-                last[index] = heard_s(child.address)
+                last[index] = heard
                 if num_silent_checks[index] >= MAX_SILENT_CHECKS:
                     log.error("%s is silent and is killed", self._name(index))
                     child.process.kill()
@@ -120,7 +129,8 @@ class Children:
                     process.kill()
             await asyncio.gather(*(process.wait() for process in processes))
         for child in self._children:
-            child.reader.cancel()
+            if child.reader is not None:
+                child.reader.cancel()
 
     async def _watch_one(self, index: int) -> None:
         num_failures = 0
@@ -174,8 +184,9 @@ class Children:
             self._starting.remove(process)
             raise
         self._starting.remove(process)
-        reader = asyncio.ensure_future(_drain(lines))
-        return _Child(process, ready["address"], ready.get("metrics_ports", []), reader)
+        child = _Child(process, ready["address"], ready.get("metrics_ports", []))
+        child.reader = asyncio.ensure_future(child.read(lines))
+        return child
 
     def _name(self, number: int) -> str:
         return f"{self._spec.what} {number}"
@@ -212,9 +223,3 @@ async def _lines(stream: asyncio.StreamReader) -> AsyncGenerator[bytes]:
         rest = rest[:MAX_LINE_BYTES]
     if rest:
         yield rest
-
-
-async def _drain(lines: AsyncGenerator[bytes]) -> None:
-    """Keeps the pipe empty; later lines go to the log."""
-    async for line in lines:
-        log.debug("%s", line.decode(errors="replace"))

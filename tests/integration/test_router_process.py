@@ -16,11 +16,13 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import httpx2
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from support.certificates import new_pair
 from support.fake_workers import FakeWorker, Generate, chunks, cluster, router_for, until
+from support.http import Http
 
 from loraplex.cli.main import main
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, WorkerLost
@@ -31,6 +33,8 @@ from loraplex_router.server import run_router, start_router
 
 TESTS = Path(__file__).parents[1]
 COMMAND = "import typer; from loraplex_router.cli import router; typer.run(router)"
+# Of a port that two processes share: enough that each of them gets some.
+NUM_CLIENTS = 20
 
 
 def stub(channel: grpc.aio.Channel) -> Any:
@@ -61,6 +65,12 @@ async def line_of(process: asyncio.subprocess.Process) -> str:
     return line.decode().strip()
 
 
+async def log_line_of(process: asyncio.subprocess.Process) -> str:
+    """The message of a line of the log, in JSON."""
+    assert process.stderr is not None
+    return json.loads(await asyncio.wait_for(process.stderr.readline(), 30))["message"]
+
+
 async def test_kill_9_of_a_worker() -> None:
     async with child("-m", "support.fake_workers") as process:
         address = await line_of(process)
@@ -89,8 +99,9 @@ async def test_the_command(tmp_path: Path) -> None:
         c.workers[0].stream = stream
         flags = ["--worker", c.workers[0].address, "--port", "0", "--metrics-port", "0", "--announce", "0"]
         async with child("-c", COMMAND, *flags, "--log-format", "json") as process:
-            line = await line_of(process)
-            assert line.startswith("router ready on 127.0.0.1:")
+            line = ""
+            while "router ready on 127.0.0.1:" not in line:
+                line = await log_line_of(process)
             assert "(1 of 1 workers available, metrics on port " in line
             address = line.split()[3]
             async with grpc.aio.insecure_channel(address) as channel:
@@ -100,11 +111,25 @@ async def test_the_command(tmp_path: Path) -> None:
                 # What runs may end.
                 hold.set()
                 assert (await call.read()).token_ids
-            _, errors = await asyncio.wait_for(process.communicate(), 10)
+            output, errors = await asyncio.wait_for(process.communicate(), 10)
             assert process.returncode == 0
+            assert output == b""
             # Nobody else writes there, gRPC's C core included.
             assert all(json.loads(text)["message"] for text in errors.splitlines())
             assert errors
+
+
+@pytest.mark.parametrize("command", [["router", "--worker", "127.0.0.1:1"], ["http", "--server", "127.0.0.1:1"]])
+async def test_in_json_a_start_that_fails_is_a_line_of_the_log(command: list[str]) -> None:
+    async with cluster(1) as c:
+        taken = c.router.address.rpartition(":")[2]
+        async with child("-m", "loraplex", *command, "--port", taken, "--log-format", "json") as process:
+            output, errors = await asyncio.wait_for(process.communicate(), 30)
+    lines = [json.loads(line) for line in errors.splitlines()]
+    assert output == b""
+    assert lines[-1]["level"] == "error"
+    assert lines[-1]["reason"] == "FAILED_PRECONDITION"
+    assert process.returncode == 1
 
 
 @pytest.mark.parametrize(
@@ -154,6 +179,33 @@ async def test_several_processes_on_one_port() -> None:
             assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+PATIENCE = """
+import sys
+from loraplex.cli.main import main
+from loraplex_router import processes
+from loraplex_runtime import child_processes
+processes.ALIVE_S, child_processes.CHECK_S = 0.1, 0.3
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+async def test_one_of_several_processes_that_is_frozen_is_replaced() -> None:
+    """It would keep its part of the connections for ever."""
+    async with cluster(1) as c:
+        flags = ["--worker", c.workers[0].address, "--port", "0", "--processes", "2", "--announce", "0", "--json"]
+        async with child("-c", PATIENCE, "router", *flags) as process:
+            ready = json.loads(await line_of(process))
+            pids = children_of(process.pid)
+            os.kill(pids[0], signal.SIGSTOP)
+            await until(lambda: pids[0] not in children_of(process.pid), 30)
+            await until(lambda: len(children_of(process.pid)) == 2, 30)
+            assert pids[1] in children_of(process.pid)
+            assert await all_served(ready["address"])
+            process.send_signal(signal.SIGTERM)
+            await asyncio.wait_for(process.communicate(), 20)
+            assert process.returncode == 0
+
+
 def children_of(pid: int) -> list[int]:
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -181,7 +233,7 @@ async def test_a_router_that_drains_leaves_a_shared_port_to_the_others() -> None
                 await stack.enter_async_context(
                     grpc.aio.insecure_channel(c.router.address, options=[("grpc.use_local_subchannel_pool", 1)])
                 )
-                for _ in range(8)
+                for _ in range(NUM_CLIENTS)
             ]
             ends = asyncio.Event()
             clients = [asyncio.ensure_future(keep_asking(channel, ends)) for channel in channels]
@@ -217,6 +269,55 @@ async def keep_asking(channel: grpc.aio.Channel, ends: asyncio.Event) -> tuple[i
         else:
             assert num_messages == 3
             num_answered += 1
+    return num_answered, num_refused
+
+
+async def test_http_of_a_router_that_drains_leaves_a_shared_port_to_the_others() -> None:
+    """As above, with connections that clients keep."""
+    server = ServerOptions(reuse_port=True)
+    async with cluster(1, http_port=0, server=server) as c:
+        assert c.router.http is not None
+        c.workers[0].stream = paced
+        options = {"http_port": int(c.router.http.address.rpartition(":")[2]), "server": server}
+        async with router_for([c.workers[0].address], **options) as (other, _), contextlib.AsyncExitStack() as stack:
+            clients = [
+                await stack.enter_async_context(Http(base_url=f"http://{c.router.http.address}", trust_env=False))
+                for _ in range(NUM_CLIENTS)
+            ]
+            ends = asyncio.Event()
+            asking = [asyncio.ensure_future(keep_completing(client, ends)) for client in clients]
+            await until(lambda: len(c.router.calls) > 0 and len(other.calls) > 0)
+            await asyncio.wait_for(c.router.drain(10.0), 8)
+            num_before = len(c.workers[0].raw_requests)
+            await until(lambda: len(c.workers[0].raw_requests) > num_before + 5 * NUM_CLIENTS)
+            ends.set()
+            answered, refused = zip(*await asyncio.gather(*asking), strict=True)
+            assert min(answered) > 2
+            assert max(refused) <= 1
+
+
+async def keep_completing(client: Http, ends: asyncio.Event) -> tuple[int, int]:
+    """Streams one after the other; how many were answered, and refused before their first byte. Raises what breaks
+    later."""
+    num_answered = num_refused = 0
+    while not ends.is_set():
+        text = ""
+        body = {"prompt": "hi", "stream": True}
+        try:
+            async with client.stream("POST", "/v1/completions", json=body) as answer:
+                assert answer.status_code in (200, 503)
+                async for part in answer.aiter_text():
+                    text += part
+        except httpx2.TransportError:
+            if text:
+                raise
+            num_refused += 1
+        else:
+            if answer.status_code == 200:
+                assert text.endswith("data: [DONE]\n\n"), text
+                num_answered += 1
+            else:
+                num_refused += 1
     return num_answered, num_refused
 
 

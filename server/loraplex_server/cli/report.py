@@ -1,8 +1,9 @@
-"""Progress reports of a server command: a spinner, plain lines, or JSON lines."""
+"""Progress reports of a server command: spinner, plain lines, JSON lines, the log."""
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -12,6 +13,8 @@ from rich.status import Status
 
 from loraplex_contracts.errors import LoraplexError
 from loraplex_runtime.shutdown import HOW_TO_HURRY, unread_output_is_lost
+
+log = logging.getLogger("loraplex.start")
 
 
 class _Console(Console):
@@ -27,11 +30,16 @@ class Report:
     def __init__(self, what: str, *, as_json: bool) -> None:
         self._what = what
         self._as_json = as_json
+        self._is_logged = False
         self._console = _Console(stderr=True, highlight=False)
         self._status: Status | None = None
 
+    def use_log(self) -> None:
+        """What is for a person goes to the log from here on, so that with --log-format json each line is an object."""
+        self._is_logged = not self._as_json
+
     def __enter__(self) -> Report:
-        if not self._as_json and self._console.is_terminal:
+        if not (self._as_json or self._is_logged) and self._console.is_terminal:
             with unread_output_is_lost():
                 self._status = self._console.status(f"starting the {self._what}")
                 self._status.start()
@@ -44,6 +52,8 @@ class Report:
         with unread_output_is_lost():
             if self._as_json:
                 self._line(event="progress", text=text)
+            elif self._is_logged:
+                log.info("%s: %s", self._what, text)
             elif self._status is not None:
                 self._status.update(escape(text))
             else:
@@ -57,7 +67,7 @@ class Report:
         else:
             metrics = f", metrics on {', '.join(map(str, metrics_ports))}" if metrics_ports else ""
             metrics += "" if http is None else f", HTTP on {http}"
-            self._print(f"{self._what} ready on {address}, serving {escape(model_id)}{metrics} (Ctrl-C ends it)")
+            self._print(f"{self._what} ready on {address}, serving {model_id}{metrics} (Ctrl-C ends it)")
 
     def draining(self, num_requests: int) -> None:
         if self._as_json:
@@ -71,8 +81,11 @@ class Report:
         self._stop_spinner()
         if self._as_json:
             self._line(event="failed", reason=error.reason, message=error.message)
+        elif self._is_logged:
+            log.error("%s", error.message, extra={"reason": error.reason})
         else:
-            self._print(f"[red]error:[/red] {escape(error.message)}")
+            with unread_output_is_lost():
+                self._console.print(f"[red]error:[/red] {escape(error.message)}", soft_wrap=True)
         return error.exit_code
 
     def _stop_spinner(self) -> None:
@@ -82,8 +95,11 @@ class Report:
             self._status = None
 
     def _print(self, text: str) -> None:
+        if self._is_logged:
+            log.info("%s", text)
+            return
         with unread_output_is_lost():
-            self._console.print(text, soft_wrap=True)
+            self._console.print(escape(text), soft_wrap=True)
 
     def _line(self, **fields: str | list[int]) -> None:
         with unread_output_is_lost():

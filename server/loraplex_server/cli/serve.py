@@ -219,12 +219,14 @@ def serve(
         config = worker_config(model, given)
         if workers > 1 and config.engine.adapters.store_dir is not None:
             raise InvalidArgument("--adapter-store belongs to one worker; leave it out with --workers above 1")
-        from loraplex_router.config import quieten_grpc
+        from loraplex_router.config import import_grpc
 
-        quieten_grpc()  # before gRPC is imported
+        import_grpc()
         from loraplex_runtime.telemetry import setup_logging
 
         setup_logging(config.engine.log_level, config.engine.log_format, requests=config.request_log)
+        if config.engine.log_format == "json":
+            report.use_log()
         with report:
             code = asyncio.run(_serve(model, config, workers, given, report, http))
     except LoraplexError as error:

@@ -84,6 +84,8 @@ def worker(
         from loraplex_server.grpc.server import run_worker
 
         setup_logging(config.engine.log_level, config.engine.log_format, requests=config.request_log)
+        if config.engine.log_format == "json":
+            report.use_log()
         if num_workers > 1:
             config = apply_placement(config, index, num_workers)
         with report:

@@ -31,6 +31,23 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children_module, "RESTART_DELAYS_S", (0.01,))
 
 
+async def test_a_child_that_writes_nothing_more_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its lines are what it is heard by; the one that goes on writing stays."""
+    monkeypatch.setattr(children_module, "CHECK_S", 0.05)
+    speaks = READY + "while True: print('{}', flush=True); time.sleep(0.01)\n"
+    for program, is_silent in ((READY + WAIT, True), (speaks, False)):
+        async with started(tmp_path / f"child-{is_silent}", program) as (children, _):
+            (before,) = children.pids
+            watching = asyncio.ensure_future(children.kill_silent())
+            if is_silent:
+                await until(lambda children=children, before=before: children.pids != [before])
+            else:
+                await asyncio.sleep(0.05 * 3 * children_module.MAX_SILENT_CHECKS)
+                assert children.pids == [before]
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+
 @asynccontextmanager
 async def started(path: Path, program: str) -> AsyncIterator[tuple[Children, list[str]]]:
     """One running child, watched."""
