@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,6 +35,9 @@ from loraplex_runtime.locks import try_hold
 log = logging.getLogger(__name__)
 
 MAX_STORES: Final = 1024
+# A child that has answered no probe for so long is taken for frozen. Less would kill one on a machine that has too much
+# to do, and its requests with it; routers leave one alone that they have not heard for six seconds.
+MAX_SILENT_S: Final = 15.0
 NO_WORKER: Final = "no worker is healthy yet"
 
 
@@ -41,6 +45,7 @@ class Replica:
     """Owns the child and its entry in the directory. Serve calls `check_health`, and `__del__` at the end."""
 
     def __init__(self, spec: ClusterSpec, kind: str) -> None:
+        _log_with_serve()
         context = serve.get_replica_context()
         self._spec = spec
         self._node = ray.util.get_node_ip_address()
@@ -48,6 +53,7 @@ class Replica:
         self._directory = DirectoryClient(spec.name)
         self._child: Child | None = None
         self._probe: Probe | None = None
+        self._silent_since_s: float | None = None  # the first probe that the child has not answered, and none since
         self._beating: asyncio.Task[None] | None = None
 
     async def run(self, command: tuple[str, ...], probe: Callable[[str], Probe] | None) -> None:
@@ -73,39 +79,43 @@ class Replica:
         )
 
     async def check_health(self) -> None:
-        """Raises where the child has ended or does not answer; after three times in a row Serve replaces this."""
+        """Raises where the child has ended or is frozen; after three times in a row Serve replaces this."""
         if self._child is None or self._entry.state != READY:
             return
         if (status := self._child.status) is not None:
             raise RuntimeError(f"the process ended with status {status}: {self._child.last_words}")
+        if await self._is_frozen():
+            raise RuntimeError(f"the process has not answered for {MAX_SILENT_S:.0f} s")
+
+    async def _is_frozen(self) -> bool:
+        """Asks the child. One that does not answer is frozen once it has not for a while."""
         if self._probe is None:
-            return
+            return False
+        asked_s = time.monotonic()
         try:
             await self._probe.answers()
         except grpc.aio.AioRpcError as error:
-            raise RuntimeError(f"the process does not answer: {error.code().name}") from None
+            log.warning("the process does not answer: %s", error.code().name)
+            self._silent_since_s = asked_s if self._silent_since_s is None else self._silent_since_s
+            return time.monotonic() - self._silent_since_s > MAX_SILENT_S
+        self._silent_since_s = None
+        return False
 
     async def __del__(self) -> None:
-        """Ends the child: its requests get their time to end, unless it no longer answers."""
-        child, probe = self._child, self._probe
+        """Ends the child: its requests get their time to end, unless it is frozen."""
+        child = self._child
         if child is None:
             return
         self._entry = replace(self._entry, state=DRAINING)  # the next heartbeat takes it out of the members
         reason = ""
         if child.status is not None:
             reason = f"the process ended with status {child.status}: {child.last_words}"
-        elif probe is not None and not await self._still_answers(probe):
+        elif await self._is_frozen():
             reason = "the process did not answer and was killed"
             await asyncio.to_thread(child.kill)
         else:
             await asyncio.to_thread(child.stop, self._spec.drain_s)
         await self._leave(reason)
-
-    async def _still_answers(self, probe: Probe) -> bool:
-        with contextlib.suppress(grpc.RpcError):
-            await probe.answers()
-            return True
-        return False
 
     async def _leave(self, reason: str) -> None:
         if self._beating is not None:
@@ -212,6 +222,14 @@ def _claim_store(root: str) -> tuple[Path | None, int | None]:
         if (lock := try_hold(folder.with_suffix(".replica"), f"the folder {folder}")) is not None:
             return folder, lock
     raise FailedPrecondition(f"{root} has {MAX_STORES} folders in use")
+
+
+def _log_with_serve() -> None:
+    """Writes this package's lines, and with them the child's, to the file that Serve keeps for the replica."""
+    ours = logging.getLogger("loraplex_fleet")
+    ours.setLevel(logging.INFO)
+    ours.propagate = False
+    ours.handlers = list(logging.getLogger("ray.serve").handlers)
 
 
 def _read_token(path: str) -> str:

@@ -13,6 +13,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
+from reprlib import Repr
 from typing import Any, Final
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
@@ -23,6 +24,8 @@ from loraplex_server.config import WorkerConfig
 
 AUTO: Final = "auto"
 MAX_COUNT: Final = 1000
+_SHORT: Final = Repr()
+_SHORT.maxstring = _SHORT.maxother = 100
 _NAME: Final = re.compile(r"[a-z][a-z0-9-]{0,39}\Z")
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)?\Z")
 _UNITS_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -195,12 +198,29 @@ def load_spec(path: Path) -> ClusterSpec:
     import yaml  # late: comes with Ray
 
     try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        _refuse_repeated_keys(node, "")
+        given = None if node is None else loader.construct_document(node)
     except OSError as error:
         raise InvalidArgument(f"{path} cannot be read: {error.strerror}", field="FILE") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise InvalidArgument(f"{path} is not YAML: {' '.join(str(error).split())}", field="FILE") from error
+    except RecursionError as error:
+        raise InvalidArgument(f"{path} is nested too deeply", field="FILE") from error
     return parse_spec(given)
+
+
+def _refuse_repeated_keys(node: Any, path: str) -> None:
+    """Of YAML's nodes: of two entries with one key its loader would take the last, silently."""
+    seen = set[str]()
+    for key, value in node.value if getattr(node, "id", "") == "mapping" else ():
+        name = str(key.value)
+        at = f"{path}.{name}" if path else name
+        if name in seen:
+            raise _wrong(at, f"is given twice, the second time in line {key.start_mark.line + 1}")
+        seen.add(name)
+        _refuse_repeated_keys(value, at)
 
 
 def parse_spec(given: Any) -> ClusterSpec:
@@ -302,7 +322,7 @@ class _Section:
         if given is None:
             given = {}
         if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
-            raise _wrong(path or "the file", f"must be a mapping of keys to values, not {given!a}")
+            raise _wrong(path or "the file", f"must be a mapping of keys to values, not {_shown(given)}")
         self.values: dict[str, Any] = given
         self._path = path
         for key in given:
@@ -321,15 +341,15 @@ class _Section:
         if value is None:
             return ""
         if not isinstance(value, str) or not value:
-            raise _wrong(self.at(key), f"must be a text, not {value!a}")
+            raise _wrong(self.at(key), f"must be a text, not {_shown(value)}")
         if wrong := check(value):
-            raise _wrong(self.at(key), f"{wrong}, not {value!a}")
+            raise _wrong(self.at(key), f"{wrong}, not {_shown(value)}")
         return value
 
     def switch(self, key: str) -> bool:
         value = self.values.get(key, False)
         if not isinstance(value, bool):
-            raise _wrong(self.at(key), f"must be true or false, not {value!a}")
+            raise _wrong(self.at(key), f"must be true or false, not {_shown(value)}")
         return value
 
     def number(self, key: str, default: float, least: float, most: float, *, whole: bool = False) -> float:
@@ -337,7 +357,7 @@ class _Section:
         kinds = int if whole else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
             what = "a whole number" if whole else "a number"
-            raise _wrong(self.at(key), f"must be {what} from {least:g} to {most:g}, not {value!a}")
+            raise _wrong(self.at(key), f"must be {what} from {least:g} to {most:g}, not {_shown(value)}")
         return value
 
     def duration(self, key: str, default: float) -> float:
@@ -346,7 +366,7 @@ class _Section:
         if isinstance(value, str) and (found := _DURATION.match(value)):
             return float(found[1]) * _UNITS_S[found[2] or "s"]
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise _wrong(self.at(key), f"must be a time such as 30s or 5m, not {value!a}")
+            raise _wrong(self.at(key), f"must be a time such as 30s or 5m, not {_shown(value)}")
         return float(value)
 
     def flags(
@@ -381,7 +401,7 @@ def _flag_value(flag: Flag, value: Any, at: str) -> Any:
     if typing.get_origin(kind) is tuple:
         values = value if isinstance(value, list) else [value]
         if not all(isinstance(one, (str, int, float)) and not isinstance(one, bool) for one in values):
-            raise _wrong(at, f"must be a text or a list of texts, not {value!a}")
+            raise _wrong(at, f"must be a text or a list of texts, not {_shown(value)}")
         return [str(one) for one in values]
     if flag.is_bytes and isinstance(value, (str, int)) and not isinstance(value, bool):
         return str(value)
@@ -391,7 +411,7 @@ def _flag_value(flag: Flag, value: Any, at: str) -> Any:
         (kind,) = arguments
     takes = {int: (int,), float: (int, float), str: (str, int, float), Path: (str,), bool: (bool,)}[kind]
     if not isinstance(value, takes) or (isinstance(value, bool) and kind is not bool):
-        raise _wrong(at, f"must be {_WORDS[kind]}, not {value!a}")
+        raise _wrong(at, f"must be {_WORDS[kind]}, not {_shown(value)}")
     return kind(value)
 
 
@@ -443,6 +463,11 @@ def _near(key: str, known: Collection[str]) -> str:
 
 def _required(key: str) -> str:
     raise _wrong(key, "must be given")
+
+
+def _shown(value: Any) -> str:
+    """A value of the file in a sentence: ASCII, and short, whatever it is."""
+    return _SHORT.repr(value).encode("ascii", "backslashreplace").decode()
 
 
 def _wrong(key: str, rule: str) -> InvalidArgument:

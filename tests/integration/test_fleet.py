@@ -57,6 +57,8 @@ def test_a_fleet_comes_up_answers_and_leaves_nothing(tiny_world: TinyWorld, tmp_
         for name in tiny_world.names[:2]:
             assert len({text_of(one["address"], name) for one in (*workers, *routers)}) == 1
         assert "serves on" in fleet.up().stdout
+        assert "is available" in fleet.logs("router"), "what the router's process wrote"
+        assert "tokens of KV cache" in fleet.logs("worker")
         pids = [one["pid"] for part in fleet.status()["parts"] for one in part["replicas"]]
         assert pids == [one["pid"] for one in (*workers, *routers)], "what is the same stays"
         ended = fleet.command("down", "--address", fleet.spec["address"])
@@ -252,7 +254,7 @@ async def test_workers_follow_the_load(whole: Fleet) -> None:
     await asyncio.to_thread(whole.up, count=2, scale={})
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 async def test_workers_that_do_not_start_leave_the_old_ones(whole: Fleet) -> None:
     pids = sorted(one["pid"] for one in whole.serving())
     good = dict(whole.spec["worker"]["flags"])
@@ -288,7 +290,7 @@ async def workers_in_rotation(client: AsyncClient) -> set[str]:
     return {one.worker_id.rpartition("=")[2] for one in found if one.state in ("serving", "starting")}
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 async def test_node_lost(whole: Fleet) -> None:
     """Everything on the second node dies at once."""
     await asyncio.to_thread(whole.up, count=3)
@@ -320,7 +322,7 @@ async def test_node_lost(whole: Fleet) -> None:
     await asyncio.to_thread(whole.up, count=2)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 async def test_gcs_killed(fleet: Fleet, tiny_world: TinyWorld) -> None:
     """Serving goes on; when Ray gives up its nodes, children drain and end."""
     await asyncio.to_thread(fleet.wait_whole)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -62,6 +63,7 @@ class Fleet:
     nodes: list[Node] = field(default_factory=list[Node])
     seen: dict[int, psutil.Process] = field(default_factory=dict[int, psutil.Process])
     outlived: list[str] = field(default_factory=list[str])  # command lines of what was left after `stop`
+    _ray_folder: Path | None = None
 
     def start_node(self, num_cpus: int) -> Node:
         """The first one is the head."""
@@ -71,8 +73,8 @@ class Fleet:
             address, port = HEAD, free_port()
             self.spec["address"] = f"{HEAD}:{port}"
             where = ["--head", "--port", f"{port}", "--include-dashboard", "false", "--resources", '{"front": 1}']
-            # Sockets have short paths.
-            where += ["--temp-dir", tempfile.mkdtemp(prefix="lr", dir="/tmp")]
+            self._ray_folder = Path(tempfile.mkdtemp(prefix="lr", dir="/tmp"))  # sockets have short paths
+            where += ["--temp-dir", str(self._ray_folder)]
         else:
             address = f"127.0.0.{2 + len(self.nodes)}"
             where = ["--address", self.spec["address"], "--dashboard-agent-listen-port", f"{free_port()}"]
@@ -157,6 +159,14 @@ class Fleet:
         for node in self.nodes:
             node.process.kill()
             node.process.wait()
+        if self._ray_folder is not None:
+            shutil.rmtree(self._ray_folder, ignore_errors=True)
+
+    def logs(self, kind: str) -> str:
+        """What Ray keeps of the replicas of a kind."""
+        assert self._ray_folder is not None
+        found = self._ray_folder.glob(f"session_*/logs/serve/replica_*-{kind}s_*.log")
+        return "".join(path.read_text() for path in found)
 
 
 def _is_of_ray(command: list[str]) -> bool:

@@ -104,6 +104,33 @@ def test_what_is_no_yaml(tmp_path: Path, text: str) -> None:
         load_spec(tmp_path / "other.yaml")
 
 
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("model: a\nmodel: b", "model is given twice, the second time in line 2"),
+        ("model: m\nworker:\n  flags: {seed: 1}\n  flags: {}", r"worker.flags is given twice, .* in line 4"),
+        ("model: m\nworker: {flags: {seed: 1, seed: 2}}", "worker.flags.seed is given twice"),
+        ("model: &a {b: *a}", "is nested too deeply"),
+        ("model: " + "[" * 5000, "is nested too deeply"),
+        ("", "model must be given"),
+        ("a: 1\n---\nb: 2", "is not YAML"),
+    ],
+)
+def test_yaml_that_says_less_than_it_seems(tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "cluster.yaml").write_text(text)
+    with pytest.raises(InvalidArgument, match=sentence):
+        load_spec(tmp_path / "cluster.yaml")
+
+
+def test_long_values_are_cut_in_sentences(tmp_path: Path) -> None:
+    text = "model: [" + "\u00e9" * 5000 + ", x" * 5000 + "]"
+    (tmp_path / "cluster.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(InvalidArgument, match="model must be a text") as refused:
+        load_spec(tmp_path / "cluster.yaml")
+    assert len(refused.value.message) < 2000
+    assert refused.value.message.isascii()
+
+
 def test_beyond_loopback_it_takes_a_token_and_tls() -> None:
     def spec(**more: Any) -> ClusterSpec:
         return parse_spec({"model": "m", **more})
