@@ -210,7 +210,7 @@ def main() -> None:
             width = 3 * (WIDTH + 16) + 24
             shot.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
             shot.open((folder / "page.html").as_uri())
-            height = shot.run("document.documentElement.scrollHeight")
+            height = shot.run("Math.ceil(document.body.getBoundingClientRect().bottom) + 16")
             shot.ask(
                 "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
             )

@@ -126,9 +126,10 @@ def _workers(workers: Sequence[WorkerStatus]) -> RenderableType:
     table = _table(
         (
             *("", "WORKER", "STATE", "RUNNING", "QUEUED", "HERE", "PENDING", "KV", "ADAPTERS"),
-            *("TOKENS/S", "P50", "P99", "ACCEPTED", "REASON"),
+            *("TOKENS/S", "P50", "P99", "ACCEPTED"),
         )
     )
+    _add_sentences(table, "REASON")
     for number, worker in enumerate(workers, start=1):
         used = worker.total_kv_blocks - worker.free_kv_blocks
         activity = worker.activity
@@ -177,8 +178,7 @@ def _errors(status: RouterStatus) -> RenderableType:
     from rich.text import Text
 
     table = _table(("AGO", "ERROR", "METHOD", "WORKER", "REQUEST"))
-    table.expand = True
-    table.add_column("MESSAGE", no_wrap=True, overflow="ellipsis", ratio=1)
+    _add_sentences(table, "MESSAGE")
     for error in status.errors[:MAX_ERRORS]:
         words = (error.reason or error.code, error.method, error.worker_id, error.request_id, error.message)
         cells = (Text(terminal.without_control(word)) for word in words)
@@ -193,6 +193,12 @@ def _table(columns: Sequence[str]) -> Table:
     for column in columns:
         table.add_column(column, no_wrap=True, overflow="ellipsis")
     return table
+
+
+def _add_sentences(table: Table, column: str) -> None:
+    """A last column that takes what the others leave, and gets no other one cut."""
+    table.expand = True
+    table.add_column(column, no_wrap=True, overflow="ellipsis", ratio=1)
 
 
 def _rate(activity: Activity) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -12,10 +13,11 @@ import time
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from loraplex import Client
 from loraplex.cli.main import main
-from loraplex.cli.top import sparkline
+from loraplex.cli.top import screen, sparkline
 from loraplex_contracts.errors import PermissionDenied
 from loraplex_proto.v1 import status_pb2
 
@@ -65,6 +67,21 @@ def test_a_look_has_it_all(fake: Any, capsys: Capture) -> None:
     assert "\x1b" not in out
     (seen,) = fake.seen
     assert (seen.method, seen.request.adapter_prefix) == ("GetStatus", "s")
+
+
+def test_a_long_reason_leaves_the_other_columns_whole(fake: Any) -> None:
+    fake.status = a_status()
+    fake.status.workers[1].error = "UNAVAILABLE: " + "connection refused " * 20
+    with Client(fake.address) as client:
+        shown = screen(client.status(), 40)
+    console = Console(width=140, file=io.StringIO(), color_system=None)
+    console.print(shown)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    (lost,) = (line for line in lines if "10.0.0.2:5" in line)
+    assert "unreachable" in lost
+    assert "UNAVAILABLE: conn" in lost
+    assert len(lost) <= 140
+    assert any("PENDING" in line and "ACCEPTED" in line for line in lines)
 
 
 def test_json(fake: Any, capsys: Capture) -> None:
