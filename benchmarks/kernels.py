@@ -11,6 +11,7 @@ prepacked product, whichever takes longer; both are measured before each shape, 
 
     oneDNN      torch's prepacked linear, with the best instructions of the machine
     ISA         the native product of that instruction set; of another build: ISA (old)
+    ISA int8    the same with weights of few bits (--formats plain int8 int4)
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from torch import Tensor
 
 from loraplex_server.backends.cpu.linear import can_pack, packed_linear
 from loraplex_server.backends.cpu.native import library
-from loraplex_server.backends.cpu.native.kernels import NativeKernels
+from loraplex_server.backends.cpu.native.kernels import NativeKernels, PackedWeight
 from loraplex_server.backends.cpu.native.library import Library, load
+from loraplex_server.layers.quantization import FORMATS, WeightFormat
 
 # (outputs, inputs) of the 245M shape: q/k/v, o, gate and up, down, output layer.
 SHAPES = {"qkv": (1536, 1024), "o": (1024, 1024), "gate_up": (5632, 1024), "down": (1024, 2816), "head": (32000, 1024)}
@@ -102,6 +104,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--isas", nargs="+", choices=ISAS, default=list(ISAS), help="those that the machine lacks are left out"
     )
+    parser.add_argument("--formats", nargs="+", choices=("plain", *FORMATS), default=["plain"])
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=7)
@@ -158,21 +161,32 @@ def measure(
     if can_pack(weight):
         linears = [packed_linear(weight, None) for _ in range(num_copies)]
         calls["oneDNN"] = lambda copy: linears[copy](x)
+    copies = dict.fromkeys(calls, num_copies)
     for word, own in libraries.items():
         kernels = NativeKernels(own, options.threads)
-        packed = [kernels.pack([weight]) for _ in range(num_copies)]
-        for isa in options.isas:
-            if own.functions.lp_use_isa(isa.encode()) == 0 and own.functions.lp_has_kernels():
-                calls[isa + word] = _native(own, isa, kernels, x, packed)
+        for name in options.formats:
+            packed = _cold_copies(kernels, weight, FORMATS.get(name))
+            for isa in options.isas:
+                if own.functions.lp_use_isa(isa.encode()) == 0 and own.functions.lp_has_kernels():
+                    column = isa + word + ("" if name == "plain" else f" {name}")
+                    calls[column], copies[column] = _native(own, isa, kernels, x, packed), len(packed)
     best = dict.fromkeys(calls, math.inf)
     with torch.inference_mode():
         for _ in range(options.repeat):
             for name, call in calls.items():
                 call(0)  # its instructions, and the threads awake
-                best[name] = min(best[name], *(_mean_s(call, part) for part in _parts(num_copies)))
+                best[name] = min(best[name], *(_mean_s(call, part) for part in _parts(copies[name])))
     return Result(
         shape, num_rows, floor.us(weight.nbytes, 2 * num_rows * weight.numel()), {n: s * 1e6 for n, s in best.items()}
     )
+
+
+def _cold_copies(kernels: NativeKernels, weight: Tensor, form: WeightFormat | None) -> list[PackedWeight]:
+    packed = [kernels.pack([weight], form)]
+    while sum(one.memory.nbytes for one in packed) < COLD_BYTES or len(packed) < 2:
+        packed.append(kernels._allocate(*weight.shape, weight.dtype, form))
+        packed[-1].memory.copy_(packed[0].memory)
+    return packed
 
 
 def _native(own: Library, isa: str, kernels: NativeKernels, x: Tensor, packed: list) -> Callable[[int], object]:

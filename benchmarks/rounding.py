@@ -1,6 +1,7 @@
-"""Accuracy of `--quantize int8` beside the model as it is, in Transformers.
+"""Accuracy of `--quantize` beside the model as it is, in Transformers.
 
     python benchmarks/rounding.py demo             # the demo's base and adapters, on records they were not trained on
+    python benchmarks/rounding.py demo --quantize int4
     python benchmarks/rounding.py MODEL_DIR        # any model, on random tokens
 
 By position of a text that both are given: the divergence between the two distributions of the next token, and how often
@@ -24,9 +25,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from loraplex_demo.evaluation import exact_match_matrix
 from loraplex_demo.world import committed_world
-from loraplex_server.backends.cpu.linear import round_linears
-from loraplex_server.backends.cpu.native.kernels import NativeKernels
-from loraplex_server.backends.cpu.native.library import load
+from loraplex_server.layers.quantization import FORMATS, WeightFormat
+from loraplex_server.model.rounding import round_weights
 
 RANDOM_TEXTS, RANDOM_TOKENS = 16, 64
 
@@ -35,21 +35,18 @@ def load_model(path: Path, dtype: str = "auto") -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
 
-def load_rounded(path: Path) -> Any:
-    library, status = load()
-    if library is None:
-        raise SystemExit(f"no native kernels, so nothing to measure: {status.reason}")
+def load_rounded(path: Path, form: WeightFormat) -> Any:
     model = load_model(path)
-    round_linears(model, NativeKernels(library, 1))
+    round_weights(model, form)
     return model
 
 
-def distances(path: Path, texts: list[list[int]]) -> dict[str, Any]:
+def distances(path: Path, form: WeightFormat, texts: list[list[int]]) -> dict[str, Any]:
     """How far the rounded model is from the model, and for a yardstick the model from itself computed in float32."""
     model = load_model(path)
     return {
         "positions": sum(map(len, texts)),
-        "rounded": distance(model, load_rounded(path), texts),
+        "rounded": distance(model, load_rounded(path, form), texts),
         "float32": distance(model, load_model(path, "float32"), texts),
     }
 
@@ -73,7 +70,7 @@ def distance(model: Any, other: Any, texts: list[list[int]]) -> dict[str, float]
     }
 
 
-def demo(num_cases: int) -> dict[str, Any]:
+def demo(num_cases: int, form: WeightFormat) -> dict[str, Any]:
     world = committed_world()
     cases = world.cases(num_cases, "rounding")
     tokenizer = AutoTokenizer.from_pretrained(world.base_path)
@@ -81,7 +78,7 @@ def demo(num_cases: int) -> dict[str, Any]:
     paths = [world.adapter_path(adapter.name) for adapter in world.adapters]
     with tempfile.TemporaryDirectory() as folder:
         rounded = Path(folder)
-        load_rounded(world.base_path).save_pretrained(rounded)
+        load_rounded(world.base_path, form).save_pretrained(rounded)
         tokenizer.save_pretrained(rounded)
         dtype = load_model(world.base_path).dtype
         right = {
@@ -90,8 +87,9 @@ def demo(num_cases: int) -> dict[str, Any]:
         }
     return {
         "model": "demo",
+        "quantize": form.name,
         "dtype": str(dtype).removeprefix("torch."),
-        **distances(world.base_path, texts),
+        **distances(world.base_path, form, texts),
         "right": {
             adapter or "(none)": {
                 name: matrix[adapter][world.format_of(adapter or None)] for name, matrix in right.items()
@@ -101,22 +99,24 @@ def demo(num_cases: int) -> dict[str, Any]:
     }
 
 
-def any_model(path: Path) -> dict[str, Any]:
+def any_model(path: Path, form: WeightFormat) -> dict[str, Any]:
     torch.manual_seed(0)
     vocab_size = json.loads((path / "config.json").read_text())["vocab_size"]
     texts = torch.randint(10, vocab_size, (RANDOM_TEXTS, RANDOM_TOKENS)).tolist()
-    return {"model": path.name, **distances(path, texts)}
+    return {"model": path.name, "quantize": form.name, **distances(path, form, texts)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="demo, or a model's directory")
+    parser.add_argument("--quantize", choices=FORMATS, default="int8")
     parser.add_argument("--cases", type=int, default=512, help="held-out records of the demo")
     add_json_option(parser)
     args = parser.parse_args()
     disable_progress_bar()
     with recording(args.json) as record:
-        record(demo(args.cases) if args.model == "demo" else any_model(Path(args.model)))
+        form = FORMATS[args.quantize]
+        record(demo(args.cases, form) if args.model == "demo" else any_model(Path(args.model), form))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ MAX_DRAFT_TOKENS: Final = 64  # per step; requests cannot ask for more either
 MAX_HUB_ACCESS_S: Final = 86_400.0
 MAX_LOOKUP_HISTORY: Final = 1 << 20  # tokens of one namespace
 CPU_KERNELS: Final = ("auto", "native", "torch")
-QUANTIZE: Final = ("none", "int8")
+QUANTIZE: Final = ("none", "int8", "int4")
 TOOL_FORMATS: Final = ("hermes", "qwen3_xml", "llama3_json", "mistral", "mistral_list", "deepseek", "think")
 LORA_KERNELS: Final = ("auto", "triton", "punica", "reference")
 _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]\Z")
@@ -49,8 +49,9 @@ class ModelConfig:
     dtype: str = _model("auto", "auto (as the checkpoint has it), float32, bfloat16, float16 or float64.", "--dtype")
     quantize: str = option(
         "none",
-        "How the base model's linears are kept: none (as they are) or int8: half the memory and faster, rounded to "
-        "MXINT8; with native CPU kernels only.",
+        "How the base model's linears are kept: none (as they are), int8 or int4: half or a quarter of the memory, and "
+        "faster where reading weights takes the time; the model with its weights rounded so is served exactly. On CPUs "
+        "only.",
         "--quantize",
     )
     device: str = option("auto", "auto (a GPU where there is one), cpu, cuda or cuda:N.", "--device")
@@ -328,7 +329,7 @@ class EngineConfig:
         _check(self.take_over_s is None or self.take_over_s >= 0, "--take-over", "must not be negative")
         _check(self.lora_kernels in LORA_KERNELS, "--lora-kernels", f"must be {', '.join(LORA_KERNELS)}")
         _check(self.cpu_kernels in CPU_KERNELS, "--cpu-kernels", f"must be {', '.join(CPU_KERNELS)}")
-        _check(model.quantize in QUANTIZE, "--quantize", f"must be {' or '.join(QUANTIZE)}")
+        _check(model.quantize in QUANTIZE, "--quantize", f"must be {', '.join(QUANTIZE[:-1])} or {QUANTIZE[-1]}")
         _check(model.dtype in dtypes, "--dtype", "must be auto, float32, bfloat16, float16 or float64")
         _check(
             adapters.root is None or adapters.root.is_dir(),

@@ -30,6 +30,7 @@ from loraplex_adapters.weights import AdapterWeights
 from loraplex_contracts.plan import AdapterUse
 from loraplex_contracts.request import OutputParams, Request, SamplingParams, SpeculationParams
 from loraplex_server.backends.cpu.backend import CpuBackend
+from loraplex_server.layers.quantization import INT4, INT8, WeightFormat
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.speculation.proposer import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP
 
@@ -280,17 +281,20 @@ def test_adapters_come_and_go_while_others_run(isa: str, tmp_path: Path) -> None
         assert same_bits(rig, got, calm, want)
 
 
-# --- weights in eight bits --------------------------------------------------------------------------------------------
+# --- weights in few bits ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gpt2", "phi3"])
-def test_int8_is_the_rounded_model(isa: str, family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", [INT8, INT4], ids=["int8", "int4"])
+def test_few_bits_are_the_rounded_model(
+    isa: str, form: WeightFormat, family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     """To the last bit of its logits, adapters and drafts included; in float32 it equals Transformers."""
     adapted = make_adapted(tmp_path, family, dtype)
     kernels = native_kernels()
-    rounded = rounded_model(adapted.base, kernels)
-    rigs = native_rig(adapted.base, kernels, int8=True, max_rows=6), native_rig(rounded, kernels, max_rows=6)
+    rounded = rounded_model(adapted.base, form)
+    rigs = native_rig(adapted.base, kernels, form, max_rows=6), native_rig(rounded, kernels, max_rows=6)
     assert (rigs[0].loaded.decoder is not None) == (family in STACKED)
     # PEFT saves a copy of the head or embedding beside an adapter of it: of the model itself, not the rounded one.
     saved = {HEAD, EMBEDDING} if adapted.base.config.tie_word_embeddings else {HEAD}
@@ -327,19 +331,21 @@ KINDS = (
 
 
 @pytest.mark.parametrize(
-    ("dtype", "int8"),
-    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
-    ids=["float32", "bfloat16", "int8"],
+    ("dtype", "form"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, INT8), (torch.bfloat16, INT4)],
+    ids=["float32", "bfloat16", "int8", "int4"],
 )
-def test_texts_survive_scheduling_and_every_proposer(isa: str, dtype: torch.dtype, int8: bool, tmp_path: Path) -> None:
+def test_texts_survive_scheduling_and_every_proposer(
+    isa: str, dtype: torch.dtype, form: WeightFormat | None, tmp_path: Path
+) -> None:
     """Prefix hits, forks, preemption, drafts of every kind, sampling: token for token, and logprob for logprob, what
-    the same request gets alone. In eight bits, alone from the rounded model."""
+    the same request gets alone. In few bits, alone from the rounded model."""
     kernels = native_kernels()
     model = make_dense(loopy(native_model("llama", dtype), 0.2))
-    world = World(rounded_model(model, kernels) if int8 else model, tmp_path, CpuBackend(kernels))
+    world = World(rounded_model(model, form) if form is not None else model, tmp_path, CpuBackend(kernels))
     world.add_lora("lora", SPECS[1], seed=1)
     # PEFT saves a copy of the head beside an adapter of it; an adapter of the rounded head is of another model.
-    world.add_lora("head", SPECS[2 if int8 else 3], seed=2)
+    world.add_lora("head", SPECS[2 if form is not None else 3], seed=2)
     dice = random.Random(3)
     opening = [dice.randrange(2, VOCAB_SIZE) for _ in range(21)]
     asked: list[Request] = []
@@ -363,7 +369,7 @@ def test_texts_survive_scheduling_and_every_proposer(isa: str, dtype: torch.dtyp
     dice.shuffle(asked)
     drafts = {"same": draft_proposer(model, num_target_ids=VOCAB_SIZE)}
     sizes: dict[str, Any] = {"num_blocks": 22, "max_running": 7, "max_step_tokens": 13}
-    bench = make_bench(model, tmp_path, backend=CpuBackend(kernels), drafts=drafts, int8=int8, **sizes)
+    bench = make_bench(model, tmp_path, backend=CpuBackend(kernels), drafts=drafts, form=form, **sizes)
     assert bench.engine._runner._loaded.decoder is not None  # type: ignore[attr-defined]
     bench.load("lora", "head", "heads")
     outcomes = bench.run(asked, dice)

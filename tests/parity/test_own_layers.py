@@ -27,6 +27,7 @@ from loraplex_server.backends.cpu.native.kernels import NativeKernels, PackedWei
 from loraplex_server.backends.cpu.torch_lora import CpuOps
 from loraplex_server.layers.attention import AttentionSpec
 from loraplex_server.layers.context import StepContext
+from loraplex_server.layers.quantization import WeightFormat
 from loraplex_server.model.loader import adopt_model
 
 
@@ -55,7 +56,7 @@ class PackingBackend(Backend):
         context: StepContext,
         *,
         far: Sequence[int] = (),
-        int8: bool = False,
+        form: WeightFormat | None = None,
     ) -> FoundStack | None:
         assert self.kernels is not None
         return find_stack(model, attention, self.kernels, context)

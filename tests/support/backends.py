@@ -11,6 +11,7 @@ from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cuda.graphs import Capture, Shape, StepGraphs, capture_steps
 from loraplex_server.backends.fusion import FusedOps, NormForm
 from loraplex_server.layers.linear import BaseLinearFactory, PlainLinear
+from loraplex_server.layers.quantization import WeightFormat
 from loraplex_server.layers.step import StepResources
 
 
@@ -34,7 +35,7 @@ class PatchedBackend(Backend):
     def fused_ops(self) -> FusedOps | None:
         return self._fused
 
-    def linears(self, *, int8: bool = False) -> BaseLinearFactory:
+    def linears(self, form: WeightFormat | None = None) -> BaseLinearFactory:
         return self._make_linear
 
     def capture_steps(

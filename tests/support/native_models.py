@@ -10,10 +10,11 @@ from transformers import PreTrainedModel
 
 from loraplex_server.backends.cpu.attention import NativePagedAttention, reason_against
 from loraplex_server.backends.cpu.backend import CpuBackend
-from loraplex_server.backends.cpu.linear import round_linears
 from loraplex_server.backends.cpu.lora import NativeOps
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
+from loraplex_server.layers.quantization import INT8, WeightFormat
 from loraplex_server.model.loader import adopt_model
+from loraplex_server.model.rounding import round_weights
 from support.driver import Rig, make_rig
 from support.zoo import random_model
 
@@ -31,16 +32,16 @@ def native_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0,
     return random_model(family, dtype, seed, SIZES | changes)
 
 
-def rounded_model(model: PreTrainedModel, kernels: NativeKernels) -> PreTrainedModel:
-    """What is served of a model in eight bits, as a model of its own."""
+def rounded_model(model: PreTrainedModel, form: WeightFormat = INT8) -> PreTrainedModel:
+    """What is served of a model in few bits, as a model of its own."""
     rounded = copy.deepcopy(model)
-    round_linears(rounded, kernels)
+    round_weights(rounded, form)
     return rounded
 
 
-def native_rig(model: PreTrainedModel, kernels: NativeKernels, *, int8: bool = False, **options: Any) -> Rig:
+def native_rig(model: PreTrainedModel, kernels: NativeKernels, form: WeightFormat | None = None, **options: Any) -> Rig:
     """As the engine puts the parts together. The model itself stays as it is."""
-    loaded = adopt_model(copy.deepcopy(model), backend=CpuBackend(kernels), int8=int8)
+    loaded = adopt_model(copy.deepcopy(model), backend=CpuBackend(kernels), form=form)
     is_known = not any(reason_against(spec, loaded.dtype) for spec in loaded.spec.layers)
     attention = NativePagedAttention(kernels) if is_known else "auto"
     return make_rig(loaded, ops=NativeOps(kernels), attention=attention, **options)

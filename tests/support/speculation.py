@@ -51,6 +51,7 @@ from loraplex_server.engine.assembly import assemble
 from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.pipe import AdapterCommand, Submit
 from loraplex_server.layers.attention import kv_block_bytes
+from loraplex_server.layers.quantization import WeightFormat
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.model.memory import state_slot_bytes
 from loraplex_server.model.runner import StepHandle
@@ -278,14 +279,14 @@ def make_bench(
     default_heads: str = "",
     step_costs: StepCosts | None = FLAT_COSTS,
     backend: Backend | None = None,
-    int8: bool = False,
+    form: WeightFormat | None = None,
     num_states: int = 0,
     **speculation: Any,
 ) -> Bench:
     """An engine for a copy of `model`, with the adapters in `root`. `drafts`: proposers by the names that requests have
     for draft models. `medusa` takes the place of the heads' own proposer. `speculation`: fields of its configuration.
     Without `step_costs` those that it has measured."""
-    loaded = adopt_model(copy.deepcopy(model), verify=False, backend=backend, int8=int8)
+    loaded = adopt_model(copy.deepcopy(model), verify=False, backend=backend, form=form)
     block_bytes = max(1, kv_block_bytes(loaded.spec, BLOCK_SIZE, loaded.dtype.itemsize))  # none without attention
     num_states = num_states or 2 * max_running  # few snapshots, that they are evicted
     num_places = num_states + min(num_states, max_running)

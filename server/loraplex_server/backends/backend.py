@@ -22,6 +22,7 @@ from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.experts import MakeExpertProducts
 from loraplex_server.layers.linear import BaseLinearFactory, PlainLinear
 from loraplex_server.layers.lora import SegmentedDense, SegmentedLora
+from loraplex_server.layers.quantization import WeightFormat
 from loraplex_server.layers.recurrences import StateOps
 from loraplex_server.layers.step import StepResources
 from loraplex_server.sampling.draw import row_argmax
@@ -102,12 +103,13 @@ class Backend:
         """Segmented dense products, which Medusa heads are made of."""
         return ReferenceDense()
 
-    def linears(self, *, int8: bool = False) -> BaseLinearFactory:
-        """Products with base weights, with weights in eight bits where `round_weights` has rounded them."""
+    def linears(self, form: WeightFormat | None = None) -> BaseLinearFactory:
+        """Products with base weights. `form`: of few bits, to which the weights are rounded already; a back end without
+        such products multiplies with the rounded weights as they are."""
         return PlainLinear
 
-    def expert_products(self) -> MakeExpertProducts | None:
-        """Products with the weights of experts; None: the model's own code stays."""
+    def expert_products(self, form: WeightFormat | None = None) -> MakeExpertProducts | None:
+        """Products with the weights of experts; None: the model's own code stays. `form`: as of `linears`."""
         return None
 
     def fused_ops(self) -> FusedOps | None:
@@ -134,7 +136,7 @@ class Backend:
         context: StepContext,
         *,
         far: Sequence[int] = (),
-        int8: bool = False,
+        form: WeightFormat | None = None,
     ) -> FoundStack | None:
         """All decoder layers in one call, where that is proven to compute the same; None: they stay. See
         `cpu.decoder.find_stack`."""
@@ -158,16 +160,11 @@ class Backend:
         """Captures steps of these shapes; None: every step is launched. `progress` is told what became of it."""
         return None
 
-    def check_int8(self) -> None:
-        """Raises Unimplemented where weights cannot be served in eight bits."""
-        raise Unimplemented(
-            "--quantize int8 is there for the native CPU kernels only: use it with --device cpu and --cpu-kernels auto "
-            "where loraplex doctor says that they run",
-            field="--quantize",
-        )
-
-    def round_weights(self, model: PreTrainedModel) -> dict[str, str]:
-        """Rounds the model's linears to what eight bits hold. Returns the SHA-256 of the embedding and the head as they
-        were, by path. Raises Unimplemented, UnsupportedModel."""
-        self.check_int8()
-        return {}
+    def check_quantize(self, form: WeightFormat) -> None:
+        """Raises Unimplemented where weights cannot be served in so few bits."""
+        if self.device.type != "cpu":
+            raise Unimplemented(
+                f"--quantize {form.name} is there for the CPU only, not for {self.device.type}: leave it out, or use "
+                "it with --device cpu",
+                field="--quantize",
+            )

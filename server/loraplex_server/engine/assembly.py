@@ -35,6 +35,7 @@ from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.kv.states import StatePool
 from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.attention import KvCache, ModelSpec, kv_block_bytes
+from loraplex_server.layers.quantization import FORMATS
 from loraplex_server.model.loader import LoadedModel, generation_defaults, load_model, resolve_device
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel, served_model
 from loraplex_server.model.memory import (
@@ -69,10 +70,14 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: 
     if config.take_over_s is not None:
         take_over(device, config.adapters.store_dir, config.take_over_s, progress)
     backend = choose_backend(device, cpu_kernels=config.cpu_kernels, num_threads=num_threads, progress=progress)
-    int8 = config.model.quantize == "int8"
-    if int8:
-        backend.check_int8()
-    progress(f"loading {config.model.model}{', linears in eight bits' if int8 else ''}")
+    form = FORMATS.get(config.model.quantize)
+    if form is not None:
+        backend.check_quantize(form)
+    progress(f"loading {config.model.model}{f', linears in {form.words}' if form is not None else ''}")
+    if form is not None and backend.kernels is None:
+        progress(
+            f"without native CPU kernels --quantize {form.name} saves neither time nor memory: see loraplex doctor"
+        )
     with served_model(config.model.model, config.model.revision) as served:
         loaded = load_model(
             served.base,
@@ -83,7 +88,7 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: 
             backend=backend,
             # The native decoder does its own attention and would ignore another choice.
             replaces_decoder=config.model.attention in ("auto", "native"),
-            int8=int8,
+            form=form,
         )
         if loaded.decoder is not None:
             # Torch has little left to do, and its threads would spin on the cores that the kernels need.
@@ -172,10 +177,11 @@ def _model_info(
     max_context_tokens: int,
     speculation: tuple[str, ...],
 ) -> ModelInfo:
+    form = FORMATS.get(config.model.quantize)
     return ModelInfo(
         model_id=loaded.model_id,
         model_type=loaded.model_type,
-        dtype=f"{loaded.dtype_name}, linears in int8" if config.model.quantize == "int8" else loaded.dtype_name,
+        dtype=loaded.dtype_name + (f", linears in {form.name}" if form is not None else ""),
         device=str(loaded.device),
         vocab_size=loaded.spec.vocab_size,
         max_context_tokens=max_context_tokens,

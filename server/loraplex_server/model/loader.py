@@ -46,6 +46,7 @@ from loraplex_server.layers.linear import (
     PlainLinear,
     merge_linears,
 )
+from loraplex_server.layers.quantization import WeightFormat
 from loraplex_server.model.direct import find_direct_forward
 from loraplex_server.model.language import has_other_parts, language_class, read_language_model
 from loraplex_server.model.loaded_model import LoadedModel
@@ -62,6 +63,7 @@ from loraplex_server.model.probe import (
     run_again,
 )
 from loraplex_server.model.rope import scale_by_token
+from loraplex_server.model.rounding import round_weights
 from loraplex_server.model.self_test import reference_texts, verify_loaded
 
 log = logging.getLogger(__name__)
@@ -94,7 +96,7 @@ def load_model(
     max_context_tokens: int | None = None,
     backend: Backend | None = None,
     replaces_decoder: bool = True,
-    int8: bool = False,
+    form: WeightFormat | None = None,
     verify: bool = True,
     amend: Callable[[PreTrainedModel], PreTrainedModel] | None = None,
 ) -> LoadedModel:
@@ -131,7 +133,7 @@ def load_model(
             max_context_tokens=max_context_tokens,
             backend=backend,
             replaces_decoder=replaces_decoder,
-            int8=int8,
+            form=form,
             verify=verify,
         )
 
@@ -143,14 +145,14 @@ def adopt_model(
     max_context_tokens: int | None = None,
     backend: Backend | None = None,
     replaces_decoder: bool = True,
-    int8: bool = False,
+    form: WeightFormat | None = None,
     verify: bool = True,
 ) -> LoadedModel:
     """Prepares a model that is in memory already. It is changed in place and belongs to the result from here on.
 
     `backend`: what computes it; by default that of a GPU, or the plain reference on a CPU. `replaces_decoder`: whether
-    it may compute all layers in one call, attention included. `int8`: rounds the weights of the linears that it knows
-    to what eight bits hold, and keeps them so. `verify` compares a few tokens with Transformers' own attention.
+    it may compute all layers in one call, attention included. `form`: rounds the weights of linears and experts to what
+    so few bits hold. `verify` compares a few tokens with Transformers' own attention.
     """
     model_id = model_id or model.config.name_or_path or model.config.model_type
     refuse_config(model.config, model_id)
@@ -166,7 +168,10 @@ def adopt_model(
         model.set_experts_implementation("eager")  # grouped products have no float64
     context_tokens = _context_tokens(model.config, max_context_tokens)
     backend = backend or plain_backend(model.device)
-    digests = backend.round_weights(model) if int8 else {}
+    digests: dict[str, str] = {}
+    if form is not None:
+        backend.check_quantize(form)
+        digests = round_weights(model, form)
     context = StepContext()
     rope = scale_by_token(model, context)
     probe = probe_model(model, model_id, context_tokens, context)
@@ -175,16 +180,16 @@ def adopt_model(
     dtype, device = embedding.dtype, embedding.device
     embedding_path = next(path for path, module in model.named_modules() if module is model.get_input_embeddings())
     model.set_attn_implementation(SERVING)
-    make_base, found = backend.linears(int8=int8), None
+    make_base, found = backend.linears(form), None
     if replaces_decoder and not probe.states:
-        found = backend.find_decoder(model, probe.attention, context, far=probe.far, int8=int8)
+        found = backend.find_decoder(model, probe.attention, context, far=probe.far, form=form)
     norms = _norm_places(model, probe, context, dtype)
     targets = adapt_modules(model, probe, context, dtype, make_base, keeps_head=not digests)
     if backend.merges_linears:
         _merge(model, probe, targets, context)
     if found is None and (fused := backend.fused_ops()) is not None:  # a stack has norms of its own
         _fuse(model, probe, fused, context)
-    targets |= adapt_experts(model, probe, context, dtype, backend.expert_products())
+    targets |= adapt_experts(model, probe, context, dtype, backend.expert_products(form))
     layers: list[AttentionLayer] = []
     for module, spec in probe.attention:
         layer = AttentionLayer(spec, context)

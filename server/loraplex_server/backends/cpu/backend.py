@@ -15,7 +15,7 @@ from loraplex_server.backends.backend import Backend, Implementation, Wanted
 from loraplex_server.backends.cpu.attention import NativePagedAttention, reason_against
 from loraplex_server.backends.cpu.decoder import FoundStack, find_stack
 from loraplex_server.backends.cpu.fused import NativeFused
-from loraplex_server.backends.cpu.linear import native_experts, native_linears, packed_linear, round_linears
+from loraplex_server.backends.cpu.linear import native_experts, native_linears, packed_linear
 from loraplex_server.backends.cpu.lora import NativeDense, NativeOps
 from loraplex_server.backends.cpu.medusa import NativeGuesser, native_guesser
 from loraplex_server.backends.cpu.native.config import default_num_threads
@@ -28,6 +28,7 @@ from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.experts import MakeExpertProducts
 from loraplex_server.layers.linear import BaseLinearFactory
 from loraplex_server.layers.lora import SegmentedDense, SegmentedLora
+from loraplex_server.layers.quantization import WeightFormat
 from loraplex_server.sampling.draw import row_argmax
 from loraplex_server.sampling.sampler import Argmax
 
@@ -93,11 +94,11 @@ class CpuBackend(Backend):
     def dense(self) -> SegmentedDense:
         return CpuDense() if self.kernels is None else NativeDense(self.kernels)
 
-    def linears(self, *, int8: bool = False) -> BaseLinearFactory:
-        return packed_linear if self.kernels is None else native_linears(self.kernels, int8=int8)
+    def linears(self, form: WeightFormat | None = None) -> BaseLinearFactory:
+        return packed_linear if self.kernels is None else native_linears(self.kernels, form=form)
 
-    def expert_products(self) -> MakeExpertProducts | None:
-        return None if self.kernels is None else native_experts(self.kernels)
+    def expert_products(self, form: WeightFormat | None = None) -> MakeExpertProducts | None:
+        return None if self.kernels is None else native_experts(self.kernels, form)
 
     def fused_ops(self) -> NativeFused | None:
         return None if self.kernels is None else NativeFused(self.kernels)
@@ -125,23 +126,14 @@ class CpuBackend(Backend):
         context: StepContext,
         *,
         far: Sequence[int] = (),
-        int8: bool = False,
+        form: WeightFormat | None = None,
     ) -> FoundStack | None:
         if self.kernels is None:
             return None
-        return find_stack(model, attention, self.kernels, context, far=far, int8=int8)
+        return find_stack(model, attention, self.kernels, context, far=far, form=form)
 
     def medusa_guesser(self, head: nn.Module, dtype: torch.dtype) -> NativeGuesser | None:
         return native_guesser(self.kernels, head, dtype)
-
-    def check_int8(self) -> None:
-        if self.kernels is None:
-            super().check_int8()
-
-    def round_weights(self, model: PreTrainedModel) -> dict[str, str]:
-        if self.kernels is None:
-            return super().round_weights(model)
-        return round_linears(model, self.kernels)
 
 
 @contextmanager

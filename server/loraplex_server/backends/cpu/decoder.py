@@ -34,6 +34,7 @@ from loraplex_server.layers.attention import HANDLE, AttentionBatch, AttentionSp
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.linear import AdaptedLinear
 from loraplex_server.layers.lora import PreparedSegments
+from loraplex_server.layers.quantization import WeightFormat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,7 +62,7 @@ class StackShape:
     head_dim: int
     ffn_size: int
     act: int  # 0: SiLU, 1: GELU by tanh
-    is_int8: bool = False  # the weights are in eight bits
+    format: WeightFormat | None = None  # of few bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class NativeStack(nn.Module):
         self._stack = Stack(
             dtype=DTYPES[shape.dtype], num_layers=len(layers), hidden=shape.hidden_size, num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, ffn=shape.ffn_size, act=shape.act,
-            is_int8=shape.is_int8, layers=self._layers,
+            format=shape.format.code if shape.format is not None else 0, layers=self._layers,
         )  # fmt: skip
         self._linears: list[list[AdaptedLinear | None]] = []
         self._path = ""
@@ -313,10 +314,10 @@ def find_stack(
     context: StepContext,
     *,
     far: Sequence[int] = (),
-    int8: bool = False,
+    form: WeightFormat | None = None,
 ) -> FoundStack | None:
     """The stack for this model's layers, packed, or None. `attention`: what the probe saw. `far`: positions that it is
-    proved at, besides the first ones. `int8`: weights are packed in eight bits, which changes none that have been
+    proved at, besides the first ones. `form`: weights are packed in few bits, which changes none that have been
     rounded before."""
     try:
         path, layers = _list_of_layers(model, len(attention))
@@ -330,7 +331,7 @@ def find_stack(
     except _NoMatch as reason:
         log.info("layers are run one operation at a time: %s", reason)
         return None
-    shape = replace(shape, is_int8=int8)
+    shape = replace(shape, format=form)
     # Only now, and one by one: until all are proven the model may have to stay as it is, and its memory is not doubled.
     weights = [_take(layer, spec, shape, kernels) for layer, spec in zip(layers, specs, strict=True)]
     return FoundStack(path, layers, NativeStack(kernels, shape, weights, context), _final_norm(model, path, kernels))
@@ -402,10 +403,10 @@ def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: Nat
         if len(weights) != 1 or weights[0].dtype != shape.dtype or _eps(norm) is None:
             raise _NoMatch(f"the norm {type(norm).__name__}")
     return LayerWeights(
-        qkv=kernels.pack([q, k, v], int8=shape.is_int8),
-        o=kernels.pack([o], int8=shape.is_int8),
-        gate_up=kernels.pack_pair(gate, up, int8=shape.is_int8),
-        down=kernels.pack([down], int8=shape.is_int8),
+        qkv=kernels.pack([q, k, v], shape.format),
+        o=kernels.pack([o], shape.format),
+        gate_up=kernels.pack_pair(gate, up, shape.format),
+        down=kernels.pack([down], shape.format),
         qkv_bias=_joined_bias(linears[:3]),
         o_bias=_bias(linears[3]),
         norm1=cast(Tensor, norms[NORMS[0]].weight),

@@ -54,7 +54,7 @@ class NativeGuesser:
             num_outputs=packed.num_outputs,
             packed=packed.address,
             bias=bias.data_ptr() if bias is not None else None,
-            is_int8=packed.is_int8,
+            format=packed.format.code if packed.format is not None else 0,
         )
         self._memory: tuple[Tensor, ...] = ()
         self._num_rows = 0  # that there is memory for

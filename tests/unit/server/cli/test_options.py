@@ -72,7 +72,7 @@ def test_every_kind_of_flag(tmp_path: Path) -> None:
         (("--max-running", "0"), "--max-running"),
         (("--max-running", "100", "--max-step-tokens", "50"), "--max-step-tokens"),
         (("--dtype", "int3"), "--dtype"),
-        (("--quantize", "int4"), "--quantize must be none or int8"),
+        (("--quantize", "int3"), "--quantize must be none, int8 or int4"),
         (("--cpu-kernels", "fast"), "--cpu-kernels must be auto, native, torch"),
         (("--lora-kernels", "fast"), "--lora-kernels must be auto, triton, punica, reference"),
         (("--kv-block-size", "100000"), "--kv-block-size"),

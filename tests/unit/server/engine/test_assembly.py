@@ -26,6 +26,8 @@ from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, Kv
 from loraplex_server.engine import assembly as build
 from loraplex_server.engine.pipe import Submit
 from loraplex_server.layers.attention import kv_block_bytes, num_blocks_for
+from loraplex_server.layers.linear import AdaptedHead
+from loraplex_server.layers.quantization import FORMATS, INT4, INT8, WeightFormat
 from loraplex_server.layers.step import StepResources
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import adopt_model
@@ -189,10 +191,11 @@ def test_cpu_kernels_that_must_be_native_and_cannot(monkeypatch: pytest.MonkeyPa
         build.build_engine(config, lambda text: None, lambda: None)  # before the model is looked for
 
 
-def test_weights_in_eight_bits_need_the_native_kernels() -> None:
-    config = EngineConfig(ModelConfig("m", device="cpu", quantize="int8"), cpu_kernels="torch")
-    with pytest.raises(Unimplemented, match="--quantize int8 is there for the native CPU kernels only"):
-        build.build_engine(config, lambda text: None, lambda: None)  # before the model is looked for
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_weights_of_few_bits_are_for_cpus(name: str) -> None:
+    backend = choose_backend("cuda", progress=lambda text: pytest.fail(text))
+    with pytest.raises(Unimplemented, match=f"--quantize {name} is there for the CPU only, not for cuda"):
+        backend.check_quantize(FORMATS[name])
 
 
 def test_a_gpu_needs_no_cpu_kernels() -> None:
@@ -226,17 +229,32 @@ def test_the_attention_that_is_asked_for_is_the_one_that_runs(
         engine.close()
 
 
-def test_weights_in_eight_bits(stackable: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", [INT8, INT4], ids=["int8", "int4"])
+def test_weights_of_few_bits(form: WeightFormat, stackable: Path, tmp_path: Path) -> None:
     config = config_on_cpu(stackable, tmp_path, "auto")
     said: list[str] = []
-    engine = build.build_engine(
-        replace(config, model=replace(config.model, quantize="int8")), said.append, lambda: None
-    )
+    config = replace(config, model=replace(config.model, quantize=form.name))
+    engine = build.build_engine(config, said.append, lambda: None)
     engine.close()
-    assert f"loading {stackable}, linears in eight bits" in said
+    assert f"loading {stackable}, linears in {form.words}" in said
+    assert engine.info.dtype == f"float32, linears in {form.name}"
     stack = engine._runner._loaded.decoder
     assert stack is not None
-    assert stack.shape.is_int8
+    assert stack.shape.format is form
+
+
+def test_weights_of_few_bits_without_native_kernels(stackable: Path, tmp_path: Path) -> None:
+    config = replace(config_on_cpu(stackable, tmp_path, "auto"), cpu_kernels="torch")
+    said: list[str] = []
+    engine = build.build_engine(
+        replace(config, model=replace(config.model, quantize="int4")), said.append, lambda: None
+    )
+    engine.close()
+    assert "without native CPU kernels --quantize int4 saves neither time nor memory: see loraplex doctor" in said
+    head = engine._runner._loaded.head
+    assert isinstance(head, AdaptedHead)
+    weight = head.matrix()
+    assert torch.equal(INT4.quantize(weight).widened(weight.dtype), weight)
 
 
 def test_an_engine_gets_its_threads_whatever_ran_before_it(

@@ -17,7 +17,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from loraplex_server.backends.cpu.native.int8 import to_int8
 from loraplex_server.backends.cpu.native.library import (
     Guesses,
     GuessScratch,
@@ -31,6 +30,7 @@ from loraplex_server.backends.cpu.native.library import (
     Step,
     Table,
 )
+from loraplex_server.layers.quantization import INT8, QuantizedWeight, WeightFormat
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}  # lp::DType
 K_MULTIPLE: Final = {torch.float32: 1, torch.bfloat16: 32}  # of a packed weight's inputs
@@ -46,7 +46,7 @@ class PackedWeight:
     num_outputs: int
     num_inputs: int
     dtype: torch.dtype  # of products with it
-    is_int8: bool = False
+    format: WeightFormat | None = None  # of few bits
 
     @property
     def address(self) -> int:
@@ -63,33 +63,29 @@ class PackedWeight:
     def _panels(self) -> Tensor:
         """[bands, 2, 16, in]"""
         num_bands, k = -(-self.num_outputs // BAND), self.num_inputs
-        if self.is_int8:
-            return self._panels_of_int8(num_bands)
+        if self.format is not None:
+            return self._panels_of_few_bits(num_bands, self.format)
         values = self.memory.view(self.dtype)
         if self.dtype == torch.float32:
             return values.view(num_bands, k, 2, BAND // 2).permute(0, 2, 3, 1)
         blocks = values.view(num_bands, k // BAND, 2, BAND // 2, BAND // 2, 2)  # blocks of inputs, panels, pairs
         return blocks.permute(0, 2, 4, 1, 3, 5).reshape(num_bands, 2, BAND // 2, k)
 
-    def _panels_of_int8(self, num_bands: int) -> Tensor:
-        """A block's exponents, then its values; the last block of a band may be shorter."""
-        k = self.num_inputs
-        bands = self.memory.view(num_bands, -1)
-        pieces: list[Tensor] = []
-        start = 0
-        for first in range(0, k, BAND):
-            width = min(BAND, k - first)
-            exponents = bands[:, start : start + BAND].view(num_bands, 2, BAND // 2, 1)
-            values = bands[:, start + BAND : start + BAND + width * BAND]
-            if self.dtype == torch.float32:
-                values = values.reshape(num_bands, width, 2, BAND // 2).permute(0, 2, 3, 1)
-            else:  # panels, pairs, inputs of a pair, outputs
-                values = values.reshape(num_bands, 2, BAND // 2, 2, BAND // 2).permute(0, 1, 4, 2, 3)
-                values = values.reshape(num_bands, 2, BAND // 2, width)
-            scaled = torch.ldexp(values.to(torch.float32) - 128, exponents.to(torch.int32) - 127)
-            pieces.append(torch.where(exponents == 0, 0.0, scaled).to(self.dtype))
-            start += BAND + width * BAND
-        return torch.cat(pieces, dim=-1)
+    def _panels_of_few_bits(self, num_bands: int, form: WeightFormat) -> Tensor:
+        """A block's scales, then its values; see src/kernels.h."""
+        num_blocks, half = -(-self.num_inputs // BAND), BAND // 2
+        blocks = self.memory.view(num_bands, num_blocks, -1)
+        codes, values = blocks[:, :, :BAND].reshape(num_bands, num_blocks, 2, half), blocks[:, :, BAND:]
+        if form is INT8:  # panels, pairs, inputs of a pair, outputs
+            values = values.reshape(num_bands, num_blocks, 2, half, 2, half).permute(0, 2, 5, 1, 3, 4)
+            values = (values.to(torch.int16) - 128).to(torch.int8)
+        else:  # panels, groups of pairs, outputs, inputs of a pair, bytes of pairs, pairs
+            nibbles = torch.stack((values & 15, values >> 4), dim=-1)
+            nibbles = nibbles.reshape(num_bands, num_blocks, 2, 4, half, 2, 2, 2)
+            values = nibbles.permute(0, 2, 4, 1, 3, 6, 7, 5).to(torch.int8)
+        codes = codes.permute(0, 2, 3, 1).reshape(-1, num_blocks)
+        weight = QuantizedWeight(form, values.reshape(-1, num_blocks * BAND), codes).widened(self.dtype)
+        return weight[:, : self.num_inputs].view(num_bands, 2, half, self.num_inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,53 +116,50 @@ class NativeKernels:
         multiple = K_MULTIPLE.get(weight.dtype)
         return weight.device.type == "cpu" and multiple is not None and weight.shape[1] % multiple == 0
 
-    def pack(self, weights: Sequence[Tensor], *, int8: bool = False) -> PackedWeight:
-        """Weights [out, in] one below the other; all but the last have a multiple of 32 outputs. `int8`: in eight bits,
-        see int8.py."""
-        dtype, num_inputs = weights[0].dtype, weights[0].shape[1]
-        packed = self._allocate(sum(w.shape[0] for w in weights), num_inputs, dtype, int8)
-        address = packed.address
-        for weight in weights:
-            values, exponents = _source(weight, int8)
-            self._functions.lp_pack(
-                self._pool, DTYPES[dtype], values.data_ptr(), _address(exponents), num_inputs, weight.shape[0],
-                num_inputs, address,
-            )  # fmt: skip
-            address += self._functions.lp_packed_bytes(DTYPES[dtype], int8, weight.shape[0], num_inputs)
-        return packed
+    def pack(self, weights: Sequence[Tensor], form: WeightFormat | None = None) -> PackedWeight:
+        """Weights [out, in] one below the other; all but the last have a multiple of 32 outputs. `form`: of few
+        bits."""
+        return self._pack_parts(weights, [weight.shape[0] for weight in weights], form)
 
-    def pack_experts(self, weight: Tensor) -> PackedWeight:
+    def pack_experts(self, weight: Tensor, form: WeightFormat | None = None) -> PackedWeight:
         """A weight of each expert [experts, out, in], each in whole bands."""
-        num_experts, num_outputs, num_inputs = weight.shape
-        packed = self._allocate(num_experts * _in_bands(num_outputs), num_inputs, weight.dtype, int8=False)
+        return self._pack_parts(weight.unbind(), [_in_bands(weight.shape[1])] * weight.shape[0], form)
+
+    def _pack_parts(self, weights: Sequence[Tensor], sizes: list[int], form: WeightFormat | None) -> PackedWeight:
+        """`sizes`: the outputs that the memory of each has room for."""
+        dtype, num_inputs = weights[0].dtype, weights[0].shape[1]
+        packed = self._allocate(sum(sizes), num_inputs, dtype, form)
         address = packed.address
-        for own in weight.unbind():
-            values = own.detach().contiguous()
+        for weight, size in zip(weights, sizes, strict=True):
+            values, scales = _source(weight, form)
             self._functions.lp_pack(
-                self._pool, DTYPES[weight.dtype], values.data_ptr(), None, num_inputs, num_outputs, num_inputs, address
-            )
-            address += self._functions.lp_packed_bytes(DTYPES[weight.dtype], False, num_outputs, num_inputs)
+                self._pool, DTYPES[dtype], _code(form), values.data_ptr(), _address(scales), num_inputs,
+                weight.shape[0], num_inputs, address,
+            )  # fmt: skip
+            address += self._functions.lp_packed_bytes(DTYPES[dtype], _code(form), size, num_inputs)
         return packed
 
-    def pack_pair(self, first: Tensor, second: Tensor, *, int8: bool = False) -> PackedWeight:
+    def pack_pair(self, first: Tensor, second: Tensor, form: WeightFormat | None = None) -> PackedWeight:
         """Two weights of one shape [out, in]: 16 outputs of each take turns."""
         num_outputs, num_inputs = first.shape
-        packed = self._allocate(-(-num_outputs // 16) * 32, num_inputs, first.dtype, int8)
-        (one, one_exponents), (other, other_exponents) = _source(first, int8), _source(second, int8)
+        packed = self._allocate(-(-num_outputs // 16) * 32, num_inputs, first.dtype, form)
+        (one, one_scales), (other, other_scales) = _source(first, form), _source(second, form)
         self._functions.lp_pack_pair(
-            self._pool, DTYPES[first.dtype], one.data_ptr(), _address(one_exponents), other.data_ptr(),
-            _address(other_exponents), num_inputs, num_outputs, num_inputs, packed.address,
+            self._pool, DTYPES[first.dtype], _code(form), one.data_ptr(), _address(one_scales), other.data_ptr(),
+            _address(other_scales), num_inputs, num_outputs, num_inputs, packed.address,
         )  # fmt: skip
         return packed
 
-    def _allocate(self, num_outputs: int, num_inputs: int, dtype: torch.dtype, int8: bool) -> PackedWeight:
-        num_bytes = self._functions.lp_packed_bytes(DTYPES[dtype], int8, num_outputs, num_inputs)
+    def _allocate(
+        self, num_outputs: int, num_inputs: int, dtype: torch.dtype, form: WeightFormat | None
+    ) -> PackedWeight:
+        num_bytes = self._functions.lp_packed_bytes(DTYPES[dtype], _code(form), num_outputs, num_inputs)
         align = LARGE_PAGE if num_bytes >= LARGE_PAGE else 64
         memory = torch.empty(num_bytes + align, dtype=torch.uint8)
         start = -memory.data_ptr() % align
         memory = memory[start : start + num_bytes]
         self._functions.lp_use_large_pages(memory.data_ptr(), num_bytes)
-        return PackedWeight(memory, num_outputs, num_inputs, dtype, int8)
+        return PackedWeight(memory, num_outputs, num_inputs, dtype, form)
 
     # --- single operations --------------------------------------------------------------------------------------------
 
@@ -176,7 +169,7 @@ class NativeKernels:
         y = x.new_empty((*x.shape[:-1], packed.num_outputs))
         self._functions.lp_linear(
             self._pool, DTYPES[packed.dtype], rows.data_ptr(), packed.num_inputs, rows.shape[0], packed.num_inputs,
-            packed.address, packed.is_int8, packed.num_outputs, _address(bias), y.data_ptr(), packed.num_outputs,
+            packed.address, _code(packed.format), packed.num_outputs, _address(bias), y.data_ptr(), packed.num_outputs,
         )  # fmt: skip
         return y
 
@@ -188,7 +181,7 @@ class NativeKernels:
         y = x.new_empty(chosen.numel(), num_outputs)
         self._functions.lp_experts(
             self._pool, DTYPES[packed.dtype], rows.data_ptr(), packed.num_inputs, chosen.data_ptr(), chosen.numel(),
-            chosen.shape[1], num_experts, packed.address, num_outputs, y.data_ptr(),
+            chosen.shape[1], num_experts, packed.address, _code(packed.format), num_outputs, y.data_ptr(),
         )  # fmt: skip
         return y
 
@@ -314,12 +307,17 @@ def _in_bands(num_outputs: int) -> int:
     return -(-num_outputs // BAND) * BAND
 
 
-def _source(weight: Tensor, int8: bool) -> tuple[Tensor, Tensor | None]:
-    """Content to pack of a weight: its values, and the exponents of those in eight bits."""
-    if not int8:
+def _source(weight: Tensor, form: WeightFormat | None) -> tuple[Tensor, Tensor | None]:
+    """Content to pack of a weight: its values, and the scales of those in few bits."""
+    if form is None:
         return weight.detach().contiguous(), None
-    found = to_int8(weight)
-    return found.values, found.exponents
+    found = form.quantize(weight)
+    return found.values, found.codes
+
+
+def _code(form: WeightFormat | None) -> int:
+    """lp::Format"""
+    return 0 if form is None else form.code
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -23,7 +23,7 @@ from loraplex_server.backends.cpu.native.build import (
 
 # --- prototypes -------------------------------------------------------------------------------------------------------
 
-ABI_VERSION: Final = 5  # kAbiVersion in src/version.cpp
+ABI_VERSION: Final = 6  # kAbiVersion in src/version.cpp
 
 
 class Prototype(NamedTuple):
@@ -107,7 +107,7 @@ class Stack(ctypes.Structure):
 
     _fields_ = (
         *((name, _INT) for name in ("dtype", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, _INT) for name in ("ffn", "act", "is_int8")),
+        *((name, _INT) for name in ("ffn", "act", "format")),
         ("layers", ctypes.POINTER(Layer)),
     )
 
@@ -141,7 +141,7 @@ class Head(ctypes.Structure):
 
     _fields_ = (
         *(("features", _LONG), ("num_outputs", _LONG), ("packed", _POINTER), ("bias", _POINTER)),
-        ("is_int8", _INT),
+        ("format", _INT),
     )
 
 
@@ -157,7 +157,7 @@ def _struct(kind: type[ctypes.Structure]) -> Any:
 
 # Types of arguments by their names in src/*.cpp. Names that are not here are pointers to memory.
 _TYPES: Final[Mapping[str, Any]] = {
-    **dict.fromkeys(("dtype", "is_int8", "num_threads", "num_rows", "num_heads", "num_kv_heads", "dim"), _INT),
+    **dict.fromkeys(("dtype", "format", "num_threads", "num_rows", "num_heads", "num_kv_heads", "dim"), _INT),
     **dict.fromkeys(("k", "n", "stride", "x_stride", "y_stride", "num_outputs", "num_bytes", "num_tokens"), _LONG),
     **dict.fromkeys(("max_rank", "window", "chunk"), _LONG),
     **dict.fromkeys(("scaling", "softcap", "eps", "offset"), _FLOAT),
@@ -188,13 +188,13 @@ KERNELS: Final[Mapping[str, Prototype]] = {
     "lp_pool_new": _function(_POINTER, "num_threads"),
     "lp_pool_free": _function(None, "pool"),
     "lp_use_large_pages": _function(None, "memory num_bytes"),
-    "lp_packed_bytes": _function(_LONG, "dtype is_int8 num_outputs k"),
-    "lp_pack": _function(None, "pool dtype weight exponents stride num_outputs k packed"),
+    "lp_packed_bytes": _function(_LONG, "dtype format num_outputs k"),
+    "lp_pack": _function(None, "pool dtype format weight scales stride num_outputs k packed"),
     "lp_pack_pair": _function(
-        None, "pool dtype first first_exponents second second_exponents stride num_outputs k packed"
+        None, "pool dtype format first first_scales second second_scales stride num_outputs k packed"
     ),
-    "lp_linear": _function(None, "pool dtype x x_stride num_rows k packed is_int8 num_outputs bias y y_stride"),
-    "lp_experts": _function(None, "pool dtype x k experts num_pairs per_row num_experts packed num_outputs y"),
+    "lp_linear": _function(None, "pool dtype x x_stride num_rows k packed format num_outputs bias y y_stride"),
+    "lp_experts": _function(None, "pool dtype x k experts num_pairs per_row num_experts packed format num_outputs y"),
     "lp_lora_scratch": _function(_LONG, "num_rows max_rank num_outputs", num_rows=_LONG),
     "lp_lora": _function(None, "pool dtype x k num_rows table runs scratch y num_outputs y_stride"),
     "lp_dense": _function(None, "pool dtype x x_stride num_rows k weight num_outputs bias y y_stride"),

@@ -10,11 +10,14 @@ namespace {
 
 using lp::DType;
 
-// A weight as it comes: values [num_outputs][k] in rows of `stride`, of the dtype or, with exponents [num_outputs][blocks],
-// in eight bits.
+using lp::Format;
+
+// A weight as it comes: values [num_outputs][k] in rows of `stride`, of the dtype or, with scales [num_outputs][blocks], in few
+// bits: whole numbers of eight bits, or numbers of levels.
 struct Source {
   const void* values;
-  const uint8_t* exponents;  // null: values are of the dtype
+  const uint8_t* scales;  // null: values are of the dtype
+  Format format;
   int64_t num_outputs;
   int64_t stride;
 };
@@ -38,27 +41,42 @@ void copy_panel(DType dtype, const Source& source, int64_t k, int64_t from, T* b
   }
 }
 
-// The same in eight bits.
-void copy_int8_panel(DType dtype, const Source& source, int64_t k, int64_t from, uint8_t* band, int panel) {
-  for (int o = 0; o < lp::kPanel; o++) {
-    const int64_t output = from + o;
-    const bool is_there = output < source.num_outputs;
-    const int8_t* row = static_cast<const int8_t*>(source.values) + (is_there ? output * source.stride : 0);
-    for (int64_t i = 0; i < k; i++) {
-      const int64_t block = i / lp::kBlock, inner = i % lp::kBlock;
-      uint8_t* to = band + lp::int8_band_bytes(block * lp::kBlock);
-      if (inner == 0)
-        to[panel * lp::kPanel + o] = is_there ? source.exponents[output * lp::ceil_div(k, lp::kBlock) + block] : 0;
-      to += lp::kBand + (dtype == DType::F32 ? inner * lp::kBand + panel * lp::kPanel : panel * 512 + inner * lp::kPanel);
-      to[o] = is_there ? uint8_t(row[i] + 128) : 128;
+// The same in few bits; zeros where there is no output, and behind the last input.
+void copy_narrow_panel(const Source& source, int64_t k, int64_t from, uint8_t* band, int panel) {
+  const int64_t num_blocks = lp::ceil_div(k, lp::kBlock);
+  const bool is_int4 = source.format == Format::INT4;
+  const uint8_t zero = is_int4 ? lp::kInt4Zero : 128;
+  for (int64_t block = 0; block < num_blocks; block++) {
+    uint8_t* scales = band + block * lp::block_bytes(source.format);
+    uint8_t* values = scales + lp::kBand + panel * (lp::block_bytes(source.format) - lp::kBand) / 2;
+    const int64_t first = block * lp::kBlock, width = std::min<int64_t>(lp::kBlock, k - first);
+    for (int o = 0; o < lp::kPanel; o++) {
+      const int64_t output = from + o;
+      const bool is_there = output < source.num_outputs;
+      const int8_t* row = static_cast<const int8_t*>(source.values) + (is_there ? output * source.stride + first : 0);
+      scales[panel * lp::kPanel + o] = is_there ? source.scales[output * num_blocks + block] : 0;
+      uint8_t numbers[lp::kBlock];
+      for (int i = 0; i < lp::kBlock; i++)
+        numbers[i] = is_there && i < width ? uint8_t(row[i] + (is_int4 ? 0 : 128)) : zero;
+      if (!is_int4) {
+        for (int i = 0; i < lp::kBlock; i++) values[i * lp::kPanel + o] = numbers[i];
+        continue;
+      }
+      for (int group = 0; group < lp::kInt4Groups; group++)
+        for (int of_pair = 0; of_pair < 2; of_pair++) {
+          const uint8_t* own = numbers + 8 * group + of_pair;  // of four pairs
+          uint8_t* word = values + 64 * group + 4 * o + 2 * of_pair;
+          word[0] = uint8_t(own[0] | own[2] << 4);
+          word[1] = uint8_t(own[4] | own[6] << 4);
+        }
     }
   }
 }
 
 void pack_panel(DType dtype, const Source& source, int64_t k, int64_t from, char* packed, int band, int panel) {
-  char* base = packed + band * (source.exponents != nullptr ? lp::int8_band_bytes(k) : lp::band_bytes(dtype, k));
-  if (source.exponents != nullptr)
-    copy_int8_panel(dtype, source, k, from, reinterpret_cast<uint8_t*>(base), panel);
+  char* base = packed + band * lp::band_bytes(source.format, dtype, k);
+  if (source.format != Format::PLAIN)
+    copy_narrow_panel(source, k, from, reinterpret_cast<uint8_t*>(base), panel);
   else if (dtype == DType::F32)
     copy_panel(dtype, source, k, from, reinterpret_cast<float*>(base), panel);
   else
@@ -73,16 +91,16 @@ LP_API lp::Pool* lp_pool_new(int num_threads) { return new lp::Pool(num_threads)
 
 LP_API void lp_pool_free(lp::Pool* pool) { delete pool; }
 
-LP_API int64_t lp_packed_bytes(int dtype, int is_int8, int64_t num_outputs, int64_t k) {
-  return lp::ceil_div(num_outputs, lp::kBand) * (is_int8 ? lp::int8_band_bytes(k) : lp::band_bytes(DType(dtype), k));
+LP_API int64_t lp_packed_bytes(int dtype, int format, int64_t num_outputs, int64_t k) {
+  return lp::ceil_div(num_outputs, lp::kBand) * lp::band_bytes(Format(format), DType(dtype), k);
 }
 
-// weight [num_outputs][k] with its exponents or null, rows `stride` elements apart, into bands. Large pages make reading them
+// weight [num_outputs][k] with its scales or null, rows `stride` elements apart, into bands. Large pages make reading them
 // faster.
-LP_API void lp_pack(lp::Pool* pool, int dtype, const void* weight, const uint8_t* exponents, int64_t stride,
+LP_API void lp_pack(lp::Pool* pool, int dtype, int format, const void* weight, const uint8_t* scales, int64_t stride,
                     int64_t num_outputs, int64_t k, void* packed) {
   const auto turn = pool->take_turn();
-  const Source source{weight, exponents, num_outputs, stride};
+  const Source source{weight, scales, Format(format), num_outputs, stride};
   pool->run(lp::ceil_div(num_outputs, lp::kBand), [&](int band, int) {
     for (int panel = 0; panel < 2; panel++)
       pack_panel(DType(dtype), source, k, int64_t(band) * lp::kBand + panel * lp::kPanel, static_cast<char*>(packed), band,
@@ -91,11 +109,12 @@ LP_API void lp_pack(lp::Pool* pool, int dtype, const void* weight, const uint8_t
 }
 
 // Two weights of one shape: a band holds 16 outputs of each.
-LP_API void lp_pack_pair(lp::Pool* pool, int dtype, const void* first, const uint8_t* first_exponents, const void* second,
-                         const uint8_t* second_exponents, int64_t stride, int64_t num_outputs, int64_t k, void* packed) {
+LP_API void lp_pack_pair(lp::Pool* pool, int dtype, int format, const void* first, const uint8_t* first_scales,
+                         const void* second, const uint8_t* second_scales, int64_t stride, int64_t num_outputs, int64_t k,
+                         void* packed) {
   const auto turn = pool->take_turn();
-  const Source sources[] = {{first, first_exponents, num_outputs, stride},
-                            {second, second_exponents, num_outputs, stride}};
+  const Source sources[] = {{first, first_scales, Format(format), num_outputs, stride},
+                            {second, second_scales, Format(format), num_outputs, stride}};
   pool->run(lp::ceil_div(num_outputs, lp::kPanel), [&](int band, int) {
     for (int panel = 0; panel < 2; panel++)
       pack_panel(DType(dtype), sources[panel], k, int64_t(band) * lp::kPanel, static_cast<char*>(packed), band, panel);
@@ -111,13 +130,13 @@ LP_API void lp_use_large_pages(void* memory, int64_t num_bytes) {
 
 // y [num_rows][num_outputs] = x [num_rows][k] @ weight.T + bias
 LP_API void lp_linear(lp::Pool* pool, int dtype, const void* x, int64_t x_stride, int num_rows, int64_t k,
-                      const void* packed, int is_int8, int64_t num_outputs, const void* bias, void* y, int64_t y_stride) {
+                      const void* packed, int format, int64_t num_outputs, const void* bias, void* y, int64_t y_stride) {
   const auto turn = pool->take_turn();
   const lp::Kernels& kernels = *lp::current_kernels();
   const DType type = DType(dtype);
   const int num_bands = lp::ceil_div(num_outputs, lp::kBand);
   const int per_chunk = num_bands >= 64 ? 4 : 1;
-  const lp::Bands bands{packed, is_int8 != 0};
+  const lp::Bands bands{packed, Format(format)};
   lp::products(*pool, kernels, type, x, x_stride, num_rows, k, bands, num_bands, per_chunk,
                [&](int band, int row, int m, float* c, int64_t stride) {
                  const int64_t output = int64_t(band) * lp::kBand;

@@ -35,13 +35,14 @@ extern "C" {
 // y [num_pairs][num_outputs] = x [num_pairs / per_row][k], each row for `per_row` pairs, @ weight.T of each pair's expert.
 // `packed` has the experts' weights [num_outputs][k] one after the other, as lp_pack leaves each.
 LP_API void lp_experts(lp::Pool* pool, int dtype, const void* x, int64_t k, const int64_t* experts, int64_t num_pairs,
-                       int64_t per_row, int64_t num_experts, const void* packed, int64_t num_outputs, void* y) {
+                       int64_t per_row, int64_t num_experts, const void* packed, int format, int64_t num_outputs, void* y) {
   const auto turn = pool->take_turn();
   const lp::Kernels& kernels = *lp::current_kernels();
   const lp::DType type = lp::DType(dtype);
   const lp::Order order(experts, num_pairs, num_experts);
   const int num_bands = lp::ceil_div(num_outputs, lp::kBand), num_units = lp::ceil_div(num_bands, lp::kUnit);
-  const int64_t expert_bytes = num_bands * lp::band_bytes(type, k), row_bytes = k * lp::item_bytes(type);
+  const lp::Format kind = lp::Format(format);
+  const int64_t band_bytes = lp::band_bytes(kind, type, k), expert_bytes = num_bands * band_bytes, row_bytes = k * lp::item_bytes(type);
   pool->run(int(order.groups.size()) * num_units, [&](int chunk, int) {
     static thread_local std::vector<lp::Line> lines;
     float c[lp::kRows * lp::kUnit * lp::kBand];
@@ -60,8 +61,12 @@ LP_API void lp_experts(lp::Pool* pool, int dtype, const void* x, int64_t k, cons
       for (int64_t r = 0; r < m; r++)
         std::memcpy(rows + r * row_bytes, static_cast<const char*>(x) + pairs[r] / per_row * row_bytes, size_t(row_bytes));
       for (int band = first; band < last; band++)
-        kernels.product(type, rows, k, m, weights + band * lp::band_bytes(type, k), k, false,
-                        c + (band - first) * lp::kBand, kStride, nullptr);
+        if (kind == lp::Format::PLAIN)
+          kernels.product(type, rows, k, m, weights + band * band_bytes, k, false, c + (band - first) * lp::kBand, kStride,
+                          nullptr);
+        else
+          kernels.product_narrow(type, kind, rows, k, m, weights + band * band_bytes, k, c + (band - first) * lp::kBand,
+                                 kStride);
       kernels.end_products();
       for (int64_t r = 0; r < m; r++) kernels.store(type, c + r * kStride, width, lp::at(y, pairs[r] * num_outputs + output, type));
     }

@@ -30,7 +30,7 @@ struct LpHead {
   int64_t num_outputs;
   const void* packed;
   const void* bias;
-  int32_t is_int8;
+  int32_t format;
 };
 
 // Memory for x and inner [num_rows][features] and logits [num_rows][num_outputs].
@@ -41,7 +41,7 @@ struct LpGuessScratch {
 };
 
 void lp_linear(lp::Pool* pool, int dtype, const void* x, int64_t x_stride, int num_rows, int64_t k, const void* packed,
-               int is_int8, int64_t num_outputs, const void* bias, void* y, int64_t y_stride);
+               int format, int64_t num_outputs, const void* bias, void* y, int64_t y_stride);
 void lp_argmax(lp::Pool* pool, int dtype, const void* x, int num_rows, int64_t n, float* best, int64_t* where);
 }
 
@@ -103,7 +103,7 @@ LP_API void lp_guess(lp::Pool* pool, const LpGuesses* guesses, const LpHead* hea
       lp::add_blocks(*pool, *lp::current_kernels(), dtype, blocks, guesses->num_blocks[layer], n, scratch->x,
                      scratch->inner);
   }
-  lp_linear(pool, guesses->dtype, scratch->x, n, num_rows, n, head->packed, head->is_int8, head->num_outputs,
+  lp_linear(pool, guesses->dtype, scratch->x, n, num_rows, n, head->packed, head->format, head->num_outputs,
             head->bias, scratch->logits, head->num_outputs);
   lp_argmax(pool, guesses->dtype, scratch->logits, num_rows, head->num_outputs, best, where);
 }

@@ -22,13 +22,28 @@ constexpr int kFetches = 16;  // products that fetch what the next slab of weigh
 
 static inline int64_t band_bytes(DType dtype, int64_t k) { return k * kBand * item_bytes(dtype); }
 
-// Weights in eight bits (MXINT8 of the OCP's microscaling formats): a band is blocks of kBlock inputs (the last one may be
-// shorter), a block an exponent for each of its 32 outputs and then values, one byte each. A weight is (byte - 128) times
-// 2 ** (exponent - 127), and zero where the exponent is. Values lie as in the dtype's bands, but that of a panel's pair of
-// inputs the 16 outputs of the first come before those of the second.
-constexpr int kBlock = 32;
+// Weights of few bits: a band is blocks of kBlock inputs, a block a scale's byte for each of its 32 outputs and then two panels
+// of values. What lies behind the last input of a band's last block is not read as a weight.
+//
+//   INT8  MXINT8 of the OCP's microscaling formats: a weight is (byte - 128) times 2 ** (scale - 127), and zero where the
+//         scale is. A panel is [16 pairs of inputs][2][16 outputs].
+//   INT4  a weight is the level of its number times (4 + scale % 4) / 4 * 2 ** (scale / 4 - 48), which bfloat16 holds exactly. A
+//         panel is [4 groups of pairs][16 outputs][2] words, with the number of a group's pair p at bit 4 p.
+enum class Format : int32_t { PLAIN = 0, INT8 = 1, INT4 = 2 };
 
-static inline int64_t int8_band_bytes(int64_t k) { return k * kBand + (k + kBlock - 1) / kBlock * kBand; }
+constexpr int kBlock = 32;
+constexpr int kInt4Groups = 4;  // of a panel, each of 64 bytes
+constexpr int kInt4Bias = 48;
+constexpr uint8_t kInt4Zero = 7;
+// Those that leave the least squared error of normally distributed weights, with 0.
+#define LP_INT4_LEVELS -31, -24, -18, -14, -10, -6, -3, 0, 3, 5, 8, 11, 15, 19, 24, 31
+
+static inline int64_t block_bytes(Format format) { return kBand + kBlock * kBand / (format == Format::INT4 ? 2 : 1); }
+
+// Of a band's first k inputs.
+static inline int64_t band_bytes(Format format, DType dtype, int64_t k) {
+  return format == Format::PLAIN ? band_bytes(dtype, k) : (k + kBlock - 1) / kBlock * block_bytes(format);
+}
 
 // Where a block of queries of one span finds its keys and values.
 struct AttendTask {
@@ -107,11 +122,11 @@ struct Kernels {
   // `soon`, if not null.
   void (*product)(DType, const void* x, int64_t x_stride, int m, const void* band, int64_t k, bool adds, float* c,
                   int64_t c_stride, const void* soon);
-  // The same of a band in eight bits, without what c was.
-  void (*product_int8)(DType, const void* x, int64_t x_stride, int m, const void* band, int64_t k, float* c,
-                       int64_t c_stride);
-  // Makes what `product` reads of k inputs of a band in eight bits, from the first of a block on.
-  void (*widen)(DType, const void* blocks, int64_t k, void* band);
+  // The same of a band in few bits, without what c was.
+  void (*product_narrow)(DType, Format, const void* x, int64_t x_stride, int m, const void* band, int64_t k, float* c,
+                         int64_t c_stride);
+  // Makes what `product` reads of k inputs of a band in few bits, from the first of a block on.
+  void (*widen)(DType, Format, const void* blocks, int64_t k, void* band);
   void (*end_products)();  // after a thread's last product, shrink or expand of a chunk
 
   // h[m][rank] = alpha * x[m][k] @ a[rank][k].T

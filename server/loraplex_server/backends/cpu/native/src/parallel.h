@@ -63,15 +63,13 @@ inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) 
 
 constexpr int kMaxBands = 8;  // that a chunk computes beside each other
 
-// A weight in bands: of the product's dtype, or in eight bits, of which each slab is made what the product reads.
+// A weight in bands: of the product's dtype, or in few bits, of which each slab is made what the product reads.
 struct Bands {
   const void* memory;
-  bool is_int8;
+  Format format;
 
   const void* at(DType dtype, int64_t band, int64_t k, int64_t input) const {
-    const int64_t offset = is_int8 ? band * int8_band_bytes(k) + int8_band_bytes(input)
-                                   : band * band_bytes(dtype, k) + band_bytes(dtype, input);
-    return static_cast<const char*>(memory) + offset;
+    return static_cast<const char*>(memory) + band * band_bytes(format, dtype, k) + band_bytes(format, dtype, input);
   }
 };
 
@@ -92,7 +90,8 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
   const bool many = num_rows > 2 * kRows;
   const int num_units = ceil_div(num_bands, unit), enough = 4 * pool.num_threads();
   const int per_chunk = many ? unit * std::clamp(num_units / enough, 1, std::max(1, kMaxBands / unit)) : unit;
-  const bool widens = bands.is_int8 && num_rows > kRows;  // each slab once, for several blocks of rows
+  const bool is_narrow = bands.format != Format::PLAIN;
+  const bool widens = is_narrow && num_rows > kRows;  // each slab once, for several blocks of rows
   const int64_t slab = many || widens ? std::min(k, kSlabBytes / band_bytes(dtype, 1)) : k;
   const int num_parts = ceil_div(num_rows, kPartRows);
   const int part_rows = ceil_div(ceil_div(num_rows, num_parts), kRows) * kRows;
@@ -115,14 +114,14 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
         const int64_t inputs = std::min(slab, k - i), slab_bytes = band_bytes(dtype, inputs);
         const void* weights = bands.at(dtype, band, k, i);
         const char* next = nullptr;
-        if (bands.is_int8 && !widens) {
-          kernels.product_int8(dtype, at(x, begin * x_stride, dtype), x_stride, end - begin, weights, k, block(band, begin),
-                               stride);
+        if (is_narrow && !widens) {
+          kernels.product_narrow(dtype, bands.format, at(x, begin * x_stride, dtype), x_stride, end - begin, weights, k,
+                                 block(band, begin), stride);
           add(band, begin, end - begin, block(band, begin), stride);
           continue;
         }
         if (widens) {
-          kernels.widen(dtype, weights, inputs, widened);
+          kernels.widen(dtype, bands.format, weights, inputs, widened);
           weights = widened;
         } else if (many && band + 1 < last) {
           next = static_cast<const char*>(bands.at(dtype, band + 1, k, i));

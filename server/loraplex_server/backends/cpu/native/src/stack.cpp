@@ -38,7 +38,7 @@ struct LpStack {
   int32_t head_dim;
   int32_t ffn;
   int32_t act;  // 0: silu, 1: gelu_tanh
-  int32_t is_int8;  // the layers' weights are in eight bits
+  int32_t format;  // lp::Format of the layers' weights
   const LpLayer* layers;
 };
 
@@ -141,7 +141,7 @@ class StackRun {
   void adapted(const void* x, int64_t k, const void* packed, int num_bands, int unit, const Places& places,
                const Epilogue& epilogue) {
     products(
-        pool_, kernels_, dtype_, x, k, step_.num_tokens, k, Bands{packed, stack_.is_int8 != 0}, num_bands, unit,
+        pool_, kernels_, dtype_, x, k, step_.num_tokens, k, Bands{packed, Format(stack_.format)}, num_bands, unit,
         [&](int band, int row, int m) {
           places(band, [&](int module, int64_t output, int width, int) { updates_.fetch(module, output, width, row, m); });
         },

@@ -18,7 +18,7 @@
 namespace lp {
 
 // Raise it when a function changes its arguments or meaning, together with ABI_VERSION in library.py.
-constexpr int kAbiVersion = 5;
+constexpr int kAbiVersion = 6;
 
 #if defined(__x86_64__)
 

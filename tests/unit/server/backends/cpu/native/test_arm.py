@@ -16,6 +16,7 @@ from support.native_kernels import isas, using
 
 from loraplex_server.backends.cpu.native.build import LIBRARY, MACHINES, SOURCES, build, find_compiler
 from loraplex_server.backends.cpu.native.library import Layer, Library, Runs, Spans, Stack, Step, Table
+from loraplex_server.layers.quantization import INT4, INT8, WeightFormat
 
 COMPILER = "aarch64-linux-gnu-g++"
 EMULATOR = "qemu-aarch64-static"
@@ -79,15 +80,17 @@ def check(program: Program, avx2: Library, emulated: list[str], folder: Path) ->
             )
 
 
-def packed_bytes(outputs: int, k: int, dtype: int, *, int8: bool = False) -> int:
-    bands = -(-outputs // 32)
-    return bands * (k * 32 + -(-k // 32) * 32) if int8 else bands * k * 32 * (4 if dtype == F32 else 2)
+def packed_bytes(outputs: int, k: int, dtype: int, form: WeightFormat | None = None) -> int:
+    bands, blocks = -(-outputs // 32), -(-k // 32)
+    if form is None:
+        return bands * k * 32 * (4 if dtype == F32 else 2)
+    return bands * blocks * (32 + (1024 if form is INT8 else 512))
 
 
 def put_packed(program: Program, dice: np.random.Generator, dtype: int, outputs: int, k: int) -> int:
     weight = program.put(floats(dice, dtype, outputs, k, scale=k**-0.5))
     packed = program.put(np.zeros(packed_bytes(outputs, k, dtype), np.uint8))
-    program.call("lp_pack", dtype, weight, None, k, outputs, k, packed)
+    program.call("lp_pack", dtype, 0, weight, None, k, outputs, k, packed)
     return packed
 
 
@@ -97,16 +100,18 @@ def test_linears(dtype: int, avx2: Library, emulated: list[str], dice: np.random
     outputs = 70
     for k in (32, 96, 672):
         packed = put_packed(program, dice, dtype, outputs, k)
-        values = program.put(dice.integers(-127, 128, (outputs, k), dtype=np.int8))
-        exponents = program.put(dice.integers(118, 128, (outputs, k // 32), dtype=np.uint8))
-        packed_int8 = program.put(np.zeros(packed_bytes(outputs, k, dtype, int8=True), np.uint8))
-        program.call("lp_pack", dtype, values, exponents, k, outputs, k, packed_int8)
+        weights = {0: packed}
+        for form, numbers, codes in ((INT8, (-127, 128), (118, 128)), (INT4, (0, 16), (160, 200))):
+            values = program.put(dice.integers(*numbers, (outputs, k), dtype=np.int8))
+            scales = program.put(dice.integers(*codes, (outputs, k // 32), dtype=np.uint8))
+            weights[form.code] = program.put(np.zeros(packed_bytes(outputs, k, dtype, form), np.uint8))
+            program.call("lp_pack", dtype, form.code, values, scales, k, outputs, k, weights[form.code])
         bias = program.put(floats(dice, dtype, outputs))
         for rows in ROWS:
             x = program.put(floats(dice, dtype, rows, k))
-            for int8, weight in ((0, packed), (1, packed_int8)):
+            for code, weight in weights.items():
                 y = program.put(zeros(dtype, rows, outputs))
-                program.call("lp_linear", dtype, x, k, rows, k, weight, int8, outputs, bias, y, outputs)
+                program.call("lp_linear", dtype, x, k, rows, k, weight, code, outputs, bias, y, outputs)
     check(program, avx2, emulated, tmp_path)
 
 
@@ -201,7 +206,7 @@ def test_a_stack_of_layers(
         layer.down = put_packed(program, dice, dtype, hidden, ffn)
         pair = [program.put(floats(dice, dtype, ffn, hidden, scale=0.1)) for _ in range(2)]
         layer.gate_up = program.put(np.zeros(packed_bytes(2 * ffn, hidden, dtype), np.uint8))
-        program.call("lp_pack_pair", dtype, pair[0], None, pair[1], None, hidden, ffn, hidden, layer.gate_up)
+        program.call("lp_pack_pair", dtype, 0, pair[0], None, pair[1], None, hidden, ffn, hidden, layer.gate_up)
         layer.qkv_bias = program.put(floats(dice, dtype, widths[0] + 2 * widths[1]))
         layer.norm1, layer.norm2 = (program.put(floats(dice, dtype, hidden)) for _ in range(2))
         layer.q_norm, layer.k_norm = (program.put(floats(dice, dtype, dim)) for _ in range(2))
@@ -227,7 +232,7 @@ def test_a_stack_of_layers(
         program.pointers += [(idx, number * size + offset, to) for _, offset, to in one.pointers]
     stack = Stack(
         dtype=dtype, num_layers=2, hidden=hidden, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, ffn=ffn,
-        act=act, is_int8=0, layers=ctypes.cast(both, ctypes.POINTER(Layer)),
+        act=act, format=0, layers=ctypes.cast(both, ctypes.POINTER(Layer)),
     )  # fmt: skip
     runs = put_runs(program, [(0, 1, 0), (1, 8, 1)], max(ranks))
     num_bytes = avx2.functions.lp_stack_scratch_bytes(ctypes.byref(stack), tokens, max(ranks))

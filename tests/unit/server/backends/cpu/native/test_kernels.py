@@ -17,9 +17,9 @@ from torch import Tensor
 
 from loraplex_server.backends.cpu.native import library as library_module
 from loraplex_server.backends.cpu.native.build import LIBRARY
-from loraplex_server.backends.cpu.native.int8 import round_
 from loraplex_server.backends.cpu.native.kernels import NativeKernels, PackedWeight
 from loraplex_server.backends.cpu.native.library import IDENTITY, KERNELS, Library
+from loraplex_server.layers.quantization import INT4, INT8, WeightFormat
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = 1e-6  # of the sum of the terms' sizes, which are added in float32
@@ -254,15 +254,17 @@ def packing() -> NativeKernels:
     return NativeKernels(Library(functions, LIBRARY), 1)
 
 
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("form", [None, INT8, INT4], ids=["plain", "int8", "int4"])
 @pytest.mark.parametrize(("dtype", "num_inputs"), [(torch.float32, 40), (torch.float32, 64), (torch.bfloat16, 64)])
-def test_packed_weights_come_back(packing: NativeKernels, dtype: torch.dtype, num_inputs: int, int8: bool) -> None:
+def test_packed_weights_come_back(
+    packing: NativeKernels, dtype: torch.dtype, num_inputs: int, form: WeightFormat | None
+) -> None:
     weights = [torch.randn(num_outputs, num_inputs).to(dtype) for num_outputs in (64, 32, 50)]
     pair = [torch.randn(40, num_inputs).to(dtype) for _ in range(2)]
-    if int8:
+    if form is not None:
         for weight in (*weights, *pair):
-            round_(weight)
-    assert torch.equal(packing.pack(weights, int8=int8).matrix(), torch.cat(weights))
-    packed = packing.pack_pair(*pair, int8=int8)
+            form.round_(weight)
+    assert torch.equal(packing.pack(weights, form).matrix(), torch.cat(weights))
+    packed = packing.pack_pair(*pair, form)
     for which, weight in enumerate(pair):
         assert torch.equal(packed.of_pair(which, 40), weight)

@@ -20,6 +20,7 @@ from loraplex_server.backends.cpu.lora import NativeOps
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.backends.cpu.native.library import load
 from loraplex_server.layers.lora import Segment
+from loraplex_server.layers.quantization import INT4, INT8
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +51,24 @@ def test_many_small_jobs_from_many_threads() -> None:
     with ThreadPoolExecutor(5) as threads:
         for done in [threads.submit(work, number) for number in range(5)]:
             done.result()
+
+
+@pytest.mark.parametrize("num_threads", [4, 16, 64])
+def test_more_threads_than_cores(num_threads: int) -> None:
+    """As on a machine of so many cores, or on one that others use too: a sum has the same bits."""
+    torch.manual_seed(2)
+    one, many = native_kernels(1), native_kernels(num_threads)
+    weight = torch.randn(2100, 96).bfloat16()
+    table = random_table([8, 3, 16], 96, 300, torch.bfloat16)
+    problem = random_problem([Segment(0, 20, 0), Segment(20, 70, 2)], table, 70, torch.bfloat16)
+    for form in (None, INT8, INT4):
+        packed = one.pack([weight], form)
+        assert torch.equal(many.pack([weight], form).memory, packed.memory)
+        for num_rows in (1, 9, 70):
+            x = torch.randn(num_rows, 96).bfloat16()
+            for _ in range(3):
+                assert torch.equal(bits(many.linear(x, packed, None)), bits(one.linear(x, packed, None)))
+    assert torch.equal(bits(problem.run(NativeOps(many))), bits(problem.run(NativeOps(one))))
 
 
 def test_pools_beside_each_other() -> None:

@@ -4,6 +4,8 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "../kernels.h"
+
 namespace lp {
 namespace LP_ISA {
 
@@ -317,6 +319,68 @@ static inline Floats widen16(const uint8_t* values, const Scales& of) {
               _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))},
              of.scale);
 }
+
+// --- four bits ---------------------------------------------------------------------------------------------------------
+
+// Of a block and 16 outputs.
+struct Int4Scales {
+  Floats scale, offset;
+
+  explicit Int4Scales(const void* codes) {
+    const __m128i bytes = _mm_loadu_si128((const __m128i*)codes);
+    const __m256i bias = _mm256_set1_epi32((127 - kInt4Bias) << 23);
+    const auto scale8 = [&](__m128i of) {
+      return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_slli_epi32(_mm256_cvtepu8_epi32(of), 21), bias));
+    };
+    scale = {scale8(bytes), scale8(_mm_srli_si128(bytes, 8))};
+    offset = mul(scale, all(-128.0f - 32.0f));
+  }
+};
+
+// Levels + 32, a byte each: of the group's pairs 0 and 2, and of 1 and 3.
+struct Int4Group {
+  Words even_pairs, odd_pairs;
+
+  explicit Int4Group(const uint8_t* values) {
+    const __m256i low = _mm256_loadu_si256((const __m256i*)values), high = _mm256_loadu_si256((const __m256i*)(values + 32));
+    even_pairs = {levels(low), levels(high)};
+    odd_pairs = {levels(_mm256_srli_epi16(low, 4)), levels(_mm256_srli_epi16(high, 4))};
+  }
+
+  static inline __m256i levels(__m256i numbers) {
+    const __m128i all16 = _mm_add_epi8(_mm_setr_epi8(LP_INT4_LEVELS), _mm_set1_epi8(32));
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(all16), _mm256_and_si256(numbers, _mm256_set1_epi8(15)));
+  }
+};
+
+// A byte in the third of a float's four that is 128 otherwise makes it 128 + byte. The product with the scale and the
+// difference are exact.
+template <int pair>
+struct Int4Pair {
+  const Int4Group& group;
+  const Int4Scales& of;
+
+  Floats even() const { return at<pair / 2>(); }
+  Floats odd() const { return at<2 + pair / 2>(); }
+  Words words() const { return join_pairs(even(), odd()); }
+
+ private:
+  template <int byte>
+  Floats at() const {
+    const Words& levels = pair % 2 == 0 ? group.even_pairs : group.odd_pairs;
+    return {at8<byte>(levels.low, of.scale.low, of.offset.low), at8<byte>(levels.high, of.scale.high, of.offset.high)};
+  }
+  template <int byte>
+  static inline __m256 at8(__m256i levels, __m256 scale, __m256 offset) {
+    const __m256i places = _mm256_set1_epi32((int)0x80008080 | byte << 16);
+    const __m256i number = byte == 2 ? _mm256_and_si256(levels, _mm256_set1_epi32(0xff0000))
+                                     : _mm256_shuffle_epi8(levels, _mm256_add_epi32(places, by_output()));
+    return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_or_si256(number, _mm256_set1_epi32(0x43000000))), scale, offset);
+  }
+  static inline __m256i by_output() {
+    return _mm256_setr_epi32(0, 4 << 16, 8 << 16, 12 << 16, 0, 4 << 16, 8 << 16, 12 << 16);
+  }
+};
 
 // --- sizes -------------------------------------------------------------------------------------------------------------
 

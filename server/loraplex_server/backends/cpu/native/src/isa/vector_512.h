@@ -4,6 +4,8 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "../kernels.h"
+
 namespace lp {
 namespace LP_ISA {
 
@@ -223,6 +225,64 @@ static inline Floats widen16(const uint8_t* values, const Scales& of) {
   const __m512i numbers = _mm512_mask_shuffle_epi8(_mm512_set1_epi32(0x47000000), 0x2222222222222222, bytes, places);
   return _mm512_fmadd_ps(_mm512_castsi512_ps(numbers), of.scale, of.offset);
 }
+
+// --- four bits ---------------------------------------------------------------------------------------------------------
+
+// Levels times (4 + m) / 4 with the largest exponent, in bfloat16; m 0 to 3.
+static inline const uint16_t* int4_weights() {
+  struct Table {
+    alignas(64) uint16_t weights[64];
+  };
+  static constexpr Table table = [] {
+    constexpr int levels[16] = {LP_INT4_LEVELS};
+    Table made = {};
+    for (int i = 0; i < 64; i++) {
+      const int level = levels[i % 16], size = (level < 0 ? -level : level) * (4 + i / 16);
+      int bits = 0;
+      while (size >> bits > 1) bits++;
+      // size / 4 * 2 ** (63 - kInt4Bias); of size the bits behind the first are the mantissa's first
+      if (size > 0) made.weights[i] = uint16_t((level < 0) << 15 | (127 - 2 + 63 - kInt4Bias + bits) << 7 | ((size << 7 >> bits) & 0x7f));
+    }
+    return made;
+  }();
+  return table.weights;
+}
+
+// Of a block and 16 outputs, in both words of an output.
+struct Int4Scales {
+  Words upper_bits, lowered;  // of the table's number, and what a weight's exponent is too large
+
+  explicit Int4Scales(const void* codes) {
+    Words both = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes));
+    both = _mm512_or_si512(both, _mm512_slli_epi32(both, 16));
+    upper_bits = _mm512_slli_epi16(_mm512_and_si512(both, _mm512_set1_epi16(3)), 4);
+    lowered = _mm512_slli_epi16(_mm512_sub_epi16(_mm512_set1_epi16(63), _mm512_srli_epi16(both, 2)), 7);
+  }
+};
+
+struct Int4Group {
+  Words numbers;
+
+  explicit Int4Group(const void* values) : numbers(_mm512_loadu_si512(values)) {}
+};
+
+// A weight is found in the table, and the difference of exponents taken off it; where that would be less than nothing the
+// weight is zero and stays so.
+template <int pair>
+struct Int4Pair {
+  const Int4Group& group;
+  const Int4Scales& of;
+
+  Words words() const {
+    const uint16_t* table = int4_weights();
+    Words number = pair == 0 ? group.numbers : _mm512_srli_epi16(group.numbers, 4 * pair);
+    number = _mm512_ternarylogic_epi32(number, _mm512_set1_epi16(15), of.upper_bits, 0xea);  // (a & b) | c
+    number = _mm512_permutex2var_epi16(_mm512_load_si512(table), number, _mm512_load_si512(table + 32));
+    return _mm512_subs_epu16(number, of.lowered);
+  }
+  Floats even() const { return evens(words()); }
+  Floats odd() const { return odds(words()); }
+};
 
 // --- sizes -------------------------------------------------------------------------------------------------------------
 

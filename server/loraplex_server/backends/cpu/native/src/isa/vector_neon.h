@@ -6,6 +6,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "../kernels.h"
+
 namespace lp {
 namespace LP_ISA {
 
@@ -324,6 +326,59 @@ static inline Floats widen16(const uint8_t* values, const Scales& of) {
   }
   return mul(found, of.scale);
 }
+
+// --- four bits ---------------------------------------------------------------------------------------------------------
+
+// Of a block and 16 outputs.
+struct Int4Scales {
+  Floats scale;
+
+  explicit Int4Scales(const void* codes) {
+    const uint8x16_t bytes = vld1q_u8((const uint8_t*)codes);
+    const uint16x8_t halves[2] = {vmovl_u8(vget_low_u8(bytes)), vmovl_u8(vget_high_u8(bytes))};
+    const uint32x4_t bias = vdupq_n_u32((127 - kInt4Bias) << 23);
+    for (int i = 0; i < 2; i++) {
+      scale.v[2 * i] = as_floats(vaddq_u32(vshlq_n_u32(vmovl_u16(vget_low_u16(halves[i])), 21), bias));
+      scale.v[2 * i + 1] = as_floats(vaddq_u32(vshlq_n_u32(vmovl_u16(vget_high_u16(halves[i])), 21), bias));
+    }
+  }
+};
+
+// Levels, a byte each: of the group's pairs 0 and 2, and of 1 and 3.
+struct Int4Group {
+  Words even_pairs, odd_pairs;
+
+  explicit Int4Group(const uint8_t* values) {
+    static const int8_t levels[16] = {LP_INT4_LEVELS};
+    const int8x16_t table = vld1q_s8(levels);
+    for (int i = 0; i < 4; i++) {
+      const uint8x16_t numbers = vld1q_u8(values + 16 * i);
+      even_pairs.v[i] = vreinterpretq_u32_s8(vqtbl1q_s8(table, vandq_u8(numbers, vdupq_n_u8(15))));
+      odd_pairs.v[i] = vreinterpretq_u32_s8(vqtbl1q_s8(table, vshrq_n_u8(numbers, 4)));
+    }
+  }
+};
+
+// The level times the scale, which is exact.
+template <int pair>
+struct Int4Pair {
+  const Int4Group& group;
+  const Int4Scales& of;
+
+  Floats even() const { return at<pair / 2>(); }
+  Floats odd() const { return at<2 + pair / 2>(); }
+  Words words() const { return join_pairs(even(), odd()); }
+
+ private:
+  template <int byte>
+  Floats at() const {
+    const Words& levels = pair % 2 == 0 ? group.even_pairs : group.odd_pairs;
+    return each([&](int i) {
+      const int32x4_t level = vshrq_n_s32(vreinterpretq_s32_u32(vshlq_n_u32(levels.v[i], 24 - 8 * byte)), 24);
+      return vmulq_f32(vcvtq_f32_s32(level), of.scale.v[i]);
+    });
+  }
+};
 
 // --- sizes -------------------------------------------------------------------------------------------------------------
 
