@@ -43,7 +43,7 @@ class WeightFormat(ABC):
 
     def _quantize(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         num_outputs, num_inputs = weight.shape
-        blocks = F.pad(weight.float(), (0, -num_inputs % BLOCK)).reshape(num_outputs, -1, BLOCK)
+        blocks = F.pad(weight.float(), (0, -num_inputs % BLOCK)).reshape(num_outputs, -1, BLOCK).contiguous()
         values, codes = self._quantize_blocks(blocks)
         return values.reshape(num_outputs, -1)[:, :num_inputs].contiguous(), codes
 
@@ -109,6 +109,7 @@ class Int4(WeightFormat):
     too_large = 2.0**16  # for scales
     # LP_INT4_LEVELS: those that leave the least squared error of normally distributed weights, with 0.
     LEVELS: ClassVar = (-31, -24, -18, -14, -10, -6, -3, 0, 3, 5, 8, 11, 15, 19, 24, 31)
+    OUTER: ClassVar = 27.51  # a little more than the middle of the last two levels: what is larger becomes the last
     # Scales that are tried, from the largest with which a block's largest becomes 31 down: more found nothing better.
     NUM_TRIED: ClassVar = 3
 
@@ -117,7 +118,7 @@ class Int4(WeightFormat):
         rounded block is its own."""
         levels = torch.tensor(self.LEVELS, dtype=torch.float32)
         middles = (levels[1:] + levels[:-1]) / 2
-        most = _code_of(blocks.abs().amax(dim=2) / middles[-1])
+        most = _code_of(blocks.abs().amax(dim=2) / self.OUTER)
         best = torch.zeros_like(most)
         best_error = torch.full_like(most, torch.inf, dtype=torch.float32)
         best_values = torch.zeros_like(blocks, dtype=torch.int8)
@@ -129,6 +130,8 @@ class Int4(WeightFormat):
             is_better = error < best_error
             best, best_error = torch.where(is_better, codes, best), torch.where(is_better, error, best_error)
             best_values = torch.where(is_better.unsqueeze(2), values.to(torch.int8), best_values)
+            if not best_error.any():  # rounded before
+                break
         return best_values, best.to(torch.uint8)
 
     def whole_numbers(self, values: Tensor) -> Tensor:

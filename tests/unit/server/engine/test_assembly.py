@@ -253,7 +253,7 @@ def test_weights_of_few_bits_without_native_kernels(stackable: Path, tmp_path: P
     assert "without native CPU kernels --quantize int4 saves neither time nor memory: see loraplex doctor" in said
     head = engine._runner._loaded.head
     assert isinstance(head, AdaptedHead)
-    weight = head.matrix()
+    weight = head.base.matrix()
     assert torch.equal(INT4.quantize(weight).widened(weight.dtype), weight)
 
 

@@ -102,9 +102,12 @@ def test_four_bits_are_the_nearest_levels(num_inputs: int) -> None:
         assert torch.equal(got.abs().amax(1), 31 * scales[codes])
         error = (got - block).square().sum(1)
         assert torch.allclose(error, (nearest(block, scales[codes]) - block).square().sum(1))
+        most = (block.abs().amax(1, keepdim=True) > INT4.OUTER * scales).sum(1) - 1
+        assert (codes <= most).all()
         for codes_beside in (codes - 1, codes + 1):
             beside = nearest(block, scales[codes_beside])
-            is_tried = beside.abs().amax(1) == 31 * scales[codes_beside]
+            is_tried = (codes_beside <= most) & (codes_beside > most - INT4.NUM_TRIED)
+            assert (beside.abs().amax(1) == 31 * scales[codes_beside])[is_tried].all()
             assert ((beside - block).square().sum(1) >= error * (1 - 1e-6))[is_tried].all()
 
 

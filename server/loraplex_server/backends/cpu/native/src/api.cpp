@@ -22,20 +22,21 @@ struct Source {
   int64_t stride;
 };
 
-// Outputs from..from + 16 into one panel of a band.
+// Outputs from..from + 16 into one panel of a band, block by block of inputs, whose part of the band stays in the first cache.
 template <class T>
 void copy_panel(DType dtype, const Source& source, int64_t k, int64_t from, T* band, int panel) {
-  for (int o = 0; o < lp::kPanel; o++) {
-    const int64_t output = from + o;
-    const T* row = output < source.num_outputs ? static_cast<const T*>(source.values) + output * source.stride : nullptr;
-    T* to = band + panel * (dtype == DType::F32 ? lp::kPanel : 512) + o * (dtype == DType::F32 ? 1 : 2);
-    if (dtype == DType::F32) {
-      for (int64_t i = 0; i < k; i++) to[i * lp::kBand] = row != nullptr ? row[i] : T(0);
-    } else {
-      for (int64_t i = 0; i < k; i += 2) {
-        T* pair = to + i / 32 * (32 * lp::kBand) + i % 32 * 16;
-        pair[0] = row != nullptr ? row[i] : T(0);
-        pair[1] = row != nullptr ? row[i + 1] : T(0);
+  static const T zeros[lp::kBlock] = {};
+  for (int64_t first = 0; first < k; first += lp::kBlock) {
+    const int64_t width = std::min<int64_t>(lp::kBlock, k - first);
+    for (int o = 0; o < lp::kPanel; o++) {
+      const bool is_there = from + o < source.num_outputs;
+      const T* row = is_there ? static_cast<const T*>(source.values) + (from + o) * source.stride + first : zeros;
+      if (dtype == DType::F32) {
+        T* to = band + first * lp::kBand + panel * lp::kPanel + o;
+        for (int64_t i = 0; i < width; i++) to[i * lp::kBand] = row[i];
+      } else {
+        T* to = band + first * lp::kBand + panel * 512 + 2 * o;
+        for (int64_t pair = 0; pair < 16; pair++) std::memcpy(to + 32 * pair, row + 2 * pair, 2 * sizeof(T));
       }
     }
   }
