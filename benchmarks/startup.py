@@ -1,4 +1,4 @@
-"""Benchmark of a CPU worker's start: from its command to ready, beside reading and packing at memory speed.
+"""Benchmark of a CPU worker's start, from its imports to ready.
 
     python benchmarks/startup.py MODEL_DIR [--quantize int4] [--rounds 3]
     python benchmarks/startup.py --layers 32 --hidden 3072          # a random Llama of this shape, made in /tmp
