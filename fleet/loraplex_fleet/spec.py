@@ -24,6 +24,8 @@ from loraplex_server.config import WorkerConfig
 
 AUTO: Final = "auto"
 MAX_COUNT: Final = 1000
+# Resources that Ray takes by other ways than by name.
+OF_RAY: Final = ("cpu", "gpu", "memory", "object_store_memory")
 _SHORT: Final = Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
 _NAME: Final = re.compile(r"[a-z][a-z0-9-]{0,39}\Z")
@@ -264,7 +266,7 @@ def _router(section: _Section) -> RouterSpec:
     port = section.number("port", RouterSpec().port, 0, 65535, whole=True)
     return RouterSpec(
         count=int(section.number("count", 1, 1, MAX_COUNT, whole=True)),
-        host=section.text("host", _any),
+        host=section.text("host", _host),
         port=int(port),
         resources=_resources(section, cpu=0.0),
         flags=section.flags(list(flags_of(RouterConfig)), _OWN, _try_router),
@@ -287,6 +289,11 @@ def _count(section: _Section) -> CountSpec:
 def _resources(section: _Section, cpu: float) -> ResourceSpec:
     own = section.section("resources", None)
     amounts = {name: own.number(name, 0.0, 0.0, 1e6) for name in own.values}
+    for name, amount in amounts.items():
+        if name not in ("cpu", "gpu") and name.lower() in OF_RAY:
+            raise _wrong(own.at(name), "is a name of Ray's own; there are cpu, gpu and your own")
+        if name == "gpu" and amount > 1 and amount != int(amount):
+            raise _wrong(own.at(name), f"must be a part of one or a whole number, not {amount:g}")
     return ResourceSpec(amounts.pop("cpu", cpu), amounts.pop("gpu", 0.0), amounts)
 
 
@@ -441,6 +448,11 @@ def _try(cls: type, flags: list[Flag], given: dict[str, Any], fixed: Mapping[tup
 
 def _any(text: str) -> str:
     return ""
+
+
+def _host(text: str) -> str:
+    host = f"[{text}]" if ":" in text and not text.startswith("[") else text
+    return "" if is_address(f"{host}:1") else "must be a host name or an address"
 
 
 def _absolute(text: str) -> str:

@@ -54,6 +54,8 @@ def test_everything_that_it_takes(tmp_path: Path) -> None:
 
 
 def test_little_is_enough() -> None:
+    for host in ("0.0.0.0", "::", "[::1]", "node-1.local"):
+        assert parse_spec({"model": "m", "router": {"host": host}}).router.host == host
     assert parse_spec({"model": "m"}) == ClusterSpec("m")
     assert parse_spec({"model": "m", "worker": {"count": 3}}).worker.count == CountSpec(3, 3)
 
@@ -73,6 +75,13 @@ def test_little_is_enough() -> None:
         ({"model": "m", "worker": {"count": 0}}, "worker.count must be a whole number from 1"),
         ({"model": "m", "worker": {"count": {"min": 2, "max": 1}}}, "worker.count.max must be at least min, 2"),
         ({"model": "m", "worker": {"resources": {"gpu": -1}}}, "worker.resources.gpu must be a number"),
+        (
+            {"model": "m", "worker": {"resources": {"gpu": 1.5}}},
+            "worker.resources.gpu must be a part of one",
+        ),
+        ({"model": "m", "worker": {"resources": {"CPU": 2}}}, "worker.resources.CPU is a name of Ray's own"),
+        ({"model": "m", "router": {"resources": {"memory": 1}}}, "router.resources.memory is a name of Ray's own"),
+        ({"model": "m", "router": {"host": "no host"}}, "router.host must be a host name or an address"),
         ({"model": "m", "worker": {"flags": {"slots": 1}}}, "worker.flags.slots is not a flag of the command"),
         ({"model": "m", "worker": {"flags": {"adapter-slots": "x"}}}, "worker.flags.adapter-slots must be a whole"),
         ({"model": "m", "worker": {"flags": {"adapter-slots": True}}}, "worker.flags.adapter-slots must be a whole"),
