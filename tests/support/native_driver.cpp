@@ -21,8 +21,9 @@
 extern "C" {
 void* lp_pool_new(int);
 const char* lp_isa();
-void lp_pack(void*, int, const void*, const void*, int64_t, int64_t, int64_t, void*);
-void lp_pack_pair(void*, int, const void*, const void*, const void*, const void*, int64_t, int64_t, int64_t, void*);
+void lp_round_int4(void*, int, void*, int64_t, int64_t, int, void*, void*);
+void lp_pack(void*, int, int, const void*, const void*, int64_t, int64_t, int64_t, void*);
+void lp_pack_pair(void*, int, int, const void*, const void*, const void*, const void*, int64_t, int64_t, int64_t, void*);
 void lp_linear(void*, int, const void*, int64_t, int, int64_t, const void*, int, int64_t, const void*, void*, int64_t);
 void lp_lora(void*, int, const void*, int64_t, int, const void*, const void*, void*, void*, int64_t, int64_t);
 void lp_dense(void*, int, const void*, int64_t, int, int64_t, const void*, int64_t, const void*, void*, int64_t);
@@ -60,7 +61,7 @@ class Program {
         {"lp_linear", [this] { call(lp_linear); }},     {"lp_lora", [this] { call(lp_lora); }},
         {"lp_dense", [this] { call(lp_dense); }},       {"lp_attend", [this] { call(lp_attend); }},
         {"lp_rms_norm", [this] { call(lp_rms_norm); }}, {"lp_argmax", [this] { call(lp_argmax); }},
-        {"lp_stack_run", [this] { call(lp_stack_run); }},
+        {"lp_stack_run", [this] { call(lp_stack_run); }}, {"lp_round_int4", [this] { call(lp_round_int4); }},
     };
     while (in_.peek() != EOF) {
       std::string name(size_t(read<int32_t>()), ' ');

@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -171,7 +172,8 @@ def adopt_model(
     digests: dict[str, str] = {}
     if form is not None:
         backend.check_quantize(form)
-        digests = round_weights(model, form)
+        kernels = backend.kernels
+        digests = round_weights(model, form, partial(kernels.round_, form=form) if kernels is not None else None)
     context = StepContext()
     rope = scale_by_token(model, context)
     probe = probe_model(model, model_id, context_tokens, context)

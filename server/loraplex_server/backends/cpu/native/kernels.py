@@ -30,7 +30,7 @@ from loraplex_server.backends.cpu.native.library import (
     Step,
     Table,
 )
-from loraplex_server.layers.quantization import INT8, QuantizedWeight, WeightFormat
+from loraplex_server.layers.quantization import INT4, INT8, QuantizedWeight, WeightFormat
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}  # lp::DType
 K_MULTIPLE: Final = {torch.float32: 1, torch.bfloat16: 32}  # of a packed weight's inputs
@@ -131,7 +131,7 @@ class NativeKernels:
         packed = self._allocate(sum(sizes), num_inputs, dtype, form)
         address = packed.address
         for weight, size in zip(weights, sizes, strict=True):
-            values, scales = _source(weight, form)
+            values, scales = self._source(weight, form)
             self._functions.lp_pack(
                 self._pool, DTYPES[dtype], _code(form), values.data_ptr(), _address(scales), num_inputs,
                 weight.shape[0], num_inputs, address,
@@ -143,12 +143,40 @@ class NativeKernels:
         """Two weights of one shape [out, in]: 16 outputs of each take turns."""
         num_outputs, num_inputs = first.shape
         packed = self._allocate(-(-num_outputs // 16) * 32, num_inputs, first.dtype, form)
-        (one, one_scales), (other, other_scales) = _source(first, form), _source(second, form)
+        (one, one_scales), (other, other_scales) = self._source(first, form), self._source(second, form)
         self._functions.lp_pack_pair(
             self._pool, DTYPES[first.dtype], _code(form), one.data_ptr(), _address(one_scales), other.data_ptr(),
             _address(other_scales), num_inputs, num_outputs, num_inputs, packed.address,
         )  # fmt: skip
         return packed
+
+    def _source(self, weight: Tensor, form: WeightFormat | None) -> tuple[Tensor, Tensor | None]:
+        """Content to pack of a weight: its values, and the scales of those in few bits."""
+        if form is None:
+            return weight.detach().contiguous(), None
+        found = self.quantize(weight, form)
+        return found.values, found.codes
+
+    def quantize(self, weight: Tensor, form: WeightFormat) -> QuantizedWeight:
+        """What `form.quantize` finds."""
+        if form is not INT4 or weight.dtype not in DTYPES:
+            return form.quantize(weight)
+        rows = weight.detach().contiguous()
+        values = torch.empty(rows.shape, dtype=torch.int8)
+        codes = torch.empty((rows.shape[0], -(-rows.shape[1] // BAND)), dtype=torch.uint8)
+        self._functions.lp_round_int4(
+            self._pool, DTYPES[rows.dtype], rows.data_ptr(), *rows.shape, 0, values.data_ptr(), codes.data_ptr()
+        )
+        return QuantizedWeight(form, values, codes)
+
+    def round_(self, weight: Tensor, form: WeightFormat) -> None:
+        """What `form.round_` does."""
+        if form is not INT4 or weight.dtype not in DTYPES or not weight.is_contiguous():
+            form.round_(weight)
+        else:
+            self._functions.lp_round_int4(
+                self._pool, DTYPES[weight.dtype], weight.data_ptr(), *weight.shape, 1, None, None
+            )
 
     def _allocate(
         self, num_outputs: int, num_inputs: int, dtype: torch.dtype, form: WeightFormat | None
@@ -305,14 +333,6 @@ class NativeKernels:
 def _in_bands(num_outputs: int) -> int:
     """The outputs of whole bands that hold so many."""
     return -(-num_outputs // BAND) * BAND
-
-
-def _source(weight: Tensor, form: WeightFormat | None) -> tuple[Tensor, Tensor | None]:
-    """Content to pack of a weight: its values, and the scales of those in few bits."""
-    if form is None:
-        return weight.detach().contiguous(), None
-    found = form.quantize(weight)
-    return found.values, found.codes
 
 
 def _code(form: WeightFormat | None) -> int:

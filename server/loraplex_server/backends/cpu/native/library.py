@@ -23,7 +23,7 @@ from loraplex_server.backends.cpu.native.build import (
 
 # --- prototypes -------------------------------------------------------------------------------------------------------
 
-ABI_VERSION: Final = 6  # kAbiVersion in src/version.cpp
+ABI_VERSION: Final = 7  # kAbiVersion in src/version.cpp
 
 
 class Prototype(NamedTuple):
@@ -189,6 +189,7 @@ KERNELS: Final[Mapping[str, Prototype]] = {
     "lp_pool_free": _function(None, "pool"),
     "lp_use_large_pages": _function(None, "memory num_bytes"),
     "lp_packed_bytes": _function(_LONG, "dtype format num_outputs k"),
+    "lp_round_int4": _function(None, "pool dtype weight num_outputs k rounds values codes", rounds=_INT),
     "lp_pack": _function(None, "pool dtype format weight scales stride num_outputs k packed"),
     "lp_pack_pair": _function(
         None, "pool dtype format first first_scales second second_scales stride num_outputs k packed"

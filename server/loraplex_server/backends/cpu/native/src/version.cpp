@@ -18,7 +18,7 @@
 namespace lp {
 
 // Raise it when a function changes its arguments or meaning, together with ABI_VERSION in library.py.
-constexpr int kAbiVersion = 6;
+constexpr int kAbiVersion = 7;
 
 #if defined(__x86_64__)
 

@@ -106,6 +106,9 @@ def test_linears(dtype: int, avx2: Library, emulated: list[str], dice: np.random
             scales = program.put(dice.integers(*codes, (outputs, k // 32), dtype=np.uint8))
             weights[form.code] = program.put(np.zeros(packed_bytes(outputs, k, dtype, form), np.uint8))
             program.call("lp_pack", dtype, form.code, values, scales, k, outputs, k, weights[form.code])
+        weight = program.put(floats(dice, dtype, outputs, k))
+        found = [program.put(np.zeros(shape, np.uint8)) for shape in ((outputs, k), (outputs, k // 32))]
+        program.call("lp_round_int4", dtype, weight, outputs, k, 1, *found)
         bias = program.put(floats(dice, dtype, outputs))
         for rows in ROWS:
             x = program.put(floats(dice, dtype, rows, k))

@@ -89,6 +89,24 @@ def test_products_of_the_smallest_and_the_largest_blocks(
         assert torch.equal(bits(kernels.linear(x, kernels.pack([weight], form), None)), bits(want))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_inputs", [32, 70, 640])
+def test_rounding_is_that_of_tensor_operations(
+    kernels: NativeKernels, form: WeightFormat, dtype: torch.dtype, num_inputs: int
+) -> None:
+    if dtype == torch.bfloat16 and num_inputs % 32:
+        pytest.skip("no kernel has a product with such a weight")
+    weight = random(2000, num_inputs, dtype=dtype)
+    weight[3] = 0
+    weight[4:40] = (torch.randn(36, num_inputs) * 8).round() / 8  # many ties
+    want, got = form.quantize(weight), kernels.quantize(weight, form)
+    assert torch.equal(got.values, want.values)
+    assert torch.equal(got.codes, want.codes)
+    for view in (weight.clone(), weight.t().contiguous().t()):
+        kernels.round_(view, form)
+        assert torch.equal(bits(view), bits(rounded(weight, form)))
+
+
 def test_memory_is_a_half_and_a_quarter(kernels: NativeKernels, form: WeightFormat) -> None:
     weight = random(640, 1024, dtype=torch.bfloat16)
     packed = kernels.pack([weight], form)
