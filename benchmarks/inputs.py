@@ -61,6 +61,17 @@ SHAPES: Mapping[str, PretrainedConfig] = {
         tie_word_embeddings=False,
         **SPECIALS,
     ),
+    "279m": LlamaConfig(  # as 108m, three times as deep: its steps are long beside a client's own work
+        vocab_size=4096,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        **SPECIALS,
+    ),
     "small": LlamaConfig(  # for thousands of adapters: half a megabyte each at rank 4
         vocab_size=4096,
         hidden_size=512,

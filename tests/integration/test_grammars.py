@@ -153,10 +153,12 @@ def test_neighbours_and_preemption_do_not_change_the_text(client: Client, worker
     alone = [run(index) for index in range(10)]
     before = worker.engine.state.load.num_preemptions
     with ThreadPoolExecutor(16) as threads:
-        together = list(threads.map(run, range(10)))
-    assert together == alone
+        for _ in range(5):  # where threads are late the batch may fit
+            assert list(threads.map(run, range(10))) == alone
+            if worker.engine.state.load.num_preemptions > before:
+                break
     assert worker.engine.state.load.num_preemptions > before
-    for index, texts in enumerate(together):
+    for index, texts in enumerate(alone):
         for text in texts if index % 3 else ():
             validate(json.loads(text), PERSON)
 

@@ -16,7 +16,7 @@ from loraplex_contracts.request import SamplingParams
 from loraplex_server.sampling import processors
 from loraplex_server.sampling import sampler as module
 from loraplex_server.sampling.draw import DrawRows, NoiseField, draw_open, row_argmax
-from loraplex_server.sampling.processors import unpack_bits
+from loraplex_server.sampling.processors import removed_by, unpack_bits
 from loraplex_server.sampling.sampler import Sampler
 
 VOCAB = 700
@@ -113,7 +113,8 @@ def test_a_row_is_the_same_alone_and_in_a_batch() -> None:
     assert list(together) == alone
 
 
-def test_grammars_mask_each_draft_position(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("free_draws", [False, True], ids=["all special", "beside another"])
+def test_grammars_mask_each_draft_position(monkeypatch: pytest.MonkeyPatch, free_draws: bool) -> None:
     """Rows 0 and 2 have one, row 0 with a draft of two tokens; row 1 is free, row 3's allows nothing."""
     dice = np.random.default_rng(4)
     is_allowed = dice.random((5, VOCAB)) < 0.1
@@ -130,8 +131,9 @@ def test_grammars_mask_each_draft_position(monkeypatch: pytest.MonkeyPatch) -> N
     tokens, _ = histories(4)
     sampler = Sampler(4, VOCAB, "cpu")
     matchers: list[Any] = [object(), None, object(), object()]
+    drawing = (1, 2) if free_draws else (2,)
     for row, matcher in enumerate(matchers):
-        new = sequence(tokens[row, :4].tolist(), SamplingParams(temperature=1.0 if row == 2 else 0.0), row=row)
+        new = sequence(tokens[row, :4].tolist(), SamplingParams(temperature=float(row in drawing)), row=row)
         sampler.set_row(row, replace(new, matcher=matcher))
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(5)) * 3
     found = sampler.sample(logits, [0, 0, 0, 1, 2, 3], [6, 7, 8, 6, 6, 6], tokens, {0: (7, 8)}).to_host()
@@ -139,7 +141,7 @@ def test_grammars_mask_each_draft_position(monkeypatch: pytest.MonkeyPatch) -> N
     allowed = torch.from_numpy(is_allowed)
     masked = logits[[0, 1, 2, 4]].masked_fill(~allowed[:4], -torch.inf)
     assert found.token_ids[:3] == tuple(masked[:3].argmax(-1).tolist())
-    assert found.token_ids[3] == int(logits[3].argmax())
+    assert free_draws or found.token_ids[3] == int(logits[3].argmax())
     assert is_allowed[3, found.token_ids[4]]
     assert found.is_bad == (False, False, False, False, False, True)
     assert found.without_token == {5}
@@ -153,3 +155,4 @@ def test_bits_are_unpacked_on_the_device(num_bits: int) -> None:
     bits = np.random.default_rng(num_bits).integers(0, 256, (3, 4 * -(-num_bits // 32)), dtype=np.uint8)
     expected = np.unpackbits(bits, axis=1, count=num_bits, bitorder="little").astype(bool)
     assert torch.equal(unpack_bits(torch.from_numpy(bits.view(np.int32)), num_bits), torch.from_numpy(expected))
+    assert np.array_equal(removed_by(bits.view(np.int32), num_bits), np.where(expected, 0, np.inf))
