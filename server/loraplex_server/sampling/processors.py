@@ -277,8 +277,8 @@ _REMOVED_BY_BYTE: Final = np.where(
 
 
 def removed_by(words: NDArray[np.int32], num_bits: int) -> NDArray[np.float32]:
-    """`[n, num_bits]` for `words [n, num_words]`: infinity where a bit is 0, the lowest bit of each word first. By a
-    byte at a time: a twentieth of the time of `torch.where` over bits."""
+    """`[n, num_bits]` for `words [n, num_words]`: infinity where a bit is 0, the lowest bit of each word first. A byte
+    at a time: for random bits a twentieth of the time of `torch.where`."""
     parts = _REMOVED_BY_BYTE.take(words.view(np.uint8), axis=0, mode="clip")
     return parts.reshape(len(words), -1)[:, :num_bits]
 
