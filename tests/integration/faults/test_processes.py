@@ -101,7 +101,9 @@ async def test_a_deadline_in_mid_stream(
         chunks: list[str] = []
         stopwatch.start()
         with pytest.raises(DeadlineExceeded):
-            async for chunk in client.stream("hello", adapter_id=tiny_world.names[3], timeout_s=0.6, **LONG):
+            async for chunk in client.stream(
+                "hello", adapter_id=tiny_world.names[3], timeout_s=0.6, **{**LONG, "n": 32}
+            ):
                 chunks.append(chunk.text)
         stopwatch.stop()
         assert chunks, "tokens came before the deadline"
