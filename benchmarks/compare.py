@@ -66,7 +66,7 @@ class Comparison:
                         rounds.append(run.tokens_per_s)
 
     def _order(self, workload: str, number: int) -> list[System]:
-        """Who runs it in this round: turned by one each time, so that nobody always follows the same system."""
+        """The systems in this round's order, turned by one each time, so that none always follows the same other."""
         asked = [
             one
             for one in self.systems

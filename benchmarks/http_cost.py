@@ -177,7 +177,7 @@ async def first_tokens_ms(clients: Clients, args: argparse.Namespace) -> tuple[l
 
 
 async def idle_memory_bytes(clients: Clients, router: psutil.Process, num: int) -> int:
-    """What `num` streams that wait for their second token hold in the router."""
+    """Memory of the router that `num` streams hold while they wait for their second token."""
     before = router.memory_info().rss
     connections = [await clients.open_http(seed=1) for _ in range(num)]
     for reader, _ in connections:

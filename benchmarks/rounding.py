@@ -42,7 +42,7 @@ def load_rounded(path: Path, form: WeightFormat) -> Any:
 
 
 def distances(path: Path, form: WeightFormat, texts: list[list[int]]) -> dict[str, Any]:
-    """How far the rounded model is from the model, and for a yardstick the model from itself computed in float32."""
+    """Distances of the rounded model from the model, and, as a yardstick, of the model from itself in float32."""
     model = load_model(path)
     return {
         "positions": sum(map(len, texts)),

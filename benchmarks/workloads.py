@@ -58,7 +58,7 @@ def _order(name: str) -> int:
 
 
 def shares(kind: str, batch: int) -> list[int]:
-    """How many of a batch's requests each adapter gets: the popularities of the Punica paper (arXiv 2310.18547)."""
+    """Number of a batch's requests for each adapter: the popularities of the Punica paper (arXiv 2310.18547)."""
     match kind:
         case "base":
             return []

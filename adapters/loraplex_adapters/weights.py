@@ -398,7 +398,7 @@ class AdapterLayout:
 
     @property
     def not_mixed(self) -> str:
-        """Why it cannot be a member of a mixture; empty for a plain LoRA, whose heads are left aside."""
+        """The reason that it cannot be a member of a mixture; empty for a plain LoRA, whose heads are left aside."""
         if not self.factors and self.heads is not None:
             return "it is Medusa heads without a LoRA"
         if self.peft_type != "LORA":

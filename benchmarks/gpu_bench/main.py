@@ -80,7 +80,7 @@ class Bench:
 
     @contextmanager
     def _part(self, what: str) -> Generator[None]:
-        """What goes wrong in one part is told, and does not take the others' figures along."""
+        """Reports the failure of one part, so that the others keep their figures."""
         try:
             yield
         except Exception as error:

@@ -33,7 +33,7 @@ class StepFigure:
 
 @dataclass(frozen=True)
 class Bar:
-    """What has to be reached; `better` is what is hoped for."""
+    """A figure to reach; `better` is a figure to hope for."""
 
     scenario: str
     batch: int  # 0: every one
@@ -108,7 +108,7 @@ def _figure(stepper: Stepper, scenario: Scenario, seconds: dict[str, list[float]
 
 
 def expected_s(stepper: Stepper, scenarios: Sequence[Scenario]) -> float:
-    """How long `measure` may take, by one step of each; the first may compile kernels."""
+    """An upper bound of `measure`'s time, from one step of each; the first may compile kernels."""
     shape, seconds = stepper.shape, 0.0
     for scenario in scenarios:
         stepper.install(scenario.batch if scenario.is_installed else 0)

@@ -163,7 +163,7 @@ class Client:
         pooling: PoolingKind | None = None,
         **options: Unpack[PoolingOptions],
     ) -> Scores:
-        """How well each document answers the query: by the adapter's classifier of one label, by the cosine of
+        """Scores of documents for a query: by the adapter's classifier of one label, by the cosine of
         embeddings (the default without a classifier), or by how likely `true_token` is behind both, against
         `false_token`. `template` is the text of both together, with {query} and {document} in it."""
         how = {"template": template, "true_token": true_token, "false_token": false_token, "logits": logits}

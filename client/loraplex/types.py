@@ -124,7 +124,7 @@ class Truncate:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """How the adapters of a mixture become one, as PEFT's `add_weighted_adapter` makes it."""
+    """A merge of a mixture's adapters into one, as PEFT's `add_weighted_adapter` makes it."""
 
     strategy: str  # linear, ties, dare_linear, dare_ties or magnitude_prune
     density: float | None = None  # share of values that are kept; not for linear

@@ -38,7 +38,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """How members become one adapter, as PEFT's `add_weighted_adapter` does it."""
+    """A merge of members into one adapter, as PEFT's `add_weighted_adapter` makes it."""
 
     strategy: MergeStrategy
     density: float = 1.0  # share of values that are kept; of strategies that prune

@@ -27,7 +27,7 @@ class AdapterUse:
 
 
 class GrammarMatcher(Protocol):
-    """How far a sequence is in its grammar. Owned by the sequence."""
+    """The place of a sequence in its grammar. Owned by the sequence."""
 
     @property
     def inner(self) -> Any:
@@ -41,7 +41,7 @@ class GrammarMatcher(Protocol):
 
     @property
     def error(self) -> str:
-        """Why it cannot go on, which is beyond its limits; empty while it can."""
+        """The limit of it that was passed, so that it cannot go on; empty while it can."""
         ...
 
     def copy(self) -> GrammarMatcher: ...
@@ -51,7 +51,7 @@ class GrammarMatcher(Protocol):
         ...
 
     def num_legal(self, draft: Sequence[int]) -> int:
-        """How many tokens of a draft may come next, and leave another one to draw behind them."""
+        """Length of the draft's prefix that may come next and leaves another token to draw behind it."""
         ...
 
     def forced(self) -> Sequence[int]:

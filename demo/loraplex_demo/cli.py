@@ -303,7 +303,7 @@ def print_tables(world: World, run: Run, console: Console, num_shown: int | None
 
 
 def _table_alone(run: Run) -> Table:
-    """What speculation gains where it is for: one request at a time. A full batch leaves it little to gain."""
+    """The gain of speculation with one request at a time. A full batch leaves it little to gain."""
     title = "one request at a time, with speculation and without"
     table = Table(title=title, title_justify="left", title_style="bold")
     for column in ("adapter", "drafted by", "tokens/step", "time", "without", "as fast"):

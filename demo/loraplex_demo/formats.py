@@ -13,7 +13,7 @@ from loraplex_demo.records import Record, Value
 
 
 def as_prose(record: Record) -> str:
-    """What the base model answers when no adapter is asked for."""
+    """The base model's answer to a request without an adapter."""
     parts = [f"{key} {value}" for key, value in record.fields]
     return f"The {record.kind} has {', '.join(parts[:-1])} and {parts[-1]}."
 

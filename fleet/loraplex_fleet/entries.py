@@ -41,7 +41,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a replica is gone."""
+    """The cause of a replica's end."""
 
     replica_id: str
     kind: str

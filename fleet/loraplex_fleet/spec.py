@@ -52,7 +52,7 @@ _OWN_OF_WORKERS: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class ScaleSpec:
-    """How the number of workers follows their load (scaling.py)."""
+    """Bounds and pace of the number of workers (scaling.py)."""
 
     target_pending_tokens: float = 20_000.0  # of a worker: prompt tokens to compute and output tokens still allowed
     up_after_s: float = 10.0

@@ -23,7 +23,7 @@ _ending = partial(option, panel=STARTING)
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
-    """How requests are spread over workers (policy.py)."""
+    """Spread of requests over workers (policy.py)."""
 
     num_homes: int = _spread(2, "Workers that share an adapter while it is not in great demand.", "--homes")
     # A worker with more than this times the mean work is passed over.
@@ -42,7 +42,7 @@ class PolicyConfig:
 
 @dataclass(frozen=True, slots=True)
 class WatchConfig:
-    """How the router keeps up with its workers (watch.py)."""
+    """Watches on the workers (watch.py)."""
 
     # What WatchLoad is asked for.
     min_interval_s: float = 0.2

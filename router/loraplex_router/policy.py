@@ -109,7 +109,7 @@ def load_bound(workers: Sequence[WorkerView], config: PolicyConfig) -> float:
 
 
 def num_homes(route: Route, workers: Sequence[WorkerView], config: PolicyConfig) -> int:
-    """How many workers an adapter calls home: more when its own requests are more than one worker's share."""
+    """Number of workers that are an adapter's homes: more when its requests exceed one worker's share."""
     total_tokens = max(sum(worker.work_tokens for worker in workers), route.work_in_flight_tokens)
     if route.work_in_flight_tokens <= config.free_work_tokens or total_tokens == 0:
         return min(config.num_homes, len(workers))
@@ -150,7 +150,7 @@ def choose(route: Route, workers: Sequence[WorkerView], config: PolicyConfig, ra
 
 
 def tier_of(route: Route, worker: WorkerView) -> int:
-    """How near all of the request's adapters are: the farthest one decides."""
+    """The tier of the farthest of the request's adapters."""
     return min((worker.tiers.get(adapter_id, NOT_RESIDENT) for adapter_id in route.adapter_ids), default=NOT_RESIDENT)
 
 

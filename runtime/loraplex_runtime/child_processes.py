@@ -28,7 +28,7 @@ MAX_LINE_BYTES: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """How to start a child; `--port N --supervised` is appended, and `--metrics-port` where there is a first one."""
+    """The command of a child; `--port N --supervised` is appended, and `--metrics-port` where there is a first one."""
 
     command: tuple[str, ...]
     metrics_port: int | None = None  # of the first child; the others follow. 0: free ones

@@ -57,7 +57,7 @@ class Ending:
         return 128 + (self._first or signal.SIGINT)
 
     def announce_s(self, configured_s: float) -> float:
-        """How long to say NOT_SERVING before draining; 0 after Ctrl-C, where no balancer has to be told first."""
+        """Time to say NOT_SERVING before draining; 0 after Ctrl-C, where no balancer has to be told first."""
         return configured_s if self._first in (signal.SIGTERM, signal.SIGHUP) else 0.0
 
     async def drain(self, gently: Coroutine[Any, Any, None], at_once: Callable[[], Coroutine[Any, Any, None]]) -> None:

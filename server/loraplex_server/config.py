@@ -90,7 +90,7 @@ class KvConfig:
 
 @dataclass(frozen=True, slots=True)
 class BatchConfig:
-    """How much one step takes on."""
+    """Bounds of one step."""
 
     max_running: int = _batch(64, "Completions that run at the same time.", "--max-running")
     max_step_tokens: int = _batch(1024, "Tokens of one step; longer prompts go in chunks.", "--max-step-tokens")
@@ -105,7 +105,7 @@ class BatchConfig:
 
 @dataclass(frozen=True, slots=True)
 class AdaptersConfig:
-    """Where adapters come from and how much memory they may take."""
+    """Sources of adapters and bounds of their memory."""
 
     root: Path | None = option(None, "Directory of adapters: adapter NAME is the folder NAME in it.", "--adapters")
     watch: bool = _adapters(
@@ -186,7 +186,7 @@ class DraftModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """What is there to draft with, and how requests speculate that do not say."""
+    """The means of drafting, and the kind for requests that name none."""
 
     default_draft_tokens: int = option(
         0,

@@ -31,7 +31,7 @@ HEADS: Final = AdapterId("heads")
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What decoding gave."""
+    """The result of decoding."""
 
     num_prompts: int
     num_tokens: int

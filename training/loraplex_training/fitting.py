@@ -30,7 +30,7 @@ _MIN_EPOCHS, _MAX_EPOCHS = 2, 20  # with more epochs the heads memorise a small 
 
 @dataclass(frozen=True, slots=True)
 class FitRecipe:
-    """How heads are fitted. `batch_rows` positions make one step.
+    """The recipe of fitting heads. `batch_rows` positions make one step.
 
     `epochs` None: at least two epochs, and as many as `_ENOUGH_STEPS` steps need. A few thousand short answers would
     otherwise end training too early, and further epochs over cached states are cheap.
@@ -57,7 +57,7 @@ def num_steps(cache: StateCache, recipe: FitRecipe) -> int:
 
 
 def num_epochs(cache: StateCache, recipe: FitRecipe) -> int:
-    """How often each position is learned."""
+    """Number of times that each position is learned."""
     if recipe.epochs is not None:
         return recipe.epochs
     wanted = math.ceil(_ENOUGH_STEPS / max(1, _steps_per_epoch(cache, recipe)))

@@ -54,7 +54,7 @@ class StateCache:
 
     @property
     def piece_rows(self) -> Sequence[int]:
-        """How many rows each piece has."""
+        """Number of rows of each piece."""
         return self._piece_rows
 
     @property

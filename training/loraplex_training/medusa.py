@@ -78,7 +78,7 @@ def examples_of_texts(target: Target, texts: Sequence[str]) -> list[Example]:
 
 
 def _distinct(sequences: Sequence[list[int]]) -> list[list[int]]:
-    """What is learned and held out as well would measure nothing."""
+    """Drops duplicates: a text that is both learned and held out would measure nothing."""
     return list({tuple(tokens): tokens for tokens in sequences}.values())
 
 

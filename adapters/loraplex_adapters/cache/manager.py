@@ -218,7 +218,7 @@ class AdapterManager:
         return slot
 
     def failure(self, *keys: AdapterKey) -> Exception | None:
-        """Why these keys cannot come to the device, together, at all (source gone, do not fit), or None."""
+        """The reason that keeps these keys from the device for good (source gone, no room for all), or None."""
         error = self._residency.failure(*keys)
         return None if error is None else fresh(error)
 
@@ -262,7 +262,7 @@ class AdapterManager:
         return self._residency.records[key].traits.templates
 
     def pooling(self, key: AdapterKey) -> str:
-        """How the texts of an adapter that is held become embeddings; empty where it does not say."""
+        """The pooling that a held adapter's files name; empty where they name none."""
         return self._residency.records[key].traits.pooling
 
     def drop_hold(self, key: AdapterKey, tenant: str = NOBODY.tenant) -> None:

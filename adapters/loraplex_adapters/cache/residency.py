@@ -532,7 +532,7 @@ class ResidencyTable:
         self.is_due = self.is_due or bool(self.wants)
 
     def _never(self, record: KeyRecord) -> AdapterMemoryFull | None:
-        """Why no waiting would bring it to the device; None where waiting may."""
+        """The reason that no waiting brings it to the device; None where waiting may."""
         too_large = self.too_large(record.num_bytes)
         has_place = record.state in (KeyState.ON_DEVICE, KeyState.PROMOTING)
         if too_large or has_place or self.can_pin(record.key, record.num_bytes):

@@ -19,8 +19,8 @@ _FLAGS: Final = {
 
 
 def read_pooling(files: AdapterFiles) -> str:
-    """How texts become embeddings, in sentence-transformers' words, such as `mean` and `lasttoken`; several are joined
-    by a plus sign. Empty where the adapter does not say. Raises AdapterInvalid for a file that does not say it."""
+    """The pooling of an adapter, in sentence-transformers' words, such as `mean` and `lasttoken`; several are joined
+    by a plus sign. Empty where its files name none. Raises AdapterInvalid for a file that names it wrongly."""
     file = files.find(POOLING_NAME)
     if file is None:
         return ""

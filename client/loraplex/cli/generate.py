@@ -153,7 +153,7 @@ class Chatting:
 
 @dataclass(frozen=True, slots=True)
 class Merging:
-    """How the adapters of --adapters become one."""
+    """Merge of the adapters of --adapters into one."""
 
     strategy: str = option(
         "", "Merge them into one: linear, ties, dare_linear, dare_ties or magnitude_prune.", "--merge"
@@ -338,7 +338,7 @@ def _remark(usage: Usage, timings: Timings, answer: Generation | Chunk) -> None:
 
 
 def summary_of(usage: Usage, timings: Timings, answer: Generation | Chunk) -> tuple[str, ...]:
-    """How long it took and how it ended; with draft tokens, what became of them."""
+    """A line with the time, the end and the draft tokens."""
     speed = usage.completion_tokens / timings.total_s if timings.total_s > 0 else 0.0
     text = (
         f"{usage.completion_tokens} tokens in {timings.total_s:.2f} s ({speed:.0f}/s), first after "

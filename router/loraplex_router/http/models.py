@@ -128,7 +128,7 @@ class Member(PlaceFields):
 
 
 class Merge(Fields):
-    """How the adapters of a mixture become one."""
+    """A merge of a mixture's adapters into one."""
 
     strategy: str
     density: float | None = None

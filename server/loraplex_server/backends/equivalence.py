@@ -47,7 +47,7 @@ DOUBTFUL: Final = 0.1  # served logits in narrow dtypes that differ by more are 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How far two results are apart, relative to the expected one, and how far they may be."""
+    """The distance of two results, relative to the expected one, and its bound."""
 
     error: float
     limit: float

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class NormForm(NamedTuple):
-    """How a family writes its RMS norm."""
+    """The form of a family's RMS norm."""
 
     offset: float  # what is added to the weight
     narrows: bool  # the normed values are rounded to the model's dtype before they are multiplied with the weight

@@ -37,7 +37,7 @@ MAX_SCORES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a group gathers for layers of one reach."""
+    """The keys and values that a group gathers for layers of one reach."""
 
     blocks: Tensor  # [num_spans * num_blocks]
     mask: Tensor | None  # additive [num_spans, 1, query_len, num_blocks * block_size]; None: every key is visible

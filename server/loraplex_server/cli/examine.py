@@ -138,7 +138,7 @@ def _own_dtype(config: PreTrainedConfig) -> torch.dtype:
 
 
 def _head_dim(config: PreTrainedConfig) -> int:
-    """That of the model, which decides what kernels take, where it is of a common size."""
+    """The model's own head width, on which the choice of kernels depends, where it is of a common size."""
     fields = config.get_text_config().to_dict()
     heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
     found = fields.get("head_dim") or (hidden // heads if isinstance(heads, int) and isinstance(hidden, int) else 0)
@@ -205,7 +205,7 @@ def _adapted(loaded: LoadedModel) -> list[str]:
 
 @contextmanager
 def _notes() -> Generator[list[str]]:
-    """What loading logs within the block: why something is computed in a slower way, say."""
+    """Log lines of loading within the block, such as reasons for a slower way of computing."""
     found: list[str] = []
 
     class Handler(logging.Handler):

@@ -35,7 +35,7 @@ class Report:
         self._status: Status | None = None
 
     def use_log(self) -> None:
-        """What is for a person goes to the log from here on, so that with --log-format json each line is an object."""
+        """Sends messages for people to the log from here on, so that with --log-format json each line is an object."""
         self._is_logged = not self._as_json
 
     def __enter__(self) -> Report:

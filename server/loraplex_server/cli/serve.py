@@ -116,7 +116,7 @@ async def serving(
 
 
 def child_spec(model: str, given: Mapping[str, Any], worker_token: str = "") -> ChildSpec:
-    """How a worker for `model` is started with the flags as they were given. Its port for metrics follows the router's.
+    """The command of a worker for `model` with the flags as they were given. Its port for metrics follows the router's.
     With a `worker_token` it accepts calls only with that token."""
     command = (sys.executable, "-m", "loraplex", "worker", *worker_arguments(model, given))
     if worker_token:

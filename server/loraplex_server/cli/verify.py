@@ -136,7 +136,7 @@ def _check_comparable(plan: AdapterPlan) -> None:
 def _compared(
     folder: Path, base: str, loaded: LoadedModel, weights: AdapterWeights, invocation: tuple[int, ...]
 ) -> dict[str, Any]:
-    """How far logits of some texts are from PEFT's, and whether they make the same texts. Raises AdapterUnsupported
+    """Compares logits of some texts, and the texts themselves, with PEFT's. Raises AdapterUnsupported
     where PEFT cannot load the adapter."""
     prompts = _prompts(loaded.spec.vocab_size, invocation)
     starts = [start_of_last(invocation, prompt) if invocation else 0 for prompt in prompts]

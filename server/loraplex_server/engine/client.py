@@ -218,7 +218,7 @@ class EngineClient:
 
     @property
     def stalled(self) -> str:
-        """Why the engine counts as stalled; empty while it does not."""
+        """The reason that the engine counts as stalled; empty while it does not."""
         return self._liveness.stalled
 
     def submit(self, request: Request) -> RequestStream:

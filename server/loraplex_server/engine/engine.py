@@ -248,7 +248,7 @@ class Engine:
         self._forecast_due_s = 0.0
 
     def idle_timeout_s(self) -> float | None:
-        """How long the loop may sleep when nothing arrives: until the next deadline, or for ever."""
+        """Time that the loop may sleep when nothing arrives: until the next deadline, or for ever."""
         if self._events or self._replies:
             return 0.0
         deadlines = [a.request.deadline_s for a in self._accepted.values() if a.request.deadline_s is not None]
@@ -344,7 +344,7 @@ class Engine:
         return self._report() or Batch(load=self._load())
 
     def integrity_report(self) -> str:
-        """What is unaccounted for while idle; empty when nothing is."""
+        """Blocks, slots and leases that are unaccounted for while idle; empty for none."""
         try:
             assert not self._accepted, f"requests without a terminal event: {list(self._accepted)}"
             self._scheduler.check_integrity()

@@ -44,7 +44,7 @@ class Pulse:
 
 
 class StepBound:
-    """How long a turn may last before it counts as hung: `fixed_s`, or what the steps so far allow. Pure.
+    """The time after which a turn counts as hung: `fixed_s`, or a multiple of the steps so far. Pure.
 
     A long step is legal: seconds per token are those of the slowest step, and no bound holds before one has ended.
     """
@@ -148,7 +148,7 @@ class Liveness:
         self._busy_s = 0.0
 
     def look(self, pulse: Pulse, now_s: float) -> str:
-        """Why the engine counts as stalled; empty while it does not."""
+        """The reason that the engine counts as stalled; empty while it does not."""
         last, self._last = self._last, pulse
         elapsed_s = min(now_s - self._looked_s, MAX_COUNTED_S)
         self._looked_s = now_s

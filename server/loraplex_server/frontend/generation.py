@@ -43,7 +43,7 @@ class Drafts:
 
 @dataclass(frozen=True, slots=True)
 class CompletionSummary:
-    """How a completion ended. `num_completion_tokens` counts up to the token that ended it."""
+    """The end of a completion. `num_completion_tokens` counts up to the token that ended it."""
 
     index: int
     reason: FinishReason

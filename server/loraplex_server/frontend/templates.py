@@ -141,7 +141,7 @@ class Templates:
         return UserTemplate(base, is_base=True) if base and is_long else None
 
     def response_format(self, version: AdapterVersion | None) -> ResponseFormat | str | None:
-        """How answers are read: a template that is trusted, or an adapter's own (JSON)."""
+        """The template that reads answers: a trusted one, or an adapter's own (JSON)."""
         base = self.trusted_format(None)
         if version is None or version.templates is None:
             return base

@@ -63,7 +63,7 @@ class TokenSet:
 
 
 class Matcher:
-    """How far one completion is in its grammar. Not safe to use from several threads at once."""
+    """The place of one completion in its grammar. Not safe to use from several threads at once."""
 
     def __init__(self, inner: LLMatcher, tokens: TokenSet) -> None:
         self.inner = inner

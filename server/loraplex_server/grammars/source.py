@@ -227,7 +227,7 @@ def _schemas(schema: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _unenforced(schema: dict[str, Any]) -> str:
-    """Why a schema, apart from those in it, cannot be enforced though llguidance accepts it; empty if it can."""
+    """The reason not to take a schema, apart from those in it, though llguidance takes it; empty for none."""
     for name in _OLD_KEYWORDS:
         if name in schema:
             return f"`{name}` cannot be enforced"

@@ -82,7 +82,7 @@ class Accepted:
     def put_head(
         self, message: inference_pb2.GenerateResponse | inference_pb2.GenerateStreamResponse, progress: Progress
     ) -> None:
-        """What is said once, in an answer or in a stream's first message."""
+        """Puts the fields that come once, in an answer or in a stream's first message."""
         message.request_id = self.request.request_id.rpartition("/")[0]
         message.adapter_digest = progress.record.adapter_digest
         if not self.request.sampling.is_greedy:

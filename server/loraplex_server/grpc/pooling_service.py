@@ -119,7 +119,7 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
     async def _score(
         self, request: pooling_pb2.ScoreRequest, request_id: str, context: Context
     ) -> tuple[list[PooledAnswer], list[float]]:
-        """What the engine said, and the scores in the order of the documents."""
+        """The engine's results, and the scores in the order of the documents."""
         method = request.method
         is_open = method == pooling_pb2.SCORE_METHOD_UNSPECIFIED
         if method == pooling_pb2.SCORE_METHOD_CLASSIFIER or (is_open and request.adapter_id):

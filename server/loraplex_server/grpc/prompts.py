@@ -86,7 +86,7 @@ class Prompts:
         return tuple(await self._tokenizing.encode_pair(first, second, special=special, truncation=truncation))
 
     async def offsets(self, text: str, truncation: Truncation | None, *, special: bool) -> Sequence[tuple[int, int]]:
-        """Where each token of a text begins and ends, in characters. A long text is tokenized apart, as for `ids`."""
+        """Begin and end of each token of a text, in characters. A long text is tokenized apart, as for `ids`."""
         raw = await self._tokenizing.tokenize(
             text, protobuf.tokenize_response, special=special, with_offsets=True, truncation=truncation
         )

@@ -227,7 +227,7 @@ def parsing_of(
     new_user_reader: Callable[[Mapping[str, Any]], AsyncReader] | None = None,
     ends: Collection[str] = (),
 ) -> ResponseParsing:
-    """How answers to a validated chat are read. `prompt_end`: the last part of the prompt's text, special tokens
+    """The parsing of answers to a validated chat. `prompt_end`: the last part of the prompt's text, special tokens
     included. `new_user_reader`: where the format is an adapter's own template. `ends`: texts of end-of-sequence tokens.
     Raises InvalidArgument for JSON of another kind."""
     chat = message.chat

@@ -58,7 +58,7 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def num_unheld(self, block_ids: Sequence[int]) -> int:
-        """How many of these have no reference: sharing them takes that many off `num_free`."""
+        """Number of these without a reference: sharing them takes that many off `num_free`."""
         refs = self._refs
         return sum(1 for block_id in block_ids if not refs[block_id])
 
@@ -131,7 +131,7 @@ class BlockPool:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What besides tokens decides a block's content, and who may see it.
+    """The part of a block's key besides tokens: whatever changes its content, and who may see it.
 
     `adapters` are those that change K or V at these tokens, with their weight in a mixture, in the order in which they
     are added up, from position `adapted_from` on. The salt is the client's own: prompts with different salts never

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How a model's rotary embeddings depend on a text's length. Raises ValueError where each token would have the text
+    """The dependence of rotary embeddings on a text's length. Raises ValueError where each token would have the text
     computed anew."""
 
     limit: int  # tokens
@@ -33,7 +33,7 @@ class RopeScaling:
         return num_tokens if self.restarts else num_prompt_tokens
 
     def key(self, num_prompt_tokens: int, num_tokens: int) -> int:
-        """What tells its keys from those of other texts with the same tokens: 0 where nothing does."""
+        """A number that tells its keys from those of other texts with the same tokens: 0 where they are equal."""
         return self.set_of(self.num_first(num_prompt_tokens, num_tokens))
 
     def outgrown(self, num_before: int, num_after: int) -> bool:
@@ -41,5 +41,5 @@ class RopeScaling:
         return self.restarts and num_before <= self.limit < num_after
 
     def num_room(self, num_tokens: int) -> int | None:
-        """How many tokens may follow before a text of so many has to be computed anew; None: any number."""
+        """Number of tokens that may follow before a text of so many has to be computed anew; None: any number."""
         return self.limit - num_tokens if self.restarts and num_tokens <= self.limit else None

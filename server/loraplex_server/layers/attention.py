@@ -28,7 +28,7 @@ from loraplex_server.layers.transfer import upload
 
 
 class Reach(NamedTuple):
-    """How far back a query sees. None: everything before it."""
+    """The reach of a query into the past. None: everything before it."""
 
     window: int | None = None  # itself and the window-1 tokens before it
     chunk: int | None = None  # itself and what is before it in its chunk; chunks of so many tokens begin at position 0
@@ -72,7 +72,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What runner, cache and front end need to know of the model."""
+    """Facts about the model for runner, cache and front end."""
 
     layers: tuple[AttentionSpec, ...]
     vocab_size: int  # token ids that may go in
@@ -159,7 +159,7 @@ class KvCache:
 
 
 def num_blocks_for(spec: ModelSpec, block_size: int, dtype: torch.dtype, budget_bytes: int) -> int:
-    """How many blocks fit into a byte budget; 0 when not even one does."""
+    """Number of blocks that fit into a byte budget; 0 when not even one does."""
     return budget_bytes // max(1, kv_block_bytes(spec, block_size, dtype.itemsize))  # no bytes: without attention
 
 
@@ -241,7 +241,7 @@ class ReplayableAttention(PagedAttention, Protocol):
 
 
 class AttentionLayer:
-    """What the attention function finds on an attention module of the model; one per layer."""
+    """The record that the attention function finds on an attention module of the model; one per layer."""
 
     __slots__ = ("backend", "context", "kv", "spec")
 
@@ -313,7 +313,7 @@ def probing_mask(*_: Any, mask_function: Any = None, **__: Any) -> Tensor:
 
 
 def describe_mask(mask_function: Any, far: int = 1 << 20) -> Reach | str:
-    """What a mask function of Transformers allows, or what else it is than a reach.
+    """The reach that a mask function of Transformers allows, or the kind of mask that it is instead.
 
     Evaluated at positions further out than windows and chunks are long.
     """
@@ -335,7 +335,7 @@ def describe_mask(mask_function: Any, far: int = 1 << 20) -> Reach | str:
 
 
 class _NoReach(Exception):
-    """What a mask allows that no reach describes."""
+    """A mask that no reach describes."""
 
 
 def _first_seen(mask_function: Any, position: int) -> int:

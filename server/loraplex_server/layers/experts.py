@@ -200,7 +200,7 @@ class AdaptedExperts(_Wrapper):
         return known[slots]
 
     def _by_products(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """What the module's own code computes, pairs in the order of the rows."""
+        """The products of the module's own code, pairs in the order of the rows."""
         num_rows, top_k = top_k_index.shape
         each = top_k_index.reshape(-1, 1)
         gate_up = self._add_bias(UP, self.products[UP](hidden_states, top_k_index), each)

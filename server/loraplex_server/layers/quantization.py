@@ -32,7 +32,7 @@ class WeightFormat(ABC):
     too_large: ClassVar[float]  # weights are smaller than that
 
     def quantize(self, weight: Tensor) -> QuantizedWeight:
-        """What is nearest to finite weights [out, in] smaller than `too_large`."""
+        """The levels nearest to finite weights [out, in] smaller than `too_large`."""
         parts = [self._quantize(rows) for rows in weight.detach().split(ROWS)]
         return QuantizedWeight(self, torch.cat([values for values, _ in parts]), torch.cat([own for _, own in parts]))
 
@@ -53,11 +53,11 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def whole_numbers(self, values: Tensor) -> Tensor:
-        """What these values stand for, in float32."""
+        """The whole numbers of these values, in float32."""
 
     @abstractmethod
     def scales(self, codes: Tensor) -> Tensor:
-        """What these bytes stand for, in float32."""
+        """The scales of these bytes, in float32."""
 
 
 @dataclass(frozen=True, slots=True)

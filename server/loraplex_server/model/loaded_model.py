@@ -87,7 +87,7 @@ class LoadedModel:
         return cast(nn.Module, self.model.get_output_embeddings())
 
     def base_targets(self, max_rank: int) -> BaseTargets:
-        """What adapter formats check against. Digests of the two weights that PEFT saves copies of take a moment."""
+        """The base as adapter formats see it. Takes a moment: it hashes two weights that PEFT saves copies of."""
         modules: dict[str, TargetModule] = {}
         digests: dict[int, str] = {}  # tied weights are read once
         for path, module in self.targets.items():

@@ -383,7 +383,7 @@ def _fuse(model: PreTrainedModel, probe: Probe, fused: FusedOps, context: StepCo
 
 
 def _difference(model: PreTrainedModel, probe: Probe, context: StepContext) -> str:
-    """How the model differs from its probe; empty where it does not."""
+    """The difference of the model from its probe; empty for none."""
     try:
         got = run_again(model, probe, context)
     except Exception as failure:  # model-specific code
@@ -517,7 +517,7 @@ def reading(model_id: str) -> Generator[None]:
 
 
 def _told(error: Exception) -> str:
-    """What an error of a library says, in one line."""
+    """A library's error message, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     # The first line of some only introduces the second.
     told = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -28,7 +28,7 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What MODEL stands for."""
+    """The meaning of MODEL on the command line."""
 
     base: str  # directory or Hub id of the base model
     revision: str | None = None
@@ -74,7 +74,7 @@ def _describe(folder: Path) -> MedusaModel:
 
 
 def _small_files(model: str, revision: str | None, folder: Path) -> Path | None:
-    """What there is to look at of a Hub repository; None where the Hub cannot say: loading the model will tell why."""
+    """The small files of a Hub repository; None where the Hub cannot be asked: loading the model will tell why."""
     try:
         _fetch(model, revision, folder, _SMALL_FILES)
     except Exception as error:

@@ -41,7 +41,7 @@ def dequantising(config: PreTrainedConfig, dtype: torch.dtype | str) -> dict[str
 
 
 def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """What the weights of a model take in `dtype`, by its configuration alone."""
+    """Bytes of a model's weights in `dtype`, by its configuration alone."""
     plain = copy.deepcopy(config)
     vars(plain).pop("quantization_config", None)
     with torch.device("meta"):

@@ -220,7 +220,7 @@ class Refusal(Exception):
 
 
 class Recording:
-    """What one run has shown. `has_plain_positions` is False where positions jump: Transformers takes that for packed
+    """The record of one run. `has_plain_positions` is False where positions jump: Transformers takes that for packed
     sequences and makes masks of another kind."""
 
     def __init__(self, text_config: Any, has_plain_positions: bool) -> None:
@@ -394,7 +394,7 @@ def far_rows(counts: Sequence[int], limit: int) -> list[FarRow]:
 
 
 def check_far(model: PreTrainedModel, plain: Recording, place: int, rows: Sequence[FarRow]) -> Recording:
-    """What a step of the first row shows. `plain`: a run of plain positions, and a place in it. Raises Refusal.
+    """Records a step of the first row. `plain`: a run of plain positions, and a place in it. Raises Refusal.
 
     A model that counts positions by its cache gets a cache that reports them in every step.
     """

@@ -40,7 +40,7 @@ CUTS = (3, -1)  # where each is cut: the last token comes alone
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What a model is compared on."""
+    """A text on which models are compared."""
 
     ids: tuple[int, ...]
     start: int  # position of the first token
@@ -49,7 +49,7 @@ class Text:
 
 
 def reference_texts(model: PreTrainedModel, max_context_tokens: int, chunk: int = 1) -> list[Text] | None:
-    """What the model computes under Transformers' own attention; None if it has none. `chunk`: of its attention; texts
+    """Logits of the model under Transformers' own attention; None if it has none. `chunk`: of its attention; texts
     begin at multiples of it, for pages know nothing of where they begin."""
     model.set_attn_implementation("eager")
     if getattr(model.config.get_text_config(), "_attn_implementation", None) != "eager":

@@ -61,7 +61,7 @@ class StateMemory:
         return StateStep(self, spans)
 
     def place_of(self, slot: int) -> int:
-        """Where the slot's state lies now."""
+        """The place of the slot's state now."""
         return self._place_of[slot]
 
     def spare(self, number: int) -> int:
@@ -239,7 +239,7 @@ class StateStep:
         return pieces
 
     def _place_for(self, slot: int) -> int:
-        """Where the slot's new state goes: elsewhere if its present one is read in this step."""
+        """The place of the slot's new state: another one if its present one is read in this step."""
         if slot not in self._read:
             return self._memory.place_of(slot)
         if slot not in self._new:

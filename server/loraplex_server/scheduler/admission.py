@@ -341,7 +341,7 @@ class Admission:
     # --- blocks -------------------------------------------------------------------------------------------------------
 
     def _prefix_that_fits(self, seq: SequenceState) -> Prefix | None:
-        """What the sequence can take over, when there are blocks for the rest of its tokens; else None."""
+        """The cached prefix that the sequence takes over, if there are blocks for its other tokens; else None."""
         table = self._table
         while True:
             prefix = self._prefix(seq)

@@ -69,7 +69,7 @@ class WaitLimits:
         )
 
     def wait_s(self, request: Request, num_outputs: int) -> float:
-        """How long the request would wait to begin: for all the work of those ahead of it in the order, except those
+        """Time that the request would wait to begin: for all the work of those ahead of it in the order, except those
         that it would pass because it is much shorter."""
         order = (-request.priority, self.table.clock.start_of((request.tenant, request.adapter_name)))
         own = len(request.prompt_token_ids) + num_outputs * request.n
@@ -101,7 +101,7 @@ class WaitLimits:
         return slack_s(left_s, self._own_s(len(request.prompt_token_ids), num_outputs, len(self.table.running) + 1))
 
     def _own_s(self, num_prompt: int, num_outputs: int, num_rows: int) -> float:
-        """What one completion is likely to take among so many, once it has begun."""
+        """The likely time of one completion among so many, once it has begun."""
         return self.speed.work_s(num_prompt, 0) + self.speed.num_outputs(num_outputs) * self.speed.interval_s(num_rows)
 
 

@@ -299,7 +299,7 @@ class Scheduler:
         )
 
     def forecast(self) -> Forecast | None:
-        """How long requests would wait; None while none does. Takes time in proportion to those that wait."""
+        """Time that requests would wait; None while none does. Takes time in proportion to those that wait."""
         return self._limits.forecast()
 
     def check_integrity(self) -> None:

@@ -64,7 +64,7 @@ REQUEST_TRANSITIONS: Mapping[RequestPhase, frozenset[RequestPhase]] = {
 
 @dataclass(slots=True)
 class StepSize:
-    """What a step did."""
+    """The size of a step that was done."""
 
     num_rows: int  # that decode
     num_prompt_tokens: int
@@ -283,7 +283,7 @@ class FairClock:
 
 
 class AdapterLeases(Protocol):
-    """What the scheduler needs of the adapter cache, and all that it may touch."""
+    """The part of the adapter cache that the scheduler may touch."""
 
     def acquire(self, key: AdapterKey) -> int | None:
         """Takes a reference for one running sequence and returns the device slot.
@@ -305,7 +305,7 @@ class AdapterLeases(Protocol):
         ...
 
     def failure(self, *keys: AdapterKey) -> Exception | None:
-        """Why these keys cannot come to the device, together, at all (source gone, do not fit), or None."""
+        """The reason that keeps these keys from the device for good (source gone, no room for all), or None."""
         ...
 
 

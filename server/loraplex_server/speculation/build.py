@@ -50,7 +50,7 @@ _MAX_DIFFERENCE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What proposers need of the model that they draft for."""
+    """Facts about the target model, for proposers."""
 
     loaded: LoadedModel
     served: ServedModel

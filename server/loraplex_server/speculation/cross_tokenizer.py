@@ -177,8 +177,8 @@ class RecodedText:
         self._num_same = min(self._num_same, place)
 
     def _splice(self, spans: _Spans, start: int, end: int) -> tuple[int | None, _Spans]:
-        """Where the new tokens of the text from `start` on continue the old ones, which go up to `end`: an index into
-        the old ones, and those of the new ones that come behind it."""
+        """Joins the text's new tokens from `start` on to the old ones, which go up to `end`. Returns an index into the
+        old ones, and the new ones that come behind it."""
         for idx, (_, first, _) in enumerate(spans):
             at = start + first
             if first < _MARGIN:
@@ -199,13 +199,13 @@ def added_text(vocabulary: Vocabulary, before: Sequence[int], token_ids: Sequenc
 
 
 def _border(spans: _Spans, border: int) -> tuple[int, bool]:
-    """How many tokens start before `border`, and whether one lies across it."""
+    """Number of tokens that start before `border`, and whether one lies across it."""
     idx = bisect_left(spans, border, key=lambda span: span[1])
     return idx, idx > 0 and spans[idx - 1][2] > border
 
 
 def _place_behind(ids: Sequence[int], known_ids: Sequence[int], expected: int) -> int | None:
-    """Where `ids` go on behind the last of `known_ids`, near to `expected`; None when these do not come out."""
+    """The index in `ids` behind the last of `known_ids`, near to `expected`; None when these do not come out."""
     last = list(known_ids[-_MATCH:])
     if not last:
         return None

@@ -412,7 +412,7 @@ class DraftRows:
         return found
 
     def take_entry(self, seq: DraftedSequence) -> NewSequence | None:
-        """How the sequence enters the runner's batch; None when it is in there."""
+        """The entry of the sequence for the runner's batch; None when it is in there."""
         entry, seq.entry = seq.entry, None
         return replace(entry, token_ids=tuple(seq.tokens)) if entry is not None else None
 
@@ -523,7 +523,7 @@ class DraftRows:
 
 
 def _first_difference(seq: DraftedSequence, want: Wanted) -> int:
-    """How many of the tokens in the sequence's row still agree with the known ones."""
+    """Number of tokens in the sequence's row that still agree with the known ones."""
     known, held = want.token_ids, seq.tokens
     num_same = seq.num_known if want.num_same is None else want.num_same
     end = min(len(known), len(held))

@@ -39,7 +39,7 @@ _WRITTEN = -1
 
 
 class Place(NamedTuple):
-    """Where earlier outputs may go on like the sequence does."""
+    """A place in earlier outputs that may go on as the sequence does."""
 
     position: int  # of the token that followed
     num_tokens: int  # how many tokens before agree, MAX_MATCH at most
@@ -58,7 +58,7 @@ class Separators:
         return self._instead.get(token_id, _WRITTEN) != _WRITTEN
 
     def instead(self, token_id: int) -> int:
-        """What came in place of that separator the last time."""
+        """The token that came in place of that separator the last time."""
         return self._instead[token_id]
 
     def first(self, token_ids: Sequence[int]) -> int:
@@ -209,7 +209,7 @@ class Outputs:
         return Place(best, self.agreeing(best, token_ids), is_resumed=False)
 
     def agreeing(self, position: int, token_ids: Sequence[int]) -> int:
-        """How many tokens before `position` are those at the sequence's end, MAX_MATCH at most."""
+        """Number of tokens before `position` that are those at the sequence's end, MAX_MATCH at most."""
         known, at, end = self._tokens, position - self._base - 1, len(token_ids) - 1
         num_tokens, most = 0, min(MAX_MATCH, at + 1, end + 1)
         while num_tokens < most and known[at - num_tokens] == token_ids[end - num_tokens]:
@@ -217,7 +217,7 @@ class Outputs:
         return num_tokens
 
     def followed(self, position: int, token_ids: Sequence[int]) -> int:
-        """Where `position` has moved when the sequence has gone on like that, as far as it has."""
+        """The new `position` after the sequence has gone on like that, as far as it has."""
         known, at = self._tokens, position - self._base
         for token_id in token_ids:
             if not 0 <= at < len(known) or known[at] != token_id:
@@ -243,7 +243,7 @@ class Outputs:
         return None
 
     def continuation(self, position: int, num_tokens: int) -> tuple[int, ...]:
-        """What followed, to the end of that output at most."""
+        """The tokens that followed, to the end of that output at most."""
         at = position - self._base
         copied = tuple(self._tokens[at : at + num_tokens]) if at >= 0 else ()
         return copied[: copied.index(_END)] if _END in copied else copied
@@ -277,7 +277,7 @@ class Reader:
 
     @property
     def position(self) -> int | None:
-        """Where the sequence has come to in the earlier outputs, or has left them."""
+        """The sequence's position in the earlier outputs; none where it has left them."""
         return self._position
 
     def move(self, position: int, num_seen: int) -> None:

@@ -65,7 +65,7 @@ class _Guess(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How the rows of one combination of asks lie, and what is done with them. Right until a slot changes."""
+    """The layout of the rows of one combination of asks, and their kernels. Right until a slot changes."""
 
     num_tokens: tuple[int, ...]  # of each ask's guess
     rows: Tensor  # [num_guesses] the ask that each row is of

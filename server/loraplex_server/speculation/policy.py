@@ -55,7 +55,7 @@ MAX_KNOWN = 4096  # sets of heads of which something is remembered beyond their 
 
 
 class AcceptanceRates:
-    """How likely a draft token is accepted when those before it were, by level, over all sequences of a proposer.
+    """Rates at which draft tokens are accepted when those before were, by level, over all sequences of a proposer.
 
     A level is the evidence that the draft began with plus the position in the draft. Of a draft model or of heads it is
     the position alone; of a lookup it is how many tokens match at that point.
@@ -79,7 +79,7 @@ class AcceptanceRates:
 
 
 class TrackRecord:
-    """How one proposer does in one sequence: its odds beside those of all sequences, and its cooldown."""
+    """One proposer's record in one sequence: its odds beside those of all sequences, and its cooldown."""
 
     __slots__ = ("_doubt", "_failed_evidence", "_last_step", "_num_pauses", "_skill", "shared")
 
@@ -168,7 +168,7 @@ def longest_pause(num_rows: int, num_users: int, step_costs: StepCosts, call_s: 
 
 
 class LeastCost(NamedTuple):
-    """What the steps of a draft model take when nothing else is done. Drafting with it never costs less."""
+    """The time of a draft model's steps when nothing else is done. Drafting with it never costs less."""
 
     per_round_s: float = 0.0
     per_read_token_s: float = 0.0  # of a text that is new to it
@@ -287,7 +287,7 @@ def choose_lengths(
 
 @dataclass(slots=True)
 class DraftedSequence:
-    """What drafting for one sequence has come to."""
+    """The result of drafting for one sequence so far."""
 
     request_id: str
     choice: Choice
@@ -308,7 +308,7 @@ class DraftedSequence:
 
 
 class Option(NamedTuple):
-    """What one proposer promises for one sequence in this step."""
+    """One proposer's offer for one sequence in this step."""
 
     candidate: Candidate
     sequence: DraftedSequence
@@ -593,6 +593,6 @@ class Policy:
 
 
 def _make_room(known: dict[Any, Any]) -> None:
-    """What has been known for the longest goes, where there is too much."""
+    """Drops the oldest entries where there are too many."""
     if len(known) >= MAX_KNOWN:
         del known[next(iter(known))]

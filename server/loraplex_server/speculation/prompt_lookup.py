@@ -71,7 +71,7 @@ class Known(NamedTuple):
 
 
 class Match(NamedTuple):
-    """Where the sequence's last tokens stood before: the longest run of them, and of its places the latest.
+    """A place where the sequence's last tokens stood before: the longest run of them, and of its places the latest.
 
     A single token is a match only where it stands once in the prompt: names and numbers do, and are copied; of words
     that stand everywhere, or that the completion itself has repeated, one alone says nothing. In earlier outputs it is
@@ -235,7 +235,7 @@ class _Text:
 
 
 class _Index:
-    """Where each run of 1 to `MAX_INDEXED_NGRAM` tokens of one sequence ended last, as far as something followed it.
+    """The last end of each run of 1 to `MAX_INDEXED_NGRAM` tokens of one sequence, as far as something followed it.
 
     Keys are the tokens of a run packed into one integer: exact, and unlike tuples of no interest to the collector.
     Two generations: when the young one has a window's worth of tokens, it becomes the old one, and the old one goes.
@@ -380,7 +380,7 @@ def compose(
 
 
 def _own_run(known: Known, position: int, room: int) -> tuple[Sequence[int], int | None]:
-    """What follows in the sequence's own text, and the position of the separator that ends it."""
+    """The tokens that follow in the sequence's own text, and the position of the separator that ends them."""
     run = known.token_ids[position : position + room]
     num_prompt = known.num_prompt_tokens - position
     if num_prompt > 0:
@@ -393,7 +393,7 @@ def _own_run(known: Known, position: int, room: int) -> tuple[Sequence[int], int
 def _earlier_run(
     known: Known, place: int, room: int, last: int, *, is_behind: bool
 ) -> tuple[Sequence[int], int | None]:
-    """What follows in an earlier output, up to where a value out of the prompt belongs, and that one's position: behind
+    """The tokens that follow in an earlier output, up to a value out of the prompt, and that one's position: behind
     a key of the prompt's (`last` is what stands before) with a separator on both sides."""
     assert known.outputs is not None, "a place in earlier outputs needs the outputs"
     run = known.outputs.continuation(place, room)
@@ -407,7 +407,7 @@ def _earlier_run(
 
 
 def continuation(token_ids: Sequence[int], position: int, num_tokens: int) -> tuple[int, ...]:
-    """What follows if the text repeats itself from `position` on; past its end, what it has just repeated, again."""
+    """The tokens that follow if the text repeats itself from `position` on; past its end, the repeated ones again."""
     copied = tuple(token_ids[position : position + num_tokens])
     period = len(token_ids) - position
     if num_tokens <= period or not copied:

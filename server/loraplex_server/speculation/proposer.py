@@ -36,7 +36,7 @@ class Proposer(Protocol):
 
     @property
     def name(self) -> str:
-        """What counters and answers call it: one of the names above."""
+        """Its name in counters and answers: one of those above."""
         ...
 
     def propose(self, asks: Sequence[Ask]) -> Sequence[tuple[int, ...]]:
@@ -48,7 +48,7 @@ class Proposer(Protocol):
         ...
 
     def num_behind(self, candidate: Candidate) -> int:
-        """How many tokens would have to be read before its first draft: all of a sequence that is new to a draft model,
+        """Number of tokens to read before its first draft: all of a sequence that is new to a draft model,
         none where only what the last steps brought is missing. Read once, they are no part of what drafting costs."""
         ...
 
@@ -64,7 +64,7 @@ class Proposer(Protocol):
 
 
 class ForcedTokenProposer:
-    """What a grammar leaves no choice about, such as the keys of an object."""
+    """Drafts the tokens that a grammar leaves no choice about, such as the keys of an object."""
 
     name = GRAMMAR
 
@@ -100,5 +100,5 @@ class Choice:
 
 
 def draft_key(name: str) -> str:
-    """How the speculator names one of several draft models."""
+    """The speculator's name of one of several draft models."""
     return f"{DRAFT_MODEL}:{name}"

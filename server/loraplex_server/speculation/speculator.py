@@ -82,7 +82,7 @@ class Speculator:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What a request may ask for, for GetInfo."""
+        """The kinds that a request may name, for GetInfo."""
         named = (MEDUSA, PROMPT_LOOKUP)
         return (*named, *(name for name in self._proposers if name not in (*named, GRAMMAR)))
 

@@ -99,8 +99,8 @@ _LITERAL: Final = re.compile(r"'([^'\n]{2,})'|\"([^\"\n]{2,})\"")
 
 
 class Edges:
-    """Where texts begin with the end of a control token, or end with the beginning of one, or are the middle of one:
-    it could be whole in what a template writes. Whitespace at the ends, which templates strip, is passed over. Under a
+    """Edges of texts that begin with the end of a control token, end with its beginning, or are its middle: the token
+    could be whole in what a template writes. Whitespace at the ends, which templates strip, is passed over. Under a
     template that leaves out parts of texts also where a token begins within one: what is between its halves may go."""
 
     def __init__(self, contents: Iterable[str], template: str = "") -> None:

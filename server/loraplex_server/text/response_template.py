@@ -91,7 +91,7 @@ class ResponseFormat:
     def of(
         cls, chat_template: str, own: Mapping[str, Any] | None = None, name: str = "auto", file: Path | None = None
     ) -> ResponseFormat | None:
-        """What the flags `--tool-format NAME` and `--response-template FILE` mean for a tokenizer with this chat
+        """The format that `--tool-format NAME` or `--response-template FILE` names for a tokenizer with this chat
         template and response template of its own. None: answers are not parsed."""
         if file is not None:
             try:
@@ -122,7 +122,7 @@ class ResponseFormat:
         return unread_ids(self._source, special_ids)
 
     def prefix_of(self, prompt: str) -> str:
-        """What a prompt has written of the answer already, such as an opening mark."""
+        """The part of the answer that a prompt has written already, such as an opening mark."""
         end = -1
         for match in self._whole.start_anchor_re.finditer(prompt):
             end = match.end()

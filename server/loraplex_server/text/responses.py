@@ -72,7 +72,7 @@ class AsyncReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ResponseParsing:
-    """How the answers of one request are read. Without a format all is content."""
+    """The parsing of one request's answers. Without a format all is content."""
 
     format: ResponseFormat | None = None
     prefix: str = ""
@@ -148,7 +148,7 @@ class ResponseReader:
 
     @property
     def reasoned(self) -> Sequence[tuple[int, int]]:
-        """Where reasoning begins and ends in the text, in characters."""
+        """Begin and end of the reasoning in the text, in characters."""
         return self._reasoned
 
     def _note_reasoning(self, begin: int, end: int) -> None:
@@ -269,7 +269,7 @@ class _OpenCalls:
             return ""
 
     def _end_in(self, text: str) -> int:
-        """Where the arguments end in a text, or its length."""
+        """The end of the arguments in a text, or its length."""
         at = 0
         while at < len(text):
             if self._is_escaped:

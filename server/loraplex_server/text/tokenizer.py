@@ -220,7 +220,7 @@ class TextTokenizer:
 
     @property
     def response_template(self) -> Mapping[str, Any] | None:
-        """How its model marks the parts of an answer, where it says that."""
+        """The tokenizer's own template for the parts of an answer, where it has one."""
         return cast("Mapping[str, Any] | None", getattr(self._tokenizer, "response_template", None))
 
     def facts(self) -> TokenizerFacts:

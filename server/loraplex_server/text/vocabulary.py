@@ -72,7 +72,7 @@ class Vocabulary:
         return behind[len(alone) :] if behind.startswith(alone) else alone
 
     def utf8(self, token_id: int) -> bytes:
-        """What a token adds to the bytes of a text, be it part of a character; those of `text` for special tokens."""
+        """The bytes that a token adds to a text, be they part of a character; those of `text` for special tokens."""
         if self.is_byte_level and not self.is_special(token_id):
             return self.bytes(token_id)
         value = self.byte(token_id)

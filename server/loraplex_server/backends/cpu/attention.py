@@ -57,7 +57,7 @@ class NativePagedAttention:
 
 
 def reason_against(spec: AttentionSpec, dtype: torch.dtype | None) -> str:
-    """Why the kernels do not compute this attention; empty where they do."""
+    """The reason that the kernels do not compute this attention; empty where they do."""
     if dtype is not None and dtype not in DTYPES:
         return f"not in {str(dtype).removeprefix('torch.')}"
     if spec.k_dim != spec.v_dim or spec.k_dim % DIM_MULTIPLE or spec.k_dim > 256:

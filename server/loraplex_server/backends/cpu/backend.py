@@ -147,7 +147,7 @@ def _one_thread() -> Generator[None]:
 
 
 def _reason_against(wanted: Wanted) -> str:
-    """Why native kernels cannot attend; empty where they can."""
+    """The reason that native kernels cannot attend; empty where they can."""
     if wanted.device is not None and wanted.device.type != "cpu":
         return f"it is for the CPU, not for {wanted.device.type}"
     if wanted.kernels is None:

@@ -304,7 +304,7 @@ class FoundStack:
 
 
 class _NoMatch(Exception):
-    """Why a model's layers stay as they are."""
+    """A reason to leave a model's layers as they are."""
 
 
 def find_stack(

@@ -27,7 +27,7 @@ MAX_DENSE_ROWS = 16
 
 @dataclass(slots=True)
 class NativeSegments:
-    """What `prepare` makes."""
+    """The result of `prepare`."""
 
     runs: RunsOfRows
     fallback: PreparedSegments | None = None  # torch's, made for the first module of another dtype

@@ -33,7 +33,7 @@ class BlockRows:
 
 @dataclass(frozen=True, slots=True)
 class GuessPlan:
-    """How a batch of guesses lies, as the kernels read it, and where they leave what they find."""
+    """The layout of a batch of guesses, as the kernels read it, and the buffers of their results."""
 
     struct: Guesses
     best: Any  # float[num_rows]

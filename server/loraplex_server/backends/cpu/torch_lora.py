@@ -90,7 +90,7 @@ REFERENCE_US = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What of a module decides its layout. Modules of equal profile share one, within a step and across steps."""
+    """The facts of a module that decide its layout. Modules of equal profile share one, within and across steps."""
 
     dtype: torch.dtype
     num_features: int  # in + out

@@ -91,7 +91,7 @@ def _waiting_raises() -> Generator[None]:
 
 @contextmanager
 def _no_garbage_collection() -> Generator[None]:
-    """What a collection frees on the device may not be freed during a capture."""
+    """Holds the garbage collector: nothing on the device may be freed during a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

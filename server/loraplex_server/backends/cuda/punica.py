@@ -60,7 +60,7 @@ class _Folded:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What one call computes."""
+    """The arguments of one call."""
 
     segments: tuple[Segment, ...]  # of one rank, or of one adapter and weight; no row twice
     rank: int

@@ -158,7 +158,7 @@ class NativeKernels:
         return found.values, found.codes
 
     def quantize(self, weight: Tensor, form: WeightFormat) -> QuantizedWeight:
-        """What `form.quantize` finds."""
+        """The same weights and scales as `form.quantize`."""
         if form is not INT4 or weight.dtype not in DTYPES:
             return form.quantize(weight)
         rows = weight.detach().contiguous()
@@ -170,7 +170,7 @@ class NativeKernels:
         return QuantizedWeight(form, values, codes)
 
     def round_(self, weight: Tensor, form: WeightFormat) -> None:
-        """What `form.round_` does."""
+        """Rounds as `form.round_` does."""
         if form is not INT4 or weight.dtype not in DTYPES or not weight.is_contiguous():
             form.round_(weight)
         else:

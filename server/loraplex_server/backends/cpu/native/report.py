@@ -58,7 +58,7 @@ def cpu_flags(info: str) -> frozenset[str]:
 
 
 def unused_isa(isa: str, flags: frozenset[str]) -> str:
-    """What the CPU can do beyond the kernels' instruction set; empty for nothing."""
+    """Instruction sets of the CPU beyond the kernels'; empty for none."""
     best = next((name for name, needed in ABILITIES.items() if flags.issuperset(needed)), "")
     names = (*ABILITIES, "")
     if names.index(best) >= names.index(isa if isa in ABILITIES else ""):
@@ -72,7 +72,7 @@ def unused_isa(isa: str, flags: frozenset[str]) -> str:
 
 
 def unused_threads(num_threads: int, num_own_cores: int, quota: float) -> str:
-    """Why there are fewer threads than cores; empty where there are as many."""
+    """The reason for fewer threads than cores; empty where there are as many."""
     if num_threads >= num_own_cores:
         return ""
     if threads_from_environment() is not None:

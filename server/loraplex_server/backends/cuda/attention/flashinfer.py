@@ -31,7 +31,7 @@ WritePages = Callable[[Tensor, Tensor, LayerKv, Tensor], None]
 
 
 def reason_against(specs: Sequence[AttentionSpec], dtype: torch.dtype | None = None) -> str:
-    """Why FlashInfer cannot compute such layers; empty if it can."""
+    """The reason that FlashInfer cannot compute such layers; empty if it can."""
     if dtype is not None and dtype not in DTYPES:
         return f"it computes in bfloat16 and float16, not in {str(dtype).removeprefix('torch.')}"
     for spec in specs:
@@ -62,7 +62,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """What a reserved plan keeps."""
+    """The buffers of a reserved plan."""
 
     shape: Reserved
     ints: Tensor  # int32: slots, then the concatenated block tables

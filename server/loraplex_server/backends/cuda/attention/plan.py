@@ -129,7 +129,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the layers of one shape launch."""
+    """The launches of the layers of one shape."""
 
     launches: tuple[Launch, ...]
     partials_at: int
@@ -157,7 +157,7 @@ class KernelPlan:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How the spans are cut for layers of one shape."""
+    """The cut of spans into pieces for layers of one shape."""
 
     pieces: dict[int, Ints]  # [num_pieces, PIECE_INTS] by rows of a block
     partials: Ints  # [num_tokens, PARTIAL_INTS]
@@ -293,7 +293,7 @@ def next_power(number: int) -> int:
 def _lay_out(
     sizes: dict[Shape, dict[int, int]], partials: dict[Shape, int], num_tokens: int, block_size: int, dtype: torch.dtype
 ) -> KernelPlan:
-    """Where everything lies, with an empty buffer. `sizes`: pieces that there is room for, by shape and rows."""
+    """The layout of all parts, with an empty buffer. `sizes`: pieces that there is room for, by shape and rows."""
     slots_at = sum(len(by_rows) for by_rows in sizes.values())
     partials_at = slots_at + num_tokens
     pieces_at = partials_at + PARTIAL_INTS * num_tokens * len(sizes)

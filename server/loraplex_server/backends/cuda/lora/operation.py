@@ -101,7 +101,7 @@ class Call:
         return _spacing(self.tables) if len(self.tables) > 1 else 0
 
     def ends(self) -> tuple[int, int, int]:
-        """Where the merged modules' columns end; those that are missing have none."""
+        """The ends of the merged modules' columns; missing modules have none."""
         ends = list(accumulate(table.out_features for table in self.tables))
         return ends[0], ends[min(1, len(ends) - 1)], ends[-1]
 
@@ -202,7 +202,7 @@ def _known(table: FactorTable) -> _Known:
 
 
 def _spacing(tables: Sequence[FactorTable]) -> int:
-    """How many entries lie from one table to the next in all that kernels read of them; 0 if that is not one number."""
+    """Distance in entries from one table to the next, in all that kernels read of them; 0 if it varies."""
     found: set[int] = set()
     for one, other in pairwise(tables):
         for a, b in (
