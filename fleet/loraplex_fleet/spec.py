@@ -397,7 +397,10 @@ class _Section:
         try:
             check(known, values)
         except LoraplexError as error:
-            raise _wrong(section.at((error.field or "").lstrip("-") or "flags"), error.message) from None
+            field = error.field or ""
+            # The command says which flag is wrong, and the key here does so already.
+            at = section.at(field.lstrip("-")) if field else self.at("flags")
+            raise _wrong(at, error.message.removeprefix(f"{field} ")) from None
         return tuple(arguments)
 
 

@@ -56,11 +56,12 @@ def option(default: Any, text: str, flag: str, *aliases: str, **how: Any) -> Any
     return dataclasses.field(default=default, metadata={"flag": Flag(flag, text, aliases, **how)})
 
 
-def parse_bytes(text: str) -> int:
-    """'512MiB', '8g', '1048576' -> bytes. Raises InvalidArgument."""
+def parse_bytes(text: str, flag: str = "") -> int:
+    """'512MiB', '8g', '1048576' -> bytes. Raises InvalidArgument, which names the flag where it is given."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", text.lower())
     if not found:
-        raise InvalidArgument(f"{text!r} is not a size; write it as 512MiB, 8GiB or a number of bytes")
+        sentence = f"{flag} {text!r} is not a size; write it as 512MiB, 8GiB or a number of bytes"
+        raise InvalidArgument(sentence.lstrip(), field=flag or None)
     return int(float(found[1]) * _UNITS[found[2]])
 
 
@@ -105,7 +106,7 @@ def configure(cls: type, flags: list[Flag], given: Mapping[str, Any], fixed: Map
     values: dict[tuple[str, ...], Any] = dict(fixed)
     for flag in flags:
         value = given[flag.parameter]
-        parse = parse_bytes if flag.is_bytes else flag.parse
+        parse = functools.partial(parse_bytes, flag=flag.flag) if flag.is_bytes else flag.parse
         if _is_repeated(flag):
             value = tuple(typing.cast(list[str], value or ()))
         elif parse is not None and isinstance(value, str):

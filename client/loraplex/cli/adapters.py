@@ -188,7 +188,7 @@ def convert(
     """
     if not folder.is_dir():
         raise InvalidArgument(f"{folder} is not a folder", field="DIR")
-    max_bytes = parse_bytes(max_size)
+    max_bytes = parse_bytes(max_size, "--max-bytes")
     from loraplex_server.cli.convert import convert_adapter  # late: it imports torch
 
     report = convert_adapter(folder, out, max_bytes, progress=terminal.progress)
