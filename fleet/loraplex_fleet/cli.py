@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import sys
 import time
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from loraplex.cli.terminal import write_json, write_table
-from loraplex_contracts.errors import DeadlineExceeded, FailedPrecondition, Unavailable
+from loraplex_contracts.errors import DeadlineExceeded, FailedPrecondition, LoraplexError, Unavailable
 from loraplex_fleet.deploying import serve_config
 from loraplex_fleet.spec import AUTO, ClusterSpec, load_spec
+from loraplex_runtime.telemetry import LogStyle, setup_logging
 
 if TYPE_CHECKING:
     from loraplex_fleet.status import Status
 
+log = logging.getLogger(__name__)
+
 LOOK_S = 0.5
 # Longer than a drain: what routers and workers take to end.
 END_MARGIN_S = 60.0
+Say = Callable[[str], None]
 
 FileArgument = Annotated[Path, typer.Argument(help="cluster.yaml; docs/operations.md describes it.", metavar="FILE")]
 FleetOption = Annotated[str, typer.Option("--name", help="The fleet's name, as `name` in its file.")]
 AddressOption = Annotated[str, typer.Option("--address", help="Ray's HOST:PORT, or auto: the one that runs here.")]
+LogFormatOption = Annotated[
+    LogStyle, typer.Option("--log-format", help="Of standard error: plain or json, an object a line.")
+]
 
 
 def up(
@@ -33,6 +43,7 @@ def up(
         bool, typer.Option("--serve-config", help="Only print what Ray Serve gets, as serveConfigV2 of a RayService.")
     ] = False,
     wait: Annotated[float, typer.Option("--wait", min=0.0, help="Seconds to wait until all of it serves.")] = 600.0,
+    log_format: LogFormatOption = "plain",
 ) -> None:
     """Start the fleet that FILE describes, or change the one that runs: what is the same stays, the rest is rolled.
 
@@ -40,23 +51,27 @@ def up(
 
     Example: loraplex up cluster.yaml
     """
-    spec = load_spec(file)
-    if serve_config_only:
-        import yaml
+    with _reporting(log_format) as say:
+        spec = load_spec(file)
+        if serve_config_only:
+            import yaml
 
-        sys.stdout.write(yaml.safe_dump(serve_config(spec), sort_keys=False))
-        return
-    if check:
-        _say_plan(spec)
-        return
+            sys.stdout.write(yaml.safe_dump(serve_config(spec), sort_keys=False))
+        elif check:
+            _say_plan(spec)
+        else:
+            found = _deploy(spec, wait, say)
+            print(f"fleet {spec.name} serves on {', '.join(found.router_addresses)}", flush=True)
+
+
+def _deploy(spec: ClusterSpec, wait_s: float, say: Say) -> Status:
     from loraplex_fleet import cluster  # late: it imports Ray
 
     with cluster.joined(spec.address, may_start=True) as started:
         if started:
-            _say("Ray was started on this machine, for this machine alone; `loraplex down` ends it")
+            say("Ray was started on this machine, for this machine alone; `loraplex down` ends it")
         cluster.deploy(spec)
-        found = _wait(spec, wait)
-    print(f"fleet {spec.name} serves on {', '.join(found.router_addresses)}", flush=True)
+        return _wait(spec, wait_s, say)
 
 
 def down(
@@ -65,6 +80,7 @@ def down(
     wait: Annotated[
         float, typer.Option("--wait", min=0.0, help="Seconds that requests get to end, whatever the drain is.")
     ] = 600.0,
+    log_format: LogFormatOption = "plain",
 ) -> None:
     """End a fleet: routers and workers drain first. Ray ends with it where `loraplex up` has started it here.
 
@@ -72,11 +88,12 @@ def down(
     """
     from loraplex_fleet import cluster  # late: it imports Ray
 
-    with cluster.joined(address):
-        there_was = cluster.end(fleet, wait + END_MARGIN_S)
-        ended_ray = cluster.end_own_ray()
-    if not (there_was or ended_ray):
-        raise FailedPrecondition(f"there is no fleet {fleet}")
+    with _reporting(log_format):
+        with cluster.joined(address):
+            there_was = cluster.end(fleet, wait + END_MARGIN_S)
+            ended_ray = cluster.end_own_ray()
+        if not (there_was or ended_ray):
+            raise FailedPrecondition(f"there is no fleet {fleet}")
     print(f"fleet {fleet} has ended" + (", and so has Ray on this machine" if ended_ray else ""), flush=True)
 
 
@@ -84,6 +101,7 @@ def status(
     fleet: FleetOption = "loraplex",
     address: AddressOption = AUTO,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    log_format: LogFormatOption = "plain",
 ) -> None:
     """Show a fleet: what is wanted, what runs where, what waits and why, the last failures.
 
@@ -91,10 +109,11 @@ def status(
     """
     from loraplex_fleet import cluster  # late: it imports Ray
 
-    with cluster.joined(address):
-        found = cluster.status(fleet)
-    if not found.exists:
-        raise FailedPrecondition(f"there is no fleet {fleet}; `loraplex up FILE` starts one")
+    with _reporting(log_format):
+        with cluster.joined(address):
+            found = cluster.status(fleet)
+        if not found.exists:
+            raise FailedPrecondition(f"there is no fleet {fleet}; `loraplex up FILE` starts one")
     if json:
         write_json(found.plain())
     else:
@@ -143,7 +162,7 @@ def _say_plan(spec: ClusterSpec) -> None:
     print(f"routers: {spec.router.count}, {where}")
 
 
-def _wait(spec: ClusterSpec, wait_s: float) -> Status:
+def _wait(spec: ClusterSpec, wait_s: float, say: Say) -> Status:
     """Until all of it serves. Raises FailedPrecondition where Serve gives up, DeadlineExceeded after `wait_s`."""
     from loraplex_fleet import cluster
 
@@ -161,13 +180,28 @@ def _wait(spec: ClusterSpec, wait_s: float) -> Status:
                 )
         missing = [f"{part.kind}s: {part.why}" for part in found.parts if not part.is_complete]
         if (text := "; ".join(missing)) != said:
-            _say(text)
+            say(text)
             said = text
         if time.monotonic() > until_s:
             raise DeadlineExceeded(
                 f"not all of it serves after {wait_s:.0f} s: {said}; it goes on, see `loraplex status`"
             )
         time.sleep(LOOK_S)
+
+
+@contextlib.contextmanager
+def _reporting(log_format: LogStyle) -> Generator[Say]:
+    """What says how it goes, on standard error. As JSON each line is one of the log, the error that ends the command
+    included."""
+    if log_format == "plain":
+        yield _say
+        return
+    setup_logging(style=log_format)
+    try:
+        yield lambda text: log.info("%s", text)
+    except LoraplexError as error:
+        log.error("%s", error.message, extra={"reason": error.reason})
+        sys.exit(error.exit_code)
 
 
 def _say(text: str) -> None:

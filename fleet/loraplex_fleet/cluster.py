@@ -44,9 +44,10 @@ def joined(address: str, *, may_start: bool = False) -> Generator[bool]:
         _join(address)
     except ConnectionError as error:
         if not (may_start and address == AUTO):
-            where = "on this machine" if address == AUTO else f"at {address}"
             raise Unavailable(
-                f"no Ray runs {where}; `loraplex up` starts one here, `ray start` joins machines"
+                "no Ray runs on this machine; `loraplex up` starts one here, `ray start` joins machines"
+                if address == AUTO
+                else f"no Ray answers at {address}: {error}; `ray start --head` starts one, on port 6379 by default"
             ) from error
         _start_here()
         started = True
@@ -79,7 +80,7 @@ def _find(address: str) -> str:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
     except OSError as error:
-        raise ConnectionError(f"nothing listens on {address}") from error
+        raise ConnectionError("nothing listens there") from error
     return address
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import socket
+import stat
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,11 +132,18 @@ class FileMembership:
             yield members
 
     def _read(self) -> bytes:
-        with self._path.open("rb") as file:
+        with open(self._path, "rb", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise InvalidArgument("it is not a regular file")
             raw = file.read(MAX_FILE_BYTES + 1)
         if len(raw) > MAX_FILE_BYTES:
             raise InvalidArgument(f"it is larger than {MAX_FILE_BYTES} bytes")
         return raw
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """A FIFO would hold the thread until somebody writes to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def members_of(raw: bytes) -> tuple[Member, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import time
 from collections.abc import AsyncGenerator, Iterator
@@ -12,10 +13,12 @@ from typing import Any
 
 import psutil
 import pytest
+from support.certificates import new_pair
 from support.fleet import HEAD, SECOND, Fleet, ray_is_missing, ray_nodes, runs, wait_for
 from support.world import TinyWorld
 
-from loraplex import AsyncClient, Client, LoraplexError
+from loraplex import AsyncClient, Client, LoraplexError, Tls, Unauthenticated
+from loraplex_runtime.auth import token_digest
 
 pytestmark = [
     pytest.mark.ray,
@@ -65,6 +68,35 @@ def test_a_fleet_comes_up_answers_and_leaves_nothing(tiny_world: TinyWorld, tmp_
         assert "fleet loraplex has ended" in ended.stdout, ended.stderr
         assert not [pid for pid in pids if runs(pid)]
         assert fleet.command("status", "--address", fleet.spec["address"]).returncode == 1
+    assert fleet.outlived == []
+
+
+@pytest.mark.slow
+def test_a_fleet_with_credentials_and_tls(tiny_world: TinyWorld, tmp_path: Path) -> None:
+    """As beyond loopback: workers take calls of the fleet's routers alone, and every connection has TLS."""
+    pair, token_file, auth_file = new_pair(tmp_path, "fleet", [HEAD]), tmp_path / "token", tmp_path / "auth.json"
+    token_file.write_text("of the routers\n")
+    row = {"sha256": token_digest("alice"), "tenant": "a", "adapters": ["*"]}
+    auth_file.write_text(json.dumps({"credentials": [row]}))
+    spec = spec_of(tiny_world, tmp_path, count=1)
+    spec["secrets"] = {"auth-file": str(auth_file), "worker-token-file": str(token_file)}
+    spec["tls"] = {"cert": str(pair.cert), "key": str(pair.key), "ca": str(pair.cert)}
+    spec["router"]["flags"] = {"tls-cert": str(pair.cert), "tls-key": str(pair.key)}
+    tls = Tls(root_certificates=pair.cert.read_bytes())
+    with ray_nodes(tmp_path, spec, (2,)) as fleet:
+        fleet.up("--wait", "120")
+        (worker,), (router,) = (fleet.serving(kind) for kind in ("worker", "router"))
+        with Client(router["address"], tls=tls, token="alice") as client:
+            assert client.generate(PROMPT, adapter_id=tiny_world.names[0], max_tokens=4, ignore_eos=True).text
+        for address, token in ((router["address"], ""), (worker["address"], "alice"), (worker["address"], "")):
+            with Client(address, tls=tls, token=token) as client, pytest.raises(Unauthenticated):
+                client.generate(PROMPT, max_tokens=4)
+        with Client(worker["address"], retries=0, timeout_s=5) as client, pytest.raises(LoraplexError):
+            client.generate(PROMPT, max_tokens=4)
+        for process in (psutil.Process(one["pid"]) for one in (worker, router)):
+            assert "of the routers" not in " ".join([*process.cmdline(), *process.environ().values()])
+        time.sleep(3)
+        assert fleet.serving() == [worker], "probes have the token and trust the certificate"
     assert fleet.outlived == []
 
 

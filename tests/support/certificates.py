@@ -1,4 +1,4 @@
-"""Certificates for 127.0.0.1 that sign themselves, and which of them a server shows."""
+"""Certificates for addresses of loopback that sign themselves, and which of them a server shows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,11 +26,12 @@ class Pair:
         shutil.copyfile(self.key, other.key)
 
 
-def new_pair(folder: Path, name: str) -> Pair:
+def new_pair(folder: Path, name: str, addresses: Sequence[str] = ("127.0.0.1",)) -> Pair:
     if shutil.which("openssl") is None:
         pytest.skip("makes its certificates with openssl")
     pair = Pair(folder / f"{name}.crt", folder / f"{name}.key")
-    subject = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
+    names = ",".join(["DNS:localhost", *(f"IP:{address}" for address in addresses)])
+    subject = ["-subj", f"/CN={name}", "-addext", f"subjectAltName={names}"]
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-keyout", str(pair.key), "-out", str(pair.cert), "-days", "2", *subject]
     subprocess.run(command, check=True, capture_output=True)
