@@ -15,9 +15,10 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Final
 
+import grpc
 import ray
 from ray import serve
-from ray._private import services
+from ray._private import grpc_utils, services
 from ray.serve.schema import ServeDeploySchema
 
 from loraplex_contracts.errors import FailedPrecondition, Unavailable
@@ -30,6 +31,8 @@ from loraplex_fleet.status import Status, part_of
 START_S: Final = 60.0
 END_S: Final = 40.0
 CONNECT_S: Final = 3.0
+# The first thing that Ray's own clients ask a head node for.
+HEAD_METHOD: Final = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 # Label of a head node that `up` has started: its process, which ends Ray on this machine with itself.
 STARTED_LABEL: Final = "loraplex-up-pid"
 # Ray takes 127.0.0.1 for the address of a network card, and this one, which is loopback on Linux as well, as it is.
@@ -81,7 +84,19 @@ def _find(address: str) -> str:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
     except OSError as error:
         raise ConnectionError("nothing listens there") from error
+    _check_is_head(address)
     return address
+
+
+def _check_is_head(address: str) -> None:
+    """Ray itself would try for a minute to talk to whatever listens there: a router, or the dashboard. Raises
+    ConnectionError."""
+    with grpc_utils.init_grpc_channel(address) as channel:
+        try:
+            channel.unary_unary(HEAD_METHOD)(b"", timeout=CONNECT_S)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAUTHENTICATED:  # Ray says why, better
+                raise ConnectionError("what listens there is not the head of a Ray") from error
 
 
 def _start_here() -> None:

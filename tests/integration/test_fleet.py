@@ -300,6 +300,7 @@ async def test_workers_that_do_not_start_leave_the_old_ones(whole: Fleet) -> Non
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(700)  # new workers start beside 200 streams: minutes on two cores
 async def test_rolling_three_workers_with_200_streams(whole: Fleet, tiny_world: TinyWorld) -> None:
     await asyncio.to_thread(whole.up, count=3)
     before = {one["pid"] for one in whole.serving()}
@@ -307,7 +308,7 @@ async def test_rolling_three_workers_with_200_streams(whole: Fleet, tiny_world: 
     async with asking(whole.router, 200, ("", *tiny_world.names[:7]), 100) as ends:
         await asyncio.sleep(3)
         start_s = time.monotonic()
-        await asyncio.to_thread(whole.up, flags={**good, "adapter-slots": 32})
+        await asyncio.to_thread(whole.up, timeout_s=400, flags={**good, "adapter-slots": 32})
         await asyncio.to_thread(
             wait_for, lambda: not before & {one["pid"] for one in whole.part("worker")["replicas"]}, 120, "new ones"
         )

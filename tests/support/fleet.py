@@ -96,12 +96,14 @@ class Fleet:
             check=False, capture_output=True, text=True, timeout=timeout_s,
         )  # fmt: skip
 
-    def up(self, *flags: str, succeeds: bool = True, **worker: Any) -> subprocess.CompletedProcess[str]:
+    def up(
+        self, *flags: str, succeeds: bool = True, timeout_s: float = 150, **worker: Any
+    ) -> subprocess.CompletedProcess[str]:
         """`worker`: keys of the section in the place of those before."""
         self.spec["worker"] |= worker
         path = self.folder / "cluster.yaml"
         path.write_text(yaml.safe_dump(self.spec))
-        done = self.command("up", str(path), *flags)
+        done = self.command("up", str(path), *flags, timeout_s=timeout_s)
         assert (done.returncode == 0) == succeeds, done.stdout + done.stderr
         self.remember()
         return done
