@@ -91,9 +91,10 @@ def _find(address: str) -> str:
 def _check_is_head(address: str) -> None:
     """Ray itself would try for a minute to talk to whatever listens there: a router, or the dashboard. Raises
     ConnectionError."""
-    with grpc_utils.init_grpc_channel(address) as channel:
+    connection: Any = grpc_utils.init_grpc_channel(address)
+    with connection:
         try:
-            channel.unary_unary(HEAD_METHOD)(b"", timeout=CONNECT_S)
+            connection.unary_unary(HEAD_METHOD)(b"", timeout=CONNECT_S)
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.UNAUTHENTICATED:  # Ray says why, better
                 raise ConnectionError("what listens there is not the head of a Ray") from error

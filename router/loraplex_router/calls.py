@@ -28,7 +28,7 @@ from loraplex_contracts.load import has_place
 from loraplex_proto.status import abort, answer_within_s, as_typed
 from loraplex_router.activity import MAX_MESSAGE_CHARS, Activity, FailedCall
 from loraplex_router.policy import DECISIONS, Choice, Decision
-from loraplex_router.upstream import Metadata, Upstream, UpstreamFailure
+from loraplex_router.upstream import RETRY_CAUSES, Metadata, Upstream, UpstreamFailure
 from loraplex_runtime.auth import current_identity
 from loraplex_runtime.listener import Drain
 from loraplex_runtime.near_names import with_near_names
@@ -65,8 +65,11 @@ class RouterMetrics(RequestMetrics):
             ["decision"],
             registry=registry,
         )
+        # Shown from the start, as zero: a rate needs the value before.
         for decision in (*DECISIONS, RETRIED):
-            self._decisions.labels(decision)  # shown from the start, as zero
+            self._decisions.labels(decision)
+        for cause in RETRY_CAUSES:
+            self._retries.labels(cause.value)
         self._ignored_fields = MetricCounter(
             f"{PREFIX}http_ignored_fields",
             "Fields of HTTP requests that were ignored, by name where it is a known one.",

@@ -72,6 +72,10 @@ class FailureKind(enum.Enum):
     LOST = "lost"  # the worker, or its engine, went away while it had the request
 
 
+# After these another worker may have the request.
+RETRY_CAUSES: Final = tuple(kind for kind in FailureKind if kind is not FailureKind.ANSWERED)
+
+
 class UpstreamFailure(Exception):
     """A call to a worker that did not end well, with everything that the client is to see of it."""
 
@@ -104,7 +108,7 @@ class UpstreamFailure(Exception):
     @property
     def may_retry(self) -> bool:
         """True if another worker may have this request, provided that the client has seen nothing of it."""
-        return self.kind is not FailureKind.ANSWERED
+        return self.kind in RETRY_CAUSES
 
     def for_client(self, num_tokens_sent: int | None = 0, num_messages_sent: int = 0) -> LoraplexError | None:
         """The error to answer with in place of the transport's; None: pass on what the worker said.

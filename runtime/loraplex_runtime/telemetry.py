@@ -179,6 +179,8 @@ class RequestMetrics:
         self._quota_refusals = Counter(
             name + "quota_refusals", "Requests refused because of a tenant's quota.", ["quota"], registry=registry
         )
+        for quota in sorted(QUOTAS):
+            self._quota_refusals.labels(quota)  # shown from the start, as zero: a rate needs the value before
 
     def quota_refused(self, quota: str) -> None:
         """`quota` is one of `loraplex_contracts.errors.QUOTAS`; others count as "other"."""

@@ -72,6 +72,10 @@ def end_two(metrics: RequestMetrics) -> None:
 
 
 def worker_metrics() -> dict[str, Exported]:
+    return exported(worker_registry().collect())
+
+
+def worker_registry() -> CollectorRegistry:
     registry = new_registry()
     listing = Listing()
     listing.apply_changes({"sql": (info("sql"),)})
@@ -81,7 +85,7 @@ def worker_metrics() -> dict[str, Exported]:
     describe_engine(registry, _Engine())
     WorkerCollector(registry, lambda: state)
     end_two(WorkerMetrics(registry))
-    return exported(registry.collect())
+    return registry
 
 
 class _Engine:
@@ -90,6 +94,12 @@ class _Engine:
 
 def router_metrics(*, with_http: bool = True) -> dict[str, Exported]:
     """`with_http`: with the gauges of the HTTP port, which are those of the workers together."""
+    registry, replicas = router_registry()
+    page: CollectorRegistry | EngineMetrics = EngineMetrics(registry, replicas) if with_http else registry
+    return exported(page.collect())
+
+
+def router_registry() -> tuple[CollectorRegistry, Replicas]:
     registry: Any = new_registry()
     replicas = Replicas(["worker:50051"])
     replicas.on_report("worker:50051", worker_pb2.Load(total_kv_blocks=8, free_kv_blocks=4), 0.0)
@@ -100,5 +110,4 @@ def router_metrics(*, with_http: bool = True) -> dict[str, Exported]:
     metrics.retried("lost")
     metrics.relayed(1)
     metrics.ignored_field("user")
-    page: CollectorRegistry | EngineMetrics = EngineMetrics(registry, replicas) if with_http else registry
-    return exported(page.collect())
+    return registry, replicas

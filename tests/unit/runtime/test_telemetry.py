@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from prometheus_client import Gauge
 
-from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
+from loraplex_contracts.errors import QUOTAS, FailedPrecondition, InvalidArgument
 from loraplex_runtime.request_record import RequestRecord
 from loraplex_runtime.telemetry import (
     MetricsEndpoint,
@@ -119,6 +119,7 @@ def test_requests_are_counted(role: Any, prefix: str) -> None:
 def test_refusals_have_bounded_labels(role: Any, prefix: str) -> None:
     registry = new_registry()
     metrics = RequestMetrics(registry, role)
+    assert {value(registry, f"{prefix}quota_refusals_total", quota=quota) for quota in QUOTAS} == {0}
     for quota in ("tokens_per_minute", "tokens_per_minute", "x\n" * 50, "another"):
         metrics.quota_refused(quota)
     name = f"{prefix}quota_refusals_total"
