@@ -1,4 +1,4 @@
-"""Certificates for addresses of loopback that sign themselves, and which of them a server shows."""
+"""Certificates for loopback that sign themselves, and which of them a server shows."""
 
 from __future__ import annotations
 
