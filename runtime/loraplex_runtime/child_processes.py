@@ -208,6 +208,8 @@ class Children:
                     return message
                 case "failed":
                     raise failure_of(message)
+                case "alive":  # before it is ready: a router waits for its workers
+                    pass
                 case _:
                     log.info("%s%s", prefix, line.decode(errors="replace"))
         raise FailedPrecondition(f"the {self._spec.what} ended with status {await process.wait()} before it was ready")

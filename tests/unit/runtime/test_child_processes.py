@@ -76,12 +76,15 @@ async def kill(children: Children) -> int:
 
 async def test_what_dies_is_started_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    async with started(tmp_path / "worker", READY + WAIT) as (children, progress):
+    alive = """print('{"event": "alive"}', flush=True)\n"""
+    async with started(tmp_path / "worker", alive + READY + alive + WAIT) as (children, progress):
         for _ in range(2):
             pid = await kill(children)
             os.kill(pid, 0)  # it is there
         assert progress == ["loading"]
-        assert [record.getMessage() for record in caplog.records].count("loading") == 2
+        said = [record.getMessage() for record in caplog.records]
+        assert said.count("loading") == 2
+        assert not [line for line in said if "alive" in line]
 
 
 @pytest.mark.parametrize("noise", ["print([1, 2])", "print('x' * 300_000)", "print('no JSON')", "print('{}')"])
