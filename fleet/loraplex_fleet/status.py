@@ -80,7 +80,6 @@ def part_of(kind: str, details: Mapping[str, Any] | None, view: View, free: str,
     wanted, pending = 0, list[str]()
     for deployment in details["deployments"].values():
         wanted += deployment["target_num_replicas"]
-        needs = _text(deployment["required_resources"])
         unplaced = [
             one
             for one in deployment["replicas"]
@@ -88,12 +87,21 @@ def part_of(kind: str, details: Mapping[str, Any] | None, view: View, free: str,
         ]
         if unplaced:
             what = "replica waits" if len(unplaced) == 1 else "replicas wait"
-            pending.append(f"{len(unplaced)} {what} for a node with {needs}; the cluster has {free} left")
+            sentence = f"{len(unplaced)} {what} for {_node_for(deployment)}; the cluster has {free} left"
+            if running >= wanted > 1:
+                sentence += "; what ran before serves until then, and a count lower by one makes room, too"
+            pending.append(sentence)
     return Part(kind, wanted, running, _plain(details["status"]), entries, tuple(pending), failures, details["message"])
 
 
-def _text(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(resources.items()) if amount) or "nothing special"
+def _node_for(deployment: Mapping[str, Any]) -> str:
+    """What a node must have for a replica of it."""
+    resources: Mapping[str, float] = deployment["required_resources"]
+    needs = ", ".join(f"{amount:g} {name}" for name, amount in sorted(resources.items()) if amount)
+    is_one = (deployment.get("deployment_config") or {}).get("max_replicas_per_node") == 1
+    wanted = [f"with {needs}"] if needs else []
+    wanted += ["without another one"] if is_one else []
+    return " ".join(["a node", " and ".join(wanted)]).rstrip()
 
 
 def _plain(value: Any) -> str:

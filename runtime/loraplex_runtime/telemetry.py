@@ -84,7 +84,8 @@ class JsonFormatter(logging.Formatter):
         }
         if request_id := _request_id_of(record):
             line["request_id"] = request_id
-        line |= {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        # Libraries (Ray) mark what is theirs with an underscore.
+        line |= {key: one for key, one in vars(record).items() if key not in _STANDARD and not key.startswith("_")}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)

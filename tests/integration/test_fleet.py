@@ -317,6 +317,19 @@ async def test_rolling_three_workers_with_200_streams(whole: Fleet, tiny_world: 
     await asyncio.to_thread(whole.up, count=2)
 
 
+@pytest.mark.nightly
+def test_a_change_where_there_is_no_room_for_one_more(whole: Fleet) -> None:
+    whole.up(count=4)
+    before = {one["pid"] for one in whole.serving()}
+    changed = {**whole.spec["worker"]["flags"], "adapter-slots": 16}
+    done = whole.up("--wait", "15", succeeds=False, flags=changed)
+    assert "what ran before serves until then" in done.stderr
+    assert {one["pid"] for one in whole.serving()} == before
+    whole.up(count=3, timeout_s=300)
+    assert not before & {one["pid"] for one in whole.part("worker")["replicas"]}
+    whole.up(count=2)
+
+
 async def workers_in_rotation(client: AsyncClient) -> set[str]:
     """Addresses of the workers that the router would send requests to."""
     found = (await client.status()).workers

@@ -37,6 +37,24 @@ def test_what_waits_says_for_what() -> None:
     assert part_of(WORKER, details("DEPLOYING", *replicas), View(), FREE, PLACED_S).pending == ()
 
 
+def test_a_rollout_without_room_says_how_to_make_some() -> None:
+    waiting = {"state": "STARTING", "node_id": None, "start_time_s": 0.0}
+    entries = tuple(Entry(one, WORKER, "n", READY, name=one, address=f"{one}:1") for one in ("a", "b"))
+    part = part_of(WORKER, details("DEPLOYING", waiting), View(entries, settled=True), "nothing", PLACED_S + 1)
+    assert part.why == (
+        "1 replica waits for a node with 1 CPU; the cluster has nothing left; what ran before serves until then, and a "
+        "count lower by one makes room, too"
+    )
+
+
+def test_a_router_waits_for_a_node_without_one() -> None:
+    found = details("DEPLOYING", {"state": "STARTING", "node_id": None, "start_time_s": 0.0})
+    router = found["deployments"]["Worker"]
+    router |= {"required_resources": {}, "deployment_config": {"max_replicas_per_node": 1}}
+    (sentence,) = part_of(ROUTER, found, View(), FREE, PLACED_S + 1).pending
+    assert sentence == "1 replica waits for a node without another one; the cluster has 0.5 CPU left"
+
+
 def test_what_starts_says_how_far_it_is() -> None:
     view = View((Entry("a", WORKER, "n", STARTING, text="loading m"),), settled=True)
     assert part_of(WORKER, details("DEPLOYING"), view, FREE, 0.0).why == "n: loading m"

@@ -63,7 +63,7 @@ def test_json_lines(stream: io.StringIO) -> None:
     try:
         raise ValueError("no")
     except ValueError:
-        log.exception("failed\nbadly", extra={"request_id": "r1", "worker": "w:1"})
+        log.exception("failed\nbadly", extra={"request_id": "r1", "worker": "w:1", "_ray_ns": 3})
     (line,) = stream.getvalue().splitlines()
     fields = json.loads(line)
     assert fields["message"] == "failed\nbadly"
