@@ -95,7 +95,8 @@ def measured(folder: Path) -> Iterator[str]:
     auth_file.write_text(json.dumps({"credentials": credentials, "tenants": TENANTS}))
     workers = ", ".join(f'"127.0.0.1:{metrics_port + number}"' for number in (1, 2))
     config_file.write_text(PROMETHEUS.format(rules=RULES, router=metrics_port, workers=workers))
-    flags = ["--adapters", str(world.adapters_root), "--workers", "2", "--adapter-slots", "4", "--port", "0"]
+    flags = ["--adapters", str(world.adapters_root), "--workers", "2", "--adapter-slots", "2", "--port", "0"]
+    flags += ["--adapter-host-memory", "1MiB"]  # so that adapters have to come and go
     flags += ["--metrics-port", str(metrics_port), "--auth-file", str(auth_file), "--no-request-log"]
     address = f"127.0.0.1:{metrics_port + 3}"
     prometheus = [

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from loraplex import Activity, AdapterPlaces, Client, InvalidArgument, LoraplexError, RouterStatus, WorkerStatus
+from loraplex import (
+    Activity,
+    AdapterPlaces,
+    Client,
+    DeadlineExceeded,
+    InvalidArgument,
+    LoraplexError,
+    RouterStatus,
+    Unimplemented,
+    WorkerStatus,
+)
 from loraplex.cli import terminal
 from loraplex.cli.options import DEFAULT_SERVER, Connection, JsonOption, ServerArgument
 from loraplex_runtime.flags import with_flags
@@ -19,6 +29,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MIN_INTERVAL_S: Final = 0.2
+LOOK_S: Final = 5.0  # a live look that takes longer is given up, and said so: the router may be frozen
 # Lines of the screen that are not rows of adapters or errors: figures, heads, one for each worker.
 OTHER_LINES: Final = 11
 MAX_ERRORS: Final = 5
@@ -46,12 +57,15 @@ def top(
     if not interval >= MIN_INTERVAL_S:
         raise InvalidArgument(f"--interval must be at least {MIN_INTERVAL_S:g}", field="--interval")
     with replace(connection, retries=0).client(server) as client:  # it looks again anyway
-        if as_json:
-            terminal.write_json(asdict(client.status(adapter_prefix=prefix)))
-        elif once or not terminal.is_terminal():
-            _print_once(client, prefix)
-        else:
-            _watch(client, prefix, interval)
+        try:
+            if as_json:
+                terminal.write_json(asdict(client.status(adapter_prefix=prefix)))
+            elif once or not terminal.is_terminal():
+                _print_once(client, prefix)
+            else:
+                _watch(client, prefix, interval)
+        except Unimplemented as error:
+            raise Unimplemented(f"{server} has no status to show: it is a worker, or an old router") from error
 
 
 def _print_once(client: Client, prefix: str) -> None:
@@ -74,13 +88,16 @@ def _watch(client: Client, prefix: str, interval_s: float) -> None:
             live.refresh()
             time.sleep(interval_s)
             try:
-                shown = screen(client.status(adapter_prefix=prefix), console.height)
+                status = client.status(adapter_prefix=prefix, timeout_s=LOOK_S)
+                shown = screen(status, console.height)
                 live.update(shown)
             except LoraplexError as error:
                 if error.exit_code == 2:
                     raise
+                is_silent = isinstance(error, DeadlineExceeded)
+                words = f"the router has not answered for {LOOK_S:g} s" if is_silent else error.message
                 # The server may come back; what was seen last stays.
-                live.update(Group(Text(terminal.without_control(error.message), style="red"), shown))
+                live.update(Group(Text(terminal.without_control(words), style="red"), shown))
 
 
 def screen(status: RouterStatus, num_lines: int) -> Group:

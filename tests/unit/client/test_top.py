@@ -18,7 +18,7 @@ from rich.console import Console
 from loraplex import Client
 from loraplex.cli.main import main
 from loraplex.cli.top import screen, sparkline
-from loraplex_contracts.errors import PermissionDenied
+from loraplex_contracts.errors import PermissionDenied, Unimplemented
 from loraplex_proto.v1 import status_pb2
 
 Capture = pytest.CaptureFixture[str]
@@ -108,7 +108,14 @@ def test_errors_are_one_sentence(fake: Any, capsys: Capture) -> None:
     assert main(["top", fake.address, "--interval", "nan"]) == 2
 
 
+def test_a_worker_has_none(fake: Any, capsys: Capture) -> None:
+    fake.error = Unimplemented("the server does not know this method")
+    assert main(["top", fake.address]) != 0
+    assert f"{fake.address} has no status to show: it is a worker" in capsys.readouterr().err
+
+
 def test_live_in_a_terminal_until_ctrl_c(fake: Any) -> None:
+    """Also while the router is frozen."""
     fake.status = a_status()
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
@@ -116,12 +123,19 @@ def test_live_in_a_terminal_until_ctrl_c(fake: Any) -> None:
         stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "COLUMNS": "150", "LINES": "40"},
     )  # fmt: skip
     os.close(theirs)
-    try:
+
+    def read_until(said: bytes, times: int) -> bytes:
         shown, deadline = b"", time.monotonic() + 30
-        while shown.count(b"workers serve") < 3 and time.monotonic() < deadline:
+        while shown.count(said) < times and time.monotonic() < deadline:
             shown += os.read(ours, 1 << 16)
-        assert shown.count(b"workers serve") >= 3
-        assert b"\x1b[2J<b>" not in shown
+        assert shown.count(said) >= times
+        return shown
+
+    try:
+        assert b"\x1b[2J<b>" not in read_until(b"workers serve", 3)
+        fake.delay_s = 60.0
+        _, _, rest = read_until(b"has not answered for 5 s", 1).partition(b"has not answered for 5 s")
+        assert b"workers serve" in rest or read_until(b"workers serve", 1), "what was seen last stays"
         process.send_signal(signal.SIGINT)
         while True:  # until it has put the screen back
             try:
