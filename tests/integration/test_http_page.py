@@ -179,6 +179,11 @@ def watch(url: str, token: str) -> dict[str, Any]:
             f"  colours: [...document.querySelectorAll('td.tier')].map(one => getComputedStyle(one).backgroundColor)"
             f"}}))({texts})"
         )
+        page.run(
+            "window.fetch = (url, { signal }) => new Promise((_, fail) =>"
+            "  signal.addEventListener('abort', () => fail(signal.reason)))"
+        )
+        page.until("document.getElementById('listing').textContent.endsWith('no answer for 5 s')", 20)
         return {**found, "log": page.log}
 
 

@@ -6,6 +6,7 @@ const STATES = {
 };
 const SERVES = ["WORKER_STATE_SERVING", "WORKER_STATE_STARTING"];
 const TIERS = { 4: ["D", "on the device"], 3: ["H", "in the host's memory"], 2: ["S", "in the store on disk"] };
+const LOOK_MS = 5000; // a router that takes longer may be frozen
 let timer = null;
 let isLooking = false;
 
@@ -117,7 +118,8 @@ function showErrors(errors) {
 async function look() {
   const line = byId("listing");
   try {
-    const answer = await fetch(`v1/status?prefix=${encodeURIComponent(byId("filter").value)}`, { headers: headers() });
+    const answer = await fetch(`v1/status?prefix=${encodeURIComponent(byId("filter").value)}`,
+      { headers: headers(), signal: AbortSignal.timeout(LOOK_MS) });
     if (!answer.ok) throw new Error(await errorOf(answer));
     const status = await answer.json();
     showFigures(status);
@@ -130,7 +132,8 @@ async function look() {
       + `${state}up for ${duration(status.uptime_s)}`;
     line.className = "";
   } catch (error) {
-    line.textContent = `the status could not be read: ${error.message}`;
+    const why = error.name === "TimeoutError" ? `no answer for ${LOOK_MS / 1000} s` : error.message;
+    line.textContent = `the status could not be read: ${why}`;
     line.className = "error";
   }
 }
