@@ -1,4 +1,4 @@
-"""Environment variables of the SDK: server, token and retries.
+"""Environment variables of the SDK, server, token and retries, and those by which a shell asks for completions.
 
 Each is read when a client is made.
 """
@@ -10,6 +10,7 @@ from typing import Final
 
 from loraplex_contracts.errors import InvalidArgument
 
+PROGRAM: Final = "loraplex"
 DEFAULT_SERVER: Final = "localhost:50051"
 DEFAULT_RETRIES: Final = 3
 
@@ -21,6 +22,14 @@ RETRIES_VARIABLE: Final = "LORAPLEX_RETRIES"
 def quiet_grpc() -> None:
     """gRPC's library writes no lines of its own to stderr, unless GRPC_VERBOSITY asks for them. Before any channel."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+def words_to_complete() -> list[str]:
+    """The command line that a shell wants completed, without the program; empty where none does. typer names the
+    variables."""
+    if f"_{PROGRAM.upper()}_COMPLETE" not in os.environ:
+        return []
+    return (os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")).split()[1:]
 
 
 def server_in_force(given: str | None) -> str:

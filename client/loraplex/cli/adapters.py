@@ -12,7 +12,7 @@ import typer
 
 from loraplex import Adapter, InvalidArgument, LoraplexError
 from loraplex.cli import terminal
-from loraplex.cli.options import DEFAULT_SERVER, Connection, HubTokenOption, JsonOption, ServerOption
+from loraplex.cli.options import DEFAULT_SERVER, Connection, HubTokenOption, JsonOption, NameArgument, ServerOption
 from loraplex.types import AdapterState
 from loraplex_contracts.adapters import HUB_SOURCE
 from loraplex_proto.enums import ADAPTER_STATES
@@ -23,9 +23,6 @@ adapters = typer.Typer(
     "A server loads an adapter by itself at the first request that names it; `load` does it ahead of time.",
     no_args_is_help=True,
 )
-
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The adapter's name, as in requests.")]
-
 
 def check_state(state: str | None) -> None:
     """Raises InvalidArgument for a state that there is not, with the one that it may stand for."""

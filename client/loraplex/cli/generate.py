@@ -24,6 +24,7 @@ from loraplex import (
     Usage,
 )
 from loraplex.cli import terminal
+from loraplex.cli.completion import adapter_names
 from loraplex.cli.options import (
     DEFAULT_SERVER,
     HUB_TOKEN_HELP,
@@ -50,7 +51,9 @@ _chatting = partial(option, panel="Chat")
 class Wanted:
     """Options of the request, under their names in the SDK."""
 
-    adapter_id: str = option("", "Adapter to use, by name. Default: none, the base model.", "--adapter", "-a")
+    adapter_id: str = option(
+        "", "Adapter to use, by name. Default: none, the base model.", "--adapter", "-a", complete=adapter_names
+    )
     adapters: Any = option(
         None,
         "Use the sum of these adapters instead, each times its weight (1 where none is given).",

@@ -20,7 +20,7 @@ import typer
 import loraplex_proto
 from loraplex.cli.help import Command
 from loraplex.cli.terminal import complain
-from loraplex.config import quiet_grpc
+from loraplex.config import PROGRAM, quiet_grpc, words_to_complete
 from loraplex_contracts.errors import LoraplexError, Unauthenticated
 
 GROUP: Final = "loraplex.commands"
@@ -89,11 +89,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 still gets the rest of the text
     commands = find_commands()
-    wanted = arguments[0] if arguments and arguments[0] in commands else None
+    completed = words_to_complete()  # there are no arguments then
+    wanted = next((word for word in completed or arguments[:1] if word in commands), None)
     if wanted is not None and commands[wanted].module.startswith("loraplex.cli"):
         quiet_grpc()  # errors are one sentence each
     try:
-        build_app(commands, wanted)(args=arguments, prog_name="loraplex")
+        build_app(commands, wanted)(args=arguments, prog_name=PROGRAM)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
@@ -110,6 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing = error.name or ""
         if wanted is None or not missing or missing.partition(".")[0] == "loraplex":
             raise  # a bug of ours
+        if completed:
+            return 1  # a shell waits; whoever calls the command gets the sentence
         complain(_missing(commands[wanted], missing))
         return 1
     return 0

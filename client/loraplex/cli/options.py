@@ -28,6 +28,7 @@ from loraplex import (
     Tls,
 )
 from loraplex.cli import terminal
+from loraplex.cli.completion import adapter_names, speculation_kinds
 from loraplex.config import DEFAULT_SERVER as DEFAULT_SERVER
 from loraplex.config import RETRIES_VARIABLE, SERVER_VARIABLE, TOKEN_VARIABLE
 from loraplex_contracts.mixtures import DEFAULT_WEIGHT
@@ -60,6 +61,9 @@ HUB_TOKEN_HELP = (
 HUB_TOKEN_VARIABLE = "LORAPLEX_HUB_TOKEN"
 HubTokenOption = Annotated[
     str, typer.Option("--hub-token", envvar=HUB_TOKEN_VARIABLE, help=HUB_TOKEN_HELP, show_default=False)
+]
+NameArgument = Annotated[
+    str, typer.Argument(metavar="NAME", help="The adapter's name, as in requests.", autocompletion=adapter_names)
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -251,6 +255,7 @@ class Drafting:
         "--speculation",
         metavar="KIND[:NAME]",
         parse=parse_speculation,
+        complete=speculation_kinds,
     )
     max_draft_tokens: int | None = _drafting(None, "Guess this many tokens at a time at most.", "--max-draft-tokens")
     fixed_draft_length: bool = _drafting(
