@@ -1,6 +1,6 @@
-"""Environment variables of the SDK, server, token and retries, and those by which a shell asks for completions.
+"""Environment variables of the SDK and of the command.
 
-Each is read when a client is made.
+Server, token and retries are read when a client is made.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ adapters = typer.Typer(
     no_args_is_help=True,
 )
 
+
 def check_state(state: str | None) -> None:
     """Raises InvalidArgument for a state that there is not, with the one that it may stand for."""
     if state is None or state in ADAPTER_STATES:

@@ -16,7 +16,6 @@ import typer
 
 from loraplex import Chat, Chunk, InvalidArgument, LoraplexError, Timings, Usage
 from loraplex.cli import terminal
-from loraplex.cli.completion import adapter_names
 from loraplex.cli.generate import summary_of
 from loraplex.cli.options import (
     DEFAULT_SERVER,
@@ -25,6 +24,7 @@ from loraplex.cli.options import (
     JsonOption,
     Sampling,
     ServerOption,
+    complete_adapter,
     options_of,
     parse_speculation,
 )
@@ -45,7 +45,7 @@ class Wanted:
     """Options of every turn, under their names in the SDK."""
 
     adapter_id: str = option(
-        "", "Adapter to begin with. Default: none, the base model.", "--adapter", "-a", complete=adapter_names
+        "", "Adapter to begin with. Default: none, the base model.", "--adapter", "-a", complete=complete_adapter
     )
     max_tokens: int | None = option(None, "Stop an answer after this many tokens.", "--max-tokens")
     stop: tuple[str, ...] = option((), "End an answer before this string. May be given several times.", "--stop")

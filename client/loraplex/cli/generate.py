@@ -24,7 +24,6 @@ from loraplex import (
     Usage,
 )
 from loraplex.cli import terminal
-from loraplex.cli.completion import adapter_names
 from loraplex.cli.options import (
     DEFAULT_SERVER,
     HUB_TOKEN_HELP,
@@ -34,6 +33,7 @@ from loraplex.cli.options import (
     JsonOption,
     Sampling,
     ServerOption,
+    complete_adapter,
     options_of,
     parse_ids,
     parse_members,
@@ -52,7 +52,7 @@ class Wanted:
     """Options of the request, under their names in the SDK."""
 
     adapter_id: str = option(
-        "", "Adapter to use, by name. Default: none, the base model.", "--adapter", "-a", complete=adapter_names
+        "", "Adapter to use, by name. Default: none, the base model.", "--adapter", "-a", complete=complete_adapter
     )
     adapters: Any = option(
         None,

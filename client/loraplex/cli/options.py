@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import builtins
 import json
+import logging
 import sys
 from collections import abc
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import dataclass, fields, make_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin, get_type_hints
@@ -24,22 +25,24 @@ from loraplex import (
     DraftModel,
     GenerateOptions,
     InvalidArgument,
+    LoraplexError,
     Medusa,
     Tls,
 )
 from loraplex.cli import terminal
-from loraplex.cli.completion import adapter_names, speculation_kinds
 from loraplex.config import DEFAULT_SERVER as DEFAULT_SERVER
 from loraplex.config import RETRIES_VARIABLE, SERVER_VARIABLE, TOKEN_VARIABLE
 from loraplex_contracts.mixtures import DEFAULT_WEIGHT
 from loraplex_contracts.sampling import SAMPLING_OPTIONS
-from loraplex_runtime.flags import option
+from loraplex_runtime.flags import configure, flags_of, option
 
 _connection = partial(option, panel="Connection")
 _sampling = partial(option, panel="Sampling")
 _drafting = partial(option, panel="Speculation: the same text, sooner")
 
 _ADDRESS_VARIABLE = SERVER_VARIABLE
+_SPECULATION = ("off", "auto", "prompt_lookup", "medusa", "draft_model")
+_TAB_S = 2.0  # somebody has pressed Tab and waits
 
 ServerOption = Annotated[
     str,
@@ -61,9 +64,6 @@ HUB_TOKEN_HELP = (
 HUB_TOKEN_VARIABLE = "LORAPLEX_HUB_TOKEN"
 HubTokenOption = Annotated[
     str, typer.Option("--hub-token", envvar=HUB_TOKEN_VARIABLE, help=HUB_TOKEN_HELP, show_default=False)
-]
-NameArgument = Annotated[
-    str, typer.Argument(metavar="NAME", help="The adapter's name, as in requests.", autocompletion=adapter_names)
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -128,6 +128,29 @@ class Connection:
             raise InvalidArgument("--client-cert and --client-key go together", field="--client-cert")
         ca, key, certificate = (None if one is None else _read_bytes(one) for one in files)
         return Tls(ca, key, certificate, self.tls_name or None)
+
+
+def complete_adapter(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Adapters of the server that the command line, or the environment, names; none, and no words, where it does not
+    answer: they would land in the user's command line."""
+    logging.getLogger("loraplex").setLevel(logging.CRITICAL)
+    given: Any = ctx.params
+    try:
+        connection = configure(Connection, list(flags_of(Connection)), given, {})
+        quick = replace(connection, timeout_s=_TAB_S, connect_timeout_s=_TAB_S, retries=0)
+        with quick.client(given["server"]) as client:
+            return [one.adapter_id for one in client.adapters.list(prefix=incomplete)]
+    except LoraplexError:
+        return []
+
+
+NameArgument = Annotated[
+    str, typer.Argument(metavar="NAME", help="The adapter's name, as in requests.", autocompletion=complete_adapter)
+]
+
+
+def _complete_speculation(ctx: typer.Context, incomplete: str) -> list[str]:
+    return [kind for kind in _SPECULATION if kind.startswith(incomplete)]
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -255,7 +278,7 @@ class Drafting:
         "--speculation",
         metavar="KIND[:NAME]",
         parse=parse_speculation,
-        complete=speculation_kinds,
+        complete=_complete_speculation,
     )
     max_draft_tokens: int | None = _drafting(None, "Guess this many tokens at a time at most.", "--max-draft-tokens")
     fixed_draft_length: bool = _drafting(

@@ -48,6 +48,7 @@ from loraplex_server.model.memory import (
     state_slot_bytes,
     step_bytes,
 )
+from loraplex_server.model.places import models_of, reaching_hub
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.sampling.sampler import Sampler
 from loraplex_server.scheduler.admission import SchedulerConfig
@@ -78,7 +79,11 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: 
         progress(
             f"without native CPU kernels --quantize {form.name} saves neither time nor memory: see loraplex doctor"
         )
-    with served_model(config.model.model, config.model.revision) as served:
+    with (
+        reaching_hub(models_of(config)),
+        served_model(config.model.model, config.model.revision) as served,
+        reaching_hub([(served.base, served.revision)]),  # which heads may name
+    ):
         loaded = load_model(
             served.base,
             dtype=config.model.dtype,

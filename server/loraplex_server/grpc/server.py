@@ -33,6 +33,7 @@ from loraplex_server.grpc.load_service import WorkerServicer
 from loraplex_server.grpc.metrics import WorkerCollector, WorkerMetrics, describe_engine
 from loraplex_server.grpc.middleware import RequestGate, service_handler
 from loraplex_server.grpc.pooling_service import PoolingServicer
+from loraplex_server.model.places import check_places, reaching_hub
 from loraplex_server.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
@@ -125,6 +126,8 @@ async def start_worker(
     )
     source: SourceWatch | None = None
     try:
+        if builder is None:
+            await asyncio.to_thread(check_places, config.engine)
         source = SourceWatch(make_source(config.engine.adapters.root))  # the Hub cannot be listed
         info = await engine.start(on_progress, inline=inline, builder=builder)
         if tokenizer is None:  # in a thread: health checks are answered meanwhile
@@ -160,7 +163,8 @@ def _load_tokenizer(info: ModelInfo, chat: ChatConfig) -> TextTokenizer:
         chat_template = None if chat.template is None else chat.template.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise InvalidArgument(f"{chat.template} cannot be read: {error}", field="--chat-template") from error
-    return TextTokenizer.from_pretrained(info.base, revision=info.base_revision, chat_template=chat_template)
+    with reaching_hub([(info.base, info.base_revision)]):
+        return TextTokenizer.from_pretrained(info.base, revision=info.base_revision, chat_template=chat_template)
 
 
 def _response_format(tokenizer: TextTokenizer, chat: ChatConfig, chat_template: str | None) -> ResponseFormat | None:

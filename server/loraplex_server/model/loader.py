@@ -512,7 +512,7 @@ def reading(model_id: str) -> Generator[None]:
     except (LoraplexError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        log.info("%s cannot be loaded", model_id, exc_info=error)
+        log.debug("%s cannot be loaded", model_id, exc_info=error)
         raise UnsupportedModel(f"{model_id} cannot be loaded: {_told(error)}") from error
 
 

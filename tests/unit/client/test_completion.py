@@ -60,9 +60,7 @@ def test_adapters_of_the_server(fake: Any, complete: Any, words: tuple[str, ...]
     assert seen.request.prefix == "s"
 
 
-def test_the_server_and_the_token_of_the_environment(
-    fake: Any, complete: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_server_and_the_token_of_the_environment(fake: Any, complete: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORAPLEX_SERVER", fake.address)
     monkeypatch.setenv("LORAPLEX_TOKEN", "secret")
     fake.adapters = [adapter_pb2.Adapter(adapter_id="sql")]

@@ -1,0 +1,100 @@
+"""Places of a server's models: folders, the Hub's cache, the Hub. They are checked before anything is loaded.
+
+A Hub that cannot be reached is found out once, within seconds: its own library asks six times for every file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from loraplex_contracts.errors import AdapterNotFound, UnsupportedModel
+from loraplex_server.config import EngineConfig
+
+Model = tuple[str, str | None]  # directory or Hub id, and revision
+
+HUB_ID: Final = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")
+MAX_WAIT_S: Final = 3.0
+
+
+def check_places(config: EngineConfig) -> None:
+    """Raises UnsupportedModel for a model that is nowhere, AdapterNotFound for default heads that are not."""
+    with reaching_hub(models_of(config)):
+        pass
+    heads, adapters = config.speculation.default_medusa, config.adapters
+    if not heads or adapters.hub or (adapters.root is not None and (adapters.root / heads).is_dir()):
+        return
+    from loraplex_server.model.medusa_model import MODEL_HEADS  # late: it imports torch
+
+    if heads != MODEL_HEADS:
+        raise AdapterNotFound(
+            f"there are no Medusa heads {heads!a} (--default-medusa); name a folder under --adapters",
+            field="--default-medusa",
+        )
+
+
+def models_of(config: EngineConfig) -> list[Model]:
+    """The base model, and draft models with their adapters."""
+    drafts = [place for draft in config.speculation.drafts for place in (draft.model, draft.adapter) if place]
+    return [(config.model.model, config.model.revision), *((place, None) for place in drafts)]
+
+
+@contextmanager
+def reaching_hub(models: Iterable[Model]) -> Generator[None]:
+    """Within the block a Hub that does not answer is not asked, where its cache has all models. Raises UnsupportedModel
+    for a model that is neither a folder, nor in the cache, nor to be asked for."""
+    on_hub = [model for model in models if not _is_folder(model[0])]
+    if not on_hub:
+        yield
+        return
+    from huggingface_hub import constants
+
+    missing = [name for name, revision in on_hub if not _is_cached(name, revision)]
+    trouble = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _trouble(constants.ENDPOINT)
+    if trouble and missing:
+        raise UnsupportedModel(
+            f"{missing[0]} cannot be loaded: there is no such directory, and the Hub ({constants.ENDPOINT}) cannot be "
+            f"asked ({trouble}); give a directory, or HF_ENDPOINT for another Hub"
+        )
+    before: bool = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or bool(trouble)
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _is_folder(name: str) -> bool:
+    """False for the name of a repository. Raises UnsupportedModel for what is neither."""
+    path = Path(name)
+    if path.is_dir():
+        if not any((path / file).exists() for file in ("config.json", "adapter_config.json")):
+            raise UnsupportedModel(f"{name} cannot be loaded: this directory has no config.json")
+        return True
+    if path.exists():
+        raise UnsupportedModel(f"{name} cannot be loaded: it is a file; give the directory of a checkpoint")
+    if not HUB_ID.fullmatch(name):
+        raise UnsupportedModel(f"{name} cannot be loaded: there is no such directory")
+    return False
+
+
+def _is_cached(name: str, revision: str | None) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    files = ("config.json", "adapter_config.json")
+    return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files)
+
+
+def _trouble(endpoint: str) -> str:
+    """Why the Hub does not answer; empty where it does, whatever it says."""
+    from huggingface_hub import get_session
+
+    session: Any = get_session()
+    try:
+        session.head(endpoint, timeout=MAX_WAIT_S)
+    except Exception as error:  # of the library's HTTP client, which may be another one tomorrow
+        return str(error) or type(error).__name__
+    return ""
