@@ -1,11 +1,45 @@
-"""Reports of a server's process to its supervisor: JSON lines on standard output."""
+"""Reports of a server's process to its supervisor: JSON lines on standard output, and progress that counts."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+import re
+import time
+from collections.abc import Callable
+from typing import Any, Final
 
 from loraplex_contracts.errors import FailedPrecondition, LoraplexError, by_reason
+
+Progress = Callable[[str], None]
+
+_COUNT: Final = re.compile(r": ([\d.]+) of ([\d.]+)\b")
+_PAUSE_S: Final = 0.2
+
+
+def no_progress(text: str) -> None:
+    """Tells nobody."""
+
+
+def counted(progress: Progress, what: str, total: float, unit: str) -> Callable[[float], None]:
+    """A function that is told how much is done, and reports it a few times a second: "reading weights: 3 of 12
+    tensors"."""
+    last_s = 0.0
+
+    def tell(done: float) -> None:
+        nonlocal last_s
+        now_s = time.monotonic()
+        if done >= total or now_s - last_s >= _PAUSE_S:
+            last_s = now_s
+            progress(f"{what}: {done:.4g} of {total:.4g} {unit}")
+
+    return tell
+
+
+def share_of(text: str) -> float | None:
+    """How much is done, 0 to 1, where a text of progress counts."""
+    found = _COUNT.search(text)
+    total = float(found[2]) if found else 0.0
+    return min(1.0, float(found[1]) / total) if found and total > 0 else None
 
 
 def report_of(line: bytes) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from loraplex_contracts.plan import AdapterUse
+from loraplex_runtime.reports import Progress, no_progress
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cpu import decoder
 from loraplex_server.backends.cpu.decoder import FoundStack, find_stack
@@ -57,6 +58,7 @@ class PackingBackend(Backend):
         *,
         far: Sequence[int] = (),
         form: WeightFormat | None = None,
+        progress: Progress = no_progress,
     ) -> FoundStack | None:
         assert self.kernels is not None
         return find_stack(model, attention, self.kernels, context)

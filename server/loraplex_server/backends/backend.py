@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
+from loraplex_runtime.reports import Progress, no_progress
 from loraplex_server.backends.cpu.decoder import FoundStack
 from loraplex_server.backends.cpu.medusa import NativeGuesser
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
@@ -137,6 +138,7 @@ class Backend:
         *,
         far: Sequence[int] = (),
         form: WeightFormat | None = None,
+        progress: Progress = no_progress,
     ) -> FoundStack | None:
         """All decoder layers in one call, where that is proven to compute the same; None: they stay. See
         `cpu.decoder.find_stack`."""

@@ -5,16 +5,29 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from collections.abc import Sequence
+from typing import Final
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
-from rich.status import Status
+from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TextColumn
 
 from loraplex_contracts.errors import LoraplexError
+from loraplex_runtime.reports import share_of
 from loraplex_runtime.shutdown import HOW_TO_HURRY, unread_output_is_lost
 
 log = logging.getLogger("loraplex.start")
+
+# Elsewhere than on a terminal, progress that counts is told so often, and at its end.
+_COUNT_S: Final = 5.0
+
+
+class _Bar(BarColumn):
+    """A bar where there is a count, else nothing."""
+
+    def render(self, task: Task) -> RenderableType:  # type: ignore[override]
+        return "" if task.total is None else super().render(task)
 
 
 class _Console(Console):
@@ -24,15 +37,16 @@ class _Console(Console):
 
 
 class Report:
-    """Owns the spinner. Progress goes to stderr; `--json` lines go to stdout, where a supervisor reads them. A
-    closed stream loses the text and does no other harm."""
+    """Owns the spinner and its bar. Progress goes to stderr; `--json` lines go to stdout, where a supervisor reads
+    them. A closed stream loses the text and does no other harm."""
 
     def __init__(self, what: str, *, as_json: bool) -> None:
         self._what = what
         self._as_json = as_json
         self._is_logged = False
         self._console = _Console(stderr=True, highlight=False)
-        self._status: Status | None = None
+        self._shown: Progress | None = None
+        self._counted_s = 0.0
 
     def use_log(self) -> None:
         """Sends messages for people to the log from here on, so that with --log-format json each line is an object."""
@@ -41,25 +55,47 @@ class Report:
     def __enter__(self) -> Report:
         if not (self._as_json or self._is_logged) and self._console.is_terminal:
             with unread_output_is_lost():
-                self._status = self._console.status(f"starting the {self._what}")
-                self._status.start()
+                columns = (SpinnerColumn(), TextColumn("{task.description}"), _Bar(bar_width=30))
+                self._shown = Progress(*columns, console=self._console, transient=True)
+                self._shown.add_task(f"starting the {self._what}", total=None)
+                self._shown.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop_spinner()
 
     def progress(self, text: str) -> None:
+        share = share_of(text)
         with unread_output_is_lost():
             if self._as_json:
                 self._line(event="progress", text=text)
+            elif self._shown is not None:
+                (task,) = self._shown.tasks
+                self._shown.update(task.id, description=escape(text), completed=share or 0.0)
+                task.total = None if share is None else 1.0
+            elif share is not None and not self._is_due(share):
+                pass
             elif self._is_logged:
                 log.info("%s: %s", self._what, text)
-            elif self._status is not None:
-                self._status.update(escape(text))
             else:
                 print(f"{self._what}: {text}", file=sys.stderr, flush=True)
 
-    def ready(self, address: str, model_id: str, metrics_ports: Sequence[int] = (), http: str | None = None) -> None:
+    def _is_due(self, share: float) -> bool:
+        now_s = time.monotonic()
+        if share < 1 and now_s - self._counted_s < _COUNT_S:
+            return False
+        self._counted_s = now_s
+        return True
+
+    def ready(
+        self,
+        address: str,
+        model_id: str,
+        metrics_ports: Sequence[int] = (),
+        http: str | None = None,
+        hints: Sequence[str] = (),
+    ) -> None:
+        """`hints`: lines for a person, such as how to try it."""
         self._stop_spinner()
         if self._as_json:
             more = {} if http is None else {"http": http}
@@ -68,6 +104,8 @@ class Report:
             metrics = f", metrics on {', '.join(map(str, metrics_ports))}" if metrics_ports else ""
             metrics += "" if http is None else f", HTTP on {http}"
             self._print(f"{self._what} ready on {address}, serving {model_id}{metrics} (Ctrl-C ends it)")
+            for hint in hints:
+                self._print(hint)
 
     def draining(self, num_requests: int) -> None:
         if self._as_json:
@@ -89,10 +127,10 @@ class Report:
         return error.exit_code
 
     def _stop_spinner(self) -> None:
-        if self._status is not None:
+        if self._shown is not None:
             with unread_output_is_lost():
-                self._status.stop()
-            self._status = None
+                self._shown.stop()
+            self._shown = None
 
     def _print(self, text: str) -> None:
         if self._is_logged:

@@ -7,9 +7,10 @@ that `serve` and `demo` share. Imports no torch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import sys
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,6 +56,8 @@ class Http:
 # The workers' --adapters is the root of paths in requests.
 HTTP_FLAGS = [flag for flag in flags_of(HttpOptions) if flag.path != ("adapter_root",)]
 NO_HTTP = Http()
+MAX_NAMES = 5  # of adapters, on the line of a server that is ready
+DEFAULT_PORT = "50051"  # of the commands that ask a server
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +237,32 @@ def serve(
     sys.exit(code)
 
 
+def first_steps(config: WorkerConfig, address: str, http_address: str | None) -> list[str]:
+    """What a person may do next: lines with adapters and commands."""
+    adapters = config.engine.adapters
+    names: Sequence[str] = ()
+    if adapters.root is not None:
+        from loraplex_adapters.sources.directory import DirectorySource  # late: printing help needs no files
+
+        with contextlib.suppress(LoraplexError, OSError):
+            names = DirectorySource(adapters.root).list()
+    hints: list[str] = []
+    if adapters.root is not None:
+        shown = ", ".join(names[:MAX_NAMES]) + (", …" if len(names) > MAX_NAMES else "")
+        more = "; more may be added at any time"
+        hints.append(f"  adapters in {adapters.root}: " + (f"{len(names)} ({shown})" if names else "none yet") + more)
+    host, _, port = address.rpartition(":")
+    host = "127.0.0.1" if host in ("0.0.0.0", "[::]") else host
+    command = "" if port == DEFAULT_PORT and host == "127.0.0.1" else f" --server {host}:{port}"
+    command += " --tls" if config.tls_cert is not None else ""
+    command += " --token TOKEN" if config.auth_file is not None else ""
+    command += f" --adapter {names[0]}" if names else ""
+    hints.append(f'  try it: loraplex generate "Hello"{command}')
+    if http_address is not None:
+        hints.append(f"  or open http{'s' if config.tls_cert is not None else ''}://{http_address}/ in a browser")
+    return hints
+
+
 async def _serve(
     model: str, config: WorkerConfig, num_workers: int, given: Mapping[str, Any], report: Report, http: Http
 ) -> int:
@@ -247,7 +276,8 @@ async def _serve(
     async with serving(config, spec, num_workers, token, report.progress, ending, http) as served:
         if served is None:
             return ending.status
-        report.ready(served.address, model, served.metrics_ports, served.http_address)
+        hints = first_steps(config, served.address, served.http_address)
+        report.ready(served.address, model, served.metrics_ports, served.http_address, hints)
         await ending.asked.wait()
         report.draining(served.num_requests())
     return 0

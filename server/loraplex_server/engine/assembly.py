@@ -94,6 +94,7 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: 
             # The native decoder does its own attention and would ignore another choice.
             replaces_decoder=config.model.attention in ("auto", "native"),
             form=form,
+            progress=progress,
         )
         if loaded.decoder is not None:
             # Torch has little left to do, and its threads would spin on the cores that the kernels need.
@@ -150,6 +151,7 @@ def assemble(
         runner.warm_up(batch.max_step_tokens, progress)
     runner.capture(captured_shapes(config, backend), progress)
     manager = _manager(loaded, config.adapters, slots, heads, notify, served.heads)
+    progress("measuring how long steps take")
     speculator = build_speculator(
         config,
         Target(loaded, served, runner, manager, heads),

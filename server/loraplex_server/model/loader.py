@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, UnsupportedModel
 from loraplex_contracts.sampling import SAMPLING_OPTIONS
+from loraplex_runtime.reports import Progress, no_progress
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.equivalence import compare, compare_all
 from loraplex_server.backends.fusion import FusedOps, fuse, separate
@@ -66,6 +67,7 @@ from loraplex_server.model.probe import (
 from loraplex_server.model.rope import scale_by_token
 from loraplex_server.model.rounding import round_weights
 from loraplex_server.model.self_test import reference_texts, verify_loaded
+from loraplex_server.model.weights_progress import telling_of_weights
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +102,7 @@ def load_model(
     form: WeightFormat | None = None,
     verify: bool = True,
     amend: Callable[[PreTrainedModel], PreTrainedModel] | None = None,
+    progress: Progress = no_progress,
 ) -> LoadedModel:
     """Loads a directory or a Hub id. Raises UnsupportedModel with the reason, InvalidArgument on a bad option.
 
@@ -115,7 +118,7 @@ def load_model(
     register_attention()
     if dtype != "auto" and dtype not in DTYPES:
         raise InvalidArgument(f"{dtype!r} is not a dtype; use auto or one of {', '.join(DTYPES)}", field="--dtype")
-    with reading(model_id):
+    with reading(model_id), telling_of_weights(progress) as how:
         model = read_language_model(
             model_id,
             copy.deepcopy(config),
@@ -123,6 +126,7 @@ def load_model(
             dtype=DTYPES.get(dtype, dtype),
             trust_remote_code=False,
             **dequantising(config, DTYPES.get(dtype, dtype)),
+            **how,
         )
     if amend is not None:
         model = amend(model)
@@ -136,6 +140,7 @@ def load_model(
             replaces_decoder=replaces_decoder,
             form=form,
             verify=verify,
+            progress=progress,
         )
 
 
@@ -148,6 +153,7 @@ def adopt_model(
     replaces_decoder: bool = True,
     form: WeightFormat | None = None,
     verify: bool = True,
+    progress: Progress = no_progress,
 ) -> LoadedModel:
     """Prepares a model that is in memory already. It is changed in place and belongs to the result from here on.
 
@@ -174,6 +180,7 @@ def adopt_model(
         backend.check_quantize(form)
         kernels = backend.kernels
         digests = round_weights(model, form, partial(kernels.round_, form=form) if kernels is not None else None)
+    progress("checking what the model computes")
     context = StepContext()
     rope = scale_by_token(model, context)
     probe = probe_model(model, model_id, context_tokens, context)
@@ -184,7 +191,9 @@ def adopt_model(
     model.set_attn_implementation(SERVING)
     make_base, found = backend.linears(form), None
     if replaces_decoder and not probe.states:
-        found = backend.find_decoder(model, probe.attention, context, far=probe.far, form=form)
+        found = backend.find_decoder(model, probe.attention, context, far=probe.far, form=form, progress=progress)
+    if found is None:
+        progress("packing weights")
     norms = _norm_places(model, probe, context, dtype)
     targets = adapt_modules(model, probe, context, dtype, make_base, keeps_head=not digests)
     if backend.merges_linears:
@@ -225,6 +234,7 @@ def adopt_model(
         digests=digests,
     )
     if reference is not None:
+        progress("comparing texts with those of Transformers")
         direct = find_direct_forward(model, found.path) if found is not None else None
         verify_loaded(loaded, reference, direct)
     return loaded

@@ -164,6 +164,7 @@ class TextTokenizer:
 
         path = Path(model)
         if path.is_dir() and not any((path / name).exists() for name in _TOKENIZER_FILES):
+            _logger.warning("%s has no tokenizer; serving token ids only", model)
             return cls(None)
         try:
             loaded = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from loraplex_contracts.errors import InvalidArgument
+from loraplex_runtime.reports import Progress, no_progress
 from loraplex_server.backends.backend import Backend, Implementation, Wanted
 from loraplex_server.backends.cpu.attention import NativePagedAttention, reason_against
 from loraplex_server.backends.cpu.decoder import FoundStack, find_stack
@@ -127,10 +128,11 @@ class CpuBackend(Backend):
         *,
         far: Sequence[int] = (),
         form: WeightFormat | None = None,
+        progress: Progress = no_progress,
     ) -> FoundStack | None:
         if self.kernels is None:
             return None
-        return find_stack(model, attention, self.kernels, context, far=far, form=form)
+        return find_stack(model, attention, self.kernels, context, far=far, form=form, progress=progress)
 
     def medusa_guesser(self, head: nn.Module, dtype: torch.dtype) -> NativeGuesser | None:
         return native_guesser(self.kernels, head, dtype)

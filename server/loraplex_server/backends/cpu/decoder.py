@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loraplex_runtime.reports import Progress, counted, no_progress
 from loraplex_server.backends.cpu.attention import Plan, native_plan, plan_spans, reason_against
 from loraplex_server.backends.cpu.lora import NativeSegments, table_of
 from loraplex_server.backends.cpu.native.kernels import BAND, DTYPES, NO_RUNS, NativeKernels, PackedWeight, RunsOfRows
@@ -315,6 +316,7 @@ def find_stack(
     *,
     far: Sequence[int] = (),
     form: WeightFormat | None = None,
+    progress: Progress = no_progress,
 ) -> FoundStack | None:
     """The stack for this model's layers, packed, or None. `attention`: what the probe saw. `far`: positions that it is
     proved at, besides the first ones. `form`: weights are packed in few bits, which changes none that have been
@@ -323,7 +325,9 @@ def find_stack(
         path, layers = _list_of_layers(model, len(attention))
         specs = _specs(layers, attention)
         shape = _shape(layers[0], specs[0])
+        tell = counted(progress, "comparing native layers with the model's", len(layers), "layers")
         for idx, (layer, spec) in enumerate(zip(layers, specs, strict=True)):
+            tell(idx)
             _prove(idx, model, layer, _pack(layer, spec, shape, kernels), shape, kernels, far)
             if shape.dtype != torch.float32:
                 wide, wide_shape = copy.deepcopy(layer).float(), replace(shape, dtype=torch.float32)
@@ -333,7 +337,11 @@ def find_stack(
         return None
     shape = replace(shape, format=form)
     # Only now, and one by one: until all are proven the model may have to stay as it is, and its memory is not doubled.
-    weights = [_take(layer, spec, shape, kernels) for layer, spec in zip(layers, specs, strict=True)]
+    tell = counted(progress, "packing weights", len(layers), "layers")
+    weights: list[LayerWeights] = []
+    for layer, spec in zip(layers, specs, strict=True):
+        weights.append(_take(layer, spec, shape, kernels))
+        tell(len(weights))
     return FoundStack(path, layers, NativeStack(kernels, shape, weights, context), _final_norm(model, path, kernels))
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+from functools import partial
 
 import pytest
+from rich.console import Console
 
 from loraplex_contracts.errors import UnsupportedModel
+from loraplex_server.cli import report as cli_report
 from loraplex_server.cli.report import Report
 
 ERROR = UnsupportedModel("the model [m] is too odd")
@@ -31,6 +35,37 @@ def test_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
         "worker is draining: 2 requests under way (Ctrl-C again ends it at once)",
         "error: the model [m] is too odd",
     ]
+
+
+def test_hints_come_below_the_address(capsys: pytest.CaptureFixture[str]) -> None:
+    Report("server", as_json=False).ready("127.0.0.1:5", "m", hints=["  try it: loraplex generate [x]"])
+    assert capsys.readouterr().err.splitlines()[1:] == ["  try it: loraplex generate [x]"]
+    Report("server", as_json=True).ready("127.0.0.1:5", "m", hints=["  try it"])
+    assert "try it" not in capsys.readouterr().out
+
+
+def test_counts_are_told_now_and_then_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report("worker", as_json=False)
+    for number in range(1, 5):
+        report.progress(f"reading weights: {number} of 4 tensors")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["worker: reading weights: 1 of 4 tensors", "worker: reading weights: 4 of 4 tensors"]
+
+
+def test_counts_are_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(cli_report, "_Console", partial(Console, file=screen, force_terminal=True, width=100))
+    with Report("worker", as_json=False) as report:
+        report.progress("loading [m]")
+        report.progress("reading weights: 3 of 4 tensors")
+        assert report._shown is not None
+        (task,) = report._shown.tasks
+        assert (task.completed, task.total) == (0.75, 1.0)
+        report._shown.refresh()
+        report.progress("packing")
+        assert task.total is None
+    assert "reading weights: 3 of 4 tensors" in screen.getvalue()
+    assert "━━━" in screen.getvalue()
 
 
 def test_in_the_log(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
