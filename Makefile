@@ -4,6 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# uv installs where it is there, else pip; both show their progress.
+UV := $(shell command -v uv 2>/dev/null)
+PIP := $(if $(UV),$(UV) pip install --python $(BIN)/python --index-strategy unsafe-best-match,$(BIN)/python -m pip install)
+INDEX := $(if $(PIP_EXTRA_INDEX_URL),--extra-index-url $(PIP_EXTRA_INDEX_URL))
+
 NATIVE := $(BIN)/python -m loraplex_server.backends.cpu.native.build --objects build/native
 
 .PHONY: help install native demo test test-again test-nightly gpu-tests gpu-bench test-slow test-slow-models test-slow-servers conformance conformance-ci check format proto wire-baseline docs wheel serve clean
@@ -20,10 +25,10 @@ TRITON := triton==3.6.0
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q '$(TORCH)'
-	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install -q '$(TRITON)' \
+	$(PIP) $(INDEX) '$(TORCH)'
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(INDEX) '$(TRITON)' \
 		|| echo 'Triton cannot be had here; the tests of its kernels are skipped'
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(PIP) $(INDEX) -c constraints.txt -e '.[dev]'
 	@touch $@
 
 install: $(STAMP) native  ## make the virtual environment

@@ -1,0 +1,30 @@
+"""Test sessions by version of Python, run by hand: `nox` for all, `nox -s tests-3.13 -- tests/unit` for a part.
+
+A version whose interpreter is missing here is skipped by name.
+"""
+
+import nox
+
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.error_on_missing_interpreters = False
+nox.options.sessions = ["tests"]
+
+PYTHONS = nox.project.python_versions(nox.project.load_toml("pyproject.toml"))
+WITHOUT_TORCH = [f"tests/unit/{name}" for name in ("client", "contracts", "proto", "router", "runtime")]
+PYTEST = ["pytest>=8", "pytest-asyncio>=1", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis", "httpx2", "psutil"]
+
+
+@nox.session(python=PYTHONS)
+def tests(session: nox.Session) -> None:
+    """The ordinary suite, or what is named behind `--`."""
+    session.install("-c", "constraints.txt", "-e", ".[dev]")
+    session.run("python", "-m", "loraplex_server.backends.cpu.native.build", "--if-stale", "--optional")
+    chosen = session.posargs or ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+    session.run("python", "-m", "pytest", *chosen)
+
+
+@nox.session(python=PYTHONS)
+def light(session: nox.Session) -> None:
+    """Client, command and router as they are installed without torch, which is gigabytes on some machines."""
+    session.install("-c", "constraints.txt", "./packages/loraplex[router,otel]", *PYTEST)
+    session.run("python", "-m", "pytest", *(session.posargs or WITHOUT_TORCH))
