@@ -11,7 +11,15 @@ nox.options.sessions = ["tests"]
 
 PYTHONS = nox.project.python_versions(nox.project.load_toml("pyproject.toml"))
 WITHOUT_TORCH = [f"tests/unit/{name}" for name in ("client", "contracts", "proto", "router", "runtime")]
-PYTEST = ["pytest>=8", "pytest-asyncio>=1", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis", "httpx2", "psutil"]
+PYTEST = [
+    "pytest>=8",
+    "pytest-asyncio>=1",
+    "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
+    "hypothesis",
+    "httpx2",
+    "psutil",
+]
 
 
 @nox.session(python=PYTHONS)
