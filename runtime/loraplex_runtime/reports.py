@@ -1,4 +1,4 @@
-"""Reports of a server's process to its supervisor: JSON lines on standard output, and progress that counts."""
+"""Reports of a server's process to its supervisor, and progress that counts."""
 
 from __future__ import annotations
 

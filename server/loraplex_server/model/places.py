@@ -1,6 +1,7 @@
-"""Places of a server's models: folders, the Hub's cache, the Hub. They are checked before anything is loaded.
+"""Places of a server's models: folders, the Hub's cache, the Hub.
 
-A Hub that cannot be reached is found out once, within seconds: its own library asks six times for every file.
+They are checked before anything is loaded. A Hub that cannot be reached is found out once, within seconds: its own
+library asks six times for every file.
 """
 
 from __future__ import annotations

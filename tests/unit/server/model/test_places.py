@@ -1,4 +1,4 @@
-"""Models that are folders, in the Hub's cache, on a Hub that answers or not."""
+"""Models in folders, in the Hub's cache, on a Hub that is away."""
 
 from __future__ import annotations
 
