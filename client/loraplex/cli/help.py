@@ -21,6 +21,11 @@ MIN_COLUMNS: Final = 72
 class Command(TyperCommand):
     """A command with this help."""
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Also for the errors of wrong command lines."""
+        given = [one for one in self.get_params(ctx) if one.param_type_name == "argument"]
+        return ["[OPTIONS]", *(_name(one) if one.required else f"[{_name(one)}]" for one in given)]
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from rich.console import Console  # late: most runs print no help
         from rich.padding import Padding
@@ -28,9 +33,7 @@ class Command(TyperCommand):
         from rich.text import Text
 
         console = Console(highlight=False)
-        given = [one for one in self.get_params(ctx) if one.param_type_name == "argument"]
-        names = [_name(one) if one.required else f"[{_name(one)}]" for one in given]
-        usage = " ".join([ctx.command_path, "[OPTIONS]", *names])
+        usage = " ".join([ctx.command_path, *self.collect_usage_pieces(ctx)])
         console.print(Text.assemble("\n ", ("Usage: ", "yellow"), (usage, "bold"), "\n"))
         for paragraph in paragraphs(self.help or ""):
             console.print(Padding(Text(paragraph), (0, 1, 1, 1)))

@@ -67,3 +67,8 @@ def test_no_panel_is_longer_than_a_screen(command: str) -> None:
 def test_examples_keep_their_lines() -> None:
     text = "One sentence\nin two lines.\n\n    More.\n\n    Example: loraplex a\n    Example: loraplex b\n"
     assert paragraphs(text) == ["One sentence in two lines.", "More.", "Example: loraplex a", "Example: loraplex b"]
+
+
+def test_errors_name_arguments_as_the_help_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve"]) == 2
+    assert "Usage: loraplex serve [OPTIONS] MODEL" in capsys.readouterr().err
