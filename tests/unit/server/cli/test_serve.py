@@ -1,0 +1,56 @@
+"""Hints of a server that is ready: adapters, and how to try it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from loraplex_server.cli.serve import first_steps
+from loraplex_server.config import AdaptersConfig, EngineConfig, ModelConfig, WorkerConfig
+
+
+def config_of(root: Path | None) -> WorkerConfig:
+    return WorkerConfig(EngineConfig(ModelConfig("m"), adapters=AdaptersConfig(root=root)))
+
+
+def add(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).mkdir()
+        for file in ("adapter_config.json", "adapter_model.safetensors"):
+            (root / name / file).touch()
+
+
+def test_without_adapters() -> None:
+    assert first_steps(config_of(None), "127.0.0.1:50051", None) == ['  try it: loraplex generate "Hello"']
+
+
+def test_adapters_that_there_are(tmp_path: Path) -> None:
+    assert first_steps(config_of(tmp_path), "127.0.0.1:50051", None)[0].startswith(
+        f"  adapters in {tmp_path}: none yet;"
+    )
+    add(tmp_path, "sql")
+    said = first_steps(config_of(tmp_path), "127.0.0.1:50051", None)
+    assert said == [
+        f"  adapters in {tmp_path}: 1 (sql); more may be added at any time",
+        '  try it: loraplex generate "Hello" --adapter sql',
+    ]
+    add(tmp_path, *"abcdef")
+    assert ": 7 (a, b, c, d, e, …);" in first_steps(config_of(tmp_path), "127.0.0.1:50051", None)[0]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:5", "0.0.0.0:5", "[::]:5"])
+def test_the_address_of_the_command(address: str) -> None:
+    (hint,) = first_steps(config_of(None), address, None)
+    assert hint.endswith("--server 127.0.0.1:5")
+
+
+def test_what_credentials_need(tmp_path: Path) -> None:
+    for name in ("auth.json", "cert", "key"):
+        (tmp_path / name).write_text("{}")
+    files = {"auth_file": tmp_path / "auth.json", "tls_cert": tmp_path / "cert", "tls_key": tmp_path / "key"}
+    config = replace(config_of(None), **files)
+    command, page = first_steps(config, "127.0.0.1:50051", "127.0.0.1:8000")
+    assert command.endswith('"Hello" --tls --token TOKEN')
+    assert page == "  or open https://127.0.0.1:8000/ in a browser"
