@@ -47,6 +47,10 @@ alone does it. Phi-3's `generate()` computes a text anew when it grows past that
 for each such text. Blocks of the prefix cache are shared where their keys are equal. Steps of these models run without
 CUDA graphs.
 
+BLOOM, Falcon and MPT compute attention in code of their own. Their modules' projections stay, and what lies between
+them is computed like that of other families; the self-test compares it with that code when they are loaded. Biases by
+the position of the key (ALiBi) are the family's own numbers, rounded as it rounds them.
+
 gpt-oss has its experts in MXFP4. They are served dequantised, in bfloat16 or what `--dtype` says, so the weights take
 about four times the memory of the files (20B: 42 GB); the log says how much before they are read.
 
@@ -70,6 +74,7 @@ def special_features(config: PreTrainedConfig) -> str:
         "shared keys and values": getattr(config, "num_kv_shared_layers", None),
         "attention sinks": config.model_type in SINKS,
         "chunked attention": "chunked_attention" in (getattr(config, "layer_types", None) or ()),
+        "biases by key": config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False),
         "attention temperature": getattr(config, "attn_temperature_tuning", None),
     }
     return ", ".join(name for name, has_it in found.items() if has_it)

@@ -7,18 +7,22 @@ float64, against Transformers and PEFT.
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.dense import greedy
+import torch
+from support.dense import dense_logits, greedy
+from support.driver import Job, make_rig, random_prompts
 from support.peft_files import SPECS, LoraSpec
 from support.speculation import World, draft_proposer, loopy, make_bench, request
-from support.zoo import VOCAB_SIZE, random_model
+from support.zoo import OWN_ATTENTION, VOCAB_SIZE, random_model
 
 from loraplex_contracts.adapters import AdapterId
 from loraplex_contracts.request import Request, SpeculationParams
+from loraplex_server.model.loader import adopt_model
 from loraplex_server.speculation.proposer import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP
 
 NUM_TOKENS = 14
@@ -32,7 +36,10 @@ KINDS = (
 )
 LORAS: dict[str, LoraSpec] = {"rank-4": SPECS[1], "rank-13": LoraSpec("r13", 13, 10, "attention")}
 QUICK = ("gpt_oss", "phi3-longrope")
-FAMILIES = (*QUICK, "llama-dynamic", "llama-longrope", "llama4-chunks", "granite_swa", "mimo_v2_flash")
+FAMILIES = (
+    *(*QUICK, "llama-dynamic", "llama-longrope", "llama4-chunks", "granite_swa", "mimo_v2_flash"),
+    *OWN_ATTENTION,
+)
 
 
 @pytest.mark.parametrize(
@@ -72,3 +79,20 @@ def test_equals_generate_in_an_engine(family: str, tmp_path: Path) -> None:
     assert len({tuple(outcome.tokens[0]) for outcome in outcomes.values()}) > len(asked) // 2
     bench.close()
     world.close()
+
+
+@pytest.mark.parametrize("family", ["falcon-alibi", "bloom", "mpt"])
+def test_biases_are_those_of_the_family_far_out(family: str) -> None:
+    """Beyond 256 tokens Falcon rounds a key's position to bfloat16, and where a bias is its neighbour's."""
+    changes = {"max_seq_len": 512, "max_position_embeddings": 512}
+    model = random_model(family, seed=2, changes=changes)
+    rig = make_rig(adopt_model(copy.deepcopy(model)), seed=2, max_chunk=47, num_blocks=400)
+    jobs = [Job(prompt, NUM_TOKENS) for prompt in random_prompts(3, VOCAB_SIZE, seed=2, longest=30)]
+    jobs.append(Job(random_prompts(1, VOCAB_SIZE, seed=3, longest=5)[0] * 60, NUM_TOKENS))
+    jobs.append(Job([(7 * i + i // 9) % VOCAB_SIZE for i in range(390)], NUM_TOKENS))
+    rig.run(jobs)
+    for job in jobs:
+        assert job.error is None
+        assert job.tokens == greedy(model, job.prompt, NUM_TOKENS)
+        want = dense_logits(model, job.prompt, job.tokens)
+        torch.testing.assert_close(rig.logits(job), want, rtol=1e-5, atol=1e-5)

@@ -10,7 +10,7 @@ from support.backends import PatchedBackend, ReferenceFused
 from support.dense import dense_logits, generated_logits, greedy, make_dense
 from support.drafting import erring_drafts
 from support.driver import Job, make_rig, random_prompts
-from support.zoo import BY_LENGTH, SLOW, VOCAB_SIZE, ZOO, random_model
+from support.zoo import BY_LENGTH, OWN_ATTENTION, SLOW, VOCAB_SIZE, ZOO, random_model
 
 from loraplex_server.model.loader import adopt_model
 
@@ -19,7 +19,7 @@ NUM_TOKENS = 12
 TOLERANCE = {
     "deepseek_v2": 1e-5,
     "deepseek_v3": 1e-6,
-    **dict.fromkeys(("llama4", "llama4-chunks", "gpt_oss", "mimo_v2_flash", *BY_LENGTH), 1e-5),
+    **dict.fromkeys(("llama4", "llama4-chunks", "gpt_oss", "mimo_v2_flash", *BY_LENGTH, *OWN_ATTENTION), 1e-5),
 }
 FAMILIES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ZOO]
 

@@ -112,6 +112,8 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, past: int, spec: AttentionSpec) -> T
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * spec.scaling
     if spec.softcap is not None:
         scores = torch.tanh(scores / spec.softcap) * spec.softcap
+    if spec.key_bias is not None:
+        scores = scores + spec.key_bias[:, None, : k.shape[0]].double()
     query_pos = past + torch.arange(q.shape[0], device=q.device)[:, None]
     key_pos = torch.arange(k.shape[0], device=q.device)[None, :]
     hidden = key_pos > query_pos
@@ -123,6 +125,13 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, past: int, spec: AttentionSpec) -> T
     if spec.sinks is not None:
         scores = torch.cat([scores, spec.sinks.double()[:, None, None].expand(-1, q.shape[0], 1)], dim=-1)
     return torch.einsum("hqk,khd->qhd", torch.softmax(scores, -1)[..., : k.shape[0]], v)
+
+
+def biases_of(num_heads: int, num_positions: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A slope for each head, as ALiBi has, with a wave in it: rows of a multiple of 32."""
+    slopes = 2.0 ** -torch.arange(1, num_heads + 1)
+    positions = torch.arange(-(-num_positions // 32) * 32)
+    return (slopes[:, None] * (positions + torch.sin(positions.double()))).to(dtype)
 
 
 def sinks_of(num_heads: int, dtype: torch.dtype = torch.float32) -> Tensor:

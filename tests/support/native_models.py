@@ -24,7 +24,7 @@ SIZES: Final = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32}
 STACKED: Final = ("llama", "mistral", "qwen2", "qwen2-window", "qwen3")
 NOT_STACKED: Final = (
     *("gemma", "gemma2", "gemma3", "phi3", "granite", "olmo2", "mixtral", "smollm3", "cohere", "gpt2"),
-    *("gpt_oss", "llama4-chunks"),
+    *("gpt_oss", "llama4-chunks", "bloom", "mpt", "falcon", "falcon-alibi"),
 )
 
 

@@ -96,8 +96,8 @@ REFUSED: Final[Mapping[str, str]] = by_family(
             "roberta roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl"
         ),
         "own attention": (
-            "big_bird bloom codegen cpmant falcon gpt_neo gpt_neox_japanese gptj megatron-bert mpt "
-            "openai-gpt reformer rembert roformer rwkv trocr xglm xlm xlnet"
+            "big_bird codegen cpmant gpt_neo gpt_neox_japanese gptj megatron-bert openai-gpt reformer rembert "
+            "roformer rwkv trocr xglm xlm xlnet"
         ),
         "not one row": "blt",
         "two calls": "diffllama hrm_text",

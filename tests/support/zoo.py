@@ -232,9 +232,20 @@ ZOO: dict[str, Callable[[], PreTrainedConfig]] = {
     "ministral3": lambda: _make(
         tf.Ministral3Config, head_dim=8, sliding_window=None, rope_parameters=dict(_SCALED_YARN)
     ),
+    # Attention in code of their own, with biases by the position of the key but for one.
+    "bloom": lambda: _make(tf.BloomConfig, n_layer=2, n_head=4, tie_word_embeddings=False),
+    "mpt": lambda: _make(
+        tf.MptConfig, d_model=48, n_heads=6, n_layers=2, max_seq_len=MAX_LEN, attn_config={"clip_qkv": 2.0}
+    ),
+    "falcon": lambda: _make(tf.FalconConfig, num_kv_heads=2, new_decoder_architecture=True, ffn_hidden_size=48),
+    "falcon-alibi": lambda: _make(
+        tf.FalconConfig, alibi=True, multi_query=False, parallel_attn=False, bias=True, max_position_embeddings=512
+    ),
 }
 
 SINKS = {"gpt_oss", "granite_swa", "mimo_v2_flash", "flint"}  # which attention has, by types of models
+# Whose own softmax is in float32, in every dtype.
+OWN_ATTENTION = ("bloom", "mpt", "falcon", "falcon-alibi")
 # Like one of the others in all that is special about them; compared with the slow tests.
 SLOW = {"granite_swa", "mimo_v2_flash", "flint", "llama-longrope", "deepseek_v2", "phimoe-longrope"}
 # Families whose `generate()` gives other logits than the whole text at once.
@@ -456,9 +467,9 @@ HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
 # Families whose adapters are compared with PEFT: one for each way of laying out linears, heads and experts.
 LORA_FAMILIES = (
     *("llama", "qwen2", "gemma2", "gemma3", "phi3", "gpt2", "opt", "mixtral", "cohere", "gpt_neox", "afmoe", "jetmoe"),
-    *("gpt_oss", "llama4-chunks", "deepseek_v2", "deepseek_v3", "gemma4"),
+    *("falcon-alibi", "gpt_oss", "llama4-chunks", "deepseek_v2", "deepseek_v3", "gemma4", "bloom", "mpt", "falcon"),
 )
-SLOW_LORA = LORA_FAMILIES[-5:]  # of which the fast tests take one way of computing it
+SLOW_LORA = LORA_FAMILIES[-8:]  # of which the fast tests take one way of computing it
 
 
 def random_model(
@@ -469,7 +480,7 @@ def random_model(
     torch.manual_seed(seed)
     config = (ZOO | MIXTURES | HYBRIDS)[family]()
     for name, value in (changes or {}).items():
-        if hasattr(config, name):
+        if hasattr(config, name) and not isinstance(getattr(type(config), name, None), property):
             setattr(config, name, value)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():

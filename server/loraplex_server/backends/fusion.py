@@ -127,7 +127,8 @@ def _norm(x: Tensor, *, own: Callable[[Tensor], Tensor], weight: Tensor, eps: fl
 def _attention_forward(module: nn.Module, ops: FusedOps, proven: dict[int, Rotate | None]) -> Any:
     """The module's own code over other globals."""
     forward = type(module).forward
-    if not isinstance(forward, FunctionType) or ROTATE not in forward.__code__.co_names:
+    is_replaced = "forward" in vars(module)
+    if is_replaced or not isinstance(forward, FunctionType) or ROTATE not in forward.__code__.co_names:
         return None
     own = forward.__globals__.get(ROTATE)
     if own is None:

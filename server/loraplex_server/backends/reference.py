@@ -42,6 +42,7 @@ class View:
     blocks: Tensor  # [num_spans * num_blocks]
     mask: Tensor | None  # additive [num_spans, 1, query_len, num_blocks * block_size]; None: every key is visible
     length: int  # keys per span after the gather
+    first_keys: Tensor  # [num_spans] position of the first of them
 
 
 @dataclass(slots=True)
@@ -137,7 +138,8 @@ def _view(plan: Plan, group: Group, reach: Reach) -> View:
     place = np.where(place > last_block, first_block[:, None], place)
     blocks = np.take_along_axis(plan.batch.block_tables[group.spans], place, axis=1)
     mask, length = _mask(plan, group, reach, start, first_block * block_size, num_blocks * block_size)
-    view = View(torch.from_numpy(np.ascontiguousarray(blocks).ravel()).to(plan.device), mask, length)
+    first_keys = torch.from_numpy(first_block * block_size).to(plan.device)
+    view = View(torch.from_numpy(np.ascontiguousarray(blocks).ravel()).to(plan.device), mask, length, first_keys)
     group.views[reach] = view
     return view
 
@@ -172,7 +174,7 @@ def _attend(
     num_spans, query_len = len(group.spans), group.query_len
     q = query.view(num_spans, query_len, spec.num_heads, spec.k_dim).transpose(1, 2)
     is_causal = False
-    is_fused = spec.softcap is None and spec.sinks is None
+    is_fused = spec.softcap is None and spec.sinks is None and spec.key_bias is None
     sees_all = (spec.window is None or query_len <= spec.window) and (spec.chunk is None or query_len <= spec.chunk)
     if is_fused and group.is_fresh and sees_all:
         k = key.view(num_spans, query_len, spec.num_kv_heads, spec.k_dim).transpose(1, 2)
@@ -191,7 +193,7 @@ def _attend(
         q = q.reshape(num_spans, spec.num_kv_heads, groups * query_len, spec.k_dim)
         mask = _packed_mask(group, spec.reach, groups, mask)
     if not is_fused:
-        out = _by_scores(q, k, v, mask, spec)
+        out = _by_scores(q, k, v, mask, _biases(spec, _view(plan, group, spec.reach)), spec)
     else:
         out = F.scaled_dot_product_attention(
             q,
@@ -216,9 +218,25 @@ def _packed_mask(group: Group, reach: Reach, groups: int, mask: Tensor | None) -
     return found
 
 
-def _by_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
-    """Attention with capped scores or sinks, which no fused torch function has."""
+def _biases(spec: AttentionSpec, view: View) -> Tensor | None:
+    """[num_spans, heads, length] what is added to scores by the position of the key."""
+    if spec.key_bias is None:
+        return None
+    positions = view.first_keys[:, None] + torch.arange(view.length, device=view.first_keys.device)
+    positions = positions.clamp_(max=spec.key_bias.shape[1] - 1)  # what lies behind a span's context is hidden
+    return spec.key_bias.to(positions.device)[:, positions].transpose(0, 1)
+
+
+def _by_scores(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, biases: Tensor | None, spec: AttentionSpec
+) -> Tensor:
+    """Attention with capped scores, sinks or biases by key, which no fused torch function has."""
     precise = torch.promote_types(q.dtype, torch.float32)
+    if biases is not None and q.shape[1] != spec.num_heads:  # the queries of a KV head are packed, head by head
+        packed = q.shape[2] // spec.num_groups
+        biases = biases.unflatten(1, (spec.num_kv_heads, -1)).repeat_interleave(packed, 2)
+    elif biases is not None:
+        biases = biases.unsqueeze(2)
     sinks = spec.sinks
     if sinks is not None:  # [query heads, 1, 1], or by the rows of a KV head where its queries are packed
         packed = q.shape[2] // spec.num_groups if q.shape[1] != spec.num_heads else 0
@@ -239,6 +257,8 @@ def _by_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: Atten
             scores = torch.tanh(scores * (spec.scaling / spec.softcap)) * spec.softcap
         else:
             scores = scores * spec.scaling
+        if biases is not None:
+            scores = scores + (biases if biases.shape[2] == 1 else biases[:, :, part]).to(precise)
         if mask is not None:
             scores = scores + (mask if mask.shape[2] == 1 else mask[:, :, part])
         if sinks is None:

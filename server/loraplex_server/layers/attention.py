@@ -57,6 +57,9 @@ class AttentionSpec:
     chunk: int | None = None  # a query sees its own chunk of so many tokens, as in Reach
     # [num_heads], at least float32: one more score of each head, neither scaled nor capped, of a key without a value.
     sinks: Tensor | None = field(default=None, compare=False)
+    # [num_heads, at least the context's positions, a multiple of 32], float32 or wider: what is added to each head's
+    # scores, behind their scaling and cap, by the position of the key (ALiBi).
+    key_bias: Tensor | None = field(default=None, compare=False)
     # The attention layer, by number, whose keys and values it is given; both have the same pages. None: its own.
     source: int | None = None
 

@@ -53,6 +53,7 @@ from loraplex_server.model.direct import find_direct_forward
 from loraplex_server.model.language import has_other_parts, language_class, read_language_model
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.mxfp4 import dequantising, is_mxfp4
+from loraplex_server.model.own_attention import has_known_form, install_attention, use_attention
 from loraplex_server.model.probe import (
     ATTENTION_LAYERS,
     KEPT,
@@ -83,9 +84,6 @@ FALLBACK_CONTEXT_TOKENS = 4096  # of a model whose configuration names no limit
 STATEFUL_ROPE = {"su", "yarn_dynamic"}
 # Their attention does not go through Transformers' attention interface.
 OWN_ATTENTION = {
-    "falcon": "ALiBi or its own attention",
-    "bloom": "ALiBi",
-    "mpt": "ALiBi",
     "xlnet": "relative positions",
 }
 
@@ -183,12 +181,13 @@ def adopt_model(
     progress("checking what the model computes")
     context = StepContext()
     rope = scale_by_token(model, context)
+    install_attention(model, context_tokens)
     probe = probe_model(model, model_id, context_tokens, context)
     chunk = math.lcm(*(spec.chunk or 1 for _, spec in probe.attention))
     reference = reference_texts(model, context_tokens, chunk) if verify else None
     dtype, device = embedding.dtype, embedding.device
     embedding_path = next(path for path, module in model.named_modules() if module is model.get_input_embeddings())
-    model.set_attn_implementation(SERVING)
+    use_attention(model, SERVING)
     make_base, found = backend.linears(form), None
     if replaces_decoder and not probe.states:
         found = backend.find_decoder(model, probe.attention, context, far=probe.far, form=form, progress=progress)
@@ -400,7 +399,7 @@ def _difference(model: PreTrainedModel, probe: Probe, context: StepContext) -> s
         return f"{type(failure).__name__}: {failure}"
     finally:
         context.clear()
-        model.set_attn_implementation(SERVING)
+        use_attention(model, SERVING)
     found = compare_all("model", probe.seen, got)
     return "" if found.is_equal else f"what it computes is {found.error:.1%} off"
 
@@ -423,7 +422,7 @@ def resolve_device(name: str) -> torch.device:
 def _context_tokens(config: PreTrainedConfig, wanted: int | None) -> int:
     """The model's own limit, or a smaller one that was asked for."""
     text = config.get_text_config()
-    own = getattr(text, "max_position_embeddings", None)
+    own = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
     parameters: Any = getattr(text, "rope_parameters", None) or {}
     if own and parameters.get("rope_type") == "dynamic":  # which scales what is longer than in training
         own = int(own * parameters["factor"])
@@ -472,7 +471,7 @@ def refuse_class(config: PreTrainedConfig, model_id: str) -> None:
     can_set = getattr(model_class, "_can_set_attn_implementation", None)
     if model_class is None:
         reason = "Transformers has no class for it that generates text from text"
-    elif can_set is not None and not has_other_parts(config) and not can_set():
+    elif can_set is not None and not has_other_parts(config) and not can_set() and not has_known_form(model_class):
         reason = "its attention does not use Transformers' attention interface"
     else:
         return

@@ -33,6 +33,7 @@ from loraplex_server.backends.equivalence import compare_peaks
 from loraplex_server.layers.attention import HANDLE, PROBING, REACH, AttentionSpec, Reach
 from loraplex_server.layers.context import StepContext
 from loraplex_server.model.mixers.install import FUNCTIONS, Mixer, install_mixers, number_states
+from loraplex_server.model.own_attention import KEY_BIAS, use_attention
 from loraplex_server.model.rope import lengths_given
 from loraplex_server.model.states import StateSpec, TextPerToken
 
@@ -84,8 +85,7 @@ def probe_model(model: PreTrainedModel, model_id: str, max_context_tokens: int, 
 
 
 def _probe(model: PreTrainedModel, max_context_tokens: int, context: StepContext) -> Probe:
-    model.set_attn_implementation(PROBING)
-    if getattr(model.config.get_text_config(), "_attn_implementation", None) != PROBING:
+    if not use_attention(model, PROBING):
         raise Refusal("its attention does not use Transformers' attention interface")
     probe = Probe(mixers=install_mixers(model, context))
     context.states = states = TextPerToken()
@@ -163,7 +163,7 @@ def run_again(model: PreTrainedModel, probe: Probe, context: StepContext) -> lis
     """The probe's run far out once more, after the model was changed: it must compute `Probe.seen`.
     Raises what the model raises. To be called before attention is in its place. Leaves `context` for the caller to
     clear."""
-    model.set_attn_implementation(PROBING)
+    use_attention(model, PROBING)
     context.states = TextPerToken()
     seen = packed_run(model, probe.far)
     return [seen.logits, *seen.states]
@@ -267,6 +267,7 @@ class Recording:
             softcap=float(softcap) if softcap else None,
             chunk=reach.chunk,
             sinks=_sinks(module, options.get("s_aux"), query.shape[1]),
+            key_bias=options.get(KEY_BIAS),
             source=next((idx for idx, (k, v) in enumerate(self.given) if k is key and v is value), None),
         )
         self.attention.append((module, spec))

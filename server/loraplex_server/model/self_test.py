@@ -29,6 +29,7 @@ from loraplex_server.layers.attention import KvCache
 from loraplex_server.model.batch import BatchMirror
 from loraplex_server.model.direct import DirectForward
 from loraplex_server.model.loaded_model import LoadedModel
+from loraplex_server.model.own_attention import EAGER, use_attention
 from loraplex_server.model.probe import EmptyPast, thresholds
 
 log = logging.getLogger(__name__)
@@ -51,8 +52,7 @@ class Text:
 def reference_texts(model: PreTrainedModel, max_context_tokens: int, chunk: int = 1) -> list[Text] | None:
     """Logits of the model under Transformers' own attention; None if it has none. `chunk`: of its attention; texts
     begin at multiples of it, for pages know nothing of where they begin."""
-    model.set_attn_implementation("eager")
-    if getattr(model.config.get_text_config(), "_attn_implementation", None) != "eager":
+    if not use_attention(model, EAGER):
         return None
     num_ids = cast(Tensor, model.get_input_embeddings().weight).shape[0]
     counts = thresholds(model.config.get_text_config(), max_context_tokens)

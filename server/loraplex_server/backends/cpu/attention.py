@@ -53,6 +53,7 @@ class NativePagedAttention:
             window=spec.window,
             chunk=spec.chunk,
             sinks=spec.sinks,
+            key_bias=spec.key_bias,
         )
 
 
@@ -64,6 +65,8 @@ def reason_against(spec: AttentionSpec, dtype: torch.dtype | None) -> str:
         return f"heads of {spec.k_dim} and {spec.v_dim}; it needs the same multiple of {DIM_MULTIPLE} up to 256"
     if spec.sinks is not None and spec.sinks.dtype != torch.float32:
         return "sinks in another dtype than float32"
+    if spec.key_bias is not None and spec.key_bias.dtype != torch.float32:
+        return "biases in another dtype than float32"
     if spec.scaling <= 0:
         return f"scores times {spec.scaling}; it needs a factor above 0"
     return ""

@@ -391,8 +391,8 @@ def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: Nat
     q, k, v, o, gate, up, down = (linear.weight for linear in linears)
     if reason := reason_against(spec, shape.dtype):
         raise _NoMatch(reason)
-    if spec.chunk is not None or spec.sinks is not None:
-        raise _NoMatch("chunks or sinks in attention")
+    if spec.chunk is not None or spec.sinks is not None or spec.key_bias is not None:
+        raise _NoMatch("chunks, sinks or biases in attention")
     rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     expected = [
         *((rows, shape.hidden_size), (kv_rows, shape.hidden_size), (kv_rows, shape.hidden_size)),

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.attention_cases import CPU, make_problem, sinks_of, spec_of
+from support.attention_cases import CPU, biases_of, make_problem, sinks_of, spec_of
 from support.lora_cases import pairwise
 
 from loraplex_server.backends.backend import Backend
@@ -45,6 +45,7 @@ STEPS = {
     "verification": [(10, 4), (200, 4), (6, 4)],
     "everything": [(5, 1), (0, 13), (150, 1), (17, 5), (12, 12), (100, 1)],
 }
+LONGEST = 1170  # context of these steps
 # heads, KV heads: one each, grouped (three is no power of two), all on one
 HEADS = [(2, 2), (4, 2), (6, 2), (5, 1)]
 DIMS = [(8, 8), (16, 16), (20, 20), (24, 12), (32, 40)]
@@ -64,8 +65,8 @@ def make(name: str, *specs: AttentionSpec) -> PagedAttention:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    ("step", "heads", "dims", "window", "softcap", "chunk", "has_sinks", "block_size", "dtype"),
-    pairwise(list(STEPS), HEADS, DIMS, WINDOWS, [None, 2.0], CHUNKS, [False, True], BLOCK_SIZES, DTYPES),
+    ("step", "heads", "dims", "window", "softcap", "chunk", "has_sinks", "has_bias", "block_size", "dtype"),
+    pairwise(list(STEPS), HEADS, DIMS, WINDOWS, [None, 2.0], CHUNKS, [False, True], [False, True], BLOCK_SIZES, DTYPES),
     ids=lambda value: str(value).removeprefix("torch."),
 )
 def test_grid(
@@ -77,10 +78,12 @@ def test_grid(
     softcap: float | None,
     chunk: int | None,
     has_sinks: bool,
+    has_bias: bool,
     block_size: int,
     dtype: torch.dtype,
 ) -> None:
     num_heads, num_kv_heads = heads
+    wide = torch.promote_types(dtype, torch.float32)
     spec = spec_of(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -89,7 +92,8 @@ def test_grid(
         window=window,
         softcap=softcap,
         chunk=chunk,
-        sinks=sinks_of(num_heads, torch.promote_types(dtype, torch.float32)) if has_sinks else None,
+        sinks=sinks_of(num_heads, wide) if has_sinks else None,
+        key_bias=biases_of(num_heads, LONGEST, wide) if has_bias else None,
     )
     problem = make_problem(STEPS[step], spec, dtype, block_size=block_size)
     problem.check(problem.run(make(name, spec)))
@@ -100,6 +104,7 @@ def test_layers_of_several_shapes_share_a_plan(name: str) -> None:
     specs = (
         *(spec_of(), spec_of(window=40, num_heads=6), spec_of(num_heads=2, softcap=3.0)),
         *(spec_of(chunk=39), spec_of(sinks=sinks_of(4)), spec_of(sinks=-sinks_of(4)), spec_of(window=39)),
+        *(spec_of(key_bias=biases_of(4, 141)), spec_of(key_bias=-biases_of(4, 141))),
     )
     backend = make(name, *specs, specs[0])
     problems = [make_problem([(0, 9), (140, 1), (77, 3)], spec, torch.float32) for spec in specs]
@@ -133,7 +138,7 @@ def test_is_deterministic(name: str) -> None:
 @only_triton
 def test_a_span_gets_the_same_bits_in_any_company() -> None:
     spans = [(260, 1), (3, 1), (140, 4), (10, 30)]
-    for changes in ({}, {"window": 100}, {"chunk": 70, "sinks": sinks_of(6)}):
+    for changes in ({}, {"window": 100}, {"chunk": 70, "sinks": sinks_of(6)}, {"key_bias": biases_of(6, 261)}):
         together = make_problem(spans, spec_of(num_heads=6, **changes), torch.float32)
         backend = make("triton", together.spec)
         got = together.run(backend)
@@ -161,7 +166,8 @@ def test_a_span_gets_the_same_bits_in_any_company() -> None:
 @pytest.mark.parametrize("query_len", [1, 3])
 @pytest.mark.parametrize("window", [None, 50])
 def test_a_reserved_plan_takes_one_step_after_another(query_len: int, window: int | None) -> None:
-    full, other = spec_of(num_heads=6, sinks=sinks_of(6)), spec_of(window=window, num_heads=2)
+    full = spec_of(num_heads=6, sinks=sinks_of(6), key_bias=biases_of(6, 303))
+    other = spec_of(window=window, num_heads=2)
     backend = make("triton", full, other)
     assert isinstance(backend, ReplayableAttention)
     num_spans, block_size = 5, 4

@@ -44,9 +44,6 @@ SMALL: dict[str, Any] = {
 }
 REFUSED: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], str]] = {
     "encoder-decoder": (tf.T5Config, {"vocab_size": 101, "d_model": 32, "num_layers": 2}, "encoder-decoder"),
-    "falcon": (tf.FalconConfig, SMALL | {"new_decoder_architecture": True}, "attention"),
-    "bloom": (tf.BloomConfig, {"vocab_size": 101, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "ALiBi"),
-    "mpt": (tf.MptConfig, {"vocab_size": 101, "d_model": 32, "n_layers": 2, "n_heads": 4}, "ALiBi"),
     "gptj": (tf.GPTJConfig, {"vocab_size": 101, "n_embd": 32, "n_layer": 2, "n_head": 4}, "attention interface"),
     "unknown mixer": (tf.RecurrentGemmaConfig, SMALL | {"head_dim": 8, "lru_width": 32}, "RecurrentGemmaRecurrent"),
     "unknown layers": (tf.DeepseekV32Config, SMALL | {"num_key_value_heads": 4}, "indexed_attention"),
@@ -117,7 +114,7 @@ def test_damaged_files_are_refused(name: str, content: bytes, tmp_path: Path) ->
         load_model(str(tmp_path), device="cpu")
 
 
-@pytest.mark.parametrize("family", ["gptj", "falcon", "two calls"])
+@pytest.mark.parametrize("family", ["gptj", "two calls"])
 def test_refuses_a_model_in_memory_too(family: str) -> None:
     cls, fields, reason = REFUSED[family]
     with pytest.raises(UnsupportedModel, match=reason):

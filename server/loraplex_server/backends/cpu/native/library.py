@@ -159,7 +159,7 @@ def _struct(kind: type[ctypes.Structure]) -> Any:
 _TYPES: Final[Mapping[str, Any]] = {
     **dict.fromkeys(("dtype", "format", "num_threads", "num_rows", "num_heads", "num_kv_heads", "dim"), _INT),
     **dict.fromkeys(("k", "n", "stride", "x_stride", "y_stride", "num_outputs", "num_bytes", "num_tokens"), _LONG),
-    **dict.fromkeys(("max_rank", "window", "chunk"), _LONG),
+    **dict.fromkeys(("max_rank", "window", "chunk", "bias_stride"), _LONG),
     **dict.fromkeys(("scaling", "softcap", "eps", "offset"), _FLOAT),
     **dict.fromkeys(("width", "is_activated", "narrows"), _INT),
     **dict.fromkeys(("channels", "num_pairs", "per_row", "num_experts"), _LONG),
@@ -200,7 +200,9 @@ KERNELS: Final[Mapping[str, Prototype]] = {
     "lp_lora": _function(None, "pool dtype x k num_rows table runs scratch y num_outputs y_stride"),
     "lp_dense": _function(None, "pool dtype x x_stride num_rows k weight num_outputs bias y y_stride"),
     "lp_attend": _function(
-        None, "pool dtype q out k_pages v_pages num_heads num_kv_heads dim scaling softcap window chunk sinks spans"
+        None,
+        "pool dtype q out k_pages v_pages num_heads num_kv_heads dim scaling softcap window chunk sinks key_bias "
+        "bias_stride spans",
     ),
     "lp_attend_linearly": _function(None, "pool dtype linear pieces"),
     "lp_convolve": _function(None, "pool dtype x x_stride weight bias width channels is_activated states out pieces"),

@@ -38,8 +38,9 @@ def reason_against(specs: Sequence[AttentionSpec], dtype: torch.dtype | None = N
         if spec.k_dim != spec.v_dim or spec.k_dim not in HEAD_DIMS:
             dims = str(spec.k_dim) if spec.k_dim == spec.v_dim else f"{spec.k_dim} and {spec.v_dim}"
             return f"it has kernels for head dimensions 64, 128 and 256, and the model has {dims}"
-        if spec.chunk is not None or spec.sinks is not None:
-            return f"its kernels for pages have no {'chunks' if spec.chunk is not None else 'sinks'}"
+        terms = {"chunks": spec.chunk, "sinks": spec.sinks, "biases by key": spec.key_bias}
+        if has := [term for term, value in terms.items() if value is not None]:
+            return f"its kernels for pages have no {has[0]}"
     return ""
 
 

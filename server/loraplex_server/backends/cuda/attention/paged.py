@@ -81,6 +81,7 @@ def _tile(
     start,
     end,
     position,  # [rows]
+    bias_at,  # [rows] pointers, of position 0
     scale,
     softcap,
     window,
@@ -96,6 +97,7 @@ def _tile(
     HAS_WINDOW: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """One tile of keys. A tile that a row cannot see changes nothing of it, bit for bit."""
@@ -115,6 +117,8 @@ def _tile(
     if HAS_SOFTCAP:
         # tanh, in a form that neither overflows nor divides by zero. `softcap` brings the logarithm's base along.
         scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * 1.4426950408889634)) + 1.0))
+    if HAS_BIAS:
+        scores += tl.load(bias_at[:, None] + n[None, :], mask=inside[None, :], other=0.0) * 1.4426950408889634
     seen = inside[None, :] & (n[None, :] <= position[:, None])
     if HAS_WINDOW:
         seen = seen & (n[None, :] > position[:, None] - window)
@@ -151,6 +155,8 @@ def attend_kernel(
     window,
     chunk,
     sinks_ptr,  # float32 [heads]; read with HAS_SINKS only
+    bias_ptr,  # float32 [heads, at least the positions]; read with HAS_BIAS only
+    bias_stride,
     query_token_stride,
     query_head_stride,
     GROUPS: tl.constexpr,
@@ -165,6 +171,7 @@ def attend_kernel(
     HAS_CHUNK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Grid: KV heads x as many programs as there are pieces, or fewer; each goes on to the next piece of its own."""
@@ -173,6 +180,9 @@ def attend_kernel(
     num_pieces = tl.load(plan_ptr + count_at)
     row = tl.arange(0, BLOCK_ROWS)
     head = kv_head * GROUPS + row % GROUPS
+    bias_at = head
+    if HAS_BIAS:
+        bias_at = bias_ptr + head.to(tl.int64) * bias_stride
     kd = tl.arange(0, BLOCK_K)
     vd = tl.arange(0, BLOCK_V)
     piece = tl.program_id(1)
@@ -206,16 +216,18 @@ def attend_kernel(
             while start < end:
                 largest, total, acc = _tile(
                     query, largest, total, acc, k_ptr + kv_head * K_DIM, v_ptr + kv_head * V_DIM, table_ptr, start, end,
-                    position, scale, softcap, window, chunk, num_kv_heads * K_DIM, num_kv_heads * V_DIM,
-                    K_DIM, V_DIM, BLOCK_K, BLOCK_V, PAGE, BLOCK_KEYS, HAS_WINDOW, HAS_CHUNK, HAS_SOFTCAP, INTERPRETED,
+                    position, bias_at, scale, softcap, window, chunk, num_kv_heads * K_DIM, num_kv_heads * V_DIM,
+                    K_DIM, V_DIM, BLOCK_K, BLOCK_V, PAGE, BLOCK_KEYS, HAS_WINDOW, HAS_CHUNK, HAS_SOFTCAP, HAS_BIAS,
+                    INTERPRETED,
                 )
                 start += BLOCK_KEYS
         else:  # only such a loop is pipelined
             for begin in range(start, end, BLOCK_KEYS):
                 largest, total, acc = _tile(
                     query, largest, total, acc, k_ptr + kv_head * K_DIM, v_ptr + kv_head * V_DIM, table_ptr, begin, end,
-                    position, scale, softcap, window, chunk, num_kv_heads * K_DIM, num_kv_heads * V_DIM,
-                    K_DIM, V_DIM, BLOCK_K, BLOCK_V, PAGE, BLOCK_KEYS, HAS_WINDOW, HAS_CHUNK, HAS_SOFTCAP, INTERPRETED,
+                    position, bias_at, scale, softcap, window, chunk, num_kv_heads * K_DIM, num_kv_heads * V_DIM,
+                    K_DIM, V_DIM, BLOCK_K, BLOCK_V, PAGE, BLOCK_KEYS, HAS_WINDOW, HAS_CHUNK, HAS_SOFTCAP, HAS_BIAS,
+                    INTERPRETED,
                 )
         # fmt: on
 
@@ -386,13 +398,15 @@ def _launch(
         num_programs = min(num_programs, max(1, _num_programs(query.device) // spec.num_kv_heads))
     # Scores in base 2; a cap comes before that.
     log2e = math.log2(math.e)
+    bias = spec.key_bias
     scale = spec.scaling * log2e if spec.softcap is None else spec.scaling / spec.softcap
     _attend[(spec.num_kv_heads, num_programs)](
         *(query, kv.k, kv.v, out, parts, stats, plan.buffer, launch.count_at, launch.pieces_at, plan.tables_at),
         *(scale, 0.0 if spec.softcap is None else spec.softcap * log2e, spec.window or 0, spec.chunk or 0, spec.sinks),
-        *(query.stride(0), query.stride(1)), GROUPS=spec.num_groups, K_DIM=spec.k_dim, V_DIM=spec.v_dim,
-        PAGE=plan.block_size, BLOCK_ROWS=launch.block_rows, HAS_WINDOW=spec.window is not None,
-        HAS_CHUNK=spec.chunk is not None, HAS_SOFTCAP=spec.softcap is not None, HAS_SINKS=spec.sinks is not None,
+        *(bias, 0 if bias is None else bias.stride(0), query.stride(0), query.stride(1)),
+        GROUPS=spec.num_groups, K_DIM=spec.k_dim, V_DIM=spec.v_dim, PAGE=plan.block_size,
+        BLOCK_ROWS=launch.block_rows, HAS_WINDOW=spec.window is not None, HAS_CHUNK=spec.chunk is not None,
+        HAS_SOFTCAP=spec.softcap is not None, HAS_SINKS=spec.sinks is not None, HAS_BIAS=bias is not None,
         INTERPRETED=INTERPRETED,
         **tile_options(spec, plan.dtype, launch.block_rows, _has_wgmma(query.device)),
     )  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.attention_cases import CPU, Problem, make_problem, sinks_of, spec_of
+from support.attention_cases import CPU, Problem, biases_of, make_problem, sinks_of, spec_of
 from support.guarded_memory import at_end, at_start
 from support.lora_cases import bits, pairwise
 from support.native_kernels import best_first, native_kernels, using
@@ -28,6 +28,7 @@ STEPS = {
     "long prompts": [(0, 290), (140, 150), (250, 9)],
     "everything": [(5, 1), (0, 13), (150, 1), (17, 5), (12, 12), (100, 1)],
 }
+LONGEST = 320  # context of these steps
 # heads, KV heads: groups of 1, 2, 3, 5, 7, all in one, exactly 16, and more than the 16 that are computed at once
 HEADS = [(2, 2), (4, 2), (6, 2), (5, 1), (14, 2), (16, 1), (17, 1), (40, 1), (48, 2)]
 DIMS = [32, 64, 96, 128, 160, 256]
@@ -55,8 +56,22 @@ def spec(num_heads: int = 4, num_kv_heads: int = 2, dim: int = 32, **changes: ob
 
 
 @pytest.mark.parametrize(
-    ("step", "heads", "dim", "window", "softcap", "chunk", "has_sinks", "block_size", "dtype", "num_threads"),
-    pairwise(list(STEPS), HEADS, DIMS, WINDOWS, SOFTCAPS, CHUNKS, [False, True], BLOCK_SIZES, DTYPES, THREADS),
+    (
+        "step",
+        "heads",
+        "dim",
+        "window",
+        "softcap",
+        "chunk",
+        "has_sinks",
+        "has_bias",
+        "block_size",
+        "dtype",
+        "num_threads",
+    ),
+    pairwise(
+        list(STEPS), HEADS, DIMS, WINDOWS, SOFTCAPS, CHUNKS, [False, True], [False, True], BLOCK_SIZES, DTYPES, THREADS
+    ),
     ids=lambda value: str(value).removeprefix("torch."),
 )
 def test_grid(
@@ -67,18 +82,22 @@ def test_grid(
     softcap: float | None,
     chunk: int | None,
     has_sinks: bool,
+    has_bias: bool,
     block_size: int,
     dtype: torch.dtype,
     num_threads: int,
 ) -> None:
     sinks = sinks_of(heads[0]) if has_sinks else None
-    one = spec(*heads, dim, window=window, softcap=softcap, chunk=chunk, sinks=sinks)
+    key_bias = biases_of(heads[0], LONGEST) if has_bias else None
+    one = spec(*heads, dim, window=window, softcap=softcap, chunk=chunk, sinks=sinks, key_bias=key_bias)
     problem = make_problem(STEPS[step], one, dtype, block_size=block_size)
     got = problem.run(NativePagedAttention(native_kernels(num_threads)))
-    problem.check(got, TOLERANCES[dtype])
+    # Float32 rounds scores of the size of these biases, up to 160.
+    tolerance = TOLERANCES[dtype] * (2 if has_bias else 1)
+    problem.check(got, tolerance)
     # The torch back end is a second opinion, in the same dtype.
     again = make_problem(STEPS[step], one, dtype, block_size=block_size)
-    torch.testing.assert_close(got, again.run(TorchPagedAttention()), rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+    torch.testing.assert_close(got, again.run(TorchPagedAttention()), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -86,7 +105,8 @@ def test_grid(
 def test_nothing_beyond_the_pages_is_read(backend: NativePagedAttention, dtype: torch.dtype, place: object) -> None:
     """With blocks that are nearly full, and the last block in the last page."""
     for window in (None, 9):
-        problem = make_problem([(30, 1), (0, 17), (15, 4)], spec(6, 2, 96, window=window), dtype, block_size=16)
+        one = spec(6, 2, 96, window=window, key_bias=place(biases_of(6, 32)) if window else None)  # type: ignore[operator]
+        problem = make_problem([(30, 1), (0, 17), (15, 4)], one, dtype, block_size=16)
         guarded = LayerKv(*(place(pages) for pages in problem.pages))  # type: ignore[operator]
         problem.kv = guarded
         problem.query = at_end(problem.query)
@@ -144,6 +164,7 @@ def test_a_query_has_the_same_bits_in_any_span(
     num_threads: int,
 ) -> None:
     one = spec(*heads, dim, window=window, softcap=softcap, chunk=chunk, sinks=sinks_of(heads[0]) if chunk else None)
+    one = replace(one, key_bias=biases_of(heads[0], LONGEST) if window in (None, 70) else None)
     problem = make_problem(STEPS[step], one, dtype)
     together = problem.run(NativePagedAttention(native_kernels(num_threads)))
     alone = query_by_query(problem, NativePagedAttention(native_kernels(1)))
@@ -198,6 +219,7 @@ def test_a_bad_token_is_seen_by_none_before_it(
 ) -> None:
     """Nor by those whose window or chunk has left it behind; and a prompt's queries are computed many at a time."""
     one, at = spec(6, 2, 96, window=window, chunk=chunk, sinks=sinks_of(6) if chunk else None), 150
+    one = replace(one, key_bias=biases_of(6, 320) if window == 140 else None)
     good = make_problem([(20, 300)], one, dtype).run(backend)
     problem = make_problem([(20, 300)], one, dtype)
     tokens = problem.value if is_value else problem.key
@@ -238,6 +260,7 @@ def test_scores_far_apart(backend: NativePagedAttention, dtype: torch.dtype) -> 
 
 def test_layers_of_several_shapes_share_a_plan(backend: NativePagedAttention) -> None:
     specs = [spec(), spec(6, 2, 64, window=40), spec(2, 2, 32, softcap=3.0), spec(chunk=39), spec(sinks=sinks_of(4))]
+    specs.append(spec(key_bias=biases_of(4, 141)))
     problems = [make_problem([(0, 9), (140, 1), (77, 3)], one, torch.float32) for one in specs]
     plan = backend.plan(problems[0].batch, torch.float32, CPU)
     for problem in problems:
@@ -265,6 +288,7 @@ def test_spans_are_found_in_other_plans_too() -> None:
         (spec(scaling=-1.0), torch.float32, "scores times -1.0"),
         (spec(), torch.float16, "not in float16"),
         (spec(sinks=sinks_of(4, torch.float64)), torch.float32, "sinks in another dtype"),
+        (spec(key_bias=biases_of(4, 9, torch.float64)), torch.float32, "biases in another dtype"),
     ],
 )
 def test_what_it_does_not_compute_is_said(one: AttentionSpec, dtype: torch.dtype | None, reason: str) -> None:

@@ -66,6 +66,8 @@ struct AttendTask {
   float scaling;
   float softcap;          // 0: none
   const float* sinks;     // [group] one more score of each head, of a key without a value; null: none
+  const float* key_bias;  // [group][at least the positions, a multiple of 32] added to scores by key; null: none
+  int64_t bias_stride;    // between heads
 };
 
 // --- recurrences --------------------------------------------------------------------------------------------------------

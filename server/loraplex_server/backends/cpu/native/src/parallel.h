@@ -163,6 +163,8 @@ struct Heads {
   int64_t window;
   int64_t chunk = 0;             // 0: none
   const float* sinks = nullptr;  // [num_heads]
+  const float* key_bias = nullptr;  // [num_heads][bias_stride]
+  int64_t bias_stride = 0;
 };
 
 // Rows of a task: as many as are fastest together, but enough tasks for all threads.
@@ -211,6 +213,8 @@ inline void attend_all(Pool& pool, const Kernels& kernels, DType dtype, const vo
     task.window = heads.window;
     task.chunk = heads.chunk;
     task.sinks = heads.sinks == nullptr ? nullptr : heads.sinks + int64_t(kv_head) * group + offset;
+    task.key_bias = heads.key_bias == nullptr ? nullptr : heads.key_bias + (int64_t(kv_head) * group + offset) * heads.bias_stride;
+    task.bias_stride = heads.bias_stride;
     task.scaling = heads.scaling;
     task.softcap = heads.softcap;
     const size_t needed = size_t(attend_scratch(task.first_position + task.num_tokens + 16, heads.dim));

@@ -179,10 +179,16 @@ def test_attention_and_norms(
     q = program.put(floats(dice, dtype, tokens, heads, dim))
     pages = [program.put(floats(dice, dtype, num_blocks, block_size, kv_heads, dim)) for _ in range(2)]
     sinks = program.put(floats(dice, F32, heads))
-    for softcap, window, chunk, sink in ((0.0, 0, 0, None), (30.0, 9, 0, None), (0.0, 0, 16, sinks)):
+    biases = program.put(floats(dice, F32, heads, 96))
+    for softcap, window, chunk, sink, bias in (
+        (0.0, 0, 0, None, None),
+        (30.0, 9, 0, None, None),
+        (0.0, 0, 16, sinks, None),
+        (0.0, 9, 0, None, biases),
+    ):
         out = program.put(zeros(dtype, tokens, heads, dim))
         shape = (heads, kv_heads, dim, dim**-0.5, softcap, window, chunk)
-        program.call("lp_attend", dtype, q, out, *pages, *shape, sink, where)
+        program.call("lp_attend", dtype, q, out, *pages, *shape, sink, bias, 96, where)
     x, weight = program.put(floats(dice, dtype, 11, 90)), program.put(floats(dice, dtype, 90))
     y = program.put(zeros(dtype, 11, 90))
     program.call("lp_rms_norm", dtype, x, weight, 11, 90, 1e-5, 0.0, 1, y)

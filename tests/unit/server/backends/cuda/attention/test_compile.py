@@ -21,7 +21,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-TYPES = {"parts_ptr": "*fp32", "stats_ptr": "*fp32", "sinks_ptr": "*fp32", "plan_ptr": "*i32", "slots_ptr": "*i32"}
+TYPES = {
+    "parts_ptr": "*fp32",
+    "stats_ptr": "*fp32",
+    "sinks_ptr": "*fp32",
+    "bias_ptr": "*fp32",
+    "plan_ptr": "*i32",
+    "slots_ptr": "*i32",
+}
 FLOATS = ("scale", "softcap")
 # What launches pass with other values than multiples of 16.
 RAGGED = ("count_at", "pieces_at", "tables_at", "partials_at", "window", "chunk", *FLOATS)
@@ -58,7 +65,7 @@ def compile_kernel(kernel: Any, dtype: str, arch: int, constants: dict[str, Any]
         ("bf16", 80, 32, 512, None, None, None),
         ("fp32", 80, 16, 128, None, None, None),
         ("fp32", 90, 32, 128, 1024, 50.0, None),
-        ("bf16", 90, 64, 64, 128, None, None),  # gpt-oss, with sinks
+        ("bf16", 90, 64, 64, 128, None, None),  # gpt-oss, with sinks, and as if with biases
         ("bf16", 90, 16, 128, None, None, 8192),  # Llama 4
     ],
 )
@@ -91,6 +98,7 @@ def test_attend_compiles(
         "HAS_CHUNK": chunk is not None,
         "HAS_SOFTCAP": softcap is not None,
         "HAS_SINKS": chunk is not None or window == 128,
+        "HAS_BIAS": dim in (64, 80),
         "INTERPRETED": False,
         **options,
     }

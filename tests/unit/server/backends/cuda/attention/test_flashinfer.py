@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import fake_flashinfer
-from support.attention_cases import CPU, make_problem, sinks_of, spec_of
+from support.attention_cases import CPU, biases_of, make_problem, sinks_of, spec_of
 from torch import Tensor
 
 from loraplex_server.backends.cuda.attention import flashinfer
@@ -147,6 +147,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ([layer(), layer(k_dim=80, v_dim=80)], BF16, "the model has 80"),
         ([layer(k_dim=192, v_dim=128)], None, "192 and 128"),
         ([layer(), layer(sinks=sinks_of(4))], BF16, "no sinks"),
+        ([layer(), layer(key_bias=biases_of(4, 9))], BF16, "no biases by key"),
         ([layer(), layer(chunk=8192)], BF16, "no chunks"),
     ],
 )

@@ -47,14 +47,17 @@ static void score(const AttendTask& t, const typename D::T* q, int num_rows, int
 }
 
 // Turns a row's scores of keys [from, to) into weights that sum to 1, with what a sink takes of it; all others become 0.
+// `bias`: of the keys from the first score on.
 template <bool kSpecial>
-static void soften(float* scores, int64_t from, int64_t to, int64_t length, float softcap, const float* sink) {
+static void soften(float* scores, int64_t from, int64_t to, int64_t length, float softcap, const float* sink,
+                   const float* bias) {
   const Floats none = all(-__builtin_inff());
   Floats top = none;
   for (int64_t i = from & ~15; i < to; i += 16) {
     Floats s = load(scores + i);
     if (softcap != 0.0f)
       s = mul(tanh_ps(div(s, all(softcap))), all(softcap));
+    if (kSpecial && bias != nullptr) s = add(s, load(bias + i));
     s = select(none, between(from, to, i), s);
     store(scores + i, s);
     // NaN must not be lost in a maximum: the second operand is returned where either is NaN.
@@ -144,9 +147,11 @@ static void attend_block(const AttendTask& t, float* scratch) {
   score<D>(t, q, padded, begin, last, scores, stride);
   for (int r = 0; r < padded; r++) {
     const int64_t position = t.first_position + (r < num_rows ? r / t.group : 0);
-    const float* sink = kSpecial && t.sinks != nullptr ? t.sinks + (r < num_rows ? r : 0) % t.group : nullptr;
+    const int head = kSpecial ? (r < num_rows ? r : 0) % t.group : 0;
+    const float* sink = kSpecial && t.sinks != nullptr ? t.sinks + head : nullptr;
+    const float* bias = kSpecial && t.key_bias != nullptr ? t.key_bias + head * t.bias_stride + begin : nullptr;
     soften<kSpecial>(scores + r * stride, first_seen<kSpecial>(t, position, begin), position + 1 - begin, stride, t.softcap,
-                     sink);
+                     sink, bias);
   }
   for (int r = 0; r < padded; r += 4) weigh_rows<D>(t, scores + r * stride, stride, begin, last, sums + r * t.dim);
   for (int r = 0; r < num_rows; r++) {

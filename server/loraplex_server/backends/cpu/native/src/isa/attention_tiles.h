@@ -173,8 +173,30 @@ static void score_tile(const bf16* q, const Block& block, int dim, int num_keys,
   }
 }
 
-// Hides and caps scores, and returns each row's largest.
-static __m512 largest_scores(const AttendTask& t, const Sight& sight, float* scores) {
+// Whether scores get their factor before the softmax takes them: what else is done to them comes behind it.
+static inline bool is_scaled_early(const AttendTask& t) { return t.softcap != 0.0f || t.key_bias != nullptr; }
+
+// Biases of a tile's rows by the keys of a block.
+struct Biases {
+  const float* first;  // of the first row's head, at the block's first key; null: none
+  __m512i heads;       // where those of each row's head are from there on
+  bool is_one;         // all rows have one head
+
+  Biases(const AttendTask& t, int tile, int64_t from)
+      : first(t.key_bias == nullptr ? nullptr : t.key_bias + from), heads(_mm512_setzero_si512()), is_one(t.group == 1) {
+    alignas(64) int32_t at[16];
+    for (int r = 0; r < 16; r++) at[r] = (int32_t)((tile * 16 + r) % t.group * t.bias_stride);
+    heads = _mm512_load_si512(at);
+  }
+
+  __m512 of(int key) const {
+    return is_one ? _mm512_set1_ps(first[key]) : _mm512_i32gather_ps(heads, first + key, 4);
+  }
+};
+
+// Scales, caps, biases and hides scores as needed, and returns each row's largest.
+static __m512 largest_scores(const AttendTask& t, const Sight& sight, const Biases& biases, float* scores) {
+  const bool is_changed = is_scaled_early(t) || !sight.is_whole;
   const __m512 none = _mm512_set1_ps(-__builtin_inff());
   const __m512i first = _mm512_load_si512(sight.first), last = _mm512_load_si512(sight.last);
   __m512 top[4] = {none, none, none, none};
@@ -185,11 +207,15 @@ static __m512 largest_scores(const AttendTask& t, const Sight& sight, float* sco
         const __m512 cap = _mm512_set1_ps(t.softcap);
         s = _mm512_mul_ps(tanh_ps(_mm512_div_ps(_mm512_mul_ps(s, _mm512_set1_ps(t.scaling)), cap)), cap);
       }
+      if (biases.first != nullptr) {
+        if (t.softcap == 0.0f) s = _mm512_mul_ps(s, _mm512_set1_ps(t.scaling));
+        s = _mm512_add_ps(s, biases.of(i + j));
+      }
       if (!sight.is_whole) {
         const __m512i key = _mm512_set1_epi32(i + j);
         s = _mm512_mask_mov_ps(none, _mm512_cmple_epi32_mask(first, key) & _mm512_cmpgt_epi32_mask(last, key), s);
       }
-      if (t.softcap != 0.0f || !sight.is_whole) _mm512_store_ps(scores + (i + j) * 16, s);
+      if (is_changed) _mm512_store_ps(scores + (i + j) * 16, s);
       top[j] = _mm512_max_ps(top[j], s);
     }
   return _mm512_max_ps(_mm512_max_ps(top[0], top[1]), _mm512_max_ps(top[2], top[3]));
@@ -197,10 +223,11 @@ static __m512 largest_scores(const AttendTask& t, const Sight& sight, float* sco
 
 // Turns scores into weights p, relative to each row's largest score so far. Returns by how much what was added up before
 // them shrinks.
-static __m512 soften_tile(const AttendTask& t, const Sight& sight, float* scores, float* top, float* total, bf16* p) {
+static __m512 soften_tile(const AttendTask& t, const Sight& sight, const Biases& biases, float* scores, float* top,
+                          float* total, bf16* p) {
   const __m512 none = _mm512_set1_ps(-__builtin_inff()), log2e = _mm512_set1_ps(1.44269504f);
-  const __m512 factor = t.softcap != 0.0f ? log2e : _mm512_mul_ps(log2e, _mm512_set1_ps(t.scaling));
-  const __m512 before = _mm512_load_ps(top), now = _mm512_max_ps(before, largest_scores(t, sight, scores));
+  const __m512 factor = is_scaled_early(t) ? log2e : _mm512_mul_ps(log2e, _mm512_set1_ps(t.scaling));
+  const __m512 before = _mm512_load_ps(top), now = _mm512_max_ps(before, largest_scores(t, sight, biases, scores));
   // A row that has seen nothing yet: its scores are all -inf, and no difference to that is a number.
   const __mmask16 is_new = _mm512_cmp_ps_mask(now, none, _CMP_EQ_OQ);
   const __m512 shift = _mm512_mask_mov_ps(_mm512_mul_ps(now, factor), is_new, _mm512_setzero_ps());
@@ -309,7 +336,7 @@ static void attend_by_tiles(const AttendTask& t, float* scratch) {
   for (int i = 0; i < num_tiles * 16; i++) m.top[i] = -__builtin_inff(), m.total[i] = 0;
   if (t.sinks != nullptr)  // one score that is there before all others; scores are kept without their factor
     for (int i = 0; i < num_rows; i++)
-      m.top[i] = t.sinks[i % t.group] / (t.softcap != 0.0f ? 1.0f : t.scaling), m.total[i] = 1;
+      m.top[i] = t.sinks[i % t.group] / (is_scaled_early(t) ? 1.0f : t.scaling), m.total[i] = 1;
   __builtin_memset(m.sums, 0, sizeof(float) * (size_t)(num_tiles * 16 * t.dim));
   configure(kRows);
   for (int64_t from = begin; from < last; from += kAttendKeys) {
@@ -320,7 +347,8 @@ static void attend_by_tiles(const AttendTask& t, float* scratch) {
       if (sight.num_keys == 0) continue;
       float* sums = m.sums + tile * 16 * t.dim;
       score_tile(m.q + tile * 16 * t.dim, block, t.dim, sight.num_keys, m.scores);
-      shrink_sums(soften_tile(t, sight, m.scores, m.top + tile * 16, m.total + tile * 16, m.p), t.dim, sums);
+      const Biases biases(t, tile, from);
+      shrink_sums(soften_tile(t, sight, biases, m.scores, m.top + tile * 16, m.total + tile * 16, m.p), t.dim, sums);
       if (block.is_finite || sight.is_whole)
         weigh_tile(m.p, m.v, t.dim, sight.num_keys, sums);
       else

@@ -24,8 +24,8 @@ struct Cursor {
   }
 };
 
-// Chunks or sinks, which few models have: their code by vectors is another, so that the others' stays as it is.
-static inline bool is_special(const AttendTask& t) { return t.chunk > 0 || t.sinks != nullptr; }
+// Chunks, sinks or biases, which few models have: their code by vectors is another, so that the others' stays as it is.
+static inline bool is_special(const AttendTask& t) { return t.chunk > 0 || t.sinks != nullptr || t.key_bias != nullptr; }
 
 // The first position that a query sees, or one before position 0; none of a later query is before it.
 template <bool kSpecial>
