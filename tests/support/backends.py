@@ -10,13 +10,14 @@ from torch import Tensor
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cuda.graphs import Capture, Shape, StepGraphs, capture_steps
 from loraplex_server.backends.fusion import FusedOps, NormForm
+from loraplex_server.layers.experts import MakeExpertProducts
 from loraplex_server.layers.linear import BaseLinearFactory, PlainLinear
 from loraplex_server.layers.quantization import WeightFormat
 from loraplex_server.layers.step import StepResources
 
 
 class PatchedBackend(Backend):
-    """On a CPU, with merged linears, fused operations, graphs or base linears of another kind."""
+    """On a CPU, with merged linears, fused operations, graphs, or base linears or experts of another kind."""
 
     def __init__(
         self,
@@ -24,12 +25,14 @@ class PatchedBackend(Backend):
         merges: bool = False,
         fused: FusedOps | None = None,
         make_linear: BaseLinearFactory = PlainLinear,
+        make_experts: MakeExpertProducts | None = None,
         capture: Capture | None = None,
     ) -> None:
         super().__init__("cpu")
         self.merges_linears = merges
         self._fused = fused
         self._make_linear = make_linear
+        self._make_experts = make_experts
         self._capture = capture
 
     def fused_ops(self) -> FusedOps | None:
@@ -37,6 +40,9 @@ class PatchedBackend(Backend):
 
     def linears(self, form: WeightFormat | None = None) -> BaseLinearFactory:
         return self._make_linear
+
+    def expert_products(self, form: WeightFormat | None = None) -> MakeExpertProducts | None:
+        return self._make_experts
 
     def capture_steps(
         self, steps: StepResources, shapes: Sequence[Shape], progress: Callable[[str], None]

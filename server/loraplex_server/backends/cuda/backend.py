@@ -29,7 +29,9 @@ from loraplex_server.backends.cuda.punica import PunicaFunctions, PunicaOps
 from loraplex_server.backends.fusion import FusedOps
 from loraplex_server.backends.reference import ReferenceDense, ReferenceOps
 from loraplex_server.layers.attention import ModelSpec
+from loraplex_server.layers.experts import MakeExpertProducts
 from loraplex_server.layers.lora import SegmentedDense, SegmentedLora
+from loraplex_server.layers.quantization import WeightFormat
 from loraplex_server.layers.step import StepResources
 
 
@@ -86,6 +88,13 @@ class CudaBackend(Backend):
         from loraplex_server.backends.cuda.lora.operation import TritonDense
 
         return TritonDense()
+
+    def expert_products(self, form: WeightFormat | None = None) -> MakeExpertProducts | None:
+        if _triton_problem():
+            return None
+        from loraplex_server.backends.cuda.experts import make_experts
+
+        return make_experts
 
     def fused_ops(self) -> FusedOps | None:
         if find_spec("triton") is None:

@@ -25,6 +25,7 @@ SUITES = (
     HERE / "lora/kernel_grid.py",
     SERVER / "layers/test_attention.py",
     HERE / "fused_kernels.py",
+    HERE / "expert_kernels.py",
 )
 
 
