@@ -190,7 +190,8 @@ def page(address: str, start_s: float, end_s: float) -> str:
         else:
             parts.append(drawn(panel, series_of(address, panel, start_s, end_s), start_s, end_s))
     style = (
-        "body{font:11px sans-serif;margin:8px;background:#fff} h2{clear:both;font-size:14px;margin:6px 0 2px}"
+        "html{overflow:hidden} body{font:11px sans-serif;margin:8px;background:#fff} "
+        "h2{clear:both;font-size:14px;margin:6px 0 2px}"
         f".panel{{float:left;width:{WIDTH}px;margin:3px;border:1px solid #ddd;padding:3px}}"
         "svg{display:block;background:#fafafa} text{font-size:9px;fill:#666} .legend{height:26px;overflow:hidden}"
     )
