@@ -72,29 +72,39 @@ def load(path: Path) -> native.Library:
     return native.Library(functions, path)
 
 
-def measure(
-    spans: Sequence[tuple[int, int]], spec: AttentionSpec, backends: dict[str, PagedAttention], repeat: int
-) -> dict[str, float]:
-    """Milliseconds by back end."""
-    rng = torch.Generator().manual_seed(1)
+def num_blocks(spans: Sequence[tuple[int, int]]) -> int:
+    return sum(-(-(past + new) // BLOCK_SIZE) for past, new in spans)
+
+
+def batch_of(spans: Sequence[tuple[int, int]], order: np.ndarray) -> AttentionBatch:
+    """`order`: the blocks of the spans' contexts, one span after the other."""
     query_lens = np.array([new for _, new in spans], dtype=np.int64)
     context_lens = np.array([past + new for past, new in spans], dtype=np.int64)
     needed = -(-context_lens // BLOCK_SIZE)
-    order = torch.randperm(int(needed.sum()), generator=rng).numpy()
     tables = np.zeros((len(spans), int(needed.max())), dtype=np.int64)
     for row, (end, count) in enumerate(zip(needed.cumsum(), needed, strict=True)):
         tables[row] = order[end - count]
         tables[row, :count] = order[end - count : end]
     own = [(tables[row], np.arange(past, past + new)) for row, (past, new) in enumerate(spans)]
     slots = np.concatenate([blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for blocks, at in own])
-    batch = AttentionBatch(query_lens, context_lens, tables, BLOCK_SIZE, torch.from_numpy(slots))
+    return AttentionBatch(query_lens, context_lens, tables, BLOCK_SIZE, torch.from_numpy(slots))
+
+
+def measure(
+    spans: Sequence[tuple[int, int]], spec: AttentionSpec, backends: dict[str, PagedAttention], repeat: int
+) -> dict[str, float]:
+    """Milliseconds by back end."""
+    rng = torch.Generator().manual_seed(1)
+    order = torch.randperm(num_blocks(spans), generator=rng).numpy()
+    batch = batch_of(spans, order)
+    num_tokens = len(batch.slots)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=rng).bfloat16()
 
     kv = LayerKv(*(random(len(order), BLOCK_SIZE, spec.num_kv_heads, spec.k_dim) for _ in range(2)))
-    query = random(len(slots), spec.num_heads, spec.k_dim)
-    key, value = (random(len(slots), spec.num_kv_heads, spec.k_dim) for _ in range(2))
+    query = random(num_tokens, spec.num_heads, spec.k_dim)
+    key, value = (random(num_tokens, spec.num_kv_heads, spec.k_dim) for _ in range(2))
     plans = {name: backend.plan(batch, torch.bfloat16, CPU) for name, backend in backends.items()}
     times: dict[str, list[float]] = {name: [] for name in backends}
     for _ in range(repeat + 1):

@@ -1,6 +1,6 @@
 """Loraplex's engine in the benchmark's own process, without gRPC.
 
-    python inprocess.py IN_DIR [--lora-off] [FLAG ...]      as a system under comparison (see peers/lines.py)
+    python inprocess.py IN_DIR [--lora-off] [--isa avx2] [FLAG ...]   as a system under comparison (see peers/lines.py)
 
 Prefix cache off, greedy, `ignore_eos`, all requests of a workload at once. FLAGs as `loraplex worker` takes them.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import typer
+from isa import ISAS, use_isa
 from peers.lines import answer, take_stdout
 from workloads import WorkItem, read_workload
 
@@ -84,8 +85,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("inputs", type=Path)
     parser.add_argument("--lora-off", action="store_true", help="serve no adapters at all")
+    parser.add_argument("--isa", choices=ISAS, help="a lesser instruction set than the best")
     args, flags = parser.parse_known_args()
     replies = take_stdout()
+    use_isa(args.isa)
     with tempfile.TemporaryDirectory() as store:
         engine = build(args.inputs, Path(store), lora=not args.lora_off, flags=flags)
         system = EngineSystem(engine, args.inputs)

@@ -1,16 +1,18 @@
-"""Benchmark of the native CPU products by instruction set, beside oneDNN and the floor.
+"""Benchmark of the native CPU kernels by instruction set, beside oneDNN and the floor.
 
-    python benchmarks/kernels.py                                    # the 245M shape, all instruction sets, all rows
-    python benchmarks/kernels.py --isas avx512bf16 avx2 --rows 1 8 32 --threads 1 --json products.json
-    python benchmarks/kernels.py --library old/_kernels.so --isas avx512bf16       # beside another build of the library
+    python benchmarks/kernels.py                                    # the 245M shape, everything
+    python benchmarks/kernels.py --isas avx512bf16 avx2 --rows 1 8 32 --threads 1 --json kernels.json
+    python benchmarks/kernels.py --kinds lora attention --library old/_kernels.so       # beside another build
 
-One figure is the time of one product in microseconds. Its weights are cold: each call takes the next copy of them, and
-all copies together are larger than the caches. What is compared takes turns in each repetition; a figure is the best
-repetition. The floor is the weights' bytes at the bandwidth, or the multiplications at the best rate of oneDNN's
-prepacked product, whichever takes longer; both are measured before each shape, and their spread is printed.
+One figure is the time of one product, one module's LoRA update or one layer's attention, in microseconds. What it reads
+is cold: each call takes the next copy, and all copies together are larger than the caches (but where the floor says
+that a case has too few bytes for it). What is compared takes turns in each repetition; a figure is the best repetition.
+The floor is the bytes at the bandwidth, or the multiplications at the best rate of oneDNN's prepacked product,
+whichever takes longer; both are measured with the best instructions of the machine, and their spread is printed. For
+lesser ones `--limit` bounds oneDNN, and with it the floor.
 
-    oneDNN      torch's prepacked linear, with the best instructions of the machine
-    ISA         the native product of that instruction set; of another build: ISA (old)
+    oneDNN      torch's prepacked linear, with the best instructions of the machine, or those of --limit
+    ISA         the native kernel of that instruction set; of another build: ISA (old)
     ISA int8    the same with weights of few bits (--formats plain int8 int4)
 """
 
@@ -22,26 +24,24 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from isa import ISAS, limit_environment
+from kernel_cases import COLD_BYTES, SHAPES, Call, Case, attention, products, updates
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
-from loraplex_server.backends.cpu.linear import can_pack, packed_linear
+from loraplex_server.backends.cpu.linear import packed_linear
 from loraplex_server.backends.cpu.native import library
-from loraplex_server.backends.cpu.native.kernels import NativeKernels, PackedWeight
+from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.backends.cpu.native.library import Library, load
-from loraplex_server.layers.quantization import FORMATS, WeightFormat
+from loraplex_server.layers.quantization import FORMATS
 
-# (outputs, inputs) of the 245M shape: q/k/v, o, gate and up, down, output layer.
-SHAPES = {"qkv": (1536, 1024), "o": (1024, 1024), "gate_up": (5632, 1024), "down": (1024, 2816), "head": (32000, 1024)}
-ISAS = ("amx", "avx512bf16", "avx512", "avx2")
+KINDS = ("products", "lora", "attention")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-COLD_BYTES = 192 << 20  # all copies of a weight together
 GEMM = (2048, 2048, 2048)  # rows, outputs, inputs
 ROW = 1024  # numbers of a row that is read for the bandwidth
 NUM_TRIES = 7  # for bandwidth and rate
@@ -58,52 +58,55 @@ class Floor:
         return max(num_bytes / self.bytes_per_s[2], num_flops / self.flops_per_s[2]) * 1e6
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    shape: str
-    num_rows: int
-    floor_us: float
-    times_us: dict[str, float]
-
-
 def main() -> None:
     options = _options()
+    limit_environment(options.limit)
     torch.set_num_threads(options.threads)
     libraries = _libraries(options.library)
     dtype = DTYPES[options.dtype]
-    console, results = Console(), list[Result]()
     floors: list[Floor] = []
-    table = Table(title=f"{options.dtype}, {options.threads} threads, cold weights, best of {options.repeat}, us")
-    names: list[str] = []
-    for shape in options.shapes:
+    rows: list[dict[str, object]] = []
+    for case in _cases(options, dtype):
         floors.append(measure_floor(dtype))
-        for num_rows in options.rows:
-            result = measure(shape, num_rows, dtype, floors[-1], libraries, options)
-            results.append(result)
-            if not names:
-                names = list(result.times_us)
-                for column in ("shape", "rows", "floor", *names):
-                    table.add_column(column, justify="right")
-            times = [f"{result.times_us[name]:.0f}" for name in names]
-            table.add_row(shape, str(num_rows), f"{result.floor_us:.0f}", *times)
-    console.print(table)
+        times = {name: round(us, 1) for name, us in measure(case, libraries, options).items()}
+        floor_us = round(floors[-1].us(case.num_bytes, case.num_flops), 1)
+        rows.append({"case": case.what, "size": case.size, "floor_us": floor_us, **times})
+    table = Table(title=f"{options.dtype}, {options.threads} threads, cold memory, best of {options.repeat}, us")
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    for column in columns:
+        table.add_column(column.removesuffix("_us"), justify="right")
+    for row in rows:
+        table.add_row(*(str(row.get(column, "")) for column in columns))
+    Console(width=140).print(table)
     for what, unit in (("bytes_per_s", "GB/s"), ("flops_per_s", "GFLOP/s")):
         values = [value / 1e9 for floor in floors for value in getattr(floor, what)]
         print(f"{what}: {min(values):.0f} to {max(values):.0f} {unit}, median {statistics.median(values):.0f}")
     if options.json is not None:
-        rows = [{"shape": r.shape, "rows": r.num_rows, "floor_us": r.floor_us, **r.times_us} for r in results]
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def _cases(options: argparse.Namespace, dtype: torch.dtype) -> Iterator[Case]:
+    if "products" in options.kinds:
+        for shape in options.shapes:
+            for num_rows in options.rows:
+                yield products(shape, num_rows, dtype, options.formats)
+    if "lora" in options.kinds:
+        yield from updates(dtype)
+    if "attention" in options.kinds:
+        yield from attention(dtype)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n\n")[0], epilog=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 512, 2048])
     parser.add_argument(
         "--isas", nargs="+", choices=ISAS, default=list(ISAS), help="those that the machine lacks are left out"
     )
+    parser.add_argument("--limit", choices=ISAS, help="of oneDNN and the floor; default: the machine's best")
     parser.add_argument("--formats", nargs="+", choices=("plain", *FORMATS), default=["plain"])
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
@@ -145,59 +148,34 @@ def measure_floor(dtype: torch.dtype) -> Floor:
     return Floor(*((min(values), statistics.median(values), max(values)) for values in (reads, rates)))
 
 
-def measure(
-    shape: str,
-    num_rows: int,
-    dtype: torch.dtype,
-    floor: Floor,
-    libraries: dict[str, Library],
-    options: argparse.Namespace,
-) -> Result:
-    num_outputs, num_inputs = SHAPES[shape]
-    weight = torch.randn(num_outputs, num_inputs).to(dtype)
-    x = torch.randn(num_rows, num_inputs).to(dtype)
-    num_copies = max(2, COLD_BYTES // weight.nbytes)
-    calls: dict[str, Callable[[int], object]] = {}
-    if can_pack(weight):
-        linears = [packed_linear(weight, None) for _ in range(num_copies)]
-        calls["oneDNN"] = lambda copy: linears[copy](x)
-    copies = dict.fromkeys(calls, num_copies)
+def measure(case: Case, libraries: dict[str, Library], options: argparse.Namespace) -> dict[str, float]:
+    """Microseconds by column."""
+    calls = dict(case.others)
     for word, own in libraries.items():
         kernels = NativeKernels(own, options.threads)
-        for name in options.formats:
-            packed = _cold_copies(kernels, weight, FORMATS.get(name))
+        for behind, make in case.native.items():
+            call, num_copies = make(kernels)
             for isa in options.isas:
                 if own.functions.lp_use_isa(isa.encode()) == 0 and own.functions.lp_has_kernels():
-                    column = isa + word + ("" if name == "plain" else f" {name}")
-                    calls[column], copies[column] = _native(own, isa, kernels, x, packed), len(packed)
+                    calls[isa + word + behind] = _limited(own, isa, call), num_copies
     best = dict.fromkeys(calls, math.inf)
     with torch.inference_mode():
         for _ in range(options.repeat):
-            for name, call in calls.items():
+            for name, (call, num_copies) in calls.items():
                 call(0)  # its instructions, and the threads awake
-                best[name] = min(best[name], *(_mean_s(call, part) for part in _parts(copies[name])))
-    return Result(
-        shape, num_rows, floor.us(weight.nbytes, 2 * num_rows * weight.numel()), {n: s * 1e6 for n, s in best.items()}
-    )
+                best[name] = min(best[name], *(_mean_s(call, part) for part in _parts(num_copies)))
+    return {name: seconds * 1e6 for name, seconds in best.items()}
 
 
-def _cold_copies(kernels: NativeKernels, weight: Tensor, form: WeightFormat | None) -> list[PackedWeight]:
-    packed = [kernels.pack([weight], form)]
-    while sum(one.memory.nbytes for one in packed) < COLD_BYTES or len(packed) < 2:
-        packed.append(kernels._allocate(*weight.shape, weight.dtype, form))
-        packed[-1].memory.copy_(packed[0].memory)
-    return packed
-
-
-def _native(own: Library, isa: str, kernels: NativeKernels, x: Tensor, packed: list) -> Callable[[int], object]:
-    def call(copy: int) -> object:
+def _limited(own: Library, isa: str, call: Call) -> Call:
+    def limited(copy: int) -> object:
         own.functions.lp_use_isa(isa.encode())
-        return kernels.linear(x, packed[copy], None)
+        return call(copy)
 
-    return call
+    return limited
 
 
-def _mean_s(call: Callable[[int], object], copies: range) -> float:
+def _mean_s(call: Call, copies: range) -> float:
     start = time.perf_counter()
     for copy in copies:
         call(copy)

@@ -42,6 +42,7 @@ from compare import MIXED, OWN, OWN_OFF, PEFT, ROUTER, VLLM, VLLM_OFF, WORKER, C
 from floor import Machine, Meter, floors, measure_size
 from inprocess import EngineSystem, build, worker_flags
 from inputs import SHAPES, make_inputs
+from isa import ISAS, limit_environment, use_isa
 from plot import svg
 from rich.console import Console
 from workloads import BATCHES, workload_names
@@ -63,6 +64,8 @@ def make(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    limit_environment(args.isa)
+    use_isa(args.isa)
     with tempfile.TemporaryDirectory() as store:
         engine = build(args.inputs, Path(store), lora=not args.lora_off, flags=args.flags)
         system = EngineSystem(engine, args.inputs)
@@ -94,6 +97,9 @@ def _timed(action: Callable[[], int]) -> systems.Run:
 
 
 def compare(args: argparse.Namespace) -> None:
+    if args.isa is not None and args.through != ["engine"]:
+        raise SystemExit("--isa limits the engine in process; leave --through away")
+    limit_environment(args.isa)
     console = Console(stderr=True)
     workloads: list[str] = args.workloads or [
         name for name in workload_names(args.inputs) if not name.endswith("-1") or name in ("base-1", "identical-1")
@@ -122,6 +128,7 @@ def compare(args: argparse.Namespace) -> None:
         "date": datetime.date.today().isoformat(),
         "processor": _processor(),
         "threads": torch.get_num_threads(),
+        **({} if args.isa is None else {"isa": args.isa}),
         "read_gb_per_s": round(machine.read_bytes_per_s / 1e9, 1),
         "gemm_gflops_per_s": round(machine.gemm_flops_per_s / 1e9),
         "floor_spread": round(Machine.spread(meter.tries), 2),
@@ -150,18 +157,21 @@ def _start(
     has_base = any(name.startswith("base-") for name in workloads)
     if "engine" in args.through:
         for checkout, named in _checkouts(args):
-            add(named(OWN), systems.engine_command(args.inputs, flags=args.flags, checkout=checkout))
+            add(named(OWN), systems.engine_command(args.inputs, isa=args.isa, flags=args.flags, checkout=checkout))
             if has_base:
-                command = systems.engine_command(args.inputs, lora=False, flags=args.flags, checkout=checkout)
+                command = systems.engine_command(
+                    args.inputs, lora=False, isa=args.isa, flags=args.flags, checkout=checkout
+                )
                 add(named(OWN_OFF), command)
         mixed = args.inputs / "mixed-ranks"
         if not mixed.is_dir():
             print(f"no mixed ranks: there is no {mixed}", file=sys.stderr)
         elif any(name.startswith("distinct-") for name in workloads):
-            add(MIXED, systems.engine_command(mixed, flags=args.flags))
+            add(MIXED, systems.engine_command(mixed, isa=args.isa, flags=args.flags))
         for variant in args.variant:
             name, _, flags = variant.partition("=")
-            add(f"{OWN}, {name}", systems.engine_command(args.inputs, flags=[*args.flags, *shlex.split(flags)]))
+            command = systems.engine_command(args.inputs, isa=args.isa, flags=[*args.flags, *shlex.split(flags)])
+            add(f"{OWN}, {name}", command)
     if {"worker", "router"} & set(args.through):
         progress("starting a worker")
         for checkout, named in _checkouts(args):
@@ -255,6 +265,7 @@ def parser() -> argparse.ArgumentParser:
     quick.add_argument("workloads", nargs="+")
     quick.add_argument("--repeat", type=int, default=3)
     quick.add_argument("--lora-off", action="store_true", help="serve no adapters at all")
+    _add_isa(quick)
     _add_flags(quick)
     compared = commands.add_parser("compare", help="systems in turns")
     compared.set_defaults(call=compare)
@@ -271,6 +282,7 @@ def parser() -> argparse.ArgumentParser:
     compared.add_argument("--peft-python", type=Path)
     compared.add_argument("--peft-rounds", type=int, default=1, help="it is slow")
     compared.add_argument("--json", type=Path, help="also write everything to this file")
+    _add_isa(compared)
     _add_flags(compared)
     shown = commands.add_parser("show", help="what an earlier comparison came to")
     shown.set_defaults(call=show)
@@ -284,6 +296,10 @@ def parser() -> argparse.ArgumentParser:
     openloop.add_arguments(opened)
     _add_flags(opened)
     return top
+
+
+def _add_isa(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--isa", choices=ISAS, help="limits everything to a lesser instruction set than the best")
 
 
 def _add_flags(one: argparse.ArgumentParser) -> None:

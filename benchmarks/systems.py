@@ -130,10 +130,15 @@ class PipedSystem:
 
 
 def engine_command(
-    inputs: Path, *, lora: bool = True, flags: Sequence[str] = (), checkout: Path | None = None
+    inputs: Path,
+    *,
+    lora: bool = True,
+    isa: str | None = None,
+    flags: Sequence[str] = (),
+    checkout: Path | None = None,
 ) -> list[str]:
     """With a `checkout`, the code of that one."""
-    switch = () if lora else ("--lora-off",)
+    switch = [*(() if lora else ("--lora-off",)), *(() if isa is None else ("--isa", isa))]
     script = (HERE if checkout is None else checkout / "benchmarks") / "inprocess.py"
     return [*python_of(checkout), str(script), str(inputs), *switch, *flags]
 
