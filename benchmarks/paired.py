@@ -1,9 +1,11 @@
 """Paired benchmark: two engines in one process take steps in turn.
 
-    python benchmarks/paired.py IN_DIR {unused,ranks} [WORKLOAD ...] [--output 256] [--rounds 3]
+    python benchmarks/paired.py IN_DIR {unused,ranks,int8,int4} [WORKLOAD ...] [--output 256] [--rounds 3] [--isa avx2]
 
 unused  LoRA switched on, but no request asks for an adapter, against an engine without adapters; default: base-8.
 ranks   adapters of ranks 8, 8, 16, 32 against adapters that are all of rank 16; default: distinct-8.
+int8    weights in few bits, against those of the checkpoint; default: base-1. The ratio of medians is that of decode
+int4    steps, most of the steps there are.
 
 On a machine that others use too, runs one after the other, and processes of the same code, differ by more than what is
 looked for here; of two steps that follow each other both are disturbed alike. Prints one JSON line per workload: how
@@ -21,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from inprocess import build
+from isa import ISAS, limit_environment, use_isa
 from results import add_json_option, recording
 from workloads import read_workload
 
@@ -28,8 +31,25 @@ from loraplex_contracts.request import CompletionEnd, Request, RequestFailed, St
 from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.pipe import Submit
 
-DEFAULTS = {"unused": "base-8", "ranks": "distinct-8"}
 WARM_TOKENS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How an engine is built."""
+
+    lora: bool = True
+    adapters: str = "."  # the folder in IN_DIR
+    flags: tuple[str, ...] = ()
+
+
+# What is compared, by name: the default workload, the first engine and the second.
+CASES = {
+    "unused": ("base-8", Variant(lora=False), Variant()),
+    "ranks": ("distinct-8", Variant(), Variant(adapters="mixed-ranks")),
+    "int8": ("base-1", Variant(), Variant(flags=("--quantize", "int8"))),
+    "int4": ("base-1", Variant(), Variant(flags=("--quantize", "int4"))),
+}
 
 
 @dataclass
@@ -99,18 +119,24 @@ def requests(inputs: Path, workload: str, tag: str, max_tokens: int) -> list[Req
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("inputs", type=Path)
-    parser.add_argument("what", choices=DEFAULTS)
+    parser.add_argument("what", choices=CASES)
     parser.add_argument("workloads", nargs="*")
     parser.add_argument("--output", type=int, default=256, help="tokens of each request")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--isa", choices=ISAS, help="a lesser instruction set than the best")
     add_json_option(parser)
     args = parser.parse_args()
-    folders = [args.inputs, args.inputs / "mixed-ranks" if args.what == "ranks" else args.inputs]
+    limit_environment(args.isa)
+    use_isa(args.isa)
+    default, *variants = CASES[args.what]
+    folders = [args.inputs / variant.adapters for variant in variants]
     folder = tempfile.TemporaryDirectory
     with folder() as one, folder() as other, recording(args.json) as record:
-        first = Side(build(folders[0], Path(one), lora=args.what == "ranks"))
-        second = Side(build(folders[1], Path(other), lora=True))
-        for workload in args.workloads or [DEFAULTS[args.what]]:
+        first, second = (
+            Side(build(inputs, Path(store), lora=variant.lora, flags=variant.flags))
+            for inputs, store, variant in zip(folders, (one, other), variants, strict=True)
+        )
+        for workload in args.workloads or [default]:
             for number in range(args.rounds + 1):  # the first loads what is asked for, and is not counted
                 for side, folder in zip((first, second), folders, strict=True):
                     num_tokens = args.output if number else WARM_TOKENS
@@ -118,7 +144,8 @@ def main() -> None:
                 run(first, second)
                 if number == 0:
                     forget(first, second)
-            record({"case": args.what, "workload": workload, **ratios(first, second)})
+            isa = {} if args.isa is None else {"isa": args.isa}
+            record({"case": args.what, "workload": workload, **isa, **ratios(first, second)})
             forget(first, second)
         for side in (first, second):
             side.engine.close()

