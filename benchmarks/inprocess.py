@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
@@ -62,11 +64,13 @@ class EngineSystem:
 
     def _run(self, items: list[WorkItem]) -> int:
         """From the first submission to the last completion. Returns the number of tokens that came out."""
-        num_tokens = 0
-        for item in items:
-            self._engine.handle(Submit(self._request(item)))
-        num_open = len(items)
+        num_tokens, num_open = 0, len(items)
+        waiting = deque(sorted(items, key=lambda item: item.arrival_s))
+        start_s = time.perf_counter()
         while num_open:
+            now_s = time.perf_counter() - start_s
+            while waiting and waiting[0].arrival_s <= now_s:
+                self._engine.handle(Submit(self._request(waiting.popleft())))
             batch = self._engine.turn()
             for event in batch.events if batch is not None else ():
                 if isinstance(event, RequestFailed):

@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
 )
-from workloads import BATCHES, KINDS, make_workload
+from workloads import BATCHES, KINDS, make_arrivals, make_workload
 
 SPECIALS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 SHAPES: Mapping[str, PretrainedConfig] = {
@@ -48,6 +48,18 @@ SHAPES: Mapping[str, PretrainedConfig] = {
         num_key_value_heads=2,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
+        **SPECIALS,
+    ),
+    "3b": LlamaConfig(
+        vocab_size=32000,
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_hidden_layers=32,
+        num_attention_heads=24,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
         **SPECIALS,
     ),
     "108m": LlamaConfig(  # each of its tokens has a text, as clients that read texts want it
@@ -98,10 +110,21 @@ SHAPES: Mapping[str, PretrainedConfig] = {
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MIXED_RANKS = (8, 8, 16, 32)  # as many weights as with rank 16 throughout
 MAX_TOKENIZER_SIZE = 4096
+NUM_ARRIVALS = 64
 
 
-def make_inputs(out: Path, shape: str, *, num_adapters: int, rank: int, prompt_tokens: int, max_tokens: int) -> None:
-    """OUT as a whole, and OUT/mixed-ranks: the same again with adapters of MIXED_RANKS."""
+def make_inputs(
+    out: Path,
+    shape: str,
+    *,
+    num_adapters: int,
+    rank: int,
+    prompt_tokens: int | tuple[int, int],
+    max_tokens: int,
+    rate: float | None = None,
+) -> None:
+    """OUT as a whole, and OUT/mixed-ranks: the same again with adapters of MIXED_RANKS. `prompt_tokens` as of
+    make_workload. `rate`: of the arrivals of one more workload."""
     config = SHAPES[shape]
     make_model(out / "model", config)
     vocab_size = make_tokenizer(out / "model", config)
@@ -111,6 +134,10 @@ def make_inputs(out: Path, shape: str, *, num_adapters: int, rank: int, prompt_t
         for kind in KINDS:
             rows = make_workload(kind, batch, prompt_tokens=prompt_tokens, max_tokens=max_tokens, vocab_size=vocab_size)
             (out / "workloads" / f"{kind}-{batch}.json").write_text(json.dumps(rows))
+    if rate is not None:
+        lengths: dict[str, Any] = {"prompt_tokens": prompt_tokens, "max_tokens": max_tokens, "vocab_size": vocab_size}
+        rows = make_arrivals(NUM_ARRIVALS, rate, num_adapters, **lengths)
+        (out / "workloads" / f"arrivals-{NUM_ARRIVALS}.json").write_text(json.dumps(rows))
     mixed = out / "mixed-ranks"
     make_adapters(mixed / "adapters", config, num_adapters, MIXED_RANKS)
     for name in ("model", "workloads"):

@@ -60,6 +60,7 @@ def make(args: argparse.Namespace) -> None:
         rank=args.rank,
         prompt_tokens=args.prompt,
         max_tokens=args.output,
+        rate=args.rate,
     )
 
 
@@ -100,6 +101,8 @@ def compare(args: argparse.Namespace) -> None:
     if args.isa is not None and args.through != ["engine"]:
         raise SystemExit("--isa limits the engine in process; leave --through away")
     limit_environment(args.isa)
+    if args.slots is not None:
+        args.flags += ["--adapter-slots", str(args.slots)]
     console = Console(stderr=True)
     workloads: list[str] = args.workloads or [
         name for name in workload_names(args.inputs) if not name.endswith("-1") or name in ("base-1", "identical-1")
@@ -178,7 +181,7 @@ def _start(
             found += _servers(args, stack, checkout, named)
     if args.vllm_python is not None:
         start = args.vllm_python, args.vllm_preload, args.inputs
-        add(VLLM, systems.vllm_command(*start, lora=True, isa=args.isa, dtype=args.vllm_dtype))
+        add(VLLM, systems.vllm_command(*start, lora=True, isa=args.isa, dtype=args.vllm_dtype, slots=args.slots))
         if has_base:
             add(VLLM_OFF, systems.vllm_command(*start, lora=False, isa=args.isa, dtype=args.vllm_dtype))
     if args.peft_python is not None:
@@ -257,8 +260,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--shape", choices=SHAPES, default="245m")
     made.add_argument("--adapters", type=int, default=32)
     made.add_argument("--rank", type=int, default=16)
-    made.add_argument("--prompt", type=int, default=64, help="tokens")
+    made.add_argument("--prompt", type=_lengths, default=64, help="tokens of each, N, or from N to M, N-M")
     made.add_argument("--output", type=int, default=64, help="tokens")
+    made.add_argument("--rate", type=float, help="also a workload `arrivals`: so many requests a second, Poisson")
     quick = commands.add_parser("run", help="the engine in process")
     quick.set_defaults(call=run)
     quick.add_argument("inputs", type=Path)
@@ -275,6 +279,7 @@ def parser() -> argparse.ArgumentParser:
     compared.add_argument("--through", nargs="+", choices=("engine", "worker", "router"), default=["engine"])
     compared.add_argument("--variant", action="append", default=[], metavar="NAME=FLAGS", help="the engine once more")
     compared.add_argument("--against", type=Path, metavar="CHECKOUT", help="the same systems of another checkout, too")
+    compared.add_argument("--slots", type=int, help="adapters that are resident at once; default: all of a batch")
     compared.add_argument("--vllm-python", type=Path)
     compared.add_argument("--vllm-preload", default="", help="libraries, separated by colons")
     # Without bfloat16 in the CPU's instructions vLLM is several times faster in float32.
@@ -296,6 +301,11 @@ def parser() -> argparse.ArgumentParser:
     openloop.add_arguments(opened)
     _add_flags(opened)
     return top
+
+
+def _lengths(text: str) -> int | tuple[int, int]:
+    least, is_range, most = text.partition("-")
+    return (int(least), int(most)) if is_range else int(least)
 
 
 def _add_isa(one: argparse.ArgumentParser) -> None:

@@ -152,10 +152,18 @@ def python_of(checkout: Path | None) -> list[str]:
 
 
 def vllm_command(
-    python: Path, preload: str, inputs: Path, *, lora: bool, isa: str | None = None, dtype: str = "bfloat16"
+    python: Path,
+    preload: str,
+    inputs: Path,
+    *,
+    lora: bool,
+    isa: str | None = None,
+    dtype: str = "bfloat16",
+    slots: int | None = None,
 ) -> list[str]:
     preloaded = [f"LD_PRELOAD={preload}"] if preload else []
     switch = [*(() if lora else ("--lora-off",)), *(() if isa is None else ("--isa", isa))]
+    switch += [] if slots is None else ["--slots", str(slots)]
     return ["env", *preloaded, str(python), str(HERE / "peers/with_vllm.py"), str(inputs), "--dtype", dtype, *switch]
 
 

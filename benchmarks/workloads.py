@@ -1,6 +1,7 @@
 """Workloads that every system under comparison is given, as JSON files:
 
     [{"prompt_ids": [...], "max_tokens": 64, "adapter": 3 | null}, ...]        all arriving at once
+    [{..., "arrival_s": 0.25}, ...]                                            each so long after the start, in order
 
 in IN_DIR/workloads/NAME.json, beside IN_DIR/model (a Hugging Face checkpoint) and IN_DIR/adapters/* (PEFT directories,
 the number in a request is the position in their sorted list). NAME is KIND-BATCH, such as distinct-32.
@@ -25,6 +26,7 @@ class WorkItem:
     prompt_ids: tuple[int, ...]
     max_tokens: int
     adapter_id: str  # "": the base model
+    arrival_s: float = 0.0  # after the start
 
 
 def adapter_names(inputs: Path) -> list[str]:
@@ -38,7 +40,12 @@ def read_workload(inputs: Path, name: str) -> list[WorkItem]:
         raise SystemExit(f"there is no workload {name} in {inputs}; there is {', '.join(workload_names(inputs))}")
     rows = json.loads(path.read_text())
     return [
-        WorkItem(tuple(row["prompt_ids"]), row["max_tokens"], "" if row["adapter"] is None else names[row["adapter"]])
+        WorkItem(
+            tuple(row["prompt_ids"]),
+            row["max_tokens"],
+            "" if row["adapter"] is None else names[row["adapter"]],
+            row.get("arrival_s", 0.0),
+        )
         for row in rows
     ]
 
@@ -78,14 +85,39 @@ def shares(kind: str, batch: int) -> list[int]:
             raise ValueError(f"there is no popularity {kind!r}; there is {', '.join(KINDS)}")
 
 
-def make_workload(kind: str, batch: int, *, prompt_tokens: int, max_tokens: int, vocab_size: int) -> list[object]:
-    """The rows of one file; the same arguments give the same rows."""
+def make_workload(
+    kind: str, batch: int, *, prompt_tokens: int | tuple[int, int], max_tokens: int, vocab_size: int
+) -> list[dict[str, object]]:
+    """The rows of one file; the same arguments give the same rows. `prompt_tokens`: of every prompt, or from which to
+    which, any as likely."""
     rng = random.Random(f"{kind} {batch}")
     owners: list[int | None] = [adapter for adapter, num in enumerate(shares(kind, batch)) for _ in range(num)]
     owners = owners or [None] * batch
     rng.shuffle(owners)
     ids = range(FIRST_PROMPT_ID, vocab_size)
+    lengths = [prompt_tokens if isinstance(prompt_tokens, int) else rng.randint(*prompt_tokens) for _ in owners]
     return [
-        {"prompt_ids": rng.choices(ids, k=prompt_tokens), "max_tokens": max_tokens, "adapter": owner}
-        for owner in owners
+        {"prompt_ids": rng.choices(ids, k=length), "max_tokens": max_tokens, "adapter": owner}
+        for owner, length in zip(owners, lengths, strict=True)
     ]
+
+
+def make_arrivals(
+    num_requests: int,
+    rate: float,
+    num_adapters: int,
+    *,
+    prompt_tokens: int | tuple[int, int],
+    max_tokens: int,
+    vocab_size: int,
+) -> list[object]:
+    """Poisson arrivals, `rate` a second, each for any of the adapters; otherwise as make_workload."""
+    rng = random.Random(f"arrivals {num_requests}")
+    rows = make_workload(
+        "base", num_requests, prompt_tokens=prompt_tokens, max_tokens=max_tokens, vocab_size=vocab_size
+    )
+    now_s, found = 0.0, list[object]()
+    for row in rows:
+        now_s += rng.expovariate(rate)
+        found.append({**row, "adapter": rng.randrange(num_adapters), "arrival_s": now_s})
+    return found

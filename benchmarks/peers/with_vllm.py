@@ -10,8 +10,10 @@ that it takes the kernels that it has for such a CPU; oneDNN is told by ONEDNN_M
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import time
 from collections.abc import Callable
 from importlib.metadata import distributions
 from pathlib import Path
@@ -54,23 +56,29 @@ def limit(isa: str) -> None:
 class VllmSystem:
     """Owns the engine."""
 
-    def __init__(self, inputs: Path, *, lora: bool, dtype: str) -> None:
+    def __init__(self, inputs: Path, *, lora: bool, dtype: str, slots: int) -> None:
         from vllm import LLM  # pyright: ignore[reportMissingImports]
 
         self._inputs = inputs
         self._adapters = sorted((inputs / "adapters").iterdir())
         self._has_lora = lora
-        slots: dict[str, Any] = {}
+        self._ids = itertools.count()
+        options: dict[str, Any] = {}
         if lora:
             rank = largest_rank(self._adapters)
-            slots = {"enable_lora": True, "max_loras": MAX_BATCH, "max_cpu_loras": MAX_BATCH, "max_lora_rank": rank}
+            options = {
+                "enable_lora": True,
+                "max_loras": slots,
+                "max_cpu_loras": len(self._adapters),
+                "max_lora_rank": rank,
+            }
         self._llm: Any = LLM(
             model=str(inputs / "model"),
             dtype=dtype,
             max_model_len=1024,
             max_num_seqs=MAX_BATCH,
             enable_prefix_caching=False,
-            **slots,
+            **options,
         )
 
     def prepare(self, workload: str) -> Callable[[], int]:
@@ -86,11 +94,26 @@ class VllmSystem:
         params = [SamplingParams(temperature=0, max_tokens=row["max_tokens"], ignore_eos=True) for row in rows]
         loras = adapters if self._has_lora else None
 
+        if any("arrival_s" in row for row in rows):
+            return lambda: self._serve([row["arrival_s"] for row in rows], prompts, params, adapters)
+
         def run() -> int:
             outputs = self._llm.generate(prompts, params, lora_request=loras, use_tqdm=False)
             return sum(len(output.outputs[0].token_ids) for output in outputs)
 
         return run
+
+    def _serve(self, arrivals: list[float], prompts: list[Any], params: list[Any], adapters: list[Any]) -> int:
+        """Requests are added when they arrive."""
+        engine, num_tokens, num_added, start_s = self._llm.llm_engine, 0, 0, time.perf_counter()
+        while num_added < len(arrivals) or engine.has_unfinished_requests():
+            while num_added < len(arrivals) and arrivals[num_added] <= time.perf_counter() - start_s:
+                request = f"arrival-{next(self._ids)}", prompts[num_added], params[num_added]
+                engine.add_request(*request, lora_request=adapters[num_added])
+                num_added += 1
+            if engine.has_unfinished_requests():
+                num_tokens += sum(len(one.outputs[0].token_ids) for one in engine.step() if one.finished)
+        return num_tokens
 
 
 def main() -> None:
@@ -98,13 +121,14 @@ def main() -> None:
     parser.add_argument("inputs", type=Path)
     parser.add_argument("--lora-off", action="store_true", help="without support for adapters: its fastest set-up")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--slots", type=int, default=MAX_BATCH, help="adapters that a batch has at most")
     parser.add_argument("--isa", choices=LACKS, default="amx")
     args = parser.parse_args()
     replies = take_stdout()
     os.environ.update(SETTINGS)  # read when vllm is imported
     limit(args.isa)
     found = {one.name.lower(): one.version for one in distributions() if one.name.lower().startswith(("vllm", "torch"))}
-    system = VllmSystem(args.inputs, lora=not args.lora_off, dtype=args.dtype)
+    system = VllmSystem(args.inputs, lora=not args.lora_off, dtype=args.dtype, slots=args.slots)
     answer(system.prepare, {name: found[name] for name in sorted(found)}, replies)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import workloads
-from workloads import make_workload, read_workload, shares, workload_names
+from workloads import make_arrivals, make_workload, read_workload, shares, workload_names
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,16 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     assert workload_names(tmp_path) == ["base-2", "distinct-2"]
     with pytest.raises(SystemExit, match="there is base-2, distinct-2"):
         read_workload(tmp_path, "base-3")
+
+
+def test_prompts_of_any_length_between_two() -> None:
+    rows = make_workload("base", 200, prompt_tokens=(3, 9), max_tokens=1, vocab_size=20)
+    assert {len(row["prompt_ids"]) for row in rows} == set(range(3, 10))
+
+
+def test_arrivals_come_one_after_the_other_for_all_adapters() -> None:
+    rows = make_arrivals(400, 8.0, 5, prompt_tokens=2, max_tokens=1, vocab_size=20)
+    times = [row["arrival_s"] for row in rows]
+    assert times == sorted(times)
+    assert 400 / 8 / 1.3 < times[-1] < 400 / 8 * 1.3
+    assert {row["adapter"] for row in rows} == set(range(5))
