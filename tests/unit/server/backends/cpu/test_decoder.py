@@ -486,3 +486,23 @@ def test_the_comparison_leaves_nothing_behind() -> None:
     assert kept
     for name, value in kept.items():
         assert torch.equal(value, before[name.replace(".base.", ".")]), name
+
+
+@pytest.mark.parametrize("num_threads", [5, 32])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_more_threads_than_cores(kernels: NativeKernels, dtype: torch.dtype, num_threads: int) -> None:
+    """Every phase of a layer, with more threads than it has chunks: the barriers between phases hold, and bits stay."""
+    benches: list[Bench] = []
+    for num in (1, num_threads):
+        torch.manual_seed(3)
+        benches.append(Bench(native_kernels(num), dtype))
+    one, many = benches
+    for slot, rank in enumerate((5, 16)):
+        weights = one.install(slot, rank)
+        many.slots.install(slot, weights)
+    segments = [Segment(0, 1, 0), Segment(1, 2, 1)]
+    for num_tokens in (2, 5, 70):
+        states = one.states(num_tokens)
+        want = one.run(states.clone(), segments)
+        for _ in range(5):
+            assert torch.equal(bits(many.run(states.clone(), segments)), bits(want))
