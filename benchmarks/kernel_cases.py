@@ -1,4 +1,4 @@
-"""Cases of the native CPU kernels' benchmark: products, LoRA updates, attention, all with cold memory.
+"""Cases of the native CPU kernels' benchmark: products, LoRA updates, attention, cold memory.
 
 Each case knows the bytes that it must read and the multiplications that it must do, which is its floor.
 """
