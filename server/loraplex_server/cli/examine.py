@@ -139,9 +139,11 @@ def _own_dtype(config: PreTrainedConfig) -> torch.dtype:
 
 def _head_dim(config: PreTrainedConfig) -> int:
     """The model's own head width, on which the choice of kernels depends, where it is of a common size."""
-    fields = config.get_text_config().to_dict()
-    heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
-    found = fields.get("head_dim") or (hidden // heads if isinstance(heads, int) and isinstance(hidden, int) else 0)
+    text = config.get_text_config()
+    heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
+    found = getattr(text, "head_dim", None) or (
+        hidden // heads if isinstance(heads, int) and isinstance(hidden, int) else 0
+    )
     return found if isinstance(found, int) and 8 <= found <= MAX_HEAD_DIM and found % 8 == 0 else 64
 
 
@@ -164,12 +166,16 @@ def _weights(folder: Path) -> str:
 
 
 def _describe(spec: AttentionSpec) -> str:
-    parts = ["full attention" if spec.window is None else f"a window of {spec.window} tokens"]
-    if spec.softcap:
-        parts.append("capped scores")
-    if spec.k_dim != spec.v_dim:
-        parts.append("keys and values of different sizes")
-    return ", ".join(parts)
+    reach = {"a window": spec.window, "chunks": spec.chunk}
+    parts = [f"{what} of {size} tokens" for what, size in reach.items() if size is not None] or ["full attention"]
+    terms = {
+        "capped scores": bool(spec.softcap),
+        "sinks": spec.sinks is not None,
+        "biases by the position of the key (ALiBi)": spec.key_bias is not None,
+        "keys and values of different sizes": spec.k_dim != spec.v_dim,
+        "keys and values of an earlier layer": spec.source is not None,
+    }
+    return ", ".join([*parts, *(term for term, has_it in terms.items() if has_it)])
 
 
 def _way(loaded: LoadedModel, backend: Backend) -> str:

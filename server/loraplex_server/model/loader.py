@@ -172,6 +172,7 @@ def adopt_model(
     if embedding.dtype == torch.float64:
         model.set_experts_implementation("eager")  # grouped products have no float64
     context_tokens = _context_tokens(model.config, max_context_tokens)
+    install_attention(model, context_tokens)
     backend = backend or plain_backend(model.device)
     digests: dict[str, str] = {}
     if form is not None:
@@ -181,7 +182,6 @@ def adopt_model(
     progress("checking what the model computes")
     context = StepContext()
     rope = scale_by_token(model, context)
-    install_attention(model, context_tokens)
     probe = probe_model(model, model_id, context_tokens, context)
     chunk = math.lcm(*(spec.chunk or 1 for _, spec in probe.attention))
     reference = reference_texts(model, context_tokens, chunk) if verify else None

@@ -81,6 +81,18 @@ def test_says_what_is_special(tmp_path: Path) -> None:
     assert window["attention"] == ["a window of 6 tokens", "full attention"]
 
 
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [
+        ("llama4-chunks", ["chunks of 7 tokens", "full attention"]),
+        ("gpt_oss", ["a window of 6 tokens, sinks", "full attention, sinks"]),
+        ("bloom", ["full attention, biases by the position of the key (ALiBi)"]),
+    ],
+)
+def test_names_kinds_of_attention(family: str, kinds: list[str], tmp_path: Path) -> None:
+    assert examined(ZOO[family](), tmp_path)["attention"] == kinds
+
+
 def test_routers_that_read_the_weights_of_linears_are_served(tmp_path: Path) -> None:
     """By LongCat's router, whose linear is never called."""
     assert examined(default_config("longcat_flash"), tmp_path, dtype="float32")["verdict"] == "served"

@@ -11,6 +11,8 @@ from support.zoo import MAX_LEN, random_model
 from transformers import T5Config, T5ForConditionalGeneration
 
 from loraplex_contracts.errors import InvalidArgument, UnsupportedModel
+from loraplex_server.layers.linear import AdaptedLinear
+from loraplex_server.layers.quantization import INT8
 from loraplex_server.model.loader import adopt_model, refuse_class, refuse_config
 from loraplex_server.model.own_attention import form_of, has_known_form, install_attention, use_attention
 
@@ -64,6 +66,18 @@ def test_without_a_handle_the_own_code_runs() -> None:
         assert torch.equal(model(input_ids=ids).logits, want)
         assert use_attention(model, "eager")
         assert torch.equal(model(input_ids=ids).logits, want)
+
+
+def test_linears_of_a_class_of_their_own_are_rounded_too() -> None:
+    model = random_model("falcon", torch.float32)
+    own = {path: parameter.clone() for path, parameter in model.named_parameters()}
+    loaded = adopt_model(model, form=INT8)
+    targets = [path for path in loaded.targets if path.endswith(("query_key_value", "dense", "dense_4h_to_h"))]
+    assert len(targets) == 6
+    for path in targets:
+        linear = loaded.targets[path]
+        assert isinstance(linear, AdaptedLinear)
+        assert not torch.equal(linear.base.matrix(), own[f"{path}.weight"])
 
 
 def test_a_longer_context_than_the_biases_reach_is_refused() -> None:
