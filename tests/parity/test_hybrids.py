@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,15 +26,54 @@ QUICK = ("lfm2", "qwen3_5", "bamba")  # one for each kind of state; the others r
 FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in HYBRIDS]
 # Norms and routers in float32 may tip over at a last bit.
 TOLERANCE = 1e-4
+# Configurations as no checkpoint of the family may have them: other mixes of layers, widths, biases and groups.
+LINEAR, FULL = "linear_attention", "full_attention"
+VARIED: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_5", {"layer_types": [FULL, LINEAR, FULL, LINEAR], "num_hidden_layers": 4, "linear_conv_kernel_dim": 2}),
+    ("qwen3_5", {"layer_types": [LINEAR] * 3, "linear_num_key_heads": 1, "linear_num_value_heads": 6}),
+    ("qwen3_5", {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 8, "tie_word_embeddings": True}),
+    ("qwen3_next", {"num_key_value_heads": 1, "linear_conv_kernel_dim": 3, "decoder_sparse_step": 2}),
+    ("mamba2", {"n_groups": 1, "conv_kernel": 2, "use_bias": True, "use_conv_bias": False}),
+    ("mamba2", {"n_groups": 4, "time_step_limit": (0.001, 0.1)}),
+    ("mamba2", {"chunk_size": 4, "residual_in_fp32": False, "tie_word_embeddings": True}),
+    ("bamba", {"mamba_d_conv": 2, "mamba_conv_bias": False, "mamba_proj_bias": True}),
+    ("bamba", {"mamba_n_groups": 1, "tie_word_embeddings": True}),
+    ("granitemoehybrid", {"num_local_experts": 0, "num_experts_per_tok": 0}),
+    ("granitemoehybrid", {"layer_types": [FULL, LINEAR, LINEAR], "position_embedding_type": "rope"}),
+    ("nemotron_h", {"mamba_proj_bias": True, "n_groups": 1, "use_conv_bias": False}),
+    ("falcon_h1", {"mamba_rms_norm": False, "mamba_proj_bias": True, "projectors_bias": True}),
+    ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 1}),
+    ("zamba2", {"use_shared_attention_adapter": False, "use_mem_rope": False, "num_mem_blocks": 2}),
+    ("jamba", {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 2}),
+    ("mamba", {"use_bias": True, "conv_kernel": 3, "use_conv_bias": False}),
+    ("lfm2", {"conv_L_cache": 2, "conv_bias": True}),
+    ("lfm2", {"conv_L_cache": 9, "num_key_value_heads": 1}),
+    ("kimi_linear", {"linear_conv_kernel_dim": 2}),
+    ("minimax", {"layer_types": [FULL, LINEAR, LINEAR], "block_size": 256, "tie_word_embeddings": True}),
+    ("olmo_hybrid", {"linear_allow_neg_eigval": False, "layer_types": [FULL, LINEAR, FULL]}),
+    ("lfm3", {"conv_L_cache": 2, "sliding_window": 3}),
+]
 LORAS = (1, 3)  # of SPECS: all linears, and the head with rank 13
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_the_whole_text(family: str) -> None:
     """Packed rows, prompts in chunks of odd lengths, rows that others had before; with drafts, right and wrong ones."""
-    model = make_dense(random_model(family, seed=3))
-    rig = make_rig(adopt_model(copy.deepcopy(model)), seed=3, max_chunk=11)
-    jobs = [Job(prompt, NUM_TOKENS) for prompt in random_prompts(7, VOCAB_SIZE, seed=3, longest=30)]
+    check_whole_text(family, {}, longest=30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "changes"), VARIED, ids=str)
+def test_other_configurations_equal_the_whole_text(family: str, changes: dict[str, Any]) -> None:
+    """The same with longer texts."""
+    check_whole_text(family, changes, longest=90)
+
+
+def check_whole_text(family: str, changes: dict[str, Any], longest: int) -> None:
+    model = make_dense(random_model(family, seed=3, changes=changes))
+    assert not [name for name in changes if not hasattr(model.config, name)]
+    rig = make_rig(adopt_model(copy.deepcopy(model)), seed=3, max_chunk=11, num_blocks=300)
+    jobs = [Job(prompt, NUM_TOKENS) for prompt in random_prompts(7, VOCAB_SIZE, seed=3, longest=longest)]
     want = [whole_text_greedy(model, job.prompt, NUM_TOKENS) for job in jobs]
     for i, (job, tokens) in enumerate(zip(jobs[:5], want, strict=False)):
         job.propose = erring_drafts(job.prompt + tokens, VOCAB_SIZE, error_rate=i / 4, seed=i)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +25,31 @@ TOLERANCE = {
 FAMILIES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ZOO]
 
 
-def check_family(family: str, seed: int, *, num_prompts: int = 7, longest: int = 19, as_on_cuda: bool = False) -> None:
-    model = random_model(family, seed=seed)
+# Attention in code of their own, as checkpoints have it that the zoo's are not like.
+VARIED: list[tuple[str, dict[str, Any]]] = [
+    ("falcon", {"alibi": True}),
+    ("falcon", {"alibi": True, "num_kv_heads": 1, "num_attention_heads": 8}),
+    ("falcon", {"new_decoder_architecture": False, "multi_query": True}),
+    ("falcon", {"new_decoder_architecture": False, "multi_query": True, "alibi": True, "parallel_attn": False}),
+    ("falcon", {"num_ln_in_parallel_attn": 1, "bias": True}),
+    ("bloom", {"n_head": 1}),
+    ("bloom", {"n_head": 16, "apply_residual_connection_post_layernorm": True}),
+    ("mpt", {"n_heads": 16}),
+    ("mpt", {"d_model": 48, "n_heads": 6}),  # no power of two, whose slopes are others
+    ("bloom", {"hidden_size": 48, "n_head": 6}),
+]
+
+
+def check_family(
+    family: str,
+    seed: int,
+    *,
+    num_prompts: int = 7,
+    longest: int = 19,
+    as_on_cuda: bool = False,
+    changes: dict[str, Any] | None = None,
+) -> None:
+    model = random_model(family, seed=seed, changes=changes)
     fused = ReferenceFused() if as_on_cuda else None
     backend = PatchedBackend(merges=as_on_cuda, fused=fused)
     rig = make_rig(adopt_model(copy.deepcopy(model), backend=backend), seed=seed)
@@ -57,6 +81,12 @@ def test_equals_generate(family: str) -> None:
 def test_equals_generate_as_on_cuda(family: str) -> None:
     """Where linears that read one input are computed at once, and norms and rotary embeddings by fused operations."""
     check_family(family, seed=6, num_prompts=3, longest=9, as_on_cuda=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "changes"), VARIED, ids=str)
+def test_other_configurations_equal_generate(family: str, changes: dict[str, Any]) -> None:
+    check_family(family, seed=5, longest=60, changes=changes)
 
 
 @pytest.mark.slow

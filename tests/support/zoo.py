@@ -235,7 +235,13 @@ ZOO: dict[str, Callable[[], PreTrainedConfig]] = {
     # Attention in code of their own, with biases by the position of the key but for one.
     "bloom": lambda: _make(tf.BloomConfig, n_layer=2, n_head=4, tie_word_embeddings=False),
     "mpt": lambda: _make(
-        tf.MptConfig, d_model=48, n_heads=6, n_layers=2, max_seq_len=MAX_LEN, attn_config={"clip_qkv": 2.0}
+        tf.MptConfig,
+        {"vocab_size": VOCAB_SIZE, "bos_token_id": 1, "pad_token_id": 0, "initializer_range": 0.3},
+        d_model=32,
+        n_heads=4,
+        n_layers=2,
+        max_seq_len=MAX_LEN,
+        attn_config={"clip_qkv": 2.0},
     ),
     "falcon": lambda: _make(tf.FalconConfig, num_kv_heads=2, new_decoder_architecture=True, ffn_hidden_size=48),
     "falcon-alibi": lambda: _make(
