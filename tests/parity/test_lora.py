@@ -180,6 +180,36 @@ def test_kinds_that_reduce_to_low_rank_terms_equal_peft(family: str, tmp_path: P
     check_mixed_batch(World(base, peft, weights, rig), specs)
 
 
+# The weights of modules, which PEFT adapts as they are kept: Conv1D's and embeddings' the other way round.
+PARAMETERS: dict[str, list[str]] = {
+    "llama": ["q_proj.weight", "mlp.down_proj.weight", "embed_tokens.weight", "lm_head.weight"],
+    "gpt2": ["attn.c_attn.weight", "mlp.c_proj.weight", "wte.weight", "lm_head.weight"],  # of a tied head
+}
+
+
+@pytest.mark.parametrize("family", PARAMETERS)
+def test_parameters_of_two_dimensions_equal_peft(family: str, tmp_path: Path) -> None:
+    base = make_dense(random_model(family, torch.float64))
+    configs = {
+        f"p{idx}": LoraConfig(
+            r=3,
+            lora_alpha=5,
+            target_modules=[],
+            target_parameters=names,
+            rank_pattern={names[0]: 5},
+            use_rslora=idx % 2 == 1,
+        )
+        for idx, names in enumerate([*([name] for name in PARAMETERS[family]), PARAMETERS[family]])
+    }
+    peft = [save_variant(base, config, tmp_path / name) for name, config in configs.items()]
+    loaded = adopt_model(copy.deepcopy(base), model_id=family, backend=PatchedBackend(merges=True))
+    rig = make_rig(loaded, ops=CpuOps(), seed=4, max_rows=len(configs) + 2, num_slots=len(configs))
+    weights = [load_lora(tmp_path, name, loaded.base_targets(max_rank=8)) for name in configs]
+    for slot, lora in enumerate(weights):
+        rig.slots.install(slot, lora)
+    check_mixed_batch(World(base, peft, weights, rig), [LoraSpec(name, 0, 0) for name in configs])
+
+
 INITS: dict[str, LoraConfig] = {
     "pissa": LoraConfig(r=4, lora_alpha=6, init_lora_weights="pissa", rank_pattern={"first": 2}),
     "pissa-dora": LoraConfig(r=3, init_lora_weights="pissa", use_dora=True, use_rslora=True),

@@ -20,6 +20,15 @@ from loraplex_adapters.formats.files import CONFIG_NAME, WEIGHTS_NAME
 from loraplex_adapters.formats.peft_config import CLASSIFIER_NAMES, MAX_LABELS, PeftLoraConfig, path_ends
 from loraplex_adapters.formats.peft_inits import Init, check_init, restored
 from loraplex_adapters.formats.peft_patterns import Budget, match_budget
+from loraplex_adapters.formats.peft_places import (
+    LAYER,
+    PREFIX,
+    Places,
+    is_of_media,
+    media_refusal,
+    no_such_module,
+    renamed,
+)
 from loraplex_adapters.io.safetensors import (
     DTYPE_BYTES,
     DTYPES,
@@ -41,20 +50,16 @@ from loraplex_contracts.adapters import ClassifierInfo
 from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterUnsupported,
-    BaseMismatch,
     NonFinite,
     RankLimit,
     ShapeMismatch,
 )
 
-_PREFIX = "base_model.model."
 Factor = Literal["a", "b", "magnitude", "lora_bias", "bias"]
 # What a key says, and which tensor of a module that is. Embeddings have the second two in the place of the first two.
 _LINEAR_FACTORS: Mapping[str, Factor] = {"lora_A": "a", "lora_B": "b"}
 _EMBEDDING_FACTORS: Mapping[str, Factor] = {"lora_embedding_A": "a", "lora_embedding_B": "b"}
 _FACTORS: Mapping[str, Factor] = {**_LINEAR_FACTORS, **_EMBEDDING_FACTORS, "lora_magnitude_vector": "magnitude"}
-# PEFT wraps a module once for each of its parameters that an adapter has terms for, and names the tensors by the layer.
-_LAYER = ".base_layer"
 # Linears of single experts, before Transformers fused them, by the fused parameter: in the order of its rows.
 _FUSED: Mapping[str, tuple[frozenset[str], ...]] = {
     "gate_up_proj": (frozenset({"gate_proj", "w1"}), frozenset({"up_proj", "w3"})),
@@ -139,7 +144,7 @@ def plan_lora(config: PeftLoraConfig, tensors: Mapping[str, TensorInfo], targets
                 raise AdapterInvalid(f"{tensor.where} is a second {name} of a classifier")
         else:
             others.append(tensor)
-    places = _Places(found, targets)
+    places = Places(found, targets)
     if not found:
         raise AdapterInvalid(f"{WEIGHTS_NAME} has no LoRA tensors")
     own: list[PlannedSaved] = []
@@ -207,7 +212,7 @@ def _check_activated(
 
 def _name_in_classifier(tensor: TensorInfo) -> str:
     """`weight` or `bias`; empty for a tensor that is not a classifier's."""
-    module, _, name = tensor.name.removeprefix(_PREFIX).partition(".")
+    module, _, name = tensor.name.removeprefix(PREFIX).partition(".")
     name = name.removeprefix("modules_to_save.").removeprefix("default.")
     return name if module in CLASSIFIER_NAMES and name in ("weight", "bias") else ""
 
@@ -237,7 +242,7 @@ def _classifier(config: PeftLoraConfig, saved: Mapping[str, TensorInfo], targets
 def _parts(tensor: TensorInfo) -> tuple[str, Factor | None]:
     """Module path and which of its tensors a key such as `base_model.model.<path>.lora_A[.<adapter name>][.weight]`
     names; None when the key is not of that form."""
-    name = tensor.name.removeprefix(_PREFIX)
+    name = tensor.name.removeprefix(PREFIX)
     words = name.split(".")
     # The part is the last word but three at most: `lora_A`, `.name`, `.weight`. A module's own name may say lora_A too.
     for idx in range(len(words) - 1, max(len(words) - 4, 0), -1):
@@ -257,40 +262,6 @@ def _factor(tensor: TensorInfo, part: str, words: list[str]) -> Factor:
     return _FACTORS[part]
 
 
-# A word in paths that a whole checkpoint's class has and its language model's has not. It is in another place in
-# Transformers 4: `language_model.model.layers` for `model.language_model.layers`.
-_LANGUAGE_MODEL = "language_model"
-
-
-class _Places:
-    """Places in the base model of the modules that an adapter's paths name."""
-
-    def __init__(self, found: Mapping[str, _Found], targets: BaseTargets) -> None:
-        self._known = {*targets.modules, *targets.experts, *targets.parameters}
-        # An adapter of a model without a head (FEATURE_EXTRACTION) leaves out where that is in the one with its head.
-        backbone = f"{targets.backbone}."
-        paths = {path.replace(_LAYER, "") for path in found}
-        is_backbone = paths.isdisjoint(self._known) and any(backbone + path in self._known for path in paths)
-        self._above = backbone if is_backbone else ""
-        self._by_end: dict[str, list[str]] = {}
-        for path in self._known:
-            self._by_end.setdefault(_below(path), []).append(path)
-
-    def of(self, path: str) -> str:
-        """The same where the base model has it, or has nothing like it."""
-        if path in self._known or self._above:
-            return self._above + path
-        ends = self._by_end.get(_below(path), [])
-        differs = len(ends) == 1 and any(_LANGUAGE_MODEL in one.split(".") for one in (path, ends[0]))
-        return ends[0] if differs else path
-
-
-def _below(path: str) -> str:
-    words = path.split(".")
-    start = next((idx for idx, word in enumerate(words) if word not in ("model", _LANGUAGE_MODEL)), len(words))
-    return ".".join(words[start:])
-
-
 _TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
 
 
@@ -302,7 +273,7 @@ _WRAPPER = re.compile(r"\.(?:token_adapter\.)?(base_layer|modules_to_save|origin
 def _saved_name(tensor: TensorInfo) -> tuple[str, str, str]:
     """Module path, PEFT's wrapper and name of a parameter that is not part of a LoRA; of rows for some tokens the name
     is empty."""
-    name = tensor.name.removeprefix(_PREFIX)
+    name = tensor.name.removeprefix(PREFIX)
     if name.endswith(_TOKEN_ROWS):
         return name.removesuffix(_TOKEN_ROWS), "", ""
     path, _, last = name.rpartition(".")
@@ -380,8 +351,8 @@ def _saved(tensor: TensorInfo, path: str, name: str, config: PeftLoraConfig, tar
         is_kept = not module.weight_sha256 or any(end in config.modules_to_save for end in path_ends(path))
         return PlannedSaved(SavedShape(path, name, shape), tensor, "" if is_kept else module.weight_sha256)
     found = targets.parameters.get(path, {}).get(name)
-    if found is None and _is_of_media(path, targets):
-        raise _media_refusal(tensor, targets)
+    if found is None and is_of_media(path, targets):
+        raise media_refusal(tensor, targets)
     if found is None:
         raise AdapterUnsupported(
             f"{tensor.where} is not a parameter of {targets.model_id!a} that an adapter can bring, and no tensor is "
@@ -442,7 +413,7 @@ def _moved(one: PlannedSaved, path: str) -> PlannedSaved:
 
 
 def _module(
-    path: str, places: _Places, entry: _Found, config: PeftLoraConfig, targets: BaseTargets, budget: Budget
+    path: str, places: Places, entry: _Found, config: PeftLoraConfig, targets: BaseTargets, budget: Budget
 ) -> PlannedModule:
     tensor = next(iter(entry.values()))
     a, b, magnitude = entry.get("a"), entry.get("b"), entry.get("magnitude")
@@ -450,21 +421,31 @@ def _module(
         missing = "A" if a is None else "B"
         raise AdapterInvalid(f"{tensor.where} has no lora_{missing} beside it")
     place = places.of(path)
-    module = targets.modules.get(place) or targets.modules.get(_renamed(place))
+    module = targets.modules.get(place) or targets.modules.get(renamed(place))
     if module is None:
-        raise _no_such_module(path, tensor, targets)
+        raise no_such_module(path, tensor, targets)
     rank, scale = 0, 1.0
+    made = None
     if a is not None and b is not None:
-        if ("lora_embedding_A" in a.name) is not (module.kind == "embedding"):
+        is_embedding = "lora_embedding_A" in a.name
+        is_parameter = not is_embedding and config.names_parameter(f"{path}.weight")
+        # Of a parameter, PEFT's factors make up its weight as it is kept: of these [in, out].
+        is_transposed = is_parameter and (module.is_conv1d or module.kind == "embedding")
+        if is_embedding is not (module.kind == "embedding") and not is_transposed:
             raise ShapeMismatch(f"{a.where} does not fit: {path!a} is of kind {module.kind}")
-        is_parameter = config.names_parameter(f"{path}.weight") and not module.is_conv1d
         if not is_parameter and not config.names_target(path):
             raise _not_named(a, "target_modules")
         rank, scale = config.rank_and_scale(f"{path}.weight" if is_parameter else path, budget)
         _check_rank(max(rank, a.shape[0] if a.shape else 0), a, targets)
-        _check_vocabulary(a if module.kind == "embedding" else b, int(module.kind == "embedding"), module, targets)
-        check_shape(a, (rank, module.in_features))
-        check_shape(b, (module.out_features, rank))
+        if is_transposed:
+            made = partial(_transposed, a=a, b=b)
+        of_inputs, of_outputs = (b, a) if is_transposed else (a, b)
+        is_vocabulary = module.kind == "embedding"
+        _check_vocabulary(of_inputs if is_vocabulary else of_outputs, is_vocabulary != is_transposed, module, targets)
+        sizes = module.in_features, module.out_features
+        num_inputs, num_outputs = sizes[::-1] if is_transposed else sizes
+        check_shape(a, (rank, num_inputs))
+        check_shape(b, (num_outputs, rank))
         for name, is_wanted, which in (
             ("use_dora", config.use_dora, "magnitude"),
             ("lora_bias", config.lora_bias and module.kind == "linear", "lora_bias"),
@@ -487,12 +468,21 @@ def _module(
     shape = FactorShape(
         module.path, rank, module.in_features, module.out_features, scale, magnitude is not None, has_shift
     )
-    return PlannedModule(shape, module, a, b, magnitude, entry.get("lora_bias"), entry.get("bias"))
+    a, b = (a, b) if made is None else (None, None)
+    return PlannedModule(shape, module, a, b, magnitude, entry.get("lora_bias"), entry.get("bias"), made=made)
+
+
+def _transposed(read: Callable[[TensorInfo], Tensor], a: TensorInfo, b: TensorInfo) -> tuple[Tensor, Tensor]:
+    return read(b).mT, read(a).mT
 
 
 def _with_init(init: Init, module: PlannedModule, max_rank: int) -> PlannedModule:
     """With what PEFT takes out of the base model at load as further ranks. Raises RankLimit or ShapeMismatch."""
     a, b, shape = module.a, module.b, module.shape
+    if module.made is not None:
+        raise AdapterUnsupported(
+            f"{CONFIG_NAME}: init_lora_weights {init!a} together with target_parameters on {shape.path!a} is not served"
+        )
     if a is None or b is None:
         return module
     if shape.rank > min(shape.in_features, shape.out_features):
@@ -532,21 +522,21 @@ def _check_beside_experts(config: PeftLoraConfig, modules: Sequence[PlannedModul
 
 
 def _plan_experts(
-    found: Mapping[str, _Found], places: _Places, config: PeftLoraConfig, targets: BaseTargets, budget: Budget
+    found: Mapping[str, _Found], places: Places, config: PeftLoraConfig, targets: BaseTargets, budget: Budget
 ) -> tuple[list[PlannedModule], set[str]]:
     """The modules of experts' tensors, and the paths that these have in `found`."""
     layers: dict[str, dict[int, str]] = {}  # paths by module and PEFT's layer around it, the outermost first
     single: dict[str, dict[tuple[str, int], str]] = {}  # paths by module, and a linear's name and expert
     for path in found if targets.experts else ():
         inner = path
-        while inner.endswith(_LAYER):
-            inner = inner.removesuffix(_LAYER)
+        while inner.endswith(LAYER):
+            inner = inner.removesuffix(LAYER)
         if (place := places.of(inner)) in targets.experts:
-            layers.setdefault(place, {})[(len(path) - len(inner)) // len(_LAYER)] = path
+            layers.setdefault(place, {})[(len(path) - len(inner)) // len(LAYER)] = path
             continue
         rest, _, name = path.rpartition(".")
         module, _, number = rest.rpartition(".")
-        module = _renamed(places.of(module))
+        module = renamed(places.of(module))
         if module in targets.experts and number.isdecimal() and number.isascii() and len(number) < 6:
             single.setdefault(module, {})[name, int(number)] = path
     modules = [
@@ -554,7 +544,7 @@ def _plan_experts(
         for module, paths in layers.items()
         for one in _plan_fused(
             module,
-            min(paths.values(), key=len).removesuffix(_LAYER),
+            min(paths.values(), key=len).removesuffix(LAYER),
             {at: found[path] for at, path in paths.items()},
             config,
             targets,
@@ -570,11 +560,6 @@ def _plan_experts(
         seen.add(one.shape.path)
     taken = [path for paths in (*layers.values(), *single.values()) for path in paths.values()]
     return modules, set(taken)
-
-
-def _renamed(path: str) -> str:
-    """Transformers 4's path of a part of Mixtral's mixtures, in Transformers 5."""
-    return path.replace(".block_sparse_moe.", ".mlp.")
 
 
 def _plan_fused(
@@ -695,36 +680,6 @@ def _a_and_b(entry: _Found) -> tuple[TensorInfo, TensorInfo]:
     if len(entry) < 2:
         raise AdapterInvalid(f"{first.where} has no lora_{'B' if 'a' in entry else 'A'} beside it")
     return entry["a"], entry["b"]
-
-
-def _no_such_module(path: str, tensor: TensorInfo, targets: BaseTargets) -> AdapterInvalid:
-    if _is_of_media(path, targets):
-        return _media_refusal(tensor, targets)
-    if "experts" in path.split("."):
-        return AdapterUnsupported(
-            f"{tensor.where} adapts experts in a way that is not served with {targets.model_id!a}"
-        )
-    if path in targets.other_modules:
-        return AdapterUnsupported(f"{tensor.where} adapts a module of {targets.model_id!a} that takes no adapters here")
-    return BaseMismatch(
-        f"{tensor.where} adapts a module that {targets.model_id!a} does not have; the adapter was "
-        "made for another base model"
-    )
-
-
-# Words in the paths of what Transformers' models have for images, audio and video.
-_MEDIA = re.compile(r"vision|visual|image|img_|audio|speech|video|multi_?modal|mm_")
-
-
-def _is_of_media(path: str, targets: BaseTargets) -> bool:
-    parts = {part.rpartition(".")[2] for part in targets.absent_parts}
-    return _MEDIA.search(path) is not None or not parts.isdisjoint(path.split("."))
-
-
-def _media_refusal(tensor: TensorInfo, targets: BaseTargets) -> AdapterUnsupported:
-    return AdapterUnsupported(
-        f"{tensor.where} belongs to a part for images, audio or video; {targets.model_id!a} is served for texts alone"
-    )
 
 
 def _check_vocabulary(tensor: TensorInfo, dim: int, module: TargetModule, targets: BaseTargets) -> None:

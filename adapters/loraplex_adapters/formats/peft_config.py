@@ -22,6 +22,7 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_PATTERNS = 4096
 MAX_TARGETS = 4096
 MAX_RANK = 1 << 16
+PEFT_DEFAULT = 8  # of `r`, and of alpha as it is, where the configuration leaves them out
 MAX_ALPHA = float(1 << 16)
 MAX_TOKEN_ROWS = 1 << 14
 MAX_INVOCATION_TOKENS = 1 << 10
@@ -171,8 +172,8 @@ def parse_lora_config(fields: Mapping[str, Any]) -> PeftLoraConfig:
     if target_parameters and fields.get("target_modules") is None:
         target_modules = frozenset()  # as in PEFT: parameters alone
     return PeftLoraConfig(
-        r=rank(fields.get("r"), "r"),
-        lora_alpha=alpha(fields.get("lora_alpha"), "lora_alpha"),
+        r=rank(fields.get("r", PEFT_DEFAULT), "r"),
+        lora_alpha=alpha(fields.get("lora_alpha", PEFT_DEFAULT), "lora_alpha"),
         use_rslora=_flag(fields, "use_rslora"),
         rank_pattern=tuple((pattern, rank(value, "rank_pattern")) for pattern, value in rank_pattern),
         alpha_pattern=tuple((pattern, alpha(value, "alpha_pattern")) for pattern, value in alpha_pattern),

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from loraplex_adapters.formats.files import CONFIG_NAME, WEIGHTS_NAME
 from loraplex_adapters.formats.peft import LoraPlan, PlannedModule, PlannedSaved, check_shape
-from loraplex_adapters.formats.peft_config import alpha, compiled_patterns, rank, refuse_unknown
+from loraplex_adapters.formats.peft_config import PEFT_DEFAULT, alpha, compiled_patterns, rank, refuse_unknown
 from loraplex_adapters.formats.peft_patterns import Budget, ModulePattern, compile_budget, match_budget
+from loraplex_adapters.formats.peft_places import PREFIX, Places, no_such_module
 from loraplex_adapters.formats.peft_rotations import NO_ROTATION, Rotation, plan_boft
 from loraplex_adapters.io.safetensors import TensorInfo, check_float
 from loraplex_adapters.weights import BaseTargets, FactorShape, SavedShape, TargetModule
-from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, BaseMismatch, RankLimit, ShapeMismatch
+from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, RankLimit, ShapeMismatch
 
 Read = Callable[[TensorInfo], Tensor]
 Factors = tuple[Tensor, Tensor]  # A [rank, in] and B [out, rank]
@@ -76,7 +77,6 @@ _NAMES: Final[Mapping[str, frozenset[str]]] = {  # of a module's tensors
 }
 VARIANTS: Final = frozenset(_FIELDS)
 _PLAIN_LINEARS: Final = frozenset({"LOHA", "LOKR", "OFT", "BOFT"})  # PEFT makes none for Conv1D
-_PREFIX: Final = "base_model.model."
 _PROJECTIONS: Final = ("base_model.vera_A", "base_model.vera_B")
 
 
@@ -122,11 +122,12 @@ def plan_variant(fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], t
     budget = match_budget()
     modules: list[PlannedModule] = []
     saved: list[PlannedSaved] = []
+    places = Places(found, targets)
     for path, parts in found.items():
-        target = targets.modules.get(path)
+        target = targets.modules.get(places.of(path))
         first = next(iter(parts.values()))
         if target is None:
-            raise BaseMismatch(f"{first.where} adapts a module that {targets.model_id!a} does not have")
+            raise no_such_module(path, first, targets)
         if target.kind != "linear" or (target.is_conv1d and config.kind in _PLAIN_LINEARS):
             raise AdapterUnsupported(
                 f"{first.where} adapts a module of another kind than a linear, which is not served"
@@ -159,13 +160,16 @@ def plan_variant(fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], t
 
 def _path_and_name(tensor: TensorInfo, kind: str) -> tuple[str, str]:
     """Of a module, and of its tensor."""
-    words = tensor.name.removeprefix(_PREFIX).split(".")
+    words = tensor.name.removeprefix(PREFIX).split(".")
     num_words = 2 if kind == "OFT" else 1
     return ".".join(words[:-num_words]), ".".join(words[-num_words:])
 
 
 def _parsed(fields: Mapping[str, Any]) -> _Config:
     kind = str(fields["peft_type"])
+    beside = next((name for name in ("modules_to_save", "trainable_token_indices") if fields.get(name)), "")
+    if beside:
+        raise AdapterUnsupported(f"{CONFIG_NAME}: {beside} together with peft_type {kind} is not served")
     refuse_unknown(fields, _COMMON | _FIELDS[kind])
     if fields.get("use_effective_conv2d") or (fields.get("fan_in_fan_out") and kind != "IA3"):
         raise AdapterUnsupported(f"{CONFIG_NAME}: {kind} on other modules than linears is not served")
@@ -177,8 +181,8 @@ def _parsed(fields: Mapping[str, Any]) -> _Config:
     ranks, alphas = (compiled_patterns(fields, name, budget) for name in ("rank_pattern", "alpha_pattern"))
     return _Config(
         kind,
-        rank(fields.get("r"), "r"),
-        1.0 if kind == "VERA" else alpha(fields.get("alpha"), "alpha"),
+        rank(fields.get("r", PEFT_DEFAULT), "r"),
+        1.0 if kind == "VERA" else alpha(fields.get("alpha", PEFT_DEFAULT), "alpha"),
         tuple((pattern, rank(value, "rank_pattern")) for pattern, value in ranks),
         tuple((pattern, alpha(value, "alpha_pattern")) for pattern, value in alphas),
     )

@@ -175,6 +175,16 @@ BAD_TENSORS: dict[str, tuple[dict[str, Tensor], type[LoraplexError], str]] = {
         AdapterUnsupported,
         "vision_tower.*part for images, audio or video; 'tiny-base' is served for texts alone",
     ),
+    "a wrapper's name": (
+        renamed(lora_tensors(), PREFIX, f"{PREFIX}_orig_mod."),
+        AdapterInvalid,
+        r"_orig_mod.*not named as PEFT names.*'model.layers.0.self_attn.q_proj' of 'tiny-base'",
+    ),
+    "the prefix twice": (
+        renamed(lora_tensors(), PREFIX, PREFIX + PREFIX),
+        AdapterInvalid,
+        "not named as PEFT names its tensors",
+    ),
     "projector of images": (
         lora_tensors() | {f"{PREFIX}model.multi_modal_projector.linear.weight": torch.zeros(4, 4)},
         AdapterUnsupported,

@@ -205,6 +205,12 @@ def test_malformed_files_are_refused(data: bytes) -> None:
         parse_lora_config(parse_peft_fields(data))
 
 
+def test_what_is_left_out_is_as_in_peft() -> None:
+    config = parse_lora_config({"peft_type": "LORA", "target_modules": ["q_proj"]})
+    default = LoraConfig()
+    assert (config.r, config.lora_alpha) == (default.r, default.lora_alpha)
+
+
 def test_targets() -> None:
     listed = parse(target_modules=["q_proj", "mlp.down_proj"])
     assert listed.names_target("model.layers.0.self_attn.q_proj")

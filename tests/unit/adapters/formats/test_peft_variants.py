@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,7 +61,20 @@ def of_q(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         ("LOKR", of_q({"lokr_w1": (4,), "lokr_w2": (2, 2)}), {}, ShapeMismatch, "not a matrix"),
         ("LOKR", of_q({"lokr_w1": (HIDDEN, HIDDEN), "lokr_w2": (1, 1)}), {}, RankLimit, f"rank {HIDDEN}"),
         ("IA3", of_q({"ia3_l": (HIDDEN + 1, 1)}), {}, ShapeMismatch, "ia3_l"),
-        ("IA3", of_q({"ia3_l": (HIDDEN, 1)}), {"modules_to_save": ["lm_head"]}, AdapterUnsupported, "modules_to_save"),
+        (
+            "IA3",
+            of_q({"ia3_l": (HIDDEN, 1)}),
+            {"modules_to_save": ["lm_head"]},
+            AdapterUnsupported,
+            "modules_to_save together with peft_type IA3 is not served",
+        ),
+        (
+            "IA3",
+            {"base_model.model.model.vision_tower.layers.0.q_proj.ia3_l": (HIDDEN, 1)},
+            {},
+            AdapterUnsupported,
+            "vision_tower.*part for images",
+        ),
         ("OFT", of_q({"oft_R.weight": (HIDDEN // 8, 27)}), {}, ShapeMismatch, "makes no blocks"),
         ("OFT", of_q({"oft_R.weight": (1, 28)}), {}, ShapeMismatch, "makes no blocks"),
         ("OFT", of_q({"oft_R.weight": (2, 28)}), {"block_share": True}, ShapeMismatch, "makes no blocks"),
@@ -93,6 +107,14 @@ def test_shared_projections_are_floats_too() -> None:
     tensors = header(of_q(VERA)) | header(PROJECTIONS, "I64")
     with pytest.raises(AdapterUnsupported, match=r"vera_A.* has dtype I64"):
         plan_variant({"peft_type": "VERA", **FIELDS["VERA"]}, tensors, base_targets())
+
+
+def test_paths_of_other_classes_of_model_are_understood() -> None:
+    """A model without its head has no `model` in front."""
+    tensors = header({"base_model.model.layers.0.self_attn.q_proj.ia3_l": (HIDDEN, 1)})
+    targets = replace(base_targets(), backbone="model")
+    (module,) = plan_variant({"peft_type": "IA3", **FIELDS["IA3"]}, tensors, targets).modules
+    assert module.shape.path == "model.layers.0.self_attn.q_proj"
 
 
 def test_an_old_rotation_is_refused() -> None:
