@@ -8,12 +8,23 @@ from collections.abc import Iterator
 
 import grpc.aio
 import pytest
+from safetensors.torch import load_file, save_file
 from support.fake_workers import router_for
 from support.inline_worker import inline_worker
 from support.s3_server import KEYS, S3Server, s3_server
 from support.world import TinyWorld
 
-from loraplex import AdapterInvalid, AdapterNotFound, AsyncClient, DigestMismatch, InvalidArgument, SourceUnavailable
+from loraplex import (
+    AdapterInvalid,
+    AdapterNotFound,
+    AsyncClient,
+    DigestMismatch,
+    Generation,
+    InvalidArgument,
+    Member,
+    Merge,
+    SourceUnavailable,
+)
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
@@ -27,6 +38,7 @@ def bucket(tiny_world: TinyWorld) -> Iterator[S3Server]:
         server.put("models")
         for number in (0, 1):
             server.put_folder(f"models/v{number}", tiny_world.adapters / tiny_world.names[number])
+            server.put_folder(f"models/m{number}", tiny_world.adapters / tiny_world.names[number])
         yield server
 
 
@@ -34,6 +46,10 @@ def bucket(tiny_world: TinyWorld) -> Iterator[S3Server]:
 def address(tiny_world: TinyWorld, bucket: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     root = tmp_path_factory.mktemp("root")
     shutil.copytree(tiny_world.adapters / tiny_world.names[0], root / "local")
+    shutil.copytree(tiny_world.adapters / tiny_world.names[1], root / "second")
+    shutil.copytree(tiny_world.adapters / tiny_world.names[0], root / "same-rank")
+    weights = root / "same-rank" / "adapter_model.safetensors"
+    save_file({name: one.flip(0) for name, one in load_file(weights).items()}, weights)
     buckets = (f"models={bucket.endpoint}", "away=http://127.0.0.1:9")
     engine = EngineConfig(
         ModelConfig(str(tiny_world.model), dtype="float64"),
@@ -106,3 +122,42 @@ async def test_loads_from_a_bucket(
     said.append(caplog.text)
     for secret in (*KEYS.values(), "X-Amz-"):
         assert all(secret not in one for one in said), secret
+
+
+async def test_mixtures_take_members_from_a_bucket(
+    address: str, bucket: S3Server, tiny_world: TinyWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sums and merges are those of the same adapters in the directory, and follow the bucket's contents."""
+    caplog.set_level(logging.DEBUG)
+
+    async with router_for([address]) as (router, _), AsyncClient(router.address) as client:
+
+        async def mixed(adapters: dict[str, float | Member], merge: Merge | None = None) -> Generation:
+            return await client.generate("a prompt", adapters=adapters, merge=merge, max_tokens=12, ignore_eos=True)
+
+        first, second = Member(0.75, in_bucket=True), Member(-0.5, in_bucket=True)
+        want = await mixed({"local": 0.75, "second": -0.5})
+        assert want.text != await text(client, "local")
+        for members in (
+            {"models/m0": first, "second": -0.5},
+            {"local": 0.75, "models/m1": second},
+            {"models/m0": first, "models/m1": second},
+        ):
+            found = await mixed(members)
+            assert (found.text, found.adapter_digest) == (want.text, want.adapter_digest), members
+        merge = Merge("dare_ties", 0.5, seed=3)
+        merged = await mixed({"local": 0.75, "same-rank": 1.5}, merge)
+        found = await mixed({"models/m0": first, "same-rank": 1.5}, merge)
+        assert (found.text, found.adapter_digest) == (merged.text, merged.adapter_digest)
+        assert merged.text != (await mixed({"local": 0.75, "same-rank": 1.5})).text
+        for members, named in (
+            ({"models/nowhere": first, "second": 1.0}, "models/nowhere"),
+            ({"local": 1.0, "others/m0": first}, "no bucket 'others'"),
+        ):
+            with pytest.raises(AdapterNotFound, match=named):
+                await mixed(members)
+        with pytest.raises(SourceUnavailable, match="away/m0"):
+            await mixed({"away/m0": first, "second": 1.0})
+        listed = {one.adapter_id for one in await client.adapters.list()}
+        assert not any("m0" in name or "m1" in name for name in listed)
+    assert all(secret not in caplog.text for secret in KEYS.values())
