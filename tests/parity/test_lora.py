@@ -210,6 +210,35 @@ def test_parameters_of_two_dimensions_equal_peft(family: str, tmp_path: Path) ->
     check_mixed_batch(World(base, peft, weights, rig), [LoraSpec(name, 0, 0) for name in configs])
 
 
+@pytest.mark.parametrize(
+    ("family", "embedding", "linear"), [("qwen2", "embed_tokens", "q_proj"), ("gpt2", "wte", "c_attn")]
+)
+def test_saved_embeddings_of_tied_models_equal_peft(family: str, embedding: str, linear: str, tmp_path: Path) -> None:
+    """PEFT ties the head to a saved embedding by the embedding's name: GPT-2's it does not."""
+    base = make_dense(random_model(family, torch.float64))
+    names = ["tied", "not-tied"]
+    peft = [
+        save_variant(
+            base,
+            LoraConfig(
+                r=2,
+                target_modules=[linear],
+                modules_to_save=[embedding],
+                ensure_weight_tying=name == "tied",
+                fan_in_fan_out=family == "gpt2",
+            ),
+            tmp_path / name,
+        )
+        for name in names
+    ]
+    loaded = adopt_model(copy.deepcopy(base), model_id=family, backend=PatchedBackend(merges=True))
+    rig = make_rig(loaded, ops=CpuOps(), seed=4, num_slots=len(names))
+    weights = [load_lora(tmp_path, name, loaded.base_targets(max_rank=8)) for name in names]
+    for slot, lora in enumerate(weights):
+        rig.slots.install(slot, lora)
+    check_mixed_batch(World(base, peft, weights, rig), [LoraSpec(name, 0, 0) for name in names])
+
+
 INITS: dict[str, LoraConfig] = {
     "pissa": LoraConfig(r=4, lora_alpha=6, init_lora_weights="pissa", rank_pattern={"first": 2}),
     "pissa-dora": LoraConfig(r=3, init_lora_weights="pissa", use_dora=True, use_rslora=True),

@@ -380,6 +380,10 @@ def _check_saved(own: list[PlannedSaved], classifier: Mapping[str, TensorInfo], 
         raise AdapterInvalid(f"{CONFIG_NAME} has trainable_token_indices, but {WEIGHTS_NAME} has no rows for them")
 
 
+# Last names of the modules whose saved weights PEFT ties where the configuration says so.
+_TIED_BY_PEFT = ("embed_tokens", "lm_head")
+
+
 def _tied(
     saved: list[PlannedSaved], originals: list[PlannedSaved], config: PeftLoraConfig, targets: BaseTargets
 ) -> list[PlannedSaved]:
@@ -395,7 +399,8 @@ def _tied(
         if one is None:
             continue
         has_rows = one.shape.token_ids is not None or one.rows is not None
-        if other is None and (has_rows or config.ties_weights):
+        is_tied = config.ties_weights and here.rpartition(".")[2] in _TIED_BY_PEFT
+        if other is None and (has_rows or is_tied):
             saved = [*saved, _moved(one, there)]
         elif other is None:
             found = [_moved(each, there) for each in originals if each.shape.path == here]
