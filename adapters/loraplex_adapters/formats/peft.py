@@ -23,6 +23,7 @@ from loraplex_adapters.formats.peft_patterns import Budget, match_budget
 from loraplex_adapters.formats.peft_places import (
     LAYER,
     PREFIX,
+    PathEnds,
     Places,
     is_of_media,
     media_refusal,
@@ -161,7 +162,7 @@ def plan_lora(config: PeftLoraConfig, tensors: Mapping[str, TensorInfo], targets
             own.append(_saved(tensor, place, name, config, targets))
     _check_originals(originals, own, targets)
     own = _tied(_with_rows(_without_doubles(own)), originals, config, targets)
-    _check_saved(own, saved, config)
+    passed_over = _check_saved(own, saved, config, targets)
     budget = match_budget()
     experts, taken = _plan_experts(found, places, config, targets, budget)
     modules = [
@@ -178,7 +179,7 @@ def plan_lora(config: PeftLoraConfig, tensors: Mapping[str, TensorInfo], targets
     return LoraPlan(
         tuple(modules),
         tuple(sorted(own, key=lambda one: (one.shape.path, one.shape.name))),
-        tuple(_warnings(config, targets, found)),
+        tuple(_warnings(config, targets, found, passed_over)),
         None if config.classifies == "no" else _classifier(config, saved, targets),
         config.invocation,
         ", ".join(config.options),
@@ -348,7 +349,7 @@ def _saved(tensor: TensorInfo, path: str, name: str, config: PeftLoraConfig, tar
             return PlannedSaved(SavedShape(path, "weight", shape, token_ids), tensor)
         _check_vocabulary(tensor, 0, module, targets)
         check_shape(tensor, shape)
-        is_kept = not module.weight_sha256 or any(end in config.modules_to_save for end in path_ends(path))
+        is_kept = not module.weight_sha256 or config.names_saved(path)
         return PlannedSaved(SavedShape(path, name, shape), tensor, "" if is_kept else module.weight_sha256)
     found = targets.parameters.get(path, {}).get(name)
     if found is None and is_of_media(path, targets):
@@ -362,22 +363,26 @@ def _saved(tensor: TensorInfo, path: str, name: str, config: PeftLoraConfig, tar
     return PlannedSaved(SavedShape(path, name, found), tensor)
 
 
-def _check_saved(own: list[PlannedSaved], classifier: Mapping[str, TensorInfo], config: PeftLoraConfig) -> None:
-    """Raises AdapterInvalid where a parameter comes twice, or the configuration names what the file does not have."""
+def _check_saved(
+    own: list[PlannedSaved], classifier: Mapping[str, TensorInfo], config: PeftLoraConfig, targets: BaseTargets
+) -> list[str]:
+    """Names in the configuration that the base model does not have, which PEFT passes over. Raises AdapterInvalid where
+    a parameter comes twice, or the configuration names what the base model has and the file does not."""
     seen: set[tuple[str, str]] = set()
     for one in own:
         if (place := (one.shape.path, one.shape.name)) in seen:
             raise AdapterInvalid(f"{one.tensor.where} is a second {one.shape.name} for the same module")
         seen.add(place)
-    ends = {end for one in own for end in path_ends(one.shape.path)}
-    names = set(config.modules_to_save) - ends
-    names -= {name for name in names if any(f".{name}." in f".{one.shape.path}." for one in own)}
+    saved = PathEnds(one.shape.path for one in own)
+    names = {name for name in config.modules_to_save if name not in saved}
     if classifier:
         names -= set(CLASSIFIER_NAMES)
-    if names:
-        raise AdapterInvalid(f"{CONFIG_NAME}: modules_to_save names {ascii(sorted(names))[:200]}, which is not there")
+    known = PathEnds((*targets.modules, *targets.experts, *targets.parameters, *targets.other_modules) if names else ())
+    if missing := sorted(name for name in names if name in known):
+        raise AdapterInvalid(f"{CONFIG_NAME}: modules_to_save names {ascii(missing)[:200]}, which is not there")
     if config.token_indices and not any(one.shape.token_ids is not None or one.rows for one in own):
         raise AdapterInvalid(f"{CONFIG_NAME} has trainable_token_indices, but {WEIGHTS_NAME} has no rows for them")
+    return sorted(names)
 
 
 # Last names of the modules whose saved weights PEFT ties where the configuration says so.
@@ -705,7 +710,9 @@ def check_shape(tensor: TensorInfo, expected: tuple[int, ...]) -> None:
         )
 
 
-def _warnings(config: PeftLoraConfig, targets: BaseTargets, found: Mapping[str, _Found]) -> list[str]:
+def _warnings(
+    config: PeftLoraConfig, targets: BaseTargets, found: Mapping[str, _Found], passed_over: Sequence[str]
+) -> list[str]:
     """Oddities that do no harm."""
     warnings: list[str] = []
     if config.base_model and config.base_model != targets.model_id:
@@ -714,6 +721,8 @@ def _warnings(config: PeftLoraConfig, targets: BaseTargets, found: Mapping[str, 
     missing = sorted((config.target_modules or frozenset()) - served)
     if missing:
         warnings.append(f"names the targets {ascii(missing)[:200]} but has no tensors for them")
+    if passed_over:
+        warnings.append(f"names {ascii(passed_over)[:200]} in modules_to_save, which the base model does not have")
     return warnings
 
 

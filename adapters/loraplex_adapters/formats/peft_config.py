@@ -7,7 +7,7 @@ unless it is empty: it may belong to a new variant.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -120,8 +120,14 @@ class PeftLoraConfig:
         ends = [end for one in paths for end in path_ends(one)] + ([""] if targets.embedding in paths else [])
         found = next((self.token_indices[end] for end in ends if end in self.token_indices), None)
         if found is None:
+            found = next((ids for name, ids in self.token_indices.items() if name and _ends_with(paths, name)), None)
+        if found is None:
             raise AdapterInvalid(f"{CONFIG_NAME}: trainable_token_indices does not name {path!a}, which has rows")
         return found
+
+    def names_saved(self, path: str) -> bool:
+        """True when `modules_to_save` lists the module: by the end of its name, as in PEFT, not by whole words."""
+        return any(path.endswith(name) for name in self.modules_to_save)
 
     def names_target(self, path: str) -> bool:
         """True when `target_modules` lists the module, by its name or by the end of it."""
@@ -130,6 +136,10 @@ class PeftLoraConfig:
     def names_parameter(self, path: str) -> bool:
         """True when `target_parameters` lists the parameter, by its name or by the end of it."""
         return not self.target_parameters.isdisjoint(path_ends(path))
+
+
+def _ends_with(paths: Iterable[str], end: str) -> bool:
+    return any(path.endswith(end) for path in paths)
 
 
 def path_ends(path: str) -> Iterator[str]:

@@ -7,7 +7,8 @@ images or without, in Transformers 4 or 5.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from bisect import bisect_left
+from collections.abc import Collection, Iterable
 from typing import Final
 
 from loraplex_adapters.io.safetensors import TensorInfo
@@ -52,6 +53,23 @@ def _below(path: str) -> str:
     words = path.split(".")
     start = next((idx for idx, word in enumerate(words) if word not in ("model", _LANGUAGE_MODEL)), len(words))
     return ".".join(words[start:])
+
+
+class PathEnds:
+    """Ends of paths and of what is above them, as PEFT matches `modules_to_save`: letters, not whole words."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        modules: set[str] = set()
+        for path in paths:
+            while path and path not in modules:
+                modules.add(path)
+                path = path.rpartition(".")[0]
+        self._backwards = sorted(path[::-1] for path in modules)
+
+    def __contains__(self, end: str) -> bool:
+        """True when a path ends so. In logarithmic time, as the number of names is an adapter's own."""
+        idx = bisect_left(self._backwards, end[::-1])
+        return idx < len(self._backwards) and self._backwards[idx].startswith(end[::-1])
 
 
 def renamed(path: str) -> str:

@@ -331,6 +331,23 @@ def test_what_does_not_fit_is_refused_by_name(
     assert type(raised.value) is error
 
 
+def test_saved_modules_are_named_as_peft_matches_them() -> None:
+    """By the end of their names, not by whole words; names that the base model does not have are passed over."""
+    head = {f"{PREFIX}lm_head.weight": torch.zeros(VOCAB, HIDDEN)}
+    found = plan(lora_tensors() | head, modules_to_save=["head", "classifier", "input_layernorm"])
+    assert [one.shape.path for one in found.saved] == ["lm_head"]
+    assert (
+        found.warnings[-1]
+        == "names ['classifier', 'input_layernorm'] in modules_to_save, which the base model does not have"
+    )
+    for name in ("lm_head", "head", "q_proj", "layers.1.mlp"):
+        with pytest.raises(AdapterInvalid, match=rf"modules_to_save names \['{name}'\], which is not there"):
+            plan(lora_tensors(), modules_to_save=[name])
+    rows = {f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta": torch.zeros(2, HIDDEN)}
+    found = plan(lora_tensors() | rows, trainable_token_indices={"tokens": [3, 5]})
+    assert [one.shape.token_ids for one in found.saved] == [(3, 5)]
+
+
 def test_rank_limit() -> None:
     assert plan(lora_tensors(16), rank=16)
     with pytest.raises(RankLimit, match="17"):
