@@ -1,11 +1,13 @@
 """Paired benchmark: two engines in one process take steps in turn.
 
-    python benchmarks/paired.py IN_DIR {unused,ranks,int8,int4} [WORKLOAD ...] [--output 256] [--rounds 3] [--isa avx2]
+    python benchmarks/paired.py IN_DIR {unused,ranks,int8,int4,beyond} [WORKLOAD ...] [--output 256] [--rounds 3]
 
 unused  LoRA switched on, but no request asks for an adapter, against an engine without adapters; default: base-8.
 ranks   adapters of ranks 8, 8, 16, 32 against adapters that are all of rank 16; default: distinct-8.
 int8    weights in few bits, against those of the checkpoint; default: base-1. The ratio of medians is that of decode
 int4    steps, most of the steps there are.
+beyond  the last request's adapter has DoRA, biases, saved norms or a saved head, against one that has low-rank terms
+        alone like all others; default: distinct-8. A step is as long for its neighbours as for it.
 
 On a machine that others use too, runs one after the other, and processes of the same code, differ by more than what is
 looked for here; of two steps that follow each other both are disturbed alike. Prints one JSON line per workload: how
@@ -15,6 +17,10 @@ fast the second engine is beside the first. IN_DIR as `serving.py make` leaves i
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
+import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -22,16 +28,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from inprocess import build
 from isa import ISAS, limit_environment, use_isa
 from results import add_json_option, recording
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from workloads import read_workload
 
+from loraplex_contracts.adapters import AdapterId
 from loraplex_contracts.request import CompletionEnd, Request, RequestFailed, StoppingParams, Tokens
 from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.pipe import Submit
 
 WARM_TOKENS = 24
+BEYOND = ("dora", "biases", "norms", "head")  # than low-rank terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +59,7 @@ class Variant:
 CASES = {
     "unused": ("base-8", Variant(lora=False), Variant()),
     "ranks": ("distinct-8", Variant(), Variant(adapters="mixed-ranks")),
+    "beyond": ("distinct-8", Variant(), Variant()),
     "int8": ("base-1", Variant(), Variant(flags=("--quantize", "int8"))),
     "int4": ("base-1", Variant(), Variant(flags=("--quantize", "int4"))),
 }
@@ -108,12 +121,49 @@ def ratios(first: Side, second: Side) -> dict[str, object]:
 # --- adapters ---------------------------------------------------------------------------------------------------------
 
 
-def requests(inputs: Path, workload: str, tag: str, max_tokens: int) -> list[Request]:
+def requests(inputs: Path, workload: str, tag: str, max_tokens: int, last: str = "") -> list[Request]:
+    """`last`: the adapter of the last one, in the place of its own."""
     stopping = StoppingParams(max_tokens=max_tokens, ignore_eos=True)
     items = read_workload(inputs, workload)
+    ids = [*(item.adapter_id for item in items[:-1]), last or items[-1].adapter_id]
     return [
-        Request(f"{tag}-{idx}", item.prompt_ids, stopping, adapter_id=item.adapter_id) for idx, item in enumerate(items)
+        Request(f"{tag}-{idx}", item.prompt_ids, stopping, adapter_id=AdapterId(adapter_id))
+        for idx, (item, adapter_id) in enumerate(zip(items, ids, strict=True))
     ]
+
+
+def with_more_than_low_rank(inputs: Path, folder: Path) -> Path:
+    """The inputs with an adapter of each kind in BEYOND beside the others, whose files are linked."""
+    for name in ("model", "workloads"):
+        (folder / name).symlink_to((inputs / name).absolute())
+    shutil.copytree(inputs / "adapters", folder / "adapters", copy_function=os.link)
+    source = min((inputs / "adapters").iterdir())
+    config = json.loads((source / "adapter_config.json").read_text())
+    factors = load_file(source / "adapter_model.safetensors")
+    with safe_open(inputs / "model" / "model.safetensors", "pt") as model:
+        base = {name: model.get_tensor(name) for name in model.keys()}  # noqa: SIM118
+    for kind in BEYOND:
+        more: dict[str, Tensor] = {}
+        fields: dict[str, object] = {}
+        if kind in ("norms", "head"):
+            saved = [name for name in base if ("norm" in name if kind == "norms" else name == "lm_head.weight")]
+            more = {f"base_model.model.{name}": base[name] * 1.01 for name in saved}
+            fields = {"modules_to_save": sorted({name.split(".")[-2] for name in saved})}
+        for name, factor in factors.items() if kind in ("dora", "biases") else ():
+            if not name.endswith("lora_B.weight"):
+                continue
+            path = name.removesuffix(".lora_B.weight")
+            if kind == "dora":
+                norms = base[f"{path.removeprefix('base_model.model.')}.weight"].float().norm(dim=1)
+                more[f"{path}.lora_magnitude_vector"] = norms * 1.01
+            else:
+                more[f"{path}.lora_B.bias"] = torch.full((len(factor),), 0.001)
+        fields |= {"use_dora": kind == "dora", "lora_bias": kind == "biases"}
+        target = folder / "adapters" / f"with-{kind}"  # behind those that workloads count
+        target.mkdir()
+        (target / "adapter_config.json").write_text(json.dumps(config | fields))
+        save_file({**factors, **more}, target / "adapter_model.safetensors")
+    return folder
 
 
 def main() -> None:
@@ -128,24 +178,35 @@ def main() -> None:
     args = parser.parse_args()
     limit_environment(args.isa)
     use_isa(args.isa)
+    folders = [args.inputs / variant.adapters for variant in CASES[args.what][1:]]
+    if args.what == "beyond":
+        with tempfile.TemporaryDirectory(dir=args.inputs) as folder:  # where files can be linked
+            compare(args, [folders[0], with_more_than_low_rank(args.inputs, Path(folder))], BEYOND)
+    else:
+        compare(args, folders)
+
+
+def compare(args: argparse.Namespace, folders: Sequence[Path], lasts: Sequence[str] = ("",)) -> None:
+    """Prints the rows. `folders`: inputs of the two; `lasts`: kinds of the second one's last adapter."""
     default, *variants = CASES[args.what]
-    folders = [args.inputs / variant.adapters for variant in variants]
     folder = tempfile.TemporaryDirectory
     with folder() as one, folder() as other, recording(args.json) as record:
         first, second = (
             Side(build(inputs, Path(store), lora=variant.lora, flags=variant.flags))
             for inputs, store, variant in zip(folders, (one, other), variants, strict=True)
         )
-        for workload in args.workloads or [default]:
+        isa = {} if args.isa is None else {"isa": args.isa}
+        for workload, last in itertools.product(args.workloads or [default], lasts):
             for number in range(args.rounds + 1):  # the first loads what is asked for, and is not counted
-                for side, folder in zip((first, second), folders, strict=True):
-                    num_tokens = args.output if number else WARM_TOKENS
-                    side.submit(requests(folder, workload, f"{workload}-{number}", num_tokens))
+                num_tokens = args.output if number else WARM_TOKENS
+                tag = f"{workload}-{last}-{number}"
+                first.submit(requests(folders[0], workload, tag, num_tokens))
+                second.submit(requests(folders[1], workload, tag, num_tokens, last and f"with-{last}"))
                 run(first, second)
                 if number == 0:
                     forget(first, second)
-            isa = {} if args.isa is None else {"isa": args.isa}
-            record({"case": args.what, "workload": workload, **isa, **ratios(first, second)})
+            kind = {"last": last} if last else {}
+            record({"case": args.what, "workload": workload, **kind, **isa, **ratios(first, second)})
             forget(first, second)
         for side in (first, second):
             side.engine.close()

@@ -14,7 +14,7 @@ from support.dense import dense_logits, make_dense
 from support.drafting import erring_drafts
 from support.driver import Job, make_rig, random_prompts
 from support.exact_states import exact, whole_text_greedy
-from support.peft_files import SPECS, load_lora, save_adapter
+from support.peft_files import SPECS, linear_names, load_lora, save_adapter, save_variant
 from support.zoo import HYBRIDS, VOCAB_SIZE, random_model
 
 from loraplex_contracts.errors import AdapterUnsupported
@@ -109,6 +109,33 @@ def test_mixed_adapters_equal_peft(family: str, tmp_path: Path) -> None:
         assert job.tokens == whole_text_greedy(base if owner is None else peft[owner], job.prompt, NUM_TOKENS)
     alone = [whole_text_greedy(base, job.prompt, NUM_TOKENS) for job in jobs]
     assert alone[1] != jobs[1].tokens, "an adapter that changes nothing would prove nothing"
+
+
+# Norms of their recurrent layers are given single heads, of all tokens in one dimension.
+_NORMS_OF_HEADS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
+
+
+@pytest.mark.parametrize(
+    "family", [one for one in FAMILIES if (one if isinstance(one, str) else one.values[0]) not in _NORMS_OF_HEADS]
+)
+def test_saved_norms_equal_peft(family: str, tmp_path: Path) -> None:
+    """Gated ones as well, which read more than the hidden states; rows beside keep the base's."""
+    base = make_dense(random_model(family))
+    norms = {path.rpartition(".")[2] for path, one in base.named_modules() if "norm" in type(one).__name__.lower()}
+    attention, others, _, _ = linear_names(base)
+    config = LoraConfig(r=2, target_modules=(attention + others)[:1], modules_to_save=sorted(norms))
+    peft = save_variant(base, config, tmp_path / "norms")
+    loaded = adopt_model(copy.deepcopy(base), model_id=family)
+    rig = make_rig(loaded, seed=4, max_rows=4, num_slots=2)
+    rig.slots.install(1, load_lora(tmp_path, "norms", loaded.base_targets(max_rank=4)))
+    jobs = [Job(prompt, NUM_TOKENS) for prompt in random_prompts(4, VOCAB_SIZE, seed=8)]
+    for job in jobs[1::2]:
+        job.adapters = (AdapterUse(1),)
+    rig.run(jobs)
+    for idx, job in enumerate(jobs):
+        assert job.error is None
+        assert job.tokens == whole_text_greedy(peft if idx % 2 else base, job.prompt, NUM_TOKENS)
+    assert jobs[1].tokens != whole_text_greedy(base, jobs[1].prompt, NUM_TOKENS)
 
 
 @pytest.mark.parametrize(("family", "name"), [("mamba", "dt_proj"), ("jamba", "dt_proj"), ("qwen3_5", "conv1d")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from support.zoo import LORA_FAMILIES, OWN_ATTENTION, SLOW_LORA, VOCAB_SIZE, ran
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from loraplex_adapters.formats.peft_loftq import NF4, NF4_BLOCK
 from loraplex_adapters.weights import AdapterWeights
 from loraplex_contracts.errors import AdapterInvalid
 from loraplex_contracts.plan import AdapterUse
@@ -269,6 +271,40 @@ def test_initialisations_that_change_the_base_equal_peft(family: str, targets: l
         rig.slots.install(slot, lora)
     world = World(make_dense(base.double()), peft, weights, rig)
     check_mixed_batch(world, [LoraSpec(name, 0, 0) for name in names], tolerance=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_loftq_equals_peft_on_the_quantized_base(family: str, tmp_path: Path) -> None:
+    """PEFT quantizes the base model when it loads such an adapter, with bitsandbytes on a GPU. Here a model whose
+    weights were quantized number by number takes its place, and the adapter is loaded onto that as a plain LoRA."""
+    base = random_model(family, torch.float32)
+    names = {"all": ["q_proj", "v_proj", "down_proj"], "biases": ["k_proj", "o_proj"]}
+    peft: list[PeftModel] = []
+    for seed, (name, targets) in enumerate(names.items()):
+        made = copy.deepcopy(base)
+        for path, module in made.named_modules():
+            if isinstance(module, nn.Linear) and path.endswith(tuple(targets)):
+                module.weight.data = nearest_of_nf4(module.weight.data)
+        config = LoraConfig(r=4, lora_alpha=6, target_modules=targets, bias="all" if name == "biases" else "none")
+        peft.append(save_variant(make_dense(made.double()), config, tmp_path / name, seed))
+        path = tmp_path / name / "adapter_config.json"
+        fields = json.loads(path.read_text())
+        fields |= {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4, "loftq_iter": 1}}
+        path.write_text(json.dumps(fields))
+    loaded = adopt_model(make_dense(copy.deepcopy(base).double()), model_id=family, backend=PatchedBackend(merges=True))
+    rig = make_rig(loaded, ops=CpuOps(), seed=4, num_slots=len(names))
+    weights = [load_lora(tmp_path, name, loaded.base_targets(max_rank=8)) for name in names]
+    for slot, lora in enumerate(weights):
+        rig.slots.install(slot, lora)
+    world = World(make_dense(base.double()), peft, weights, rig)
+    check_mixed_batch(world, [LoraSpec(name, 0, 0) for name in names], tolerance=1e-5)
+
+
+def nearest_of_nf4(weight: torch.Tensor) -> torch.Tensor:
+    blocks = weight.flatten().view(-1, NF4_BLOCK)
+    codes = torch.tensor(NF4) * blocks.abs().amax(dim=1, keepdim=True)  # [blocks, 16]
+    nearest = (blocks[:, :, None] - codes[:, None, :]).abs().argmin(dim=2)
+    return codes.gather(1, nearest).view_as(weight)
 
 
 def test_initialisations_by_data_equal_peft(tmp_path: Path) -> None:

@@ -106,6 +106,12 @@ IN_BATCHES: list[tuple[str, tuple[str, ...], str]] = [
         for spec in (*SPECS, *RICH_SPECS)
     ),
     ("PiSSA, OLoRA, and both converted by PEFT", ("llama", "gpt2"), "tests/parity/test_lora.py"),
+    ("LoftQ", ("llama", "qwen2"), "tests/parity/test_lora.py"),
+    (
+        "weights of linears, Conv1D, embeddings and heads as `target_parameters`",
+        ("llama", "gpt2"),
+        "tests/parity/test_lora.py",
+    ),
     ("experts and routers", tuple(MIXTURES), "tests/parity/test_experts.py"),
 ]
 

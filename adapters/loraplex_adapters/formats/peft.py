@@ -19,6 +19,7 @@ from torch import Tensor
 from loraplex_adapters.formats.files import CONFIG_NAME, WEIGHTS_NAME
 from loraplex_adapters.formats.peft_config import CLASSIFIER_NAMES, MAX_LABELS, PeftLoraConfig, path_ends
 from loraplex_adapters.formats.peft_inits import Init, check_init, restored
+from loraplex_adapters.formats.peft_loftq import LoftqConfig, quantized
 from loraplex_adapters.formats.peft_patterns import Budget, match_budget
 from loraplex_adapters.formats.peft_places import (
     LAYER,
@@ -171,7 +172,12 @@ def plan_lora(config: PeftLoraConfig, tensors: Mapping[str, TensorInfo], targets
     modules += experts
     _check_beside_experts(config, modules)
     if config.init is not None:
-        check_init(config.init, [module.target for module in modules if module.shape.rank], targets)
+        num_decompositions = 1 if config.loftq is None else config.loftq.num_iterations - 1
+        check_init(config.init, [one.target for one in modules if one.shape.rank], targets, num_decompositions)
+        _check_beside_init(config.init, modules, own)
+    if config.loftq is not None:
+        own += _quantized(config.loftq, modules)
+    elif config.init is not None:
         modules = [_with_init(config.init, module, targets.max_rank) for module in modules]
     if config.invocation:
         _check_activated(config, modules, own, targets)
@@ -489,10 +495,6 @@ def _transposed(read: Callable[[TensorInfo], Tensor], a: TensorInfo, b: TensorIn
 def _with_init(init: Init, module: PlannedModule, max_rank: int) -> PlannedModule:
     """With what PEFT takes out of the base model at load as further ranks. Raises RankLimit or ShapeMismatch."""
     a, b, shape = module.a, module.b, module.shape
-    if module.made is not None:
-        raise AdapterUnsupported(
-            f"{CONFIG_NAME}: init_lora_weights {init!a} together with target_parameters on {shape.path!a} is not served"
-        )
     if a is None or b is None:
         return module
     if shape.rank > min(shape.in_features, shape.out_features):
@@ -504,6 +506,34 @@ def _with_init(init: Init, module: PlannedModule, max_rank: int) -> PlannedModul
         )
     made = restored(init, module.target, a, b, shape.scale)
     return replace(module, shape=replace(shape, rank=2 * shape.rank), a=None, b=None, made=made)
+
+
+def _quantized(config: LoftqConfig, modules: Sequence[PlannedModule]) -> list[PlannedSaved]:
+    """What stands in the place of the weights of modules with a low-rank term."""
+    return [
+        PlannedSaved(
+            SavedShape(one.shape.path, "weight", (one.shape.out_features, one.shape.in_features)),
+            one.a,
+            made=quantized(config, one.target, one.shape.rank),
+        )
+        for one in modules
+        if one.a is not None
+    ]
+
+
+def _check_beside_init(init: Init, modules: Sequence[PlannedModule], saved: Sequence[PlannedSaved]) -> None:
+    """Raises AdapterUnsupported for what does not go together with an initialisation that changes the base model."""
+    whole = {one.shape.path for one in saved}
+    for one in modules:
+        if one.made is not None:
+            what = "target_parameters on"
+        elif one.a is not None and one.shape.path in whole:
+            what = "a saved parameter of"
+        else:
+            continue
+        raise AdapterUnsupported(
+            f"{CONFIG_NAME}: init_lora_weights {init!a} together with {what} {one.shape.path!a} is not served"
+        )
 
 
 def _not_named(tensor: TensorInfo, field: str) -> AdapterInvalid:

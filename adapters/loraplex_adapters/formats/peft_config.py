@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 
 from loraplex_adapters.formats.files import CONFIG_NAME
 from loraplex_adapters.formats.peft_inits import HOW_TO_CONVERT, Init
+from loraplex_adapters.formats.peft_loftq import LoftqConfig, parse_loftq
 from loraplex_adapters.formats.peft_patterns import Budget, ModulePattern, compile_budget, compile_pattern
 from loraplex_adapters.io.source_files import parse_object
 from loraplex_adapters.weights import BaseTargets
@@ -52,7 +53,6 @@ _REFUSED_INITS: Mapping[str, str] = {
     "pissa_niter_": "took a part out of the base model that depends on random numbers",
     "corda": "took a part out of the base model that depends on data",
     "lora_ga": "took a part out of the base model that depends on gradients, and PEFT does not repeat that at load",
-    "loftq": "quantized the base model",
 }
 # Only training depends on these, or the choice of modules, which the tensors show anyway.
 _WITHOUT_EFFECT = frozenset({
@@ -90,6 +90,7 @@ class PeftLoraConfig:
     token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by module; "": of the embedding
     ties_weights: bool = False
     init: Init | None = None  # that PEFT repeats at load
+    loftq: LoftqConfig | None = None  # where that is `init`
     invocation: tuple[int, ...] = ()  # tokens that activate it; empty: it always is
     target_parameters: frozenset[str] = frozenset()
 
@@ -171,6 +172,8 @@ def parse_lora_config(fields: Mapping[str, Any]) -> PeftLoraConfig:
         raise AdapterUnsupported(
             f"{CONFIG_NAME}: init_lora_weights {init!a} together with lora_bias is not served; PEFT refuses it too"
         )
+    if init == "loftq" and fields.get("use_dora"):
+        raise AdapterUnsupported(f"{CONFIG_NAME}: init_lora_weights 'loftq' together with use_dora is not served")
     budget = compile_budget()
     rank_pattern = compiled_patterns(fields, "rank_pattern", budget)
     alpha_pattern = compiled_patterns(fields, "alpha_pattern", budget)
@@ -198,6 +201,7 @@ def parse_lora_config(fields: Mapping[str, Any]) -> PeftLoraConfig:
         token_indices=_token_indices(fields.get("trainable_token_indices")),
         ties_weights=_flag(fields, "ensure_weight_tying"),
         init=init,
+        loftq=parse_loftq(fields) if init == "loftq" else None,
         invocation=_invocation(fields, init),
         target_parameters=target_parameters,
     )
@@ -239,15 +243,14 @@ def _init(init: Any) -> Init | None:
     """Raises AdapterUnsupported."""
     if init is None or isinstance(init, bool) or (isinstance(init, str) and init in _CLEAN_INITS):
         return None
-    if init == "pissa":
-        return "pissa"
+    if init == "pissa" or init == "loftq":
+        return init
     if isinstance(init, str) and init.lower() == "olora":
         return "olora"
     why = next((why for name, why in _REFUSED_INITS.items() if isinstance(init, str) and init.startswith(name)), None)
     if why is None:
         raise AdapterUnsupported(f"{CONFIG_NAME}: init_lora_weights {_shown(init)} is not known")
-    how = "save base model and adapter anew, with init_lora_weights=True" if init == "loftq" else HOW_TO_CONVERT
-    raise AdapterUnsupported(f"{CONFIG_NAME}: init_lora_weights {_shown(init)} {why}; {how}")
+    raise AdapterUnsupported(f"{CONFIG_NAME}: init_lora_weights {_shown(init)} {why}; {HOW_TO_CONVERT}")
 
 
 def _invocation(fields: Mapping[str, Any], init: Init | None) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from loraplex_adapters.io.safetensors import TensorInfo
 from loraplex_adapters.weights import BaseTargets, TargetModule
 from loraplex_contracts.errors import AdapterUnsupported
 
-Init = Literal["pissa", "olora"]
+Init = Literal["pissa", "olora", "loftq"]
 Read = Callable[[TensorInfo], Tensor]
 # Of all decompositions of an adapter, in out * in * min(out, in): some ten minutes. Measured on two cores in float32:
 # the one of 2048 x 2048 takes 4.7 s, which is 0.55 ns for each of these.
@@ -30,14 +30,14 @@ MAX_WORK: Final = 1 << 40
 HOW_TO_CONVERT: Final = "convert the adapter with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
 
 
-def check_init(init: Init, modules: Sequence[TargetModule], targets: BaseTargets) -> None:
+def check_init(init: Init, modules: Sequence[TargetModule], targets: BaseTargets, num_decompositions: int = 1) -> None:
     """Raises AdapterUnsupported for modules on which PEFT's own initialisation fails or changes more than them, and
-    where it takes too long."""
+    where it takes too long. `num_decompositions`: of each weight."""
     for module in modules:
         why = ""
         if module.kind != "linear":
             why = f"of kind {module.kind}"
-        elif module.is_conv1d and init == "olora":
+        elif module.is_conv1d and init != "pissa":
             why = "a Conv1D"
         elif targets.tied_head and module.path == targets.tied_head:
             why = "the head, whose weight is the embedding's: both would change"
@@ -46,7 +46,7 @@ def check_init(init: Init, modules: Sequence[TargetModule], targets: BaseTargets
                 f"{CONFIG_NAME}: init_lora_weights {init!a} of {module.path!a} ({why}) is not served"
             )
     sizes = [(module.out_features, module.in_features) for module in modules]
-    if sum(rows * columns * min(rows, columns) for rows, columns in sizes) > MAX_WORK:
+    if num_decompositions * sum(rows * columns * min(rows, columns) for rows, columns in sizes) > MAX_WORK:
         raise AdapterUnsupported(
             f"{CONFIG_NAME}: init_lora_weights {init!a} decomposes {len(modules)} weights of the base model, which "
             f"takes too long at load; {HOW_TO_CONVERT}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -216,17 +217,27 @@ class AdaptedNorm(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("base"), name)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.base(x)
+    def forward(self, x: Tensor, *others: Tensor | None, **named: Tensor | None) -> Tensor:
+        """`others` and `named`: what else the norm reads, such as the gate of a recurrent layer's."""
+        y: Tensor = self.base(x, *others, **named)
         prepared = self.context.token_segments
         if self.saved and prepared is not None:
             dim = self.token_dim
             assert x.shape[dim] == prepared.num_rows, "the probe saw this norm with all tokens of a step"
             for segment in prepared.segments:
-                own, size = self.saved.get(segment.adapter_slot), segment.end - segment.start
-                if own is not None:
-                    y.narrow(dim, segment.start, size).copy_(own(x.narrow(dim, segment.start, size)))
+                own = self.saved.get(segment.adapter_slot)
+                if own is None:
+                    continue
+                part = partial(_narrowed, dim=dim, start=segment.start, end=segment.end, num_rows=prepared.num_rows)
+                values = own(part(x), *map(part, others), **{name: part(one) for name, one in named.items()})
+                y.narrow(dim, segment.start, segment.end - segment.start).copy_(values)
         return y
+
+
+def _narrowed(x: Tensor | None, *, dim: int, start: int, end: int, num_rows: int) -> Tensor | None:
+    """The rows of a segment, of what has rows."""
+    has_rows = x is not None and x.dim() > dim and x.shape[dim] == num_rows
+    return x.narrow(dim, start, end - start) if x is not None and has_rows else x
 
 
 class AdaptedEmbedding(nn.Module):

@@ -128,7 +128,6 @@ def test_target_parameters_are_a_list_of_names() -> None:
         ("init_lora_weights", "pissa_niter_16"),
         ("init_lora_weights", "PiSSA"),
         ("init_lora_weights", "corda"),
-        ("init_lora_weights", "loftq"),
         ("init_lora_weights", "lora_ga"),
         ("init_lora_weights", "something new"),
         ("init_lora_weights", ["pissa"]),
