@@ -47,8 +47,10 @@ def detect_kind(names: Collection[str]) -> str:
                 f"{name} is a pickle, which can run code when it is read; `loraplex adapters convert DIR --out DIR` "
                 "makes safetensors of it without running any"
             )
+    other = min((name for name in names if name.endswith((".safetensors", ".safetensors.index.json"))), default="")
+    beside = f"; {other[:80]!a} is not a name that PEFT gives an adapter's tensors" if other else ""
     raise AdapterInvalid(
-        f"there is no {WEIGHTS_NAME} and no {MEDUSA_WEIGHTS_NAME}; save a LoRA with PEFT's save_pretrained"
+        f"there is no {WEIGHTS_NAME} and no {MEDUSA_WEIGHTS_NAME}{beside}; save a LoRA with PEFT's save_pretrained"
     )
 
 
