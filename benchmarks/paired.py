@@ -1,6 +1,6 @@
 """Paired benchmark: two engines in one process take steps in turn.
 
-    python benchmarks/paired.py IN_DIR {unused,ranks,int8,int4,beyond} [WORKLOAD ...] [--output 256] [--rounds 3]
+    python benchmarks/paired.py IN_DIR CASE [WORKLOAD ...] [--output 256] [--rounds 3] [--isa avx2]
 
 unused  LoRA switched on, but no request asks for an adapter, against an engine without adapters; default: base-8.
 ranks   adapters of ranks 8, 8, 16, 32 against adapters that are all of rank 16; default: distinct-8.
