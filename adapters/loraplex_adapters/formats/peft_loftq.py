@@ -1,4 +1,4 @@
-"""LoftQ (arXiv 2310.08659): the base model's weights as PEFT quantizes them when it loads such an adapter.
+"""LoftQ (arXiv 2310.08659): base weights as PEFT quantizes them at load.
 
 PEFT puts what 4 or 8 bits hold of W in its place. After the first iteration it quantizes W - B0 A0, where B0 A0 are the
 r largest singular components of what the quantization before has lost. The trained factors stand beside that:
