@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from loraplex_contracts.plan import AdapterUse
 from loraplex_runtime.reports import Progress, no_progress
 from loraplex_server.backends.backend import Backend
-from loraplex_server.backends.cpu import decoder
-from loraplex_server.backends.cpu.decoder import FoundStack, find_stack
+from loraplex_server.backends.cpu import find_decoder
+from loraplex_server.backends.cpu.find_decoder import FoundStack, find_stack
 from loraplex_server.backends.cpu.native import library
 from loraplex_server.backends.cpu.native.build import LIBRARY
 from loraplex_server.backends.cpu.native.kernels import NativeKernels, PackedWeight
@@ -72,7 +72,7 @@ def test_the_models_own_layers_compute_what_the_stack_cannot(
         pytest.skip("the native library is not built: make native")
     functions = ctypes.CDLL(str(LIBRARY))
     library._declare(functions, {**library.IDENTITY, **library.KERNELS})
-    monkeypatch.setattr(decoder, "_prove", lambda *_: None)  # it runs the kernels
+    monkeypatch.setattr(find_decoder.LayerProof, "check", lambda *_: None)  # it runs the kernels
     base = make_dense(native_model(family))
     specs = [spec for spec in RICH_SPECS if spec.name in ("dora", "saved-norms", "dora-biases")]
     peft = [save_adapter(base, spec, tmp_path / spec.name, seed) for seed, spec in enumerate(specs)]

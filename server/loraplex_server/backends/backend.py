@@ -12,7 +12,7 @@ from torch import nn
 
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_runtime.reports import Progress, no_progress
-from loraplex_server.backends.cpu.decoder import FoundStack
+from loraplex_server.backends.cpu.find_decoder import FoundStack
 from loraplex_server.backends.cpu.medusa import NativeGuesser
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.backends.cuda.graphs import Shape, StepGraphs
@@ -141,7 +141,7 @@ class Backend:
         progress: Progress = no_progress,
     ) -> FoundStack | None:
         """All decoder layers in one call, where that is proven to compute the same; None: they stay. See
-        `cpu.decoder.find_stack`."""
+        `cpu.find_decoder.find_stack`."""
         return None
 
     def medusa_guesser(self, head: nn.Module, dtype: torch.dtype) -> NativeGuesser | None:

@@ -14,7 +14,7 @@ from loraplex_contracts.errors import InvalidArgument
 from loraplex_runtime.reports import Progress, no_progress
 from loraplex_server.backends.backend import Backend, Implementation, Wanted
 from loraplex_server.backends.cpu.attention import NativePagedAttention, reason_against
-from loraplex_server.backends.cpu.decoder import FoundStack, find_stack
+from loraplex_server.backends.cpu.find_decoder import FoundStack, find_stack
 from loraplex_server.backends.cpu.fused import NativeFused
 from loraplex_server.backends.cpu.linear import native_experts, native_linears, packed_linear
 from loraplex_server.backends.cpu.lora import NativeDense, NativeOps

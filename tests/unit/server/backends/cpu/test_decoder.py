@@ -27,14 +27,18 @@ from loraplex_contracts.adapters import AdapterKey
 from loraplex_server.backends.cpu.attention import NativePagedAttention
 from loraplex_server.backends.cpu.backend import CpuBackend
 from loraplex_server.backends.cpu.decoder import NativeNorm, NativeStack
+from loraplex_server.backends.cpu.find_decoder import find_stack
 from loraplex_server.backends.cpu.lora import NativeOps
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.backends.reference import ReferenceOps
 from loraplex_server.layers.adapter_slots import AdapterSlots
-from loraplex_server.layers.attention import AttentionBatch, KvCache, LayerKv
+from loraplex_server.layers.attention import AttentionBatch, AttentionSpec, KvCache, LayerKv
+from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.lora import Segment
+from loraplex_server.layers.quantization import FORMATS, WeightFormat
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import adopt_model
+from loraplex_server.model.rounding import round_weights
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 40
@@ -301,7 +305,7 @@ def test_an_adapter_that_overflows_harms_only_its_own_rows(kernels: NativeKernel
 @pytest.fixture(autouse=True)
 def built(caplog: pytest.LogCaptureFixture) -> None:
     library_or_skip()
-    caplog.set_level(logging.INFO, "loraplex_server.backends.cpu.decoder")
+    caplog.set_level(logging.INFO, "loraplex_server.backends.cpu.find_decoder")
 
 
 def adopted(model: PreTrainedModel, *, verify: bool = True) -> LoadedModel:
@@ -346,7 +350,7 @@ def test_layers_of_other_kinds(caplog: pytest.LogCaptureFixture, family: str, dt
 @pytest.mark.parametrize(
     ("changes", "dtype", "reason"),
     [
-        ({"head_dim": 16}, torch.float32, "heads of 16 and 16"),
+        ({"head_dim": 16}, torch.float32, "positions turn 16 features"),
         ({}, torch.float64, "not in float64"),
         ({}, torch.float16, "not in float16"),
         ({"intermediate_size": 80}, torch.bfloat16, "a number of features"),
@@ -446,6 +450,24 @@ def test_layers_without_positions_are_noticed_where_attention_hardly_matters(dty
     assert adopted(native_model("smollm3", dtype, initializer_range=0.02)).decoder is None
 
 
+def test_a_layer_that_differs_by_its_place_is_noticed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By code that no attribute shows, and by less than bfloat16 rounds away."""
+    forward = modeling_llama.LlamaAttention.forward
+
+    def unturned(self: Any, position_embeddings: tuple[Tensor, Tensor], **options: Any) -> Any:
+        cos, sin = position_embeddings
+        if self.layer_idx:
+            cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+        return forward(self, position_embeddings=(cos, sin), **options)
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", unturned)
+    assert adopted(native_model("llama", torch.bfloat16, initializer_range=0.02)).decoder is None
+    assert "layer 1 computes something else" in said(caplog)
+    assert "in float32" in said(caplog)
+
+
 def turn_some(monkeypatch: pytest.MonkeyPatch, num_features: int) -> None:
     """Llama, of whose heads positions turn the first features only."""
     apply = modeling_llama.apply_rotary_pos_emb
@@ -474,6 +496,25 @@ def test_positions_that_turn_a_part_of_each_head(
     rig = native_rig(model, native_kernels())
     assert (rig.loaded.decoder is not None) == is_stack
     check_logits(model, rig)
+
+
+@pytest.mark.parametrize("form", [None, *FORMATS.values()], ids=lambda form: form.name if form else "plain")
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_layers_before_one_that_differs_get_their_weights_back(family: str, form: WeightFormat | None) -> None:
+    """Bit for bit, though they are kept packed while the others are proven."""
+    model = native_model(family, torch.bfloat16)
+    kernels = native_kernels()
+    if form is not None:
+        round_weights(model, form)
+    before = {name: value.clone() for name, value in model.model.layers.state_dict().items()}
+    attention = [
+        (layer.self_attn, AttentionSpec(4, 2, 32, 32, layer.self_attn.scaling, None, None))
+        for layer in model.model.layers
+    ]
+    scaled(model.model.layers[1], 1.1)
+    assert find_stack(model, attention, kernels, StepContext(), form=form) is None
+    for name, value in model.model.layers.state_dict().items():
+        assert torch.equal(bits(value), bits(before[name])), name
 
 
 def test_the_comparison_leaves_nothing_behind() -> None:
