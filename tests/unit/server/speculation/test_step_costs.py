@@ -84,18 +84,27 @@ def test_the_shortest_run_counts_and_not_the_warm_up() -> None:
 
 
 def test_measuring_ends_in_time() -> None:
+    """With sizes from far apart."""
     machine = Machine(lambda rows, _: 0.1 * rows)
     costs = measure_step_costs(machine.run, sizes=(1, 2, 4, 8, 16, 32), limit_s=1.0, clock=machine.clock)
-    assert costs.sizes == (1, 2, 4, 8)
-    assert machine.now_s - 100.0 <= 1.0 + 0.8  # the step that was under way when the limit came
+    assert machine.ran == [1, 8, 4]
+    assert costs.sizes == (1, 4, 8)
+    assert machine.now_s - 100.0 <= 1.0 + 0.4  # the step that was under way when the limit came
     assert costs.seconds(32) == pytest.approx(3.2)
+
+
+@pytest.mark.parametrize("num_sizes", range(1, 12))
+def test_every_size_has_its_turn(num_sizes: int) -> None:
+    machine = Machine(lambda rows, _: 0.1 * rows)
+    sizes = tuple(range(1, num_sizes + 1))
+    assert measure_step_costs(machine.run, sizes=sizes, limit_s=1e9, clock=machine.clock).sizes == sizes
 
 
 def test_two_sizes_are_measured_however_slow() -> None:
     machine = Machine(lambda rows, _: 5.0 + rows)
     costs = measure_step_costs(machine.run, sizes=(1, 2, 4), limit_s=2.0, clock=machine.clock)
-    assert costs.sizes == (1, 2)
-    assert machine.ran == [1, 2]
+    assert costs.sizes == (1, 4)
+    assert machine.ran == [1, 4]
 
 
 # --- of a runner ------------------------------------------------------------------------------------------------------
@@ -163,8 +172,8 @@ def test_slow_steps_end_the_measuring(rig: Rig, monkeypatch: pytest.MonkeyPatch)
     plans = watch(rig)
     monkeypatch.setattr(step_costs, "LIMIT_S", 0.0)
     costs = measure_runner(rig.runner, max_rows=5, num_blocks=40, block_size=BLOCK_SIZE)
-    assert costs.sizes == (1, 2)
-    assert [plan.num_tokens for plan in plans] == [1, 2, 0]
+    assert costs.sizes == (1, 6)
+    assert [plan.num_tokens for plan in plans] == [1, 6, 0]
 
 
 def test_nothing_of_it_stays() -> None:
