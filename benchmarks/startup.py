@@ -4,7 +4,8 @@
     python benchmarks/startup.py --layers 32 --hidden 3072          # a random Llama of this shape, made in /tmp
 
 Files are in the page cache. A round is a process of its own: its imports, then `build_engine`, with the time of each
-line of its progress. Beside it stands the time of one copy of the files out of the page cache.
+line of its progress. Beside it stands the floor, measured in the same round: reading the files (a copy out of the page
+cache) and packing so many bytes as the kernels do, into fresh memory, with all threads.
 Prints one JSON line.
 """
 
@@ -16,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 CHILD = """
@@ -38,6 +38,34 @@ print(json.dumps(lines))
 """
 
 
+# One piece after the other: reads it, then packs it. What is packed stays, as weights do.
+FLOOR = """
+import json, sys, time
+import torch
+from loraplex_server.backends.cpu.native.config import default_num_threads
+from loraplex_server.backends.cpu.native.kernels import NativeKernels
+from loraplex_server.backends.cpu.native.library import load
+library, status = load()
+assert library is not None, status.reason
+kernels, num_inputs, packed = NativeKernels(library, default_num_threads()), 1024, []
+piece = torch.empty(128 << 20, dtype=torch.uint8).fill_(1)
+read_s = pack_s = 0.0
+for path in sys.argv[1:]:
+    with open(path, "rb", buffering=0) as reader:
+        while True:
+            start = time.perf_counter()
+            num_bytes = reader.readinto(piece.numpy())
+            read_s += time.perf_counter() - start
+            if not (num_rows := num_bytes // (2 * num_inputs)):
+                break
+            weight = piece[: 2 * num_rows * num_inputs].view(torch.bfloat16).view(num_rows, num_inputs)
+            start = time.perf_counter()
+            packed.append(kernels.pack([weight]))
+            pack_s += time.perf_counter() - start
+print(json.dumps([read_s, pack_s]))
+"""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path)
@@ -53,30 +81,33 @@ def main() -> None:
         num_bytes = sum(file.stat().st_size for file in files)
         rounds = []
         for _ in range(args.rounds):
-            start = time.perf_counter()
-            for file in files:
-                with file.open("rb", buffering=0) as reader:
-                    while reader.read(64 << 20):
-                        pass
-            read_s = time.perf_counter() - start  # a copy: reads the cache, writes memory
-            command = [sys.executable, "-c", CHILD, *flags]
-            start = time.perf_counter()
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-            rounds.append((json.loads(done.stdout.splitlines()[-1]), read_s, time.perf_counter() - start))
-    lines, read_s, _ = min(rounds, key=lambda one: one[0][-1][1])
+            floor = json.loads(run_child(FLOOR, [str(file) for file in files]))
+            rounds.append((json.loads(run_child(CHILD, flags)), floor))
+    lines, (read_s, pack_s) = min(rounds, key=lambda one: one[0][-1][1])
+    floor_s = read_s + pack_s
+    ready_s, imports_s = lines[-1][1], lines[0][1]
     print(
         json.dumps(
             {
                 "model": args.model.name if args.model else f"random, {args.layers} layers, {args.hidden} wide",
                 "gigabytes": round(num_bytes / 1e9, 2),
                 "quantize": args.quantize,
-                "copy_s": round(read_s, 2),
-                "ready_s": round(lines[-1][1], 2),
+                "floor_s": [round(read_s, 2), round(pack_s, 2)],
+                "ready_s": round(ready_s, 2),
                 "median_ready_s": round(statistics.median(one[0][-1][1] for one in rounds), 2),
+                "median_floor_s": round(statistics.median(sum(one[1]) for one in rounds), 2),
+                "of_floor": round(ready_s / floor_s, 2),
+                "of_floor_without_imports": round((ready_s - imports_s) / floor_s, 2),
                 "lines": [(text, round(seconds, 2)) for text, seconds in lines],
             }
         )
     )
+
+
+def run_child(code: str, arguments: list[str]) -> str:
+    """The last line that it prints."""
+    done = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True)
+    return done.stdout.splitlines()[-1]
 
 
 def make_model(folder: Path, num_layers: int, hidden_size: int) -> Path:
