@@ -207,7 +207,9 @@ def test_a_machine_without_kernels_gets_a_pure_wheel(tmp_path: Path) -> None:
     platform = {"_PYTHON_HOST_PLATFORM": "linux-riscv64"}
     wheel, said = build(ROOT / "packages/loraplex-server", tmp_path, **platform)
     assert wheel.name.endswith("-py3-none-any.whl")
-    assert "there are native kernels for linux x86_64, linux aarch64 only, and this is linux riscv64" in said
+    assert (
+        "there are native kernels for linux x86_64, linux aarch64, darwin arm64 only, and this is linux riscv64" in said
+    )
 
 
 # --- sources ----------------------------------------------------------------------------------------------------------

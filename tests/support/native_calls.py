@@ -25,6 +25,7 @@ class Program:
     """Memory and calls over it. Addresses are those of this process."""
 
     buffers: list[Bytes] = field(default_factory=list[Bytes])
+    dtypes: list[np.dtype[Any]] = field(default_factory=list[np.dtype[Any]])  # of what was put into them
     structs: list[Any] = field(default_factory=list[Any])  # keeps what they point to alive
     calls: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list[tuple[str, tuple[Any, ...]]])
     pointers: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])  # buffer, offset, address
@@ -38,6 +39,7 @@ class Program:
         buffer = place[start : start + data.nbytes]
         buffer[:] = data
         self.buffers.append(buffer)
+        self.dtypes.append(values.dtype)
         idx = len(self.buffers) - 1
         bisect.insort(self._starts, (buffer.ctypes.data, idx))
         if are_pointers:
@@ -71,23 +73,24 @@ class Program:
             getattr(functions, name)(pool, *given)
         functions.lp_pool_free(pool)
 
-    def run_by(self, command: Sequence[str], folder: Path) -> tuple[str, list[Bytes]]:
-        """By the driver (native_driver.cpp), with the memory as it is. Returns what it says and the memory then."""
+    def run_by(self, command: Sequence[str], folder: Path, isa: str) -> list[Bytes]:
+        """By the driver (native_driver.cpp), with the memory as it is. Returns the memory then."""
         (folder / "in").write_bytes(self._serialized())
         done = subprocess.run(
-            [*command, str(folder / "in"), str(folder / "out")],
+            [*command, str(folder / "in"), str(folder / "out"), isa],
             capture_output=True,
             text=True,
             timeout=300,
             check=False,
         )
         assert done.returncode == 0, done.stderr
+        assert done.stdout.strip() == isa
         raw, found, start = (folder / "out").read_bytes(), list[Bytes](), 0
         for buffer in self.buffers:
             found.append(np.frombuffer(raw[start : start + buffer.nbytes], np.uint8))
             start += buffer.nbytes
         assert start == len(raw)
-        return done.stdout.strip(), found
+        return found
 
     def _place(self, address: int) -> bytes:
         _, idx = self._starts[bisect.bisect_right(self._starts, (address, len(self.buffers))) - 1]

@@ -1,6 +1,8 @@
 // Driver of the native library under emulation: runs the calls of one file, and writes all memory to another.
 //
-//   native_driver IN OUT
+//   native_driver IN OUT [ISA]
+//
+// ISA: the instruction set that runs, by default the best. Prints its name.
 //
 // IN, in the machine's byte order: the number of buffers (int32), of each its size (int64) and bytes; the number of pointers
 // inside buffers (int32), of each its buffer (int32), offset (int64), and what it points to, buffer (int32) and offset
@@ -21,6 +23,7 @@
 extern "C" {
 void* lp_pool_new(int);
 const char* lp_isa();
+int lp_use_isa(const char*);
 void lp_round_int4(void*, int, void*, int64_t, int64_t, int, void*, void*);
 void lp_pack(void*, int, int, const void*, const void*, int64_t, int64_t, int64_t, void*);
 void lp_pack_pair(void*, int, int, const void*, const void*, const void*, const void*, int64_t, int64_t, int64_t, void*);
@@ -32,6 +35,10 @@ void lp_attend(void*, int, const void*, void*, const void*, const void*, int, in
 void lp_rms_norm(void*, int, const void*, const void*, int, int64_t, float, float, int, void*);
 void lp_argmax(void*, int, const void*, int, int64_t, void*, void*);
 void lp_stack_run(void*, const void*, const void*);
+void lp_attend_linearly(void*, int, const void*, const void*);
+void lp_convolve(void*, int, const void*, int64_t, const float*, const float*, int, int64_t, int, void*, void*, const void*);
+void lp_scan(void*, const float*, const float*, const float*, const float*, const float*, int64_t, int64_t, float*, float*,
+             const void*);
 }
 
 namespace {
@@ -62,6 +69,8 @@ class Program {
         {"lp_dense", [this] { call(lp_dense); }},       {"lp_attend", [this] { call(lp_attend); }},
         {"lp_rms_norm", [this] { call(lp_rms_norm); }}, {"lp_argmax", [this] { call(lp_argmax); }},
         {"lp_stack_run", [this] { call(lp_stack_run); }}, {"lp_round_int4", [this] { call(lp_round_int4); }},
+        {"lp_convolve", [this] { call(lp_convolve); }}, {"lp_scan", [this] { call(lp_scan); }},
+        {"lp_attend_linearly", [this] { call(lp_attend_linearly); }},
     };
     while (in_.peek() != EOF) {
       std::string name(size_t(read<int32_t>()), ' ');
@@ -99,7 +108,7 @@ class Program {
   T argument() {
     const char kind = read<char>();
     if constexpr (std::is_pointer_v<T>) {
-      return kind == 'p' ? pool_ : kind == '0' ? nullptr : pointer();
+      return static_cast<T>(kind == 'p' ? pool_ : kind == '0' ? nullptr : pointer());
     } else if constexpr (std::is_floating_point_v<T>) {
       return read<float>();
     } else {
@@ -119,7 +128,11 @@ class Program {
 
 }  // namespace
 
-int main(int, char** arguments) {
+int main(int count, char** arguments) {
+  if (count > 3 && lp_use_isa(arguments[3]) != 0) {
+    std::cerr << "no kernels for " << arguments[3] << std::endl;
+    return 1;
+  }
   Program program(arguments[1]);
   program.run();
   program.write(arguments[2]);

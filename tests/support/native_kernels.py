@@ -12,7 +12,7 @@ import pytest
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.backends.cpu.native.library import Library, Loaded, load
 
-VARIANTS = ("neon", "avx2", "avx512", "avx512bf16", "amx")  # from the least to the best
+VARIANTS = ("neon", "neonbf16", "avx2", "avx512", "avx512bf16", "amx")  # from the least to the best
 
 
 @cache

@@ -48,11 +48,13 @@ class Machine:
 
     baseline: tuple[str, ...]
     variants: Mapping[str, tuple[str, ...]]
+    has_version_scripts: bool = True  # its linker takes them
 
 
 _AVX2: Final = ("-mavx2", "-mfma")
 _AVX512: Final = (*_AVX2, "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _AVX512BF16: Final = (*_AVX512, "-mavx512bf16")
+_ARM: Final = {"neon": (), "neonbf16": ("-march=armv8.2-a+bf16",)}
 MACHINES: Final[Mapping[tuple[str, str], Machine]] = {
     ("linux", "x86_64"): Machine(
         ("-march=x86-64",),
@@ -63,7 +65,8 @@ MACHINES: Final[Mapping[tuple[str, str], Machine]] = {
             "amx": (*_AVX512BF16, "-mamx-tile", "-mamx-bf16"),
         },
     ),
-    ("linux", "aarch64"): Machine(("-march=armv8-a",), {"neon": ()}),
+    ("linux", "aarch64"): Machine(("-march=armv8-a",), _ARM),
+    ("darwin", "arm64"): Machine(("-march=armv8-a",), _ARM, has_version_scripts=False),  # never run
 }
 
 
@@ -103,8 +106,11 @@ def this_machine() -> Machine:
 
 
 def machine_of(name: str) -> Machine:
-    """Of a platform as sysconfig names it: linux-x86_64. Raises CannotBuild for one that has no kernels."""
+    """Of a platform as sysconfig names it: linux-x86_64, macosx-14.0-arm64. Raises CannotBuild for one that has no
+    kernels."""
     system, _, architecture = name.partition("-")
+    if system == "macosx":
+        system, architecture = "darwin", architecture.rpartition("-")[2]
     if (system, architecture) not in MACHINES:
         known = ", ".join(" ".join(one) for one in MACHINES)
         raise CannotBuild(f"there are native kernels for {known} only, and this is {system} {architecture}")
@@ -183,10 +189,12 @@ def build(
         # map keeps the order, and the order matters: of an inline function or template that several objects hold the
         # linker takes the first, which must be that of the oldest instruction set.
         made = list(pool.map(lambda one: _compile(one, compiler, headers, folder), _objects(files, sources, compiler)))
-        exports = Path(scratch) / "exports.map"
-        exports.write_text(EXPORTS)
-        link = [*compiler.command, "-shared", "-pthread", f"-Wl,--version-script={exports}", *map(str, made), "-o"]
-        _make(link, target, "linking")
+        link = [*compiler.command, "-shared", "-pthread"]
+        if compiler.machine.has_version_scripts:
+            exports = Path(scratch) / "exports.map"
+            exports.write_text(EXPORTS)
+            link.append(f"-Wl,--version-script={exports}")
+        _make([*link, *map(str, made), "-o"], target, "linking")
     return target
 
 

@@ -26,6 +26,8 @@ ABILITIES: Final = {
     "avx512bf16": ("avx512_bf16",),
     "avx512": ("avx512f", "avx512dq", "avx512bw", "avx512vl", "f16c"),
     "avx2": ("avx2", "fma"),
+    "neonbf16": ("asimd", "bf16"),
+    "neon": ("asimd",),
 }
 READ_BYTES: Final = 128 << 20  # more than most caches hold
 NUM_TRIES: Final = 5
@@ -50,11 +52,9 @@ def examine_cpu() -> CpuReport:
 
 
 def cpu_flags(info: str) -> frozenset[str]:
-    """Of the first CPU in /proc/cpuinfo."""
-    return next(
-        (frozenset(line.partition(":")[2].split()) for line in info.splitlines() if line.startswith("flags")),
-        frozenset(),
-    )
+    """Of the first CPU in /proc/cpuinfo, where x86-64 has flags and Arm features."""
+    own = (line.partition(":")[2] for line in info.splitlines() if line.startswith(("flags", "Features")))
+    return frozenset(next(own, "").split())
 
 
 def unused_isa(isa: str, flags: frozenset[str]) -> str:

@@ -124,9 +124,13 @@ LP_API void lp_pack_pair(lp::Pool* pool, int dtype, int format, const void* firs
 
 // Asks for large pages where they are given on request; call before memory is first written to.
 LP_API void lp_use_large_pages(void* memory, int64_t num_bytes) {
+#ifdef MADV_HUGEPAGE  // Linux
   const uintptr_t size = 2 << 20, start = (reinterpret_cast<uintptr_t>(memory) + size - 1) & ~(size - 1);
   const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + uintptr_t(num_bytes)) & ~(size - 1);
   if (start < end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
+#else
+  (void)memory, (void)num_bytes;
+#endif
 }
 
 // y [num_rows][num_outputs] = x [num_rows][k] @ weight.T + bias

@@ -20,6 +20,9 @@ const Kernels* kernels_avx2();
 #ifdef LP_HAVE_NEON
 const Kernels* kernels_neon();
 #endif
+#ifdef LP_HAVE_NEONBF16
+const Kernels* kernels_neonbf16();
+#endif
 
 const Kernels* current_kernels() {
   switch (isa_level()) {
@@ -34,6 +37,9 @@ const Kernels* current_kernels() {
 #endif
 #ifdef LP_HAVE_AVX2
     case 1: return kernels_avx2();
+#endif
+#ifdef LP_HAVE_NEONBF16
+    case 2: return kernels_neonbf16();
 #endif
 #ifdef LP_HAVE_NEON
     case 1: return kernels_neon();

@@ -11,6 +11,10 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 #define LP_EXPORT extern "C" __attribute__((visibility("default")))
@@ -88,8 +92,8 @@ int highest_level() {
 
 #elif defined(__aarch64__)
 
-constexpr int kNone = 0, kNeon = 1, kNumLevels = 2;
-constexpr const char* kNames[kNumLevels] = {"none", "neon"};
+constexpr int kNone = 0, kNeon = 1, kNeonBf16 = 2, kNumLevels = 3;
+constexpr const char* kNames[kNumLevels] = {"none", "neon", "neonbf16"};
 
 constexpr bool kBuilt[kNumLevels] = {
     true,
@@ -98,11 +102,29 @@ constexpr bool kBuilt[kNumLevels] = {
 #else
     false,
 #endif
+#ifdef LP_HAVE_NEONBF16
+    true,
+#else
+    false,
+#endif
 };
 
 namespace {
 
-int highest_level() { return kNeon; }  // every such CPU has it
+bool has_bf16() {
+#if defined(__linux__)
+    constexpr unsigned long kBf16 = 1UL << 14;  // HWCAP2_BF16, which old headers lack
+    return (getauxval(AT_HWCAP2) & kBf16) != 0;
+#elif defined(__APPLE__)
+    int found = 0;
+    size_t size = sizeof found;
+    return sysctlbyname("hw.optional.arm.FEAT_BF16", &found, &size, nullptr, 0) == 0 && found != 0;
+#else
+    return false;
+#endif
+}
+
+int highest_level() { return has_bf16() ? kNeonBf16 : kNeon; }  // every such CPU has NEON
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-"""Native kernels for Arm under an emulator: the same bits as with AVX2."""
+"""Native kernels for Arm under an emulator: the same bits as with AVX2, in bfloat16 with its instructions nearly so."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,17 @@ from support.native_calls import Program
 from support.native_kernels import isas, using
 
 from loraplex_server.backends.cpu.native.build import LIBRARY, MACHINES, SOURCES, build, find_compiler
-from loraplex_server.backends.cpu.native.library import Layer, Library, Runs, Spans, Stack, Step, Table
+from loraplex_server.backends.cpu.native.library import (
+    Layer,
+    Library,
+    Linear,
+    Pieces,
+    Runs,
+    Spans,
+    Stack,
+    Step,
+    Table,
+)
 from loraplex_server.layers.quantization import INT4, INT8, WeightFormat
 
 COMPILER = "aarch64-linux-gnu-g++"
@@ -23,6 +34,10 @@ EMULATOR = "qemu-aarch64-static"
 DRIVER = Path(__file__).resolve().parents[5] / "support" / "native_driver.cpp"
 F32, BF16 = 0, 1
 DTYPES = [F32, BF16]
+ISAS = ("neon", "neonbf16")
+# Of what the instructions for bfloat16 compute to what float32 would: they round each pair's products to a float by
+# themselves. Outputs of bfloat16 differ in their last bit here and there.
+TOLERANCE = 4e-3
 ROWS = (1, 2, 3, 4, 7, 9, 32, 70)
 
 pytestmark = pytest.mark.slow
@@ -36,7 +51,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
             pytest.skip(f"{tool} is not there: apt install {package}")
     folder = tmp_path_factory.mktemp("arm")
     compiler = find_compiler([COMPILER], MACHINES["linux", "aarch64"])
-    assert compiler.variants == ("neon",)
+    assert compiler.variants == ISAS
     library = build(folder / LIBRARY.name, sources=SOURCES, compiler=compiler, objects=folder / "objects")
     driver = folder / "driver"
     subprocess.run(
@@ -68,16 +83,38 @@ def zeros(dtype: int, *shape: int) -> NDArray[np.float32 | np.uint16]:
     return np.zeros(shape, np.float32 if dtype == F32 else np.uint16)
 
 
-def check(program: Program, avx2: Library, emulated: list[str], folder: Path) -> None:
-    said, found = program.run_by(emulated, folder)
-    assert said == "neon"
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def check(program: Program, avx2: Library, emulated: list[str], isa: str, folder: Path, dtype: int = F32) -> None:
+    """`dtype`: of the program's products."""
+    found = program.run_by(emulated, folder, isa)
     program.run(avx2)
     pointed = {idx for idx, _, _ in program.pointers}
     for idx, (own, other) in enumerate(zip(program.buffers, found, strict=True)):
-        if idx not in pointed:
-            assert np.array_equal(own, other), (
-                f"buffer {idx} differs in {int((own != other).sum())} of {own.nbytes} bytes"
-            )
+        if idx in pointed or np.array_equal(own, other):
+            continue
+        share = f"buffer {idx} differs in {int((own != other).sum())} of {own.nbytes} bytes"
+        assert (isa, dtype) == ("neonbf16", BF16), share
+        assert distance(program.dtypes[idx], own, other) < TOLERANCE, share
+
+
+def distance(dtype: np.dtype[Any], own: NDArray[np.uint8], other: NDArray[np.uint8]) -> float:
+    """Relative, of two buffers of floats. 0 for scratch, which is bytes."""
+    if dtype == np.uint8:
+        return 0.0
+    assert dtype in (np.uint16, np.float32), f"{dtype} has to be equal"
+    a, b = (as_floats(values.view(dtype)) for values in (own, other))
+    assert np.array_equal(np.isnan(a), np.isnan(b))
+    return float(np.linalg.norm(np.nan_to_num(a - b)) / np.linalg.norm(np.nan_to_num(a)))
+
+
+def as_floats(values: NDArray[Any]) -> NDArray[np.float64]:
+    """Of float32, or of bfloat16 in its bits."""
+    wide = values if values.dtype == np.float32 else (values.astype(np.uint32) << 16).view(np.float32)
+    return wide.astype(np.float64)
 
 
 def packed_bytes(outputs: int, k: int, dtype: int, form: WeightFormat | None = None) -> int:
@@ -95,7 +132,9 @@ def put_packed(program: Program, dice: np.random.Generator, dtype: int, outputs:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_linears(dtype: int, avx2: Library, emulated: list[str], dice: np.random.Generator, tmp_path: Path) -> None:
+def test_linears(
+    dtype: int, avx2: Library, emulated: list[str], isa: str, dice: np.random.Generator, tmp_path: Path
+) -> None:
     program = Program()
     outputs = 70
     for k in (32, 96, 672):
@@ -115,7 +154,7 @@ def test_linears(dtype: int, avx2: Library, emulated: list[str], dice: np.random
             for code, weight in weights.items():
                 y = program.put(zeros(dtype, rows, outputs))
                 program.call("lp_linear", dtype, x, k, rows, k, weight, code, outputs, bias, y, outputs)
-    check(program, avx2, emulated, tmp_path)
+    check(program, avx2, emulated, isa, tmp_path, dtype)
 
 
 def put_table(program: Program, dice: np.random.Generator, dtype: int, k: int, outputs: int, ranks: list[int]) -> Table:
@@ -136,7 +175,9 @@ def put_runs(program: Program, runs: list[tuple[int, int, int]], max_rank: int) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_adapters(dtype: int, avx2: Library, emulated: list[str], dice: np.random.Generator, tmp_path: Path) -> None:
+def test_adapters(
+    dtype: int, avx2: Library, emulated: list[str], isa: str, dice: np.random.Generator, tmp_path: Path
+) -> None:
     program = Program()
     ranks, rows = [1, 8, 13, 16, 64, 0], 40
     for k, outputs in ((64, 96), (160, 70)):
@@ -149,7 +190,7 @@ def test_adapters(dtype: int, avx2: Library, emulated: list[str], dice: np.rando
         dense, bias = program.put(floats(dice, dtype, outputs, k)), program.put(floats(dice, dtype, outputs))
         z = program.put(zeros(dtype, rows, outputs))
         program.call("lp_dense", dtype, x, k, rows, k, dense, outputs, bias, z, outputs)
-    check(program, avx2, emulated, tmp_path)
+    check(program, avx2, emulated, isa, tmp_path, dtype)
 
 
 def put_spans(program: Program, spans: list[tuple[int, int]], block_size: int) -> Spans:
@@ -168,7 +209,7 @@ def put_spans(program: Program, spans: list[tuple[int, int]], block_size: int) -
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_and_norms(
-    dtype: int, avx2: Library, emulated: list[str], dice: np.random.Generator, tmp_path: Path
+    dtype: int, avx2: Library, emulated: list[str], isa: str, dice: np.random.Generator, tmp_path: Path
 ) -> None:
     program = Program()
     heads, kv_heads, dim, block_size = 8, 2, 64, 16
@@ -196,13 +237,13 @@ def test_attention_and_norms(
     values[2, 100] = np.float32(np.nan) if dtype == F32 else 0x7FC0
     best, place = program.put(np.zeros(5, np.float32)), program.put(np.zeros(5, np.int64))
     program.call("lp_argmax", dtype, program.put(values), 5, 333, best, place)
-    check(program, avx2, emulated, tmp_path)
+    check(program, avx2, emulated, isa, tmp_path, dtype)
 
 
 @pytest.mark.parametrize("act", [0, 1], ids=["silu", "gelu"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_stack_of_layers(
-    dtype: int, act: int, avx2: Library, emulated: list[str], dice: np.random.Generator, tmp_path: Path
+    dtype: int, act: int, avx2: Library, emulated: list[str], isa: str, dice: np.random.Generator, tmp_path: Path
 ) -> None:
     program = Program()
     hidden, heads, kv_heads, dim, ffn, block_size, ranks = 64, 4, 2, 32, 96, 16, [4, 16]
@@ -252,4 +293,89 @@ def test_a_stack_of_layers(
         scratch=program.put(np.zeros(num_bytes, np.uint8)),
     )  # fmt: skip
     program.call("lp_stack_run", program.put_struct(stack), program.put_struct(step))
-    check(program, avx2, emulated, tmp_path)
+    check(program, avx2, emulated, isa, tmp_path, dtype)
+
+
+def put_pieces(program: Program, chains: list[list[tuple[int, int, int]]]) -> int:
+    """Of each text its pieces (length, place before, place behind or -1)."""
+    starts, pieces, start = [0], list[tuple[int, int, int, int]](), 0
+    for chain in chains:
+        for length, source, target in chain:
+            pieces.append((start, length, source, target))
+            start += length
+        starts.append(len(pieces))
+    arrays = (program.put(np.array(starts, np.int32)), program.put(np.array(pieces, np.int64)))
+    return program.put_struct(Pieces(len(chains), *arrays))
+
+
+CHAINS = [[(1, 0, 1)], [(5, 2, 3), (4, 3, -1)], [(19, 4, 4)]]
+NUM_TOKENS, NUM_PLACES = 29, 5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_recurrences(
+    dtype: int, avx2: Library, emulated: list[str], isa: str, dice: np.random.Generator, tmp_path: Path
+) -> None:
+    program = Program()
+    pieces = put_pieces(program, CHAINS)
+    heads, keys, k_dim, v_dim = 4, 2, 32, 48
+    for by_channel, is_delta, normalizes in ((0, 0, 0), (0, 1, 1), (1, 1, 0)):
+        q, k = (program.put(floats(dice, dtype, NUM_TOKENS, keys, k_dim)) for _ in range(2))
+        v = program.put(floats(dice, dtype, NUM_TOKENS, heads, v_dim))
+        decay = program.put(-dice.random((NUM_TOKENS, heads, k_dim if by_channel else 1)).astype(np.float32))
+        beta = program.put(dice.random((NUM_TOKENS, heads)).astype(np.float32)) if is_delta else None
+        out = program.put(zeros(F32, NUM_TOKENS, heads, v_dim))
+        states = program.put(floats(dice, F32, NUM_PLACES, heads, k_dim, v_dim, scale=0.1))
+        strides = (keys * k_dim, keys * k_dim, heads * v_dim)
+        sizes = (heads, keys, k_dim, v_dim, by_channel, is_delta, normalizes)
+        linear = Linear(q, k, v, decay, beta, out, states, *strides, *sizes, k_dim**-0.5)
+        program.call("lp_attend_linearly", dtype, program.put_struct(linear), pieces)
+    channels, width = 530, 4
+    for is_activated in (0, 1):
+        x, out = program.put(floats(dice, dtype, NUM_TOKENS, channels)), program.put(zeros(dtype, NUM_TOKENS, channels))
+        weight, bias = program.put(floats(dice, F32, width, channels)), program.put(floats(dice, F32, channels))
+        states = program.put(floats(dice, dtype, NUM_PLACES, width - 1, channels))
+        sizes = (width, channels, is_activated)
+        program.call("lp_convolve", dtype, x, channels, weight, bias, *sizes, states, out, pieces)
+    channels, n = 70, 16
+    x, step = (program.put(dice.random((NUM_TOKENS, channels)).astype(np.float32)) for _ in range(2))
+    a = program.put(-dice.random((channels, n)).astype(np.float32))
+    b, c = (program.put(floats(dice, F32, NUM_TOKENS, n)) for _ in range(2))
+    states, out = program.put(floats(dice, F32, NUM_PLACES, channels, n)), program.put(zeros(F32, NUM_TOKENS, channels))
+    program.call("lp_scan", x, step, a, b, c, channels, n, states, out, pieces)
+    check(program, avx2, emulated, isa, tmp_path, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_have_the_same_bits_in_any_company(
+    dtype: int, emulated: list[str], isa: str, dice: np.random.Generator, tmp_path: Path
+) -> None:
+    program = Program()
+    outputs, k, rows = 70, 160, max(ROWS)
+    x = program.put(floats(dice, dtype, rows, k))
+    weights = {0: put_packed(program, dice, dtype, outputs, k)}
+    for form, numbers, codes in ((INT8, (-127, 128), (118, 128)), (INT4, (0, 16), (160, 200))):
+        values = program.put(dice.integers(*numbers, (outputs, k), dtype=np.int8))
+        scales = program.put(dice.integers(*codes, (outputs, k // 32), dtype=np.uint8))
+        weights[form.code] = program.put(np.zeros(packed_bytes(outputs, k, dtype, form), np.uint8))
+        program.call("lp_pack", dtype, form.code, values, scales, k, outputs, k, weights[form.code])
+    places = dict[tuple[int, int], int]()
+    for num_rows in ROWS:
+        for code, weight in weights.items():
+            y = program.put(zeros(dtype, num_rows, outputs))
+            places[code, num_rows] = len(program.buffers) - 1
+            program.call("lp_linear", dtype, x, k, num_rows, k, weight, code, outputs, None, y, outputs)
+    found = program.run_by(emulated, tmp_path, isa)
+    for (code, _), idx in places.items():
+        whole = found[places[code, rows]]
+        assert np.count_nonzero(whole), "products were computed"
+        assert np.array_equal(found[idx], whole[: found[idx].nbytes])
+
+
+@pytest.mark.parametrize(("cpu", "isa"), [("cortex-a72", "neon"), ("max", "neonbf16")])
+def test_the_instruction_set_follows_the_cpu(cpu: str, isa: str, emulated: list[str], tmp_path: Path) -> None:
+    command, *others = emulated
+    files = [tmp_path / name for name in ("in", "out")]
+    files[0].write_bytes(bytes(8))  # no buffers, no pointers, no calls
+    done = subprocess.run([command, "-cpu", cpu, *others, *files], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == isa

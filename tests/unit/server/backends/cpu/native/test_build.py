@@ -131,9 +131,12 @@ def test_a_library_in_use_is_replaced_not_written_over(compiler: Compiler, sourc
 def test_machines_by_their_platforms() -> None:
     """As sysconfig names them, which says for what a wheel is built."""
     assert set(build.machine_of("linux-x86_64").variants) == {"avx2", "avx512", "avx512bf16", "amx"}
-    assert set(build.machine_of("linux-aarch64").variants) == {"neon"}
-    for name in ("linux-riscv64", "macosx-11.0-arm64", "win32"):
-        with pytest.raises(CannotBuild, match="there are native kernels for linux x86_64, linux aarch64 only"):
+    assert set(build.machine_of("linux-aarch64").variants) == {"neon", "neonbf16"}
+    assert build.machine_of("macosx-14.0-arm64").variants == build.machine_of("linux-aarch64").variants
+    for name in ("linux-riscv64", "macosx-11.0-x86_64", "win32"):
+        with pytest.raises(
+            CannotBuild, match="there are native kernels for linux x86_64, linux aarch64, darwin arm64 only"
+        ):
             build.machine_of(name)
 
 
@@ -165,7 +168,7 @@ def test_a_compiler_that_only_fails(tmp_path: Path, sources: Path) -> None:
 
 def test_an_architecture_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    with pytest.raises(CannotBuild, match="linux x86_64, linux aarch64 only, and this is linux riscv64"):
+    with pytest.raises(CannotBuild, match="linux x86_64, linux aarch64, darwin arm64 only, and this is linux riscv64"):
         build.this_machine()
 
 

@@ -1,4 +1,4 @@
-// Products of a few rows with a band of packed weights in 16 registers of 8 floats.
+// Products of a few rows with a band of packed weights in 16 registers of 8 floats, or 32 of 4.
 //
 // Each output is one sum over the inputs in their order, with a rounding for each: the same in every kernel here, however
 // many rows there are.
@@ -41,8 +41,27 @@ static inline void band_rows(const float* x, int64_t x_stride, const bf16* band,
       }
 }
 
-template <int M, class T>
-static inline void few_rows(const float* x, int64_t x_stride, const T* band, int64_t k, bool adds, float* c,
+#ifdef LP_DOTS_PAIRS
+static inline Words broadcast_pair(const bf16* x) {
+  int32_t two;
+  __builtin_memcpy(&two, x, 4);
+  return all_words(two);
+}
+
+template <int M>
+static inline void band_rows(const bf16* x, int64_t x_stride, const bf16* band, int64_t k, Floats (*acc)[2]) {
+  for (int64_t i = 0; i < k; i += 32)
+    for (int p = 0; p < 2; p++)
+#pragma GCC unroll 4
+      for (int pair = 0; pair < 16; pair++, band += 32) {
+        const Words b = load_words(band);
+        for (int r = 0; r < M; r++) acc[r][p] = dot_pairs(acc[r][p], broadcast_pair(x + r * x_stride + i + 2 * pair), b);
+      }
+}
+#endif
+
+template <int M, class X, class T>
+static inline void few_rows(const X* x, int64_t x_stride, const T* band, int64_t k, bool adds, float* c,
                             int64_t c_stride) {
   Floats acc[M][2];
   for (int r = 0; r < M; r++)
@@ -76,8 +95,20 @@ static inline void panel_rows(const float* x, int64_t x_stride, const bf16* band
     }
 }
 
-template <int M, class T>
-static inline void half_band(const float* x, int64_t x_stride, const T* panel, int64_t k, bool adds, bool fetches, float* c,
+#ifdef LP_DOTS_PAIRS
+template <int M>
+static inline void panel_rows(const bf16* x, int64_t x_stride, const bf16* band, int64_t k, bool fetches, Floats* acc) {
+  for (int64_t i = 0; i < k; i += 32, band += 512)
+    for (int pair = 0; pair < 16; pair++, band += 32) {
+      if (fetches) fetch(band + kSlab * kBand);
+      const Words b = load_words(band);
+      for (int r = 0; r < M; r++) acc[r] = dot_pairs(acc[r], broadcast_pair(x + r * x_stride + i + 2 * pair), b);
+    }
+}
+#endif
+
+template <int M, class X, class T>
+static inline void half_band(const X* x, int64_t x_stride, const T* panel, int64_t k, bool adds, bool fetches, float* c,
                              int64_t c_stride) {
   Floats acc[M];
   for (int r = 0; r < M; r++) acc[r] = adds ? load(c + r * c_stride) : zeros();
@@ -85,14 +116,14 @@ static inline void half_band(const float* x, int64_t x_stride, const T* panel, i
   for (int r = 0; r < M; r++) store(c + r * c_stride, acc[r]);
 }
 
-template <class T>
-static inline void many_rows(const float* x, int64_t x_stride, int m, const T* band, int64_t panel, int64_t k, bool adds,
+template <class X, class T>
+static inline void many_rows(const X* x, int64_t x_stride, int m, const T* band, int64_t panel, int64_t k, bool adds,
                              float* c, int64_t c_stride) {
   const int num_blocks = (m + kManyRows - 1) / kManyRows;
   for (int p = 0; p < 2; p++, band += panel, c += kPanel)
     for (int block = 0; block < num_blocks; block++) {
       const int row = block * m / num_blocks, rows = (block + 1) * m / num_blocks - row;
-      const float* at = x + row * x_stride;
+      const X* at = x + row * x_stride;
       float* to = c + row * c_stride;
       switch (rows) {
         case 1: half_band<1>(at, x_stride, band, k, adds, block == 0, to, c_stride); break;
@@ -106,8 +137,8 @@ static inline void many_rows(const float* x, int64_t x_stride, int m, const T* b
 
 // --- slabs -------------------------------------------------------------------------------------------------------------
 
-template <class T>
-static inline void slab_rows(const float* x, int64_t x_stride, int m, const T* band, int64_t panel, int64_t k, bool adds,
+template <class X, class T>
+static inline void slab_rows(const X* x, int64_t x_stride, int m, const T* band, int64_t panel, int64_t k, bool adds,
                              float* c, int64_t c_stride) {
   switch (m) {
     case 1: few_rows<1>(x, x_stride, band, k, adds, c, c_stride); break;
@@ -117,15 +148,25 @@ static inline void slab_rows(const float* x, int64_t x_stride, int m, const T* b
   }
 }
 
-static void product_f32(const float* x, int64_t x_stride, int m, const float* band, int64_t k, bool adds, float* c,
-                        int64_t c_stride) {
+// `panel`: elements from one half of a band to the other.
+template <class T>
+static inline void product_of_slabs(const T* x, int64_t x_stride, int m, const T* band, int64_t panel, int64_t k, bool adds,
+                                    float* c, int64_t c_stride) {
   const int64_t slab = m > kFewProducts ? kSlab : k;
   for (int64_t i = 0; i < k; i += slab)
-    slab_rows(x + i, x_stride, m, band + i * kBand, kPanel, k - i < slab ? k - i : slab, adds || i > 0, c, c_stride);
+    slab_rows(x + i, x_stride, m, band + i * kBand, panel, k - i < slab ? k - i : slab, adds || i > 0, c, c_stride);
+}
+
+static void product_f32(const float* x, int64_t x_stride, int m, const float* band, int64_t k, bool adds, float* c,
+                        int64_t c_stride) {
+  product_of_slabs(x, x_stride, m, band, kPanel, k, adds, c, c_stride);
 }
 
 static void product_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band, int64_t k, bool adds, float* c,
                          int64_t c_stride) {
+#ifdef LP_DOTS_PAIRS
+  product_of_slabs(x, x_stride, m, band, 512, k, adds, c, c_stride);
+#else
   static const int kWide = 512;  // inputs of few rows at once
   alignas(64) float wide[kRows * kSlab];
   const int64_t slab = m > kFewProducts ? kSlab : kWide;
@@ -136,6 +177,7 @@ static void product_bf16(const bf16* x, int64_t x_stride, int m, const bf16* ban
       for (int64_t j = 0; j < inputs; j += 16) store_aligned(wide + r * slab + j, load(x + r * x_stride + i + j));
     slab_rows(wide, slab, m, band + i * kBand, 512, inputs, adds || i > 0, c, c_stride);
   }
+#endif
 }
 
 static void product(DType dtype, const void* x, int64_t x_stride, int m, const void* band, int64_t k, bool adds, float* c,

@@ -6,6 +6,8 @@
 
 #include "../kernels.h"
 
+#define LP_DOTS_PAIRS 1  // products of bfloat16 go by dot_pairs
+
 namespace lp {
 namespace LP_ISA {
 

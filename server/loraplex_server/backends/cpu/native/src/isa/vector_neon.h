@@ -1,5 +1,5 @@
 // Primitives of Arm's NEON: vectors of 16 floats in four registers. vector_256.h has the same names for AVX2; sums run in
-// the same order there.
+// the same order there. With the instructions for bfloat16 a pair's products are added before they are added to a sum.
 #pragma once
 
 #include <arm_neon.h>
@@ -7,6 +7,10 @@
 #include <stdint.h>
 
 #include "../kernels.h"
+
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+#define LP_DOTS_PAIRS 1  // products of bfloat16 go by dot_pairs
+#endif
 
 namespace lp {
 namespace LP_ISA {
@@ -54,10 +58,22 @@ static inline uint32x4_t round4(float32x4_t x) {
   const uint32x4_t sum = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
   return vbslq_u32(vceqq_f32(x, x), sum, vdupq_n_u32(0x7fc00000));
 }
+// The same in half the bits.
+static inline uint16x4_t halves4(float32x4_t x) {
+#ifdef LP_DOTS_PAIRS
+  return vreinterpret_u16_bf16(vcvt_bf16_f32(x));
+#else
+  return vshrn_n_u32(round4(x), 16);
+#endif
+}
 static inline uint32x4_t upper(uint32x4_t x) { return vandq_u32(x, vdupq_n_u32(0xffff0000)); }
 
 static inline Floats rounded(Floats x) {
+#ifdef LP_DOTS_PAIRS
+  return each([&](int i) { return as_floats(vshll_n_u16(halves4(x.v[i]), 16)); });
+#else
   return each([&](int i) { return as_floats(upper(round4(x.v[i]))); });
+#endif
 }
 
 // Of 16 pairs: the first of each, and the second.
@@ -87,7 +103,7 @@ static inline Floats load(const bf16* p) {
   return each([&](int i) { return as_floats(vshll_n_u16(vld1_u16(p + 4 * i), 16)); });
 }
 static inline void store(bf16* p, Floats x) {
-  for (int i = 0; i < 4; i++) vst1_u16(p + 4 * i, vshrn_n_u32(round4(x.v[i]), 16));
+  for (int i = 0; i < 4; i++) vst1_u16(p + 4 * i, halves4(x.v[i]));
 }
 
 // Parts go through a line of their own.
@@ -181,7 +197,13 @@ static inline Floats nearest(Floats x) {
 
 // Sums of products of 32 pairs of bfloat16, two to a lane.
 static inline Floats dot_pairs(Floats acc, Words a, Words b) {
+#ifdef LP_DOTS_PAIRS
+  return each([&](int i) {
+    return vbfdotq_f32(acc.v[i], vreinterpretq_bf16_u32(a.v[i]), vreinterpretq_bf16_u32(b.v[i]));
+  });
+#else
   return fmadd(odds(a), odds(b), fmadd(evens(a), evens(b), acc));
+#endif
 }
 
 // In two steps: 2^128 is not a float, but what it makes of x may be.

@@ -102,9 +102,14 @@ static void widen(DType dtype, Format format, const void* blocks, int64_t k, voi
 
 // --- products of few rows ----------------------------------------------------------------------------------------------
 
+// Rows that multiply with weights as soon as these are widened.
 #ifdef __AVX512F__
-static const int kFewNarrow = 8;  // rows that multiply with weights as soon as these are widened
+static const int kFewNarrow = 8;
+#else
+static const int kFewNarrow = kFewProducts;
+#endif
 
+#ifdef LP_DOTS_PAIRS
 template <int M, class Pair>
 static inline void add_pair(const bf16* x, int64_t x_stride, const Pair& pair, Floats* acc) {
   const Words b = pair.words();
@@ -114,8 +119,6 @@ static inline void add_pair(const bf16* x, int64_t x_stride, const Pair& pair, F
     acc[r] = dot_pairs(acc[r], all_words(two), b);
   }
 }
-#else
-static const int kFewNarrow = kFewProducts;
 #endif
 
 template <int M, class Pair>
@@ -175,7 +178,7 @@ static int64_t few_rows_f32(const float* x, int64_t x_stride, int m, const uint8
 template <Format format>
 static void few_rows_bf16(const bf16* x, int64_t x_stride, int m, const uint8_t* blocks, int64_t k, float* c,
                           int64_t c_stride) {
-#ifdef __AVX512F__
+#ifdef LP_DOTS_PAIRS
   few_narrow_rows<format>(x, x_stride, m, blocks, k, false, c, c_stride);
 #else
   static const int kWide = 512;  // inputs of the rows at once, as floats
