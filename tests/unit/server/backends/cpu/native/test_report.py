@@ -18,7 +18,8 @@ def flags(text: str) -> frozenset[str]:
 
 def test_flags_are_those_of_the_first_cpu() -> None:
     assert flags("avx2 fma") == {"fpu", "avx2", "fma"}
-    assert cpu_flags("Features : asimd\n") == frozenset()
+    assert cpu_flags("processor\t: 0\nFeatures\t: fp asimd bf16\n") == {"fp", "asimd", "bf16"}
+    assert cpu_flags("model name : none\n") == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,9 @@ def test_flags_are_those_of_the_first_cpu() -> None:
         ("", "avx2 fma", ("has avx2", "no native kernels")),
         ("", "sse2", ()),
         ("avx2", "", ()),  # the system does not tell
+        ("neonbf16", "asimd bf16", ()),
+        ("neon", "asimd", ()),
+        ("neon", "asimd bf16", ("has neonbf16", "run with neon")),
     ],
 )
 def test_abilities_that_are_left(isa: str, text: str, words: tuple[str, ...]) -> None:
