@@ -1,4 +1,4 @@
-"""Search for a native decoder: layers of the common kind, packed and proven beside their native twins.
+"""Search for a native decoder: common layers, packed and proven beside native twins.
 
 Structure alone proves nothing: a model may scale its residuals or norms in another way. So every layer runs once beside
 its native twin, with the packed weights that will be served. Where one differs, the model's own code computes all of

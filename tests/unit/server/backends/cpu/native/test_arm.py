@@ -1,4 +1,7 @@
-"""Native kernels for Arm under an emulator: the same bits as with AVX2, in bfloat16 with its instructions nearly so."""
+"""Native kernels for Arm under an emulator.
+
+They have the same bits as with AVX2; with the instructions for bfloat16 nearly the same.
+"""
 
 from __future__ import annotations
 
