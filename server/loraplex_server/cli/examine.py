@@ -140,10 +140,9 @@ def _own_dtype(config: PreTrainedConfig) -> torch.dtype:
 def _head_dim(config: PreTrainedConfig) -> int:
     """The model's own head width, on which the choice of kernels depends, where it is of a common size."""
     text = config.get_text_config()
-    heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
-    found = getattr(text, "head_dim", None) or (
-        hidden // heads if isinstance(heads, int) and isinstance(hidden, int) else 0
-    )
+    fields = text.to_dict()  # attributes of which layers have several may not be asked for
+    heads, hidden = (fields.get(text.attribute_map.get(name, name)) for name in ("num_attention_heads", "hidden_size"))
+    found = fields.get("head_dim") or (hidden // heads if isinstance(heads, int) and isinstance(hidden, int) else 0)
     return found if isinstance(found, int) and 8 <= found <= MAX_HEAD_DIM and found % 8 == 0 else 64
 
 

@@ -98,6 +98,10 @@ def test_routers_that_read_the_weights_of_linears_are_served(tmp_path: Path) -> 
     assert examined(default_config("longcat_flash"), tmp_path, dtype="float32")["verdict"] == "served"
 
 
+def test_layers_of_several_head_widths_are_served(tmp_path: Path) -> None:
+    assert examined(default_config("gemma4"), tmp_path, dtype="float32")["verdict"] == "served"
+
+
 def test_reads_no_weights(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
     report = examined(ZOO["llama"](), tmp_path)
