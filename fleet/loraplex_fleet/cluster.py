@@ -31,6 +31,7 @@ from loraplex_fleet.status import Status, part_of
 START_S: Final = 60.0
 END_S: Final = 40.0
 CONNECT_S: Final = 3.0
+HEAD_S: Final = 10.0  # a head with much to do may take seconds
 # The first thing that Ray's own clients ask a head node for.
 HEAD_METHOD: Final = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 # Label of a head node that `up` has started: its process, which ends Ray on this machine with itself.
@@ -94,8 +95,10 @@ def _check_is_head(address: str) -> None:
     connection: Any = grpc_utils.init_grpc_channel(address)
     with connection:
         try:
-            connection.unary_unary(HEAD_METHOD)(b"", timeout=CONNECT_S)
+            connection.unary_unary(HEAD_METHOD)(b"", timeout=HEAD_S)
         except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise ConnectionError(f"what listens there has not answered for {HEAD_S:g} s") from error
             if error.code() is not grpc.StatusCode.UNAUTHENTICATED:  # Ray says why, better
                 raise ConnectionError("what listens there is not the head of a Ray") from error
 

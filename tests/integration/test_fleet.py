@@ -233,6 +233,20 @@ def test_router_killed(whole: Fleet, tiny_world: TinyWorld) -> None:
     wait_for(answers, 30, "an answer")
 
 
+@pytest.mark.nightly
+def test_router_frozen(whole: Fleet, tiny_world: TinyWorld) -> None:
+    frozen = whole.serving("router")[0]
+    psutil.Process(frozen["pid"]).suspend()
+
+    def is_replaced() -> bool:
+        found = whole.serving("router")
+        return len(found) == 1 and found[0]["pid"] != frozen["pid"]
+
+    said("router frozen to another", wait_for(is_replaced, 120, "another router"))
+    assert text_of(whole.router, tiny_world.names[0])
+    assert not runs(frozen["pid"])
+
+
 @pytest.mark.slow
 async def test_directory_killed(whole: Fleet) -> None:
     (directory,) = [one for node in whole.nodes for one in node.processes("ray::Directory")]

@@ -43,6 +43,9 @@ async def test_an_address_of_something_else() -> None:
         await worker.stop()
 
 
-def test_an_address_that_says_nothing() -> None:
+def test_an_address_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from loraplex_fleet import cluster
+
+    monkeypatch.setattr(cluster, "HEAD_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert "not the head of a Ray" in refused(f"127.0.0.1:{silent.getsockname()[1]}")
+        assert "has not answered for 0.5 s" in refused(f"127.0.0.1:{silent.getsockname()[1]}")
