@@ -630,6 +630,7 @@ def check_score(request: pooling_pb2.ScoreRequest) -> None:
             "`token_ids`; chats only with `method` cosine",
             field="inputs",
         )
+    _check_score_options(request)
     if not request.template:
         return
     if kinds != {"text"}:
@@ -637,6 +638,26 @@ def check_score(request: pooling_pb2.ScoreRequest) -> None:
     for name in ("{query}", "{document}"):
         if request.template.count(name) != 1:
             raise InvalidArgument(f"`template` must have {name} in it, once", field="template")
+
+
+# Options that only some methods of scores read; without a method a score is by a classifier or the cosine.
+_SCORE_OPTIONS: Final[Mapping[str, tuple[pooling_pb2.ScoreMethod.ValueType, ...]]] = {
+    "template": (
+        pooling_pb2.SCORE_METHOD_UNSPECIFIED,
+        pooling_pb2.SCORE_METHOD_CLASSIFIER,
+        pooling_pb2.SCORE_METHOD_NEXT_TOKEN,
+    ),
+    **dict.fromkeys(("true_token", "false_token"), (pooling_pb2.SCORE_METHOD_NEXT_TOKEN,)),
+    "pooling": (pooling_pb2.SCORE_METHOD_UNSPECIFIED, pooling_pb2.SCORE_METHOD_COSINE),
+}
+
+
+def _check_score_options(request: pooling_pb2.ScoreRequest) -> None:
+    """Raises InvalidArgument for an option that the method does not read."""
+    for name, methods in _SCORE_OPTIONS.items():
+        if getattr(request, name) and request.method not in methods:
+            names = [pooling_pb2.ScoreMethod.Name(one).removeprefix("SCORE_METHOD_").lower() for one in methods if one]
+            raise InvalidArgument(f"`{name}` goes with `method` {' or '.join(names)}", field=name)
 
 
 def check_adapter_request(request: AdapterRequest) -> AdapterId:

@@ -126,6 +126,27 @@ async def test_vectors_of_chats() -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
 
 
+async def test_truncation_from_either_side() -> None:
+    async with http_cluster() as (c, http):
+        for path, given in (("/v1/embeddings", {"input": "a"}), ("/classify", {"model": "cls", "input": "a"})):
+            for side in ("left", "right"):
+                fields = {**given, "truncate_prompt_tokens": 3, "truncation_side": side}
+                answer = await http.post(path, json=fields)
+                assert (answer.status_code, "x-loraplex-ignored" in answer.headers) == (200, False)
+                cut = c.workers[0].pooling.pop().truncate_prompt
+                assert (cut.max_tokens, cut.keep_start) == (3, side == "right")
+
+
+async def test_labels_of_a_chat() -> None:
+    async with http_cluster() as (c, http):
+        chat = [{"role": "user", "content": "hi"}]
+        answer = await http.post("/classify", json={"messages": chat, "model": "cls"})
+        assert [one["label"] for one in answer.json()["data"]] == ["b"]
+        (request,) = c.workers[0].pooling
+        assert request.inputs[0].chat.messages[0].content == "hi"
+        assert request.inputs[0].chat.omit_generation_prompt
+
+
 async def test_labels_of_texts() -> None:
     async with http_cluster() as (c, http):
         answer = await http.post("/classify", json={"model": "cls", "input": ["x", "y"]})
@@ -226,6 +247,10 @@ async def test_parameters_of_generation_are_ignored_by_name(path: str, inputs: A
         ("/embed", {"inputs": "a", "parameters": {"adapter_id": "\ud800"}}, 422, "adapter_id"),
         ("/v1/embeddings", {"input": "a", "cache_salt": "a b"}, 400, "cache_salt"),
         ("/v1/embeddings", {"input": "a", "prompt_embeds": "x"}, 400, "prompt_embeds"),
+        ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens"),
+        ("/v1/embeddings", {"input": "a", "truncation_side": "up"}, 400, "truncation_side"),
+        ("/v1/embeddings", {"input": "a", "chat_template": "{{ x }}"}, 400, "chat_template"),
+        ("/v1/embeddings", {"input": "a", "documents": [{"a": 1}]}, 400, "documents"),
         ("/embed", {"inputs": None}, 422, "inputs"),
         ("/embed", {"inputs": "a", "parameters": {"merged_adapters": {"ids": ["a"]}}}, 422, "merged_adapters"),
         ("/embed", {"inputs": "a", "parameters": {"adapters": [{"id": "a"}]}}, 422, "adapters"),
@@ -233,10 +258,18 @@ async def test_parameters_of_generation_are_ignored_by_name(path: str, inputs: A
         ("/embed", {"inputs": "a", "lora_id": "a"}, 422, "lora_id"),
         ("/embed", {"inputs": "a", "prompt_name": "query"}, 422, "prompt_name"),
         ("/classify", {}, 400, "input"),
+        ("/classify", {"input": "a", "reasoning_effort": "low"}, 400, "reasoning_effort"),
+        ("/classify", {"input": "a", "inputs": "b"}, 422, "input"),
+        ("/classify_batch", {"inputs": ["b"], "messages": [{"role": "user", "content": "a"}]}, 422, "messages"),
         ("/classify", {"inputs": ["a", "b"]}, 422, "inputs"),
         ("/classify_batch", {"inputs": "a"}, 422, "inputs"),
         ("/score", {"text_2": "a"}, 400, "text_1"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, 400, "text_1"),
+        ("/score", {"text_1": "a", "queries": "b", "text_2": "a"}, 400, "queries"),
+        ("/score", {"text_1": "a", "text_2": "a", "documents": ["b"]}, 400, "documents"),
+        ("/score", {"text_1": "a", "text_2": "a", "true_token": "Y"}, 400, "true_token"),
+        ("/score", {"text_1": "a", "text_2": "a", "method": "classifier", "pooling": "mean"}, 400, "pooling"),
+        ("/rerank", {"query": "a", "documents": ["a"], "texts": ["b"]}, 400, "texts"),
         ("/score", {"text_1": "a", "text_2": "b", "method": "guess"}, 400, "method"),
         ("/rerank", {"documents": ["a"]}, 400, "query"),
         ("/rerank", {"query": "a"}, 400, "documents"),

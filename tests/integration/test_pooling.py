@@ -193,6 +193,8 @@ def test_what_an_adapter_cannot_do(client: Client) -> None:
             client.classify("x", adapter_id=adapter_id)
     with pytest.raises(FailedPrecondition, match="3 labels"):
         client.score("x", ["y"], adapter_id="mood")
+    with pytest.raises(InvalidArgument, match="`template` is for query and document together"):
+        client.score("x", ["y"], template="{query}{document}")
     with pytest.raises(AdapterNotFound):
         client.embed("x", adapter_id="nobody")
     assert client.generate("x", adapter_id="plain", max_tokens=1).usage.completion_tokens == 1

@@ -24,7 +24,6 @@ from loraplex import (
     FailedPrecondition,
     InvalidArgument,
     LoraplexError,
-    Unimplemented,
 )
 from loraplex_contracts.adapters import AdapterTemplates, AdapterVersion
 from loraplex_server.config import AdaptersConfig, BatchConfig, ChatConfig, EngineConfig, ModelConfig, WorkerConfig
@@ -40,6 +39,9 @@ READS = {
     "start_anchor_pattern": "assist+ant",
     "fields": {"reasoning": {"open_pattern": r"\[t+\]", "close": "[/t]"}, "tool_calls": CALLS, "content": {}},
 }
+# Its calls open with a pattern: the text that it reads cannot be told.
+ODD_CALLS = {"open_pattern": "<c(?:all|md)>", "close": "[/call]", "content": "json"}
+READS_ODD = {"start_anchor": "x", "fields": {"tool_calls": ODD_CALLS, "content": {}}}
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
@@ -80,6 +82,7 @@ def root(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Pat
         "huge": ("chat_template.jinja", "{{ 'a' * 10**10 }}"),
         "long": ("chat_template.jinja", "{{ messages[0].role * (5 * 2**20) }}"),
         "calls": ("tokenizer_config.json", json.dumps({"response_template": READS})),
+        "odd": ("tokenizer_config.json", json.dumps({"response_template": READS_ODD})),
         "binary": ("tokenizer_config.json", "\x00"),
     }
     for name, (file, content) in files.items():
@@ -207,13 +210,12 @@ async def test_an_adapters_own_response_template_reads_its_answers() -> None:
         with pytest.raises(AdapterInvalid, match="response template of adapter 'b' cannot be used: it takes more than"):
             await slow
         assert (await client.generate(**ASKED, adapter_id="a")).message is not None
-        with pytest.raises(Unimplemented, match=r"chat\.tool_choice"):
-            await client.generate(**ASKED, adapter_id="b", tool_choice="required")
 
 
+@pytest.mark.parametrize("adapter_id", ["calls", "odd"])
 @pytest.mark.parametrize("choice", ["required", {"function": {"name": "f"}}, "auto"], ids=str)
-def test_demanded_calls_have_the_form_of_an_adapters_own_template(client: Client, choice: Any) -> None:
-    """Of a random model."""
+def test_demanded_calls_have_the_form_of_an_adapters_own_template(client: Client, choice: Any, adapter_id: str) -> None:
+    """Of a random model; as JSON where the form cannot be told."""
     parameters = {"type": "object", "properties": {"x": {"enum": [1, 22]}}, "required": ["x"]}
     tool = {"name": "f", "parameters": parameters, "strict": choice == "auto"}
     for seed in range(5):
@@ -222,7 +224,7 @@ def test_demanded_calls_have_the_form_of_an_adapters_own_template(client: Client
             tools=[{"type": "function", "function": tool}],
             tool_choice=choice,
             parse_chat=True,
-            adapter_id="calls",
+            adapter_id=adapter_id,
             temperature=1.0,
             seed=seed,
             max_tokens=60,

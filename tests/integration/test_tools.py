@@ -16,7 +16,7 @@ from support.tiny_tokenizers import tiny_tokenizer
 from support.world import TinyWorld, make_world
 from transformers import AutoTokenizer
 
-from loraplex import AsyncClient, ChatDelta, Client, InvalidArgument, Unimplemented
+from loraplex import AsyncClient, ChatDelta, Client, InvalidArgument
 from loraplex_router.config import RouterConfig
 from loraplex_router.server import start_router
 from loraplex_server.config import BatchConfig, ChatConfig, EngineConfig, ModelConfig, WorkerConfig
@@ -102,15 +102,6 @@ async def test_without_a_format_all_is_content() -> None:
     async with scripted_worker(ANSWER, chat=chat) as worker, AsyncClient(worker.address) as client:
         message: Any = (await client.generate(messages=CHAT, tools=TOOLS, parse_chat=True)).message
         assert message == {"role": "assistant", "content": ANSWER}
-
-
-async def test_demanded_calls_of_an_unknown_form_are_refused_by_name() -> None:
-    for form in ("none", "think"):
-        chat = ChatConfig(tool_format=form)
-        async with scripted_worker(ANSWER, chat=chat) as worker, AsyncClient(worker.address) as client:
-            for choice in ("required", {"function": {"name": "f"}}):
-                with pytest.raises(Unimplemented, match=r"chat\.tool_choice"):
-                    await client.generate(messages=CHAT, tools=TOOLS, tool_choice=choice)  # type: ignore[arg-type]
 
 
 async def test_special_tokens_are_in_the_text_only_where_the_template_looks_for_them() -> None:
@@ -199,7 +190,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return file
 
 
-@pytest.fixture(scope="module", params=["hermes", "llama3_json", "mistral", "qwen3_xml"])
+@pytest.fixture(scope="module", params=["hermes", "llama3_json", "mistral", "qwen3_xml", "think", "none"])
 def random_client(request: Any, tiny_world: TinyWorld, template: Any) -> Iterator[Client]:
     engine = EngineConfig(ModelConfig(str(tiny_world.model)), batch=BatchConfig(max_running=8, max_step_tokens=64))
     chat = ChatConfig(template=template, tool_format=request.param)

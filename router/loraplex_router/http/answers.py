@@ -135,7 +135,7 @@ def _end(choice: dict[str, Any], completion: pb.Completion | pb.GenerateStreamRe
     choice["stop_reason"] = None
     if completion.HasField("stop_string"):
         choice["stop_reason"] = completion.stop_string
-    elif completion.HasField("stop_token_id"):
+    elif completion.HasField("stop_token_id") and completion.finish_reason == pb.FINISH_REASON_STOP:
         choice["stop_reason"] = completion.stop_token_id
 
 

@@ -39,7 +39,8 @@ _INTERNAL: Final = (500, "server_error", "internal_error")
 
 # Fields of the wire, and their names in requests over HTTP: the first that a request has. Where it has none, it is the
 # first in OpenAI's form, and the last in that of LoRAX and TGI.
-_PROMPT: Final = ("prompt", "text", "input_ids", "input", "inputs")
+_DOCUMENTS: Final = ("documents", "texts", "text_2", "items", "data_2")
+_PROMPT: Final = ("prompt", "text", "input_ids", "input", *_DOCUMENTS, "inputs")
 _ADAPTER: Final = ("model", "lora_name", "lora_path", "adapter_id")
 _GRAMMAR: Final = (
     *("response_format", "structured_outputs", "json_schema", "regex", "ebnf", "structural_tag", "text"),
@@ -55,7 +56,7 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(("source", "revision"), ("lora_path",)),
     **dict.fromkeys(("input", "text", "token_ids.ids"), _PROMPT),
     "token_ids": ("tokens",),
-    "inputs": ("input", "documents", "texts", "text_2", "items", "data_2", "inputs"),
+    "inputs": ("input", *_DOCUMENTS, "inputs"),
     "query": ("query", "text_1", "queries", "data_1"),
     "chat": ("messages", "input", "inputs"),
     "chat.template": ("chat_template",),

@@ -172,6 +172,7 @@ def tokenize_request(body: TokenizeRequest, adapter_id: str = "") -> pb.Tokenize
         raise InvalidArgument("give `prompt` or `messages`", field="prompt")
     request = pb.TokenizeRequest(offsets=bool(body.return_offsets))
     if body.prompt is not None:
+        refuse_chat_fields(body, "tools")
         request.text = unicode_text(body.prompt, "prompt")
         request.omit_special_tokens = body.add_special_tokens is False
     else:
@@ -292,7 +293,7 @@ def _common(body: Generation, base_names: Sequence[str], defaults: pb.Sampling) 
     stopping.include_stop = bool(body.include_stop_str_in_output)
     request.output.keep_special_tokens = body.skip_special_tokens is False
     if body.truncate_prompt_tokens is not None:
-        request.truncate_prompt.CopyFrom(_truncate(body.truncate_prompt_tokens, body.truncation_side))
+        request.truncate_prompt.CopyFrom(truncate_of(body.truncate_prompt_tokens, body.truncation_side))
     if (grammar := grammar_of(body.extras())) is not None:
         request.grammar.CopyFrom(grammar)
     request.priority = -(body.priority or 0)  # vLLM serves the lowest first, the wire the highest
@@ -340,11 +341,18 @@ def _ids(ids: list[Any], name: str) -> list[int]:
     return ids
 
 
-def _truncate(num_tokens: int, side: str | None) -> pb.Truncate:
+def truncate_of(num_tokens: int, side: str | None) -> pb.Truncate:
     """-1: as many as the context has room for."""
     if num_tokens == 0:
         raise InvalidArgument("`truncate_prompt_tokens` must be -1 or at least 1", field="truncate_prompt_tokens")
     return pb.Truncate(max_tokens=max(0, num_tokens), keep_start=side == "right")
+
+
+def refuse_chat_fields(given: ChatTemplateInput, *more: str) -> None:
+    """Raises InvalidArgument for input of a chat template, or one of the fields `more`, beside a text."""
+    for name in (*(ChatTemplateInput.model_fields.keys() - {"add_generation_prompt"}), *more):
+        if getattr(given, name) not in (None, False, "", [], {}):
+            raise InvalidArgument(f"`{name}` goes with a chat: give `messages`, or leave it out", field=name)
 
 
 def chat_of(messages: Iterable[ChatMessage], given: ChatTemplateInput) -> pb.Chat:

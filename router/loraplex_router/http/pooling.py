@@ -38,7 +38,7 @@ from loraplex_router.http.models import (
     header_names,
     ignored_fields,
 )
-from loraplex_router.http.openai import chat_of
+from loraplex_router.http.openai import chat_of, refuse_chat_fields, truncate_of
 from loraplex_router.http.places import put_place
 from loraplex_router.http.streaming import FanOut, while_connected
 
@@ -76,17 +76,23 @@ class PoolingFields(AdapterFields):
     """Fields that all routes but /embed have."""
 
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=1 << 24)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-100, le=100)] | None = None
     request_id: str | None = None
     cache_salt: str | None = None
 
 
-class EmbeddingsRequest(PoolingFields, ChatTemplateInput):
-    """Body of POST /v1/embeddings: `input`, or vLLM's `messages`, one chat."""
+class InputFields(PoolingFields, ChatTemplateInput):
+    """`input`, or vLLM's `messages`, one chat."""
 
     input: Any = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_CHAT_MESSAGES)] | None = None
+
+
+class EmbeddingsRequest(InputFields):
+    """Body of POST /v1/embeddings."""
+
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=(1 << 32) - 1)] | None = None
     pooling: Literal["last_token", "mean"] | None = None
@@ -117,10 +123,9 @@ class EmbedBody(AdapterFields):
     prompt_name: str | None = None
 
 
-class ClassifyBody(PoolingFields):
-    """Body of POST /classify and /classify_batch: vLLM's `input`, or LoRAX's `inputs`."""
+class ClassifyBody(InputFields):
+    """Body of POST /classify and /classify_batch: vLLM's `input` or `messages`, or LoRAX's `inputs`."""
 
-    input: Any = None
     inputs: Any = None
     parameters: Parameters | None = None
     activation: bool | None = None
@@ -189,14 +194,7 @@ class PoolingRoutes:
 
     async def embeddings(self, body: EmbeddingsRequest, request: Request) -> Response:
         ignored = self._backend.ignored(ignored_fields(body), harmless_fields(body))
-        if body.messages is None:
-            message = pooling_pb2.EmbedRequest(inputs=inputs_of(body.input, "input"))
-        elif body.input is None:
-            chat = chat_of(body.messages, body)
-            chat.omit_generation_prompt = not body.add_generation_prompt  # vLLM's default
-            message = pooling_pb2.EmbedRequest(inputs=[pooling_pb2.PoolingInput(chat=chat)])
-        else:
-            raise InvalidArgument("give `input` or `messages`", field="messages")
+        message = pooling_pb2.EmbedRequest(inputs=_inputs_or_chat(body))
         await self._put_fields(message, body, request)
         message.dimensions = body.dimensions or 0
         message.omit_normalization = body.normalize is False
@@ -276,12 +274,16 @@ class PoolingRoutes:
         self, body: ClassifyBody, request: Request, *, of_many: bool
     ) -> tuple[pooling_pb2.ClassifyRequest, pooling_pb2.ClassifyResponse, dict[str, str]]:
         ignored = self._ignored(body)
-        name = "input" if body.inputs is None and not of_many else "inputs"
-        given = body.input if name == "input" else body.inputs
-        if name == "inputs" and isinstance(given, str) is of_many:
-            form = "a list of texts" if of_many else "one text; /classify_batch takes several"
-            raise InvalidArgument(f"`inputs` must be {form}", field="inputs")
-        message = pooling_pb2.ClassifyRequest(inputs=inputs_of(given, name))
+        if body.inputs is None and not of_many:
+            message = pooling_pb2.ClassifyRequest(inputs=_inputs_or_chat(body))
+        else:
+            if body.input is not None or body.messages is not None:
+                name = "input" if body.messages is None else "messages"
+                raise InvalidArgument(f"give `inputs` or `{name}`, not both", field=name)
+            if isinstance(body.inputs, str) is of_many:
+                form = "a list of texts" if of_many else "one text; /classify_batch takes several"
+                raise InvalidArgument(f"`inputs` must be {form}", field="inputs")
+            message = pooling_pb2.ClassifyRequest(inputs=inputs_of(body.inputs, "inputs"))
         await self._put_fields(message, body, request, body.parameters)
         _put_truncation(message, body.parameters)
         message.logits = False in (body.activation, body.use_activation, body.softmax)
@@ -292,8 +294,8 @@ class PoolingRoutes:
     async def score(self, body: ScoreBody, request: Request) -> Response:
         """One query to all documents, or as many queries as documents, pair by pair."""
         ignored = self._backend.ignored(ignored_fields(body), harmless_fields(body))
-        first, queries = _first(text_1=body.text_1, queries=body.queries, data_1=body.data_1)
-        second, documents = _first(text_2=body.text_2, documents=body.documents, items=body.items, data_2=body.data_2)
+        first, queries = _one_of(text_1=body.text_1, queries=body.queries, data_1=body.data_1)
+        second, documents = _one_of(text_2=body.text_2, documents=body.documents, items=body.items, data_2=body.data_2)
         left, right = inputs_of(queries, first), inputs_of(documents, second)
         if len(left) not in (1, len(right)):
             raise InvalidArgument(
@@ -325,7 +327,7 @@ class PoolingRoutes:
     async def rerank(self, body: RerankBody, request: Request) -> Response:
         """The documents, the best first."""
         ignored = self._backend.ignored(ignored_fields(body), harmless_fields(body))
-        name, documents = _first(documents=body.documents, texts=body.texts)
+        name, documents = _one_of(documents=body.documents, texts=body.texts)
         if not isinstance(documents, list) or not documents:
             raise InvalidArgument(f"`{name}` must be a list of texts", field=name)
         texts = [_document(one, name) for one in cast("list[Any]", documents)]
@@ -437,11 +439,23 @@ class PoolingRoutes:
         message.priority = -(body.priority or 0)  # lower is served first there
         message.omit_special_tokens = body.add_special_tokens is False
         if body.truncate_prompt_tokens is not None:
-            message.truncate_prompt.SetInParent()
-            message.truncate_prompt.max_tokens = max(0, body.truncate_prompt_tokens)
+            message.truncate_prompt.CopyFrom(truncate_of(body.truncate_prompt_tokens, body.truncation_side))
 
 
 # --- bodies to messages and back -----------------------------------------------------------------------------------
+
+
+def _inputs_or_chat(body: InputFields) -> list[pooling_pb2.PoolingInput]:
+    """Of `input`, or of `messages`, whose generation prompt is left out by default, as vLLM does. Raises
+    InvalidArgument for both, and for fields of a chat without one."""
+    if body.messages is None:
+        refuse_chat_fields(body)
+        return inputs_of(body.input, "input")
+    if body.input is not None:
+        raise InvalidArgument("give `input` or `messages`, not both", field="messages")
+    chat = chat_of(body.messages, body)
+    chat.omit_generation_prompt = not body.add_generation_prompt
+    return [pooling_pb2.PoolingInput(chat=chat)]
 
 
 def inputs_of(given: Any, name: str) -> list[pooling_pb2.PoolingInput]:
@@ -468,9 +482,12 @@ def input_of(given: Any, name: str) -> pooling_pb2.PoolingInput:
     return pooling_pb2.PoolingInput(token_ids=inference_pb2.TokenIds(ids=ids))
 
 
-def _first(**given: Any) -> tuple[str, Any]:
-    """The first of these fields that is there, with its name."""
-    return next(((name, value) for name, value in given.items() if value is not None), next(iter(given.items())))
+def _one_of(**given: Any) -> tuple[str, Any]:
+    """The one of these fields that is there, else the first, with its name. Raises InvalidArgument for two."""
+    found = [(name, value) for name, value in given.items() if value is not None]
+    if len(found) > 1:
+        raise InvalidArgument(f"give `{found[0][0]}` or `{found[1][0]}`, not both", field=found[1][0])
+    return found[0] if found else next(iter(given.items()))
 
 
 def _document(given: Any, name: str) -> str:

@@ -11,13 +11,14 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from loraplex_contracts.adapters import OWN_PLACE, AdapterId, AdapterOrigin, AdapterVersion
 from loraplex_contracts.errors import AdapterInvalid, FailedPrecondition, InvalidArgument, LoraplexError
 from loraplex_server.frontend.sandbox import Sandbox, TemplateFault, UserReader
 from loraplex_server.frontend.tokenizing import Tokenizing
+from loraplex_server.text.call_forms import PLAIN
 from loraplex_server.text.control_tokens import SafeText
 from loraplex_server.text.tokenizer import ChatRendering, advance
 
@@ -178,6 +179,14 @@ class Templates:
                 raise template.error(fault) from fault
             asked, result = await self._tokenizing.off_loop(len(text), partial(advance, rendering, text))
         return result
+
+
+@cache
+def plain_format() -> ResponseFormat:
+    """Of calls that are demanded of a model whose own form is not known."""
+    from loraplex_server.text.response_template import ResponseFormat  # late: imports Transformers
+
+    return ResponseFormat.named(PLAIN)
 
 
 @lru_cache(maxsize=256)

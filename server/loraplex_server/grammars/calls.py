@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
 from loraplex_contracts.adapters import check_id
-from loraplex_contracts.errors import InvalidArgument, Unimplemented
+from loraplex_contracts.errors import InvalidArgument
 from loraplex_contracts.request import Grammar
 from loraplex_proto.validate import MAX_GRAMMAR_BYTES
 from loraplex_server.text.call_forms import CallForm
@@ -19,20 +19,15 @@ _TOOLS: Final = "chat.tools_json"
 
 
 def tool_calls(
-    form: CallForm | None,
+    form: CallForm,
     parsing: ResponseParsing,
     special_ids: Mapping[str, int],
     name: str,
 ) -> Grammar:
     """Calls of any of the request's tools, one at least, or one call of `name`. Where the prompt has begun to reason,
     that goes on first. `special_ids`: special tokens by text, which are written as such. Raises InvalidArgument with
-    the field, Unimplemented without a form."""
+    the field."""
     field = "chat.tool_choice.name" if name else "chat.tool_choice.required"
-    if form is None:
-        raise Unimplemented(
-            f"`{field}` is not available: this model's form of tool calls is not known as a grammar; use auto",
-            field=field,
-        )
     functions: list[Any] = [tool.get("function", tool) for tool in parsing.tools]
     wanted = [one for one in functions if not name or (isinstance(one, dict) and one.get("name") == name)]
     if not wanted:
@@ -51,13 +46,11 @@ def has_strict(tools: Sequence[Mapping[str, Any]]) -> bool:
     return any(_is_strict(tool.get("function", tool)) for tool in tools)
 
 
-def strict_calls(form: CallForm | None, parsing: ResponseParsing, special_ids: Mapping[str, int]) -> Grammar | None:
+def strict_calls(form: CallForm, parsing: ResponseParsing, special_ids: Mapping[str, int]) -> Grammar:
     """Free text, and calls of the request's tools where the model writes them: from their mark on in the model's own
-    form, with the parameters of tools that are `strict`, and any arguments of the others. None where no tool is strict,
-    or without a form. Raises InvalidArgument with the field."""
+    form, with the parameters of tools that are `strict`, and any arguments of the others. Raises InvalidArgument with
+    the field."""
     functions: list[Any] = [tool.get("function", tool) for tool in parsing.tools]
-    if form is None or not has_strict(parsing.tools):
-        return None
     mark_id, of_calls = special_ids.get(form.mark), form.begin + form.end + form.tail + form.mark
     kept = sorted(one for text, one in special_ids.items() if one not in parsing.unread_ids and text not in of_calls)
     specials = f"(ANY ({' | '.join(f'<[{one}]>' for one in kept)}))*" if kept else ""

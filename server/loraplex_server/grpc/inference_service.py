@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import loraplex_proto
 from loraplex_contracts.adapters import AdapterVersion
@@ -25,7 +25,7 @@ from loraplex_runtime.request_record import RequestRecord
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.frontend.generation import Delta, Progress, generate
-from loraplex_server.frontend.templates import Templates
+from loraplex_server.frontend.templates import Templates, plain_format
 from loraplex_server.frontend.tokenizing import TOKEN_CHARS, Tokenizing
 from loraplex_server.grammars import calls
 from loraplex_server.grpc import protobuf
@@ -37,9 +37,13 @@ from loraplex_server.grpc.middleware import (
     handles_stream_errors,
 )
 from loraplex_server.grpc.prompts import Prompts, copied_ids, seconds_left, within
+from loraplex_server.text.call_forms import FORMS, PLAIN, CallForm
 from loraplex_server.text.call_reading import form_of
 from loraplex_server.text.responses import ResponseParsing
 from loraplex_server.text.tokenizer import SHORT_CHARS, Truncation
+
+if TYPE_CHECKING:  # imports Transformers
+    from loraplex_server.text.response_template import ResponseFormat
 
 Context = Any  # grpc.aio.ServicerContext, which is generic over messages in its stubs
 
@@ -271,7 +275,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             forced = message.chat.tool_choice.WhichOneof("kind") in ("required", "name")
             parsing = await self._parsing(message, prompt, version) if output.parse_chat or forced else None
             if parsing is not None and (forced or (parsing.with_calls and grammar is None)):
-                grammar = await self._call_grammar(message, parsing)
+                form, parsing = await self._call_form(message, parsing, prompt, version, is_demanded=forced)
+                if form is not None:
+                    grammar = await self._call_grammar(message, parsing, form)
             to_params = partial(protobuf.sampling_params, message.sampling, self._tokenizer_view)
             sampling = await self._tokenizing.off_loop(message.sampling.ByteSize(), to_params)
         request = protobuf.to_request(
@@ -314,34 +320,54 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             forecast.check((tenant, validate.adapter_name_in(message)), num_prompt, num_outputs, remaining_s)
 
     async def _parsing(
-        self, message: inference_pb2.GenerateRequest, prompt: tuple[int, ...], version: AdapterVersion | None
+        self,
+        message: inference_pb2.GenerateRequest,
+        prompt: tuple[int, ...],
+        version: AdapterVersion | None,
+        format: ResponseFormat | None = None,
     ) -> ResponseParsing:
-        """Raises InvalidArgument for tools that are not a list of objects."""
+        """By `format`, else as the model or its adapter marks its answers. Raises InvalidArgument for tools that are
+        not a list of objects."""
         end = await self._tokenizing.decode(prompt[-PROMPT_END_TOKENS:], keep_special=True, field="output.parse_chat")
-        format = self._templates.response_format(version)
+        chosen = format or self._templates.response_format(version)
         tenant = auth.current_identity().tenant
         new_reader = None if version is None else partial(self._templates.new_user_reader, version, tenant)
-        read = partial(protobuf.parsing_of, message, format, end, self._special_ids, new_reader, self._ends)
+        read = partial(protobuf.parsing_of, message, chosen, end, self._special_ids, new_reader, self._ends)
         return await self._tokenizing.off_loop(len(message.chat.tools_json), read)
 
-    async def _call_grammar(self, message: inference_pb2.GenerateRequest, parsing: ResponseParsing) -> Grammar | None:
-        """Of calls that are demanded, else of those of strict tools. Raises InvalidArgument, Unimplemented where this
-        form of calls cannot be demanded, AdapterInvalid."""
-        choice = message.chat.tool_choice
-        is_demanded = choice.WhichOneof("kind") in ("required", "name")
+    async def _call_form(
+        self,
+        message: inference_pb2.GenerateRequest,
+        parsing: ResponseParsing,
+        prompt: tuple[int, ...],
+        version: AdapterVersion | None,
+        *,
+        is_demanded: bool,
+    ) -> tuple[CallForm | None, ResponseParsing]:
+        """The form of calls that a grammar is made of, and how answers in it are read; no form where calls are neither
+        demanded nor those of strict tools. Raises AdapterInvalid."""
         if not is_demanded and not calls.has_strict(parsing.tools):
-            return None
+            return None, parsing
         if parsing.new_user_reader is None:
             form = self._form_of(parsing.format)
         else:
             form, closing = await parsing.new_user_reader().call_form()
             parsing = replace(parsing, user_closing=closing)
-        given = form, parsing, self._special_ids
-        to_grammar = (
-            partial(calls.tool_calls, *given, choice.name) if is_demanded else partial(calls.strict_calls, *given)
-        )
+        if form is None and is_demanded:
+            return FORMS[PLAIN], await self._parsing(message, prompt, version, plain_format())
+        return form, parsing
+
+    async def _call_grammar(
+        self, message: inference_pb2.GenerateRequest, parsing: ResponseParsing, form: CallForm
+    ) -> Grammar:
+        """Of calls that are demanded, else of those of strict tools. Raises InvalidArgument."""
+        choice = message.chat.tool_choice
+        if choice.WhichOneof("kind") in ("required", "name"):
+            to_grammar = partial(calls.tool_calls, form, parsing, self._special_ids, choice.name)
+        else:
+            to_grammar = partial(calls.strict_calls, form, parsing, self._special_ids)
         grammar = await self._tokenizing.off_loop(len(message.chat.tools_json), to_grammar)
-        if grammar is not None and message.stopping.ignore_eos:
+        if message.stopping.ignore_eos:
             raise InvalidArgument(
                 "`stopping.ignore_eos` would go on behind the end of calls that must hold; leave it out",
                 field="stopping.ignore_eos",

@@ -138,6 +138,12 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
             answers = await self._pool(request, request_id, params, request.inputs, context, query=request.query)
             differences = [float(one.values[0, 0] - one.values[0, 1]) for one in answers]
             return answers, [one if request.logits else sigmoid(one) for one in differences]
+        if request.template:  # no method was named, and there is no classifier
+            raise InvalidArgument(
+                "`template` is for query and document together, and without a classifier they are scored by the cosine "
+                "of each by itself: leave it out, or set `method` to next_token",
+                field="template",
+            )
         inputs = [request.query, *request.inputs]
         answers = await self._pool(request, request_id, _embeds(request.pooling), inputs, context)
         query, *documents = [embedding(one.values[0], 0, normalizes=True) for one in answers]

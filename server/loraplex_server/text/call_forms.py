@@ -59,4 +59,15 @@ FORMS: Final[Mapping[str, CallForm]] = {
         _deepseek("calls end"),
         mark=_deepseek("call begin"),
     ),
+    "json": CallForm(
+        '{"name": "NAME", "arguments": ',
+        "}",
+        ", ",
+        "[",
+        "]",
+        mark='[{"name":',
+        mark_pattern=r'\[\s{0,8}\{\s{0,8}"name"\s{0,8}:',
+    ),
 }
+# Calls that every model can be made to write, whatever its own form.
+PLAIN: Final = "json"

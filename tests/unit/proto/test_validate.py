@@ -128,6 +128,7 @@ def test_inputs_that_cannot_be_pooled(fields: dict[str, Any], field: str) -> Non
 
 TEXT = {"text": "x"}
 CHAT = {"chat": {"messages": [{"role": "user", "content": "x"}]}}
+COSINE = pooling_pb2.SCORE_METHOD_COSINE
 
 
 @pytest.mark.parametrize(
@@ -140,14 +141,17 @@ CHAT = {"chat": {"messages": [{"role": "user", "content": "x"}]}}
         ({"inputs": [TEXT], "query": TEXT, "template": "{query}"}, "template"),
         ({"inputs": [TEXT], "query": TEXT, "template": "{query}{document}{query}"}, "template"),
         ({"inputs": [{"token_ids": {"ids": [5]}}], "query": {"token_ids": {"ids": [5]}}, "template": "x"}, "template"),
+        ({"inputs": [TEXT], "query": TEXT, "template": "{query}{document}", "method": COSINE}, "template"),
+        ({"inputs": [TEXT], "query": TEXT, "true_token": "ja"}, "true_token"),
+        ({"inputs": [TEXT], "query": TEXT, "false_token": "no", "method": COSINE}, "false_token"),
+        ({"inputs": [TEXT], "query": TEXT, "pooling": 2, "method": pooling_pb2.SCORE_METHOD_NEXT_TOKEN}, "pooling"),
     ],
 )
 def test_queries_that_cannot_be_scored(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         validate.check_score(pooling_pb2.ScoreRequest(**fields))
     assert caught.value.field == field
-    cosine = pooling_pb2.SCORE_METHOD_COSINE
-    validate.check_score(pooling_pb2.ScoreRequest(inputs=[CHAT, TEXT], query=CHAT, method=cosine))
+    validate.check_score(pooling_pb2.ScoreRequest(inputs=[CHAT, TEXT], query=CHAT, method=COSINE, pooling=2))
     validate.check_score(pooling_pb2.ScoreRequest(inputs=[TEXT], query=TEXT, template="{document}: {query}?"))
 
 

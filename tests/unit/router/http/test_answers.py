@@ -115,6 +115,14 @@ def test_logprobs_with_the_echoed_prompt() -> None:
     assert found["tokens"] == ["token_id:9", "token_id:1", "token_id:2", "token_id:3"]
 
 
+def test_stop_reasons() -> None:
+    """The end of sequence has none: it is no stop token of the request's."""
+    for reason, expected in ((pb.FINISH_REASON_EOS, None), (pb.FINISH_REASON_STOP, 5)):
+        ended = pb.Completion(text="a", finish_reason=reason, stop_token_id=5)
+        (choice,) = answers.response_of(completion(), [pb.GenerateResponse(completions=[ended])])["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", expected)
+
+
 def test_the_prompt_alone() -> None:
     body = answers.response_of(completion(echo=True, logprobs=1, max_tokens=0, return_token_ids=True), [echoed()])
     (choice,) = body["choices"]

@@ -379,6 +379,9 @@ def test_tokenize() -> None:
     assert (asked.chat.tools_json, asked.offsets) == ('[{"a":1}]', True)
     with pytest.raises(InvalidArgument, match="`prompt` or `messages`"):
         openai.tokenize_request(TokenizeRequest())
+    for field in ({"tools": [{}]}, {"chat_template": "x"}, {"continue_final_message": True}):
+        with pytest.raises(InvalidArgument, match="goes with a chat"):
+            openai.tokenize_request(TokenizeRequest.model_validate({"prompt": "hi", **field}))
 
 
 def test_detokenize() -> None:

@@ -12,7 +12,7 @@ from jsonschema import validate
 from llguidance import LLMatcher, LLTokenizer
 from support.tiny_tokenizers import tiny_tokenizer
 
-from loraplex_contracts.errors import InvalidArgument, Unimplemented
+from loraplex_contracts.errors import InvalidArgument
 from loraplex_proto.validate import MAX_GRAMMAR_BYTES
 from loraplex_server.grammars.calls import strict_calls, tool_calls
 from loraplex_server.grammars.source import refusal
@@ -246,6 +246,7 @@ WRITTEN = {
         f"{DEEPSEEK.head}%s{DEEPSEEK.tail}",
         f"{DEEPSEEK.head}%s\n%s{DEEPSEEK.tail}",
     ),
+    "json": ('{"name": "%s", "arguments": %s}', "[%s]", "[%s, %s]"),
 }
 
 
@@ -254,7 +255,6 @@ def test_strict_tools_hold_where_they_are_called(name: str) -> None:
     call, one, two = WRITTEN[name]
     parsing = ResponseParsing(ResponseFormat.named(name), "", STRICT, with_calls=True)
     found = strict_calls(FORMS[name], parsing, {})
-    assert found is not None
     assert found.field == "chat.tools_json"
     is_xml = name == "qwen3_xml"
     arguments = "<parameter=x>\n%d\n</parameter>\n" if is_xml else '{"x": %d}'
@@ -268,8 +268,6 @@ def test_strict_tools_hold_where_they_are_called(name: str) -> None:
         assert [call.name for call in read(parsing, text).calls] == names, text
     for text in (one % bad, one % unknown, *(() if two is None else (two % (other, bad),))):
         assert not is_legal(found.text, text), text
-    assert strict_calls(FORMS[name], parsing_of(name), {}) is None, "no tool is strict"
-    assert strict_calls(None, parsing, {}) is None
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -372,5 +370,3 @@ def test_what_cannot_be_demanded_is_named(tools: list[Any], name: str, field: st
     with pytest.raises(InvalidArgument) as caught:
         tool_calls(FORMS["hermes"], parsing, {}, name)
     assert caught.value.field == field
-    with pytest.raises(Unimplemented):
-        tool_calls(None, parsing, {}, name)
