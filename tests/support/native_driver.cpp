@@ -33,7 +33,7 @@ void lp_dense(void*, int, const void*, int64_t, int, int64_t, const void*, int64
 void lp_attend(void*, int, const void*, void*, const void*, const void*, int, int, int, float, float, int64_t, int64_t,
                const void*, const void*, int64_t, const void*);
 void lp_rms_norm(void*, int, const void*, const void*, int, int64_t, float, float, int, void*);
-void lp_argmax(void*, int, const void*, int, int64_t, void*, void*);
+void lp_argmax(void*, int, const void*, int, int64_t, const void*, const void*, int64_t, void*, void*);
 void lp_stack_run(void*, const void*, const void*);
 void lp_attend_linearly(void*, int, const void*, const void*);
 void lp_convolve(void*, int, const void*, int64_t, const float*, const float*, int, int64_t, int, void*, void*, const void*);

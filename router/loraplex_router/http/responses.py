@@ -189,7 +189,7 @@ def response_of(body: ResponsesRequest, job: Job, answer: Mapping[str, Any]) -> 
     output = Output(job.request_id)
     for _ in output.add(message | {"logprobs": choice["logprobs"]}):
         pass
-    for _ in output.close():
+    for _ in output.close(is_cut=choice["finish_reason"] == "length"):
         pass
     return _response(body, job, output.items, choice["finish_reason"], answer)
 
@@ -262,13 +262,13 @@ class Output:
         for call in delta.get("tool_calls") or ():
             yield from self._call(call)
 
-    def close(self) -> Iterator[dict[str, Any]]:
-        """Ends the last item."""
+    def close(self, *, is_cut: bool = False) -> Iterator[dict[str, Any]]:
+        """Ends the last item. `is_cut`: as the answer has no more tokens."""
         if not self._is_open:
             return
         self._is_open = False
         item = self.items[-1]
-        item["status"] = "completed"
+        item["status"] = "incomplete" if is_cut else "completed"
         at = {"item_id": item["id"], "output_index": len(self.items) - 1}
         match item["type"]:
             case "function_call":
@@ -351,7 +351,7 @@ class Events:
     def end(self) -> Iterator[bytes]:
         for chunk in self._chunks.end_chunks():
             yield from self._of_chunk(chunk)
-        yield from map(self._event, self._output.close())
+        yield from map(self._event, self._output.close(is_cut=self._finish_reason == "length"))
         response = _response(self._body, self._job, self._output.items, self._finish_reason or "stop", self._last)
         yield self._event({"type": f"response.{response['status']}", "response": response})
 

@@ -27,7 +27,7 @@ from loraplex_server.layers.quantization import WeightFormat
 from loraplex_server.layers.recurrences import StateOps
 from loraplex_server.layers.step import StepResources
 from loraplex_server.sampling.draw import row_argmax
-from loraplex_server.sampling.sampler import Argmax
+from loraplex_server.sampling.sampler import Argmax, MaskedArgmax
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -120,6 +120,10 @@ class Backend:
     def argmax(self) -> Argmax:
         """The most likely token of each row."""
         return row_argmax
+
+    def masked_argmax(self) -> MaskedArgmax | None:
+        """The same among the tokens that a mask allows; None: the scores are changed first."""
+        return None
 
     def torch_threads(self, num_tokens: int) -> AbstractContextManager[None]:
         """Within the block torch has as many threads as are good for a step of so many tokens, of a model that back end

@@ -143,7 +143,13 @@ def assemble(
         KvCache(spec, num_blocks, block_size, loaded.dtype, loaded.device),
         make_attention(config.model.attention, backend, spec.layers, loaded.dtype),
         slots,
-        Sampler(batch.max_running, spec.num_logits, loaded.device, argmax=argmax),
+        Sampler(
+            batch.max_running,
+            spec.num_logits,
+            loaded.device,
+            argmax=argmax,
+            masked_argmax=backend.masked_argmax(),
+        ),
         max_rows=batch.max_running,
         states=loaded.state_memory(num_slots, num_spare),
     )

@@ -96,6 +96,11 @@ def _call_rules(
             raise InvalidArgument(
                 f"`{_TOOLS}` must have tools with a `name`, and `parameters` that are a schema", field=_TOOLS
             )
+        kind: Any = cast("dict[str, Any]", given).get("type", "object")
+        if isinstance(kind, str) and kind != "object":
+            raise InvalidArgument(
+                f"`{_TOOLS}` has `parameters` of type {ascii(kind[:40])}: arguments are an object", field=_TOOLS
+            )
         name, behind = check_id(called, field=_TOOLS), f"behind_{number}"
         begin = form.begin.replace("NAME", name)
         first = (form.head + form.begin).partition(form.mark)[2].replace("NAME", name)

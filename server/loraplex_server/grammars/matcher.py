@@ -12,10 +12,12 @@ import os
 import re
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
@@ -30,6 +32,7 @@ if TYPE_CHECKING:  # imported late: an engine runs without it, and then has no g
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 Bits = npt.NDArray[np.int32]
+Jobs = Sequence[tuple[GrammarMatcher, int, Sequence[int]]]  # see `allowed_tokens`
 
 # Others add spaces between tokens. Metaspace and Strip drop one at a text's begin, which is in the prompt.
 _PLAIN_DECODERS: Final = frozenset({"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"})
@@ -103,7 +106,7 @@ class Matcher:
         return int.from_bytes(self.inner.compute_bitmask(), "little") == 1 << end_id
 
 
-def allowed_tokens(jobs: Sequence[tuple[GrammarMatcher, int, Sequence[int]]], num_rows: int) -> Bits:
+def allowed_tokens(jobs: Jobs, num_rows: int) -> Bits:
     """Masks [num_rows, num_words] of the tokens that may come next, a bit for each. `jobs`: matchers, each with the
     first of its rows and its draft tokens, all of them legal; behind each draft token comes another row."""
     bits = np.zeros((num_rows, jobs[0][0].num_words), dtype=np.int32)
@@ -127,8 +130,52 @@ def _executor() -> LLExecutor:
     if not _executors:
         from llguidance import LLExecutor
 
-        _executors.append(LLExecutor(min(8, os.cpu_count() or 1)))
+        # A core is left to who waits for the masks, and does other work meanwhile.
+        _executors.append(LLExecutor(max(1, min(8, (os.cpu_count() or 1) - 1))))
     return _executors[0]
+
+
+class MaskThread:
+    """Makes masks beside the caller's other work. Owns the thread, which starts with the first ones."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[tuple[Jobs, int] | None] = SimpleQueue()
+        self._begun: SimpleQueue[None] = SimpleQueue()
+        self._made: SimpleQueue[Bits | BaseException] = SimpleQueue()
+        self._has_thread = False
+
+    def start(self, jobs: Jobs, num_rows: int) -> None:
+        """As `allowed_tokens`; nobody touches the matchers until `wait` has returned. To be called once for each."""
+        if not self._has_thread:
+            self._has_thread = True
+            queues = self._jobs, self._begun, self._made
+            threading.Thread(target=_make_masks, args=queues, name="masks", daemon=True).start()
+            weakref.finalize(self, self._jobs.put, None)
+        self._jobs.put((jobs, num_rows))
+        # The interpreter's lock changes hands here. Without this wait it would only when the caller next gives it back
+        # for long, which is in the model's own computation.
+        self._begun.get()
+
+    def wait(self) -> Bits:
+        """The masks. Raises what making them has raised."""
+        made = self._made.get()
+        if isinstance(made, BaseException):
+            raise made
+        return made
+
+
+def _make_masks(
+    jobs: SimpleQueue[tuple[Jobs, int] | None],
+    begun: SimpleQueue[None],
+    made: SimpleQueue[Bits | BaseException],
+) -> None:
+    while (job := jobs.get()) is not None:
+        begun.put(None)
+        try:
+            made.put(allowed_tokens(*job))
+        except BaseException as error:
+            made.put(error)
+        del job
 
 
 class Compiler:

@@ -319,6 +319,13 @@ class ModelRunner:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def _launch(self, spans: Sequence[Span]) -> _Launched:
+        try:
+            self._sampler.begin(spans)
+            return self._compute(spans)
+        finally:
+            self._sampler.end()
+
+    def _compute(self, spans: Sequence[Span]) -> _Launched:
         staged = self.mirror.stage(spans)
         if self._attention.needs_clean_blocks:
             self._cache.clear_blocks(staged.fresh_blocks)

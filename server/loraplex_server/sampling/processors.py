@@ -9,7 +9,7 @@ three here only where a warper follows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loraplex_contracts.plan import GrammarMatcher, NewSequence
-from loraplex_server.grammars.matcher import allowed_tokens
+from loraplex_contracts.plan import GrammarMatcher, NewSequence, Span
+from loraplex_server.grammars.matcher import Bits, MaskThread, allowed_tokens
 from loraplex_server.sampling.draw import DrawTable, truncate
 
 # Elements of the table of counts at once. On a CPU several rounds in the cache are faster than one beyond it.
@@ -250,14 +250,58 @@ class GrammarMask(Processor[GrammarMatcher]):
 
     bans = True
 
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self._thread = MaskThread()
+        self._coming: dict[int, int] | None = None  # of rows whose masks the thread makes, the first mask
+        self._made: tuple[dict[int, int], Bits] | None = None
+
     def state_of(self, sequence: NewSequence) -> GrammarMatcher | None:
         return sequence.matcher
 
+    def begin(self, spans: Sequence[Span]) -> None:
+        """Has the masks of a step's spans made, beside other work."""
+        if not self._states:
+            return
+        self.end()
+        jobs: list[tuple[GrammarMatcher, int, Sequence[int]]] = []
+        firsts: dict[int, int] = {}
+        num_masks = 0
+        for span in spans:
+            if span.num_samples and (matcher := self._states.get(span.row)) is not None:
+                firsts[span.row] = num_masks
+                jobs.append((matcher, num_masks, span.draft))
+                num_masks += span.num_samples
+        if jobs:
+            self._thread.start(jobs, num_masks)
+            self._coming = firsts
+
+    def end(self) -> None:
+        """Lets go of the masks, when the step is over."""
+        if self._coming is not None:
+            self._take()
+        self._made = None
+
+    def _take(self) -> None:
+        assert self._coming is not None
+        firsts, self._coming = self._coming, None
+        self._made = firsts, self._thread.wait()
+
+    def masks(self, rows: Sequence[int], drafts: Mapping[int, Sequence[int]]) -> Bits:
+        """Of samples, by their row: a row's follow each other, behind its last token, then behind each of its draft
+        tokens."""
+        firsts = [i for i, row in enumerate(rows) if i == 0 or row != rows[i - 1]]
+        if self._coming is not None:
+            self._take()
+        if self._made is not None and all(rows[first] in self._made[0] for first in firsts):
+            of_rows, bits = self._made
+            places = [of_rows[row] + i - first for first, row, i in _in_runs(rows)]
+            return bits if places == list(range(len(bits))) else bits[places]
+        jobs = [(self._states[rows[first]], first, drafts.get(rows[first], ())) for first in firsts]
+        return allowed_tokens(jobs, len(rows))
+
     def apply(self, part: Part, states: list[GrammarMatcher]) -> None:
-        # A row's positions follow each other: behind its last token, then behind each of its draft tokens.
-        firsts = [i for i, row in enumerate(part.rows) if i == 0 or row != part.rows[i - 1]]
-        jobs = [(states[first], first, part.drafts.get(part.rows[first], ())) for first in firsts]
-        bits = allowed_tokens(jobs, len(states))
+        bits = self.masks(part.rows, part.drafts)
         if part.scores.device.type == "cpu":
             rows = slice(None) if len(part.members) == len(part.scores) else part.members
             scores = part.scores.numpy()
@@ -268,6 +312,15 @@ class GrammarMask(Processor[GrammarMatcher]):
         scores = part.scores.index_select(0, part.idx)
         removed = scores - torch.inf  # as above
         part.scores.index_copy_(0, part.idx, torch.where(is_allowed, scores, removed))
+
+
+def _in_runs(rows: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Each place with its row, and the place at which the run of that row begins."""
+    first = 0
+    for i, row in enumerate(rows):
+        if row != rows[first]:
+            first = i
+        yield first, row, i
 
 
 # [256, 8] float32: infinity where a bit of a byte, the lowest first, is 0.

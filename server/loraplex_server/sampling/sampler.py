@@ -17,10 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loraplex_contracts.plan import NewSequence
+from loraplex_contracts.plan import NewSequence, Span
 from loraplex_contracts.request import PositionLogprobs
+from loraplex_server.layers.masks import RowMasks
 from loraplex_server.sampling.draw import DrawTable, NoiseField, draw_dense, draw_narrow, draw_open, row_argmax
-from loraplex_server.sampling.processors import Part, Truncation, processors
+from loraplex_server.sampling.processors import GrammarMask, Part, Truncation, processors
 
 # Features of a sample, as bits; above them one for each processor.
 _DRAWS, _TRUNCATES, _LOGPROBS, _FIRST_PROCESSOR = 1, 2, 4, 8
@@ -33,6 +34,7 @@ _NO_DRAFTS: Mapping[int, Sequence[int]] = {}
 _MAX_ELEMENTS = 1 << 24
 
 Argmax = Callable[[Tensor], tuple[Tensor, Tensor]]
+MaskedArgmax = Callable[[Tensor, RowMasks], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,18 +159,29 @@ class Sampled:
 
 class Sampler:
     """Draws tokens with the parameters of `max_rows` rows. `device` is that of the logits; `argmax` returns the largest
-    value of each row and its index, the lowest one on ties, and NaN for a row with a NaN."""
+    value of each row and its index, the lowest one on ties, and NaN for a row with a NaN. `masked_argmax` does so among
+    the values that the row's mask allows, and returns NaN where another one is infinite; of float32 and bfloat16."""
 
     def __init__(
-        self, max_rows: int, vocab_size: int, device: torch.device | str, *, argmax: Argmax = row_argmax
+        self,
+        max_rows: int,
+        vocab_size: int,
+        device: torch.device | str,
+        *,
+        argmax: Argmax = row_argmax,
+        masked_argmax: MaskedArgmax | None = None,
     ) -> None:
         self._device = torch.device(device)
         self._argmax = argmax
+        self._masked_argmax = masked_argmax
         self._noise = NoiseField(vocab_size, self._device)
         self._draws = DrawTable(max_rows, vocab_size)
         made = processors(vocab_size, self._draws)
         self._processors = tuple((_FIRST_PROCESSOR << idx, one) for idx, one in enumerate(made))
         self._bans = sum(bit for bit, processor in self._processors if processor.bans)
+        ((self._grammars, self._grammar_mask),) = (
+            (bit, one) for bit, one in self._processors if isinstance(one, GrammarMask)
+        )
         self._features = [0] * max_rows
         self._num_top = [0] * max_rows
 
@@ -194,6 +207,16 @@ class Sampler:
                 processor.clear(row)
         self._features[row] = 0
 
+    def begin(self, spans: Sequence[Span]) -> None:
+        """Starts what needs no logits: masks of grammars. On a GPU the host has the time for it later, while the device
+        computes."""
+        if self._device.type == "cpu":
+            self._grammar_mask.begin(spans)
+
+    def end(self) -> None:
+        """The step is over, in whatever way."""
+        self._grammar_mask.end()
+
     def sample(
         self,
         logits: Tensor,
@@ -210,12 +233,17 @@ class Sampler:
         """
         host_rows, host_positions = _as_list(rows), _as_list(positions)
         features = self._features_at(host_rows, host_positions)
+        can_mask = self._masked_argmax is not None and logits.dtype in (torch.float32, torch.bfloat16)
+        masked = _only(features, self._grammars) if can_mask else []
         special, banned = _with(features, _SPECIAL), tuple(_with(features, self._bans))
+        if masked:
+            special = [idx for idx in special if idx not in masked]
         empty: Tensor | None = None
         num_samples = len(host_rows)
         if len(special) < num_samples:
-            best, token_ids = self._argmax(logits)
+            best, token_ids = self._largest(logits, masked, host_rows, drafts)
             bad = (best - best).ne(0)  # NaN for infinity and NaN; a third of the time of `isfinite`
+            empty = best == -torch.inf if masked else None
         else:
             token_ids = torch.zeros(num_samples, dtype=torch.int64, device=self._device)
             bad = torch.zeros(num_samples, dtype=torch.bool, device=self._device)
@@ -226,7 +254,8 @@ class Sampler:
             token_ids.index_copy_(0, idx, special_ids)
             bad.index_copy_(0, idx, ~best.isfinite())
             if banned:
-                empty = torch.zeros_like(bad).index_copy_(0, idx, best == -torch.inf)
+                empty = torch.zeros_like(bad) if empty is None else empty
+                empty.index_copy_(0, idx, best == -torch.inf)
         token_ids.masked_fill_(bad, 0)
         wanted = _with(features, _LOGPROBS)
         if not wanted:
@@ -234,6 +263,18 @@ class Sampler:
         num_top = [self._num_top[host_rows[sample]] for sample in wanted]
         logprobs = compute_logprobs(self._take(logits, wanted), self._take(token_ids, wanted), num_top)
         return Sampled(token_ids, bad, logprobs, tuple(wanted), empty, banned)
+
+    def _largest(
+        self, logits: Tensor, masked: list[int], rows: list[int], drafts: Mapping[int, Sequence[int]]
+    ) -> tuple[Tensor, Tensor]:
+        """As `argmax`, of the samples `masked` among the tokens that their grammars allow."""
+        if not masked or self._masked_argmax is None:
+            return self._argmax(logits)
+        bits = self._grammar_mask.masks([rows[idx] for idx in masked], drafts)
+        numbers = [-1] * len(rows)
+        for number, idx in enumerate(masked):
+            numbers[idx] = number
+        return self._masked_argmax(logits, RowMasks(numbers, bits))
 
     def _features_at(self, rows: list[int], positions: list[int]) -> list[int]:
         """Features of each sample, without the processors that are not due at its position."""
@@ -315,6 +356,11 @@ class _Step:
     def select(self, members: list[int]) -> tuple[list[int], list[int]]:
         """Rows and positions of the samples `members`."""
         return [self._rows[i] for i in members], [self._positions[i] for i in members]
+
+
+def _only(features: list[int], bit: int) -> list[int]:
+    """Those that need nothing but this beside an argmax."""
+    return [idx for idx, value in enumerate(features) if value & _SPECIAL == bit]
 
 
 def _with(features: list[int], mask: int) -> list[int]:

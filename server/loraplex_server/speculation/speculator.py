@@ -293,6 +293,7 @@ def choose(
                 raise FailedPrecondition(
                     "there are no Medusa heads for this request: its adapter brings none and the server has no "
                     "--default-medusa; name some in `speculation.medusa.adapter_id`",
+                    field="speculation.medusa",
                     resource="speculation.medusa",
                 )
             proposers = (MEDUSA,)

@@ -31,7 +31,7 @@ from loraplex_server.layers.linear import BaseLinearFactory
 from loraplex_server.layers.lora import SegmentedDense, SegmentedLora
 from loraplex_server.layers.quantization import WeightFormat
 from loraplex_server.sampling.draw import row_argmax
-from loraplex_server.sampling.sampler import Argmax
+from loraplex_server.sampling.sampler import Argmax, MaskedArgmax
 
 # Of a step, up to which torch's operations are short: its other threads would spin on cores that the kernels need.
 # Decode steps of 32 took 114 ms with one thread and 138 with two, prompts of 2,048 tokens 2.0 and 1.9 s (250M hybrid).
@@ -113,6 +113,9 @@ class CpuBackend(Backend):
             return kernels.argmax(values) if values.dtype in DTYPES else row_argmax(values)
 
         return argmax
+
+    def masked_argmax(self) -> MaskedArgmax | None:
+        return None if self.kernels is None else self.kernels.argmax
 
     def torch_threads(self, num_tokens: int) -> AbstractContextManager[None]:
         return nullcontext() if self.kernels is None or num_tokens > FEW_TOKENS else _one_thread()

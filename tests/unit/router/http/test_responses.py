@@ -120,7 +120,7 @@ def test_an_answer() -> None:
     assert (found["id"], found["status"]) == ("resp_rid", "incomplete")
     assert found["incomplete_details"] == {"reason": "max_output_tokens"}
     (item,) = found["output"]
-    assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
+    assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "incomplete")
     assert item["content"] == [{"type": "output_text", "text": "hello", "annotations": [], "logprobs": []}]
     assert found["usage"] == {
         "input_tokens": 3, "input_tokens_details": {"cached_tokens": 1}, "output_tokens": 2,

@@ -361,6 +361,7 @@ def test_what_strict_tools_cannot_hold_is_named() -> None:
         ([{}], "", "chat.tools_json"),
         ([{"function": {"name": "a b"}}], "", "chat.tools_json"),
         ([{"function": {"name": "f", "parameters": [1]}}], "", "chat.tools_json"),
+        ([{"function": {"name": "f", "parameters": {"type": "array"}}}], "", "chat.tools_json"),
         ([{"function": {"name": "f", "parameters": {"divisibleBy": 2}}}], "", "chat.tools_json"),
         ([{"function": {"name": "f", "parameters": {"x": "y" * MAX_GRAMMAR_BYTES}}}], "", "chat.tools_json"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import threading
@@ -19,7 +20,7 @@ from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
 from loraplex_contracts.request import Grammar
 from loraplex_server.grammars import matcher as module
 from loraplex_server.grammars import source
-from loraplex_server.grammars.matcher import CompileLimit, Compiler, Grammars, Matcher, allowed_tokens
+from loraplex_server.grammars.matcher import CompileLimit, Compiler, Grammars, MaskThread, Matcher, allowed_tokens
 from loraplex_server.text.detokenizer import new_detokenizer
 from loraplex_server.text.vocabulary import Vocabulary
 
@@ -184,6 +185,27 @@ def test_masks_of_many_rows_at_once(grammars: Compiler) -> None:
     unpacked = np.unpackbits(bits.view(np.uint8), axis=1, count=NUM_LOGITS, bitorder="little")
     found = [text_of(np.flatnonzero(row)) for row in unpacked]
     assert found == ["a", "b", "c", "ab", "x", "y"]
+
+
+def test_masks_are_made_beside_other_work(grammars: Compiler) -> None:
+    matchers = [grammars.compile(source.regex(text)).copy() for text in ("abc", "a|b")]
+    jobs = [(matchers[0], 0, ids("ab")), (matchers[1], 3, [])]
+    thread = MaskThread()
+    for _ in range(3):
+        thread.start(jobs, 4)
+        assert np.array_equal(thread.wait(), allowed_tokens(jobs, 4))
+    thread.start([], 1)  # what `allowed_tokens` cannot do
+    with pytest.raises(IndexError):
+        thread.wait()
+    thread.start(jobs, 4)
+    assert np.array_equal(thread.wait(), allowed_tokens(jobs, 4))
+    names = [one.name for one in threading.enumerate()]
+    del thread
+    gc.collect()
+    for one in threading.enumerate():
+        if one.name == "masks" and names.count("masks") == 1:
+            one.join(10)
+            assert not one.is_alive()
 
 
 def test_ends_are_allowed_where_the_text_may_end(grammars: Compiler) -> None:

@@ -12,12 +12,15 @@ import torch
 from support.sampling_oracle import processed, sequence
 from torch import Tensor
 
+from loraplex_contracts.plan import Span
 from loraplex_contracts.request import SamplingParams
+from loraplex_server.grammars import matcher as matcher_module
+from loraplex_server.layers.masks import RowMasks
 from loraplex_server.sampling import processors
 from loraplex_server.sampling import sampler as module
 from loraplex_server.sampling.draw import DrawRows, NoiseField, draw_open, row_argmax
 from loraplex_server.sampling.processors import removed_by, unpack_bits
-from loraplex_server.sampling.sampler import Sampler
+from loraplex_server.sampling.sampler import HostSampled, Sampler
 
 VOCAB = 700
 # Option -> values of it; each is tested alone and with everything else, greedy and drawn.
@@ -113,31 +116,62 @@ def test_a_row_is_the_same_alone_and_in_a_batch() -> None:
     assert list(together) == alone
 
 
+def among(logits: Tensor, masks: RowMasks) -> tuple[Tensor, Tensor]:
+    """As the native kernels."""
+    scores = logits.clone()
+    for row, number in enumerate(masks.numbers):
+        if number >= 0:
+            scores[row] -= torch.from_numpy(removed_by(masks.bits[number : number + 1], VOCAB))[0]
+    return row_argmax(scores)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["when they are wanted", "ahead"])
+@pytest.mark.parametrize("masked_argmax", [None, among], ids=["by scores", "by argmax"])
 @pytest.mark.parametrize("free_draws", [False, True], ids=["all special", "beside another"])
-def test_grammars_mask_each_draft_position(monkeypatch: pytest.MonkeyPatch, free_draws: bool) -> None:
+def test_grammars_mask_each_draft_position(
+    monkeypatch: pytest.MonkeyPatch, free_draws: bool, masked_argmax: Any, is_ahead: bool
+) -> None:
     """Rows 0 and 2 have one, row 0 with a draft of two tokens; row 1 is free, row 3's allows nothing."""
     dice = np.random.default_rng(4)
     is_allowed = dice.random((5, VOCAB)) < 0.1
     is_allowed[4] = False
-    jobs: list[Any] = []
+    tokens, _ = histories(4)
+    matchers: list[Any] = [object(), None, object(), object()]
+    masks_of = {id(matchers[0]): is_allowed[:3], id(matchers[2]): is_allowed[3:4], id(matchers[3]): is_allowed[4:]}
+    num_made = 0
 
     def masks(given: list[Any], num_rows: int) -> npt.NDArray[np.int32]:
-        jobs.extend(given)
+        nonlocal num_made
+        num_made += num_rows
         padded = np.zeros((num_rows, -(-VOCAB // 32) * 32), dtype=bool)
-        padded[:, :VOCAB] = is_allowed
+        for matcher, first, draft in given:
+            assert draft == ((7, 8) if matcher is matchers[0] else ())
+            padded[first : first + len(draft) + 1, :VOCAB] = masks_of[id(matcher)]
         return np.packbits(padded, axis=1, bitorder="little").view(np.int32)
 
     monkeypatch.setattr(processors, "allowed_tokens", masks)
-    tokens, _ = histories(4)
-    sampler = Sampler(4, VOCAB, "cpu")
-    matchers: list[Any] = [object(), None, object(), object()]
+    monkeypatch.setattr(matcher_module, "allowed_tokens", masks)
+    sampler = Sampler(4, VOCAB, "cpu", masked_argmax=masked_argmax)
     drawing = (1, 2) if free_draws else (2,)
     for row, matcher in enumerate(matchers):
         new = sequence(tokens[row, :4].tolist(), SamplingParams(temperature=float(row in drawing)), row=row)
         sampler.set_row(row, replace(new, matcher=matcher))
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(5)) * 3
-    found = sampler.sample(logits, [0, 0, 0, 1, 2, 3], [6, 7, 8, 6, 6, 6], tokens, {0: (7, 8)}).to_host()
-    assert jobs == [(matchers[0], 0, (7, 8)), (matchers[2], 3, ()), (matchers[3], 4, ())]
+    spans = [
+        Span("d", 3, 6, 1, 1),  # in another order than the samples
+        *(Span("a", 0, 6, 3, 3, draft=(7, 8)), Span("b", 1, 6, 1, 1), Span("c", 2, 6, 1, 1), Span("e", 2, 0, 4, 0)),
+    ]
+
+    def sample() -> HostSampled:
+        if is_ahead:
+            sampler.begin(spans)
+        try:
+            return sampler.sample(logits, [0, 0, 0, 1, 2, 3], [6, 7, 8, 6, 6, 6], tokens, {0: (7, 8)}).to_host()
+        finally:
+            sampler.end()
+
+    found = sample()
+    assert num_made == 5, "each once"
     allowed = torch.from_numpy(is_allowed)
     masked = logits[[0, 1, 2, 4]].masked_fill(~allowed[:4], -torch.inf)
     assert found.token_ids[:3] == tuple(masked[:3].argmax(-1).tolist())
@@ -146,8 +180,11 @@ def test_grammars_mask_each_draft_position(monkeypatch: pytest.MonkeyPatch, free
     assert found.is_bad == (False, False, False, False, False, True)
     assert found.without_token == {5}
     logits[0, int((~allowed[0]).nonzero()[0])] = torch.nan  # of a token that may not come
-    found = sampler.sample(logits, [0, 0, 0, 1, 2, 3], [6, 7, 8, 6, 6, 6], tokens, {0: (7, 8)}).to_host()
+    found = sample()
     assert found.is_bad == (True, False, False, False, False, True)
+    sampler.begin(spans)  # of a step that was given up
+    sampler.end()
+    assert sample().without_token == {5}
 
 
 @pytest.mark.parametrize("num_bits", [1, 31, 32, 33, 700])

@@ -30,6 +30,7 @@ from loraplex_server.backends.cpu.native.library import (
     Step,
     Table,
 )
+from loraplex_server.layers.masks import RowMasks
 from loraplex_server.layers.quantization import INT4, INT8, QuantizedWeight, WeightFormat
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}  # lp::DType
@@ -224,14 +225,21 @@ class NativeKernels:
         )  # fmt: skip
         return y
 
-    def argmax(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """values [rows, n] -> the largest of each row (float32; NaN if one is) and its index, the lowest on ties."""
+    def argmax(self, values: Tensor, masks: RowMasks | None = None) -> tuple[Tensor, Tensor]:
+        """values [rows, n] -> the largest of each row (float32; NaN if one is) and its index, the lowest on ties. Of a
+        row with a mask the largest that it allows; NaN also where another value is infinite."""
+        numbers = bits = None
+        if masks is not None:
+            numbers, bits = torch.tensor(masks.numbers, dtype=torch.int32), masks.bits
+            if bits.shape[1] * 32 < values.shape[1] or not bits.flags.c_contiguous or max(masks.numbers) >= len(bits):
+                raise ValueError(f"masks {bits.shape} do not fit values {tuple(values.shape)}")
         rows = values if values.is_contiguous() else values.contiguous()
         best = torch.empty(rows.shape[0], dtype=torch.float32)
         where = torch.empty(rows.shape[0], dtype=torch.int64)
         self._functions.lp_argmax(
-            self._pool, DTYPES[rows.dtype], rows.data_ptr(), rows.shape[0], rows.shape[1], best.data_ptr(),
-            where.data_ptr(),
+            self._pool, DTYPES[rows.dtype], rows.data_ptr(), rows.shape[0], rows.shape[1],
+            None if numbers is None else numbers.data_ptr(), None if bits is None else bits.ctypes.data,
+            0 if bits is None else bits.shape[1], best.data_ptr(), where.data_ptr(),
         )  # fmt: skip
         return best, where
 

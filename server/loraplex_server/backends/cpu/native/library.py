@@ -208,7 +208,7 @@ KERNELS: Final[Mapping[str, Prototype]] = {
     "lp_convolve": _function(None, "pool dtype x x_stride weight bias width channels is_activated states out pieces"),
     "lp_scan": _function(None, "pool x step a b c channels n states out pieces", step=_POINTER),
     "lp_rms_norm": _function(None, "pool dtype x weight num_rows n eps offset narrows y"),
-    "lp_argmax": _function(None, "pool dtype x num_rows n best where"),
+    "lp_argmax": _function(None, "pool dtype x num_rows n masks bits num_words best where"),
     "lp_guess": _function(None, "pool guesses head hidden scratch best where", scratch=_struct(GuessScratch)),
     "lp_stack_scratch_bytes": _function(_LONG, "stack num_tokens max_rank"),
     "lp_stack_run": _function(None, "pool stack step"),

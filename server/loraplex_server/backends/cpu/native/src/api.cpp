@@ -228,11 +228,17 @@ LP_API void lp_rms_norm(lp::Pool* pool, int dtype, const void* x, const void* we
   });
 }
 
-// The largest value of each row of x [num_rows][n], and where it is first.
-LP_API void lp_argmax(lp::Pool* pool, int dtype, const void* x, int num_rows, int64_t n, float* best, int64_t* where) {
+// The largest value of each row of x [num_rows][n], and where it is first. masks [num_rows]: for each row, the number
+// of its mask, or -1; bits [..][num_words]: masks of the values that count; both may be null.
+LP_API void lp_argmax(lp::Pool* pool, int dtype, const void* x, int num_rows, int64_t n, const int32_t* masks,
+                      const uint32_t* bits, int64_t num_words, float* best, int64_t* where) {
   const auto turn = pool->take_turn();
   const lp::Kernels& kernels = *lp::current_kernels();
   const DType type = DType(dtype);
-  pool->run(num_rows, [&](int row, int) { kernels.argmax(type, lp::at(x, row * n, type), n, best + row, where + row); });
+  pool->run(num_rows, [&](int row, int) {
+    const bool is_free = masks == nullptr || masks[row] < 0;
+    const auto* allowed = is_free ? nullptr : (const uint8_t*)(bits + masks[row] * num_words);
+    kernels.argmax(type, lp::at(x, row * n, type), n, allowed, best + row, where + row);
+  });
 }
 }

@@ -42,7 +42,8 @@ struct LpGuessScratch {
 
 void lp_linear(lp::Pool* pool, int dtype, const void* x, int64_t x_stride, int num_rows, int64_t k, const void* packed,
                int format, int64_t num_outputs, const void* bias, void* y, int64_t y_stride);
-void lp_argmax(lp::Pool* pool, int dtype, const void* x, int num_rows, int64_t n, float* best, int64_t* where);
+void lp_argmax(lp::Pool* pool, int dtype, const void* x, int num_rows, int64_t n, const int32_t* masks,
+               const uint32_t* bits, int64_t num_words, float* best, int64_t* where);
 }
 
 namespace lp {
@@ -105,6 +106,6 @@ LP_API void lp_guess(lp::Pool* pool, const LpGuesses* guesses, const LpHead* hea
   }
   lp_linear(pool, guesses->dtype, scratch->x, n, num_rows, n, head->packed, head->format, head->num_outputs,
             head->bias, scratch->logits, head->num_outputs);
-  lp_argmax(pool, guesses->dtype, scratch->logits, num_rows, head->num_outputs, best, where);
+  lp_argmax(pool, guesses->dtype, scratch->logits, num_rows, head->num_outputs, nullptr, nullptr, 0, best, where);
 }
 }

@@ -157,8 +157,9 @@ struct Kernels {
   void (*add_rows)(DType, const float* c, int64_t stride, int m, int n, void* inout, int64_t inout_stride);
   void (*add_bias)(DType, const void* bias, int n, float* c);      // c += bias
 
-  // The largest of x[n] and where it is first; NaN if there is one.
-  void (*argmax)(DType, const void* x, int64_t n, float* best, int64_t* at);
+  // The largest of x[n] and where it is first; NaN if there is one. `allowed`: a bit for each, the lowest first, of
+  // those that count, in whole bytes for 16 of them, or null; infinity among the others gives NaN.
+  void (*argmax)(DType, const void* x, int64_t n, const uint8_t* allowed, float* best, int64_t* at);
 
   void (*attend)(DType, const AttendTask&, float* scratch);
   int (*attend_rows)(DType);  // queries times heads that are fastest together

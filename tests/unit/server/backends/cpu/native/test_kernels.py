@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import pytest
 import torch
 from support.guarded_memory import at_end, at_start
@@ -19,6 +20,7 @@ from loraplex_server.backends.cpu.native import library as library_module
 from loraplex_server.backends.cpu.native.build import LIBRARY
 from loraplex_server.backends.cpu.native.kernels import NativeKernels, PackedWeight
 from loraplex_server.backends.cpu.native.library import IDENTITY, KERNELS, Library
+from loraplex_server.layers.masks import RowMasks
 from loraplex_server.layers.quantization import INT4, INT8, WeightFormat
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -268,3 +270,32 @@ def test_packed_weights_come_back(
     packed = packing.pack_pair(*pair, form)
     for which, weight in enumerate(pair):
         assert torch.equal(packed.of_pair(which, 40), weight)
+
+
+# --- the largest value ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 31, 32, 33, 1000])
+def test_the_largest_among_those_that_a_mask_allows(dtype: torch.dtype, size: int, kernels: NativeKernels) -> None:
+    num_words = -(-size // 32)
+    dice = np.random.default_rng(size)
+    words = dice.integers(0, 1 << 32, (3, num_words), dtype=np.uint32).view(np.int32)
+    words[1] = 0
+    is_allowed = np.unpackbits(words.view(np.uint8), axis=1, count=size, bitorder="little").astype(bool)
+    values = at_end(torch.randint(-9, 9, (5, size)).to(dtype))  # with ties
+    numbers = [2, -1, 0, 1, 2]
+    best, where = kernels.argmax(values, RowMasks(numbers, words))
+    for row, number in enumerate(numbers):
+        allowed = torch.ones(size, dtype=torch.bool) if number < 0 else torch.from_numpy(is_allowed[number])
+        want = values[row].float().masked_fill(~allowed, -torch.inf)
+        assert best[row] == want.max()
+        assert torch.isinf(best[row]) or where[row] == int((want == want.max()).nonzero()[0])
+    for bad in (torch.nan, torch.inf):
+        wild = values.clone()
+        wild[0, -1] = wild[3, 0] = bad
+        best, _ = kernels.argmax(wild, RowMasks(numbers, words))
+        assert not best[[0, 3]].isfinite().any(), "also where it is not allowed"
+        assert torch.isneginf(best[0]) == torch.isneginf(best[3]) == torch.tensor(False)
+    with pytest.raises(ValueError, match="do not fit"):
+        kernels.argmax(torch.zeros(1, 32 * num_words + 1, dtype=dtype), RowMasks([0], words))

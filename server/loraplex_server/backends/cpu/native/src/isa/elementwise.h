@@ -171,14 +171,32 @@ static void add_bias(DType dtype, const void* bias, int n, float* c) {
     bias_row<BF16>((const bf16*)bias, n, c);
 }
 
+// Infinity for each of eight numbers whose bit is 0, the lowest first.
+struct RemovedByByte {
+  alignas(32) float of[256][8];
+  constexpr RemovedByByte() : of() {
+    for (int byte = 0; byte < 256; byte++)
+      for (int bit = 0; bit < 8; bit++) of[byte][bit] = byte >> bit & 1 ? 0.0f : __builtin_inff();
+  }
+};
+static constexpr RemovedByByte kRemovedByByte;
+
+static inline Floats removed_by(const uint8_t* bits) {
+  alignas(64) float removed[16];
+  __builtin_memcpy(removed, kRemovedByByte.of[bits[0]], sizeof(kRemovedByByte.of[0]));
+  __builtin_memcpy(removed + 8, kRemovedByByte.of[bits[1]], sizeof(kRemovedByByte.of[0]));
+  return load(removed, first(16));
+}
+
 template <class D>
-static void argmax_row(const typename D::T* x, int64_t n, float* best, int64_t* at) {
+static void argmax_row(const typename D::T* x, int64_t n, const uint8_t* allowed, float* best, int64_t* at) {
   Floats top = all(-__builtin_inff());
   Words where = no_words();
   Mask nan = nowhere();
   for (int64_t i = 0; i < n; i += 16) {
     const Part part = first((int)(n - i > 16 ? 16 : n - i));
-    const Floats v = load(x + i, part);
+    Floats v = load(x + i, part);
+    if (allowed != nullptr) v = sub(v, removed_by(allowed + i / 8));
     nan = either(nan, is_nan(v));
     const Mask larger = is_larger(lanes(part), v, top);
     top = select(top, larger, v);
@@ -189,11 +207,11 @@ static void argmax_row(const typename D::T* x, int64_t n, float* best, int64_t* 
   *at = any(nan) ? 0 : smallest(equals(top, all(found)), where);
 }
 
-static void argmax(DType dtype, const void* x, int64_t n, float* best, int64_t* at) {
+static void argmax(DType dtype, const void* x, int64_t n, const uint8_t* allowed, float* best, int64_t* at) {
   if (dtype == DType::F32)
-    argmax_row<F32>((const float*)x, n, best, at);
+    argmax_row<F32>((const float*)x, n, allowed, best, at);
   else
-    argmax_row<BF16>((const bf16*)x, n, best, at);
+    argmax_row<BF16>((const bf16*)x, n, allowed, best, at);
 }
 
 }  // namespace LP_ISA
