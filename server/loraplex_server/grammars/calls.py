@@ -99,7 +99,7 @@ def _call_rules(
         kind: Any = cast("dict[str, Any]", given).get("type", "object")
         if isinstance(kind, str) and kind != "object":
             raise InvalidArgument(
-                f"`{_TOOLS}` has `parameters` of type {ascii(kind[:40])}: arguments are an object", field=_TOOLS
+                f"`{_TOOLS}` has `parameters` of type {kind[:40]!a}: arguments are an object", field=_TOOLS
             )
         name, behind = check_id(called, field=_TOOLS), f"behind_{number}"
         begin = form.begin.replace("NAME", name)
