@@ -28,7 +28,7 @@ from loraplex_contracts.errors import (
     UnsafeFormat,
     UnsupportedModel,
 )
-from loraplex_server.model.loader import reading
+from loraplex_server.model.loader import reading_files
 from loraplex_training.corpus import Prompt
 
 
@@ -138,7 +138,7 @@ def load_target(base: str, adapter: Path | None, *, dtype: torch.dtype | None, d
     AdapterNotFound and AdapterInvalid."""
     if adapter is not None:
         check_adapter(adapter)
-    with reading(base):
+    with reading_files(base):
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
         tokenizer: Any = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
         model: Any = AutoModelForCausalLM.from_pretrained(

@@ -30,6 +30,7 @@ from loraplex_server.model.loader import (
     DTYPES,
     adopt_model,
     reading,
+    reading_files,
     refuse_class,
     refuse_config,
     resolve_device,
@@ -37,6 +38,7 @@ from loraplex_server.model.loader import (
 from loraplex_server.model.medusa_model import served_model
 from loraplex_server.model.mixers.install import install_mixers
 from loraplex_server.model.mxfp4 import is_mxfp4
+from loraplex_server.model.places import reaching_hub
 from loraplex_server.model.probe import TRIAL_RAISED
 from loraplex_server.model.tiny import Widths, tiny_config
 
@@ -83,7 +85,7 @@ def examine_model(model: str, *, dtype: str = "auto", device: str = "auto", revi
     backend = choose_backend(resolve_device(device))
     report = ModelReport(model=model, family="", verdict="refused", reason="")
     try:
-        with served_model(model, revision) as served, reading(served.base):
+        with reaching_hub([(model, revision)]), served_model(model, revision) as served, reading_files(served.base):
             config = AutoConfig.from_pretrained(served.base, revision=served.revision, trust_remote_code=False)
         report["family"] = config.model_type
         refuse_config(config, model)

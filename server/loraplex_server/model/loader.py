@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -54,6 +53,7 @@ from loraplex_server.model.language import has_other_parts, language_class, read
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.mxfp4 import dequantising, is_mxfp4
 from loraplex_server.model.own_attention import has_known_form, install_attention, use_attention
+from loraplex_server.model.places import reaching_hub
 from loraplex_server.model.probe import (
     ATTENTION_LAYERS,
     KEPT,
@@ -107,16 +107,14 @@ def load_model(
     `amend` may change the weights first (merge an adapter, say). Other arguments are those of adopt_model.
     """
     target = resolve_device(device)
-    if model_id.startswith(("/", ".", "~")) and not Path(model_id).exists():
-        raise UnsupportedModel(f"{model_id} cannot be loaded: there is no such directory")
-    with reading(model_id):
+    with reading_files(model_id, revision):
         config = AutoConfig.from_pretrained(model_id, revision=revision, trust_remote_code=False)
     refuse_config(config, model_id)
     refuse_class(config, model_id)
     register_attention()
     if dtype != "auto" and dtype not in DTYPES:
         raise InvalidArgument(f"{dtype!r} is not a dtype; use auto or one of {', '.join(DTYPES)}", field="--dtype")
-    with reading(model_id), telling_of_weights(progress) as how:
+    with reading_files(model_id, revision), telling_of_weights(progress) as how:
         model = read_language_model(
             model_id,
             copy.deepcopy(config),
@@ -511,6 +509,13 @@ def _rope_types(parameters: Any) -> set[str]:
     for nested in parameters.values():
         found |= _rope_types(nested)
     return found
+
+
+@contextmanager
+def reading_files(model_id: str, revision: str | None = None) -> Generator[None]:
+    """As `reading`, for a block that may ask the Hub: one that does not answer is found out first."""
+    with reaching_hub([(model_id, revision)]), reading(model_id):
+        yield
 
 
 @contextmanager

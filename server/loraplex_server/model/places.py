@@ -18,7 +18,7 @@ from loraplex_server.config import EngineConfig
 Model = tuple[str, str | None]  # directory or Hub id, and revision
 
 HUB_ID: Final = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")
-MAX_WAIT_S: Final = 3.0
+MAX_WAIT_S: Final = 4.0
 
 
 def check_places(config: EngineConfig) -> None:
