@@ -287,6 +287,8 @@ class Call(Generic[_Answer]):
 
 # Words of gRPC's -> what is the matter, and what to do. The first that is found counts.
 _REMEDIES: Final = (
+    ("errors resolving", "no address is known for this name; check it (target, --server)"),
+    ("DNS resolution", "no address is known for this name; check it (target, --server)"),
     (
         "Hostname Verification Check failed",
         "its certificate has another name; use that name as the address, or as Tls(server_name=...) (--tls-name)",

@@ -274,7 +274,9 @@ _OVER_LIMIT: Final = re.compile(r"(SERVER|CLIENT): (Received|Sent) message large
 _UNPACKED_OVER_LIMIT: Final = "Decompressed message larger than max"
 _METADATA_OVER_LIMIT: Final = re.compile(r"received metadata size exceeds (hard|soft) limit")
 # No connection came about: the request was certainly never sent.
-_NEVER_SENT: Final = re.compile("failed to connect to all addresses|connections to all backends failing|DNS resolution")
+_NEVER_SENT: Final = re.compile(
+    "failed to connect to all addresses|connections to all backends failing|DNS resolution|errors resolving"
+)
 _WHY: Final = re.compile(r"last error: [A-Z_]+: (?:\w+:\S+: )?(?:Failed to connect to remote host: )?(.+)")
 _NO_METHOD: Final = "Method not found!"
 _RESET: Final = "RST_STREAM"

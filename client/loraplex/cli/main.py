@@ -88,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 still gets the rest of the text
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="strict")  # bytes that are no text are refused, whatever the locale
     commands = find_commands()
     completed = words_to_complete()  # there are no arguments then
     wanted = next((word for word in completed or arguments[:1] if word in commands), None)

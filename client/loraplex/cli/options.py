@@ -225,7 +225,7 @@ def read_text(path: str, *, flag: str) -> str:
         where = "standard input" if path == "-" else f"the file of {flag}"
         raise InvalidArgument(f"{where} is not text in UTF-8", field=flag) from error
     except OSError as error:
-        raise InvalidArgument(f"the file of {flag} cannot be read: {error}", field=flag) from error
+        raise InvalidArgument(f"{path}, the file of {flag}, cannot be read: {error.strerror}", field=flag) from error
 
 
 def read_json(path: str, *, flag: str) -> Any:

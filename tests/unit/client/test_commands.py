@@ -221,8 +221,10 @@ def test_prompt_from_stdin(fake: Any, monkeypatch: pytest.MonkeyPatch, given: st
     assert fake.seen[0].request.text == prompt
 
 
-def test_stdin_that_is_no_text(fake: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\xff"), encoding="utf-8"))
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the second in the locale C
+def test_stdin_that_is_no_text(errors: str, fake: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    given = io.TextIOWrapper(io.BytesIO(b"\xff\xfe\xff"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr(sys, "stdin", given)
     assert main(["generate", "-", "-s", fake.address]) == 2
     assert "UTF-8" in capsys.readouterr().err
 
@@ -476,3 +478,9 @@ def test_doctor_in_words(capsys: Capture) -> None:
     out = capsys.readouterr().out
     assert "extra server\tcomplete" in out
     assert "attention torch\tusable" in out
+
+
+def test_a_name_without_an_address_is_named(capsys: Capture) -> None:
+    assert main(["generate", "x", "-s", "nowhere.invalid:5", "--retries", "0"]) == 1
+    expected = "the server at nowhere.invalid:5 cannot be reached: no address is known for this name; check it"
+    assert expected in capsys.readouterr().err

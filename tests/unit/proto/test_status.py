@@ -355,6 +355,12 @@ HTTP1 = (
             "DNS resolution failed for nowhere:1: C-ares status is not ARES_SUCCESS",
             errors.ServerUnreachable,
         ),
+        (
+            Code.UNAVAILABLE,
+            "errors resolving nowhere:1: [field:hostname lookup error:address lookup failed for nowhere:1: "
+            "Domain name not found]",
+            errors.ServerUnreachable,
+        ),
         (Code.UNAVAILABLE, HTTP1, errors.ServerUnreachable),
         (Code.CANCELLED, "", errors.ConnectionLost),
         (Code.CANCELLED, "Locally cancelled by application!", errors.Cancelled),
