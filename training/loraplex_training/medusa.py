@@ -127,8 +127,8 @@ def _check_room(scratch: Path, examples: Sequence[Example], target: Target, reci
     free = shutil.disk_usage(scratch).free
     if wanted > free:
         raise DiskFull(
-            f"the hidden states of {num_rows} positions need {wanted / 1e9:.1f} GB beside --out, where "
-            f"{free / 1e9:.1f} GB are free; give fewer examples or another --out",
+            f"the hidden states of {num_rows} positions need {wanted / 2**20:,.1f} MiB beside --out, where "
+            f"{free / 2**20:,.1f} MiB are free; give fewer examples or another --out",
             resource=str(scratch.parent),
         )
 

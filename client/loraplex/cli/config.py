@@ -9,6 +9,7 @@ import typer
 
 from loraplex import InvalidArgument
 from loraplex.cli import terminal
+from loraplex.cli.help import Command
 from loraplex.cli.options import JsonOption
 from loraplex_runtime.config import COMMANDS, near_name, setting_of, settings_of, source_of, value_shown
 
@@ -43,7 +44,7 @@ def settings_in_force(command: str, arguments: list[str]) -> list[dict[str, Any]
 
     module, _, name = KNOWN[command].target.partition(":")
     app = typer.Typer(add_completion=False)
-    app.command(command)(getattr(import_module(module), name))
+    app.command(command, cls=Command)(getattr(import_module(module), name))
     found: Any = typer.main.get_command(app)
     for one in found.params:
         one.required = False  # MODEL
