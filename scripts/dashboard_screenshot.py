@@ -195,6 +195,7 @@ def page(address: str, start_s: float, end_s: float) -> str:
         f".panel{{float:left;width:{WIDTH}px;margin:3px;border:1px solid #ddd;padding:3px}}"
         "svg{display:block;background:#fafafa} text{font-size:9px;fill:#666} .legend{height:26px;overflow:hidden}"
     )
+    parts.append('<div style="clear:both"></div>')  # so that the page is as high as its last panels
     return f"<!doctype html><meta charset=utf-8><title>Loraplex</title><style>{style}</style>{''.join(parts)}"
 
 

@@ -247,6 +247,19 @@ def test_router_frozen(whole: Fleet, tiny_world: TinyWorld) -> None:
     assert not runs(frozen["pid"])
 
 
+@pytest.mark.nightly
+async def test_controller_of_serve_killed(whole: Fleet) -> None:
+    """Ray starts it again, and it finds the replicas that there are."""
+    (controller,) = [one for node in whole.nodes for one in node.processes("ray::ServeController")]
+    pids = {one["pid"] for kind in ("worker", "router") for one in whole.serving(kind)}
+    async with asking(whole.router, 4) as ends:
+        controller.kill()
+        await asyncio.sleep(15)  # longer than three checks of its health
+    await asyncio.to_thread(whole.up)
+    assert {one["pid"] for kind in ("worker", "router") for one in whole.serving(kind)} == pids
+    assert set(ends) == {"ok"}, ends
+
+
 @pytest.mark.slow
 async def test_directory_killed(whole: Fleet) -> None:
     (directory,) = [one for node in whole.nodes for one in node.processes("ray::Directory")]
