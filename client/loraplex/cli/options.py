@@ -133,8 +133,9 @@ class Connection:
 def complete_adapter(ctx: typer.Context, incomplete: str) -> list[str]:
     """Adapters of the server that the command line, or the environment, names; none, and no words, where it does not
     answer: they would land in the user's command line."""
-    logging.getLogger("loraplex").setLevel(logging.CRITICAL)
-    given: Any = ctx.params
+    log, given = logging.getLogger("loraplex"), cast("Any", ctx.params)
+    level = log.level
+    log.setLevel(logging.CRITICAL)
     try:
         connection = configure(Connection, list(flags_of(Connection)), given, {})
         quick = replace(connection, timeout_s=_TAB_S, connect_timeout_s=_TAB_S, retries=0)
@@ -142,6 +143,8 @@ def complete_adapter(ctx: typer.Context, incomplete: str) -> list[str]:
             return [one.adapter_id for one in client.adapters.list(prefix=incomplete)]
     except LoraplexError:
         return []
+    finally:
+        log.setLevel(level)
 
 
 NameArgument = Annotated[

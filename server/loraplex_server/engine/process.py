@@ -177,7 +177,7 @@ def _read(conn: Connection, inbox: queue.SimpleQueue[Command], kill_after: Calla
         # Nothing counts after a Shutdown, and the connection is closed soon.
         while not isinstance(command := conn.recv(), Shutdown):
             inbox.put(command)
-    except (EOFError, OSError):
+    except (EOFError, OSError, TypeError):  # TypeError: `serve_engine` has closed it amid a message
         inbox.put(Shutdown())
         kill_after(ORPHAN_END_S)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ def complete(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
         main()
         captured = capfd.readouterr()
         assert captured.err == ""
+        assert logging.getLogger("loraplex").level == logging.NOTSET  # silent for no longer than it takes
         return captured.out.split()
 
     return run

@@ -113,7 +113,8 @@ async def test_a_file_is_followed_and_keeps_the_last_view(tmp_path: Path, caplog
     waiting = asyncio.ensure_future(following(changes))
     with caplog.at_level(logging.WARNING):
         for raw in (b"", b"h:3", b"h:1\nh:1\n", b"\xff\n"):
-            path.write_bytes(raw)
+            (tmp_path / "next").write_bytes(raw)
+            (tmp_path / "next").replace(path)  # never seen half written
             await asyncio.sleep(10 * INTERVAL_S)
         for make in (path.unlink, partial(os.mkfifo, path), path.unlink, path.mkdir):
             make()
