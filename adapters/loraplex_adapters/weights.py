@@ -179,6 +179,11 @@ class AdapterWeights:
         return (*more, *self.saved)
 
     @property
+    def paths_beyond_rescaling(self) -> tuple[str, ...]:
+        """Modules where it has more than a low-rank term, a gain and a shift of one weight."""
+        return (*(path for path, one in self.factors.items() if one.has_experts), *self.saved)
+
+    @property
     def max_rank(self) -> int:
         return max((f.rank for f in self.factors.values()), default=0)
 

@@ -194,7 +194,7 @@ def test_logits_have_the_same_bits_in_any_batch(isa: str, family: str, dtype: to
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_beside_richer_adapters_have_the_same_bits(best: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """DoRA, biases and saved norms are computed by the model's own layers, the rows beside them by the stack."""
+    """Saved norms are computed by the model's own layers, DoRA, biases and the rows beside them by the stack."""
     base = make_dense(native_model("llama", dtype))
     specs = (
         SPECS[0],

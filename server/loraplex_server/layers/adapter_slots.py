@@ -41,6 +41,8 @@ class AdapterSlots:
         self.targets = _side_by_side(targets)
         # Modules with more than low-rank terms of linears and embeddings, by the slots of such adapters.
         self._not_plain: dict[int, tuple[str, ...]] = {}
+        # The same of modules with more than low-rank terms, gains and shifts.
+        self._not_rescaled: dict[int, tuple[str, ...]] = {}
         self._routers = {path for path, module in targets.items() if isinstance(module, AdaptedRouter)}
         self._norms: Mapping[str, NormPlace] = norms or {}
         self._saved: list[list[dict[int, Any]]] = [[] for _ in range(num_slots)]  # where a slot's own parameters are
@@ -63,11 +65,12 @@ class AdapterSlots:
         """The adapter in `slot`."""
         return self._installed[slot]
 
-    def are_plain(self, segments: Sequence[Segment], within: str = "") -> bool:
+    def are_plain(self, segments: Sequence[Segment], within: str = "", *, or_rescaled: bool = False) -> bool:
         """Whether the adapters of these segments have nothing but low-rank terms of linears and embeddings, in modules
-        whose path begins with `within`."""
-        return not self._not_plain or not any(
-            path.startswith(within) for segment in segments for path in self._not_plain.get(segment.adapter_slot, ())
+        whose path begins with `within`. `or_rescaled`: or gains and shifts beside them."""
+        others = self._not_rescaled if or_rescaled else self._not_plain
+        return not others or not any(
+            path.startswith(within) for segment in segments for path in others.get(segment.adapter_slot, ())
         )
 
     def install(self, slot: int, weights: AdapterWeights | None) -> None:
@@ -94,12 +97,14 @@ class AdapterSlots:
             tensor[:, slot] = upload(torch.tensor([row[idx] for row in rows], dtype=tensor.dtype), tensor.device)
         self._installed[slot] = weights
         self._install_saved(slot, weights.saved if weights is not None else {})
-        self._not_plain.pop(slot, None)
-        paths = (
-            () if weights is None else (*weights.paths_beyond_low_rank, *self._routers.intersection(weights.factors))
-        )
-        if paths:
-            self._not_plain[slot] = paths
+        for others in (self._not_plain, self._not_rescaled):
+            others.pop(slot, None)
+        if weights is not None:
+            routers = self._routers.intersection(weights.factors)
+            if paths := (*weights.paths_beyond_low_rank, *routers):
+                self._not_plain[slot] = paths
+            if paths := (*weights.paths_beyond_rescaling, *routers):
+                self._not_rescaled[slot] = paths
         self._ranks_by_slot[slot] = max((rank for _, _, rank, _ in rows), default=0)
         self.max_rank = max(self._ranks_by_slot)
 

@@ -65,6 +65,9 @@ class FactorTable:
         self.scales = torch.zeros(num_slots, dtype=torch.float32, device=device)
         self.derived: Derived | None = None
         self.rescaled: set[int] = set()  # slots with a gain or a shift
+        # Of those, on the host: only native code of CPUs reads them.
+        self.gain_ptrs = torch.zeros(num_slots, dtype=torch.int64)
+        self.shift_ptrs = torch.zeros(num_slots, dtype=torch.int64)
 
     def set(self, slot: int, factors: LoraFactors | None) -> None:
         """Puts `factors` into `slot`, or clears it. The caller keeps the tensors alive while the slot is in use."""
@@ -79,9 +82,13 @@ class FactorTable:
         if factors is None and self.factors[slot] is None:
             return
         self.factors[slot] = factors
-        self.rescaled.discard(slot)
+        if slot in self.rescaled:
+            self.rescaled.discard(slot)
+            self.gain_ptrs[slot] = self.shift_ptrs[slot] = 0
         if factors is not None and not factors.is_plain:
             self.rescaled.add(slot)
+            self.gain_ptrs[slot] = factors.gain.data_ptr() if factors.gain is not None else 0
+            self.shift_ptrs[slot] = factors.shift.data_ptr() if factors.shift is not None else 0
         if self.derived is not None:
             self.derived = self.derived.without(slot)
 

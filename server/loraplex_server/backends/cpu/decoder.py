@@ -99,8 +99,8 @@ class StackLinear:
 class NativeStack(nn.Module):
     """Implements a decoder layer's call for all layers at once. Overwrites the hidden states that it is given.
 
-    Rows whose adapter has more than low-rank terms there (DoRA, biases, saved norms) go through the model's own layers,
-    and the others through the stack: a row has the same bits whatever adapters are beside it.
+    Rows whose adapter has more there than low-rank terms, gains and shifts (DoRA, biases) go through the model's own
+    layers, and the others through the stack: a row has the same bits whatever adapters are beside it.
     """
 
     def __init__(
@@ -156,13 +156,13 @@ class NativeStack(nn.Module):
         assert self._pages, "no KV cache is bound to the model"
         hidden = hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()
         prepared, slots = self._context.token_segments, self._slots
-        if slots is None or prepared is None or slots.are_plain(prepared.segments, self._path):
+        if slots is None or prepared is None or slots.are_plain(prepared.segments, self._path, or_rescaled=True):
             self._run(hidden, position_embeddings, native_plan(self._context.attention), self._runs(prepared))
             return hidden
         stacked, apart = split_step(
             self._context.attention.batch,
             prepared.segments,
-            lambda segment: not slots.are_plain((segment,), self._path),
+            lambda segment: not slots.are_plain((segment,), self._path, or_rescaled=True),
         )
         # Which may come in float32, but has no more bits than the layers' dtype.
         named["position_embeddings"] = tuple(rotary.to(hidden.dtype) for rotary in position_embeddings)

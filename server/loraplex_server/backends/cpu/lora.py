@@ -74,7 +74,8 @@ class _Native:
 
 def table_of(table: FactorTable) -> Table:
     """A module's factors as the kernels read them; right for as long as the table lives."""
-    return Table(*(column.data_ptr() for column in (table.a_ptrs, table.b_ptrs, table.ranks, table.scales)))
+    columns = table.a_ptrs, table.b_ptrs, table.ranks, table.scales, table.gain_ptrs, table.shift_ptrs
+    return Table(*(column.data_ptr() for column in columns))
 
 
 def runs_of(segments: Sequence[Segment]) -> RunsOfRows:

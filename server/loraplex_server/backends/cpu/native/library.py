@@ -23,7 +23,7 @@ from loraplex_server.backends.cpu.native.build import (
 
 # --- prototypes -------------------------------------------------------------------------------------------------------
 
-ABI_VERSION: Final = 7  # kAbiVersion in src/version.cpp
+ABI_VERSION: Final = 8  # kAbiVersion in src/version.cpp
 
 
 class Prototype(NamedTuple):
@@ -51,7 +51,7 @@ _FLOAT: Final = ctypes.c_float
 class Table(ctypes.Structure):
     """LpTable: one module's factors by slot. All null: it has none."""
 
-    _fields_ = (("a_ptrs", _POINTER), ("b_ptrs", _POINTER), ("ranks", _POINTER), ("scales", _POINTER))
+    _fields_ = tuple((name, _POINTER) for name in ("a_ptrs", "b_ptrs", "ranks", "scales", "gain_ptrs", "shift_ptrs"))
 
 
 class Runs(ctypes.Structure):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -231,6 +232,57 @@ def test_every_linear_gets_its_own_factors(kernels: NativeKernels, dtype: torch.
     scale = float((want - states).norm())
     assert float((got - want).norm()) < (1e-5 if dtype == torch.float32 else 2e-2) * scale
     assert float((got - plain).norm()) > 0.05 * scale, "an adapter that changes nothing would prove nothing"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("part", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+def test_gains_and_shifts_are_computed_in_the_stack(
+    kernels: NativeKernels, dtype: torch.dtype, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same as in the weight, and as a shift alone beside that. Rows beside keep their bits, and so do rows in runs
+    of any length."""
+    bench = Bench(kernels, dtype)
+    stack = bench.loaded.decoder
+    assert stack is not None
+
+    def refused(*args: object) -> Tensor:
+        raise AssertionError("rows went through the model's own layers")
+
+    monkeypatch.setattr(stack, "_run_own_layers", refused)
+    plain = bench.install(0, 7)
+    ((path, factors),) = bench.install(1, 7, (f"0.self_attn.{part}", f"0.mlp.{part}")).factors.items()
+    num_outputs = factors.b.shape[0]
+    gain = (1 + torch.rand(num_outputs)).to(dtype)
+    shift = (0.5 * torch.randn(num_outputs)).to(dtype)
+    model = native_model("llama", dtype)
+    weight = model.get_parameter(f"{path}.weight")
+    update = factors.scale * (factors.b.double() @ factors.a.double())
+    weight.data = (gain.double()[:, None] * (weight.double() + update)).to(dtype)
+    merged = Bench(kernels, dtype)
+    merged.loaded = adopt_model(model, backend=CpuBackend(kernels))
+    merged.slots = merged.loaded.adapter_slots(merged.ops, 4)
+    merged.bind(merged.pages())
+    only_shift = LoraFactors(factors.a[:0], factors.b[:, :0], 1.0, shift=shift)
+    merged.slots.install(1, adapter({path: only_shift}))
+    for own, other in (
+        (replace(factors, gain=gain), ()),
+        (replace(factors, gain=gain, shift=shift), (Segment(0, 12, 1),)),
+    ):
+        bench.slots.install(1, adapter({path: own}))
+        states = bench.states(12)
+        got, want = bench.run(states.clone(), [Segment(0, 12, 1)]), merged.run(states.clone(), list(other) or None)
+        scale = float((want - states).norm())
+        assert float((got - want).norm()) < (1e-5 if dtype == torch.float32 else 4e-2) * scale
+    unchanged = bench.run(states.clone())
+    assert float((got - unchanged).norm()) > 0.05 * scale, "an adapter that changes nothing would prove nothing"
+    bench.slots.install(2, plain)
+    alone = bench.run(states.clone(), [Segment(0, 8, 2)])
+    together = bench.run(states.clone(), [Segment(0, 8, 2), Segment(9, 12, 1)])
+    assert torch.equal(bits(together[:9]), bits(alone[:9]))
+    by_row = bench.run(states.clone(), [Segment(row, row + 1, 1) for row in range(12)])
+    assert torch.equal(bits(by_row), bits(got))
+    bench.slots.install(1, None)
+    assert torch.equal(bits(bench.run(states.clone(), [Segment(0, 12, 1)])), bits(unchanged))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

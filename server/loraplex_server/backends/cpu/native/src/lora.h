@@ -60,6 +60,7 @@ class Updates {
     for (int i = 0; i < num_modules; i++) starts_[i + 1] = starts_[i] + targets[i].num_outputs;
     stride_ = starts_[num_modules];
     for (int i = 0; i < num_modules; i++) find_spans(i);
+    for (int i = 0; i < num_modules; i++) find_rescaled(i);
     const int num_pieces = int(pieces_.size());
     // Parts of a module's outputs are chunks of their own where there are few pieces; each of them computes the inner
     // product anew, which is the smaller half. Of many rows, all modules read a piece while it is cached.
@@ -106,6 +107,29 @@ class Updates {
     });
   }
 
+  // c [m][width] = gain * c + shift: a module's outputs from `output` on, for rows from `row` on whose adapter has these.
+  void rescale(int module, int64_t output, int width, int row, int m, float* c, int64_t c_stride) const {
+    if (pieces_.empty()) return;
+    static thread_local std::vector<float> gains;
+    for (const Span& span : rescaled_[module]) {
+      const int start = std::max(span.start, row), end = std::min(span.end, row + m);
+      if (start >= end) continue;
+      const LpTable& table = *targets_[module].table;
+      const int slot = slot_of(span.run);
+      const void* gain = reinterpret_cast<const void*>(table.gain_ptrs[slot]);
+      const void* shift = reinterpret_cast<const void*>(table.shift_ptrs[slot]);
+      if (gain != nullptr) {
+        gains.assign(size_t(width), 0.0f);
+        kernels_.add_bias(dtype_, at(gain, output, dtype_), width, gains.data());
+      }
+      for (int r = start - row; r < end - row; r++) {
+        float* to = c + r * c_stride;
+        for (int i = 0; gain != nullptr && i < width; i++) to[i] *= gains[size_t(i)];
+        if (shift != nullptr) kernels_.add_bias(dtype_, at(shift, output, dtype_), width, to);
+      }
+    }
+  }
+
   // Whether any of a run's adapters has factors in this module.
   bool has_update(int module, int run) const {
     bool found = false;
@@ -132,6 +156,18 @@ class Updates {
       else
         spans.push_back({start, end, kept});
     }
+  }
+
+  // Mixtures have neither gains nor shifts.
+  int slot_of(int run) const { return runs_.slots[runs_.first_uses[run]]; }
+
+  void find_rescaled(int module) {
+    rescaled_[module].clear();
+    const LpTable& table = *targets_[module].table;
+    if (!has_table(table) || table.gain_ptrs == nullptr) return;
+    for (int run = 0; run < runs_.num_runs; run++)
+      if (table.gain_ptrs[slot_of(run)] != 0 || table.shift_ptrs[slot_of(run)] != 0)
+        rescaled_[module].push_back({runs_.starts[run], runs_.ends[run], run});
   }
 
   // Calls body(span, start, end) for the parts of spans that rows from `row` on are of.
@@ -231,7 +267,8 @@ class Updates {
   const std::vector<Piece> pieces_;
   float* kept_ = nullptr;  // [rows][outputs of all modules]
   const Target* targets_ = nullptr;
-  std::vector<Span> spans_[3];  // by module
+  std::vector<Span> spans_[3];     // by module
+  std::vector<Span> rescaled_[3];  // by module
   int64_t starts_[4] = {};
   int64_t stride_ = 0;
 };

@@ -16,6 +16,8 @@ struct LpTable {
   const int64_t* b_ptrs;
   const int32_t* ranks;
   const float* scales;
+  const int64_t* gain_ptrs;  // [outputs] by slot, 0: none; of DoRA and the like
+  const int64_t* shift_ptrs;
 };
 
 // A step's adapters: runs of rows which use the same adapters, in row order; rows between runs use none.

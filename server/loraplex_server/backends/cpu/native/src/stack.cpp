@@ -173,6 +173,7 @@ class StackRun {
           if (layer.qkv_bias != nullptr)
             for (int r = 0; r < m; r++)
               kernels_.add_bias(dtype_, at(layer.qkv_bias, int64_t(band) * kBand, dtype_), dim, c + r * stride);
+          updates_.rescale(module, int64_t(head) * dim, dim, row, m, c, stride);
           for (int r = 0; r < m; r++) finish_head(layer, module, head, row + r, c + r * stride);
         });
   }
@@ -205,6 +206,7 @@ class StackRun {
           const int64_t output = int64_t(band) * kBand;
           for (int64_t r = 0; bias != nullptr && r < m; r++)
             kernels_.add_bias(dtype_, at(bias, output, dtype_), width_of(band), c + r * stride);
+          updates_.rescale(0, output, width_of(band), row, m, c, stride);
           kernels_.add_rows(dtype_, c, stride, m, width_of(band), at(step_.hidden, row * n + output, dtype_), n);
         });
   }
@@ -221,6 +223,10 @@ class StackRun {
         },
         [&](int first, int row, int m, float* c, int64_t stride) {
           const int64_t start = int64_t(first) * kPanel, end = std::min(start + 2 * kPanel, n);
+          for (int64_t output = start; output < end; output += kPanel)
+            for (int module = 0; module < 2; module++)
+              updates_.rescale(module, output, int(std::min<int64_t>(kPanel, end - output)), row, m,
+                               c + 2 * (output - start) + module * kPanel, stride);
           kernels_.gated_bands(dtype_, stack_.act, c, stride, m, int(end - start), at(scratch_.act, row * n + start, dtype_),
                                n, streams);
         });
