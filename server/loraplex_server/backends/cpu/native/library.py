@@ -159,7 +159,7 @@ def _struct(kind: type[ctypes.Structure]) -> Any:
 _TYPES: Final[Mapping[str, Any]] = {
     **dict.fromkeys(("dtype", "format", "num_threads", "num_rows", "num_heads", "num_kv_heads", "dim"), _INT),
     **dict.fromkeys(("k", "n", "stride", "x_stride", "y_stride", "num_outputs", "num_bytes", "num_tokens"), _LONG),
-    **dict.fromkeys(("max_rank", "window", "chunk", "bias_stride"), _LONG),
+    **dict.fromkeys(("max_rank", "window", "chunk", "bias_stride", "num_words"), _LONG),
     **dict.fromkeys(("scaling", "softcap", "eps", "offset"), _FLOAT),
     **dict.fromkeys(("width", "is_activated", "narrows"), _INT),
     **dict.fromkeys(("channels", "num_pairs", "per_row", "num_experts"), _LONG),
