@@ -48,7 +48,7 @@ BEYOND = ("dora", "biases", "norms", "head")  # than low-rank terms
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How an engine is built."""
+    """The settings of an engine."""
 
     lora: bool = True
     adapters: str = "."  # the folder in IN_DIR

@@ -191,8 +191,8 @@ def _wait(spec: ClusterSpec, wait_s: float, say: Say) -> Status:
 
 @contextlib.contextmanager
 def _reporting(log_format: LogStyle) -> Generator[Say]:
-    """What says how it goes, on standard error. As JSON each line is one of the log, the error that ends the command
-    included."""
+    """Yields a function that reports progress on standard error. As JSON each line is one of the log, the error that
+    ends the command included."""
     if log_format == "plain":
         yield _say
         return

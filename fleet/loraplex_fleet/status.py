@@ -95,7 +95,7 @@ def part_of(kind: str, details: Mapping[str, Any] | None, view: View, free: str,
 
 
 def _node_for(deployment: Mapping[str, Any]) -> str:
-    """What a node must have for a replica of it."""
+    """The resources that a replica needs of its node, in words."""
     resources: Mapping[str, float] = deployment["required_resources"]
     needs = ", ".join(f"{amount:g} {name}" for name, amount in sorted(resources.items()) if amount)
     is_one = (deployment.get("deployment_config") or {}).get("max_replicas_per_node") == 1

@@ -36,7 +36,7 @@ def counted(progress: Progress, what: str, total: float, unit: str) -> Callable[
 
 
 def share_of(text: str) -> float | None:
-    """How much is done, 0 to 1, where a text of progress counts."""
+    """The share that is done, 0 to 1, where a text of progress counts."""
     found = _COUNT.search(text)
     total = float(found[2]) if found else 0.0
     return min(1.0, float(found[1]) / total) if found and total > 0 else None

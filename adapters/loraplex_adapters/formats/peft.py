@@ -509,7 +509,7 @@ def _with_init(init: Init, module: PlannedModule, max_rank: int) -> PlannedModul
 
 
 def _quantized(config: LoftqConfig, modules: Sequence[PlannedModule]) -> list[PlannedSaved]:
-    """What stands in the place of the weights of modules with a low-rank term."""
+    """The weights that replace the base's in modules with a low-rank term."""
     return [
         PlannedSaved(
             SavedShape(one.shape.path, "weight", (one.shape.out_features, one.shape.in_features)),

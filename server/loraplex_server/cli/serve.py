@@ -238,7 +238,7 @@ def serve(
 
 
 def first_steps(config: WorkerConfig, address: str, http_address: str | None) -> list[str]:
-    """What a person may do next: lines with adapters and commands."""
+    """Lines for a person who has just started the server: adapters, and commands to try."""
     adapters = config.engine.adapters
     names: Sequence[str] = ()
     if adapters.root is not None:

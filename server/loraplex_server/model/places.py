@@ -90,7 +90,7 @@ def _is_cached(name: str, revision: str | None) -> bool:
 
 
 def _trouble(endpoint: str) -> str:
-    """Why the Hub does not answer; empty where it does, whatever it says."""
+    """The reason that the Hub does not answer; empty where it does, whatever it says."""
     from huggingface_hub import get_session
 
     session: Any = get_session()

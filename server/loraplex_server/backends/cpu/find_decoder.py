@@ -327,7 +327,7 @@ class LayerProof:
         return torch.equal(first.computed, _computed(layer, spec, self._wide, first.values))
 
     def _compare(self, layer: nn.Module, weights: LayerWeights, shape: StackShape, inputs: _Inputs) -> Tensor:
-        """What the layer computes. Raises _NoMatch where what its twin adds to the states differs."""
+        """The layer's output. Raises _NoMatch where its twin adds something else to the states."""
         expected = _computed(layer, weights.attention, inputs)
         found = compare("decoder", expected, _twin(weights, shape, inputs, self._kernels), base=inputs.states)
         if not found.is_equal:
@@ -350,7 +350,7 @@ def _known_values(layer: nn.Module) -> set[str]:
 
 @contextmanager
 def _model_code() -> Generator[None]:
-    """What a model's own code raises when it is called in a way that it does not know, as _NoMatch."""
+    """Turns errors of a model's own code, called in a way that it does not know, into _NoMatch."""
     try:
         with torch.inference_mode():
             yield
