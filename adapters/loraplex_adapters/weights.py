@@ -170,18 +170,7 @@ class AdapterWeights:
     @property
     def is_plain(self) -> bool:
         """True where low-rank terms are all that it has in the model, and none is of experts."""
-        return not self.paths_beyond_low_rank
-
-    @property
-    def paths_beyond_low_rank(self) -> tuple[str, ...]:
-        """Modules where it has more than a low-rank term of one weight."""
-        more = (path for path, one in self.factors.items() if not one.is_plain or one.has_experts)
-        return (*more, *self.saved)
-
-    @property
-    def paths_beyond_rescaling(self) -> tuple[str, ...]:
-        """Modules where it has more than a low-rank term, a gain and a shift of one weight."""
-        return (*(path for path, one in self.factors.items() if one.has_experts), *self.saved)
+        return not self.saved and all(one.is_plain and not one.has_experts for one in self.factors.values())
 
     @property
     def max_rank(self) -> int:

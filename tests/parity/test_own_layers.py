@@ -75,9 +75,9 @@ def test_the_models_own_layers_compute_what_the_stack_cannot(
     library._declare(functions, {**library.IDENTITY, **library.KERNELS})
     monkeypatch.setattr(find_decoder.LayerProof, "check", lambda *_: None)  # it runs the kernels
     base = make_dense(native_model(family))
-    # Saved norms are what the stack cannot compute; DoRA and biases alone are its own.
+    # A saved linear is what the stack cannot compute; DoRA, biases and saved norms alone are its own.
     specs = [
-        replace(spec, fields={**spec.fields, "modules_to_save": ["norms"]})
+        replace(spec, targets="attention", fields={**spec.fields, "modules_to_save": ["linear", "norms"]})
         for spec in RICH_SPECS
         if spec.name in ("dora", "saved-norms", "dora-biases")
     ]

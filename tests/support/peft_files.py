@@ -105,7 +105,7 @@ def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:
             for path, one in model.named_modules()
             if "norm" in type(one).__name__.lower() and next(one.parameters(), None) is not None
         }
-        known = {"head": [head], "embedding": [embedding], "norms": sorted(norms)}
+        known = {"head": [head], "embedding": [embedding], "norms": sorted(norms), "linear": others[:1]}
         fields["modules_to_save"] = [name for key in fields["modules_to_save"] for name in known[key]]
     is_conv1d = any(isinstance(module, Conv1D) for module in model.modules())
     return LoraConfig(

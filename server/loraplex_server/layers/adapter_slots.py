@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from loraplex_adapters.weights import AdapterWeights, SavedParameter
 from loraplex_server.layers.context import StepContext
@@ -16,6 +17,14 @@ from loraplex_server.layers.experts import AdaptedModule, AdaptedRouter
 from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedLinear, AdaptedNorm, OwnRows, twin
 from loraplex_server.layers.lora import FactorTable, Segment, SegmentedLora
 from loraplex_server.layers.transfer import upload
+
+
+class Beyond(Enum):
+    """A kind of term that a module may have beyond a low-rank one of one weight."""
+
+    RESCALING = auto()  # a gain or a shift of its outputs
+    NORM = auto()  # a norm's own parameters
+    OTHER = auto()  # own weights or inputs of linears and embeddings, and whatever experts and routers have
 
 
 class AdapterSlots:
@@ -39,12 +48,14 @@ class AdapterSlots:
         self.max_rank = 0  # of anything that is installed
         self._ranks_by_slot = [0] * num_slots
         self.targets = _side_by_side(targets)
-        # Modules with more than low-rank terms of linears and embeddings, by the slots of such adapters.
-        self._not_plain: dict[int, tuple[str, ...]] = {}
-        # The same of modules with more than low-rank terms, gains and shifts.
-        self._not_rescaled: dict[int, tuple[str, ...]] = {}
-        self._routers = {path for path, module in targets.items() if isinstance(module, AdaptedRouter)}
+        # Modules with more than low-rank terms, by the slots of adapters that have any.
+        self._beyond: dict[int, tuple[tuple[str, Beyond], ...]] = {}
         self._norms: Mapping[str, NormPlace] = norms or {}
+        # Adapters' own weights of norms that have nothing else, [num_norms, num_slots] and the same by path, 0: none.
+        # On the host: only native code of CPUs reads them.
+        simple = [path for path, norm in self._norms.items() if norm.parameters.keys() == {"weight"}]
+        self._norm_ptrs = torch.zeros(len(simple), num_slots, dtype=torch.int64)
+        self.norm_ptrs: Mapping[str, Tensor] = dict(zip(simple, self._norm_ptrs, strict=True))
         self._saved: list[list[dict[int, Any]]] = [[] for _ in range(num_slots)]  # where a slot's own parameters are
         self._installed: list[AdapterWeights | None] = [None] * num_slots  # keeps the tensors alive
         shape = (len(targets), num_slots)
@@ -65,12 +76,13 @@ class AdapterSlots:
         """The adapter in `slot`."""
         return self._installed[slot]
 
-    def are_plain(self, segments: Sequence[Segment], within: str = "", *, or_rescaled: bool = False) -> bool:
-        """Whether the adapters of these segments have nothing but low-rank terms of linears and embeddings, in modules
-        whose path begins with `within`. `or_rescaled`: or gains and shifts beside them."""
-        others = self._not_rescaled if or_rescaled else self._not_plain
-        return not others or not any(
-            path.startswith(within) for segment in segments for path in others.get(segment.adapter_slot, ())
+    def are_plain(self, segments: Sequence[Segment], within: str = "", but: frozenset[Beyond] = frozenset()) -> bool:
+        """Whether the adapters of these segments have nothing but low-rank terms of linears and embeddings, and what
+        `but` names, in modules whose path begins with `within`."""
+        return not self._beyond or not any(
+            kind not in but and path.startswith(within)
+            for segment in segments
+            for path, kind in self._beyond.get(segment.adapter_slot, ())
         )
 
     def install(self, slot: int, weights: AdapterWeights | None) -> None:
@@ -97,28 +109,36 @@ class AdapterSlots:
             tensor[:, slot] = upload(torch.tensor([row[idx] for row in rows], dtype=tensor.dtype), tensor.device)
         self._installed[slot] = weights
         self._install_saved(slot, weights.saved if weights is not None else {})
-        for others in (self._not_plain, self._not_rescaled):
-            others.pop(slot, None)
-        if weights is not None:
-            routers = self._routers.intersection(weights.factors)
-            if paths := (*weights.paths_beyond_low_rank, *routers):
-                self._not_plain[slot] = paths
-            if paths := (*weights.paths_beyond_rescaling, *routers):
-                self._not_rescaled[slot] = paths
+        self._beyond.pop(slot, None)
+        if weights is not None and (beyond := tuple(self._beyond_low_rank(weights))):
+            self._beyond[slot] = beyond
         self._ranks_by_slot[slot] = max((rank for _, _, rank, _ in rows), default=0)
         self.max_rank = max(self._ranks_by_slot)
 
+    def _beyond_low_rank(self, weights: AdapterWeights) -> Iterator[tuple[str, Beyond]]:
+        for path, factors in weights.factors.items():
+            if factors.has_experts or isinstance(self.targets[path], AdaptedRouter):
+                yield path, Beyond.OTHER
+            elif not factors.is_plain:
+                yield path, Beyond.RESCALING
+        for path in weights.saved:
+            yield path, Beyond.OTHER if path in self.targets else Beyond.NORM
+
     def _install_saved(self, slot: int, saved: Mapping[str, Mapping[str, SavedParameter]]) -> None:
+        if self._saved[slot]:
+            self._norm_ptrs[:, slot] = 0
         for table in self._saved[slot]:
             del table[slot]
         self._saved[slot].clear()
         for path, parameters in saved.items():
             module = self.targets.get(path)
+            values = {name: one.values for name, one in parameters.items()}
             if module is None:
                 module = self._norms[path].adapted()
-                module.saved[slot] = twin(module.base, {name: one.values for name, one in parameters.items()})
+                module.saved[slot] = twin(module.base, values)
+                if path in self.norm_ptrs:
+                    self.norm_ptrs[path][slot] = values["weight"].data_ptr()
             else:
-                values = {name: one.values for name, one in parameters.items()}
                 token_ids = parameters["weight"].token_ids if "weight" in parameters else None
                 rows = None
                 if token_ids is not None:

@@ -9,7 +9,7 @@ have; find_decoder.py says which.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from loraplex_server.backends.cpu.attention import Plan, native_plan, plan_spans
 from loraplex_server.backends.cpu.lora import NativeSegments, table_of
 from loraplex_server.backends.cpu.native.kernels import BAND, DTYPES, NO_RUNS, NativeKernels, PackedWeight, RunsOfRows
-from loraplex_server.backends.cpu.native.library import Layer, Stack, Step
+from loraplex_server.backends.cpu.native.library import Layer, Norm, Stack, Step
 from loraplex_server.backends.cpu.step_parts import StepPart, split_step, take_rows
-from loraplex_server.layers.adapter_slots import AdapterSlots
+from loraplex_server.layers.adapter_slots import AdapterSlots, Beyond
 from loraplex_server.layers.attention import HANDLE, AttentionBatch, AttentionSpec, LayerKv
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.linear import AdaptedLinear
@@ -31,6 +31,9 @@ from loraplex_server.layers.quantization import WeightFormat
 
 PARTS: Final = ("q", "k", "v", "o", "gate", "up", "down")
 LINEARS: Final = (*(f"self_attn.{part}_proj" for part in PARTS[:4]), *(f"mlp.{part}_proj" for part in PARTS[4:]))
+NORMS: Final = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
+HEAD_NORMS: Final = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+COMPUTED: Final = frozenset({Beyond.RESCALING, Beyond.NORM})  # of what adapters have beyond low-rank terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +60,7 @@ class LayerWeights:
     down: PackedWeight
     qkv_bias: Tensor | None
     o_bias: Tensor | None
-    norm1: Tensor
-    norm2: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    norms: Mapping[str, Tensor]  # by the names in NORMS and HEAD_NORMS
     eps: float
     qk_eps: float
     attention: AttentionSpec
@@ -99,8 +99,8 @@ class StackLinear:
 class NativeStack(nn.Module):
     """Implements a decoder layer's call for all layers at once. Overwrites the hidden states that it is given.
 
-    Rows whose adapter has more there than low-rank terms, gains and shifts (DoRA, biases) go through the model's own
-    layers, and the others through the stack: a row has the same bits whatever adapters are beside it.
+    Rows whose adapter has more there than low-rank terms, gains and shifts (DoRA, biases) and norms' weights go through
+    the model's own layers, and the others through the stack: a row has the same bits whatever adapters are beside it.
     """
 
     def __init__(
@@ -142,12 +142,15 @@ class NativeStack(nn.Module):
             layer.k_pages, layer.v_pages = kv.k.data_ptr(), kv.v.data_ptr()
 
     def use(self, slots: AdapterSlots) -> None:
-        """The linears have their factor tables now, which `slots` fills."""
+        """The linears have their factor tables now, which `slots` fills, and so have the norms."""
         self._slots = slots
-        for layer, linears in zip(self._layers, self._linears, strict=True):
+        for idx, (layer, linears) in enumerate(zip(self._layers, self._linears, strict=True)):
             for part, linear in zip(PARTS, linears, strict=True):
                 if linear is not None and linear.table is not None:
                     setattr(layer, f"{part}_table", table_of(linear.table))
+            for name, path in {**NORMS, **HEAD_NORMS}.items():
+                if (own := slots.norm_ptrs.get(f"{self._path}{idx}.{path}")) is not None:
+                    getattr(layer, name).own_ptrs = own.data_ptr()
 
     def forward(
         self, hidden_states: Tensor, *others: Any, position_embeddings: tuple[Tensor, Tensor], **named: Any
@@ -156,13 +159,13 @@ class NativeStack(nn.Module):
         assert self._pages, "no KV cache is bound to the model"
         hidden = hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()
         prepared, slots = self._context.token_segments, self._slots
-        if slots is None or prepared is None or slots.are_plain(prepared.segments, self._path, or_rescaled=True):
+        if slots is None or prepared is None or slots.are_plain(prepared.segments, self._path, COMPUTED):
             self._run(hidden, position_embeddings, native_plan(self._context.attention), self._runs(prepared))
             return hidden
         stacked, apart = split_step(
             self._context.attention.batch,
             prepared.segments,
-            lambda segment: not slots.are_plain((segment,), self._path, or_rescaled=True),
+            lambda segment: not slots.are_plain((segment,), self._path, COMPUTED),
         )
         # Which may come in float32, but has no more bits than the layers' dtype.
         named["position_embeddings"] = tuple(rotary.to(hidden.dtype) for rotary in position_embeddings)
@@ -257,9 +260,11 @@ def _layer(weights: LayerWeights) -> Layer:
     layer = Layer()
     for name in ("qkv", "o", "gate_up", "down"):
         setattr(layer, name, getattr(weights, name).address)
-    for name in ("qkv_bias", "o_bias", "norm1", "norm2", "q_norm", "k_norm"):
+    for name in ("qkv_bias", "o_bias"):
         tensor: Tensor | None = getattr(weights, name)
         setattr(layer, name, tensor.data_ptr() if tensor is not None else None)
+    for name, weight in weights.norms.items():
+        setattr(layer, name, Norm(weight=weight.data_ptr()))
     layer.eps, layer.qk_eps = weights.eps, weights.qk_eps
     layer.scaling, layer.softcap, layer.window = spec.scaling, spec.softcap or 0.0, spec.window or 0
     return layer

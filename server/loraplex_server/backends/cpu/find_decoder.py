@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,9 @@ from torch.func import functional_call
 from loraplex_runtime.reports import Progress, counted, no_progress
 from loraplex_server.backends.cpu.attention import plan_spans, reason_against
 from loraplex_server.backends.cpu.decoder import (
+    HEAD_NORMS,
     LINEARS,
+    NORMS,
     LayerWeights,
     NativeNorm,
     NativeStack,
@@ -42,8 +44,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NORMS: Final = ("input_layernorm", "post_attention_layernorm")
-HEAD_NORMS: Final = ("self_attn.q_norm", "self_attn.k_norm")
 ACTIVATIONS: Final = {"SiLUActivation": 0, "SiLU": 0, "GELUTanh": 1, "PytorchGELUTanh": 1}
 NUM_TOKENS: Final = 6
 STATES_SCALE: Final = 0.02
@@ -138,8 +138,8 @@ def _children(layer: nn.Module) -> tuple[tuple[str, str], ...]:
 
 def _is_common(layer: nn.Module) -> bool:
     names = {name for name, module in layer.named_modules() if name and next(module.children(), None) is None}
-    common = {*LINEARS, *NORMS, "mlp.act_fn"}
-    return names in (common, common | set(HEAD_NORMS)) and all(
+    common = {*LINEARS, *NORMS.values(), "mlp.act_fn"}
+    return names in (common, common | set(HEAD_NORMS.values())) and all(
         type(layer.get_submodule(name)) is nn.Linear for name in LINEARS
     )
 
@@ -180,7 +180,7 @@ def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: Nat
         raise _NoMatch("a number of features that the kernels do not know")
     if any(_bias(linear) is not None for linear in linears[4:]):
         raise _NoMatch("biases in the feed-forward part")
-    norms = {name: layer.get_submodule(name) for name in (*NORMS, *_head_norms(layer))}
+    norms = {name: layer.get_submodule(path) for name, path in _norms(layer).items()}
     for norm in norms.values():
         weights = [cast(Tensor, p) for p in norm.parameters()]
         if len(weights) != 1 or weights[0].dtype != shape.dtype or _eps(norm) is None:
@@ -192,10 +192,7 @@ def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: Nat
         down=kernels.pack([down], shape.format),
         qkv_bias=_joined_bias(linears[:3]),
         o_bias=_bias(linears[3]),
-        norm1=cast(Tensor, norms[NORMS[0]].weight),
-        norm2=cast(Tensor, norms[NORMS[1]].weight),
-        q_norm=cast(Tensor, norms[HEAD_NORMS[0]].weight) if HEAD_NORMS[0] in norms else None,
-        k_norm=cast(Tensor, norms[HEAD_NORMS[1]].weight) if HEAD_NORMS[1] in norms else None,
+        norms={name: cast(Tensor, norm.weight) for name, norm in norms.items()},
         eps=_one_eps([norms[name] for name in NORMS]),
         qk_eps=_one_eps([norms[name] for name in HEAD_NORMS if name in norms]),
         attention=spec,
@@ -216,8 +213,9 @@ def _give_back(layer: nn.Module, weights: LayerWeights, shape: StackShape, kerne
         cast(nn.Linear, layer.get_submodule(name)).weight = nn.Parameter(plain, requires_grad=False)
 
 
-def _head_norms(layer: nn.Module) -> tuple[str, ...]:
-    return HEAD_NORMS if hasattr(layer.get_submodule("self_attn"), "q_norm") else ()
+def _norms(layer: nn.Module) -> Mapping[str, str]:
+    """Paths of the norms that it has."""
+    return {**NORMS, **HEAD_NORMS} if hasattr(layer.get_submodule("self_attn"), "q_norm") else NORMS
 
 
 def _eps(norm: nn.Module) -> float | None:
@@ -256,7 +254,7 @@ def _final_norm(model: PreTrainedModel, path: str, kernels: NativeKernels) -> tu
         norm = model.get_submodule(norm_path)
     except AttributeError:
         return None
-    own = layer.get_submodule(NORMS[0])
+    own = layer.get_submodule(NORMS["norm1"])
     weight, eps = getattr(norm, "weight", None), _eps(norm)
     if type(norm) is not type(own) or not isinstance(weight, Tensor) or eps is None:
         return None
@@ -344,7 +342,7 @@ def _values(layer: nn.Module) -> dict[str, Tensor]:
 
 def _known_values(layer: nn.Module) -> set[str]:
     """Names of those that a native twin has too."""
-    modules = (*LINEARS, *NORMS, *_head_norms(layer))
+    modules = (*LINEARS, *_norms(layer).values())
     return {f"{module}.{name}" for module in modules for name, _ in layer.get_submodule(module).named_parameters()}
 
 

@@ -23,7 +23,7 @@ from loraplex_server.backends.cpu.native.build import (
 
 # --- prototypes -------------------------------------------------------------------------------------------------------
 
-ABI_VERSION: Final = 8  # kAbiVersion in src/version.cpp
+ABI_VERSION: Final = 9  # kAbiVersion in src/version.cpp
 
 
 class Prototype(NamedTuple):
@@ -52,6 +52,12 @@ class Table(ctypes.Structure):
     """LpTable: one module's factors by slot. All null: it has none."""
 
     _fields_ = tuple((name, _POINTER) for name in ("a_ptrs", "b_ptrs", "ranks", "scales", "gain_ptrs", "shift_ptrs"))
+
+
+class Norm(ctypes.Structure):
+    """LpNorm: one norm's weight, and those of adapters by slot. All null: there is no such norm."""
+
+    _fields_ = (("weight", _POINTER), ("own_ptrs", _POINTER))
 
 
 class Runs(ctypes.Structure):
@@ -91,11 +97,12 @@ class Linear(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """LpLayer: one decoder layer's weights, pages and adapter tables."""
+    """LpLayer: one decoder layer's weights, norms, pages and adapter tables."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("qkv", "o", "gate_up", "down", "qkv_bias", "o_bias")),
-        *((name, _POINTER) for name in ("norm1", "norm2", "q_norm", "k_norm", "k_pages", "v_pages")),
+        *((name, Norm) for name in ("norm1", "norm2", "q_norm", "k_norm")),
+        *((name, _POINTER) for name in ("k_pages", "v_pages")),
         *((name, _FLOAT) for name in ("eps", "qk_eps", "scaling", "softcap")),
         ("window", _LONG),
         *((f"{name}_table", Table) for name in ("q", "k", "v", "o", "gate", "up", "down")),

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
-from loraplex_adapters.weights import AdapterWeights, LoraFactors
+from loraplex_adapters.weights import AdapterWeights, LoraFactors, SavedParameter
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_server.backends.cpu.attention import NativePagedAttention
 from loraplex_server.backends.cpu.backend import CpuBackend
@@ -283,6 +283,43 @@ def test_gains_and_shifts_are_computed_in_the_stack(
     assert torch.equal(bits(by_row), bits(got))
     bench.slots.install(1, None)
     assert torch.equal(bits(bench.run(states.clone(), [Segment(0, 12, 1)])), bits(unchanged))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "norm", ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"]
+)
+def test_saved_norms_are_computed_in_the_stack(kernels: NativeKernels, dtype: torch.dtype, norm: str) -> None:
+    """To the bit the same as in a model that has them. Rows beside keep their bits, and so do rows in runs of any
+    length."""
+    bench = Bench(kernels, dtype, "qwen3")
+    plain = bench.install(0, 7)
+    path = f"model.layers.1.{norm}"
+    model = native_model("qwen3", dtype)
+    weight = model.get_parameter(f"{path}.weight")
+    weight.data = weight + 0.5 * torch.randn_like(weight)
+    other = Bench(kernels, dtype, "qwen3")
+    other.loaded = adopt_model(model, backend=CpuBackend(kernels))
+    other.slots = other.loaded.adapter_slots(other.ops, 4)
+    other.bind(other.pages())
+    own = at_end(weight.detach())
+    saved = {path: {"weight": SavedParameter(own)}}
+    bench.slots.install(1, replace(adapter({}), saved=saved))
+    bench.slots.install(2, replace(plain, saved=saved))
+    other.slots.install(2, plain)
+    states = bench.states(12)
+    alone = bench.run(states.clone(), [Segment(0, 8, 0)])
+    together = bench.run(states.clone(), [Segment(0, 8, 0), Segment(9, 12, 1)])
+    assert torch.equal(bits(together[:9]), bits(alone[:9]))
+    assert not torch.equal(together[9:], alone[9:]), "a norm that changes nothing would prove nothing"
+    for slot in (1, 2):
+        want = bits(other.run(states.clone(), [Segment(0, 12, slot)]))
+        assert torch.equal(bits(bench.run(states.clone(), [Segment(0, 12, slot)])), want)
+        by_row = [Segment(row, row + 1, slot) for row in range(12)]
+        assert torch.equal(bits(bench.run(states.clone(), by_row)), want)
+    bench.slots.install(1, None)
+    unchanged = bits(bench.run(states.clone()))
+    assert torch.equal(bits(bench.run(states.clone(), [Segment(0, 12, 1)])), unchanged)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -33,6 +33,17 @@ inline std::vector<Piece> pieces_of(const LpRuns& runs) {
   return pieces;
 }
 
+// A run's adapter, where it has more than low-rank terms: mixtures have nothing else.
+inline int slot_of(const LpRuns& runs, int run) { return runs.slots[runs.first_uses[run]]; }
+
+// The same by row, -1: none. Empty of a step without adapters.
+inline std::vector<int> slots_of(const LpRuns& runs, int num_rows) {
+  std::vector<int> slots(runs.num_runs > 0 ? size_t(num_rows) : 0, -1);
+  for (int run = 0; run < runs.num_runs; run++)
+    std::fill(slots.begin() + runs.starts[run], slots.begin() + runs.ends[run], slot_of(runs, run));
+  return slots;
+}
+
 class Updates {
  public:
   // Floats that `memory` needs for groups of at most `num_modules` modules with `num_outputs` outputs in all.
@@ -115,7 +126,7 @@ class Updates {
       const int start = std::max(span.start, row), end = std::min(span.end, row + m);
       if (start >= end) continue;
       const LpTable& table = *targets_[module].table;
-      const int slot = slot_of(span.run);
+      const int slot = slot_of(runs_, span.run);
       const void* gain = reinterpret_cast<const void*>(table.gain_ptrs[slot]);
       const void* shift = reinterpret_cast<const void*>(table.shift_ptrs[slot]);
       if (gain != nullptr) {
@@ -158,16 +169,15 @@ class Updates {
     }
   }
 
-  // Mixtures have neither gains nor shifts.
-  int slot_of(int run) const { return runs_.slots[runs_.first_uses[run]]; }
-
   void find_rescaled(int module) {
     rescaled_[module].clear();
     const LpTable& table = *targets_[module].table;
     if (!has_table(table) || table.gain_ptrs == nullptr) return;
-    for (int run = 0; run < runs_.num_runs; run++)
-      if (table.gain_ptrs[slot_of(run)] != 0 || table.shift_ptrs[slot_of(run)] != 0)
+    for (int run = 0; run < runs_.num_runs; run++) {
+      const int slot = slot_of(runs_, run);
+      if (table.gain_ptrs[slot] != 0 || table.shift_ptrs[slot] != 0)
         rescaled_[module].push_back({runs_.starts[run], runs_.ends[run], run});
+    }
   }
 
   // Calls body(span, start, end) for the parts of spans that rows from `row` on are of.

@@ -2,11 +2,16 @@
 //
 //   h += o(attention(rope(qkv(norm(h)))));  h += down(act(gate(norm(h))) * up(norm(h)))
 //
-// with an adapter term on each of the seven linears. The caller guarantees shapes and keeps all memory alive.
+// with an adapter term on each of the seven linears, and norms by the weights of each row's adapter. The caller guarantees shapes and keeps all memory alive.
 #include "lora.h"
 #include "parallel.h"
 
 extern "C" {
+
+struct LpNorm {
+  const void* weight;       // null: there is no such norm
+  const int64_t* own_ptrs;  // adapters' own weights by slot, 0: none; null: no adapters
+};
 
 struct LpLayer {
   const void* qkv;      // bands: query heads, key heads, value heads
@@ -15,10 +20,7 @@ struct LpLayer {
   const void* down;
   const void* qkv_bias;  // null: none
   const void* o_bias;
-  const void* norm1;
-  const void* norm2;
-  const void* q_norm;  // null: none
-  const void* k_norm;
+  LpNorm norm1, norm2, q_norm, k_norm;
   void* k_pages;
   void* v_pages;
   float eps;
@@ -98,7 +100,8 @@ class StackRun {
         step_(step),
         dtype_(DType(stack.dtype)),
         scratch_(lay_out(stack, step.num_tokens, step.runs.max_rank, step.scratch)),
-        updates_(pool, kernels, dtype_, step.runs, step.num_tokens, scratch_.updates) {}
+        updates_(pool, kernels, dtype_, step.runs, step.num_tokens, scratch_.updates),
+        slots_(slots_of(step.runs, step.num_tokens)) {}
 
   void before_attention(const LpLayer& layer) {
     normalize(layer.norm1, layer.eps);
@@ -124,15 +127,22 @@ class StackRun {
   }
 
  private:
-  void normalize(const void* weight, float eps) {
+  void normalize(const LpNorm& norm, float eps) {
     constexpr int kNormRows = 4;
     const int64_t n = stack_.hidden;
     pool_.run(ceil_div(step_.num_tokens, kNormRows), [&](int chunk, int) {
       const int end = std::min(step_.num_tokens, (chunk + 1) * kNormRows);
       for (int64_t row = chunk * kNormRows; row < end; row++)
-        kernels_.rms_norm(dtype_, at(step_.hidden, row * n, dtype_), weight, n, eps, 0.0f, true,
-                          at(scratch_.normed, row * n, dtype_));
+        kernels_.rms_norm(dtype_, at(step_.hidden, row * n, dtype_), weight_of(norm, row), n, eps, 0.0f,
+                          true, at(scratch_.normed, row * n, dtype_));
     });
+  }
+
+  // A row's weight of a norm: its adapter's own where that has one.
+  const void* weight_of(const LpNorm& norm, int64_t row) const {
+    const int slot = slots_.empty() || norm.own_ptrs == nullptr ? -1 : slots_[size_t(row)];
+    const int64_t own = slot < 0 ? 0 : norm.own_ptrs[slot];
+    return own == 0 ? norm.weight : reinterpret_cast<const void*>(own);
   }
 
   // Products that modules share, with their updates. places(band, body) calls body(module, output, width, column) for the
@@ -180,8 +190,9 @@ class StackRun {
 
   void finish_head(const LpLayer& layer, int part, int head, int64_t token, float* c) {
     const int dim = stack_.head_dim;
-    const void* norm = part == 0 ? layer.q_norm : part == 1 ? layer.k_norm : nullptr;
-    if (norm != nullptr) kernels_.rms_norm_f32(dtype_, c, norm, dim, layer.qk_eps);
+    const LpNorm& norm = part == 0 ? layer.q_norm : layer.k_norm;
+    if (part != 2 && norm.weight != nullptr)
+      kernels_.rms_norm_f32(dtype_, c, weight_of(norm, token), dim, layer.qk_eps);
     if (part != 2 && step_.num_rotary > 0)
       kernels_.rotate(c, step_.cos + token * step_.num_rotary, step_.sin + token * step_.num_rotary, step_.num_rotary);
     char* to;
@@ -239,6 +250,7 @@ class StackRun {
   const DType dtype_;
   const Scratch scratch_;
   Updates updates_;
+  const std::vector<int> slots_;
 };
 
 }  // namespace
