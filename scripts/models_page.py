@@ -33,8 +33,12 @@ models with random weights.
 
 - **Text**: batched and chunked output equals the family's own `generate()` in float64, both with the linears and norms
   of a CPU and with the merged linears and fused norms of CUDA (`tests/parity/test_model_matrix.py`).
-- **LoRA**: `vs PEFT` where a mixed batch of adapters is compared with PEFT (`tests/parity/test_lora.py`). The other
-  families' linears are replaced in the same way; no test of their own compares their adapters with PEFT.
+- **In company**: the base model, a LoRA of rank 4 on all linears and one of rank 13 on the head mixed in batches that
+  are short of KV blocks: prompts in chunks, prefix hits, preemption, n=2, each without speculation and with prompt
+  lookup, Medusa heads and two draft models; every text equals PEFT's in float64 (`tests/parity/test_in_company.py`).
+- **More LoRAs**: `vs PEFT` where a mixed batch of six more kinds is compared with PEFT (other ranks and targets,
+  embeddings, rsLoRA, patterns), and one with DoRA, biases and saved modules (`tests/parity/test_lora.py`). The other
+  families' linears are replaced in the same way.
 - **Native CPU path**: `decoder` where all layers are one call into the native kernels, `linears` where Transformers'
   layers run with native linears, experts, norms, LoRA and attention. Both are compared with Transformers
   (`tests/parity/test_native.py`). `decided at load` where no test names the family: the same check decides when it is
@@ -56,8 +60,8 @@ about four times the memory of the files (20B: 42 GB); the log says how much bef
 
 This page is made by `python scripts/models_page.py` from the tables of those tests.
 
-| family | architecture | what is special | text | LoRA | native CPU path |
-|---|---|---|---|---|---|
+| family | architecture | what is special | text | in company | more LoRAs | native CPU path |
+|---|---|---|---|---|---|---|
 """
 
 
@@ -89,10 +93,8 @@ recurrences in float64 and without a cache (some families continue wrongly from 
 
 - **Text**: packed rows, prompts in chunks of odd lengths, right and wrong drafts, logits within 1e-4 as norms and
   routers compute in float32 (`tests/parity/test_hybrids.py`).
-- **In company**: the base model, a LoRA of rank 4 on all linears (those inside mixers too) and one of rank 13 on the
-  head mixed in batches that are short of KV blocks and state slots: prompts in chunks, prefix hits, preemption, n=2,
-  each without speculation and with prompt lookup, Medusa heads and two draft models
-  (`tests/parity/test_hybrids_in_company.py`).
+- **In company**: as above, with the linears inside mixers too, and short of state slots as well
+  (`tests/parity/test_in_company.py`).
 
 PEFT itself refuses `out_proj` in some of these, and a LoRA on `dt_proj` (Mamba, Jamba) or `conv1d` changes nothing
 there: mixers read these weights directly. Such an adapter is refused by name.
@@ -145,15 +147,15 @@ Of such a checkpoint only the language model is loaded: weights of towers and pr
 The class is Transformers' for the whole checkpoint, or the one for its texts where Transformers has it, so weights are
 renamed as there, and positions are those of texts (M-RoPE). Any family of Transformers' multimodal models is loaded so;
 those below are in the test suite, in float64 against the whole model's `generate()` and against PEFT of the whole model
-(`tests/parity/test_multimodal.py`).
+(`tests/parity/test_multimodal.py`), and in company as above (`tests/parity/test_in_company.py`).
 
 - Adapters fit that were trained on the whole model or on its texts alone: `model.language_model.layers`, Transformers
   4's `language_model.model.layers` and `model.layers` are one and the same. An adapter with weights for images or audio
   is refused (`docs/adapters.md`).
 - An image, a sound or a file in a message is refused by its type.
 
-| family | architecture | class | not loaded | text | LoRA |
-|---|---|---|---|---|---|
+| family | architecture | class | not loaded | text | LoRA | in company |
+|---|---|---|---|---|---|---|
 """
 MORE_TEXTS = "A nightly test compares the texts of more families with the whole model's: "
 REFUSALS_INTRODUCTION = """
@@ -201,7 +203,7 @@ def text_rows() -> str:
         with torch.device("meta"):
             model = make_language_model(config)
         parts = ", ".join(f"`{path}`" for path in absent_parts(model)) or "all but the text's"
-        row = (family, architecture, f"`{type(model).__name__}`", parts, "vs `generate()`", "vs PEFT")
+        row = (family, architecture, f"`{type(model).__name__}`", parts, "vs `generate()`", "vs PEFT", "vs PEFT")
         lines.append("| " + " | ".join(row) + " |")
     more = fill(MORE_TEXTS + ", ".join(MORE) + ".", width=120, break_on_hyphens=False)
     return TEXTS_INTRODUCTION + "\n".join(lines) + f"\n\n{more}\n"
@@ -225,9 +227,9 @@ def page() -> str:
     for family, make_config in sorted(ZOO.items()):
         config = make_config()
         architecture = type(config).__name__.removesuffix("Config").removesuffix("Text")
-        lora = "vs PEFT" if family in LORA_FAMILIES else "yes"
+        lora = "vs PEFT" if family in LORA_FAMILIES else ""
         native = "decoder" if family in STACKED else "linears" if family in NOT_STACKED else "decided at load"
-        row = (family, architecture, special_features(config), "vs `generate()`", lora, native)
+        row = (family, architecture, special_features(config), "vs `generate()`", "vs PEFT", lora, native)
         rows.append("| " + " | ".join(row) + " |")
     return INTRODUCTION + "\n".join(rows) + "\n" + hybrid_rows() + text_rows() + refusal_rows()
 

@@ -3,40 +3,32 @@
 from __future__ import annotations
 
 import copy
-import random
 import re
 import warnings
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from support.dense import greedy, make_dense
+from support.dense import greedy
 from support.driver import Job, Rig, make_rig, random_prompts
 from support.exact_states import exact, whole_text_greedy
-from support.multimodal import FAMILIES, MORE, tensors_read, whole_model
-from support.peft_files import SPECS, load_lora
-from support.speculation import World, draft_proposer, make_bench, request
+from support.multimodal import FAMILIES, MORE, STATEFUL, tensors_read, whole_model
+from support.peft_files import load_lora
 from support.zoo import VOCAB_SIZE
 from torch import nn
 from transformers import PreTrainedModel
 
 from loraplex_contracts.errors import AdapterUnsupported, UnsupportedModel
 from loraplex_contracts.plan import AdapterUse
-from loraplex_contracts.request import SpeculationParams
-from loraplex_server.model.language import make_language_model
 from loraplex_server.model.loader import LoadedModel, load_model
-from loraplex_server.speculation.proposer import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP
 
 NUM_TOKENS = 10
 QUICK = ("qwen2_vl", "gemma3")
 SLOWLY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
 NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in MORE]
-STATEFUL = ("qwen3_5", "qwen3_5_moe", "lfm3_vl")  # `generate()` computes its recurrences in float32
 MEDIA = re.compile("vis|audio|multi_modal|patch")
 
 
@@ -177,46 +169,3 @@ def test_refuses_files_without_some_weights(tmp_path: Path) -> None:
     save_file({name: tensor for name, tensor in tensors.items() if name != missing}, path, {"format": "pt"})
     with pytest.raises(UnsupportedModel, match=r"lack 1 of the weights .*q_proj"):
         load_model(str(tmp_path), device="cpu")
-
-
-@pytest.mark.parametrize("family", [pytest.param("mistral3", marks=pytest.mark.slow), "qwen3_vl"])
-def test_every_proposer_leaves_texts_as_they_are(family: str, tmp_path: Path) -> None:
-    """Heads, with a LoRA and without, lookup in prompts, a draft model, and the choice among them; the texts are the
-    whole model's."""
-    whole = whole_model(family)
-    model = make_language_model(copy.deepcopy(whole.config), dtype=torch.float64)
-    model.load_state_dict(whole.state_dict(), strict=False)
-    model.generation_config.eos_token_id = None
-    world = World(make_dense(model.eval()), tmp_path)
-    world.add_lora("lora", SPECS[1], seed=1)
-    dice = random.Random(4)
-    # Prompts that repeat themselves, so that there is something to look up.
-    texts = [[dice.randrange(20, VOCAB_SIZE) for _ in range(6)] * 3 for _ in range(3)]
-    plain = [request(f"{name} {i}", text, 14, adapter_id=name) for name in ("", "lora") for i, text in enumerate(texts)]
-    world.add_heads("heads", plain[:2], 3)
-    bench = make_bench(
-        world.model,
-        world.root,
-        num_blocks=40,
-        max_running=5,
-        max_step_tokens=13,
-        default_heads="heads",
-        drafts={"same": draft_proposer(world.model, num_target_ids=VOCAB_SIZE, max_rows=5)},
-    )
-    kinds = (
-        SpeculationParams("medusa"),
-        SpeculationParams("prompt_lookup", min_ngram=1),
-        SpeculationParams("draft_model", draft_name="same"),
-        SpeculationParams("auto"),
-    )
-    outcomes = bench.run(
-        [replace(one, request_id=f"{one.request_id} {kind.kind}", speculation=kind) for one in plain for kind in kinds],
-        dice,
-    )
-    world.check(outcomes)
-    for outcome in outcomes.values():
-        if not outcome.request.adapter_id:
-            assert outcome.tokens[0] == greedy(whole, list(outcome.request.prompt_token_ids), 14)
-    accepted = sum((outcome.accepted for outcome in outcomes.values()), Counter[str]())
-    assert all(accepted[name] for name in (MEDUSA, PROMPT_LOOKUP, DRAFT_MODEL)), accepted
-    bench.close()

@@ -70,11 +70,12 @@ def forget_lengths(model: nn.Module) -> None:
             module.inv_freq = module.original_inv_freq.clone()
 
 
-def greedy(model: nn.Module, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """`generate()` without sampling: the new tokens."""
+def greedy(model: nn.Module, prompt: Sequence[int], num_tokens: int, allowed: Sequence[int] = ()) -> list[int]:
+    """`generate()` without sampling: the new tokens, of those allowed where some are named."""
     forget_lengths(model)
     ids = torch.tensor([list(prompt)])
+    options: dict[str, Any] = {"prefix_allowed_tokens_fn": lambda *_: list(allowed)} if allowed else {}
     out = model.generate(  # type: ignore[operator]
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, **options
     )
     return out[0, len(prompt) :].tolist()

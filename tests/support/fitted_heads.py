@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 
-def text_states(model: nn.Module, prompt: Sequence[int], text: Sequence[int]) -> Tensor:
+def text_states(model: Any, prompt: Sequence[int], text: Sequence[int]) -> Tensor:
     """The states that the head makes each token of `text` of [len(text), hidden]."""
-    ids = torch.tensor([[*prompt, *text]])
+    seen: list[Tensor] = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     with torch.no_grad():
-        out = model(input_ids=ids, use_cache=False, output_hidden_states=True)
-    return out.hidden_states[-1][0, len(prompt) - 1 : -1].clone()
+        model(input_ids=torch.tensor([[*prompt, *text]]), use_cache=False)
+    hook.remove()
+    return seen[0][0, len(prompt) - 1 : -1].clone()
 
 
 def fit_heads(

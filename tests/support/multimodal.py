@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel, modeling_utils
 
+from loraplex_server.model.language import make_language_model
 from loraplex_server.model.tiny import Fields, tiny_config
 from support.sweep import shorten
 
@@ -38,6 +39,9 @@ MORE: Final = (
 )
 
 
+STATEFUL: Final = ("qwen3_5", "qwen3_5_moe", "lfm3_vl")  # `generate()` computes their recurrences in float32
+
+
 def multimodal_config(family: str) -> PreTrainedConfig:
     changes: Any = copy.deepcopy(dict(FAMILIES.get(family, {})))
     return tiny_config(CONFIG_MAPPING[family](**changes), amend=shorten)
@@ -59,6 +63,15 @@ def whole_model(family: str, seed: int = 3) -> PreTrainedModel:
     model.set_experts_implementation("eager")
     generation: Any = model.generation_config
     generation.eos_token_id, generation.pad_token_id = None, 0
+    return model.eval()
+
+
+def language_model(family: str) -> PreTrainedModel:
+    """What is served of `whole_model`."""
+    whole = whole_model(family)
+    model = make_language_model(copy.deepcopy(whole.config), dtype=torch.float64)
+    model.load_state_dict(whole.state_dict(), strict=False)
+    model.generation_config = whole.generation_config
     return model.eval()
 
 

@@ -64,7 +64,8 @@ NOT_BY_PEFT = {
     **dict.fromkeys(("mamba", "falcon_mamba"), ("out_proj", "dt_proj")),
     "jamba": ("dt_proj",),
     "zamba2": ("0", "1"),  # layers have these names too
-    "llama4_text": ("router",),
+    "gemma3n_text": ("0", "1", "2"),
+    **dict.fromkeys(("llama4_text", "phimoe"), ("router",)),
 }
 
 
