@@ -18,6 +18,7 @@ nox.options.sessions = ["tests"]
 
 PYTHONS = nox.project.python_versions(nox.project.load_toml("pyproject.toml"))
 WITHOUT_TORCH = [f"tests/unit/{name}" for name in ("client", "contracts", "proto", "router", "runtime")]
+# Files; single tests have the marker `server`.
 NEEDS_SERVER = re.compile(r"\b(torch|transformers|support|loraplex_(server|adapters|training|demo))\b")
 PYTEST = [
     "pytest>=8",
@@ -42,8 +43,12 @@ def tests(session: nox.Session) -> None:
 @nox.session(python=PYTHONS)
 def light(session: nox.Session) -> None:
     """Client, command and router as they are installed without torch, which is gigabytes on some machines."""
-    session.install("-c", "constraints.txt", "./packages/loraplex[router,otel]", *PYTEST)
+    session.install("-c", "constraints.txt", "-e", "./packages/loraplex[router,otel]", *PYTEST)
     for folder in WITHOUT_TORCH:
         files = [path for path in Path(folder).rglob("test_*.py") if not NEEDS_SERVER.search(path.read_text())]
-        # The fixtures of all tests, above the folder, need torch.
-        session.run("python", "-m", "pytest", f"--confcutdir={folder}", *map(str, files), env={"LORAPLEX_RETRIES": "0"})
+        session.run(
+            *("python", "-m", "pytest", "-m", "not server"),
+            f"--confcutdir={folder}",  # the fixtures of all tests, above the folder, need torch
+            *map(str, files),
+            env={"LORAPLEX_RETRIES": "0"},
+        )

@@ -37,7 +37,7 @@ def knows_experiments(names: Iterable[str]) -> bool:
     """True if the installed library has these names: it writes an error for each that it does not know."""
     package = importlib.util.find_spec("grpc")
     folders = package.submodule_search_locations if package is not None else None
-    for path in (path for folder in folders or () for path in Path(folder).glob("_cython/cygrpc*")):
+    for path in (path for folder in folders or () for path in Path(folder).glob("_cython/cygrpc*.so")):
         with (
             contextlib.suppress(OSError, ValueError),  # a file that cannot be read knows none
             path.open("rb") as file,

@@ -10,13 +10,17 @@ import pytest
 from loraplex.cli.main import main
 from loraplex_runtime.config import COMMANDS
 
+OF_SERVER = ("serve", "worker")
+
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, object]]:
     assert main(["config", "show", "--json", *arguments]) == 0
     return {row["setting"]: row for row in json.loads(capsys.readouterr().out)}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command", [pytest.param(one, marks=pytest.mark.server if one in OF_SERVER else ()) for one in COMMANDS]
+)
 def test_all_settings_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = shown(capsys, command)
     assert {"log-level", "drain", "auth-file"} <= rows.keys()
@@ -24,6 +28,7 @@ def test_all_settings_of_a_command(command: str, capsys: pytest.CaptureFixture[s
     assert not rows.keys() & {"config", "help", "placement", "router-digest"}
 
 
+@pytest.mark.server
 def test_each_source(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "loraplex.toml"
     file.write_text('[serve]\nmodel = "m"\nmax-running = 9\nauth-file = "/secrets/credentials.toml"\n')
@@ -57,8 +62,8 @@ def test_no_password_of_an_address_is_shown(capsys: pytest.CaptureFixture[str]) 
     [
         (("generate",), "'generate' has no settings; there are serve, worker, router, http"),
         (("sreve",), "did you mean serve?"),
-        (("serve", "--prot", "1"), "--prot"),
-        (("serve", "--config", "/no/such.toml"), "/no/such.toml cannot be read"),
+        (("router", "--prot", "1"), "--prot"),
+        (("router", "--config", "/no/such.toml"), "/no/such.toml cannot be read"),
     ],
 )
 def test_wrong_names_are_2(arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import typer
 from loraplex.cli.help import OPTIONS, panels, paragraphs
 from loraplex.cli.main import KNOWN, main
 
+SERVE, WORKER = (pytest.param(name, marks=pytest.mark.server) for name in ("serve", "worker"))
 OF_SERVE = (
     "--adapters", "--auth-file", "--device", "--host", "--http-port", "--max-context", "--port", "--quantize",
     "--speculate", "--workers",
@@ -32,7 +33,7 @@ def parameters_of(command: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("columns", ["50", "80", "200"])
-@pytest.mark.parametrize("command", ["serve", "worker", "router", "http", "generate", "bench"])
+@pytest.mark.parametrize("command", [SERVE, WORKER, "router", "http", "generate", "bench"])
 def test_every_option_has_its_full_name(
     command: str, columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,10 +48,11 @@ def test_every_option_has_its_full_name(
 
 
 def test_short_and_long_help_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ([], ["serve"], ["adapters"], ["adapters", "list"], ["config", "show"]):
+    for command in ([], ["router"], ["adapters"], ["adapters", "list"], ["config", "show"]):
         assert help_of(capsys, *command, "-h") == help_of(capsys, *command, "--help")
 
 
+@pytest.mark.server
 def test_the_options_that_matter_come_first() -> None:
     found = panels(parameters_of("serve"))
     assert list(found)[:2] == ["Arguments", OPTIONS]
@@ -59,7 +61,7 @@ def test_the_options_that_matter_come_first() -> None:
     assert {"HTTP", "KV cache and states", "Batch and queue", "Chats", "Network and credentials"} <= found.keys()
 
 
-@pytest.mark.parametrize("command", ["serve", "worker", "router", "http"])
+@pytest.mark.parametrize("command", [SERVE, WORKER, "router", "http"])
 def test_no_panel_is_longer_than_a_screen(command: str) -> None:
     assert max(map(len, panels(parameters_of(command)).values())) <= 16
 
@@ -69,6 +71,7 @@ def test_examples_keep_their_lines() -> None:
     assert paragraphs(text) == ["One sentence in two lines.", "More.", "Example: loraplex a", "Example: loraplex b"]
 
 
+@pytest.mark.server
 def test_errors_name_arguments_as_the_help_does(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve"]) == 2
     assert "Usage: loraplex serve [OPTIONS] MODEL" in capsys.readouterr().err

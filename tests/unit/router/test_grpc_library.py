@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 
@@ -52,6 +55,19 @@ def test_names_that_no_library_has_are_unknown() -> None:
     assert not knows_experiments(("event_engine_clien",)), "whole names only"
 
 
+def test_only_the_library_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stubs lie beside it, before or behind it as the file system likes."""
+    package = ModuleSpec("grpc", None, is_package=True)
+    package.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: package)
+    (tmp_path / "_cython").mkdir()
+    (tmp_path / "_cython/cygrpc.pyi").write_bytes(b"\0one\0")
+    assert not knows_experiments(("one",))
+    (tmp_path / "_cython/cygrpc.cpython-313-x86_64-linux-gnu.so").write_bytes(b"\0other\0")
+    assert knows_experiments(("other",))
+    assert not knows_experiments(("one",))
+
+
 @pytest.mark.parametrize("names", [(), ("no_such_experiment",)])
 def test_the_variable_is_there_for_the_import_alone(names: tuple[str, ...]) -> None:
     assert imported(*names) == [None if names else OLDER, None, True]
@@ -75,7 +91,7 @@ sys.exit(main(sys.argv[1:]))
     [
         ("router", "--worker", "127.0.0.1:1", "--worker-token-file", "/nowhere"),
         ("http", "--server", "127.0.0.1:1", "--server-token-file", "/nowhere"),
-        ("serve", "/nowhere"),
+        pytest.param(("serve", "/nowhere"), marks=pytest.mark.server),
     ],
 )
 def test_commands_import_grpc_so(command: tuple[str, ...]) -> None:
