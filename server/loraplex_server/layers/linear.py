@@ -119,8 +119,9 @@ class AdaptedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.merged is not None and (found := self.merged.output(self, x)) is not None:
             return found
-        y = self.base(x)
         segments = self.segments() if self.num_installed or self.saved else None
+        is_own = segments is not None and self.saved and self._has_own_weight(segments, x.numel() // self.in_features)
+        y = x.new_empty(*x.shape[:-1], self.out_features) if is_own else self.base(x)
         if segments is not None:
             # view, not reshape: a silent copy would lose the update
             rows, x = y.view(-1, self.out_features), x.reshape(-1, self.in_features)
@@ -132,9 +133,19 @@ class AdaptedLinear(nn.Module):
                     rescale(rows, self.table, segments)
         return y
 
+    def _has_own_weight(self, prepared: PreparedSegments, num_rows: int) -> bool:
+        """Whether each row has an adapter's own weight, so that nothing of the base's product would be left."""
+        found = 0
+        for segment in prepared.segments:
+            own = self.saved.get(segment.adapter_slot)
+            if own is not None and own.values is not None and own.rows is None:
+                found += segment.end - segment.start
+        return found == num_rows
+
     def replace(self, y: Tensor, x: Tensor, prepared: PreparedSegments) -> None:
         """Products with adapters' own weights, or rows of them, in the place of the base's. x [rows, in], y [rows,
         out]."""
+        assert self.ops is not None, "adapters are off"
         for segment in prepared.segments:
             own = self.saved.get(segment.adapter_slot)
             if own is None or segment.start == segment.end:
@@ -145,13 +156,13 @@ class AdaptedLinear(nn.Module):
                 y[segment.start : segment.end] = self.base(rotated(x[segment.start : segment.end], own.input_rotation))
             if own.values is None:
                 continue
-            product = x[segment.start : segment.end] @ (own.values if self.is_conv1d else own.values.t())
-            if own.rows is None:
-                y[segment.start : segment.end] = product if self.bias is None else product + self.bias
-            else:
-                if self.bias is not None:
-                    product = product + self.bias[own.rows]
-                y[segment.start : segment.end].index_copy_(1, own.rows, product)
+            weight = own.values.t() if self.is_conv1d else own.values
+            bias = self.bias if self.bias is None or own.rows is None else self.bias[own.rows]
+            rows = y[segment.start : segment.end]
+            product = rows if own.rows is None else rows.new_empty(len(rows), len(own.rows))
+            self.ops.dense(product, x[segment.start : segment.end], weight, bias)
+            if own.rows is not None:
+                rows.index_copy_(1, own.rows, product)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

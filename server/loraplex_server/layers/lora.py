@@ -145,6 +145,12 @@ class SegmentedLora(ABC):
             self.apply(y[:, start : start + table.out_features], x, table, prepared)
             start += table.out_features
 
+    def dense(self, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """y [rows, out] = x [rows, in] @ weight.T + bias, in place, with an adapter's own weight [out, in] as it
+        lies. Last dimensions of x and y contiguous."""
+        product = x @ weight.t()
+        y.copy_(product if bias is None else product + bias)
+
 
 class ReplayableLora(SegmentedLora):
     """An implementation whose launches can be replayed from a CUDA graph with other segments and factors.

@@ -60,6 +60,12 @@ class NativeOps(CpuOps):
             rows = x if x.is_contiguous() else x.contiguous()
             self.kernels.add_lora(y, rows, native.table, data.runs, native.max_rank)
 
+    def dense(self, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        if x.dtype in DTYPES and len(x) <= MAX_DENSE_ROWS and weight.is_contiguous():
+            self.kernels.dense(x, weight, bias, y)
+        else:
+            super().dense(y, x, weight, bias)
+
 
 @dataclass(frozen=True, slots=True)
 class _Native:

@@ -17,11 +17,13 @@ from loraplex_server.backends.reference import ReferenceOps
 from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.linear import (
+    AbsorbedLinear,
     AdaptedEmbedding,
     AdaptedHead,
     AdaptedLinear,
     BaseLinear,
     MergedLinear,
+    OwnRows,
     merge_linears,
 )
 from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segment
@@ -64,6 +66,36 @@ def test_linear_adds_its_term_to_the_segments_rows_only(is_conv1d: bool, has_bia
         term = 2.0 * 0.5 * x[0, 1:3] @ lora.a.T @ lora.b.T
     assert torch.equal(got[0, [0, 3, 4]], without[0, [0, 3, 4]])
     torch.testing.assert_close(got[0, 1:3], want[0, 1:3] + term, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_conv1d", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_own_weights_take_the_place_of_the_bases(is_conv1d: bool, has_bias: bool) -> None:
+    """Of all outputs or of some. Where every row has its own, the base's product is not made."""
+    torch.manual_seed(0)
+    plain: nn.Module = Conv1D(6, 4) if is_conv1d else nn.Linear(4, 6, bias=has_bias)
+    context = StepContext()
+    linear = AdaptedLinear(plain.weight, plain.bias, context, is_conv1d=is_conv1d)  # type: ignore[arg-type]
+    linear.ops = OPS
+    own, x = torch.randn_like(plain.weight), torch.randn(1, 5, 4)
+    some = torch.tensor([4, 1])
+    linear.saved = {0: OwnRows(own), 1: OwnRows(own[:, some] if is_conv1d else own[some], some)}
+    bias = torch.zeros(6) if linear.bias is None else linear.bias
+    want_all = x[0] @ (own if is_conv1d else own.T) + bias
+    with torch.inference_mode():
+        base = linear(x)[0]
+        context.token_segments = OPS.prepare([Segment(1, 3, 0), Segment(3, 4, 1)], 5, 2, torch.device("cpu"))
+        got = linear(x)[0]
+        assert torch.equal(got[[0, 4]], base[[0, 4]])
+        torch.testing.assert_close(got[1:3], want_all[1:3])
+        torch.testing.assert_close(got[3, some], want_all[3, some])
+        assert torch.equal(got[3, [0, 2, 3, 5]], base[3, [0, 2, 3, 5]])
+        linear.base = AbsorbedLinear()
+        context.token_segments = OPS.prepare([Segment(0, 2, 0), Segment(2, 5, 0)], 5, 2, torch.device("cpu"))
+        torch.testing.assert_close(linear(x)[0], want_all)
+        context.token_segments = OPS.prepare([Segment(0, 4, 0), Segment(4, 5, 1)], 5, 2, torch.device("cpu"))
+        with pytest.raises(AssertionError, match="the stack of layers that took its weight"):
+            linear(x)
 
 
 def test_embedding_keeps_its_own_class_and_attributes() -> None:

@@ -199,6 +199,25 @@ def listed(segments: list[Segment]) -> list[tuple[int, int, list[tuple[int, floa
     ]
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 3, 16, 17])
+def test_own_weights_of_full_rank(ops: NativeOps, dtype: torch.dtype, num_rows: int) -> None:
+    """Into some columns of some rows; a row has the same bits in any company of few."""
+    weight, bias = (torch.randn(shape, dtype=dtype) for shape in ((70, 48), (70,)))
+    x, wide = torch.randn(num_rows, 48, dtype=dtype), torch.zeros(num_rows, 100, dtype=dtype)
+    for given in (None, bias):
+        ops.dense(wide[:, 10:80], x, weight, given)
+        want = x.double() @ weight.double().T + (0 if given is None else given.double())
+        close = {"rtol": 1e-2, "atol": 3e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(wide[:, 10:80].double(), want, **close)
+        assert not wide[:, :10].any()
+        assert not wide[:, 80:].any()
+    if num_rows <= 16 and dtype in DTYPES:
+        first = x.new_empty(1, 70)
+        ops.dense(first, x[:1], weight, bias)
+        assert torch.equal(bits(first), bits(wide[:1, 10:80]))
+
+
 def test_runs_are_rows_with_the_same_adapters() -> None:
     assert listed([]) == []
     assert listed([Segment(3, 3, 0)]) == []
