@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from loraplex_adapters.formats.adapter import plan_adapter
-from loraplex_adapters.formats.peft import write_lora, write_saved
+from loraplex_adapters.formats.peft_write import write_lora, write_saved
 from loraplex_adapters.io.safetensors import PieceReader, PieceWriter
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.weights import AdapterWeights, BaseTargets, weights_at

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from loraplex_adapters.formats.adapter import AdapterPlan, declared_base, plan_adapter
 from loraplex_adapters.formats.medusa import without_base_head, write_heads
-from loraplex_adapters.formats.peft import write_classifier, write_lora, write_saved
+from loraplex_adapters.formats.peft_write import write_classifier, write_lora, write_saved
 from loraplex_adapters.io.safetensors import PieceReader, PieceWriter, WriteFn, bytes_of
 from loraplex_adapters.io.source_files import AdapterSource
 from loraplex_adapters.io.throttle import checkpoint

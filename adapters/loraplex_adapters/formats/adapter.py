@@ -19,8 +19,10 @@ from loraplex_adapters.formats.files import (
     ignored_template,
 )
 from loraplex_adapters.formats.medusa import HeadsPlan, model_tensors, plan_heads, read_medusa_config, split_heads
-from loraplex_adapters.formats.peft import LoraPlan, PlannedModule, plan_lora, without_base_copies
+from loraplex_adapters.formats.peft import plan_lora
 from loraplex_adapters.formats.peft_config import MAX_CONFIG_BYTES, parse_labels, parse_lora_config, parse_peft_fields
+from loraplex_adapters.formats.peft_plan import LoraPlan, PlannedModule
+from loraplex_adapters.formats.peft_saved import without_base_copies
 from loraplex_adapters.formats.peft_variants import VARIANTS, plan_variant
 from loraplex_adapters.formats.pooling import read_pooling
 from loraplex_adapters.formats.templates import read_templates

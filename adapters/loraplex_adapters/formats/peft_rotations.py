@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from loraplex_adapters.formats.files import CONFIG_NAME
-from loraplex_adapters.formats.peft import PlannedSaved, check_shape
+from loraplex_adapters.formats.peft_plan import PlannedSaved, check_shape
 from loraplex_adapters.io.safetensors import TensorInfo
 from loraplex_adapters.weights import SavedShape, TargetModule
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, ShapeMismatch

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from loraplex_adapters.formats.files import CONFIG_NAME, WEIGHTS_NAME
-from loraplex_adapters.formats.peft import LoraPlan, PlannedModule, PlannedSaved, check_shape
 from loraplex_adapters.formats.peft_config import PEFT_DEFAULT, alpha, compiled_patterns, rank, refuse_unknown
 from loraplex_adapters.formats.peft_patterns import Budget, ModulePattern, compile_budget, match_budget
 from loraplex_adapters.formats.peft_places import PREFIX, Places, no_such_module
+from loraplex_adapters.formats.peft_plan import LoraPlan, PlannedModule, PlannedSaved, check_shape
 from loraplex_adapters.formats.peft_rotations import NO_ROTATION, Rotation, plan_boft
 from loraplex_adapters.io.safetensors import TensorInfo, check_float
 from loraplex_adapters.weights import BaseTargets, FactorShape, SavedShape, TargetModule

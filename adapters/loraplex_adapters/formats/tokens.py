@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final, cast
 
 from loraplex_adapters.formats.files import ADDED_TOKENS_NAME, TOKENIZER_NAME
-from loraplex_adapters.formats.peft import LoraPlan
+from loraplex_adapters.formats.peft_plan import LoraPlan
 from loraplex_adapters.io.source_files import AdapterFiles, parse_object, read_all
 from loraplex_adapters.weights import BaseTargets
 from loraplex_contracts.errors import AdapterUnsupported

@@ -22,8 +22,9 @@ from support.adapter_files import (
 )
 from torch import Tensor
 
-from loraplex_adapters.formats.peft import LoraPlan, plan_lora
+from loraplex_adapters.formats.peft import plan_lora
 from loraplex_adapters.formats.peft_config import parse_lora_config, parse_peft_fields
+from loraplex_adapters.formats.peft_plan import LoraPlan
 from loraplex_adapters.io.safetensors import read_header
 from loraplex_adapters.weights import BaseTargets, ClassifierShape, TargetModule, place_adapter
 from loraplex_contracts.adapters import ClassifierInfo
