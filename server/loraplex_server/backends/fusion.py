@@ -85,7 +85,7 @@ def separate(modules: Sequence[nn.Module]) -> None:
 # --- norms ------------------------------------------------------------------------------------------------------------
 
 
-def _norm_forward(module: nn.Module, ops: FusedOps) -> Callable[[Tensor], Tensor] | None:
+def _norm_forward(module: nn.Module, ops: FusedOps) -> Callable[..., Tensor] | None:
     parameters = dict(module.named_parameters(recurse=False))
     weight, eps = parameters.get("weight"), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if weight is None or weight.dim() != 1 or len(parameters) != 1 or not isinstance(eps, float):
@@ -117,8 +117,21 @@ def _norm_error(module: nn.Module, weight: Tensor, eps: float, form: NormForm, o
     return max(found, key=lambda one: one.error)
 
 
-def _norm(x: Tensor, *, own: Callable[[Tensor], Tensor], weight: Tensor, eps: float, form: NormForm, ops: FusedOps):
-    return ops.rms_norm(x, weight, eps, form) if x.dtype == weight.dtype else own(x)
+def _norm(
+    x: Tensor,
+    *others: Any,
+    own: Callable[..., Tensor],
+    weight: Tensor,
+    eps: float,
+    form: NormForm,
+    ops: FusedOps,
+    **named: Any,
+) -> Tensor:
+    """`others` and `named`: what a norm may be given beside x, as some recurrent layers give it a gate. It is left to
+    the norm's own code then."""
+    if others or named or x.dtype != weight.dtype:
+        return own(x, *others, **named)
+    return ops.rms_norm(x, weight, eps, form)
 
 
 # --- rotary embeddings ------------------------------------------------------------------------------------------------

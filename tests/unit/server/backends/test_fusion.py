@@ -41,8 +41,8 @@ class Norm(nn.Module):
         self.eps = 1e-5
         self.kind = kind
 
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        wide = x.float() if gate is None else x.float() * nn.functional.silu(gate.float())
         root = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + (0.0 if self.kind == "no eps" else self.eps))
         match self.kind:
             case "narrow":
@@ -91,6 +91,20 @@ def test_a_norm_is_known_by_what_it_computes(kind: str, form: NormForm | None, d
     assert len(ops.forms) == 1
 
 
+def test_a_gate_is_left_to_the_norm() -> None:
+    """Mamba-2's norms take one or none."""
+    norm, ops = Norm("narrow"), Counting()
+    x, gate = torch.randn(2, 1, 7, 64)
+    plain, gated = norm(x), norm(x, gate)
+    assert fuse(norm, [], ops) == [norm]
+    ops.forms.clear()
+    assert torch.equal(norm(x, gate), gated)
+    assert torch.equal(norm(x, gate=gate), gated)
+    assert not ops.forms
+    torch.testing.assert_close(norm(x), plain)
+    assert len(ops.forms) == 1
+
+
 @pytest.mark.parametrize("module", [nn.LayerNorm(8), nn.Linear(8, 8), nn.Embedding(4, 8), nn.BatchNorm1d(8)])
 def test_other_modules_are_left_alone(module: nn.Module) -> None:
     assert fuse(module, [], ReferenceFused()) == []
@@ -109,6 +123,14 @@ def test_families(family: str) -> None:
     fused = [module for module in loaded.model.modules() if "forward" in module.__dict__]
     attention = [layer for layer in fused if any(True for _ in layer.children())]
     assert (len(fused) - len(attention), len(attention)) == FUSED[family]
+
+
+def test_gated_norms_keep_no_other_from_being_fused() -> None:
+    model = random_model("granitemoehybrid", changes={"mamba_n_groups": 1})
+    loaded = adopt_model(model, backend=PatchedBackend(fused=ReferenceFused()))
+    norms = [module for module in loaded.model.modules() if "norm" in type(module).__name__.lower()]
+    assert len(norms) == 9
+    assert all("forward" in vars(norm) for norm in norms)
 
 
 def test_a_model_is_served_by_its_own_code_where_the_whole_differs() -> None:
