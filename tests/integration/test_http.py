@@ -348,6 +348,7 @@ async def test_errors_before_and_after_the_first_token() -> None:
         ({"request_id": "a b"}, "request_id"),
         ({"response_format": {"type": "frog"}}, "response_format.type"),
         ({"best_of": 2, "n": 3}, "best_of"),
+        ({"max_tokens": 0, "echo": True, "temperature": -1}, "temperature"),
         ({"tools": [{"type": "function"}]}, "tools"),
     ],
 )
@@ -375,6 +376,33 @@ async def test_refusals_say_what_is_wrong(content: str | bytes, words: str) -> N
         answer = await http.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
         assert answer.status_code == 400
         assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "name", "status"),
+    [
+        (COMPLETIONS, {"prompt": "a"}, "max_tokens", 400),
+        ("/v1/chat/completions", {"messages": CHAT}, "max_completion_tokens", 400),
+        ("/v1/responses", {"input": "a"}, "max_output_tokens", 400),
+        ("/generate", {"text": "a", "sampling_params": {}}, "max_new_tokens", 400),
+        ("/generate", {"inputs": "a", "parameters": {}}, "max_new_tokens", 422),
+        ("/", {"inputs": "a", "parameters": {}}, "max_new_tokens", 422),
+    ],
+)
+async def test_more_new_tokens_than_the_context_has(
+    path: str, body: dict[str, Any], name: str, status: int, is_streamed: bool
+) -> None:
+    async with http_cluster() as (c, http):
+        inner = next((key for key in ("sampling_params", "parameters") if key in body), None)
+        for most, wanted in ((2048, 200), (2049, status)):  # the workers' context has 2048
+            limit = {name: most}
+            asked = {**body, inner: limit} if inner else {**body, **limit}
+            url = "/generate_stream" if is_streamed and "inputs" in body and path == "/generate" else path
+            answer = await http.post(url, json=asked if url != path else {**asked, "stream": is_streamed})
+            assert answer.status_code == wanted, answer.text
+        assert f"`{name}` is 2049" in answer.text
+        assert sum(c.num_requests) == 1
 
 
 async def test_bodies_that_are_not_json_objects() -> None:

@@ -17,7 +17,7 @@ from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_router.adapters import AdapterFanOut
 from loraplex_router.calls import Call, Calls
 from loraplex_router.config import HttpOptions
-from loraplex_router.http.errors import model_not_found
+from loraplex_router.http.errors import model_not_found, with_names_of
 from loraplex_router.http.streaming import FanOut, Handle, while_connected
 from loraplex_router.inference import InferenceRelay
 from loraplex_router.replicas import Replicas
@@ -106,6 +106,7 @@ class Backend:
 
     async def generate(self, messages: Sequence[pb.GenerateRequest], request: Request) -> list[pb.GenerateResponse]:
         """The answers in the order of their requests, or the first error."""
+        self._check_room(messages, request)
         handle = self.handler("Generate", self.relay.generate)
         calls = FanOut(handle, [one.SerializeToString() for one in messages], request)
         try:
@@ -119,6 +120,7 @@ class Backend:
     ) -> tuple[FanOut, tuple[int, bytes]]:
         """Calls that run, and their first message: an error before it is raised here, so that it has its real
         status."""
+        self._check_room(messages, request)
         handle = self.handler("GenerateStream", self.relay.generate_stream)
         calls = FanOut(handle, [one.SerializeToString() for one in messages], request)
         try:
@@ -129,6 +131,21 @@ class Backend:
             calls.cancel()
             raise
         return calls, first
+
+    def _check_room(self, messages: Sequence[pb.GenerateRequest], request: Request) -> None:
+        """Raises InvalidArgument where more new tokens are asked for than the context has with no prompt at all. Up to
+        there a text ends where the context does."""
+        if self.replicas.model_info is None:
+            return
+        room = self.replicas.max_context_tokens
+        for message in messages:
+            if message.stopping.max_tokens > room:
+                error = InvalidArgument(
+                    f"`stopping.max_tokens` is {message.stopping.max_tokens}, and the model's maximum context length "
+                    f"is {room} tokens; ask for fewer",
+                    field="stopping.max_tokens",
+                )
+                raise with_names_of(error, request.scope)
 
     async def adapter_rows(self, adapter_id: str, request: Request) -> Sequence[adapter_pb2.Adapter]:
         """Raises AdapterNotFound for an unknown adapter, and for one that the caller may not use."""

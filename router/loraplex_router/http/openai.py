@@ -9,6 +9,7 @@ from typing import Any, Final, cast
 from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
+from loraplex_proto.validate import check_generate
 from loraplex_router.http.backend import (
     COMMON_NUMBERS,
     MAX_CHOICES,
@@ -85,17 +86,11 @@ def completion_job(
     Raises InvalidArgument, Unimplemented and AdapterNotFound with the field's name in OpenAI's request."""
     ignored = ignored_fields(body)
     request = _common(body, base_names, defaults)
-    request.stopping.max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     is_prompt_only = body.max_tokens == 0
-    if is_prompt_only:
-        if not body.echo and body.prompt_logprobs is None:
-            raise InvalidArgument(
-                "`max_tokens` is 0, which goes with `echo` or `prompt_logprobs` only", field="max_tokens"
-            )
-        # The wire makes at least one token. This one is no part of the text, whatever the tokenizer is.
-        request.sampling.CopyFrom(pb.Sampling(temperature=0, allowed_token_ids=[0]))
-        request.stopping.CopyFrom(pb.Stopping(max_tokens=1, stop_token_ids=[0]))
-        request.ClearField("grammar")
+    if is_prompt_only and not body.echo and body.prompt_logprobs is None:
+        raise InvalidArgument("`max_tokens` is 0, which goes with `echo` or `prompt_logprobs` only", field="max_tokens")
+    # The wire makes at least one token.
+    request.stopping.max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
     if body.logprobs is not None:
         _ask_logprobs(request.output, body.logprobs)
     if body.echo:
@@ -106,6 +101,10 @@ def completion_job(
         _ask_best_of(request, body.best_of, is_streamed=bool(body.stream))
     prompts = prompts_of(body.prompt)
     job = _job(body, request, prompts, request_id, created, body.logprobs, ignored=ignored)
+    if is_prompt_only:
+        check_generate(job.requests[0])  # what is left out next is refused as in any other request
+        for one in job.requests:
+            _leave_out_new_text(one)
     if body.add_special_tokens is False:
         for one in job.requests:
             one.omit_special_tokens = one.HasField("text")  # ids have what they have
@@ -143,6 +142,13 @@ def chat_job(
     if body.include_reasoning is False:
         return job
     return replace(job, reasoning_fields=("reasoning", "reasoning_content") if old_names else ("reasoning",))
+
+
+def _leave_out_new_text(request: pb.GenerateRequest) -> None:
+    """Makes its one new token one that is no part of the text, whatever the tokenizer is."""
+    request.sampling.CopyFrom(pb.Sampling(temperature=0, allowed_token_ids=[0]))
+    request.stopping.CopyFrom(pb.Stopping(max_tokens=1, stop_token_ids=[0]))
+    request.ClearField("grammar")
 
 
 def _ask_best_of(request: pb.GenerateRequest, best_of: int, *, is_streamed: bool) -> None:

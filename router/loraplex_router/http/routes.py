@@ -12,12 +12,12 @@ from google.protobuf import json_format
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from loraplex_contracts.errors import LoraplexError
+from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_proto import __version__, validate
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, status_pb2
 from loraplex_router.http import answers, openai, responses
 from loraplex_router.http.backend import Backend, adapter_in, adapter_of, request_id_of, unicode_text
-from loraplex_router.http.errors import error_object, model_not_found, naming_model
+from loraplex_router.http.errors import error_object, model_not_found, naming_model, with_names_of
 from loraplex_router.http.metrics import EngineMetrics
 from loraplex_router.http.models import (
     ChatCompletionRequest,
@@ -74,7 +74,10 @@ class Routes:
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         names, defaults = await self._backend.names_for(body.model, request), self._backend.sampling_defaults()
-        job = openai.completion_job(body, names, request_id_of(request), int(time.time()), defaults)
+        try:
+            job = openai.completion_job(body, names, request_id_of(request), int(time.time()), defaults)
+        except InvalidArgument as error:  # some are the wire's
+            raise with_names_of(error, request.scope) from None
         return await self._answer(job, body, names, request)
 
     async def chat_completions(self, body: ChatCompletionRequest, request: Request) -> Response:

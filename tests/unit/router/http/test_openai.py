@@ -350,6 +350,22 @@ def test_no_new_token_is_one_that_has_no_text() -> None:
         chat(max_tokens=0)
 
 
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"temperature": -1}, "sampling.temperature"),
+        ({"top_p": 2}, "sampling.top_p"),
+        ({"min_tokens": 5}, "stopping.min_tokens"),
+        ({"stop": "x" * 300}, "stopping.stop"),
+        ({"guided_regex": "a", "ignore_eos": True}, "stopping.ignore_eos"),
+    ],
+)
+def test_what_no_new_token_needs_is_checked_all_the_same(fields: dict[str, object], name: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        completion(max_tokens=0, echo=True, **fields)
+    assert (refused.value.field or "").startswith(name)
+
+
 def test_best_of() -> None:
     assert completion(best_of=1, stream=True).requests[0].n == 1
     for fields in ({"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}):
