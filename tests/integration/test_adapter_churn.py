@@ -29,7 +29,7 @@ from support.world import TinyWorld, byte_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from loraplex import AdapterInvalid, AdapterNotFound, AdapterNotMixed, Client, LoraplexError
+from loraplex import AdapterInvalid, AdapterNotFound, AdapterNotMixed, Client, FailedPrecondition, LoraplexError
 from loraplex_runtime.auth import token_digest
 
 LINEARS = ["q_proj", "v_proj", "down_proj"]
@@ -203,6 +203,9 @@ class Churn:
                 self.note("refused: broken")
             elif isinstance(error, AdapterNotMixed) and any(max(each) >= NUM_MIXABLE for each in allowed):
                 self.note("refused: not mixed")
+            elif isinstance(error, FailedPrecondition) and any(len(each) > 1 for each in allowed):
+                # The folder has just been replaced, and the version in use had left memory and the small store.
+                self.note("refused: replaced")
             else:
                 self.fail(f"{what}: {error.reason} {error}; contents {allowed}")
             return
@@ -317,6 +320,7 @@ def test_no_text_is_wrong_while_adapters_change(world: World, server: Running, s
         churn.counts
     )
     assert churn.counts["refused: another tenant's"] > 0
+    assert churn.counts["refused: replaced"] < 1 + churn.counts["texts"] // 500, churn.counts
     assert churn.longest_s < TIMEOUT_S / 2
     assert after_mb - before_mb < 200
     assert server.end() == 0, server.output

@@ -230,6 +230,9 @@ def test_each_hostile_folder_is_refused_by_name(neighbours: Neighbours, mallory:
         get = adapter_pb2.GetAdapterRequest(adapter_id=adapter_id)
         if is_missing and expected is not AdapterOutsideRoot:
             assert type(mallory.refusal(mallory.adapters.GetAdapter, get, "admin")) is AdapterNotFound
+        else:
+            answer = mallory.adapters.GetAdapter(get, timeout=30, metadata=(("authorization", "Bearer admin"),))
+            assert [row.last_error_reason for row in answer.adapters] == [expected.reason], case
 
 
 # --- names ----------------------------------------------------------------------------------------------------------

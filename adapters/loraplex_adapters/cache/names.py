@@ -49,6 +49,7 @@ from loraplex_contracts.errors import (
     AdapterMemoryFull,
     AdapterNotFound,
     AdapterNotMixed,
+    AdapterOutsideRoot,
     AdapterVersionNotFound,
     DigestMismatch,
     LoraplexError,
@@ -624,7 +625,9 @@ def _is_unknown(record: NameRecord) -> bool:
     listed: any name can be asked for."""
     if record.state is not NameState.FAILED:
         return False
-    return is_access_name(record.name) or (isinstance(record.error, AdapterNotFound) and not record.origin.source)
+    # A link out of the root is there, although it is answered as if it were not.
+    is_absent = isinstance(record.error, AdapterNotFound) and not isinstance(record.error, AdapterOutsideRoot)
+    return is_access_name(record.name) or (is_absent and not record.origin.source)
 
 
 def is_recipe_name(name: str) -> bool:

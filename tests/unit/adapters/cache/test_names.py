@@ -16,6 +16,7 @@ from loraplex_contracts.errors import (
     AdapterLoadsBusy,
     AdapterMemoryFull,
     AdapterNotFound,
+    AdapterOutsideRoot,
     AdapterVersionNotFound,
     DigestMismatch,
     InvalidArgument,
@@ -113,14 +114,15 @@ def test_a_name_that_there_is_not_leaves_nothing() -> None:
     assert not table.names
 
 
-def test_a_failed_load_is_listed_until_it_succeeds() -> None:
+@pytest.mark.parametrize("error", [AdapterInvalid("broken"), AdapterOutsideRoot("broken")])
+def test_a_failed_load_is_listed_until_it_succeeds(error: LoraplexError) -> None:
     table = make_table()
     assert table.resolve("x", 0.0) is None
-    fail_fetch(table, AdapterInvalid("broken"))
+    fail_fetch(table, error)
     turn(table, now=10 * TTL_S)
     row = table.row("x")
     assert (row.state, row.error, row.last_error, row.last_error_reason) == (
-        "failed", "broken", "broken", "ADAPTER_INVALID",
+        "failed", "broken", "broken", error.reason,
     )  # fmt: skip
     assert table.resolve("x", 10 * TTL_S) is None
     row = table.row("x")
