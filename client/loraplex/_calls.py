@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message as ProtobufMessage
@@ -82,6 +82,7 @@ _ADAPTERS: Final = "/loraplex.v1.AdapterService/"
 _STATUS: Final = "/loraplex.v1.StatusService/"
 _BARE_HOST = re.compile(r"[A-Za-z0-9._-]+\Z")
 _WEB_ADDRESS = re.compile(r"(https?|grpcs?|wss?)://", re.IGNORECASE)
+_HEADER = re.compile(r"[A-Za-z0-9._-]+\Z")
 _TOKEN = re.compile(r"[\x21-\x7e]+\Z")
 
 CHANNEL_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (
@@ -124,6 +125,10 @@ class Settings:
         if given.tls is not None and not isinstance(given.tls, Tls):
             raise InvalidArgument(f"tls takes True, False or a loraplex.Tls, not {given.tls!a}", field="tls")
 
+        for name in ("headers", "on_call"):
+            if (hook := getattr(self, name)) is not None and not callable(hook):
+                raise InvalidArgument(f"{name} takes a function, not {hook!a:.80}", field=name)
+
     def metadata(self, adapter_id: str) -> tuple[tuple[str, str], ...]:
         """Headers of a call. The adapter's name lets a proxy route without parsing the message."""
         pairs: list[tuple[str, str]] = []
@@ -132,6 +137,23 @@ class Settings:
         if self.token is not None:
             pairs.append(("authorization", f"Bearer {self.token}"))
         return tuple(pairs)
+
+    def further_metadata(self) -> list[tuple[str, str]]:
+        """What the caller's `headers` gives for this try. Raises InvalidArgument."""
+        if self.headers is None:
+            return []
+        given: Any = self.headers()
+        if not isinstance(given, Mapping):
+            raise InvalidArgument(f"headers must give names and values, not {given!a:.80}", field="headers")
+        pairs = [(name, value) for name, value in cast("Mapping[Any, Any]", given).items()]
+        for name, value in pairs:
+            if not (isinstance(name, str) and _HEADER.match(name)):
+                raise InvalidArgument(
+                    f"headers gave the name {name!a:.80}; names are letters, digits, '-', '_' and '.'", field="headers"
+                )
+            if not (isinstance(value, str) and value.isascii() and value.isprintable()):
+                raise InvalidArgument(f"the value of the header {name!a} must be printable ASCII", field="headers")
+        return [(name.lower(), value) for name, value in pairs]
 
     def channel_options(self) -> list[tuple[str, int | str]]:
         options: list[tuple[str, int | str]] = [*CHANNEL_OPTIONS]
@@ -193,8 +215,7 @@ class Call(Generic[_Answer]):
 
     def start(self, kind: Callable[[str], Any]) -> Any:
         """gRPC's own call. `kind` is the method `unary_unary` or `unary_stream` of a channel."""
-        further = self.settings.headers() if self.settings.headers is not None else {}
-        metadata = (*self.metadata, *((name.lower(), value) for name, value in further.items()))
+        metadata = (*self.metadata, *self.settings.further_metadata())
         method = partial(kind(self.path), self.request, timeout=self.timeout_s)
         span = client_span(self.path, self.request_id)
         if span is None:

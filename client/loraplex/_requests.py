@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Final, TypeVar, cast
 
-from loraplex.options import near_option
+from loraplex.options import near_option, taken_by
 from loraplex.types import (
     AdapterState,
     AnySpeculation,
@@ -495,7 +495,10 @@ def _assign(message: Any, path: str, value: Any, *, shown_as: str = "") -> None:
             current.extend([value] if isinstance(value, str) else value)
     except (TypeError, ValueError, AttributeError) as error:  # what protobuf raises; UnicodeEncodeError is a ValueError
         field = shown_as or path
-        raise InvalidArgument(f"`{field}` cannot be {_shown(value)}", field=field) from error
+        takes = taken_by(name)
+        raise InvalidArgument(
+            f"`{field}` cannot be {_shown(value)}{f'; {takes}' if takes else ''}", field=field
+        ) from error
 
 
 def _is_mapping(value: object) -> bool:

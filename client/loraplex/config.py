@@ -42,11 +42,11 @@ def token_in_force(given: str | None) -> str | None:
     return (given if given is not None else os.environ.get(TOKEN_VARIABLE)) or None
 
 
-def retries_in_force(given: int | None) -> int:
+def retries_in_force(given: float | None) -> int:
     """The number given, else that of LORAPLEX_RETRIES, else 3. Raises InvalidArgument."""
     wanted = given if given is not None else os.environ.get(RETRIES_VARIABLE) or DEFAULT_RETRIES
     try:
-        number = int(wanted)
+        number = -1 if isinstance(wanted, float) else int(wanted)
     except (TypeError, ValueError):
         number = -1
     if number < 0:

@@ -33,7 +33,9 @@ ELSEWHERE: Final = {
     "num_return_sequences": "n",
     "num_completions": "n",
     "best_of": "n",
+    "stop_sequence": "stop",
     "stop_sequences": "stop",
+    "stop_string": "stop",
     "stop_strings": "stop",
     "stop_words": "stop",
     "eos_token_id": "stop_token_ids",
@@ -71,6 +73,8 @@ ELSEWHERE: Final = {
     "timeout": "timeout_s",
     "user": "cache_salt",
 }
+STREAMING: Final = frozenset({"stream", "streaming", "is_streaming"})
+MAX_BEHIND: Final = 0.1  # of difflib's ratio: a name that is further behind the nearest one is not meant
 
 _RANGES: Final = {
     "timeout_s": "above 0; None: no deadline",
@@ -109,13 +113,17 @@ class OptionHelp:
 
 def near_option(name: str, known: Collection[str]) -> str:
     """A sentence with the options that `name` may stand for, empty where none is near."""
+    if name.lower() in STREAMING:
+        return "for a stream there is the method `stream`"
     meant = ELSEWHERE.get(name.lower())
-    found = (
-        [meant]
-        if meant is not None and meant in known
-        else difflib.get_close_matches(name.lower(), sorted(known), n=3, cutoff=0.6)
-    )
+    found = [meant] if meant is not None and meant in known else _nearest(name.lower(), known)
     return f"did you mean {' or '.join(found)}?" if found else ""
+
+
+def _nearest(name: str, known: Collection[str]) -> list[str]:
+    near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
+    ratios = [difflib.SequenceMatcher(None, name, one).ratio() for one in near]
+    return [one for one, ratio in zip(near, ratios, strict=True) if ratio >= ratios[0] - MAX_BEHIND]
 
 
 @cache
@@ -127,12 +135,20 @@ def options_help() -> tuple[OptionHelp, ...]:
     return tuple(OptionHelp(name, _kind(hints[name]), _meaning(name, meanings), _range(name)) for name in names)
 
 
+def taken_by(name: str) -> str:
+    """Type and range of an option, as a clause; empty for what is none."""
+    one = next((one for one in options_help() if one.name == name), None)
+    if one is None:
+        return ""
+    return f"{name} takes {one.kind}" + (f", {one.range}" if one.range else "")
+
+
 def help(option: str | None = None) -> None:
     """Prints what `generate` and `stream` take: every option with its type, meaning and range, or the one named.
     Raises InvalidArgument for an option that there is not."""
     found = [one for one in options_help() if option in (None, one.name)]
     if not found:
-        near = near_option(option or "", [one.name for one in options_help()])
+        near = near_option(str(option), [one.name for one in options_help()])
         raise InvalidArgument(f"there is no option {option!r}; {near or 'loraplex.help() lists all'}", field="option")
     print("\n".join(map(str, found)))
 

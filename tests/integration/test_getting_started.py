@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import venv
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,12 +18,14 @@ import pytest
 from support.documents import ROOT, Block, blocks
 from support.fleet import free_port
 
+from loraplex_proto import __version__
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 PAGE = ROOT / "docs/getting-started.md"
 DISTRIBUTIONS = ("loraplex", "loraplex-server", "loraplex-demo")
 ANSWER = "a person"
-INSTALL, UVX, DEMO, BASE, ADAPTER, SERVE, COMMAND, SDK, CURL = range(9)
+INSTALL, CLIENT, UVX, DEMO, BASE, ADAPTER, SERVE, COMMAND, SDK, CURL = range(10)
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +116,24 @@ def test_the_page(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
             assert ANSWER in step(name, block, env), name
     with capsys.disabled():
         print("\n" + "\n".join(f"| {name} | {seconds:.1f} s |" for name, seconds in times.items()))
+
+
+def test_pipx_and_uvx_take_the_client(machine: Path) -> None:
+    """Their own environments have nothing but the client and what it needs."""
+    tools = machine / "tools"
+    venv.create(tools, with_pip=True)
+    pip = [str(tools / "bin/python"), "-m", "pip", "install", "-q", "pipx", "uv"]
+    if (done := subprocess.run(pip, capture_output=True, text=True)).returncode:
+        pytest.skip(f"pipx and uv cannot be had here: {done.stderr.splitlines()[-1]}")
+    places = {"PIPX_HOME": str(machine / "pipx"), "PIPX_BIN_DIR": str(machine / "pipx/bin")}
+    env = environment(machine, **places, UV_PYTHON=sys.executable)
+    done = run(blocks(PAGE)[CLIENT], machine, {**env, "PATH": f"{tools / 'bin'}{os.pathsep}{env['PATH']}"})
+    assert done.returncode == 0, done.stderr
+    assert f"loraplex {__version__}" in done.stdout.splitlines()
+    command = [str(machine / "pipx/bin/loraplex"), "serve", "base"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "needs loraplex-server" in done.stderr
 
 
 def test_uvx(machine: Path) -> None:

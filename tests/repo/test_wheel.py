@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -12,6 +13,7 @@ import zipfile
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -146,6 +148,18 @@ def test_distributions_are_of_one_version(wheels: dict[str, Path]) -> None:
         "demo": {demo},
         "all": {server, demo},
     }
+
+
+def test_addresses_of_the_project_are_taken_over(tmp_path: Path) -> None:
+    """There is none yet (CONTRIBUTING.md, Make a release)."""
+    text = re.sub(r"(?ms)^\[project\.urls\].*?(?=^\[)", "", (ROOT / "pyproject.toml").read_text())
+    (tmp_path / "pyproject.toml").write_text(text + '\n[project.urls]\nSource = "https://example.org/source"\n')
+    package = tmp_path / "packages/loraplex"
+    package.mkdir(parents=True)
+    hook = runpy.run_path(str(ROOT / "packages/hooks/metadata.py"))["CheckoutMetadata"]
+    metadata: dict[str, Any] = {"version": "1"}
+    hook(str(package), {"dependencies": ["dependencies"]}).update(metadata)
+    assert metadata["urls"] == {"Source": "https://example.org/source"}
 
 
 def test_what_an_index_shows(wheels: dict[str, Path], checkout: Path) -> None:

@@ -71,9 +71,15 @@ def top(
 def _print_once(client: Client, prefix: str) -> None:
     from rich.console import Console
 
-    # Without a terminal every row goes on one line, however long.
-    console = Console() if terminal.is_terminal() else Console(width=500, color_system=None)
-    console.print(screen(client.status(adapter_prefix=prefix), num_lines=1000))
+    shown = screen(client.status(adapter_prefix=prefix), num_lines=1000)
+    if terminal.is_terminal():
+        Console().print(shown)
+        return
+    # Every row on one line, however long, and no longer than its text.
+    console = Console(width=500, color_system=None)
+    with console.capture() as captured:
+        console.print(shown)
+    terminal.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
 
 def _watch(client: Client, prefix: str, interval_s: float) -> None:

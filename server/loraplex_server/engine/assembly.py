@@ -157,11 +157,13 @@ def assemble(
         runner.warm_up(batch.max_step_tokens, progress)
     runner.capture(captured_shapes(config, backend), progress)
     manager = _manager(loaded, config.adapters, slots, heads, notify, served.heads)
-    progress("measuring how long steps take")
     speculator = build_speculator(
         config,
         Target(loaded, served, runner, manager, heads),
-        step_costs or measure_runner(runner, max_rows=batch.max_running, num_blocks=num_blocks, block_size=block_size),
+        step_costs
+        or measure_runner(
+            runner, max_rows=batch.max_running, num_blocks=num_blocks, block_size=block_size, progress=progress
+        ),
         progress,
     )
     scheduler = Scheduler(

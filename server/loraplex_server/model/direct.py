@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from loraplex_server.model.probe import CACHE
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -71,9 +73,9 @@ class DirectForward:
             hidden,
             attention_mask=None,
             position_ids=position_ids,
-            past_key_values=None,
             use_cache=False,
             position_embeddings=self._rotary(position_ids),
+            **{CACHE: None},
         )
         hidden = self._stem.get_submodule("norm")(hidden)
         return self._model.get_submodule(self._head)(hidden if head_rows is None else hidden.index_select(1, head_rows))

@@ -111,6 +111,7 @@ def load_model(
         config = AutoConfig.from_pretrained(model_id, revision=revision, trust_remote_code=False)
     refuse_config(config, model_id)
     refuse_class(config, model_id)
+    _context_tokens(config, max_context_tokens)  # refused before the weights are read
     register_attention()
     if dtype != "auto" and dtype not in DTYPES:
         raise InvalidArgument(f"{dtype!r} is not a dtype; use auto or one of {', '.join(DTYPES)}", field="--dtype")

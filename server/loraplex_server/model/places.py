@@ -6,6 +6,7 @@ library asks six times for every file.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -19,10 +20,15 @@ Model = tuple[str, str | None]  # directory or Hub id, and revision
 
 HUB_ID: Final = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")
 MAX_WAIT_S: Final = 4.0
+MODEL_FILE: Final = "config.json"
+ADAPTER_FILE: Final = "adapter_config.json"
 
 
 def check_places(config: EngineConfig) -> None:
-    """Raises UnsupportedModel for a model that is nowhere, AdapterNotFound for default heads that are not."""
+    """Raises UnsupportedModel for a model that is nowhere or is an adapter, AdapterNotFound for default heads that are
+    nowhere."""
+    for name in (config.model.model, *(draft.model for draft in config.speculation.drafts)):
+        _refuse_adapter(Path(name))
     with reaching_hub(models_of(config)):
         pass
     heads, adapters = config.speculation.default_medusa, config.adapters
@@ -68,11 +74,25 @@ def reaching_hub(models: Iterable[Model]) -> Generator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
+def _refuse_adapter(folder: Path) -> None:
+    """Raises UnsupportedModel for the folder of an adapter that is given as a model."""
+    if not (folder / ADAPTER_FILE).is_file() or (folder / MODEL_FILE).exists():
+        return
+    try:
+        base = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, LookupError, TypeError):
+        base = None
+    raise UnsupportedModel(
+        f"{folder} cannot be loaded: it has an adapter, not a model; serve its base model"
+        f"{f' ({base[:200]})' if isinstance(base, str) and base else ''} with --adapters {folder.parent}"
+    )
+
+
 def _is_folder(name: str) -> bool:
     """False for the name of a repository. Raises UnsupportedModel for what is neither."""
     path = Path(name)
     if path.is_dir():
-        if not any((path / file).exists() for file in ("config.json", "adapter_config.json")):
+        if not any((path / file).exists() for file in (MODEL_FILE, ADAPTER_FILE)):
             raise UnsupportedModel(f"{name} cannot be loaded: this directory has no config.json")
         return True
     if path.exists():
@@ -85,7 +105,7 @@ def _is_folder(name: str) -> bool:
 def _is_cached(name: str, revision: str | None) -> bool:
     from huggingface_hub import try_to_load_from_cache
 
-    files = ("config.json", "adapter_config.json")
+    files = (MODEL_FILE, ADAPTER_FILE)
     return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files)
 
 

@@ -20,13 +20,13 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from loraplex_contracts.errors import UnsupportedModel
 from loraplex_server.backends.equivalence import compare_peaks
@@ -36,6 +36,9 @@ from loraplex_server.model.mixers.install import FUNCTIONS, Mixer, install_mixer
 from loraplex_server.model.own_attention import KEY_BIAS, use_attention
 from loraplex_server.model.rope import lengths_given
 from loraplex_server.model.states import StateSpec, TextPerToken
+
+# A model's option for its cache: Transformers 5.24 gave it a shorter name, and 5.40 is to end the longer one.
+CACHE: Final = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
 log = logging.getLogger(__name__)
 
@@ -327,7 +330,7 @@ def trial_run(
     modules = list(model.modules())
     for module in modules:
         setattr(module, HANDLE, partial(recording.attend, module))
-    options: dict[str, Any] = {"use_cache": False} if past is None else {"use_cache": True, "past_key_values": past}
+    options: dict[str, Any] = {"use_cache": False} if past is None else {"use_cache": True, CACHE: past}
     try:
         with torch.inference_mode():
             rows = torch.tensor(kept, device=ids.device)
@@ -508,9 +511,9 @@ def count_by_cache(model: nn.Module) -> RemovableHandle:
 
     def add(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         positions: Tensor | None = options.get("position_ids")  # [1, num_tokens]
-        if positions is None or options.get("past_key_values") is not None:
+        if positions is None or options.get(CACHE) is not None:
             return args, options
         places = torch.arange(positions.shape[1], device=positions.device)
-        return args, {**options, "past_key_values": EmptyPast(positions[0] - places)}
+        return args, {**options, CACHE: EmptyPast(positions[0] - places)}
 
     return model.register_forward_pre_hook(add, with_kwargs=True)

@@ -30,7 +30,7 @@ from loraplex_server.model.batch import BatchMirror
 from loraplex_server.model.direct import DirectForward
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.own_attention import EAGER, use_attention
-from loraplex_server.model.probe import EmptyPast, thresholds
+from loraplex_server.model.probe import CACHE, EmptyPast, thresholds
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def _reference_logits(model: PreTrainedModel, ids: Sequence[int], start: int) ->
     options: dict[str, Any] = {"use_cache": False}
     if start:
         positions = torch.arange(start, start + len(ids), device=device).unsqueeze(0)
-        options = {"use_cache": True, "past_key_values": EmptyPast(start), "position_ids": positions}
+        options = {"use_cache": True, CACHE: EmptyPast(start), "position_ids": positions}
     inputs = torch.tensor([ids], device=device)
     with torch.inference_mode():
         try:

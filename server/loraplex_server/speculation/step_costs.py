@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from loraplex_contracts.plan import NewSequence, Span, StepPlan
 from loraplex_contracts.request import OutputParams, SamplingParams
+from loraplex_runtime.reports import Progress, counted, no_progress
 from loraplex_server.model.runner import ModelRunner
 
 DEFAULT_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -66,6 +67,7 @@ def measure_step_costs(
     num_repeats: int = NUM_REPEATS,
     limit_s: float = LIMIT_S,
     clock: Callable[[], float] = time.monotonic,
+    progress: Progress = no_progress,
 ) -> StepCosts:
     """Runs a step of each size to warm up, then all sizes `num_repeats` times in turn, of which the
     shortest counts: whatever else happens on a machine makes a step longer.
@@ -77,8 +79,10 @@ def measure_step_costs(
     begin_s = clock()
     order = _far_apart_first(sorted(set(sizes)))
     times_s: dict[int, list[float]] = {}
-    for _ in range(1 + num_repeats):
-        for size in order:
+    tell = counted(progress, "measuring how long steps take", (1 + num_repeats) * len(order), "steps")
+    for round_idx in range(1 + num_repeats):
+        for idx, size in enumerate(order):
+            tell(round_idx * len(order) + idx)
             if clock() - begin_s >= limit_s and (len(times_s) >= 2 or size in times_s):
                 break
             times_s.setdefault(size, []).append(run(size))
@@ -95,7 +99,9 @@ def _far_apart_first(sizes: list[int]) -> list[int]:
     return order
 
 
-def measure_runner(runner: ModelRunner, *, max_rows: int, num_blocks: int, block_size: int) -> StepCosts:
+def measure_runner(
+    runner: ModelRunner, *, max_rows: int, num_blocks: int, block_size: int, progress: Progress = no_progress
+) -> StepCosts:
     """Takes about LIMIT_S, or two steps where they are longer. Before the first request only."""
     num_sequences = min(max_rows, num_blocks)
     # Each sequence in a block of its own, and no longer than the context.
@@ -122,7 +128,7 @@ def measure_runner(runner: ModelRunner, *, max_rows: int, num_blocks: int, block
         return time.perf_counter() - start_s
 
     runner.clear_blocks(range(num_sequences))
-    costs = measure_step_costs(run, sizes=sizes, num_repeats=NUM_REPEATS, limit_s=LIMIT_S)
+    costs = measure_step_costs(run, sizes=sizes, num_repeats=NUM_REPEATS, limit_s=LIMIT_S, progress=progress)
     runner.execute(StepPlan(0, (), released=tuple(range(num_sequences))))
     return costs
 

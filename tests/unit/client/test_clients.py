@@ -540,3 +540,29 @@ async def test_who_is_cancelled_stays_so(fake: Any) -> None:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.1):
                     await call
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (None, "headers must give names and values, not None"),
+        ({"X y": "z"}, "headers gave the name 'X y'"),
+        ({3: "z"}, "headers gave the name 3"),
+        ({"x": "\n"}, "the value of the header 'x' must be printable ASCII"),
+        ({"x": 3}, "the value of the header 'x' must be printable ASCII"),
+    ],
+)
+def test_headers_that_cannot_be_sent_are_refused(fake: Any, given: Any, says: str) -> None:
+    with Client(fake.address, headers=lambda: given) as client, pytest.raises(loraplex.InvalidArgument, match=says):
+        client.generate("a")
+
+
+@pytest.mark.parametrize("hook", [{"headers": {"x": "y"}}, {"on_call": 3}])
+def test_a_hook_is_a_function(hook: dict[str, Any]) -> None:
+    with pytest.raises(loraplex.InvalidArgument, match="takes a function, not"):
+        Client("a:1", **hook)
+
+
+def test_retries_are_whole() -> None:
+    with pytest.raises(loraplex.InvalidArgument, match=r"not 1\.5"):
+        Client("a:1", retries=1.5)  # type: ignore[arg-type]

@@ -190,9 +190,31 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         loraplex.help("max_new_tokens")
 
 
+@pytest.mark.parametrize("name", ["topp", "max_token", "temprature"])
+def test_only_the_nearest_option_is_named(name: str) -> None:
+    with pytest.raises(loraplex.InvalidArgument, match=r"did you mean (top_p|max_tokens|temperature)\?$"):
+        loraplex.help(name)
+
+
+def test_help_takes_any_word() -> None:
+    with pytest.raises(loraplex.InvalidArgument, match="there is no option 3"):
+        loraplex.help(3)  # type: ignore[arg-type]
+
+
+def test_a_stream_is_a_method(fake: Any) -> None:
+    with Client(fake.address) as client, pytest.raises(TypeError, match="the method `stream`"):
+        client.generate("a", stream=True)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize(
     ("given", "meant"),
-    [("max_new_tokens", "max_tokens"), ("temprature", "temperature"), ("model", "adapter_id"), ("top_K", "top_k")],
+    [
+        ("stop_sequence", "stop"),
+        ("max_new_tokens", "max_tokens"),
+        ("temprature", "temperature"),
+        ("model", "adapter_id"),
+        ("top_K", "top_k"),
+    ],
 )
 def test_a_misspelt_option_is_answered_with_the_right_one(fake: Any, given: str, meant: str) -> None:
     with Client(fake.address) as client, pytest.raises(TypeError, match=f"there is no option '{given}'.*{meant}"):

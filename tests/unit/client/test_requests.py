@@ -457,3 +457,18 @@ def test_pin_is_a_switch() -> None:
     with pytest.raises(InvalidArgument) as caught:
         load_request("sql", {"pin": pin})
     assert caught.value.field == "pin"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "takes"),
+    [
+        ("max_tokens", -3, "max_tokens takes int, 1 to "),
+        ("max_tokens", "3", "max_tokens takes int, 1 to "),
+        ("temperature", "hot", "temperature takes float, 0 (greedy) or "),
+        ("stop", 3, "stop takes "),
+    ],
+)
+def test_a_value_that_does_not_fit_is_told_what_does(name: str, value: Any, takes: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        generate_request("a", {name: value})  # type: ignore[misc]
+    assert f"cannot be {value!a}; {takes}" in caught.value.message

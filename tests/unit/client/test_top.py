@@ -54,6 +54,7 @@ def test_a_look_has_it_all(fake: Any, capsys: Capture) -> None:
     for said in ("accepted 75 %", "3 under way", "1 of 9 failed"):
         assert said in out
     lines = out.splitlines()
+    assert [line for line in lines if line.endswith(" ")] == []
     (serving,) = (line for line in lines if "10.0.0.1:5" in line)
     assert serving.split()[2:7] == ["serving", "2/8", "0", "0", "0"]
     assert "60 %" in serving

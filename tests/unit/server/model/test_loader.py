@@ -210,8 +210,10 @@ def test_options_are_checked(tmp_path: Path) -> None:
         load_model(str(tmp_path), dtype="int3", device="cpu")
     with pytest.raises(InvalidArgument, match="device"):
         load_model(str(tmp_path), device="toaster")
+    told: list[str] = []
     with pytest.raises(InvalidArgument, match="--max-context"):
-        load_model(str(tmp_path), device="cpu", max_context_tokens=MAX_LEN + 1)
+        load_model(str(tmp_path), device="cpu", max_context_tokens=MAX_LEN + 1, progress=told.append)
+    assert told == [], "no weights were read for it"
     assert load_model(str(tmp_path), device="cpu", max_context_tokens=64).spec.max_context_tokens == 64
 
 

@@ -54,6 +54,17 @@ def test_without_a_hub_the_error_comes_once_and_soon(no_hub: str, cache: Path) -
     assert caught.value.message.endswith("give a directory, or HF_ENDPOINT for another Hub")
 
 
+@pytest.mark.parametrize(("text", "base"), [('{"base_model_name_or_path": "org/model"}', " (org/model)"), ("[]", "")])
+def test_an_adapter_is_no_model(tmp_path: Path, text: str, base: str) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/adapter_config.json").write_text(text)
+    with pytest.raises(UnsupportedModel) as caught:
+        check_places(EngineConfig(model=ModelConfig(str(tmp_path / "mine"))))
+    assert caught.value.message.endswith(
+        f"it has an adapter, not a model; serve its base model{base} with --adapters {tmp_path}"
+    )
+
+
 def test_without_a_hub_its_cache_does(no_hub: str, cache: Path) -> None:
     cached(cache)
     with reaching_hub([(NAME, None)]):

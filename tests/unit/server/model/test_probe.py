@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from loraplex_contracts.errors import UnsupportedModel
 from loraplex_server.model import probe as probe_module
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.model.probe import MAX_THRESHOLDS, NUM_TOKENS, EmptyPast, far_rows, thresholds
+from loraplex_server.model.probe import CACHE, MAX_THRESHOLDS, NUM_TOKENS, EmptyPast, far_rows, thresholds
 
 FLOOR = 40  # far behind every token that a check of the first tokens sees
 
@@ -40,7 +40,7 @@ def by_row_model() -> Any:
     linear = model.model.layers[1].self_attn.q_proj = ByRow(model.model.layers[1].self_attn.q_proj)
 
     def ask(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        past = options.get("past_key_values")
+        past = options.get(CACHE)
         length = past.get_seq_length() if past is not None else 0
         linear.past = length if isinstance(length, int) else 0
 
@@ -122,5 +122,5 @@ def test_an_empty_past_is_as_good_as_none_where_nothing_depends_on_it() -> None:
     model = random_model("gemma3").eval()
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.inference_mode():
-        behind = model(ids, past_key_values=EmptyPast(0), use_cache=True).logits
+        behind = model(ids, use_cache=True, **{CACHE: EmptyPast(0)}).logits
         assert torch.equal(model(ids, use_cache=False).logits, behind)

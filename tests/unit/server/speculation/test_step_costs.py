@@ -13,6 +13,7 @@ from support.driver import Job, Rig, make_rig, random_prompts
 from support.zoo import VOCAB_SIZE, random_model
 
 from loraplex_contracts.plan import StepPlan
+from loraplex_runtime.reports import share_of
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.model.runner import StepHandle
 from loraplex_server.speculation import step_costs
@@ -81,6 +82,14 @@ def test_the_shortest_run_counts_and_not_the_warm_up() -> None:
     assert costs.sizes == (1, 2, 4)
     assert costs.times_s == pytest.approx((0.011, 0.012, 0.014))
     assert len(machine.ran) == 3 * (1 + 3)
+
+
+def test_a_bar_can_be_shown() -> None:
+    told: list[str] = []
+    machine = Machine(lambda rows, _: 0.1 * rows)
+    measure_step_costs(machine.run, sizes=(1, 2), num_repeats=1, clock=machine.clock, progress=told.append)
+    assert told[0] == "measuring how long steps take: 0 of 4 steps"
+    assert share_of(told[0]) == 0
 
 
 def test_measuring_ends_in_time() -> None:
