@@ -186,7 +186,8 @@ def _summary(entry: EntryPoint) -> str:
 
 def _storage(error: OSError) -> str:
     where = "" if error.filename is None else f"{error.filename}: "
-    return f"{where}{error.strerror or 'cannot be used'}; make room, or name another place"
+    advice = "make room, or name another place" if error.errno in _STORAGE else "name another place"
+    return f"{where}{error.strerror or 'cannot be used'}; {advice}"
 
 
 def _missing(entry: EntryPoint, module: str) -> str:
