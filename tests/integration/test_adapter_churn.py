@@ -203,8 +203,9 @@ class Churn:
                 self.note("refused: broken")
             elif isinstance(error, AdapterNotMixed) and any(max(each) >= NUM_MIXABLE for each in allowed):
                 self.note("refused: not mixed")
-            elif isinstance(error, FailedPrecondition) and any(len(each) > 1 for each in allowed):
-                # The folder has just been replaced, and the version in use had left memory and the small store.
+            elif isinstance(error, AdapterNotFound | FailedPrecondition) and any(len(each) > 1 for each in allowed):
+                # The name was not loaded between the two renames, when it has no folder; or the folder has just been
+                # replaced, and the version in use had left memory and the small store.
                 self.note("refused: replaced")
             else:
                 self.fail(f"{what}: {error.reason} {error}; contents {allowed}")

@@ -180,7 +180,9 @@ class Place:
 
     on_hub: bool = option(False, "The adapter is the repository ORG/NAME on the Hub.", "--hub")
     revision: str | None = option(None, "Of that repository: a branch, a tag or a commit. Implies --hub.", "--revision")
-    token: str | None = option(None, HUB_TOKEN_HELP, "--hub-token", env=HUB_TOKEN_VARIABLE)
+    token: str | None = option(
+        None, HUB_TOKEN_HELP + " Not sent without --hub or --revision.", "--hub-token", env=HUB_TOKEN_VARIABLE
+    )
     in_bucket: bool = option(False, "The adapter is the folder BUCKET/NAME of a bucket.", "--in-bucket")
 
     def put(self, options: GenerateOptions) -> None:
