@@ -159,17 +159,24 @@ static void product_bf16(const bf16* x, int64_t x_stride, int m, const bf16* ban
 #else
 // --- bfloat16 with tiles -----------------------------------------------------------------------------------------------
 
-static inline void rows16(const bf16* x, int64_t x_bytes, const bf16* band, int64_t k) {
-  for (int64_t i = 0; i < k; i += 32, band += 32 * kBand) {
+// Of weights in memory, bytes that are fetched ahead into the second cache. Without it the tiles wait for memory: with none,
+// 2048, 4096 and 8192, 32 rows take 1.00, 0.91, 0.87 and 0.90 of the time on a Xeon with AMX.
+static const int kTilesFetchAhead = 4096;
+static const int kTileBytes = 32 * kBand * sizeof(bf16);  // of the weights of 32 inputs
+
+// `Fetches`: bytes of `soon` for each of its 32 inputs.
+template <int Fetches>
+static inline void rows16(const bf16* x, int64_t x_bytes, const bf16* band, int64_t k, const char* soon) {
+  for (int64_t i = 0; i < k; i += 32, band += 32 * kBand, soon += Fetches) {
     _tile_loadd(4, x + i, x_bytes);
     _tile_loadd(6, band, 64);
     _tile_loadd(7, band + 512, 64);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
+    for (int line = 0; line < Fetches; line += 64) _mm_prefetch(soon + line, _MM_HINT_T1);
   }
 }
 
-// `Fetches`: bytes of `soon` for each of its 32 inputs.
 template <int Fetches>
 static inline void rows32(const bf16* x, int64_t x_bytes, const bf16* band, int64_t k, const char* soon) {
   const bf16* lower = x + 8 * x_bytes;
@@ -198,8 +205,12 @@ static void tiles_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band,
     _tile_zero(0);
     _tile_zero(1);
   }
+  const char* ahead = is_slab(k) ? nullptr : (const char*)band + kTilesFetchAhead;
   if (m <= 16) {
-    rows16(x, x_bytes, band, k);
+    if (ahead != nullptr)
+      rows16<kTileBytes>(x, x_bytes, band, k, ahead);
+    else
+      rows16<0>(x, x_bytes, band, k, nullptr);
   } else {
     if (adds) {
       _tile_loadd(2, lower, c_bytes);
@@ -209,7 +220,9 @@ static void tiles_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band,
       _tile_zero(3);
     }
     if (soon != nullptr)
-      rows32<32 * kBand * sizeof(bf16) / kFetches>(x, x_bytes, band, k, (const char*)soon);
+      rows32<kTileBytes / kFetches>(x, x_bytes, band, k, (const char*)soon);
+    else if (ahead != nullptr)
+      rows32<kTileBytes>(x, x_bytes, band, k, ahead);
     else
       rows32<0>(x, x_bytes, band, k, nullptr);
     _tile_stored(2, lower, c_bytes);

@@ -217,7 +217,7 @@ static void tiles_narrow(const bf16* x, int64_t x_stride, int m, const uint8_t* 
   _tile_zero(0);
   _tile_zero(1);
   if (m <= 16) {
-    each_block<format>(blocks, k, [&](const bf16* band, int64_t i) { rows16(x + i, x_bytes, band, kBlock); });
+    each_block<format>(blocks, k, [&](const bf16* band, int64_t i) { rows16<0>(x + i, x_bytes, band, kBlock, nullptr); });
   } else {
     _tile_zero(2);
     _tile_zero(3);
