@@ -8,6 +8,7 @@ Prefix cache off, greedy, `ignore_eos`, all requests of a workload at once. FLAG
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from collections import deque
@@ -23,6 +24,7 @@ from workloads import WorkItem, read_workload
 
 import loraplex_proto
 from loraplex_contracts.request import CompletionEnd, Request, RequestFailed, StoppingParams, Tokens
+from loraplex_server.backends.cpu.native.library import load
 from loraplex_server.cli.worker import worker, worker_config
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine.assembly import build_engine
@@ -47,6 +49,8 @@ def engine_config(flags: Sequence[str]) -> EngineConfig:
 
 def build(inputs: Path, store: Path, lora: bool, flags: Sequence[str] = ()) -> Engine:
     config = engine_config([*worker_flags(inputs, store, lora=lora), *flags])
+    if load().library is None:
+        print(f"no native CPU kernels, so PyTorch's are measured: {load().status.reason}", file=sys.stderr)
     return build_engine(config, lambda text: None, lambda: None)
 
 
