@@ -23,6 +23,7 @@ from loraplex_server.backends.cpu.native.library import (
     Layer,
     Library,
     Linear,
+    Norm,
     Pieces,
     Runs,
     Spans,
@@ -168,6 +169,12 @@ def put_table(program: Program, dice: np.random.Generator, dtype: int, k: int, o
     return Table(*pointers, program.put(np.array(ranks, np.int32)), scales)
 
 
+def put_norm(program: Program, dice: np.random.Generator, dtype: int, n: int) -> Norm:
+    """With a weight of its own for the second of two slots."""
+    weight, own = (program.put(floats(dice, dtype, n)) for _ in range(2))
+    return Norm(weight, program.put(np.array([0, own], np.int64), are_pointers=True))
+
+
 def put_runs(program: Program, runs: list[tuple[int, int, int]], max_rank: int) -> Runs:
     """Of (first row, row behind the last, slot)."""
     columns = [np.array(column, np.int32) for column in zip(*runs, strict=True)]
@@ -263,8 +270,8 @@ def test_a_stack_of_layers(
         layer.gate_up = program.put(np.zeros(packed_bytes(2 * ffn, hidden, dtype), np.uint8))
         program.call("lp_pack_pair", dtype, 0, pair[0], None, pair[1], None, hidden, ffn, hidden, layer.gate_up)
         layer.qkv_bias = program.put(floats(dice, dtype, widths[0] + 2 * widths[1]))
-        layer.norm1, layer.norm2 = (program.put(floats(dice, dtype, hidden)) for _ in range(2))
-        layer.q_norm, layer.k_norm = (program.put(floats(dice, dtype, dim)) for _ in range(2))
+        layer.norm1, layer.norm2 = (put_norm(program, dice, dtype, hidden) for _ in range(2))
+        layer.q_norm, layer.k_norm = (put_norm(program, dice, dtype, dim) for _ in range(2))
         layer.k_pages, layer.v_pages = (
             program.put(floats(dice, dtype, num_blocks, block_size, kv_heads, dim)) for _ in range(2)
         )
