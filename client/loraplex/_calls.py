@@ -139,7 +139,7 @@ class Settings:
         return tuple(pairs)
 
     def further_metadata(self) -> list[tuple[str, str]]:
-        """What the caller's `headers` gives for this try. Raises InvalidArgument."""
+        """Metadata of this try by the caller's `headers`. Raises InvalidArgument."""
         if self.headers is None:
             return []
         given: Any = self.headers()

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, Worke
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.v1 import inference_pb2_grpc
 from loraplex_router.config import RouterConfig, ServerOptions
-from loraplex_router.server import run_router, start_router
+from loraplex_router.server import Router, run_router, start_router
 
 TESTS = Path(__file__).parents[1]
 COMMAND = "import typer; from loraplex_router.cli import router; typer.run(router)"
@@ -237,30 +237,33 @@ async def test_a_router_that_drains_leaves_a_shared_port_to_the_others() -> None
                 for _ in range(NUM_CLIENTS)
             ]
             asked = [Asked() for _ in channels]
-            async with asyncio.TaskGroup() as asking:
-                tasks = [asking.create_task(keep_asking(*one)) for one in zip(channels, asked, strict=True)]
-                await until(lambda: len(c.router.calls) > 0 and len(other.calls) > 0)
-                await asyncio.wait_for(c.router.drain(10.0), 8)
-                await until_answered_again(asked)
-                for task in tasks:
-                    task.cancel()
-            assert max(one.num_refused for one in asked) <= 1
+            asking = (keep_asking(*one) for one in zip(channels, asked, strict=True))
+            await check_that_all_move(c.router, other, asking, asked)
 
 
 @dataclass
 class Asked:
-    """What became of one client's streams."""
+    """Counts of one client's streams."""
 
     num_answered: int = 0
     num_refused: int = 0
     """Before the first message or byte."""
 
 
-async def until_answered_again(asked: Sequence[Asked]) -> None:
-    """Three more streams for each client. One whose connection met the closing port connects again after gRPC's
-    backoff, a second by default."""
-    before = [one.num_answered for one in asked]
-    await until(lambda: all(one.num_answered >= num + 3 for one, num in zip(asked, before, strict=True)), 30)
+async def check_that_all_move(
+    router: Router, other: Router, asking: Iterable[Coroutine[Any, Any, None]], asked: Sequence[Asked]
+) -> None:
+    """Drains a router while clients ask both. Each has three more answers then: one whose connection met the closing
+    port connects again after gRPC's backoff, a second by default."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one) for one in asking]
+        await until(lambda: len(router.calls) > 0 and len(other.calls) > 0)
+        await asyncio.wait_for(router.drain(10.0), 8)
+        before = [one.num_answered for one in asked]
+        await until(lambda: all(one.num_answered >= num + 3 for one, num in zip(asked, before, strict=True)), 30)
+        for task in tasks:
+            task.cancel()
+    assert max(one.num_refused for one in asked) <= 1
 
 
 async def paced(request: Generate, context: Any) -> AsyncIterator[bytes]:
@@ -298,14 +301,8 @@ async def test_http_of_a_router_that_drains_leaves_a_shared_port_to_the_others()
                 for _ in range(NUM_CLIENTS)
             ]
             asked = [Asked() for _ in clients]
-            async with asyncio.TaskGroup() as asking:
-                tasks = [asking.create_task(keep_completing(*one)) for one in zip(clients, asked, strict=True)]
-                await until(lambda: len(c.router.calls) > 0 and len(other.calls) > 0)
-                await asyncio.wait_for(c.router.drain(10.0), 8)
-                await until_answered_again(asked)
-                for task in tasks:
-                    task.cancel()
-            assert max(one.num_refused for one in asked) <= 1
+            asking = (keep_completing(*one) for one in zip(clients, asked, strict=True))
+            await check_that_all_move(c.router, other, asking, asked)
 
 
 async def keep_completing(client: Http, asked: Asked) -> None:
