@@ -29,6 +29,8 @@ class AdapterUse:
 class GrammarMatcher(Protocol):
     """The place of a sequence in its grammar. Owned by the sequence."""
 
+    num_slow: int  # of its next masks, those that may take long
+
     @property
     def inner(self) -> Any:
         """The library's own, for the masks of many at once."""

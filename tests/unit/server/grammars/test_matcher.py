@@ -178,7 +178,14 @@ def _ends(grammars: Compiler, grammar: Grammar, drawn: Sequence[int]) -> bool:
     return [matcher.advance(token_id) for token_id in drawn][-1]
 
 
-def test_masks_of_many_rows_at_once(grammars: Compiler) -> None:
+@pytest.fixture(params=["at once", "in parallel"])
+def is_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """No time at once sends all masks to the library's threads."""
+    monkeypatch.setattr(module, "AT_ONCE_S", 60.0 if request.param == "at once" else -1.0)
+    return request.param == "at once"
+
+
+def test_masks_of_many_rows_at_once(grammars: Compiler, is_at_once: bool) -> None:
     matchers = [grammars.compile(source.regex(text)).copy() for text in ("abc", "a|b", "xyz")]
     jobs = [(matchers[0], 0, ids("ab")), (matchers[1], 3, []), (matchers[2], 4, ids("x"))]
     bits = allowed_tokens(jobs, 6)
@@ -187,25 +194,53 @@ def test_masks_of_many_rows_at_once(grammars: Compiler) -> None:
     assert found == ["a", "b", "c", "ab", "x", "y"]
 
 
-def test_masks_are_made_beside_other_work(grammars: Compiler) -> None:
+def test_masks_beyond_the_time_for_them_are_made_in_parallel(
+    grammars: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matchers = [grammars.compile(source.regex(text)).copy() for text in ("abc", "a|b", "xyz")]
+    jobs = [(matcher, row, ()) for row, matcher in enumerate(matchers)]
+    whole = allowed_tokens(jobs, 3)
+    assert not any(matcher.num_slow for matcher in matchers)
+    given: list[Sequence[object]] = []
+    fill = module.fill_in_parallel
+    monkeypatch.setattr(module, "fill_in_parallel", lambda left, bits: (given.append(left), fill(left, bits)))
+    times = iter((0.0, 1.0, 2.0, 2.0, 2.0))
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(times))
+    assert np.array_equal(allowed_tokens(jobs, 3), whole)
+    assert given.pop() == jobs[1:]
+    assert np.array_equal(allowed_tokens(jobs, 3), whole)
+    assert given.pop() == jobs[:1], "the first one was slow"
+    assert [matcher.num_slow for matcher in matchers] == [module.NUM_SLOW - 1, 0, 0]
+
+
+def test_masks_are_made_beside_other_work(grammars: Compiler, is_at_once: bool) -> None:
     matchers = [grammars.compile(source.regex(text)).copy() for text in ("abc", "a|b")]
     jobs = [(matchers[0], 0, ids("ab")), (matchers[1], 3, [])]
     thread = MaskThread()
     for _ in range(3):
         thread.start(jobs, 4)
         assert np.array_equal(thread.wait(), allowed_tokens(jobs, 4))
-    thread.start([], 1)  # what `allowed_tokens` cannot do
-    with pytest.raises(IndexError):
-        thread.wait()
-    thread.start(jobs, 4)
-    assert np.array_equal(thread.wait(), allowed_tokens(jobs, 4))
     names = [one.name for one in threading.enumerate()]
+    assert is_at_once or "masks" in names
     del thread
     gc.collect()
     for one in threading.enumerate():
         if one.name == "masks" and names.count("masks") == 1:
             one.join(10)
             assert not one.is_alive()
+
+
+def test_what_masks_beside_other_work_raise(grammars: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [(grammars.compile(source.regex("abc")).copy(), 0, ())]
+    monkeypatch.setattr(module, "AT_ONCE_S", -1.0)
+    thread = MaskThread()
+    with monkeypatch.context() as broken:
+        broken.setattr(module, "_executor", lambda: None)
+        thread.start(jobs, 1)
+        with pytest.raises(AttributeError):
+            thread.wait()
+    thread.start(jobs, 1)
+    assert np.array_equal(thread.wait(), allowed_tokens(jobs, 1))
 
 
 def test_ends_are_allowed_where_the_text_may_end(grammars: Compiler) -> None:

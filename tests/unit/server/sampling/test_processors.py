@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +15,7 @@ from torch import Tensor
 
 from loraplex_contracts.plan import Span
 from loraplex_contracts.request import SamplingParams
-from loraplex_server.grammars import matcher as matcher_module
 from loraplex_server.layers.masks import RowMasks
-from loraplex_server.sampling import processors
 from loraplex_server.sampling import sampler as module
 from loraplex_server.sampling.draw import DrawRows, NoiseField, draw_open, row_argmax
 from loraplex_server.sampling.processors import removed_by, unpack_bits
@@ -125,37 +124,45 @@ def among(logits: Tensor, masks: RowMasks) -> tuple[Tensor, Tensor]:
     return row_argmax(scores)
 
 
+class GivenMasks:
+    """A matcher, and the library's below it, with masks that are known. `is_allowed [num_positions, VOCAB]`."""
+
+    error = ""
+    num_slow = 0
+    num_words = -(-VOCAB // 32)
+
+    def __init__(self, is_allowed: npt.NDArray[np.bool_]) -> None:
+        self.inner: Any = self
+        self.num_made = 0
+        padded = np.zeros((len(is_allowed), 32 * self.num_words), dtype=bool)
+        padded[:, :VOCAB] = is_allowed
+        self._bits = np.packbits(padded, axis=1, bitorder="little")
+
+    def unsafe_compute_mask_ptr_with_draft_token(self, address: int, num_bytes: int, draft: list[int]) -> None:
+        assert (num_bytes, draft) == (4 * self.num_words, [7, 8][: len(self._bits) - 1])
+        self.num_made += len(self._bits)
+        ctypes.memmove(address, self._bits.tobytes(), self._bits.nbytes)
+
+    def unsafe_compute_mask_ptr(self, address: int, num_bytes: int) -> None:
+        self.unsafe_compute_mask_ptr_with_draft_token(address, num_bytes, [])
+
+
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["when they are wanted", "ahead"])
 @pytest.mark.parametrize("masked_argmax", [None, among], ids=["by scores", "by argmax"])
 @pytest.mark.parametrize("free_draws", [False, True], ids=["all special", "beside another"])
-def test_grammars_mask_each_draft_position(
-    monkeypatch: pytest.MonkeyPatch, free_draws: bool, masked_argmax: Any, is_ahead: bool
-) -> None:
+def test_grammars_mask_each_draft_position(free_draws: bool, masked_argmax: Any, is_ahead: bool) -> None:
     """Rows 0 and 2 have one, row 0 with a draft of two tokens; row 1 is free, row 3's allows nothing."""
     dice = np.random.default_rng(4)
     is_allowed = dice.random((5, VOCAB)) < 0.1
     is_allowed[4] = False
     tokens, _ = histories(4)
-    matchers: list[Any] = [object(), None, object(), object()]
-    masks_of = {id(matchers[0]): is_allowed[:3], id(matchers[2]): is_allowed[3:4], id(matchers[3]): is_allowed[4:]}
-    num_made = 0
-
-    def masks(given: list[Any], num_rows: int) -> npt.NDArray[np.int32]:
-        nonlocal num_made
-        num_made += num_rows
-        padded = np.zeros((num_rows, -(-VOCAB // 32) * 32), dtype=bool)
-        for matcher, first, draft in given:
-            assert draft == ((7, 8) if matcher is matchers[0] else ())
-            padded[first : first + len(draft) + 1, :VOCAB] = masks_of[id(matcher)]
-        return np.packbits(padded, axis=1, bitorder="little").view(np.int32)
-
-    monkeypatch.setattr(processors, "allowed_tokens", masks)
-    monkeypatch.setattr(matcher_module, "allowed_tokens", masks)
+    matchers = [GivenMasks(is_allowed[:3]), None, GivenMasks(is_allowed[3:4]), GivenMasks(is_allowed[4:])]
+    num_made = lambda: sum(one.num_made for one in matchers if one is not None)  # noqa: E731
     sampler = Sampler(4, VOCAB, "cpu", masked_argmax=masked_argmax)
     drawing = (1, 2) if free_draws else (2,)
     for row, matcher in enumerate(matchers):
         new = sequence(tokens[row, :4].tolist(), SamplingParams(temperature=float(row in drawing)), row=row)
-        sampler.set_row(row, replace(new, matcher=matcher))
+        sampler.set_row(row, replace(new, matcher=cast(Any, matcher)))
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(5)) * 3
     spans = [
         Span("d", 3, 6, 1, 1),  # in another order than the samples
@@ -171,7 +178,7 @@ def test_grammars_mask_each_draft_position(
             sampler.end()
 
     found = sample()
-    assert num_made == 5, "each once"
+    assert num_made() == 5, "each once"
     allowed = torch.from_numpy(is_allowed)
     masked = logits[[0, 1, 2, 4]].masked_fill(~allowed[:4], -torch.inf)
     assert found.token_ids[:3] == tuple(masked[:3].argmax(-1).tolist())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -230,15 +231,15 @@ class NativeKernels:
         row with a mask the largest that it allows; NaN also where another value is infinite."""
         numbers = bits = None
         if masks is not None:
-            numbers, bits = torch.tensor(masks.numbers, dtype=torch.int32), masks.bits
-            if bits.shape[1] * 32 < values.shape[1] or not bits.flags.c_contiguous or max(masks.numbers) >= len(bits):
+            numbers, bits = array("i", masks.numbers), masks.bits
+            if bits.shape[1] * 32 < values.shape[1] or not bits.flags.c_contiguous or max(numbers) >= len(bits):
                 raise ValueError(f"masks {bits.shape} do not fit values {tuple(values.shape)}")
         rows = values if values.is_contiguous() else values.contiguous()
         best = torch.empty(rows.shape[0], dtype=torch.float32)
         where = torch.empty(rows.shape[0], dtype=torch.int64)
         self._functions.lp_argmax(
             self._pool, DTYPES[rows.dtype], rows.data_ptr(), rows.shape[0], rows.shape[1],
-            None if numbers is None else numbers.data_ptr(), None if bits is None else bits.ctypes.data,
+            None if numbers is None else numbers.buffer_info()[0], None if bits is None else bits.ctypes.data,
             0 if bits is None else bits.shape[1], best.data_ptr(), where.data_ptr(),
         )  # fmt: skip
         return best, where

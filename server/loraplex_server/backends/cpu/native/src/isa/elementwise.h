@@ -171,21 +171,11 @@ static void add_bias(DType dtype, const void* bias, int n, float* c) {
     bias_row<BF16>((const bf16*)bias, n, c);
 }
 
-// Infinity for each of eight numbers whose bit is 0, the lowest first.
-struct RemovedByByte {
-  alignas(32) float of[256][8];
-  constexpr RemovedByByte() : of() {
-    for (int byte = 0; byte < 256; byte++)
-      for (int bit = 0; bit < 8; bit++) of[byte][bit] = byte >> bit & 1 ? 0.0f : __builtin_inff();
-  }
-};
-static constexpr RemovedByByte kRemovedByByte;
-
-static inline Floats removed_by(const uint8_t* bits) {
-  alignas(64) float removed[16];
-  __builtin_memcpy(removed, kRemovedByByte.of[bits[0]], sizeof(kRemovedByByte.of[0]));
-  __builtin_memcpy(removed + 8, kRemovedByByte.of[bits[1]], sizeof(kRemovedByByte.of[0]));
-  return load(removed, first(16));
+// Those of 16 values whose bit is set, the lowest first, and infinity taken from the others.
+static inline Floats allowed_of(Floats v, const uint8_t* bits) {
+  uint16_t set;
+  __builtin_memcpy(&set, bits, sizeof(set));
+  return select(sub(v, all(__builtin_inff())), lanes_of_bits(set), v);
 }
 
 template <class D>
@@ -196,7 +186,7 @@ static void argmax_row(const typename D::T* x, int64_t n, const uint8_t* allowed
   for (int64_t i = 0; i < n; i += 16) {
     const Part part = first((int)(n - i > 16 ? 16 : n - i));
     Floats v = load(x + i, part);
-    if (allowed != nullptr) v = sub(v, removed_by(allowed + i / 8));
+    if (allowed != nullptr) v = allowed_of(v, allowed + i / 8);
     nan = either(nan, is_nan(v));
     const Mask larger = is_larger(lanes(part), v, top);
     top = select(top, larger, v);

@@ -218,6 +218,13 @@ static inline Mask lanes(Part part) {
   return {_mm256_castsi256_ps(_mm256_cmpgt_epi32(n, numbers.low)),
           _mm256_castsi256_ps(_mm256_cmpgt_epi32(n, numbers.high))};
 }
+// Those whose bit is set, the lowest first.
+static inline Mask lanes_of_bits(uint16_t bits) {
+  const __m256i low = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128), high = _mm256_slli_epi32(low, 8);
+  const __m256i set = _mm256_set1_epi32(bits);
+  return {_mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(set, low), low)),
+          _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(set, high), high))};
+}
 // Those of lanes i..i + 16 that are in from..to; i < to.
 static inline Mask between(int64_t from, int64_t to, int64_t i) {
   const Mask behind = lanes({(int)(to - i > 16 ? 16 : to - i)}), before = lanes({(int)(i < from ? from - i : 0)});

@@ -133,6 +133,8 @@ static inline float largest(Floats x) { return _mm512_reduce_max_ps(x); }
 // --- masks -------------------------------------------------------------------------------------------------------------
 
 static inline Mask lanes(Part part) { return part; }
+// Those whose bit is set, the lowest first.
+static inline Mask lanes_of_bits(uint16_t bits) { return bits; }
 // Those of lanes i..i + 16 that are in from..to; i < to.
 static inline Mask between(int64_t from, int64_t to, int64_t i) {
   return first((int)(to - i > 16 ? 16 : to - i)) & (__mmask16)(i < from ? 0xffffu << (from - i) : 0xffffu);

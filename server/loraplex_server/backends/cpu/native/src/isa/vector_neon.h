@@ -254,6 +254,11 @@ static inline Mask lanes(Part part) {
   return each_mask(
       [&](int i) { return vcgtq_s32(vdupq_n_s32(part.n), vreinterpretq_s32_u32(numbers.v[i])); });
 }
+// Those whose bit is set, the lowest first.
+static inline Mask lanes_of_bits(uint16_t bits) {
+  const uint32_t low[4] = {1, 2, 4, 8};
+  return each_mask([&](int i) { return vtstq_u32(vdupq_n_u32((uint32_t)bits >> (4 * i)), vld1q_u32(low)); });
+}
 // Those of lanes i..i + 16 that are in from..to; i < to.
 static inline Mask between(int64_t from, int64_t to, int64_t i) {
   const Mask behind = lanes({(int)(to - i > 16 ? 16 : to - i)}), before = lanes({(int)(i < from ? from - i : 0)});
