@@ -35,7 +35,8 @@ models with random weights.
   of a CPU and with the merged linears and fused norms of CUDA (`tests/parity/test_model_matrix.py`).
 - **In company**: the base model, a LoRA of rank 4 on all linears and one of rank 13 on the head mixed in batches that
   are short of KV blocks: prompts in chunks, prefix hits, preemption, n=2, each without speculation and with prompt
-  lookup, Medusa heads and two draft models; every text equals PEFT's in float64 (`tests/parity/test_in_company.py`).
+  lookup, Medusa heads and two draft models; every text equals PEFT's in float64
+  (`tests/parity/test_in_company_attention.py`).
 - **More LoRAs**: `vs PEFT` where a mixed batch of six more kinds is compared with PEFT (other ranks and targets,
   embeddings, rsLoRA, patterns), and one with DoRA, biases and saved modules (`tests/parity/test_lora.py`). The other
   families' linears are replaced in the same way.
@@ -94,7 +95,7 @@ recurrences in float64 and without a cache (some families continue wrongly from 
 - **Text**: packed rows, prompts in chunks of odd lengths, right and wrong drafts, logits within 1e-4 as norms and
   routers compute in float32 (`tests/parity/test_hybrids.py`).
 - **In company**: as above, with the linears inside mixers too, and short of state slots as well
-  (`tests/parity/test_in_company.py`).
+  (`tests/parity/test_in_company_states.py`).
 
 PEFT itself refuses `out_proj` in some of these, and a LoRA on `dt_proj` (Mamba, Jamba) or `conv1d` changes nothing
 there: mixers read these weights directly. Such an adapter is refused by name.
@@ -147,7 +148,7 @@ Of such a checkpoint only the language model is loaded: weights of towers and pr
 The class is Transformers' for the whole checkpoint, or the one for its texts where Transformers has it, so weights are
 renamed as there, and positions are those of texts (M-RoPE). Any family of Transformers' multimodal models is loaded so;
 those below are in the test suite, in float64 against the whole model's `generate()` and against PEFT of the whole model
-(`tests/parity/test_multimodal.py`), and in company as above (`tests/parity/test_in_company.py`).
+(`tests/parity/test_multimodal.py`), and in company as above (`tests/parity/test_in_company_multimodal.py`).
 
 - Adapters fit that were trained on the whole model or on its texts alone: `model.language_model.layers`, Transformers
   4's `language_model.model.layers` and `model.layers` are one and the same. An adapter with weights for images or audio

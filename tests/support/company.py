@@ -1,4 +1,4 @@
-"""Families under everything at once: adapters, shared prompts, forks, preemption, each proposer."""
+"""A model under everything at once: adapters, shared prompts, forks, preemption, each proposer."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.dense import greedy, make_dense
-from support.exact_states import whole_text_greedy
-from support.multimodal import FAMILIES, STATEFUL, language_model
-from support.peft_files import SPECS, save_adapter
-from support.speculation import BLOCK_SIZE, World, draft_proposer, make_bench, request
-from support.zoo import HYBRIDS, VOCAB_SIZE, ZOO, random_model
 from torch import nn
 from transformers import PreTrainedModel
 
 from loraplex_contracts.request import Request, SamplingParams, SpeculationParams
 from loraplex_server.speculation.proposer import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP
+from support.dense import make_dense
+from support.peft_files import SPECS, save_adapter
+from support.speculation import BLOCK_SIZE, World, draft_proposer, make_bench, request
+from support.zoo import VOCAB_SIZE, random_model
 
 NUM_TOKENS = 10
 LORAS = {"r4": SPECS[1], "r13": SPECS[3]}
@@ -50,22 +48,6 @@ Oracle = Callable[[nn.Module, Sequence[int], int, Sequence[int]], list[int]]
 
 def slowly(families: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in families]
-
-
-@pytest.mark.parametrize("family", slowly(HYBRIDS))
-def test_families_with_states(family: str, tmp_path: Path) -> None:
-    check_company(random_model(family, seed=3), whole_text_greedy, tmp_path)
-
-
-@pytest.mark.parametrize("family", slowly(ZOO))
-def test_families_with_attention_alone(family: str, tmp_path: Path) -> None:
-    check_company(random_model(family, seed=3), greedy, tmp_path)
-
-
-@pytest.mark.parametrize("family", slowly(f"text of {name}" for name in FAMILIES))
-def test_texts_of_multimodal_checkpoints(family: str, tmp_path: Path) -> None:
-    name = family.removeprefix("text of ")
-    check_company(language_model(name), whole_text_greedy if name in STATEFUL else greedy, tmp_path)
 
 
 def check_company(model: PreTrainedModel, oracle: Oracle, tmp_path: Path) -> None:
