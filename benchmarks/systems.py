@@ -147,8 +147,8 @@ def python_of(checkout: Path | None) -> list[str]:
     """This Python, with the packages of another checkout where one is given."""
     if checkout is None:
         return [sys.executable]
-    path = os.pathsep.join(str(checkout / name) for name in ("proto", "client", "router", "server", "adapters"))
-    return ["env", f"PYTHONPATH={path}", sys.executable]
+    folders = sorted({package.parent for package in checkout.glob("*/loraplex*") if package.is_dir()})
+    return ["env", f"PYTHONPATH={os.pathsep.join(map(str, folders))}", sys.executable]
 
 
 def vllm_command(
