@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -350,6 +351,7 @@ async def test_errors_before_and_after_the_first_token() -> None:
         ({"best_of": 2, "n": 3}, "best_of"),
         ({"max_tokens": 0, "echo": True, "temperature": -1}, "temperature"),
         ({"tools": [{"type": "function"}]}, "tools"),
+        ({"adapters": [{"id": "sql"}, {"weight": 1}]}, "adapters[1].id"),
     ],
 )
 async def test_wrong_fields_are_400_by_name(body: dict[str, Any], param: str) -> None:
@@ -376,6 +378,27 @@ async def test_refusals_say_what_is_wrong(content: str | bytes, words: str) -> N
         answer = await http.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
         assert answer.status_code == 400
         assert words in answer.json()["error"]["message"]
+
+
+async def test_a_missing_part_is_named_where_it_is_missing() -> None:
+    async with http_cluster() as (_, http):
+        answer = await http.post("/v1/chat/completions", json={"messages": [*CHAT, {"content": "hi"}]})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "messages[1].role")
+        assert error["message"] == "`messages[1].role` is missing"
+
+
+@pytest.mark.parametrize(("encoding", "status"), [("gzip", 400), ("br, gzip", 400), ("identity", 200), ("", 200)])
+async def test_compressed_bodies_are_refused_by_the_header(encoding: str, status: int) -> None:
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    body = json.dumps({"prompt": "hi"}).encode()
+    async with http_cluster() as (c, http):
+        sent = gzip.compress(body) if status == 400 else body
+        answer = await http.post(COMPLETIONS, content=sent, headers=headers)
+        assert answer.status_code == status
+        if status == 400:
+            assert answer.json()["error"]["param"] == "content-encoding"
+            assert not c.workers[0].requests
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -152,6 +152,32 @@ async def test_sglang_by_the_keys_of_the_body() -> None:
             assert (wrong.status_code, wrong.json()["error"]["param"]) == (404, "lora_path")
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_an_unknown_adapter_among_others_is_404_before_the_first_byte(is_streamed: bool) -> None:
+    """Although the calls of the others have a token at once."""
+
+    async def known_only(request: Generate, context: Any) -> AsyncIterator[bytes]:
+        if request.adapter_id == "nothing":
+            await asyncio.sleep(0.05)
+            await abort(context, AdapterNotFound("no such adapter", resource=request.adapter_id))
+        async for one in stream(request, context):
+            yield one
+
+    async def unknown(request: Generate, context: Any) -> bytes:
+        await abort(context, AdapterNotFound("no such adapter", resource="nothing"))
+
+    async with http_cluster() as (c, http):
+        adapters_of(c, "sql")
+        c.workers[0].stream, c.workers[0].unary = known_only, unknown
+        for names in (["sql", "nothing"], [None, "nothing"], ["nothing", "sql"]):
+            body = {"text": ["a", "b"], "lora_path": names, "stream": is_streamed}
+            answer = await ask(http, body=body)
+            assert answer.status_code == 404, answer.text
+            assert "`nothing`" in answer.json()["error"]["message"]
+        answer = await ask(http, body={"text": ["a", "b"], "lora_path": ["sql", None], "stream": True})
+        assert answer.status_code == 200
+
+
 async def test_info() -> None:
     async with http_cluster() as (_, http):
         for path in ("/", "/info"):

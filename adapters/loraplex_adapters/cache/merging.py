@@ -85,7 +85,7 @@ def _check_ranks(
         )
         raise AdapterNotMixed(
             f"{recipe.merge.strategy} merges adapters whose ranks are equal in each module, and {described}; "
-            "leave `merge` out for their exact sum",
+            "their exact sum is a mixture without `merge` (`cat` in `merged_adapters`)",
             field="adapters",
             resource=_names(recipe),
         )

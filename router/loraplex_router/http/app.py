@@ -134,6 +134,9 @@ def _invalid(error: RequestValidationError) -> InvalidArgument:
         return InvalidArgument("the body is not valid JSON", field="body")
     if not where:
         return InvalidArgument("the body must be a JSON object, sent as application/json", field="body")
+    if first["type"] == "missing":
+        name = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in _path(first))[1:]
+        return InvalidArgument(f"`{name}` is missing", field=name)
     name = ascii(where[0][:60])[1:-1]
     said = str(first["msg"]).removeprefix("Input ")
     return InvalidArgument(f"`{name}` is not valid: {said[:1].lower()}{said[1:]}", field=name)

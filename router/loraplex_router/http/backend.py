@@ -121,6 +121,7 @@ class Backend:
         """Calls that run, and their first message: an error before it is raised here, so that it has its real
         status."""
         self._check_room(messages, request)
+        await self._check_adapters(messages, request)
         handle = self.handler("GenerateStream", self.relay.generate_stream)
         calls = FanOut(handle, [one.SerializeToString() for one in messages], request)
         try:
@@ -131,6 +132,17 @@ class Backend:
             calls.cancel()
             raise
         return calls, first
+
+    async def _check_adapters(self, messages: Sequence[pb.GenerateRequest], request: Request) -> None:
+        """Raises AdapterNotFound for an unknown adapter of calls with several: the first message may be another one's,
+        and then it is too late for a status. Adapters that are yet to be fetched are not looked for."""
+        if len({one.adapter_id for one in messages}) < 2:
+            return
+        for adapter_id in dict.fromkeys(
+            one.adapter_id for one in messages if not (one.HasField("hub") or one.in_bucket)
+        ):
+            if adapter_id:
+                await self.adapter_rows(adapter_id, request)
 
     def _check_room(self, messages: Sequence[pb.GenerateRequest], request: Request) -> None:
         """Raises InvalidArgument where more new tokens are asked for than the context has with no prompt at all. Up to

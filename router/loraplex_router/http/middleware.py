@@ -126,6 +126,7 @@ class Middleware:
                 await page_response(scope["path"])(scope, receive, send_with_id)
                 return
             self._admit(scope)
+            _check_encoding(headers)
             await self._app(scope, _bounded(headers, receive), send_with_id)
         except Exception as error:
             if has_begun:
@@ -145,6 +146,13 @@ def _check_path(path: str) -> None:
     `_METHODS` would not."""
     if any(char < " " or char == "\x7f" for char in path):
         raise InvalidArgument("the path has a control character", field="path")
+
+
+def _check_encoding(headers: Headers) -> None:
+    """Raises InvalidArgument for a compressed body: its length says nothing of what it holds."""
+    encoding = headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise InvalidArgument("a body with a content-encoding is not read: send it as it is", field="content-encoding")
 
 
 def _bounded(headers: Headers, receive: Receive) -> Receive:

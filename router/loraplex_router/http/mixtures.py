@@ -92,7 +92,7 @@ def _translated(merged: MergedAdapters) -> tuple[list[Member], Merge | None]:
             field="merged_adapters",
         )
     members = [Member(id=one, weight=weight) for one, weight in zip(merged.ids, weights, strict=True)]
-    strategy = merged.merge_strategy or "linear"
+    strategy = (merged.merge_strategy or "linear").lower()  # LoRAX reads these names in any case
     if strategy == EXACT:
         return members, None
     if strategy not in _OPTIONS:
@@ -100,5 +100,8 @@ def _translated(merged: MergedAdapters) -> tuple[list[Member], Merge | None]:
             f"`merged_adapters` takes a merge_strategy of {', '.join((*_OPTIONS, EXACT))}; it is {strategy[:40]!a}",
             field="merged_adapters",
         )
-    given = {"density": merged.density, "majority_sign": merged.majority_sign_method}
+    given = {
+        "density": merged.density,
+        "majority_sign": merged.majority_sign_method and merged.majority_sign_method.lower(),
+    }
     return members, Merge.model_validate({"strategy": strategy} | {name: given[name] for name in _OPTIONS[strategy]})

@@ -103,6 +103,7 @@ class Job:
 
 # Names that OpenAI's routes know and these do not.
 _OPENAI_NAMES: Final = {
+    "schema",  # LoRAX's, of versions before `response_format`
     *CompletionRequest.model_fields,
     *ChatCompletionRequest.model_fields,
     *REFUSED,

@@ -162,6 +162,10 @@ def test_grammars(parameters: dict[str, Any], expected: pb.Grammar) -> None:
             {"merge_strategy": "dare_linear", "density": 0.5, "majority_sign_method": "total"},
             pb.AdapterMerge(strategy="dare_linear", density=0.5),
         ),
+        (
+            {"merge_strategy": "DARE_TIES", "density": 0.5, "majority_sign_method": "Total"},
+            pb.AdapterMerge(strategy="dare_ties", density=0.5, majority_sign="total"),
+        ),
     ],
 )
 def test_merged_adapters_of_lorax(parameters: dict[str, Any], merge: pb.AdapterMerge) -> None:
@@ -194,6 +198,7 @@ def test_logprobs_are_asked_for_where_shown() -> None:
         ({"merged_adapters": {"ids": ["a"], "wieghts": [1]}}, "merged_adapters", InvalidArgument),
         ({"merged_adapters": {"ids": ["a"]}, "adapter_id": "b"}, "merged_adapters", InvalidArgument),
         ({"merged_adapters": {"ids": ["a"] * 9}}, "merged_adapters", InvalidArgument),
+        ({"schema": '{"type": "integer"}'}, "schema", InvalidArgument),
         ({"adapters": [{"id": "a"}], "merged_adapters": {"ids": ["a"]}}, "merged_adapters", InvalidArgument),
         ({"adapters": [{"id": "a"}], "adapter_id": "b"}, "adapters", InvalidArgument),
         ({"merge": {"strategy": "linear"}}, "merge", InvalidArgument),
