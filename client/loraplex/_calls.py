@@ -80,8 +80,9 @@ _INFERENCE: Final = "/loraplex.v1.InferenceService/"
 _POOLING: Final = "/loraplex.v1.PoolingService/"
 _ADAPTERS: Final = "/loraplex.v1.AdapterService/"
 _STATUS: Final = "/loraplex.v1.StatusService/"
-_BARE_HOST = re.compile(r"[A-Za-z0-9._-]+\Z")
-_WEB_ADDRESS = re.compile(r"(https?|grpcs?|wss?)://", re.IGNORECASE)
+# Of host:port, either part may be missing; an IPv6 address has brackets.
+_ADDRESS = re.compile(r"([^\s:/\[\]]+|\[[0-9A-Fa-f:.]+(?:%\w+)?\])(?::([0-9]{1,5}))?\Z")
+_OF_GRPC = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):\S+\Z")  # schemes of its names
 _HEADER = re.compile(r"[A-Za-z0-9._-]+\Z")
 _TOKEN = re.compile(r"[\x21-\x7e]+\Z")
 
@@ -183,14 +184,18 @@ def checked_timeout(timeout_s: float | None, field: str = "timeout_s") -> float 
 
 
 def _checked_target(target: str) -> str:
+    """With the port. Raises InvalidArgument."""
     given: Any = target
-    if not isinstance(given, str) or not given or _WEB_ADDRESS.match(given) or any(c.isspace() for c in given):
+    found = _ADDRESS.match(given) if isinstance(given, str) else None
+    if found is not None and (found[2] is None or 1 <= int(found[2]) <= 65535):
+        return target if found[2] else f"{target}:{DEFAULT_PORT}"
+    if not (isinstance(given, str) and _OF_GRPC.match(given)):
         shown = ascii(given if not isinstance(given, str) else given[:80])
         raise InvalidArgument(
             f"{shown} is not a server's address: write it as host:port, for example localhost:{DEFAULT_PORT}",
             field="target",
         )
-    return f"{target}:{DEFAULT_PORT}" if _BARE_HOST.match(target) else target
+    return target
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def progress_of(wanted: Progress, total: int) -> Generator[Callable[[int], None]
         report = wanted
         yield lambda num_done: report(num_done, total)
         return
-    if not wanted:
+    if not (wanted and total):
         yield lambda num_done: None
         return
     from rich.console import Console  # late: few programs show a bar

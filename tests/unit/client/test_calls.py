@@ -32,7 +32,24 @@ def test_targets(target: str, expected: str) -> None:
     assert Settings(target).target == expected
 
 
-@pytest.mark.parametrize("target", ["", "http://host:50051", "HTTPS://host", "grpc://host:1", "host :1", "a\nb"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        "",
+        "http://host:50051",
+        "HTTPS://host",
+        "grpc://host:1",
+        "host :1",
+        "a\nb",
+        ":::",
+        "::1",
+        "[::1",
+        "h:0",
+        "h:99999",
+        "h:",
+        "h:x",
+    ],
+)
 def test_what_is_no_address_says_how_to_write_one(target: str) -> None:
     with pytest.raises(InvalidArgument, match="host:port") as caught:
         Client(target)

@@ -91,6 +91,8 @@ def test_a_bar(fake: Any, capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "2/2" in captured.err
+    assert many("sync", fake, [], progress=True) == ()
+    assert capsys.readouterr().err == ""
 
 
 # --- chats ----------------------------------------------------------------------------------------------------------
