@@ -15,7 +15,7 @@ import typer
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_router.config import HttpServerConfig, RouterConfig, ServerFlags, import_grpc
 from loraplex_runtime.config import with_settings
-from loraplex_runtime.flags import LOGS, STARTING, with_flags
+from loraplex_runtime.flags import LOGS, STARTING, config_of, with_flags
 from loraplex_runtime.shutdown import END, end_with_supervisor, orphan_drain_s, unread_output_is_lost
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("loraplex.start")
 
 
-@with_settings("router")
+@with_settings("router", partial(config_of, RouterConfig), needs=("--worker",))
 @with_flags
 def router(
     config: RouterConfig,
@@ -83,7 +83,7 @@ def router(
         _fail(config, error)
 
 
-@with_settings("http")
+@with_settings("http", partial(config_of, HttpServerConfig), needs=("--server",))
 @with_flags
 def http(config: HttpServerConfig) -> None:
     """Serve HTTP in front of a server that runs: OpenAI's, LoRAX's and TGI's routes in a process of their own.

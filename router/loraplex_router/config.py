@@ -197,11 +197,6 @@ class RouterConfig(ServerFlags):
     server: ServerOptions = field(default_factory=ServerOptions)
 
     def __post_init__(self) -> None:
-        _check(
-            bool(self.workers or self.workers_from),
-            "--worker",
-            "must be given at least once, as [NAME=]HOST:PORT; or --workers-from",
-        )
         _check(not (self.workers and self.workers_from), "--workers-from", "and --worker exclude each other")
         try:
             parse_members(self.workers)
@@ -224,6 +219,12 @@ class RouterConfig(ServerFlags):
             "--auth-file",
             "needs --worker-token-file: workers tell tenants apart only where the router shows its own credential",
         )
+        # The last one: `loraplex config show` tells of every other fault without a worker, too.
+        _check(
+            bool(self.workers or self.workers_from),
+            "--worker",
+            "must be given at least once, as [NAME=]HOST:PORT; or --workers-from",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,13 +242,13 @@ class HttpServerConfig(ServerFlags):
     )
 
     def __post_init__(self) -> None:
-        _check(is_address(self.server), "--server", f"must be given as host:port, not {self.server!a}")
         _check(0 <= self.port <= 65535, "--port", "must be 0 (any free port) to 65535")
         _check(
             self.auth_file is None or self.server_token_file is not None,
             "--auth-file",
             "needs --server-token-file: a server tells tenants apart only where it is shown a credential",
         )
+        _check(is_address(self.server), "--server", f"must be given as host:port, not {self.server!a}")
 
     def router(self) -> RouterConfig:
         """Configuration of a router whose one worker is the server, and whose gRPC port only this machine can reach."""

@@ -34,9 +34,14 @@ def prefix_of(command: str) -> str:
     return f"LORAPLEX_{command.upper()}"
 
 
-def with_settings(command: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_settings(
+    command: str, check: Callable[..., object], needs: tuple[str, ...] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """For typer: the option --config, and values of the other options from its file and from variables. Raises
-    InvalidArgument for keys and variables that no option takes, and for values that it does not."""
+    InvalidArgument for keys and variables that no option takes, and for values that it does not.
+
+    `check` takes the values of all options and raises what the command raises for them; `needs` are options without
+    which the command does not start. Both are for `check_settings`, which gets the command made here."""
 
     def read(ctx: typer.Context, value: Path | None) -> Path | None:
         if not ctx.resilient_parsing:
@@ -76,9 +81,21 @@ def with_settings(command: str) -> Callable[[Callable[..., None]], Callable[...,
                 raise explained(ctx, error) from error
 
         run.__name__, run.__doc__ = body.__name__, body.__doc__
+        run.settings_check = check, needs  # type: ignore[attr-defined]
         return with_signature(run, [context, *own, parameter])
 
     return decorate
+
+
+def check_settings(ctx: typer.Context, command: Any) -> None:
+    """Raises InvalidArgument for values in the context that a command of `with_settings` refuses. Options that it needs
+    may be missing."""
+    check, needs = command.settings_check
+    try:
+        check(**ctx.params)
+    except InvalidArgument as error:
+        if error.field not in needs or any(ctx.params[one.name] for one in settings_of(ctx) if error.field in one.opts):
+            raise explained(ctx, error) from error
 
 
 def setting_of(parameter: Any) -> str:

@@ -115,6 +115,11 @@ def configure(cls: type, flags: list[Flag], given: Mapping[str, Any], fixed: Map
     return _build(cls, values, ())
 
 
+def config_of(cls: type, /, **given: Any) -> Any:
+    """An instance of `cls` from what the command line gave for all its flags; further values are ignored."""
+    return configure(cls, list(flags_of(cls)), given, {})
+
+
 def arguments_of(config: Any) -> list[str]:
     """The command line that `configure` makes `config` of, as far as its fields are flags and not their defaults."""
     arguments: list[str] = []

@@ -11,7 +11,15 @@ from loraplex import InvalidArgument
 from loraplex.cli import terminal
 from loraplex.cli.help import Command
 from loraplex.cli.options import JsonOption
-from loraplex_runtime.config import COMMANDS, near_name, setting_of, settings_of, source_of, value_shown
+from loraplex_runtime.config import (
+    COMMANDS,
+    check_settings,
+    near_name,
+    setting_of,
+    settings_of,
+    source_of,
+    value_shown,
+)
 
 config = typer.Typer(help="Show the settings of server commands.", no_args_is_help=True)
 
@@ -44,11 +52,13 @@ def settings_in_force(command: str, arguments: list[str]) -> list[dict[str, Any]
 
     module, _, name = KNOWN[command].target.partition(":")
     app = typer.Typer(add_completion=False)
-    app.command(command, cls=Command)(getattr(import_module(module), name))
+    body = getattr(import_module(module), name)
+    app.command(command, cls=Command)(body)
     found: Any = typer.main.get_command(app)
     for one in found.params:
         one.required = False  # MODEL
     with found.make_context(f"loraplex {command}", list(arguments)) as ctx:
+        check_settings(ctx, body)
         rows: list[dict[str, Any]] = []
         for one in settings_of(ctx):
             source, where = source_of(ctx, one)

@@ -35,7 +35,17 @@ def worker_config(model: str, given: dict[str, Any], router_digest: str = "") ->
     return configure(WorkerConfig, FLAGS, given, fixed)
 
 
-@with_settings("worker")
+def _given_config(
+    *, model: str | None, supervised: bool, on_orphan: str, router_digest: str, **given: Any
+) -> tuple[WorkerConfig, float]:
+    """The configuration, and the seconds of --on-orphan."""
+    drain_s = orphan_drain_s(on_orphan)
+    if on_orphan != END and not supervised:
+        raise InvalidArgument("--on-orphan goes with --supervised", field="--on-orphan")
+    return worker_config(model or "", given, router_digest), drain_s
+
+
+@with_settings("worker", _given_config)
 @with_raw_flags(FLAGS)
 def worker(
     ctx: typer.Context,
@@ -72,12 +82,11 @@ def worker(
     """
     report = Report("worker", as_json=json)
     try:
-        drain_s = orphan_drain_s(on_orphan)
+        config, drain_s = _given_config(
+            model=model, supervised=supervised, on_orphan=on_orphan, router_digest=router_digest, **given
+        )
         if supervised:
             end_with_supervisor(drain_s)
-        elif on_orphan != END:
-            raise InvalidArgument("--on-orphan goes with --supervised", field="--on-orphan")
-        config = worker_config(model, given, router_digest)
         index, num_workers = parse_placement(placement)
         # Late: what only prints help needs neither gRPC nor torch.
         from loraplex_runtime.telemetry import setup_logging

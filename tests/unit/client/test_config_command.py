@@ -64,8 +64,40 @@ def test_no_password_of_an_address_is_shown(capsys: pytest.CaptureFixture[str]) 
         (("sreve",), "did you mean serve?"),
         (("router", "--prot", "1"), "--prot"),
         (("router", "--config", "/no/such.toml"), "/no/such.toml cannot be read"),
+        (("router", "--port", "99999"), "--port must be 0 (any free port) to 65535"),
+        (("router", "--worker", "nohost"), "--worker takes [NAME=]HOST:PORT"),
+        (("http", "--server", "a:1", "--port", "99999"), "--port must be 0 (any free port) to 65535"),
+        (("http", "--server", "a"), "--server must be given as host:port"),
     ],
 )
 def test_wrong_names_are_2(arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "show", *arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("serve", "--port", "99999"), "--port must be 0 (any free port) to 65535"),
+        (("serve", "--workers", "2", "--adapter-store", "/s"), "--adapter-store belongs to one worker"),
+        (("serve", "--openai-compat", "1"), "--openai-compat"),
+        (("worker", "--on-orphan", "drain=1"), "--on-orphan goes with --supervised"),
+        (("worker", "--kv-memory", "lots"), "--kv-memory 'lots' is not a size"),
+    ],
+)
+def test_values_that_the_server_refuses(
+    arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "show", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert main([arguments[0], "model", *arguments[1:]]) == 2
+    assert says in told
+    assert says in capsys.readouterr().err
+
+
+def test_a_refused_value_of_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "loraplex.toml"
+    file.write_text("[router]\nport = 99999\n")
+    assert main(["config", "show", "router", "--config", str(file)]) == 2
+    assert f"(its value is from {file})" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_runtime.config import child_environment, explained, setting_of, settings_of, source_of, with_settings
-from loraplex_runtime.flags import option, with_flags
+from loraplex_runtime.flags import config_of, option, with_flags
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def run(*arguments: str, file: Path | None = None, **environment: str) -> Seen:
     """Raises what the command raises; a wrong command line fails the test."""
     seen = Seen()
 
-    @with_settings("serve")
+    @with_settings("serve", partial(config_of, Config))
     @with_flags
     def body(
         ctx: typer.Context,
