@@ -6,6 +6,8 @@ library asks six times for every file.
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import json
 import re
 from collections.abc import Generator, Iterable
@@ -64,7 +66,7 @@ def reaching_hub(models: Iterable[Model]) -> Generator[None]:
     if trouble and missing:
         raise UnsupportedModel(
             f"{missing[0]} cannot be loaded: there is no such directory, and the Hub ({constants.ENDPOINT}) cannot be "
-            f"asked ({trouble}); give a directory, or HF_ENDPOINT for another Hub"
+            f"asked ({trouble}); give a directory, or HF_ENDPOINT for another Hub{_near_folder(missing[0])}"
         )
     before: bool = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = before or bool(trouble)
@@ -98,8 +100,18 @@ def _is_folder(name: str) -> bool:
     if path.exists():
         raise UnsupportedModel(f"{name} cannot be loaded: it is a file; give the directory of a checkpoint")
     if not HUB_ID.fullmatch(name):
-        raise UnsupportedModel(f"{name} cannot be loaded: there is no such directory")
+        raise UnsupportedModel(f"{name} cannot be loaded: there is no such directory{_near_folder(name)}")
     return False
+
+
+def _near_folder(name: str) -> str:
+    """A question for the end of a sentence: the folder of a model that the name may be meant for, if there is one."""
+    path = Path(name)
+    with contextlib.suppress(OSError):
+        beside = [one.name for one in path.parent.iterdir() if (one / MODEL_FILE).is_file()]
+        for found in difflib.get_close_matches(path.name, beside, n=1):
+            return f"; did you mean {path.parent / found}?"
+    return ""
 
 
 def _is_cached(name: str, revision: str | None) -> bool:

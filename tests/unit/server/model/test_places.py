@@ -74,6 +74,20 @@ def test_without_a_hub_its_cache_does(no_hub: str, cache: Path) -> None:
         raise AssertionError
 
 
+def test_a_misspelt_folder(tmp_path: Path, cache: Path, no_hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("base", "bsaes"):  # the second one has no model
+        Path(name).mkdir()
+    Path("base/config.json").write_text("{}")
+    for given in ("bsae", "./bsae", str(tmp_path / "bsae")):
+        with pytest.raises(
+            UnsupportedModel, match=rf"no such directory.*; did you mean {Path(given).parent / 'base'}\?$"
+        ):
+            check_places(EngineConfig(model=ModelConfig(given)))
+    with pytest.raises(UnsupportedModel, match=r"for another Hub$"):
+        check_places(EngineConfig(model=ModelConfig("unlike")))
+
+
 def test_a_server_that_asks_no_hub_says_so(cache: Path, monkeypatch: pytest.MonkeyPatch, no_hub: str) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UnsupportedModel, match="HF_HUB_OFFLINE is set"), reaching_hub([(NAME, None)]):
