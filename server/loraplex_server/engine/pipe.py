@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from multiprocessing.reduction import ForkingPickler
+from pickle import dumps
 from typing import Any, Final, Literal
 
 from loraplex_contracts.adapters import (
@@ -216,7 +216,7 @@ class CommandWriter:
         self._conn = conn
         self._poll = select.poll()
         self._poll.register(conn.fileno(), select.POLLOUT)
-        self._unsent: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._num_unsent = 0  # put to the queue and not yet written; the lock holds it
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._write, name="engine-commands", daemon=True)
@@ -224,7 +224,9 @@ class CommandWriter:
 
     def send(self, command: Command) -> None:
         """Raises OSError when the engine is gone."""
-        payload = ForkingPickler.dumps(command)
+        # Bytes. What a connection's own `send` pickles into is a buffer that Python complains of, where the error of a
+        # failed send keeps it.
+        payload = dumps(command)
         with self._lock:
             is_direct = not self._num_unsent and len(payload) <= DIRECT_BYTES and bool(self._poll.poll(0))
             self._num_unsent += not is_direct

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from pickle import dumps
 from typing import TYPE_CHECKING, Final
 
 from loraplex_adapters.store import LOCK_NAME, remove_abandoned
@@ -189,7 +190,7 @@ def _write(conn: Connection, outputs: OutputQueue) -> None:
     try:
         while messages := outputs.take():
             for message in messages:
-                conn.send(message)
+                conn.send_bytes(dumps(message))
     except (BrokenPipeError, OSError):
         return  # the front end is gone; the reader sees it too and ends the loop
 

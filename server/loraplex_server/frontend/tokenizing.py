@@ -13,6 +13,7 @@ import heapq
 import itertools
 import multiprocessing
 import os
+import pickle
 import queue
 import signal
 import threading
@@ -358,7 +359,8 @@ class TokenizerProcess:
         """The result of the job. Blocks; `kill` from another thread makes it raise ProcessEnded."""
         try:
             conn = self._conn or self._start()
-            conn.send(job)
+            # Not `send`: as in engine/pipe.py.
+            conn.send_bytes(pickle.dumps(job))
             return conn.recv()
         except (EOFError, OSError) as error:
             raise ProcessEnded(self.end()) from error
@@ -391,7 +393,7 @@ class TokenizerProcess:
             self._process = process
         theirs.close()
         self._conn = ours
-        ours.send(self._serialized)
+        ours.send_bytes(pickle.dumps(self._serialized))
         return ours
 
 
