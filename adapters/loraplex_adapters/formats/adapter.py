@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from loraplex_adapters.formats.files import (
     CONFIG_NAME,
+    MAX_CONFIG_BYTES,
     MEDUSA_WEIGHTS_NAME,
     MODEL_CONFIG_NAME,
     WEIGHTS_NAME,
@@ -20,7 +21,7 @@ from loraplex_adapters.formats.files import (
 )
 from loraplex_adapters.formats.medusa import HeadsPlan, model_tensors, plan_heads, read_medusa_config, split_heads
 from loraplex_adapters.formats.peft import plan_lora
-from loraplex_adapters.formats.peft_config import MAX_CONFIG_BYTES, parse_labels, parse_lora_config, parse_peft_fields
+from loraplex_adapters.formats.peft_config import parse_labels, parse_lora_config, parse_peft_fields
 from loraplex_adapters.formats.peft_plan import LoraPlan, PlannedModule
 from loraplex_adapters.formats.peft_saved import without_base_copies
 from loraplex_adapters.formats.peft_variants import VARIANTS, plan_variant

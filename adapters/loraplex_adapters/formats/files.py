@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from loraplex_adapters.io.source_files import AdapterFiles, parse_object, read_all, read_json_header
 from loraplex_contracts.errors import AdapterInvalid, UnsafeFormat
 
+MAX_CONFIG_BYTES = 1 << 20
 CONFIG_NAME = "adapter_config.json"
 MODEL_CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -52,6 +54,16 @@ def detect_kind(names: Collection[str]) -> str:
     raise AdapterInvalid(
         f"there is no {WEIGHTS_NAME} and no {MEDUSA_WEIGHTS_NAME}{beside}; save a LoRA with PEFT's save_pretrained"
     )
+
+
+def check_files(files: AdapterFiles) -> None:
+    """Raises AdapterInvalid or UnsafeFormat for files that are an adapter of no model at all, by their names,
+    configurations and headers. What only loading finds out passes. Imports no torch."""
+    detect_kind(files.names)
+    for name in files.names.intersection((CONFIG_NAME, MODEL_CONFIG_NAME)):
+        parse_object(read_all(files.open(name), MAX_CONFIG_BYTES), name, MAX_CONFIG_BYTES)
+    for name in files.names.intersection((WEIGHTS_NAME, MEDUSA_WEIGHTS_NAME)):
+        read_json_header(files.open(name))
 
 
 def has_model_layout(names: Collection[str]) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from loraplex_adapters.formats.files import CONFIG_NAME
+from loraplex_adapters.formats.files import CONFIG_NAME, MAX_CONFIG_BYTES
 from loraplex_adapters.formats.peft_inits import HOW_TO_CONVERT, Init
 from loraplex_adapters.formats.peft_loftq import LoftqConfig, parse_loftq
 from loraplex_adapters.formats.peft_patterns import Budget, ModulePattern, compile_budget, compile_pattern
@@ -19,7 +19,6 @@ from loraplex_adapters.io.source_files import parse_object
 from loraplex_adapters.weights import BaseTargets
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported
 
-MAX_CONFIG_BYTES = 1 << 20
 MAX_PATTERNS = 4096
 MAX_TARGETS = 4096
 MAX_RANK = 1 << 16

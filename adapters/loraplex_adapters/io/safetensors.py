@@ -24,14 +24,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loraplex_adapters.io.source_files import SourceFile, parse_object
+from loraplex_adapters.io.source_files import SourceFile, read_json_header
 from loraplex_adapters.io.throttle import checkpoint
 from loraplex_adapters.io.uncached import PAGE_BYTES
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, NonFinite
 
-# A LoRA on every linear of a 126-layer model has 0.3 MB of header. The limit also bounds how long parsing it holds up
-# the other threads of the process.
-MAX_HEADER_BYTES = 4 << 20
 MAX_TENSORS = 1 << 15
 MAX_NAME_CHARS = 512
 MAX_DIMS = 8
@@ -67,19 +64,8 @@ class TensorInfo:
 
 def read_header(file: SourceFile) -> dict[str, TensorInfo]:
     """The tensors of a safetensors file, checked, by name. Raises AdapterInvalid, or what the file raises."""
-    file_bytes, what = file.num_bytes, file.name
-    if file_bytes < 8:
-        raise AdapterInvalid(f"{what} is cut short: {file_bytes} bytes are not a safetensors file")
-    prefix = _read(file, 0, 8)
-    if prefix == b"version ":
-        raise AdapterInvalid(f"{what} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
-    header_bytes = int.from_bytes(prefix, "little")
-    if header_bytes > MAX_HEADER_BYTES:
-        raise AdapterInvalid(f"{what} claims a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} are read")
-    data_start = 8 + header_bytes
-    if data_start > file_bytes:
-        raise AdapterInvalid(f"{what} is cut short: its header says {header_bytes} bytes, the file has {file_bytes}")
-    entries = parse_object(_read(file, 8, header_bytes), f"the header of {what}", MAX_HEADER_BYTES)
+    what = file.name
+    entries, data_start = read_json_header(file)
     entries.pop("__metadata__", None)  # free text; nothing here depends on it
     if len(entries) > MAX_TENSORS:
         raise AdapterInvalid(f"{what} has {len(entries)} tensors; at most {MAX_TENSORS} are read")
@@ -87,14 +73,8 @@ def read_header(file: SourceFile) -> dict[str, TensorInfo]:
     for name, entry in entries.items():
         checkpoint()
         tensors[name] = _tensor(name, entry, data_start, what)
-    _check_cover(tensors, data_start, file_bytes, what)
+    _check_cover(tensors, data_start, file.num_bytes, what)
     return tensors
-
-
-def _read(file: SourceFile, offset: int, num_bytes: int) -> bytes:
-    data = bytearray(num_bytes)
-    file.read_into(memoryview(data), offset)
-    return bytes(data)
 
 
 def _tensor(name: str, entry: Any, data_start: int, what: str) -> TensorInfo:

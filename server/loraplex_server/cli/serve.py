@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,6 +27,9 @@ from loraplex_runtime.shutdown import Ending
 from loraplex_server.cli.report import Report
 from loraplex_server.cli.worker import FLAGS, JsonFlag, ModelArgument, worker_config
 from loraplex_server.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from loraplex_adapters.io.source_files import AdapterSource
 
 # The router listens, authenticates and terminates TLS; the workers behind it take the rest of the flags.
 ROUTER_ONLY = {
@@ -57,6 +60,7 @@ class Http:
 HTTP_FLAGS = [flag for flag in flags_of(HttpOptions) if flag.path != ("adapter_root",)]
 NO_HTTP = Http()
 MAX_NAMES = 5  # of adapters, on the line of a server that is ready
+MAX_TRIED = 16  # folders that are looked into for one that the line may name
 DEFAULT_PORT = "50051"  # of the commands that ask a server
 
 
@@ -172,7 +176,23 @@ def _router_config(config: WorkerConfig, addresses: list[str], worker_token: str
     )
 
 
-@with_settings("serve")
+def _given_config(
+    *,
+    model: str | None,
+    workers: int,
+    http_port: int | None,
+    http_host: str | None,
+    served_model_name: list[str] | None,
+    **given: Any,
+) -> tuple[WorkerConfig, Http]:
+    http = Http(http_port, http_host, tuple(served_model_name or ()), configure(HttpOptions, HTTP_FLAGS, given, {}))
+    config = worker_config(model or "", given)
+    if workers > 1 and config.engine.adapters.store_dir is not None:
+        raise InvalidArgument("--adapter-store belongs to one worker; leave it out with --workers above 1")
+    return config, http
+
+
+@with_settings("serve", _given_config)
 @with_raw_flags([*FLAGS, *HTTP_FLAGS])
 def serve(
     ctx: typer.Context,
@@ -217,11 +237,14 @@ def serve(
     """
     report = Report("server", as_json=json)
     try:
-        options = configure(HttpOptions, HTTP_FLAGS, given, {})
-        http = Http(http_port, http_host, tuple(served_model_name or ()), options)
-        config = worker_config(model, given)
-        if workers > 1 and config.engine.adapters.store_dir is not None:
-            raise InvalidArgument("--adapter-store belongs to one worker; leave it out with --workers above 1")
+        config, http = _given_config(
+            model=model,
+            workers=workers,
+            http_port=http_port,
+            http_host=http_host,
+            served_model_name=served_model_name,
+            **given,
+        )
         from loraplex_router.config import import_grpc
 
         import_grpc()
@@ -241,11 +264,14 @@ def first_steps(config: WorkerConfig, address: str, http_address: str | None) ->
     """Lines for a person who has just started the server: adapters, and commands to try."""
     adapters = config.engine.adapters
     names: Sequence[str] = ()
+    to_try: str | None = None
     if adapters.root is not None:
         from loraplex_adapters.sources.directory import DirectorySource  # late: printing help needs no files
 
+        source = DirectorySource(adapters.root)
         with contextlib.suppress(LoraplexError, OSError):
-            names = DirectorySource(adapters.root).list()
+            names = source.list()
+        to_try = next((name for name in names[:MAX_TRIED] if _is_readable(source, name)), None)
     hints: list[str] = []
     if adapters.root is not None:
         shown = ", ".join(names[:MAX_NAMES]) + (", …" if len(names) > MAX_NAMES else "")
@@ -256,11 +282,22 @@ def first_steps(config: WorkerConfig, address: str, http_address: str | None) ->
     command = "" if port == DEFAULT_PORT and host == "127.0.0.1" else f" --server {host}:{port}"
     command += " --tls" if config.tls_cert is not None else ""
     command += " --token TOKEN" if config.auth_file is not None else ""
-    command += f" --adapter {names[0]}" if names else ""
+    command += f" --adapter {to_try}" if to_try else ""
     hints.append(f'  try it: loraplex generate "Hello"{command}')
     if http_address is not None:
         hints.append(f"  or open http{'s' if config.tls_cert is not None else ''}://{http_address}/ in a browser")
     return hints
+
+
+def _is_readable(source: AdapterSource, name: str) -> bool:
+    from loraplex_adapters.formats.files import check_files
+
+    try:
+        with source.open(name) as files:
+            check_files(files)
+    except LoraplexError:
+        return False
+    return True
 
 
 async def _serve(

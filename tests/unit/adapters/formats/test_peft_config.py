@@ -11,7 +11,8 @@ from peft import LoraConfig
 from peft.tuners.lora.config import BdLoraConfig, KasaConfig, MontecloraConfig, VeloraConfig
 from support.adapter_files import lora_config
 
-from loraplex_adapters.formats.peft_config import MAX_CONFIG_BYTES, PeftLoraConfig, parse_lora_config, parse_peft_fields
+from loraplex_adapters.formats.files import MAX_CONFIG_BYTES
+from loraplex_adapters.formats.peft_config import PeftLoraConfig, parse_lora_config, parse_peft_fields
 from loraplex_adapters.formats.peft_patterns import match_budget
 from loraplex_adapters.io.throttle import throttled
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported

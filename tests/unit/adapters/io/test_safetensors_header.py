@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from support.adapter_files import BytesFile, safetensors_bytes
 
-from loraplex_adapters.io import safetensors
+from loraplex_adapters.io import safetensors, source_files
 from loraplex_adapters.io.safetensors import TensorInfo, read_header
 from loraplex_contracts.errors import AdapterInvalid
 
@@ -107,7 +107,7 @@ def test_too_many_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_header_is_bounded_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors, "MAX_HEADER_BYTES", 64)
+    monkeypatch.setattr(source_files, "MAX_HEADER_BYTES", 64)
     file = BytesFile(struct.pack("<Q", 65) + bytes(1 << 10))
     with pytest.raises(AdapterInvalid, match="claims a header of 65 bytes"):
         read_header(file)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.adapter_files import safetensors_bytes
 
 from loraplex_server.cli.serve import first_steps
 from loraplex_server.config import AdaptersConfig, EngineConfig, ModelConfig, WorkerConfig
@@ -18,8 +19,8 @@ def config_of(root: Path | None) -> WorkerConfig:
 def add(root: Path, *names: str) -> None:
     for name in names:
         (root / name).mkdir()
-        for file in ("adapter_config.json", "adapter_model.safetensors"):
-            (root / name / file).touch()
+        (root / name / "adapter_config.json").write_text("{}")
+        (root / name / "adapter_model.safetensors").write_bytes(safetensors_bytes({}, b""))
 
 
 def test_without_adapters() -> None:
@@ -38,6 +39,16 @@ def test_adapters_that_there_are(tmp_path: Path) -> None:
     ]
     add(tmp_path, *"abcdef")
     assert ": 7 (a, b, c, d, e, …);" in first_steps(config_of(tmp_path), "127.0.0.1:50051", None)[0]
+
+
+def test_a_broken_folder_is_not_named(tmp_path: Path) -> None:
+    add(tmp_path, "a", "b")
+    (tmp_path / "a/adapter_model.safetensors").write_bytes(b"cut")
+    listed, hint = first_steps(config_of(tmp_path), "127.0.0.1:50051", None)
+    assert ": 2 (a, b);" in listed  # a request for it is told why
+    assert hint.endswith("--adapter b")
+    (tmp_path / "b/adapter_config.json").unlink()
+    assert first_steps(config_of(tmp_path), "127.0.0.1:50051", None)[1].endswith('"Hello"')
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:5", "0.0.0.0:5", "[::]:5"])
