@@ -210,11 +210,16 @@ class Replicas:
         connected = self.connected()
         if not self._replicas:
             return NoWorker("the router has no workers yet; try again", retry_after_s=RETRY_WITHOUT_WORKERS_S)
+        total = len(self._replicas)
+        counts = {
+            "shutting down": sum(replica.is_draining for replica in connected),
+            "not responding": sum(replica.is_stalled for replica in connected),
+            "not reachable": total - len(connected),
+        }
+        reasons = ", ".join(f"{count} {what}" if total > 1 else what for what, count in counts.items() if count)
         return NoWorker(
-            f"none of the router's {len(self._replicas)} workers can take requests "
-            f"({sum(replica.is_draining for replica in connected)} shutting down, "
-            f"{sum(replica.is_stalled for replica in connected)} not responding, "
-            f"{len(self._replicas) - len(connected)} not reachable); try again",
+            ("the router's one worker cannot" if total == 1 else f"none of the router's {total} workers can")
+            + f" take requests{f' ({reasons})' if reasons else ''}; try again",
             retry_after_s=RETRY_WITHOUT_WORKERS_S,
         )
 

@@ -38,6 +38,18 @@ def test_a_draining_worker_is_asked_but_not_sent_to() -> None:
     assert [replica.worker_id for replica in replicas.connected()] == [A]
 
 
+def test_why_no_worker_takes_requests() -> None:
+    one = Replicas([A])
+    assert one.no_worker().message == "the router's one worker cannot take requests (not reachable); try again"
+    one.on_report(A, report(draining=True), 1.0)
+    assert one.no_worker().message == "the router's one worker cannot take requests (shutting down); try again"
+    two = Replicas([A, B])
+    two.on_report(A, report(draining=True), 1.0)
+    assert "none of the router's 2 workers can take requests (1 shutting down, 1 not reachable);" in str(
+        two.no_worker()
+    )
+
+
 def test_excluded_workers_are_no_candidates() -> None:
     replicas = Replicas([A, B])
     for worker_id in (A, B):
