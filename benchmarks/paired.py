@@ -6,8 +6,9 @@ unused  LoRA switched on, but no request asks for an adapter, against an engine 
 ranks   adapters of ranks 8, 8, 16, 32 against adapters that are all of rank 16; default: distinct-8.
 int8    weights in few bits, against those of the checkpoint; default: base-1. The ratio of medians is that of decode
 int4    steps, most of the steps there are.
-beyond  the last request's adapter has DoRA, biases, saved norms or a saved head, against one that has low-rank terms
-        alone like all others; default: distinct-8. A step is as long for its neighbours as for it.
+beyond  the last request's adapter has DoRA, biases, saved norms, a saved head or saved linears (q_proj), or is an IA3
+        or an OFT, against one that has low-rank terms alone like all others; default: distinct-8, and all kinds. A step
+        is as long for its neighbours as for it.
 
 On a machine that others use too, runs one after the other, and processes of the same code, differ by more than what is
 looked for here; of two steps that follow each other both are disturbed alike. Prints one JSON line per workload: how
@@ -27,6 +28,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from inprocess import build
@@ -43,7 +45,9 @@ from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.pipe import Submit
 
 WARM_TOKENS = 24
-BEYOND = ("dora", "biases", "norms", "head")  # than low-rank terms
+BEYOND = ("dora", "biases", "norms", "head", "linears", "ia3", "oft")  # than low-rank terms
+SAVED = {"norms": "norm", "head": "lm_head.", "linears": ".q_proj."}  # parts of parameters' names
+OFT_BLOCK = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,27 +147,44 @@ def with_more_than_low_rank(inputs: Path, folder: Path) -> Path:
     with safe_open(inputs / "model" / "model.safetensors", "pt") as model:
         base = {name: model.get_tensor(name) for name in model.keys()}  # noqa: SIM118
     for kind in BEYOND:
-        more: dict[str, Tensor] = {}
-        fields: dict[str, object] = {}
-        if kind in ("norms", "head"):
-            saved = [name for name in base if ("norm" in name if kind == "norms" else name == "lm_head.weight")]
-            more = {f"base_model.model.{name}": base[name] * 1.01 for name in saved}
-            fields = {"modules_to_save": sorted({name.split(".")[-2] for name in saved})}
-        for name, factor in factors.items() if kind in ("dora", "biases") else ():
-            if not name.endswith("lora_B.weight"):
-                continue
-            path = name.removesuffix(".lora_B.weight")
-            if kind == "dora":
-                norms = base[f"{path.removeprefix('base_model.model.')}.weight"].float().norm(dim=1)
-                more[f"{path}.lora_magnitude_vector"] = norms * 1.01
-            else:
-                more[f"{path}.lora_B.bias"] = torch.full((len(factor),), 0.001)
-        fields |= {"use_dora": kind == "dora", "lora_bias": kind == "biases"}
+        fields, tensors = of_kind(kind, config, factors, base)
         target = folder / "adapters" / f"with-{kind}"  # behind those that workloads count
         target.mkdir()
-        (target / "adapter_config.json").write_text(json.dumps(config | fields))
-        save_file({**factors, **more}, target / "adapter_model.safetensors")
+        (target / "adapter_config.json").write_text(json.dumps(fields))
+        save_file(tensors, target / "adapter_model.safetensors")
     return folder
+
+
+def of_kind(
+    kind: str, config: dict[str, Any], factors: dict[str, Tensor], base: dict[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """An adapter's configuration and tensors, made of those of a plain LoRA and the base model's."""
+    paths = sorted({name.rsplit(".lora_", 1)[0] for name in factors})
+    weights = {path: base[f"{path.removeprefix('base_model.model.')}.weight"] for path in paths}
+    other = {"base_model_name_or_path": config.get("base_model_name_or_path"), "target_modules": "all-linear"}
+    if kind == "ia3":
+        return {**other, "peft_type": "IA3", "feedforward_modules": ["down_proj"]}, {
+            f"{path}.ia3_l": torch.full(
+                (1, len(weights[path].T)) if "down_proj" in path else (len(weights[path]), 1), 1.01
+            )
+            for path in paths
+        }
+    if kind == "oft":
+        values = OFT_BLOCK * (OFT_BLOCK - 1) // 2
+        return {**other, "peft_type": "OFT", "oft_block_size": OFT_BLOCK}, {
+            f"{path}.oft_R.weight": torch.full((weights[path].shape[1] // OFT_BLOCK, values), 0.001) for path in paths
+        }
+    if kind in SAVED:
+        saved = [name for name in base if SAVED[kind] in name]
+        modules = {f"base_model.model.{name.rpartition('.')[0]}" for name in saved}
+        kept = {name: factor for name, factor in factors.items() if name.rsplit(".lora_", 1)[0] not in modules}
+        more = {f"base_model.model.{name}": base[name] * 1.01 for name in saved}
+        return {**config, "modules_to_save": sorted({path.rpartition(".")[2] for path in modules})}, {**kept, **more}
+    if kind == "dora":
+        more = {f"{path}.lora_magnitude_vector": weights[path].float().norm(dim=1) * 1.01 for path in paths}
+    else:
+        more = {f"{path}.lora_B.bias": torch.full((len(weights[path]),), 0.001) for path in paths}
+    return {**config, "use_dora": kind == "dora", "lora_bias": kind == "biases"}, {**factors, **more}
 
 
 def main() -> None:
@@ -173,6 +194,7 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*")
     parser.add_argument("--output", type=int, default=256, help="tokens of each request")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kinds", nargs="+", choices=BEYOND, default=BEYOND, help="of the last adapter, for `beyond`")
     parser.add_argument("--isa", choices=ISAS, help="a lesser instruction set than the best")
     add_json_option(parser)
     args = parser.parse_args()
@@ -181,7 +203,7 @@ def main() -> None:
     folders = [args.inputs / variant.adapters for variant in CASES[args.what][1:]]
     if args.what == "beyond":
         with tempfile.TemporaryDirectory(dir=args.inputs) as folder:  # where files can be linked
-            compare(args, [folders[0], with_more_than_low_rank(args.inputs, Path(folder))], BEYOND)
+            compare(args, [folders[0], with_more_than_low_rank(args.inputs, Path(folder))], args.kinds)
     else:
         compare(args, folders)
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import BOFTConfig, IA3Config, OFTConfig, PeftConfig, PeftModel
 from support.dense import dense_logits, make_dense
 from support.driver import Job, Rig, make_rig, random_prompts
 from support.lora_cases import bits
 from support.native_kernels import best_first, isas, native_kernels, using
 from support.native_models import NOT_STACKED, STACKED, native_model, native_rig, rounded_model
-from support.peft_files import RICH_SPECS, SPECS, LoraSpec, load_lora, save_adapter
+from support.peft_files import RICH_SPECS, SPECS, LoraSpec, load_lora, save_adapter, save_variant
 from support.speculation import World, draft_proposer, loopy, make_bench, request
 from support.zoo import VOCAB_SIZE
 from torch import Tensor, nn
@@ -192,10 +192,18 @@ def test_logits_have_the_same_bits_in_any_batch(isa: str, family: str, dtype: to
         assert (sum(job.num_accepted for job in jobs) > 10) == bool(seed % 2)
 
 
+OTHER_INPUTS: dict[str, PeftConfig] = {
+    "ia3": IA3Config(target_modules=["k_proj", "up_proj", "down_proj"], feedforward_modules=["up_proj", "down_proj"]),
+    "oft": OFTConfig(oft_block_size=8, target_modules=["q_proj", "v_proj", "down_proj"], num_cayley_neumann_terms=6),
+    "oft-shared": OFTConfig(oft_block_size=4, target_modules=["o_proj", "gate_proj"], block_share=True),
+    "boft": BOFTConfig(boft_block_size=8, target_modules=["q_proj", "down_proj"]),
+}
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_beside_richer_adapters_have_the_same_bits(best: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """A saved linear is computed by the model's own layers; DoRA, biases, saved norms and the rows beside them by the
-    stack."""
+    """Some rows of a linear are computed by the model's own layers; DoRA, biases, saved norms and linears, scaled and
+    rotated inputs and the adapters beside them by the stack."""
     base = make_dense(native_model("llama", dtype))
     specs = (
         SPECS[0],
@@ -204,16 +212,22 @@ def test_rows_beside_richer_adapters_have_the_same_bits(best: str, dtype: torch.
     )
     assert len(specs) == 6
     peft = [save_adapter(base, spec, tmp_path / spec.name, seed) for seed, spec in enumerate(specs)]
+    peft += [save_variant(base, config, tmp_path / name) for name, config in OTHER_INPUTS.items()]
+    last = LoraSpec("linear-rows", 3, 4, "attention", {"trainable_token_indices": {"up_proj": [3, 5]}})
+    peft.append(save_adapter(base, last, tmp_path / last.name))
+    names = [*(spec.name for spec in specs), *OTHER_INPUTS, last.name]
     adapted = Adapted(base, peft, tmp_path)
 
     def make(max_rows: int, max_chunk: int) -> Rig:
-        rig = native_rig(base, native_kernels(), seed=5, max_rows=max_rows, max_chunk=max_chunk, num_blocks=400)
-        for slot, spec in enumerate(specs):
-            rig.slots.install(slot, load_lora(tmp_path, spec.name, rig.loaded.base_targets(max_rank=16)))
+        rig = native_rig(
+            base, native_kernels(), seed=5, max_rows=max_rows, max_chunk=max_chunk, num_blocks=400, num_slots=len(names)
+        )
+        for slot, name in enumerate(names):
+            rig.slots.install(slot, load_lora(tmp_path, name, rig.loaded.base_targets(max_rank=16)))
         return rig
 
     def jobs() -> list[Job]:
-        uses = [(), *((AdapterUse(slot),) for slot in range(len(specs))), (), (AdapterUse(0, 0.5),)]
+        uses = [(), *((AdapterUse(slot),) for slot in range(len(names))), (), (AdapterUse(0, 0.5),)]
         prompts = random_prompts(len(uses), VOCAB_SIZE, seed=9, longest=60)
         return [Job(prompt, NUM_TOKENS, use) for prompt, use in zip(prompts, uses, strict=True)]
 
@@ -226,11 +240,11 @@ def test_rows_beside_richer_adapters_have_the_same_bits(best: str, dtype: torch.
             want = dense_logits(adapted.peft[job.adapters[0].adapter_slot], job.prompt, job.tokens)
             check_logits(calm.logits(job), want, job.tokens)
     tolerance = (1e-5 if dtype == torch.float32 else 4e-2) * float(calm.logits(alone[-3]).abs().max())
-    for max_rows, max_chunk in ((9, 5), (9, 200), (3, 17)):
+    for max_rows, max_chunk in ((12, 5), (12, 200), (3, 17)):
         rig, together = make(max_rows, max_chunk), jobs()
         rig.run(together)
         for job, twin in zip(together, alone, strict=True):
-            if job.adapters == (AdapterUse(len(specs) - 1),):  # a saved linear's products by torch depend on their rows
+            if job.adapters == (AdapterUse(len(names) - 1),):  # products by torch depend on their rows
                 torch.testing.assert_close(rig.logits(job)[0], calm.logits(twin)[0], rtol=0, atol=tolerance)
             else:
                 assert same_bits(rig, job, calm, twin), (max_rows, max_chunk, job.adapters)

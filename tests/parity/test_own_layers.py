@@ -75,9 +75,10 @@ def test_the_models_own_layers_compute_what_the_stack_cannot(
     library._declare(functions, {**library.IDENTITY, **library.KERNELS})
     monkeypatch.setattr(find_decoder.LayerProof, "check", lambda *_: None)  # it runs the kernels
     base = make_dense(native_model(family))
-    # A saved linear is what the stack cannot compute; DoRA, biases and saved norms alone are its own.
+    # Some rows of a linear are what the stack cannot compute; DoRA, biases and saved norms alone are its own.
+    rows = {"modules_to_save": ["norms"], "trainable_token_indices": {"up_proj": [3, 5]}}
     specs = [
-        replace(spec, targets="attention", fields={**spec.fields, "modules_to_save": ["linear", "norms"]})
+        replace(spec, targets="attention", fields={**spec.fields, **rows})
         for spec in RICH_SPECS
         if spec.name in ("dora", "saved-norms", "dora-biases")
     ]

@@ -24,7 +24,8 @@ class Beyond(Enum):
 
     RESCALING = auto()  # a gain or a shift of its outputs
     NORM = auto()  # a norm's own parameters
-    OTHER = auto()  # own weights or inputs of linears and embeddings, and whatever experts and routers have
+    OWN_PRODUCT = auto()  # a linear's own weight, or inputs that are scaled or rotated
+    OTHER = auto()  # own rows of linears, own weights of embeddings and Conv1D, and whatever experts and routers have
 
 
 class AdapterSlots:
@@ -63,10 +64,11 @@ class AdapterSlots:
         self._b_ptrs = torch.zeros(shape, dtype=torch.int64, device=device)
         self._ranks = torch.zeros(shape, dtype=torch.int32, device=device)
         self._scales = torch.zeros(shape, dtype=torch.float32, device=device)
+        self._own = torch.zeros(len(targets), 4, num_slots, dtype=torch.int64)  # FactorTable.own
         for idx, module in enumerate(self.targets.values()):
             table = FactorTable(num_slots, module.in_features, module.out_features, device)
             table.a_ptrs, table.b_ptrs = self._a_ptrs[idx], self._b_ptrs[idx]
-            table.ranks, table.scales = self._ranks[idx], self._scales[idx]
+            table.ranks, table.scales, table.own = self._ranks[idx], self._scales[idx], self._own[idx]
             module.table = table
             module.num_installed = 0
             if isinstance(module, AdaptedLinear | AdaptedRouter):
@@ -121,12 +123,19 @@ class AdapterSlots:
                 yield path, Beyond.OTHER
             elif not factors.is_plain:
                 yield path, Beyond.RESCALING
-        for path in weights.saved:
-            yield path, Beyond.OTHER if path in self.targets else Beyond.NORM
+        for path, parameters in weights.saved.items():
+            module = self.targets.get(path)
+            if module is None:
+                yield path, Beyond.NORM
+            elif isinstance(module, AdaptedLinear) and not module.is_conv1d and _has_all_rows(parameters):
+                yield path, Beyond.OWN_PRODUCT
+            else:
+                yield path, Beyond.OTHER
 
     def _install_saved(self, slot: int, saved: Mapping[str, Mapping[str, SavedParameter]]) -> None:
         if self._saved[slot]:
             self._norm_ptrs[:, slot] = 0
+            self._own[:, :, slot] = 0
         for table in self._saved[slot]:
             del table[slot]
         self._saved[slot].clear()
@@ -144,9 +153,10 @@ class AdapterSlots:
                 if token_ids is not None:
                     rows = upload(torch.tensor(token_ids), values["weight"].device)
                 if isinstance(module, AdaptedLinear):
-                    module.saved[slot] = OwnRows(
-                        values.get("weight"), rows, values.get("input_gain"), values.get("input_rotation")
-                    )
+                    own = OwnRows(values.get("weight"), rows, values.get("input_gain"), values.get("input_rotation"))
+                    module.saved[slot] = own
+                    if _has_all_rows(parameters) and module.table is not None:
+                        module.table.own[:, slot] = torch.tensor(own.addresses())
                 elif isinstance(module, AdaptedEmbedding):
                     module.saved[slot] = twin(module.base, values), rows
                 else:
@@ -177,6 +187,10 @@ class NormPlace:
             norm = AdaptedNorm(norm, self.context, self.token_dim)
             setattr(self.parent, self.name, norm)
         return norm
+
+
+def _has_all_rows(parameters: Mapping[str, SavedParameter]) -> bool:
+    return all(one.token_ids is None for one in parameters.values())
 
 
 def _side_by_side(targets: dict[str, AdaptedModule]) -> dict[str, AdaptedModule]:

@@ -191,6 +191,16 @@ class OwnRows(NamedTuple):
     input_gain: Tensor | None = None  # [in], which the base's product takes the input times
     input_rotation: Tensor | None = None  # [blocks, size, size], of OFT; one block stands for all that fit
 
+    def addresses(self) -> tuple[int, int, int, int]:
+        """What FactorTable.own has of a slot; only of what has all rows."""
+        weight = self.values.data_ptr() if self.values is not None else 0
+        if self.input_gain is not None:
+            return weight, self.input_gain.data_ptr(), 1, 1
+        if self.input_rotation is not None:
+            num_blocks, size, _ = self.input_rotation.shape
+            return weight, self.input_rotation.data_ptr(), size, size * size if num_blocks > 1 else 0
+        return weight, 0, 0, 0
+
 
 def rotated(x: Tensor, blocks: Tensor) -> Tensor:
     """x [rows, in] times the matrix with these blocks on its diagonal."""

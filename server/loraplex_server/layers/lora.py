@@ -68,6 +68,9 @@ class FactorTable:
         # Of those, on the host: only native code of CPUs reads them.
         self.gain_ptrs = torch.zeros(num_slots, dtype=torch.int64)
         self.shift_ptrs = torch.zeros(num_slots, dtype=torch.int64)
+        # Of products in the place of the base's, [4, num_slots]: addresses of weights and of blocks on the diagonal of
+        # what inputs are multiplied with, 0: none; rows of a block, and elements between blocks.
+        self.own = torch.zeros(4, num_slots, dtype=torch.int64)
 
     def set(self, slot: int, factors: LoraFactors | None) -> None:
         """Puts `factors` into `slot`, or clears it. The caller keeps the tensors alive while the slot is in use."""

@@ -33,7 +33,9 @@ PARTS: Final = ("q", "k", "v", "o", "gate", "up", "down")
 LINEARS: Final = (*(f"self_attn.{part}_proj" for part in PARTS[:4]), *(f"mlp.{part}_proj" for part in PARTS[4:]))
 NORMS: Final = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
 HEAD_NORMS: Final = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
-COMPUTED: Final = frozenset({Beyond.RESCALING, Beyond.NORM})  # of what adapters have beyond low-rank terms
+COMPUTED: Final = frozenset(
+    {Beyond.RESCALING, Beyond.NORM, Beyond.OWN_PRODUCT}
+)  # of what adapters have beyond low-rank terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +101,8 @@ class StackLinear:
 class NativeStack(nn.Module):
     """Implements a decoder layer's call for all layers at once. Overwrites the hidden states that it is given.
 
-    Rows whose adapter has more there than low-rank terms, gains and shifts (DoRA, biases) and norms' weights go through
-    the model's own layers, and the others through the stack: a row has the same bits whatever adapters are beside it.
+    Rows whose adapter has more there than low-rank terms and what COMPUTED names go through the model's own layers, and
+    the others through the stack: a row has the same bits whatever adapters are beside it.
     """
 
     def __init__(

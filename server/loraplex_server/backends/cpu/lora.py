@@ -79,8 +79,8 @@ class _Native:
 
 
 def table_of(table: FactorTable) -> Table:
-    """A module's factors as the kernels read them; right for as long as the table lives."""
-    columns = table.a_ptrs, table.b_ptrs, table.ranks, table.scales, table.gain_ptrs, table.shift_ptrs
+    """A module's factors and own products as the kernels read them; right for as long as the table lives."""
+    columns = table.a_ptrs, table.b_ptrs, table.ranks, table.scales, table.gain_ptrs, table.shift_ptrs, *table.own
     return Table(*(column.data_ptr() for column in columns))
 
 

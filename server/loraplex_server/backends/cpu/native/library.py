@@ -23,7 +23,7 @@ from loraplex_server.backends.cpu.native.build import (
 
 # --- prototypes -------------------------------------------------------------------------------------------------------
 
-ABI_VERSION: Final = 9  # kAbiVersion in src/version.cpp
+ABI_VERSION: Final = 10  # kAbiVersion in src/version.cpp
 
 
 class Prototype(NamedTuple):
@@ -49,9 +49,12 @@ _FLOAT: Final = ctypes.c_float
 
 
 class Table(ctypes.Structure):
-    """LpTable: one module's factors by slot. All null: it has none."""
+    """LpTable: one module's factors and own products by slot. All null: it has none."""
 
-    _fields_ = tuple((name, _POINTER) for name in ("a_ptrs", "b_ptrs", "ranks", "scales", "gain_ptrs", "shift_ptrs"))
+    _fields_ = (
+        *((name, _POINTER) for name in ("a_ptrs", "b_ptrs", "ranks", "scales", "gain_ptrs", "shift_ptrs")),
+        *((name, _POINTER) for name in ("own_ptrs", "block_ptrs", "block_sizes", "block_strides")),
+    )
 
 
 class Norm(ctypes.Structure):

@@ -242,13 +242,7 @@ def test_gains_and_shifts_are_computed_in_the_stack(
     """The same as in the weight, and as a shift alone beside that. Rows beside keep their bits, and so do rows in runs
     of any length."""
     bench = Bench(kernels, dtype)
-    stack = bench.loaded.decoder
-    assert stack is not None
-
-    def refused(*args: object) -> Tensor:
-        raise AssertionError("rows went through the model's own layers")
-
-    monkeypatch.setattr(stack, "_run_own_layers", refused)
+    never_by_own_layers(bench, monkeypatch)
     plain = bench.install(0, 7)
     ((path, factors),) = bench.install(1, 7, (f"0.self_attn.{part}", f"0.mlp.{part}")).factors.items()
     num_outputs = factors.b.shape[0]
@@ -320,6 +314,105 @@ def test_saved_norms_are_computed_in_the_stack(kernels: NativeKernels, dtype: to
     bench.slots.install(1, None)
     unchanged = bits(bench.run(states.clone()))
     assert torch.equal(bits(bench.run(states.clone(), [Segment(0, 12, 1)])), unchanged)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("part", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+@pytest.mark.parametrize("kind", ["weight", "gain", "rotation", "shared-rotation"])
+def test_own_products_are_computed_in_the_stack(
+    kernels: NativeKernels, dtype: torch.dtype, part: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same as a model with such a weight, with a low-rank term and a gain beside it. Other rows keep their bits,
+    and so do rows in runs of any length."""
+    bench = Bench(kernels, dtype)
+    never_by_own_layers(bench, monkeypatch)
+    plain = bench.install(0, 7)
+    ((path, factors),) = bench.install(1, 7, (f"1.self_attn.{part}", f"1.mlp.{part}")).factors.items()
+    richer = replace(factors, gain=(1 + torch.rand(len(factors.b))).to(dtype))
+    model = native_model("llama", dtype)
+    weight = model.get_parameter(f"{path}.weight")
+    saved, weight.data = own_product(kind, weight.detach())
+    other = Bench(kernels, dtype)
+    other.loaded = adopt_model(model, backend=CpuBackend(kernels))
+    other.slots = other.loaded.adapter_slots(other.ops, 4)
+    other.bind(other.pages())
+    bench.slots.install(1, replace(adapter({path: richer}), saved={path: saved}))
+    bench.slots.install(2, replace(adapter({}), saved={path: saved}))
+    if kind == "weight":  # of rotated inputs, low-rank terms take those before
+        other.slots.install(1, adapter({path: richer}))
+    states = bench.states(70)
+    base = bench.run(states.clone())
+    alone = bench.run(states.clone(), [Segment(0, 20, 0)])
+    for slot in (1, 2) if kind == "weight" else (2,):
+        want = other.run(states.clone(), [Segment(0, 70, slot)])
+        got = bench.run(states.clone(), [Segment(0, 70, slot)])
+        scale = float((want - states).norm())
+        assert float((got - want).norm()) < (1e-5 if dtype == torch.float32 else 2e-2) * scale
+        assert float((got - base).norm()) > 0.05 * scale, "a product that changes nothing would prove nothing"
+        together = bench.run(states.clone(), [Segment(0, 20, 0), Segment(30, 31, slot), Segment(33, 70, slot)])
+        assert torch.equal(bits(together[:30]), bits(alone[:30]))
+        by_row = bench.run(states.clone(), [Segment(row, row + 1, slot) for row in range(70)])
+        assert torch.equal(bits(by_row), bits(got))
+        some = bench.run(states[:9].clone(), [Segment(0, 3, slot), Segment(3, 9, slot)])
+        assert torch.equal(bits(some), bits(got[:9]))
+    bench.slots.install(2, plain)
+    assert torch.equal(bits(bench.run(states.clone(), [Segment(0, 20, 2)])), bits(alone))
+    bench.slots.install(1, None)
+    assert torch.equal(bits(bench.run(states.clone(), [Segment(0, 70, 1)])), bits(base))
+
+
+def own_product(kind: str, weight: Tensor) -> tuple[dict[str, SavedParameter], Tensor]:
+    """What an adapter brings, and the weight [out, in] that has the same products."""
+    num_inputs = weight.shape[1]
+    if kind == "weight":
+        own = at_end((weight + 0.5 * weight.std() * torch.randn_like(weight)).contiguous())
+        return {"weight": SavedParameter(own)}, own.clone()
+    if kind == "gain":
+        gain = at_end((1 + torch.rand(num_inputs)).to(weight.dtype))
+        return {"input_gain": SavedParameter(gain)}, (weight.double() * gain.double()).to(weight.dtype)
+    blocks = torch.linalg.qr(torch.randn(1 if "shared" in kind else num_inputs // 8, 8, 8))[0]
+    own = at_end(blocks.to(weight.dtype).contiguous())
+    matrix = torch.block_diag(*own.double().expand(num_inputs // 8, 8, 8))
+    return {"input_rotation": SavedParameter(own)}, (weight.double() @ matrix.T).to(weight.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMATS.values(), ids=list(FORMATS))
+def test_own_products_beside_weights_in_few_bits(
+    kernels: NativeKernels, dtype: torch.dtype, form: WeightFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit what the rounded model computes."""
+    model = native_model("llama", dtype)
+    rounded = copy.deepcopy(model)
+    round_weights(rounded, form)
+    in_few_bits, plain = Bench(kernels, dtype), Bench(kernels, dtype)
+    in_few_bits.loaded = adopt_model(model, backend=CpuBackend(kernels), form=form)
+    plain.loaded = adopt_model(rounded, backend=CpuBackend(kernels))
+    parts = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
+    kinds = ("weight", "gain", "rotation", "weight", "gain")
+    layer = plain.loaded.targets
+    saved: dict[str, dict[str, SavedParameter]] = {}
+    for part, kind in zip(parts, kinds, strict=True):
+        path = next(path for path in layer if path.endswith(part))
+        shape = layer[path].out_features, layer[path].in_features
+        saved[path] = own_product(kind, 0.1 * torch.randn(shape).to(dtype))[0]
+    got: list[Tensor] = []
+    states = plain.states(40)
+    for bench in (in_few_bits, plain):
+        bench.slots = bench.loaded.adapter_slots(bench.ops, 4)
+        bench.bind(bench.pages())
+        never_by_own_layers(bench, monkeypatch)
+        bench.slots.install(1, replace(adapter({}), saved=saved))
+        got.append(bits(bench.run(states.clone(), [Segment(0, 5, 1), Segment(6, 40, 1)])))
+    assert torch.equal(*got)
+
+
+def never_by_own_layers(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: object) -> Tensor:
+        raise AssertionError("rows went through the model's own layers")
+
+    assert bench.loaded.decoder is not None
+    monkeypatch.setattr(bench.loaded.decoder, "_run_own_layers", refused)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -18,6 +18,12 @@ struct LpTable {
   const float* scales;
   const int64_t* gain_ptrs;  // [outputs] by slot, 0: none; of DoRA and the like
   const int64_t* shift_ptrs;
+  // Of rows whose product is not the base's, by slot: [outputs][inputs], 0: none, or blocks on the diagonal of a matrix that
+  // inputs are multiplied with before the base's weight, 0: none. In elements: rows of a block, and between blocks.
+  const int64_t* own_ptrs;
+  const int64_t* block_ptrs;
+  const int64_t* block_sizes;
+  const int64_t* block_strides;
 };
 
 // A step's adapters: runs of rows which use the same adapters, in row order; rows between runs use none.
@@ -82,7 +88,7 @@ struct alignas(64) Line {
 // Shares out x [num_rows][k] @ bands. Bands come in units of `unit`; of many rows, a chunk is several units and part of the
 // rows. For each chunk it calls
 //
-//   fetch(band, row, m)               for its bands and all its rows, before their products,
+//   fetch(band, row, m)               for its bands and all its rows, before their products; false: they need none,
 //   add(band, row, m, c, stride)      likewise, when c [m][32] is complete, to add to it,
 //   epilogue(band, row, m, c, stride) last, for the units c [m][unit * 32] that begin with the bands, and at most kRows rows.
 template <class Fetch, class Add, class Epilogue>
@@ -101,6 +107,7 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
   const int64_t stride = int64_t(unit) * kBand;
   pool.run(num_parts * num_groups, [&](int chunk, int) {
     static thread_local std::vector<Line> lines;
+    static thread_local std::vector<char> is_needed;  // by band
     alignas(64) char widened[kSlabBytes];
     const int first = chunk % num_groups * per_chunk, last = std::min(first + per_chunk, num_bands);
     const int begin = chunk / num_groups * part_rows, end = std::min(begin + part_rows, num_rows);
@@ -110,12 +117,17 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
     const auto block = [&](int band, int row) {
       return lines[0].floats + ((band - first) / unit * (end - begin) + row - begin) * stride + (band - first) % unit * kBand;
     };
-    for (int band = first; band < last; band++) fetch(band, begin, end - begin);
+    is_needed.clear();
+    for (int band = first; band < last; band++) is_needed.push_back(fetch(band, begin, end - begin));
     for (int64_t i = 0; i < k; i += slab)
       for (int band = first; band < last; band++) {
         const int64_t inputs = std::min(slab, k - i), slab_bytes = band_bytes(dtype, inputs);
         const void* weights = bands.at(dtype, band, k, i);
         const char* next = nullptr;
+        if (!is_needed[size_t(band - first)]) {
+          if (i + slab >= k) add(band, begin, end - begin, block(band, begin), stride);
+          continue;
+        }
         if (is_narrow && !widens) {
           kernels.product_narrow(dtype, bands.format, at(x, begin * x_stride, dtype), x_stride, end - begin, weights, k,
                                  block(band, begin), stride);
@@ -148,7 +160,7 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
 template <class Epilogue>
 void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, int64_t x_stride, int num_rows, int64_t k,
               const Bands& bands, int num_bands, int unit, const Epilogue& epilogue) {
-  products(pool, kernels, dtype, x, x_stride, num_rows, k, bands, num_bands, unit, [](int, int, int) {},
+  products(pool, kernels, dtype, x, x_stride, num_rows, k, bands, num_bands, unit, [](int, int, int) { return true; },
            [](int, int, int, float*, int64_t) {}, epilogue);
 }
 

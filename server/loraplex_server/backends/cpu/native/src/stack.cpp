@@ -2,9 +2,9 @@
 //
 //   h += o(attention(rope(qkv(norm(h)))));  h += down(act(gate(norm(h))) * up(norm(h)))
 //
-// with an adapter term on each of the seven linears, and norms by the weights of each row's adapter. The caller guarantees shapes and keeps all memory alive.
-#include "lora.h"
-#include "parallel.h"
+// with an adapter term on each of the seven linears, or a product of the adapter's own in its place, and norms by the weights
+// of each row's adapter. The caller guarantees shapes and keeps all memory alive.
+#include "own.h"
 
 extern "C" {
 
@@ -101,13 +101,14 @@ class StackRun {
         dtype_(DType(stack.dtype)),
         scratch_(lay_out(stack, step.num_tokens, step.runs.max_rank, step.scratch)),
         updates_(pool, kernels, dtype_, step.runs, step.num_tokens, scratch_.updates),
+        own_(pool, kernels, dtype_, step.runs),
         slots_(slots_of(step.runs, step.num_tokens)) {}
 
   void before_attention(const LpLayer& layer) {
     normalize(layer.norm1, layer.eps);
     const int64_t rows = int64_t(stack_.num_heads) * stack_.head_dim, kv_rows = int64_t(stack_.num_kv_heads) * stack_.head_dim;
     const Target targets[] = {{&layer.q_table, rows}, {&layer.k_table, kv_rows}, {&layer.v_table, kv_rows}};
-    updates_.prepare(scratch_.normed, stack_.hidden, targets, 3);
+    prepare(scratch_.normed, stack_.hidden, targets, 3);
     project_qkv(layer);
   }
 
@@ -121,7 +122,7 @@ class StackRun {
     add_product(layer.o, layer.o_bias, layer.o_table, scratch_.mixed, int64_t(stack_.num_heads) * stack_.head_dim);
     normalize(layer.norm2, layer.eps);
     const Target targets[] = {{&layer.gate_table, stack_.ffn}, {&layer.up_table, stack_.ffn}};
-    updates_.prepare(scratch_.normed, stack_.hidden, targets, 2);
+    prepare(scratch_.normed, stack_.hidden, targets, 2);
     gate(layer);
     add_product(layer.down, nullptr, layer.down_table, scratch_.act, stack_.ffn);
   }
@@ -145,18 +146,30 @@ class StackRun {
     return own == 0 ? norm.weight : reinterpret_cast<const void*>(own);
   }
 
+  void prepare(const void* x, int64_t k, const Target* targets, int num_modules) {
+    updates_.prepare(x, k, targets, num_modules);
+    own_.prepare(x, k, targets, num_modules);
+  }
+
   // Products that modules share, with their updates. places(band, body) calls body(module, output, width, column) for the
   // outputs of each module that a band holds, and the first one's column in it.
   template <class Places, class Epilogue>
   void adapted(const void* x, int64_t k, const void* packed, int num_bands, int unit, const Places& places,
                const Epilogue& epilogue) {
+    const Bands bands{packed, Format(stack_.format)};
     products(
-        pool_, kernels_, dtype_, x, k, step_.num_tokens, k, Bands{packed, Format(stack_.format)}, num_bands, unit,
+        pool_, kernels_, dtype_, x, k, step_.num_tokens, k, bands, num_bands, unit,
         [&](int band, int row, int m) {
-          places(band, [&](int module, int64_t output, int width, int) { updates_.fetch(module, output, width, row, m); });
+          bool is_needed = false;
+          places(band, [&](int module, int64_t output, int width, int) {
+            updates_.fetch(module, output, width, row, m);
+            is_needed = is_needed || !own_.covers(module, row, m);
+          });
+          return is_needed;
         },
         [&](int band, int row, int m, float* c, int64_t stride) {
           places(band, [&](int module, int64_t output, int width, int column) {
+            own_.replace(module, output, width, row, m, bands, band, column, c + column, stride);
             updates_.add(module, output, width, row, m, c + column, stride);
           });
         },
@@ -208,7 +221,7 @@ class StackRun {
   void add_product(const void* packed, const void* bias, const LpTable& table, const void* x, int64_t k) {
     const int64_t n = stack_.hidden;
     const Target target{&table, n};
-    updates_.prepare(x, k, &target, 1);
+    prepare(x, k, &target, 1);
     const auto width_of = [=](int band) { return int(std::min<int64_t>(kBand, n - int64_t(band) * kBand)); };
     adapted(
         x, k, packed, ceil_div(n, kBand), 1,
@@ -250,6 +263,7 @@ class StackRun {
   const DType dtype_;
   const Scratch scratch_;
   Updates updates_;
+  OwnProducts own_;
   const std::vector<int> slots_;
 };
 

@@ -22,7 +22,7 @@
 namespace lp {
 
 // Raise it when a function changes its arguments or meaning, together with ABI_VERSION in library.py.
-constexpr int kAbiVersion = 9;
+constexpr int kAbiVersion = 10;
 
 #if defined(__x86_64__)
 

@@ -169,6 +169,21 @@ def put_table(program: Program, dice: np.random.Generator, dtype: int, k: int, o
     return Table(*pointers, program.put(np.array(ranks, np.int32)), scales)
 
 
+def put_own_table(
+    program: Program, dice: np.random.Generator, dtype: int, k: int, outputs: int, ranks: list[int]
+) -> Table:
+    """With a weight of its own for the first of two slots, and blocks of four inputs for the second one."""
+    table = put_table(program, dice, dtype, k, outputs, ranks)
+    weight = program.put(floats(dice, dtype, outputs, k, scale=0.1))
+    blocks = program.put(floats(dice, dtype, k // 4, 4, 4))
+    table.own_ptrs = program.put(np.array([weight, 0], np.int64), are_pointers=True)
+    table.block_ptrs = program.put(np.array([0, blocks], np.int64), are_pointers=True)
+    table.block_sizes = program.put(np.array([0, 4], np.int64))
+    table.block_strides = program.put(np.array([0, 16], np.int64))
+    table.gain_ptrs, table.shift_ptrs = (program.put(np.zeros(2, np.int64)) for _ in range(2))
+    return table
+
+
 def put_norm(program: Program, dice: np.random.Generator, dtype: int, n: int) -> Norm:
     """With a weight of its own for the second of two slots."""
     weight, own = (program.put(floats(dice, dtype, n)) for _ in range(2))
@@ -284,7 +299,7 @@ def test_a_stack_of_layers(
         }
         shapes |= {"gate": (hidden, ffn), "up": (hidden, ffn), "down": (ffn, hidden)}
         for part, shape in shapes.items():
-            setattr(layer, f"{part}_table", put_table(program, dice, dtype, *shape, ranks))
+            setattr(layer, f"{part}_table", put_own_table(program, dice, dtype, *shape, ranks))
     both = program.put(np.concatenate([np.frombuffer(bytes(layer), np.uint8) for layer in layers]))
     idx = len(program.buffers) - 1
     size = ctypes.sizeof(Layer)
