@@ -20,6 +20,7 @@ import json
 import math
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -237,6 +238,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="of the server")
     args, more_flags = parser.parse_known_args()
+    # Its processes run in a folder of their own.
+    args.inputs, args.guidellm = args.inputs.absolute(), os.path.abspath(shutil.which(args.guidellm) or args.guidellm)
     with recording(args.json) as record:
         measure(args, more_flags, record)
 

@@ -186,6 +186,15 @@ async def test_info() -> None:
             assert found["max_input_length"] == found["max_input_tokens"] == 2047
 
 
+async def test_info_has_a_name_that_requests_may_have() -> None:
+    async with http_cluster(served_model_names=("shown", "other")) as (c, http):
+        name = (await http.get("/info")).json()["model_id"]
+        assert name == "shown"
+        for one in (name, "tiny"):  # the worker's own name is an adapter's here
+            assert (await http.complete(model=one)).status_code == 200
+        assert [one.adapter_id for one in c.workers[0].requests] == ["", "tiny"]
+
+
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 

@@ -218,11 +218,14 @@ def tokens_of(text: str, answer: pb.TokenizeResponse) -> list[dict[str, Any]]:
     return [{"id": one, "text": text[start:stop], "start": start, "stop": stop} for one, start, stop in rows]
 
 
-def info_of(info: pb.GetInfoResponse, max_requests: int, max_best_of: int, max_stops: int) -> dict[str, Any]:
-    """Of /info, with LoRAX's and TGI's names. None for what only their own schedulers have."""
+def info_of(
+    model_id: str, info: pb.GetInfoResponse, max_requests: int, max_best_of: int, max_stops: int
+) -> dict[str, Any]:
+    """Of /info, with LoRAX's and TGI's names. None for what only their own schedulers have. `model_id` is a name that
+    requests may have, which a worker's own need not be."""
     context = info.max_context_tokens
     return {
-        "model_id": info.model_id,
+        "model_id": model_id,
         "model_sha": None,
         "model_dtype": f"torch.{info.dtype}",
         "model_device_type": info.device.partition(":")[0],

@@ -183,10 +183,10 @@ class TgiRoutes:
     # --- the server ------------------------------------------------------------------------------------------------
 
     async def info(self) -> Response:
-        names = self._backend.base_names()  # raises before a worker has said its model
-        info = self._backend.replicas.model_info or pb.GetInfoResponse(model_id=names[0])
+        name, *_ = self._backend.base_names()  # raises before a worker has said its model
+        info = self._backend.replicas.model_info or pb.GetInfoResponse()
         most = self._backend.calls.max_in_flight
-        return JSONResponse(tgi_answers.info_of(info, most, MAX_COMPLETIONS, MAX_STOP_STRINGS))
+        return JSONResponse(tgi_answers.info_of(name, info, most, MAX_COMPLETIONS, MAX_STOP_STRINGS))
 
 
 def _named(error: LoraplexError, job: tgi.Job) -> LoraplexError:
