@@ -52,6 +52,9 @@ alone does it. Phi-3's `generate()` computes a text anew when it grows past that
 for each such text. Blocks of the prefix cache are shared where their keys are equal. Steps of these models run without
 CUDA graphs.
 
+A window or a chunk of a single token is computed as the model's masks say. `generate()` computes something else there:
+its cache then keeps all tokens.
+
 BLOOM, Falcon and MPT compute attention in code of their own. Their modules' projections stay, and what lies between
 them is computed like that of other families; the self-test compares it with that code when they are loaded. Biases by
 the position of the key (ALiBi) are the family's own numbers, rounded as it rounds them.

@@ -68,7 +68,7 @@ class ModelReport(Answer, total=False):
     max_context_tokens: int
     not_loaded: list[str]  # parts for images or audio
     attention: list[str]  # kinds of layers
-    attention_kernel: str
+    attention_kernel: str  # empty where no layer has attention
     mixers: list[str]  # classes of those that keep a state
     layers: str  # how they are computed
     graphs: str
@@ -124,8 +124,8 @@ def _examine(config: PreTrainedConfig, folder: str, dtype: str, backend: Backend
     report["max_context_tokens"] = loaded.spec.max_context_tokens
     report["not_loaded"] = list(absent_parts(loaded.model))
     report["attention"] = sorted({_describe(spec) for spec in loaded.spec.layers})
-    kernels = attention_kernels(backend, loaded.spec.layers, loaded.dtype)
-    report["attention_kernel"] = next(one.name for one in kernels if one.usable)
+    kernels = attention_kernels(backend, loaded.spec.layers, loaded.dtype) if loaded.spec.layers else []
+    report["attention_kernel"] = next((one.name for one in kernels if one.usable), "")
     report["mixers"] = sorted(mixers) if loaded.states else []
     report["layers"] = _way(loaded, backend)
     report["graphs"] = _graphs(loaded, backend)

@@ -64,8 +64,8 @@ def step_bytes(loaded: LoadedModel, num_tokens: int, max_rows: int) -> int:
 
 
 def state_slot_bytes(loaded: LoadedModel) -> int:
-    """Bytes of one sequence's states; 0 where layers keep none."""
-    return sum(spec.num_bytes for spec in loaded.states)
+    """Bytes of one sequence's states; 0 where layers keep none. 1 for empty ones, as convolutions of width 1 have."""
+    return max(1, sum(spec.num_bytes for spec in loaded.states)) if loaded.states else 0
 
 
 def num_state_slots(budget_bytes: int, loaded: LoadedModel, max_running: int) -> int:

@@ -75,6 +75,9 @@ def test_says_what_is_special(tmp_path: Path) -> None:
     hybrid = examined(HYBRIDS["qwen3_next"](), tmp_path / "hybrid")
     assert hybrid["mixers"] == ["Qwen3NextGatedDeltaNet"]
     assert {"in_proj_qkvz", "gate (router)", "down_proj (experts)"} <= set(hybrid["adapters_on"])
+    states_alone = examined(HYBRIDS["mamba"](), tmp_path / "states")
+    assert (states_alone["attention"], states_alone["attention_kernel"]) == ([], "")
+    assert states_alone["mixers"] == ["MambaMixer"]
     text = examined(multimodal_config("qwen2_vl"), tmp_path / "text")
     assert (text["verdict"], text["not_loaded"]) == ("served", ["model.visual"])
     window = examined(ZOO["gemma3"](), tmp_path / "window")
