@@ -348,6 +348,7 @@ class AsyncStream(AsyncIterator[Chunk]):
                 await self._go_on_after(error)
                 continue
             except asyncio.CancelledError:
+                self._rpc.cancel()  # gRPC does not where the task is cancelled while the call is being sent
                 was_closed, self._is_closed = self._is_closed, True
                 if was_closed and not _is_cancelled():  # by another task, during the wait
                     raise StopAsyncIteration from None

@@ -6,12 +6,13 @@ import asyncio
 import gc
 import threading
 import time
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import loraplex
 from loraplex import AsyncClient, Client
+from loraplex.aio import AsyncStream
 
 
 def test_a_dropped_stream_is_cancelled(fake: Any) -> None:
@@ -71,6 +72,28 @@ async def test_cancelling_the_task_cancels_the_stream(fake: Any) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert await asyncio.to_thread(fake.cancelled.wait, 20)
+
+
+async def test_cancelling_the_task_cancels_a_call_that_grpc_leaves_under_way() -> None:
+    """As it does where the cancellation comes just when the request has been sent."""
+
+    class Sent:
+        is_cancelled = False
+
+        async def read(self) -> bytes:
+            return await asyncio.Future[bytes]()
+
+        def cancel(self) -> None:
+            self.is_cancelled = True
+
+    sent = Sent()
+    stream = AsyncStream(cast(Any, None), lambda _: sent)
+    task = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert sent.is_cancelled
 
 
 async def test_closing_from_another_task_ends_the_stream(fake: Any) -> None:
