@@ -192,7 +192,7 @@ class OwnRows(NamedTuple):
     input_rotation: Tensor | None = None  # [blocks, size, size], of OFT; one block stands for all that fit
 
     def addresses(self) -> tuple[int, int, int, int]:
-        """What FactorTable.own has of a slot; only of what has all rows."""
+        """A slot's column of FactorTable.own: addresses and sizes. Not for weights of some rows only."""
         weight = self.values.data_ptr() if self.values is not None else 0
         if self.input_gain is not None:
             return weight, self.input_gain.data_ptr(), 1, 1

@@ -362,7 +362,7 @@ def test_own_products_are_computed_in_the_stack(
 
 
 def own_product(kind: str, weight: Tensor) -> tuple[dict[str, SavedParameter], Tensor]:
-    """What an adapter brings, and the weight [out, in] that has the same products."""
+    """Tensors of an adapter, and the weight [out, in] that has the same products."""
     num_inputs = weight.shape[1]
     if kind == "weight":
         own = at_end((weight + 0.5 * weight.std() * torch.randn_like(weight)).contiguous())
