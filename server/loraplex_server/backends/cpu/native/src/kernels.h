@@ -119,11 +119,27 @@ static inline void fetch_line(const void* address) {
 #endif
 }
 
+// Memory to prefetch while a product computes.
+struct Prefetch {
+  struct Range {
+    const char* begin;
+    int64_t num_lines;  // of 64 bytes
+  };
+  static constexpr int kMaxRanges = 16;
+  int num_ranges = 0;
+  Range ranges[kMaxRanges];
+
+  void clear() { num_ranges = 0; }
+  void set(const char* begin, int64_t num_lines) { num_ranges = 1, ranges[0] = {begin, num_lines}; }
+};
+
 struct Kernels {
-  // c[m][32] = (adds ? c : 0) + x[m][k] @ band; m <= kRows. Meanwhile it may fetch as much as 1 / kFetches of its band from
-  // `soon`, if not null.
+  // c[m][32] = (adds ? c : 0) + x[m][k] @ band; m <= kRows. `prefetch`, if not null: for a slab, one range as large as
+  // 1 / kFetches of it; for a whole band, any.
   void (*product)(DType, const void* x, int64_t x_stride, int m, const void* band, int64_t k, bool adds, float* c,
-                  int64_t c_stride, const void* soon);
+                  int64_t c_stride, const Prefetch* prefetch);
+  // From so many rows on, a product is bound by its multiplications, and prefetches beside whole bands; 0: never.
+  int (*compute_bound_rows)(DType);
   // The same of a band in few bits, without what c was.
   void (*product_narrow)(DType, Format, const void* x, int64_t x_stride, int m, const void* band, int64_t k, float* c,
                          int64_t c_stride);
@@ -137,9 +153,10 @@ struct Kernels {
   // Inner products as expand reads them, which need as much memory. In bfloat16 they become two terms each, of which the second
   // is what the first one lacks: together they have 16 bits, the output has eight. A row is all first terms, then all second ones.
   void (*split)(DType, const float* h, int64_t h_stride, int m, int rank, void* out, int64_t out_stride);
-  // c[m][num_outputs] = (adds ? c : 0) + h[m][rank] @ b[num_outputs][rank].T, h as `split` leaves it
+  // c[m][num_outputs] = (adds ? c : 0) + h[m][rank] @ b[num_outputs][rank].T, h as `split` leaves it, and 16 outputs `c_panel`
+  // behind those before
   void (*expand)(DType, const void* h, int64_t h_stride, int m, const void* b, int rank, int num_outputs, bool adds,
-                 float* c, int64_t c_stride);
+                 float* c, int64_t c_stride, int64_t c_panel);
 
   // y[n] = (weight + offset) * (x / rms(x)). `narrows`: x / rms(x) is rounded to the dtype first.
   void (*rms_norm)(DType, const void* x, const void* weight, int64_t n, float eps, float offset, bool narrows, void* y);
@@ -175,7 +192,7 @@ constexpr int kAttendRows = 128;
 
 // Elements of float that `attend` needs for a context of `length` tokens.
 static inline int64_t attend_scratch(int64_t length, int64_t dim) {
-  const int64_t by_vectors = 16 * (length + 16) + 20 * dim;
+  const int64_t by_vectors = 16 * (length + 16) + 28 * dim;
   const int64_t by_tiles = (3 * kAttendKeys / 2 + 3 * kAttendRows / 2 + 32) * dim + 24 * kAttendKeys + 2 * kAttendRows;
   return (by_vectors > by_tiles ? by_vectors : by_tiles) + 64;
 }

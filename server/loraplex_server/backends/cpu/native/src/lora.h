@@ -48,7 +48,7 @@ class Updates {
  public:
   // Floats that `memory` needs for groups of at most `num_modules` modules with `num_outputs` outputs in all.
   static int64_t num_floats(int64_t num_rows, int64_t max_rank, int64_t num_modules, int64_t num_outputs) {
-    return num_rows * max_rank * num_modules + (num_rows <= kKeptInAll ? num_rows * num_outputs : 0);
+    return num_rows * max_rank * num_modules + (num_rows <= kKeptInAll ? num_rows * (num_outputs + num_modules * kPanel) : 0);
   }
 
   Updates(Pool& pool, const Kernels& kernels, DType dtype, const LpRuns& runs, int num_rows, float* memory)
@@ -68,8 +68,7 @@ class Updates {
     targets_ = targets;
     kept_ = memory_ + int64_t(num_rows_) * runs_.max_rank * num_modules;
     starts_[0] = 0;
-    for (int i = 0; i < num_modules; i++) starts_[i + 1] = starts_[i] + targets[i].num_outputs;
-    stride_ = starts_[num_modules];
+    for (int i = 0; i < num_modules; i++) starts_[i + 1] = starts_[i] + ceil_div(targets[i].num_outputs, kPanel);
     for (int i = 0; i < num_modules; i++) find_spans(i);
     for (int i = 0; i < num_modules; i++) find_rescaled(i);
     const int num_pieces = int(pieces_.size());
@@ -95,8 +94,8 @@ class Updates {
   void fetch(int module, int64_t output, int64_t width, int row, int m) const {
     for_spans(module, row, m, [&](const Span& span, int start, int end) {
       if (span.run < 0) {
-        const float* from = kept_ + starts_[module] + output;
-        for (int r = start; r < end; r++) fetch_lines(from + r * stride_, width * int64_t(sizeof(float)));
+        for (int64_t o = output; o < output + width; o += kPanel)
+          fetch_lines(kept(module, o, start), (end - start) * kPanel * int64_t(sizeof(float)));
         return;
       }
       const LpTable& table = *targets_[module].table;
@@ -111,8 +110,9 @@ class Updates {
     for_spans(module, row, m, [&](const Span& span, int start, int end) {
       float* to = c + int64_t(start - row) * c_stride;
       if (span.run < 0)
-        kernels_.add_rows(DType::F32, kept_ + start * stride_ + starts_[module] + output, stride_, end - start, width, to,
-                          c_stride);
+        for (int i = 0; i < width; i += kPanel)
+          kernels_.add_rows(DType::F32, kept(module, output + i, start), kPanel, end - start, std::min(width - i, kPanel),
+                            to + i, c_stride);
       else
         expand(module, span.run, output, width, start, end - start, to, c_stride);
     });
@@ -139,6 +139,16 @@ class Updates {
         if (shift != nullptr) kernels_.add_bias(dtype_, at(shift, output, dtype_), width, to);
       }
     }
+  }
+
+  // The factors that the rows of all runs read in a module of k inputs.
+  void add_factors(const Target& target, int64_t k, PrefetchQueue& queue) const {
+    if (!has_table(*target.table)) return;
+    for (int run = 0; run < runs_.num_runs; run++)
+      for_uses(*target.table, run, [&](int slot, int rank, float) {
+        queue.add(a(*target.table, slot), k * rank * item_bytes(dtype_));
+        queue.add(b(*target.table, slot), target.num_outputs * rank * item_bytes(dtype_));
+      });
   }
 
   // Whether any of a run's adapters has factors in this module.
@@ -196,6 +206,11 @@ class Updates {
 
   bool keeps(int run) const { return num_rows_ <= kKeptInAll && runs_.ends[run] - runs_.starts[run] <= kKeptRows; }
 
+  // Kept updates of a row and those below it, of the 16 outputs from one on.
+  float* kept(int module, int64_t output, int64_t row) const {
+    return kept_ + ((starts_[module] + output / kPanel) * num_rows_ + row) * kPanel;
+  }
+
   // A row's inner products, from one on.
   void* inner(int module, int64_t row, int rank) const {
     return at(static_cast<void*>(memory_ + (int64_t(module) * num_rows_ + row) * runs_.max_rank), rank, dtype_);
@@ -229,13 +244,13 @@ class Updates {
     const int64_t first = part * width, last = std::min(first + width, target.num_outputs);
     if (first >= last) return;
     const int m = piece.end - piece.start;
-    float* c = kept_ + piece.start * stride_ + starts_[module] + first;
+    float* c = kept(module, first, piece.start);
     bool adds = false;
     for_uses(*target.table, piece.run, [&](int slot, int rank, float alpha) {
       if (h.size() < size_t(m) * size_t(rank)) h.resize(size_t(m) * size_t(rank));
       multiply(at(x, piece.start * k, dtype_), k, m, a(*target.table, slot), rank, alpha, h.data(), rank);
       kernels_.expand(dtype_, h.data(), rank, m, at(b(*target.table, slot), first * rank, dtype_), rank, int(last - first),
-                      adds, c, stride_);
+                      adds, c, kPanel, int64_t(num_rows_) * kPanel);
       adds = true;
     });
   }
@@ -262,7 +277,7 @@ class Updates {
     int before = 0;
     for_uses(table, run, [&](int slot, int rank, float) {
       kernels_.expand(dtype_, inner(module, row, before), runs_.max_rank, m, at(b(table, slot), output * rank, dtype_), rank, width,
-                      before > 0, lines[0].floats, stride);
+                      before > 0, lines[0].floats, stride, kPanel);
       before += rank;
     });
     kernels_.add_rows(DType::F32, lines[0].floats, stride, m, width, c, c_stride);
@@ -275,12 +290,11 @@ class Updates {
   const int num_rows_;
   float* const memory_;
   const std::vector<Piece> pieces_;
-  float* kept_ = nullptr;  // [rows][outputs of all modules]
+  float* kept_ = nullptr;  // by 16 outputs of all modules: [rows][16]
   const Target* targets_ = nullptr;
   std::vector<Span> spans_[3];     // by module
   std::vector<Span> rescaled_[3];  // by module
-  int64_t starts_[4] = {};
-  int64_t stride_ = 0;
+  int64_t starts_[4] = {};  // of modules, in 16s
 };
 
 }  // namespace lp

@@ -7,6 +7,7 @@
 
 #include "kernels.h"
 #include "pool.h"
+#include "prefetch.h"
 
 extern "C" {
 
@@ -69,7 +70,8 @@ inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) 
 
 // --- products -----------------------------------------------------------------------------------------------------------
 
-constexpr int kMaxBands = 8;  // that a chunk computes beside each other
+constexpr int kMaxBands = 8;       // that a chunk computes beside each other
+constexpr int kPrefetchShare = 2;  // bytes that are prefetched beside one of a band; with 1, adapters' factors come too late
 
 // A weight in bands: of the product's dtype, or in few bits, of which each slab is made what the product reads.
 struct Bands {
@@ -91,9 +93,12 @@ struct alignas(64) Line {
 //   fetch(band, row, m)               for its bands and all its rows, before their products; false: they need none,
 //   add(band, row, m, c, stride)      likewise, when c [m][32] is complete, to add to it,
 //   epilogue(band, row, m, c, stride) last, for the units c [m][unit * 32] that begin with the bands, and at most kRows rows.
+//
+// Whole bands prefetch from the queue, if not null.
 template <class Fetch, class Add, class Epilogue>
 void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, int64_t x_stride, int num_rows, int64_t k,
-              const Bands& bands, int num_bands, int unit, const Fetch& fetch, const Add& add, const Epilogue& epilogue) {
+              const Bands& bands, int num_bands, int unit, PrefetchQueue* queue, const Fetch& fetch, const Add& add,
+              const Epilogue& epilogue) {
   if (num_rows <= 0) return;  // of a step that asks for no logits
   const bool many = num_rows > 2 * kRows;
   const int num_units = ceil_div(num_bands, unit), enough = 4 * pool.num_threads();
@@ -124,6 +129,7 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
         const int64_t inputs = std::min(slab, k - i), slab_bytes = band_bytes(dtype, inputs);
         const void* weights = bands.at(dtype, band, k, i);
         const char* next = nullptr;
+        Prefetch prefetch;
         if (!is_needed[size_t(band - first)]) {
           if (i + slab >= k) add(band, begin, end - begin, block(band, begin), stride);
           continue;
@@ -144,9 +150,14 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
         }
         for (int row = begin; row < end; row += kRows) {
           const int64_t fetched = (row - begin) / kRows * slab_bytes / kFetches;
+          if (next != nullptr && fetched < slab_bytes)
+            prefetch.set(next + fetched, slab_bytes / kFetches / 64);
+          else if (queue != nullptr && !many)
+            queue->take(kPrefetchShare * slab_bytes, prefetch);
+          else
+            prefetch.clear();
           kernels.product(dtype, at(x, row * x_stride + i, dtype), x_stride, std::min(kRows, end - row), weights, inputs,
-                          i > 0, block(band, row), stride,
-                          next != nullptr && fetched < slab_bytes ? next + fetched : nullptr);
+                          i > 0, block(band, row), stride, prefetch.num_ranges > 0 ? &prefetch : nullptr);
         }
         if (i + slab >= k) add(band, begin, end - begin, block(band, begin), stride);
       }
@@ -160,8 +171,8 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
 template <class Epilogue>
 void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, int64_t x_stride, int num_rows, int64_t k,
               const Bands& bands, int num_bands, int unit, const Epilogue& epilogue) {
-  products(pool, kernels, dtype, x, x_stride, num_rows, k, bands, num_bands, unit, [](int, int, int) { return true; },
-           [](int, int, int, float*, int64_t) {}, epilogue);
+  products(pool, kernels, dtype, x, x_stride, num_rows, k, bands, num_bands, unit, nullptr,
+           [](int, int, int) { return true; }, [](int, int, int, float*, int64_t) {}, epilogue);
 }
 
 // --- attention ----------------------------------------------------------------------------------------------------------
@@ -205,7 +216,7 @@ inline void attend_all(Pool& pool, const Kernels& kernels, DType dtype, const vo
       blocks.push_back({span, start});
   const int per_token = heads.num_kv_heads * num_parts;
   pool.run(int(blocks.size()) * per_token, [&](int chunk, int) {
-    static thread_local std::vector<float> scratch;
+    static thread_local std::vector<Line> scratch;
     const Block& block = blocks[blocks.size() - 1 - size_t(chunk / per_token)];  // the end of a prompt takes longest
     const int kv_head = chunk % per_token / num_parts, offset = chunk % num_parts * part;
     const int64_t query_end = spans.query_starts[block.span + 1];
@@ -231,9 +242,9 @@ inline void attend_all(Pool& pool, const Kernels& kernels, DType dtype, const vo
     task.bias_stride = heads.bias_stride;
     task.scaling = heads.scaling;
     task.softcap = heads.softcap;
-    const size_t needed = size_t(attend_scratch(task.first_position + task.num_tokens + 16, heads.dim));
+    const size_t needed = size_t(attend_scratch(task.first_position + task.num_tokens + 16, heads.dim)) / 16 + 1;
     if (scratch.size() < needed) scratch.resize(needed + needed / 2);
-    kernels.attend(dtype, task, scratch.data());
+    kernels.attend(dtype, task, scratch[0].floats);
   });
 }
 

@@ -4,6 +4,8 @@
 //
 // with an adapter term on each of the seven linears, or a product of the adapter's own in its place, and norms by the weights
 // of each row's adapter. The caller guarantees shapes and keeps all memory alive.
+#include <array>
+
 #include "own.h"
 
 extern "C" {
@@ -104,11 +106,12 @@ class StackRun {
         own_(pool, kernels, dtype_, step.runs),
         slots_(slots_of(step.runs, step.num_tokens)) {}
 
-  void before_attention(const LpLayer& layer) {
+  // `next`: the layer behind this one, or null.
+  void before_attention(const LpLayer& layer, const LpLayer* next) {
+    plan_prefetches(layer, next);
     normalize(layer.norm1, layer.eps);
-    const int64_t rows = int64_t(stack_.num_heads) * stack_.head_dim, kv_rows = int64_t(stack_.num_kv_heads) * stack_.head_dim;
-    const Target targets[] = {{&layer.q_table, rows}, {&layer.k_table, kv_rows}, {&layer.v_table, kv_rows}};
-    prepare(scratch_.normed, stack_.hidden, targets, 3);
+    const auto targets = qkv_targets(layer);
+    prepare(scratch_.normed, stack_.hidden, targets.data(), 3);
     project_qkv(layer);
   }
 
@@ -119,15 +122,61 @@ class StackRun {
   }
 
   void after_attention(const LpLayer& layer) {
+    prefetches_.begin_phase(1);
     add_product(layer.o, layer.o_bias, layer.o_table, scratch_.mixed, int64_t(stack_.num_heads) * stack_.head_dim);
     normalize(layer.norm2, layer.eps);
-    const Target targets[] = {{&layer.gate_table, stack_.ffn}, {&layer.up_table, stack_.ffn}};
-    prepare(scratch_.normed, stack_.hidden, targets, 2);
+    prefetches_.begin_phase(2);
+    const auto targets = gate_targets(layer);
+    prepare(scratch_.normed, stack_.hidden, targets.data(), 2);
     gate(layer);
+    prefetches_.begin_phase(3);
     add_product(layer.down, nullptr, layer.down_table, scratch_.act, stack_.ffn);
   }
 
  private:
+  std::array<Target, 3> qkv_targets(const LpLayer& layer) const {
+    const int64_t rows = int64_t(stack_.num_heads) * stack_.head_dim, kv_rows = int64_t(stack_.num_kv_heads) * stack_.head_dim;
+    return {{{&layer.q_table, rows}, {&layer.k_table, kv_rows}, {&layer.v_table, kv_rows}}};
+  }
+
+  std::array<Target, 2> gate_targets(const LpLayer& layer) const {
+    return {{{&layer.gate_table, stack_.ffn}, {&layer.up_table, stack_.ffn}}};
+  }
+
+  // What is read behind each product of the layer, in that order, where products are bound by their multiplications.
+  void plan_prefetches(const LpLayer& layer, const LpLayer* next) {
+    prefetches_.clear();
+    const int compute_bound_rows = kernels_.compute_bound_rows(dtype_);
+    if (compute_bound_rows == 0 || step_.num_tokens < compute_bound_rows || step_.num_tokens > 2 * kRows) return;
+    const int64_t rows = int64_t(stack_.num_heads) * stack_.head_dim;
+    const int64_t room = (rows + 2 * int64_t(stack_.num_kv_heads) * stack_.head_dim) * stack_.hidden * item_bytes(dtype_);
+    add_pages(layer, step_.spans, room);
+    prefetches_.end_phase();
+    updates_.add_factors({&layer.o_table, stack_.hidden}, rows, prefetches_);
+    prefetches_.end_phase();
+    for (const Target& target : gate_targets(layer)) updates_.add_factors(target, stack_.hidden, prefetches_);
+    prefetches_.end_phase();
+    updates_.add_factors({&layer.down_table, stack_.hidden}, stack_.ffn, prefetches_);
+    prefetches_.end_phase();
+    if (next == nullptr) return;
+    for (const Target& target : qkv_targets(*next)) updates_.add_factors(target, stack_.hidden, prefetches_);
+  }
+
+  // Keys and values in the order in which attention reads them, up to so many bytes.
+  void add_pages(const LpLayer& layer, const LpSpans& spans, int64_t num_bytes) {
+    const int64_t token_bytes = int64_t(stack_.num_kv_heads) * stack_.head_dim * item_bytes(dtype_);
+    for (int span = spans.num_spans - 1; span >= 0 && prefetches_.num_bytes() < num_bytes; span--) {
+      const int64_t length = spans.context_lens[span];
+      const int64_t first = layer.window > 0 ? std::max<int64_t>(0, length - layer.window) : 0;
+      for (int64_t block = first / spans.block_size; block * spans.block_size < length; block++) {
+        const int64_t page = spans.block_tables[span * spans.table_stride + block] * spans.block_size * token_bytes;
+        const int64_t size = std::min<int64_t>(spans.block_size, length - block * spans.block_size) * token_bytes;
+        prefetches_.add(static_cast<const char*>(layer.k_pages) + page, size);
+        prefetches_.add(static_cast<const char*>(layer.v_pages) + page, size);
+      }
+    }
+  }
+
   void normalize(const LpNorm& norm, float eps) {
     constexpr int kNormRows = 4;
     const int64_t n = stack_.hidden;
@@ -158,7 +207,7 @@ class StackRun {
                const Epilogue& epilogue) {
     const Bands bands{packed, Format(stack_.format)};
     products(
-        pool_, kernels_, dtype_, x, k, step_.num_tokens, k, bands, num_bands, unit,
+        pool_, kernels_, dtype_, x, k, step_.num_tokens, k, bands, num_bands, unit, &prefetches_,
         [&](int band, int row, int m) {
           bool is_needed = false;
           places(band, [&](int module, int64_t output, int width, int) {
@@ -264,6 +313,7 @@ class StackRun {
   const Scratch scratch_;
   Updates updates_;
   OwnProducts own_;
+  PrefetchQueue prefetches_;
   const std::vector<int> slots_;
 };
 
@@ -282,7 +332,7 @@ __attribute__((visibility("default"))) void lp_stack_run(lp::Pool* pool, const L
   const auto turn = pool->take_turn();
   lp::StackRun run(*pool, *lp::current_kernels(), *stack, *step);
   for (int i = 0; i < stack->num_layers; i++) {
-    run.before_attention(stack->layers[i]);
+    run.before_attention(stack->layers[i], i + 1 < stack->num_layers ? &stack->layers[i + 1] : nullptr);
     run.attend(stack->layers[i]);
     run.after_attention(stack->layers[i]);
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../kernels.h"
+#include "attention_pairs.h"
 #include "attention_tiles.h"
 #include "pages.h"
 #include "vector.h"
@@ -19,10 +20,17 @@ static inline Floats dot_dim(const bf16* a, const bf16* b, int dim, Floats acc) 
   return acc;
 }
 
-// scores[row][i] of the keys at begin + i, for rows in fours; keys in fours, the last ones repeated.
+// scores[row][i] of the keys at begin + i, for rows in fours; keys in fours, the last ones repeated. `memory`: of 16 rows.
 template <class D>
-static void score(const AttendTask& t, const typename D::T* q, int num_rows, int64_t begin, int64_t end, float* scores,
-                  int64_t stride) {
+static void score(const AttendTask& t, const typename D::T* q, int num_rows, int64_t begin, int64_t end, void* memory,
+                  float* scores, int64_t stride) {
+#ifdef LP_ATTENDS_BY_PAIRS
+  if constexpr (sizeof(typename D::T) == 2) {
+    score_pairs(t, q, num_rows, begin, end, (bf16*)memory, scores, stride);
+    return;
+  }
+#endif
+  (void)memory;
   typedef typename D::T T;
   const int64_t ahead = begin + 16;  // keys that are fetched early; values all are: they are read only later
   Cursor<D> key(t.k, t, begin), early(t.k, t, ahead < end ? ahead : begin), value(t.v, t, begin);
@@ -46,9 +54,20 @@ static void score(const AttendTask& t, const typename D::T* q, int num_rows, int
   }
 }
 
+// How weights lie where their scores did.
+template <class D>
+struct Weights {
+#ifdef LP_ATTENDS_BY_PAIRS
+  typedef typename D::T T;
+#else
+  typedef float T;
+#endif
+  static const int per_score = sizeof(float) / sizeof(T);
+};
+
 // Turns a row's scores of keys [from, to) into weights that sum to 1, with what a sink takes of it; all others become 0.
 // `bias`: of the keys from the first score on.
-template <bool kSpecial>
+template <class D, bool kSpecial>
 static void soften(float* scores, int64_t from, int64_t to, int64_t length, float softcap, const float* sink,
                    const float* bias) {
   const Floats none = all(-__builtin_inff());
@@ -77,10 +96,11 @@ static void soften(float* scores, int64_t from, int64_t to, int64_t length, floa
   float whole = sum(total);
   if (kSpecial && sink != nullptr) whole += largest(exp_ps(sub(all(*sink), peak)));
   const Floats inverse = all(1.0f / whole);
+  auto* weights = (typename Weights<D>::T*)scores;  // none reaches a score that is still read
   int64_t i = 0;
-  for (; i < (from & ~15); i += 16) store(scores + i, zeros());
-  for (; i < to; i += 16) store(scores + i, mul(load(scores + i), inverse));
-  for (; i < length; i += 16) store(scores + i, zeros());
+  for (; i < (from & ~15); i += 16) store(weights + i, zeros());
+  for (; i < to; i += 16) store(weights + i, mul(load(scores + i), inverse));
+  for (; i < length; i += 16) store(weights + i, zeros());
 }
 
 // acc[4][C * 16] of values at columns `column`.
@@ -104,13 +124,21 @@ static void weigh(const AttendTask& t, const float* weights, int64_t stride, int
     for (int c = 0; c < C; c++) store(out + r * t.dim + column + 16 * c, acc[r][c]);
 }
 
-// out[4][dim] = weights[4] . values of keys [begin, end)
+// out[4][dim] = weights[4] . values of keys [from, to); weights are of the keys from `begin` on.
 template <class D>
-static void weigh_rows(const AttendTask& t, const float* weights, int64_t stride, int64_t begin, int64_t end, float* out) {
+static void weigh_rows(const AttendTask& t, const typename Weights<D>::T* weights, int64_t stride, int64_t begin, int64_t from,
+                       int64_t to, float* out) {
+#ifdef LP_ATTENDS_BY_PAIRS
+  if constexpr (sizeof(typename D::T) == 2) {
+    weigh_rows_by_pairs(t, weights, stride, begin, from, to, out);
+    return;
+  }
+#endif
+  weights += from - begin;
   int column = 0;
   for (const int width = 16 * kWeighColumns; column + width <= t.dim; column += width)
-    weigh<D, kWeighColumns>(t, weights, stride, begin, end, column, out);
-  for (; column < t.dim; column += 32) weigh<D, 2>(t, weights, stride, begin, end, column, out);
+    weigh<D, kWeighColumns>(t, (const float*)weights, stride, from, to, column, out);
+  for (; column < t.dim; column += 32) weigh<D, 2>(t, (const float*)weights, stride, from, to, column, out);
 }
 
 static inline bool is_finite(const float* x, int n) {
@@ -137,29 +165,32 @@ static void attend_block(const AttendTask& t, float* scratch) {
   begin &= ~15;
   const int64_t length = last - begin, stride = (length + 15) & ~15;
   float* scores = scratch;
-  float* sums = scratch + 16 * stride;  // [16][dim] and 4 more; before that the queries
+  float* sums = scratch + 16 * stride;  // [16][dim] and 4 more; before that the queries; then 16 rows of keys
   T* q = (T*)sums;
   for (int r = 0; r < padded; r++) {
     const int from = r < num_rows ? r : 0;
     const T* row = (const T*)t.q + (from / t.group) * t.q_token_stride + (from % t.group) * t.dim;
     __builtin_memcpy(q + r * t.dim, row, (size_t)t.dim * sizeof(T));
   }
-  score<D>(t, q, padded, begin, last, scores, stride);
+  score<D>(t, q, padded, begin, last, sums + 20 * t.dim, scores, stride);
   for (int r = 0; r < padded; r++) {
     const int64_t position = t.first_position + (r < num_rows ? r / t.group : 0);
     const int head = kSpecial ? (r < num_rows ? r : 0) % t.group : 0;
     const float* sink = kSpecial && t.sinks != nullptr ? t.sinks + head : nullptr;
     const float* bias = kSpecial && t.key_bias != nullptr ? t.key_bias + head * t.bias_stride + begin : nullptr;
-    soften<kSpecial>(scores + r * stride, first_seen<kSpecial>(t, position, begin), position + 1 - begin, stride, t.softcap,
+    soften<D, kSpecial>(scores + r * stride, first_seen<kSpecial>(t, position, begin), position + 1 - begin, stride, t.softcap,
                      sink, bias);
   }
-  for (int r = 0; r < padded; r += 4) weigh_rows<D>(t, scores + r * stride, stride, begin, last, sums + r * t.dim);
+  const auto* weights = (const typename Weights<D>::T*)scores;
+  const int64_t weight_stride = stride * Weights<D>::per_score;
+  for (int r = 0; r < padded; r += 4)
+    weigh_rows<D>(t, weights + r * weight_stride, weight_stride, begin, begin, last, sums + r * t.dim);
   for (int r = 0; r < num_rows; r++) {
     if (is_finite(sums + r * t.dim, t.dim)) continue;
     // A weight of 0 does not keep out what is not finite: once more, of what the row sees and nothing else.
     const int64_t position = t.first_position + r / t.group, from = first_seen<kSpecial>(t, position, begin);
     float* alone = sums + 16 * t.dim;
-    weigh_rows<D>(t, scores + r * stride + from, 0, begin + from, position + 1, alone);
+    weigh_rows<D>(t, weights + r * weight_stride, 0, begin, begin + from, position + 1, alone);
     __builtin_memcpy(sums + r * t.dim, alone, (size_t)t.dim * sizeof(float));
   }
   for (int r = 0; r < num_rows; r++) {

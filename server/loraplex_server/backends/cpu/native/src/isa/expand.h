@@ -106,7 +106,7 @@ static inline Floats joined(const bf16* h, int64_t low, Part part) {
 
 template <class D>
 static void expand_rows(const float* h, int64_t h_stride, int m, const typename D::T* b, int rank, int num_outputs,
-                        bool adds, float* c, int64_t c_stride) {
+                        bool adds, float* c, int64_t c_stride, int64_t c_panel) {
   typedef typename D::T T;
   const int kBytesAhead = 2048;  // the factors are read as one stream, but too little at once for the CPU to notice
   alignas(64) float wide[16], t[16 * 16];
@@ -125,7 +125,7 @@ static void expand_rows(const float* h, int64_t h_stride, int m, const typename 
         transpose_part<T>(block + at, rank, outputs, part, t);
       for (int row = 0; row < m; row++) {
         store_aligned(wide, joined((const T*)(h + row * h_stride) + at, h_stride, first(part)));
-        float* to = c + row * c_stride + o;
+        float* to = c + row * c_stride + o / 16 * c_panel;
         if (whole)
           add_ranks(wide, 16, adds || at > 0, to, mask, [&](int r) { return registers[r]; });
         else
@@ -134,6 +134,93 @@ static void expand_rows(const float* h, int64_t h_stride, int m, const typename 
     }
   }
 }
+
+#ifdef LP_FAST_PAIRS
+// --- by products of pairs ----------------------------------------------------------------------------------------------
+
+// Up to so many rows multiply factors as they lie; for more of them, these are transposed first. The sums are the same.
+static const int kRowsAsTheyLie = 2;
+
+// Terms of 16 inner products, and how much further a row's second ones are.
+struct Terms {
+  const bf16* rows;
+  int64_t row_stride, low;
+};
+
+// c[m][outputs] = (adds ? c : 0) + the sum of 16 ranks' products: of eight pairs, ((0 + 2) + (1 + 3)) + ((4 + 6) + (5 + 7)).
+static inline void expand_as_they_lie(const Terms& h, int m, const bf16* b, int64_t stride, Part ranks, bool adds, float* c,
+                                      int64_t c_stride, Part outputs) {
+  Words factors[8];
+  load_outputs(b, stride, ranks, factors);
+  for (int row = 0; row < m; row++) {
+    const Words high = load_twice(h.rows + row * h.row_stride, ranks);
+    const Words low = load_twice(h.rows + row * h.row_stride + h.low, ranks);
+    Floats pairs[8];
+    for (int i = 0; i < 8; i++) pairs[i] = dot_pairs(dot_pairs(zeros(), factors[i], high), factors[i], low);
+    const Floats sums = sums_of_eights(pairs);
+    float* to = c + row * c_stride;
+    store(to, adds ? add(load(to, outputs), sums) : sums, outputs);
+  }
+}
+
+// The same of rows whose terms are whole: ranks that are none are zeros.
+static inline void expand_transposed(const Terms& h, int m, const bf16* b, int64_t stride, Part ranks, bool adds, float* c,
+                                     int64_t c_stride, Part outputs) {
+  Words factors[8];
+  transpose_outputs(b, stride, ranks, factors);
+  for (int row = 0; row < m; row++) {
+    const bf16* terms = h.rows + row * h.row_stride;
+    Floats pairs[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+      int32_t high, low;
+      __builtin_memcpy(&high, terms + 2 * i, 4);
+      __builtin_memcpy(&low, terms + h.low + 2 * i, 4);
+      pairs[i] = dot_pairs(dot_pairs(zeros(), factors[i], all_words(high)), factors[i], all_words(low));
+    }
+    const Floats sums = add(add(add(pairs[0], pairs[2]), add(pairs[1], pairs[3])),
+                            add(add(pairs[4], pairs[6]), add(pairs[5], pairs[7])));
+    float* to = c + row * c_stride;
+    store(to, adds ? add(load(to, outputs), sums) : sums, outputs);
+  }
+}
+
+static void expand_pairs(const bf16* h, int64_t low, int m, const bf16* b, int rank, int num_outputs, bool adds, float* c,
+                         int64_t c_stride, int64_t c_panel) {
+  const int kTerms = 32;  // rows whose terms are filled up with zeros at once
+  alignas(64) bf16 whole[kTerms * 32], last[16 * 16];
+  for (int at = 0; at < rank; at += 16, adds = true) {
+    const int num_ranks = rank - at < 16 ? rank - at : 16;
+    const Part ranks = first(num_ranks);
+    for (int row = 0; row < m; row += kTerms) {
+      const int rows = m - row < kTerms ? m - row : kTerms;
+      Terms terms = {h + 2 * row * low + at, 2 * low, low};
+      if (num_ranks < 16 && rows > kRowsAsTheyLie) {
+        for (int r = 0; r < rows; r++) {
+          store_words(whole + 32 * r, join_halves(load_half(terms.rows + r * terms.row_stride, ranks),
+                                                  load_half(terms.rows + r * terms.row_stride + low, ranks)));
+        }
+        terms = {whole, 32, 16};
+      }
+      for (int o = 0; o < num_outputs; o += 16) {
+        const bf16* block = b + (int64_t)o * rank + at;
+        int64_t stride = rank;
+        const int outputs = num_outputs - o < 16 ? num_outputs - o : 16;
+        if (outputs < 16) {
+          for (int i = 0; i < 16; i++)
+            for (int r = 0; r < 16; r++) last[16 * i + r] = i < outputs && r < num_ranks ? block[i * rank + r] : 0;
+          block = last, stride = 16;
+        }
+        float* to = c + row * c_stride + o / 16 * c_panel;
+        if (rows <= kRowsAsTheyLie)
+          expand_as_they_lie(terms, rows, block, stride, ranks, adds, to, c_stride, first(outputs));
+        else
+          expand_transposed(terms, rows, block, stride, ranks, adds, to, c_stride, first(outputs));
+      }
+    }
+  }
+}
+#endif
 
 // --- by tiles ----------------------------------------------------------------------------------------------------------
 
@@ -156,19 +243,19 @@ static inline void configure_expand_row(int num_pairs) {
 }
 
 static void expand_row(const bf16* h, int64_t low, const bf16* b, int64_t stride, int num_pairs, int num_outputs, bool adds,
-                       float* c) {
+                       float* c, int64_t c_panel) {
   configure_expand_row(num_pairs);
   _tile_loadd(6, h, 4);
   _tile_loadd(7, h + low, 4);
   for (int o = 0; o < num_outputs; o += 16) {
     if (adds)
-      _tile_loadd(0, c + o, 4);
+      _tile_loadd(0, c + o / 16 * c_panel, 4);
     else
       _tile_zero(0);
     _tile_loadd(4, b + o * stride, stride * 2);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(0, 4, 7);
-    _tile_stored(0, c + o, 4);
+    _tile_stored(0, c + o / 16 * c_panel, 4);
   }
 }
 
@@ -187,7 +274,7 @@ static inline void configure_expand(int m, int num_pairs) {
 }
 
 static void expand_tiles(const bf16* h, int64_t low, int m, const bf16* b, int64_t stride, int num_pairs, int num_outputs,
-                         bool adds, float* c, int64_t c_stride) {
+                         bool adds, float* c, int64_t c_stride, int64_t c_panel) {
   alignas(64) bf16 t[16 * 32];
   for (int o = 0; o < num_outputs; o += 16) {
     for (int p = 0; p < num_pairs; p += 8) {
@@ -198,7 +285,7 @@ static void expand_tiles(const bf16* h, int64_t low, int m, const bf16* b, int64
     asm volatile("" : : "r"(t) : "memory");  // loads of tiles do not say that they read memory
     for (int row = 0; row < m; row += 16) {
       const bf16* terms = h + 2 * low * row;
-      float* to = c + row * c_stride + o;
+      float* to = c + row * c_stride + o / 16 * c_panel;
       configure_expand(m - row < 16 ? m - row : 16, num_pairs);
       _tile_loadd(6, t, 64);
       _tile_loadd(4, terms, low * 4);
@@ -216,35 +303,39 @@ static void expand_tiles(const bf16* h, int64_t low, int m, const bf16* b, int64
 
 // rank is even, num_outputs a multiple of 16.
 static void expand_by_tiles(const float* h, int64_t h_stride, int m, const bf16* b, int rank, int num_outputs, bool adds,
-                            float* c, int64_t c_stride) {
+                            float* c, int64_t c_stride, int64_t c_panel) {
   for (int at = 0; at < rank; at += kTileRanks, adds = true) {
     const int pairs = (rank - at < kTileRanks ? rank - at : kTileRanks) / 2;
     if (m > kFewRows)
-      expand_tiles((const bf16*)h + at, h_stride, m, b + at, rank, pairs, num_outputs, adds, c, c_stride);
+      expand_tiles((const bf16*)h + at, h_stride, m, b + at, rank, pairs, num_outputs, adds, c, c_stride, c_panel);
     else
       for (int row = 0; row < m; row++)
         expand_row((const bf16*)(h + row * h_stride) + at, h_stride, b + at, rank, pairs, num_outputs, adds,
-                   c + row * c_stride);
+                   c + row * c_stride, c_panel);
   }
 }
 #endif
 
 // What does not fill tiles goes by vectors, whatever the number of rows is.
 static void expand(DType dtype, const void* inner, int64_t h_stride, int m, const void* b, int rank, int num_outputs, bool adds,
-                   float* c, int64_t c_stride) {
+                   float* c, int64_t c_stride, int64_t c_panel) {
   const float* h = (const float*)inner;
   if (dtype == DType::F32) {
-    expand_rows<F32>(h, h_stride, m, (const float*)b, rank, num_outputs, adds, c, c_stride);
+    expand_rows<F32>(h, h_stride, m, (const float*)b, rank, num_outputs, adds, c, c_stride, c_panel);
     return;
   }
   int done = 0;
 #ifdef __AMX_BF16__
   if (rank % 2 == 0) done = num_outputs / 16 * 16;
-  if (done > 0) expand_by_tiles(h, h_stride, m, (const bf16*)b, rank, done, adds, c, c_stride);
+  if (done > 0) expand_by_tiles(h, h_stride, m, (const bf16*)b, rank, done, adds, c, c_stride, c_panel);
 #endif
-  if (done < num_outputs)
-    expand_rows<BF16>(h, h_stride, m, (const bf16*)b + (int64_t)done * rank, rank, num_outputs - done, adds, c + done,
-                      c_stride);
+  if (done == num_outputs) return;
+  const bf16* rest = (const bf16*)b + (int64_t)done * rank;
+#ifdef LP_FAST_PAIRS
+  expand_pairs((const bf16*)h, h_stride, m, rest, rank, num_outputs - done, adds, c + done / 16 * c_panel, c_stride, c_panel);
+#else
+  expand_rows<BF16>(h, h_stride, m, rest, rank, num_outputs - done, adds, c + done / 16 * c_panel, c_stride, c_panel);
+#endif
 }
 
 }  // namespace LP_ISA

@@ -67,10 +67,41 @@ static void product_f32(const float* x, int64_t x_stride, int m, const float* ba
 #ifndef __AMX_BF16__
 // --- bfloat16 with vectors ---------------------------------------------------------------------------------------------
 
-// The next part of the weights, which several blocks of rows fetch together while they multiply with this one.
-struct Soon {
-  const char* at;      // null: nothing
-  int num_lines;       // for each 32 inputs
+// The next weights, which the blocks of rows prefetch together while they multiply with these.
+struct NextWeights {
+  const char* at;  // null: nothing
+  int num_lines;   // for each 32 inputs
+};
+
+// Prefetches ranges evenly, in so many turns: a turn is 32 inputs of a block of rows.
+struct Prefetcher {
+  const Prefetch::Range* range = nullptr;
+  const char* at = nullptr;
+  int64_t num_left = 0;  // lines of the range
+  int num_ranges = 0;    // with this one
+  int num_lines = 0;     // in a turn
+
+  Prefetcher() = default;
+  Prefetcher(const Prefetch* prefetch, int64_t num_turns) {
+    if (prefetch == nullptr || prefetch->num_ranges == 0) return;
+    int64_t all = 0;
+    for (int i = 0; i < prefetch->num_ranges; i++) all += prefetch->ranges[i].num_lines;
+    range = prefetch->ranges, at = range->begin, num_left = range->num_lines, num_ranges = prefetch->num_ranges;
+    num_lines = (int)((all + num_turns - 1) / num_turns);
+  }
+
+  void take_turn() {
+    for (int line = 0; line < num_lines; line++, at += 64, num_left--) {
+      if (num_left == 0) {
+        if (--num_ranges == 0) {
+          num_lines = 0;
+          return;
+        }
+        range++, at = range->begin, num_left = range->num_lines;
+      }
+      _mm_prefetch(at, _MM_HINT_T1);
+    }
+  }
 };
 
 static const int kLines = 32 * kBand * sizeof(bf16) / 64;  // of the weights of 32 inputs
@@ -80,7 +111,7 @@ static const int kBlockRows = 8;                          // rows whose sums sta
 // vector of x serves both panels. Each output is the same sum in the same order.
 template <int M, bool in_order>
 static inline void rows_bf16(const bf16* x, int64_t x_stride, const bf16* band, int64_t k, bool adds, float* c,
-                            int64_t c_stride, Soon soon) {
+                            int64_t c_stride, NextWeights next, Prefetcher& prefetcher) {
   Floats acc[M][2];
   for (int r = 0; r < M; r++)
     for (int p = 0; p < 2; p++) acc[r][p] = adds ? load(c + r * c_stride + 16 * p) : zeros();
@@ -101,7 +132,8 @@ static inline void rows_bf16(const bf16* x, int64_t x_stride, const bf16* band, 
       }
       if (in_order) asm volatile("" : : : "memory");  // or what x has for the second panel is kept on the stack
     }
-    for (int line = 0; line < soon.num_lines; line++, soon.at += 64) _mm_prefetch(soon.at, _MM_HINT_T1);
+    for (int line = 0; line < next.num_lines; line++, next.at += 64) _mm_prefetch(next.at, _MM_HINT_T1);
+    prefetcher.take_turn();
   }
   for (int r = 0; r < M; r++) {
     store(c + r * c_stride, acc[r][0]);
@@ -111,48 +143,51 @@ static inline void rows_bf16(const bf16* x, int64_t x_stride, const bf16* band, 
 
 template <bool in_order>
 static inline void block_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band, int64_t k, bool adds, float* c,
-                              int64_t c_stride, Soon soon) {
+                              int64_t c_stride, NextWeights next, Prefetcher& prefetcher) {
   switch (m) {
-    case 1: rows_bf16<1, in_order>(x, x_stride, band, k, adds, c, c_stride, soon); break;
-    case 2: rows_bf16<2, in_order>(x, x_stride, band, k, adds, c, c_stride, soon); break;
-    case 3: rows_bf16<3, in_order>(x, x_stride, band, k, adds, c, c_stride, soon); break;
-    case 4: rows_bf16<4, in_order>(x, x_stride, band, k, adds, c, c_stride, soon); break;
-    case 5: rows_bf16<5, in_order>(x, x_stride, band, k, adds, c, c_stride, soon); break;
-    case 6: rows_bf16<6, in_order>(x, x_stride, band, k, adds, c, c_stride, soon); break;
-    case 7: rows_bf16<7, in_order>(x, x_stride, band, k, adds, c, c_stride, soon); break;
-    default: rows_bf16<8, in_order>(x, x_stride, band, k, adds, c, c_stride, soon);
+    case 1: rows_bf16<1, in_order>(x, x_stride, band, k, adds, c, c_stride, next, prefetcher); break;
+    case 2: rows_bf16<2, in_order>(x, x_stride, band, k, adds, c, c_stride, next, prefetcher); break;
+    case 3: rows_bf16<3, in_order>(x, x_stride, band, k, adds, c, c_stride, next, prefetcher); break;
+    case 4: rows_bf16<4, in_order>(x, x_stride, band, k, adds, c, c_stride, next, prefetcher); break;
+    case 5: rows_bf16<5, in_order>(x, x_stride, band, k, adds, c, c_stride, next, prefetcher); break;
+    case 6: rows_bf16<6, in_order>(x, x_stride, band, k, adds, c, c_stride, next, prefetcher); break;
+    case 7: rows_bf16<7, in_order>(x, x_stride, band, k, adds, c, c_stride, next, prefetcher); break;
+    default: rows_bf16<8, in_order>(x, x_stride, band, k, adds, c, c_stride, next, prefetcher);
   }
 }
 
 // Rows by blocks, which together fetch `num_lines` for each 32 inputs from `next` on.
 static inline void blocks_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band, int64_t k, bool adds, float* c,
-                               int64_t c_stride, const char* next, int num_lines) {
+                               int64_t c_stride, const char* next, int num_lines, Prefetcher& prefetcher) {
   const int num_blocks = (m + kBlockRows - 1) / kBlockRows, share = (num_lines + num_blocks - 1) / num_blocks;
   for (int block = 0; block < num_blocks; block++) {
     const int row = block * kBlockRows, rows = m - row < kBlockRows ? m - row : kBlockRows;
     const bool fetches = next != nullptr && block * share < num_lines;
-    const Soon part = fetches ? Soon{next + block * share * (k / 32) * 64, share} : Soon{nullptr, 0};
-    block_bf16<false>(x + row * x_stride, x_stride, rows, band, k, adds, c + row * c_stride, c_stride, part);
+    const NextWeights part = fetches ? NextWeights{next + block * share * (k / 32) * 64, share} : NextWeights{nullptr, 0};
+    block_bf16<false>(x + row * x_stride, x_stride, rows, band, k, adds, c + row * c_stride, c_stride, part, prefetcher);
   }
 }
 
-// `soon`: of a caller that goes through the slabs of a band itself.
 static void product_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band, int64_t k, bool adds, float* c,
-                         int64_t c_stride, const void* soon) {
+                         int64_t c_stride, const Prefetch* prefetch) {
   if (m <= kBlockRows) {
-    const Soon ahead = is_slab(k) ? Soon{nullptr, 0} : Soon{(const char*)band + kFetchAhead, kLines};
-    block_bf16<true>(x, x_stride, m, band, k, adds, c, c_stride, ahead);
+    const NextWeights ahead = is_slab(k) ? NextWeights{nullptr, 0} : NextWeights{(const char*)band + kFetchAhead, kLines};
+    Prefetcher none;
+    block_bf16<true>(x, x_stride, m, band, k, adds, c, c_stride, ahead, none);
     return;
   }
   if (is_slab(k)) {
-    blocks_bf16(x, x_stride, m, band, k, adds, c, c_stride, (const char*)soon, kLines / kFetches);
+    Prefetcher none;
+    const char* next = prefetch == nullptr ? nullptr : prefetch->ranges[0].begin;
+    blocks_bf16(x, x_stride, m, band, k, adds, c, c_stride, next, kLines / kFetches, none);
     return;
   }
   // The blocks take a slab in turns and fetch the next, so that memory is waited for while all of them multiply.
+  Prefetcher prefetcher(prefetch, k / 32 * ((m + kBlockRows - 1) / kBlockRows));
   for (int64_t i = 0; i < k; i += kSlab) {
     const int64_t inputs = k - i < kSlab ? k - i : kSlab;
     const char* next = i + inputs < k ? (const char*)(band + (i + inputs) * kBand) : nullptr;
-    blocks_bf16(x + i, x_stride, m, band + i * kBand, inputs, adds || i > 0, c, c_stride, next, kLines);
+    blocks_bf16(x + i, x_stride, m, band + i * kBand, inputs, adds || i > 0, c, c_stride, next, kLines, prefetcher);
   }
 }
 
@@ -164,23 +199,23 @@ static void product_bf16(const bf16* x, int64_t x_stride, int m, const bf16* ban
 static const int kTilesFetchAhead = 4096;
 static const int kTileBytes = 32 * kBand * sizeof(bf16);  // of the weights of 32 inputs
 
-// `Fetches`: bytes of `soon` for each of its 32 inputs.
+// `Fetches`: bytes that are prefetched from `next` for each 32 inputs.
 template <int Fetches>
-static inline void rows16(const bf16* x, int64_t x_bytes, const bf16* band, int64_t k, const char* soon) {
-  for (int64_t i = 0; i < k; i += 32, band += 32 * kBand, soon += Fetches) {
+static inline void rows16(const bf16* x, int64_t x_bytes, const bf16* band, int64_t k, const char* next) {
+  for (int64_t i = 0; i < k; i += 32, band += 32 * kBand, next += Fetches) {
     _tile_loadd(4, x + i, x_bytes);
     _tile_loadd(6, band, 64);
     _tile_loadd(7, band + 512, 64);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
-    for (int line = 0; line < Fetches; line += 64) _mm_prefetch(soon + line, _MM_HINT_T1);
+    for (int line = 0; line < Fetches; line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
   }
 }
 
 template <int Fetches>
-static inline void rows32(const bf16* x, int64_t x_bytes, const bf16* band, int64_t k, const char* soon) {
+static inline void rows32(const bf16* x, int64_t x_bytes, const bf16* band, int64_t k, const char* next) {
   const bf16* lower = x + 8 * x_bytes;
-  for (int64_t i = 0; i < k; i += 32, band += 32 * kBand, soon += Fetches) {
+  for (int64_t i = 0; i < k; i += 32, band += 32 * kBand, next += Fetches) {
     _tile_loadd(6, band, 64);
     _tile_loadd(4, x + i, x_bytes);
     _tile_dpbf16ps(0, 4, 6);
@@ -189,12 +224,12 @@ static inline void rows32(const bf16* x, int64_t x_bytes, const bf16* band, int6
     _tile_loadd(5, lower + i, x_bytes);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
-    for (int line = 0; line < Fetches; line += 64) _mm_prefetch(soon + line, _MM_HINT_T1);
+    for (int line = 0; line < Fetches; line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
   }
 }
 
 static void tiles_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band, int64_t k, bool adds, float* c,
-                       int64_t c_stride, const void* soon) {
+                       int64_t c_stride, const Prefetch* prefetch) {
   const int64_t x_bytes = x_stride * 2, c_bytes = c_stride * 4;
   float* lower = c + 16 * c_stride;
   configure(m);
@@ -219,8 +254,8 @@ static void tiles_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band,
       _tile_zero(2);
       _tile_zero(3);
     }
-    if (soon != nullptr)
-      rows32<kTileBytes / kFetches>(x, x_bytes, band, k, (const char*)soon);
+    if (prefetch != nullptr)
+      rows32<kTileBytes / kFetches>(x, x_bytes, band, k, prefetch->ranges[0].begin);
     else if (ahead != nullptr)
       rows32<kTileBytes>(x, x_bytes, band, k, ahead);
     else
@@ -234,15 +269,23 @@ static void tiles_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band,
 #endif
 
 static void product(DType dtype, const void* x, int64_t x_stride, int m, const void* band, int64_t k, bool adds, float* c,
-                    int64_t c_stride, const void* soon) {
+                    int64_t c_stride, const Prefetch* prefetch) {
   if (dtype == DType::F32) {
     product_f32((const float*)x, x_stride, m, (const float*)band, k, adds, c, c_stride);
     return;
   }
 #ifdef __AMX_BF16__
-  tiles_bf16((const bf16*)x, x_stride, m, (const bf16*)band, k, adds, c, c_stride, soon);
+  tiles_bf16((const bf16*)x, x_stride, m, (const bf16*)band, k, adds, c, c_stride, prefetch);
 #else
-  product_bf16((const bf16*)x, x_stride, m, (const bf16*)band, k, adds, c, c_stride, soon);
+  product_bf16((const bf16*)x, x_stride, m, (const bf16*)band, k, adds, c, c_stride, prefetch);
+#endif
+}
+
+static int compute_bound_rows([[maybe_unused]] DType dtype) {
+#ifdef __AMX_BF16__
+  return 0;
+#else
+  return dtype == DType::BF16 ? kBlockRows + 1 : 0;
 #endif
 }
 

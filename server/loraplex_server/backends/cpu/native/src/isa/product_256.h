@@ -181,12 +181,14 @@ static void product_bf16(const bf16* x, int64_t x_stride, int m, const bf16* ban
 }
 
 static void product(DType dtype, const void* x, int64_t x_stride, int m, const void* band, int64_t k, bool adds, float* c,
-                    int64_t c_stride, const void*) {
+                    int64_t c_stride, const Prefetch*) {
   if (dtype == DType::F32)
     product_f32((const float*)x, x_stride, m, (const float*)band, k, adds, c, c_stride);
   else
     product_bf16((const bf16*)x, x_stride, m, (const bf16*)band, k, adds, c, c_stride);
 }
+
+static int compute_bound_rows(DType) { return 0; }
 
 }  // namespace LP_ISA
 }  // namespace lp

@@ -36,7 +36,12 @@ static inline void shrink_block(const typename D::T* x, int64_t x_stride, const 
                                 float* h, int64_t h_stride) {
   Floats acc[16];
   for (int i = 0; i < 16; i++) acc[i] = zeros();
-  for (int64_t i = 0; i < k; i += Dot<D>::step)
+  int64_t i = 0;
+  for (; i + Dot<D>::step <= k; i += Dot<D>::step)
+    for (int m = 0; m < M; m++)
+      for (int r = 0; r < R; r++)
+        acc[m * R + r] = Dot<D>::add(x + m * x_stride + i, a + r * k + i, acc[m * R + r], Dot<D>::step);
+  if (i < k)
     for (int m = 0; m < M; m++)
       for (int r = 0; r < R; r++)
         acc[m * R + r] = Dot<D>::add(x + m * x_stride + i, a + r * k + i, acc[m * R + r], k - i);

@@ -48,22 +48,6 @@ static inline void configure_row(int num_outputs) {
   config.bytes[4] = 64;
   load(config);
 }
-
-// Columns of v become rows: pairs of inputs by pairs of inputs, as tiles want them.
-static inline void transpose_pairs(__m512i* v) {
-  __m512i w[16];
-  transpose_fours<16>(v);
-  // v[4i + j], quarter q: pair 4q + j of rows 4i to 4i + 3
-  for (int j = 0; j < 4; j++) {
-    const __m512i a = _mm512_shuffle_i32x4(v[j], v[4 + j], 0x88), b = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], 0x88);
-    const __m512i c = _mm512_shuffle_i32x4(v[j], v[4 + j], 0xdd), d = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], 0xdd);
-    w[j] = _mm512_shuffle_i32x4(a, b, 0x88);
-    w[8 + j] = _mm512_shuffle_i32x4(a, b, 0xdd);
-    w[4 + j] = _mm512_shuffle_i32x4(c, d, 0x88);
-    w[12 + j] = _mm512_shuffle_i32x4(c, d, 0xdd);
-  }
-  for (int i = 0; i < 16; i++) v[i] = w[i];
-}
 #endif
 
 static void end_products() {

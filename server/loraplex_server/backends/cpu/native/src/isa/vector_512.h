@@ -7,6 +7,12 @@
 #include "../kernels.h"
 
 #define LP_DOTS_PAIRS 1  // products of bfloat16 go by dot_pairs
+#ifdef __AVX512BF16__
+#define LP_FAST_PAIRS 1  // which is one instruction
+#ifndef __AMX_BF16__
+#define LP_ATTENDS_BY_PAIRS 1
+#endif
+#endif
 
 namespace lp {
 namespace LP_ISA {
@@ -193,6 +199,30 @@ static inline void transpose_fours(__m512i* v) {
   }
 }
 
+// Columns of v become rows: 16 rows of 16 pairs.
+static inline void transpose_pairs(__m512i* v) {
+  __m512i w[16];
+  transpose_fours<16>(v);
+  // v[4i + j], quarter q: pair 4q + j of rows 4i to 4i + 3
+  for (int j = 0; j < 4; j++) {
+    const __m512i a = _mm512_shuffle_i32x4(v[j], v[4 + j], 0x88), b = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], 0x88);
+    const __m512i c = _mm512_shuffle_i32x4(v[j], v[4 + j], 0xdd), d = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], 0xdd);
+    w[j] = _mm512_shuffle_i32x4(a, b, 0x88);
+    w[8 + j] = _mm512_shuffle_i32x4(a, b, 0xdd);
+    w[4 + j] = _mm512_shuffle_i32x4(c, d, 0x88);
+    w[12 + j] = _mm512_shuffle_i32x4(c, d, 0xdd);
+  }
+  for (int i = 0; i < 16; i++) v[i] = w[i];
+}
+
+// Pairs of a number of a and the one of b at the same place.
+static inline void join_rows(Words a, Words b, Words& first, Words& second) {
+  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
+                                       36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  first = _mm512_permutex2var_epi16(a, low, b);
+  second = _mm512_permutex2var_epi16(a, _mm512_add_epi16(low, _mm512_set1_epi16(16)), b);
+}
+
 // v[8] = pairs of ranks, each of 16 outputs, of up to 16 ranks in bfloat16: rows i and i + 8 share a register.
 static inline void transpose_outputs(const bf16* b, int64_t stride, Part ranks, Words* v) {
   __m512i w[8];
@@ -206,6 +236,35 @@ static inline void transpose_outputs(const bf16* b, int64_t stride, Part ranks, 
     v[i] = _mm512_permutex2var_epi64(w[i], low, w[i + 4]);
     v[i + 4] = _mm512_permutex2var_epi64(w[i], high, w[i + 4]);
   }
+}
+
+// Of up to 16 outputs, two to a register: each one's pairs of up to 16 ranks in bfloat16.
+static inline void load_outputs(const bf16* b, int64_t stride, Part ranks, Words* v) {
+  for (int i = 0; i < 8; i++)
+    v[i] = stride == 16 ? _mm512_loadu_si512(b + 32 * i)
+                        : _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi16(ranks, b + 2 * i * stride)),
+                                             _mm256_maskz_loadu_epi16(ranks, b + (2 * i + 1) * stride), 1);
+}
+
+static inline __m256i load_half(const bf16* p, Part part) { return _mm256_maskz_loadu_epi16(part, p); }
+static inline Words join_halves(__m256i low, __m256i high) {
+  return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+
+// Up to 16 numbers in bfloat16, twice.
+static inline Words load_twice(const bf16* p, Part part) { return _mm512_broadcast_i64x4(_mm256_maskz_loadu_epi16(part, p)); }
+
+// Of v[8], two outputs to a vector with eight numbers each: the outputs' sums, ((0 + 2) + (1 + 3)) + ((4 + 6) + (5 + 7)).
+static inline Floats sums_of_eights(const Floats* v) {
+  __m512 a[4], b[2];
+  for (int i = 0; i < 4; i++)  // in each quarter: v[2i] 0+2, v[2i+1] 0+2, v[2i] 1+3, v[2i+1] 1+3
+    a[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+  for (int i = 0; i < 2; i++)
+    b[i] = _mm512_add_ps(
+        _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a[2 * i]), _mm512_castps_pd(a[2 * i + 1]))),
+        _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a[2 * i]), _mm512_castps_pd(a[2 * i + 1]))));
+  const __m512 c = _mm512_add_ps(_mm512_shuffle_f32x4(b[0], b[1], 0x88), _mm512_shuffle_f32x4(b[0], b[1], 0xdd));
+  return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15), c);
 }
 
 // --- eight bits --------------------------------------------------------------------------------------------------------
