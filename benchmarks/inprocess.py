@@ -36,6 +36,7 @@ def worker_flags(inputs: Path, store: Path, *, lora: bool) -> list[str]:
     """Flags of the engine, the same in process and for `loraplex worker`."""
     flags = [str(inputs / "model"), "--device", "cpu", "--no-prefix-caching", "--kv-memory", "1GiB"]
     flags += ["--max-running", "32", "--max-step-tokens", "2048", "--adapter-store", str(store)]
+    flags += ["--max-queue-wait", "0"]  # nothing is refused for its expected wait
     return [*flags, "--adapters", str(inputs / "adapters")] if lora else flags
 
 

@@ -238,3 +238,33 @@ def test_every_request_ends_once_whatever_its_deadline(data: st.DataObject) -> N
         assert fate.ended_s is not None
         if fate.request.deadline_s is not None:
             assert fate.ended_s <= fate.request.deadline_s + 0.2 or fate.error is None
+
+
+def test_what_has_room_is_not_refused_for_texts_that_nobody_waits_for() -> None:
+    """Few long prompts have filled steps, with hardly a row beside them. As many as there are rows come at once then:
+    they wait for prompts alone."""
+    simulation = Simulation(lambda rows, prompts: 0.2 + 0.001 * prompts, max_queue_wait_s=20.0, prefix_caching=False)
+    for number in range(3):
+        simulation.add(request(f"first{number}", prompt_tokens=1000, max_tokens=100))
+    simulation.run()
+    fates = [simulation.add(request(f"r{number}", prompt_tokens=500, max_tokens=100)) for number in range(16)]
+    simulation.run()
+    assert [fate.error for fate in fates] == [None] * 16
+
+
+def test_prompts_alone_can_be_too_much() -> None:
+    """Rows are free all the time, but prompts are not done in time: what is refused is refused at once."""
+
+    def step_s(rows: int, prompts: int) -> float:
+        return 0.01 + 0.001 * prompts
+
+    simulation = Simulation(step_s, max_queue_wait_s=3.0, prefix_caching=False)
+    load = arrivals(2.0, 60, None)
+    fields = {"prompt_tokens": 1000, "max_tokens": 2}
+    simulation.run([(at_s, request(one.request_id, **fields, arrival_s=at_s)) for at_s, one in load])
+    fates = list(simulation.fates.values())
+    refused = [fate for fate in fates if fate.error is not None]
+    assert all(isinstance(fate.error, Overloaded) for fate in refused)
+    at_once = [fate for fate in refused if fate.ended_s is not None and fate.ended_s - fate.request.arrival_s < 0.5]
+    assert len(at_once) >= 0.9 * len(refused) >= 20
+    assert len(fates) - len(refused) >= 0.9 * 60 / 1.05

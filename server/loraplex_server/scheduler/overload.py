@@ -5,9 +5,10 @@ that follow how soon one sequence gets its next token, and what work costs the w
 prompts and texts that end early make requests smaller than they might be; both are measured too. Newer measurements
 count for more.
 
-The expected wait of a request is the work ahead of it in the fair order over the measured speed. It is compared with
-the time that the request's deadline leaves beside its own work, or with the server's bound where it has none. No
-request is refused while nothing is measured or nothing waits ahead of it, so a wrong measurement is soon replaced.
+The expected wait of a request is the work ahead of it in the fair order over the measured speed. Of those that have
+rows and blocks already only the prompts count: nobody waits for their texts to end. It is compared with the time that
+the request's deadline leaves beside its own work, or with the server's bound where it has none. No request is refused
+while nothing is measured or nothing waits ahead of it, so a wrong measurement is soon replaced.
 Pure; time is an argument.
 """
 
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 
 from loraplex_contracts.load import MUCH_SHORTER, Flow, Forecast, expected_tokens, overloaded, slack_s
 from loraplex_contracts.request import Request
+from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.scheduler.sequence_table import RequestState, SequenceState, SequenceTable, StepSize
 
 
@@ -26,6 +28,7 @@ class WaitLimits:
     """Refuses what would wait for too long."""
 
     max_queue_wait_s: float
+    max_step_tokens: int
     table: SequenceTable
     speed: StepSpeed
 
@@ -48,12 +51,15 @@ class WaitLimits:
             return None
         starts: list[float] = []
         waits_s: list[float] = []
-        wait_s, longest, flows = 0.0, 0, set[Flow]()
+        wait_s, longest, flows, room = 0.0, 0, set[Flow](), self._room()
         for seq in self.table.waiting:
             if seq.request.request.priority:
                 continue  # lower ones are behind all of these; higher ones the engine counts when it decides
             num_prompt, num_output = _work(seq)
-            wait_s += self.speed.work_s(num_prompt, self.speed.num_outputs(num_output))
+            if room.takes(seq):
+                wait_s += self.speed.prompts_s(num_prompt, self.max_step_tokens)
+            else:
+                wait_s += self.speed.work_s(num_prompt, self.speed.num_outputs(num_output))
             longest = max(longest, num_prompt + num_output)
             starts.append(seq.order[1])
             waits_s.append(wait_s)
@@ -73,16 +79,23 @@ class WaitLimits:
         that it would pass because it is much shorter."""
         order = (-request.priority, self.table.clock.start_of((request.tenant, request.adapter_name)))
         own = len(request.prompt_token_ids) + num_outputs * request.n
-        prompt, output = 0, 0.0
+        entering, prompt, output, room = 0, 0, 0.0, self._room()
         for seq in self.table.waiting:
             if seq.order[:2] > order:
                 break
             num_prompt, num_output = _work(seq)
+            if room.takes(seq):
+                entering += num_prompt
+                continue
             if num_prompt + num_output >= MUCH_SHORTER * own:
                 num_prompt, num_output = 0, own
             prompt += num_prompt
             output += self.speed.num_outputs(num_output)
-        return self.speed.work_s(prompt, output)
+        return self.speed.prompts_s(entering, self.max_step_tokens) + self.speed.work_s(prompt, output)
+
+    def _room(self) -> _Room:
+        has_deadlines = any(seq.request.request.deadline_s is not None for seq in self.table.running)
+        return _Room(0 if has_deadlines else self.table.num_free_rows, self.table.blocks)
 
     def is_too_late(self, state: RequestState, now: float) -> bool:
         """Whether a request would miss its deadline if it began now, even with half as many rows beside it, and would
@@ -105,10 +118,32 @@ class WaitLimits:
         return self.speed.work_s(num_prompt, 0) + self.speed.num_outputs(num_outputs) * self.speed.interval_s(num_rows)
 
 
+class _Room:
+    """Rows and blocks that are free now, for those at the head of the queue. Where deadlines count, rows may stay free
+    (Admission)."""
+
+    def __init__(self, num_rows: int, blocks: BlockPool) -> None:
+        self._num_rows = num_rows
+        self._num_blocks = blocks.num_free
+        self._blocks = blocks
+
+    def takes(self, seq: SequenceState) -> bool:
+        """Whether the next one, with siblings that wait for it, begins as soon as the prompts before it are done."""
+        if seq.request.request.deadline_s is not None:
+            self._num_rows = 0
+        self._num_rows -= _num_siblings(seq)
+        self._num_blocks -= self._blocks.num_blocks_for(len(seq.token_ids))
+        return self._num_rows >= 0 and self._num_blocks >= 0
+
+
+def _num_siblings(seq: SequenceState) -> int:
+    """With the sequence itself."""
+    return seq.request.num_open if seq.request.leader is seq else 1
+
+
 def _work(seq: SequenceState) -> tuple[int, int]:
     """Tokens to compute and tokens to make of a sequence that waits, with those of siblings that wait for it."""
-    num_siblings = seq.request.num_open if seq.request.leader is seq else 1
-    return len(seq.token_ids), seq.num_left * num_siblings
+    return len(seq.token_ids), seq.num_left * _num_siblings(seq)
 
 
 HALF_LIFE_S, HALF_LIFE_STEPS = 5.0, 64  # of a step's measurement: whichever is shorter
@@ -245,6 +280,11 @@ class StepSpeed:
         num_rows = max(1.0, self._full_rows)
         output_s = self._decode.at(num_rows) / (num_rows * self._tokens_per_row())
         return num_prompt_tokens * self._prompt_share * self._prompt.value() + num_outputs * output_s
+
+    def prompts_s(self, num_tokens: int, max_step_tokens: int) -> float:
+        """The time in which full steps do so many prompt tokens, with the rows that decode beside them."""
+        num_computed = num_tokens * self._prompt_share
+        return num_computed * (self._prompt.value() + self._decode.at(self._full_rows) / max_step_tokens)
 
     def prompt_s(self, num_tokens: int) -> float:
         """The time in which so many tokens are computed as a prompt; 0 while nothing is known."""

@@ -98,7 +98,7 @@ class Scheduler:
         self._events: list[Event] = []  # the same list for good: admission appends to it
         self._table = SequenceTable(config.max_running, blocks, adapters, states)
         self._speed = StepSpeed()
-        self._limits = WaitLimits(config.max_queue_wait_s, self._table, self._speed)
+        self._limits = WaitLimits(config.max_queue_wait_s, config.max_step_tokens, self._table, self._speed)
         self._admission = Admission(config, self._table, self._speed, self._limits, self._events.append)
         self._last_step_s: float | None = None  # when the last step ended; None after a time without work
         self._in_flight: deque[InFlight] = deque()

@@ -80,13 +80,20 @@ static inline void add_ranks(const float* h, int rank, bool adds, float* c, Part
 
 // --- inner products ----------------------------------------------------------------------------------------------------
 
+// Whether inner products in bfloat16 become two terms: where both halves of an update go by products of pairs.
+#ifdef LP_FAST_PAIRS
+static const bool kHasTerms = true;
+#else
+static const bool kHasTerms = false;
+#endif
+
 static void split(DType dtype, const float* h, int64_t h_stride, int m, int rank, void* out, int64_t out_stride) {
   for (int row = 0; row < m; row++)
     for (int i = 0; i < rank; i += 16) {
       const Part part = first(rank - i);
       const Floats product = load(h + row * h_stride + i, part);
       float* to = (float*)out + row * out_stride;
-      if (dtype == DType::F32) {
+      if (dtype == DType::F32 || !kHasTerms) {
         store(to + i, product, part);
         continue;
       }
@@ -96,12 +103,6 @@ static void split(DType dtype, const float* h, int64_t h_stride, int m, int rank
     }
 }
 
-static inline Floats joined(const float* h, int64_t, Part part) { return load(h, part); }
-
-static inline Floats joined(const bf16* h, int64_t low, Part part) {
-  return add(load(h, part), load(h + low, part));
-}
-
 // --- by vectors --------------------------------------------------------------------------------------------------------
 
 template <class D>
@@ -109,7 +110,7 @@ static void expand_rows(const float* h, int64_t h_stride, int m, const typename 
                         bool adds, float* c, int64_t c_stride, int64_t c_panel) {
   typedef typename D::T T;
   const int kBytesAhead = 2048;  // the factors are read as one stream, but too little at once for the CPU to notice
-  alignas(64) float wide[16], t[16 * 16];
+  alignas(64) float t[16 * 16];
   for (int o = 0; o < num_outputs; o += 16) {
     const int outputs = num_outputs - o < 16 ? num_outputs - o : 16;
     const Part mask = first(outputs);
@@ -124,12 +125,12 @@ static void expand_rows(const float* h, int64_t h_stride, int m, const typename 
       else
         transpose_part<T>(block + at, rank, outputs, part, t);
       for (int row = 0; row < m; row++) {
-        store_aligned(wide, joined((const T*)(h + row * h_stride) + at, h_stride, first(part)));
+        const float* inner = h + row * h_stride + at;
         float* to = c + row * c_stride + o / 16 * c_panel;
         if (whole)
-          add_ranks(wide, 16, adds || at > 0, to, mask, [&](int r) { return registers[r]; });
+          add_ranks(inner, 16, adds || at > 0, to, mask, [&](int r) { return registers[r]; });
         else
-          add_ranks(wide, part, adds || at > 0, to, mask, [&](int r) { return load_aligned(t + r * 16); });
+          add_ranks(inner, part, adds || at > 0, to, mask, [&](int r) { return load_aligned(t + r * 16); });
       }
     }
   }
