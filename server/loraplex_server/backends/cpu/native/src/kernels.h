@@ -152,7 +152,8 @@ struct Kernels {
                  int64_t h_stride);
   // Inner products as expand reads them, which need as much memory. Where pairs of bfloat16 are multiplied, they become two
   // terms each, of which the second is what the first one lacks: together they have 16 bits, the output has eight. A row is
-  // all first terms, then all second ones. Elsewhere they stay as they are.
+  // all first terms, then all second ones. Elsewhere they stay as they are. `term_bytes`: of a (first) term.
+  int (*term_bytes)(DType);
   void (*split)(DType, const float* h, int64_t h_stride, int m, int rank, void* out, int64_t out_stride);
   // c[m][num_outputs] = (adds ? c : 0) + h[m][rank] @ b[num_outputs][rank].T, h as `split` leaves it, and 16 outputs `c_panel`
   // behind those before

@@ -213,7 +213,8 @@ class Updates {
 
   // A row's inner products, from one on.
   void* inner(int module, int64_t row, int rank) const {
-    return at(static_cast<void*>(memory_ + (int64_t(module) * num_rows_ + row) * runs_.max_rank), rank, dtype_);
+    char* first = reinterpret_cast<char*>(memory_ + (int64_t(module) * num_rows_ + row) * runs_.max_rank);
+    return first + int64_t(rank) * kernels_.term_bytes(dtype_);
   }
 
   const void* a(const LpTable& table, int slot) const { return reinterpret_cast<const void*>(table.a_ptrs[slot]); }

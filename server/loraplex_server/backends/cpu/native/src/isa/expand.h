@@ -87,13 +87,15 @@ static const bool kHasTerms = true;
 static const bool kHasTerms = false;
 #endif
 
+static int term_bytes(DType dtype) { return kHasTerms && dtype == DType::BF16 ? 2 : 4; }
+
 static void split(DType dtype, const float* h, int64_t h_stride, int m, int rank, void* out, int64_t out_stride) {
   for (int row = 0; row < m; row++)
     for (int i = 0; i < rank; i += 16) {
       const Part part = first(rank - i);
       const Floats product = load(h + row * h_stride + i, part);
       float* to = (float*)out + row * out_stride;
-      if (dtype == DType::F32 || !kHasTerms) {
+      if (term_bytes(dtype) == 4) {
         store(to + i, product, part);
         continue;
       }
