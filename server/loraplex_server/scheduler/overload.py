@@ -6,9 +6,10 @@ prompts and texts that end early make requests smaller than they might be; both 
 count for more.
 
 The expected wait of a request is the work ahead of it in the fair order over the measured speed. Of those that have
-rows and blocks already only the prompts count: nobody waits for their texts to end. It is compared with the time that
-the request's deadline leaves beside its own work, or with the server's bound where it has none. No request is refused
-while nothing is measured or nothing waits ahead of it, so a wrong measurement is soon replaced.
+rows and blocks already only the prompts count, where no deadline keeps rows free: nobody waits for their texts to end.
+It is compared with the time that the request's deadline leaves beside its own work, or with the server's bound where
+it has none. No request is refused while nothing is measured or nothing waits ahead of it, so a wrong measurement is
+soon replaced.
 Pure; time is an argument.
 """
 
@@ -128,7 +129,7 @@ class _Room:
         self._blocks = blocks
 
     def takes(self, seq: SequenceState) -> bool:
-        """Whether the next one, with siblings that wait for it, begins as soon as the prompts before it are done."""
+        """Takes them for the next one and siblings that wait for it. False: it waits for more than prompts."""
         if seq.request.request.deadline_s is not None:
             self._num_rows = 0
         self._num_rows -= _num_siblings(seq)
