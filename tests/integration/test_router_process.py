@@ -277,7 +277,8 @@ async def keep_asking(channel: grpc.aio.Channel, asked: Asked) -> None:
     while True:
         num_messages = 0
         try:
-            async for _ in stub(channel).GenerateStream(Generate(text="x")):
+            # While a channel waits to connect again, it refuses at once whatever does not wait.
+            async for _ in stub(channel).GenerateStream(Generate(text="x"), wait_for_ready=True):
                 num_messages += 1
         except grpc.aio.AioRpcError as error:
             if num_messages or error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
