@@ -17,8 +17,7 @@ static inline int64_t item_bytes(DType dtype) { return dtype == DType::BF16 ? 2 
 // [16 pairs of inputs][16 outputs][2], which is what AMX and AVX512-BF16 read as it is. Outputs are padded with zeros.
 constexpr int kBand = 32;
 constexpr int kPanel = 16;
-constexpr int kRows = 32;     // rows that a product computes at once
-constexpr int kFetches = 16;  // products that fetch what the next slab of weights is
+constexpr int kRows = 32;  // rows that a product computes at once
 
 static inline int64_t band_bytes(DType dtype, int64_t k) { return k * kBand * item_bytes(dtype); }
 
@@ -126,20 +125,25 @@ struct Prefetch {
     int64_t num_lines;  // of 64 bytes
   };
   static constexpr int kMaxRanges = 16;
+  Range weights{nullptr, 0};  // of the next product
   int num_ranges = 0;
-  Range ranges[kMaxRanges];
+  Range ranges[kMaxRanges];  // of anything else
+};
 
-  void clear() { num_ranges = 0; }
-  void set(const char* begin, int64_t num_lines) { num_ranges = 1, ranges[0] = {begin, num_lines}; }
+// How products are cut where a slab of weights is multiplied with several blocks of rows before the next one is.
+struct Blocking {
+  int min_rows;         // fewer are bound by memory: they take whole bands
+  int64_t slab_bytes;   // of a band's weights, which stay in a cache
+  int part_rows;        // rows that take turns with a slab: what they have of its inputs stays in the second cache
+  int num_fetches;      // products of kRows rows that share the prefetch of the next slab
 };
 
 struct Kernels {
-  // c[m][32] = (adds ? c : 0) + x[m][k] @ band; m <= kRows. `prefetch`, if not null: for a slab, one range as large as
-  // 1 / kFetches of it; for a whole band, any.
+  // c[m][32] = (adds ? c : 0) + x[m][k] @ band; m <= kRows. `prefetch`: of a slab, what is fetched meanwhile; null: the band
+  // lies in memory, and the product fetches it ahead itself.
   void (*product)(DType, const void* x, int64_t x_stride, int m, const void* band, int64_t k, bool adds, float* c,
                   int64_t c_stride, const Prefetch* prefetch);
-  // From so many rows on, a product is bound by its multiplications, and prefetches beside whole bands; 0: never.
-  int (*compute_bound_rows)(DType);
+  Blocking (*blocking)(DType);
   // The same of a band in few bits, without what c was.
   void (*product_narrow)(DType, Format, const void* x, int64_t x_stride, int m, const void* band, int64_t k, float* c,
                          int64_t c_stride);

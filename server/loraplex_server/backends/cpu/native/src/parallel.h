@@ -52,10 +52,7 @@ struct LpSpans {
 
 namespace lp {
 
-// Of many rows, a slab of a band is multiplied with part of them before the next one is: the slab stays in a core's first
-// cache, what the rows have of it in the second, where the next slab is fetched to meanwhile.
-constexpr int64_t kSlabBytes = 1 << 14;
-constexpr int kPartRows = 512;
+constexpr int64_t kWidenedBytes = 1 << 14;  // of weights in few bits, at once: they stay in a core's first cache
 // Results of more than this are no longer in a second cache when they are read again. (Stores past the caches are done
 // before whatever follows a chunk: taking the next one is a locked instruction.)
 constexpr int64_t kStreamedBytes = 2 << 20;
@@ -105,15 +102,18 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
   const int per_chunk = many ? unit * std::clamp(num_units / enough, 1, std::max(1, kMaxBands / unit)) : unit;
   const bool is_narrow = bands.format != Format::PLAIN;
   const bool widens = is_narrow && num_rows > kRows;  // each slab once, for several blocks of rows
-  const int64_t slab = many || widens ? std::min(k, kSlabBytes / band_bytes(dtype, 1)) : k;
-  const int num_parts = ceil_div(num_rows, kPartRows);
+  const Blocking blocking = kernels.blocking(dtype);
+  const bool by_slabs = !is_narrow && num_rows >= blocking.min_rows;
+  const int64_t slab_bytes = widens ? kWidenedBytes : blocking.slab_bytes;
+  const int64_t slab = widens || by_slabs ? std::min(k, slab_bytes / band_bytes(dtype, 1)) : k;
+  const int num_parts = ceil_div(num_rows, blocking.part_rows);
   const int part_rows = ceil_div(ceil_div(num_rows, num_parts), kRows) * kRows;
-  const int num_groups = ceil_div(num_bands, per_chunk);
+  const int num_groups = ceil_div(num_bands, per_chunk), num_chunks = num_parts * num_groups;
   const int64_t stride = int64_t(unit) * kBand;
-  pool.run(num_parts * num_groups, [&](int chunk, int) {
+  pool.run(num_chunks, [&](int chunk, int) {
     static thread_local std::vector<Line> lines;
     static thread_local std::vector<char> is_needed;  // by band
-    alignas(64) char widened[kSlabBytes];
+    alignas(64) char widened[kWidenedBytes];
     const int first = chunk % num_groups * per_chunk, last = std::min(first + per_chunk, num_bands);
     const int begin = chunk / num_groups * part_rows, end = std::min(begin + part_rows, num_rows);
     const size_t needed = size_t(end - begin) * size_t(per_chunk) * kBand / 16;
@@ -122,14 +122,24 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
     const auto block = [&](int band, int row) {
       return lines[0].floats + ((band - first) / unit * (end - begin) + row - begin) * stride + (band - first) % unit * kBand;
     };
+    const auto slab_of = [&](int band, int64_t i) {
+      const int64_t num_bytes = band_bytes(dtype, std::min(slab, k - i));
+      return Prefetch::Range{static_cast<const char*>(bands.at(dtype, band, k, i)), num_bytes / 64};
+    };
+    // What this thread multiplies with next: threads take about as long for a chunk, so it is likely to be the one that
+    // comes when each has taken one more.
+    const auto slab_behind = [&](int band, int64_t i) {
+      if (band + 1 < last) return slab_of(band + 1, i);
+      if (i + slab < k) return slab_of(first, i + slab);
+      const int next = chunk + pool.num_threads();
+      return next < num_chunks ? slab_of(next % num_groups * per_chunk, 0) : Prefetch::Range{nullptr, 0};
+    };
     is_needed.clear();
     for (int band = first; band < last; band++) is_needed.push_back(fetch(band, begin, end - begin));
     for (int64_t i = 0; i < k; i += slab)
       for (int band = first; band < last; band++) {
-        const int64_t inputs = std::min(slab, k - i), slab_bytes = band_bytes(dtype, inputs);
+        const int64_t inputs = std::min(slab, k - i);
         const void* weights = bands.at(dtype, band, k, i);
-        const char* next = nullptr;
-        Prefetch prefetch;
         if (!is_needed[size_t(band - first)]) {
           if (i + slab >= k) add(band, begin, end - begin, block(band, begin), stride);
           continue;
@@ -143,21 +153,15 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
         if (widens) {
           kernels.widen(dtype, bands.format, weights, inputs, widened);
           weights = widened;
-        } else if (many && band + 1 < last) {
-          next = static_cast<const char*>(bands.at(dtype, band + 1, k, i));
-        } else if (many && i + slab < k) {
-          next = static_cast<const char*>(bands.at(dtype, first, k, i + slab));
         }
-        for (int row = begin; row < end; row += kRows) {
-          const int64_t fetched = (row - begin) / kRows * slab_bytes / kFetches;
-          if (next != nullptr && fetched < slab_bytes)
-            prefetch.set(next + fetched, slab_bytes / kFetches / 64);
-          else if (queue != nullptr && !many)
-            queue->take(kPrefetchShare * slab_bytes, prefetch);
-          else
-            prefetch.clear();
+        Prefetch::Range next = by_slabs ? slab_behind(band, i) : Prefetch::Range{nullptr, 0};
+        const int64_t share = ceil_div(next.num_lines, blocking.num_fetches);
+        for (int row = begin; row < end; row += kRows, next.begin += 64 * share, next.num_lines -= share) {
+          Prefetch prefetch;
+          prefetch.weights = {next.begin, std::clamp<int64_t>(next.num_lines, 0, share)};
+          if (queue != nullptr && !many) queue->take(kPrefetchShare * band_bytes(dtype, inputs), prefetch);
           kernels.product(dtype, at(x, row * x_stride + i, dtype), x_stride, std::min(kRows, end - row), weights, inputs,
-                          i > 0, block(band, row), stride, prefetch.num_ranges > 0 ? &prefetch : nullptr);
+                          i > 0, block(band, row), stride, widens || by_slabs ? &prefetch : nullptr);
         }
         if (i + slab >= k) add(band, begin, end - begin, block(band, begin), stride);
       }

@@ -40,7 +40,6 @@ class PrefetchQueue {
   // The next ranges, of about so many bytes; threads take them in turns.
   void take(int64_t num_bytes, Prefetch& prefetch) {
     const int64_t budget = num_bytes / 64, all = total();
-    prefetch.clear();
     if (next_.load(std::memory_order_relaxed) >= all) return;
     const int64_t begin = next_.fetch_add(budget, std::memory_order_relaxed), end = std::min(begin + budget, all);
     size_t i = size_t(std::upper_bound(ends_.begin(), ends_.end(), begin) - ends_.begin());

@@ -146,8 +146,7 @@ class StackRun {
   // What is read behind each product of the layer, in that order, where products are bound by their multiplications.
   void plan_prefetches(const LpLayer& layer, const LpLayer* next) {
     prefetches_.clear();
-    const int compute_bound_rows = kernels_.compute_bound_rows(dtype_);
-    if (compute_bound_rows == 0 || step_.num_tokens < compute_bound_rows || step_.num_tokens > 2 * kRows) return;
+    if (step_.num_tokens < kernels_.blocking(dtype_).min_rows || step_.num_tokens > 2 * kRows) return;
     if (Format(stack_.format) != Format::PLAIN) return;
     const int64_t rows = int64_t(stack_.num_heads) * stack_.head_dim;
     const int64_t room = (rows + 2 * int64_t(stack_.num_kv_heads) * stack_.head_dim) * stack_.hidden * item_bytes(dtype_);

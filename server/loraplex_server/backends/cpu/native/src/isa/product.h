@@ -16,64 +16,11 @@ namespace LP_ISA {
 // none, 2048, 4096 and 8192 eight rows take 1.5, 1.29, 1.16 and 1.00 of the time on AMD's Zen 5.
 static const int kFetchAhead = 8192;
 
-static const int kSlab = 128;  // inputs whose weights stay in the first cache for several blocks of rows
+static const int kBlockRows = 8;  // rows whose sums stay in registers
 
-// A caller with longer ones does not cut a band into slabs, so its weights lie in memory.
-static inline bool is_slab(int64_t k) { return k <= 2 * kSlab; }
+// --- prefetches beside multiplications ---------------------------------------------------------------------------------
 
-// --- float32 -----------------------------------------------------------------------------------------------------------
-
-template <int M>
-static inline void rows_f32(const float* x, int64_t x_stride, const float* band, int64_t k, bool adds, bool fetches,
-                            float* c, int64_t c_stride) {
-  Floats acc[M][2];
-  for (int r = 0; r < M; r++)
-    for (int p = 0; p < 2; p++) acc[r][p] = adds ? load(c + r * c_stride + 16 * p) : zeros();
-  for (int64_t i = 0; i < k; i++, band += kBand) {
-    Floats b0 = load(band), b1 = load(band + 16);
-    if (fetches) {
-      _mm_prefetch((const char*)band + kFetchAhead, _MM_HINT_T1);
-      _mm_prefetch((const char*)band + kFetchAhead + 64, _MM_HINT_T1);
-    }
-    for (int r = 0; r < M; r++) {
-      Floats a = all(x[r * x_stride + i]);
-      acc[r][0] = fmadd(a, b0, acc[r][0]);
-      acc[r][1] = fmadd(a, b1, acc[r][1]);
-    }
-  }
-  for (int r = 0; r < M; r++) {
-    store(c + r * c_stride, acc[r][0]);
-    store(c + r * c_stride + 16, acc[r][1]);
-  }
-}
-
-static void product_f32(const float* x, int64_t x_stride, int m, const float* band, int64_t k, bool adds, float* c,
-                        int64_t c_stride) {
-  for (int r = 0; r < m; r += 8, x += 8 * x_stride, c += 8 * c_stride) {
-    const bool fetches = r == 0 && !is_slab(k);
-    switch (m - r) {
-      case 1: rows_f32<1>(x, x_stride, band, k, adds, fetches, c, c_stride); break;
-      case 2: rows_f32<2>(x, x_stride, band, k, adds, fetches, c, c_stride); break;
-      case 3: rows_f32<3>(x, x_stride, band, k, adds, fetches, c, c_stride); break;
-      case 4: rows_f32<4>(x, x_stride, band, k, adds, fetches, c, c_stride); break;
-      case 5: rows_f32<5>(x, x_stride, band, k, adds, fetches, c, c_stride); break;
-      case 6: rows_f32<6>(x, x_stride, band, k, adds, fetches, c, c_stride); break;
-      case 7: rows_f32<7>(x, x_stride, band, k, adds, fetches, c, c_stride); break;
-      default: rows_f32<8>(x, x_stride, band, k, adds, fetches, c, c_stride);
-    }
-  }
-}
-
-#ifndef __AMX_BF16__
-// --- bfloat16 with vectors ---------------------------------------------------------------------------------------------
-
-// The next weights, which the blocks of rows prefetch together while they multiply with these.
-struct NextWeights {
-  const char* at;  // null: nothing
-  int num_lines;   // for each 32 inputs
-};
-
-// Prefetches ranges evenly, in so many turns: a turn is 32 inputs of a block of rows.
+// Prefetches ranges evenly, in so many turns.
 struct Prefetcher {
   const Prefetch::Range* range = nullptr;
   const char* at = nullptr;
@@ -81,7 +28,6 @@ struct Prefetcher {
   int num_ranges = 0;    // with this one
   int num_lines = 0;     // in a turn
 
-  Prefetcher() = default;
   Prefetcher(const Prefetch* prefetch, int64_t num_turns) {
     if (prefetch == nullptr || prefetch->num_ranges == 0) return;
     int64_t all = 0;
@@ -104,18 +50,93 @@ struct Prefetcher {
   }
 };
 
-static const int kLines = 32 * kBand * sizeof(bf16) / 64;  // of the weights of 32 inputs
-static const int kBlockRows = 8;                          // rows whose sums stay in registers
+// What a block of rows prefetches for each kTurn inputs: a few lines of weights, and a turn of anything else.
+static const int kTurn = 32;
 
-// `in_order`: the band is read in address order, which the prefetchers of some CPUs demand; else it is in a cache, and one
-// vector of x serves both panels. Each output is the same sum in the same order.
-template <int M, bool in_order>
-static inline void rows_bf16(const bf16* x, int64_t x_stride, const bf16* band, int64_t k, bool adds, float* c,
-                            int64_t c_stride, NextWeights next, Prefetcher& prefetcher) {
+struct BlockPrefetch {
+  const char* weights;
+  int num_lines;
+  Prefetcher& others;
+
+  void take_turn() {
+    for (int line = 0; line < num_lines; line++, weights += 64) _mm_prefetch(weights, _MM_HINT_T1);
+    others.take_turn();
+  }
+};
+
+// Calls visit(row, num_rows, fetches) for blocks of about as many rows each.
+template <class T, class Visit>
+static inline void each_block(int m, const T* band, int64_t k, const Prefetch* prefetch, const Visit& visit) {
+  const int num_blocks = (m + kBlockRows - 1) / kBlockRows;
+  const int64_t num_turns = (k + kTurn - 1) / kTurn;
+  Prefetch::Range weights = prefetch == nullptr ? Prefetch::Range{(const char*)band + kFetchAhead, k * kBand * (int64_t)sizeof(T) / 64}
+                                                : prefetch->weights;
+  const int64_t turns_of_all = num_turns * (prefetch == nullptr ? 1 : num_blocks);
+  const int share = (int)((weights.num_lines + turns_of_all - 1) / turns_of_all);
+  Prefetcher others(prefetch, num_turns * num_blocks);
+  for (int block = 0; block < num_blocks; block++) {
+    const int row = block * m / num_blocks, end = (block + 1) * m / num_blocks;
+    const int64_t done = block * share * num_turns;
+    visit(row, end - row, BlockPrefetch{weights.begin + 64 * done, done < weights.num_lines ? share : 0, others});
+  }
+}
+
+// --- float32 -----------------------------------------------------------------------------------------------------------
+
+template <int M>
+static inline void rows_f32(const float* x, int64_t x_stride, const float* band, int64_t k, bool adds, float* c,
+                            int64_t c_stride, BlockPrefetch fetches) {
   Floats acc[M][2];
   for (int r = 0; r < M; r++)
     for (int p = 0; p < 2; p++) acc[r][p] = adds ? load(c + r * c_stride + 16 * p) : zeros();
-  for (int64_t i = 0; i < k; i += 32, band += 32 * kBand) {
+  for (int64_t start = 0; start < k; start += kTurn) {
+    const int64_t end = start + kTurn < k ? start + kTurn : k;
+    for (int64_t i = start; i < end; i++, band += kBand) {
+      Floats b0 = load(band), b1 = load(band + 16);
+      for (int r = 0; r < M; r++) {
+        Floats a = all(x[r * x_stride + i]);
+        acc[r][0] = fmadd(a, b0, acc[r][0]);
+        acc[r][1] = fmadd(a, b1, acc[r][1]);
+      }
+    }
+    fetches.take_turn();
+  }
+  for (int r = 0; r < M; r++) {
+    store(c + r * c_stride, acc[r][0]);
+    store(c + r * c_stride + 16, acc[r][1]);
+  }
+}
+
+static void product_f32(const float* x, int64_t x_stride, int m, const float* band, int64_t k, bool adds, float* c,
+                        int64_t c_stride, const Prefetch* prefetch) {
+  each_block(m, band, k, prefetch, [&](int row, int num_rows, BlockPrefetch fetches) {
+    const float* at = x + row * x_stride;
+    float* to = c + row * c_stride;
+    switch (num_rows) {
+      case 1: rows_f32<1>(at, x_stride, band, k, adds, to, c_stride, fetches); break;
+      case 2: rows_f32<2>(at, x_stride, band, k, adds, to, c_stride, fetches); break;
+      case 3: rows_f32<3>(at, x_stride, band, k, adds, to, c_stride, fetches); break;
+      case 4: rows_f32<4>(at, x_stride, band, k, adds, to, c_stride, fetches); break;
+      case 5: rows_f32<5>(at, x_stride, band, k, adds, to, c_stride, fetches); break;
+      case 6: rows_f32<6>(at, x_stride, band, k, adds, to, c_stride, fetches); break;
+      case 7: rows_f32<7>(at, x_stride, band, k, adds, to, c_stride, fetches); break;
+      default: rows_f32<8>(at, x_stride, band, k, adds, to, c_stride, fetches);
+    }
+  });
+}
+
+#ifndef __AMX_BF16__
+// --- bfloat16 with vectors ---------------------------------------------------------------------------------------------
+
+// `in_order`: the band lies in memory and is read in address order, which the prefetchers of some CPUs demand; else it is in
+// a cache, and one vector of x serves both panels. Each output is the same sum in the same order.
+template <int M, bool in_order>
+static inline void rows_bf16(const bf16* x, int64_t x_stride, const bf16* band, int64_t k, bool adds, float* c,
+                             int64_t c_stride, BlockPrefetch fetches) {
+  Floats acc[M][2];
+  for (int r = 0; r < M; r++)
+    for (int p = 0; p < 2; p++) acc[r][p] = adds ? load(c + r * c_stride + 16 * p) : zeros();
+  for (int64_t i = 0; i < k; i += kTurn, band += kTurn * kBand) {
 #pragma GCC unroll 2
     for (int p = 0; p < (in_order ? 2 : 1); p++) {
 #pragma GCC unroll 16
@@ -132,8 +153,7 @@ static inline void rows_bf16(const bf16* x, int64_t x_stride, const bf16* band, 
       }
       if (in_order) asm volatile("" : : : "memory");  // or what x has for the second panel is kept on the stack
     }
-    for (int line = 0; line < next.num_lines; line++, next.at += 64) _mm_prefetch(next.at, _MM_HINT_T1);
-    prefetcher.take_turn();
+    fetches.take_turn();
   }
   for (int r = 0; r < M; r++) {
     store(c + r * c_stride, acc[r][0]);
@@ -143,52 +163,27 @@ static inline void rows_bf16(const bf16* x, int64_t x_stride, const bf16* band, 
 
 template <bool in_order>
 static inline void block_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band, int64_t k, bool adds, float* c,
-                              int64_t c_stride, NextWeights next, Prefetcher& prefetcher) {
+                              int64_t c_stride, BlockPrefetch fetches) {
   switch (m) {
-    case 1: rows_bf16<1, in_order>(x, x_stride, band, k, adds, c, c_stride, next, prefetcher); break;
-    case 2: rows_bf16<2, in_order>(x, x_stride, band, k, adds, c, c_stride, next, prefetcher); break;
-    case 3: rows_bf16<3, in_order>(x, x_stride, band, k, adds, c, c_stride, next, prefetcher); break;
-    case 4: rows_bf16<4, in_order>(x, x_stride, band, k, adds, c, c_stride, next, prefetcher); break;
-    case 5: rows_bf16<5, in_order>(x, x_stride, band, k, adds, c, c_stride, next, prefetcher); break;
-    case 6: rows_bf16<6, in_order>(x, x_stride, band, k, adds, c, c_stride, next, prefetcher); break;
-    case 7: rows_bf16<7, in_order>(x, x_stride, band, k, adds, c, c_stride, next, prefetcher); break;
-    default: rows_bf16<8, in_order>(x, x_stride, band, k, adds, c, c_stride, next, prefetcher);
-  }
-}
-
-// Rows by blocks, which together fetch `num_lines` for each 32 inputs from `next` on.
-static inline void blocks_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band, int64_t k, bool adds, float* c,
-                               int64_t c_stride, const char* next, int num_lines, Prefetcher& prefetcher) {
-  const int num_blocks = (m + kBlockRows - 1) / kBlockRows, share = (num_lines + num_blocks - 1) / num_blocks;
-  for (int block = 0; block < num_blocks; block++) {
-    const int row = block * kBlockRows, rows = m - row < kBlockRows ? m - row : kBlockRows;
-    const bool fetches = next != nullptr && block * share < num_lines;
-    const NextWeights part = fetches ? NextWeights{next + block * share * (k / 32) * 64, share} : NextWeights{nullptr, 0};
-    block_bf16<false>(x + row * x_stride, x_stride, rows, band, k, adds, c + row * c_stride, c_stride, part, prefetcher);
+    case 1: rows_bf16<1, in_order>(x, x_stride, band, k, adds, c, c_stride, fetches); break;
+    case 2: rows_bf16<2, in_order>(x, x_stride, band, k, adds, c, c_stride, fetches); break;
+    case 3: rows_bf16<3, in_order>(x, x_stride, band, k, adds, c, c_stride, fetches); break;
+    case 4: rows_bf16<4, in_order>(x, x_stride, band, k, adds, c, c_stride, fetches); break;
+    case 5: rows_bf16<5, in_order>(x, x_stride, band, k, adds, c, c_stride, fetches); break;
+    case 6: rows_bf16<6, in_order>(x, x_stride, band, k, adds, c, c_stride, fetches); break;
+    case 7: rows_bf16<7, in_order>(x, x_stride, band, k, adds, c, c_stride, fetches); break;
+    default: rows_bf16<8, in_order>(x, x_stride, band, k, adds, c, c_stride, fetches);
   }
 }
 
 static void product_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band, int64_t k, bool adds, float* c,
                          int64_t c_stride, const Prefetch* prefetch) {
-  if (m <= kBlockRows) {
-    const NextWeights ahead = is_slab(k) ? NextWeights{nullptr, 0} : NextWeights{(const char*)band + kFetchAhead, kLines};
-    Prefetcher none;
-    block_bf16<true>(x, x_stride, m, band, k, adds, c, c_stride, ahead, none);
-    return;
-  }
-  if (is_slab(k)) {
-    Prefetcher none;
-    const char* next = prefetch == nullptr ? nullptr : prefetch->ranges[0].begin;
-    blocks_bf16(x, x_stride, m, band, k, adds, c, c_stride, next, kLines / kFetches, none);
-    return;
-  }
-  // The blocks take a slab in turns and fetch the next, so that memory is waited for while all of them multiply.
-  Prefetcher prefetcher(prefetch, k / 32 * ((m + kBlockRows - 1) / kBlockRows));
-  for (int64_t i = 0; i < k; i += kSlab) {
-    const int64_t inputs = k - i < kSlab ? k - i : kSlab;
-    const char* next = i + inputs < k ? (const char*)(band + (i + inputs) * kBand) : nullptr;
-    blocks_bf16(x + i, x_stride, m, band + i * kBand, inputs, adds || i > 0, c, c_stride, next, kLines, prefetcher);
-  }
+  each_block(m, band, k, prefetch, [&](int row, int num_rows, BlockPrefetch fetches) {
+    if (prefetch == nullptr && row == 0)
+      block_bf16<true>(x, x_stride, num_rows, band, k, adds, c, c_stride, fetches);
+    else
+      block_bf16<false>(x + row * x_stride, x_stride, num_rows, band, k, adds, c + row * c_stride, c_stride, fetches);
+  });
 }
 
 #else
@@ -198,6 +193,7 @@ static void product_bf16(const bf16* x, int64_t x_stride, int m, const bf16* ban
 // 2048, 4096 and 8192, 32 rows take 1.00, 0.91, 0.87 and 0.90 of the time on a Xeon with AMX.
 static const int kTilesFetchAhead = 4096;
 static const int kTileBytes = 32 * kBand * sizeof(bf16);  // of the weights of 32 inputs
+static const int kFetches = 16;                           // products that fetch the next slab
 
 // `Fetches`: bytes that are prefetched from `next` for each 32 inputs.
 template <int Fetches>
@@ -240,7 +236,7 @@ static void tiles_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band,
     _tile_zero(0);
     _tile_zero(1);
   }
-  const char* ahead = is_slab(k) ? nullptr : (const char*)band + kTilesFetchAhead;
+  const char* ahead = prefetch != nullptr ? nullptr : (const char*)band + kTilesFetchAhead;
   if (m <= 16) {
     if (ahead != nullptr)
       rows16<kTileBytes>(x, x_bytes, band, k, ahead);
@@ -254,8 +250,8 @@ static void tiles_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band,
       _tile_zero(2);
       _tile_zero(3);
     }
-    if (prefetch != nullptr)
-      rows32<kTileBytes / kFetches>(x, x_bytes, band, k, prefetch->ranges[0].begin);
+    if (prefetch != nullptr && prefetch->weights.num_lines > 0)
+      rows32<kTileBytes / kFetches>(x, x_bytes, band, k, prefetch->weights.begin);
     else if (ahead != nullptr)
       rows32<kTileBytes>(x, x_bytes, band, k, ahead);
     else
@@ -271,7 +267,7 @@ static void tiles_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band,
 static void product(DType dtype, const void* x, int64_t x_stride, int m, const void* band, int64_t k, bool adds, float* c,
                     int64_t c_stride, const Prefetch* prefetch) {
   if (dtype == DType::F32) {
-    product_f32((const float*)x, x_stride, m, (const float*)band, k, adds, c, c_stride);
+    product_f32((const float*)x, x_stride, m, (const float*)band, k, adds, c, c_stride, prefetch);
     return;
   }
 #ifdef __AMX_BF16__
@@ -281,12 +277,11 @@ static void product(DType dtype, const void* x, int64_t x_stride, int m, const v
 #endif
 }
 
-static int compute_bound_rows([[maybe_unused]] DType dtype) {
+static Blocking blocking([[maybe_unused]] DType dtype) {
 #ifdef __AMX_BF16__
-  return 0;
-#else
-  return dtype == DType::BF16 ? kBlockRows + 1 : 0;
+  if (dtype == DType::BF16) return {2 * kRows + 1, 1 << 14, 512, kFetches};
 #endif
+  return {kBlockRows + 1, 1 << 16, 256, 1};
 }
 
 }  // namespace LP_ISA
