@@ -124,10 +124,19 @@ struct Prefetch {
     const char* begin;
     int64_t num_lines;  // of 64 bytes
   };
-  static constexpr int kMaxRanges = 16;
+  static constexpr int kMaxRanges = 160;
   Range weights{nullptr, 0};  // of the next product
   int num_ranges = 0;
   Range ranges[kMaxRanges];  // of anything else
+
+  void add(const void* begin, int64_t num_bytes) {
+    if (num_ranges < kMaxRanges && num_bytes > 0) ranges[num_ranges++] = {static_cast<const char*>(begin), (num_bytes + 63) / 64};
+  }
+
+  void fetch_all() const {
+    for (int i = 0; i < num_ranges; i++)
+      for (int64_t line = 0; line < ranges[i].num_lines; line++) fetch_line(ranges[i].begin + 64 * line);
+  }
 };
 
 // How products are cut where a slab of weights is multiplied with several blocks of rows before the next one is.
@@ -136,6 +145,16 @@ struct Blocking {
   int64_t slab_bytes;   // of a band's weights, which stay in a cache
   int part_rows;        // rows that take turns with a slab: what they have of its inputs stays in the second cache
   int num_fetches;      // products of kRows rows that share the prefetch of the next slab
+  int kept_rows;        // of a step up to which low-rank updates of few rows are computed at once and kept
+};
+
+// An adapter's part in the low-rank updates of a run of rows.
+struct Use {
+  const void* h;  // inner products of the first row, as `split` leaves them
+  const void* b;  // [outputs][rank]
+  int32_t rank;
+  int32_t start, end;  // rows
+  bool adds;           // to what the use before it makes of the same rows
 };
 
 struct Kernels {
@@ -163,6 +182,10 @@ struct Kernels {
   // behind those before
   void (*expand)(DType, const void* h, int64_t h_stride, int m, const void* b, int rank, int num_outputs, bool adds,
                  float* c, int64_t c_stride, int64_t c_panel);
+  // c[m][num_outputs] += the updates of rows from `row` on, by uses in the order of rows, and outputs from `output` on. A row's
+  // uses are added up apart and then put on c at once, like what is kept: its sums have one order, however long its run is.
+  void (*expand_uses)(DType, const Use* uses, int num_uses, int64_t h_stride, int row, int m, int64_t output, int num_outputs,
+                      float* c, int64_t c_stride);
 
   // y[n] = (weight + offset) * (x / rms(x)). `narrows`: x / rms(x) is rounded to the dtype first.
   void (*rms_norm)(DType, const void* x, const void* weight, int64_t n, float eps, float offset, bool narrows, void* y);

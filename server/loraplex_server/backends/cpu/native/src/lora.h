@@ -58,7 +58,8 @@ class Updates {
         runs_(runs),
         num_rows_(num_rows),
         memory_(memory),
-        pieces_(pieces_of(runs)) {}
+        pieces_(pieces_of(runs)),
+        keeps_(num_rows <= std::min(kKeptInAll, kernels.blocking(dtype).kept_rows)) {}
 
   const std::vector<Piece>& pieces() const { return pieces_; }
 
@@ -66,10 +67,10 @@ class Updates {
   void prepare(const void* x, int64_t k, const Target* targets, int num_modules) {
     if (pieces_.empty()) return;
     targets_ = targets;
-    kept_ = memory_ + int64_t(num_rows_) * runs_.max_rank * num_modules;
+    updates_ = memory_ + int64_t(num_rows_) * runs_.max_rank * num_modules;
     starts_[0] = 0;
     for (int i = 0; i < num_modules; i++) starts_[i + 1] = starts_[i] + ceil_div(targets[i].num_outputs, kPanel);
-    for (int i = 0; i < num_modules; i++) find_spans(i);
+    for (int i = 0; i < num_modules; i++) find_updates(i);
     for (int i = 0; i < num_modules; i++) find_rescaled(i);
     const int num_pieces = int(pieces_.size());
     // Parts of a module's outputs are chunks of their own where there are few pieces; each of them computes the inner
@@ -90,43 +91,41 @@ class Updates {
     });
   }
 
-  // Brings nearer what `add` will read for these rows, from the other core or from memory: while their product is computed.
-  void fetch(int module, int64_t output, int64_t width, int row, int m) const {
-    for_spans(module, row, m, [&](const Span& span, int start, int end) {
-      if (span.run < 0) {
-        for (int64_t o = output; o < output + width; o += kPanel)
-          fetch_lines(kept(module, o, start), (end - start) * kPanel * int64_t(sizeof(float)));
-        return;
+  // What `add` will read for these rows, from the other core or from memory: to be fetched while their product is computed.
+  void find(int module, int64_t output, int64_t width, int row, int m, Prefetch& prefetch) const {
+    if (pieces_.empty()) return;
+    for (const Kept& kept : of_rows(kept_[module], row, m))
+      for (int64_t o = output; o < output + width; o += kPanel) {
+        const int start = std::max(kept.start, row), end = std::min(kept.end, row + m);
+        prefetch.add(kept_update(module, o, start), (end - start) * kPanel * int64_t(sizeof(float)));
       }
-      const LpTable& table = *targets_[module].table;
-      for_uses(table, span.run, [&](int slot, int rank, float) {
-        fetch_lines(at(b(table, slot), output * rank, dtype_), width * rank * item_bytes(dtype_));
-      });
-    });
+    for (const Use& use : of_rows(uses_[module], row, m))
+      prefetch.add(at(use.b, output * use.rank, dtype_), width * use.rank * item_bytes(dtype_));
   }
 
   // c [m][width] += the update of a module's outputs from `output` on, for rows from `row` on.
   void add(int module, int64_t output, int width, int row, int m, float* c, int64_t c_stride) const {
-    for_spans(module, row, m, [&](const Span& span, int start, int end) {
-      float* to = c + int64_t(start - row) * c_stride;
-      if (span.run < 0)
-        for (int i = 0; i < width; i += kPanel)
-          kernels_.add_rows(DType::F32, kept(module, output + i, start), kPanel, end - start, std::min(width - i, kPanel),
-                            to + i, c_stride);
-      else
-        expand(module, span.run, output, width, start, end - start, to, c_stride);
-    });
+    if (pieces_.empty()) return;
+    for (const Kept& kept : of_rows(kept_[module], row, m)) {
+      const int start = std::max(kept.start, row), end = std::min(kept.end, row + m);
+      for (int i = 0; i < width; i += kPanel)
+        kernels_.add_rows(DType::F32, kept_update(module, output + i, start), kPanel, end - start, std::min(width - i, kPanel),
+                          c + int64_t(start - row) * c_stride + i, c_stride);
+    }
+    const auto uses = of_rows(uses_[module], row, m);
+    if (uses.begin() != uses.end())
+      kernels_.expand_uses(dtype_, uses.begin(), int(uses.end() - uses.begin()), runs_.max_rank, row, m, output, width, c,
+                           c_stride);
   }
 
   // c [m][width] = gain * c + shift: a module's outputs from `output` on, for rows from `row` on whose adapter has these.
   void rescale(int module, int64_t output, int width, int row, int m, float* c, int64_t c_stride) const {
     if (pieces_.empty()) return;
     static thread_local std::vector<float> gains;
-    for (const Span& span : rescaled_[module]) {
-      const int start = std::max(span.start, row), end = std::min(span.end, row + m);
-      if (start >= end) continue;
+    for (const Rescaled& rescaled : of_rows(rescaled_[module], row, m)) {
+      const int start = std::max(rescaled.start, row), end = std::min(rescaled.end, row + m);
       const LpTable& table = *targets_[module].table;
-      const int slot = slot_of(runs_, span.run);
+      const int slot = slot_of(runs_, rescaled.run);
       const void* gain = reinterpret_cast<const void*>(table.gain_ptrs[slot]);
       const void* shift = reinterpret_cast<const void*>(table.shift_ptrs[slot]);
       if (gain != nullptr) {
@@ -147,7 +146,7 @@ class Updates {
     for (int run = 0; run < runs_.num_runs; run++)
       for_uses(*target.table, run, [&](int slot, int rank, float) {
         queue.add(a(*target.table, slot), k * rank * item_bytes(dtype_));
-        queue.add(b(*target.table, slot), target.num_outputs * rank * item_bytes(dtype_));
+        if (keeps(run)) queue.add(b(*target.table, slot), target.num_outputs * rank * item_bytes(dtype_));
       });
   }
 
@@ -159,23 +158,50 @@ class Updates {
   }
 
  private:
-  // Rows with an update in a module: of one run, or of several whose updates are kept.
-  struct Span {
+  // Rows whose updates of a module are kept.
+  struct Kept {
     int start, end;
-    int run;  // -1: kept
   };
 
-  void find_spans(int module) {
-    std::vector<Span>& spans = spans_[module];
-    spans.clear();
-    if (!has_table(*targets_[module].table)) return;
+  struct Rescaled {
+    int run, start, end;
+  };
+
+  // Some of a vector.
+  template <class T>
+  struct Part {
+    const T *first, *last;
+    const T* begin() const { return first; }
+    const T* end() const { return last; }
+  };
+
+  // Those that rows from `row` on are of. All are in the order of rows.
+  template <class T>
+  static Part<T> of_rows(const std::vector<T>& all, int row, int m) {
+    const auto first = std::partition_point(all.begin(), all.end(), [=](const T& one) { return one.end <= row; });
+    const auto last = std::partition_point(first, all.end(), [=](const T& one) { return one.start < row + m; });
+    return {all.data() + (first - all.begin()), all.data() + (last - all.begin())};
+  }
+
+  void find_updates(int module) {
+    kept_[module].clear();
+    uses_[module].clear();
+    const LpTable& table = *targets_[module].table;
+    if (!has_table(table)) return;
     for (int run = 0; run < runs_.num_runs; run++) {
-      const int start = runs_.starts[run], end = runs_.ends[run], kept = keeps(run) ? -1 : run;
-      if (!has_update(module, run)) continue;
-      if (kept < 0 && !spans.empty() && spans.back().run < 0 && spans.back().end == start)
-        spans.back().end = end;
-      else
-        spans.push_back({start, end, kept});
+      const int start = runs_.starts[run], end = runs_.ends[run];
+      if (!keeps(run)) {
+        int before = 0;
+        for_uses(table, run, [&](int slot, int rank, float) {
+          uses_[module].push_back({inner(module, start, before), b(table, slot), rank, start, end, before > 0});
+          before += rank;
+        });
+      } else if (has_update(module, run)) {
+        if (!kept_[module].empty() && kept_[module].back().end == start)
+          kept_[module].back().end = end;
+        else
+          kept_[module].push_back({start, end});
+      }
     }
   }
 
@@ -186,29 +212,15 @@ class Updates {
     for (int run = 0; run < runs_.num_runs; run++) {
       const int slot = slot_of(runs_, run);
       if (table.gain_ptrs[slot] != 0 || table.shift_ptrs[slot] != 0)
-        rescaled_[module].push_back({runs_.starts[run], runs_.ends[run], run});
+        rescaled_[module].push_back({run, runs_.starts[run], runs_.ends[run]});
     }
   }
 
-  // Calls body(span, start, end) for the parts of spans that rows from `row` on are of.
-  template <class Body>
-  void for_spans(int module, int row, int m, const Body& body) const {
-    if (pieces_.empty()) return;
-    const std::vector<Span>& spans = spans_[module];
-    auto span = std::upper_bound(spans.begin(), spans.end(), row, [](int at, const Span& one) { return at < one.end; });
-    for (; span != spans.end() && span->start < row + m; ++span)
-      body(*span, std::max(span->start, row), std::min(span->end, row + m));
-  }
-
-  static void fetch_lines(const void* from, int64_t num_bytes) {
-    for (int64_t i = 0; i < num_bytes; i += 64) fetch_line(static_cast<const char*>(from) + i);
-  }
-
-  bool keeps(int run) const { return num_rows_ <= kKeptInAll && runs_.ends[run] - runs_.starts[run] <= kKeptRows; }
+  bool keeps(int run) const { return keeps_ && runs_.ends[run] - runs_.starts[run] <= kKeptRows; }
 
   // Kept updates of a row and those below it, of the 16 outputs from one on.
-  float* kept(int module, int64_t output, int64_t row) const {
-    return kept_ + ((starts_[module] + output / kPanel) * num_rows_ + row) * kPanel;
+  float* kept_update(int module, int64_t output, int64_t row) const {
+    return updates_ + ((starts_[module] + output / kPanel) * num_rows_ + row) * kPanel;
   }
 
   // A row's inner products, from one on.
@@ -245,7 +257,7 @@ class Updates {
     const int64_t first = part * width, last = std::min(first + width, target.num_outputs);
     if (first >= last) return;
     const int m = piece.end - piece.start;
-    float* c = kept(module, first, piece.start);
+    float* c = kept_update(module, first, piece.start);
     bool adds = false;
     for_uses(*target.table, piece.run, [&](int slot, int rank, float alpha) {
       if (h.size() < size_t(m) * size_t(rank)) h.resize(size_t(m) * size_t(rank));
@@ -269,21 +281,6 @@ class Updates {
     });
   }
 
-  // Added up apart and then put on c at once, like what is kept: a row's sums have one order, however long its run is.
-  void expand(int module, int run, int64_t output, int width, int row, int m, float* c, int64_t c_stride) const {
-    static thread_local std::vector<Line> lines;
-    const LpTable& table = *targets_[module].table;
-    const int64_t stride = ceil_div(width, kPanel) * kPanel;
-    if (lines.size() < size_t(m * stride / kPanel)) lines.resize(size_t(m * stride / kPanel));
-    int before = 0;
-    for_uses(table, run, [&](int slot, int rank, float) {
-      kernels_.expand(dtype_, inner(module, row, before), runs_.max_rank, m, at(b(table, slot), output * rank, dtype_), rank, width,
-                      before > 0, lines[0].floats, stride, kPanel);
-      before += rank;
-    });
-    kernels_.add_rows(DType::F32, lines[0].floats, stride, m, width, c, c_stride);
-  }
-
   Pool& pool_;
   const Kernels& kernels_;
   const DType dtype_;
@@ -291,10 +288,12 @@ class Updates {
   const int num_rows_;
   float* const memory_;
   const std::vector<Piece> pieces_;
-  float* kept_ = nullptr;  // by 16 outputs of all modules: [rows][16]
+  const bool keeps_;
+  float* updates_ = nullptr;  // kept ones, by 16 outputs of all modules: [rows][16]
   const Target* targets_ = nullptr;
-  std::vector<Span> spans_[3];     // by module
-  std::vector<Span> rescaled_[3];  // by module
+  std::vector<Kept> kept_[3];  // by module, as those below
+  std::vector<Use> uses_[3];
+  std::vector<Rescaled> rescaled_[3];
   int64_t starts_[4] = {};  // of modules, in 16s
 };
 

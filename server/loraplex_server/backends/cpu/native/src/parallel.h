@@ -68,7 +68,6 @@ inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) 
 // --- products -----------------------------------------------------------------------------------------------------------
 
 constexpr int kMaxBands = 8;       // that a chunk computes beside each other
-constexpr int kPrefetchShare = 2;  // bytes that are prefetched beside one of a band; with 1, adapters' factors come too late
 
 // A weight in bands: of the product's dtype, or in few bits, of which each slab is made what the product reads.
 struct Bands {
@@ -87,14 +86,15 @@ struct alignas(64) Line {
 // Shares out x [num_rows][k] @ bands. Bands come in units of `unit`; of many rows, a chunk is several units and part of the
 // rows. For each chunk it calls
 //
-//   fetch(band, row, m)               for its bands and all its rows, before their products; false: they need none,
+//   find(band, row, m, prefetch)      for its bands and all its rows, before their products, to add to `prefetch` what `add`
+//                                     will read; false: they need no products,
 //   add(band, row, m, c, stride)      likewise, when c [m][32] is complete, to add to it,
 //   epilogue(band, row, m, c, stride) last, for the units c [m][unit * 32] that begin with the bands, and at most kRows rows.
 //
 // Whole bands prefetch from the queue, if not null.
-template <class Fetch, class Add, class Epilogue>
+template <class Find, class Add, class Epilogue>
 void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, int64_t x_stride, int num_rows, int64_t k,
-              const Bands& bands, int num_bands, int unit, PrefetchQueue* queue, const Fetch& fetch, const Add& add,
+              const Bands& bands, int num_bands, int unit, PrefetchQueue* queue, const Find& find, const Add& add,
               const Epilogue& epilogue) {
   if (num_rows <= 0) return;  // of a step that asks for no logits
   const bool many = num_rows > 2 * kRows;
@@ -112,7 +112,8 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
   const int64_t stride = int64_t(unit) * kBand;
   pool.run(num_chunks, [&](int chunk, int) {
     static thread_local std::vector<Line> lines;
-    static thread_local std::vector<char> is_needed;  // by band
+    static thread_local std::vector<Prefetch> found;  // by band, for its first product
+    static thread_local std::vector<char> is_needed;  // likewise
     alignas(64) char widened[kWidenedBytes];
     const int first = chunk % num_groups * per_chunk, last = std::min(first + per_chunk, num_bands);
     const int begin = chunk / num_groups * part_rows, end = std::min(begin + part_rows, num_rows);
@@ -134,8 +135,14 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
       const int next = chunk + pool.num_threads();
       return next < num_chunks ? slab_of(next % num_groups * per_chunk, 0) : Prefetch::Range{nullptr, 0};
     };
+    found.resize(size_t(per_chunk));
     is_needed.clear();
-    for (int band = first; band < last; band++) is_needed.push_back(fetch(band, begin, end - begin));
+    for (int band = first; band < last; band++) {
+      Prefetch& prefetch = found[size_t(band - first)];
+      prefetch.num_ranges = 0;
+      is_needed.push_back(find(band, begin, end - begin, prefetch));
+      if (!by_slabs) prefetch.fetch_all();
+    }
     for (int64_t i = 0; i < k; i += slab)
       for (int band = first; band < last; band++) {
         const int64_t inputs = std::min(slab, k - i);
@@ -157,9 +164,10 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
         Prefetch::Range next = by_slabs ? slab_behind(band, i) : Prefetch::Range{nullptr, 0};
         const int64_t share = ceil_div(next.num_lines, blocking.num_fetches);
         for (int row = begin; row < end; row += kRows, next.begin += 64 * share, next.num_lines -= share) {
-          Prefetch prefetch;
+          Prefetch more;
+          Prefetch& prefetch = i == 0 && row == begin ? found[size_t(band - first)] : more;
           prefetch.weights = {next.begin, std::clamp<int64_t>(next.num_lines, 0, share)};
-          if (queue != nullptr && !many) queue->take(kPrefetchShare * band_bytes(dtype, inputs), prefetch);
+          if (queue != nullptr && !many) queue->take(band_bytes(dtype, inputs), prefetch);
           kernels.product(dtype, at(x, row * x_stride + i, dtype), x_stride, std::min(kRows, end - row), weights, inputs,
                           i > 0, block(band, row), stride, widens || by_slabs ? &prefetch : nullptr);
         }
@@ -176,7 +184,7 @@ template <class Epilogue>
 void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, int64_t x_stride, int num_rows, int64_t k,
               const Bands& bands, int num_bands, int unit, const Epilogue& epilogue) {
   products(pool, kernels, dtype, x, x_stride, num_rows, k, bands, num_bands, unit, nullptr,
-           [](int, int, int) { return true; }, [](int, int, int, float*, int64_t) {}, epilogue);
+           [](int, int, int, Prefetch&) { return true; }, [](int, int, int, float*, int64_t) {}, epilogue);
 }
 
 // --- attention ----------------------------------------------------------------------------------------------------------

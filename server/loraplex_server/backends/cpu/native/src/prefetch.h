@@ -1,5 +1,5 @@
-// Queue of memory to prefetch: adapters' factors, keys and values that a layer reads after the product at hand. Products of
-// many rows leave memory idle, and the cores' shared cache has room for what they prefetch until it is read.
+// Queue of memory to prefetch: adapters' factors, keys and values that the layers read behind the product at hand. Products
+// of many rows leave memory idle, and the cores' shared cache has room for what they prefetch until it is read.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +12,7 @@ namespace lp {
 
 class PrefetchQueue {
  public:
-  void clear() {
-    ranges_.clear();
-    ends_.clear();
-    phases_.clear();
-    next_.store(0, std::memory_order_relaxed);
-  }
-
+  // Memory that the next phase of the step reads.
   void add(const void* memory, int64_t num_bytes) {
     const int64_t num_lines = (num_bytes + 63) / 64;
     if (num_lines == 0) return;
@@ -26,22 +20,31 @@ class PrefetchQueue {
     ends_.push_back(total() + num_lines);
   }
 
-  // What was added since the last call is read by one phase of the layer.
-  void end_phase() { phases_.push_back(total()); }
+  // `weights`: bytes that the step's products read before the phase begins.
+  void end_phase(int64_t weights) { phases_.push_back({total(), weights / 64}); }
 
-  // Phases up to this one begin, or are over: what they read is not fetched any more.
-  void begin_phase(int phase) {
-    if (phases_.empty()) return;
-    next_.store(std::max(next_.load(std::memory_order_relaxed), phases_[size_t(phase)]), std::memory_order_relaxed);
+  // The next phase begins: what it reads is not fetched any more.
+  void begin_phase() {
+    if (phase_ == phases_.size()) return;
+    const Phase& phase = phases_[phase_++];
+    next_.store(std::max(next_.load(std::memory_order_relaxed), phase.end), std::memory_order_relaxed);
+    position_.store(phase.weights, std::memory_order_relaxed);
   }
 
   int64_t num_bytes() const { return 64 * total(); }
 
-  // The next ranges, of about so many bytes; threads take them in turns.
-  void take(int64_t num_bytes, Prefetch& prefetch) {
-    const int64_t budget = num_bytes / 64, all = total();
-    if (next_.load(std::memory_order_relaxed) >= all) return;
-    const int64_t begin = next_.fetch_add(budget, std::memory_order_relaxed), end = std::min(begin + budget, all);
+  // What to fetch beside a product with so many bytes of weights: as late as possible, for caches do not keep it for long.
+  void take(int64_t weights, Prefetch& prefetch) {
+    if (next_.load(std::memory_order_relaxed) >= total()) return;
+    const int64_t num_lines = weights / 64, position = position_.fetch_add(num_lines, std::memory_order_relaxed) + num_lines;
+    int64_t end = 0;
+    for (size_t i = phase_; i < std::min(phase_ + kPhasesAhead, phases_.size()); i++)
+      end = std::max(end, phases_[i].end - kLines * (phases_[i].weights - position) / kLinesOfWeights);
+    int64_t begin = next_.load(std::memory_order_relaxed);
+    do {
+      if (end <= begin) return;
+      end = std::min(end, begin + 2 * num_lines);
+    } while (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed));
     size_t i = size_t(std::upper_bound(ends_.begin(), ends_.end(), begin) - ends_.begin());
     for (int64_t line = begin; line < end && prefetch.num_ranges < Prefetch::kMaxRanges; line = ends_[i++]) {
       const int64_t skipped = line - (ends_[i] - ranges_[i].num_lines), num_lines = std::min(end, ends_[i]) - line;
@@ -50,11 +53,21 @@ class PrefetchQueue {
   }
 
  private:
+  struct Phase {
+    int64_t end;      // of what it reads, in lines
+    int64_t weights;  // before it, likewise
+  };
+
+  static constexpr size_t kPhasesAhead = 5;
+  static constexpr int64_t kLines = 5, kLinesOfWeights = 4;  // that are fetched beside so many of weights
+
   int64_t total() const { return ends_.empty() ? 0 : ends_.back(); }
 
   std::vector<Prefetch::Range> ranges_;
   std::vector<int64_t> ends_;    // of the ranges, in lines
-  std::vector<int64_t> phases_;  // likewise
+  std::vector<Phase> phases_;
+  size_t phase_ = 0;  // the next one
+  std::atomic<int64_t> position_{0};  // lines of weights that products have begun with
   std::atomic<int64_t> next_{0};
 };
 

@@ -104,11 +104,12 @@ class StackRun {
         scratch_(lay_out(stack, step.num_tokens, step.runs.max_rank, step.scratch)),
         updates_(pool, kernels, dtype_, step.runs, step.num_tokens, scratch_.updates),
         own_(pool, kernels, dtype_, step.runs),
-        slots_(slots_of(step.runs, step.num_tokens)) {}
+        slots_(slots_of(step.runs, step.num_tokens)) {
+    plan_prefetches();
+  }
 
-  // `next`: the layer behind this one, or null.
-  void before_attention(const LpLayer& layer, const LpLayer* next) {
-    plan_prefetches(layer, next);
+  void before_attention(const LpLayer& layer) {
+    prefetches_.begin_phase();
     normalize(layer.norm1, layer.eps);
     const auto targets = qkv_targets(layer);
     prepare(scratch_.normed, stack_.hidden, targets.data(), 3);
@@ -116,20 +117,21 @@ class StackRun {
   }
 
   void attend(const LpLayer& layer) {
+    prefetches_.begin_phase();
     const Heads heads{stack_.num_heads, stack_.num_kv_heads, stack_.head_dim, layer.scaling, layer.softcap, layer.window, 0,
                       nullptr};
     attend_all(pool_, kernels_, dtype_, scratch_.q, scratch_.mixed, {layer.k_pages, layer.v_pages}, heads, step_.spans);
   }
 
   void after_attention(const LpLayer& layer) {
-    prefetches_.begin_phase(1);
+    prefetches_.begin_phase();
     add_product(layer.o, layer.o_bias, layer.o_table, scratch_.mixed, int64_t(stack_.num_heads) * stack_.head_dim);
     normalize(layer.norm2, layer.eps);
-    prefetches_.begin_phase(2);
+    prefetches_.begin_phase();
     const auto targets = gate_targets(layer);
     prepare(scratch_.normed, stack_.hidden, targets.data(), 2);
     gate(layer);
-    prefetches_.begin_phase(3);
+    prefetches_.begin_phase();
     add_product(layer.down, nullptr, layer.down_table, scratch_.act, stack_.ffn);
   }
 
@@ -143,27 +145,36 @@ class StackRun {
     return {{{&layer.gate_table, stack_.ffn}, {&layer.up_table, stack_.ffn}}};
   }
 
-  // What is read behind each product of the layer, in that order, where products are bound by their multiplications.
-  void plan_prefetches(const LpLayer& layer, const LpLayer* next) {
-    prefetches_.clear();
+  // What the phases of the layers read beside weights, where products are bound by their multiplications.
+  void plan_prefetches() {
     if (step_.num_tokens < kernels_.blocking(dtype_).min_rows || step_.num_tokens > 2 * kRows) return;
     if (Format(stack_.format) != Format::PLAIN) return;
     const int64_t rows = int64_t(stack_.num_heads) * stack_.head_dim;
-    const int64_t room = (rows + 2 * int64_t(stack_.num_kv_heads) * stack_.head_dim) * stack_.hidden * item_bytes(dtype_);
-    add_pages(layer, step_.spans, room);
-    prefetches_.end_phase();
-    updates_.add_factors({&layer.o_table, stack_.hidden}, rows, prefetches_);
-    prefetches_.end_phase();
-    for (const Target& target : gate_targets(layer)) updates_.add_factors(target, stack_.hidden, prefetches_);
-    prefetches_.end_phase();
-    updates_.add_factors({&layer.down_table, stack_.hidden}, stack_.ffn, prefetches_);
-    prefetches_.end_phase();
-    if (next == nullptr) return;
-    for (const Target& target : qkv_targets(*next)) updates_.add_factors(target, stack_.hidden, prefetches_);
+    const int64_t qkv_rows = rows + 2 * int64_t(stack_.num_kv_heads) * stack_.head_dim;
+    int64_t weights = 0;
+    const auto end_phase = [&](int64_t num_weights) {
+      prefetches_.end_phase(weights);
+      weights += num_weights * item_bytes(dtype_);
+    };
+    for (int i = 0; i < stack_.num_layers; i++) {
+      const LpLayer& layer = stack_.layers[i];
+      for (const Target& target : qkv_targets(layer)) updates_.add_factors(target, stack_.hidden, prefetches_);
+      end_phase(qkv_rows * stack_.hidden);
+      add_pages(layer, step_.spans);
+      end_phase(0);
+      updates_.add_factors({&layer.o_table, stack_.hidden}, rows, prefetches_);
+      end_phase(rows * stack_.hidden);
+      for (const Target& target : gate_targets(layer)) updates_.add_factors(target, stack_.hidden, prefetches_);
+      end_phase(2 * int64_t(stack_.ffn) * stack_.hidden);
+      updates_.add_factors({&layer.down_table, stack_.hidden}, stack_.ffn, prefetches_);
+      end_phase(int64_t(stack_.ffn) * stack_.hidden);
+    }
   }
 
-  // Keys and values in the order in which attention reads them, up to so many bytes.
-  void add_pages(const LpLayer& layer, const LpSpans& spans, int64_t num_bytes) {
+  // Keys and values in the order in which attention reads them, as many bytes as the product before it has.
+  void add_pages(const LpLayer& layer, const LpSpans& spans) {
+    const int64_t rows = (stack_.num_heads + 2 * int64_t(stack_.num_kv_heads)) * stack_.head_dim;
+    const int64_t num_bytes = prefetches_.num_bytes() + rows * stack_.hidden * item_bytes(dtype_);
     const int64_t token_bytes = int64_t(stack_.num_kv_heads) * stack_.head_dim * item_bytes(dtype_);
     for (int span = spans.num_spans - 1; span >= 0 && prefetches_.num_bytes() < num_bytes; span--) {
       const int64_t length = spans.context_lens[span];
@@ -208,10 +219,10 @@ class StackRun {
     const Bands bands{packed, Format(stack_.format)};
     products(
         pool_, kernels_, dtype_, x, k, step_.num_tokens, k, bands, num_bands, unit, &prefetches_,
-        [&](int band, int row, int m) {
+        [&](int band, int row, int m, Prefetch& prefetch) {
           bool is_needed = false;
           places(band, [&](int module, int64_t output, int width, int) {
-            updates_.fetch(module, output, width, row, m);
+            updates_.find(module, output, width, row, m, prefetch);
             is_needed = is_needed || !own_.covers(module, row, m);
           });
           return is_needed;
@@ -332,7 +343,7 @@ __attribute__((visibility("default"))) void lp_stack_run(lp::Pool* pool, const L
   const auto turn = pool->take_turn();
   lp::StackRun run(*pool, *lp::current_kernels(), *stack, *step);
   for (int i = 0; i < stack->num_layers; i++) {
-    run.before_attention(stack->layers[i], i + 1 < stack->num_layers ? &stack->layers[i + 1] : nullptr);
+    run.before_attention(stack->layers[i]);
     run.attend(stack->layers[i]);
     run.after_attention(stack->layers[i]);
   }

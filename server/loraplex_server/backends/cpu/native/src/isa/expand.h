@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../kernels.h"
+#include "elementwise.h"
 #include "shrink.h"
 #include "tiles.h"
 #include "vector.h"
@@ -339,6 +340,28 @@ static void expand(DType dtype, const void* inner, int64_t h_stride, int m, cons
 #else
   expand_rows<BF16>(h, h_stride, m, rest, rank, num_outputs - done, adds, c + done / 16 * c_panel, c_stride, c_panel);
 #endif
+}
+
+static void expand_uses(DType dtype, const Use* uses, int num_uses, int64_t h_stride, int row, int m, int64_t output,
+                        int num_outputs, float* c, int64_t c_stride) {
+  const int kUseRows = 128;
+  alignas(64) float update[kUseRows * kBand];
+  for (const Use *use = uses, *end = uses + num_uses; use < end;) {
+    const Use* next = use + 1;
+    while (next < end && next->adds) next++;
+    const int first = use->start > row ? use->start : row, last = use->end < row + m ? use->end : row + m;
+    for (int at = first; at < last; at += kUseRows)
+      for (int o = 0; o < num_outputs; o += kBand) {
+        const int rows = last - at < kUseRows ? last - at : kUseRows;
+        const int outputs = num_outputs - o < kBand ? num_outputs - o : kBand;
+        for (const Use* one = use; one < next; one++)
+          expand(dtype, (const float*)one->h + (at - one->start) * h_stride, h_stride, rows,
+                 (const char*)one->b + (output + o) * one->rank * item_bytes(dtype), one->rank, outputs, one->adds, update,
+                 kBand, kPanel);
+        add_rows(DType::F32, update, kBand, rows, outputs, c + (at - row) * c_stride + o, c_stride);
+      }
+    use = next;
+  }
 }
 
 }  // namespace LP_ISA

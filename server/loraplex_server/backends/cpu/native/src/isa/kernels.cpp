@@ -23,7 +23,7 @@ namespace lp {
 namespace LP_ISA {
 
 static const Kernels table = {
-    product, blocking, product_narrow, widen, end_products, shrink, term_bytes, split, expand, rms_norm,
+    product, blocking, product_narrow, widen, end_products, shrink, term_bytes, split, expand, expand_uses, rms_norm,
     rms_norm_f32, rotate, gated, gated_bands, store, add_to, add_rows, add_bias, argmax, attend, attend_rows,
     attend_linearly, convolve, scan,
 };

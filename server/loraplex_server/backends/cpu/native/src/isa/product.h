@@ -58,9 +58,8 @@ struct BlockPrefetch {
   int num_lines;
   Prefetcher& others;
 
-  void take_turn() {
+  void fetch_weights() {
     for (int line = 0; line < num_lines; line++, weights += 64) _mm_prefetch(weights, _MM_HINT_T1);
-    others.take_turn();
   }
 };
 
@@ -99,7 +98,8 @@ static inline void rows_f32(const float* x, int64_t x_stride, const float* band,
         acc[r][1] = fmadd(a, b1, acc[r][1]);
       }
     }
-    fetches.take_turn();
+    fetches.fetch_weights();
+    fetches.others.take_turn();
   }
   for (int r = 0; r < M; r++) {
     store(c + r * c_stride, acc[r][0]);
@@ -150,10 +150,11 @@ static inline void rows_bf16(const bf16* x, int64_t x_stride, const bf16* band, 
           acc[r][p] = dot_pairs(acc[r][p], a, b0);
           if (!in_order) acc[r][1] = dot_pairs(acc[r][1], a, b1);
         }
+        if (pair == 7 && p == 0) fetches.others.take_turn();
       }
       if (in_order) asm volatile("" : : : "memory");  // or what x has for the second panel is kept on the stack
     }
-    fetches.take_turn();
+    fetches.fetch_weights();
   }
   for (int r = 0; r < M; r++) {
     store(c + r * c_stride, acc[r][0]);
@@ -279,9 +280,9 @@ static void product(DType dtype, const void* x, int64_t x_stride, int m, const v
 
 static Blocking blocking([[maybe_unused]] DType dtype) {
 #ifdef __AMX_BF16__
-  if (dtype == DType::BF16) return {2 * kRows + 1, 1 << 14, 512, kFetches};
+  if (dtype == DType::BF16) return {2 * kRows + 1, 1 << 14, 512, kFetches, 128};
 #endif
-  return {kBlockRows + 1, 1 << 16, 256, 1};
+  return {kBlockRows + 1, 1 << 16, 256, 1, kBlockRows};
 }
 
 }  // namespace LP_ISA

@@ -188,7 +188,7 @@ static void product(DType dtype, const void* x, int64_t x_stride, int m, const v
     product_bf16((const bf16*)x, x_stride, m, (const bf16*)band, k, adds, c, c_stride);
 }
 
-static Blocking blocking(DType) { return {2 * kRows + 1, 1 << 14, 512, 16}; }
+static Blocking blocking(DType) { return {2 * kRows + 1, 1 << 14, 512, 16, 128}; }
 
 }  // namespace LP_ISA
 }  // namespace lp
