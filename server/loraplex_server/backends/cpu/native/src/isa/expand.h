@@ -139,6 +139,53 @@ static void expand_rows(const float* h, int64_t h_stride, int m, const typename 
   }
 }
 
+#ifdef LP_EXPANDS_BY_EIGHTS
+// --- by sums of eight pairs --------------------------------------------------------------------------------------------
+
+// Up to so many rows multiply factors as they lie; for more of them, these are transposed first. The sums are the same.
+static const int kRowsAsTheyLie = 2;
+
+static void expand_eights(const float* h, int64_t h_stride, int m, const bf16* b, int rank, int num_outputs, bool adds, float* c,
+                          int64_t c_stride, int64_t c_panel) {
+  alignas(64) bf16 last[16 * 16];
+  alignas(64) float t[16 * 16], whole[16];
+  for (int at = 0; at < rank; at += 16, adds = true) {
+    const int num_ranks = rank - at < 16 ? rank - at : 16;
+    const auto terms = [&](int row) {  // of a row, with zeros where ranks are none
+      const float* all = h + row * h_stride + at;
+      if (num_ranks == 16) return all;
+      for (int r = 0; r < 16; r++) whole[r] = r < num_ranks ? all[r] : 0.0f;
+      return (const float*)whole;
+    };
+    for (int o = 0; o < num_outputs; o += 16) {
+      const bf16* block = b + (int64_t)o * rank + at;
+      int64_t stride = rank;
+      const int outputs = num_outputs - o < 16 ? num_outputs - o : 16;
+      if (outputs < 16 || num_ranks < 16) {
+        for (int i = 0; i < 16; i++)
+          for (int r = 0; r < 16; r++) last[16 * i + r] = i < outputs && r < num_ranks ? block[i * rank + r] : 0;
+        block = last, stride = 16;
+      }
+      if (m > kRowsAsTheyLie) {
+        Words pairs[8];
+        transpose_outputs(block, stride, first(16), pairs);
+        for (int i = 0; i < 8; i++) {
+          store_aligned(t + 2 * i * 16, evens(pairs[i]));
+          store_aligned(t + (2 * i + 1) * 16, odds(pairs[i]));
+        }
+      }
+      const Part part = first(outputs);
+      for (int row = 0; row < m; row++) {
+        const float* inner = terms(row);
+        const Floats sums = m > kRowsAsTheyLie ? expand_transposed(t, inner) : expand_lying(block, stride, EvensOdds(inner));
+        float* to = c + row * c_stride + o / 16 * c_panel;
+        store(to, adds ? add(load(to, part), sums) : sums, part);
+      }
+    }
+  }
+}
+#endif
+
 #ifdef LP_FAST_PAIRS
 // --- by products of pairs ----------------------------------------------------------------------------------------------
 
@@ -335,7 +382,9 @@ static void expand(DType dtype, const void* inner, int64_t h_stride, int m, cons
 #endif
   if (done == num_outputs) return;
   const bf16* rest = (const bf16*)b + (int64_t)done * rank;
-#ifdef LP_FAST_PAIRS
+#ifdef LP_EXPANDS_BY_EIGHTS
+  expand_eights(h, h_stride, m, rest, rank, num_outputs - done, adds, c + done / 16 * c_panel, c_stride, c_panel);
+#elif defined(LP_FAST_PAIRS)
   expand_pairs((const bf16*)h, h_stride, m, rest, rank, num_outputs - done, adds, c + done / 16 * c_panel, c_stride, c_panel);
 #else
   expand_rows<BF16>(h, h_stride, m, rest, rank, num_outputs - done, adds, c + done / 16 * c_panel, c_stride, c_panel);

@@ -8,6 +8,7 @@
 #ifndef __AVX512F__
 #include "product_256.h"
 #else
+#include "product_prefetch.h"
 
 namespace lp {
 namespace LP_ISA {
@@ -17,66 +18,20 @@ namespace LP_ISA {
 static const int kFetchAhead = 8192;
 
 static const int kBlockRows = 8;  // rows whose sums stay in registers
-
-// --- prefetches beside multiplications ---------------------------------------------------------------------------------
-
-// Prefetches ranges evenly, in so many turns.
-struct Prefetcher {
-  const Prefetch::Range* range = nullptr;
-  const char* at = nullptr;
-  int64_t num_left = 0;  // lines of the range
-  int num_ranges = 0;    // with this one
-  int num_lines = 0;     // in a turn
-
-  Prefetcher(const Prefetch* prefetch, int64_t num_turns) {
-    if (prefetch == nullptr || prefetch->num_ranges == 0) return;
-    int64_t all = 0;
-    for (int i = 0; i < prefetch->num_ranges; i++) all += prefetch->ranges[i].num_lines;
-    range = prefetch->ranges, at = range->begin, num_left = range->num_lines, num_ranges = prefetch->num_ranges;
-    num_lines = (int)((all + num_turns - 1) / num_turns);
-  }
-
-  void take_turn() {
-    for (int line = 0; line < num_lines; line++, at += 64, num_left--) {
-      if (num_left == 0) {
-        if (--num_ranges == 0) {
-          num_lines = 0;
-          return;
-        }
-        range++, at = range->begin, num_left = range->num_lines;
-      }
-      _mm_prefetch(at, _MM_HINT_T1);
-    }
-  }
-};
-
-// What a block of rows prefetches for each kTurn inputs: a few lines of weights, and a turn of anything else.
-static const int kTurn = 32;
-
-struct BlockPrefetch {
-  const char* weights;
-  int num_lines;
-  Prefetcher& others;
-
-  void fetch_weights() {
-    for (int line = 0; line < num_lines; line++, weights += 64) _mm_prefetch(weights, _MM_HINT_T1);
-  }
-};
+static const int kTurn = 32;      // inputs behind which a block of rows prefetches
 
 // Calls visit(row, num_rows, fetches) for blocks of about as many rows each.
 template <class T, class Visit>
 static inline void each_block(int m, const T* band, int64_t k, const Prefetch* prefetch, const Visit& visit) {
   const int num_blocks = (m + kBlockRows - 1) / kBlockRows;
   const int64_t num_turns = (k + kTurn - 1) / kTurn;
-  Prefetch::Range weights = prefetch == nullptr ? Prefetch::Range{(const char*)band + kFetchAhead, k * kBand * (int64_t)sizeof(T) / 64}
-                                                : prefetch->weights;
-  const int64_t turns_of_all = num_turns * (prefetch == nullptr ? 1 : num_blocks);
-  const int share = (int)((weights.num_lines + turns_of_all - 1) / turns_of_all);
-  Prefetcher others(prefetch, num_turns * num_blocks);
+  // A band in memory is fetched ahead by its first block.
+  const Prefetch::Range ahead = {(const char*)band + kFetchAhead, k * kBand * (int64_t)sizeof(T) / 64};
+  TurnPrefetch fetches = prefetch == nullptr ? TurnPrefetch(ahead, nullptr, num_turns)
+                                             : TurnPrefetch(prefetch->weights, prefetch, num_turns * num_blocks);
   for (int block = 0; block < num_blocks; block++) {
     const int row = block * m / num_blocks, end = (block + 1) * m / num_blocks;
-    const int64_t done = block * share * num_turns;
-    visit(row, end - row, BlockPrefetch{weights.begin + 64 * done, done < weights.num_lines ? share : 0, others});
+    visit(row, end - row, fetches);
   }
 }
 
@@ -84,7 +39,7 @@ static inline void each_block(int m, const T* band, int64_t k, const Prefetch* p
 
 template <int M>
 static inline void rows_f32(const float* x, int64_t x_stride, const float* band, int64_t k, bool adds, float* c,
-                            int64_t c_stride, BlockPrefetch fetches) {
+                            int64_t c_stride, TurnPrefetch& fetches) {
   Floats acc[M][2];
   for (int r = 0; r < M; r++)
     for (int p = 0; p < 2; p++) acc[r][p] = adds ? load(c + r * c_stride + 16 * p) : zeros();
@@ -98,8 +53,8 @@ static inline void rows_f32(const float* x, int64_t x_stride, const float* band,
         acc[r][1] = fmadd(a, b1, acc[r][1]);
       }
     }
-    fetches.fetch_weights();
-    fetches.others.take_turn();
+    fetches.take_weights();
+    fetches.take_others();
   }
   for (int r = 0; r < M; r++) {
     store(c + r * c_stride, acc[r][0]);
@@ -109,7 +64,7 @@ static inline void rows_f32(const float* x, int64_t x_stride, const float* band,
 
 static void product_f32(const float* x, int64_t x_stride, int m, const float* band, int64_t k, bool adds, float* c,
                         int64_t c_stride, const Prefetch* prefetch) {
-  each_block(m, band, k, prefetch, [&](int row, int num_rows, BlockPrefetch fetches) {
+  each_block(m, band, k, prefetch, [&](int row, int num_rows, TurnPrefetch& fetches) {
     const float* at = x + row * x_stride;
     float* to = c + row * c_stride;
     switch (num_rows) {
@@ -132,7 +87,7 @@ static void product_f32(const float* x, int64_t x_stride, int m, const float* ba
 // a cache, and one vector of x serves both panels. Each output is the same sum in the same order.
 template <int M, bool in_order>
 static inline void rows_bf16(const bf16* x, int64_t x_stride, const bf16* band, int64_t k, bool adds, float* c,
-                             int64_t c_stride, BlockPrefetch fetches) {
+                             int64_t c_stride, TurnPrefetch& fetches) {
   Floats acc[M][2];
   for (int r = 0; r < M; r++)
     for (int p = 0; p < 2; p++) acc[r][p] = adds ? load(c + r * c_stride + 16 * p) : zeros();
@@ -150,11 +105,11 @@ static inline void rows_bf16(const bf16* x, int64_t x_stride, const bf16* band, 
           acc[r][p] = dot_pairs(acc[r][p], a, b0);
           if (!in_order) acc[r][1] = dot_pairs(acc[r][1], a, b1);
         }
-        if (pair == 7 && p == 0) fetches.others.take_turn();
+        if (pair == 7 && p == 0) fetches.take_others();
       }
       if (in_order) asm volatile("" : : : "memory");  // or what x has for the second panel is kept on the stack
     }
-    fetches.fetch_weights();
+    fetches.take_weights();
   }
   for (int r = 0; r < M; r++) {
     store(c + r * c_stride, acc[r][0]);
@@ -164,7 +119,7 @@ static inline void rows_bf16(const bf16* x, int64_t x_stride, const bf16* band, 
 
 template <bool in_order>
 static inline void block_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band, int64_t k, bool adds, float* c,
-                              int64_t c_stride, BlockPrefetch fetches) {
+                              int64_t c_stride, TurnPrefetch& fetches) {
   switch (m) {
     case 1: rows_bf16<1, in_order>(x, x_stride, band, k, adds, c, c_stride, fetches); break;
     case 2: rows_bf16<2, in_order>(x, x_stride, band, k, adds, c, c_stride, fetches); break;
@@ -179,7 +134,7 @@ static inline void block_bf16(const bf16* x, int64_t x_stride, int m, const bf16
 
 static void product_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band, int64_t k, bool adds, float* c,
                          int64_t c_stride, const Prefetch* prefetch) {
-  each_block(m, band, k, prefetch, [&](int row, int num_rows, BlockPrefetch fetches) {
+  each_block(m, band, k, prefetch, [&](int row, int num_rows, TurnPrefetch& fetches) {
     if (prefetch == nullptr && row == 0)
       block_bf16<true>(x, x_stride, num_rows, band, k, adds, c, c_stride, fetches);
     else

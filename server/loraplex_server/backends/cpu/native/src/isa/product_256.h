@@ -5,6 +5,7 @@
 #pragma once
 
 #include "../kernels.h"
+#include "product_prefetch.h"
 #include "vector.h"
 
 namespace lp {
@@ -116,10 +117,12 @@ static inline void half_band(const X* x, int64_t x_stride, const T* panel, int64
   for (int r = 0; r < M; r++) store(c + r * c_stride, acc[r]);
 }
 
+static inline int num_many_blocks(int m) { return (m + kManyRows - 1) / kManyRows; }
+
 template <class X, class T>
 static inline void many_rows(const X* x, int64_t x_stride, int m, const T* band, int64_t panel, int64_t k, bool adds,
-                             float* c, int64_t c_stride) {
-  const int num_blocks = (m + kManyRows - 1) / kManyRows;
+                             float* c, int64_t c_stride, TurnPrefetch& fetches) {
+  const int num_blocks = num_many_blocks(m);
   for (int p = 0; p < 2; p++, band += panel, c += kPanel)
     for (int block = 0; block < num_blocks; block++) {
       const int row = block * m / num_blocks, rows = (block + 1) * m / num_blocks - row;
@@ -132,6 +135,8 @@ static inline void many_rows(const X* x, int64_t x_stride, int m, const T* band,
         case 4: half_band<4>(at, x_stride, band, k, adds, block == 0, to, c_stride); break;
         default: half_band<5>(at, x_stride, band, k, adds, block == 0, to, c_stride);
       }
+      fetches.take_weights();
+      fetches.take_others();
     }
 }
 
@@ -139,33 +144,34 @@ static inline void many_rows(const X* x, int64_t x_stride, int m, const T* band,
 
 template <class X, class T>
 static inline void slab_rows(const X* x, int64_t x_stride, int m, const T* band, int64_t panel, int64_t k, bool adds,
-                             float* c, int64_t c_stride) {
+                             float* c, int64_t c_stride, TurnPrefetch& fetches) {
   switch (m) {
     case 1: few_rows<1>(x, x_stride, band, k, adds, c, c_stride); break;
     case 2: few_rows<2>(x, x_stride, band, k, adds, c, c_stride); break;
     case 3: few_rows<3>(x, x_stride, band, k, adds, c, c_stride); break;
-    default: many_rows(x, x_stride, m, band, panel, k, adds, c, c_stride);
+    default: many_rows(x, x_stride, m, band, panel, k, adds, c, c_stride, fetches);
   }
 }
 
 // `panel`: elements from one half of a band to the other.
 template <class T>
 static inline void product_of_slabs(const T* x, int64_t x_stride, int m, const T* band, int64_t panel, int64_t k, bool adds,
-                                    float* c, int64_t c_stride) {
+                                    float* c, int64_t c_stride, TurnPrefetch& fetches) {
   const int64_t slab = m > kFewProducts ? kSlab : k;
   for (int64_t i = 0; i < k; i += slab)
-    slab_rows(x + i, x_stride, m, band + i * kBand, panel, k - i < slab ? k - i : slab, adds || i > 0, c, c_stride);
+    slab_rows(x + i, x_stride, m, band + i * kBand, panel, k - i < slab ? k - i : slab, adds || i > 0, c, c_stride,
+              fetches);
 }
 
 static void product_f32(const float* x, int64_t x_stride, int m, const float* band, int64_t k, bool adds, float* c,
-                        int64_t c_stride) {
-  product_of_slabs(x, x_stride, m, band, kPanel, k, adds, c, c_stride);
+                        int64_t c_stride, TurnPrefetch& fetches) {
+  product_of_slabs(x, x_stride, m, band, kPanel, k, adds, c, c_stride, fetches);
 }
 
 static void product_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band, int64_t k, bool adds, float* c,
-                         int64_t c_stride) {
+                         int64_t c_stride, TurnPrefetch& fetches) {
 #ifdef LP_DOTS_PAIRS
-  product_of_slabs(x, x_stride, m, band, 512, k, adds, c, c_stride);
+  product_of_slabs(x, x_stride, m, band, 512, k, adds, c, c_stride, fetches);
 #else
   static const int kWide = 512;  // inputs of few rows at once
   alignas(64) float wide[kRows * kSlab];
@@ -175,20 +181,23 @@ static void product_bf16(const bf16* x, int64_t x_stride, int m, const bf16* ban
     const int64_t inputs = k - i < slab ? k - i : slab;
     for (int r = 0; r < m; r++)
       for (int64_t j = 0; j < inputs; j += 16) store_aligned(wide + r * slab + j, load(x + r * x_stride + i + j));
-    slab_rows(wide, slab, m, band + i * kBand, 512, inputs, adds || i > 0, c, c_stride);
+    slab_rows(wide, slab, m, band + i * kBand, 512, inputs, adds || i > 0, c, c_stride, fetches);
   }
 #endif
 }
 
+// Rows of half a slab are a turn.
 static void product(DType dtype, const void* x, int64_t x_stride, int m, const void* band, int64_t k, bool adds, float* c,
-                    int64_t c_stride, const Prefetch*) {
+                    int64_t c_stride, const Prefetch* prefetch) {
+  const int64_t num_turns = (k + kSlab - 1) / kSlab * 2 * num_many_blocks(m);
+  TurnPrefetch fetches(prefetch == nullptr ? Prefetch::Range{nullptr, 0} : prefetch->weights, prefetch, num_turns);
   if (dtype == DType::F32)
-    product_f32((const float*)x, x_stride, m, (const float*)band, k, adds, c, c_stride);
+    product_f32((const float*)x, x_stride, m, (const float*)band, k, adds, c, c_stride, fetches);
   else
-    product_bf16((const bf16*)x, x_stride, m, (const bf16*)band, k, adds, c, c_stride);
+    product_bf16((const bf16*)x, x_stride, m, (const bf16*)band, k, adds, c, c_stride, fetches);
 }
 
-static Blocking blocking(DType) { return {2 * kRows + 1, 1 << 14, 512, 16, 128}; }
+static Blocking blocking(DType) { return {9, 1 << 16, 256, 1, 8}; }
 
 }  // namespace LP_ISA
 }  // namespace lp

@@ -9,6 +9,8 @@
 namespace lp {
 namespace LP_ISA {
 
+#define LP_EXPANDS_BY_EIGHTS 1  // low-rank updates, by sums of eight pairs of ranks
+
 typedef uint16_t bf16;
 struct Floats {  // 16
   __m256 low, high;
@@ -304,6 +306,46 @@ static inline void transpose_outputs(const bf16* b, int64_t stride, Part, Words*
   transpose8(low);
   transpose8(high);
   for (int i = 0; i < 8; i++) v[i] = {low[i], high[i]};
+}
+
+// Of eight outputs' ranks in bfloat16 as they lie, and 16 inner products by evens and odds: the outputs' sums of pairs,
+// ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)).
+static inline __m256 expand8(const bf16* b, int64_t stride, __m256 even, __m256 odd) {
+  __m256 pairs[8];
+  for (int i = 0; i < 8; i++) {
+    const __m256i ranks = _mm256_loadu_si256((const __m256i*)(b + i * stride));
+    pairs[i] = _mm256_fmadd_ps(odds8(ranks), odd, _mm256_mul_ps(evens8(ranks), even));
+  }
+  return sums8(pairs);
+}
+
+// 16 inner products by evens and odds.
+struct EvensOdds {
+  __m256 even, odd;
+
+  explicit EvensOdds(const float* h) {
+    const __m256 low = _mm256_loadu_ps(h), high = _mm256_loadu_ps(h + 8);
+    even = in_order(_mm256_shuffle_ps(low, high, 0x88)), odd = in_order(_mm256_shuffle_ps(low, high, 0xdd));
+  }
+  static __m256 in_order(__m256 x) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8)); }
+};
+
+static inline Floats expand_lying(const bf16* b, int64_t stride, const EvensOdds& h) {
+  return {expand8(b, stride, h.even, h.odd), expand8(b + 8 * stride, stride, h.even, h.odd)};
+}
+
+// The same sums of eight outputs with factors t[16 ranks][16 outputs].
+static inline __m256 expand8_transposed(const float* t, const float* h) {
+  __m256 pairs[8];
+  for (int i = 0; i < 8; i++)
+    pairs[i] = _mm256_fmadd_ps(_mm256_load_ps(t + (2 * i + 1) * 16), _mm256_broadcast_ss(h + 2 * i + 1),
+                               _mm256_mul_ps(_mm256_load_ps(t + 2 * i * 16), _mm256_broadcast_ss(h + 2 * i)));
+  const __m256 first = _mm256_add_ps(_mm256_add_ps(pairs[0], pairs[1]), _mm256_add_ps(pairs[2], pairs[3]));
+  return _mm256_add_ps(first, _mm256_add_ps(_mm256_add_ps(pairs[4], pairs[5]), _mm256_add_ps(pairs[6], pairs[7])));
+}
+
+static inline Floats expand_transposed(const float* t, const float* h) {
+  return {expand8_transposed(t, h), expand8_transposed(t + 8, h)};
 }
 
 // --- eight bits --------------------------------------------------------------------------------------------------------
