@@ -46,6 +46,8 @@ Oracle = Callable[[nn.Module, Sequence[int], int], list[int]]
 class Resident:
     """Every adapter is on the device, in the slot of its number."""
 
+    num_slots = len(SPECS)
+
     def __init__(self) -> None:
         self.keys: dict[AdapterKey, int] = {adapter(SPECS[idx].name): idx for idx in (*ADAPTERS, ACTIVATED)}
 

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.scheduler_fakes import adapter
 from support.simulated_load import Fate, Simulation, request
 
 from loraplex_contracts.errors import Cancelled, DeadlineExceeded, Overloaded, ResourceExhausted
@@ -268,3 +269,16 @@ def test_prompts_alone_can_be_too_much() -> None:
     at_once = [fate for fate in refused if fate.ended_s is not None and fate.ended_s - fate.request.arrival_s < 0.5]
     assert len(at_once) >= 0.9 * len(refused) >= 20
     assert len(fates) - len(refused) >= 0.9 * 60 / 1.05
+
+
+def test_who_waits_for_an_adapters_slot_waits_for_more_than_prompts() -> None:
+    """Rows and blocks are free, but the only slot is taken for long."""
+    simulation = Simulation(fixed, num_slots=1, max_queue_wait_s=3.0)
+    for number in range(40):  # fill the rows, so that it is measured what they do
+        simulation.add(request(f"first{number}"))
+    simulation.run()
+    simulation.add(request("long", max_tokens=4000), adapter("a"))
+    simulation.run(until_s=simulation.now + 0.5)
+    fates = [simulation.add(request(f"r{number}", max_tokens=400), adapter("b")) for number in range(15)]
+    assert any(isinstance(fate.error, Overloaded) for fate in fates)
+    assert simulation.add(request("no adapter", max_tokens=400)).error is None, "it passes them"

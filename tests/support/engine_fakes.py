@@ -95,6 +95,7 @@ class FakeCache:
     kinds: dict[str, AdapterKind] = field(default_factory=dict)
     own: dict[str, AdapterTemplates] = field(default_factory=dict)
     delay: int = 0
+    num_slots: int = 64
     holds: dict[AdapterKey, int] = field(default_factory=dict)
     leases: dict[AdapterKey, int] = field(default_factory=dict)
     num_polls: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import LoraplexError
 from loraplex_contracts.plan import StepPlan
 from loraplex_contracts.request import Admitted, CompletionEnd, Event, Request, RequestFailed
@@ -12,6 +13,7 @@ from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.scheduler.admission import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler
 from support.engine_fakes import FakeCache, FakeRunner
+from support.scheduler_fakes import FakeResidency
 from support.scheduler_harness import make_request
 
 
@@ -40,6 +42,7 @@ class Simulation:
     num_blocks: int = 4096
     max_queue_wait_s: float = 60.0
     prefix_caching: bool = True
+    num_slots: int = 0  # for adapters; 0: each is on the device
     now: float = 0.0
     fates: dict[str, Fate] = field(default_factory=dict)
 
@@ -51,19 +54,22 @@ class Simulation:
             max_queue_wait_s=self.max_queue_wait_s,
         )
         pool = BlockPool(self.num_blocks, 16, prefix_caching=self.prefix_caching)
-        self.scheduler = Scheduler(config, pool, FakeCache(), frozenset())
+        self.residency = FakeResidency(self.num_slots)
+        adapters = self.residency if self.num_slots else FakeCache()
+        self.scheduler = Scheduler(config, pool, adapters, frozenset())
         self.runner = FakeRunner()
 
-    def add(self, request: Request) -> Fate:
+    def add(self, request: Request, adapter_key: AdapterKey | None = None) -> Fate:
         fate = self.fates[request.request_id] = Fate(request)
         try:
-            self.scheduler.add(request, None, self.now)
+            self.scheduler.add(request, adapter_key, self.now)
         except LoraplexError as error:
             fate.error, fate.ended_s = error, self.now
         return fate
 
     def step(self) -> bool:
         """False when nothing could run."""
+        self.residency.poll()
         plan = self.scheduler.schedule(self.now)
         self._take(self.scheduler.take_events())
         if plan is None:

@@ -182,6 +182,10 @@ class AdapterManager:
 
     # --- device slots -----------------------------------------------------------------------------------------------
 
+    @property
+    def num_slots(self) -> int:
+        return self._residency.num_slots
+
     def acquire(self, key: AdapterKey) -> int | None:
         """Leases the device slot to one running sequence and returns it.
 

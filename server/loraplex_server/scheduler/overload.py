@@ -5,8 +5,8 @@ that follow how soon one sequence gets its next token, and what work costs the w
 prompts and texts that end early make requests smaller than they might be; both are measured too. Newer measurements
 count for more.
 
-The expected wait of a request is the work ahead of it in the fair order over the measured speed. Of those that have
-rows and blocks already only the prompts count, where no deadline keeps rows free: nobody waits for their texts to end.
+The expected wait of a request is the work ahead of it in the fair order over the measured speed. Of those that find
+rows, blocks and slots only the prompts count, where no deadline keeps rows free: nobody waits for their texts to end.
 It is compared with the time that the request's deadline leaves beside its own work, or with the server's bound where
 it has none. No request is refused while nothing is measured or nothing waits ahead of it, so a wrong measurement is
 soon replaced.
@@ -16,11 +16,12 @@ Pure; time is an argument.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.load import MUCH_SHORTER, Flow, Forecast, expected_tokens, overloaded, slack_s
 from loraplex_contracts.request import Request
-from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.scheduler.sequence_table import RequestState, SequenceState, SequenceTable, StepSize
 
 
@@ -30,11 +31,13 @@ class WaitLimits:
 
     max_queue_wait_s: float
     max_step_tokens: int
+    num_spare_blocks: int  # that an admission leaves to those that run
     table: SequenceTable
     speed: StepSpeed
 
-    def check(self, request: Request, num_outputs: int, now: float) -> None:
-        """Raises Overloaded. `num_outputs`: output tokens that each completion may have at most."""
+    def check(self, request: Request, adapter_keys: Sequence[AdapterKey], num_outputs: int, now: float) -> None:
+        """Raises Overloaded. `adapter_keys`: of its adapters; `num_outputs`: output tokens that each completion may
+        have at most."""
         if not self.table.waiting or not self.speed.is_work_known:
             return
         allowed_s = self._allowed_s(request, num_outputs, now)
@@ -42,7 +45,7 @@ class WaitLimits:
         whole_queue_s = self.speed.work_s(num_prompt, self.table.num_waiting_tokens - num_prompt)  # at most
         if allowed_s is None or whole_queue_s <= allowed_s:
             return
-        wait_s = self.wait_s(request, num_outputs)
+        wait_s = self.wait_s(request, adapter_keys, num_outputs)
         if wait_s > allowed_s:
             raise overloaded(wait_s, allowed_s, has_deadline=request.deadline_s is not None)
 
@@ -75,15 +78,18 @@ class WaitLimits:
             longest_tokens=longest,
         )
 
-    def wait_s(self, request: Request, num_outputs: int) -> float:
+    def wait_s(self, request: Request, adapter_keys: Sequence[AdapterKey], num_outputs: int) -> float:
         """Time that the request would wait to begin: for all the work of those ahead of it in the order, except those
-        that it would pass because it is much shorter."""
+        that it would pass because it is much shorter, or because they wait for an adapter's slot and it does not."""
         order = (-request.priority, self.table.clock.start_of((request.tenant, request.adapter_name)))
         own = len(request.prompt_token_ids) + num_outputs * request.n
         entering, prompt, output, room = 0, 0, 0.0, self._room()
+        has_slots = room.has_slots(adapter_keys)
         for seq in self.table.waiting:
             if seq.order[:2] > order:
                 break
+            if has_slots and not room.has_slots(seq.request.adapter_keys):
+                continue
             num_prompt, num_output = _work(seq)
             if room.takes(seq):
                 entering += num_prompt
@@ -95,8 +101,7 @@ class WaitLimits:
         return self.speed.prompts_s(entering, self.max_step_tokens) + self.speed.work_s(prompt, output)
 
     def _room(self) -> _Room:
-        has_deadlines = any(seq.request.request.deadline_s is not None for seq in self.table.running)
-        return _Room(0 if has_deadlines else self.table.num_free_rows, self.table.blocks)
+        return _Room(self.table, self.num_spare_blocks)
 
     def is_too_late(self, state: RequestState, now: float) -> bool:
         """Whether a request would miss its deadline if it began now, even with half as many rows beside it, and would
@@ -120,21 +125,36 @@ class WaitLimits:
 
 
 class _Room:
-    """Rows and blocks that are free now, for those at the head of the queue. Where deadlines count, rows may stay free
-    (Admission)."""
+    """Rows, blocks and slots that are free now, for those at the head of the queue. Where deadlines count, rows may
+    stay free (Admission)."""
 
-    def __init__(self, num_rows: int, blocks: BlockPool) -> None:
-        self._num_rows = num_rows
-        self._num_blocks = blocks.num_free
-        self._blocks = blocks
+    def __init__(self, table: SequenceTable, num_spare_blocks: int) -> None:
+        has_deadlines = any(seq.request.request.deadline_s is not None for seq in table.running)
+        self._num_rows = 0 if has_deadlines else table.num_free_rows
+        if table.states is not None:
+            self._num_rows = min(self._num_rows, table.states.num_free)  # each row has one
+        self._num_blocks = table.blocks.num_free - (num_spare_blocks if table.running else 0)
+        self._blocks = table.blocks
+        self._adapters = table.leased_adapters
+        self._num_slots = table.num_adapter_slots
+
+    def has_slots(self, adapter_keys: Sequence[AdapterKey]) -> bool:
+        """Whether these adapters have device slots, or could have. Others pass a sequence that finds none."""
+        num_missing = sum(key not in self._adapters for key in adapter_keys)
+        return not num_missing or len(self._adapters) + num_missing <= self._num_slots
 
     def takes(self, seq: SequenceState) -> bool:
         """Takes them for the next one and siblings that wait for it. False: it waits for more than prompts."""
+        if not self.has_slots(seq.request.adapter_keys):
+            return False
         if seq.request.request.deadline_s is not None:
             self._num_rows = 0
         self._num_rows -= _num_siblings(seq)
         self._num_blocks -= self._blocks.num_blocks_for(len(seq.token_ids))
-        return self._num_rows >= 0 and self._num_blocks >= 0
+        if self._num_rows < 0 or self._num_blocks < 0:
+            return False
+        self._adapters.update(seq.request.adapter_keys)
+        return True
 
 
 def _num_siblings(seq: SequenceState) -> int:

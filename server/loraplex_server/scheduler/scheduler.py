@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from loraplex_contracts.adapters import AdapterKey
@@ -98,7 +98,9 @@ class Scheduler:
         self._events: list[Event] = []  # the same list for good: admission appends to it
         self._table = SequenceTable(config.max_running, blocks, adapters, states)
         self._speed = StepSpeed()
-        self._limits = WaitLimits(config.max_queue_wait_s, config.max_step_tokens, self._table, self._speed)
+        self._limits = WaitLimits(
+            config.max_queue_wait_s, config.max_step_tokens, config.num_spare_blocks, self._table, self._speed
+        )
         self._admission = Admission(config, self._table, self._speed, self._limits, self._events.append)
         self._last_step_s: float | None = None  # when the last step ended; None after a time without work
         self._in_flight: deque[InFlight] = deque()
@@ -131,7 +133,9 @@ class Scheduler:
 
         Raises as `check` does, and has not accepted the request then.
         """
-        self.check(request, now, num_elsewhere, num_own_elsewhere)
+        single = () if adapter_key is None else (adapter_key,)
+        adapter_keys = tuple(key for key, _ in mixture) or single
+        self.check(request, now, num_elsewhere, num_own_elsewhere, adapter_keys)
         self._num_added += 1
         state = self._new_state(request, adapter_key, matcher, adapted_from, mixture)
         state.keeps_hidden = keeps_hidden
@@ -148,11 +152,18 @@ class Scheduler:
                 heapq.heapify(self._deadlines)
             heapq.heappush(self._deadlines, (expires_s, self._num_added, state))
 
-    def check(self, request: Request, now: float, num_elsewhere: int = 0, num_own_elsewhere: int = 0) -> None:
+    def check(
+        self,
+        request: Request,
+        now: float,
+        num_elsewhere: int = 0,
+        num_own_elsewhere: int = 0,
+        adapter_keys: Sequence[AdapterKey] = (),
+    ) -> None:
         """Raises Internal for a request that the front end should have refused, InvalidArgument, ContextLengthExceeded,
         DeadlineExceeded, QueueFull when no more requests may wait, or Overloaded when this one would wait for too long.
         `num_elsewhere`: requests that are still to be added, which count as queued; `num_own_elsewhere`: those of the
-        request's tenant."""
+        request's tenant; `adapter_keys`: of its adapters, as far as they are known."""
         num_prompt_tokens, max_tokens = len(request.prompt_token_ids), request.stopping.max_tokens
         most = self._config.max_context_tokens - (request.pooling is None)  # a token of output needs a position
         if not 1 <= num_prompt_tokens <= most or max_tokens < 1 or request.n < 1:
@@ -183,7 +194,7 @@ class Scheduler:
                 resource="queue",
                 retry_after_s=retry_after_s,
             )
-        self._limits.check(request, self._max_total_tokens(request) - num_prompt_tokens, now)
+        self._limits.check(request, adapter_keys, self._max_total_tokens(request) - num_prompt_tokens, now)
 
     @property
     def next_expiry_s(self) -> float | None:

@@ -285,6 +285,11 @@ class FairClock:
 class AdapterLeases(Protocol):
     """The part of the adapter cache that the scheduler may touch."""
 
+    @property
+    def num_slots(self) -> int:
+        """Of the device: distinct adapters that can run at a time."""
+        ...
+
     def acquire(self, key: AdapterKey) -> int | None:
         """Takes a reference for one running sequence and returns the device slot.
 
@@ -363,6 +368,15 @@ class SequenceTable:
     @property
     def num_free_rows(self) -> int:
         return len(self._free_rows)
+
+    @property
+    def num_adapter_slots(self) -> int:
+        return self._adapters.num_slots
+
+    @property
+    def leased_adapters(self) -> set[AdapterKey]:
+        """Those of sequences that run, or are about to."""
+        return {key for key, num_refs in self._adapter_refs.items() if num_refs}
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
