@@ -141,11 +141,12 @@ struct Prefetch {
 
 // How products are cut where a slab of weights is multiplied with several blocks of rows before the next one is.
 struct Blocking {
-  int min_rows;         // fewer are bound by memory: they take whole bands
-  int64_t slab_bytes;   // of a band's weights, which stay in a cache
-  int part_rows;        // rows that take turns with a slab: what they have of its inputs stays in the second cache
-  int num_fetches;      // products of kRows rows that share the prefetch of the next slab
-  int kept_rows;        // of a step up to which low-rank updates of few rows are computed at once and kept
+  int min_rows;        // fewer are bound by memory: they take whole bands
+  int64_t slab_bytes;  // of a band's weights, which stay in a cache
+  int part_rows;       // rows that take turns with a slab: what they have of its inputs stays in the second cache
+  int num_fetches;     // products of kRows rows that share the prefetch of the next slab
+  bool takes_ranges;   // whether products prefetch anything else
+  int kept_rows;       // of a step up to which low-rank updates of few rows are computed at once and kept
 };
 
 // An adapter's part in the low-rank updates of a run of rows.

@@ -67,7 +67,7 @@ inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) 
 
 // --- products -----------------------------------------------------------------------------------------------------------
 
-constexpr int kMaxBands = 8;       // that a chunk computes beside each other
+constexpr int kMaxBands = 8;  // that a chunk computes beside each other
 
 // A weight in bands: of the product's dtype, or in few bits, of which each slab is made what the product reads.
 struct Bands {
@@ -91,7 +91,7 @@ struct alignas(64) Line {
 //   add(band, row, m, c, stride)      likewise, when c [m][32] is complete, to add to it,
 //   epilogue(band, row, m, c, stride) last, for the units c [m][unit * 32] that begin with the bands, and at most kRows rows.
 //
-// Whole bands prefetch from the queue, if not null.
+// Of few rows by slabs, products prefetch from the queue too, if it is not null.
 template <class Find, class Add, class Epilogue>
 void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, int64_t x_stride, int num_rows, int64_t k,
               const Bands& bands, int num_bands, int unit, PrefetchQueue* queue, const Find& find, const Add& add,
@@ -141,7 +141,7 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
       Prefetch& prefetch = found[size_t(band - first)];
       prefetch.num_ranges = 0;
       is_needed.push_back(find(band, begin, end - begin, prefetch));
-      if (!by_slabs) prefetch.fetch_all();
+      if (!by_slabs || !blocking.takes_ranges) prefetch.fetch_all();
     }
     for (int64_t i = 0; i < k; i += slab)
       for (int band = first; band < last; band++) {

@@ -39,7 +39,7 @@ class PrefetchQueue {
     const int64_t num_lines = weights / 64, position = position_.fetch_add(num_lines, std::memory_order_relaxed) + num_lines;
     int64_t end = 0;
     for (size_t i = phase_; i < std::min(phase_ + kPhasesAhead, phases_.size()); i++)
-      end = std::max(end, phases_[i].end - kLines * (phases_[i].weights - position) / kLinesOfWeights);
+      end = std::max(end, phases_[i].end - kLines * std::max<int64_t>(0, phases_[i].weights - position) / kLinesOfWeights);
     int64_t begin = next_.load(std::memory_order_relaxed);
     do {
       if (end <= begin) return;
@@ -58,17 +58,17 @@ class PrefetchQueue {
     int64_t weights;  // before it, likewise
   };
 
-  static constexpr size_t kPhasesAhead = 5;
-  static constexpr int64_t kLines = 5, kLinesOfWeights = 4;  // that are fetched beside so many of weights
+  static constexpr size_t kPhasesAhead = 5;                  // of a layer
+  static constexpr int64_t kLines = 3, kLinesOfWeights = 2;  // that are fetched beside so many of weights
 
   int64_t total() const { return ends_.empty() ? 0 : ends_.back(); }
 
   std::vector<Prefetch::Range> ranges_;
-  std::vector<int64_t> ends_;    // of the ranges, in lines
+  std::vector<int64_t> ends_;  // of the ranges, in lines
   std::vector<Phase> phases_;
-  size_t phase_ = 0;  // the next one
+  size_t phase_ = 0;                  // the next one
   std::atomic<int64_t> position_{0};  // lines of weights that products have begun with
-  std::atomic<int64_t> next_{0};
+  std::atomic<int64_t> next_{0};      // line to fetch
 };
 
 }  // namespace lp

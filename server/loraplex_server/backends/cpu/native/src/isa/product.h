@@ -235,9 +235,9 @@ static void product(DType dtype, const void* x, int64_t x_stride, int m, const v
 
 static Blocking blocking([[maybe_unused]] DType dtype) {
 #ifdef __AMX_BF16__
-  if (dtype == DType::BF16) return {2 * kRows + 1, 1 << 14, 512, kFetches, 128};
+  if (dtype == DType::BF16) return {2 * kRows + 1, 1 << 14, 512, kFetches, false, 128};
 #endif
-  return {kBlockRows + 1, 1 << 16, 256, 1, kBlockRows};
+  return {kBlockRows + 1, 1 << 16, 256, 1, true, kBlockRows};
 }
 
 }  // namespace LP_ISA

@@ -197,7 +197,7 @@ static void product(DType dtype, const void* x, int64_t x_stride, int m, const v
     product_bf16((const bf16*)x, x_stride, m, (const bf16*)band, k, adds, c, c_stride, fetches);
 }
 
-static Blocking blocking(DType) { return {9, 1 << 16, 256, 1, 8}; }
+static Blocking blocking(DType) { return {9, 1 << 16, 256, 1, true, 8}; }
 
 }  // namespace LP_ISA
 }  // namespace lp
