@@ -393,22 +393,21 @@ static void expand(DType dtype, const void* inner, int64_t h_stride, int m, cons
 
 static void expand_uses(DType dtype, const Use* uses, int num_uses, int64_t h_stride, int row, int m, int64_t output,
                         int num_outputs, float* c, int64_t c_stride) {
-  const int kUseRows = 128;
-  alignas(64) float update[kUseRows * kBand];
+  const int kFloats = 256 * kRows;
+  alignas(64) float update[kFloats];  // of as many rows as there is room for
+  const int width = (num_outputs + kPanel - 1) / kPanel * kPanel, most = kFloats / width;
   for (const Use *use = uses, *end = uses + num_uses; use < end;) {
     const Use* next = use + 1;
     while (next < end && next->adds) next++;
     const int first = use->start > row ? use->start : row, last = use->end < row + m ? use->end : row + m;
-    for (int at = first; at < last; at += kUseRows)
-      for (int o = 0; o < num_outputs; o += kBand) {
-        const int rows = last - at < kUseRows ? last - at : kUseRows;
-        const int outputs = num_outputs - o < kBand ? num_outputs - o : kBand;
-        for (const Use* one = use; one < next; one++)
-          expand(dtype, (const float*)one->h + (at - one->start) * h_stride, h_stride, rows,
-                 (const char*)one->b + (output + o) * one->rank * item_bytes(dtype), one->rank, outputs, one->adds, update,
-                 kBand, kPanel);
-        add_rows(DType::F32, update, kBand, rows, outputs, c + (at - row) * c_stride + o, c_stride);
-      }
+    for (int at = first; at < last; at += most) {
+      const int rows = last - at < most ? last - at : most;
+      for (const Use* one = use; one < next; one++)
+        expand(dtype, (const float*)one->h + (at - one->start) * h_stride, h_stride, rows,
+               (const char*)one->b + output * one->rank * item_bytes(dtype), one->rank, num_outputs, one->adds, update, width,
+               kPanel);
+      add_rows(DType::F32, update, width, rows, num_outputs, c + (at - row) * c_stride, c_stride);
+    }
     use = next;
   }
 }

@@ -334,18 +334,13 @@ static inline Floats expand_lying(const bf16* b, int64_t stride, const EvensOdds
   return {expand8(b, stride, h.even, h.odd), expand8(b + 8 * stride, stride, h.even, h.odd)};
 }
 
-// The same sums of eight outputs with factors t[16 ranks][16 outputs].
-static inline __m256 expand8_transposed(const float* t, const float* h) {
-  __m256 pairs[8];
-  for (int i = 0; i < 8; i++)
-    pairs[i] = _mm256_fmadd_ps(_mm256_load_ps(t + (2 * i + 1) * 16), _mm256_broadcast_ss(h + 2 * i + 1),
-                               _mm256_mul_ps(_mm256_load_ps(t + 2 * i * 16), _mm256_broadcast_ss(h + 2 * i)));
-  const __m256 first = _mm256_add_ps(_mm256_add_ps(pairs[0], pairs[1]), _mm256_add_ps(pairs[2], pairs[3]));
-  return _mm256_add_ps(first, _mm256_add_ps(_mm256_add_ps(pairs[4], pairs[5]), _mm256_add_ps(pairs[6], pairs[7])));
-}
-
+// The same sums with factors t[16 ranks][16 outputs].
 static inline Floats expand_transposed(const float* t, const float* h) {
-  return {expand8_transposed(t, h), expand8_transposed(t + 8, h)};
+  const auto pair = [=](int i) {
+    return fmadd(load_aligned(t + (2 * i + 1) * 16), all(h[2 * i + 1]), mul(load_aligned(t + 2 * i * 16), all(h[2 * i])));
+  };
+  const Floats first = add(add(pair(0), pair(1)), add(pair(2), pair(3)));
+  return add(first, add(add(pair(4), pair(5)), add(pair(6), pair(7))));
 }
 
 // --- eight bits --------------------------------------------------------------------------------------------------------
