@@ -35,9 +35,9 @@ class WaitLimits:
     table: SequenceTable
     speed: StepSpeed
 
-    def check(self, request: Request, adapter_keys: Sequence[AdapterKey], num_outputs: int, now: float) -> None:
-        """Raises Overloaded. `adapter_keys`: of its adapters; `num_outputs`: output tokens that each completion may
-        have at most."""
+    def check(self, request: Request, adapter_keys: Sequence[AdapterKey] | None, num_outputs: int, now: float) -> None:
+        """Raises Overloaded. `adapter_keys`: of adapters that it needs on the device, None: not known yet;
+        `num_outputs`: output tokens that each completion may have at most."""
         if not self.table.waiting or not self.speed.is_work_known:
             return
         allowed_s = self._allowed_s(request, num_outputs, now)
@@ -55,40 +55,49 @@ class WaitLimits:
             return None
         starts: list[float] = []
         waits_s: list[float] = []
-        wait_s, longest, flows, room = 0.0, 0, set[Flow](), self._room()
+        wait_s, passing_s, longest, room = 0.0, 0.0, 0, self._room()
+        has_slots: dict[Flow, bool] = {}
+        passing_waits_s: list[float] = []  # of those that pass whoever waits for an adapter's slot
         for seq in self.table.waiting:
             if seq.request.request.priority:
                 continue  # lower ones are behind all of these; higher ones the engine counts when it decides
             num_prompt, num_output = _work(seq)
+            passes = has_slots[seq.request.flow] = room.has_slots(seq.request.adapter_keys)
             if room.takes(seq):
-                wait_s += self.speed.prompts_s(num_prompt, self.max_step_tokens)
+                ahead_s = self.speed.prompts_s(num_prompt, self.max_step_tokens)
             else:
-                wait_s += self.speed.work_s(num_prompt, self.speed.num_outputs(num_output))
+                ahead_s = self.speed.work_s(num_prompt, self.speed.num_outputs(num_output))
+            wait_s += ahead_s
+            passing_s += ahead_s if passes else 0.0
             longest = max(longest, num_prompt + num_output)
             starts.append(seq.order[1])
             waits_s.append(wait_s)
-            flows.add(seq.request.flow)
-        places = {flow: bisect_right(starts, self.table.clock.start_of(flow)) for flow in flows}
+            passing_waits_s.append(passing_s)
+        places = {flow: bisect_right(starts, self.table.clock.start_of(flow)) for flow in has_slots}
         return Forecast(
             prompt_token_s=self.speed.work_s(1, 0),
             interval_s=self.speed.interval_s(len(self.table.running) + 1),
             end_probability=self.speed.end_probability,
             max_queue_wait_s=self.max_queue_wait_s,
-            waits_s={flow: waits_s[place - 1] for flow, place in places.items() if place},
+            waits_s={
+                flow: (passing_waits_s if has_slots[flow] else waits_s)[place - 1]
+                for flow, place in places.items()
+                if place
+            },
             longest_tokens=longest,
         )
 
-    def wait_s(self, request: Request, adapter_keys: Sequence[AdapterKey], num_outputs: int) -> float:
+    def wait_s(self, request: Request, adapter_keys: Sequence[AdapterKey] | None, num_outputs: int) -> float:
         """Time that the request would wait to begin: for all the work of those ahead of it in the order, except those
         that it would pass because it is much shorter, or because they wait for an adapter's slot and it does not."""
         order = (-request.priority, self.table.clock.start_of((request.tenant, request.adapter_name)))
         own = len(request.prompt_token_ids) + num_outputs * request.n
         entering, prompt, output, room = 0, 0, 0.0, self._room()
-        has_slots = room.has_slots(adapter_keys)
         for seq in self.table.waiting:
             if seq.order[:2] > order:
                 break
-            if has_slots and not room.has_slots(seq.request.adapter_keys):
+            passes = adapter_keys is not None and room.has_slots(adapter_keys)
+            if passes and not room.has_slots(seq.request.adapter_keys):
                 continue
             num_prompt, num_output = _work(seq)
             if room.takes(seq):

@@ -133,9 +133,8 @@ class Scheduler:
 
         Raises as `check` does, and has not accepted the request then.
         """
-        single = () if adapter_key is None else (adapter_key,)
-        adapter_keys = tuple(key for key, _ in mixture) or single
-        self.check(request, now, num_elsewhere, num_own_elsewhere, adapter_keys)
+        adapters = mixture or _adapter_alone(adapter_key, adapted_from)
+        self.check(request, now, num_elsewhere, num_own_elsewhere, [key for key, _ in adapters])
         self._num_added += 1
         state = self._new_state(request, adapter_key, matcher, adapted_from, mixture)
         state.keeps_hidden = keeps_hidden
@@ -158,12 +157,12 @@ class Scheduler:
         now: float,
         num_elsewhere: int = 0,
         num_own_elsewhere: int = 0,
-        adapter_keys: Sequence[AdapterKey] = (),
+        adapter_keys: Sequence[AdapterKey] | None = None,
     ) -> None:
         """Raises Internal for a request that the front end should have refused, InvalidArgument, ContextLengthExceeded,
         DeadlineExceeded, QueueFull when no more requests may wait, or Overloaded when this one would wait for too long.
         `num_elsewhere`: requests that are still to be added, which count as queued; `num_own_elsewhere`: those of the
-        request's tenant; `adapter_keys`: of its adapters, as far as they are known."""
+        request's tenant; `adapter_keys`: of adapters that it needs on the device, None: not known yet."""
         num_prompt_tokens, max_tokens = len(request.prompt_token_ids), request.stopping.max_tokens
         most = self._config.max_context_tokens - (request.pooling is None)  # a token of output needs a position
         if not 1 <= num_prompt_tokens <= most or max_tokens < 1 or request.n < 1:
@@ -364,12 +363,9 @@ class Scheduler:
         mixture: tuple[WeightedKey, ...],
     ) -> RequestState:
         stopping, num_prompt_tokens = request.stopping, len(request.prompt_token_ids)
-        # Medusa heads alone read the last hidden state and change neither K nor V: they only draft.
-        is_active = adapter_key is not None and adapter_key.kind != "medusa" and adapted_from is not None
-        alone = ((adapter_key, 1.0),) if adapter_key is not None and is_active else ()
         state = RequestState(
             request=request,
-            adapters=mixture or alone,
+            adapters=mixture or _adapter_alone(adapter_key, adapted_from),
             adapter_digest=mixture_digest(mixture) if mixture else adapter_key.digest if adapter_key else "",
             max_total_tokens=self._max_total_tokens(request),
             num_prompt_tokens=num_prompt_tokens,
@@ -751,3 +747,9 @@ def _broken_contract(span: Span, out: SpanResult) -> LoraplexError | None:
     return Internal(
         f"a step gave {len(out.token_ids)} tokens where {span.num_samples} were sampled; please report this"
     )
+
+
+def _adapter_alone(key: AdapterKey | None, adapted_from: int | None) -> tuple[WeightedKey, ...]:
+    """What a request without a mixture needs in a slot. Medusa heads alone read the last hidden state and change
+    neither K nor V: they only draft."""
+    return ((key, 1.0),) if key is not None and key.kind != "medusa" and adapted_from is not None else ()

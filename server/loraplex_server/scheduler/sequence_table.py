@@ -375,8 +375,8 @@ class SequenceTable:
 
     @property
     def leased_adapters(self) -> set[AdapterKey]:
-        """Those of sequences that run, or are about to."""
-        return {key for key, num_refs in self._adapter_refs.items() if num_refs}
+        """Those of sequences that run, are about to, or have ended in a plan that is under way."""
+        return set(self._adapter_refs)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -622,6 +622,8 @@ class SequenceTable:
 
     def release_adapter(self, adapter_key: AdapterKey) -> None:
         self._adapter_refs[adapter_key] -= 1
+        if not self._adapter_refs[adapter_key]:
+            del self._adapter_refs[adapter_key]
         self._adapters.release(adapter_key)
 
     def put_first(self, wants: Sequence[tuple[AdapterKey, ...]]) -> None:

@@ -113,8 +113,8 @@ struct ScanTask {
 static inline void fetch_line(const void* address) {
 #if defined(__x86_64__)
   asm volatile("prefetcht1 (%0)" : : "r"(address));
-#else
-  __builtin_prefetch(address, 0, 2);
+#elif defined(__aarch64__)
+  asm volatile("prfm pldl2keep, [%0]" : : "r"(address));
 #endif
 }
 
@@ -146,7 +146,7 @@ struct Blocking {
   int part_rows;       // rows that take turns with a slab: what they have of its inputs stays in the second cache
   int num_fetches;     // products of kRows rows that share the prefetch of the next slab
   bool takes_ranges;   // whether products prefetch anything else
-  int kept_rows;       // of a step up to which low-rank updates of few rows are computed at once and kept
+  int kept_rows;       // most rows of a step whose low-rank updates of short runs are computed at once and kept
 };
 
 // An adapter's part in the low-rank updates of a run of rows.
@@ -160,7 +160,7 @@ struct Use {
 
 struct Kernels {
   // c[m][32] = (adds ? c : 0) + x[m][k] @ band; m <= kRows. `prefetch`: of a slab, what is fetched meanwhile; null: the band
-  // lies in memory, and the product fetches it ahead itself.
+  // may lie in memory.
   void (*product)(DType, const void* x, int64_t x_stride, int m, const void* band, int64_t k, bool adds, float* c,
                   int64_t c_stride, const Prefetch* prefetch);
   Blocking (*blocking)(DType);
@@ -183,8 +183,9 @@ struct Kernels {
   // behind those before
   void (*expand)(DType, const void* h, int64_t h_stride, int m, const void* b, int rank, int num_outputs, bool adds,
                  float* c, int64_t c_stride, int64_t c_panel);
-  // c[m][num_outputs] += the updates of rows from `row` on, by uses in the order of rows, and outputs from `output` on. A row's
-  // uses are added up apart and then put on c at once, like what is kept: its sums have one order, however long its run is.
+  // c[m][num_outputs] += the updates of rows from `row` on, by uses in the order of rows, and of at most 256 outputs from
+  // `output` on. A row's uses are added up apart and then put on c at once, like what is kept: its sums have one order,
+  // however long its run is.
   void (*expand_uses)(DType, const Use* uses, int num_uses, int64_t h_stride, int row, int m, int64_t output, int num_outputs,
                       float* c, int64_t c_stride);
 

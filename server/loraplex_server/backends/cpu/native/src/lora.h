@@ -140,13 +140,12 @@ class Updates {
     }
   }
 
-  // The factors that the rows of all runs read in a module of k inputs.
+  // The factors that inner products of all runs read in a module of k inputs.
   void add_factors(const Target& target, int64_t k, PrefetchQueue& queue) const {
     if (!has_table(*target.table)) return;
     for (int run = 0; run < runs_.num_runs; run++)
       for_uses(*target.table, run, [&](int slot, int rank, float) {
         queue.add(a(*target.table, slot), k * rank * item_bytes(dtype_));
-        if (keeps(run)) queue.add(b(*target.table, slot), target.num_outputs * rank * item_bytes(dtype_));
       });
   }
 

@@ -52,7 +52,9 @@ struct LpSpans {
 
 namespace lp {
 
-constexpr int64_t kWidenedBytes = 1 << 14;  // of weights in few bits, at once: they stay in a core's first cache
+// Of weights in few bits, at once: they stay in a core's first cache, and are made anew for so many rows.
+constexpr int64_t kWidenedBytes = 1 << 14;
+constexpr int kWidenedRows = 512;
 // Results of more than this are no longer in a second cache when they are read again. (Stores past the caches are done
 // before whatever follows a chunk: taking the next one is a locked instruction.)
 constexpr int64_t kStreamedBytes = 2 << 20;
@@ -106,7 +108,7 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
   const bool by_slabs = !is_narrow && num_rows >= blocking.min_rows;
   const int64_t slab_bytes = widens ? kWidenedBytes : blocking.slab_bytes;
   const int64_t slab = widens || by_slabs ? std::min(k, slab_bytes / band_bytes(dtype, 1)) : k;
-  const int num_parts = ceil_div(num_rows, blocking.part_rows);
+  const int num_parts = ceil_div(num_rows, is_narrow ? kWidenedRows : blocking.part_rows);
   const int part_rows = ceil_div(ceil_div(num_rows, num_parts), kRows) * kRows;
   const int num_groups = ceil_div(num_bands, per_chunk), num_chunks = num_parts * num_groups;
   const int64_t stride = int64_t(unit) * kBand;
@@ -141,7 +143,9 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
       Prefetch& prefetch = found[size_t(band - first)];
       prefetch.num_ranges = 0;
       is_needed.push_back(find(band, begin, end - begin, prefetch));
-      if (!by_slabs || !blocking.takes_ranges) prefetch.fetch_all();
+      if (by_slabs && blocking.takes_ranges) continue;
+      prefetch.fetch_all();
+      prefetch.num_ranges = 0;
     }
     for (int64_t i = 0; i < k; i += slab)
       for (int band = first; band < last; band++) {
@@ -167,7 +171,7 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
           Prefetch more;
           Prefetch& prefetch = i == 0 && row == begin ? found[size_t(band - first)] : more;
           prefetch.weights = {next.begin, std::clamp<int64_t>(next.num_lines, 0, share)};
-          if (queue != nullptr && !many) queue->take(band_bytes(dtype, inputs), prefetch);
+          if (queue != nullptr && !many && row == begin) queue->take(band_bytes(dtype, inputs), prefetch);
           kernels.product(dtype, at(x, row * x_stride + i, dtype), x_stride, std::min(kRows, end - row), weights, inputs,
                           i > 0, block(band, row), stride, widens || by_slabs ? &prefetch : nullptr);
         }

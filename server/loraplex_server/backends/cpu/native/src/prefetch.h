@@ -40,10 +40,11 @@ class PrefetchQueue {
     int64_t end = 0;
     for (size_t i = phase_; i < std::min(phase_ + kPhasesAhead, phases_.size()); i++)
       end = std::max(end, phases_[i].end - kLines * std::max<int64_t>(0, phases_[i].weights - position) / kLinesOfWeights);
+    const int64_t wanted = end;
     int64_t begin = next_.load(std::memory_order_relaxed);
     do {
-      if (end <= begin) return;
-      end = std::min(end, begin + 2 * num_lines);
+      if (wanted <= begin) return;
+      end = std::min(wanted, begin + kMost * num_lines);
     } while (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed));
     size_t i = size_t(std::upper_bound(ends_.begin(), ends_.end(), begin) - ends_.begin());
     for (int64_t line = begin; line < end && prefetch.num_ranges < Prefetch::kMaxRanges; line = ends_[i++]) {
@@ -58,8 +59,9 @@ class PrefetchQueue {
     int64_t weights;  // before it, likewise
   };
 
-  static constexpr size_t kPhasesAhead = 5;                  // of a layer
+  static constexpr size_t kPhasesAhead = 5;                  // as many as a layer has
   static constexpr int64_t kLines = 3, kLinesOfWeights = 2;  // that are fetched beside so many of weights
+  static constexpr int64_t kMost = 2;                        // lines at once for each of weights
 
   int64_t total() const { return ends_.empty() ? 0 : ends_.back(); }
 

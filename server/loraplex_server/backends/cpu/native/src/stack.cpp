@@ -171,7 +171,7 @@ class StackRun {
     }
   }
 
-  // Keys and values in the order in which attention reads them, as many bytes as the product before it has.
+  // Keys and values in the order in which attention reads them, as many bytes as the weights of q, k and v have.
   void add_pages(const LpLayer& layer, const LpSpans& spans) {
     const int64_t rows = (stack_.num_heads + 2 * int64_t(stack_.num_kv_heads)) * stack_.head_dim;
     const int64_t num_bytes = prefetches_.num_bytes() + rows * stack_.hidden * item_bytes(dtype_);
@@ -179,7 +179,8 @@ class StackRun {
     for (int span = spans.num_spans - 1; span >= 0 && prefetches_.num_bytes() < num_bytes; span--) {
       const int64_t length = spans.context_lens[span];
       const int64_t first = layer.window > 0 ? std::max<int64_t>(0, length - layer.window) : 0;
-      for (int64_t block = first / spans.block_size; block * spans.block_size < length; block++) {
+      for (int64_t block = first / spans.block_size;
+           block * spans.block_size < length && prefetches_.num_bytes() < num_bytes; block++) {
         const int64_t page = spans.block_tables[span * spans.table_stride + block] * spans.block_size * token_bytes;
         const int64_t size = std::min<int64_t>(spans.block_size, length - block * spans.block_size) * token_bytes;
         prefetches_.add(static_cast<const char*>(layer.k_pages) + page, size);

@@ -139,11 +139,24 @@ static void expand_rows(const float* h, int64_t h_stride, int m, const typename 
   }
 }
 
-#ifdef LP_EXPANDS_BY_EIGHTS
+#ifndef __AVX512F__
 // --- by sums of eight pairs --------------------------------------------------------------------------------------------
 
 // Up to so many rows multiply factors as they lie; for more of them, these are transposed first. The sums are the same.
+#ifdef LP_EXPANDS_LYING
 static const int kRowsAsTheyLie = 2;
+#else
+static const int kRowsAsTheyLie = 0;
+#endif
+
+// Of 16 outputs with factors t[16 ranks][16 outputs]: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)).
+static inline Floats expand_transposed(const float* t, const float* h) {
+  const auto pair = [=](int i) {
+    return fmadd(load_aligned(t + (2 * i + 1) * 16), all(h[2 * i + 1]), mul(load_aligned(t + 2 * i * 16), all(h[2 * i])));
+  };
+  const Floats low = add(add(pair(0), pair(1)), add(pair(2), pair(3)));
+  return add(low, add(add(pair(4), pair(5)), add(pair(6), pair(7))));
+}
 
 static void expand_eights(const float* h, int64_t h_stride, int m, const bf16* b, int rank, int num_outputs, bool adds, float* c,
                           int64_t c_stride, int64_t c_panel) {
@@ -177,7 +190,11 @@ static void expand_eights(const float* h, int64_t h_stride, int m, const bf16* b
       const Part part = first(outputs);
       for (int row = 0; row < m; row++) {
         const float* inner = terms(row);
+#ifdef LP_EXPANDS_LYING
         const Floats sums = m > kRowsAsTheyLie ? expand_transposed(t, inner) : expand_lying(block, stride, EvensOdds(inner));
+#else
+        const Floats sums = expand_transposed(t, inner);
+#endif
         float* to = c + row * c_stride + o / 16 * c_panel;
         store(to, adds ? add(load(to, part), sums) : sums, part);
       }
@@ -382,7 +399,7 @@ static void expand(DType dtype, const void* inner, int64_t h_stride, int m, cons
 #endif
   if (done == num_outputs) return;
   const bf16* rest = (const bf16*)b + (int64_t)done * rank;
-#ifdef LP_EXPANDS_BY_EIGHTS
+#ifndef __AVX512F__
   expand_eights(h, h_stride, m, rest, rank, num_outputs - done, adds, c + done / 16 * c_panel, c_stride, c_panel);
 #elif defined(LP_FAST_PAIRS)
   expand_pairs((const bf16*)h, h_stride, m, rest, rank, num_outputs - done, adds, c + done / 16 * c_panel, c_stride, c_panel);
@@ -402,10 +419,12 @@ static void expand_uses(DType dtype, const Use* uses, int num_uses, int64_t h_st
     const int first = use->start > row ? use->start : row, last = use->end < row + m ? use->end : row + m;
     for (int at = first; at < last; at += most) {
       const int rows = last - at < most ? last - at : most;
-      for (const Use* one = use; one < next; one++)
+      for (const Use* one = use; one < next; one++) {
+        asm volatile("" : : : "memory");  // loads of tiles do not say that they read memory
         expand(dtype, (const float*)one->h + (at - one->start) * h_stride, h_stride, rows,
                (const char*)one->b + output * one->rank * item_bytes(dtype), one->rank, num_outputs, one->adds, update, width,
                kPanel);
+      }
       add_rows(DType::F32, update, width, rows, num_outputs, c + (at - row) * c_stride, c_stride);
     }
     use = next;

@@ -132,10 +132,21 @@ static inline void block_bf16(const bf16* x, int64_t x_stride, int m, const bf16
   }
 }
 
+static const int kSlab = 256;  // inputs of a band in memory that all rows are multiplied with before the next ones are
+
 static void product_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band, int64_t k, bool adds, float* c,
                          int64_t c_stride, const Prefetch* prefetch) {
+  if (prefetch == nullptr && m > kBlockRows) {
+    Prefetch next{};
+    for (int64_t i = 0; i < k; i += kSlab) {
+      const int64_t inputs = k - i < kSlab ? k - i : kSlab, left = k - i - inputs;
+      next.weights = {(const char*)(band + (i + inputs) * kBand), (left < kSlab ? left : kSlab) * kBand * 2 / 64};
+      product_bf16(x + i, x_stride, m, band + i * kBand, inputs, adds || i > 0, c, c_stride, &next);
+    }
+    return;
+  }
   each_block(m, band, k, prefetch, [&](int row, int num_rows, TurnPrefetch& fetches) {
-    if (prefetch == nullptr && row == 0)
+    if (prefetch == nullptr)
       block_bf16<true>(x, x_stride, num_rows, band, k, adds, c, c_stride, fetches);
     else
       block_bf16<false>(x + row * x_stride, x_stride, num_rows, band, k, adds, c + row * c_stride, c_stride, fetches);

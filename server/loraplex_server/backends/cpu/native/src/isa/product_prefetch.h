@@ -7,7 +7,7 @@
 namespace lp {
 namespace LP_ISA {
 
-// Lines of weights and of anything else, spread evenly over the turns. CPUs drop prefetches that they cannot begin with.
+// Lines of weights and of anything else, a few in each turn: AMD's Zen 4 drops prefetches that it cannot begin with.
 class TurnPrefetch {
  public:
   TurnPrefetch(Prefetch::Range weights, const Prefetch* others, int64_t num_turns)

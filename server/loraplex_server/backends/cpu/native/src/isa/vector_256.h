@@ -9,7 +9,7 @@
 namespace lp {
 namespace LP_ISA {
 
-#define LP_EXPANDS_BY_EIGHTS 1  // low-rank updates, by sums of eight pairs of ranks
+#define LP_EXPANDS_LYING 1  // there is expand_lying
 
 typedef uint16_t bf16;
 struct Floats {  // 16
@@ -332,15 +332,6 @@ struct EvensOdds {
 
 static inline Floats expand_lying(const bf16* b, int64_t stride, const EvensOdds& h) {
   return {expand8(b, stride, h.even, h.odd), expand8(b + 8 * stride, stride, h.even, h.odd)};
-}
-
-// The same sums with factors t[16 ranks][16 outputs].
-static inline Floats expand_transposed(const float* t, const float* h) {
-  const auto pair = [=](int i) {
-    return fmadd(load_aligned(t + (2 * i + 1) * 16), all(h[2 * i + 1]), mul(load_aligned(t + 2 * i * 16), all(h[2 * i])));
-  };
-  const Floats first = add(add(pair(0), pair(1)), add(pair(2), pair(3)));
-  return add(first, add(add(pair(4), pair(5)), add(pair(6), pair(7))));
 }
 
 // --- eight bits --------------------------------------------------------------------------------------------------------
