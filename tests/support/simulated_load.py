@@ -54,8 +54,8 @@ class Simulation:
             max_queue_wait_s=self.max_queue_wait_s,
         )
         pool = BlockPool(self.num_blocks, 16, prefix_caching=self.prefix_caching)
-        self.residency = FakeResidency(self.num_slots)
-        adapters = self.residency if self.num_slots else FakeCache()
+        self._slots = FakeResidency(self.num_slots)
+        adapters = self._slots if self.num_slots else FakeCache()
         self.scheduler = Scheduler(config, pool, adapters, frozenset())
         self.runner = FakeRunner()
 
@@ -69,7 +69,7 @@ class Simulation:
 
     def step(self) -> bool:
         """False when nothing could run."""
-        self.residency.poll()
+        self._slots.poll()
         plan = self.scheduler.schedule(self.now)
         self._take(self.scheduler.take_events())
         if plan is None:
