@@ -148,7 +148,7 @@ class _Room:
         self._num_slots = table.num_adapter_slots
 
     def has_slots(self, adapter_keys: Sequence[AdapterKey]) -> bool:
-        """Whether these adapters have device slots, or could have. Others pass a sequence that finds none."""
+        """True if these adapters have device slots, or could have. Others pass a sequence that finds none."""
         num_missing = sum(key not in self._adapters for key in adapter_keys)
         return not num_missing or len(self._adapters) + num_missing <= self._num_slots
 

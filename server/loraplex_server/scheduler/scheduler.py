@@ -750,6 +750,6 @@ def _broken_contract(span: Span, out: SpanResult) -> LoraplexError | None:
 
 
 def _adapter_alone(key: AdapterKey | None, adapted_from: int | None) -> tuple[WeightedKey, ...]:
-    """What a request without a mixture needs in a slot. Medusa heads alone read the last hidden state and change
-    neither K nor V: they only draft."""
+    """The adapter that a request without a mixture needs in a slot, or nothing. Medusa heads alone read the last hidden
+    state and change neither K nor V: they only draft."""
     return ((key, 1.0),) if key is not None and key.kind != "medusa" and adapted_from is not None else ()

@@ -12,6 +12,15 @@ namespace lp {
 
 class PrefetchQueue {
  public:
+  void clear() {
+    ranges_.clear();
+    ends_.clear();
+    phases_.clear();
+    phase_ = 0;
+    position_.store(0, std::memory_order_relaxed);
+    next_.store(0, std::memory_order_relaxed);
+  }
+
   // Memory that the next phase of the step reads.
   void add(const void* memory, int64_t num_bytes) {
     const int64_t num_lines = (num_bytes + 63) / 64;

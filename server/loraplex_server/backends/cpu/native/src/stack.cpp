@@ -95,7 +95,8 @@ Scratch lay_out(const LpStack& stack, int64_t num_tokens, int64_t max_rank, void
 
 class StackRun {
  public:
-  StackRun(Pool& pool, const Kernels& kernels, const LpStack& stack, const LpStep& step)
+  // `prefetches`: an empty queue.
+  StackRun(Pool& pool, const Kernels& kernels, const LpStack& stack, const LpStep& step, PrefetchQueue& prefetches)
       : pool_(pool),
         kernels_(kernels),
         stack_(stack),
@@ -104,6 +105,7 @@ class StackRun {
         scratch_(lay_out(stack, step.num_tokens, step.runs.max_rank, step.scratch)),
         updates_(pool, kernels, dtype_, step.runs, step.num_tokens, scratch_.updates),
         own_(pool, kernels, dtype_, step.runs),
+        prefetches_(prefetches),
         slots_(slots_of(step.runs, step.num_tokens)) {
     plan_prefetches();
   }
@@ -325,7 +327,7 @@ class StackRun {
   const Scratch scratch_;
   Updates updates_;
   OwnProducts own_;
-  PrefetchQueue prefetches_;
+  PrefetchQueue& prefetches_;
   const std::vector<int> slots_;
 };
 
@@ -342,7 +344,9 @@ __attribute__((visibility("default"))) int64_t lp_stack_scratch_bytes(const LpSt
 // All layers of the stack over one step.
 __attribute__((visibility("default"))) void lp_stack_run(lp::Pool* pool, const LpStack* stack, const LpStep* step) {
   const auto turn = pool->take_turn();
-  lp::StackRun run(*pool, *lp::current_kernels(), *stack, *step);
+  static thread_local lp::PrefetchQueue prefetches;  // its memory serves every step
+  prefetches.clear();
+  lp::StackRun run(*pool, *lp::current_kernels(), *stack, *step, prefetches);
   for (int i = 0; i < stack->num_layers; i++) {
     run.before_attention(stack->layers[i]);
     run.attend(stack->layers[i]);

@@ -137,7 +137,7 @@ static const int kSlab = 256;  // inputs of a band in memory that all rows are m
 static void product_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band, int64_t k, bool adds, float* c,
                          int64_t c_stride, const Prefetch* prefetch) {
   if (prefetch == nullptr && m > kBlockRows) {
-    Prefetch next{};
+    Prefetch next;
     for (int64_t i = 0; i < k; i += kSlab) {
       const int64_t inputs = k - i < kSlab ? k - i : kSlab, left = k - i - inputs;
       next.weights = {(const char*)(band + (i + inputs) * kBand), (left < kSlab ? left : kSlab) * kBand * 2 / 64};

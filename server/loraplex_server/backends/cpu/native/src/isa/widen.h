@@ -247,7 +247,7 @@ static void product_of(DType dtype, const void* x, int64_t x_stride, int m, cons
   if (m <= kFewNarrow) done = few_rows_f32<format>((const float*)x, x_stride, m, blocks, k, c, c_stride);
   constexpr int kPart = 4 * kBlock;
   alignas(64) float part[kPart * kBand];
-  const Prefetch nothing{};
+  Prefetch nothing;
   for (int64_t i = done; i < k; i += kPart) {
     const int64_t inputs = k - i < kPart ? k - i : kPart;
     widen(dtype, format, blocks + i / kBlock * block_bytes(format), inputs, part);
