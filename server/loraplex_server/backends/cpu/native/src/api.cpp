@@ -168,7 +168,7 @@ LP_API void lp_lora(lp::Pool* pool, int dtype, const void* x, int64_t k, int num
   const lp::Target target{table, num_outputs};
   updates.prepare(x, k, &target, 1);
   constexpr int kWidth = 256;
-  const std::vector<lp::Piece>& pieces = updates.pieces();
+  const std::vector<lp::Piece> pieces = lp::pieces_of(*runs);
   const int num_columns = lp::ceil_div(num_outputs, kWidth);
   pool->run(int(pieces.size()) * num_columns, [&](int chunk, int) {
     float c[lp::kPieceRows * kWidth];

@@ -1,6 +1,8 @@
 // Low-rank updates of a group of modules that read the same rows.
 #pragma once
 
+#include <array>
+
 #include "parallel.h"
 
 namespace lp {
@@ -12,7 +14,7 @@ inline bool has_table(const LpTable& table) { return table.ranks != nullptr; }
 // a product for itself.
 constexpr int kKeptRows = 4;     // of a run
 constexpr int kKeptInAll = 128;  // rows of the step up to which there is memory for it
-constexpr int kPieceRows = 32;   // rows of a run that are one chunk's
+constexpr int kPieceRows = 32;   // most rows of a run that are one chunk's
 
 // One module of a group.
 struct Target {
@@ -25,11 +27,11 @@ struct Piece {
   int run, start, end;
 };
 
-inline std::vector<Piece> pieces_of(const LpRuns& runs) {
+inline std::vector<Piece> pieces_of(const LpRuns& runs, int most = kPieceRows) {
   std::vector<Piece> pieces;
   for (int run = 0; run < runs.num_runs; run++)
-    for (int start = runs.starts[run]; start < runs.ends[run]; start += kPieceRows)
-      pieces.push_back({run, start, std::min(start + kPieceRows, runs.ends[run])});
+    for (int start = runs.starts[run]; start < runs.ends[run]; start += most)
+      pieces.push_back({run, start, std::min(start + most, runs.ends[run])});
   return pieces;
 }
 
@@ -58,10 +60,8 @@ class Updates {
         runs_(runs),
         num_rows_(num_rows),
         memory_(memory),
-        pieces_(pieces_of(runs)),
+        pieces_(pieces_of(runs, std::clamp(ceil_div(num_rows, 16 * pool.num_threads()) * 4, 4, kPieceRows))),  // 4 a thread
         keeps_(num_rows <= std::min(kKeptInAll, kernels.blocking(dtype).kept_rows)) {}
-
-  const std::vector<Piece>& pieces() const { return pieces_; }
 
   // x [num_rows][k] of the next group.
   void prepare(const void* x, int64_t k, const Target* targets, int num_modules) {
@@ -72,14 +72,11 @@ class Updates {
     for (int i = 0; i < num_modules; i++) starts_[i + 1] = starts_[i] + ceil_div(targets[i].num_outputs, kPanel);
     for (int i = 0; i < num_modules; i++) find_updates(i);
     for (int i = 0; i < num_modules; i++) find_rescaled(i);
-    const int num_pieces = int(pieces_.size());
-    // Parts of a module's outputs are chunks of their own where there are few pieces; each of them computes the inner
-    // product anew, which is the smaller half. Of many rows, all modules read a piece while it is cached.
-    const int num_parts = std::clamp(4 * pool_.num_threads() / (num_pieces * num_modules), 1, 8);
-    const int at_once = num_rows_ > kKeptInAll ? num_modules : 1, num_groups = num_modules / at_once;
-    pool_.run(num_pieces * num_groups * num_parts, [&](int chunk, int) {
-      const int part = chunk % num_parts, group = chunk / num_parts % num_groups;
-      const Piece& piece = pieces_[size_t(chunk / num_parts / num_groups)];
+    const Chunks chunks(*this, num_modules);
+    pool_.run(chunks.num(), [&](int chunk, int) {
+      const auto [idx, group, part] = chunks.at(chunk);
+      const Piece& piece = pieces_[size_t(idx)];
+      const int at_once = chunks.at_once, num_parts = chunks.num_parts;
       for (int module = group * at_once; module < (group + 1) * at_once; module++) {
         if (!has_table(*targets_[module].table)) continue;
         if (keeps(piece.run))
@@ -140,13 +137,22 @@ class Updates {
     }
   }
 
-  // The factors that inner products of all runs read in a module of k inputs.
-  void add_factors(const Target& target, int64_t k, PrefetchQueue& queue) const {
-    if (!has_table(*target.table)) return;
-    for (int run = 0; run < runs_.num_runs; run++)
-      for_uses(*target.table, run, [&](int slot, int rank, float) {
-        queue.add(a(*target.table, slot), k * rank * item_bytes(dtype_));
-      });
+  // The factors that inner products of a group of modules with k inputs read, each for the thread that reads it.
+  void add_factors(const Target* targets, int num_modules, int64_t k, PrefetchQueues& queues) const {
+    if (pieces_.empty()) return;
+    const Chunks chunks(*this, num_modules);
+    std::vector<std::pair<int, int>> last(size_t(num_modules), {-1, -1});  // run and thread, by module
+    for (int chunk = 0; chunk < chunks.num(); chunk++) {
+      const auto [idx, group, part] = chunks.at(chunk);
+      const int run = pieces_[size_t(idx)].run, thread = pool_.owner(chunk, chunks.num());
+      for (int module = group * chunks.at_once; module < (group + 1) * chunks.at_once; module++) {
+        if (!has_table(*targets[module].table) || last[size_t(module)] == std::make_pair(run, thread)) continue;
+        last[size_t(module)] = {run, thread};
+        for_uses(*targets[module].table, run, [&](int slot, int rank, float) {
+          queues.of(thread).add(a(*targets[module].table, slot), k * rank * item_bytes(dtype_));
+        });
+      }
+    }
   }
 
   // Whether any of a run's adapters has factors in this module.
@@ -157,6 +163,26 @@ class Updates {
   }
 
  private:
+  // The chunks of inner products. Parts of a module's outputs are chunks of their own where there are few pieces; each of
+  // them computes the inner product anew, which is the smaller half. Of many rows, all modules read a piece while it is
+  // cached.
+  struct Chunks {
+    Chunks(const Updates& updates, int num_modules)
+        : num_pieces(int(updates.pieces_.size())),
+          num_parts(std::clamp(4 * updates.pool_.num_threads() / (num_pieces * num_modules), 1, 8)),
+          at_once(updates.num_rows_ > kKeptInAll ? num_modules : 1),
+          num_groups(num_modules / at_once) {}
+
+    int num() const { return num_pieces * num_groups * num_parts; }
+
+    // The piece, the group of modules and the part.
+    std::array<int, 3> at(int chunk) const {
+      return {chunk / num_parts / num_groups, chunk / num_parts % num_groups, chunk % num_parts};
+    }
+
+    const int num_pieces, num_parts, at_once, num_groups;
+  };
+
   // Rows whose updates of a module are kept.
   struct Kept {
     int start, end;

@@ -93,10 +93,10 @@ struct alignas(64) Line {
 //   add(band, row, m, c, stride)      likewise, when c [m][32] is complete, to add to it,
 //   epilogue(band, row, m, c, stride) last, for the units c [m][unit * 32] that begin with the bands, and at most kRows rows.
 //
-// Of few rows by slabs, products prefetch from the queue too, if it is not null.
+// Of few rows by slabs, products prefetch from the thread's queue too, if there are any.
 template <class Find, class Add, class Epilogue>
 void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, int64_t x_stride, int num_rows, int64_t k,
-              const Bands& bands, int num_bands, int unit, PrefetchQueue* queue, const Find& find, const Add& add,
+              const Bands& bands, int num_bands, int unit, PrefetchQueues* queues, const Find& find, const Add& add,
               const Epilogue& epilogue) {
   if (num_rows <= 0) return;  // of a step that asks for no logits
   const bool many = num_rows > 2 * kRows;
@@ -112,7 +112,7 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
   const int part_rows = ceil_div(ceil_div(num_rows, num_parts), kRows) * kRows;
   const int num_groups = ceil_div(num_bands, per_chunk), num_chunks = num_parts * num_groups;
   const int64_t stride = int64_t(unit) * kBand;
-  pool.run(num_chunks, [&](int chunk, int) {
+  pool.run(num_chunks, [&](int chunk, int thread) {
     static thread_local std::vector<Line> lines;
     static thread_local std::vector<Prefetch> found;  // by band, for its first product
     static thread_local std::vector<char> is_needed;  // likewise
@@ -129,13 +129,12 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
       const int64_t num_bytes = band_bytes(dtype, std::min(slab, k - i));
       return Prefetch::Range{static_cast<const char*>(bands.at(dtype, band, k, i)), num_bytes / 64};
     };
-    // What this thread multiplies with next: threads take about as long for a chunk, so it is likely to be the one that
-    // comes when each has taken one more.
+    // What this thread multiplies with next.
     const auto slab_behind = [&](int band, int64_t i) {
       if (band + 1 < last) return slab_of(band + 1, i);
       if (i + slab < k) return slab_of(first, i + slab);
-      const int next = chunk + pool.num_threads();
-      return next < num_chunks ? slab_of(next % num_groups * per_chunk, 0) : Prefetch::Range{nullptr, 0};
+      const int next = pool.follower(chunk, thread, num_chunks);
+      return next >= 0 ? slab_of(next % num_groups * per_chunk, 0) : Prefetch::Range{nullptr, 0};
     };
     found.resize(size_t(per_chunk));
     is_needed.clear();
@@ -171,7 +170,7 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
           Prefetch more;
           Prefetch& prefetch = i == 0 && row == begin ? found[size_t(band - first)] : more;
           prefetch.weights = {next.begin, std::clamp<int64_t>(next.num_lines, 0, share)};
-          if (queue != nullptr && !many && row == begin) queue->take(band_bytes(dtype, inputs), prefetch);
+          if (queues != nullptr && !many && row == begin) queues->of(thread).take(band_bytes(dtype, inputs), prefetch);
           kernels.product(dtype, at(x, row * x_stride + i, dtype), x_stride, std::min(kRows, end - row), weights, inputs,
                           i > 0, block(band, row), stride, widens || by_slabs ? &prefetch : nullptr);
         }

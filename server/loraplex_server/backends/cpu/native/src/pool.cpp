@@ -20,8 +20,6 @@ void pause() {
 #endif
 }
 
-bool has_chunks(uint64_t ticket) { return (ticket & 0xffffffffu) < (ticket >> 32); }
-
 }  // namespace
 
 std::atomic<int>& Pool::num_forks() {
@@ -31,7 +29,7 @@ std::atomic<int>& Pool::num_forks() {
   return count;
 }
 
-Pool::Pool(int num_threads) : num_forks_(num_forks().load()) {
+Pool::Pool(int num_threads) : shares_(static_cast<size_t>(num_threads)), num_forks_(num_forks().load()) {
   for (int i = 1; i < num_threads; i++) workers_.emplace_back([this, i] { work(i); });
 }
 
@@ -44,28 +42,45 @@ Pool::~Pool() {
   for (auto& worker : workers_) worker.join();
 }
 
-bool Pool::take_one(int thread) {
-  if (!has_chunks(ticket_.load(std::memory_order_acquire))) return false;
-  const uint64_t ticket = ticket_.fetch_add(1, std::memory_order_acq_rel);
-  if (!has_chunks(ticket)) return false;
-  function_(job_, static_cast<int>(ticket & 0xffffffffu), thread);
-  num_done_.fetch_add(1, std::memory_order_release);
-  return true;
+// Returns the chunk, or -1 if there is none.
+int Pool::take(Share& share, bool is_own) {
+  uint64_t chunks = share.chunks.load(std::memory_order_acquire);
+  for (;;) {
+    const auto first = static_cast<uint32_t>(chunks), end = static_cast<uint32_t>(chunks >> 32);
+    if (first >= end) return -1;
+    const uint64_t left = is_own ? chunks + 1 : chunks - (uint64_t{1} << 32);
+    if (share.chunks.compare_exchange_weak(chunks, left, std::memory_order_acq_rel, std::memory_order_acquire))
+      return static_cast<int>(is_own ? first : end - 1);
+  }
+}
+
+// Until no chunk is left that somebody could take. Returns how many this thread has done.
+int Pool::take_all(int thread) {
+  int num_done = 0;
+  const int num_shares = static_cast<int>(shares_.size());
+  for (int i = 0; i < num_shares; i++) {
+    Share& share = shares_[static_cast<size_t>((thread + i) % num_shares)];
+    for (int chunk; (chunk = take(share, i == 0)) >= 0; num_done++) function_(job_, chunk, thread);
+  }
+  return num_done;
 }
 
 void Pool::share(Function function, const void* job, int num_chunks) {
   function_ = function;
   job_ = job;
   num_done_.store(0, std::memory_order_relaxed);
-  ticket_.store(static_cast<uint64_t>(num_chunks) << 32);
+  for (int thread = 0; thread < num_threads(); thread++)
+    shares_[static_cast<size_t>(thread)].chunks.store(
+        static_cast<uint64_t>(first_of(thread + 1, num_chunks)) << 32 | static_cast<uint32_t>(first_of(thread, num_chunks)),
+        std::memory_order_release);
+  num_jobs_.fetch_add(1);
   if (num_asleep_.load() > 0) {
     std::lock_guard<std::mutex> lock(sleep_);
     wake_.notify_all();
   }
-  while (take_one(0)) {
-  }
+  const int num_left = num_chunks - take_all(0);
   int spins = 0;
-  while (num_done_.load(std::memory_order_acquire) < num_chunks) {
+  while (num_done_.load(std::memory_order_acquire) < num_left) {
     pause();
     // The thread with the last chunk may need this very core.
     if (++spins % kSpins == 0) std::this_thread::yield();
@@ -74,8 +89,11 @@ void Pool::share(Function function, const void* job, int num_chunks) {
 
 void Pool::work(int thread) {
   int spins = 0;
-  while (!ends_.load(std::memory_order_relaxed)) {
-    if (take_one(thread)) {
+  for (uint32_t seen = 0; !ends_.load(std::memory_order_relaxed);) {
+    if (const uint32_t num_jobs = num_jobs_.load(std::memory_order_acquire); num_jobs != seen) {
+      seen = num_jobs;
+      // A chunk of a job counts only now, so the next job, whose chunks may have been taken by the same loop, comes after it.
+      if (const int num_done = take_all(thread); num_done > 0) num_done_.fetch_add(num_done, std::memory_order_release);
       spins = 0;
       continue;
     }
@@ -84,7 +102,7 @@ void Pool::work(int thread) {
     std::unique_lock<std::mutex> lock(sleep_);
     num_asleep_.fetch_add(1);
     // As wake_.wait(lock) does it; that function's own symbol is of libstdc++ 12, and older systems lack it.
-    while (!ends_.load() && !has_chunks(ticket_.load())) pthread_cond_wait(wake_.native_handle(), sleep_.native_handle());
+    while (!ends_.load() && num_jobs_.load() == seen) pthread_cond_wait(wake_.native_handle(), sleep_.native_handle());
     num_asleep_.fetch_sub(1);
     spins = 0;
   }

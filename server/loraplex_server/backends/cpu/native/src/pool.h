@@ -1,7 +1,10 @@
 // Threads that share out the chunks of one job after the other.
 //
 // A step is some hundred short jobs, so workers wait for the next one spinning, and only for a moment: then they sleep.
-// Chunks are taken one by one, so that a thread whose core is busy with something else holds up one chunk, not the job.
+// Of a job's chunks each thread has a share of its own, one piece: it finds what it wrote and prefetched in its own caches,
+// and meets the other threads when it is done and not for each chunk. Cores need not have a cache in common: between two of
+// AMD's core complexes a line takes six times as long as within one. Then it takes chunks from the ends of the others'
+// shares, so that a thread whose core is busy with something else holds up one chunk, not the job.
 #pragma once
 
 #include <atomic>
@@ -20,7 +23,7 @@ class Pool {
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  int num_threads() const { return static_cast<int>(workers_.size()) + 1; }
+  int num_threads() const { return static_cast<int>(shares_.size()); }
 
   // Calls body(chunk, thread) for every chunk in 0..num_chunks, on this thread too; returns when all are done. One job at a
   // time: callers take turns.
@@ -35,6 +38,21 @@ class Pool {
           num_chunks);
   }
 
+  // First chunk of a thread's share, and of the threads behind it.
+  int first_of(int thread, int num_chunks) const { return static_cast<int>(int64_t(thread) * num_chunks / num_threads()); }
+
+  // The thread whose share a chunk is in. It takes the chunk, if nobody else had nothing to do before.
+  int owner(int chunk, int num_chunks) const {
+    return static_cast<int>((int64_t(chunk + 1) * num_threads() - 1) / num_chunks);
+  }
+
+  // The chunk that a thread is likely to take after this one, -1: none.
+  int follower(int chunk, int thread, int num_chunks) const {
+    const int share = owner(chunk, num_chunks);
+    if (share != thread) return chunk > first_of(share, num_chunks) ? chunk - 1 : -1;
+    return chunk + 1 < first_of(share + 1, num_chunks) ? chunk + 1 : -1;
+  }
+
   std::unique_lock<std::mutex> take_turn() {
     return is_inherited() ? std::unique_lock<std::mutex>() : std::unique_lock<std::mutex>(turn_);
   }
@@ -42,23 +60,29 @@ class Pool {
  private:
   using Function = void (*)(const void*, int chunk, int thread);
 
+  // What nobody has taken of a thread's share: the first chunk in the lower half, the end in the upper. Its own thread takes
+  // the first, others take the last. In a line of its own, and in the one that CPUs fetch with it.
+  struct alignas(128) Share {
+    std::atomic<uint64_t> chunks{0};
+  };
+
   // In a process that was forked from the pool's: its threads are not there, and its locks may be held by them for ever.
   bool is_inherited() const { return num_forks_ != num_forks().load(std::memory_order_relaxed); }
   static std::atomic<int>& num_forks();
 
+  static int take(Share& share, bool is_own);
   void share(Function function, const void* job, int num_chunks);
-  bool take_one(int thread);
+  int take_all(int thread);
   void work(int thread);
 
-  // The job's number of chunks in the upper half, the next chunk in the lower: one word, so that a thread that takes a chunk
-  // knows which job it is of. What describes a job does not change while a chunk of it is out.
-  std::atomic<uint64_t> ticket_{0};
-  std::atomic<int> num_done_{0};
+  // What describes a job does not change while a chunk of it is out, and is there before its shares are.
   Function function_ = nullptr;
   const void* job_ = nullptr;
-
-  std::atomic<int> num_asleep_{0};
+  std::vector<Share> shares_;
+  alignas(128) std::atomic<int> num_done_{0};       // chunks, without those that their threads have not counted yet
+  alignas(128) std::atomic<uint32_t> num_jobs_{0};  // that have been shared out
   std::atomic<bool> ends_{false};
+  std::atomic<int> num_asleep_{0};
   std::mutex sleep_;
   std::condition_variable wake_;
   std::mutex turn_;

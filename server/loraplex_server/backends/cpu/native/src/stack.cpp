@@ -95,8 +95,8 @@ Scratch lay_out(const LpStack& stack, int64_t num_tokens, int64_t max_rank, void
 
 class StackRun {
  public:
-  // `prefetches`: an empty queue.
-  StackRun(Pool& pool, const Kernels& kernels, const LpStack& stack, const LpStep& step, PrefetchQueue& prefetches)
+  // `prefetches`: empty queues of the pool's threads.
+  StackRun(Pool& pool, const Kernels& kernels, const LpStack& stack, const LpStep& step, PrefetchQueues& prefetches)
       : pool_(pool),
         kernels_(kernels),
         stack_(stack),
@@ -160,33 +160,56 @@ class StackRun {
     };
     for (int i = 0; i < stack_.num_layers; i++) {
       const LpLayer& layer = stack_.layers[i];
-      for (const Target& target : qkv_targets(layer)) updates_.add_factors(target, stack_.hidden, prefetches_);
+      const auto qkv = qkv_targets(layer);
+      updates_.add_factors(qkv.data(), 3, stack_.hidden, prefetches_);
+      add_weights(layer.qkv, stack_.hidden, ceil_div(qkv_rows, kBand), stack_.head_dim / kBand);
       end_phase(qkv_rows * stack_.hidden);
       add_pages(layer, step_.spans);
       end_phase(0);
-      updates_.add_factors({&layer.o_table, stack_.hidden}, rows, prefetches_);
+      const Target o{&layer.o_table, stack_.hidden}, down{&layer.down_table, stack_.hidden};
+      updates_.add_factors(&o, 1, rows, prefetches_);
+      add_weights(layer.o, rows, ceil_div(stack_.hidden, kBand), 1);
       end_phase(rows * stack_.hidden);
-      for (const Target& target : gate_targets(layer)) updates_.add_factors(target, stack_.hidden, prefetches_);
+      const auto gate = gate_targets(layer);
+      updates_.add_factors(gate.data(), 2, stack_.hidden, prefetches_);
+      add_weights(layer.gate_up, stack_.hidden, ceil_div(stack_.ffn, kPanel), 2);
       end_phase(2 * int64_t(stack_.ffn) * stack_.hidden);
-      updates_.add_factors({&layer.down_table, stack_.hidden}, stack_.ffn, prefetches_);
+      updates_.add_factors(&down, 1, stack_.ffn, prefetches_);
+      add_weights(layer.down, stack_.ffn, ceil_div(stack_.hidden, kBand), 1);
       end_phase(int64_t(stack_.ffn) * stack_.hidden);
     }
   }
 
-  // Keys and values in the order in which attention reads them, as many bytes as the weights of q, k and v have.
+  // The slab that each thread multiplies with first: no product before it of the same weight fetches it.
+  void add_weights(const void* packed, int64_t k, int num_bands, int unit) {
+    const Bands bands{packed, Format(stack_.format)};
+    const int num_chunks = ceil_div(num_bands, unit);
+    const int64_t num_bytes = std::min(band_bytes(dtype_, k), kernels_.blocking(dtype_).slab_bytes);
+    for (int thread = 0; thread < pool_.num_threads(); thread++) {
+      const int first = pool_.first_of(thread, num_chunks);
+      if (first < pool_.first_of(thread + 1, num_chunks))
+        prefetches_.of(thread).add(bands.at(dtype_, int64_t(first) * unit, k, 0), num_bytes);
+    }
+  }
+
+  // Keys and values in the order in which attention reads them, as many bytes for a thread as its weights of q, k and v have.
   void add_pages(const LpLayer& layer, const LpSpans& spans) {
     const int64_t rows = (stack_.num_heads + 2 * int64_t(stack_.num_kv_heads)) * stack_.head_dim;
-    const int64_t num_bytes = prefetches_.num_bytes() + rows * stack_.hidden * item_bytes(dtype_);
+    const int64_t most = rows * stack_.hidden * item_bytes(dtype_) / pool_.num_threads();
     const int64_t token_bytes = int64_t(stack_.num_kv_heads) * stack_.head_dim * item_bytes(dtype_);
-    for (int span = spans.num_spans - 1; span >= 0 && prefetches_.num_bytes() < num_bytes; span--) {
+    int64_t num_bytes = 0;  // of the thread
+    for (int i = 0, thread = -1; i < spans.num_spans; i++) {
+      const int owner = pool_.owner(i, spans.num_spans), span = spans.num_spans - 1 - i;
+      if (owner != thread) thread = owner, num_bytes = prefetches_.of(thread).num_bytes() + most;
+      PrefetchQueue& queue = prefetches_.of(thread);
       const int64_t length = spans.context_lens[span];
       const int64_t first = layer.window > 0 ? std::max<int64_t>(0, length - layer.window) : 0;
-      for (int64_t block = first / spans.block_size;
-           block * spans.block_size < length && prefetches_.num_bytes() < num_bytes; block++) {
+      for (int64_t block = first / spans.block_size; block * spans.block_size < length && queue.num_bytes() < num_bytes;
+           block++) {
         const int64_t page = spans.block_tables[span * spans.table_stride + block] * spans.block_size * token_bytes;
         const int64_t size = std::min<int64_t>(spans.block_size, length - block * spans.block_size) * token_bytes;
-        prefetches_.add(static_cast<const char*>(layer.k_pages) + page, size);
-        prefetches_.add(static_cast<const char*>(layer.v_pages) + page, size);
+        queue.add(static_cast<const char*>(layer.k_pages) + page, size);
+        queue.add(static_cast<const char*>(layer.v_pages) + page, size);
       }
     }
   }
@@ -327,7 +350,7 @@ class StackRun {
   const Scratch scratch_;
   Updates updates_;
   OwnProducts own_;
-  PrefetchQueue& prefetches_;
+  PrefetchQueues& prefetches_;
   const std::vector<int> slots_;
 };
 
@@ -344,8 +367,8 @@ __attribute__((visibility("default"))) int64_t lp_stack_scratch_bytes(const LpSt
 // All layers of the stack over one step.
 __attribute__((visibility("default"))) void lp_stack_run(lp::Pool* pool, const LpStack* stack, const LpStep* step) {
   const auto turn = pool->take_turn();
-  static thread_local lp::PrefetchQueue prefetches;  // its memory serves every step
-  prefetches.clear();
+  static thread_local lp::PrefetchQueues prefetches;  // their memory serves every step
+  prefetches.clear(pool->num_threads());
   lp::StackRun run(*pool, *lp::current_kernels(), *stack, *step, prefetches);
   for (int i = 0; i < stack->num_layers; i++) {
     run.before_attention(stack->layers[i]);

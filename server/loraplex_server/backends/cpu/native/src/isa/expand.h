@@ -408,6 +408,35 @@ static void expand(DType dtype, const void* inner, int64_t h_stride, int m, cons
 #endif
 }
 
+// One row's update by one adapter of rank 16, where factors of few rows are multiplied as they lie: the sums of `expand`
+// without what its general form takes for each call. c[num_outputs] += update; num_outputs is a multiple of 16.
+#if defined(LP_FAST_PAIRS) && !defined(__AMX_BF16__)
+static bool adds_one_row(DType dtype, int rank) { return dtype == DType::BF16 && rank == 16; }
+
+static inline void add_one_row(const void* inner, int64_t low, const bf16* b, int num_outputs, float* c) {
+  const bf16* h = (const bf16*)inner;
+  const Words high = load_twice(h, first(16)), lower = load_twice(h + low, first(16));
+  for (int o = 0; o < num_outputs; o += 16) {
+    Floats pairs[8];
+    for (int i = 0; i < 8; i++) {
+      const Words factors = load_words(b + 16 * o + 32 * i);
+      pairs[i] = dot_pairs(dot_pairs(zeros(), factors, high), factors, lower);
+    }
+    store(c + o, add(load(c + o), sums_of_eights(pairs)));
+  }
+}
+#elif defined(LP_EXPANDS_LYING)
+static bool adds_one_row(DType dtype, int rank) { return dtype == DType::BF16 && rank == 16; }
+
+static inline void add_one_row(const void* inner, int64_t, const bf16* b, int num_outputs, float* c) {
+  const EvensOdds h((const float*)inner);
+  for (int o = 0; o < num_outputs; o += 16) store(c + o, add(load(c + o), expand_lying(b + 16 * o, 16, h)));
+}
+#else
+static bool adds_one_row(DType, int) { return false; }
+static void add_one_row(const void*, int64_t, const bf16*, int, float*) {}
+#endif
+
 static void expand_uses(DType dtype, const Use* uses, int num_uses, int64_t h_stride, int row, int m, int64_t output,
                         int num_outputs, float* c, int64_t c_stride) {
   const int kFloats = 256 * kRows;
@@ -417,6 +446,12 @@ static void expand_uses(DType dtype, const Use* uses, int num_uses, int64_t h_st
     const Use* next = use + 1;
     while (next < end && next->adds) next++;
     const int first = use->start > row ? use->start : row, last = use->end < row + m ? use->end : row + m;
+    if (last - first == 1 && next == use + 1 && num_outputs % 16 == 0 && adds_one_row(dtype, use->rank)) {
+      add_one_row((const float*)use->h + (first - use->start) * h_stride, h_stride, (const bf16*)use->b + output * use->rank, num_outputs,
+                  c + (first - row) * c_stride);
+      use = next;
+      continue;
+    }
     for (int at = first; at < last; at += most) {
       const int rows = last - at < most ? last - at : most;
       for (const Use* one = use; one < next; one++) {
