@@ -33,6 +33,7 @@ class StepContext:
         "capture_head_input",
         "expert_uses",
         "head_input",
+        "head_rows",
         "head_segments",
         "merged",
         "num_logit_rows",
@@ -45,6 +46,9 @@ class StepContext:
         # Adapter segments of the step's token rows, and of the rows that reach the head. None: no row has an adapter.
         self.token_segments: PreparedSegments | None = None
         self.head_segments: PreparedSegments | None = None
+        # On the host, the tokens that reach the head, in any order; None: all. Nobody reads others' output of the last
+        # layer, but later steps read their keys and values.
+        self.head_rows: npt.NDArray[np.int64] | None = None
         # The attention back end's own plan of the step.
         self.attention: Any = None
         # The states of the step's sequences, in models with mixers that keep one. None: mixers run as the model's own.
@@ -65,6 +69,7 @@ class StepContext:
         """Drops all references after a step, also after one that raised."""
         self.token_segments = None
         self.head_segments = None
+        self.head_rows = None
         self.attention = None
         self.states = None
         self.rope_lengths = None

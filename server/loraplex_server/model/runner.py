@@ -406,6 +406,7 @@ class ModelRunner:
         try:
             context.states = states
             context.rope_lengths = staged.rope_lengths
+            context.head_rows = staged.head_rows
             context.capture_head_input = capture
             context.num_logit_rows = staged.num_logit_rows if staged.pooled else None
             context.token_segments = self._prepare(staged.token_segments, staged.num_tokens)

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -162,7 +164,8 @@ class NativeStack(nn.Module):
         hidden = hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()
         prepared, slots = self._context.token_segments, self._slots
         if slots is None or prepared is None or slots.are_plain(prepared.segments, self._path, COMPUTED):
-            self._run(hidden, position_embeddings, native_plan(self._context.attention), self._runs(prepared))
+            plan, outputs = native_plan(self._context.attention), self._outputs(hidden.shape[1])
+            self._run(hidden, position_embeddings, plan, self._runs(prepared), outputs)
             return hidden
         stacked, apart = split_step(
             self._context.attention.batch,
@@ -189,18 +192,33 @@ class NativeStack(nn.Module):
             own = self._run_own_layers(own, own_others, own_named)
         return hidden.index_copy_(1, apart.rows, own)
 
-    def _run(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor], plan: Plan, runs: RunsOfRows) -> None:
-        """hidden [1, num_tokens, hidden], contiguous, becomes the last layer's output."""
+    def _outputs(self, num_tokens: int) -> npt.NDArray[np.int32] | None:
+        """The rows whose output is read, sorted; None: all."""
+        rows = self._context.head_rows
+        return None if rows is None or len(rows) >= num_tokens else np.unique(rows).astype(np.int32)
+
+    def _run(
+        self,
+        hidden: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        plan: Plan,
+        runs: RunsOfRows,
+        outputs: npt.NDArray[np.int32] | None = None,
+    ) -> None:
+        """hidden [1, num_tokens, hidden], contiguous, becomes the last layer's output, in the rows `outputs`, in all
+        for None."""
         num_tokens = hidden.shape[1]
         cos, sin = (rotary.to(torch.float32).contiguous() for rotary in position_embeddings)
         max_rank = self._slots.max_rank * runs.max_uses if self._slots is not None else 0
         runs.struct.max_rank = max_rank
-        needed = self._kernels.stack_scratch_bytes(self._stack, num_tokens, max_rank)
+        num_outputs = num_tokens if outputs is None else len(outputs)
+        needed = self._kernels.stack_scratch_bytes(self._stack, num_tokens, num_outputs, max_rank)
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(needed, dtype=torch.uint8)
         step = Step(
             num_tokens=num_tokens, num_rotary=cos.shape[-1], hidden=hidden.data_ptr(), cos=cos.data_ptr(),
             sin=sin.data_ptr(), spans=plan.spans, runs=runs.struct, scratch=self._scratch.data_ptr(),
+            outputs=None if outputs is None else outputs.ctypes.data, num_outputs=num_outputs,
         )  # fmt: skip
         self._kernels.run_stack(self._stack, step)
 

@@ -334,8 +334,8 @@ class NativeKernels:
 
     # --- stacks of layers ---------------------------------------------------------------------------------------------
 
-    def stack_scratch_bytes(self, stack: Stack, num_tokens: int, max_rank: int) -> int:
-        return int(self._functions.lp_stack_scratch_bytes(ctypes.byref(stack), num_tokens, max_rank))
+    def stack_scratch_bytes(self, stack: Stack, num_tokens: int, num_outputs: int, max_rank: int) -> int:
+        return int(self._functions.lp_stack_scratch_bytes(ctypes.byref(stack), num_tokens, num_outputs, max_rank))
 
     def run_stack(self, stack: Stack, step: Step) -> None:
         """All layers, in place over the step's hidden states."""

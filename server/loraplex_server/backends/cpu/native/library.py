@@ -127,7 +127,7 @@ class Step(ctypes.Structure):
 
     _fields_ = (
         *(("num_tokens", _INT), ("num_rotary", _INT), ("hidden", _POINTER), ("cos", _POINTER), ("sin", _POINTER)),
-        *(("spans", Spans), ("runs", Runs), ("scratch", _POINTER)),
+        *(("spans", Spans), ("runs", Runs), ("scratch", _POINTER), ("outputs", _POINTER), ("num_outputs", _INT)),
     )
 
 
@@ -220,7 +220,7 @@ KERNELS: Final[Mapping[str, Prototype]] = {
     "lp_rms_norm": _function(None, "pool dtype x weight num_rows n eps offset narrows y"),
     "lp_argmax": _function(None, "pool dtype x num_rows n masks bits num_words best where"),
     "lp_guess": _function(None, "pool guesses head hidden scratch best where", scratch=_struct(GuessScratch)),
-    "lp_stack_scratch_bytes": _function(_LONG, "stack num_tokens max_rank"),
+    "lp_stack_scratch_bytes": _function(_LONG, "stack num_tokens num_outputs max_rank"),
     "lp_stack_run": _function(None, "pool stack step"),
 }
 

@@ -99,18 +99,33 @@ class Bench:
         self.slots.install(slot, weights if rank else None)
         return weights
 
-    def run(self, states: Tensor, segments: list[Segment] | None = None, num_turned: int = 32) -> Tensor:
-        """states [num_tokens, hidden], which are overwritten."""
+    def run(
+        self,
+        states: Tensor,
+        segments: list[Segment] | None = None,
+        num_turned: int = 32,
+        lens: tuple[int, ...] = (),
+        head_rows: list[int] | None = None,
+    ) -> Tensor:
+        """states [num_tokens, hidden], which are overwritten. `lens`: of sequences, if there are several."""
         context, stack = self.loaded.context, self.loaded.decoder
         assert stack is not None
         num_tokens = states.shape[0]
         angles = torch.outer(torch.arange(num_tokens) + 1.0, torch.linspace(0.1, 1.0, num_turned // 2)).repeat(1, 2)
         cos, sin = at_end(angles.cos().to(self.dtype)), at_end(angles.sin().to(self.dtype))
-        blocks = np.arange(NUM_BLOCKS, dtype=np.int64)[None, ::-1]
-        lens = np.array([num_tokens], dtype=np.int64)
-        positions = torch.arange(num_tokens)
-        slots = (NUM_BLOCKS - 1 - positions // BLOCK_SIZE) * BLOCK_SIZE + positions % BLOCK_SIZE
-        context.attention = self.backend.plan(AttentionBatch(lens, lens, blocks, BLOCK_SIZE, slots), self.dtype, CPU)
+        sizes = np.array(lens or [num_tokens], dtype=np.int64)
+        per_span = NUM_BLOCKS // len(sizes)
+        blocks = np.arange(per_span * len(sizes), dtype=np.int64)[::-1].reshape(len(sizes), per_span)
+        slots = torch.cat(
+            [
+                torch.from_numpy(table.copy())[torch.arange(size) // BLOCK_SIZE] * BLOCK_SIZE
+                + torch.arange(size) % BLOCK_SIZE
+                for table, size in zip(blocks, sizes, strict=True)
+            ]
+        )
+        batch = AttentionBatch(sizes, sizes, blocks, BLOCK_SIZE, slots)
+        context.attention = self.backend.plan(batch, self.dtype, CPU)
+        context.head_rows = None if head_rows is None else np.array(head_rows, dtype=np.int64)
         if segments is not None:
             context.token_segments = self.ops.prepare(segments, num_tokens, self.slots.num_slots, CPU)
         try:
@@ -194,6 +209,29 @@ def test_segments_of_another_implementation_are_refused(kernels: NativeKernels) 
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_rows", [[], [69], [0, 9, 10, 14, 15, 40, 68], [68, 3, 3, 15, 14]], ids=str)
+def test_rows_whose_output_is_read_have_every_bit(
+    kernels: NativeKernels, dtype: torch.dtype, head_rows: list[int]
+) -> None:
+    """Others end with their keys and values. Rows side by side, ends of sequences, some twice, none at all."""
+    bench = Bench(kernels, dtype)
+    for slot, rank in enumerate((5, 16, 33)):
+        bench.install(slot, rank)
+    segments = [Segment(0, 1, 0), Segment(1, 10, 1), Segment(11, 40, 2), Segment(30, 36, 0, 0.5), Segment(50, 70, 1)]
+    states, lens = bench.states(70), (15, 5, 50)
+    bench.bind(all_pages := bench.pages())
+    want = bench.run(states.clone(), segments, lens=lens)
+    bench.bind(pages := bench.pages())
+    got = bench.run(states.clone(), segments, lens=lens, head_rows=head_rows)
+    assert torch.equal(bits(got[head_rows]), bits(want[head_rows]))
+    for one, other in zip(pages, all_pages, strict=True):
+        assert torch.equal(bits(one.k), bits(other.k))
+        assert torch.equal(bits(one.v), bits(other.v))
+    rest = [row for row in range(70) if row not in head_rows]
+    assert not torch.equal(bits(got[rest]), bits(want[rest])), "the last layer computed rows that nobody reads"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

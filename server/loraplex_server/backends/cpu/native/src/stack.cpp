@@ -3,9 +3,11 @@
 //   h += o(attention(rope(qkv(norm(h)))));  h += down(act(gate(norm(h))) * up(norm(h)))
 //
 // with an adapter term on each of the seven linears, or a product of the adapter's own in its place, and norms by the weights
-// of each row's adapter. The caller guarantees shapes and keeps all memory alive.
+// of each row's adapter. Of the last layer, rows whose output nobody reads get keys and values only. The caller guarantees
+// shapes and keeps all memory alive.
 #include <array>
 
+#include "outputs.h"
 #include "own.h"
 
 extern "C" {
@@ -49,12 +51,14 @@ struct LpStack {
 struct LpStep {
   int32_t num_tokens;
   int32_t num_rotary;  // of head_dim, 0: no rotation
-  void* hidden;        // [num_tokens][hidden], in place
+  void* hidden;        // [num_tokens][hidden], in place; rows that are not among `outputs` are left as they come
   const float* cos;    // [num_tokens][num_rotary]
   const float* sin;
   LpSpans spans;
   LpRuns runs;
-  void* scratch;  // lp_stack_scratch_bytes
+  void* scratch;       // lp_stack_scratch_bytes
+  const int32_t* outputs;  // [num_outputs] rows whose output is read, each greater than the one before; null: all
+  int32_t num_outputs;
 };
 }
 
@@ -106,46 +110,7 @@ class StackRun {
         updates_(pool, kernels, dtype_, step.runs, step.num_tokens, scratch_.updates),
         own_(pool, kernels, dtype_, step.runs),
         prefetches_(prefetches),
-        slots_(slots_of(step.runs, step.num_tokens)) {
-    plan_prefetches();
-  }
-
-  void before_attention(const LpLayer& layer) {
-    prefetches_.begin_phase();
-    normalize(layer.norm1, layer.eps);
-    const auto targets = qkv_targets(layer);
-    prepare(scratch_.normed, stack_.hidden, targets.data(), 3);
-    project_qkv(layer);
-  }
-
-  void attend(const LpLayer& layer) {
-    prefetches_.begin_phase();
-    const Heads heads{stack_.num_heads, stack_.num_kv_heads, stack_.head_dim, layer.scaling, layer.softcap, layer.window, 0,
-                      nullptr};
-    attend_all(pool_, kernels_, dtype_, scratch_.q, scratch_.mixed, {layer.k_pages, layer.v_pages}, heads, step_.spans);
-  }
-
-  void after_attention(const LpLayer& layer) {
-    prefetches_.begin_phase();
-    add_product(layer.o, layer.o_bias, layer.o_table, scratch_.mixed, int64_t(stack_.num_heads) * stack_.head_dim);
-    normalize(layer.norm2, layer.eps);
-    prefetches_.begin_phase();
-    const auto targets = gate_targets(layer);
-    prepare(scratch_.normed, stack_.hidden, targets.data(), 2);
-    gate(layer);
-    prefetches_.begin_phase();
-    add_product(layer.down, nullptr, layer.down_table, scratch_.act, stack_.ffn);
-  }
-
- private:
-  std::array<Target, 3> qkv_targets(const LpLayer& layer) const {
-    const int64_t rows = int64_t(stack_.num_heads) * stack_.head_dim, kv_rows = int64_t(stack_.num_kv_heads) * stack_.head_dim;
-    return {{{&layer.q_table, rows}, {&layer.k_table, kv_rows}, {&layer.v_table, kv_rows}}};
-  }
-
-  std::array<Target, 2> gate_targets(const LpLayer& layer) const {
-    return {{{&layer.gate_table, stack_.ffn}, {&layer.up_table, stack_.ffn}}};
-  }
+        slots_(slots_of(step.runs, step.num_tokens)) {}
 
   // What the phases of the layers read beside weights, where products are bound by their multiplications.
   void plan_prefetches() {
@@ -178,6 +143,48 @@ class StackRun {
       add_weights(layer.down, stack_.ffn, ceil_div(stack_.hidden, kBand), 1);
       end_phase(int64_t(stack_.ffn) * stack_.hidden);
     }
+  }
+
+  void before_attention(const LpLayer& layer) {
+    prefetches_.begin_phase();
+    normalize(layer.norm1, layer.eps);
+    const auto targets = qkv_targets(layer);
+    prepare(scratch_.normed, stack_.hidden, targets.data(), 3);
+    project_qkv(layer);
+  }
+
+  void attend(const LpLayer& layer) {
+    prefetches_.begin_phase();
+    const Heads heads{stack_.num_heads, stack_.num_kv_heads, stack_.head_dim, layer.scaling, layer.softcap, layer.window, 0,
+                      nullptr};
+    attend_all(pool_, kernels_, dtype_, scratch_.q, scratch_.mixed, {layer.k_pages, layer.v_pages}, heads, step_.spans);
+  }
+
+  // The queries of rows of another run, of which this one computes what is left.
+  void take_queries(const StackRun& whole, const OutputRows& rows) {
+    rows.gather(whole.scratch_.q, int64_t(stack_.num_heads) * stack_.head_dim * item_bytes(dtype_), scratch_.q);
+  }
+
+  void after_attention(const LpLayer& layer) {
+    prefetches_.begin_phase();
+    add_product(layer.o, layer.o_bias, layer.o_table, scratch_.mixed, int64_t(stack_.num_heads) * stack_.head_dim);
+    normalize(layer.norm2, layer.eps);
+    prefetches_.begin_phase();
+    const auto targets = gate_targets(layer);
+    prepare(scratch_.normed, stack_.hidden, targets.data(), 2);
+    gate(layer);
+    prefetches_.begin_phase();
+    add_product(layer.down, nullptr, layer.down_table, scratch_.act, stack_.ffn);
+  }
+
+ private:
+  std::array<Target, 3> qkv_targets(const LpLayer& layer) const {
+    const int64_t rows = int64_t(stack_.num_heads) * stack_.head_dim, kv_rows = int64_t(stack_.num_kv_heads) * stack_.head_dim;
+    return {{{&layer.q_table, rows}, {&layer.k_table, kv_rows}, {&layer.v_table, kv_rows}}};
+  }
+
+  std::array<Target, 2> gate_targets(const LpLayer& layer) const {
+    return {{{&layer.gate_table, stack_.ffn}, {&layer.up_table, stack_.ffn}}};
   }
 
   // The slab that each thread multiplies with first: no product before it of the same weight fetches it.
@@ -357,11 +364,46 @@ class StackRun {
 }  // namespace
 }  // namespace lp
 
+namespace lp {
+namespace {
+
+// The hidden states of the rows whose output is read, and the scratch memory of their part of the last layer.
+int64_t output_bytes(const LpStack& stack, int64_t num_outputs, int64_t max_rank) {
+  const int64_t hidden = num_outputs * stack.hidden * item_bytes(DType(stack.dtype));
+  return ((hidden + 63) & ~int64_t(63)) + lay_out(stack, num_outputs, max_rank, nullptr).num_bytes;
+}
+
+// Attention and what follows it in the last layer, of some rows.
+void finish(Pool& pool, const Kernels& kernels, const LpStack& stack, const LpStep& whole_step, const StackRun& whole,
+            PrefetchQueues& prefetches) {
+  const LpLayer& layer = stack.layers[stack.num_layers - 1];
+  const int64_t row_bytes = stack.hidden * item_bytes(DType(stack.dtype));
+  const OutputRows rows(whole_step.spans, whole_step.runs, whole_step.outputs, whole_step.num_outputs);
+  char* hidden = static_cast<char*>(whole_step.scratch) +
+                 lay_out(stack, whole_step.num_tokens, whole_step.runs.max_rank, nullptr).num_bytes;
+  rows.gather(static_cast<const char*>(whole_step.hidden), row_bytes, hidden);
+  LpStep step = whole_step;
+  step.num_tokens = rows.num_rows();
+  step.hidden = hidden;
+  step.spans = rows.spans();
+  step.runs = rows.runs();
+  step.scratch = hidden + ((rows.num_rows() * row_bytes + 63) & ~int64_t(63));
+  StackRun run(pool, kernels, stack, step, prefetches);
+  run.take_queries(whole, rows);
+  run.attend(layer);
+  run.after_attention(layer);
+  rows.scatter(hidden, row_bytes, static_cast<char*>(whole_step.hidden));
+}
+
+}  // namespace
+}  // namespace lp
+
 extern "C" {
 
 __attribute__((visibility("default"))) int64_t lp_stack_scratch_bytes(const LpStack* stack, int64_t num_tokens,
-                                                                      int64_t max_rank) {
-  return lp::lay_out(*stack, num_tokens, max_rank, nullptr).num_bytes;
+                                                                      int64_t num_outputs, int64_t max_rank) {
+  const int64_t num_bytes = lp::lay_out(*stack, num_tokens, max_rank, nullptr).num_bytes;
+  return num_bytes + (num_outputs < num_tokens ? lp::output_bytes(*stack, num_outputs, max_rank) : 0);
 }
 
 // All layers of the stack over one step.
@@ -369,9 +411,15 @@ __attribute__((visibility("default"))) void lp_stack_run(lp::Pool* pool, const L
   const auto turn = pool->take_turn();
   static thread_local lp::PrefetchQueues prefetches;  // their memory serves every step
   prefetches.clear(pool->num_threads());
-  lp::StackRun run(*pool, *lp::current_kernels(), *stack, *step, prefetches);
+  const lp::Kernels& kernels = *lp::current_kernels();
+  lp::StackRun run(*pool, kernels, *stack, *step, prefetches);
+  run.plan_prefetches();
   for (int i = 0; i < stack->num_layers; i++) {
     run.before_attention(stack->layers[i]);
+    if (i + 1 == stack->num_layers && step->outputs != nullptr) {
+      if (step->num_outputs > 0) lp::finish(*pool, kernels, *stack, *step, run, prefetches);
+      break;
+    }
     run.attend(stack->layers[i]);
     run.after_attention(stack->layers[i]);
   }

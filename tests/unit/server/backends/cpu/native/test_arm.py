@@ -312,7 +312,7 @@ def test_a_stack_of_layers(
         act=act, format=0, layers=ctypes.cast(both, ctypes.POINTER(Layer)),
     )  # fmt: skip
     runs = put_runs(program, [(0, 1, 0), (1, 8, 1)], max(ranks))
-    num_bytes = avx2.functions.lp_stack_scratch_bytes(ctypes.byref(stack), tokens, max(ranks))
+    num_bytes = avx2.functions.lp_stack_scratch_bytes(ctypes.byref(stack), tokens, tokens, max(ranks))
     angles = dice.random((tokens, dim)).astype(np.float32)
     step = Step(
         num_tokens=tokens, num_rotary=dim, hidden=program.put(floats(dice, dtype, tokens, hidden)),
