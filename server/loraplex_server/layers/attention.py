@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from loraplex_server.kv.rope import RopeScaling
 from loraplex_server.layers.context import StepContext
-from loraplex_server.layers.transfer import upload
+from loraplex_server.layers.transfer import large_pages, upload
 
 # --- attention layers of a model --------------------------------------------------------------------------------------
 
@@ -132,8 +132,8 @@ class KvCache:
         for shape in dict.fromkeys(shapes[idx] for idx in own):
             members = [idx for idx in own if shapes[idx] == shape]
             heads, k_dim, v_dim = shape
-            k = torch.empty(len(members), num_blocks, block_size, heads, k_dim, dtype=dtype, device=device)
-            v = torch.empty(len(members), num_blocks, block_size, heads, v_dim, dtype=dtype, device=device)
+            k = large_pages((len(members), num_blocks, block_size, heads, k_dim), dtype, device)
+            v = large_pages((len(members), num_blocks, block_size, heads, v_dim), dtype, device)
             self._pages += [k, v]
             for place, layer_idx in enumerate(members):
                 layers[layer_idx] = LayerKv(k[place], v[place])

@@ -1,4 +1,4 @@
-"""Asynchronous copies between host and device.
+"""Memory of host and device, and asynchronous copies between them.
 
 On a CPU nothing is copied. With CUDA every copy has page-locked memory of its own. The caching allocator reuses it only
 when the copy has happened, so that no step can overwrite what an earlier one still sends.
@@ -6,10 +6,28 @@ when the copy has happened, so that no step can overwrite what an earlier one st
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+LARGE_PAGE = 2 << 20
+
+
+def large_pages(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised tensor. A CPU's is on large pages where the system gives them: the kernels prefetch keys and
+    values, and each page is looked up first. Takes memory from the system as pages are first used."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type == "cpu" and num_bytes >= LARGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # not enough memory, which torch.empty says better, or no such pages
+            region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            region.madvise(mmap.MADV_HUGEPAGE)
+            return torch.frombuffer(region, dtype=dtype).view(*shape)
+    return torch.empty(*shape, dtype=dtype, device=device)
 
 
 def upload(host: Tensor, device: torch.device) -> Tensor:
