@@ -158,6 +158,16 @@ static inline Floats expand_transposed(const float* t, const float* h) {
   return add(low, add(add(pair(4), pair(5)), add(pair(6), pair(7))));
 }
 
+// t[16 ranks][16 outputs]
+static inline void transpose_floats(const bf16* b, int64_t stride, float* t) {
+  Words pairs[8];
+  transpose_outputs(b, stride, first(16), pairs);
+  for (int i = 0; i < 8; i++) {
+    store_aligned(t + 2 * i * 16, evens(pairs[i]));
+    store_aligned(t + (2 * i + 1) * 16, odds(pairs[i]));
+  }
+}
+
 static void expand_eights(const float* h, int64_t h_stride, int m, const bf16* b, int rank, int num_outputs, bool adds, float* c,
                           int64_t c_stride, int64_t c_panel) {
   alignas(64) bf16 last[16 * 16];
@@ -179,14 +189,7 @@ static void expand_eights(const float* h, int64_t h_stride, int m, const bf16* b
           for (int r = 0; r < 16; r++) last[16 * i + r] = i < outputs && r < num_ranks ? block[i * rank + r] : 0;
         block = last, stride = 16;
       }
-      if (m > kRowsAsTheyLie) {
-        Words pairs[8];
-        transpose_outputs(block, stride, first(16), pairs);
-        for (int i = 0; i < 8; i++) {
-          store_aligned(t + 2 * i * 16, evens(pairs[i]));
-          store_aligned(t + (2 * i + 1) * 16, odds(pairs[i]));
-        }
-      }
+      if (m > kRowsAsTheyLie) transpose_floats(block, stride, t);
       const Part part = first(outputs);
       for (int row = 0; row < m; row++) {
         const float* inner = terms(row);
@@ -215,7 +218,28 @@ struct Terms {
   int64_t row_stride, low;
 };
 
-// c[m][outputs] = (adds ? c : 0) + the sum of 16 ranks' products: of eight pairs, ((0 + 2) + (1 + 3)) + ((4 + 6) + (5 + 7)).
+// The sum of 16 ranks' products for 16 outputs: of eight pairs, ((0 + 2) + (1 + 3)) + ((4 + 6) + (5 + 7)). Factors as they lie,
+// and a row's terms twice.
+static inline Floats lying_sums(const Words* factors, Words high, Words low) {
+  Floats pairs[8];
+  for (int i = 0; i < 8; i++) pairs[i] = dot_pairs(dot_pairs(zeros(), factors[i], high), factors[i], low);
+  return sums_of_eights(pairs);
+}
+
+// The same of transposed factors and a row's terms, of which the second ones are `low` behind the first.
+static inline Floats transposed_sums(const Words* factors, const bf16* terms, int64_t low) {
+  Floats pairs[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    int32_t high, lower;
+    __builtin_memcpy(&high, terms + 2 * i, 4);
+    __builtin_memcpy(&lower, terms + low + 2 * i, 4);
+    pairs[i] = dot_pairs(dot_pairs(zeros(), factors[i], all_words(high)), factors[i], all_words(lower));
+  }
+  return add(add(add(pairs[0], pairs[2]), add(pairs[1], pairs[3])), add(add(pairs[4], pairs[6]), add(pairs[5], pairs[7])));
+}
+
+// c[m][outputs] = (adds ? c : 0) + the rows' sums.
 static inline void expand_as_they_lie(const Terms& h, int m, const bf16* b, int64_t stride, Part ranks, bool adds, float* c,
                                       int64_t c_stride, Part outputs) {
   Words factors[8];
@@ -223,9 +247,7 @@ static inline void expand_as_they_lie(const Terms& h, int m, const bf16* b, int6
   for (int row = 0; row < m; row++) {
     const Words high = load_twice(h.rows + row * h.row_stride, ranks);
     const Words low = load_twice(h.rows + row * h.row_stride + h.low, ranks);
-    Floats pairs[8];
-    for (int i = 0; i < 8; i++) pairs[i] = dot_pairs(dot_pairs(zeros(), factors[i], high), factors[i], low);
-    const Floats sums = sums_of_eights(pairs);
+    const Floats sums = lying_sums(factors, high, low);
     float* to = c + row * c_stride;
     store(to, adds ? add(load(to, outputs), sums) : sums, outputs);
   }
@@ -237,17 +259,7 @@ static inline void expand_transposed(const Terms& h, int m, const bf16* b, int64
   Words factors[8];
   transpose_outputs(b, stride, ranks, factors);
   for (int row = 0; row < m; row++) {
-    const bf16* terms = h.rows + row * h.row_stride;
-    Floats pairs[8];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-      int32_t high, low;
-      __builtin_memcpy(&high, terms + 2 * i, 4);
-      __builtin_memcpy(&low, terms + h.low + 2 * i, 4);
-      pairs[i] = dot_pairs(dot_pairs(zeros(), factors[i], all_words(high)), factors[i], all_words(low));
-    }
-    const Floats sums = add(add(add(pairs[0], pairs[2]), add(pairs[1], pairs[3])),
-                            add(add(pairs[4], pairs[6]), add(pairs[5], pairs[7])));
+    const Floats sums = transposed_sums(factors, h.rows + row * h.row_stride, h.low);
     float* to = c + row * c_stride;
     store(to, adds ? add(load(to, outputs), sums) : sums, outputs);
   }
@@ -408,33 +420,76 @@ static void expand(DType dtype, const void* inner, int64_t h_stride, int m, cons
 #endif
 }
 
-// One row's update by one adapter of rank 16, where factors of few rows are multiplied as they lie: the sums of `expand`
-// without what its general form takes for each call. c[num_outputs] += update; num_outputs is a multiple of 16.
-#if defined(LP_FAST_PAIRS) && !defined(__AMX_BF16__)
-static bool adds_one_row(DType dtype, int rank) { return dtype == DType::BF16 && rank == 16; }
+// --- an adapter's update at once ---------------------------------------------------------------------------------------
 
-static inline void add_one_row(const void* inner, int64_t low, const bf16* b, int num_outputs, float* c) {
+// c[m][num_outputs] += the update by one adapter, of a rank that is known when this is compiled: the sums of `expand` without
+// what its general form takes for each call, which for one row and 16 outputs is as long as the sums take. num_outputs is a
+// multiple of 16.
+static inline void add_sums(Floats sums, float* c) { store(c, add(load(c), sums)); }
+
+#if defined(LP_FAST_PAIRS) && !defined(__AMX_BF16__)
+// Of more rows, other ranks' terms lie otherwise, or are filled up with zeros.
+static bool adds_at_once(DType dtype, int rank, int m) {
+  return dtype == DType::BF16 && (rank == 16 || ((rank == 8 || rank == 32 || rank == 64) && m <= kRowsAsTheyLie));
+}
+
+template <int Rank>
+static inline void add_of_rank(const void* inner, int64_t low, int m, const bf16* b, int num_outputs, float* c,
+                               int64_t c_stride) {
+  const Part ranks = first(Rank < 16 ? Rank : 16);
   const bf16* h = (const bf16*)inner;
-  const Words high = load_twice(h, first(16)), lower = load_twice(h + low, first(16));
-  for (int o = 0; o < num_outputs; o += 16) {
-    Floats pairs[8];
-    for (int i = 0; i < 8; i++) {
-      const Words factors = load_words(b + 16 * o + 32 * i);
-      pairs[i] = dot_pairs(dot_pairs(zeros(), factors, high), factors, lower);
+  Words factors[8];
+  if (m > kRowsAsTheyLie && Rank == 16) {
+    for (int o = 0; o < num_outputs; o += 16) {
+      transpose_outputs(b + Rank * o, Rank, ranks, factors);
+      for (int row = 0; row < m; row++)
+        add_sums(transposed_sums(factors, h + 2 * row * low, low), c + row * c_stride + o);
     }
-    store(c + o, add(load(c + o), sums_of_eights(pairs)));
+    return;
+  }
+  for (int row = 0; row < m; row++, h += 2 * low, c += c_stride)
+    for (int o = 0; o < num_outputs; o += 16) {
+      Floats update;
+      for (int at = 0; at < Rank; at += 16) {
+        load_outputs(b + Rank * o + at, Rank, ranks, factors);
+        const Floats sums = lying_sums(factors, load_twice(h + at, ranks), load_twice(h + low + at, ranks));
+        update = at == 0 ? sums : add(update, sums);
+      }
+      add_sums(update, c + o);
+    }
+}
+
+static void add_at_once(int rank, const void* inner, int64_t low, int m, const bf16* b, int num_outputs, float* c,
+                        int64_t c_stride) {
+  switch (rank) {
+    case 8: add_of_rank<8>(inner, low, m, b, num_outputs, c, c_stride); break;
+    case 16: add_of_rank<16>(inner, low, m, b, num_outputs, c, c_stride); break;
+    case 32: add_of_rank<32>(inner, low, m, b, num_outputs, c, c_stride); break;
+    default: add_of_rank<64>(inner, low, m, b, num_outputs, c, c_stride);
   }
 }
 #elif defined(LP_EXPANDS_LYING)
-static bool adds_one_row(DType dtype, int rank) { return dtype == DType::BF16 && rank == 16; }
+static bool adds_at_once(DType dtype, int rank, int) { return dtype == DType::BF16 && rank == 16; }
 
-static inline void add_one_row(const void* inner, int64_t, const bf16* b, int num_outputs, float* c) {
-  const EvensOdds h((const float*)inner);
-  for (int o = 0; o < num_outputs; o += 16) store(c + o, add(load(c + o), expand_lying(b + 16 * o, 16, h)));
+static void add_at_once(int, const void* inner, int64_t h_stride, int m, const bf16* b, int num_outputs, float* c,
+                        int64_t c_stride) {
+  const float* h = (const float*)inner;
+  if (m > kRowsAsTheyLie) {
+    alignas(64) float t[16 * 16];
+    for (int o = 0; o < num_outputs; o += 16) {
+      transpose_floats(b + 16 * o, 16, t);
+      for (int row = 0; row < m; row++) add_sums(expand_transposed(t, h + row * h_stride), c + row * c_stride + o);
+    }
+    return;
+  }
+  for (int row = 0; row < m; row++, h += h_stride, c += c_stride) {
+    const EvensOdds terms(h);
+    for (int o = 0; o < num_outputs; o += 16) add_sums(expand_lying(b + 16 * o, 16, terms), c + o);
+  }
 }
 #else
-static bool adds_one_row(DType, int) { return false; }
-static void add_one_row(const void*, int64_t, const bf16*, int, float*) {}
+static bool adds_at_once(DType, int, int) { return false; }
+static void add_at_once(int, const void*, int64_t, int, const bf16*, int, float*, int64_t) {}
 #endif
 
 static void expand_uses(DType dtype, const Use* uses, int num_uses, int64_t h_stride, int row, int m, int64_t output,
@@ -446,9 +501,9 @@ static void expand_uses(DType dtype, const Use* uses, int num_uses, int64_t h_st
     const Use* next = use + 1;
     while (next < end && next->adds) next++;
     const int first = use->start > row ? use->start : row, last = use->end < row + m ? use->end : row + m;
-    if (last - first == 1 && next == use + 1 && num_outputs % 16 == 0 && adds_one_row(dtype, use->rank)) {
-      add_one_row((const float*)use->h + (first - use->start) * h_stride, h_stride, (const bf16*)use->b + output * use->rank, num_outputs,
-                  c + (first - row) * c_stride);
+    if (first < last && next == use + 1 && num_outputs % 16 == 0 && adds_at_once(dtype, use->rank, last - first)) {
+      add_at_once(use->rank, (const float*)use->h + (first - use->start) * h_stride, h_stride, last - first,
+                  (const bf16*)use->b + output * use->rank, num_outputs, c + (first - row) * c_stride, c_stride);
       use = next;
       continue;
     }
