@@ -141,15 +141,18 @@ class Updates {
   void add_factors(const Target* targets, int num_modules, int64_t k, PrefetchQueues& queues) const {
     if (pieces_.empty()) return;
     const Chunks chunks(*this, num_modules);
-    std::vector<std::pair<int, int>> last(size_t(num_modules), {-1, -1});  // run and thread, by module
+    std::vector<std::array<int, 3>> last(size_t(num_modules), {-1, -1, -1});  // run, part and thread, by module
     for (int chunk = 0; chunk < chunks.num(); chunk++) {
       const auto [idx, group, part] = chunks.at(chunk);
       const int run = pieces_[size_t(idx)].run, thread = pool_.owner(chunk, chunks.num());
       for (int module = group * chunks.at_once; module < (group + 1) * chunks.at_once; module++) {
-        if (!has_table(*targets[module].table) || last[size_t(module)] == std::make_pair(run, thread)) continue;
-        last[size_t(module)] = {run, thread};
+        const std::array<int, 3> key{run, part, thread};
+        if (!has_table(*targets[module].table) || last[size_t(module)] == key) continue;
+        last[size_t(module)] = key;
         for_uses(*targets[module].table, run, [&](int slot, int rank, float) {
-          queues.of(thread).add(a(*targets[module].table, slot), k * rank * item_bytes(dtype_));
+          const auto [first, end] = keeps(key[0]) ? std::make_pair(0, rank) : ranks_of(rank, key[1], chunks.num_parts);
+          if (first < end)
+            queues.of(key[2]).add(at(a(*targets[module].table, slot), first * k, dtype_), (end - first) * k * item_bytes(dtype_));
         });
       }
     }
@@ -293,12 +296,18 @@ class Updates {
     });
   }
 
+  // The first rank of a part of an adapter's, and the one behind it; none where the first is not less.
+  static std::pair<int, int> ranks_of(int rank, int part, int num_parts) {
+    const int width = ceil_div(rank, num_parts * 16) * 16;
+    return {part * width, std::min((part + 1) * width, rank)};
+  }
+
   // The inner products only, of a part of the ranks.
   void shrink(const void* x, int64_t k, int module, const Piece& piece, int part, int num_parts) const {
     const LpTable& table = *targets_[module].table;
     int before = 0;
     for_uses(table, piece.run, [&](int slot, int rank, float alpha) {
-      const int width = ceil_div(rank, num_parts * 16) * 16, first = part * width, last = std::min(first + width, rank);
+      const auto [first, last] = ranks_of(rank, part, num_parts);
       if (first < last)
         multiply(at(x, piece.start * k, dtype_), k, piece.end - piece.start, at(a(table, slot), first * k, dtype_),
                  last - first, alpha, inner(module, piece.start, before + first), runs_.max_rank);

@@ -2,6 +2,8 @@
 
 #include <pthread.h>
 
+#include <algorithm>
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -29,7 +31,7 @@ std::atomic<int>& Pool::num_forks() {
   return count;
 }
 
-Pool::Pool(int num_threads) : shares_(static_cast<size_t>(num_threads)), num_forks_(num_forks().load()) {
+Pool::Pool(int num_threads) : shares_(static_cast<size_t>(std::max(1, num_threads))), num_forks_(num_forks().load()) {
   for (int i = 1; i < num_threads; i++) workers_.emplace_back([this, i] { work(i); });
 }
 

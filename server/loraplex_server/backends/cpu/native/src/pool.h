@@ -43,7 +43,7 @@ class Pool {
 
   // The thread whose share a chunk is in. It takes the chunk, if nobody else had nothing to do before.
   int owner(int chunk, int num_chunks) const {
-    return static_cast<int>((int64_t(chunk + 1) * num_threads() - 1) / num_chunks);
+    return num_chunks == 1 ? 0 : static_cast<int>((int64_t(chunk + 1) * num_threads() - 1) / num_chunks);
   }
 
   // The chunk that a thread is likely to take after this one, -1: none.

@@ -204,15 +204,24 @@ class StackRun {
     const int64_t rows = (stack_.num_heads + 2 * int64_t(stack_.num_kv_heads)) * stack_.head_dim;
     const int64_t most = rows * stack_.hidden * item_bytes(dtype_) / pool_.num_threads();
     const int64_t token_bytes = int64_t(stack_.num_kv_heads) * stack_.head_dim * item_bytes(dtype_);
-    int64_t num_bytes = 0;  // of the thread
-    for (int i = 0, thread = -1; i < spans.num_spans; i++) {
-      const int owner = pool_.owner(i, spans.num_spans), span = spans.num_spans - 1 - i;
-      if (owner != thread) thread = owner, num_bytes = prefetches_.of(thread).num_bytes() + most;
-      PrefetchQueue& queue = prefetches_.of(thread);
+    std::vector<int64_t> ends;  // bytes of each queue up to which it takes pages
+    for (int thread = 0; thread < pool_.num_threads(); thread++) ends.push_back(prefetches_.of(thread).num_bytes() + most);
+    const int heads = stack_.num_kv_heads, num_chunks = spans.num_spans * heads;
+    for (int i = 0; i < spans.num_spans; i++) {
+      // Several threads that share a span's heads take its blocks in turns.
+      const int first_thread = pool_.owner(i * heads, num_chunks), span = spans.num_spans - 1 - i;
+      const int num_threads = pool_.owner((i + 1) * heads - 1, num_chunks) - first_thread + 1;
       const int64_t length = spans.context_lens[span];
       const int64_t first = layer.window > 0 ? std::max<int64_t>(0, length - layer.window) : 0;
-      for (int64_t block = first / spans.block_size; block * spans.block_size < length && queue.num_bytes() < num_bytes;
-           block++) {
+      int num_full = 0;  // queues in a row
+      for (int64_t block = first / spans.block_size; block * spans.block_size < length && num_full < num_threads; block++) {
+        const int thread = first_thread + int(block % num_threads);
+        PrefetchQueue& queue = prefetches_.of(thread);
+        if (queue.num_bytes() >= ends[size_t(thread)]) {
+          num_full++;
+          continue;
+        }
+        num_full = 0;
         const int64_t page = spans.block_tables[span * spans.table_stride + block] * spans.block_size * token_bytes;
         const int64_t size = std::min<int64_t>(spans.block_size, length - block * spans.block_size) * token_bytes;
         queue.add(static_cast<const char*>(layer.k_pages) + page, size);
