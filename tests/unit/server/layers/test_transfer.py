@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def flags_of(tensor: Tensor) -> str:
-    """What the system says of the mapping that a tensor begins in; empty where there is none any more."""
+    """The flags of the mapping that a tensor begins in, between spaces; empty if there is no such mapping."""
     found = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first = line.split(" ", 1)[0]

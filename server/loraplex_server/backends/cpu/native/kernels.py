@@ -33,10 +33,10 @@ from loraplex_server.backends.cpu.native.library import (
 )
 from loraplex_server.layers.masks import RowMasks
 from loraplex_server.layers.quantization import INT4, INT8, QuantizedWeight, WeightFormat
+from loraplex_server.layers.transfer import LARGE_PAGE
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}  # lp::DType
 K_MULTIPLE: Final = {torch.float32: 1, torch.bfloat16: 32}  # of a packed weight's inputs
-LARGE_PAGE: Final = 2 << 20
 BAND: Final = 32  # outputs, and inputs of a block; see src/kernels.h
 
 

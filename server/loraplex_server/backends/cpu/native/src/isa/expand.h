@@ -422,9 +422,10 @@ static void expand(DType dtype, const void* inner, int64_t h_stride, int m, cons
 
 // --- an adapter's update at once ---------------------------------------------------------------------------------------
 
-// c[m][num_outputs] += the update by one adapter, of a rank that is known when this is compiled: the sums of `expand` without
-// what its general form takes for each call, which for one row and 16 outputs is as long as the sums take. num_outputs is a
-// multiple of 16.
+// `add_at_once`: c[m][num_outputs] += the update by one adapter, of a rank that is known when this is compiled. The sums of
+// `expand` without what its general form takes for each call, which for one row and 16 outputs is as long as the sums take.
+// num_outputs is a multiple of 16.
+
 static inline void add_sums(Floats sums, float* c) { store(c, add(load(c), sums)); }
 
 #if defined(LP_FAST_PAIRS) && !defined(__AMX_BF16__)
