@@ -26,6 +26,7 @@ GEMM_SIZE = 2048
 ROW = 1024  # numbers of a row that is read
 SERVED_ITEM_BYTES = 2  # bfloat16, whatever an adapter's file has
 NUM_TRIES = 4
+MOST_BYTES = 1 << 30  # no cache holds a noticeable part of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +89,9 @@ class Meter:
     """Measures the machine again and again, between the turns of what it is compared with."""
 
     def __init__(self, num_bytes: int) -> None:
-        """`num_bytes`: as large as the weights are, so that caches help as much as they may."""
+        """`num_bytes`: as large as the weights are, so that caches help as much as they may; of large ones a part."""
         self.tries: list[Machine] = []
-        self._matrix = torch.ones(max(1, num_bytes // 4 // ROW), ROW)  # float32
+        self._matrix = torch.ones(max(1, min(num_bytes, MOST_BYTES) // 4 // ROW), ROW)  # float32
         self._vector = torch.ones(ROW)
         # Without instructions for bfloat16 a CPU multiplies it as float32, and torch takes 50 times as long over it.
         dtype = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32

@@ -100,6 +100,8 @@ def _timed(action: Callable[[], int]) -> systems.Run:
 def compare(args: argparse.Namespace) -> None:
     if args.isa is not None and args.through != ["engine"]:
         raise SystemExit("--isa limits the engine in process; leave --through away")
+    if args.lora_off and not all(name.startswith("base-") for name in args.workloads or ["all"]):
+        raise SystemExit("--lora-off goes with workloads without adapters; name only those of base")
     limit_environment(args.isa)
     if args.slots is not None:
         args.flags += ["--adapter-slots", str(args.slots)]
@@ -160,7 +162,8 @@ def _start(
     has_base = any(name.startswith("base-") for name in workloads)
     if "engine" in args.through:
         for checkout, named in _checkouts(args):
-            add(named(OWN), systems.engine_command(args.inputs, isa=args.isa, flags=args.flags, checkout=checkout))
+            if not args.lora_off:
+                add(named(OWN), systems.engine_command(args.inputs, isa=args.isa, flags=args.flags, checkout=checkout))
             if has_base:
                 command = systems.engine_command(
                     args.inputs, lora=False, isa=args.isa, flags=args.flags, checkout=checkout
@@ -181,7 +184,8 @@ def _start(
             found += _servers(args, stack, checkout, named)
     if args.vllm_python is not None:
         start = args.vllm_python, args.vllm_preload, args.inputs
-        add(VLLM, systems.vllm_command(*start, lora=True, isa=args.isa, dtype=args.vllm_dtype, slots=args.slots))
+        if not args.lora_off:
+            add(VLLM, systems.vllm_command(*start, lora=True, isa=args.isa, dtype=args.vllm_dtype, slots=args.slots))
         if has_base:
             add(VLLM_OFF, systems.vllm_command(*start, lora=False, isa=args.isa, dtype=args.vllm_dtype))
     if args.peft_python is not None:
@@ -279,6 +283,8 @@ def parser() -> argparse.ArgumentParser:
     compared.add_argument("--through", nargs="+", choices=("engine", "worker", "router"), default=["engine"])
     compared.add_argument("--variant", action="append", default=[], metavar="NAME=FLAGS", help="the engine once more")
     compared.add_argument("--against", type=Path, metavar="CHECKOUT", help="the same systems of another checkout, too")
+    # Where memory is short of four large models at once.
+    compared.add_argument("--lora-off", action="store_true", help="only the systems that serve no adapters at all")
     compared.add_argument("--slots", type=int, help="adapters that are resident at once; default: all of a batch")
     compared.add_argument("--vllm-python", type=Path)
     compared.add_argument("--vllm-preload", default="", help="libraries, separated by colons")

@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--isa", choices=LACKS, default="amx")
     args = parser.parse_args()
     replies = take_stdout()
-    os.environ.update(SETTINGS)  # read when vllm is imported
+    os.environ.update(SETTINGS | os.environ)  # read when vllm is imported
     limit(args.isa)
     found = {one.name.lower(): one.version for one in distributions() if one.name.lower().startswith(("vllm", "torch"))}
     system = VllmSystem(args.inputs, lora=not args.lora_off, dtype=args.dtype, slots=args.slots)

@@ -257,10 +257,13 @@ class Loaded(NamedTuple):
     status: NativeStatus
 
 
-def load(path: Path = LIBRARY, sources: Path = SOURCES, kernels: Mapping[str, Prototype] = KERNELS) -> Loaded:
-    """Loads the library at `path` if it was made of `sources` as they are, is of this version, and runs on this CPU."""
+def load(
+    path: Path | None = None, sources: Path = SOURCES, kernels: Mapping[str, Prototype] = KERNELS
+) -> Loaded:
+    """Loads the library at `path` (default: LIBRARY) if it was made of `sources` as they are, is of this version, and
+    runs on this CPU."""
     try:
-        library = _open(path, sources, kernels)
+        library = _open(path or LIBRARY, sources, kernels)
     except _Refused as refused:
         return Loaded(None, NativeStatus(False, str(refused), ""))
     return Loaded(library, NativeStatus(True, "", library.isa))

@@ -18,6 +18,7 @@ static inline int64_t item_bytes(DType dtype) { return dtype == DType::BF16 ? 2 
 constexpr int kBand = 32;
 constexpr int kPanel = 16;
 constexpr int kRows = 32;  // rows that a product computes at once
+constexpr int kWideInputs = 64;  // of a tile of rows that are floats
 
 static inline int64_t band_bytes(DType dtype, int64_t k) { return k * kBand * item_bytes(dtype); }
 
@@ -164,6 +165,11 @@ struct Kernels {
   void (*product)(DType, const void* x, int64_t x_stride, int m, const void* band, int64_t k, bool adds, float* c,
                   int64_t c_stride, const Prefetch* prefetch);
   Blocking (*blocking)(DType);
+  // Where bfloat16 is multiplied as floats, else both are null: rows as floats, a tile for each kWideInputs inputs with one row
+  // below the other, and `product` of these.
+  void (*widen_rows)(const void* x, int64_t x_stride, int m, int64_t k, int64_t tile_stride, float* tiles);
+  void (*product_of_wide)(const float* tiles, int64_t tile_stride, int m, const void* band, int64_t k, bool adds, float* c,
+                          int64_t c_stride, const Prefetch* prefetch);
   // The same of a band in few bits, without what c was.
   void (*product_narrow)(DType, Format, const void* x, int64_t x_stride, int m, const void* band, int64_t k, float* c,
                          int64_t c_stride);

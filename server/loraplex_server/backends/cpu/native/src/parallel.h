@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <vector>
 
@@ -85,6 +86,39 @@ struct alignas(64) Line {
   float floats[16];
 };
 
+// A thread's copy of the rows that it multiplies with weights, as floats: made once for all chunks of a job that read them.
+class WideRows {
+ public:
+  static WideRows& of_thread() {
+    static thread_local WideRows rows;
+    return rows;
+  }
+
+  static int64_t next_job() {
+    static std::atomic<int64_t> num_jobs{0};
+    return ++num_jobs;
+  }
+
+  // Rows begin..end of the job's x [..][k]; tiles follow each other.
+  const float* of(const Kernels& kernels, int64_t job, const void* x, int64_t x_stride, int begin, int end, int64_t k) {
+    if (job != job_ || begin != begin_) {
+      const size_t needed = size_t(ceil_div(k, kWideInputs)) * size_t(tile_stride(begin, end)) / 16;
+      if (lines_.size() < needed) lines_.resize(needed);
+      kernels.widen_rows(at(x, begin * x_stride, DType::BF16), x_stride, end - begin, k, tile_stride(begin, end),
+                         lines_[0].floats);
+      job_ = job, begin_ = begin;
+    }
+    return lines_[0].floats;
+  }
+
+  static int64_t tile_stride(int begin, int end) { return int64_t(end - begin) * kWideInputs; }
+
+ private:
+  int64_t job_ = 0;  // none
+  int begin_ = 0;
+  std::vector<Line> lines_;
+};
+
 // Shares out x [num_rows][k] @ bands. Bands come in units of `unit`; of many rows, a chunk is several units and part of the
 // rows. For each chunk it calls
 //
@@ -112,6 +146,8 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
   const int part_rows = ceil_div(ceil_div(num_rows, num_parts), kRows) * kRows;
   const int num_groups = ceil_div(num_bands, per_chunk), num_chunks = num_parts * num_groups;
   const int64_t stride = int64_t(unit) * kBand;
+  const bool as_floats = (by_slabs || widens) && dtype == DType::BF16 && kernels.product_of_wide != nullptr;
+  const int64_t job = as_floats ? WideRows::next_job() : 0;
   pool.run(num_chunks, [&](int chunk, int thread) {
     static thread_local std::vector<Line> lines;
     static thread_local std::vector<Prefetch> found;  // by band, for its first product
@@ -136,6 +172,8 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
       const int next = pool.follower(chunk, thread, num_chunks);
       return next >= 0 ? slab_of(next % num_groups * per_chunk, 0) : Prefetch::Range{nullptr, 0};
     };
+    const float* wide = as_floats ? WideRows::of_thread().of(kernels, job, x, x_stride, begin, end, k) : nullptr;
+    const int64_t tile_stride = WideRows::tile_stride(begin, end);
     found.resize(size_t(per_chunk));
     is_needed.clear();
     for (int band = first; band < last; band++) {
@@ -171,8 +209,14 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
           Prefetch& prefetch = i == 0 && row == begin ? found[size_t(band - first)] : more;
           prefetch.weights = {next.begin, std::clamp<int64_t>(next.num_lines, 0, share)};
           if (queues != nullptr && !many && row == begin) queues->of(thread).take(band_bytes(dtype, inputs), prefetch);
-          kernels.product(dtype, at(x, row * x_stride + i, dtype), x_stride, std::min(kRows, end - row), weights, inputs,
-                          i > 0, block(band, row), stride, widens || by_slabs ? &prefetch : nullptr);
+          const int m = std::min(kRows, end - row);
+          if (as_floats) {
+            const float* tiles = wide + i / kWideInputs * tile_stride + (row - begin) * kWideInputs;
+            kernels.product_of_wide(tiles, tile_stride, m, weights, inputs, i > 0, block(band, row), stride, &prefetch);
+            continue;
+          }
+          kernels.product(dtype, at(x, row * x_stride + i, dtype), x_stride, m, weights, inputs, i > 0, block(band, row), stride,
+                          widens || by_slabs ? &prefetch : nullptr);
         }
         if (i + slab >= k) add(band, begin, end - begin, block(band, begin), stride);
       }

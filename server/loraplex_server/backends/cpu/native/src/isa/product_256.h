@@ -187,17 +187,44 @@ static void product_bf16(const bf16* x, int64_t x_stride, int m, const bf16* ban
 }
 
 // Rows of half a slab are a turn.
+static inline TurnPrefetch turns_of(const Prefetch* prefetch, int m, int64_t k) {
+  const int64_t num_turns = (k + kSlab - 1) / kSlab * 2 * num_many_blocks(m);
+  return TurnPrefetch(prefetch == nullptr ? Prefetch::Range{nullptr, 0} : prefetch->weights, prefetch, num_turns);
+}
+
 static void product(DType dtype, const void* x, int64_t x_stride, int m, const void* band, int64_t k, bool adds, float* c,
                     int64_t c_stride, const Prefetch* prefetch) {
-  const int64_t num_turns = (k + kSlab - 1) / kSlab * 2 * num_many_blocks(m);
-  TurnPrefetch fetches(prefetch == nullptr ? Prefetch::Range{nullptr, 0} : prefetch->weights, prefetch, num_turns);
+  TurnPrefetch fetches = turns_of(prefetch, m, k);
   if (dtype == DType::F32)
     product_f32((const float*)x, x_stride, m, (const float*)band, k, adds, c, c_stride, fetches);
   else
     product_bf16((const bf16*)x, x_stride, m, (const bf16*)band, k, adds, c, c_stride, fetches);
 }
 
-static Blocking blocking(DType) { return {9, 1 << 16, 256, 1, true, 8}; }
+#ifndef LP_DOTS_PAIRS
+#define LP_WIDENS_ROWS 1
+
+static void widen_rows(const void* x, int64_t x_stride, int m, int64_t k, int64_t tile_stride, float* tiles) {
+  for (int64_t i = 0; i < k; i += kWideInputs, tiles += tile_stride) {
+    const int64_t inputs = k - i < kWideInputs ? k - i : kWideInputs;
+    for (int r = 0; r < m; r++)
+      for (int64_t j = 0; j < inputs; j += 16)
+        store_aligned(tiles + r * kWideInputs + j, load((const bf16*)x + r * x_stride + i + j));
+  }
+}
+
+static void product_of_wide(const float* tiles, int64_t tile_stride, int m, const void* band, int64_t k, bool adds, float* c,
+                            int64_t c_stride, const Prefetch* prefetch) {
+  static_assert(kSlab == kWideInputs, "a slab must be a tile");
+  TurnPrefetch fetches = turns_of(prefetch, m, k);
+  for (int64_t i = 0; i < k; i += kSlab, tiles += tile_stride)
+    slab_rows(tiles, kSlab, m, (const bf16*)band + i * kBand, 512, k - i < kSlab ? k - i : kSlab, adds || i > 0, c, c_stride,
+              fetches);
+}
+#endif
+
+// Parts of 64, 128 and 256 rows: prompts in 0.96, 0.98 and 1.00 of the time with AVX2 on AMD's Zen 4.
+static Blocking blocking(DType) { return {9, 1 << 16, 64, 1, true, 8}; }
 
 }  // namespace LP_ISA
 }  // namespace lp
