@@ -257,9 +257,7 @@ class Loaded(NamedTuple):
     status: NativeStatus
 
 
-def load(
-    path: Path | None = None, sources: Path = SOURCES, kernels: Mapping[str, Prototype] = KERNELS
-) -> Loaded:
+def load(path: Path | None = None, sources: Path = SOURCES, kernels: Mapping[str, Prototype] = KERNELS) -> Loaded:
     """Loads the library at `path` (default: LIBRARY) if it was made of `sources` as they are, is of this version, and
     runs on this CPU."""
     try:
