@@ -1,4 +1,4 @@
-"""Pytest plugin: native kernels of another library than the checkout's, whose path is in LORAPLEX_TEST_KERNELS."""
+"""Pytest plugin: native kernels of another library, whose path is in LORAPLEX_TEST_KERNELS."""
 
 from __future__ import annotations
 
