@@ -78,8 +78,8 @@ class PackedWeight:
         num_blocks, half = -(-self.num_inputs // BAND), BAND // 2
         blocks = self.memory.view(num_bands, num_blocks, -1)
         codes, values = blocks[:, :, :BAND].reshape(num_bands, num_blocks, 2, half), blocks[:, :, BAND:]
-        if form is INT8:  # panels, pairs, inputs of a pair, outputs
-            values = values.reshape(num_bands, num_blocks, 2, half, 2, half).permute(0, 2, 5, 1, 3, 4)
+        if form is INT8:  # panels, groups of inputs, outputs, inputs of a group
+            values = values.reshape(num_bands, num_blocks, 2, BAND // 4, half, 4).permute(0, 2, 4, 1, 3, 5)
             values = (values.to(torch.int16) - 128).to(torch.int8)
         else:  # panels, groups of pairs, outputs, inputs of a pair, bytes of pairs, pairs
             nibbles = torch.stack((values & 15, values >> 4), dim=-1)

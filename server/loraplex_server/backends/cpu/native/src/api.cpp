@@ -60,7 +60,7 @@ void copy_narrow_panel(const Source& source, int64_t k, int64_t from, uint8_t* b
       for (int i = 0; i < lp::kBlock; i++)
         numbers[i] = is_there && i < width ? uint8_t(row[i] + (is_int4 ? 0 : 128)) : zero;
       if (!is_int4) {
-        for (int i = 0; i < lp::kBlock; i++) values[i * lp::kPanel + o] = numbers[i];
+        for (int i = 0; i < lp::kBlock; i += 4) std::memcpy(values + i * lp::kPanel + 4 * o, numbers + i, 4);
         continue;
       }
       for (int group = 0; group < lp::kInt4Groups; group++)

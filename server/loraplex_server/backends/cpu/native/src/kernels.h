@@ -26,7 +26,7 @@ static inline int64_t band_bytes(DType dtype, int64_t k) { return k * kBand * it
 // of values. What lies behind the last input of a band's last block is not read as a weight.
 //
 //   INT8  MXINT8 of the OCP's microscaling formats: a weight is (byte - 128) times 2 ** (scale - 127), and zero where the
-//         scale is. A panel is [16 pairs of inputs][2][16 outputs].
+//         scale is. A panel is [8 groups of inputs][16 outputs][4].
 //   INT4  a weight is the level of its number times (4 + scale % 4) / 4 * 2 ** (scale / 4 - 48), which bfloat16 holds exactly. A
 //         panel is [4 groups of pairs][16 outputs][2] words, with the number of a group's pair p at bit 4 p.
 enum class Format : int32_t { PLAIN = 0, INT8 = 1, INT4 = 2 };

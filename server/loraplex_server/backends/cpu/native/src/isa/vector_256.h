@@ -338,22 +338,47 @@ static inline Floats expand_lying(const bf16* b, int64_t stride, const EvensOdds
 
 // Of a block and 16 outputs.
 struct Scales {
-  Floats scale;
+  Floats scale, offset;
 
   explicit Scales(const void* exponents) {
     const __m128i bytes = _mm_loadu_si128((const __m128i*)exponents);
     scale = {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23)),
              _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)), 23))};
+    offset = mul(scale, all(-32768.0f - 128.0f));
   }
 };
 
-// (byte - 128) times a power of two, which is exact.
-static inline Floats widen16(const uint8_t* values, const Scales& of) {
-  const __m128i bytes = _mm_xor_si128(_mm_loadu_si128((const __m128i*)values), _mm_set1_epi8((char)0x80));
-  return mul({_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
-              _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))},
-             of.scale);
-}
+struct Int8Group {
+  Words values;
+
+  explicit Int8Group(const void* values) : values(load_words(values)) {}
+};
+
+// A byte in the second of a float's four that is 32768 otherwise makes it 32768 + byte, without widening and converting. The
+// product with a power of two and the difference are exact.
+template <int pair>
+struct Int8Pair {
+  const Int8Group& group;
+  const Scales& of;
+
+  Floats even() const { return weights<2 * pair>(); }
+  Floats odd() const { return weights<2 * pair + 1>(); }
+  Words words() const { return join_pairs(even(), odd()); }
+
+ private:
+  template <int byte>
+  Floats weights() const {
+    return {weights8<byte>(group.values.low, of.scale.low, of.offset.low),
+            weights8<byte>(group.values.high, of.scale.high, of.offset.high)};
+  }
+  template <int byte>
+  static inline __m256 weights8(__m256i values, __m256 scale, __m256 offset) {
+    if (byte == 0) values = _mm256_slli_epi32(values, 8);
+    if (byte > 1) values = _mm256_srli_epi32(values, 8 * byte - 8);
+    const __m256i numbers = _mm256_or_si256(_mm256_and_si256(values, _mm256_set1_epi32(0xff00)), _mm256_set1_epi32(0x47000000));
+    return _mm256_fmadd_ps(_mm256_castsi256_ps(numbers), scale, offset);
+  }
+};
 
 // --- four bits ---------------------------------------------------------------------------------------------------------
 

@@ -279,15 +279,32 @@ struct Scales {
         offset(_mm512_mul_ps(scale, _mm512_set1_ps(-32768.0f - 128.0f))) {}
 };
 
-// A byte in the second of a float's four that is 32768 otherwise makes it 32768 + byte: one shuffle in place of widening and
-// converting. The product with a power of two and the difference are exact.
-static inline Floats widen16(const uint8_t* values, const Scales& of) {
-  const __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)values));
-  const __m512i places = _mm512_set_epi32(0x0f00, 0x0e00, 0x0d00, 0x0c00, 0x0b00, 0x0a00, 0x0900, 0x0800, 0x0700, 0x0600,
-                                          0x0500, 0x0400, 0x0300, 0x0200, 0x0100, 0x0000);
-  const __m512i numbers = _mm512_mask_shuffle_epi8(_mm512_set1_epi32(0x47000000), 0x2222222222222222, bytes, places);
-  return _mm512_fmadd_ps(_mm512_castsi512_ps(numbers), of.scale, of.offset);
-}
+struct Int8Group {
+  Words values;
+
+  explicit Int8Group(const void* values) : values(_mm512_loadu_si512(values)) {}
+};
+
+// A byte in the second of a float's four that is 32768 otherwise makes it 32768 + byte, without widening and converting. The
+// product with a power of two and the difference are exact.
+template <int pair>
+struct Int8Pair {
+  const Int8Group& group;
+  const Scales& of;
+
+  Floats even() const {
+    return weights(pair == 0 ? _mm512_slli_epi32(group.values, 8) : _mm512_srli_epi32(group.values, 8));
+  }
+  Floats odd() const { return weights(pair == 0 ? group.values : _mm512_srli_epi32(group.values, 16)); }
+  Words words() const { return join_pairs(even(), odd()); }
+
+ private:
+  Floats weights(Words bytes) const {
+    const Words power = _mm512_set1_epi32(0x47000000);
+    const Words numbers = _mm512_ternarylogic_epi32(bytes, _mm512_set1_epi32(0xff00), power, 0xea);  // (a & b) | c
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(numbers), of.scale, of.offset);
+  }
+};
 
 // --- four bits ---------------------------------------------------------------------------------------------------------
 

@@ -342,17 +342,33 @@ struct Scales {
   }
 };
 
-// (byte - 128) times a power of two, which is exact.
-static inline Floats widen16(const uint8_t* values, const Scales& of) {
-  const int8x16_t bytes = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(values), vdupq_n_u8(0x80)));
-  const int16x8_t halves[2] = {vmovl_s8(vget_low_s8(bytes)), vmovl_s8(vget_high_s8(bytes))};
-  Floats found;
-  for (int i = 0; i < 2; i++) {
-    found.v[2 * i] = vcvtq_f32_s32(vmovl_s16(vget_low_s16(halves[i])));
-    found.v[2 * i + 1] = vcvtq_f32_s32(vmovl_s16(vget_high_s16(halves[i])));
+// The values less 128, with their signs.
+struct Int8Group {
+  Words values;
+
+  explicit Int8Group(const uint8_t* bytes)
+      : values(each_word([&](int i) { return vreinterpretq_u32_u8(veorq_u8(vld1q_u8(bytes + 16 * i), vdupq_n_u8(0x80))); })) {}
+};
+
+// The value times a power of two, which is exact.
+template <int pair>
+struct Int8Pair {
+  const Int8Group& group;
+  const Scales& of;
+
+  Floats even() const { return at<2 * pair>(); }
+  Floats odd() const { return at<2 * pair + 1>(); }
+  Words words() const { return join_pairs(even(), odd()); }
+
+ private:
+  template <int byte>
+  Floats at() const {
+    return each([&](int i) {
+      const int32x4_t value = vshrq_n_s32(vreinterpretq_s32_u32(vshlq_n_u32(group.values.v[i], 24 - 8 * byte)), 24);
+      return vmulq_f32(vcvtq_f32_s32(value), of.scale.v[i]);
+    });
   }
-  return mul(found, of.scale);
-}
+};
 
 // --- four bits ---------------------------------------------------------------------------------------------------------
 
