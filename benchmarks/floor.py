@@ -26,7 +26,7 @@ GEMM_SIZE = 2048
 ROW = 1024  # numbers of a row that is read
 SERVED_ITEM_BYTES = 2  # bfloat16, whatever an adapter's file has
 NUM_TRIES = 4
-MOST_BYTES = 1 << 30  # no cache holds a noticeable part of it
+MOST_BYTES = 1 << 30  # few caches hold a noticeable part of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,8 +100,10 @@ def _timed(action: Callable[[], int]) -> systems.Run:
 def compare(args: argparse.Namespace) -> None:
     if args.isa is not None and args.through != ["engine"]:
         raise SystemExit("--isa limits the engine in process; leave --through away")
-    if args.lora_off and not all(name.startswith("base-") for name in args.workloads or ["all"]):
+    if args.lora_off and not (args.workloads and all(name.startswith("base-") for name in args.workloads)):
         raise SystemExit("--lora-off goes with workloads without adapters; name only those of base")
+    if args.lora_off and (args.through != ["engine"] or args.variant or args.peft_python is not None):
+        raise SystemExit("--lora-off goes with the engine in process and vLLM alone")
     limit_environment(args.isa)
     if args.slots is not None:
         args.flags += ["--adapter-slots", str(args.slots)]

@@ -21,8 +21,8 @@ from typing import Any
 
 from lines import answer, take_stdout
 
+KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB
 SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, like every other system
     "VLLM_NO_USAGE_STATS": "1",
@@ -125,7 +125,8 @@ def main() -> None:
     parser.add_argument("--isa", choices=LACKS, default="amx")
     args = parser.parse_args()
     replies = take_stdout()
-    os.environ.update(SETTINGS | os.environ)  # read when vllm is imported
+    os.environ.update(SETTINGS)  # read when vllm is imported
+    os.environ.setdefault(KV_SPACE, "2")  # less where memory is short
     limit(args.isa)
     found = {one.name.lower(): one.version for one in distributions() if one.name.lower().startswith(("vllm", "torch"))}
     system = VllmSystem(args.inputs, lora=not args.lora_off, dtype=args.dtype, slots=args.slots)

@@ -85,7 +85,9 @@ async def test_a_start_that_is_given_up_leaves_no_engine() -> None:
     client = EngineClient(CONFIG)
     is_loading = asyncio.Event()
     starting = asyncio.ensure_future(client.start(lambda text: is_loading.set(), builder=build_for_ever))
-    await asyncio.wait_for(is_loading.wait(), 60)
+    loading = asyncio.ensure_future(is_loading.wait())
+    await asyncio.wait({starting, loading}, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+    assert loading.done(), starting  # which shows the exception of a start that failed
     pid = client.pid
     assert pid is not None
     started_s = time.monotonic()

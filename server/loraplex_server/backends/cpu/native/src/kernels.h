@@ -26,7 +26,7 @@ static inline int64_t band_bytes(DType dtype, int64_t k) { return k * kBand * it
 // of values. What lies behind the last input of a band's last block is not read as a weight.
 //
 //   INT8  MXINT8 of the OCP's microscaling formats: a weight is (byte - 128) times 2 ** (scale - 127), and zero where the
-//         scale is. A panel is [8 groups of inputs][16 outputs][4].
+//         scale is. A panel is [8 groups of inputs][16 outputs][4 inputs].
 //   INT4  a weight is the level of its number times (4 + scale % 4) / 4 * 2 ** (scale / 4 - 48), which bfloat16 holds exactly. A
 //         panel is [4 groups of pairs][16 outputs][2] words, with the number of a group's pair p at bit 4 p.
 enum class Format : int32_t { PLAIN = 0, INT8 = 1, INT4 = 2 };
@@ -165,12 +165,12 @@ struct Kernels {
   void (*product)(DType, const void* x, int64_t x_stride, int m, const void* band, int64_t k, bool adds, float* c,
                   int64_t c_stride, const Prefetch* prefetch);
   Blocking (*blocking)(DType);
-  // Where bfloat16 is multiplied as floats, else both are null: rows as floats, a tile for each kWideInputs inputs with one row
-  // below the other, and `product` of these.
+  // Of kernels that widen rows, else both are null: rows as floats, in tiles of kWideInputs inputs with one row below the other,
+  // and `product` of bfloat16 weights with these. Tiles begin at multiples of 64 bytes; k is a multiple of 32.
   void (*widen_rows)(const void* x, int64_t x_stride, int m, int64_t k, int64_t tile_stride, float* tiles);
   void (*product_of_wide)(const float* tiles, int64_t tile_stride, int m, const void* band, int64_t k, bool adds, float* c,
                           int64_t c_stride, const Prefetch* prefetch);
-  // The same of a band in few bits, without what c was.
+  // `product` of a band in few bits, without what c was.
   void (*product_narrow)(DType, Format, const void* x, int64_t x_stride, int m, const void* band, int64_t k, float* c,
                          int64_t c_stride);
   // Makes what `product` reads of k inputs of a band in few bits, from the first of a block on.

@@ -56,6 +56,7 @@ namespace lp {
 // Of weights in few bits, at once: they stay in a core's first cache, and are made anew for so many rows.
 constexpr int64_t kWidenedBytes = 1 << 14;
 constexpr int kWidenedRows = 512;
+constexpr int kWidenedRowsOfFloats = 128;  // which a thread keeps; 512 are no faster with AVX2 on AMD's Zen 4
 // Results of more than this are no longer in a second cache when they are read again. (Stores past the caches are done
 // before whatever follows a chunk: taking the next one is a locked instruction.)
 constexpr int64_t kStreamedBytes = 2 << 20;
@@ -103,7 +104,10 @@ class WideRows {
   const float* of(const Kernels& kernels, int64_t job, const void* x, int64_t x_stride, int begin, int end, int64_t k) {
     if (job != job_ || begin != begin_) {
       const size_t needed = size_t(ceil_div(k, kWideInputs)) * size_t(tile_stride(begin, end)) / 16;
-      if (lines_.size() < needed) lines_.resize(needed);
+      if (lines_.size() < needed) {
+        lines_.clear();  // or what it held is copied
+        lines_.resize(needed);
+      }
       kernels.widen_rows(at(x, begin * x_stride, DType::BF16), x_stride, end - begin, k, tile_stride(begin, end),
                          lines_[0].floats);
       job_ = job, begin_ = begin;
@@ -142,11 +146,12 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
   const bool by_slabs = !is_narrow && num_rows >= blocking.min_rows;
   const int64_t slab_bytes = widens ? kWidenedBytes : blocking.slab_bytes;
   const int64_t slab = widens || by_slabs ? std::min(k, slab_bytes / band_bytes(dtype, 1)) : k;
-  const int num_parts = ceil_div(num_rows, is_narrow ? kWidenedRows : blocking.part_rows);
+  const bool as_floats = (by_slabs || widens) && dtype == DType::BF16 && kernels.product_of_wide != nullptr;
+  const int widened_rows = as_floats ? kWidenedRowsOfFloats : kWidenedRows;
+  const int num_parts = ceil_div(num_rows, is_narrow ? widened_rows : blocking.part_rows);
   const int part_rows = ceil_div(ceil_div(num_rows, num_parts), kRows) * kRows;
   const int num_groups = ceil_div(num_bands, per_chunk), num_chunks = num_parts * num_groups;
   const int64_t stride = int64_t(unit) * kBand;
-  const bool as_floats = (by_slabs || widens) && dtype == DType::BF16 && kernels.product_of_wide != nullptr;
   const int64_t job = as_floats ? WideRows::next_job() : 0;
   pool.run(num_chunks, [&](int chunk, int thread) {
     static thread_local std::vector<Line> lines;
@@ -172,7 +177,7 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
       const int next = pool.follower(chunk, thread, num_chunks);
       return next >= 0 ? slab_of(next % num_groups * per_chunk, 0) : Prefetch::Range{nullptr, 0};
     };
-    const float* wide = as_floats ? WideRows::of_thread().of(kernels, job, x, x_stride, begin, end, k) : nullptr;
+    const float* wide = nullptr;  // until a product needs it
     const int64_t tile_stride = WideRows::tile_stride(begin, end);
     found.resize(size_t(per_chunk));
     is_needed.clear();
@@ -198,6 +203,8 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
           add(band, begin, end - begin, block(band, begin), stride);
           continue;
         }
+        if (as_floats && wide == nullptr)
+          wide = WideRows::of_thread().of(kernels, job, x, x_stride, begin, end, k);
         if (widens) {
           kernels.widen(dtype, bands.format, weights, inputs, widened);
           weights = widened;

@@ -285,8 +285,8 @@ struct Int8Group {
   explicit Int8Group(const void* values) : values(_mm512_loadu_si512(values)) {}
 };
 
-// A byte in the second of a float's four that is 32768 otherwise makes it 32768 + byte, without widening and converting. The
-// product with a power of two and the difference are exact.
+// A byte that is put into the second byte of 32768.0f makes it 32768 + byte, without widening and converting. The product with
+// a power of two and the difference are exact.
 template <int pair>
 struct Int8Pair {
   const Int8Group& group;

@@ -131,9 +131,9 @@ static const int kFewNarrow = 8;
 static const int kFewNarrow = kFewProducts;
 #endif
 
-// Whether so many rows add the pairs of both panels in turns, so that a sum has time until its next pair. Eight bits of few
-// rows are bound by memory, and prefetchers do not follow two panels: in turns one row takes 1.8 of the time on Zen 4, eight
-// take 0.86; with four bits one takes 0.89, eight 0.69.
+// Whether so many rows add the pairs of both panels in turns, so that a sum has time until its next pair. That takes registers
+// which AVX-512 alone has. Eight bits of few rows are bound by memory, and prefetchers do not follow two panels: in turns one
+// row takes 1.8 of the time on Zen 4, eight rows take 0.86. With four bits one row takes 0.89, eight take 0.69.
 template <Format format>
 constexpr bool takes_both([[maybe_unused]] int num_rows) {
 #ifdef __AVX512F__
