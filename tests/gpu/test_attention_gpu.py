@@ -48,7 +48,7 @@ TOLERANCES = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 def backend_of(name: str, *specs: AttentionSpec, dtype: torch.dtype = torch.bfloat16) -> PagedAttention:
     """Skips where it cannot be used, and says why."""
     found = next(one for one in attention_kernels(CudaBackend(), specs, dtype) if one.name == name)
-    if not found.is_usable or found.make is None:
+    if not found.usable or found.make is None:
         pytest.skip(f"{name}: {found.reason}")
     return found.make(specs)
 

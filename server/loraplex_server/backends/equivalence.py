@@ -14,7 +14,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-Kind = Literal["operation", "decoder", "model", "token", "served logits"]
+Kind = Literal["operation", "product", "decoder", "model", "adapted model", "token", "served logits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,17 @@ class Tolerance:
 TOLERANCES: Final[Mapping[Kind, Tolerance]] = {
     # One norm or rotation: the order in which float32 is added up; in narrow dtypes a last bit too.
     "operation": Tolerance(1e-5, 1e-2),
+    # A linear beside the same product by itself: another order of sums, parts of which a GPU adds up as bfloat16.
+    "product": Tolerance(1e-4, 1e-2),
     # A decoder layer, relative to what it adds to its input: other orders of sums, roundings between operations. What
     # narrow rounding may hide (a layer that attends to all alike and does not turn its queries) shows in float32.
     "decoder": Tolerance(1e-4, 3e-2),
-    # States and logits of a whole model whose linears or operations were replaced: the same through all layers.
-    "model": Tolerance(1e-4, 3e-2),
+    # States and logits of a whole model whose linears or operations were replaced: the same through all layers. In
+    # bfloat16 rounding alone is 2 % to 3 % in 32 random layers of 2,048, and grows with width and depth. So it shows
+    # what is connected wrongly; what was replaced is compared by itself.
+    "model": Tolerance(1e-4, 0.2),
+    # Logits with an adapter, here and in PEFT.
+    "adapted model": Tolerance(1e-4, 0.1),
     # States and logits of one token in two runs, by the largest value: products that are blocked in another way.
     "token": Tolerance(1e-4, 3e-2),
     # Logits over paged attention and under Transformers' own. In narrow dtypes two right results may differ by a

@@ -148,7 +148,7 @@ def _compared(
     slots = loaded.adapter_slots(loaded.backend.lora(max(weights.max_rank, 1)), 1)
     slots.install(0, weights)
     got = served_logits(loaded, texts, slots)
-    found = compare("model", torch.cat([text.logits for text in texts]), torch.cat(got))
+    found = compare("adapted model", torch.cat([text.logits for text in texts]), torch.cat(got))
     differences = [float((text.logits - own).abs().max()) for text, own in zip(texts, got, strict=True)]
     own_tokens = [own[len(prompts[0]) - 1 : -1].argmax(-1).tolist() for own in got]
     return {

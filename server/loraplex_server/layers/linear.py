@@ -120,17 +120,27 @@ class AdaptedLinear(nn.Module):
         if self.merged is not None and (found := self.merged.output(self, x)) is not None:
             return found
         segments = self.segments() if self.num_installed or self.saved else None
-        is_own = segments is not None and self.saved and self._has_own_weight(segments, x.numel() // self.in_features)
-        y = x.new_empty(*x.shape[:-1], self.out_features) if is_own else self.base(x)
-        if segments is not None:
-            # view, not reshape: a silent copy would lose the update
-            rows, x = y.view(-1, self.out_features), x.reshape(-1, self.in_features)
-            if self.saved:
-                self.replace(rows, x, segments)
-            if self.num_installed and self.ops is not None and self.table is not None:
-                self.ops.apply(rows, x, self.table, segments)
-                if self.table.rescaled:
-                    rescale(rows, self.table, segments)
+        if segments is None:
+            return self.base(x)
+        rows = x.reshape(-1, self.in_features)
+        base = partial(self._product, x, rows, segments)
+        if self.num_installed and self.ops is not None and self.table is not None:
+            y = self.ops.apply_over(base, rows, (self.table,), segments)
+            if self.table.rescaled:
+                rescale(y, self.table, segments)
+        else:
+            y = base()
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _product(self, x: Tensor, rows: Tensor, segments: PreparedSegments) -> Tensor:
+        """The base's product or, for rows of adapters that have one, their own. `rows`: x as [rows, in]; the result is
+        [rows, out]."""
+        if self.saved and self._has_own_weight(segments, len(rows)):
+            y = x.new_empty(len(rows), self.out_features)
+        else:
+            y = self.base(x).view(-1, self.out_features)  # not reshape: a silent copy would take time
+        if self.saved:
+            self.replace(y, rows, segments)
         return y
 
     def _has_own_weight(self, prepared: PreparedSegments, num_rows: int) -> bool:
@@ -367,19 +377,23 @@ class MergedLinear:
         return F.linear(x, self.weight, self.bias)
 
     def _compute(self, x: Tensor) -> Tensor:
-        y = self.base(x)
         segments, first = self._context.token_segments, self.members[0]
         if segments is None or first.ops is None or not any(m.num_installed or m.saved for m in self.members):
-            return y
+            return self.base(x)
         tables = [member.table for member in self.members if member.table is not None]
-        rows = y.view(-1, self._ends[-1])
-        for member, end in zip(self.members, self._ends, strict=True):
-            if member.saved:
-                member.replace(rows[:, end - member.out_features : end], x.reshape(-1, first.in_features), segments)
-        first.ops.apply_merged(rows, x.reshape(-1, first.in_features), tables, segments)
+        rows = x.reshape(-1, first.in_features)
+        y = first.ops.apply_over(partial(self._product, x, rows, segments), rows, tables, segments)
         for table, end in zip(tables, self._ends, strict=False):
             if table.rescaled:
-                rescale(rows[:, end - table.out_features : end], table, segments)
+                rescale(y[:, end - table.out_features : end], table, segments)
+        return y.view(*x.shape[:-1], self._ends[-1])
+
+    def _product(self, x: Tensor, rows: Tensor, segments: PreparedSegments) -> Tensor:
+        """As of a linear, [rows, sum of outputs]."""
+        y = self.base(x).view(-1, self._ends[-1])
+        for member, end in zip(self.members, self._ends, strict=True):
+            if member.saved:
+                member.replace(y[:, end - member.out_features : end], rows, segments)
         return y
 
 

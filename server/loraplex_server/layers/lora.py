@@ -17,7 +17,7 @@ of `y` behind a slot's own are not touched.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -147,6 +147,18 @@ class SegmentedLora(ABC):
         for table in tables:
             self.apply(y[:, start : start + table.out_features], x, table, prepared)
             start += table.out_features
+
+    def apply_over(
+        self, base: Callable[[], Tensor], x: Tensor, tables: Sequence[FactorTable], prepared: PreparedSegments
+    ) -> Tensor:
+        """y [num_rows, sum of outputs] that `base` computes, with what `apply_merged` adds to it. Overridden where a
+        part of that can be computed beside the base."""
+        y = base()
+        if len(tables) == 1:
+            self.apply(y, x, tables[0], prepared)
+        else:
+            self.apply_merged(y, x, tables, prepared)
+        return y
 
     def dense(self, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """y [rows, out] = x [rows, in] @ weight.T + bias, in place, with an adapter's own weight [out, in] as it

@@ -10,7 +10,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -24,7 +24,7 @@ from loraplex_contracts.errors import InvalidArgument, LoraplexError, Unsupporte
 from loraplex_contracts.sampling import SAMPLING_OPTIONS
 from loraplex_runtime.reports import Progress, no_progress
 from loraplex_server.backends.backend import Backend
-from loraplex_server.backends.equivalence import compare, compare_all
+from loraplex_server.backends.equivalence import Comparison, compare, compare_all
 from loraplex_server.backends.fusion import FusedOps, fuse, separate
 from loraplex_server.backends.registry import plain_backend
 from loraplex_server.layers.adapter_slots import NormPlace
@@ -377,10 +377,29 @@ def _merge(model: PreTrainedModel, probe: Probe, targets: dict[str, AdaptedModul
     called_once = [[path for path in run if len(probe.rows.get(path, ())) == 1] for run in probe.runs]
     linears = {path: module for path, module in targets.items() if isinstance(module, AdaptedLinear)}
     merged = merge_linears(model, called_once, linears, context)
-    if problem := _difference(model, probe, context):
+    with _products_compared([member for group in merged for member in group.members]) as products:
+        problem = _difference(model, probe, context)
+    if problem := problem or next((f"a product is {one.error:.1%} off" for one in products if not one.is_equal), ""):
         log.info("linears are computed one by one: %s", problem)
         for group in merged:
             group.separate()
+
+
+@contextmanager
+def _products_compared(members: Sequence[AdaptedLinear]) -> Generator[list[Comparison]]:
+    """Compares what linears give meanwhile with their own products of the same inputs."""
+    found: list[Comparison] = []
+
+    def look(member: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+        assert isinstance(member, AdaptedLinear)
+        found.append(compare("product", member.base(args[0]), y))
+
+    hooks = [member.register_forward_hook(look) for member in members]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _fuse(model: PreTrainedModel, probe: Probe, fused: FusedOps, context: StepContext) -> None:

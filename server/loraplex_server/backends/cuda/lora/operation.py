@@ -6,7 +6,7 @@ kernels and block sizes. Owns what it derives from a table (in its `derived`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -77,9 +77,8 @@ class _Known:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One launch's or two launches' arguments."""
+    """One launch's or two launches' arguments, but for y."""
 
-    y: Tensor  # [num_rows, sum of outputs]
     x: Tensor  # [num_rows, in]
     tables: Sequence[FactorTable]  # 1 to MAX_MERGED, evenly spaced in memory
     plan: KernelPlan
@@ -110,6 +109,12 @@ class Call:
         launch = self.launch
         return {"NUM_SPLITS": launch.num_splits, "BLOCK_RANK": launch.block_rank, "IS_ALIGNED": self.is_aligned}
 
+    def tile_options(self) -> dict[str, int]:
+        return {"BLOCK_ROWS": self.plan.block_rows, "UPCAST": INTERPRETED, "num_warps": self.launch.num_warps}
+
+    def sizes(self) -> tuple[int, int, int, int]:
+        return self.plan.num_positions, self.max_rank, self.inner_stride, self.table_stride
+
     def num_column_blocks(self) -> int:
         return sum(-(-table.out_features // self.launch.block_out) for table in self.tables)
 
@@ -124,6 +129,7 @@ class TritonOps(ReplayableLora):
         self.max_rank = max_rank  # of anything installed; more than that only in what is prepared
         self._variant: Variant | None = variant
         self._reference = ReferenceOps()
+        self._branch: torch.cuda.Stream | None = None
 
     def prepare(
         self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device
@@ -143,28 +149,50 @@ class TritonOps(ReplayableLora):
     def apply(self, y: Tensor, x: Tensor, table: FactorTable, prepared: PreparedSegments) -> None:
         if x.dtype not in SUPPORTED:
             self._reference.apply(y, x, table, prepared)
-            return
-        self._launch(y, x, [table], prepared.data)
+        elif (call := self._call(x, [table], prepared.data)) is not None:
+            _launch(call, y)
 
     def apply_merged(self, y: Tensor, x: Tensor, tables: Sequence[FactorTable], prepared: PreparedSegments) -> None:
         """In as few launches as one module takes where the tables are evenly spaced (AdapterSlots makes them so)."""
-        if x.dtype in SUPPORTED and len(tables) <= MAX_MERGED and _spacing(tables) > 0:
-            self._launch(y, x, tables, prepared.data)
-        else:
+        if not _is_one_launch(x, tables):
             super().apply_merged(y, x, tables, prepared)
+        elif (call := self._call(x, tables, prepared.data)) is not None:
+            _launch(call, y)
+
+    def apply_over(
+        self, base: Callable[[], Tensor], x: Tensor, tables: Sequence[FactorTable], prepared: PreparedSegments
+    ) -> Tensor:
+        """In a CUDA graph the first half runs beside the base's product, which waits for memory: on a stream of its
+        own, a branch of the graph. A launch at a time takes the host longer than it saves."""
+        is_captured = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        call = self._call(x, tables, prepared.data) if is_captured and _is_one_launch(x, tables) else None
+        if call is None or call.launch.variant == "fused":
+            return super().apply_over(base, x, tables, prepared)
+        stream = torch.cuda.current_stream(x.device)
+        if self._branch is None:
+            self._branch = torch.cuda.Stream(x.device)
+        inner = call.inner()  # of the main stream's memory, on which it is free again after the second half
+        self._branch.wait_stream(stream)
+        with torch.cuda.stream(self._branch):
+            _shrink(call, inner)
+        y = base()
+        stream.wait_stream(self._branch)
+        _expand(call, y, inner)
+        return y
 
     def _block_rows(self, num_rows: int) -> int:
         return choose_block_rows(num_rows, self._variant)
 
-    def _launch(self, y: Tensor, x: Tensor, tables: Sequence[FactorTable], plan: KernelPlan) -> None:
+    def _call(self, x: Tensor, tables: Sequence[FactorTable], plan: KernelPlan) -> Call | None:
+        """None where nothing is to be added."""
         if plan.num_blocks == 0:
-            return
+            return None
         known = [_known(table) for table in tables]
         max_rank, is_aligned = max(k.max_rank for k in known), all(k.is_aligned for k in known)
         if plan.slots is not None and not any(
             table.factors[slot] is not None for table in tables for slot in plan.slots
         ):
-            return
+            return None
         if plan.slots is None and (max_rank > self.max_rank or not is_aligned):
             raise ValueError(
                 f"a reserved plan takes ranks up to {self.max_rank} and factors that begin at a multiple of "
@@ -183,11 +211,7 @@ class TritonOps(ReplayableLora):
             x.element_size(),
             self._variant,
         )
-        call = Call(y, x, tables, plan, max_rank, is_aligned, launch)
-        if launch.variant == "fused":
-            _run_fused(call)
-        else:
-            _run_halves(call)
+        return Call(x, tables, plan, max_rank, is_aligned, launch)
 
 
 def _known(table: FactorTable) -> _Known:
@@ -215,44 +239,59 @@ def _spacing(tables: Sequence[FactorTable]) -> int:
     return found.pop() if len(found) == 1 and min(found) > 0 else 0
 
 
-def _run_halves(call: Call) -> None:
-    """Shrink and expand, by rows or by tiles."""
-    plan, launch, table = call.plan, call.launch, call.tables[0]
-    is_tiled = launch.variant == "tiles"
-    if is_tiled:
-        common = {"BLOCK_ROWS": plan.block_rows, "UPCAST": INTERPRETED, "num_warps": launch.num_warps}
-        shrink_options = {**common, "NUM_STEPS": launch.num_steps, "num_stages": launch.num_stages}
-        # Pipelined, Hopper's wgmma with its left operand in registers (inner, narrowed here) is miscompiled by ptxas
-        # before 13.3.
-        expand_options = {**common, "num_stages": 1}
-    else:
-        shrink_options, expand_options = {}, {"SPLITS": triton.next_power_of_2(launch.num_splits)}
+def _is_one_launch(x: Tensor, tables: Sequence[FactorTable]) -> bool:
+    return x.dtype in SUPPORTED and (len(tables) == 1 or (len(tables) <= MAX_MERGED and _spacing(tables) > 0))
+
+
+def _launch(call: Call, y: Tensor) -> None:
+    """Adds to y [num_rows, sum of outputs]."""
+    if call.launch.variant == "fused":
+        _fuse(call, y)
+        return
     inner = call.inner()
-    step = (plan.rows, plan.blocks, plan.term_slots)
-    sizes = (plan.num_positions, call.max_rank, call.inner_stride, call.table_stride)
-    shrink, expand = (_shrink_tiles, _expand_tiles) if is_tiled else (_shrink_rows, _expand_rows)
-    shrink[(plan.num_blocks, launch.num_splits, launch.num_lanes * len(call.tables))](
-        *(call.x, inner, *step, table.a_ptrs, table.ranks, table.in_features, call.x.stride(0), *sizes),
+    _shrink(call, inner)
+    _expand(call, y, inner)
+
+
+def _shrink(call: Call, inner: Tensor) -> None:
+    plan, launch, table = call.plan, call.launch, call.tables[0]
+    kernel, options = _shrink_rows, {"num_warps": launch.num_warps}
+    if launch.variant == "tiles":
+        kernel, options = _shrink_tiles, {**call.tile_options(), "NUM_STEPS": launch.num_steps}
+        options["num_stages"] = launch.num_stages
+    kernel[(plan.num_blocks, launch.num_splits, launch.num_lanes * len(call.tables))](
+        *(call.x, inner, plan.rows, plan.blocks, plan.term_slots, table.a_ptrs, table.ranks, table.in_features),
+        *(call.x.stride(0), *call.sizes()),
         NUM_LANES=launch.num_lanes,
         BLOCK_IN=launch.block_in,
         **call.constants(),
-        **shrink_options,
+        **options,
     )
-    expand[(plan.num_blocks, call.num_column_blocks())](
-        *(call.y, inner, *step, plan.term_weights, table.b_ptrs, table.ranks, table.scales, *call.ends()),
-        *(call.y.stride(0), *sizes),
+
+
+def _expand(call: Call, y: Tensor, inner: Tensor) -> None:
+    plan, launch, table = call.plan, call.launch, call.tables[0]
+    kernel: Any = _expand_rows
+    options = {"SPLITS": triton.next_power_of_2(launch.num_splits), "num_warps": launch.num_warps}
+    if launch.variant == "tiles":
+        # Pipelined, Hopper's wgmma with its left operand in registers (inner, narrowed here) is miscompiled by ptxas
+        # before 13.3.
+        kernel, options = _expand_tiles, {**call.tile_options(), "num_stages": 1}
+    kernel[(plan.num_blocks, call.num_column_blocks())](
+        *(y, inner, plan.rows, plan.blocks, plan.term_slots, plan.term_weights),
+        *(table.b_ptrs, table.ranks, table.scales, *call.ends(), y.stride(0), *call.sizes()),
         BLOCK_OUT=launch.block_out,
         **call.constants(),
-        **expand_options,
+        **options,
     )
 
 
-def _run_fused(call: Call) -> None:
+def _fuse(call: Call, y: Tensor) -> None:
     plan, launch, table = call.plan, call.launch, call.tables[0]
     _fused_rows[(plan.num_blocks, call.num_column_blocks())](
-        *(call.y, call.x, plan.rows, plan.blocks, plan.term_slots, plan.term_weights),
+        *(y, call.x, plan.rows, plan.blocks, plan.term_slots, plan.term_weights),
         *(table.a_ptrs, table.b_ptrs, table.ranks, table.scales, table.in_features, *call.ends()),
-        *(call.x.stride(0), call.y.stride(0), call.table_stride), NUM_STEPS=launch.num_steps,
+        *(call.x.stride(0), y.stride(0), call.table_stride), NUM_STEPS=launch.num_steps,
         BLOCK_RANK=launch.block_rank, BLOCK_IN=launch.block_in, BLOCK_OUT=launch.block_out,
         NUM_STAGES=launch.num_stages, IS_ALIGNED=call.is_aligned,
     )  # fmt: skip
