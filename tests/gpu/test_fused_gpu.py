@@ -47,3 +47,16 @@ def test_rotations(num_tokens: int, dtype: torch.dtype) -> None:
         if dtype.itemsize == 2:
             assert torch.equal(got, want)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("num_features", [300, 14336])
+def test_gates(num_features: int, dtype: torch.dtype) -> None:
+    from loraplex_server.backends.cuda.fused import TritonFused
+
+    torch.manual_seed(0)
+    gate, up = (4 * torch.randn(1, 33, 2 * num_features, device=CUDA)).to(dtype).split(num_features, dim=-1)
+    got, want = TritonFused().silu_product(gate, up), ReferenceFused().silu_product(gate, up)
+    # The exponential's last bits may tip a rounding over.
+    torch.testing.assert_close(got, want, rtol=2 * torch.finfo(dtype).eps + 1e-6, atol=1e-6)
+    assert (got == want).float().mean() > (0.99 if dtype.itemsize == 2 else 0.0)

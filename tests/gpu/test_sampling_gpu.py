@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -28,13 +27,6 @@ PARAMS = [
     SamplingParams(temperature=1.1, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.2, frequency_penalty=0.4),
     SamplingParams(repetition_penalty=1.5, presence_penalty=1.0, logit_bias=((3, 5.0), (4, -100.0))),
 ] * 4
-
-
-@pytest.fixture
-def no_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 def test_noise_is_bit_identical() -> None:
@@ -63,11 +55,15 @@ def test_tokens_equal_those_of_the_cpu() -> None:
         assert [token_id for token_id, _ in one.top] == [token_id for token_id, _ in other.top]
 
 
-def test_a_step_does_not_wait(no_waiting: None) -> None:
+def test_a_step_does_not_wait() -> None:
     logits = torch.randn(len(PARAMS), VOCAB, device="cuda", dtype=torch.bfloat16)
     tokens = torch.zeros(len(PARAMS), 64, dtype=torch.int64, device="cuda")
     sampler = Sampler(len(PARAMS), VOCAB, "cuda")
     for row, params in enumerate(PARAMS):
         new = sequence([1] * 10, params, row=row, output=OutputParams(True, 2), min_tokens=30, banned=frozenset({2}))
         sampler.set_row(row, new)
-    sampler.sample(logits, range(len(PARAMS)), [20] * len(PARAMS), tokens)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sampler.sample(logits, range(len(PARAMS)), [20] * len(PARAMS), tokens)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -65,6 +65,9 @@ class ReferenceFused:
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return self._rotated(query, cos, sin), self._rotated(key, cos, sin)
 
+    def silu_product(self, gate: Tensor, up: Tensor) -> Tensor:
+        return torch.nn.functional.silu(gate) * up
+
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         first, second = x.chunk(2, dim=-1)
         return x * cos.unsqueeze(1) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(1)

@@ -1,8 +1,8 @@
-"""Fused norms and rotary embeddings: interface, and replacement of a model's own where proven.
+"""Fused norms, gates and rotary embeddings: interface, and replacement of a model's own where proven.
 
-A candidate is an RMS norm by its shape, or the function `apply_rotary_pos_emb` in the file of an attention module. It
-runs beside the fused operation on random values, in float32 (rounding hides nothing) and in the model's dtype. A
-candidate that differs is not replaced.
+A candidate is an RMS norm by its shape, a gated MLP by its linears' names, or the function `apply_rotary_pos_emb` in
+the file of an attention module. It runs beside the fused operation on random values, in float32 (rounding hides
+nothing) and in the model's dtype. A candidate that differs is not replaced.
 
 A module keeps its class and weights and gets a `forward` of its own. For an attention module that is the same code with
 other globals, in which our function has the name of theirs. Transformers and other models are not changed.
@@ -35,7 +35,7 @@ class NormForm(NamedTuple):
 
 class FusedOps(Protocol):
     """Fused operations. Results, intermediate roundings included, equal those of the model's own code, so that texts
-    equal Transformers'. Either operation raises TypeError for what it does not compute."""
+    equal Transformers'. Each raises TypeError for what it does not compute."""
 
     @property
     def name(self) -> str: ...
@@ -51,9 +51,14 @@ class FusedOps(Protocol):
         """
         ...
 
+    def silu_product(self, gate: Tensor, up: Tensor) -> Tensor:
+        """SiLU of gate [..., features], rounded to its dtype, times up of the same shape and dtype."""
+        ...
+
 
 ROTATE: Final = "apply_rotary_pos_emb"
 FORMS: Final = (NormForm(0.0, True), NormForm(0.0, False), NormForm(1.0, False), NormForm(1.0, True))
+GATED: Final = ("gate_proj", "up_proj", "down_proj")
 NUM_ROWS, NUM_HEADS = 5, 3
 
 Rotate = Callable[..., tuple[Tensor, Tensor]]
@@ -65,6 +70,11 @@ def fuse(model: nn.Module, attention: Sequence[nn.Module], ops: FusedOps) -> lis
     with torch.no_grad():
         for module in model.modules():
             if (forward := _norm_forward(module, ops)) is not None:
+                module.forward = forward
+                changed.append(module)
+        gates: dict[type[nn.Module], bool] = {}
+        for module in model.modules():
+            if (forward := _gated_forward(module, ops, gates)) is not None:
                 module.forward = forward
                 changed.append(module)
         proven: dict[int, Rotate | None] = {}
@@ -132,6 +142,54 @@ def _norm(
     if others or named or x.dtype != weight.dtype:
         return own(x, *others, **named)
     return ops.rms_norm(x, weight, eps, form)
+
+
+# --- gated MLPs -------------------------------------------------------------------------------------------------------
+
+
+def _gated_forward(
+    module: nn.Module, ops: FusedOps, proven: dict[type[nn.Module], bool]
+) -> Callable[..., Tensor] | None:
+    """`proven`: found out before, by class."""
+    if any(getattr(module, name, None) is None for name in GATED) or "forward" in vars(module):
+        return None
+    kind = type(module)
+    if kind not in proven:
+        proven[kind] = _is_gated(module, ops)
+    own = kind.forward.__get__(module)
+    return partial(_gated, own=own, module=module, ops=ops) if proven[kind] else None
+
+
+def _is_gated(module: nn.Module, ops: FusedOps) -> bool:
+    """Whether the class's code, with small linears in the place of the module's, computes what `_gated` does."""
+    generator = torch.Generator().manual_seed(11)
+    like = next(module.parameters())
+    for dtype in (torch.float32, like.dtype):
+        small = copy.copy(module)
+        sizes = {GATED[0]: (16, 24), GATED[1]: (16, 24), GATED[2]: (24, 16)}
+        linears = {name: nn.Linear(*size, bias=False, device="cpu") for name, size in sizes.items()}
+        for linear in linears.values():
+            linear.weight.copy_(torch.randn(linear.weight.shape, generator=generator) / 4)
+        small.__dict__["_modules"] = {
+            name: linears[name].to(like.device, dtype) if name in linears else child
+            for name, child in module.named_children()
+        }
+        x = (4 * torch.randn(1, NUM_ROWS, 16, generator=generator)).to(like.device, dtype)
+        try:
+            found = compare("operation", small(x), _gated(x, own=small.forward, module=small, ops=ops))
+        except Exception:  # model-specific code that takes or needs something else
+            return False
+        if not found.is_equal:
+            return False
+    return True
+
+
+def _gated(x: Tensor, *others: Any, own: Callable[..., Tensor], module: Any, ops: FusedOps, **named: Any) -> Tensor:
+    """`others` and `named`: what else some model may give it. That is left to the module's own code then."""
+    if others or named:
+        return own(x, *others, **named)
+    gate, up, down = (getattr(module, name) for name in GATED)
+    return down(ops.silu_product(gate(x), up(x)))
 
 
 # --- rotary embeddings ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Triton kernels of fused norms and rotary embeddings.
+"""Triton kernels of fused norms, gates and rotary embeddings.
 
 Needs triton; runs on CUDA, and on a CPU in Triton's interpreter for tests.
 """
@@ -21,6 +21,8 @@ from loraplex_server.backends.fusion import NormForm
 SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
 # Wider rows do not fit a program's registers.
 MAX_FEATURES = 16384
+# Of a gate, in one program: eight for each of its threads, which is 16 bytes in bfloat16.
+BLOCK_FEATURES = 1024
 
 
 @triton.jit(do_not_specialize=["num_inner"])
@@ -93,9 +95,31 @@ def rotate_kernel(
     tl.store(out_at + HALF, (left + right).to(dtype), mask=inside)
 
 
+@triton.jit
+def silu_product_kernel(
+    y_ptr,  # [num_rows, num_features]
+    gate_ptr,
+    up_ptr,
+    num_features,
+    gate_stride,
+    up_stride,
+    BLOCK: tl.constexpr,
+):
+    """Grid: rows x blocks of features."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < num_features
+    dtype = y_ptr.dtype.element_ty
+    gate = tl.load(gate_ptr + row * gate_stride + n, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + n, mask=inside, other=0.0).to(tl.float32)
+    gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(y_ptr + row * num_features + n, (gate * up).to(dtype), mask=inside)
+
+
 # Their types know neither launch options nor that a plain int becomes a constant.
 _rms_norm: Any = rms_norm_kernel
 _rotate: Any = rotate_kernel
+_silu_product: Any = silu_product_kernel
 
 
 class TritonFused:
@@ -141,3 +165,18 @@ class TritonFused:
                 enable_fp_fusion=False,  # a product in one instruction with the sum is not rounded by itself
             )
         return outs[0].transpose(0, 1).unsqueeze(0), outs[1].transpose(0, 1).unsqueeze(0)
+
+    def silu_product(self, gate: Tensor, up: Tensor) -> Tensor:
+        if gate.dtype not in SUPPORTED or up.dtype != gate.dtype or up.shape != gate.shape:
+            raise TypeError(f"no product of {gate.dtype} {list(gate.shape)} and {up.dtype} {list(up.shape)}")
+        y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        num_features = gate.shape[-1]
+        if not y.numel():
+            return y
+        # As rows, which lie apart where both are columns of a joint product.
+        gate, up = (x.reshape(-1, num_features) for x in (gate, up))
+        gate, up = (x if x.stride(1) == 1 else x.contiguous() for x in (gate, up))
+        _silu_product[(len(gate), triton.cdiv(num_features, BLOCK_FEATURES))](
+            y, gate, up, num_features, gate.stride(0), up.stride(0), BLOCK=BLOCK_FEATURES
+        )
+        return y

@@ -22,6 +22,11 @@ class Counting(ReferenceFused):
     def __init__(self) -> None:
         self.forms: list[NormForm] = []
         self.num_rotations = 0
+        self.num_gates = 0
+
+    def silu_product(self, gate: Tensor, up: Tensor) -> Tensor:
+        self.num_gates += 1
+        return super().silu_product(gate, up)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
         self.forms.append(form)
@@ -110,10 +115,49 @@ def test_other_modules_are_left_alone(module: nn.Module) -> None:
     assert fuse(module, [], ReferenceFused()) == []
 
 
-# By family: fused norms and attention modules of its two layers, the norm at the end included.
+class Gated(nn.Module):
+    """A gated MLP of a family of our own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 32)
+        self.kind = kind
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        match self.kind:
+            case "gelu":
+                gate = nn.functional.gelu(gate)
+            case "up":
+                gate, up = up, nn.functional.silu(up) * 0 + gate
+            case "whole size":
+                gate = nn.functional.silu(gate).view(-1, 48)
+            case _:
+                gate = nn.functional.silu(gate)
+        y: Tensor = self.down_proj(gate * up) * scale
+        return y + x if self.kind == "residual" else y
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["silu", "gelu", "up", "whole size", "residual"])
+def test_a_gated_mlp_is_known_by_what_it_computes(kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    mlp, ops = Gated(kind).requires_grad_(False).to(dtype), Counting()
+    x = torch.randn(1, 7, 32).to(dtype)
+    want, scaled = mlp(x), mlp(x, 0.3)
+    assert fuse(mlp, [], ops) == ([mlp] if kind == "silu" else [])
+    ops.num_gates = 0
+    assert torch.equal(mlp(x), want)
+    assert ops.num_gates == (kind == "silu")
+    assert torch.equal(mlp(x, 0.3), scaled), "what else it is given its own code takes"
+    assert ops.num_gates == (kind == "silu")
+
+
+# By family: fused norms, gated MLPs and attention modules of its two layers, the norm at the end included.
 FUSED = {
-    "llama": (5, 2), "qwen3": (9, 2), "gemma2": (9, 2), "gemma3": (13, 2), "phi3": (5, 2), "gpt2": (0, 0),
-    "opt": (0, 0), "phi": (0, 2), "cohere": (0, 0), "glm4": (9, 0), "deepseek_v3": (9, 2),
+    "llama": (5, 2, 2), "qwen3": (9, 2, 2), "gemma2": (9, 0, 2), "gemma3": (13, 0, 2), "phi3": (5, 0, 2),
+    "gpt2": (0, 0, 0), "opt": (0, 0, 0), "phi": (0, 0, 2), "cohere": (0, 2, 0), "glm4": (9, 0, 0),
+    "deepseek_v3": (9, 2, 2),
 }  # fmt: skip
 
 
@@ -121,8 +165,9 @@ FUSED = {
 def test_families(family: str) -> None:
     loaded = adopt_model(random_model(family), backend=PatchedBackend(fused=ReferenceFused()))
     fused = [module for module in loaded.model.modules() if "forward" in module.__dict__]
-    attention = [layer for layer in fused if any(True for _ in layer.children())]
-    assert (len(fused) - len(attention), len(attention)) == FUSED[family]
+    gated = [module for module in fused if hasattr(module, "gate_proj")]
+    norms = [module for module in fused if not any(True for _ in module.children())]
+    assert (len(norms), len(gated), len(fused) - len(norms) - len(gated)) == FUSED[family]
 
 
 def test_gated_norms_keep_no_other_from_being_fused() -> None:

@@ -9,6 +9,7 @@ import torch
 from support.backends import PatchedBackend
 from support.zoo import random_model
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from loraplex_adapters.weights import AdapterWeights, LoraFactors
@@ -376,7 +377,35 @@ def test_a_model_whose_code_needs_whole_outputs_is_served_without(monkeypatch: p
     assert not any(module.merged for module in loaded.targets.values() if isinstance(module, AdaptedLinear))
 
 
+def rounded_model(num_layers: int = 24) -> PreTrainedModel:
+    """Llama in bfloat16, deep enough for roundings to add up."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=num_layers, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.2,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("error", "is_merged"), [(0.006, True), (0.03, False)])
+def test_wide_products_may_round_otherwise_but_not_be_wrong(
+    error: float, is_merged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU adds up parts of a product in another order where it is wider, which a deep model amplifies."""
+    base = MergedLinear.base
+
+    def perturbed(self: MergedLinear, x: Tensor) -> Tensor:
+        y = base(self, x)
+        return y * (1 + error * torch.randn(y.shape, generator=torch.Generator().manual_seed(len(self.members))))
+
+    monkeypatch.setattr(MergedLinear, "base", lambda self, x: perturbed(self, x).to(x.dtype))
+    loaded = adopt_model(rounded_model(), backend=PatchedBackend(merges=True), verify=False)
+    found = {bool(module.merged) for path, module in loaded.targets.items() if path.endswith(("q_proj", "up_proj"))}
+    assert found == {is_merged}
+
+
 def test_a_module_that_is_called_twice_stays_alone() -> None:
+    loader.register_attention()
     context, model = StepContext(), random_model("llama")
     probe = loader.probe_model(model, "x", 64, StepContext())
     assert any(run[-1].endswith("v_proj") and len(run) == 3 for run in probe.runs)

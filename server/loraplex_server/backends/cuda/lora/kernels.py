@@ -202,16 +202,13 @@ def expand_rows_kernel(
             b_ptr = pointer_to(tl.load(b_ptrs + at), y_ptr, IS_ALIGNED)
             inner_at = inner_ptr + inner_row * inner_stride + term * max_rank
             acc = tl.zeros((BLOCK_OUT,), dtype=tl.float32)
-            # The compiler loads a row of b in one piece where it knows the rank to be a multiple of 8.
+            # The compiler loads a row of b in one piece where it knows the rank to be a multiple of 8. More ranks at a
+            # time would take registers from all programs: half as many would run at once.
             if rank % 8 != 0:
                 acc = add_columns(acc, b_ptr, n, n_mask, inner_at, split_stride, rank, NUM_SPLITS, SPLITS, BLOCK_RANK)
-            elif rank <= BLOCK_RANK:
-                even = (rank // 8) * 8
-                acc = add_columns(acc, b_ptr, n, n_mask, inner_at, split_stride, even, NUM_SPLITS, SPLITS, BLOCK_RANK)
             else:
                 even = (rank // 8) * 8
-                wide: tl.constexpr = 4 * BLOCK_RANK
-                acc = add_columns(acc, b_ptr, n, n_mask, inner_at, split_stride, even, NUM_SPLITS, SPLITS, wide)
+                acc = add_columns(acc, b_ptr, n, n_mask, inner_at, split_stride, even, NUM_SPLITS, SPLITS, BLOCK_RANK)
             total += tl.load(term_weights_ptr + first_term + term) * tl.load(scales_ptr + at) * acc
             term += 1
         tl.store(y_at, (y + total).to(y_ptr.dtype.element_ty), mask=n_mask)

@@ -110,7 +110,7 @@ class Call:
         return {"NUM_SPLITS": launch.num_splits, "BLOCK_RANK": launch.block_rank, "IS_ALIGNED": self.is_aligned}
 
     def tile_options(self) -> dict[str, int]:
-        return {"BLOCK_ROWS": self.plan.block_rows, "UPCAST": INTERPRETED, "num_warps": self.launch.num_warps}
+        return {"BLOCK_ROWS": self.plan.block_rows, "UPCAST": INTERPRETED}
 
     def sizes(self) -> tuple[int, int, int, int]:
         return self.plan.num_positions, self.max_rank, self.inner_stride, self.table_stride
@@ -162,8 +162,9 @@ class TritonOps(ReplayableLora):
     def apply_over(
         self, base: Callable[[], Tensor], x: Tensor, tables: Sequence[FactorTable], prepared: PreparedSegments
     ) -> Tensor:
-        """In a CUDA graph the first half runs beside the base's product, which waits for memory: on a stream of its
-        own, a branch of the graph. A launch at a time takes the host longer than it saves."""
+        """In a CUDA graph the first half runs beside the base's product, which waits for memory: in a branch of the
+        graph. Behind the product in the graph's order: in front of it, it held the product up. Without a graph the
+        host is what takes time."""
         is_captured = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         call = self._call(x, tables, prepared.data) if is_captured and _is_one_launch(x, tables) else None
         if call is None or call.launch.variant == "fused":
@@ -173,9 +174,9 @@ class TritonOps(ReplayableLora):
             self._branch = torch.cuda.Stream(x.device)
         inner = call.inner()  # of the main stream's memory, on which it is free again after the second half
         self._branch.wait_stream(stream)
+        y = base()
         with torch.cuda.stream(self._branch):
             _shrink(call, inner)
-        y = base()
         stream.wait_stream(self._branch)
         _expand(call, y, inner)
         return y
@@ -255,9 +256,9 @@ def _launch(call: Call, y: Tensor) -> None:
 
 def _shrink(call: Call, inner: Tensor) -> None:
     plan, launch, table = call.plan, call.launch, call.tables[0]
-    kernel, options = _shrink_rows, {"num_warps": launch.num_warps}
+    kernel, options = _shrink_rows, {"num_warps": launch.shrink_warps}
     if launch.variant == "tiles":
-        kernel, options = _shrink_tiles, {**call.tile_options(), "NUM_STEPS": launch.num_steps}
+        kernel, options = _shrink_tiles, {**options, **call.tile_options(), "NUM_STEPS": launch.num_steps}
         options["num_stages"] = launch.num_stages
     kernel[(plan.num_blocks, launch.num_splits, launch.num_lanes * len(call.tables))](
         *(call.x, inner, plan.rows, plan.blocks, plan.term_slots, table.a_ptrs, table.ranks, table.in_features),
@@ -271,12 +272,13 @@ def _shrink(call: Call, inner: Tensor) -> None:
 
 def _expand(call: Call, y: Tensor, inner: Tensor) -> None:
     plan, launch, table = call.plan, call.launch, call.tables[0]
-    kernel: Any = _expand_rows
-    options = {"SPLITS": triton.next_power_of_2(launch.num_splits), "num_warps": launch.num_warps}
+    kernel, options = _expand_rows, {"num_warps": launch.expand_warps}
     if launch.variant == "tiles":
         # Pipelined, Hopper's wgmma with its left operand in registers (inner, narrowed here) is miscompiled by ptxas
         # before 13.3.
-        kernel, options = _expand_tiles, {**call.tile_options(), "num_stages": 1}
+        kernel, options = _expand_tiles, {**options, **call.tile_options(), "num_stages": 1}
+    else:
+        options["SPLITS"] = triton.next_power_of_2(launch.num_splits)
     kernel[(plan.num_blocks, call.num_column_blocks())](
         *(y, inner, plan.rows, plan.blocks, plan.term_slots, plan.term_weights),
         *(table.b_ptrs, table.ranks, table.scales, *call.ends(), y.stride(0), *call.sizes()),

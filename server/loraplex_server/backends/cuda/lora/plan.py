@@ -222,8 +222,8 @@ def _view(
 # rows    Two launches, for few rows per adapter: a program keeps one tile of A in registers while rows pass by.
 # tiles   Two launches, for many rows per adapter: products of tiles on the tensor cores.
 #
-# None of the figures has been measured on a GPU. They are derived from an H200's data sheet and from what is known of
-# other engines, as the comments say; `benchmarks/kernel_times.py --device cuda` is what to tune them with.
+# Figures measured on an H200 say so. The others are derived from its data sheet and from what is known of other
+# engines; `benchmarks/kernel_times.py --device cuda` is what to tune them with.
 
 
 Variant = Literal["fused", "rows", "tiles"]
@@ -247,6 +247,8 @@ MAX_SOME = 512
 MAX_FUSED_A = 16 * 2048
 # And all its programs together should be on the device at once (132 SMs).
 MAX_FUSED_PROGRAMS = 264
+# Blocks of few rows up to which programs share an adapter's ranks.
+MAX_SHARED_BLOCKS = 16
 
 
 class Launch(NamedTuple):
@@ -260,7 +262,8 @@ class Launch(NamedTuple):
     block_rank: int
     block_out: int
     num_stages: int  # pieces of the loop over inputs that are under way at a time, and the one that is used
-    num_warps: int = 4
+    shrink_warps: int = 4
+    expand_warps: int = 4
 
 
 class DenseLaunch(NamedTuple):
@@ -299,15 +302,17 @@ def choose_launch(
     block_in = 512 if in_features > 512 else _next_power(in_features)
     num_splits = -(-in_features // block_in)
     block_rank = 16  # fewer are masked, which reads nothing
-    # Ranks up to 64 in one go; a program of an adapter with fewer ends at once. One of two, as every choice that looks
-    # at ranks: what was never chosen before is compiled in the middle of serving.
-    num_lanes = 1 if max_rank <= block_rank else 4
+    # Of few blocks the ranks are shared by programs, up to 64 in one go; a program without a rank ends at once. Of many
+    # blocks such programs cost more than they save: with rank 16 and 32 rows shrink took 1.2 times as long on an H200,
+    # with 64 rows 1.4 times.
+    num_lanes = 1 if max_rank <= block_rank or num_blocks > MAX_SHARED_BLOCKS else 4
     block_out = 128
     num_programs = num_blocks * -(-out_features // block_out)
     pays = max_rank * in_features <= MAX_FUSED_A and num_programs <= MAX_FUSED_PROGRAMS
     if variant == "fused" or (variant is None and pays):
         return Launch("fused", block_in, num_splits, 1, 1, block_rank, block_out, num_stages=3)
-    return Launch("rows", block_in, 1, num_splits, num_lanes, block_rank, block_out, num_stages=1)
+    # With 4 warps expand took 1.07 times as long on an H200.
+    return Launch("rows", block_in, 1, num_splits, num_lanes, block_rank, block_out, num_stages=1, expand_warps=2)
 
 
 def _tiles(block_rows: int, in_features: int, max_rank: int, element_bytes: int) -> Launch:
@@ -316,6 +321,8 @@ def _tiles(block_rows: int, in_features: int, max_rank: int, element_bytes: int)
     block_in = 256 // element_bytes  # with 64 rows and 64 ranks three pieces of 32 KB are under way
     # Wide tiles of ranks read x less often; 16 is the least that a tensor core takes.
     block_rank = 16 if max_rank <= 16 else 64
+    # With fewer a thread has more of a large tile than it has registers for (which the compiler says).
+    num_warps = 8 if block_rows == MANY_ROWS else 4
     return Launch(
         variant="tiles",
         block_in=block_in,
@@ -326,8 +333,8 @@ def _tiles(block_rows: int, in_features: int, max_rank: int, element_bytes: int)
         # Many rows read B once per 64 of them; few have too few programs with wide blocks.
         block_out=128 if block_rows == MANY_ROWS else 64,
         num_stages=3,
-        # With fewer a thread has more of a large tile than it has registers for (which the compiler says).
-        num_warps=8 if block_rows == MANY_ROWS else 4,
+        shrink_warps=num_warps,
+        expand_warps=num_warps,
     )
 
 

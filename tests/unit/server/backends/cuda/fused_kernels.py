@@ -50,3 +50,16 @@ def test_rotations_are_right_to_the_last_bit(dim: int, dtype: torch.dtype) -> No
     ):
         assert got.shape == want.shape
         check(got, want, rtol=0.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_features", [40, 1500])
+def test_gates(num_features: int, dtype: torch.dtype) -> None:
+    """As halves of a joint product, and apart."""
+    torch.manual_seed(0)
+    joint = (4 * torch.randn(1, 5, 2 * num_features)).to(dtype)
+    gate, up = joint.split(num_features, dim=-1)
+    for halves in ((gate, up), (gate.contiguous(), up.contiguous()), (gate, up.transpose(1, 2).contiguous().mT)):
+        got = TritonFused().silu_product(*halves)
+        assert got.shape == gate.shape
+        check(got, ReferenceFused().silu_product(gate, up), rtol=1e-5 if dtype == torch.float32 else 2e-3)

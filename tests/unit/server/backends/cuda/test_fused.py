@@ -22,6 +22,7 @@ def test_they_compile(dtype: str, arch: int, monkeypatch: pytest.MonkeyPatch, tm
     for kernel, constants, warps in (
         (triton_ops.rms_norm_kernel, {"OFFSET": 0.0, "NARROWS": True, "BLOCK": 4096}, 8),
         (triton_ops.rotate_kernel, {"HALF": 64, "BLOCK": 64}, 1),
+        (triton_ops.silu_product_kernel, {"BLOCK": triton_ops.BLOCK_FEATURES}, 4),
     ):
         names = kernel.arg_names
         types = {name: f"*{dtype}" for name in names if name.endswith("_ptr")} | {"eps": "fp32"}
@@ -30,7 +31,12 @@ def test_they_compile(dtype: str, arch: int, monkeypatch: pytest.MonkeyPatch, tm
             (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n.endswith(("_ptr", "_stride", "features"))
         }
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=even)
-        result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+        options = {"num_warps": warps, "enable_fp_fusion": kernel is not triton_ops.rotate_kernel}
+        result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
         assert result.asm["cubin"]
-        if kernel is triton_ops.rms_norm_kernel:
+        if kernel is not triton_ops.rotate_kernel:
             assert "ld.global.v4" in result.asm["ptx"]
+        elif (
+            arch == 90
+        ):  # a product in one instruction with a sum is not rounded by itself; without one it is, on older
+            assert "fma" not in result.asm["ptx"]

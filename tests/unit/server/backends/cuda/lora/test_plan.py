@@ -203,8 +203,13 @@ def test_decode_gets_small_blocks_and_prompts_large_ones() -> None:
 def test_splits_say_nothing_of_the_step() -> None:
     """A row's sum is taken in the same order whatever else is in the step."""
     for block_rows in (FEW_ROWS, SOME_ROWS):
-        launches = {choose_launch(block_rows, n, 4096, 4096, 256, 2) for n in (1, 7, 64, 300)}
+        launches = {choose_launch(block_rows, n, 4096, 4096, 256, 2)._replace(num_lanes=1) for n in (1, 7, 64, 300)}
         assert len(launches) == 1
+
+
+def test_ranks_are_shared_by_programs_where_these_are_few() -> None:
+    assert [choose_launch(ONE_ROW, n, 4096, 4096, 256, 2).num_lanes for n in (1, 16, 17, 64)] == [4, 4, 1, 1]
+    assert choose_launch(ONE_ROW, 1, 4096, 4096, 16, 2).num_lanes == 1
 
 
 def test_one_launch_where_a_is_small_and_programs_are_few() -> None:
