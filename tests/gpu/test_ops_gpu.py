@@ -179,6 +179,39 @@ def test_a_graph_is_replayed_with_other_adapters(variant: str) -> None:
         assert torch.equal(bits(eager), bits(got))
 
 
+def test_a_branch_of_a_graph_adds_what_is_added_behind_the_base() -> None:
+    """Modules in a chain, as in a model: memory that one has left is another's."""
+    num_rows, num_slots, dtype = 24, 6, torch.bfloat16
+    ops = make_ops("rows")
+    shapes = [(2048, 1536), (1536, 2048), (2048, 4096), (4096, 2048)] * 3
+    weights = [(torch.randn(out, num_in, device="cuda") / num_in**0.5).to(dtype) for num_in, out in shapes]
+    tables = [make_table([16] * num_slots, shape, dtype) for shape in shapes]
+    first = torch.randn(num_rows, 2048, device="cuda").to(dtype)
+    reserved = ops.reserve(num_rows, num_slots, first.device)  # type: ignore[attr-defined]
+
+    def chain() -> Tensor:
+        x = first
+        for weight, table in zip(weights, tables, strict=True):
+            x = torch.nn.functional.layer_norm(
+                ops.apply_over(lambda w=weight, x=x: x @ w.T, x, [table], reserved), (len(weight),)
+            )
+        return x
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        chain()  # compiles
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain()
+    for popularity in POPULARITIES * 5:
+        ops.refill(reserved, random_segments(popularity, num_rows, num_slots))  # type: ignore[attr-defined]
+        got.fill_(float("nan"))
+        graph.replay()
+        found = got.clone()
+        assert torch.equal(bits(found), bits(chain()))
+
+
 def test_steps_that_follow_each_other_at_once() -> None:
     """The host fills in the next step while the device is busy: no step may see its successor's segments."""
     ops = make_ops()

@@ -1,4 +1,4 @@
-"""Fused norms, gates and rotary embeddings: interface, and replacement of a model's own where proven.
+"""Fused norms, gates and rotary embeddings: interface, and replacement of a model's own.
 
 A candidate is an RMS norm by its shape, a gated MLP by its linears' names, or the function `apply_rotary_pos_emb` in
 the file of an attention module. It runs beside the fused operation on random values, in float32 (rounding hides

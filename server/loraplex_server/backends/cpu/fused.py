@@ -9,7 +9,7 @@ from loraplex_server.backends.fusion import NormForm
 
 
 class NativeFused:
-    """Implements FusedOps, without rotary embeddings."""
+    """Implements FusedOps, without rotary embeddings and gates."""
 
     name = "native"
 
@@ -23,3 +23,6 @@ class NativeFused:
 
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         raise TypeError("rotary embeddings are left to the model")
+
+    def silu_product(self, gate: Tensor, up: Tensor) -> Tensor:
+        raise TypeError("gates are left to the model")

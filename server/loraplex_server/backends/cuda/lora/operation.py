@@ -34,6 +34,7 @@ from loraplex_server.backends.cuda.lora.plan import (
     choose_dense_launch,
     choose_dense_rows,
     choose_launch,
+    next_power,
     refill_plan,
     reserve_plan,
 )
@@ -256,15 +257,16 @@ def _launch(call: Call, y: Tensor) -> None:
 
 def _shrink(call: Call, inner: Tensor) -> None:
     plan, launch, table = call.plan, call.launch, call.tables[0]
-    kernel, options = _shrink_rows, {"num_warps": launch.shrink_warps}
+    kernel, options = _shrink_rows, {}
     if launch.variant == "tiles":
-        kernel, options = _shrink_tiles, {**options, **call.tile_options(), "NUM_STEPS": launch.num_steps}
+        kernel, options = _shrink_tiles, {**call.tile_options(), "NUM_STEPS": launch.num_steps}
         options["num_stages"] = launch.num_stages
     kernel[(plan.num_blocks, launch.num_splits, launch.num_lanes * len(call.tables))](
         *(call.x, inner, plan.rows, plan.blocks, plan.term_slots, table.a_ptrs, table.ranks, table.in_features),
         *(call.x.stride(0), *call.sizes()),
         NUM_LANES=launch.num_lanes,
         BLOCK_IN=launch.block_in,
+        num_warps=launch.shrink_warps,
         **call.constants(),
         **options,
     )
@@ -272,17 +274,16 @@ def _shrink(call: Call, inner: Tensor) -> None:
 
 def _expand(call: Call, y: Tensor, inner: Tensor) -> None:
     plan, launch, table = call.plan, call.launch, call.tables[0]
-    kernel, options = _expand_rows, {"num_warps": launch.expand_warps}
+    kernel, options = _expand_rows, {"SPLITS": next_power(launch.num_splits)}
     if launch.variant == "tiles":
         # Pipelined, Hopper's wgmma with its left operand in registers (inner, narrowed here) is miscompiled by ptxas
         # before 13.3.
-        kernel, options = _expand_tiles, {**options, **call.tile_options(), "num_stages": 1}
-    else:
-        options["SPLITS"] = triton.next_power_of_2(launch.num_splits)
+        kernel, options = _expand_tiles, {**call.tile_options(), "num_stages": 1}
     kernel[(plan.num_blocks, call.num_column_blocks())](
         *(y, inner, plan.rows, plan.blocks, plan.term_slots, plan.term_weights),
         *(table.b_ptrs, table.ranks, table.scales, *call.ends(), y.stride(0), *call.sizes()),
         BLOCK_OUT=launch.block_out,
+        num_warps=launch.expand_warps,
         **call.constants(),
         **options,
     )

@@ -299,7 +299,7 @@ def choose_launch(
         return _tiles(block_rows, in_features, max_rank, element_bytes)
     # Longer pieces of A make fewer programs and fewer terms in the second half's sum; shorter ones more that load at
     # once. 16 ranks x 512 inputs are 64 elements for each of 128 threads, all asked for before the first is used.
-    block_in = 512 if in_features > 512 else _next_power(in_features)
+    block_in = 512 if in_features > 512 else next_power(in_features)
     num_splits = -(-in_features // block_in)
     block_rank = 16  # fewer are masked, which reads nothing
     # Of few blocks the ranks are shared by programs, up to 64 in one go; a program without a rank ends at once. Of many
@@ -352,6 +352,6 @@ def choose_dense_launch(block_rows: int, element_bytes: int) -> DenseLaunch:
     return DenseLaunch(block_in=128 // element_bytes, block_out=64, num_stages=4)
 
 
-def _next_power(number: int) -> int:
+def next_power(number: int) -> int:
     """The smallest power of two that is not less, at least 1."""
     return 1 << max(0, number - 1).bit_length()
