@@ -88,7 +88,8 @@ def _all_work(stepper: Stepper, sizes: Sequence[int]) -> Iterator[_Work]:
     yield _attention_work(stepper, sizes[0], stepper.shape.num_draft_tokens + 1)
     yield from _base_work(stepper, sizes[0])
     yield _medusa_work(stepper, sizes[0])
-    yield _sampler_work(stepper, sizes[-1])
+    for top_p in (1.0, 0.95):
+        yield _sampler_work(stepper, sizes[-1], top_p)
 
 
 Group = tuple[AdaptedLinear, ...]  # computed at once: siblings, or a linear by itself
@@ -233,15 +234,17 @@ def _medusa_work(stepper: Stepper, batch: int) -> _Work:
     return _Work(f"medusa head ({ops.name})", case, 1, num_bytes, lambda: ops.apply(y, x, table, prepared))
 
 
-def _sampler_work(stepper: Stepper, batch: int) -> _Work:
-    """Drawing with a temperature and top-p from logits that the head has just written; includes no transfer."""
+def _sampler_work(stepper: Stepper, batch: int, top_p: float) -> _Work:
+    """Drawing with a temperature, and where it is below 1 top-p, from logits that the head has just written; includes
+    no transfer."""
     loaded, num_logits = stepper.loaded, stepper.loaded.spec.num_logits
-    sampler = Sampler(batch, num_logits, loaded.device)
+    backend = loaded.backend
+    sampler = Sampler(batch, num_logits, loaded.device, argmax=backend.argmax(), noisy_argmax=backend.noisy_argmax())
     for row in range(batch):
-        params = SamplingParams(temperature=0.8, top_p=0.95, seed=row)
+        params = SamplingParams(temperature=0.8, top_p=top_p, seed=row)
         sampler.set_row(row, NewSequence(str(row), row, (2, 3), 2, params, OutputParams()))
     logits = torch.randn(batch, num_logits, device=loaded.device).to(loaded.dtype)
     tokens = torch.zeros(batch, 64, dtype=torch.int64, device=loaded.device)
     rows, positions = list(range(batch)), [20] * batch
-    case = f"batch {batch}, temperature and top-p"
+    case = f"batch {batch}, temperature" + (" and top-p" if top_p < 1.0 else "")
     return _Work("sampling", case, 1, logits.nbytes, lambda: sampler.sample(logits, rows, positions, tokens), False)

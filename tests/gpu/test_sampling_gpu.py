@@ -9,6 +9,7 @@ import torch
 from support.sampling_oracle import noise_field, sequence
 
 from loraplex_contracts.request import OutputParams, SamplingParams
+from loraplex_server.backends.cuda.backend import CudaBackend
 from loraplex_server.sampling.draw import NoiseField, row_keys
 from loraplex_server.sampling.sampler import Sampler
 
@@ -29,6 +30,14 @@ PARAMS = [
 ] * 4
 
 
+def make_sampler(device: str) -> Sampler:
+    """On a CPU by the definitions."""
+    if device == "cpu":
+        return Sampler(len(PARAMS), VOCAB, device)
+    backend = CudaBackend()
+    return Sampler(len(PARAMS), VOCAB, device, argmax=backend.argmax(), noisy_argmax=backend.noisy_argmax())
+
+
 def test_noise_is_bit_identical() -> None:
     keys = row_keys(torch.arange(64), torch.arange(64) * 5)
     on_device = NoiseField(VOCAB, "cuda").dense(keys.cuda())
@@ -36,13 +45,16 @@ def test_noise_is_bit_identical() -> None:
     assert torch.equal(row_keys(torch.arange(64, device="cuda"), torch.arange(64, device="cuda") * 5).cpu(), keys)
 
 
-def test_tokens_equal_those_of_the_cpu() -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_tokens_equal_those_of_the_cpu(dtype: torch.dtype) -> None:
+    """In float32 by the kernel."""
     logits = torch.randn(len(PARAMS), VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
+    logits = logits.to(dtype)
     tokens = torch.randint(0, VOCAB, (len(PARAMS), 64), generator=torch.Generator().manual_seed(1))
     rows, positions = list(range(len(PARAMS))), [20 + row for row in range(len(PARAMS))]
     found = []
     for device in ("cpu", "cuda"):
-        sampler = Sampler(len(PARAMS), VOCAB, device)
+        sampler = make_sampler(device)
         for row, params in enumerate(PARAMS):
             new = sequence([1] * 10, replace(params, seed=row), row=row, output=OutputParams(True, row % 3))
             sampler.set_row(row, replace(new, min_tokens=30, banned_until_min=frozenset({2})))
@@ -51,14 +63,14 @@ def test_tokens_equal_those_of_the_cpu() -> None:
     for one, other in zip(found[0].logprobs, found[1].logprobs, strict=True):
         assert one is not None
         assert other is not None
-        assert one.logprob == pytest.approx(other.logprob, abs=1e-9)
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-9 if dtype == torch.float64 else 1e-4)
         assert [token_id for token_id, _ in one.top] == [token_id for token_id, _ in other.top]
 
 
 def test_a_step_does_not_wait() -> None:
     logits = torch.randn(len(PARAMS), VOCAB, device="cuda", dtype=torch.bfloat16)
     tokens = torch.zeros(len(PARAMS), 64, dtype=torch.int64, device="cuda")
-    sampler = Sampler(len(PARAMS), VOCAB, "cuda")
+    sampler = make_sampler("cuda")
     for row, params in enumerate(PARAMS):
         new = sequence([1] * 10, params, row=row, output=OutputParams(True, 2), min_tokens=30, banned=frozenset({2}))
         sampler.set_row(row, new)

@@ -26,7 +26,7 @@ from loraplex_server.layers.lora import SegmentedDense, SegmentedLora
 from loraplex_server.layers.quantization import WeightFormat
 from loraplex_server.layers.recurrences import StateOps
 from loraplex_server.layers.step import StepResources
-from loraplex_server.sampling.draw import row_argmax
+from loraplex_server.sampling.draw import NoisyArgmax, row_argmax
 from loraplex_server.sampling.sampler import Argmax, MaskedArgmax
 
 if TYPE_CHECKING:
@@ -123,6 +123,10 @@ class Backend:
 
     def masked_argmax(self) -> MaskedArgmax | None:
         """The same among the tokens that a mask allows; None: the scores are changed first."""
+        return None
+
+    def noisy_argmax(self) -> NoisyArgmax | None:
+        """Draws from all tokens at once; None: tensor operations do it. A CPU draws from few."""
         return None
 
     def torch_threads(self, num_tokens: int) -> AbstractContextManager[None]:

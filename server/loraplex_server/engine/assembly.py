@@ -149,6 +149,7 @@ def assemble(
             loaded.device,
             argmax=argmax,
             masked_argmax=backend.masked_argmax(),
+            noisy_argmax=backend.noisy_argmax(),
         ),
         max_rows=batch.max_running,
         states=loaded.state_memory(num_slots, num_spare),

@@ -20,9 +20,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from loraplex_contracts.sampling import SamplingParams
@@ -38,6 +40,8 @@ _CHUNK_ROWS = 4
 _MAX_ELEMENTS = 1 << 23
 # Candidates looked up for a top-p without top-k, until they hold enough of the probability.
 _TOP_P_SEARCHES = (64, 1024)
+# Weights that are added up at once where a sum's place is looked for.
+_SUM_BLOCK = 256
 # Candidates looked up beyond the k-th, so that a few ties need no second search.
 _SPARE = 16
 # Below this, one token has all the probability. Its inverse is finite in float32.
@@ -80,25 +84,27 @@ def row_keys(seeds: Tensor, positions: Tensor) -> Tensor:
 class NoiseField:
     """Tables and hashed token ids on one device. Constant."""
 
+    low_bits = _LOW_BITS  # of a float's mantissa: they interpolate within a cell
+
     def __init__(self, vocab_size: int, device: torch.device | str) -> None:
         self.vocab_size = vocab_size
         device = torch.device(device)
         values, slopes = _tables()
-        self._values = values.to(device)  # [_NUM_CELLS]
-        self._slopes = slopes.to(device)  # [_NUM_CELLS]
-        self._mixed_ids = _mix32(torch.arange(vocab_size, dtype=torch.int32, device=device))  # [vocab_size]
+        self.values = values.to(device)  # [_NUM_CELLS]
+        self.slopes = slopes.to(device)  # [_NUM_CELLS]
+        self.mixed_ids = _mix32(torch.arange(vocab_size, dtype=torch.int32, device=device))  # [vocab_size]
 
     def dense(self, keys: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """Noise of the token ids `start` to `stop` (default: all) in every row: `[num_rows, stop - start]` float32."""
-        return self._gumbel(_hash(keys, self._mixed_ids[start:stop]))
+        return self._gumbel(_hash(keys, self.mixed_ids[start:stop]))
 
     def at(self, keys: Tensor, token_ids: Tensor) -> Tensor:
         """Noise of chosen token ids: `[num_rows, num_ids]` float32, from ids of that shape."""
-        return self._gumbel(_hash(keys, self._mixed_ids[token_ids]))
+        return self._gumbel(_hash(keys, self.mixed_ids[token_ids]))
 
     def bounds(self, keys: Tensor, start: int, stop: int) -> Tensor:
         """Upper bounds of `dense(...)` less `BOUND_SHIFT`, tight where the noise is large, at a third of its cost."""
-        bits = _hash(keys, self._mixed_ids[start:stop]).to(torch.float32).view(torch.int32)
+        bits = _hash(keys, self.mixed_ids[start:stop]).to(torch.float32).view(torch.int32)
         # A float's bits, read as an integer, approximate its logarithm with an error of at most 0.086 (Mitchell), which
         # only raises the bound here. The noise is large for negative hashes; for others it stays below the middle.
         return bits.to(torch.float32).mul_(-math.log(2.0) / (1 << 23)).clamp_(min=_MIDDLE - BOUND_SHIFT)
@@ -106,9 +112,9 @@ class NoiseField:
     def _gumbel(self, hashes: Tensor) -> Tensor:
         bits = hashes.to(torch.float32).view(torch.int32).view(-1)
         cells = (bits >> _LOW_BITS).add_(_NUM_CELLS >> 1)  # the sign makes the shifted bits negative
-        noise = self._slopes.index_select(0, cells)
+        noise = self.slopes.index_select(0, cells)
         noise.mul_(bits.bitwise_and(_LOW_MASK).to(torch.float32))
-        noise.add_(self._values.index_select(0, cells))
+        noise.add_(self.values.index_select(0, cells))
         return noise.view(hashes.shape)
 
 
@@ -238,16 +244,34 @@ class DrawTable:
 # --- the definition -------------------------------------------------------------------------------------------------
 
 
-def draw_dense(scores: Tensor, rows: DrawRows, noise: NoiseField, *, truncates: bool) -> tuple[Tensor, Tensor]:
-    """Draws from all tokens: the definition. Does not wait for the device."""
+class NoisyArgmax(Protocol):
+    """Finds the best token of `draw_dense` at once, in float32."""
+
+    def __call__(
+        self, scores: Tensor, tops: Tensor, rows: DrawRows, noise: NoiseField, threshold: Tensor | None
+    ) -> Tensor:
+        """Token ids [num_rows] from scores [num_rows, vocab_size], which may be on a device; the lowest on ties. Of
+        rows that truncate the threshold [num_rows, 1]. A row whose top [num_rows, 1] is not finite may get any id
+        below the vocabulary's size."""
+        ...
+
+
+def draw_dense(
+    scores: Tensor, rows: DrawRows, noise: NoiseField, *, truncates: bool, noisy_argmax: NoisyArgmax | None = None
+) -> tuple[Tensor, Tensor]:
+    """Draws from all tokens: the definition, or with `noisy_argmax` the same token. Does not wait for the device."""
     token_ids: list[Tensor] = []
     tops: list[Tensor] = []
     for part, part_rows in _chunks(scores, rows):
         top = part.amax(-1, keepdim=True)
-        noisy = ((part - top) / part_rows.temperature).add_(noise.dense(part_rows.keys))
-        if truncates:
-            noisy.masked_fill_(~kept_mask(part, top, part_rows), -torch.inf)
-        token_ids.append(noisy.max(dim=-1).indices)
+        threshold = kept_threshold(part, top, part_rows) if truncates else None
+        if noisy_argmax is not None and part.dtype == torch.float32:
+            token_ids.append(noisy_argmax(part, top, part_rows, noise, threshold))
+        else:
+            noisy = ((part - top) / part_rows.temperature).add_(noise.dense(part_rows.keys))
+            if threshold is not None:
+                noisy.masked_fill_(~_kept_mask(part, top, part_rows, threshold), -torch.inf)
+            token_ids.append(noisy.max(dim=-1).indices)
         tops.append(top.squeeze(1))
     return torch.cat(token_ids), torch.cat(tops)
 
@@ -256,8 +280,11 @@ def truncate(scores: Tensor, rows: DrawRows) -> Tensor:
     """The scores of tokens that top-k, top-p and min-p keep, -inf for the others; a row whose highest score is not
     finite stays as it is. Does not wait for the device."""
     tops = scores.amax(-1, keepdim=True)
-    keeps = torch.cat([kept_mask(part, part.amax(-1, keepdim=True), some) for part, some in _chunks(scores, rows)])
-    return scores.masked_fill(~keeps & tops.isfinite(), -torch.inf)
+    keeps: list[Tensor] = []
+    for part, some in _chunks(scores, rows):
+        top = part.amax(-1, keepdim=True)
+        keeps.append(_kept_mask(part, top, some, kept_threshold(part, top, some)))
+    return scores.masked_fill(~torch.cat(keeps) & tops.isfinite(), -torch.inf)
 
 
 def _chunks(scores: Tensor, rows: DrawRows) -> Iterator[tuple[Tensor, DrawRows]]:
@@ -273,11 +300,29 @@ def top_p_threshold(values: Tensor, weights: Tensor, mass: Tensor, top_p: Tensor
     `values` are sorted, best first; `weights` their unnormalised float64 probabilities, 0 for removed ones;
     `mass` the sum over all tokens that are not removed.
     """
-    before = weights.cumsum(-1) - weights
     # A token stays while the tokens before it have not reached p; the first always does.
-    num_kept = (before < top_p * mass).sum(-1, keepdim=True).clamp_(min=1)
+    num_kept = _count_before(weights, top_p * mass).clamp_(min=1)
     threshold = values.gather(1, num_kept - 1)
     return threshold.masked_fill(top_p >= 1.0, -torch.inf)
+
+
+def _count_before(weights: Tensor, limit: Tensor) -> Tensor:
+    """`[num_rows, 1]`: places before which the weights `[num_rows, num_values]` add up to less than the row's limit.
+    None of them is negative. Of many values the block is found first where that ends: a sum over all, place by place,
+    takes a GPU as long as sorting them."""
+    num_rows, num_values = weights.shape
+    if num_values <= 2 * _SUM_BLOCK:
+        return (weights.cumsum(-1) - weights < limit).sum(-1, keepdim=True)
+    num_blocks = -(-num_values // _SUM_BLOCK)
+    if missing := num_blocks * _SUM_BLOCK - num_values:
+        weights = F.pad(weights, (0, missing))
+    blocks = weights.view(num_rows, num_blocks, _SUM_BLOCK)
+    sums = blocks.sum(-1)
+    before = sums.cumsum(-1) - sums  # [num_rows, num_blocks]
+    last = ((before < limit).sum(-1, keepdim=True) - 1).clamp_(min=0)  # block in which the limit is reached
+    inside = blocks.gather(1, last.unsqueeze(-1).expand(-1, 1, _SUM_BLOCK)).squeeze(1)
+    count = (before.gather(1, last) + (inside.cumsum(-1) - inside) < limit).sum(-1, keepdim=True)
+    return (last * _SUM_BLOCK + count).clamp_(max=num_values)
 
 
 def probability_weights(values: Tensor, tops: Tensor, temperature: Tensor) -> Tensor:
@@ -285,8 +330,8 @@ def probability_weights(values: Tensor, tops: Tensor, temperature: Tensor) -> Te
     return ((values - tops) / temperature).to(torch.float64).exp_()
 
 
-def kept_mask(scores: Tensor, tops: Tensor, rows: DrawRows) -> Tensor:
-    """Mask of the tokens that may be drawn: `[num_rows, vocab_size]`. May sort; never waits for the device."""
+def kept_threshold(scores: Tensor, tops: Tensor, rows: DrawRows) -> Tensor:
+    """The least score that top-k and top-p keep: `[num_rows, 1]`. May sort; never waits for the device."""
     vocab_size = scores.shape[1]
     count = vocab_size if rows.has_open_top_p else max(1, min(rows.max_top_k, vocab_size))
     values = scores.topk(count, dim=-1).values if count < vocab_size else scores.sort(dim=-1, descending=True).values
@@ -295,7 +340,11 @@ def kept_mask(scores: Tensor, tops: Tensor, rows: DrawRows) -> Tensor:
     # Ties of the k-th beyond `count` belong to the mass, so it is summed over everything.
     mass = probability_weights(scores, tops, rows.temperature).masked_fill_(scores < threshold, 0.0).sum(-1, True)
     weights = probability_weights(values, tops, rows.temperature).masked_fill_(values < threshold, 0.0)
-    threshold = torch.maximum(threshold, top_p_threshold(values, weights, mass, rows.top_p))
+    return torch.maximum(threshold, top_p_threshold(values, weights, mass, rows.top_p))
+
+
+def _kept_mask(scores: Tensor, tops: Tensor, rows: DrawRows, threshold: Tensor) -> Tensor:
+    """Mask of the tokens that may be drawn: `[num_rows, vocab_size]`."""
     return (scores >= threshold) & ((scores - tops) / rows.temperature >= rows.log_min_p)
 
 

@@ -20,7 +20,15 @@ from torch import Tensor
 from loraplex_contracts.plan import NewSequence, Span
 from loraplex_contracts.request import PositionLogprobs
 from loraplex_server.layers.masks import RowMasks
-from loraplex_server.sampling.draw import DrawTable, NoiseField, draw_dense, draw_narrow, draw_open, row_argmax
+from loraplex_server.sampling.draw import (
+    DrawTable,
+    NoiseField,
+    NoisyArgmax,
+    draw_dense,
+    draw_narrow,
+    draw_open,
+    row_argmax,
+)
 from loraplex_server.sampling.processors import GrammarMask, Part, Truncation, processors
 
 # Features of a sample, as bits; above them one for each processor.
@@ -170,7 +178,9 @@ class Sampler:
         *,
         argmax: Argmax = row_argmax,
         masked_argmax: MaskedArgmax | None = None,
+        noisy_argmax: NoisyArgmax | None = None,
     ) -> None:
+        self._noisy_argmax = noisy_argmax
         self._device = torch.device(device)
         self._argmax = argmax
         self._masked_argmax = masked_argmax
@@ -319,7 +329,7 @@ class Sampler:
         draw_rows = self._draws.rows(*step.select(members), scores.dtype, self._upload)
         truncates = bool(kind & _TRUNCATES)
         if self._device.type != "cpu":
-            return draw_dense(scores, draw_rows, self._noise, truncates=truncates)
+            return draw_dense(scores, draw_rows, self._noise, truncates=truncates, noisy_argmax=self._noisy_argmax)
         return (draw_narrow if truncates else draw_open)(scores, draw_rows, self._noise)
 
     def _take(self, values: Tensor, members: list[int]) -> Tensor:

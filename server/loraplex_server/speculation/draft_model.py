@@ -101,7 +101,13 @@ class Drafter:
             cache,
             make_attention("auto", loaded.backend, spec.layers, loaded.dtype),
             loaded.adapter_slots(ReferenceOps(), 1),  # always empty
-            Sampler(max_rows, spec.num_logits, loaded.device, argmax=loaded.backend.argmax()),
+            Sampler(
+                max_rows,
+                spec.num_logits,
+                loaded.device,
+                argmax=loaded.backend.argmax(),
+                noisy_argmax=loaded.backend.noisy_argmax(),
+            ),
             max_rows=max_rows,
             max_len=max_len,
             states=loaded.state_memory(2 * max_rows, max_rows),

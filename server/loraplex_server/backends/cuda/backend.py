@@ -33,6 +33,7 @@ from loraplex_server.layers.experts import MakeExpertProducts
 from loraplex_server.layers.lora import SegmentedDense, SegmentedLora
 from loraplex_server.layers.quantization import WeightFormat
 from loraplex_server.layers.step import StepResources
+from loraplex_server.sampling.draw import NoisyArgmax
 
 
 class CudaBackend(Backend):
@@ -102,6 +103,13 @@ class CudaBackend(Backend):
         from loraplex_server.backends.cuda.fused import TritonFused
 
         return TritonFused()
+
+    def noisy_argmax(self) -> NoisyArgmax | None:
+        if _triton_problem():
+            return None
+        from loraplex_server.backends.cuda.draw import draw_noisy
+
+        return draw_noisy
 
     def graph_shapes(self, max_running: int, max_drafted: int) -> list[Shape]:
         return graph_shapes(max_running, max_drafted)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from support.draw_cases import SHAPES, rows_of, scores_of
 from support.sampling_oracle import noise_field
 from torch import Tensor
 
@@ -14,7 +15,6 @@ from loraplex_server.sampling import draw
 from loraplex_server.sampling.draw import (
     BLOCK,
     BOUND_SHIFT,
-    DrawRows,
     NoiseField,
     block_ids,
     block_max,
@@ -80,7 +80,7 @@ def test_is_accurate(field: NoiseField) -> None:
     from loraplex_server.sampling.draw import _hash  # pyright: ignore[reportPrivateUsage]
 
     keys = keys_of(range_tensor(50), range_tensor(50))
-    hashes = _hash(keys, field._mixed_ids).double()  # pyright: ignore[reportPrivateUsage]
+    hashes = _hash(keys, field.mixed_ids).double()
     x = hashes.abs().clamp_min(0.5) / 2**32
     exact = torch.where(hashes < 0, -(-(-x).log1p()).log(), -(-x.log()).log())
     assert float((field.dense(keys) - exact).abs().max()) < 2e-5
@@ -162,48 +162,7 @@ def test_seeds_keep_their_64_bits() -> None:
     assert len({tuple(row) for row in high.tolist()}) == 64
 
 
-NUM_ROWS = 24
 SIZES = [1, 2, 63, 64, 65, 700, 2500]
-
-
-def scores_of(shape: str, vocab_size: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(vocab_size)
-    normal = torch.randn(NUM_ROWS, vocab_size, generator=generator, dtype=torch.float64)
-    match shape:
-        case "normal":
-            scores = normal * 3
-        case "flat":
-            scores = torch.zeros_like(normal)
-        case "few levels":
-            scores = (normal * 2).round() / 2
-        case "peaked":
-            scores = normal - 30
-            scores[:, vocab_size // 3] = 10
-        case "mostly -inf":
-            scores = normal.masked_fill(torch.rand(normal.shape, generator=generator) < 0.97, -torch.inf)
-            scores[:, -1] = 0
-        case _:
-            scores = normal * 1e4
-    return scores.to(dtype)
-
-
-def rows_of(top_k: list[int], top_p: list[float], min_p: list[float], dtype: torch.dtype) -> DrawRows:
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64).repeat(NUM_ROWS)[:NUM_ROWS].unsqueeze(1)
-
-    k, p = column([float(value) for value in top_k]).long(), column(top_p)
-    return DrawRows(
-        keys=row_keys(torch.arange(NUM_ROWS), torch.arange(NUM_ROWS) + 100),
-        temperature=column([0.3, 1.0, 1.7, 1e-30]).to(dtype),
-        top_k=k,
-        top_p=p,
-        log_min_p=column([math.log(value) if value else -math.inf for value in min_p]).to(dtype),
-        max_top_k=int(k.max()),
-        has_open_top_p=bool(((k == 0) & (p < 1)).any()),
-    )
-
-
-SHAPES = ["normal", "flat", "few levels", "peaked", "mostly -inf", "huge"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -237,6 +196,21 @@ def test_narrow_rows(shape: str, vocab_size: int, dtype: torch.dtype) -> None:
         found = draw_narrow(scores, rows, noise)
         assert torch.equal(found[0], expected[0])
         assert torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("num_values", [700, 768, 2500])
+def test_the_place_where_a_sum_is_reached(num_values: int) -> None:
+    """Looked for in blocks, as place by place."""
+    generator = torch.Generator().manual_seed(num_values)
+    weights = torch.rand(60, num_values, dtype=torch.float64, generator=generator).pow(8).sort(descending=True).values
+    weights[:10, 300:] = 0.0
+    total = weights.sum(-1, keepdim=True)
+    limit = total * torch.tensor([0.0, 1e-9, 0.3, 0.9, 0.999, 1.5], dtype=torch.float64).repeat(10).unsqueeze(1)
+    before = weights.cumsum(-1) - weights
+    want = (before < limit).sum(-1, keepdim=True)
+    assert len(want.unique()) > 20
+    found = draw._count_before(weights, limit)  # pyright: ignore[reportPrivateUsage]
+    assert torch.equal(found, want)
 
 
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

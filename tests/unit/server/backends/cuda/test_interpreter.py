@@ -26,6 +26,7 @@ SUITES = (
     SERVER / "layers/test_attention.py",
     HERE / "fused_kernels.py",
     HERE / "expert_kernels.py",
+    HERE / "draw_kernels.py",
 )
 
 
