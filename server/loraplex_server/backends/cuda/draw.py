@@ -40,6 +40,7 @@ def best_kernel(
     score_stride,
     TRUNCATES: tl.constexpr,
     LOW_BITS: tl.constexpr,
+    LOW_MASK: tl.constexpr,
     HALF_CELLS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -56,7 +57,7 @@ def best_kernel(
     hashed = hashed * tl.load(keys_ptr + row * 3 + 2)
     bits = hashed.to(tl.float32).to(tl.int32, bitcast=True)
     cell = (bits >> LOW_BITS) + HALF_CELLS
-    low = (bits & ((1 << LOW_BITS) - 1)).to(tl.float32)
+    low = (bits & LOW_MASK).to(tl.float32)
     noise = tl.load(slopes_ptr + cell) * low + tl.load(values_ptr + cell)
     noisy = scaled + noise
     if TRUNCATES:
@@ -86,6 +87,7 @@ def draw_noisy(scores: Tensor, tops: Tensor, rows: DrawRows, noise: NoiseField, 
         *(rows.keys.contiguous(), noise.mixed_ids, noise.values, noise.slopes, vocab_size, scores.stride(0)),
         TRUNCATES=threshold is not None,
         LOW_BITS=noise.low_bits,
+        LOW_MASK=(1 << noise.low_bits) - 1,
         HALF_CELLS=len(noise.values) // 2,
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,

@@ -27,6 +27,7 @@ def test_it_rounds_each_operation_by_itself(
     constants = {
         "TRUNCATES": truncates,
         "LOW_BITS": noise.low_bits,
+        "LOW_MASK": (1 << noise.low_bits) - 1,
         "HALF_CELLS": len(noise.values) // 2,
         "BLOCK": draw.BLOCK,
     }
