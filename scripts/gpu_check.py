@@ -5,10 +5,11 @@ Needs torch, triton, transformers, safetensors and numpy; uses pytest and peft w
     python scripts/gpu_check.py tests [--out DIR]    # the tests of tests/gpu, in processes of their own
     python scripts/gpu_check.py bench [--out DIR]    # decode steps of Llama-3.1-8B's shape, against the bars
     python scripts/gpu_check.py bench --shape tiny --device cpu    # the same code, where there is no GPU
+    python scripts/gpu_check.py launches [--out DIR] # LoRA's kernels by block sizes and warps, to tune them
 
-Each takes at most --limit seconds (480), prints tables last, says what was left out, and writes tests.json or
-bench.json into DIR (benchmarks/out). Exit status: 0 when all is well, 1 when something failed or a bar was missed, 2
-without a GPU.
+Each takes at most --limit seconds (480), prints tables last, says what was left out, and writes tests.json,
+bench.json or launches.json into DIR (benchmarks/out). Exit status: 0 when all is well, 1 when something failed or a bar
+was missed, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -75,24 +76,28 @@ def main() -> int:
     args = parse_args()
     if args.command == "run-file":
         return run_file(args.file, args.results, Part(args.part, args.num_parts))
-    needs_gpu = args.device != "cpu" if args.command == "bench" else not args.files
+    needs_gpu = args.device != "cpu" if args.command == "bench" else not getattr(args, "files", None)
     if needs_gpu and not has_gpu():
         print("no GPU here: torch.cuda.is_available() is false; nothing was checked", file=sys.stderr)
         return 2
     if args.command == "bench":
         return bench(args)
+    if args.command == "launches":
+        return launches(args)
     return tests(args.files or sorted((ROOT / "tests/gpu").glob("test_*.py")), args)
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("tests", "bench"):
+    for name in ("tests", "bench", "launches"):
         command = commands.add_parser(name)
         command.add_argument("--out", type=Path, default=ROOT / "benchmarks/out", help="folder of the JSON file")
         command.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that it may take at most")
     num_jobs = max(1, min(16, os.cpu_count() or 1))  # most of the time kernels are compiled, by one thread each
-    commands.choices["tests"].add_argument("--jobs", type=int, default=num_jobs, help="processes at the same time")
+    for name in ("tests", "launches"):
+        commands.choices[name].add_argument("--jobs", type=int, default=num_jobs, help="processes at the same time")
+    commands.choices["launches"].add_argument("--compile", type=int, nargs=2, help=argparse.SUPPRESS)
     commands.choices["tests"].add_argument("--parts", type=int, default=min(4, num_jobs), help="processes for one file")
     commands.choices["tests"].add_argument("--files", type=Path, nargs="+", help="other files of tests")
     commands.choices["bench"].add_argument("--shape", choices=("llama-8b", "tiny"), default="llama-8b")
@@ -150,6 +155,16 @@ def run_bench(shape: str, device: str, out: Path, limit_s: float, max_rank: int 
     from gpu_bench.main import run
 
     return 0 if run(shape, torch.device(device), out, limit_s, max_rank) else 1
+
+
+def launches(args: argparse.Namespace) -> int:
+    provide_bench()
+    from gpu_bench.launches import compile_some, run
+
+    if args.compile is not None:
+        compile_some(*args.compile)
+        return 0
+    return 0 if run(args.out, args.limit - RESERVE_S, args.jobs) else 1
 
 
 # --- tests ------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 from gpu_bench.adapters import choose_slots
 from gpu_bench.deadline import Deadline
 from gpu_bench.floors import adapter_bytes, kv_bytes, weight_bytes
+from gpu_bench.launches import LaunchFigure, halves, text_of
 from gpu_bench.report import table
 from gpu_bench.shapes import SHAPES, make_model
 from gpu_bench.steps import StepFigure, check_bars, decode_scenarios, verify_scenarios
@@ -99,3 +100,27 @@ def test_tables() -> None:
     text = table("Title", ("name", "n", "x"), [("a", 1, 2.0), ("long", 20, None)])
     assert text == "Title\nname   n      x\na      1  2.000\nlong  20      -\n"
     assert table("Empty", ("name",), []) == "Empty\nname\n"
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize(("num_in", "num_out"), [(4096, 6144), (14336, 4096)])
+def test_launches_that_are_timed_have_the_chosen_ones_among_them(num_in: int, num_out: int, batch: int) -> None:
+    found = list(halves(num_in, num_out, batch))
+    assert [half.name for half, is_chosen in found if is_chosen].count("shrink") == 1
+    assert [half.name for half, is_chosen in found if is_chosen].count("expand") == 1
+    assert len({half for half, _ in found}) == len(found)
+    assert all(half.launch.block_in * half.launch.num_splits >= num_in for half, _ in found)
+
+
+def test_the_table_of_launches_shows_what_is_chosen_beside_the_best() -> None:
+    figures = [
+        LaunchFigure("o", 8, "distinct", half.name, half.launch._asdict(), float(idx + 1), is_chosen)
+        for idx, (half, is_chosen) in enumerate(halves(4096, 4096, 8))
+    ]
+    lines = text_of(figures).splitlines()
+    chosen = {one.half: one.us for one in figures if one.is_chosen}
+    for line in lines[2:]:
+        half = "shrink" if "shrink" in line else "expand"
+        assert f"{chosen[half]:.1f}" in line
+    assert len(lines) == 4
+    assert "1.00 in 256" in lines[2]

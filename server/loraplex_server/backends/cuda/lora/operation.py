@@ -177,9 +177,9 @@ class TritonOps(ReplayableLora):
         self._branch.wait_stream(stream)
         y = base()
         with torch.cuda.stream(self._branch):
-            _shrink(call, inner)
+            shrink(call, inner)
         stream.wait_stream(self._branch)
-        _expand(call, y, inner)
+        expand(call, y, inner)
         return y
 
     def _block_rows(self, num_rows: int) -> int:
@@ -251,11 +251,12 @@ def _launch(call: Call, y: Tensor) -> None:
         _fuse(call, y)
         return
     inner = call.inner()
-    _shrink(call, inner)
-    _expand(call, y, inner)
+    shrink(call, inner)
+    expand(call, y, inner)
 
 
-def _shrink(call: Call, inner: Tensor) -> None:
+def shrink(call: Call, inner: Tensor) -> None:
+    """The first half: x @ a.T into `inner`, which `Call.inner` makes."""
     plan, launch, table = call.plan, call.launch, call.tables[0]
     kernel, options = _shrink_rows, {}
     if launch.variant == "tiles":
@@ -272,7 +273,8 @@ def _shrink(call: Call, inner: Tensor) -> None:
     )
 
 
-def _expand(call: Call, y: Tensor, inner: Tensor) -> None:
+def expand(call: Call, y: Tensor, inner: Tensor) -> None:
+    """The second half: adds inner @ b.T to y [num_rows, sum of outputs]."""
     plan, launch, table = call.plan, call.launch, call.tables[0]
     kernel, options = _expand_rows, {"SPLITS": next_power(launch.num_splits)}
     if launch.variant == "tiles":
