@@ -11,7 +11,7 @@ from gpu_bench.machine import synchronize
 from gpu_bench.stepper import NUM_UNTIMED, Scenario, Stepper
 from gpu_bench.steps import BASE
 
-NUM_ROWS = 12
+NUM_ROWS = 24
 NUM_STEPS = 5
 NEEDED_S = 20.0
 

@@ -72,7 +72,7 @@ def fuse(model: nn.Module, attention: Sequence[nn.Module], ops: FusedOps) -> lis
             if (forward := _norm_forward(module, ops)) is not None:
                 module.forward = forward
                 changed.append(module)
-        gates: dict[type[nn.Module], bool] = {}
+        gates: dict[tuple[type[nn.Module], str], bool] = {}
         for module in model.modules():
             if (forward := _gated_forward(module, ops, gates)) is not None:
                 module.forward = forward
@@ -148,15 +148,15 @@ def _norm(
 
 
 def _gated_forward(
-    module: nn.Module, ops: FusedOps, proven: dict[type[nn.Module], bool]
+    module: nn.Module, ops: FusedOps, proven: dict[tuple[type[nn.Module], str], bool]
 ) -> Callable[..., Tensor] | None:
-    """`proven`: found out before, by class."""
+    """`proven`: found out before, by class and by what it has beside its linears."""
     if any(getattr(module, name, None) is None for name in GATED) or "forward" in vars(module):
         return None
-    kind = type(module)
+    kind = type(module), repr([child for name, child in module.named_children() if name not in GATED])
     if kind not in proven:
         proven[kind] = _is_gated(module, ops)
-    own = kind.forward.__get__(module)
+    own = kind[0].forward.__get__(module)
     return partial(_gated, own=own, module=module, ops=ops) if proven[kind] else None
 
 
