@@ -122,7 +122,7 @@ def halves(num_in: int, num_out: int, batch: int) -> Iterator[tuple[Half, bool]]
 def run(out: Path, limit_s: float, num_jobs: int) -> bool:
     """Times everything that there is time for, prints the best of each case and what is chosen, and writes all."""
     deadline = Deadline(limit_s)
-    compile_all(num_jobs)
+    compile_all(num_jobs, deadline)
     figures: list[LaunchFigure] = []
     for product, (batch, popularity) in itertools.product(PRODUCTS, BATCHES):
         if not deadline.allows(f"{product}, batch {batch}, {popularity}", 3.0):
@@ -145,13 +145,19 @@ def run(out: Path, limit_s: float, num_jobs: int) -> bool:
     return not deadline.left_out
 
 
-def compile_all(num_jobs: int) -> None:
-    """Each process compiles some of the kernels."""
+def compile_all(num_jobs: int, deadline: Deadline) -> None:
+    """Each process compiles some of the kernels. What it did not come to is compiled when it is timed."""
     script = [sys.executable, sys.argv[0], "launches", "--compile"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     jobs = [subprocess.Popen([*script, str(idx), str(num_jobs)], env=environment) for idx in range(num_jobs)]
     for job in jobs:
-        job.wait()
+        try:
+            job.wait(max(0.0, deadline.left_s))
+        except subprocess.TimeoutExpired:
+            job.kill()
+            job.wait()
+        if job.returncode:
+            print(f"a process that compiles kernels ended with status {job.returncode}", file=sys.stderr)
 
 
 def compile_some(idx: int, num_jobs: int) -> None:

@@ -204,6 +204,7 @@ def test_a_branch_of_a_graph_adds_what_is_added_behind_the_base() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = chain()
+    assert ops._branch is not None  # type: ignore[attr-defined]
     for popularity in POPULARITIES * 5:
         ops.refill(reserved, random_segments(popularity, num_rows, num_slots))  # type: ignore[attr-defined]
         got.fill_(float("nan"))

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.draw_cases import rows_of, scores_of
 from support.sampling_oracle import noise_field, sequence
 
 from loraplex_contracts.request import OutputParams, SamplingParams
 from loraplex_server.backends.cuda.backend import CudaBackend
-from loraplex_server.sampling.draw import NoiseField, row_keys
+from loraplex_server.sampling.draw import NoiseField, draw_dense, row_keys
 from loraplex_server.sampling.sampler import Sampler
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -79,3 +80,20 @@ def test_a_step_does_not_wait() -> None:
         sampler.sample(logits, range(len(PARAMS)), [20] * len(PARAMS), tokens)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("vocab_size", [700, 9000])
+def test_a_row_of_nothing_but_nan_disturbs_no_other(vocab_size: int) -> None:
+    noisy_argmax = CudaBackend().noisy_argmax()
+    assert noisy_argmax is not None
+    scores, rows = scores_of("normal", vocab_size, torch.float32), rows_of([0], [1.0], [0.0], torch.float32)
+    expected = draw_dense(scores, rows, noise_field(vocab_size), truncates=False)[0]
+    scores[3], scores[5] = float("nan"), float("inf")
+    on_device = replace(
+        rows, **{name: getattr(rows, name).cuda() for name in ("keys", "temperature", "top_k", "top_p", "log_min_p")}
+    )
+    noise = NoiseField(vocab_size, "cuda")
+    found = draw_dense(scores.cuda(), on_device, noise, truncates=False, noisy_argmax=noisy_argmax)[0].cpu()
+    assert ((found >= 0) & (found < vocab_size)).all()
+    others = torch.tensor([row for row in range(len(scores)) if row not in (3, 5)])
+    assert torch.equal(found[others], expected[others])

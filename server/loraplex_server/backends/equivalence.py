@@ -14,7 +14,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-Kind = Literal["operation", "product", "decoder", "model", "adapted model", "token", "served logits"]
+Kind = Literal["operation", "product", "decoder", "model", "merged model", "adapted model", "token", "served logits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,12 @@ TOLERANCES: Final[Mapping[Kind, Tolerance]] = {
     # A decoder layer, relative to what it adds to its input: other orders of sums, roundings between operations. What
     # narrow rounding may hide (a layer that attends to all alike and does not turn its queries) shows in float32.
     "decoder": Tolerance(1e-4, 3e-2),
-    # States and logits of a whole model whose linears or operations were replaced: the same through all layers. In
-    # bfloat16 rounding alone is 2 % to 3 % in 32 random layers of 2,048, and grows with width and depth. So it shows
-    # what is connected wrongly; what was replaced is compared by itself.
-    "model": Tolerance(1e-4, 0.2),
+    # States and logits of a whole model of which parts were replaced: the same through all layers.
+    "model": Tolerance(1e-4, 3e-2),
+    # The same, where each linear or operation that was replaced is compared by itself. In bfloat16 another order of
+    # sums alone makes 2.7 % to 3.4 % in 32 random layers of 2,048, and more in wider and deeper ones. So this shows
+    # what is connected wrongly.
+    "merged model": Tolerance(1e-4, 0.2),
     # Logits with an adapter, here and in PEFT.
     "adapted model": Tolerance(1e-4, 0.1),
     # States and logits of one token in two runs, by the largest value: products that are blocked in another way.

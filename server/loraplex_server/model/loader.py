@@ -24,7 +24,7 @@ from loraplex_contracts.errors import InvalidArgument, LoraplexError, Unsupporte
 from loraplex_contracts.sampling import SAMPLING_OPTIONS
 from loraplex_runtime.reports import Progress, no_progress
 from loraplex_server.backends.backend import Backend
-from loraplex_server.backends.equivalence import Comparison, compare, compare_all
+from loraplex_server.backends.equivalence import Comparison, Kind, compare, compare_all
 from loraplex_server.backends.fusion import FusedOps, fuse, separate
 from loraplex_server.backends.registry import plain_backend
 from loraplex_server.layers.adapter_slots import NormPlace
@@ -378,7 +378,7 @@ def _merge(model: PreTrainedModel, probe: Probe, targets: dict[str, AdaptedModul
     linears = {path: module for path, module in targets.items() if isinstance(module, AdaptedLinear)}
     merged = merge_linears(model, called_once, linears, context)
     with _products_compared([member for group in merged for member in group.members]) as products:
-        problem = _difference(model, probe, context)
+        problem = _difference(model, probe, context, "merged model")
     if problem := problem or next((f"a product is {one.error:.1%} off" for one in products if not one.is_equal), ""):
         log.info("linears are computed one by one: %s", problem)
         for group in merged:
@@ -404,12 +404,12 @@ def _products_compared(members: Sequence[AdaptedLinear]) -> Generator[list[Compa
 
 def _fuse(model: PreTrainedModel, probe: Probe, fused: FusedOps, context: StepContext) -> None:
     changed = fuse(model, [module for module, _ in probe.attention], fused)
-    if problem := _difference(model, probe, context):
-        log.info("norms and rotary embeddings are the model's own: %s", problem)
+    if problem := _difference(model, probe, context, "merged model"):
+        log.info("norms, gates and rotary embeddings are the model's own: %s", problem)
         separate(changed)
 
 
-def _difference(model: PreTrainedModel, probe: Probe, context: StepContext) -> str:
+def _difference(model: PreTrainedModel, probe: Probe, context: StepContext, kind: Kind = "model") -> str:
     """The difference of the model from its probe; empty for none."""
     try:
         got = run_again(model, probe, context)
@@ -418,7 +418,7 @@ def _difference(model: PreTrainedModel, probe: Probe, context: StepContext) -> s
     finally:
         context.clear()
         use_attention(model, SERVING)
-    found = compare_all("model", probe.seen, got)
+    found = compare_all(kind, probe.seen, got)
     return "" if found.is_equal else f"what it computes is {found.error:.1%} off"
 
 

@@ -253,6 +253,7 @@ class ModelRunner:
                 if (now_s := time.perf_counter()) - said_s > REPORT_EVERY_S:
                     progress(f"compiling kernels: {done + 1} of {len(lengths)} lengths of steps")
                     said_s = now_s
+            self._sampler.warm_up()
         if said_s > start_s:
             progress(f"kernels compiled in {time.perf_counter() - start_s:.0f} s; the next start finds them on disk")
 

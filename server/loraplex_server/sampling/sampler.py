@@ -168,7 +168,8 @@ class Sampled:
 class Sampler:
     """Draws tokens with the parameters of `max_rows` rows. `device` is that of the logits; `argmax` returns the largest
     value of each row and its index, the lowest one on ties, and NaN for a row with a NaN. `masked_argmax` does so among
-    the values that the row's mask allows, and returns NaN where another one is infinite; of float32 and bfloat16."""
+    the values that the row's mask allows, and returns NaN where another one is infinite; of float32 and bfloat16.
+    `noisy_argmax` draws from all tokens at once, on other devices than a CPU."""
 
     def __init__(
         self,
@@ -194,6 +195,14 @@ class Sampler:
         )
         self._features = [0] * max_rows
         self._num_top = [0] * max_rows
+
+    def warm_up(self) -> None:
+        """Compiles what draws, where that is compiled."""
+        if self._noisy_argmax is not None:
+            logits = torch.zeros(1, self._noise.vocab_size, device=self._device)
+            rows = self._draws.rows([0], [0], logits.dtype, self._upload)
+            for truncates in (False, True):
+                draw_dense(logits, rows, self._noise, truncates=truncates, noisy_argmax=self._noisy_argmax)
 
     def set_row(self, row: int, sequence: NewSequence) -> None:
         """A sequence enters `row`. Its `sampling.seed` is the completion's own."""

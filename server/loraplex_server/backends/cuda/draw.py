@@ -23,7 +23,8 @@ BLOCK = 4096
 NUM_WARPS = 16
 
 
-@triton.jit
+# Of rows in parts, the later ones may begin anywhere.
+@triton.jit(do_not_specialize_on_alignment=["scores_ptr"])
 def best_kernel(
     best_ptr,  # float32 [num_rows, num_blocks]
     ids_ptr,  # int64 [num_rows, num_blocks]
@@ -67,7 +68,8 @@ def best_kernel(
     best, place = tl.max(noisy, axis=0, return_indices=True, return_indices_tie_break_left=True)
     at = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(best_ptr + at, best)
-    tl.store(ids_ptr + at, (start + place).to(tl.int64))
+    # Of a row of NaN a place behind the last may be what is left.
+    tl.store(ids_ptr + at, tl.minimum(start + place, vocab_size - 1).to(tl.int64))
 
 
 # Its type knows neither launch options nor that a plain int becomes a constant.

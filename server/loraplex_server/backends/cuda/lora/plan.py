@@ -223,7 +223,7 @@ def _view(
 # tiles   Two launches, for many rows per adapter: products of tiles on the tensor cores.
 #
 # Figures measured on an H200 say so. The others are derived from its data sheet and from what is known of other
-# engines; `benchmarks/kernel_times.py --device cuda` is what to tune them with.
+# engines; `scripts/gpu_check.py launches` is what to tune them with.
 
 
 Variant = Literal["fused", "rows", "tiles"]
