@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gpu_bench.adapters import choose_slots
+from gpu_bench.adapters import SCALE, choose_slots
 from gpu_bench.deadline import Deadline
 from gpu_bench.machine import describe, time_call
 from gpu_bench.report import table, write_json
@@ -81,8 +81,8 @@ class Modules:
             for idx, one in enumerate(tables):
                 setattr(one, name, together[idx])
         for one, slot in itertools.product(tables, range(num_slots)):
-            a = torch.randn(RANK, self.num_in, device="cuda").mul_(0.02).to(DTYPE)
-            b = torch.randn(one.out_features, RANK, device="cuda").mul_(0.02).to(DTYPE)
+            a = torch.randn(RANK, self.num_in, device="cuda").mul_(SCALE).to(DTYPE)
+            b = torch.randn(one.out_features, RANK, device="cuda").mul_(SCALE).to(DTYPE)
             one.set(slot, LoraFactors(a, b, 2.0))
         return tables
 

@@ -30,7 +30,7 @@ class BaseLinear(Protocol):
 
     @property
     def is_copy(self) -> bool:
-        """Whether it holds a copy of the weight, so that the module's own can be freed."""
+        """True if it holds a copy of the weight, so that the module's own can be freed."""
         ...
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class AdaptedLinear(nn.Module):
         return y
 
     def _has_own_weight(self, prepared: PreparedSegments, num_rows: int) -> bool:
-        """Whether each row has an adapter's own weight, so that nothing of the base's product would be left."""
+        """True if each row has an adapter's own weight, so that nothing of the base's product would be left."""
         found = 0
         for segment in prepared.segments:
             own = self.saved.get(segment.adapter_slot)

@@ -153,7 +153,7 @@ class ModelRunner:
         loaded.bind_kv(cache, attention)
 
     def has_hidden(self, row: int) -> bool:
-        """Whether `last_hidden` has the row: its sequence keeps hidden states and has drawn a token."""
+        """True if `last_hidden` has the row: its sequence keeps hidden states and has drawn a token."""
         return self._hidden[row] is not None
 
     def last_hidden(self, rows: Sequence[int]) -> Tensor:

@@ -447,7 +447,7 @@ class DraftRows:
     # --- entering -----------------------------------------------------------------------------------------------------
 
     def _can_run(self, token_ids: Sequence[int], start: int) -> bool:
-        """Whether the model has a place for so many tokens, and an embedding for each of those from `start` on."""
+        """True if the model has a place for so many tokens, and an embedding for each of those from `start` on."""
         if not 0 < len(token_ids) <= self.max_len:
             return False
         fresh = token_ids[start:]
@@ -509,7 +509,7 @@ class DraftRows:
         return None
 
     def _make_room(self, num_blocks: int, *, is_new: bool) -> bool:
-        """Whether so many blocks are free, after evicting sequences that were not asked for in this round."""
+        """True if so many blocks are free, after evicting sequences that were not asked for in this round."""
         idle = [seq for seq in self._sequences.values() if seq.last_asked < self._round]
         # A new sequence leaves the others a block each to grow into, or they would evict each other in turns.
         num_wanted = num_blocks + (len(self._sequences) - len(idle) if is_new else 0)

@@ -160,6 +160,11 @@ def test_a_gated_mlp_is_known_by_what_it_computes(kind: str, dtype: torch.dtype)
     assert ops.num_gates == is_fused
 
 
+def test_values_that_show_a_limit_do_not_overflow_float16() -> None:
+    mlps = [Gated(kind).requires_grad_(False).to(torch.float16) for kind in ("silu", "limit")]
+    assert fuse(nn.Sequential(*mlps), [], ReferenceFused()) == mlps[:1]
+
+
 def test_each_gated_mlp_is_proven_by_itself() -> None:
     """Step 3.7's cut values off in some layers."""
     both = nn.Sequential(Gated("silu"), Gated("limit")).requires_grad_(False)

@@ -284,6 +284,7 @@ def _split_keys(num_blocks: Ints, lows: Ints, ends: Ints, split_keys: Ints) -> I
 
 
 def next_power(number: int) -> int:
+    """The smallest power of two that is not less, at least 1."""
     return 1 << max(0, number - 1).bit_length()
 
 

@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 
+from loraplex_server.backends.cuda.attention.plan import next_power
 from loraplex_server.backends.cuda.lora.kernels import (
     expand_rows_kernel,
     expand_tiles_kernel,
@@ -34,7 +35,6 @@ from loraplex_server.backends.cuda.lora.plan import (
     choose_dense_launch,
     choose_dense_rows,
     choose_launch,
-    next_power,
     refill_plan,
     reserve_plan,
 )

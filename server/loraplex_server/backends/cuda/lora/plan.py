@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from loraplex_server.backends.cuda.attention.plan import next_power
 from loraplex_server.layers.lora import Segment, join_neighbours
 from loraplex_server.layers.transfer import host_ints
 
@@ -350,8 +351,3 @@ def choose_dense_launch(block_rows: int, element_bytes: int) -> DenseLaunch:
     if block_rows == SOME_ROWS:
         return DenseLaunch(block_in=512 // element_bytes, block_out=32, num_stages=4)
     return DenseLaunch(block_in=128 // element_bytes, block_out=64, num_stages=4)
-
-
-def next_power(number: int) -> int:
-    """The smallest power of two that is not less, at least 1."""
-    return 1 << max(0, number - 1).bit_length()

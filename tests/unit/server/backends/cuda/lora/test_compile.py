@@ -67,7 +67,7 @@ def has_wide_loads(ptx: str) -> bool:
 
 
 def constants_of(launch: Any, block_rows: int) -> dict[str, object]:
-    """What the launcher gives the kernels; each takes what it has."""
+    """Constants of the launcher; each kernel takes its own."""
     return {
         "NUM_STEPS": launch.num_steps,
         "NUM_SPLITS": launch.num_splits,
