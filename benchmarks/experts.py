@@ -35,7 +35,7 @@ from loraplex_contracts.adapters import AdapterId
 from loraplex_contracts.request import CompletionEnd, Request, RequestFailed, StoppingParams, Tokens
 from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.pipe import Submit
-from loraplex_server.model import loader
+from loraplex_server.model import adapt
 
 CONFIG = Qwen3MoeConfig(
     vocab_size=4096,
@@ -145,7 +145,7 @@ def against_peft(args: argparse.Namespace, folder: Path) -> dict[str, object]:
 
 def unused(args: argparse.Namespace, folder: Path) -> dict[str, object]:
     make_model(folder / "model")
-    with patch.object(loader, "adapt_experts", return_value={}):
+    with patch.object(adapt, "adapt_experts", return_value={}):
         first = Side(build(folder, folder / "one", lora=False))
     second = Side(build(folder, folder / "other", lora=False))
     prompts = torch.randint(

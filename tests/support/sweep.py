@@ -16,7 +16,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from loraplex_contracts.errors import UnsupportedModel
 from loraplex_server.model.language import make_language_model
-from loraplex_server.model.loader import adopt_model, refuse_class, refuse_config
+from loraplex_server.model.loader import adopt_model
+from loraplex_server.model.refusals import refuse_class, refuse_config
 from loraplex_server.model.tiny import VOCAB_SIZE, Fields, tiny_config
 from support.dense import greedy
 from support.driver import Job, make_rig, random_prompts

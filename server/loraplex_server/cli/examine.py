@@ -26,20 +26,13 @@ from loraplex_server.layers.experts import AdaptedRouter, ExpertLinear
 from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedHead
 from loraplex_server.model.language import absent_parts, make_language_model
 from loraplex_server.model.loaded_model import LoadedModel
-from loraplex_server.model.loader import (
-    DTYPES,
-    adopt_model,
-    reading,
-    reading_files,
-    refuse_class,
-    refuse_config,
-    resolve_device,
-)
+from loraplex_server.model.loader import DTYPES, adopt_model, reading, reading_files, resolve_device
 from loraplex_server.model.medusa_model import served_model
 from loraplex_server.model.mixers.install import install_mixers
 from loraplex_server.model.mxfp4 import is_mxfp4
 from loraplex_server.model.places import reaching_hub
 from loraplex_server.model.probe import TRIAL_RAISED
+from loraplex_server.model.refusals import refuse_class, refuse_config
 from loraplex_server.model.tiny import Widths, tiny_config
 
 Verdict = Literal["served", "refused", "decided at load"]

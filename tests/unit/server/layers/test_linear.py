@@ -16,6 +16,7 @@ from loraplex_adapters.weights import AdapterWeights, LoraFactors
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_server.backends.reference import ReferenceOps
 from loraplex_server.layers.adapter_slots import AdapterSlots
+from loraplex_server.layers.attention import register_attention
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.linear import (
     AbsorbedLinear,
@@ -28,9 +29,9 @@ from loraplex_server.layers.linear import (
     merge_linears,
 )
 from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segment
-from loraplex_server.model import loader
+from loraplex_server.model.adapt import adapt_modules, merge_modules
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.model.probe import inputs_recorded
+from loraplex_server.model.probe import inputs_recorded, probe_model
 
 OPS = ReferenceOps()
 
@@ -72,7 +73,7 @@ def test_linear_adds_its_term_to_the_segments_rows_only(is_conv1d: bool, has_bia
 @pytest.mark.parametrize("is_conv1d", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_own_weights_take_the_place_of_the_bases(is_conv1d: bool, has_bias: bool) -> None:
-    """Of all outputs or of some. Where every row has its own, the base's product is not made."""
+    """Weights of all outputs or of some. Where each row has its own, the base makes no product."""
     torch.manual_seed(0)
     plain: nn.Module = Conv1D(6, 4) if is_conv1d else nn.Linear(4, 6, bias=has_bias)
     context = StepContext()
@@ -142,7 +143,6 @@ def test_the_head_reads_segments_of_its_own_rows() -> None:
 
 
 def test_another_base_product_can_take_the_place() -> None:
-    """What prepacked or fused weights will use."""
     seen: list[tuple[int, ...]] = []
 
     class Twice:
@@ -169,7 +169,7 @@ def test_another_base_product_can_take_the_place() -> None:
 
 
 class Derived:
-    """What an implementation would have made of a table; nothing of it stays."""
+    """A table's derived values, as an implementation may keep them; records which slots were dropped."""
 
     def __init__(self) -> None:
         self.changed: list[int] = []
@@ -405,13 +405,13 @@ def test_wide_products_may_round_otherwise_but_not_be_wrong(
 
 
 def test_a_module_that_is_called_twice_stays_alone() -> None:
-    loader.register_attention()
+    register_attention()
     context, model = StepContext(), random_model("llama")
-    probe = loader.probe_model(model, "x", 64, StepContext())
+    probe = probe_model(model, "x", 64, StepContext())
     assert any(run[-1].endswith("v_proj") and len(run) == 3 for run in probe.runs)
     probe.rows["model.layers.0.self_attn.k_proj"] *= 2
-    targets = loader.adapt_modules(model, probe, context, torch.float64)
-    loader._merge(model, probe, targets, context)
+    targets = adapt_modules(model, probe, context, torch.float64)
+    merge_modules(model, probe, targets, context)
     joined = {path for path, module in targets.items() if isinstance(module, AdaptedLinear) and module.merged}
     assert "model.layers.0.self_attn.q_proj" in joined
     assert "model.layers.0.self_attn.k_proj" not in joined

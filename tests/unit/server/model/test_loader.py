@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers as tf
-from support.zoo import MAX_LEN, VOCAB_SIZE, WINDOW, ZOO, random_model
+from support.zoo import MAX_LEN, WINDOW, random_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from loraplex_contracts.errors import InvalidArgument, UnsupportedModel
 from loraplex_server.layers.attention import (
@@ -26,57 +22,7 @@ from loraplex_server.layers.attention import (
     describe_mask,
     kv_block_bytes,
 )
-from loraplex_server.layers.experts import AdaptedRouter, ExpertLinear
-from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedHead, AdaptedLinear
-from loraplex_server.model.loader import adopt_model, generation_defaults, load_model, refuse_config, resolve_device
-
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_LEN,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-REFUSED: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], str]] = {
-    "encoder-decoder": (tf.T5Config, {"vocab_size": 101, "d_model": 32, "num_layers": 2}, "encoder-decoder"),
-    "gptj": (tf.GPTJConfig, {"vocab_size": 101, "n_embd": 32, "n_layer": 2, "n_head": 4}, "attention interface"),
-    "unknown mixer": (tf.RecurrentGemmaConfig, SMALL | {"head_dim": 8, "lru_width": 32}, "RecurrentGemmaRecurrent"),
-    "unknown layers": (tf.DeepseekV32Config, SMALL | {"num_key_value_heads": 4}, "indexed_attention"),
-    "other rope": (tf.LlamaConfig, SMALL | {"rope_parameters": {"rope_type": "su", "rope_theta": 1e4}}, "su"),
-    "two calls": (tf.DiffLlamaConfig, SMALL, "several times"),
-    "quantised": (tf.LlamaConfig, SMALL | {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refuses_with_the_reason(case: str, tmp_path: Path) -> None:
-    """From a directory, as a user would: what its configuration tells needs no weights at all."""
-    cls, fields, reason = REFUSED[case]
-    config = cls(**fields)
-    if case in ("two calls", "unknown mixer"):
-        AutoModelForCausalLM.from_config(copy.deepcopy(config)).save_pretrained(tmp_path)
-    else:
-        config.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match=reason) as caught:
-        load_model(str(tmp_path), device="cpu")
-    assert "cannot be served" in caught.value.message
-
-
-@pytest.mark.parametrize("base", [tf.MusicgenConfig, tf.MusicgenMelodyConfig])
-def test_refuses_a_configuration_of_several_models(base: type[PreTrainedConfig], tmp_path: Path) -> None:
-    """Asked for the configuration of its text model, Transformers raises ValueError."""
-    config = base(text_encoder={"model_type": "t5"}, audio_encoder={"model_type": "encodec"}, decoder={})
-    config.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match="encoder-decoder"):
-        load_model(str(tmp_path), device="cpu")
-    config.is_encoder_decoder = False
-    with pytest.raises(UnsupportedModel, match=r"not describe one language model .Multiple valid text configs"):
-        refuse_config(config, "x")
+from loraplex_server.model.loader import adopt_model, generation_defaults, load_model, resolve_device
 
 
 @pytest.mark.parametrize(
@@ -112,13 +58,6 @@ def test_damaged_files_are_refused(name: str, content: bytes, tmp_path: Path) ->
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UnsupportedModel, match=r"cannot be loaded: .* .*"):
         load_model(str(tmp_path), device="cpu")
-
-
-@pytest.mark.parametrize("family", ["gptj", "two calls"])
-def test_refuses_a_model_in_memory_too(family: str) -> None:
-    cls, fields, reason = REFUSED[family]
-    with pytest.raises(UnsupportedModel, match=reason):
-        adopt_model(AutoModelForCausalLM.from_config(cls(**fields)))
 
 
 class Shifting(nn.Module):
@@ -280,68 +219,6 @@ def test_kv_block_bytes_counts_every_layer() -> None:
     layers = (AttentionSpec(4, 2, 16, 8, 1.0), AttentionSpec(4, 4, 4, 4, 1.0))
     spec = ModelSpec(layers, 10, 10, 8, 64)
     assert kv_block_bytes(spec, 16, 2) == 16 * 2 * (2 * (16 + 8) + 4 * (4 + 4))
-
-
-@pytest.mark.parametrize("family", ZOO)
-def test_every_linear_is_replaced_and_shares_its_weight(family: str) -> None:
-    model = random_model(family, torch.float32)
-    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters(remove_duplicate=False)}
-    loaded = adopt_model(model)
-    assert not [path for path, module in model.named_modules() if type(module) is nn.Linear]
-    for path, module in loaded.targets.items():
-        if isinstance(module, ExpertLinear):  # a parameter of a module that stays
-            assert model.get_parameter(path.replace(".experts.", ".experts.base.")).data_ptr() == before[path]
-            continue
-        assert module.weight.data_ptr() == before[f"{path}.weight"]
-        assert model.get_submodule(path) is module
-    kinds = {type(module) for module in loaded.targets.values()} - {AdaptedRouter, ExpertLinear}
-    assert kinds == {AdaptedLinear, AdaptedHead, AdaptedEmbedding}
-
-
-def test_targets_as_plain_data() -> None:
-    loaded = adopt_model(random_model("gpt2", torch.float32), model_id="tiny")
-    targets = loaded.base_targets(max_rank=16)
-    fused = targets.modules["transformer.h.0.attn.c_attn"]
-    assert (fused.kind, fused.in_features, fused.out_features, fused.is_conv1d) == ("linear", 32, 96, True)
-    words = targets.modules["transformer.wte"]
-    assert (words.kind, words.in_features, words.out_features) == ("embedding", VOCAB_SIZE, 32)
-    assert targets.modules["lm_head"].weight_sha256 == words.weight_sha256 != ""  # tied
-    assert (targets.model_id, targets.dtype, targets.max_rank) == ("tiny", "float32", 16)
-    assert (targets.hidden_size, targets.vocab_size) == (32, VOCAB_SIZE)
-
-
-def test_experts_and_routers_are_targets() -> None:
-    targets = adopt_model(random_model("deepseek_v3")).base_targets(max_rank=16)
-    assert targets.experts == {"model.layers.1.mlp.experts": ("gate_up_proj", "down_proj")}
-    fused, router = (targets.modules[f"model.layers.1.mlp.{name}"] for name in ("experts.gate_up_proj", "gate"))
-    assert (fused.kind, fused.in_features, fused.out_features, fused.num_experts) == ("experts", 32, 32, 4)
-    assert (router.kind, router.in_features, router.out_features, router.num_experts) == ("router", 32, 4, 0)
-    assert targets.modules["model.layers.1.mlp.shared_experts.up_proj"].kind == "linear"  # sees every token
-
-
-def test_experts_that_are_given_all_rows_are_targets() -> None:
-    """Llama 4's, whose weights PEFT takes for those of the other layout."""
-    targets = adopt_model(random_model("llama4-experts")).base_targets(max_rank=16)
-    assert targets.experts == {
-        f"model.layers.{layer}.feed_forward.experts": ("gate_up_proj", "down_proj") for layer in range(2)
-    }
-    fused = targets.modules["model.layers.1.feed_forward.experts.gate_up_proj"]
-    assert (fused.in_features, fused.out_features, fused.num_experts, fused.swaps_features) == (32, 96, 4, True)
-    assert targets.modules["model.layers.1.feed_forward.router"].kind == "router"
-
-
-def test_experts_of_another_form_are_no_targets() -> None:
-    """Rows of other experts that are no zeros behind them."""
-    model = random_model("llama4-experts")
-    for layer in model.model.layers:
-        layer.feed_forward.experts.forward = partial(_shifted, layer.feed_forward.experts)
-    targets = adopt_model(model).base_targets(max_rank=16)
-    assert not targets.experts
-    assert not [path for path in targets.modules if ".experts." in path]
-
-
-def _shifted(experts: Any, hidden_states: Tensor) -> Tensor:
-    return type(experts).forward(experts, hidden_states) + 0.5
 
 
 def test_what_the_generation_config_recommends() -> None:

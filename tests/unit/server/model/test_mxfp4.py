@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
 from loraplex_contracts.errors import UnsupportedModel
-from loraplex_server.model.loader import load_model, refuse_config
+from loraplex_server.model.loader import load_model
 from loraplex_server.model.mxfp4 import weight_bytes
+from loraplex_server.model.refusals import refuse_config
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 32}  # blocks are of 32

@@ -13,8 +13,9 @@ from transformers import T5Config, T5ForConditionalGeneration
 from loraplex_contracts.errors import InvalidArgument, UnsupportedModel
 from loraplex_server.layers.linear import AdaptedLinear
 from loraplex_server.layers.quantization import INT8
-from loraplex_server.model.loader import adopt_model, refuse_class, refuse_config
+from loraplex_server.model.loader import adopt_model
 from loraplex_server.model.own_attention import form_of, has_known_form, install_attention, use_attention
+from loraplex_server.model.refusals import refuse_class, refuse_config
 
 CONTEXTS = {"bloom": MAX_LEN, "mpt": MAX_LEN, "falcon-alibi": 512}
 

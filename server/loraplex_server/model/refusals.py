@@ -1,0 +1,91 @@
+"""Refusals of models that cannot be served rightly, by configuration and class: before any weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from loraplex_contracts.errors import UnsupportedModel
+from loraplex_server.model.language import has_other_parts, language_class
+from loraplex_server.model.mxfp4 import is_mxfp4
+from loraplex_server.model.own_attention import has_known_form
+from loraplex_server.model.probe import ATTENTION_LAYERS, OTHER_LAYERS, STATE_LAYERS, layer_types
+
+# Positions of one request would change the rotation of its neighbours in the same step.
+STATEFUL_ROPE = {"su", "yarn_dynamic"}
+# Their attention does not go through Transformers' attention interface.
+OWN_ATTENTION = {
+    "xlnet": "relative positions",
+}
+
+
+def refuse_config(config: PreTrainedConfig, model_id: str) -> None:
+    """Raises UnsupportedModel when this configuration cannot be served rightly."""
+    try:
+        reason = next(_reasons(config), None)
+    except Exception as error:  # of which part is meant, or whatever a field of an unusual kind leads to
+        reason = f"its configuration does not describe one language model ({error_line(error)})"
+    if reason is not None:
+        raise UnsupportedModel(f"{model_id} ({config.model_type}) cannot be served: {reason}")
+
+
+def refuse_class(config: PreTrainedConfig, model_id: str) -> None:
+    """The same for what Transformers' class shows, so that no weights are fetched in vain."""
+    model_class = language_class(config)
+    can_set = getattr(model_class, "_can_set_attn_implementation", None)
+    if model_class is None:
+        reason = "Transformers has no class for it that generates text from text"
+    elif can_set is not None and not has_other_parts(config) and not can_set() and not has_known_form(model_class):
+        reason = "its attention does not use Transformers' attention interface"
+    else:
+        return
+    raise UnsupportedModel(f"{model_id} ({config.model_type}) cannot be served: {reason}")
+
+
+def _reasons(config: PreTrainedConfig) -> Iterator[str]:
+    if getattr(config, "is_encoder_decoder", False):
+        yield "it is an encoder-decoder model; only decoders are served"
+    if getattr(config, "quantization_config", None) is not None and not is_mxfp4(config):
+        yield "its checkpoint is quantised; use the unquantised checkpoint"
+    if config.model_type in OWN_ATTENTION:
+        yield f"its attention ({OWN_ATTENTION[config.model_type]}) does not use Transformers' attention interface"
+    text = config.get_text_config()
+    if getattr(text, "num_hidden_layers", 1) < 1 or (getattr(text, "max_position_embeddings", None) or 2) < 2:
+        yield "its configuration leaves no layer or no position"
+    if unknown := set(layer_types(text)) - (ATTENTION_LAYERS | STATE_LAYERS | OTHER_LAYERS):
+        yield f"its layers of type {_names(unknown)} are of a kind that is not known"
+    rope_types = _rope_types(getattr(text, "rope_parameters", None))
+    if rope_types & STATEFUL_ROPE:
+        yield (
+            f"its rotary embedding ({_names(rope_types & STATEFUL_ROPE)}) depends on the longest request of the batch, "
+            "so requests would change each other's text"
+        )
+    if (getattr(text, "num_kv_shared_layers", None) or 0) >= getattr(text, "num_hidden_layers", 1):
+        yield "its layers take the keys and values of another model"
+    if getattr(text, "use_bidirectional_attention", False) not in (False, None, "vision"):  # no images come here
+        yield "it attends to later tokens"
+
+
+def _rope_types(parameters: Any) -> set[str]:
+    """Of one set of rope parameters, or of one set per layer type."""
+    if not isinstance(parameters, Mapping):
+        return set()
+    own = parameters.get("rope_type") or parameters.get("type")
+    found = {str(own)} if own else set[str]()
+    for nested in parameters.values():
+        found |= _rope_types(nested)
+    return found
+
+
+def error_line(error: Exception) -> str:
+    """A library's error message, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    # The first line of some only introduces the second.
+    told = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return told if " " in told else f"{type(error).__name__}: {told}"
+
+
+def _names(values: set[str]) -> str:
+    return ", ".join(sorted(values))
