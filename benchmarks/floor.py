@@ -2,7 +2,8 @@
 
 A decode step reads the weights once (an embedding that is no output layer too is not read whole) and those of each
 distinct adapter, and multiplies; whichever takes longer counts. A prefill multiplies, with the output layer only
-for the last tokens. Nothing else costs anything, so no system reaches it. A machine whose speed drifts is measured
+for the last tokens. Nothing else costs anything. The bandwidth is that of one kernel of torch, so a
+system may come out slightly above it. A machine whose speed drifts is measured
 between the turns of a comparison: the floor is that of the median, and its spread is told.
 """
 
@@ -63,7 +64,7 @@ class ModelSize:
 
 
 def floor_tokens_per_s(machine: Machine, size: ModelSize, items: list[WorkItem]) -> float:
-    """Output tokens per second that nothing can exceed, for requests of equal length that come at once."""
+    """Output tokens per second of such a machine, for requests of equal length that come at once."""
     num_adapters = len({item.adapter_id for item in items} - {""})
     prefill_flops, step_flops = 0, 0
     for item in items:

@@ -164,7 +164,12 @@ def text_of(report: dict[str, Any]) -> str:
         lines = [(row["kernel"][:90], row["calls"], row["us"]) for row in rows]
         parts.append(table(f"Profile: {name} (per step)", ("kernel", "calls", "us"), lines))
     if peft := report["peft"]:
-        columns = {"batch": "batch", "base_ms": "base", "distinct_ms": "distinct"}
+        columns = {
+            "batch": "batch",
+            "base_ms": "Transformers",
+            "unnamed_ms": "no adapter named",
+            "distinct_ms": "distinct",
+        }
         parts.append(_rows("PEFT (milliseconds per step)", columns, [peft]))
     parts.append(_bars(report["bars"]))
     if report["left_out"]:

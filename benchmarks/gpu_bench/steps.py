@@ -49,6 +49,7 @@ BARS = (
     Bar("distinct", 8, 1.20, 1.12),
     Bar("distinct", 32, 1.40, 1.30),
     Bar(VERIFY, 8, 1.15, None),
+    Bar(f"{VERIFY}, distinct", 8, 1.15, None),
 )
 
 

@@ -84,6 +84,7 @@ def test_bars() -> None:
         ("distinct", 8): (True, False),
         ("distinct", 32): (None, None),
         ("verification", 8): (None, None),
+        ("verification, distinct", 8): (False, False),
     }
 
 
