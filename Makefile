@@ -46,7 +46,7 @@ serve: $(STAMP) native  ## serve a model: make serve MODEL=path-or-hub-id
 
 # Dozens of child processes import the same modules: these are compiled once, whatever the environment says.
 test: export PYTHONDONTWRITEBYTECODE :=
-test: $(STAMP) native  ## the ordinary suite (under ten minutes on two cores)
+test: $(STAMP) native  ## the ordinary suite (seven to twelve minutes on two cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # A test that fails beside another process and passes alone has to be mended, but says nothing against the commit.

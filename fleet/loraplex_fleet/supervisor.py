@@ -122,7 +122,7 @@ class Child:
             case "failed":
                 self._error = failure_of(report)
                 self._is_decided.set()
-            case "draining":
+            case "draining" | "alive":
                 pass
             case _:
                 log.info("%s", _text(line))

@@ -1,4 +1,4 @@
-"""Commands `loraplex router` and `loraplex http`. Flags in, configuration out; everything else is server.py's."""
+"""Commands `loraplex router` and `loraplex http`: flags in, configuration out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gRPC's library in a router's process: its poller and its own lines.
+"""gRPC's poller and its log lines in a router's process.
 
 It has two pollers: an event engine, the default from 1.80 on, and the one before that. The older takes less CPU time
 for a relayed message; a router uses it where the library still has it (docs/adr/0021-grpcs-older-poller.md).

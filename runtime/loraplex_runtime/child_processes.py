@@ -22,6 +22,8 @@ RESTART_DELAYS_S: Final = (1.0, 2.0, 5.0, 10.0, 30.0)
 # Checks are counted, so that a pause of this process is not taken for the worker's.
 CHECK_S: Final = 5.0
 MAX_SILENT_CHECKS: Final = 6
+# A child that starts and says nothing for so long is killed: imports alone may take minutes from a cold disk.
+START_SILENT_S: Final = 300.0
 # Longer lines of a child are cut.
 MAX_LINE_BYTES: Final = 1 << 16
 
@@ -199,7 +201,15 @@ class Children:
         on_progress: Callable[[str], None],
     ) -> dict[str, Any]:
         """The child's report that it is ready. Raises the error that it reports instead."""
-        async for line in lines:
+        while True:
+            try:
+                line = await asyncio.wait_for(anext(lines), START_SILENT_S)
+            except TimeoutError:
+                raise FailedPrecondition(
+                    f"the {self._spec.what} said nothing for {START_SILENT_S:g} s before it was ready"
+                ) from None
+            except StopAsyncIteration:
+                break
             message = report_of(line)
             match message.get("event"):
                 case "progress":
@@ -208,7 +218,7 @@ class Children:
                     return message
                 case "failed":
                     raise failure_of(message)
-                case "alive":  # before it is ready: a router waits for its workers
+                case "alive":
                     pass
                 case _:
                     log.info("%s%s", prefix, line.decode(errors="replace"))

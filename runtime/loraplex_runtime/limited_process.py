@@ -33,11 +33,16 @@ Answer = Callable[[Any], Any]
 
 
 class LimitExceeded(Exception):
-    """A call came to a bound: `what` is "time" or "memory". An end of the process, whatever the reason, is "memory"."""
+    """A call came to a bound: `what` is "time" or "memory". A process that ends during a call, for whatever reason, is
+    "memory"."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"the call came to its bound of {what}")
         self.what = what
+
+
+class ProcessFailed(Exception):
+    """The process could not start, its function raised, or it has been closed: not the question's fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,31 +76,43 @@ class LimitedProcess:
         return None if process is None else process.pid
 
     def call(self, question: Any, timeout_s: float) -> Any:
-        """The answer. Raises LimitExceeded, and the process is gone then; the next call starts another one. Time to
-        start does not count."""
+        """The answer. Raises LimitExceeded and ProcessFailed, and the process is gone then; the next call starts
+        another one. Time to start does not count."""
+        conn = self.start()
         try:
-            conn = self.start()
             conn.send_bytes(json.dumps(question).encode())
             if not conn.poll(timeout_s):
                 raise LimitExceeded("time")
             answer = json.loads(conn.recv_bytes(MAX_ANSWER_BYTES))
             if answer is None:
                 raise EOFError  # of memory
+            if "failure" in answer:
+                raise ProcessFailed(answer["failure"])
             return answer["answer"]
         except (EOFError, OSError, ValueError, TypeError, KeyError):
             self.kill()
+            if self._is_closed:
+                raise ProcessFailed("it has been closed") from None
             raise LimitExceeded("memory") from None
-        except LimitExceeded:
+        except (LimitExceeded, ProcessFailed):
             self.kill()
             raise
 
     def start(self) -> Any:
-        """Starts the process where there is none, and waits until it is ready. Raises EOFError or OSError."""
+        """Starts the process where there is none, and waits until it is ready. Raises ProcessFailed, and there is none
+        then."""
+        try:
+            return self._started()
+        except (EOFError, OSError) as error:
+            self.kill()
+            raise ProcessFailed(str(error) or "it ended before it was ready") from None
+
+    def _started(self) -> Any:
         with self._lock:
             if self._conn is not None:
                 return self._conn
             if self._is_closed:
-                raise EOFError
+                raise EOFError("it has been closed")
             conn, theirs = Pipe()
             with theirs:
                 self._process = subprocess.Popen(
@@ -107,12 +124,12 @@ class LimitedProcess:
             self._conn = conn
         conn.send_bytes(json.dumps(self._first).encode())
         if not conn.poll(START_S):
-            raise EOFError
+            raise EOFError(f"it was not ready within {START_S:g} s")
         conn.recv_bytes()
         return conn
 
     def kill(self) -> None:
-        """From any thread: a call under way raises LimitExceeded."""
+        """From any thread: a call under way raises LimitExceeded, or ProcessFailed where the process is closed."""
         with self._lock:
             process, conn, self._process, self._conn = self._process, self._conn, None, None
         if process is not None:
@@ -163,9 +180,10 @@ def _answer(conn: Any, answer: Answer, question: bytes) -> None:
         said = json.dumps({"answer": answer(json.loads(question))}).encode()
     except (MemoryError, RecursionError):
         said = b"null"
-    except Exception:
-        traceback.print_exc()
-        said = b"null"
+    except Exception as error:
+        with contextlib.suppress(OSError):  # a file, which may be full or over this process's bound
+            traceback.print_exc()
+        said = json.dumps({"failure": f"{type(error).__name__}: {error}"}).encode()
     conn.send_bytes(said)
 
 

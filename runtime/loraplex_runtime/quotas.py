@@ -107,7 +107,7 @@ class TenantQuotas:
         bucket = self._bucket(limits, usage.bucket, now)
         max_generated = num_requests * min(room if max_tokens is None else max_tokens, room)
         num_reserved = num_prompt_tokens + (0 if max_tokens is None else max_generated)
-        if bucket is not None and num_prompt_tokens:
+        if bucket is not None and num_reserved:
             _check_tokens(tenant, bucket, num_prompt_tokens, num_reserved)
             bucket.take(num_reserved)
         usage.bucket = bucket

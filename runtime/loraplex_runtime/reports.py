@@ -43,7 +43,7 @@ def share_of(text: str) -> float | None:
 
 
 def report_of(line: bytes) -> dict[str, Any]:
-    """A server's report: `event` is progress, ready, draining or failed. Empty for anything else that it prints."""
+    """A server's report: `event` is progress, alive, ready, draining or failed. Empty for anything else."""
     try:
         message: Any = json.loads(line)
     except ValueError:

@@ -48,11 +48,6 @@ def bind_request_id(request_id: str) -> None:
     _request_id.set(request_id)
 
 
-def bound_request_id() -> str:
-    """The id that this task is bound to; empty before `bind_request_id`."""
-    return _request_id.get()
-
-
 def _request_id_of(record: logging.LogRecord) -> str:
     return getattr(record, "request_id", "") or _request_id.get()
 
@@ -318,14 +313,16 @@ async def _serve_scrape(
     registry: CollectorRegistry, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
     # A client that hangs, lies about its size or leaves is not answered.
-    with contextlib.suppress(TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-        async with asyncio.timeout(_CLIENT_TIMEOUT_S):
-            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-            writer.write(_answer(head, registry))
-            await writer.drain()
-            writer.close()
-            await writer.wait_closed()
-    writer.close()
+    try:
+        with contextlib.suppress(TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            async with asyncio.timeout(_CLIENT_TIMEOUT_S):
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+                writer.write(_answer(head, registry))
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+    finally:  # also where a collector raises
+        writer.close()
 
 
 def _answer(head: str, registry: CollectorRegistry) -> bytes:

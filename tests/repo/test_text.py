@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("contracts", "proto", "runtime", "client", "router", "adapters", "server", "training", "demo")
+PACKAGES = ("contracts", "proto", "runtime", "client", "router", "adapters", "server", "training", "demo", "fleet")
 THIRD_PARTY = "tests/conformance/third_party/"
 MAX_FIRST_LINE_WORDS = 14
 NOT_A_TERM = {"what", "who", "how", "that", "whether", "where"}

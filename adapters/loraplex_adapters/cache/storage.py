@@ -104,9 +104,8 @@ class RecentImports:
     def allocate(self, num_bytes: int) -> Tensor | None:
         """Memory for the next one, in place of the oldest. None where it is too large, or there is no memory."""
         with self._lock:
-            left = sum(imported.layout.num_bytes for imported in self._imported.values())
-            while self._imported and left + num_bytes > MAX_RECENT_BYTES:
-                left -= self._imported.popitem(last=False)[1].layout.num_bytes  # no variable keeps its memory
+            while self._imported and self._num_bytes() + num_bytes > MAX_RECENT_BYTES:
+                self._imported.popitem(last=False)  # no variable keeps its memory
         if not 0 < num_bytes <= MAX_RECENT_BYTES:
             return None
         try:
@@ -118,6 +117,12 @@ class RecentImports:
         with self._lock:
             self._imported[imported.key] = imported
             self._imported.move_to_end(imported.key)
+            # Several threads may have allocated before any of them came here.
+            while len(self._imported) > 1 and self._num_bytes() > MAX_RECENT_BYTES:
+                self._imported.popitem(last=False)
+
+    def _num_bytes(self) -> int:
+        return sum(imported.layout.num_bytes for imported in self._imported.values())
 
     def find(self, key: AdapterKey) -> HostCopy | None:
         """Leaves it here."""

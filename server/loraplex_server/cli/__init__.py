@@ -1,1 +1,1 @@
-"""The commands of this package: `loraplex worker`, `loraplex serve`, `loraplex demo`."""
+"""Commands of the server: `loraplex worker`, `loraplex serve`, and parts of `adapters` and `doctor`."""

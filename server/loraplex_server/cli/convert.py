@@ -34,7 +34,7 @@ from loraplex_adapters.io.safetensors import DTYPE_BYTES, MAX_NAME_CHARS, MAX_TE
 from loraplex_adapters.io.source_files import AdapterFiles, SourceFile
 from loraplex_adapters.sources.directory import open_folder
 from loraplex_contracts.errors import AdapterInvalid, DiskFull, InvalidArgument, UnsafeFormat
-from loraplex_runtime.limited_process import LimitedProcess, LimitExceeded, Limits
+from loraplex_runtime.limited_process import LimitedProcess, LimitExceeded, Limits, ProcessFailed
 from loraplex_server.config import bare_environment
 
 MAX_BYTES: Final = 8 << 30
@@ -134,6 +134,8 @@ def _convert(file: SourceFile, path: Path, target: Path, max_bytes: int, timeout
         bound = f"{allowed_s:.3g} s" if limit.what == "time" else f"{limits.memory_bytes} bytes of memory"
         raise AdapterInvalid(f"{file.name} cannot be read within {bound}, which its size of {file.num_bytes} "
                              "bytes allows it; it expands, or is damaged")  from None  # fmt: skip
+    except ProcessFailed as failure:
+        raise AdapterInvalid(f"{file.name} cannot be read: the process that reads it has failed ({failure})") from None
     finally:
         process.close()
     if (refusal := answer.get("refusal")) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
@@ -14,6 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TextColumn
 
 from loraplex_contracts.errors import LoraplexError
+from loraplex_runtime.child_processes import CHECK_S
 from loraplex_runtime.reports import share_of
 from loraplex_runtime.shutdown import HOW_TO_HURRY, unread_output_is_lost
 
@@ -106,6 +108,12 @@ class Report:
             self._print(f"{self._what} ready on {address}, serving {model_id}{metrics} (Ctrl-C ends it)")
             for hint in hints:
                 self._print(hint)
+
+    async def stay_alive(self) -> None:
+        """Tells a supervisor every few seconds that the event loop runs. Ends when cancelled."""
+        while self._as_json:
+            self._line(event="alive")
+            await asyncio.sleep(CHECK_S)
 
     def draining(self, num_requests: int) -> None:
         if self._as_json:

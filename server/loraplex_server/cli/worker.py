@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -90,7 +89,6 @@ def worker(
         index, num_workers = parse_placement(placement)
         # Late: what only prints help needs neither gRPC nor torch.
         from loraplex_runtime.telemetry import setup_logging
-        from loraplex_server.grpc.server import run_worker
 
         setup_logging(config.engine.log_level, config.engine.log_format, requests=config.request_log)
         if config.engine.log_format == "json":
@@ -98,14 +96,26 @@ def worker(
         if num_workers > 1:
             config = apply_placement(config, index, num_workers)
         with report:
-            code = asyncio.run(run_worker(config, report.progress, partial(_ready, report), report.draining))
+            code = asyncio.run(_run(config, report))
         exit_at_once(code)
     except LoraplexError as error:
         code = report.failed(explained(ctx, error))
     sys.exit(code)
 
 
-def _ready(report: Report, running: Worker) -> None:
+async def _run(config: WorkerConfig, report: Report) -> int:
+    from loraplex_server.grpc.server import run_worker
+
+    alive = asyncio.create_task(report.stay_alive())
+
+    def ready(running: Worker) -> None:
+        alive.cancel()  # from here on the router hears the worker itself
+        _report_ready(report, running)
+
+    return await run_worker(config, report.progress, ready, report.draining)
+
+
+def _report_ready(report: Report, running: Worker) -> None:
     metrics = running.listener.metrics
     ports = [] if metrics is None else [metrics.port]
     report.ready(running.address, running.info.model_id, ports)

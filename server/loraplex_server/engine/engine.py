@@ -103,15 +103,17 @@ class Pending(Generic[Name, Found]):
 
     `resolve` gives what is found (of adapters the keys, held once more), or None while there is none yet, or raises.
     It is asked again only when there is news, and once for all requests of one name. `name_of`: of a request.
-    `forget` is told of a name that no request waits for any more.
+    `forget` is told of a name that no request waits for any more. `doing`: what is done meanwhile, for errors.
     """
 
     def __init__(
         self,
+        doing: str,
         resolve: Callable[[Name, float], Found | None],
         name_of: Callable[[Request], Name],
         forget: Callable[[Name], None] = lambda _: None,
     ) -> None:
+        self.doing = doing
         self._resolve = resolve
         self._name_of = name_of
         self._forget = forget
@@ -181,7 +183,7 @@ class Pending(Generic[Name, Found]):
                 found = self._resolve(self._name_of(request), now)
             except Exception as error:
                 # All get the same error: asking again might start another load.
-                typed = error if isinstance(error, LoraplexError) else unexpected(error, "resolving an adapter")
+                typed = error if isinstance(error, LoraplexError) else unexpected(error, self.doing)
                 return [*taken, *((other, typed) for other in list(waiting.values())[len(taken) :])]
             if found is None:
                 return taken
@@ -224,14 +226,20 @@ class Engine:
         self._grammars = grammars or Grammars(None)
         # By tenant too, since each has its own bytes.
         self._pending = Pending[tuple[AdapterId | Mixture, AdapterUser, AdapterOrigin], tuple[AdapterKey, ...]](
+            "fetching an adapter",
             self._resolve_adapters,
             lambda request: (request.mixture or request.adapter_id, request.adapter_user, request.adapter_origin),
         )
         self._pending_heads = Pending[tuple[AdapterId, AdapterUser], AdapterKey](
-            self._resolve_adapter, lambda request: (request.speculation.medusa_id, request.adapter_user)
+            "fetching Medusa heads",
+            self._resolve_adapter,
+            lambda request: (request.speculation.medusa_id, request.adapter_user),
         )
         self._pending_grammars = Pending[tuple[Grammar | None, str], Matcher](
-            self._resolve_grammar, lambda request: (request.grammar, request.tenant), self._forget_grammar
+            "compiling a grammar",
+            self._resolve_grammar,
+            lambda request: (request.grammar, request.tenant),
+            self._forget_grammar,
         )
         self._operations: dict[int, AdapterCommand] = {}
         self._events: list[Event] = []
@@ -426,9 +434,8 @@ class Engine:
         has_grammar = self._grammars.poll()
         for waiting in self._waiting:
             is_grammar = waiting is self._pending_grammars
-            what = "grammar was compiled" if is_grammar else "adapter was being fetched"
             for request in waiting.take_expired(now):
-                error = DeadlineExceeded(f"the deadline passed while the {what}; allow more time")
+                error = DeadlineExceeded(f"the deadline passed while {waiting.doing}; allow more time")
                 self._end(request.request_id, error)
             for request, outcome in waiting.take_resolved(has_grammar if is_grammar else has_changes, now):
                 accepted = self._accepted[request.request_id]

@@ -1,4 +1,4 @@
-"""Templates of users, rendered and read by in a child process.
+"""Sandbox for users' templates: chat and response templates run in a child process.
 
 Owns the process and its thread: the event loop waits for neither. Each tenant has one question in the queue at most,
 and in front of it each of its adapters one: slow templates of one do not stand in front of all of another's.
@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from loraplex_contracts.errors import AdapterInvalid
-from loraplex_runtime.limited_process import LimitedProcess, LimitExceeded, Limits
+from loraplex_runtime.limited_process import LimitedProcess, LimitExceeded, Limits, ProcessFailed
 from loraplex_server.config import bare_environment
 from loraplex_server.frontend.tokenizing import MAX_WAITING_BYTES, ShortestFirstSemaphore
 from loraplex_server.text.call_forms import CallForm
@@ -98,6 +98,8 @@ class Sandbox:
             if limit.what == "time":
                 return {"fault": f"it takes more than {timeout_s:.3g} s"}
             return {"fault": "it takes more memory than it may have"}
+        except ProcessFailed as failure:
+            return {"fault": f"the process for it has failed ({failure}); try again"}
 
     def _release(self, future: asyncio.Future[Any]) -> None:
         self._use.release()

@@ -1,4 +1,4 @@
-"""Process that compiles new grammars first, but for simple ones.
+"""Grammar checker: a child process compiles each grammar first, except simple ones.
 
 A grammar may take the library minutes, or more than the stack. Here that costs its own request alone. The process
 starts with the first grammar that is not simple.
@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict
 from typing import Any, Final
 
-from loraplex_contracts.errors import InvalidArgument
+from loraplex_contracts.errors import InvalidArgument, Unavailable
 from loraplex_contracts.request import Grammar
-from loraplex_runtime.limited_process import LimitedProcess, LimitExceeded, Limits
+from loraplex_runtime.limited_process import LimitedProcess, LimitExceeded, Limits, ProcessFailed
 from loraplex_server.config import bare_environment
 from loraplex_server.grammars.matcher import CompileLimit, Compiler
 
@@ -29,7 +29,8 @@ class Checker:
         self._process = LimitedProcess(function, setup, LIMITS, bare_environment())
 
     def check(self, grammar: Grammar) -> None:
-        """Raises InvalidArgument for a grammar that cannot be compiled, CompileLimit for one that comes to a bound."""
+        """Raises InvalidArgument for a grammar that cannot be compiled, CompileLimit for one that comes to a bound, and
+        Unavailable where there is no process to compile it."""
         try:
             refusal = self._process.call(asdict(grammar), COMPILE_S)
         except LimitExceeded as limit:
@@ -38,6 +39,10 @@ class Checker:
             else:
                 reason = "it cannot be compiled within the bounds of memory; make it simpler"
             raise CompileLimit(reason) from None
+        except ProcessFailed as failure:
+            raise Unavailable(
+                f"the process that compiles grammars has failed ({failure}); try again", retry_after_s=1.0
+            ) from None
         if refusal is not None:
             raise InvalidArgument(refusal["message"], field=refusal["field"])
 

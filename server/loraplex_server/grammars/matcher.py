@@ -398,6 +398,8 @@ class Grammars:
             found = compiler.compile(grammar)
         except InvalidArgument as error:
             found = _bare(error)
+        except LoraplexError as error:
+            found, is_final = _bare(error), False
         except CompileLimit as error:
             found, is_final = refusal(grammar, str(error)), False
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Masks of the values that count, for some rows of a matrix."""
+"""Token masks by row: which columns of the logits count."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Replacement of a model's modules by ones that take adapters, merged and fused where the back end does it.
+"""Replacement of a model's modules by ones that take adapters.
 
-Each replacement is compared with what the probe saw; what computes something else stays as it was.
+Linears are merged, and norms and gates fused, where the back end does it. Each replacement is compared with what the
+probe saw; what computes something else stays as it was.
 """
 
 from __future__ import annotations

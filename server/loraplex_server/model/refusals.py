@@ -1,4 +1,4 @@
-"""Refusals of models that cannot be served rightly, by configuration and class: before any weight is read."""
+"""Refusals of models by configuration and class, before any weight is read."""
 
 from __future__ import annotations
 

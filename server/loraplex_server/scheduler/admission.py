@@ -1,4 +1,4 @@
-"""Admission of waiting sequences, by priority and fair share, with one exception.
+"""Admission of waiting sequences, by priority and fair share.
 
 A sequence whose adapter is not on the device is skipped, and others pass it. Once it has been passed too often or for
 too long it is *starving*, and an adapter has to drain for it: younger sequences then enter only without an adapter, or

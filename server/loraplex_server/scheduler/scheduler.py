@@ -1,4 +1,4 @@
-"""The scheduler: `add`, `schedule`, `apply`, `cancel`.
+"""Scheduler: plans steps from requests, and applies their results.
 
 Pure decisions over plain data: no tensors, clock, threads or I/O; time is an argument. `sequence_table` has the state,
 `admission` decides about sequences that wait, `overload` about refusals.

@@ -48,6 +48,21 @@ async def test_a_child_that_writes_nothing_more_is_killed(tmp_path: Path, monkey
             await asyncio.gather(watching, return_exceptions=True)
 
 
+async def test_a_child_that_freezes_while_it_starts_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children_module, "START_SILENT_S", 0.5)
+    slow = """for _ in range(10): print('{"event": "alive"}', flush=True); time.sleep(0.1)\n"""
+    async with started(tmp_path / "slow", slow + READY + WAIT):
+        pass
+    path = tmp_path / "frozen"
+    path.write_text(f"#!{sys.executable}\nimport os, sys, time\n{WAIT}")
+    path.chmod(0o755)
+    children = Children(ChildSpec((str(path),)), 1, lambda text: None)
+    with pytest.raises(FailedPrecondition, match=r"said nothing for 0\.5 s"):
+        await children.start(asyncio.Event())
+
+
 @asynccontextmanager
 async def started(path: Path, program: str) -> AsyncIterator[tuple[Children, list[str]]]:
     """One running child, watched."""

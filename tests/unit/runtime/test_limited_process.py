@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from loraplex_runtime.limited_process import LimitedProcess, LimitExceeded, Limits
+from loraplex_runtime.limited_process import LimitedProcess, LimitExceeded, Limits, ProcessFailed
 from loraplex_server.config import bare_environment
 
 LIMITS = Limits(memory_bytes=256 << 20, stack_bytes=1 << 20, cpu_s=5)
@@ -28,7 +28,7 @@ def answering(setup: Any) -> Callable[[Any], Any]:
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "fail":
-                raise RuntimeError
+                raise RuntimeError("of its own")
             case "secret":
                 return os.environ.get("HF_TOKEN")
             case _:
@@ -61,8 +61,15 @@ def test_bounds(process: LimitedProcess) -> None:
         assert process.pid is None
     assert process.call("again", 5.0) == [{"a": 1}, "again"]
     assert process.pid not in (pid, None)
-    with pytest.raises(LimitExceeded):
+    with pytest.raises(ProcessFailed, match="RuntimeError: of its own"):
         process.call("fail", 5.0)
     process.close()
-    with pytest.raises(LimitExceeded):
+    with pytest.raises(ProcessFailed, match="closed"):
         process.call("closed", 5.0)
+
+
+def test_a_process_that_cannot_start() -> None:
+    process = LimitedProcess("no_such_module:answering", None, LIMITS, bare_environment())
+    with pytest.raises(ProcessFailed, match="before it was ready"):
+        process.call("x", 5.0)
+    assert process.pid is None

@@ -303,6 +303,16 @@ def test_a_refused_request_has_generated_nothing() -> None:
     assert used(quotas, acme, 600) == 10 - 1
 
 
+def test_an_empty_prompt_fills_no_bucket() -> None:
+    """A worker refuses it, and the router gives back what it took."""
+    quotas = TenantQuotas(clock=Clock())
+    acme = tenant(tokens_per_minute=600)
+    quotas.take(acme, num_prompt_tokens=500, room=1000)
+    ticket = quotas.take(acme, num_prompt_tokens=0, max_tokens=100, room=1000)
+    ticket.close(InvalidArgument("x"))
+    assert used(quotas, acme, 600) == 500
+
+
 def test_completions_that_ended_whole_count_and_the_others_by_their_time() -> None:
     clock = Clock()
     quotas = TenantQuotas(clock=clock)

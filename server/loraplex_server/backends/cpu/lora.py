@@ -69,7 +69,7 @@ class NativeOps(CpuOps):
 
 @dataclass(frozen=True, slots=True)
 class _Native:
-    """A table as the kernels see it. Implements base.Derived: the pointers stay, the ranks do not."""
+    """A table as the kernels see it. Implements `layers.lora.Derived`: the pointers stay, the ranks do not."""
 
     table: Table
     max_rank: int

@@ -291,7 +291,7 @@ class _Bound:
     packs: Mapping[tuple[int, ...], Factors]
 
     def without(self, slot: int) -> _Bound | None:
-        """Implements base.Derived."""
+        """Implements `layers.lora.Derived`."""
         if self.plan is not None and slot not in self.plan.slots:
             return self  # packs are of the plan's slots
         packs = {slots: pack for slots, pack in self.packs.items() if slot not in slots}

@@ -308,6 +308,17 @@ def test_the_next_one_takes_the_memory_of_the_oldest(monkeypatch: pytest.MonkeyP
         assert imported(recent, digit).pieces[0].data_ptr() != address
 
 
+def test_those_allocated_at_the_same_time_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_module, "MAX_RECENT_BYTES", 2 * NUM_BYTES)
+    recent = RecentImports(SpareMemory())
+    layout = place_adapter("float32", [FactorShape("q", 4, 8, 8, 1.0)])
+    payloads = {digit: recent.allocate(NUM_BYTES) for digit in "abc"}
+    for digit, payload in payloads.items():
+        assert payload is not None
+        recent.keep(HostCopy(AdapterKey("lora", digit * 64), layout, (payload,)))
+    assert [digit for digit in "abc" if recent.find(AdapterKey("lora", digit * 64))] == ["b", "c"]
+
+
 def test_no_memory_for_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage_module, "MAX_RECENT_BYTES", NUM_BYTES)
     recent = RecentImports(SpareMemory())

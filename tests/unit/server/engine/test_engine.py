@@ -388,7 +388,7 @@ def names(taken: list[tuple[Request, AdapterKey | LoraplexError]]) -> list[str]:
 
 def test_the_cache_is_asked_once_per_adapter_and_again_only_on_news() -> None:
     cache = Cache(a=None, b=None)
-    waiting = Pending(cache.resolve, lambda request: request.adapter_id)
+    waiting = Pending("fetching an adapter", cache.resolve, lambda request: request.adapter_id)
     for number in range(100):
         waiting.add(named(f"r{number}", "ab"[number % 2], "tu"[number // 2 % 2]))
     assert waiting.take_resolved(False, 0.0) == []
@@ -404,7 +404,7 @@ def test_the_cache_is_asked_once_per_adapter_and_again_only_on_news() -> None:
 
 def test_each_has_a_pin_of_its_own() -> None:
     cache = Cache(a=None, b=None)
-    waiting = Pending(cache.resolve, lambda request: request.adapter_id)
+    waiting = Pending("fetching an adapter", cache.resolve, lambda request: request.adapter_id)
     for name in ("r0", "r1", "r2"):
         waiting.add(named(name))
     waiting.add(named("other", "b"))
@@ -418,7 +418,7 @@ def test_each_has_a_pin_of_its_own() -> None:
 
 
 def test_a_name_that_is_known_is_there_at_once() -> None:
-    waiting = Pending(Cache(a=KEY).resolve, lambda request: request.adapter_id)
+    waiting = Pending("fetching an adapter", Cache(a=KEY).resolve, lambda request: request.adapter_id)
     waiting.add(named("r"))
     assert waiting.take_resolved(False, 0.0) == [(named("r"), KEY)]
 
@@ -427,7 +427,7 @@ def test_a_name_that_is_known_is_there_at_once() -> None:
 def test_a_failure_is_that_of_all_who_wait_for_it(error: Exception) -> None:
     """Once it is known, asking for the next one might start the fetch again."""
     cache = Cache(a=error)
-    waiting = Pending(cache.resolve, lambda request: request.adapter_id)
+    waiting = Pending("fetching an adapter", cache.resolve, lambda request: request.adapter_id)
     for name in ("r0", "r1", "r2"):
         waiting.add(named(name))
     taken = waiting.take_resolved(False, 0.0)
@@ -440,7 +440,7 @@ def test_a_failure_is_that_of_all_who_wait_for_it(error: Exception) -> None:
 
 def test_who_went_away_is_not_asked_for() -> None:
     cache = Cache(a=None)
-    waiting = Pending(cache.resolve, lambda request: request.adapter_id)
+    waiting = Pending("fetching an adapter", cache.resolve, lambda request: request.adapter_id)
     waiting.add(named("r"))
     waiting.discard(named("r"))
     waiting.discard(named("r"))
@@ -453,7 +453,7 @@ def test_who_went_away_is_not_asked_for() -> None:
 
 
 def test_deadlines() -> None:
-    waiting = Pending(Cache(a=None).resolve, lambda request: request.adapter_id)
+    waiting = Pending("fetching an adapter", Cache(a=None).resolve, lambda request: request.adapter_id)
     waiting.add(named("first", deadline_s=5.0))
     waiting.add(named("second", deadline_s=7.0))
     waiting.add(named("patient"))

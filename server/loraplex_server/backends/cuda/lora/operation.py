@@ -73,7 +73,7 @@ class _Known:
     is_aligned: bool
 
     def without(self, slot: int) -> None:
-        """Implements base.Derived."""
+        """Implements `layers.lora.Derived`."""
 
 
 @dataclass(frozen=True, slots=True)

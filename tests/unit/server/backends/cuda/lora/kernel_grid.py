@@ -1,7 +1,7 @@
 """Pairwise grid of the LoRA kernels' variants.
 
 Not collected by itself: `test_interpreter.py` runs it in Triton's interpreter, in a process of its own. By hand:
-`OMP_NUM_THREADS=1 TRITON_INTERPRET=1 pytest tests/unit/adapters/ops/triton/kernel_grid.py`.
+`OMP_NUM_THREADS=1 TRITON_INTERPRET=1 pytest tests/unit/server/backends/cuda/lora/kernel_grid.py`.
 """
 
 from __future__ import annotations
