@@ -57,6 +57,7 @@ from loraplex_contracts.errors import (
     LoraplexError,
     ServerUnreachable,
 )
+from loraplex_proto.services import ADAPTERS, DEFAULT_PORT, INFERENCE, POOLING, STATUS, path_of
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2
 
@@ -67,7 +68,6 @@ _AboutAdapter = TypeVar(
 
 _Pooling = TypeVar("_Pooling", pooling_pb2.EmbedRequest, pooling_pb2.ClassifyRequest, pooling_pb2.ScoreRequest)
 
-DEFAULT_PORT: Final = 50051
 DEFAULT_TIMEOUT_S: Final = 120.0
 DEFAULT_CONNECT_TIMEOUT_S: Final = 10.0
 MIN_TIMEOUT_S: Final = 0.001  # of a late page of a listing, which then ends with DeadlineExceeded
@@ -76,10 +76,6 @@ MAX_PAGE_SIZE: Final = 1000  # the largest that servers give
 
 _LOG = logging.getLogger("loraplex")
 
-_INFERENCE: Final = "/loraplex.v1.InferenceService/"
-_POOLING: Final = "/loraplex.v1.PoolingService/"
-_ADAPTERS: Final = "/loraplex.v1.AdapterService/"
-_STATUS: Final = "/loraplex.v1.StatusService/"
 # Of host:port, either part may be missing; an IPv6 address has brackets.
 _ADDRESS = re.compile(r"([^\s:/\[\]]+|\[[0-9A-Fa-f:.]+(?:%\w+)?\])(?::([0-9]{1,5}))?\Z")
 _OF_GRPC = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):\S+\Z")  # schemes of its names
@@ -374,12 +370,12 @@ class Calls:
 
     def generate(self, prompt: str | None, options: GenerateOptions) -> Call[Generation]:
         request = requests.generate_request(prompt, options)
-        return self._call(_INFERENCE + "Generate", request, answers.generation, options)
+        return self._call(path_of(INFERENCE, "Generate"), request, answers.generation, options)
 
     def stream(self, prompt: str | None, options: GenerateOptions) -> Call[Chunk]:
         request = requests.generate_request(prompt, options)
         read = answers.ChunkReader(request.request_id).read
-        return self._call(_INFERENCE + "GenerateStream", request, read, options)
+        return self._call(path_of(INFERENCE, "GenerateStream"), request, read, options)
 
     def embed(
         self,
@@ -390,11 +386,11 @@ class Calls:
         options: PoolingOptions,
     ) -> Call[Embeddings]:
         request = requests.embed_request(inputs, pooling, dimensions, normalize, options)
-        return self._call(_POOLING + "Embed", request, answers.embeddings, options)
+        return self._call(path_of(POOLING, "Embed"), request, answers.embeddings, options)
 
     def classify(self, inputs: PoolingInputs, logits: bool, options: PoolingOptions) -> Call[Classifications]:
         request = requests.classify_request(inputs, logits, options)
-        return self._call(_POOLING + "Classify", request, answers.classifications, options)
+        return self._call(path_of(POOLING, "Classify"), request, answers.classifications, options)
 
     def score(
         self,
@@ -407,7 +403,7 @@ class Calls:
     ) -> Call[Scores]:
         """`how`: other fields of the request."""
         request = requests.score_request(query, documents, method, pooling, how, options)
-        return self._call(_POOLING + "Score", request, answers.scores, options)
+        return self._call(path_of(POOLING, "Score"), request, answers.scores, options)
 
     def tokenize(
         self,
@@ -421,37 +417,39 @@ class Calls:
         request = requests.tokenize_request(
             text, messages, omit_generation_prompt, omit_special_tokens, offsets=offsets, options=options
         )
-        return self._call(_INFERENCE + "Tokenize", request, answers.tokenization, options)
+        return self._call(path_of(INFERENCE, "Tokenize"), request, answers.tokenization, options)
 
     def detokenize(self, token_ids: Sequence[int], omit_special_tokens: bool, options: CallOptions) -> Call[str]:
         request = requests.detokenize_request(token_ids, omit_special_tokens)
-        return self._plain_call(_INFERENCE + "Detokenize", request, answers.detokenized, options)
+        return self._plain_call(path_of(INFERENCE, "Detokenize"), request, answers.detokenized, options)
 
     def tokenizer_info(self, options: CallOptions) -> Call[TokenizerInfo]:
         request = inference_pb2.GetTokenizerInfoRequest()
-        return self._plain_call(_INFERENCE + "GetTokenizerInfo", request, answers.tokenizer_info, options)
+        return self._plain_call(path_of(INFERENCE, "GetTokenizerInfo"), request, answers.tokenizer_info, options)
 
     def info(self, options: CallOptions) -> Call[ServerInfo]:
-        return self._plain_call(_INFERENCE + "GetInfo", inference_pb2.GetInfoRequest(), answers.server_info, options)
+        return self._plain_call(
+            path_of(INFERENCE, "GetInfo"), inference_pb2.GetInfoRequest(), answers.server_info, options
+        )
 
     def status(self, adapter_prefix: str, max_adapters: int, options: CallOptions) -> Call[RouterStatus]:
         request = requests.status_request(adapter_prefix, max_adapters)
-        return self._plain_call(_STATUS + "GetStatus", request, answers.router_status, options)
+        return self._plain_call(path_of(STATUS, "GetStatus"), request, answers.router_status, options)
 
     def load(self, adapter_id: str, how: Mapping[str, object], options: CallOptions) -> Call[tuple[Adapter, ...]]:
         """`how`: other fields of the request, and `hub_token`."""
         request = requests.load_request(adapter_id, how)
-        call = self._plain_call(_ADAPTERS + "LoadAdapter", request, answers.adapter_rows, options)
+        call = self._plain_call(path_of(ADAPTERS, "LoadAdapter"), request, answers.adapter_rows, options)
         return replace(call, is_idempotent=False)
 
     def unload(self, adapter_id: str, if_unused: bool, options: CallOptions) -> Call[tuple[Adapter, ...]]:
         request = requests.unload_request(adapter_id, if_unused)
-        call = self._plain_call(_ADAPTERS + "UnloadAdapter", request, answers.adapter_rows, options)
+        call = self._plain_call(path_of(ADAPTERS, "UnloadAdapter"), request, answers.adapter_rows, options)
         return replace(call, is_idempotent=False)
 
     def get(self, adapter_id: str, options: CallOptions) -> Call[tuple[Adapter, ...]]:
         request = requests.naming(adapter_pb2.GetAdapterRequest(), adapter_id)
-        return self._plain_call(_ADAPTERS + "GetAdapter", request, answers.adapter_rows, options)
+        return self._plain_call(path_of(ADAPTERS, "GetAdapter"), request, answers.adapter_rows, options)
 
     def list(
         self,
@@ -467,7 +465,7 @@ class Calls:
             include_unloaded, prefix, state, MAX_PAGE_SIZE if page_size is None else page_size
         )
         timeout_s = checked_timeout(requests.call_options(options).get("timeout_s", self.settings.timeout_s))
-        call = partial(self._call, _ADAPTERS + "ListAdapters")
+        call = partial(self._call, path_of(ADAPTERS, "ListAdapters"))
         return Pages(call, request, timeout_s, is_whole=page_size is None)
 
     def _plain_call(

@@ -9,9 +9,10 @@ import os
 from typing import Final
 
 from loraplex_contracts.errors import InvalidArgument
+from loraplex_proto.services import DEFAULT_PORT
 
 PROGRAM: Final = "loraplex"
-DEFAULT_SERVER: Final = "localhost:50051"
+DEFAULT_SERVER: Final = f"localhost:{DEFAULT_PORT}"
 DEFAULT_RETRIES: Final = 3
 
 SERVER_VARIABLE: Final = "LORAPLEX_SERVER"

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from loraplex_contracts.errors import LoraplexError
 from loraplex_demo.world import MAX_NEW_TOKENS, Case, World, committed_world, open_world
+from loraplex_proto.services import DEFAULT_PORT
 from loraplex_runtime.flags import flags_of
 from loraplex_runtime.shutdown import Ending
 from loraplex_server.cli.report import Report
@@ -116,7 +117,7 @@ def demo(
     serve: Annotated[
         bool, typer.Option("--serve", help="Serve the models until Ctrl-C instead, to try examples and commands with.")
     ] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of --serve; 0 takes a free one.")] = 50051,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of --serve; 0 takes a free one.")] = DEFAULT_PORT,
     http: Annotated[
         bool, typer.Option("--http", help="As --serve, with the HTTP port, whose / is a page for the browser.")
     ] = False,

@@ -10,11 +10,11 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from loraplex_proto.services import INFERENCE
 from loraplex_proto.v1 import worker_pb2, worker_pb2_grpc
 from loraplex_runtime.auth import AUTHORIZATION_KEY
 
 TIMEOUT_S: Final = 2.0
-READY_SERVICE: Final = "loraplex.v1.InferenceService"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Probe:
 
     async def is_ready(self) -> bool:
         """True if it takes requests: a router with no healthy worker does not. Raises grpc.RpcError."""
-        request = health_pb2.HealthCheckRequest(service=READY_SERVICE)
+        request = health_pb2.HealthCheckRequest(service=INFERENCE)
         answer = await self._health.Check(request, timeout=TIMEOUT_S)
         return answer.status == health_pb2.HealthCheckResponse.SERVING
 

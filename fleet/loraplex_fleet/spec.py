@@ -17,6 +17,7 @@ from reprlib import Repr
 from typing import Any, Final
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
+from loraplex_proto.services import DEFAULT_PORT
 from loraplex_router.config import RouterConfig
 from loraplex_router.membership import is_address
 from loraplex_runtime.flags import Flag, configure, flags_of
@@ -106,7 +107,7 @@ class RouterSpec:
 
     count: int = 1
     host: str = ""  # the node's own address where it is empty
-    port: int = 50051
+    port: int = DEFAULT_PORT
     resources: ResourceSpec = ResourceSpec(cpu=0.0)
     flags: tuple[str, ...] = ()
 

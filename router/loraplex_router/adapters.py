@@ -17,13 +17,14 @@ from typing import TypeVar
 
 from loraplex_contracts.errors import AdapterInUse, AdapterNotFound, Draining, Internal
 from loraplex_proto.paging import MAX_PAGE_SIZE, ListQuery, Page, last_of_page, visible_part
+from loraplex_proto.services import ADAPTERS, path_of
 from loraplex_proto.v1 import adapter_pb2
 from loraplex_proto.validate import AdapterRequest, check_adapter_request, check_list_adapters, parse
 from loraplex_router.calls import Call
 from loraplex_router.config import PolicyConfig
 from loraplex_router.policy import WorkerView, rendezvous_order, routing_key
 from loraplex_router.replicas import Replicas
-from loraplex_router.upstream import ADAPTERS, FailureKind, Upstream, UpstreamFailure
+from loraplex_router.upstream import FailureKind, Upstream, UpstreamFailure
 from loraplex_runtime.auth import Identity, current_identity
 
 log = logging.getLogger(__name__)
@@ -174,7 +175,7 @@ class AdapterFanOut:
         method = method or call.method
 
         async def ask(worker_id: str) -> bytes:
-            return await call.ask(self._upstreams[worker_id], f"/{ADAPTERS}/{method}", raw)
+            return await call.ask(self._upstreams[worker_id], path_of(ADAPTERS, method), raw)
 
         results = await asyncio.gather(*map(ask, worker_ids), return_exceptions=True)
         for worker_id, result in zip(worker_ids, results, strict=True):

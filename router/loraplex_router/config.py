@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from loraplex_contracts.errors import InvalidArgument
+from loraplex_proto.services import DEFAULT_PORT
 from loraplex_router.grpc_library import import_with
 from loraplex_router.membership import is_address, open_membership, parse_members
 from loraplex_runtime.flags import HTTP, LOGS, NETWORK, STARTING, option
@@ -166,7 +167,7 @@ class RouterConfig(ServerFlags):
         "--workers-from",
     )
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", "--host")
-    port: int = option(50051, "Port to listen on; 0 takes a free one.", "--port")
+    port: int = option(DEFAULT_PORT, "Port to listen on; 0 takes a free one.", "--port")
     metrics_port: int | None = _logs(
         None, "Serve Prometheus metrics on this port; 0 takes a free one. Default: off.", "--metrics-port"
     )

@@ -17,6 +17,7 @@ from typing import Final, TypeVar
 from loraplex_contracts.adapters import check_adapter_ref
 from loraplex_contracts.errors import LoraplexError, Overloaded
 from loraplex_proto import validate
+from loraplex_proto.services import INFERENCE, POOLING, path_of
 from loraplex_proto.v1 import inference_pb2, pooling_pb2
 from loraplex_proto.validate import MAX_CHAT_MESSAGES, MAX_COMPLETIONS, adapters_in, check_names, parse
 from loraplex_router.activity import Activity
@@ -25,7 +26,7 @@ from loraplex_router.config import RouterConfig
 from loraplex_router.policy import Route, choose, routing_key
 from loraplex_router.replicas import Flight, Replicas
 from loraplex_router.resumption import Resumption, may_resume
-from loraplex_router.upstream import INFERENCE, POOLING, FailureKind, Upstream, UpstreamFailure, passed_on
+from loraplex_router.upstream import FailureKind, Upstream, UpstreamFailure, passed_on
 from loraplex_runtime.auth import Identity, current_identity
 from loraplex_runtime.quotas import TenantQuotas
 from loraplex_runtime.request_record import RequestRecord
@@ -244,7 +245,7 @@ class InferenceRelay:
         return request
 
     async def _ask(self, call: Call, method: str, request: RelayedRequest, *, service: str = INFERENCE) -> bytes:
-        path = f"/{service}/{method}"
+        path = path_of(service, method)
         return await self._try_workers(call, request, lambda worker, flight: call.ask(worker, path, request.raw))
 
     async def _try_workers(
@@ -316,7 +317,7 @@ class InferenceRelay:
     ) -> None:
         """Nothing is sent, headers included, before the worker's first message: until then a retry is invisible."""
         stream = upstream.stream(
-            f"/{INFERENCE}/GenerateStream",
+            path_of(INFERENCE, "GenerateStream"),
             request.raw if resumption is None else resumption.raw,
             call.remaining_s(),
             call.metadata_for(upstream),

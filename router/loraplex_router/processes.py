@@ -18,7 +18,7 @@ from loraplex_contracts.errors import FailedPrecondition
 from loraplex_router.config import RouterConfig
 from loraplex_runtime.child_processes import Children, ChildSpec
 from loraplex_runtime.flags import arguments_of
-from loraplex_runtime.listener import check_free, join_address
+from loraplex_runtime.listener import bound_socket, check_free, join_address
 from loraplex_runtime.shutdown import Ending
 
 # A process says so often that it is alive: one that is frozen would keep its part of the port's connections.
@@ -75,14 +75,7 @@ def reserved_port(host: str, port: int, flag: str, *, is_shared: bool) -> Genera
     if port and not is_shared:
         check_free(host, port)
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        holder = socket.socket(family, kind, protocol)
-        try:
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            holder.bind(address)
-        except BaseException:
-            holder.close()
-            raise
+        holder = bound_socket(host, port, [socket.SO_REUSEPORT])
     except OSError as error:
         raise FailedPrecondition(
             f"cannot reserve {join_address(host, port)} for several processes: {error.strerror}", field=flag

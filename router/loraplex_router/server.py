@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 
 import loraplex_proto
+from loraplex_proto.services import ADAPTERS, INFERENCE, POOLING, STATUS, WORKER
 from loraplex_router.activity import Activity
 from loraplex_router.adapters import AdapterFanOut
 from loraplex_router.calls import Call, Calls, RouterMetrics
@@ -25,7 +26,7 @@ from loraplex_router.load_service import LoadService
 from loraplex_router.membership import open_membership, parse_members
 from loraplex_router.replicas import Replicas, WorkersCollector
 from loraplex_router.status import StatusService
-from loraplex_router.upstream import ADAPTERS, INFERENCE, POOLING, STATUS, WORKER, Upstream, follow_worker_credentials
+from loraplex_router.upstream import Upstream, follow_worker_credentials
 from loraplex_router.watch import Watcher
 from loraplex_router.workers import Workers
 from loraplex_runtime.listener import ListenConfig, Listener, exposure_warnings, server_options

@@ -44,11 +44,6 @@ log = logging.getLogger(__name__)
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
-INFERENCE: Final = "loraplex.v1.InferenceService"
-POOLING: Final = "loraplex.v1.PoolingService"
-ADAPTERS: Final = "loraplex.v1.AdapterService"
-WORKER: Final = "loraplex.v1.WorkerService"
-STATUS: Final = "loraplex.v1.StatusService"
 
 # Metadata of clients that workers get. A client's own credential and its own idea of a tenant stay here.
 FORWARDED_KEYS: Final = CONTEXT_KEYS

@@ -11,10 +11,11 @@ from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
+from loraplex_proto.services import INFERENCE, WORKER, path_of
 from loraplex_proto.v1 import inference_pb2, worker_pb2
 from loraplex_router.config import WatchConfig
 from loraplex_router.replicas import Replicas
-from loraplex_router.upstream import INFERENCE, WORKER, Upstream, UpstreamFailure
+from loraplex_router.upstream import Upstream, UpstreamFailure
 from loraplex_runtime.auth import EVERYBODY
 
 log = logging.getLogger(__name__)
@@ -136,11 +137,11 @@ class WorkerWatch:
         upstream = self.upstream
         metadata = upstream.credentials.metadata(EVERYBODY)
         timeout_s = min(self._config.stale_after_s, CONNECT_TIMEOUT_S)
-        raw_info = await upstream.ask(f"/{INFERENCE}/GetInfo", b"", timeout_s, metadata)
+        raw_info = await upstream.ask(path_of(INFERENCE, "GetInfo"), b"", timeout_s, metadata)
         self._replicas.on_info(self._worker_id, inference_pb2.GetInfoResponse.FromString(raw_info))
         request = worker_pb2.WatchLoadRequest(min_interval_s=self._config.min_interval_s)
         channel = upstream.channel
-        call = upstream.stream(f"/{WORKER}/WatchLoad", request.SerializeToString(), None, metadata)
+        call = upstream.stream(path_of(WORKER, "WatchLoad"), request.SerializeToString(), None, metadata)
         try:
             # Where other authorities are trusted, requests go by another connection. Reports must say whether it works.
             while upstream.channel is channel:

@@ -33,6 +33,7 @@ from loraplex_contracts.errors import (
     adapter_not_found,
     no_such_folder,
 )
+from loraplex_proto.services import ADAPTERS, INFERENCE, POOLING, STATUS, WORKER, path_of
 from loraplex_proto.status import refusing
 from loraplex_runtime.reload import Reloader
 
@@ -47,30 +48,24 @@ ADMIN: Final = "admin"
 ROUTER: Final = "router"
 ROLES: Final = frozenset({USER, ADMIN, ROUTER})
 
-_INFERENCE: Final = "/loraplex.v1.InferenceService/"
-_POOLING: Final = "/loraplex.v1.PoolingService/"
-_ADAPTERS: Final = "/loraplex.v1.AdapterService/"
-_WORKER: Final = "/loraplex.v1.WorkerService/"
-_STATUS: Final = "/loraplex.v1.StatusService/"
-
 # Any one of the roles opens the method. What is not here is denied.
 METHOD_ROLES: Final[Mapping[str, frozenset[str]]] = {
-    _INFERENCE + "Generate": frozenset({USER, ROUTER}),
-    _INFERENCE + "GenerateStream": frozenset({USER, ROUTER}),
-    _INFERENCE + "Tokenize": frozenset({USER, ROUTER}),
-    _INFERENCE + "Detokenize": frozenset({USER, ROUTER}),
-    _INFERENCE + "GetTokenizerInfo": frozenset({USER, ROUTER}),
-    _INFERENCE + "GetInfo": ROLES,
-    _POOLING + "Embed": frozenset({USER, ROUTER}),
-    _POOLING + "Classify": frozenset({USER, ROUTER}),
-    _POOLING + "Score": frozenset({USER, ROUTER}),
-    _ADAPTERS + "LoadAdapter": frozenset({ADMIN, ROUTER}),
-    _ADAPTERS + "UnloadAdapter": frozenset({ADMIN, ROUTER}),
-    _ADAPTERS + "GetAdapter": ROLES,
-    _ADAPTERS + "ListAdapters": ROLES,
-    _WORKER + "GetLoad": frozenset({ADMIN, ROUTER}),
-    _WORKER + "WatchLoad": frozenset({ADMIN, ROUTER}),
-    _STATUS + "GetStatus": frozenset({ADMIN}),
+    path_of(INFERENCE, "Generate"): frozenset({USER, ROUTER}),
+    path_of(INFERENCE, "GenerateStream"): frozenset({USER, ROUTER}),
+    path_of(INFERENCE, "Tokenize"): frozenset({USER, ROUTER}),
+    path_of(INFERENCE, "Detokenize"): frozenset({USER, ROUTER}),
+    path_of(INFERENCE, "GetTokenizerInfo"): frozenset({USER, ROUTER}),
+    path_of(INFERENCE, "GetInfo"): ROLES,
+    path_of(POOLING, "Embed"): frozenset({USER, ROUTER}),
+    path_of(POOLING, "Classify"): frozenset({USER, ROUTER}),
+    path_of(POOLING, "Score"): frozenset({USER, ROUTER}),
+    path_of(ADAPTERS, "LoadAdapter"): frozenset({ADMIN, ROUTER}),
+    path_of(ADAPTERS, "UnloadAdapter"): frozenset({ADMIN, ROUTER}),
+    path_of(ADAPTERS, "GetAdapter"): ROLES,
+    path_of(ADAPTERS, "ListAdapters"): ROLES,
+    path_of(WORKER, "GetLoad"): frozenset({ADMIN, ROUTER}),
+    path_of(WORKER, "WatchLoad"): frozenset({ADMIN, ROUTER}),
+    path_of(STATUS, "GetStatus"): frozenset({ADMIN}),
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": ROLES,
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": ROLES,
 }

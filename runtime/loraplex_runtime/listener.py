@@ -10,7 +10,7 @@ import contextlib
 import ipaddress
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -309,6 +309,20 @@ def bind(server: grpc.aio.Server, host: str, port: int, tls: grpc.ServerCredenti
         return server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls)
     except RuntimeError as error:
         raise _cannot_listen(address) from error
+
+
+def bound_socket(host: str, port: int, options: Iterable[int]) -> socket.socket:
+    """A TCP socket that is bound and does not listen, with these options of SOL_SOCKET on. Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        for option in options:
+            bound.setsockopt(socket.SOL_SOCKET, option, 1)
+        bound.bind(address)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
 
 
 def check_free(host: str, port: int) -> None:

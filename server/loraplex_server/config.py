@@ -14,6 +14,7 @@ from typing import Final, Literal
 
 from loraplex_contracts.adapters import check_adapter_id, check_id
 from loraplex_contracts.errors import InvalidArgument
+from loraplex_proto.services import DEFAULT_PORT
 from loraplex_runtime.flags import LOGS, NETWORK, STARTING, option
 
 MAX_DRAFT_TOKENS: Final = 64  # per step; requests cannot ask for more either
@@ -397,7 +398,7 @@ class WorkerConfig:
     engine: EngineConfig
     chat: ChatConfig = field(default_factory=ChatConfig)
     host: str = option("127.0.0.1", "Address to listen on.", "--host")
-    port: int = option(50051, "Port to listen on; 0 takes a free one.", "--port")
+    port: int = option(DEFAULT_PORT, "Port to listen on; 0 takes a free one.", "--port")
     metrics_port: int | None = _logs(
         None, "Serve Prometheus metrics on this port; 0 takes a free one. Default: off.", "--metrics-port"
     )

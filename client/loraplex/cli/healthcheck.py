@@ -11,14 +11,15 @@ from typing import Any, Final, cast
 
 import grpc
 
+from loraplex_proto.services import INFERENCE
+
 CHECK = "/grpc.health.v1.Health/Check"
 SERVING = b"\x08\x01"  # HealthCheckResponse{status: SERVING}
-READY_SERVICE = "loraplex.v1.InferenceService"
 
 _STATUSES: Final = {SERVING: "SERVING", b"\x08\x02": "NOT_SERVING", b"\x08\x03": "SERVICE_UNKNOWN", b"": "UNKNOWN"}
 
 
-def health_of(address: str, service: str = READY_SERVICE, *, timeout_s: float = 4.0) -> str:
+def health_of(address: str, service: str = INFERENCE, *, timeout_s: float = 4.0) -> str:
     """SERVING, another status of the health protocol, or why there is none."""
     name = service.encode()
     request = b"\x0a" + bytes([len(name)]) + name if name else b""
@@ -41,7 +42,7 @@ def health_of(address: str, service: str = READY_SERVICE, *, timeout_s: float = 
                     return f"the call ended with {code.name}"
 
 
-def main(address: str, service: str = READY_SERVICE) -> int:
+def main(address: str, service: str = INFERENCE) -> int:
     """Prints what was found; 0 where it is SERVING, else 1."""
     found = health_of(address, service)
     is_serving = found == _STATUSES[SERVING]

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, MessageTooLarge, RequestTimeout, unexpected
+from loraplex_proto.services import ADAPTERS, INFERENCE, STATUS, path_of
 from loraplex_router.http import pooling
 from loraplex_router.http.errors import dialect_of, error_headers, error_object, status_of, tgi_error
 from loraplex_router.http.page import is_page, page_response
@@ -26,26 +27,26 @@ BODY_TIMEOUT_S: Final = 60.0
 
 # The method of gRPC whose roles a route asks for. Other routes need a credential of any role.
 _METHODS: Final[Mapping[str, str]] = {
-    "/v1/completions": "/loraplex.v1.InferenceService/Generate",
-    "/v1/chat/completions": "/loraplex.v1.InferenceService/Generate",
-    "/v1/responses": "/loraplex.v1.InferenceService/Generate",
-    "/": "/loraplex.v1.InferenceService/Generate",
-    "/generate": "/loraplex.v1.InferenceService/Generate",
-    "/generate_stream": "/loraplex.v1.InferenceService/Generate",
-    "/tokenize": "/loraplex.v1.InferenceService/Tokenize",
-    "/v1/tokenize": "/loraplex.v1.InferenceService/Tokenize",
-    "/detokenize": "/loraplex.v1.InferenceService/Detokenize",
-    "/v1/detokenize": "/loraplex.v1.InferenceService/Detokenize",
-    "/tokenizer_info": "/loraplex.v1.InferenceService/GetTokenizerInfo",
+    "/v1/completions": path_of(INFERENCE, "Generate"),
+    "/v1/chat/completions": path_of(INFERENCE, "Generate"),
+    "/v1/responses": path_of(INFERENCE, "Generate"),
+    "/": path_of(INFERENCE, "Generate"),
+    "/generate": path_of(INFERENCE, "Generate"),
+    "/generate_stream": path_of(INFERENCE, "Generate"),
+    "/tokenize": path_of(INFERENCE, "Tokenize"),
+    "/v1/tokenize": path_of(INFERENCE, "Tokenize"),
+    "/detokenize": path_of(INFERENCE, "Detokenize"),
+    "/v1/detokenize": path_of(INFERENCE, "Detokenize"),
+    "/tokenizer_info": path_of(INFERENCE, "GetTokenizerInfo"),
     **pooling.METHODS,
-    "/v1/load_lora_adapter": "/loraplex.v1.AdapterService/LoadAdapter",
-    "/load_lora_adapter": "/loraplex.v1.AdapterService/LoadAdapter",
-    "/v1/unload_lora_adapter": "/loraplex.v1.AdapterService/UnloadAdapter",
-    "/unload_lora_adapter": "/loraplex.v1.AdapterService/UnloadAdapter",
-    "/chat_tokenize": "/loraplex.v1.InferenceService/Tokenize",
-    "/v1/status": "/loraplex.v1.StatusService/GetStatus",
+    "/v1/load_lora_adapter": path_of(ADAPTERS, "LoadAdapter"),
+    "/load_lora_adapter": path_of(ADAPTERS, "LoadAdapter"),
+    "/v1/unload_lora_adapter": path_of(ADAPTERS, "UnloadAdapter"),
+    "/unload_lora_adapter": path_of(ADAPTERS, "UnloadAdapter"),
+    "/chat_tokenize": path_of(INFERENCE, "Tokenize"),
+    "/v1/status": path_of(STATUS, "GetStatus"),
 }
-_ANY_ROLE: Final = "/loraplex.v1.InferenceService/GetInfo"
+_ANY_ROLE: Final = path_of(INFERENCE, "GetInfo")
 _OPEN_PATHS: Final = frozenset({"/health", "/ping", "/version", "/metrics"})
 
 

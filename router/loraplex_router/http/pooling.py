@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, Unimplemented
+from loraplex_proto.services import POOLING, path_of
 from loraplex_proto.v1 import inference_pb2, pooling_pb2
 from loraplex_proto.validate import MAX_CHAT_MESSAGES, MAX_POOLING_INPUTS
 from loraplex_router.calls import Call
@@ -42,13 +43,12 @@ from loraplex_router.http.openai import chat_of, refuse_chat_fields, truncate_of
 from loraplex_router.http.places import put_place
 from loraplex_router.http.streaming import FanOut, while_connected
 
-_SERVICE: Final = "/loraplex.v1.PoolingService/"
 # The method of gRPC whose roles a route asks for.
 METHODS: Final[Mapping[str, str]] = {
-    "/v1/embeddings": _SERVICE + "Embed",
-    "/embed": _SERVICE + "Embed",
-    **dict.fromkeys(("/classify", "/classify_batch"), _SERVICE + "Classify"),
-    **dict.fromkeys(("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), _SERVICE + "Score"),
+    "/v1/embeddings": path_of(POOLING, "Embed"),
+    "/embed": path_of(POOLING, "Embed"),
+    **dict.fromkeys(("/classify", "/classify_batch"), path_of(POOLING, "Classify")),
+    **dict.fromkeys(("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), path_of(POOLING, "Score")),
 }
 # LoRAX's names of the base model, beside its id.
 _LORAX_BASE: Final = ("", "__base_model__")

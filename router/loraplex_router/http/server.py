@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from loraplex_contracts.errors import FailedPrecondition
 from loraplex_router.http.middleware import MAX_BODY_BYTES
-from loraplex_runtime.listener import join_address
+from loraplex_runtime.listener import bound_socket, join_address
 from loraplex_runtime.reload import Reloader
 
 log = logging.getLogger(__name__)
@@ -106,16 +106,8 @@ class _Server(uvicorn.Server):
 def bind_http(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     """A socket that is bound but does not listen yet. Raises FailedPrecondition."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if reuse_port:
-                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            bound.bind(address)
-        except BaseException:
-            bound.close()
-            raise
+        options = [socket.SO_REUSEADDR, *([socket.SO_REUSEPORT] if reuse_port else [])]
+        bound = bound_socket(host, port, options)
     except OSError as error:
         raise FailedPrecondition(
             f"cannot listen on {join_address(host, port)}: the port is taken, or the address is not this machine's; "

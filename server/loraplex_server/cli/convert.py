@@ -33,11 +33,11 @@ from loraplex_adapters.formats.files import (
 from loraplex_adapters.io.safetensors import DTYPE_BYTES, MAX_NAME_CHARS, MAX_TENSORS, read_header
 from loraplex_adapters.io.source_files import AdapterFiles, SourceFile
 from loraplex_adapters.sources.directory import open_folder
+from loraplex_adapters.sources.remote import MAX_BYTES
 from loraplex_contracts.errors import AdapterInvalid, DiskFull, InvalidArgument, UnsafeFormat
 from loraplex_runtime.limited_process import LimitedProcess, LimitExceeded, Limits, ProcessFailed
 from loraplex_server.config import bare_environment
 
-MAX_BYTES: Final = 8 << 30
 _START_S: Final = 60.0
 _BYTES_PER_S: Final = 20 << 20  # a slow disk
 _SPARE_BYTES: Final = 512 << 20

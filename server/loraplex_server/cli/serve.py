@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
+from loraplex_proto.services import DEFAULT_PORT
 from loraplex_router.config import HttpOptions
 from loraplex_runtime.child_processes import Children, ChildSpec
 from loraplex_runtime.config import explained, with_settings
@@ -61,7 +62,6 @@ HTTP_FLAGS = [flag for flag in flags_of(HttpOptions) if flag.path != ("adapter_r
 NO_HTTP = Http()
 MAX_NAMES = 5  # of adapters, on the line of a server that is ready
 MAX_TRIED = 16  # folders that are looked into for one that the line may name
-DEFAULT_PORT = "50051"  # of the commands that ask a server
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +279,7 @@ def first_steps(config: WorkerConfig, address: str, http_address: str | None) ->
         hints.append(f"  adapters in {adapters.root}: " + (f"{len(names)} ({shown})" if names else "none yet") + more)
     host, _, port = address.rpartition(":")
     host = "127.0.0.1" if host in ("0.0.0.0", "[::]") else host
-    command = "" if port == DEFAULT_PORT and host == "127.0.0.1" else f" --server {host}:{port}"
+    command = "" if port == str(DEFAULT_PORT) and host == "127.0.0.1" else f" --server {host}:{port}"
     command += " --tls" if config.tls_cert is not None else ""
     command += " --token TOKEN" if config.auth_file is not None else ""
     command += f" --adapter {to_try}" if to_try else ""

@@ -14,6 +14,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
+from loraplex_adapters.formats.files import MEDUSA_WEIGHTS_NAME
 from loraplex_adapters.formats.medusa import MedusaModel, describe_medusa_model
 from loraplex_adapters.sources.directory import open_folder
 from loraplex_contracts.errors import LoraplexError, UnsupportedModel
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 
 # The adapter id of the model's own heads.
 MODEL_HEADS = "model-heads"
-_SMALL_FILES = ("config.json", "model.safetensors.index.json", "medusa_lm_head.safetensors")
+_SMALL_FILES = ("config.json", "model.safetensors.index.json", MEDUSA_WEIGHTS_NAME)
 _INDEX = "model.safetensors.index.json"
 
 

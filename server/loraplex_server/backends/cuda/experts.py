@@ -19,10 +19,9 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from loraplex_server.backends.cuda.attention.plan import next_power
+from loraplex_server.backends.cuda.kernel_shapes import SUPPORTED, next_power
 
 # Experts in another dtype keep the model's own code: a tensor core would narrow them.
-SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
 # The interpreter's dot cannot take bfloat16: it answers garbage.
 INTERPRETED: bool = bool(knobs.runtime.interpret)
 # Pairs of a block: the least that a tensor core takes, and as many as read a weight once where experts have many.
@@ -32,14 +31,13 @@ BLOCK_IN_BYTES = 128
 BLOCK_OUT = 64
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_experts"])
+@triton.jit(do_not_specialize=["num_experts"])
 def experts_kernel(
     y_ptr,  # [num_pairs, out_features], contiguous
     x_ptr,  # [num_rows, in_features], last dimension contiguous
     weight_ptr,  # [num_experts, out_features, in_features]
     order_ptr,  # int64 [num_pairs] numbers of pairs, sorted by expert
     ends_ptr,  # int64 [num_experts] behind each expert's last pair in that order
-    num_pairs,
     num_experts,
     in_features,
     out_features,
@@ -120,7 +118,7 @@ class TritonExperts:
         # One block of each expert is not full, at most.
         num_blocks = min(num_pairs, num_pairs // block_rows + num_experts)
         _experts[(num_blocks, triton.cdiv(out_features, BLOCK_OUT))](
-            *(y, x, self._weight, order, ends, num_pairs, num_experts, in_features, out_features, x.stride(0)),
+            *(y, x, self._weight, order, ends, num_experts, in_features, out_features, x.stride(0)),
             *self._weight.stride(), **tile_options(in_features, num_experts, per_row, block_rows, x.dtype),
         )  # fmt: skip
         return y

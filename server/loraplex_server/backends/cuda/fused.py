@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loraplex_server.backends.cuda.kernel_shapes import SUPPORTED, next_power
 from loraplex_server.backends.fusion import NormForm
 
 # A model in another dtype keeps its own operations.
-SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
 # Wider rows do not fit a program's registers.
 MAX_FEATURES = 16384
 # Of a gate, in one program: eight for each of its threads, which is 16 bytes in bfloat16.
@@ -138,7 +138,7 @@ class TritonFused:
         rows = x[0] if x.dim() == 4 and x.shape[0] == 1 else x.reshape(1, -1, num_features)
         if rows.stride(2) != 1:
             rows = rows.contiguous()
-        block = triton.next_power_of_2(num_features)
+        block = next_power(num_features)
         _rms_norm[(y.numel() // num_features,)](
             *(y, rows, weight, num_features, rows.shape[1], rows.stride(0), rows.stride(1), eps),
             OFFSET=form.offset,
@@ -160,7 +160,7 @@ class TritonFused:
                 *(*outs, query, key, cos, sin, query.shape[1], query.stride(2), query.stride(1)),
                 *(key.stride(2), key.stride(1), cos.stride(1), sin.stride(1)),
                 HALF=dim // 2,
-                BLOCK=triton.next_power_of_2(dim // 2),
+                BLOCK=next_power(dim // 2),
                 num_warps=1,
                 enable_fp_fusion=False,  # a product in one instruction with the sum is not rounded by itself
             )

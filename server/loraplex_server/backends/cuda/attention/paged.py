@@ -27,16 +27,19 @@ from loraplex_server.backends.cuda.attention.plan import (
     Launch,
     Shape,
     build_plan,
-    next_power,
     refill_plan,
     reserve_plan,
     shape_of,
 )
+from loraplex_server.backends.cuda.kernel_shapes import SUPPORTED, next_power
 from loraplex_server.backends.reference import Plan as TorchPlan
 from loraplex_server.backends.reference import TorchPagedAttention
 from loraplex_server.layers.attention import AttentionBatch, AttentionSpec, LayerKv, Reserved
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+LOG2_E = tl.constexpr(1.4426950408889634)  # softmax by powers of two
 
 
 @triton.jit
@@ -116,9 +119,9 @@ def _tile(
     scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
     if HAS_SOFTCAP:
         # tanh, in a form that neither overflows nor divides by zero. `softcap` brings the logarithm's base along.
-        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * 1.4426950408889634)) + 1.0))
+        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E)) + 1.0))
     if HAS_BIAS:
-        scores += tl.load(bias_at[:, None] + n[None, :], mask=inside[None, :], other=0.0) * 1.4426950408889634
+        scores += tl.load(bias_at[:, None] + n[None, :], mask=inside[None, :], other=0.0) * LOG2_E
     seen = inside[None, :] & (n[None, :] <= position[:, None])
     if HAS_WINDOW:
         seen = seen & (n[None, :] > position[:, None] - window)
@@ -208,7 +211,7 @@ def attend_kernel(
         total = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
         if HAS_SINKS:  # noqa: SIM102 - known when the kernel is compiled
             if partial < 0:  # else the sink is there once, where the parts are put together
-                largest = tl.load(sinks_ptr + head) * 1.4426950408889634
+                largest = tl.load(sinks_ptr + head) * LOG2_E
                 total = tl.full((BLOCK_ROWS,), 1.0, dtype=tl.float32)
         acc = tl.zeros((BLOCK_ROWS, BLOCK_V), dtype=tl.float32)
         # fmt: off
@@ -272,7 +275,7 @@ def combine_kernel(
     largest = tl.full((), float("-inf"), dtype=tl.float32)
     total = tl.full((), 0.0, dtype=tl.float32)
     if HAS_SINKS:
-        largest = tl.load(sinks_ptr + head) * 1.4426950408889634
+        largest = tl.load(sinks_ptr + head) * LOG2_E
         total = tl.full((), 1.0, dtype=tl.float32)
     acc = tl.zeros((BLOCK_V,), dtype=tl.float32)
     done = 0
@@ -304,7 +307,6 @@ _combine: Any = combine_kernel
 _write: Any = write_kernel
 
 # Anything else (float64, of checks) is computed by the reference: a tensor core would narrow it.
-SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
 # Triton decides when it decorates, that is at import. The interpreter's dot cannot take bfloat16: it answers garbage.
 INTERPRETED: bool = bool(knobs.runtime.interpret)
 # Keys and values of one tile.

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from loraplex_server.backends.cuda.kernel_shapes import next_power
 from loraplex_server.layers.attention import AttentionBatch, AttentionSpec, Reach, Reserved
 from loraplex_server.layers.transfer import host_ints
 
@@ -281,11 +282,6 @@ def _split_keys(num_blocks: Ints, lows: Ints, ends: Ints, split_keys: Ints) -> I
         if not is_more.any():
             return split_keys
         split_keys = np.where(is_more, 2 * split_keys, split_keys)
-
-
-def next_power(number: int) -> int:
-    """The smallest power of two that is not less, at least 1."""
-    return 1 << max(0, number - 1).bit_length()
 
 
 # --- the buffer -------------------------------------------------------------------------------------------------------

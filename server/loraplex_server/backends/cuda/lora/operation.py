@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from loraplex_server.backends.cuda.attention.plan import next_power
+from loraplex_server.backends.cuda.kernel_shapes import SUPPORTED, next_power
 from loraplex_server.backends.cuda.lora.kernels import (
     expand_rows_kernel,
     expand_tiles_kernel,
@@ -58,7 +58,6 @@ _expand_tiles: Any = expand_tiles_kernel
 _product: Any = product_kernel
 
 # Anything else (float64, of checks) is computed by the reference: a tensor core would narrow it.
-SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
 MAX_MERGED = 3
 
 # Triton decides when it decorates, that is at import. The interpreter's dot cannot take bfloat16: it answers garbage.

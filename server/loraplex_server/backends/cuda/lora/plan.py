@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loraplex_server.backends.cuda.attention.plan import next_power
+from loraplex_server.backends.cuda.kernel_shapes import next_power
 from loraplex_server.layers.lora import Segment, join_neighbours
 from loraplex_server.layers.transfer import host_ints
 

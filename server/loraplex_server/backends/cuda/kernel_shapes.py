@@ -1,0 +1,14 @@
+"""Dtypes and block sizes of the Triton kernels."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+SUPPORTED: Final = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def next_power(number: int) -> int:
+    """The smallest power of two that is not less, at least 1: Triton's blocks have no other sizes."""
+    return 1 << max(0, number - 1).bit_length()
