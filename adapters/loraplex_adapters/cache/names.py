@@ -296,7 +296,8 @@ class AdapterTable:
         if operation is not None and operation.ended_s is None and not operation.is_behind:
             refusal = self._refusal(record, operation, key, num_bytes)
             if refusal is not None:
-                self._fail(record, refusal, now)
+                could_fit = self.residency.too_large(num_bytes) is None
+                self._fail(record, refusal, now, is_of_load=could_fit or isinstance(refusal, DigestMismatch))
                 return
         record.step(NameEvent.FETCHED)
         record.origin, record.base, record.error = record.fetched_from, base, None
@@ -331,7 +332,7 @@ class AdapterTable:
             record.step(NameEvent.FAIL)
             self._fetch_again(record, operation.user.tenant)
             return
-        self._fail(record, error, now)
+        self._fail(record, error, now, is_of_load=record.fetched_from != record.origin)
 
     # --- listings -------------------------------------------------------------------------------------------------
 
@@ -447,11 +448,12 @@ class AdapterTable:
     def _fetch(self, record: NameRecord, tenant: str, origin: AdapterOrigin = OWN_PLACE) -> None:
         operation = record.load
         is_asked = operation is not None and operation.ended_s is None and not operation.is_behind
-        asked = operation.options.origin if operation is not None and is_asked else origin
-        asked = asked if asked.source else record.origin
+        own = origin if origin.source else record.origin
+        asked = operation.options.origin if operation is not None and is_asked else own
+        asked = asked if asked.source else own
         record.fetched_from = asked.without_token
         if record.key is None:
-            record.origin = record.fetched_from
+            record.origin = own.without_token
         self._last_ticket += 1
         record.ticket = self._last_ticket
         record.is_asked_within_limits = False
@@ -572,18 +574,20 @@ class AdapterTable:
         if previous is not None and previous != key:
             self.residency.unbind(previous, record.name)
 
-    def _fail(self, record: NameRecord, error: Exception, now: float) -> None:
+    def _fail(self, record: NameRecord, error: Exception, now: float, *, is_of_load: bool) -> None:
+        """`is_of_load`: the error is of what a load asked for, such as another place. It is listed, and requests look
+        at the name's own place."""
         record.step(NameEvent.FAIL)
         self.changed.add(record.name)
         record.error = error
         if record.version is not None and isinstance(error, AdapterVersionNotFound):
             self.versions.drop(name_in(record.name), record.version)
-        if record.load is not None:
-            record.load.error = error
+        if record.load is not None and record.load.ended_s is None:
+            record.load.error, record.load.ended_s = error, now
         if record.key is not None:
             self.residency.changed.add(record.key)
             return
-        record.failed_until_s = now + remembered_s(error, self._failure_ttl_s)
+        record.failed_until_s = now if is_of_load else now + remembered_s(error, self._failure_ttl_s)
         failures = self._unknown if _is_unknown(record) else self._failures
         failures[record.name] = None
         if len(failures) > MAX_REMEMBERED_FAILURES:
@@ -627,7 +631,7 @@ def _is_unknown(record: NameRecord) -> bool:
         return False
     # A link out of the root is there, although it is answered as if it were not.
     is_absent = isinstance(record.error, AdapterNotFound) and not isinstance(record.error, AdapterOutsideRoot)
-    return is_access_name(record.name) or (is_absent and not record.origin.source)
+    return is_access_name(record.name) or (is_absent and not record.fetched_from.source)
 
 
 def is_recipe_name(name: str) -> bool:

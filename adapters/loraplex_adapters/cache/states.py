@@ -122,8 +122,8 @@ class NameRecord:
     ticket: int
     key: AdapterKey | None = None
     version: AdapterKey | None = None  # of a name with a version: the only content that it is ever bound to
-    origin: AdapterOrigin = OWN_PLACE  # of its key; without one, of the last fetch
-    fetched_from: AdapterOrigin = OWN_PLACE  # of the fetch under way
+    origin: AdapterOrigin = OWN_PLACE  # of its key; without one, where requests look for it
+    fetched_from: AdapterOrigin = OWN_PLACE  # of the last fetch
     base: str = ""  # that its files name
     error: Exception | None = None  # of the last fetch or load, until one succeeds
     failed_until_s: float = 0.0

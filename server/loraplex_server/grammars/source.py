@@ -48,6 +48,10 @@ _SIMPLE_KEYWORDS: Final = frozenset(
         *("exclusiveMaximum", "$defs", "definitions", "$ref", "title", "description", "default", "examples", "$schema"),
     )
 )
+# llguidance computes with 64 bits, and keeps integers in floats in places: larger ones come out as other numbers, and
+# bounds near -2**63 end its process.
+MAX_NUMBER: Final = 2**53 - 1
+_BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 # Of JSON Schema before draft 4: llguidance takes them for comments.
 _OLD_KEYWORDS: Final = ("disallow", "divisibleBy", "extends")
 # Characters of a text that a regular expression takes for more, or Lark for the end of one.
@@ -234,6 +238,9 @@ def _unenforced(schema: dict[str, Any]) -> str:
     least = schema.get("minProperties", 0)
     if isinstance(least, int | float) and least > 1:
         return "`minProperties` above 1 cannot be enforced, because a property could be repeated"
+    for name in (*_BOUNDS, "const", "enum"):
+        if any(abs(number) > MAX_NUMBER for number in _numbers(schema.get(name))):
+            return f"`{name}` cannot be enforced with numbers beyond {MAX_NUMBER}"
     for name in ("const", "enum", "required", "properties"):
         if name in schema and any(map(_CONTROL.search, _texts(schema[name], deep=name in ("const", "enum")))):
             return f"`{name}` cannot be enforced with control characters in it"
@@ -287,6 +294,16 @@ def _texts(value: Any, *, deep: bool) -> Iterator[str]:
     if isinstance(value, list):
         for one in cast("list[Any]", value):
             yield from _texts(one, deep=deep)
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    """The numbers in a JSON value."""
+    if isinstance(value, int | float):
+        yield value
+    elif isinstance(value, dict | list):
+        parts = cast("dict[str, Any]", value).values() if isinstance(value, dict) else cast("list[Any]", value)
+        for one in parts:
+            yield from _numbers(one)
 
 
 def _tag(structure: dict[str, Any], triggers: list[str], compact: bool, field: str) -> StructTag:

@@ -200,11 +200,30 @@ def test_a_load_from_another_place_that_fails_leaves_the_name_where_it_was() -> 
         table.load("x", False, 0.0, options=options)
     row = table.row("x")
     assert (row.digest, row.source, row.last_error) == (OLD.digest, "", "no such folder")
-    # A name that was never bound is remembered with the place that it was to come from.
+    # A name that was never bound is listed with the place that it was to come from.
     assert table.load("y", False, 0.0, options=options) is None
     fail_fetch(table, AdapterNotFound("no such folder"))
     turn(table, now=2 * TTL_S)
     assert (table.row("y").state, table.row("y").source) == ("failed", ELSEWHERE.source)
+
+
+@pytest.mark.parametrize("options", [LoadOptions(ELSEWHERE), LoadOptions(expected_digest=NEW.digest)])
+def test_a_load_that_fails_leaves_an_unbound_name_to_requests(options: LoadOptions) -> None:
+    table = make_table()
+    assert table.load("x", False, 0.0, options=options) is None
+    assert table.resolve("x", 0.0) is None  # it waits for the same fetch
+    if options.expected_digest:
+        end_fetch(table, OLD)
+    else:
+        fail_fetch(table, AdapterInvalid("broken"))
+    assert table.resolve("x", 0.0) is None
+    fetch = fetch_of(table)
+    assert fetch.origin == OWN_PLACE
+    with pytest.raises((DigestMismatch, AdapterInvalid)):
+        table.load("x", False, 0.0, options=options)
+    table.name_fetched("x", fetch.ticket, OLD, 100, 4, 0.0)
+    assert table.resolve("x", 0.0) == OLD
+    assert (table.row("x").source, table.row("x").last_error) == ("", "")
 
 
 def test_an_unexpected_digest_is_refused() -> None:
