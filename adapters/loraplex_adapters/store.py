@@ -68,8 +68,8 @@ class StoredAdapter:
 
 
 class AdapterStore:
-    """`is_in_use` says which keys may not be evicted; it is called from any thread. A store that is not `durable` goes
-    with the process, so nothing waits for the disk."""
+    """Disk store of adapters. `is_in_use` says which keys may not be evicted; it is called from any thread. A store
+    that is not `durable` goes with the process, so nothing waits for the disk."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class AdapterStore:
         return self._num_bytes
 
     def keys(self) -> list[AdapterKey]:
-        """Least recently used first."""
+        """All keys, least recently used first."""
         with self._lock:
             return list(self._entries)
 
@@ -197,7 +197,8 @@ class AdapterStore:
         return self._root / f"{key.kind}-{key.digest}{_SUFFIX}"
 
     def _rebuild(self) -> None:
-        """Files of an earlier process. Half-written and malformed ones go; no other process can be writing here."""
+        """Rebuilds the index from files of an earlier process. Half-written and malformed ones go; no other process can
+        be writing here."""
         found: list[tuple[int, AdapterKey, int]] = []
         for path in self._root.iterdir():
             if path.name.startswith(_TEMPORARY):
@@ -293,7 +294,7 @@ def remove_abandoned(parent: Path, prefix: str) -> None:
 
 
 def _remove_if_abandoned(root: Path) -> None:
-    """Raises OSError when it is not a store, not ours, or in use."""
+    """Removes a store of this user whose process is gone. Raises OSError where there is no store, or it is in use."""
     status = root.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         return
@@ -334,7 +335,7 @@ def _payload_start(header: bytes) -> int:
 
 
 def _map(path: Path, key: AdapterKey, check_digest: bool) -> StoredAdapter:
-    """Raises OSError or ValueError when the file is not what its name says."""
+    """Maps a file of the store. Raises OSError or ValueError when the file is not what its name says."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         mapped = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
@@ -364,7 +365,7 @@ def _is_bad_file(error: OSError | ValueError) -> bool:
 
 
 def _pieces(data: memoryview) -> Iterator[memoryview]:
-    """Each piece is hashed without the interpreter lock."""
+    """Pieces of the data; each is hashed without the interpreter lock."""
     return (data[start : start + (1 << 20)] for start in range(0, data.nbytes, 1 << 20))
 
 

@@ -117,18 +117,18 @@ class LoraFactors:
 
     @property
     def has_experts(self) -> bool:
-        """True for one term for each expert."""
+        """True if there is one term for each expert."""
         return self.a.dim() == 3
 
     @property
     def is_plain(self) -> bool:
-        """True for a low-rank term alone."""
+        """True if the terms have neither gain nor shift."""
         return self.gain is None and self.shift is None
 
 
 @dataclass(frozen=True, slots=True)
 class ResidualLayer:
-    """x -> x + silu(x @ weight.T + bias), of Medusa (arXiv 2401.10774)."""
+    """Residual layer of Medusa (arXiv 2401.10774): x -> x + silu(x @ weight.T + bias)."""
 
     weight: Tensor  # [hidden, hidden]
     bias: Tensor | None  # [hidden]
@@ -136,7 +136,7 @@ class ResidualLayer:
 
 @dataclass(frozen=True, slots=True)
 class MedusaHead:
-    """Head i guesses token t + 2 + i from the post-norm hidden state of position t."""
+    """Medusa head: head i guesses token t + 2 + i from the post-norm hidden state of position t."""
 
     layers: tuple[ResidualLayer, ...]  # one after the other; without any, the hidden state itself
     projection: Tensor | None = None  # [num_rows, hidden]; None: the base model's own head
@@ -154,7 +154,7 @@ class Classifier:
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """All tensors are views into `storage`, of the base model's dtype (token ids apart)."""
+    """One adapter's weights. All tensors are views into `storage`, of the base model's dtype (token ids apart)."""
 
     key: AdapterKey
     storage: Tensor  # uint8 [num_bytes]
@@ -169,7 +169,7 @@ class AdapterWeights:
 
     @property
     def is_plain(self) -> bool:
-        """True where low-rank terms are all that it has in the model, and none is of experts."""
+        """True if low-rank terms are all that it has in the model, and none is of experts."""
         return not self.saved and all(one.is_plain and not one.has_experts for one in self.factors.values())
 
     @property
@@ -197,7 +197,7 @@ class FactorShape:
 
     @property
     def is_plain(self) -> bool:
-        """True for low-rank terms alone."""
+        """True if the module has neither gain nor shift."""
         return not self.has_gain and not self.has_shift
 
     @property
@@ -205,7 +205,8 @@ class FactorShape:
         return self.num_experts or 1
 
     def to_json(self) -> list[Any]:
-        """Canonical: part of the adapter's digest. The scale in hexadecimal, so that nothing is rounded."""
+        """The shape in a canonical form, which is part of the adapter's digest. The scale is in hexadecimal, so that
+        nothing is rounded."""
         found = [self.path, self.rank, self.in_features, self.out_features, self.scale.hex()]
         if self.num_experts:
             return [*found, "experts", self.num_experts]
@@ -213,7 +214,7 @@ class FactorShape:
 
     @staticmethod
     def from_json(value: Any) -> FactorShape:
-        """Raises ValueError on anything that `to_json` did not write."""
+        """The shape that `to_json` wrote. Raises ValueError on anything else."""
         path, rank, in_features, out_features, scale, *more = value
         sizes = (rank, in_features, out_features)
         num_experts = 0
@@ -253,7 +254,7 @@ class HeadsShape:
     has_token_ids: bool = False  # the rows are some of the vocabulary
 
     def to_json(self) -> dict[str, Any]:
-        """Canonical: part of the adapter's digest."""
+        """The shape in a canonical form, which is part of the adapter's digest."""
         return {
             "heads": self.num_heads,
             "layers": self.num_layers,
@@ -266,7 +267,7 @@ class HeadsShape:
 
     @staticmethod
     def from_json(value: Any) -> HeadsShape:
-        """Raises ValueError on anything that `to_json` did not write."""
+        """The shape that `to_json` wrote. Raises ValueError on anything else."""
         if not isinstance(value, dict):
             raise ValueError("not the layout of Medusa heads")
         numbers = [value.get(name) for name in ("heads", "layers", "hidden", "projections", "rows")]
@@ -296,7 +297,7 @@ class ClassifierShape:
         return len(self.info.labels)
 
     def to_json(self) -> dict[str, Any]:
-        """Canonical: part of the adapter's digest."""
+        """The shape in a canonical form, which is part of the adapter's digest."""
         return {
             "labels": list(self.info.labels),
             "per_token": self.info.per_token,
@@ -306,7 +307,7 @@ class ClassifierShape:
 
     @staticmethod
     def from_json(value: Any) -> ClassifierShape:
-        """Raises ValueError on anything that `to_json` did not write."""
+        """The shape that `to_json` wrote. Raises ValueError on anything else."""
         if not isinstance(value, dict):
             raise ValueError("not the layout of a classifier")
         labels: Any = value.get("labels")
@@ -329,12 +330,12 @@ class SavedShape:
     token_ids: tuple[int, ...] | None = None
 
     def to_json(self) -> list[Any]:
-        """Canonical: part of the adapter's digest."""
+        """The shape in a canonical form, which is part of the adapter's digest."""
         return [self.path, self.name, list(self.shape), None if self.token_ids is None else list(self.token_ids)]
 
     @staticmethod
     def from_json(value: Any) -> SavedShape:
-        """Raises ValueError on anything that `to_json` did not write."""
+        """The shape that `to_json` wrote. Raises ValueError on anything else."""
         path, name, sizes, token_ids = value
         numbers = [sizes] if token_ids is None else [sizes, token_ids]
         is_list = all(
@@ -428,7 +429,7 @@ class AdapterLayout:
         return "combined" if self.factors else "medusa"
 
     def to_json(self) -> dict[str, Any]:
-        """Canonical: part of the adapter's digest."""
+        """The layout in a canonical form, which is part of the adapter's digest."""
         found: dict[str, Any] = {
             "dtype": self.dtype,
             "factors": [placed.shape.to_json() for placed in self.factors],
@@ -451,7 +452,7 @@ class AdapterLayout:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> AdapterLayout:
-        """Raises ValueError on anything that `to_json` did not write."""
+        """The layout that `to_json` wrote. Raises ValueError on anything else."""
         factors, medusa = value.get("factors"), value.get("medusa")
         if value.get("dtype") not in DTYPES or not isinstance(factors, list):
             raise ValueError("not the layout of a LoRA")
@@ -474,7 +475,7 @@ class AdapterLayout:
 
 
 def _templates(value: Any) -> AdapterTemplates:
-    """Raises ValueError on anything but what `AdapterLayout.to_json` writes."""
+    """The templates that `AdapterLayout.to_json` wrote. Raises ValueError on anything else."""
     try:
         found = AdapterTemplates(**value)
     except TypeError:
@@ -588,7 +589,7 @@ def _classifier_at(placed: PlacedClassifier, dtype: torch.dtype, storage: Tensor
 
 
 def _heads_at(placed: PlacedHeads, dtype: torch.dtype, storage: Tensor) -> tuple[MedusaHead, ...]:
-    """Heads that share a projection have the same tensor."""
+    """The heads in `storage`. Heads that share a projection have the same tensor."""
     shape, hidden = placed.shape, placed.shape.hidden_size
     flat = storage.view(dtype)
     token_ids: Tensor | None = None

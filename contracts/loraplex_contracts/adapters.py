@@ -25,7 +25,7 @@ AdapterTier = Literal["unknown", "source", "disk", "host", "device"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class AdapterKey:
-    """Content of an adapter: equal keys have equal weights, bit for bit."""
+    """Identity of an adapter's content: equal keys have equal weights, bit for bit."""
 
     kind: AdapterKind
     digest: str  # 64 hexadecimal digits (SHA-256)
@@ -55,7 +55,7 @@ class AdapterOrigin:
 
     @property
     def without_token(self) -> AdapterOrigin:
-        """To be kept: a token is for one fetch."""
+        """The origin without its token, as it may be kept: a token is for one fetch."""
         return replace(self, token="") if self.token else self
 
 
@@ -143,7 +143,7 @@ class ReadCount(NamedTuple):
     num_bytes: int = 0
 
     def plus(self, seconds: float, num_bytes: int) -> ReadCount:
-        """With one more."""
+        """These counts with one more read of `num_bytes` in `seconds`."""
         return ReadCount(self.num + 1, self.seconds + seconds, self.num_bytes + num_bytes)
 
 

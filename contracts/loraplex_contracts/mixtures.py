@@ -63,7 +63,7 @@ class Mixture:
 
     @property
     def without_tokens(self) -> Mixture:
-        """To be kept: a token is for one fetch."""
+        """The mixture without its tokens, as it may be kept: a token is for one fetch."""
         return replace(self, members=tuple(replace(one, origin=one.origin.without_token) for one in self.members))
 
 
@@ -84,7 +84,7 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """In the adapter cache. No adapter id has a colon: no request can name it."""
+        """The merged adapter's name in the adapter cache. No adapter id has a colon, so no request can name it."""
         return f"merge:{self.digest}"
 
     @property
@@ -98,7 +98,8 @@ def mixture_name(adapter_ids: Iterable[str]) -> str:
 
 
 def sum_weights(keys: Sequence[AdapterKey], weights: Sequence[float]) -> tuple[WeightedKey, ...]:
-    """Each content once, in one order for all requests: equal mixtures are computed alike and share a prefix cache."""
+    """The contents, each once, with summed weights, in one order for all requests: equal mixtures are computed alike
+    and share a prefix cache."""
     found: dict[AdapterKey, float] = {}
     for key, weight in sorted(zip(keys, weights, strict=True)):
         found[key] = found.get(key, 0.0) + weight
@@ -106,11 +107,11 @@ def sum_weights(keys: Sequence[AdapterKey], weights: Sequence[float]) -> tuple[W
 
 
 def mixture_digest(adapters: Sequence[WeightedKey]) -> str:
-    """Of a sum: 64 hexadecimal digits."""
+    """Digest of a sum of adapters: 64 hexadecimal digits."""
     return _digest(b"loraplex mixture\x01", adapters)
 
 
 def _digest(kind: bytes, adapters: Sequence[WeightedKey], tail: bytes = b"") -> str:
-    """Every part but the last has one width."""
+    """SHA-256 of a set of adapters. Every part but the last has one width."""
     parts = [bytes.fromhex(key.digest) + _WEIGHT.pack(weight) for key, weight in adapters]
     return hashlib.sha256(b"".join((kind, len(parts).to_bytes(4, "little"), *parts, tail))).hexdigest()

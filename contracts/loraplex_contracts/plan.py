@@ -33,17 +33,17 @@ class GrammarMatcher(Protocol):
 
     @property
     def inner(self) -> Any:
-        """The library's own, for the masks of many at once."""
+        """The library's own matcher, for the masks of many at once."""
         ...
 
     @property
     def num_words(self) -> int:
-        """Of a mask, 32 bits each."""
+        """Number of 32-bit words in one mask."""
         ...
 
     @property
     def error(self) -> str:
-        """The limit of it that was passed, so that it cannot go on; empty while it can."""
+        """The limit that the matcher has passed, so that it cannot go on; empty while it can."""
         ...
 
     def copy(self) -> GrammarMatcher: ...

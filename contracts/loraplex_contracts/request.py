@@ -114,7 +114,7 @@ class Request:
 
     @property
     def adapter_name(self) -> str:
-        """Of its adapter or of the set of its adapters; empty for the base model."""
+        """Name of the request's adapter, or of the set of its adapters; empty for the base model."""
         return self.adapter_id if self.mixture is None else mixture_name(self.mixture.adapter_ids)
 
 

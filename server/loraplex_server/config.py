@@ -244,7 +244,7 @@ class SpeculationConfig:
 
 
 def _by_name(given: tuple[str, ...], flag: str, what: str, known: dict[str, str] | None = None) -> dict[str, str]:
-    """NAME=WHAT, each name once and, where some are `known`, one of those."""
+    """Values given as NAME=WHAT, by name. Each name comes once and, where some are `known`, is one of those."""
     values: dict[str, str] = {}
     for text in given:
         name, _, value = text.partition("=")
@@ -446,7 +446,7 @@ class WorkerConfig:
 
 
 def _check(is_ok: bool, flag: str, rule: str) -> None:
-    """Raises InvalidArgument where it does not hold."""
+    """Raises InvalidArgument where the rule does not hold."""
     if not is_ok:
         raise InvalidArgument(f"{flag} {rule}", field=flag)
 
@@ -457,7 +457,7 @@ def hub_token() -> str | None:
 
 
 def reads_unsigned() -> bool:
-    """Whether buckets are asked without credentials."""
+    """True if buckets are asked without credentials."""
     return os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true", "yes")
 
 

@@ -32,7 +32,7 @@ def test_on_a_cpu(check: str, dtype: torch.dtype, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("check", CHECKS)
 def test_as_on_cuda(check: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With graphs that stand-ins replay, and steps that overlap."""
+    """The checks pass with graphs that stand-ins replay, and steps that overlap."""
     build_as_on_cuda(monkeypatch)
     replays: Counter[str] = Counter()
     CHECKS[check](Settings("cpu", dtype, replays=replays), tmp_path)

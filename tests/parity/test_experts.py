@@ -116,7 +116,7 @@ def uses(world: World, slot: int | None) -> tuple[AdapterUse, ...]:
 
 
 def run(world: World, slots: list[int | None], drafts: list[list[int]] | None = None) -> list[Job]:
-    """One request for each slot. `drafts`: texts, of which tokens are proposed beside wrong ones."""
+    """Runs one request for each slot. `drafts`: texts, of which tokens are proposed beside wrong ones."""
     prompts = random_prompts(len(slots), VOCAB_SIZE, seed=8)
     jobs = [Job(prompt, NUM_TOKENS, uses(world, slot)) for slot, prompt in zip(slots, prompts, strict=True)]
     for job, text in zip(jobs, drafts or (), strict=False):
@@ -170,7 +170,8 @@ def test_mixed_batch_equals_peft(family: str, tmp_path: Path) -> None:
 def test_linears_of_single_experts_equal_peft(
     family: str, experts: str, names: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """As Transformers 4 had them; PEFT converts them when it loads them."""
+    """The adapters name linears of single experts, as Transformers 4 had them; PEFT converts them when it loads
+    them."""
     base = make_dense(random_model(family, torch.float64))
     torch.manual_seed(5)
     r, tensors = 2, dict[str, Tensor]()

@@ -65,7 +65,7 @@ def test_equals_the_whole_text(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "changes"), VARIED, ids=str)
 def test_other_configurations_equal_the_whole_text(family: str, changes: dict[str, Any]) -> None:
-    """The same with longer texts."""
+    """The texts are longer than those of the test above."""
     check_whole_text(family, changes, longest=90)
 
 

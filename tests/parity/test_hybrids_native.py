@@ -65,7 +65,7 @@ def _guess(seed: int) -> Callable[[list[int]], list[int]]:
 
 
 def _count(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
-    """Recurrences by whether the kernels computed them."""
+    """Counts recurrences by whether the kernels computed them."""
     seen: Counter[bool] = Counter()
     run = NativeRecurrences.run
 
@@ -81,7 +81,7 @@ def _count(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
 
 
 def _check(got: Tensor, want: Tensor, tokens: Sequence[int]) -> None:
-    """A token may be another than the best where the two best are closer than rounding is."""
+    """Checks tokens: one may be another than the best where the two best are closer than rounding is."""
     allowed = TOLERANCE * float(want.abs().max())
     torch.testing.assert_close(got, want, rtol=0, atol=allowed)
     best = want.topk(2).values

@@ -250,8 +250,8 @@ INITS: dict[str, LoraConfig] = {
 
 @pytest.mark.parametrize(("family", "targets"), [("llama", ["q_proj", "v_proj", "down_proj"]), ("gpt2", ["c_attn"])])
 def test_initialisations_that_change_the_base_equal_peft(family: str, targets: list[str], tmp_path: Path) -> None:
-    """As saved, where PEFT changes the base model again when it loads them, and as PEFT converts them. PEFT does it in
-    float32, on a base model of at most that."""
+    """Adapters equal PEFT as saved, where PEFT changes the base model again when it loads them, and as PEFT converts
+    them. PEFT does it in float32, on a base model of at most that."""
     base = random_model(family, torch.float32)
     names = [name for name in INITS if (family, name) != ("gpt2", "olora")]
     for seed, name in enumerate(names):
@@ -355,7 +355,7 @@ ADDED_TOKENS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_adapters_with_added_tokens(is_tied: bool, tmp_path: Path) -> None:
-    """Refused by name on the base model, and served on one with their tokens and their tokenizer."""
+    """Such adapters are refused by name on the base model, and served on one with their tokens and their tokenizer."""
     folders = {name: tmp_path / name for name in ("base", "larger")}
     tokenizers = dict(zip(folders, (byte_tokenizer(), byte_tokenizer(["<|im_start|>", "<|im_end|>"])), strict=True))
     base = random_model("llama", changes={"vocab_size": len(tokenizers["base"]), "tie_word_embeddings": is_tied})
@@ -396,7 +396,7 @@ def test_adapters_with_added_tokens(is_tied: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_merged_weights_and_alone(family: str, tmp_path: Path) -> None:
-    """The same as PEFT's `merge_and_unload`, and the same as each request alone in the engine."""
+    """Logits are the same as PEFT's `merge_and_unload`, and the same as each request alone in the engine."""
     world = make_world(tmp_path, family, CpuOps())
     jobs = mixed_jobs(len(SPECS))
     world.rig.run([job for _, job in jobs])
@@ -430,7 +430,7 @@ def test_float32(family: str, ops: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_rows_without_adapter_keep_every_bit(ops: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """The same rows in the same places, beside neighbours with and without adapters."""
+    """The rows are the same in the same places, beside neighbours with and without adapters."""
     world = make_world(tmp_path, "qwen2", OPS[ops](), dtype)
     prompts = random_prompts(6, VOCAB_SIZE, seed=8)
     same = [[*prompt, *([5] * 19)][:8] for prompt in prompts]  # one length: one order in the row

@@ -65,7 +65,7 @@ def _plain(name: str) -> str:
 
 
 def check_texts(bench: Bench, asked: dict[str, tuple[Request, PeftModel | PreTrainedModel]], seed: int) -> None:
-    """All in one batch, coming one after the other: texts and logprobs are those of the models alone."""
+    """Checks requests in one batch, coming one after the other: texts and logprobs are those of the models alone."""
     found = bench.run([one for one, _ in asked.values()], random.Random(seed))
     for name, (one, model) in asked.items():
         outcome = found[name]
@@ -259,7 +259,8 @@ def test_heads_of_members_are_not_used(tmp_path: Path) -> None:
 
 
 def test_draft_models_guess_for_mixtures(tmp_path: Path) -> None:
-    """Beside requests of one adapter and of none; one model drafts what the base would write, the other anything."""
+    """Mixtures run beside requests of one adapter and of none; one model drafts what the base would write, the other
+    anything."""
     base = make_dense(random_model("llama"))
     for idx, spec in enumerate(SPECS[:2]):
         save_adapter(base, spec, tmp_path / spec.name, seed=idx)

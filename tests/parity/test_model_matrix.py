@@ -79,7 +79,7 @@ def test_equals_generate(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_generate_as_on_cuda(family: str) -> None:
-    """Where linears that read one input are computed at once, and norms and rotary embeddings by fused operations."""
+    """Linears that read one input are computed at once, and norms and rotary embeddings by fused operations."""
     check_family(family, seed=6, num_prompts=3, longest=9, as_on_cuda=True)
 
 

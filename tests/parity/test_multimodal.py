@@ -49,7 +49,8 @@ def written(family: str, model: nn.Module, prompt: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("family", [*SLOWLY, *NIGHTLY])
 def test_equals_the_whole_model(family: str, tmp_path: Path) -> None:
-    """In chunks and beside each other; of the files, only the language model's weights are read."""
+    """Texts equal the whole model's in chunks and beside each other; of the files, only the language model's weights
+    are read."""
     whole = whole_model(family)
     with tensors_read() as names:
         loaded = load(whole, tmp_path)
@@ -70,7 +71,7 @@ def test_equals_the_whole_model(family: str, tmp_path: Path) -> None:
 
 
 def save_adapters(whole: PreTrainedModel, root: Path) -> dict[str, PeftModel]:
-    """As PEFT writes them for the whole model: some linears of attention, and many with the head."""
+    """Saves adapters as PEFT writes them for the whole model: some linears of attention, and many with the head."""
     targets = {
         "r4": (4, r".*language_model\.(?!.*experts|.*router).*(q_proj|down_proj|in_proj_qkv)"),
         "r13": (13, r".*language_model\.(?!.*experts|.*router).*(k_proj|o_proj|up_proj|out_proj)|.*lm_head"),

@@ -52,7 +52,8 @@ def best() -> Iterator[str]:
 
 
 def check_logits(got: Tensor, want: Tensor, tokens: Sequence[int], tolerance: float = 1e-4) -> None:
-    """As far apart as rounding explains; a text may differ only where the two best are closer than that."""
+    """Checks that logits are as far apart as rounding explains; a text may differ only where the two best are closer
+    than that."""
     allowed = tolerance * float(want.abs().max())
     torch.testing.assert_close(got, want, rtol=0, atol=allowed)
     best = want.topk(2).values
@@ -111,7 +112,7 @@ class Adapted:
         return [load_lora(self.root, spec.name, targets) for spec in SPECS]
 
     def rig(self, num_threads: int = 2, **options: object) -> Rig:
-        """Adapter i is in slot i."""
+        """A rig that holds adapter i in slot i."""
         rig = native_rig(self.base, native_kernels(num_threads), **options)
         for slot, weights in enumerate(self.load(rig)):
             rig.slots.install(slot, weights)
@@ -173,8 +174,8 @@ def same_bits(rig: Rig, job: Job, other_rig: Rig, other: Job) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_logits_have_the_same_bits_in_any_batch(isa: str, family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Alone and together, cut into chunks of any size, in steps of a few tokens and of more than a hundred, with and
-    without drafts, by one thread and by three."""
+    """A text has the same bits alone and together, cut into chunks of any size, in steps of a few tokens and of more
+    than a hundred, with and without drafts, by one thread and by three."""
     adapted = make_adapted(tmp_path, family, dtype)
     calm = adapted.rig(1, max_rows=1, max_chunk=200, num_blocks=400)
     assert calm.loaded.decoder is not None
@@ -310,7 +311,8 @@ def test_adapters_come_and_go_while_others_run(isa: str, tmp_path: Path) -> None
 def test_few_bits_are_the_rounded_model(
     isa: str, form: WeightFormat, family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """To the last bit of its logits, adapters and drafts included; in float32 it equals Transformers."""
+    """Logits equal the rounded model's to the last bit, adapters and drafts included; in float32 they equal
+    Transformers' within rounding."""
     adapted = make_adapted(tmp_path, family, dtype)
     kernels = native_kernels()
     rounded = rounded_model(adapted.base, form)

@@ -68,13 +68,13 @@ def pooling(name: str, prompt: Sequence[int], adapter_id: str, params: PoolingPa
 
 
 def values_of(events: Sequence[Event]) -> np.ndarray:
-    """[num_rows, num_columns]."""
+    """The values of a request [num_rows, num_columns]."""
     (found,) = [event for event in events if isinstance(event, Pooled)]
     return np.frombuffer(found.values).reshape(-1, found.num_columns)
 
 
 def hidden_states(model: nn.Module, prompt: Sequence[int]) -> np.ndarray:
-    """[num_tokens, hidden] behind the last norm, by the model's own code."""
+    """Hidden states [num_tokens, hidden] behind the last norm, by the model's own code."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     backbone = getattr(base, base.base_model_prefix) if hasattr(base, "lm_head") else base
     with torch.no_grad():

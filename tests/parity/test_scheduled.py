@@ -178,7 +178,7 @@ def _drafts(
     prompts: list[list[int]],
     dice: random.Random,
 ) -> dict[str, Draft]:
-    """Sometimes the truth, sometimes not."""
+    """Drafts that are sometimes the truth, sometimes not."""
     drafts: dict[str, Draft] = {}
     for (request_id, index), known_tokens in got.items():
         place = len(prompts[int(request_id[1:])]) + len(known_tokens)

@@ -143,7 +143,8 @@ def matrix(num_kinds: int, seed: int) -> list[Request]:
 
 
 def check_matrix(world: World, requests: Sequence[Request], seed: int, **limits: Any) -> None:
-    """All of them in one batch that is short of blocks, of rows and of step tokens, with prefixes that are shared."""
+    """Runs all requests in one batch that is short of blocks, of rows and of step tokens, with prefixes that are
+    shared, and checks their texts."""
     bench = make_bench(world.model, world.root, drafts=proposers(world), **limits)
     bench.load(*ADAPTERS)
     outcomes = bench.run(requests, random.Random(seed))
@@ -202,7 +203,7 @@ def speculating(requests: Sequence[Request], *kinds: SpeculationParams) -> list[
     "family", ["gemma", "mistral", "mixtral", "lfm2", pytest.param("bamba", marks=pytest.mark.slow)]
 )
 def test_heads_of_other_families(family: str, tmp_path: Path) -> None:
-    """Of the base model, by default or by name; of a LoRA, apart from it or with it."""
+    """Heads draft for the base model, by default or by name, and for a LoRA, apart from it or with it."""
     world = World(make_dense(random_model(family)), tmp_path)
     world.add_lora("lora", SPECS[1], seed=1)
     world.add_lora("both", SPECS[0], seed=2)
@@ -374,7 +375,7 @@ def test_the_servers_own_settings(world: World) -> None:
 
 
 def test_cancelled_requests_take_nothing_with_them(world: World) -> None:
-    """In the middle of their drafts, with texts that are right as far as they came."""
+    """Requests are cancelled in the middle of their drafts; their texts are right as far as they came."""
     dice = random.Random(8)
     requests = matrix(4, seed=7)[:60]
     bench = make_bench(world.model, world.root, num_blocks=30, max_running=7, drafts=proposers(world))
@@ -405,7 +406,8 @@ def test_cancelled_requests_take_nothing_with_them(world: World) -> None:
 
 
 def test_kv_after_rejections_is_that_of_a_prefill(world: World) -> None:
-    """Of every running sequence, every few steps, against the same tokens run at one go by an engine of its own."""
+    """K/V of every running sequence is compared every few steps with the same tokens run at one go by an engine of its
+    own."""
     requests = [
         replace(one, request_id=f"{one.request_id} {kind.kind}", speculation=kind)
         for name in ("", "lora", "both")

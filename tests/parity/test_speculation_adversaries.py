@@ -162,7 +162,7 @@ class Adversary:
 
 
 def test_no_proposer_changes_a_text(world: World) -> None:
-    """All of them in one batch, with requests that nobody drafts for among them."""
+    """All adversaries draft in one batch, with requests that nobody drafts for among them."""
     adversaries = {kind.replace(" ", "-"): Adversary(kind, world) for kind in ANSWERS}
     asked = [one for name in adversaries for one in requests(name)]
     asked += [replace(one, speculation=SpeculationParams("off")) for one in requests("nobody")]
@@ -191,7 +191,7 @@ def test_no_proposer_changes_a_text(world: World) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_steps_that_raise_are_run_again(world: World, seed: int) -> None:
-    """With their drafts, sequence by sequence: what was written for the step that failed does not count."""
+    """A step that raised runs again with its drafts, sequence by sequence: what was written for it does not count."""
     kinds = ("right", "right for a while", "wrong", "too long")
     adversaries = {kind.replace(" ", "-"): Adversary(kind, world) for kind in kinds}
     asked = [one for name in adversaries for one in requests(name)]

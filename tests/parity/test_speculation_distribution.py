@@ -63,7 +63,7 @@ class TwoTokens:
         return sampler
 
     def drafts(self, proposer: str) -> Tensor:
-        """[num_seeds, 2]"""
+        """Draft tokens [num_seeds, 2]."""
         if proposer == "likely":
             return torch.tensor([divmod(int(self.joint.argmax()), VOCAB)]).repeat(NUM_SEEDS, 1)
         if proposer == "impossible":
@@ -79,7 +79,7 @@ class TwoTokens:
         return tokens[:, 1:3]
 
     def draw(self, drafts: Tensor, verify: Verify = verify_chain) -> tuple[Tensor, float]:
-        """How often each pair came [vocab, vocab], and which share of the first draft tokens was accepted. The three
+        """Counts of each pair [vocab, vocab], and the share of first draft tokens that was accepted. The three
         positions of each draft go into one batch, as in a step."""
         sampler, tokens = self.sampler(0), new_tokens()
         tokens[:, 1:3] = drafts
@@ -104,8 +104,8 @@ def new_tokens() -> Tensor:
 
 
 def excess(seen: Tensor, probabilities: Tensor) -> float:
-    """By how many standard deviations chi-square is above what chance gives. Cells that are expected fewer than 8 times
-    count as one; what cannot be and was seen is infinitely much."""
+    """Standard deviations by which chi-square is above what chance gives. Cells that are expected fewer than 8 times
+    count as one; infinite where something impossible was seen."""
     seen, expected = seen.flatten().double(), probabilities.flatten() * NUM_SEEDS
     if bool((seen[expected == 0] > 0).any()):
         return math.inf
@@ -144,7 +144,7 @@ def test_the_seed_decides_and_not_the_drafts(proposer: str, two_tokens: TwoToken
 
 
 def test_the_test_can_fail(two_tokens: TwoTokens) -> None:
-    """Drafts that are taken as they come; and a rule that takes every tenth of them unseen."""
+    """The test fails for drafts that are taken as they come, and for a rule that takes every tenth of them unseen."""
     drafts = two_tokens.drafts("shared noise")
     seen, _ = two_tokens.draw(drafts, lambda draft, sampled: draft)
     assert excess(seen.sum(1), two_tokens.joint.sum(1)) > 10

@@ -84,7 +84,7 @@ def build(world: TinyWorld, **speculation: object) -> Bench:
 
 
 def requests(world: TinyWorld) -> list[Request]:
-    """Of the base model and of two LoRAs; greedy and seeded; with everything that may end them."""
+    """Requests of the base model and of two LoRAs; greedy and seeded; with everything that may end them."""
     tokenizer = AutoTokenizer.from_pretrained(world.model)
     dice = random.Random(1)
     found: list[Request] = []

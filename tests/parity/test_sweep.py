@@ -26,6 +26,6 @@ def test_serves_or_refuses(family: str, record_property: Callable[[str, object],
     [pytest.param(name, marks=() if name in ("roberta", "marian") else pytest.mark.slow) for name in AS_DECODERS],
 )
 def test_serves_or_refuses_decoders(family: str) -> None:
-    """Of families that are made for other ends."""
+    """Decoders of encoder and encoder-decoder families are served rightly or refused."""
     outcome = sweep(family, as_decoder)
     assert outcome.what == AS_DECODERS[family], outcome.sentence

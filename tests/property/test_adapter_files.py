@@ -103,7 +103,7 @@ def spoil_config(dice: random.Random, config: dict[str, Any]) -> None:
 
 
 def is_whole(tensor: Any) -> bool:
-    """Not spoiled before."""
+    """True if the tensor's entry was not spoiled before."""
     lists = (tensor.get("shape"), tensor.get("data_offsets")) if isinstance(tensor, dict) else (None,)
     return all(isinstance(one, list) and all(isinstance(each, int) for each in one) for one in lists)
 

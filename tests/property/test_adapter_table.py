@@ -55,7 +55,7 @@ def key_of(content: int) -> AdapterKey:
 
 
 def bytes_of(key: AdapterKey) -> int:
-    """Contents 0 to 4 fit the device, some of them barely; content 5 never does."""
+    """Size of a content: 0 to 4 fit the device, some of them barely; content 5 never does."""
     return [64, 128, 192, 320, 384, 4096][int(key.digest, 16)]
 
 
@@ -76,7 +76,7 @@ class Request:
 
 
 def rows(table: AdapterTable) -> list[AdapterInfo]:
-    """What a listing shows, made anew."""
+    """The rows that a listing shows, made anew."""
     listed = [
         table.row(record.name)
         for record in table.names.values()

@@ -22,7 +22,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule(text=st.lists(st.integers(0, 1), min_size=1, max_size=4))
     def enter(self, text: list[int]) -> None:
-        """Like a sequence: takes over the longest known beginning, allocates and fills the rest."""
+        """Enters as a sequence does: takes over the longest known beginning, allocates and fills the rest."""
         keys = [bytes(text[: at + 1]) for at in range(len(text))]
         found: list[int] = []
         for key in keys:

@@ -30,7 +30,7 @@ def token_ids(draw: st.DrawFn, kind: str) -> list[int]:
 
 
 def cut(draw: st.DrawFn, length: int) -> list[slice]:
-    """Consecutive chunks."""
+    """Cuts a list into consecutive chunks."""
     places = sorted({0, length, *draw(st.lists(st.integers(0, length), max_size=6))})
     return [slice(a, b) for a, b in pairwise(places)]
 

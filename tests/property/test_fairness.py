@@ -44,7 +44,7 @@ def run(simulation: AdapterSimulation, *groups: list[tuple[float, Request]]) -> 
 
 
 def waits_s(fates: list[Fate]) -> list[float]:
-    """From arrival to begin; all of them have begun."""
+    """Seconds from arrival to begin; all requests have begun."""
     assert all(fate.error is None for fate in fates), [fate.error for fate in fates if fate.error is not None][:1]
     return [fate.began_s - fate.request.arrival_s for fate in fates if fate.began_s is not None]
 

@@ -103,7 +103,7 @@ def test_the_hotter_an_adapter_the_more_homes(route: Route, workers: list[Worker
 
 
 def test_homes_are_spread_evenly() -> None:
-    """Of many adapters each worker is the first home of about as many as any other."""
+    """Each worker is the first home of about as many adapters as any other."""
     workers = [f"worker-{number}:50051" for number in range(5)]
     first = [rendezvous_order(f"adapter-{number}", workers)[0] for number in range(5000)]
     counts = [first.count(worker) for worker in workers]

@@ -74,7 +74,7 @@ class Moody:
         return 0
 
     def suspend(self, sequence_id: str) -> None:
-        """It may come back."""
+        """Does nothing: the sequence may come back."""
 
     def end(self, sequence_id: str) -> None:
         self.known.discard(sequence_id)

@@ -50,7 +50,7 @@ def _unigram_bytes() -> Tokenizer:
 
 
 def _without_byte(missing: str) -> Tokenizer:
-    """Drops what it does not know."""
+    """A tokenizer that drops the one byte that it does not know."""
     alphabet = [char for char in sorted(pre_tokenizers.ByteLevel.alphabet()) if char != missing]
     tokenizer = Tokenizer(models.BPE(vocab={char: idx for idx, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -29,8 +29,8 @@ class Accesses:
         self._tenants: dict[str, str] = {}
 
     def name_of(self, origin: AdapterOrigin, tenant: str) -> str:
-        """Of a repository hub:ORG/NAME, or a folder s3:BUCKET/NAME. Without a token it is asked for with the server's
-        own, which is one access for all callers."""
+        """The name of an access to a repository hub:ORG/NAME, or to a folder s3:BUCKET/NAME. Without a token the
+        server's own is used, which is one access for all callers."""
         place = f"{origin.source}#{origin.revision}#"
         if not origin.token:
             return place
@@ -39,7 +39,7 @@ class Accesses:
         return place + hmac.new(self._key, said, hashlib.sha256).hexdigest()
 
     def use(self, name: str, tenant: str) -> list[str]:
-        """`name` is asked for by this tenant. Returns the names to forget for it: the tenant has too many."""
+        """Notes that this tenant asks for `name`. Returns the names to forget where the tenant has too many."""
         tenant = self._tenants.setdefault(name, tenant)  # the first one's, of an access that all share
         names = self._until_s.setdefault(tenant, OrderedDict())
         names.setdefault(name, math.inf)
@@ -47,12 +47,12 @@ class Accesses:
         return [*names][: max(0, len(names) - MAX_ACCESSES)]
 
     def is_over(self, name: str, now: float) -> bool:
-        """It was good once, and the Hub has to be asked again."""
+        """True if the access was good once and the Hub has to be asked again."""
         tenant = self._tenants.get(name)
         return tenant is not None and self._until_s[tenant][name] <= now
 
     def opened(self, name: str, now: float) -> None:
-        """The Hub has given out the files; nothing of a name that is no access."""
+        """Takes in that the Hub has given out the files; does nothing for a name that is no access."""
         tenant = self._tenants.get(name)
         if tenant is not None:
             self._until_s[tenant][name] = now + self._ttl_s
@@ -73,10 +73,10 @@ def is_access_name(name: str) -> bool:
 
 
 def is_internal_name(name: str) -> bool:
-    """True of an access's, and of a merged adapter's: it is not listed, and no request can name it."""
+    """True if the name is that of an access or of a merged adapter: it is not listed, and no request can name it."""
     return ":" in name
 
 
 def shown_name(name: str) -> str:
-    """For messages: of an access the repository, or the folder in a bucket."""
+    """The name that messages show: of an access the repository, or the folder in a bucket; any other name as it is."""
     return name.partition(":")[2].partition("#")[0] if is_access_name(name) else name

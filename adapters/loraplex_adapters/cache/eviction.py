@@ -40,7 +40,8 @@ def choose_device_evictions(
 
 
 def choose_host_evictions(hosted: Lru, excess_bytes: int, spared: Collection[object]) -> list[KeyRecord] | None:
-    """The same for copies on the host. One that moves stays, and so do the `spared`: those that are wanted next."""
+    """The copies on the host that make room for another one. One that moves stays, and so do the `spared`: those that
+    are wanted next."""
 
     def may_leave(record: KeyRecord) -> bool:
         return record.state in (KeyState.ON_HOST, KeyState.ON_DEVICE) and record.key not in spared

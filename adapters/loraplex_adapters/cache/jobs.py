@@ -22,7 +22,7 @@ class FairQueue(Generic[T]):
             self._has_items.notify()
 
     def get(self) -> T:
-        """Waits for an item."""
+        """Waits for an item and takes it out."""
         with self._has_items:
             while not self._flows:
                 self._has_items.wait()

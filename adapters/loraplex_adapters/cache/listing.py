@@ -37,7 +37,7 @@ _TIERS: dict[KeyState, AdapterTier] = {
 
 
 def key_row(record: KeyRecord, adapter_id: str, named: NameRecord | None = None) -> AdapterInfo:
-    """One content under one name, whose record is `named`. Without a name of its own it is draining."""
+    """The row of one content under one name, whose record is `named`. Without a name of its own it is draining."""
     if named is not None and named.key != record.key:
         named = None
     tier = _TIERS.get(record.state, "host" if record.state is KeyState.PROMOTING else "disk")
@@ -64,7 +64,7 @@ def key_row(record: KeyRecord, adapter_id: str, named: NameRecord | None = None)
 
 
 def unbound_row(record: NameRecord) -> AdapterInfo:
-    """A name that is fetched, or whose failure is remembered."""
+    """The row of a name that is fetched, or whose failure is remembered."""
     is_failed = record.state is NameState.FAILED
     error, reason = str(record.error or ""), _reason(record.error)
     return AdapterInfo(
@@ -76,7 +76,7 @@ def unbound_row(record: NameRecord) -> AdapterInfo:
 
 
 def version_row(name: str, key: AdapterKey) -> AdapterInfo:
-    """A version that is in the store, if anywhere."""
+    """The row of a version that is in the store, if anywhere."""
     return AdapterInfo(
         adapter_id=name, kind=key.kind, digest=key.digest, state="known", tier="disk", num_bytes=0, rank=0,
         num_running=0, pinned=False,
@@ -88,12 +88,12 @@ def _reason(error: Exception | None) -> str:
 
 
 def listing_order(row: AdapterInfo) -> tuple[str, bool, str]:
-    """By name; a content that drains comes behind the one that has taken its name."""
+    """Sort key of a listing: by name; a content that drains comes behind the one that has taken its name."""
     return row.adapter_id, row.state == "draining", row.digest
 
 
 def names_after(names: Sequence[str], after: str, prefix: str, limit: int) -> Sequence[str]:
-    """Of sorted `names`, the first ones behind `after` that begin with `prefix`."""
+    """The first `limit` of the sorted `names` that come behind `after` and begin with `prefix`."""
     begin = max(bisect_right(names, after), bisect_left(names, prefix))
     end = bisect_left(names, prefix + _AFTER_ALL)
     return names[begin : min(end, begin + limit)]
@@ -108,7 +108,7 @@ class Resident(NamedTuple):
 
 
 class Listing:
-    """Owns the rows."""
+    """Mirror of the listing. Owns its rows."""
 
     def __init__(self) -> None:
         self._changes: dict[object, tuple[AdapterInfo, ...]] = {}  # rows by the key or name that they are about
@@ -135,11 +135,11 @@ class Listing:
         return names_after(self._names, after, prefix, limit)
 
     def rows_of(self, adapter_id: str) -> Sequence[AdapterInfo]:
-        """Its rows, in order; none where the cache does not know it."""
+        """The rows of an adapter id, in order; none where the cache does not know it."""
         return self._rows.get(adapter_id, ())
 
     def rows(self) -> Iterator[AdapterInfo]:
-        """All of them, in order."""
+        """All rows, in order."""
         return chain.from_iterable(map(self._rows.__getitem__, self._names))
 
     def nearest(self) -> Sequence[Resident]:
@@ -154,7 +154,7 @@ class Listing:
         return self._nearest
 
     def fetching(self) -> Sequence[str]:
-        """MAX_FETCHING names at most."""
+        """Names that are being fetched, MAX_FETCHING at most."""
         return tuple(dict.fromkeys(self._fetching[:MAX_FETCHING]))
 
     def _add(self, row: AdapterInfo) -> None:
@@ -187,5 +187,5 @@ def _place(row: AdapterInfo) -> tuple[AdapterTier, tuple[str, bool, str]]:
 
 
 def is_bound(rows: Sequence[AdapterInfo]) -> bool:
-    """True when one of a name's rows is its present content; the others drain."""
+    """True if one of a name's rows is its present content; the others drain."""
     return any(row.state != "draining" for row in rows)

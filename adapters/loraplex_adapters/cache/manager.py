@@ -86,7 +86,7 @@ log = logging.getLogger(__name__)
 audit = logging.getLogger("loraplex.audit")
 
 RELOAD = LoadOptions(is_reload=True)
-# Of a source: no other one is asked.
+# Errors of a source after which no other one is asked.
 _FINAL = (AdapterOutsideRoot, AdapterVersionNotFound)
 
 CLOSE_TIMEOUT_S = 5.0
@@ -131,7 +131,7 @@ class BackgroundThreads:
 
 
 class AdapterManager:
-    """The whole life cycle of adapters. Owned by the engine."""
+    """Manages the whole life cycle of adapters. Owned by the engine."""
 
     def __init__(
         self,
@@ -196,13 +196,13 @@ class AdapterManager:
         return slot
 
     def acquire_all(self, keys: tuple[AdapterKey, ...]) -> tuple[int, ...] | None:
-        """The same for several distinct keys: leases all of them, or none and wants them together."""
+        """Does what `acquire` does, for several distinct keys: leases all of them, or none and wants them together."""
         slots = self._residency.acquire_all(keys)
         self._notify_if_due()
         return slots
 
     def put_first(self, wants: Sequence[AdapterKey | tuple[AdapterKey, ...]]) -> None:
-        """The loads of these, where they are wanted, come before others, in this order."""
+        """Puts the loads of these, where they are wanted, before others, in this order."""
         self._residency.put_first(wants)
 
     def release(self, key: AdapterKey) -> None:
@@ -246,8 +246,9 @@ class AdapterManager:
     def resolve_mixture(
         self, mixture: Mixture, now: float, user: AdapterUser = NOBODY
     ) -> tuple[AdapterKey, ...] | None:
-        """As `resolve`, for the keys of its members in their order, each with a hold. All of them or none. Of a
-        merge the key of the merged adapter, which is made if need be. Raises AdapterNotMixed as well."""
+        """Does what `resolve` does, for the members of a mixture: their keys in order, each with a hold; all of them or
+        none. For a merge it gives the key of the merged adapter, which is made if need be. Raises AdapterNotMixed as
+        well."""
         keys = self._table.resolve_members(mixture, now, user)
         self._start_fetches()
         self._notify_if_due()
@@ -262,7 +263,7 @@ class AdapterManager:
         return self._residency.records[key].traits.invocation
 
     def templates(self, key: AdapterKey) -> AdapterTemplates | None:
-        """Its own, of an adapter that is held; None where it has none."""
+        """The templates that a held adapter brings; None where it has none."""
         return self._residency.records[key].traits.templates
 
     def pooling(self, key: AdapterKey) -> str:
@@ -270,7 +271,7 @@ class AdapterManager:
         return self._residency.records[key].traits.pooling
 
     def drop_hold(self, key: AdapterKey, tenant: str = NOBODY.tenant) -> None:
-        """The request of this tenant that resolved it has ended."""
+        """Gives back the hold of this tenant's request that resolved the key: the request has ended."""
         self._residency.drop_hold(key, tenant)
         self._notify_if_due()
 
@@ -308,7 +309,8 @@ class AdapterManager:
         return replace(before, state="known", tier=tier, num_running=0, pinned=False, error="", error_reason="")
 
     def get(self, adapter_id: AdapterId) -> AdapterInfo:
-        """Raises AdapterNotFound, also for a name of the source that was never asked for."""
+        """The listing's row of an adapter. Raises AdapterNotFound, also for a name of the source that was never asked
+        for."""
         return self._table.row(adapter_id)
 
     def take_changes(self) -> ListingChanges:
@@ -391,19 +393,20 @@ class AdapterManager:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _is_in_use(self, key: AdapterKey) -> bool:
-        """For the store, on the fetcher's thread: read without a lock, at worst a moment old."""
+        """True if the key is held, leased or pinned, or moves. The store asks, on the fetcher's thread: read without a
+        lock, at worst a moment old."""
         record = self._residency.records.get(key)
         return record is not None and record.is_in_use
 
     # --- background work --------------------------------------------------------------------------------------------
 
     def _notify_if_due(self) -> None:
-        """Moves are made by `poll` alone, so an idle engine must be woken for it."""
+        """Wakes an idle engine for moves that are due: `poll` alone makes them."""
         if self._table.is_due:
             self._notify()
 
     def _finish(self, outcome: Outcome) -> None:
-        """Called on the background threads."""
+        """Queues the outcome of a job. Called on the background threads."""
         if self._is_closed:
             return  # a source that hung has answered after all
         self._outcomes.put(outcome)
@@ -421,7 +424,8 @@ class AdapterManager:
     def _fetch(
         self, fetch: Fetch, source: AdapterSource, then: AdapterSource | None = None, *, may_take_long: bool = False
     ) -> None:
-        """`then`: the source that is asked next. One of the remote threads may take long: there are others."""
+        """Carries out a fetch from `source`, on a background thread. `then`: the source that is asked next. One of the
+        remote threads may take long: there are others."""
         started_s = time.perf_counter()
         may_take_long |= source is self._remote
         merge = self._table.merge_of(fetch.name)
@@ -532,11 +536,11 @@ class AdapterManager:
             self._table.members_lost(fetch.name)
 
     def _on_replaced(self, name: str) -> None:
-        """Called on the watch's thread."""
+        """Queues the name of an adapter whose folder was replaced. Called on the watch's thread."""
         self._finish(lambda now: self._replaced.setdefault(name))
 
     def _reload_replaced(self, now: float) -> None:
-        """One load at a time: they must not fill the queue."""
+        """Loads replaced adapters anew, one at a time: they must not fill the queue."""
         for name in list(self._replaced):
             record = self._table.names.get(name)
             if record is not None and (before := record.key) is not None:  # else it was unloaded meanwhile

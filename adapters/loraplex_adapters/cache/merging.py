@@ -104,7 +104,7 @@ def _b(data: Payload, one: PlacedFactors, dtype: str) -> Tensor:
 
 
 def _tensor(data: Payload, offset: int, sizes: tuple[int, int], dtype: str) -> Tensor:
-    """A copy, at least in float32."""
+    """A matrix of an adapter as a copy, at least in float32."""
     num_bytes = math.prod(sizes) * DTYPES[dtype].itemsize
     found = torch.from_numpy(data[offset : offset + num_bytes].copy()).view(DTYPES[dtype]).view(sizes)
     return found.to(torch.promote_types(found.dtype, torch.float32))
@@ -126,7 +126,7 @@ def _merged(merge: Merge, num_members: int, tensors: list[Tensor], weights: list
 
 
 class _SeededDraws(TorchFunctionMode):
-    """On this thread `torch.bernoulli` draws from a generator of its own: PEFT's functions take none."""
+    """Has `torch.bernoulli` draw from a generator of its own on this thread: PEFT's functions take none."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

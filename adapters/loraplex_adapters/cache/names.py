@@ -68,7 +68,7 @@ ABANDONED_S = 5.0
 
 
 class AdapterTable:
-    """Names, keys, loads. All methods are for one thread."""
+    """Owns names, loads and, through `residency`, keys. All methods are for one thread."""
 
     def __init__(self, config: AdapterCacheConfig, versions: Versions | None = None) -> None:
         """`versions`: known from before."""
@@ -114,8 +114,8 @@ class AdapterTable:
         return self._hold(self._ask(base, now, user.tenant), user)
 
     def resolve_at(self, origin: AdapterOrigin, now: float, user: AdapterUser = NOBODY) -> AdapterKey | None:
-        """As `resolve`, of the repository that `origin` names, for a caller who has its token. What another token has
-        fetched is not looked at."""
+        """Does what `resolve` does, for the repository that `origin` names and a caller who has its token. What another
+        token has fetched is not looked at."""
         name = self._accesses.name_of(origin, user.tenant)
         record = self.names.get(name)
         is_lost = record is not None and record.key is not None and self._is_lost(record.key)
@@ -126,7 +126,7 @@ class AdapterTable:
         return self._hold(self._ask(name, now, user.tenant, origin=origin), user)
 
     def _is_lost(self, key: AdapterKey) -> bool:
-        """The store has dropped it, and its names could not bring it back."""
+        """True if the store has dropped the key's bytes and its names could not bring them back."""
         record = self.residency.records[key]
         return record.state is KeyState.FAILED and isinstance(record.error, SourceUnavailable)
 
@@ -160,8 +160,8 @@ class AdapterTable:
     def load(
         self, name: str, pin: bool, now: float, user: AdapterUser = NOBODY, options: LoadOptions = PLAIN_LOAD
     ) -> AdapterKey | None:
-        """One LoadAdapter, called until it returns the bound key or raises. Calls are made in the order in which they
-        came; one with other options waits for those before it."""
+        """Advances one LoadAdapter; called until it returns the bound key or raises. Calls are made in the order in
+        which they came; one with other options waits for those before it."""
         record = self.names.get(name)
         operation = record.load if record is not None else None
         if operation is not None and operation.ended_s is not None and now - operation.ended_s > ABANDONED_S:
@@ -261,7 +261,7 @@ class AdapterTable:
         return None if merged is None else (merged,)
 
     def _resolve_merge(self, recipe: Recipe, now: float, user: AdapterUser) -> AdapterKey | None:
-        """As `resolve`, for an adapter that is made of others."""
+        """Does what `resolve` does, for an adapter that is made of others."""
         self.recipes[recipe.name] = recipe
         self.recipes.move_to_end(recipe.name)
         for name in [*self.recipes][: max(0, len(self.recipes) - MAX_RECIPES)]:
@@ -337,7 +337,7 @@ class AdapterTable:
     # --- listings -------------------------------------------------------------------------------------------------
 
     def row(self, name: str) -> AdapterInfo:
-        """Raises AdapterNotFound."""
+        """The listing's row of a name. Raises AdapterNotFound."""
         base, _, digits = name.partition("@")
         if digits:
             version = self.versions.find(base, digits)
@@ -388,7 +388,7 @@ class AdapterTable:
 
     @property
     def is_due(self) -> bool:
-        """A round would do something."""
+        """True if a round would do something."""
         return self.residency.is_due or bool(self.residency.moves)
 
     def take_fetches(self) -> list[Fetch]:
@@ -407,8 +407,8 @@ class AdapterTable:
         return recipe, tuple(one.origin if one.origin.source else self._origin_of(one.adapter_id) for one in members)
 
     def members_lost(self, name: str) -> None:
-        """A merge could not be made because weights have left the store. Accesses to them are forgotten: the next
-        request fetches them again, with its own token."""
+        """Takes in that a merge could not be made because weights have left the store. Accesses to them are forgotten:
+        the next request fetches them again, with its own token."""
         recipe = self.recipes.get(name)
         keys = () if recipe is None else recipe.keys
         names = {one for key in keys if key in self.residency.records for one in self.residency.records[key].names}
@@ -422,7 +422,8 @@ class AdapterTable:
     # --- within ---------------------------------------------------------------------------------------------------
 
     def _check_queue(self, tenant: str) -> None:
-        """Each tenant has a queue of its own: one with many adapters fills no other's."""
+        """Raises AdapterLoadsBusy where the tenant's queue is full. Each tenant has a queue of its own: one with many
+        adapters fills no other's."""
         if self._num_fetching[tenant] >= self._max_pending:
             raise AdapterLoadsBusy(
                 f"{self._num_fetching[tenant]} adapters are being loaded already; try again shortly",
@@ -431,7 +432,7 @@ class AdapterTable:
             )
 
     def _with_origin(self, refetch: Refetch) -> Refetch:
-        """The same from where the adapter's name comes from, of a version too."""
+        """The refetch with the origin that the adapter's name comes from, of a version too."""
         return replace(refetch, name=name_in(refetch.name), origin=self._origin_of(refetch.name))
 
     def _origin_of(self, name: str) -> AdapterOrigin:
@@ -475,7 +476,7 @@ class AdapterTable:
         return record
 
     def _fetch_again(self, record: NameRecord, tenant: str, origin: AdapterOrigin = OWN_PLACE) -> None:
-        """Of a failed name another try, of a bound one a new look at the source."""
+        """Starts another fetch: another try for a name that failed, a new look at the source for one that is bound."""
         record.step(NameEvent.FETCH)
         self._unknown.pop(record.name, None)
         self._failures.pop(record.name, None)
@@ -499,7 +500,7 @@ class AdapterTable:
         self._loads[name] = None
 
     def _keep(self, record: NameRecord, operation: LoadOperation, key: AdapterKey) -> None:
-        """The load of a name that is bound and stays so."""
+        """Carries on the load of a name that is bound and stays so."""
         content = self.residency.records[key]
         operation.error = self._refusal(record, operation, key, content.num_bytes)
         if operation.error is not None:
@@ -594,7 +595,7 @@ class AdapterTable:
             self._drop_failure(next(iter(failures)))
 
     def _drop_failure(self, name: str) -> None:
-        """Forgets it; a load that has not told its result keeps the name's record a little longer."""
+        """Forgets a name's failure; a load that has not told its result keeps the name's record a little longer."""
         failures = self._unknown if name in self._unknown else self._failures
         failures.pop(name)
         self.changed.add(name)
@@ -625,8 +626,8 @@ class AdapterTable:
 
 
 def _is_unknown(record: NameRecord) -> bool:
-    """True when it only remembers, for a while, that there is no such adapter, or that an access has failed. It is not
-    listed: any name can be asked for."""
+    """True if the record only remembers, for a while, that there is no such adapter, or that an access has failed. It
+    is not listed: any name can be asked for."""
     if record.state is not NameState.FAILED:
         return False
     # A link out of the root is there, although it is answered as if it were not.
@@ -635,7 +636,7 @@ def _is_unknown(record: NameRecord) -> bool:
 
 
 def is_recipe_name(name: str) -> bool:
-    """True of a merged adapter's."""
+    """True if the name is that of a merged adapter."""
     return is_internal_name(name) and not is_access_name(name)
 
 

@@ -83,7 +83,7 @@ class AdapterCacheConfig:
 
 
 class ResidencyTable:
-    """All contents that have a name, are held, or move."""
+    """Owns the records of all contents that have a name, are held, or move."""
 
     def __init__(self, host_budget: int, device_budget: int, num_slots: int, failure_ttl_s: float) -> None:
         self.host_budget = host_budget
@@ -125,7 +125,7 @@ class ResidencyTable:
         rank: int,
         traits: AdapterTraits = PLAIN_TRAITS,
     ) -> None:
-        """The store has fresh bytes of `key`, under `name`."""
+        """Binds `name` to `key`, of which the store has fresh bytes."""
         record = self.records.setdefault(key, KeyRecord(key, num_bytes, rank, traits))
         record.names.add(name)
         record.last_name = name
@@ -150,7 +150,7 @@ class ResidencyTable:
         return pinned_bytes + num_bytes <= self.device_budget and num_pinned < self.num_slots
 
     def set_pinned(self, key: AdapterKey, name: str, is_pinned: bool) -> None:
-        """The operator's pin: brought to the device and kept there."""
+        """Sets or removes a name's pin by the operator: a pinned adapter is brought to the device and kept there."""
         record = self._get(key)
         self.changed.add(key)
         if is_pinned:
@@ -169,7 +169,7 @@ class ResidencyTable:
             self._withdraw_if_unneeded(record)
 
     def hold(self, key: AdapterKey, user: AdapterUser = NOBODY) -> None:
-        """Raises QuotaExceeded."""
+        """Takes a hold on the key for a user. Raises QuotaExceeded."""
         record = self._get(key)
         self.make_room_for(user, key, record.num_bytes)
         self.use.use(user.tenant, key)
@@ -200,7 +200,8 @@ class ResidencyTable:
             self._forget_if_idle(record)
 
     def end_use_if_left(self, key: AdapterKey) -> None:
-        """A content that is not in memory, nor about to be, counts only for tenants that hold it."""
+        """Ends the tenants' use of a content that is not in memory, nor about to be: it counts only for tenants that
+        hold it."""
         record = self.records.get(key)
         if record is None or not (record.is_resident or record.pinned_names or key in self._prefetches):
             self.use.left(key)
@@ -220,7 +221,7 @@ class ResidencyTable:
         return None
 
     def acquire_all(self, keys: Group) -> tuple[int, ...] | None:
-        """Leases all of them, or none and wants them together."""
+        """Leases all of these keys, or none and wants them together."""
         records = [self._get(key) for key in keys]
         for record in records:
             self._touch(record)
@@ -239,8 +240,8 @@ class ResidencyTable:
         return None
 
     def put_first(self, wants: Sequence[AdapterKey | Group]) -> None:
-        """Those that are wanted are served before other wants, in this order; what the operator has pinned comes before
-        them."""
+        """Serves those of these that are wanted before other wants, in this order; what the operator has pinned comes
+        before them."""
         for want in reversed(wants[: self.num_slots]):  # no more are served at a time
             if want in self.wants:
                 self.wants.move_to_end(want, last=False)
@@ -258,7 +259,8 @@ class ResidencyTable:
         self._forget_if_idle(record)
 
     def borrow(self, key: AdapterKey) -> int | None:
-        """The slot, without a lease: valid until the next round. None: wanted for one round."""
+        """The key's slot, without a lease: valid until the next round. None where it is not on the device: if a request
+        holds it, it is then wanted for one round."""
         record = self._get(key)
         self._touch(record)
         if record.state is KeyState.ON_DEVICE:
@@ -271,7 +273,7 @@ class ResidencyTable:
         return None
 
     def prefetch(self, key: AdapterKey) -> None:
-        """Brings it up as far as there is room, evicting nothing."""
+        """Brings a key up as far as there is room, evicting nothing."""
         self._prefetches[key] = None
         self.is_due = True
 
@@ -318,7 +320,8 @@ class ResidencyTable:
         self._forget_if_idle(record)
 
     def lost(self, key: AdapterKey, now: float) -> None:
-        """The store has dropped the bytes. The source may still have the same content under one of its names."""
+        """Takes in that the store has dropped the bytes. The source may still have the same content under one of its
+        names."""
         record = self._get(key)
         self._step(record, KeyEvent.LOST)
         self._give_back(record)
@@ -340,7 +343,7 @@ class ResidencyTable:
             self.refetch_failed(fetch, changed, now)
 
     def refetch_failed(self, fetch: Refetch, error: Exception, now: float) -> None:
-        """The content is looked for under its other names before its requests fail."""
+        """Takes in a refetch that failed. The content is looked for under its other names before its requests fail."""
         record = self._get(fetch.key)
         record.check(KeyEvent.FAIL)
         if self._refetch(record, fetch.tried):
@@ -389,7 +392,7 @@ class ResidencyTable:
         self.borrows.clear()
 
     def is_settled(self, key: AdapterKey) -> bool:
-        """Nothing moves for it, and nothing will until other weights leave."""
+        """True if nothing moves for the key, and nothing will until other weights leave."""
         return self._get(key).state not in IN_TRANSIT and key not in self._prefetches
 
     def _serve_wants(self) -> KeyRecord | None:
@@ -415,7 +418,7 @@ class ResidencyTable:
         return None
 
     def _serve_borrows(self) -> None:
-        """One that finds no room does not hold up the others."""
+        """Serves borrows. One that finds no room does not hold up the others."""
         for key in self.borrows:
             record = self.records[key]
             if record.state not in (KeyState.KNOWN, KeyState.ON_HOST) or self._never(record) is not None:
@@ -511,7 +514,7 @@ class ResidencyTable:
         self._prefetches.pop(record.key, None)
 
     def _reserve(self, record: KeyRecord) -> None:
-        """For a request that has waited for it."""
+        """Reserves the adapter for a request that has waited for it."""
         if record.num_holds > 0:
             record.reserved_rounds = RESERVED_ROUNDS
             self._reserved[record.key] = record
@@ -521,7 +524,7 @@ class ResidencyTable:
         self._reserved.pop(record.key, None)
 
     def _withdraw_if_unneeded(self, record: KeyRecord) -> None:
-        """Removes it from the queues when no request is left that waits for it."""
+        """Removes a key from the queues when no request is left that waits for it."""
         if record.num_holds == 0 and record.num_leases == 0:
             self._end_reservation(record)
             self.borrows.pop(record.key, None)
@@ -532,7 +535,7 @@ class ResidencyTable:
         self.is_due = self.is_due or bool(self.wants)
 
     def _never(self, record: KeyRecord) -> AdapterMemoryFull | None:
-        """The reason that no waiting brings it to the device; None where waiting may."""
+        """The error where no waiting brings the adapter to the device; None where waiting may."""
         too_large = self.too_large(record.num_bytes)
         has_place = record.state in (KeyState.ON_DEVICE, KeyState.PROMOTING)
         if too_large or has_place or self.can_pin(record.key, record.num_bytes):
@@ -546,7 +549,7 @@ class ResidencyTable:
         )
 
     def _never_together(self, keys: Group) -> AdapterMemoryFull | None:
-        """The same for keys that are wanted at once."""
+        """The error where no waiting brings all of these keys to the device at once; None where waiting may."""
         num_bytes = sum(self.records[key].num_bytes for key in keys)
         if num_bytes > self.device_budget or len(keys) > self.num_slots:
             return AdapterMemoryFull(
@@ -629,7 +632,8 @@ class ResidencyTable:
         self._end_reservation(record)
 
     def _forget_if_idle(self, record: KeyRecord) -> None:
-        """The last name, pin, hold or lease is gone: so is everything else. A job's outcome is waited for."""
+        """Drops the record and its memory when the last name, pin, hold or lease is gone. A job's outcome is waited
+        for."""
         if record.names or record.is_in_use:
             return
         if record.state is KeyState.ON_DEVICE:

@@ -26,7 +26,7 @@ from loraplex_contracts.errors import LoraplexError
 
 
 class IllegalTransition(RuntimeError):
-    """A bug of the caller's. Nothing was changed."""
+    """A step that the state machine does not have, which is a bug of the caller's. Nothing was changed."""
 
 
 class NameState(Enum):
@@ -115,7 +115,7 @@ class LoadOperation:
 
 @dataclass(slots=True)
 class NameRecord:
-    """One name. `ticket` tells the outcome of the present fetch from those of forgotten ones."""
+    """Record of one name. `ticket` tells the outcome of the present fetch from those of forgotten ones."""
 
     name: str
     state: NameState
@@ -135,7 +135,7 @@ class NameRecord:
         return self.state in (NameState.FETCHING, NameState.REBINDING)
 
     def step(self, event: NameEvent) -> None:
-        """Raises IllegalTransition."""
+        """Moves the name to the state that `event` leads to. Raises IllegalTransition."""
         following = NAME_TRANSITIONS.get((self.state, event))
         if following is None:
             raise IllegalTransition(f"name {self.name!r} in state {self.state.name} cannot {event.name}")
@@ -159,7 +159,7 @@ PLAIN_TRAITS = AdapterTraits()
 
 @dataclass(slots=True)
 class KeyRecord:
-    """One content."""
+    """Record of one content."""
 
     key: AdapterKey
     num_bytes: int
@@ -181,12 +181,12 @@ class KeyRecord:
 
     @property
     def is_resident(self) -> bool:
-        """True while its weights take host or device memory, or are on their way there."""
+        """True if its weights take host or device memory, or are on their way there."""
         return self.has_host or self.slot >= 0
 
     @property
     def is_in_use(self) -> bool:
-        """True while it is held, leased or pinned, or a job is under way for it."""
+        """True if it is held, leased or pinned, or a job is under way for it."""
         return self.num_holds > 0 or self.num_leases > 0 or bool(self.pinned_names) or self.state in IN_TRANSIT
 
     def check(self, event: KeyEvent) -> KeyState:
@@ -211,8 +211,8 @@ def remembered_s(error: Exception, failure_ttl_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class FetchName:
-    """Source -> store, or of a version a look into the store; answered by `name_fetched` or `name_failed` with the
-    ticket."""
+    """Fetch of a name: source -> store, or of a version a look into the store; answered by `name_fetched` or
+    `name_failed` with the ticket."""
 
     name: str
     ticket: int
@@ -223,7 +223,7 @@ class FetchName:
 
 @dataclass(frozen=True, slots=True)
 class Refetch:
-    """Source -> store of a content that the store has dropped; answered by `refetched` or `refetch_failed`."""
+    """Fetch of a content that the store has dropped: source -> store; answered by `refetched` or `refetch_failed`."""
 
     key: AdapterKey
     name: str
@@ -233,14 +233,15 @@ class Refetch:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Store -> host; answered by `staged`, `lost` or `failed`."""
+    """Copy to the host: store -> host; answered by `staged`, `lost` or `failed`."""
 
     key: AdapterKey
 
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """Store or host -> device; answered by `promoted`, `lost` or `failed`. The copy on the host stays."""
+    """Copy to the device: store or host -> device; answered by `promoted`, `lost` or `failed`. The copy on the host
+    stays."""
 
     key: AdapterKey
     slot: int

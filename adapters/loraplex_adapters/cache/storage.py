@@ -43,9 +43,9 @@ from loraplex_contracts.adapters import OWN_PLACE, AdapterKey, AdapterOrigin, Re
 log = logging.getLogger(__name__)
 
 COPY_PIECE_BYTES = 256 << 10  # between two checkpoints: tens of microseconds
-# Of page-locked memory. The smallest is what an adapter may take beyond its size.
+# Sizes of pieces of page-locked memory. The smallest is what an adapter may take beyond its size.
 MAX_PAGE_LOCKED_BYTES, MIN_PAGE_LOCKED_BYTES = 4 << 20, 64 << 10
-# Of one freed adapter's memory that is kept, and of the adapters imported last: both beyond all budgets.
+# Memory that is kept: of one freed adapter, and of the adapters imported last; both beyond all budgets.
 MAX_SPARE_BYTES = 16 << 20
 MAX_RECENT_BYTES = 24 << 20
 
@@ -64,7 +64,7 @@ class SpareMemory:
         return 0 if spare is None else len(spare)
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], uninitialised. It comes back with the last tensor that looks into it."""
+        """Memory uint8 [num_bytes], uninitialised. It comes back with the last tensor that looks into it."""
         with self._lock:
             region, self._spare = self._spare, None
         if region is None or len(region) != num_bytes:
@@ -77,7 +77,8 @@ class SpareMemory:
         return torch.frombuffer(view, dtype=torch.uint8)
 
     def _take_back(self, region: mmap.mmap) -> None:
-        """Called on whichever thread frees the last tensor, also while that one is in `allocate`: no lock."""
+        """Takes memory back. Called on whichever thread frees the last tensor, also while that one is in `allocate`: no
+        lock."""
         if len(region) <= MAX_SPARE_BYTES:
             self._spare = region
 
@@ -102,7 +103,7 @@ class RecentImports:
         self._imported: OrderedDict[AdapterKey, HostCopy] = OrderedDict()  # the oldest first
 
     def allocate(self, num_bytes: int) -> Tensor | None:
-        """Memory for the next one, in place of the oldest. None where it is too large, or there is no memory."""
+        """Memory for the next import, in place of the oldest. None where it is too large, or there is no memory."""
         with self._lock:
             while self._imported and self._num_bytes() + num_bytes > MAX_RECENT_BYTES:
                 self._imported.popitem(last=False)  # no variable keeps its memory
@@ -125,17 +126,17 @@ class RecentImports:
         return sum(imported.layout.num_bytes for imported in self._imported.values())
 
     def find(self, key: AdapterKey) -> HostCopy | None:
-        """Leaves it here."""
+        """The adapter, which is left here; None where it is not among the last."""
         with self._lock:
             return self._imported.get(key)
 
     def take(self, key: AdapterKey) -> HostCopy | None:
-        """Gives it to the caller."""
+        """The adapter, which the caller owns from here on; None where it is not among the last."""
         with self._lock:
             return self._imported.pop(key, None)
 
     def clear(self) -> None:
-        """Frees all of them."""
+        """Frees all imported adapters."""
         with self._lock:
             self._imported.clear()
 
@@ -168,7 +169,8 @@ class CudaMemory:
         return storage
 
     def hand_over(self, storage: Tensor) -> None:
-        """Called on the steps' thread: they may read it from here on, and freeing it waits for those that do."""
+        """Hands weights over to the steps' thread, which calls this: steps may read them from here on, and freeing them
+        waits for those that do."""
         storage.record_stream(torch.cuda.current_stream(self._device))
 
 
@@ -190,7 +192,7 @@ class Storage:
         return None if stored is None else HostCopy(key, _layout(stored.header))
 
     def stage(self, key: AdapterKey) -> HostCopy | None:
-        """To the host. None when the store has dropped the adapter."""
+        """Copies an adapter's weights to the host. None when the store has dropped the adapter."""
         started_s = time.perf_counter()
         imported = self.recent.find(key) if self._memory is None else self.recent.take(key)
         if imported is not None:
@@ -236,14 +238,15 @@ class Storage:
         self.disk_reads = self.disk_reads.plus(time.perf_counter() - started_s, num_bytes)
 
     def hand_over(self, weights: AdapterWeights) -> None:
-        """Called on the steps' thread, before the first one that reads the weights."""
+        """Hands weights over to the steps' thread, which calls this before the first step that reads them."""
         if self._memory is not None:
             self._memory.hand_over(weights.storage)
 
 
 @lru_cache(maxsize=REMEMBERED_HEADERS)
 def _layout(header: bytes) -> AdapterLayout:
-    """Cached: reading it takes as long as copying a small adapter, and most adapters of a server have the same."""
+    """The layout in a header. Cached: reading it takes as long as copying a small adapter, and most adapters of a
+    server have the same."""
     return AdapterLayout.from_json(header_content(header)["layout"])
 
 
@@ -260,7 +263,7 @@ def page_locked_sizes(num_bytes: int) -> Iterator[int]:
 
 
 def _copy(targets: Sequence[NDArray[np.uint8]], source: NDArray[np.uint8], num_bytes: int) -> None:
-    """By numpy and in pieces: without the interpreter lock, and without torch's thread pool."""
+    """Copies by numpy and in pieces: without the interpreter lock, and without torch's thread pool."""
     assert source.size == num_bytes, "a stored payload is as large as its layout"
     begin = 0
     for target in targets:
@@ -273,7 +276,7 @@ def _copy(targets: Sequence[NDArray[np.uint8]], source: NDArray[np.uint8], num_b
 
 
 class TakesLong(Exception):
-    """An adapter must be computed, for minutes perhaps."""
+    """Raised where an adapter must be computed, for minutes perhaps."""
 
 
 def import_adapter(

@@ -60,7 +60,7 @@ class TenantUse:
         return [records[other] for other in given_up if not self.has_users(other)]
 
     def use(self, tenant: str, key: AdapterKey, num_holds: int = 1) -> None:
-        """The tenant uses the content, with so many more holds."""
+        """Counts the tenant's use of a content, with so many more holds."""
         holds = self._holds.setdefault(tenant, OrderedDict())
         holds[key] = holds.get(key, 0) + num_holds
         holds.move_to_end(key)
@@ -72,7 +72,7 @@ class TenantUse:
         holds[key] -= 1
 
     def left(self, key: AdapterKey) -> None:
-        """Its weights are not in memory: it counts only for tenants with holds."""
+        """Ends the use of a content whose weights are not in memory: it counts only for tenants with holds."""
         for tenant in list(self._tenants.get(key, ())):
             if not self._holds[tenant][key]:
                 self._forget(tenant, key)

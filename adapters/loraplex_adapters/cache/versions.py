@@ -60,7 +60,7 @@ class Versions:
         return found[0] if found else None
 
     def remember(self, name: str, key: AdapterKey) -> AdapterKey | None:
-        """The name has this content now. Returns one that is forgotten for it."""
+        """Remembers that the name has this content now. Returns one that is forgotten for it."""
         keys = self._of_name.setdefault(name, OrderedDict())
         if key in keys and next(reversed(keys)) == key:
             return None
@@ -70,7 +70,7 @@ class Versions:
         return keys.popitem(last=False)[0] if len(keys) > MAX_VERSIONS else None
 
     def forget(self, name: str) -> list[AdapterKey]:
-        """All of the name's. Returns them."""
+        """Forgets all of the name's contents, and returns them."""
         keys = self._of_name.pop(name, None)
         if keys is None:
             return []
@@ -78,17 +78,17 @@ class Versions:
         return list(keys)
 
     def drop(self, name: str, key: AdapterKey) -> None:
-        """This one cannot be had any more: a restart finds that out by itself."""
+        """Drops a content that cannot be had any more. A restart finds that out by itself."""
         self._of_name.get(name, {}).pop(key, None)
 
     def take_changes(self) -> list[Change]:
-        """Since the last call."""
+        """The changes since the last call."""
         taken, self._changes = self._changes, []
         return taken
 
 
 class VersionLog:
-    """Owns the file. What cannot be written is logged and not remembered beyond this process."""
+    """Log of versions. Owns the file. What cannot be written is logged and not remembered beyond this process."""
 
     def __init__(self, folder: Path, base: str, is_stored: Callable[[AdapterKey], bool]) -> None:
         """`base` says in one word for which base model the contents were prepared; `is_stored`: the store has it."""
@@ -144,7 +144,7 @@ class VersionLog:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """The next change tries to write all of it."""
+        """Gives up writing for now: the next change tries to write all of it."""
         self.close()
         log.warning("versions of adapters are not known after a restart: %s: %s", self._path, error.strerror)
 

@@ -53,14 +53,14 @@ class AdapterPlan:
         return self.lora is not None and (bool(self.lora.init) or any(one.made for one in self.lora.saved))
 
     def without_base_copies(self, reader: PieceReader) -> AdapterPlan:
-        """The same without parameters that are mere copies of the base model's."""
+        """The plan without parameters that are mere copies of the base model's."""
         if self.lora is None:
             return self
         lora = without_base_copies(self.lora, reader)
         return self._with(lora, self.heads)
 
     def with_heads(self, heads: HeadsPlan) -> AdapterPlan:
-        """The same with other heads."""
+        """The plan with other heads."""
         return self._with(self.lora, heads)
 
     def _with(self, lora: LoraPlan | None, heads: HeadsPlan | None) -> AdapterPlan:
@@ -70,8 +70,8 @@ class AdapterPlan:
 
 
 def plan_adapter(files: AdapterFiles, targets: BaseTargets, *, with_templates: bool = False) -> AdapterPlan:
-    """`with_templates`: those that it brings are part of it. Raises AdapterInvalid or one of its kinds, or what the
-    files raise."""
+    """The plan of an adapter. `with_templates`: those that it brings are part of it. Raises AdapterInvalid or one of
+    its kinds, or what the files raise."""
     layout_of_files = detect_kind(files.names)
     if layout_of_files == "model":
         tensors = model_tensors(files, read_medusa_config(files))

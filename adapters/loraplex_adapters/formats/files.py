@@ -34,8 +34,8 @@ TEMPLATE_NAMES = ("chat_template.jinja", "chat_template.json", "tokenizer_config
 
 
 def detect_kind(names: Collection[str]) -> str:
-    """'lora', 'medusa' or 'combined', or 'model' for the layout of a whole model, which vLLM's heads have too. Raises
-    UnsafeFormat or AdapterInvalid."""
+    """The kind of an adapter's files: 'lora', 'medusa' or 'combined', or 'model' for the layout of a whole model, which
+    vLLM's heads have too. Raises UnsafeFormat or AdapterInvalid."""
     has_lora, has_heads = WEIGHTS_NAME in names, MEDUSA_WEIGHTS_NAME in names
     if has_lora and CONFIG_NAME not in names:
         raise AdapterInvalid(f"there is no {CONFIG_NAME} beside {WEIGHTS_NAME}")
@@ -67,7 +67,7 @@ def check_files(files: AdapterFiles) -> None:
 
 
 def has_model_layout(names: Collection[str]) -> bool:
-    """Transformers' layout of a whole model: the base model's, or vLLM's heads."""
+    """True if the files have Transformers' layout of a whole model: the base model's, or vLLM's heads."""
     return MODEL_CONFIG_NAME in names and (MODEL_WEIGHTS_NAME in names or MODEL_INDEX_NAME in names)
 
 

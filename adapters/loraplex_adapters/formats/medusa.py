@@ -64,7 +64,7 @@ class MedusaConfig:
 
 
 def parse_medusa_config(data: bytes) -> MedusaConfig:
-    """Raises AdapterInvalid when it is not a JSON object."""
+    """The configuration of these bytes. Raises AdapterInvalid when they are not a JSON object."""
     fields = parse_object(data, MODEL_CONFIG_NAME, MAX_MODEL_CONFIG_BYTES)
     is_heads_only = fields.get("model_type") == "medusa"
     base = fields.get("base_model_name_or_path")
@@ -185,7 +185,7 @@ class _Found:
 
 
 def plan_heads(config: MedusaConfig | None, tensors: Sequence[HeadTensor], targets: BaseTargets) -> HeadsPlan:
-    """Raises AdapterInvalid or one of its kinds (AdapterUnsupported, ShapeMismatch)."""
+    """The plan of a set of heads. Raises AdapterInvalid or one of its kinds (AdapterUnsupported, ShapeMismatch)."""
     found = _sort(tensors)
     any_tensor = tensors[0].info
     num_heads = _count_heads(found, any_tensor)
@@ -356,8 +356,7 @@ def _warnings(config: MedusaConfig, shape: HeadsShape, targets: BaseTargets) -> 
 
 
 def write_heads(plan: HeadsPlan, layout: AdapterLayout, vocab_size: int, out: PieceWriter, reader: PieceReader) -> None:
-    """Writes the heads behind the factors. Raises NonFinite, AdapterInvalid, or what
-    the files raise."""
+    """Writes the heads behind the factors. Raises NonFinite, AdapterInvalid, or what the files raise."""
     places = layout.heads
     assert places is not None, "heads have their place in the layout"
     for layer in range(plan.shape.num_layers):

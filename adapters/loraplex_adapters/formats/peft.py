@@ -39,14 +39,15 @@ from loraplex_adapters.weights import BaseTargets, ClassifierShape, FactorShape,
 from loraplex_contracts.adapters import ClassifierInfo
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, RankLimit, ShapeMismatch
 
-# What a key says, and which tensor of a module that is. Embeddings have the second two in the place of the first two.
+# The tensor of a module by the part of a key that names it. Embeddings have names of their own.
 _LINEAR_FACTORS: Mapping[str, Factor] = {"lora_A": "a", "lora_B": "b"}
 _EMBEDDING_FACTORS: Mapping[str, Factor] = {"lora_embedding_A": "a", "lora_embedding_B": "b"}
 _FACTORS: Mapping[str, Factor] = {**_LINEAR_FACTORS, **_EMBEDDING_FACTORS, "lora_magnitude_vector": "magnitude"}
 
 
 def plan_lora(config: PeftLoraConfig, tensors: Mapping[str, TensorInfo], targets: BaseTargets) -> LoraPlan:
-    """Raises AdapterInvalid or one of its kinds (AdapterUnsupported, BaseMismatch, ShapeMismatch, RankLimit)."""
+    """The plan of a LoRA. Raises AdapterInvalid or one of its kinds (AdapterUnsupported, BaseMismatch, ShapeMismatch,
+    RankLimit)."""
     found: dict[str, Found] = {}
     others: list[TensorInfo] = []
     saved: dict[str, TensorInfo] = {}  # of a classifier
@@ -126,7 +127,7 @@ def _check_activated(
 
 
 def _name_in_classifier(tensor: TensorInfo) -> str:
-    """`weight` or `bias`; empty for a tensor that is not a classifier's."""
+    """The part of a classifier that a tensor is, `weight` or `bias`; empty for a tensor that is not a classifier's."""
     module, _, name = tensor.name.removeprefix(PREFIX).partition(".")
     name = name.removeprefix("modules_to_save.").removeprefix("default.")
     return name if module in CLASSIFIER_NAMES and name in ("weight", "bias") else ""
@@ -167,7 +168,7 @@ def _parts(tensor: TensorInfo) -> tuple[str, Factor | None]:
 
 
 def _factor(tensor: TensorInfo, part: str, words: list[str]) -> Factor:
-    """Of a key's part and the words behind it, an adapter's name among them or not."""
+    """The factor that a key names: by its part and the words behind it, an adapter's name among them or not."""
     kind = words.pop() if words and words[-1] in ("weight", "bias") else ""
     if part == "lora_B" and kind == "bias" and len(words) <= 1:
         return "lora_bias"
@@ -194,7 +195,7 @@ def _module(
     if a is not None and b is not None:
         is_embedding = "lora_embedding_A" in a.name
         is_parameter = not is_embedding and config.names_parameter(f"{path}.weight")
-        # Of a parameter, PEFT's factors make up its weight as it is kept: of these [in, out].
+        # PEFT's factors of a parameter make up its weight as it is kept: here [in, out].
         is_transposed = is_parameter and (module.is_conv1d or module.kind == "embedding")
         if is_embedding is not (module.kind == "embedding") and not is_transposed:
             raise ShapeMismatch(f"{a.where} does not fit: {path!a} is of kind {module.kind}")
@@ -242,7 +243,8 @@ def _transposed(read: Callable[[TensorInfo], Tensor], a: TensorInfo, b: TensorIn
 
 
 def _with_init(init: Init, module: PlannedModule, max_rank: int) -> PlannedModule:
-    """With what PEFT takes out of the base model at load as further ranks. Raises RankLimit or ShapeMismatch."""
+    """The module with what PEFT takes out of the base model at load as further ranks. Raises RankLimit or
+    ShapeMismatch."""
     a, b, shape = module.a, module.b, module.shape
     if a is None or b is None:
         return module
@@ -288,7 +290,7 @@ def _check_beside_init(init: Init, modules: Sequence[PlannedModule], saved: Sequ
 def _warnings(
     config: PeftLoraConfig, targets: BaseTargets, found: Mapping[str, Found], passed_over: Sequence[str]
 ) -> list[str]:
-    """Oddities that do no harm."""
+    """Warnings of oddities that do no harm."""
     warnings: list[str] = []
     if config.base_model and config.base_model != targets.model_id:
         warnings.append(f"was trained on {config.base_model!a}, served on {targets.model_id!a}")

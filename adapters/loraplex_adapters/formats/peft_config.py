@@ -28,7 +28,7 @@ MAX_TOKEN_ROWS = 1 << 14
 MAX_INVOCATION_TOKENS = 1 << 10
 MAX_LABELS = 4096
 MAX_LABEL_CHARS = 256
-# What Transformers calls a classifier on top of a model.
+# Names that Transformers gives a classifier on top of a model.
 CLASSIFIER_NAMES = ("score", "classifier")
 Classifies = Literal["no", "texts", "tokens"]
 _CLASSIFIERS: Mapping[str, Classifies] = {"SEQ_CLS": "texts", "TOKEN_CLS": "tokens"}
@@ -47,7 +47,7 @@ _REFUSED: Mapping[str, str] = {
 }
 # Initialisations that left the base model as it was.
 _CLEAN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
-# By the beginning of their names, those that changed it and cannot be repeated at load.
+# Initialisations that changed the base model and cannot be repeated at load, by the beginning of their names.
 _REFUSED_INITS: Mapping[str, str] = {
     "pissa_niter_": "took a part out of the base model that depends on random numbers",
     "corda": "took a part out of the base model that depends on data",
@@ -95,7 +95,7 @@ class PeftLoraConfig:
 
     @property
     def options(self) -> list[str]:
-        """peft_type, and the fields that make the adapter more than a plain LoRA."""
+        """The options that make an adapter more than a plain LoRA, with its peft_type."""
         found = {
             "use_rslora": self.use_rslora,
             "use_dora": self.use_dora,
@@ -107,8 +107,8 @@ class PeftLoraConfig:
         return ["LORA", *(name for name, is_used in found.items() if is_used)]
 
     def rank_and_scale(self, path: str, budget: Budget) -> tuple[int, float]:
-        """Of one module. As in PEFT: the first pattern that matches, else the common value; the scale comes from the
-        module's own rank and alpha, never from a padded or a common rank."""
+        """Rank and scale of one module. As in PEFT: the first pattern that matches, else the common value; the scale
+        comes from the module's own rank and alpha, never from a padded or a common rank."""
         r = next((value for pattern, value in self.rank_pattern if pattern.matches(path, budget)), self.r)
         own = next((value for pattern, value in self.alpha_pattern if pattern.matches(path, budget)), self.lora_alpha)
         return r, own / (math.sqrt(r) if self.use_rslora else r)
@@ -149,12 +149,12 @@ def path_ends(path: str) -> Iterator[str]:
 
 
 def parse_peft_fields(data: bytes) -> dict[str, Any]:
-    """Raises AdapterInvalid."""
+    """The fields of a configuration. Raises AdapterInvalid."""
     return parse_object(data, CONFIG_NAME, MAX_CONFIG_BYTES)
 
 
 def parse_lora_config(fields: Mapping[str, Any]) -> PeftLoraConfig:
-    """Raises AdapterInvalid or AdapterUnsupported, naming the field."""
+    """The LoRA configuration of these fields. Raises AdapterInvalid or AdapterUnsupported, naming the field."""
     peft_type = fields.get("peft_type")
     if peft_type is None:
         raise AdapterInvalid(f"{CONFIG_NAME} has no peft_type; save the adapter with PEFT's save_pretrained")
@@ -239,7 +239,8 @@ def refuse_unknown(fields: Mapping[str, Any], known: Set[str]) -> None:
 
 
 def _init(init: Any) -> Init | None:
-    """Raises AdapterUnsupported."""
+    """The initialisation that PEFT repeats at load; None where the base model is as it was. Raises
+    AdapterUnsupported."""
     if init is None or isinstance(init, bool) or (isinstance(init, str) and init in _CLEAN_INITS):
         return None
     if init == "pissa" or init == "loftq":
@@ -253,7 +254,7 @@ def _init(init: Any) -> Init | None:
 
 
 def _invocation(fields: Mapping[str, Any], init: Init | None) -> tuple[int, ...]:
-    """Raises AdapterInvalid or AdapterUnsupported."""
+    """The tokens that activate the adapter; empty where it always is. Raises AdapterInvalid or AdapterUnsupported."""
     found: Any = fields.get("alora_invocation_tokens")
     if not found:
         return ()

@@ -82,8 +82,9 @@ def _plan_fused(
     targets: BaseTargets,
     budget: Budget,
 ) -> Iterator[PlannedModule]:
-    """Of a module's parameters that `target_parameters` names, PEFT wraps it for the first one first. A key says how
-    many layers are outside, and not which parameter it is. `own`: the module's path in the adapter."""
+    """Plans the parameters of one module that `target_parameters` names. PEFT wraps the module for the first of them
+    first. A key says how many layers are outside, and not which parameter it is. `own`: the module's path in the
+    adapter."""
     names = [name for name in targets.experts[module] if config.names_parameter(f"{own}.{name}")]
     first = next(iter(next(iter(layers.values())).values()))
     if not names:
@@ -129,8 +130,8 @@ def _plan_single(
     targets: BaseTargets,
     budget: Budget,
 ) -> Iterator[PlannedModule]:
-    """Linears of single experts (Transformers 4) as terms of the fused parameters: A's one below the other, B's on a
-    diagonal, as PEFT converts them."""
+    """Plans linears of single experts (Transformers 4) as terms of the fused parameters: A's one below the other, B's
+    on a diagonal, as PEFT converts them."""
     left = dict(paths)
     for parameter, parts in _FUSED.items():
         target = targets.modules.get(f"{module}.{parameter}")
@@ -183,7 +184,7 @@ def _plan_single(
 
 
 def _a_and_b(entry: Found) -> tuple[TensorInfo, TensorInfo]:
-    """Of experts, which have nothing else."""
+    """Factors A and B of experts. Raises AdapterUnsupported for anything else, AdapterInvalid where one is missing."""
     first = next(iter(entry.values()))
     for which, tensor in entry.items():
         check_float(tensor)

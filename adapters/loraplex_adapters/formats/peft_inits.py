@@ -24,8 +24,8 @@ from loraplex_contracts.errors import AdapterUnsupported
 
 Init = Literal["pissa", "olora", "loftq"]
 Read = Callable[[TensorInfo], Tensor]
-# Of all decompositions of an adapter, in out * in * min(out, in): some ten minutes. Measured on two cores in float32:
-# the one of 2048 x 2048 takes 4.7 s, which is 0.55 ns for each of these.
+# Limit for all decompositions of an adapter, in out * in * min(out, in): some ten minutes. Measured on two cores in
+# float32: the one of 2048 x 2048 takes 4.7 s, which is 0.55 ns for each of these.
 MAX_WORK: Final = 1 << 40
 HOW_TO_CONVERT: Final = "convert the adapter with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
 

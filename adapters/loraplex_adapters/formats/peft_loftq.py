@@ -41,7 +41,7 @@ class LoftqConfig(NamedTuple):
 
 
 def parse_loftq(fields: Mapping[str, Any]) -> LoftqConfig:
-    """Raises AdapterUnsupported."""
+    """The quantization of a configuration. Raises AdapterUnsupported."""
     found: Any = fields.get("loftq_config") or {}
     given = found if isinstance(found, dict) else {}
     config = LoftqConfig(given.get("loftq_bits", 4), given.get("loftq_iter", 1))

@@ -21,7 +21,7 @@ from loraplex_adapters.io.throttle import checkpoint
 from loraplex_contracts.errors import AdapterUnsupported
 
 MAX_PATTERN_CHARS = 256
-# Of one compiled pattern, RE2's caches included: room for 1,000 instructions and some states of its automaton.
+# Memory of one compiled pattern, RE2's caches included: room for 1,000 instructions and some states of its automaton.
 MAX_PATTERN_BYTES = 64 << 10
 # A pattern for each of 126 layers' seven linears, in both fields, takes about half of it.
 MAX_INSTRUCTIONS = 1 << 18
@@ -48,7 +48,7 @@ class Budget:
     refusal: str
 
     def spend(self, num_steps: int) -> None:
-        """Raises AdapterUnsupported when nothing is left."""
+        """Takes steps off the budget. Raises AdapterUnsupported when nothing is left."""
         checkpoint()
         self.steps_left -= num_steps
         if self.steps_left < 0:
@@ -56,12 +56,12 @@ class Budget:
 
 
 def compile_budget() -> Budget:
-    """In instructions of RE2."""
+    """The budget for compiling patterns, in instructions of RE2."""
     return Budget(MAX_INSTRUCTIONS, "are too large together")
 
 
 def match_budget() -> Budget:
-    """In nanoseconds at worst."""
+    """The budget for matching patterns, in nanoseconds at worst."""
     return Budget(MAX_MATCH_STEPS, "take too long to match")
 
 
@@ -73,7 +73,7 @@ class ModulePattern:
     compiled: Any = None
 
     def matches(self, path: str, budget: Budget) -> bool:
-        """Raises AdapterUnsupported when the adapter has used up its budget."""
+        """True if the pattern matches the path. Raises AdapterUnsupported when the adapter has used up its budget."""
         if self.compiled is not None:
             budget.spend(CALL_STEPS + self.compiled.programsize * len(path))
             return self.compiled.fullmatch(_encoded(path)) is not None
@@ -86,7 +86,8 @@ class ModulePattern:
 
 
 def compile_pattern(text: str, field_name: str, budget: Budget) -> ModulePattern:
-    """Raises AdapterUnsupported, naming the field, when the pattern is not understood or too large."""
+    """The compiled pattern. Raises AdapterUnsupported, naming the field, when the pattern is not understood or too
+    large."""
     if len(text) > MAX_PATTERN_CHARS:
         raise AdapterUnsupported(f"{field_name}: a pattern of {len(text)} characters; at most {MAX_PATTERN_CHARS}")
     budget.spend(1)
@@ -106,7 +107,7 @@ def compile_pattern(text: str, field_name: str, budget: Budget) -> ModulePattern
 
 
 def _encoded(text: str) -> bytes:
-    """JSON can hold lone surrogates; RE2 refuses their bytes."""
+    """The text's bytes. JSON can hold lone surrogates; RE2 refuses their bytes."""
     return text.encode(errors="surrogatepass")
 
 

@@ -41,7 +41,7 @@ class Places:
             self._by_end.setdefault(_below(path), []).append(path)
 
     def of(self, path: str) -> str:
-        """The same where the base model has it, or has nothing like it."""
+        """The module's path in the base model; the same path where the base model has it, or has nothing like it."""
         if path in self._known or self._above:
             return self._above + path
         ends = self._by_end.get(_below(path), [])
@@ -67,7 +67,7 @@ class PathEnds:
         self._backwards = sorted(path[::-1] for path in modules)
 
     def __contains__(self, end: str) -> bool:
-        """True when a path ends so. In logarithmic time, as the number of names is an adapter's own."""
+        """True if a path ends so. In logarithmic time, as the number of names is an adapter's own."""
         idx = bisect_left(self._backwards, end[::-1])
         return idx < len(self._backwards) and self._backwards[idx].startswith(end[::-1])
 

@@ -37,7 +37,7 @@ class Rotation:
 
     @staticmethod
     def parsed(fields: Mapping[str, Any]) -> Rotation:
-        """Raises AdapterInvalid or AdapterUnsupported."""
+        """The rotation of a configuration. Raises AdapterInvalid or AdapterUnsupported."""
         if "oft_block_size" not in fields:
             raise AdapterUnsupported(
                 f"{CONFIG_NAME} has no oft_block_size: it is of PEFT before 0.14, whose OFT computed something else"
@@ -55,7 +55,8 @@ class Rotation:
         )
 
     def plan(self, tensor: TensorInfo, target: TargetModule) -> PlannedSaved:
-        """Of oft_R [blocks, size * (size - 1) / 2], the values above the diagonals. Raises ShapeMismatch."""
+        """The planned rotation of oft_R [blocks, size * (size - 1) / 2], the values above the diagonals. Raises
+        ShapeMismatch."""
         num_blocks, num_values = tensor.shape if len(tensor.shape) == 2 else (0, 0)
         size = (1 + int((1 + 8 * num_values) ** 0.5)) // 2
         is_whole = num_blocks * size == target.in_features or (self.is_shared and target.in_features % size == 0)
@@ -76,13 +77,14 @@ class Rotation:
         return PlannedSaved(SavedShape(target.path, PARAMETER, (num_blocks, size, size)), tensor, made=make)
 
     def _projected(self, skew: Tensor) -> Tensor:
-        """Those that are too long cut to the length that the constraint allows, which PEFT has in float32."""
+        """The matrices, cut to the length that the constraint allows where they are longer, which PEFT has in
+        float32."""
         longest = self.eps / torch.tensor(len(skew)).sqrt()
         lengths = torch.linalg.vector_norm(skew, dim=(1, 2), keepdim=True)
         return torch.where(lengths <= longest, skew, longest * (skew / lengths))
 
     def _series(self, skew: Tensor) -> Tensor:
-        """1 + 2 Q + 2 Q^2 + ..., and the last term once, as PEFT has it."""
+        """Neumann's series 1 + 2 Q + 2 Q^2 + ..., and the last term once, as PEFT has it."""
         found = torch.eye(skew.shape[-1], dtype=skew.dtype).expand_as(skew).clone()
         if self.num_terms == 1:
             return found
@@ -101,7 +103,7 @@ NO_ROTATION: Final = Rotation()
 
 
 def plan_boft(parts: Mapping[str, TensorInfo], target: TargetModule) -> tuple[PlannedSaved, TensorInfo]:
-    """Of boft_R [1, blocks, size, size], and boft_s [out, 1]: the rotation and the scale. Raises AdapterUnsupported
+    """The planned rotation of boft_R [1, blocks, size, size], and the scale boft_s [out, 1]. Raises AdapterUnsupported
     for more than one butterfly factor, or ShapeMismatch."""
     matrices, scale = parts["boft_R"], parts["boft_s"]
     num_factors, num_blocks, size, _ = matrices.shape if len(matrices.shape) == 4 else (0, 0, 0, 0)
@@ -124,7 +126,7 @@ def plan_boft(parts: Mapping[str, TensorInfo], target: TargetModule) -> tuple[Pl
 
 
 def cayley(skew: Tensor) -> Tensor:
-    """(1 - Q) (1 + Q)^-1 of skew-symmetric matrices: orthogonal ones."""
+    """Cayley's transform (1 - Q) (1 + Q)^-1 of skew-symmetric matrices: orthogonal ones."""
     one = torch.eye(skew.shape[-1], dtype=skew.dtype).expand_as(skew)
     found: Tensor = torch.linalg.solve(one + skew, one - skew, left=False)
     return found

@@ -20,8 +20,9 @@ from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, ShapeM
 # The wrapper of a parameter as it was, which PEFT does not compute with.
 ORIGINAL = "original_module"
 _TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
-# What PEFT has around a module whose parameters it saves. With embeddings that were resized, or that the user wants to
-# be saved, it writes what it has of them: what it computes with twice, and the original, which it does not use.
+# The wrapper that PEFT puts around a module whose parameters it saves. With embeddings that were resized, or that the
+# user wants to be saved, it writes all it has of them: twice the weight that it computes with, and the original, which
+# it does not use.
 _WRAPPER = re.compile(r"\.(?:token_adapter\.)?(base_layer|modules_to_save|original_module)(?:\.default)?$")
 _REFUSED_PARTS: Mapping[str, str] = {
     "lora_diag": "a diagonal of KaSA",
@@ -64,7 +65,7 @@ def plan_saved(
 
 
 def _saved(tensor: TensorInfo, path: str, name: str, config: PeftLoraConfig, targets: BaseTargets) -> PlannedSaved:
-    """Raises AdapterUnsupported for a tensor that has no place in the model."""
+    """The planned saved parameter of a tensor. Raises AdapterUnsupported for one that has no place in the model."""
     for word in tensor.name.split("."):
         if word in _REFUSED_PARTS:
             raise AdapterUnsupported(f"{tensor.where} is {_REFUSED_PARTS[word]}, which is not served")
@@ -109,7 +110,7 @@ def _check_originals(originals: list[PlannedSaved], saved: list[PlannedSaved], t
 
 
 def _without_doubles(saved: list[PlannedSaved]) -> list[PlannedSaved]:
-    """One of each pair that PEFT writes as a module's own and as `modules_to_save`."""
+    """The parameters with one of each pair that PEFT writes as a module's own and as `modules_to_save`."""
     kept: dict[tuple[str, str, bool], PlannedSaved] = {}
     doubles: list[PlannedSaved] = []
     for one in saved:
@@ -125,7 +126,7 @@ def _without_doubles(saved: list[PlannedSaved]) -> list[PlannedSaved]:
 
 
 def _with_rows(saved: list[PlannedSaved]) -> list[PlannedSaved]:
-    """Rows for some tokens in the whole weight, where the file has that as well."""
+    """The parameters with rows for some tokens put into the whole weight, where the file has that as well."""
     rows = {one.shape.path: one for one in saved if one.shape.token_ids is not None}
     whole = {
         one.shape.path: _in_rows(one, rows[one.shape.path])
@@ -147,9 +148,9 @@ def _in_rows(whole: PlannedSaved, rows: PlannedSaved) -> PlannedSaved:
 def _tied(
     saved: list[PlannedSaved], originals: list[PlannedSaved], config: PeftLoraConfig, targets: BaseTargets
 ) -> list[PlannedSaved]:
-    """With the parameters that stand for two, because the base model ties its head to its embedding: rows of tokens,
-    where the configuration says so (ensure_weight_tying) whole weights, and the original of a saved one, which is the
-    other's own."""
+    """The saved parameters, with those that stand for two because the base model ties its head to its embedding: rows
+    of tokens, where the configuration says so (ensure_weight_tying) whole weights, and the original of a saved one,
+    which is the other's own."""
     if not targets.tied_head:
         return saved
     by_path = {one.shape.path: one for one in saved if one.shape.name == "weight"}

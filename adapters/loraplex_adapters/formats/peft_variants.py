@@ -92,7 +92,7 @@ class _Config:
     rotation: Rotation = NO_ROTATION
 
     def scale(self, path: str, budget: Budget) -> float:
-        """Of a module of LoHa or LoKr."""
+        """Scale of a module of LoHa or LoKr."""
         own_rank = next((value for pattern, value in self.rank_pattern if pattern.matches(path, budget)), self.r)
         own = next((value for pattern, value in self.alpha_pattern if pattern.matches(path, budget)), self.alpha)
         # PEFT has LoHa's in float32.
@@ -159,7 +159,7 @@ def plan_variant(fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], t
 
 
 def _path_and_name(tensor: TensorInfo, kind: str) -> tuple[str, str]:
-    """Of a module, and of its tensor."""
+    """Path of the module that a tensor belongs to, and the tensor's name in it."""
     words = tensor.name.removeprefix(PREFIX).split(".")
     num_words = 2 if kind == "OFT" else 1
     return ".".join(words[:-num_words]), ".".join(words[-num_words:])
@@ -200,7 +200,7 @@ def _plan_scaling(
 
 
 def _scaling(tensor: TensorInfo, target: TargetModule, *, has_shift: bool = False) -> PlannedModule:
-    """Of outputs. `has_shift`: the base's bias is not scaled."""
+    """The planned scaling of a module's outputs. `has_shift`: the base's bias is not scaled."""
     shape = FactorShape(target.path, 0, target.in_features, target.out_features, 1.0, True, has_shift)
     return PlannedModule(shape, target, None, None, gain=tensor)
 

@@ -15,7 +15,7 @@ from loraplex_adapters.io.throttle import checkpoint
 from loraplex_adapters.weights import AdapterLayout
 from loraplex_contracts.errors import NonFinite
 
-# Of a base weight, that are compared with an adapter's at once.
+# Bytes of a base weight that are widened at once.
 _BLOCK_BYTES = 8 << 20
 
 
@@ -70,12 +70,12 @@ class _Run:
 
     @property
     def whole(self) -> TensorInfo:
-        """As one tensor, with the first one's name."""
+        """The run as one tensor, with the first one's name."""
         return replace(self.tensors[0], num_bytes=sum(tensor.num_bytes for tensor in self.tensors))
 
 
 def _runs(plan: LoraPlan, layout: AdapterLayout) -> Iterator[_Run | PlannedModule]:
-    """In the layout's order. A module comes by itself for what is computed of its tensors."""
+    """Runs of tensors in the layout's order. A module comes by itself for what is computed of its tensors."""
     itemsize = DTYPES[layout.dtype].itemsize
     run: _Run | None = None
     source_end = target_end = -1
@@ -169,7 +169,7 @@ def rescaling(
 
 
 def _narrow(tensor: Tensor, dtype: str, path: str) -> Tensor:
-    """As it is stored. Raises NonFinite."""
+    """The tensor in the dtype it is stored in, on the CPU. Raises NonFinite."""
     found = tensor.to(DTYPES[dtype]).contiguous().cpu()
     if not bool(torch.isfinite(found).all()):
         raise NonFinite(f"{path!a}: what is computed of its tensors is not finite in the base model's dtype")

@@ -18,7 +18,8 @@ MAX_TOKENIZER_CONFIG_BYTES: Final = 16 << 20  # added tokens are in it
 
 
 def read_templates(files: AdapterFiles) -> AdapterTemplates | None:
-    """None where there are none. Raises AdapterInvalid for a file that cannot be read as one."""
+    """The templates that an adapter brings; None where there are none. Raises AdapterInvalid for a file that cannot be
+    read as one."""
     jinja, of_processor, of_tokenizer = TEMPLATE_NAMES
     config: dict[str, Any] = {}
     if of_tokenizer in files.names:

@@ -42,7 +42,7 @@ class Folder:
 
     @classmethod
     def root(cls, path: Path) -> Self:
-        """The root is the operator's own word: it may be a link. Raises OSError."""
+        """The root folder. Its path is the operator's own word: it may be a link. Raises OSError."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         return cls([fd], tuple({os.path.abspath(path), os.path.realpath(path)}))
 
@@ -51,7 +51,7 @@ class Folder:
         return self._fds[-1]
 
     def open_folder(self, path: str) -> Folder:
-        """Raises OSError or BadPath."""
+        """The folder at a path below this one. Raises OSError or BadPath."""
         fds, file = self._walk(path)
         if file is None:
             return Folder(fds, self._root_paths)
@@ -82,7 +82,8 @@ class Folder:
             raise
 
     def _walk_from(self, fds: list[int], path: str) -> int | None:
-        """`fds` grows and shrinks with the way."""
+        """Walks a path. `fds` grows and shrinks with the way. Returns the descriptor of the file at its end, if there
+        is one."""
         pending = path.split("/")[::-1]
         num_links = num_turns = 0  # a turn is a link, or a step that changed while it was taken
         while pending:
@@ -131,7 +132,7 @@ class NamedFolder:
     """A folder that the operator has named: links in it lead wherever they lead. Owns its descriptor."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError."""
+        """Opens the folder. Raises OSError."""
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._is_open = True
 

@@ -53,7 +53,7 @@ class TensorInfo:
 
     @property
     def where(self) -> str:
-        """File and name, for a message."""
+        """The tensor's file and name, for a message."""
         return f"{self.file}: {self.shown}"
 
     @property
@@ -108,7 +108,7 @@ def _numbers(value: Any, maximum: int) -> tuple[int, ...] | None:
 
 
 def _check_cover(tensors: Mapping[str, TensorInfo], data_start: int, file_bytes: int, what: str) -> None:
-    """The tensors must cover the data exactly once."""
+    """Raises AdapterInvalid unless the tensors cover the data exactly once."""
     position = data_start
     for tensor in sorted(tensors.values(), key=lambda t: (t.offset, t.num_bytes)):
         if tensor.offset < position:
@@ -148,7 +148,7 @@ class PieceWriter:
         self.position += data.nbytes
 
     def pad_to(self, position: int) -> None:
-        """Zeros up to `position`."""
+        """Writes zeros up to `position`."""
         if position > self.position:
             self._write(memoryview(bytes(position - self.position)))
             self.position = position
@@ -200,15 +200,15 @@ class PieceReader:
             start += num
 
     def sha256(self, tensor: TensorInfo) -> str:
-        """Of the tensor's converted bytes: comparable with TargetModule.weight_sha256."""
+        """SHA-256 of the tensor's converted bytes: comparable with TargetModule.weight_sha256."""
         digest = hashlib.sha256()
         for piece in self.pieces(tensor):
             digest.update(bytes_of(piece))
         return digest.hexdigest()
 
     def _memory(self, source: torch.dtype, target: torch.dtype, num: int) -> _Piece:
-        """`num` elements as they are read and as they are given out. New memory for every piece would be cleared for
-        every piece, which takes longer than the work."""
+        """Memory for `num` elements as they are read and as they are given out. New memory for every piece would be
+        cleared for every piece, which takes longer than the work."""
         shape = (source, target, num)
         if self._piece is not None and self._piece.shape == shape:
             return self._piece

@@ -76,7 +76,7 @@ class AdapterFiles:
     """The files of one adapter, each opened once, until the end of the `with` block. Owns the folder and the files."""
 
     def __init__(self, folder: Folder | NamedFolder, adapter_id: str) -> None:
-        """Takes over the folder, also where it raises."""
+        """Takes over the folder, also where this raises."""
         self._folder = folder
         self._adapter_id = adapter_id
         self.opened: dict[str, SourceFile] = {}
@@ -87,7 +87,8 @@ class AdapterFiles:
             raise
 
     def open(self, name: str) -> SourceFile:
-        """Raises AdapterInvalid when it is not a regular file, AdapterOutsideRoot when it is a link to elsewhere."""
+        """The open file of a name. Raises AdapterInvalid when it is not a regular file, AdapterOutsideRoot when it is a
+        link to elsewhere."""
         if name in self.opened:
             return self.opened[name]
         if name not in self.names:
@@ -95,7 +96,7 @@ class AdapterFiles:
         return self._open(name)
 
     def find(self, name: str) -> SourceFile | None:
-        """As `open`, also of a file in a folder of the adapter's; None where there is none."""
+        """Does what `open` does, also for a file in a folder of the adapter's. None where there is none."""
         if name in self.opened:
             return self.opened[name]
         try:
@@ -113,7 +114,7 @@ class AdapterFiles:
         return file
 
     def check_unchanged(self) -> None:
-        """Raises SourceUnavailable when one of them was written to since it was opened."""
+        """Raises SourceUnavailable when one of the files was written to since it was opened."""
         for file in self.opened.values():
             file.check_unchanged()
 
@@ -147,7 +148,7 @@ class AdapterSource(Protocol):
 
 
 def read_all(file: SourceFile, max_bytes: int) -> bytes:
-    """A small file at once. Raises AdapterInvalid when it is larger than `max_bytes`."""
+    """The content of a small file. Raises AdapterInvalid when it is larger than `max_bytes`."""
     if file.num_bytes > max_bytes:
         raise AdapterInvalid(f"{file.name} has {file.num_bytes} bytes; at most {max_bytes} are read")
     data = bytearray(file.num_bytes)
@@ -217,7 +218,8 @@ def _names(fd: int) -> Iterator[str]:
 
 
 def open_error(error: OSError | BadPath, adapter_id: str, what: str) -> LoraplexError:
-    """The message about a link depends on the link alone, never on its target outside."""
+    """The typed error for a path that cannot be opened. The message about a link depends on the link alone, never on
+    its target outside."""
     if isinstance(error, BadPath):
         log.warning("adapter %s: %s %s", ascii(adapter_id), ascii(what), error.why)
         cls = AdapterOutsideRoot if error.leads_out else AdapterInvalid

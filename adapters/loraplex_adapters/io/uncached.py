@@ -28,21 +28,21 @@ MIN_READ_BYTES: Final = 64 << 10
 
 
 def read_uncached(fd: int, buffer: memoryview, offset: int) -> int:
-    """As os.preadv: how many bytes were read, 0 at the end of the file."""
+    """Reads as os.preadv does. Returns how many bytes were read, 0 at the end of the file."""
     if buffer.nbytes < MIN_READ_BYTES:
         return os.preadv(fd, [buffer], offset)
     return _call_uncached(os.preadv, fd, buffer, offset)
 
 
 def write_uncached(fd: int, data: memoryview, offset: int) -> None:
-    """All of `data`. Raises OSError."""
+    """Writes all of `data`. Raises OSError."""
     while data.nbytes > 0:
         done = _call_uncached(os.pwritev, fd, data, offset)
         data, offset = data[done:], offset + done
 
 
 def _call_uncached(call: Callable[..., int], fd: int, data: memoryview, offset: int) -> int:
-    """os.preadv or os.pwritev with the flag, or without it where the system refuses it."""
+    """Calls os.preadv or os.pwritev with the flag, or without it where the system refuses it."""
     if _DONTCACHE:
         try:
             return call(fd, [data], offset, _DONTCACHE)

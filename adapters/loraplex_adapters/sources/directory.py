@@ -37,7 +37,7 @@ from loraplex_contracts.errors import (
     no_such_folder,
 )
 
-# Of each file that serving may read: name, bytes, time of the last change, inode.
+# A folder's state. For each file that serving may read: name, bytes, time of the last change, inode.
 Fingerprint = tuple[tuple[str, int, int, int], ...]
 _READ_NAMES = frozenset({*WANTED_NAMES, *TEMPLATE_NAMES, MODEL_INDEX_NAME})
 
@@ -90,7 +90,7 @@ class DirectorySource:
             folder.close()
 
     def _open_folder(self, adapter_id: str, origin: AdapterOrigin) -> Folder:
-        """Raises OSError or BadPath, and typed errors."""
+        """Opens an adapter's folder. Raises OSError or BadPath, and typed errors."""
         check_adapter_id(adapter_id)
         if origin.revision or origin.source.startswith(S3_SOURCE):  # folders have none, whatever their names
             raise no_such_place(adapter_id, origin)
@@ -201,7 +201,8 @@ class _Known:
 
 
 class DirectoryIndex:
-    """`holds_adapter` says whether an open folder with these entries is the adapter of that name. For one thread."""
+    """Index of a root's adapters. `holds_adapter` says whether an open folder with these entries is the adapter of that
+    name. For one thread."""
 
     def __init__(
         self, holds_adapter: Callable[[Folder, set[str], str], bool], now_ns: Callable[[], int] = time.time_ns
@@ -270,7 +271,7 @@ def _entries(fd: int) -> Iterator[os.DirEntry[str]]:
 
 
 def _is_folder(entry: os.DirEntry[str], prefix: str) -> bool:
-    """True when it may be an adapter or hold some. A link counts: its target shows when it is opened."""
+    """True if the entry may be an adapter or hold some. A link counts: its target shows when it is opened."""
     with contextlib.suppress(OSError, InvalidAdapterId):
         check_adapter_id(prefix + entry.name)
         return entry.is_dir(follow_symlinks=False) or entry.is_symlink()
@@ -278,7 +279,8 @@ def _is_folder(entry: os.DirEntry[str], prefix: str) -> bool:
 
 
 def _has_other_time(fd: int, name: str, folder: _Known) -> bool:
-    """A link's own time differs from its target's, so it is followed anew each time."""
+    """True if a folder was changed since it was read. A link's own time differs from its target's, so it is followed
+    anew each time."""
     try:
         return os.stat(name, dir_fd=fd, follow_symlinks=False).st_mtime_ns != folder.changed_ns
     except OSError:

@@ -102,7 +102,7 @@ class _Repository(RemoteFolder):
         self._commit = ""
 
     def look(self) -> None:
-        """Asks for the commit and its files."""
+        """Asks the Hub for the commit and its files."""
         path = f"/api/models/{self.name}"
         if self._revision:
             path += f"/revision/{quote(self._revision, safe='')}"
@@ -168,7 +168,8 @@ class _Session:
         return headers | {"accept-encoding": "identity"}
 
     def _redirected(self, url: str, target: str, about: str) -> str:
-        """Raises SourceUnavailable where it leads to a host that the operator has not named, or out of TLS."""
+        """The address that a redirect leads to. Raises SourceUnavailable for a host that the operator has not named, or
+        where it leads out of TLS."""
         scheme, host, _ = _origin(target)
         is_named = any(host == one or (one.startswith(".") and host.endswith(one)) for one in self._redirect_hosts)
         if _origin(target) == _origin(self._endpoint) or (is_named and scheme == TLS):
@@ -202,7 +203,8 @@ def _origin(url: str) -> tuple[str, str, int | None]:
 
 
 def _check_status(response: Any, about: str, *, has_token: bool) -> None:
-    """Bodies of refusals are not read: they say nothing that the code does not, and may be endless."""
+    """Raises the typed error of a refusal. Its body is not read: it says nothing that the code does not, and may be
+    endless."""
     status, code = response.status_code, response.headers.get("x-error-code", "")
     if status == 200:
         return

@@ -35,13 +35,14 @@ PIECE_BYTES: Final = 1 << 18
 MAX_BYTES: Final = 8 << 30  # of one adapter
 MODEL_WEIGHTS: Final = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
-# They write addresses, at INFO those that are asked for, at DEBUG those of redirects, and some are signed.
+# These libraries log addresses, at INFO those that are asked for, at DEBUG those of redirects; some are signed.
 for _name in ("httpx", "httpx2", "httpcore", "httpcore2"):
     logging.getLogger(_name).setLevel(logging.WARNING)
 
 
 def http_client() -> Any:
-    """A client of its own, without cookies or tokens of others; it follows no redirect. Raises SourceUnavailable."""
+    """An HTTP client of its own, without cookies or tokens of others; it follows no redirect. Raises
+    SourceUnavailable."""
     import huggingface_hub
 
     return type(huggingface_hub.get_session())(timeout=TIMEOUT_S, follow_redirects=False)
@@ -70,7 +71,7 @@ class RemoteFile:
 
 
 class Damaged(Exception):
-    """Bytes that are not those that the server has described. Goes on from the file's name."""
+    """Bytes that are not those that the server has described. The text goes on from the file's name."""
 
 
 class RemoteFolder(ABC):
@@ -87,7 +88,7 @@ class RemoteFolder(ABC):
         """The bytes of one of `files`, as they come. Raises typed errors."""
 
     def model_weights(self, folder: Path) -> list[str]:
-        """Of a model that is Medusa heads, whose configuration is in `folder` already."""
+        """Names of the weight files of a model that is Medusa heads, whose configuration is in `folder` already."""
         return [name for name in self.files if name == MODEL_INDEX_NAME or MODEL_WEIGHTS.fullmatch(name)]
 
     def fetch(self, folder: Path, wanted: Sequence[str], max_bytes: int) -> None:
@@ -105,7 +106,7 @@ class RemoteFolder(ABC):
             self.fetch_files(folder, self.model_weights(folder), max_bytes)
 
     def fetch_files(self, folder: Path, names: Sequence[str], max_bytes: int) -> None:
-        """Raises AdapterInvalid or DiskFull before it fetches too much."""
+        """Fetches the named files. Raises AdapterInvalid or DiskFull before it fetches too much."""
         total_bytes = sum(self.files[name].num_bytes for name in names)
         _check_room(total_bytes, max_bytes, folder, _on(self.server))
         until_s = time.monotonic() + START_S + total_bytes / SLOWEST_BYTES_PER_S
@@ -114,7 +115,7 @@ class RemoteFolder(ABC):
             self.download(name, folder / name, until_s)
 
     def download(self, name: str, target: Path, until_s: float) -> None:
-        """The whole file, in two tries."""
+        """Downloads the whole file, in two tries."""
         for is_last in (False, True):
             try:
                 self._download(name, target, until_s)

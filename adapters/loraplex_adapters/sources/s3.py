@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 SIGNED_FOR: Final = timedelta(minutes=5)  # an address; a download that has begun goes on
 MAX_REFUSAL_BYTES: Final = 64 << 10
 MAX_INDEX_BYTES: Final = 16 << 20
-# Of credentials, where these come from a service.
+# Timeouts for asking a service for credentials.
 _TIMEOUTS: Final[ClientConfig] = {"connect_timeout": "5s", "timeout": "20s"}
 _RETRIES: Final[RetryConfig] = {"max_retries": 2, "retry_timeout": timedelta(seconds=20)}
 _KEY = re.compile(r"[A-Za-z0-9!_.*'()=@+ -]+(/[A-Za-z0-9!_.*'()=@+ -]+)*\Z")
@@ -100,7 +100,8 @@ class S3Source:
         return []
 
     def _place(self, adapter_id: str, origin: AdapterOrigin) -> tuple[str, str]:
-        """Bucket and prefix. Raises AdapterNotFound where it is no place of this source's, InvalidArgument."""
+        """Bucket and prefix of an adapter. Raises AdapterNotFound where it is no place of this source's,
+        InvalidArgument."""
         check_adapter_id(adapter_id)
         if not origin.source.startswith(S3_SOURCE):
             raise adapter_not_found(adapter_id)
@@ -150,7 +151,7 @@ class _Bucket:
         self._sign = obstore.sign
 
     def address(self, method: Literal["GET", "HEAD"], key: str) -> str:
-        """Raises SourceUnavailable where there are no credentials."""
+        """The signed address of an object. Raises SourceUnavailable where there are no credentials."""
         try:
             signed = self._sign(self._store, method, key, SIGNED_FOR)
         except Exception as error:  # its text may have addresses
@@ -247,7 +248,7 @@ class _Prefix(RemoteFolder):
 
 
 def _described(response: Any, name: str) -> RemoteFile:
-    """Raises SourceUnavailable where it has no size."""
+    """The object that an answer describes. Raises SourceUnavailable where it has no size."""
     try:
         num_bytes = int(response.headers["content-length"])
         if num_bytes < 0:

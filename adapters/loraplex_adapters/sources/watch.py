@@ -91,17 +91,17 @@ class ReplacedFolders:
         self._folders: dict[str, _Folder] = {}
 
     def origins(self) -> dict[str, AdapterOrigin]:
-        """Of all names."""
+        """The origins of all names."""
         return {name: folder.origin for name, folder in self._folders.items()}
 
     def loaded(self, name: str, origin: AdapterOrigin, files: Fingerprint | None) -> None:
-        """The name is bound to these files; None where they do not come from a folder below the root."""
+        """Takes in that the name is bound to these files; None where they do not come from a folder below the root."""
         self._folders.pop(name, None)
         if files is not None:
             self._folders[name] = _Folder(origin, files)
 
     def failed(self, name: str, files: Fingerprint | None, *, may_retry: bool) -> None:
-        """A load of these files has failed, and the name goes on with what it is bound to."""
+        """Takes in that a load of these files has failed; the name goes on with what it is bound to."""
         folder = self._folders.get(name)
         if folder is not None and files is not None:
             folder.files = files

@@ -71,14 +71,14 @@ class Backend:
 
     @classmethod
     def serves(cls, device_type: str) -> bool:
-        """True if it is for devices of this type."""
+        """True if this back end is for devices of this type."""
         return True
 
     @classmethod
     def create(
         cls, device: torch.device, *, cpu_kernels: str, num_threads: int | None, progress: Callable[[str], None]
     ) -> Self:
-        """For `device`, with the operator's choices. Raises InvalidArgument where one cannot be met."""
+        """The back end for `device`, with the operator's choices. Raises InvalidArgument where one cannot be met."""
         return cls(device)
 
     @classmethod
@@ -122,16 +122,16 @@ class Backend:
         return row_argmax
 
     def masked_argmax(self) -> MaskedArgmax | None:
-        """The same among the tokens that a mask allows; None: the scores are changed first."""
+        """The most likely token of each row among those that a mask allows; None: the scores are changed first."""
         return None
 
     def noisy_argmax(self) -> NoisyArgmax | None:
-        """Draws from all tokens at once; None: tensor operations do it. A CPU draws from few."""
+        """A function that draws from all tokens at once; None: tensor operations do it. A CPU draws from few."""
         return None
 
     def torch_threads(self, num_tokens: int) -> AbstractContextManager[None]:
-        """Within the block torch has as many threads as are good for a step of so many tokens, of a model that back end
-        and torch compute in turns."""
+        """Gives torch, within the block, as many threads as are good for a step of so many tokens, of a model that back
+        end and torch compute in turns."""
         return nullcontext()
 
     def recurrences(self) -> StateOps | None:

@@ -82,7 +82,7 @@ def compare(kind: Kind, expected: Tensor, got: Tensor, base: Tensor | None = Non
 
 
 def compare_all(kind: Kind, expected: Sequence[Tensor], got: Sequence[Tensor]) -> Comparison:
-    """The first pair that differs, or else the last one."""
+    """Compares pairs of results. Returns the first pair that differs, or else the last one."""
     found = Comparison(0.0, 0.0)
     for wanted, own in zip(expected, got, strict=True):
         found = compare(kind, wanted, own)

@@ -41,7 +41,7 @@ class FusedOps(Protocol):
     def name(self) -> str: ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
-        """x [..., features] over its root mean square, times weight [features] + offset, in x's dtype."""
+        """RMS norm: x [..., features] over its root mean square, times weight [features] + offset, in x's dtype."""
         ...
 
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,8 +136,8 @@ def _norm(
     ops: FusedOps,
     **named: Any,
 ) -> Tensor:
-    """`others` and `named`: what a norm may be given beside x, as some recurrent layers give it a gate. It is left to
-    the norm's own code then."""
+    """The norm of x. `others` and `named`: what a norm may be given beside x, as some recurrent layers give it a gate.
+    It is left to the norm's own code then."""
     if others or named or x.dtype != weight.dtype:
         return own(x, *others, **named)
     return ops.rms_norm(x, weight, eps, form)

@@ -47,7 +47,7 @@ class View:
 
 @dataclass(slots=True)
 class Group:
-    """Spans of one query length."""
+    """Spans of one query length, computed at once."""
 
     query_len: int
     spans: list[int]
@@ -88,7 +88,7 @@ class TorchPagedAttention:
 
 
 def _partition(batch: AttentionBatch) -> Iterator[list[int]]:
-    """Spans by query length; within one, contexts that differ by more than 2x or are too many part."""
+    """Groups of spans by query length; within one, contexts that differ by more than 2x or are too many part."""
     order = np.lexsort((batch.context_lens, batch.query_lens)).tolist()
     queries: list[int] = batch.query_lens.tolist()
     contexts: list[int] = batch.context_lens.tolist()
@@ -170,7 +170,7 @@ def _mask(
 def _attend(
     plan: Plan, group: Group, query: Tensor, key: Tensor, value: Tensor, kv: LayerKv, spec: AttentionSpec
 ) -> Tensor:
-    """query [num_spans * query_len, heads, dim] of one group -> [num_spans * query_len, heads, v_dim]."""
+    """Attention of one group: query [num_spans * query_len, heads, dim] -> [num_spans * query_len, heads, v_dim]."""
     num_spans, query_len = len(group.spans), group.query_len
     q = query.view(num_spans, query_len, spec.num_heads, spec.k_dim).transpose(1, 2)
     is_causal = False
@@ -219,7 +219,7 @@ def _packed_mask(group: Group, reach: Reach, groups: int, mask: Tensor | None) -
 
 
 def _biases(spec: AttentionSpec, view: View) -> Tensor | None:
-    """[num_spans, heads, length] what is added to scores by the position of the key."""
+    """Biases [num_spans, heads, length] that are added to scores by the position of the key."""
     if spec.key_bias is None:
         return None
     positions = view.first_keys[:, None] + torch.arange(view.length, device=view.first_keys.device)

@@ -38,7 +38,7 @@ def choose_backend(
 
 
 def plain_backend(device: torch.device) -> Backend:
-    """The same, with the plain reference in place of a CPU's: for tools and tests that name none."""
+    """The back end for `device`, with the plain reference in place of a CPU's: for tools and tests that name none."""
     return Backend(device) if device.type == "cpu" else choose_backend(device)
 
 

@@ -116,7 +116,7 @@ def _pickles(files: AdapterFiles) -> dict[str, str]:
 
 
 def _convert(file: SourceFile, path: Path, target: Path, max_bytes: int, timeout_s: float | None) -> int:
-    """The number of tensors that the child has written."""
+    """Converts one pickle in a child. Returns the number of tensors that the child has written."""
     if file.num_bytes > max_bytes:
         raise AdapterInvalid(f"{file.name} has {file.num_bytes} bytes; at most {max_bytes} are read (--max-bytes)")
     allowed_s = _START_S + file.num_bytes / _BYTES_PER_S if timeout_s is None else timeout_s
@@ -161,7 +161,7 @@ def _copy(file: SourceFile, target: Path, max_bytes: int) -> None:
 
 
 class Refused(Exception):
-    """Goes on from the file's name."""
+    """A refusal of a pickle. The text goes on from the file's name."""
 
     def __init__(self, reason: str, *, is_unsafe: bool = False) -> None:
         super().__init__(reason)
@@ -169,7 +169,8 @@ class Refused(Exception):
 
 
 def converting(setup: Any) -> Callable[[Any], Any]:
-    """In the child, before the bounds hold: opens the two files, and has torch import what it reads pickles with."""
+    """Set up in the child, before the bounds hold: opens the two files, and has torch import what it reads pickles
+    with. Returns the conversion."""
     source, out = open(setup["pickle"], "rb"), open(setup["out"], "xb")  # noqa: SIM115 - the process owns them
     for is_zip in (True, False):
         sample = BytesIO()
@@ -219,7 +220,8 @@ def _name(name: object) -> str:
 
 
 def _tensor(name: object, value: object) -> Tensor:
-    """Raises Refused for what safetensors cannot hold, and for a tensor that is larger than its own memory."""
+    """The checked tensor of an entry. Raises Refused for what safetensors cannot hold, and for a tensor that is larger
+    than its own memory."""
     where = f"holds {ascii(name)[:160]},"
     if not isinstance(value, Tensor):
         raise Refused(f"{where} which is a {type(value).__name__} and not a tensor")
@@ -233,7 +235,7 @@ def _tensor(name: object, value: object) -> Tensor:
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], out: IO[bytes], max_bytes: int) -> None:
-    """A safetensors file. Written here: torch's tensors may share memory, which the library refuses."""
+    """Writes a safetensors file. Written here: torch's tensors may share memory, which the library refuses."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, tensor in tensors.items():

@@ -42,7 +42,7 @@ _WEIGHT_FILES: Final = ("*.safetensors", "pytorch_model*.bin")
 
 
 class Answer(TypedDict):
-    """The answer to the question."""
+    """The answer whether a model would be served."""
 
     model: str
     family: str
@@ -70,7 +70,7 @@ class ModelReport(Answer, total=False):
 
 
 def examine_model(model: str, *, dtype: str = "auto", device: str = "auto", revision: str | None = None) -> ModelReport:
-    """Raises InvalidArgument for a path that is not there, or a bad option."""
+    """The report on a model. Raises InvalidArgument for a path that is not there, or a bad option."""
     if dtype != "auto" and dtype not in DTYPES:
         raise InvalidArgument(f"{dtype!r} is not a dtype; use auto or one of {', '.join(DTYPES)}", field="--dtype")
     if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
@@ -92,7 +92,7 @@ def examine_model(model: str, *, dtype: str = "auto", device: str = "auto", revi
 
 
 def _examine(config: PreTrainedConfig, folder: str, dtype: str, backend: Backend, report: ModelReport) -> None:
-    """Completes the report. Raises UnsupportedModel."""
+    """Completes the report by loading the tiny copy. Raises UnsupportedModel."""
     name = dtype if dtype != "auto" else str(_own_dtype(config)).removeprefix("torch.")
     try:
         tiny = tiny_config(config, Widths(_head_dim(config)))
@@ -142,7 +142,7 @@ def _head_dim(config: PreTrainedConfig) -> int:
 
 
 def _num_parameters(config: PreTrainedConfig) -> int:
-    """Of the whole model, which has no memory meanwhile; 0 where Transformers cannot make it so."""
+    """Number of parameters of the whole model, which is made without memory; 0 where Transformers cannot make it so."""
     try:
         with torch.device("meta"):
             return make_language_model(copy.deepcopy(config)).num_parameters()

@@ -26,7 +26,7 @@ _COUNT_S: Final = 5.0
 
 
 class _Bar(BarColumn):
-    """A bar where there is a count, else nothing."""
+    """A progress bar where there is a count, else nothing."""
 
     def render(self, task: Task) -> RenderableType:  # type: ignore[override]
         return "" if task.total is None else super().render(task)
@@ -34,13 +34,13 @@ class _Bar(BarColumn):
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Rich would end the server's process."""
+        """Raises BrokenPipeError, where Rich would end the server's process."""
         raise BrokenPipeError
 
 
 class Report:
-    """Owns the spinner and its bar. Progress goes to stderr; `--json` lines go to stdout, where a supervisor reads
-    them. A closed stream loses the text and does no other harm."""
+    """Reports of a server command. Owns the spinner and its bar. Progress goes to stderr; `--json` lines go to stdout,
+    where a supervisor reads them. A closed stream loses the text and does no other harm."""
 
     def __init__(self, what: str, *, as_json: bool) -> None:
         self._what = what
@@ -97,7 +97,7 @@ class Report:
         http: str | None = None,
         hints: Sequence[str] = (),
     ) -> None:
-        """`hints`: lines for a person, such as how to try it."""
+        """Reports a server that is ready. `hints`: lines for a person, such as how to try it."""
         self._stop_spinner()
         if self._as_json:
             more = {} if http is None else {"http": http}

@@ -34,7 +34,7 @@ from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import load_model
 from loraplex_server.model.self_test import Text, served_logits
 
-# Of the comparison with PEFT.
+# Sizes of the comparison with PEFT.
 NUM_PROMPTS = 3
 NUM_PROMPT_TOKENS = 12
 NUM_NEW_TOKENS = 16
@@ -126,7 +126,7 @@ def _last_names(paths: Any) -> list[str]:
 
 
 def _check_comparable(plan: AdapterPlan) -> None:
-    """Raises InvalidArgument."""
+    """Raises InvalidArgument for an adapter that cannot be compared with PEFT's."""
     if plan.lora is None:
         raise InvalidArgument("these are Medusa heads alone, which PEFT does not know", field="--against-peft")
     if plan.lora.classifier is not None:
@@ -161,7 +161,8 @@ def _compared(
 
 
 def _prompts(vocab_size: int, invocation: tuple[int, ...]) -> list[list[int]]:
-    """Of equal length. What activates an adapter is in the middle of the first ones, not in the last one."""
+    """Prompts of equal length. The tokens that activate an adapter are in the middle of all but the last one, which has
+    none."""
     found = [[(17 * row + 7 * i + 3) % vocab_size for i in range(NUM_PROMPT_TOKENS)] for row in range(NUM_PROMPTS)]
     if not invocation:
         return found

@@ -29,7 +29,7 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Report progress as JSON 
 
 
 def worker_config(model: str, given: dict[str, Any], router_digest: str = "") -> WorkerConfig:
-    """Raises InvalidArgument, with a sentence that names the flag."""
+    """The configuration of a worker. Raises InvalidArgument, with a sentence that names the flag."""
     fixed = {("engine", "model", "model"): model, ("router_digest",): router_digest}
     return configure(WorkerConfig, FLAGS, given, fixed)
 
@@ -155,7 +155,7 @@ def parse_placement(text: str) -> tuple[int, int]:
 
 
 def count_gpus() -> int:
-    """GPUs that torch sees. Without a driver there is none, and torch is not imported: that takes seconds."""
+    """Number of GPUs that torch sees. Without a driver there is none, and torch is not imported: that takes seconds."""
     if not any(map(_loads, ("libcuda.so.1", "libamdhip64.so"))):
         return 0
     import torch

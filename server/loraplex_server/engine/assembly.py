@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 
 def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: Callable[[], None]) -> Engine:
-    """Loads everything. Raises a LoraplexError where a part cannot be loaded."""
+    """An engine with everything loaded. Raises a LoraplexError where a part cannot be loaded."""
     logging.getLogger("loraplex_server").setLevel(config.log_level.upper())
     num_threads = config.num_threads or default_num_threads()
     torch.set_num_threads(num_threads)  # an engine before this one may have lowered it
@@ -100,7 +100,7 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: 
             # Torch has little left to do, and its threads would spin on the cores that the kernels need.
             torch.set_num_threads(1)
         engine = assemble(loaded, config, progress, notify, served)
-    # These objects live to the end; without this, collections would go through them all and delay steps.
+    # The objects made so far live to the end; without this, collections would go through them all and delay steps.
     gc.collect()
     gc.freeze()
     return engine

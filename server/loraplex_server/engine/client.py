@@ -118,7 +118,7 @@ class RequestStream:
 
     @property
     def is_read(self) -> bool:
-        """Over, and every event was read."""
+        """True if the request is over and every event was read."""
         return self.is_over and not self._events
 
     async def next(self) -> list[Event]:
@@ -132,7 +132,7 @@ class RequestStream:
 
 # Another worker may take a request at once; a client of this worker alone waits for its successor.
 RETRY_LOST_S: Final = 1.0
-# Of the engine's pipe at a time; its buffer holds less.
+# Bytes that are read from the engine's pipe at a time; its buffer holds less.
 READ_BYTES: Final = 1 << 20
 
 
@@ -151,7 +151,8 @@ class EngineClient:
     tasks that watch `state`, `lost` or `stalled`."""
 
     def __init__(self, config: EngineConfig, *, max_unread_tokens: int = 16384, max_stream_wait_s: float = 0.0) -> None:
-        """Tokens of a stream may wait up to `max_stream_wait_s` for later ones, where sending them costs too much."""
+        """`max_stream_wait_s`: the time that tokens of a stream may wait for later ones, where sending them costs too
+        much."""
         self._config = config
         self._max_unread_tokens = max_unread_tokens
         self._max_stream_wait_s = max_stream_wait_s
@@ -239,13 +240,13 @@ class EngineClient:
             stream.push(RequestFailed(request_id, error))
 
     def stop_completion(self, stream: RequestStream, index: int) -> None:
-        """A stop string was met in completion `index`."""
+        """Ends completion `index`, in which a stop string was met."""
         self._send(StopCompletion(stream.request.request_id, index))
 
     async def load_adapter(
         self, adapter_id: AdapterId, *, pin: bool = False, options: LoadOptions = PLAIN_LOAD
     ) -> tuple[AdapterInfo, ...]:
-        """Raises the cache's typed error, as do those below."""
+        """Loads an adapter. Raises the cache's typed error, as do those below."""
         return (await self._operate("load", adapter_id, pin=pin, options=options)).adapters
 
     async def unload_adapter(self, adapter_id: AdapterId, *, if_unused: bool = False) -> tuple[AdapterInfo, ...]:
@@ -262,7 +263,7 @@ class EngineClient:
         return found
 
     async def _operate(self, verb: AdapterVerb, adapter_id: AdapterId, **given: Any) -> Reply:
-        """`given`: other fields of the AdapterCommand."""
+        """The engine's reply to one adapter operation. `given`: other fields of the AdapterCommand."""
         self._check_alive()
         operation_id = next(self._operation_ids)
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
@@ -331,7 +332,7 @@ class EngineClient:
             self._on_lost()
 
     def _on_liveness(self) -> None:
-        """The engine has stalled, which ends its requests, or works again."""
+        """Called when the engine has stalled, which ends its requests, or works again."""
         self.on_stalled(bool(self.stalled))
         self.changes.notify()
         if not self.stalled:

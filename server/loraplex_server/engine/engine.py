@@ -62,13 +62,13 @@ from loraplex_server.speculation.step_costs import StepCosts
 log = logging.getLogger(__name__)
 
 FORECAST_EVERY_S = 0.05  # it takes time for each request that waits
-# Of modes as adapters name them; the empty one is of those that name none.
+# Positions by the mode that an adapter's files name; the empty mode is that of adapters that name none.
 POOLED_BY_MODE: Final[dict[str, PooledPositions]] = {"": "last", "lasttoken": "last", "mean": "mean"}
 MAX_IDLE_S = 3600.0  # a lock cannot be waited for until any deadline that a client may name
 
 
 class Runner(Protocol):
-    """The only place with tensors (model/runner.py; a fake in tests)."""
+    """Runs steps: the only place with tensors (model/runner.py; a fake in tests)."""
 
     overlaps: bool  # a second step may be handed over before the first one's result is asked for
 
@@ -202,7 +202,7 @@ class _UnderWay:
 
 
 class Engine:
-    """One turn: take in finished loads, admit what is resolved, run one step, report."""
+    """Serves requests in turns: take in finished loads, admit what is resolved, run one step, report."""
 
     def __init__(
         self,
@@ -284,7 +284,7 @@ class Engine:
                 pass  # Wake: the turn looks by itself
 
     def turn(self) -> Batch | None:
-        """One turn of the loop. None when there is nothing to report."""
+        """Takes one turn of the loop. None when there is nothing to report."""
         now = self._clock()
         has_changes = self._cache.poll(now)
         self._residency_changed |= has_changes
@@ -319,7 +319,8 @@ class Engine:
         self.can_step = plan is not None or has_ended
 
     def _may_draft(self) -> bool:
-        """Whether a sequence that decodes in the next step may get a draft."""
+        """True if a sequence that decodes in the next step may get a draft. Tells the speculator of a step that it
+        skips."""
         speculator = self._speculator
         if not speculator.is_wanted:
             return False
@@ -342,7 +343,7 @@ class Engine:
         self._take(self._scheduler.apply(plan, result, ended_s))
 
     def abort_all(self) -> Batch:
-        """Ends every request as Draining; the last batch."""
+        """Ends every request as Draining. Returns the last batch."""
         self._end_step()
         error = Draining("the server is shutting down; send the request to another worker", retry_after_s=1.0)
         for request_id in list(self._accepted):
@@ -398,8 +399,8 @@ class Engine:
 
     @property
     def _num_pending(self) -> int:
-        """Requests whose adapter or heads are being fetched, or whose grammar is compiled. They will stand in the
-        scheduler's queue and count there already."""
+        """Number of requests whose adapter or heads are being fetched, or whose grammar is compiled. They will stand in
+        the scheduler's queue and count there already."""
         return sum(waiting.num_requests for waiting in self._waiting)
 
     def _num_pending_of(self, tenant: str) -> int:

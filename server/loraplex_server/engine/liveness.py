@@ -54,12 +54,12 @@ class StepBound:
         self._slowest_s_per_token: float | None = None
 
     def learn(self, num_tokens: int, step_s: float) -> None:
-        """A turn with a step of `num_tokens` tokens has ended after `step_s`."""
+        """Learns from a turn with a step of `num_tokens` tokens that has ended after `step_s`."""
         if num_tokens:
             self._slowest_s_per_token = max(self._slowest_s_per_token or 0.0, step_s / num_tokens)
 
     def allowed_s(self, num_tokens: int) -> float:
-        """For a turn that computes `num_tokens` tokens, which is 0 where it runs no step."""
+        """Seconds allowed for a turn that computes `num_tokens` tokens; 0 tokens where it runs no step."""
         if self._fixed_s is not None:
             return self._fixed_s
         if self._slowest_s_per_token is None:
@@ -116,7 +116,7 @@ class TurnTimer:
         self._heartbeat.write(self._began_s, self._bound.allowed_s(0))
 
     def step(self, num_tokens: int) -> None:
-        """The turn runs a step of so many tokens."""
+        """Writes that the turn runs a step of so many tokens."""
         self._num_tokens += num_tokens
         self._heartbeat.write(self._began_s, self._bound.allowed_s(self._num_tokens))
 
@@ -167,7 +167,7 @@ class Liveness:
         return ""
 
     def _uses_cpu(self) -> bool:
-        """Whether the process has computed since the look before: it may hold the interpreter's lock for long."""
+        """True if the process has computed since the last call: it may hold the interpreter's lock for long."""
         before_s, self._last_cpu_s = self._last_cpu_s, self._cpu_seconds()
         return before_s is not None and self._last_cpu_s is not None and self._last_cpu_s > before_s
 

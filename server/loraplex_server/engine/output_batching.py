@@ -23,7 +23,7 @@ from loraplex_server.engine.pipe import Batch, FromEngine
 
 
 class OutputQueue:
-    """Messages for the front end. Until `throttle` is set, everything goes at once."""
+    """Queue of messages for the front end. Until `throttle` is set, everything goes at once."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.throttle = SendThrottle(share=1.0, max_wait_s=0.0)
@@ -43,7 +43,7 @@ class OutputQueue:
                 self._changed.notify()
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Closes the queue: nothing follows."""
         with self._changed:
             self._is_urgent = self._is_closed = True
             self._changed.notify()
@@ -63,14 +63,14 @@ class OutputQueue:
 
 
 def can_wait(message: FromEngine) -> bool:
-    """Whether a message may wait: one with tokens that can, or with changes of residency alone."""
+    """True if a message may wait: one with tokens that can, or with changes of residency alone."""
     if not isinstance(message, Batch) or message.replies or not (message.events or message.changes):
         return False
     return all(isinstance(event, Tokens) and event.can_wait for event in message.events)
 
 
 def _join_batches(messages: Sequence[FromEngine]) -> list[FromEngine]:
-    """Batches that follow each other become one."""
+    """Messages in which batches that follow each other are one."""
     joined: list[FromEngine] = []
     run: list[Batch] = []
     for message in messages:
@@ -132,8 +132,8 @@ def _join_tokens(run: Sequence[Tokens]) -> Tokens:
     )
 
 
-# Of all cores where the engine computes on them too, of one core where it does not. Clients and routers on the same
-# machine take about as much again, each.
+# Share of the CPU for sending: of all cores where the engine computes on them too, of one core where it does not.
+# Clients and routers on the same machine take about as much again, each.
 CPU_SHARE = 0.006
 DEVICE_SHARE = 0.5
 FIRST_MESSAGE_S = 1e-4  # assumed until there is a median
@@ -144,7 +144,7 @@ TOLD_CHANGE = 1.25  # smaller changes are not sent
 
 
 class SendCostMeter:
-    """CPU seconds of one message: those of this process from a sending to the next look.
+    """Measures CPU seconds of one message: those of this process from a sending to the next look.
 
     A running median, so that other work, such as a request that comes in between, does not count.
     """
@@ -160,7 +160,8 @@ class SendCostMeter:
         self._num_messages, self._cpu_at_s = num_messages, self._cpu_clock()
 
     def look(self) -> float | None:
-        """Ends it, when the next tokens have come. CPU seconds of a message, if they have changed; else None."""
+        """Ends a measurement, when the next tokens have come. CPU seconds of a message, if they have changed; else
+        None."""
         if not self._num_messages:
             return None
         usual_s = self._message_s * (MESSAGES_PER_WAKE + self._num_messages)

@@ -52,7 +52,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class StopCompletion:
-    """The front end met a stop string: end this completion as STOP."""
+    """Ends one completion as STOP: the front end met a stop string."""
 
     request_id: str
     index: int
@@ -73,7 +73,7 @@ class AdapterCommand:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Nobody waits for this operation any more."""
+    """Gives up an operation that nobody waits for any more."""
 
     operation_id: int
 
@@ -87,7 +87,7 @@ class SendCost:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """A load has finished: the next turn looks."""
+    """Wakes the loop: a load has finished, and the next turn looks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +223,7 @@ class CommandWriter:
         self._thread.start()
 
     def send(self, command: Command) -> None:
-        """Raises OSError when the engine is gone."""
+        """Sends a command. Raises OSError when the engine is gone."""
         # Bytes. What a connection's own `send` pickles into is a buffer that Python complains of, where the error of a
         # failed send keeps it.
         payload = dumps(command)

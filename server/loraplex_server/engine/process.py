@@ -202,7 +202,7 @@ class Scratch:
     """Owner of the folder for the engine's temporary files, in the front end."""
 
     def __init__(self) -> None:
-        """Raises OSError where there is no room for temporary files."""
+        """Makes the folder. Raises OSError where there is no room for temporary files."""
         remove_abandoned(Path(tempfile.gettempdir()), PREFIX)
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
         self._lock_fd = _hold(self.path)

@@ -56,7 +56,7 @@ class _Tally:
 
 
 class StepTally:
-    """Owns the counts. Every step pays for `add`: about two microseconds."""
+    """Owns the counts of steps. Every step pays for `add`: about two microseconds."""
 
     def __init__(self) -> None:
         self._seconds = _Tally(STEP_BOUNDS_S)
@@ -67,7 +67,8 @@ class StepTally:
         self._has_news = True
 
     def add(self, plan: StepPlan, num_tokens: int, started_s: float, ended_s: float) -> None:
-        """A step takes from its planning to its result, or from the result of the one before where they overlap."""
+        """Counts a step. It takes from its planning to its result, or from the result of the one before where they
+        overlap."""
         self._seconds.add(ended_s - max(started_s, self._last_end_s))
         self._tokens.add(num_tokens)
         self._sequences.add(len(plan.spans))
@@ -75,7 +76,7 @@ class StepTally:
         self._has_news = True
 
     def report(self, now: float, *, is_idle: bool) -> StepSizes | None:
-        """None where the front end knows them, or will be told soon."""
+        """The distributions to report; None where the front end knows them, or will be told soon."""
         if not self._has_news or (now < self._due_s and not is_idle):
             return None
         self._has_news, self._due_s = False, now + REPORT_EVERY_S

@@ -33,5 +33,6 @@ def take_over(device: torch.device, store: Path | None, wait_s: float, progress:
 
 
 def hold_device(uuid: str, folder: Path, wait_s: float, progress: Callable[[str], None]) -> int:
-    """The descriptor of the lock; it is never closed, so that the lock ends with the process."""
+    """Holds the lock of a device and returns its descriptor; it is never closed, so that the lock ends with the
+    process."""
     return hold(folder / f"loraplex-gpu-{uuid}.lock", f"the GPU {uuid}", wait_s, progress)

@@ -75,8 +75,8 @@ class Delta:
 
 
 class CompletionAssembler:
-    """One completion from its first token to its end: events in, deltas out. Owns its detokenizer, stop matcher and
-    reader."""
+    """Assembles one completion from its first token to its end: events in, deltas out. Owns its detokenizer, stop
+    matcher and reader."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class CompletionAssembler:
         eos_token_ids: Collection[int],
         parsing: ResponseParsing | None = None,
     ) -> None:
-        """For completion `index`. Raises FailedPrecondition for stop strings without a tokenizer."""
+        """Assembles completion `index`. Raises FailedPrecondition for stop strings without a tokenizer."""
         stopping = request.stopping
         # The token that ends a completion is not part of its text.
         ending = stopping.stop_token_ids | (frozenset() if stopping.ignore_eos else frozenset(eos_token_ids))
@@ -109,7 +109,8 @@ class CompletionAssembler:
         self.is_stopped = False  # by a stop string; only `end` is still to come
 
     def push(self, event: Tokens) -> Delta:
-        """New tokens. When they complete a stop string, the tokens after it are dropped and `is_stopped` is set."""
+        """The delta of new tokens. When they complete a stop string, the tokens after it are dropped and `is_stopped`
+        is set."""
         if self.is_stopped:
             return Delta(self._index)
         text, num_kept = self._text_of(event.token_ids)
@@ -133,7 +134,8 @@ class CompletionAssembler:
         )
 
     def end(self, event: CompletionEnd) -> Delta:
-        """At the engine's end of the completion. Gives the text held back, unless a stop string had ended it before."""
+        """The delta at the engine's end of the completion, with the text held back, unless a stop string had ended it
+        before."""
         text, stop_string = "", None
         if not self.is_stopped and self._detokenizer is not None:
             text = self._through_stops(self._detokenizer.finish())

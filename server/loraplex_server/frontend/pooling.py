@@ -27,7 +27,7 @@ MIN_LENGTH = 1e-12  # of a vector that is divided by its length, as in torch.nn.
 
 @dataclass(frozen=True, slots=True)
 class PooledAnswer:
-    """The values of one request, and what they took."""
+    """The values of one request, with its counts of tokens and its time in the queue."""
 
     values: Floats  # [num_rows, num_columns]
     labels: tuple[str, ...]  # of a classifier's columns
@@ -118,7 +118,7 @@ def embedding(values: Floats, dimensions: int, *, normalizes: bool) -> Floats:
 
 
 def probabilities(logits: Floats) -> Floats:
-    """Of the labels in each row [num_rows, num_labels]; a single label is a yes or no."""
+    """Probabilities of the labels in each row [num_rows, num_labels]; a single label is a yes or no."""
     if logits.shape[1] == 1:
         return np.vectorize(sigmoid, otypes=[np.float64])(logits)
     powers = np.exp(logits - logits.max(axis=1, keepdims=True))

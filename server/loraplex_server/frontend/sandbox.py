@@ -30,7 +30,7 @@ Owner = tuple[str, str]  # of a question: tenant, and adapter id (empty of a tem
 
 
 class TemplateFault(Exception):
-    """A template cannot be used. `is_refusal`: with these messages."""
+    """A template that cannot be used. `is_refusal`: it refuses these messages."""
 
     def __init__(self, reason: str, *, is_refusal: bool = False) -> None:
         super().__init__(reason)
@@ -39,7 +39,7 @@ class TemplateFault(Exception):
 
 
 class Sandbox:
-    """For one event loop. Call `close` at the end."""
+    """A child process that runs templates, for one event loop. Call `close` at the end."""
 
     def __init__(self, *, call_s: float = CALL_S) -> None:
         self._call_s = call_s
@@ -50,7 +50,7 @@ class Sandbox:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, where there is one."""
+        """The process's id; None where there is no process."""
         return self._process.pid
 
     def prepare(self) -> None:
@@ -58,7 +58,8 @@ class Sandbox:
         self._executor.submit(self._process.start)
 
     async def render(self, owner: Owner, template: str, given: Mapping[str, Any], num_bytes: int) -> str:
-        """`given`: of `TextTokenizer.template_input`, about `num_bytes`. Raises TemplateFault, QueueFull."""
+        """The text that a template makes. `given`: of `TextTokenizer.template_input`, about `num_bytes`. Raises
+        TemplateFault, QueueFull."""
         answer = await self.ask(owner, {"do": "render", "template": template, "given": given}, num_bytes)
         if (refusal := answer.get("refusal")) is not None:
             raise TemplateFault(str(refusal), is_refusal=True)
@@ -108,7 +109,8 @@ class Sandbox:
 
 
 class UserReader:
-    """As a ResponseReader, by an adapter's response template. `how`: what the process is told of the completion."""
+    """Reads a completion by an adapter's response template, as a ResponseReader does. `how`: what the process is told
+    of the completion."""
 
     def __init__(self, sandbox: Sandbox, owner: Owner, how: Mapping[str, Any]) -> None:
         self._sandbox = sandbox
@@ -156,9 +158,9 @@ class UserReader:
             ) from fault
 
     def message(self) -> ParsedMessage:
-        """All parts so far."""
+        """The message of all parts so far."""
         return message_of(self._made)
 
     def num_reasoning_tokens(self, starts: Sequence[int]) -> int:
-        """At the end; as a ResponseReader's."""
+        """Number of tokens of reasoning, as a ResponseReader counts them. To be called at the end."""
         return num_reasoning_tokens(self._reasoned, starts)

@@ -56,8 +56,8 @@ class UserTemplate:
 
 
 class Templates:
-    """Chooses and renders. Owns a process for requests' templates and another one for adapters', where they are
-    allowed, and one for long chats, from the first of them on. Call `close` at the end."""
+    """Chooses and renders templates. Owns a process for requests' templates and another one for adapters', where they
+    are allowed, and one for long chats, from the first of them on. Call `close` at the end."""
 
     def __init__(
         self,
@@ -96,7 +96,8 @@ class Templates:
         return await self._present(self._engine, adapter_id, origin)
 
     async def check_adapter(self, adapter_id: str, origin: AdapterOrigin = OWN_PLACE) -> None:
-        """Whether or not adapters' templates are used. Raises as `version`."""
+        """Raises what `version` raises where the adapter cannot be used, also where adapters' templates are not
+        used."""
         if self._engine is not None and adapter_id:
             await self._present(self._engine, adapter_id, origin)
 
@@ -152,15 +153,16 @@ class Templates:
         return base if not chat or chat == self._tokenizing.tokenizer.chat_template else self.trusted_format(chat)
 
     def new_user_reader(self, version: AdapterVersion, tenant: str, how: Mapping[str, Any]) -> UserReader:
-        """Of a completion, by the adapter's own response template."""
+        """A reader of a completion, by the adapter's own response template."""
         assert self._of_adapters is not None, "there are versions"
         return UserReader(self._of_adapters, (tenant, version.adapter_id), how)
 
     async def render(
         self, template: UserTemplate, read: Callable[[], Mapping[str, Any]], num_bytes: int, tenant: str = ""
     ) -> str | SafeText:
-        """Tenants take turns. `read` gives the parameters of `TextTokenizer.render_chat`, in about `num_bytes`. Raises
-        InvalidArgument, AdapterInvalid, QueueFull, FailedPrecondition without a tokenizer."""
+        """The text that a template makes; tenants take turns. `read` gives the parameters of
+        `TextTokenizer.render_chat`, in about `num_bytes`. Raises InvalidArgument, AdapterInvalid, QueueFull,
+        FailedPrecondition without a tokenizer."""
         tokenizer = self._tokenizing.tokenizer
         of_users = self._of_adapters if template.adapter_id else self._of_requests
         sandbox = self._of_long_chats if template.is_base else of_users
@@ -183,7 +185,7 @@ class Templates:
 
 @cache
 def plain_format() -> ResponseFormat:
-    """Of calls that are demanded of a model whose own form is not known."""
+    """The format of calls that are demanded of a model whose own form is not known."""
     from loraplex_server.text.response_template import ResponseFormat  # late: imports Transformers
 
     return ResponseFormat.named(PLAIN)
@@ -191,7 +193,8 @@ def plain_format() -> ResponseFormat:
 
 @lru_cache(maxsize=256)
 def _trusted(own: str, base: ResponseFormat | None) -> ResponseFormat | None:
-    """The same response template, where it is the base model's or one of Loraplex's."""
+    """The trusted format with the response template `own`, where that is the base model's or one of Loraplex's; else
+    None."""
     from loraplex_server.text.response_template import ResponseFormat  # late: imports Transformers
 
     template = json.loads(own)

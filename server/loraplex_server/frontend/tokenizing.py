@@ -66,7 +66,7 @@ class ShortestFirstSemaphore:
         self._waiting_bytes = 0
 
     async def acquire(self, num_bytes: int) -> None:
-        """Waits. `release` afterwards, unless this is cancelled. Raises QueueFull."""
+        """Waits for a turn. Call `release` afterwards, unless this is cancelled. Raises QueueFull."""
         if self._num_free:
             self._num_free -= 1
             return
@@ -89,7 +89,7 @@ class ShortestFirstSemaphore:
             self._waiting_bytes -= num_bytes
 
     def release(self) -> None:
-        """The next one goes on."""
+        """Ends a turn: the next text goes on."""
         while self._waiting:
             _, _, granted = heapq.heappop(self._waiting)
             if not granted.done():
@@ -147,8 +147,8 @@ class Tokenizing:
     async def encode_pair(
         self, first: str, second: str, *, special: bool = True, truncation: Truncation | None = None
     ) -> Sequence[int]:
-        """As `TextTokenizer.encode_pair`. Raises as well ContextLengthExceeded before texts are tokenized, QueueFull
-        and InvalidArgument for texts of more than LONG_BYTES together."""
+        """Does what `TextTokenizer.encode_pair` does. Raises as well ContextLengthExceeded before texts are tokenized,
+        QueueFull and InvalidArgument for texts of more than LONG_BYTES together."""
         num_bytes = num_bytes_of(first) + num_bytes_of(second)
         if truncation is None:
             self._check_length(num_bytes)
@@ -192,8 +192,8 @@ class Tokenizing:
         with_offsets: bool = False,
         truncation: Truncation | None = None,
     ) -> bytes:
-        """`make` of the ids of a text of any length, and of their offsets; `truncation` of a text that is no chat.
-        Raises QueueFull, and what `TextTokenizer.encode` raises."""
+        """The result of `make` for the ids of a text of any length, and their offsets; `truncation`: of a text that is
+        no chat. Raises QueueFull, and what `TextTokenizer.encode` raises."""
         if isinstance(text, SafeText):
             serialized, num_bytes = self._serialized_for_chats(), num_bytes_of(text.text)
             if num_bytes <= LONG_BYTES:
@@ -212,7 +212,7 @@ class Tokenizing:
         return answer
 
     async def decode(self, token_ids: Sequence[int], *, keep_special: bool = False, field: str = "output.echo") -> str:
-        """Raises what `TextTokenizer.decode` raises."""
+        """The text of token ids. Raises what `TextTokenizer.decode` raises."""
         decode = partial(self.tokenizer.decode, token_ids, keep_special=keep_special, field=field)
         return await self.off_loop(len(token_ids) * TOKEN_CHARS, decode)
 
@@ -278,7 +278,7 @@ class Tokenizing:
         return result
 
     async def _work(self, semaphore: ShortestFirstSemaphore, work: Callable[[], T]) -> T:
-        """In a thread. The semaphore is released when the thread is done, even if the caller has left."""
+        """Runs `work` in a thread. The semaphore is released when the thread is done, even if the caller has left."""
         future = asyncio.get_running_loop().run_in_executor(self._executor, work)
         try:
             return await asyncio.shield(future)
@@ -325,8 +325,8 @@ Maker = Callable[[Vocabulary, Sequence[int], Sequence[tuple[int, int]]], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One text. Its result is `make` of its token ids; without `make` the ids, or only their number where there are
-    more than `max_tokens`."""
+    """A text to tokenize. The result is `make` of its token ids; without `make` the ids, or only their number where
+    there are more than `max_tokens`."""
 
     text: str
     add_special_tokens: bool
@@ -366,14 +366,14 @@ class TokenizerProcess:
             raise ProcessEnded(self.end()) from error
 
     def kill(self) -> None:
-        """Does not wait for the end."""
+        """Kills the process. Does not wait for its end."""
         with self._lock:
             self._is_killed = True
             if self._process is not None:
                 self._process.kill()
 
     def end(self) -> int | None:
-        """Kills it and waits until it is gone. Returns its exit status; None if it never ran."""
+        """Kills the process and waits until it is gone. Returns its exit status; None if it never ran."""
         self.kill()
         if self._conn is not None:
             self._conn.close()
@@ -420,7 +420,8 @@ def tokenize_jobs(conn: Connection) -> None:
 
 
 def _read(conn: Connection, inbox: queue.SimpleQueue[Job]) -> None:
-    """In a thread, so that the end of the pipe is seen in the middle of a text too."""
+    """Reads jobs off the pipe, in a thread: so the pipe's end is seen in the middle of a text too, and ends the
+    process."""
     try:
         while True:
             inbox.put(conn.recv())

@@ -24,9 +24,9 @@ def tool_calls(
     special_ids: Mapping[str, int],
     name: str,
 ) -> Grammar:
-    """Calls of any of the request's tools, one at least, or one call of `name`. Where the prompt has begun to reason,
-    that goes on first. `special_ids`: special tokens by text, which are written as such. Raises InvalidArgument with
-    the field."""
+    """A grammar for calls of any of the request's tools, one at least, or one call of `name`. Where the prompt has
+    begun to reason, that goes on first. `special_ids`: special tokens by text, which are written as such. Raises
+    InvalidArgument with the field."""
     field = "chat.tool_choice.name" if name else "chat.tool_choice.required"
     functions: list[Any] = [tool.get("function", tool) for tool in parsing.tools]
     wanted = [one for one in functions if not name or (isinstance(one, dict) and one.get("name") == name)]
@@ -47,9 +47,9 @@ def has_strict(tools: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def strict_calls(form: CallForm, parsing: ResponseParsing, special_ids: Mapping[str, int]) -> Grammar:
-    """Free text, and calls of the request's tools where the model writes them: from their mark on in the model's own
-    form, with the parameters of tools that are `strict`, and any arguments of the others. Raises InvalidArgument with
-    the field."""
+    """A grammar for free text, and calls of the request's tools where the model writes them: from their mark on in the
+    model's own form, with the parameters of tools that are `strict`, and any arguments of the others. Raises
+    InvalidArgument with the field."""
     functions: list[Any] = [tool.get("function", tool) for tool in parsing.tools]
     mark_id, of_calls = special_ids.get(form.mark), form.begin + form.end + form.tail + form.mark
     kept = sorted(one for text, one in special_ids.items() if one not in parsing.unread_ids and text not in of_calls)
@@ -121,7 +121,7 @@ def _call_rules(
 
 
 def _free_arguments(close: str, rule: str, special_ids: Mapping[str, int]) -> str:
-    """Up to the last mark of the call."""
+    """The rule for any arguments, up to the last mark of the call."""
     return f"{rule}{'' if close in special_ids else '[lazy]'}: ANY {_terms(close, special_ids)}"
 
 
@@ -133,7 +133,7 @@ def _arguments(
     rules: list[str],
     texts: dict[str, str],
 ) -> str:
-    """Of one function. `rules` and `texts` get what they are made of."""
+    """The rule for the arguments of one function. `rules` and `texts` get what it is made of."""
     from loraplex_server.grammars.source import checked_schema
 
     if form.parameter is None:
@@ -145,7 +145,7 @@ def _arguments(
 
 
 def _grammar(field: str, lines: Sequence[str]) -> Grammar:
-    """Raises InvalidArgument for one that is too large."""
+    """The grammar of these lines. Raises InvalidArgument for one that is too large."""
     from llguidance import LLMatcher  # late: most requests demand none
 
     text = "\n".join(lines)
@@ -178,10 +178,10 @@ def _closed(schema: Any) -> Any:
 
 # --- arguments with marks of their own ------------------------------------------------------------------------------
 
-# Where a response template would see the end of a value, or another one.
+# Texts in which a response template would see the end of a value, or another value.
 _ENDS: Final = re.compile(r"</parameter>|<parameter=|</function>")
 _ANY: Final = r"(.|\n)"
-# Of a schema of texts: what is not a rule, and the lengths.
+# Keywords of schemas of texts that are no rule, and those of lengths.
 _TEXT_KEYWORDS: Final = frozenset(
     ("type", "title", "description", "default", "examples", "nullable", "minLength", "maxLength", "deprecated")
 )
@@ -215,7 +215,7 @@ def _parameters(
 
 
 def _value(schema: Any, end: str, shared: dict[str, Any], texts: dict[str, str]) -> str:
-    """A value and its end: texts as they are, others as JSON. `texts` gets the rules of texts, by name."""
+    """The rule for a value and its end: texts as they are, others as JSON. `texts` gets the rules of texts, by name."""
     from loraplex_server.grammars.source import checked_schema
 
     found = cast("dict[str, Any]", schema) if isinstance(schema, dict) else {}

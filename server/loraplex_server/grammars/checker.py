@@ -52,7 +52,7 @@ class Checker:
 
 
 def compiling(setup: Any) -> Callable[[Any], Any]:
-    """In the process: gives why a grammar is refused, or None."""
+    """Set up in the process: returns a function that gives the reason why a grammar is refused, or None."""
     serialized, num_logits, eos_token_ids = setup
     compiler = Compiler(serialized, num_logits, frozenset(eos_token_ids))
 

@@ -69,7 +69,7 @@ class TokenSet:
 
     @property
     def num_words(self) -> int:
-        """Of a mask, 32 bits each."""
+        """Number of 32-bit words in one mask."""
         return -(-self.num_ids // 32)
 
 
@@ -165,12 +165,13 @@ def fill_in_parallel(jobs: Jobs, bits: Bits) -> None:
 
 
 def _address(bits: Bits) -> int:
-    """Two thirds of the time of `bits.ctypes.data` behind a step that has emptied the caches."""
+    """Address of masks. Takes two thirds of the time of `bits.ctypes.data`, behind a step that has emptied the
+    caches."""
     return ctypes.addressof(ctypes.c_char.from_buffer(bits.data))
 
 
 def _clear_if_lost(matcher: GrammarMatcher, row: int, draft: Sequence[int], bits: Bits) -> None:
-    """A matcher beyond its limits allows nothing."""
+    """Clears the masks of a matcher that is beyond its limits: it allows nothing."""
     if matcher.error:
         bits[row : row + len(draft) + 1] = 0
 
@@ -199,7 +200,8 @@ class MaskThread:
         self._has_thread = self._is_busy = False
 
     def start(self, jobs: Jobs, num_rows: int) -> None:
-        """As `allowed_tokens`; nobody touches the matchers until `wait` has returned. To be called once for each."""
+        """Begins to make the masks that `allowed_tokens` makes, in the thread. Leave the matchers alone until `wait`
+        has returned; call `wait` once for each start."""
         self._bits = _no_masks(jobs, num_rows)
         left = _fill_at_once(jobs, self._bits)
         self._is_busy = bool(left)
@@ -248,7 +250,7 @@ class Compiler:
         self._tokens, self._tokenizer = _tokenizer(serialized, num_logits, eos_token_ids)
 
     def compile(self, grammar: Grammar) -> Matcher:
-        """Raises InvalidArgument."""
+        """A matcher for the grammar. Raises InvalidArgument."""
         from llguidance import LLMatcher, LLParserLimits
 
         from loraplex_server.grammars.source import refusal
@@ -274,7 +276,7 @@ class Check(Protocol):
     """Compiles a grammar apart, first (checker.py)."""
 
     def check(self, grammar: Grammar) -> None:
-        """Raises InvalidArgument, and CompileLimit."""
+        """Compiles the grammar. Raises InvalidArgument, and CompileLimit."""
         ...
 
     def close(self) -> None: ...
@@ -287,21 +289,21 @@ class WaitingGrammars:
         self._waiting: OrderedDict[str, dict[Grammar, None]] = OrderedDict()  # by tenant, the next one first
 
     def add(self, grammar: Grammar, tenant: str) -> bool:
-        """False where it waits for this tenant already."""
+        """Adds a grammar. False where it waits for this tenant already."""
         waiting = self._waiting.setdefault(tenant, {})
         is_new = grammar not in waiting
         waiting[grammar] = None
         return is_new
 
     def discard(self, grammar: Grammar, tenant: str) -> None:
-        """As `tenant` waits for it no more."""
+        """Removes a grammar that `tenant` no longer waits for."""
         waiting = self._waiting.get(tenant, {})
         waiting.pop(grammar, None)
         if tenant in self._waiting and not waiting:
             del self._waiting[tenant]
 
     def take(self) -> Grammar | None:
-        """The next one, for all tenants that wait for it."""
+        """Takes out the next grammar, for all tenants that wait for it."""
         if not self._waiting:
             return None
         tenant, waiting = next(iter(self._waiting.items()))
@@ -362,13 +364,13 @@ class Grammars:
         return found
 
     def forget(self, grammar: Grammar, tenant: str = "") -> None:
-        """No request of the tenant waits for it any more: where none of another does, a compilation that has not begun
-        is left out."""
+        """Called when no request of the tenant waits for the grammar any more. Where no other tenant's does, a
+        compilation that has not begun is left out."""
         with self._lock:
             self._waiting[grammar.is_simple].discard(grammar, tenant)
 
     def poll(self) -> bool:
-        """Whether a grammar has been compiled, or refused, since the last call."""
+        """True if a grammar has been compiled, or refused, since the last call."""
         with self._lock:
             has_changes, self._has_changes = self._has_changes, False
         return has_changes
@@ -428,7 +430,8 @@ def _bare(error: LoraplexError) -> LoraplexError:
 
 
 def _tokenizer(serialized: str, num_logits: int, eos_token_ids: Collection[int]) -> tuple[TokenSet, LLTokenizer]:
-    """Raises ValueError for a tokenizer that does not spell a text by putting its tokens' bytes together."""
+    """The token set and the library's tokenizer. Raises ValueError for a tokenizer that does not spell a text by
+    putting its tokens' bytes together."""
     from llguidance import LLTokenizer
 
     tokenizer = Tokenizer.from_str(_as_library_reads(serialized))
@@ -468,13 +471,13 @@ def _as_library_reads(serialized: str) -> str:
             else one
             for one in steps
         ]
-        # By ByteFallback the library knows that tokens are not spelled as by ByteLevel.
+        # ByteFallback tells the library that tokens are not spelled as ByteLevel spells them.
         added = [] if "ByteFallback" in kinds else [{"type": "ByteFallback"}, {"type": "Fuse"}]
         made["decoder"] = {"type": "Sequence", "decoders": [*plain, *added]}
     return json.dumps(made)
 
 
 def _num_tokens(tokenizer: Tokenizer) -> int:
-    """Token ids of a tokenizer, those of added tokens included."""
+    """Number of token ids of a tokenizer, those of added tokens included."""
     ids: Any = tokenizer.get_vocab(with_added_tokens=True).values()
     return 1 + max(ids, default=-1)

@@ -22,7 +22,8 @@ from loraplex_contracts.request import Grammar
 MAX_REASON_CHARS: Final = 300
 MAX_GBNF_CHARS: Final = 8192  # its parser takes 0.3 s for that, and four times as long for twice as much
 
-# Of llguidance's compiler. One space at most between parts, none where compact: whitespace would never end.
+# Options of llguidance's compiler. One space at most stands between parts, none where compact: whitespace would never
+# end.
 _OPTIONS: Final[Mapping[str, Any]] = {
     "whitespace_flexible": False,
     "whitespace_pattern": None,
@@ -39,7 +40,7 @@ _SCHEMA_MAPS: Final = ("properties", "patternProperties", "$defs", "definitions"
 _SCHEMA_LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SCHEMAS: Final = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains")
 _WITH_SCHEMAS: Final = frozenset((*_SCHEMA_MAPS, *_SCHEMA_LISTS, *_SCHEMAS))
-# Of schemas that take at most 0.5 s to compile where they are short, as measured with adversarial ones.
+# Length and keywords of schemas that take at most 0.5 s to compile, as measured with adversarial ones.
 MAX_SIMPLE_CHARS: Final = 1 << 14
 _SIMPLE_KEYWORDS: Final = frozenset(
     (
@@ -52,45 +53,45 @@ _SIMPLE_KEYWORDS: Final = frozenset(
 # bounds near -2**63 end its process.
 MAX_NUMBER: Final = 2**53 - 1
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-# Of JSON Schema before draft 4: llguidance takes them for comments.
+# Keywords of JSON Schema before draft 4: llguidance takes them for comments.
 _OLD_KEYWORDS: Final = ("disallow", "divisibleBy", "extends")
 # Characters of a text that a regular expression takes for more, or Lark for the end of one.
 _SPECIAL: Final = re.compile(r"[^\w]", re.ASCII)
-# Without a short escape: llguidance would drop them.
+# Characters without a short escape: llguidance would drop them.
 _NO_ESCAPE: Final = "\\x00-\\x07\\x0b\\x0e-\\x1f\\x7f"
 _CONTROL: Final = re.compile(f"[{_NO_ESCAPE}]")
-# Of Lark: a string, a regular expression, a comment, or what stands before a JSON schema.
+# Parts of Lark: a string, a regular expression, a comment, or what stands before a JSON schema.
 _LARK_PART: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*|%json')
 _SPACE: Final = re.compile(r"\s*")
-# Of a regular expression: an escape, a class of Unicode, the beginning of a class, or a single character.
+# Parts of a regular expression: an escape, a class of Unicode, the beginning of a class, or a single character.
 _REGEX_PART: Final = re.compile(r"\\[pP](?:\{[^}]*\}|.)|\\.|\[\^?\]?|.", re.DOTALL)
 
 
 def json_schema(text: str, *, compact: bool = False, field: str = "grammar.json_schema") -> Grammar:
-    """A value of a JSON Schema. Raises InvalidArgument, with the keyword that cannot be enforced."""
+    """A grammar for a value of a JSON Schema. Raises InvalidArgument, with the keyword that cannot be enforced."""
     checked, parts = _checked(_parsed(text, field), compact, field)
     is_simple = len(checked) <= MAX_SIMPLE_CHARS and all(part.keys() <= _SIMPLE_KEYWORDS for part in parts)
     return Grammar(field, LLMatcher.grammar_from_json_schema(checked), is_simple)
 
 
 def json_object(*, compact: bool = False) -> Grammar:
-    """Any JSON object."""
+    """A grammar for any JSON object."""
     return json_schema('{"type": "object"}', compact=compact, field="grammar.json_object")
 
 
 def regex(text: str) -> Grammar:
-    """A text that the whole expression matches."""
+    """A grammar for a text that the whole regular expression matches."""
     return Grammar("grammar.regex", LLMatcher.grammar_from_regex(text))
 
 
 def choice(texts: list[str]) -> Grammar:
-    """One of these texts."""
+    """A grammar for one of these texts."""
     options = "|".join(_SPECIAL.sub(lambda found: f"\\x{{{ord(found[0]):x}}}", text) for text in dict.fromkeys(texts))
     return Grammar("grammar.choice", LLMatcher.grammar_from_regex(f"(?:{options})"), len(options) <= MAX_SIMPLE_CHARS)
 
 
 def lark(text: str) -> Grammar:
-    """llguidance's form of Lark; JSON schemas in it are checked as others are. Raises InvalidArgument."""
+    """A grammar in llguidance's form of Lark; JSON schemas in it are checked as others are. Raises InvalidArgument."""
     field, found, end = "grammar.lark", list[str](), 0
     for part in _LARK_PART.finditer(text):
         if part[0] != "%json" or part.start() < end:
@@ -110,7 +111,7 @@ def lark(text: str) -> Grammar:
 
 
 def gbnf(text: str) -> Grammar:
-    """llama.cpp's form of BNF. Raises InvalidArgument."""
+    """A grammar in llama.cpp's form of BNF. Raises InvalidArgument."""
     if len(text) > MAX_GBNF_CHARS:
         raise _refused("grammar.gbnf", f"it has more than {MAX_GBNF_CHARS} characters; write it in Lark")
     try:
@@ -120,7 +121,7 @@ def gbnf(text: str) -> Grammar:
 
 
 def structural_tag(text: str, *, compact: bool = False) -> Grammar:
-    """Free text, in which each trigger begins one of the structures `{"begin", "schema", "end"}`. Raises
+    """A grammar for free text, in which each trigger begins one of the structures `{"begin", "schema", "end"}`. Raises
     InvalidArgument."""
     field = "grammar.structural_tag_json"
     given = _parsed(text, field)
@@ -148,7 +149,7 @@ def refusal(grammar: Grammar, reason: str) -> InvalidArgument:
     return _refused(grammar.field, reason)
 
 
-# What llguidance says of a schema within a grammar, before the lines around it.
+# llguidance's words about a schema within a grammar, before the lines around it.
 _OF_SCHEMA: Final = re.compile(r"(?:at )?\d+\(\d+\): failed to compile JSON schema: (.*?)(?=\s+\d+ \||\Z)", re.DOTALL)
 # The beginning of what it says, and the keyword.
 _KEYWORDS: Final = (
@@ -318,6 +319,6 @@ def _tag(structure: dict[str, Any], triggers: list[str], compact: bool, field: s
 
 
 def _list_of(value: Any, kind: type) -> list[Any]:
-    """Empty where it is none."""
+    """The value as a list; empty where it is none."""
     found = cast("list[Any]", value) if isinstance(value, list) else []
     return found if all(isinstance(one, kind) for one in found) else []

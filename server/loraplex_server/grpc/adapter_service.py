@@ -43,7 +43,8 @@ class AdapterListing:
         self._one_at_a_time = asyncio.Semaphore()
 
     async def page(self, query: ListQuery, identity: Identity) -> adapter_pb2.ListAdaptersResponse:
-        """Raises ListingTooLarge, and SourceUnavailable until the source has been scanned once."""
+        """One page of the listing. Raises ListingTooLarge, and SourceUnavailable until the source has been scanned
+        once."""
         if query.include_unloaded:
             await self._first_scan()
         if query.page_size:
@@ -114,7 +115,7 @@ class AdapterListing:
 
 
 class AdapterServicer(adapter_pb2_grpc.AdapterServiceServicer):
-    """Stateless: the engine owns the adapters."""
+    """Serves AdapterService. Stateless: the engine owns the adapters."""
 
     def __init__(self, engine: EngineClient, gate: RequestGate, listing: AdapterListing) -> None:
         self._engine = engine

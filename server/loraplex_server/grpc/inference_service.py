@@ -79,7 +79,7 @@ class Accepted:
     parsing: ResponseParsing | None = None  # of the answers, where that was asked for
 
     def count(self, num_tokens: int, record: RequestRecord) -> None:
-        """New tokens."""
+        """Counts new tokens."""
         self.ticket.add_tokens(num_tokens)
         record.num_output_tokens += num_tokens
 
@@ -95,7 +95,7 @@ class Accepted:
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Owns the counter that makes the engine's request ids unique."""
+    """Serves InferenceService. Owns the counter that makes the engine's request ids unique."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     async def _accept(self, message: inference_pb2.GenerateRequest, context: Context) -> Accepted:
-        """Raises typed errors."""
+        """A valid request. Raises typed errors."""
         request_id = begin_request(message.request_id, message.adapter_id)
         validate.check_generate(message)
         current_record().adapter = validate.adapter_name_in(message)
@@ -297,7 +297,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return Accepted(request, ticket, echo, tokens, parsing if output.parse_chat else None)
 
     def _estimate(self, message: inference_pb2.GenerateRequest) -> tuple[int, int]:
-        """Tokens of the prompt before it is tokenized, and those that a completion may have at most."""
+        """Estimated tokens of the prompt before it is tokenized, and those that a completion may have at most."""
         num_prompt = len(message.token_ids.ids) or (len(message.text) + message.chat.ByteSize()) // TOKEN_CHARS + 1
         if (truncation := self._truncation(message)) is not None:
             num_prompt = min(num_prompt, truncation.max_tokens)
@@ -326,8 +326,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         version: AdapterVersion | None,
         format: ResponseFormat | None = None,
     ) -> ResponseParsing:
-        """By `format`, else as the model or its adapter marks its answers. Raises InvalidArgument for tools that are
-        not a list of objects."""
+        """The parsing of the answer by `format`, else as the model or its adapter marks its answers. Raises
+        InvalidArgument for tools that are not a list of objects."""
         end = await self._tokenizing.decode(prompt[-PROMPT_END_TOKENS:], keep_special=True, field="output.parse_chat")
         chosen = format or self._templates.response_format(version)
         tenant = auth.current_identity().tenant
@@ -360,7 +360,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _call_grammar(
         self, message: inference_pb2.GenerateRequest, parsing: ResponseParsing, form: CallForm
     ) -> Grammar:
-        """Of calls that are demanded, else of those of strict tools. Raises InvalidArgument."""
+        """The grammar of the calls that are demanded, else of the calls of strict tools. Raises InvalidArgument."""
         choice = message.chat.tool_choice
         if choice.WhichOneof("kind") in ("required", "name"):
             to_grammar = partial(calls.tool_calls, form, parsing, self._special_ids, choice.name)

@@ -23,7 +23,7 @@ MIN_CHANGED_SHARE = 1 / 8
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """Reads the engine's last report; never asks the engine."""
+    """Serves the load of a worker. Reads the engine's last report; never asks the engine."""
 
     def __init__(self, engine: EngineClient, gate: RequestGate) -> None:
         self._engine = engine
@@ -89,5 +89,5 @@ def is_worth_sending(load: worker_pb2.Load, sent: worker_pb2.Load) -> bool:
 
 
 def has_same_requests(load: worker_pb2.Load, sent: worker_pb2.Load) -> bool:
-    """True where the numbers are equal."""
+    """True if the numbers of requests are equal."""
     return (load.running_requests, load.queued_requests) == (sent.running_requests, sent.queued_requests)

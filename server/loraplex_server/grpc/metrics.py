@@ -50,7 +50,7 @@ _TIMES: Final = {
 
 
 class WorkerMetrics(RequestMetrics):
-    """Those of every server, and where the time of requests went."""
+    """Metrics of requests: those of every server, and where the time of requests went."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         from prometheus_client import Histogram
@@ -107,7 +107,7 @@ class _WithProcess(Protocol):
 
 
 def describe_engine(registry: CollectorRegistry, engine: _WithProcess) -> None:
-    """Metrics of the engine's process, where it has one of its own: its memory is the model's."""
+    """Registers metrics of the engine's process, where it has one of its own: its memory is the model's."""
     from prometheus_client import ProcessCollector
 
     if engine.pid is not None:
@@ -156,7 +156,7 @@ class WorkerCollector:
         yield counter("accepted_tokens", "Proposed tokens that the model agreed with.", "proposer", load.accepted)
 
     def _lora_requests_info(self, rows: Sequence[AdapterInfo], max_lora: int) -> Metric:
-        """As the Gateway API Inference Extension reads it: label names and meaning are that protocol's. Idle
+        """The metric that the Gateway API Inference Extension reads: label names and meaning are that protocol's. Idle
         adapters on the device count as running too: a gateway that routes by this must find them."""
         on_device = [row.adapter_id for row in rows if row.tier == "device"]
         waiting = [row.adapter_id for row in rows if row.state == "fetching"]
@@ -170,7 +170,7 @@ class WorkerCollector:
 
 
 def _totals(load: Load) -> Iterator[Metric]:
-    """Since the start. They grow while requests run."""
+    """Totals since the start. They grow while requests run."""
     for name, text, value in (
         ("prompt_tokens", "Tokens of prompts of requests that have begun.", load.num_prompt_tokens),
         ("generation_tokens", "Tokens that steps have made.", load.num_output_tokens),
@@ -182,7 +182,7 @@ def _totals(load: Load) -> Iterator[Metric]:
 
 
 def _steps(steps: StepSizes) -> Iterator[Metric]:
-    """As of the engine's last report, a quarter of a second old at most."""
+    """Histograms of steps, as of the engine's last report, a quarter of a second old at most."""
     for name, text, bounds, values in (
         ("step_seconds", "Lengths of steps.", STEP_BOUNDS_S, steps.seconds),
         ("step_tokens", "Tokens computed in a step: of prompts, of texts, and drafts.", TOKEN_BOUNDS, steps.tokens),
@@ -192,7 +192,7 @@ def _steps(steps: StepSizes) -> Iterator[Metric]:
 
 
 def _state_slots(load: Load) -> Iterator[Metric]:
-    """Of models with layers that keep states."""
+    """Slots for recurrent states by use; none for models without layers that keep states."""
     if not load.num_state_slots:
         return
     num_held = load.num_state_slots - load.num_free_state_slots

@@ -61,7 +61,7 @@ class RequestGate:
 
     @contextlib.contextmanager
     def call(self, method: str, context: Context = None) -> Generator[_Call]:
-        """One call, from its arrival to its end."""
+        """Tracks one call, from its arrival to its end."""
         record = RequestRecord(method, auth.current_identity().tenant)
         span: RequestSpan | None = None
         if self.tracing is not None and record.computes:
@@ -92,11 +92,13 @@ class RequestGate:
         return identity
 
     def take_quota(self, num_requests: int = 1, **tokens: Any) -> Ticket:
-        """For the call that this task answers, as `TenantQuotas.take`; given back at the call's end."""
+        """Takes quota for the call that this task answers, by `TenantQuotas.take`; it is given back at the call's
+        end."""
         return self._take(partial(self._quotas.take, num_requests=num_requests, **tokens))
 
     def take_pooling_quota(self, num_inputs: int, num_prompt_tokens: int) -> Ticket:
-        """As `TenantQuotas.take_pooling`. A call that asks the engine anew, because it refused, pays once."""
+        """Takes quota by `TenantQuotas.take_pooling`. A call that asks the engine anew, because it refused, pays
+        once."""
         return self._take(
             partial(self._quotas.take_pooling, num_inputs=num_inputs, num_prompt_tokens=num_prompt_tokens)
         )
@@ -113,7 +115,7 @@ class RequestGate:
 
 
 def current_record() -> RequestRecord:
-    """Of the call that this task answers."""
+    """The record of the call that this task answers."""
     return _current_call.get().record
 
 
@@ -145,7 +147,7 @@ def service_handler(service: ServiceDescriptor, servicer: object) -> grpc.Generi
 
 
 def _parsed_or_error(cls: type[Message], raw: bytes) -> Message | InvalidArgument:
-    """The handler raises the error."""
+    """The parsed request, or the error of one that cannot be parsed: the handler raises it."""
     try:
         return parse(cls, raw)
     except InvalidArgument as error:
@@ -153,14 +155,16 @@ def _parsed_or_error(cls: type[Message], raw: bytes) -> Message | InvalidArgumen
 
 
 def _serialized(response: Message | bytes) -> bytes:
-    """A handler may have serialized its answer itself."""
+    """The bytes of an answer, which the handler may have serialized itself."""
     return response if isinstance(response, bytes) else response.SerializeToString()
 
 
 def handles_errors(handler: _Handler) -> _Handler:
-    """Errors of a unary handler leave as typed status, unknown ones as INTERNAL with an opaque id; calls are counted.
+    """Makes errors of a unary handler leave as typed status, unknown ones as INTERNAL with an opaque id; calls are
+    counted.
 
-    The handler's `self` has a RequestGate in `_gate`."""
+    The handler's `self` has a RequestGate in `_gate`.
+    """
 
     @wraps(handler)
     async def wrapped(self: Any, request: Any, context: Context) -> Any:
@@ -174,7 +178,7 @@ def handles_errors(handler: _Handler) -> _Handler:
 
 
 def handles_stream_errors(handler: _Handler) -> _Handler:
-    """As `handles_errors`, for a handler that streams."""
+    """Does what `handles_errors` does, for a handler that streams."""
 
     @wraps(handler)
     async def wrapped(self: Any, request: Any, context: Context) -> AsyncIterator[Any]:
@@ -196,7 +200,7 @@ def _checked(request: Any) -> Any:
 
 
 class _Call:
-    """One call's metrics. A call that neither failed nor ended was cancelled."""
+    """Metrics of one call. A call that neither failed nor ended was cancelled."""
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ _POSITIONS: Mapping[int, PooledPositions] = {
 
 
 class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
-    """Owns the counter that makes the engine's request ids unique."""
+    """Serves embeddings, classes and scores. Owns the counter that makes the engine's request ids unique."""
 
     def __init__(
         self,
@@ -246,7 +246,8 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
         query: pooling_pb2.PoolingInput | None,
         version: AdapterVersion | None,
     ) -> tuple[int, ...]:
-        """Raises typed errors for ids that this model does not have, and for a prompt that its context cannot hold."""
+        """The token ids of one input. Raises typed errors for ids that this model does not have, and for a prompt that
+        its context cannot hold."""
         limits, special = self._tokenizing.limits, not message.omit_special_tokens
         truncation = self._prompts.truncation(message, 0)
         parts = [one] if query is None else [query, one]
@@ -271,14 +272,14 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
         return prompt
 
     def _refuse_early(self, message: PoolingRequest, num_prompt: int, tenant: str, left_s: float | None) -> None:
-        """As of generation: Overloaded where the engine would refuse, by an estimate without tokens."""
+        """Raises Overloaded where the engine would refuse, by an estimate without tokens; generation does the same."""
         forecast = self._engine.state.load.forecast
         if forecast is not None and message.priority <= 0:
             forecast.check((tenant, message.adapter_id), num_prompt, 1, left_s)
 
 
 def _num_prompt_tokens(message: PoolingRequest, query: pooling_pb2.PoolingInput | None) -> int:
-    """Before they are tokenized."""
+    """An estimate of the prompts' tokens before they are tokenized."""
     parts = [*message.inputs] if query is None else [*message.inputs, *[query] * len(message.inputs)]
     return sum(len(one.token_ids.ids) or (len(one.text) + one.chat.ByteSize()) // TOKEN_CHARS + 1 for one in parts)
 

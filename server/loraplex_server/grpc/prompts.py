@@ -42,7 +42,7 @@ class Prompts:
         return await self._templates.version(adapter_id, origin) if message.WhichOneof("input") == "chat" else None
 
     async def check_adapter(self, adapter_id: str, origin: AdapterOrigin) -> None:
-        """Raises as a request for the adapter would."""
+        """Raises what a request for the adapter would raise."""
         await self._templates.check_adapter(adapter_id, origin)
 
     async def ids(
@@ -53,8 +53,8 @@ class Prompts:
         special: bool = True,
         version: AdapterVersion | None = None,
     ) -> tuple[int, ...]:
-        """`special`: with the tokenizer's own special tokens around a text. Raises what `Tokenizing.encode` raises, and
-        `Templates.render`."""
+        """The token ids of a prompt. `special`: with the tokenizer's own special tokens around a text. Raises what
+        `Tokenizing.encode` raises, and `Templates.render`."""
         if message.WhichOneof("input") == "token_ids":
             ids = message.token_ids.ids
             kept = ids if truncation is None else truncation.cut(ids)
@@ -82,7 +82,7 @@ class Prompts:
     async def pair_ids(
         self, first: str, second: str, truncation: Truncation | None, *, special: bool
     ) -> tuple[int, ...]:
-        """Of two texts. Raises what `Tokenizing.encode_pair` raises."""
+        """The token ids of two texts as one prompt. Raises what `Tokenizing.encode_pair` raises."""
         return tuple(await self._tokenizing.encode_pair(first, second, special=special, truncation=truncation))
 
     async def offsets(self, text: str, truncation: Truncation | None, *, special: bool) -> Sequence[tuple[int, int]]:
@@ -94,7 +94,8 @@ class Prompts:
         return list(zip(found.starts, found.ends, strict=True))
 
     def truncation(self, message: inference_pb2.GenerateRequest | PoolingRequest, num_new: int) -> Truncation | None:
-        """Of a request that leaves room for `num_new` tokens; None where its prompt is not truncated."""
+        """The truncation of a request's prompt that leaves room for `num_new` tokens; None where the prompt is not
+        truncated."""
         if not message.HasField("truncate_prompt"):
             return None
         wanted = message.truncate_prompt
@@ -129,7 +130,7 @@ async def within(left_s: float | None) -> AsyncGenerator[None]:
 
 
 def copied_ids(ids: Sequence[int]) -> tuple[int, ...]:
-    """Copied in steps, so that other threads run in between."""
+    """The ids as a tuple, copied in steps, so that other threads run in between."""
     found: list[int] = []
     for start in range(0, len(ids), IDS_AT_ONCE):
         found += ids[start : start + IDS_AT_ONCE]

@@ -53,7 +53,8 @@ DRAFT_MODEL_PREFIX = "draft_model:"  # of a name in ModelInfo.speculation
 
 
 def sampling_params(message: inference_pb2.Sampling, tokenizer: TokenizerView) -> SamplingParams:
-    """Unset fields take the wire's documented defaults. Raises what the tokenizer raises."""
+    """The sampling parameters of a message; unset fields take the wire's documented defaults. Raises what the tokenizer
+    raises."""
     return sampling.sampling_params({field.name: value for field, value in message.ListFields()}, tokenizer)
 
 
@@ -118,7 +119,7 @@ def to_request(
 
 
 def adapter_origin(message: HasPlace, adapter_id: str) -> AdapterOrigin:
-    """Of the request's adapter, or of one of its mixture, where it says one."""
+    """The origin of the request's adapter, or of one member of its mixture; OWN_PLACE where the message names none."""
     if message.in_bucket:
         return AdapterOrigin(S3_SOURCE + adapter_id)
     if not message.HasField("hub"):
@@ -143,7 +144,8 @@ def _mixture(message: inference_pb2.GenerateRequest) -> Mixture | None:
 
 
 def grammar(message: inference_pb2.Grammar) -> Grammar | None:
-    """None where it is not set. Raises InvalidArgument with the keyword of JSON Schema that cannot be enforced."""
+    """The grammar of a message; None where it is not set. Raises InvalidArgument with the keyword of JSON Schema that
+    cannot be enforced."""
     from loraplex_server.grammars import source  # late: most requests have none
 
     compact = message.compact
@@ -179,7 +181,8 @@ def template_input(chat: inference_pb2.Chat) -> dict[str, Any]:
 
 
 def _message_for_template(message: inference_pb2.ChatMessage) -> dict[str, Any]:
-    """As OpenAI's clients write it, which is what templates are written for; arguments as values, not as a string."""
+    """The message as OpenAI's clients write it, which is what templates are written for; arguments as values, not as a
+    string."""
     found: dict[str, Any] = {"role": message.role, "content": message.content}
     found |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name))}
     if message.reasoning:
@@ -203,7 +206,7 @@ def _objects(text: str, field: str) -> list[Any] | None:
 
 
 def _json(text: str, field: str, kind: type[T]) -> T | None:
-    """None where there is no text."""
+    """The JSON value of a field; None where there is no text. Raises InvalidArgument for another kind."""
     if not text:
         return None
     try:
@@ -311,7 +314,7 @@ def _top_to_pb(one: TokenLogprob) -> list[inference_pb2.TopLogprob]:
 def prompt_tokens_to_pb(
     token_ids: Sequence[int], tokenizer: TextTokenizer, *, with_bytes: bool
 ) -> list[inference_pb2.PromptToken]:
-    """Without logprobs: those come later."""
+    """The prompt's tokens without logprobs: those come later."""
     return [
         inference_pb2.PromptToken(
             token_id=token_id,
@@ -328,7 +331,8 @@ def put_prompt(
     prompt_tokens: Sequence[inference_pb2.PromptToken],
     logprobs: Sequence[TokenLogprob],
 ) -> None:
-    """The prompt in an answer. `logprobs` begin at its second token; they go into its tokens, if those are sent."""
+    """Puts the prompt into an answer. `logprobs` begin at its second token; they go into its tokens, if those are
+    sent."""
     if not prompt_tokens:
         message.prompt_logprobs.extend(logprobs_to_pb(logprobs))
         return
@@ -376,7 +380,8 @@ def delta_to_pb(delta: Delta, *, with_token_ids: bool) -> inference_pb2.Generate
 def _fill_end(
     message: inference_pb2.GenerateStreamResponse | inference_pb2.Completion, summary: CompletionSummary
 ) -> None:
-    """Finish reason, stop string or token, and parsed message, in a stream's last chunk or in a whole answer."""
+    """Fills in finish reason, stop string or token, and parsed message, in a stream's last chunk or in a whole
+    answer."""
     message.finish_reason = FINISH_REASONS[summary.reason]
     if summary.stop_string is not None:
         message.stop_string = summary.stop_string
@@ -404,7 +409,7 @@ def completion_to_pb(
 def tokenize_response(
     vocabulary: Vocabulary, token_ids: Sequence[int], offsets: Sequence[tuple[int, int]] = ()
 ) -> bytes:
-    """Serialized in parts: concatenated messages are read as one."""
+    """A TokenizeResponse, serialized in parts: concatenated messages are read as one."""
     parts: list[bytes] = []
     for start in range(0, len(token_ids), TOKENS_AT_ONCE):
         part, spans = token_ids[start : start + TOKENS_AT_ONCE], offsets[start : start + TOKENS_AT_ONCE]
@@ -419,7 +424,7 @@ def tokenize_response(
 
 
 def tokenizer_info(tokenizer: TextTokenizer) -> inference_pb2.GetTokenizerInfoResponse:
-    """Raises FailedPrecondition without a tokenizer."""
+    """The tokenizer's special tokens and chat template. Raises FailedPrecondition without a tokenizer."""
     facts = tokenizer.facts()
     special = sorted((token_id, text) for text, token_id in facts.special_ids.items())
     info = inference_pb2.GetTokenizerInfoResponse(
@@ -438,7 +443,7 @@ def speculation_kinds(available: Iterable[str]) -> list[str]:
 
 
 def generation_defaults(given: Mapping[str, float]) -> inference_pb2.Sampling:
-    """Of options that are numbers."""
+    """The default sampling options of a model: those that are numbers."""
     message = inference_pb2.Sampling()
     for name, value in given.items():
         setattr(message, name, int(value) if isinstance(SAMPLING_OPTIONS[name].default, int) else value)
@@ -474,7 +479,8 @@ def adapter_to_pb(info: AdapterInfo) -> adapter_pb2.Adapter:
 
 
 def _tasks(info: AdapterInfo) -> tuple[str, ...]:
-    """Of an adapter whose kind is known: an adapter that classifies writes no text, and heads alone change none."""
+    """The tasks of an adapter whose kind is known: one that classifies writes no text, and heads alone change no
+    text."""
     if not info.kind:
         return ()
     return ("classify", "embed") if info.classifier is not None else ("generate", "embed")
@@ -488,7 +494,7 @@ def unloaded_to_pb(adapter_id: str) -> adapter_pb2.Adapter:
 
 
 def residents_to_pb(nearest: Iterable[Resident]) -> list[worker_pb2.ResidentAdapter]:
-    """As `Listing.nearest` gives them."""
+    """The resident adapters that `Listing.nearest` gives, in its order."""
     return [
         worker_pb2.ResidentAdapter(adapter_id=name, digest=digest, tier=ADAPTER_TIERS[tier])
         for tier, name, digest in nearest

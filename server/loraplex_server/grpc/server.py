@@ -146,7 +146,8 @@ async def start_worker(
 
 
 async def _preload(engine: EngineClient, names: Sequence[str], on_progress: Callable[[str], None]) -> None:
-    """One after the other. What fails keeps no worker from serving the others: the engine remembers why."""
+    """Loads adapters one after the other. One that fails keeps no worker from serving the others: the engine remembers
+    why."""
     on_progress(f"loading {len(names)} adapters")
     for name in names:
         try:
@@ -158,7 +159,8 @@ async def _preload(engine: EngineClient, names: Sequence[str], on_progress: Call
 
 
 def _load_tokenizer(info: ModelInfo, chat: ChatConfig) -> TextTokenizer:
-    """Raises InvalidArgument for a chat template that cannot be read, UnsupportedModel for such a tokenizer."""
+    """The tokenizer of the served model. Raises InvalidArgument for a chat template that cannot be read,
+    UnsupportedModel for such a tokenizer."""
     try:
         chat_template = None if chat.template is None else chat.template.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -168,8 +170,8 @@ def _load_tokenizer(info: ModelInfo, chat: ChatConfig) -> TextTokenizer:
 
 
 def _response_format(tokenizer: TextTokenizer, chat: ChatConfig, chat_template: str | None) -> ResponseFormat | None:
-    """Of the base model (None), or of another chat template. Raises InvalidArgument for a response template that cannot
-    be used."""
+    """The response format of the base model (`chat_template` None), or of another chat template. Raises InvalidArgument
+    for a response template that cannot be used."""
     from loraplex_server.text.response_template import ResponseFormat  # late: imports Transformers
 
     if not tokenizer.has_text:

@@ -46,19 +46,19 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` could hand out now, idle ones included."""
+        """Number of blocks that `allocate` could hand out now, idle ones included."""
         return len(self._clean) + len(self._idle)
 
     @property
     def num_clean(self) -> int:
-        """Free blocks that are not cached: taking them evicts nothing."""
+        """Number of free blocks that are not cached: taking them evicts nothing."""
         return len(self._clean)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def num_unheld(self, block_ids: Sequence[int]) -> int:
-        """Number of these without a reference: sharing them takes that many off `num_free`."""
+        """Number of these blocks without a reference: sharing them takes that many off `num_free`."""
         refs = self._refs
         return sum(1 for block_id in block_ids if not refs[block_id])
 

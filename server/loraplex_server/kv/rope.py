@@ -25,19 +25,19 @@ class RopeScaling:
             raise ValueError("a text that is computed anew once has one set of frequencies beyond its limit")
 
     def set_of(self, length: int) -> int:
-        """The frequencies of a text's token by number: 0 of training, else 1 or the length."""
+        """The number of the set of frequencies of a text's token: 0 is that of training, else 1 or the length."""
         return 0 if length <= self.limit else 1 if self.has_one_set else length
 
     def num_first(self, num_prompt_tokens: int, num_tokens: int) -> int:
-        """Of a sequence that enters with so many tokens in all: those that are scaled as one text."""
+        """Number of a sequence's first tokens that are scaled as one text, when it enters with `num_tokens` in all."""
         return num_tokens if self.restarts else num_prompt_tokens
 
     def key(self, num_prompt_tokens: int, num_tokens: int) -> int:
-        """A number that tells its keys from those of other texts with the same tokens: 0 where they are equal."""
+        """A number that tells a text's keys from those of other texts with the same tokens: 0 where they are equal."""
         return self.set_of(self.num_first(num_prompt_tokens, num_tokens))
 
     def outgrown(self, num_before: int, num_after: int) -> bool:
-        """Whether a text that grows from one number of tokens to the other has to be computed anew."""
+        """True if a text that grows from `num_before` to `num_after` tokens has to be computed anew."""
         return self.restarts and num_before <= self.limit < num_after
 
     def num_room(self, num_tokens: int) -> int | None:

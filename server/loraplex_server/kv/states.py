@@ -25,12 +25,12 @@ class StatePool:
 
     @property
     def num_free(self) -> int:
-        """Slots that `take` could hand out now, snapshots included."""
+        """Number of slots that `take` could hand out now, snapshots included."""
         return self._slots.num_free
 
     @property
     def num_snapshots(self) -> int:
-        """Those of them that are kept for prompts that begin alike."""
+        """Number of free slots that are snapshots, kept for prompts that begin alike."""
         return self._slots.num_free - self._slots.num_clean
 
     @property

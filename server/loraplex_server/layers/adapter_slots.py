@@ -79,7 +79,7 @@ class AdapterSlots:
         return self._installed[slot]
 
     def are_plain(self, segments: Sequence[Segment], within: str = "", but: frozenset[Beyond] = frozenset()) -> bool:
-        """Whether the adapters of these segments have nothing but low-rank terms of linears and embeddings, and what
+        """True if the adapters of these segments have nothing but low-rank terms of linears and embeddings, and what
         `but` names, in modules whose path begins with `within`."""
         return not self._beyond or not any(
             kind not in but and path.startswith(within)
@@ -175,7 +175,7 @@ class NormPlace:
 
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by name."""
+        """Shapes of the norm's parameters by name."""
         norm = getattr(self.parent, self.name)
         norm = norm.base if isinstance(norm, AdaptedNorm) else norm
         return {name: tuple(one.shape) for name, one in norm.named_parameters(recurse=False)}
@@ -194,7 +194,7 @@ def _has_all_rows(parameters: Mapping[str, SavedParameter]) -> bool:
 
 
 def _side_by_side(targets: dict[str, AdaptedModule]) -> dict[str, AdaptedModule]:
-    """The same, with the members of a merged linear one after the other as they are called."""
+    """The targets with the members of a merged linear one after the other, as they are called."""
     paths = {id(module): path for path, module in targets.items()}
     ordered: dict[str, AdaptedModule] = {}
     for path, module in targets.items():
@@ -207,7 +207,7 @@ def _side_by_side(targets: dict[str, AdaptedModule]) -> dict[str, AdaptedModule]
 
 @contextmanager
 def as_if_installed(targets: Mapping[str, AdaptedModule]) -> Generator[None]:
-    """All these modules launch their adapter kernels meanwhile, also those without an installed adapter."""
+    """Lets all these modules launch their adapter kernels meanwhile, also those without an installed adapter."""
     for module in targets.values():
         module.num_installed += 1
     try:

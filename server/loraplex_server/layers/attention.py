@@ -34,7 +34,7 @@ class Reach(NamedTuple):
     chunk: int | None = None  # itself and what is before it in its chunk; chunks of so many tokens begin at position 0
 
     def first_keys(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Of queries at these positions: the first position that each sees."""
+        """The first position that each query sees; `positions`: of the queries."""
         first = np.zeros_like(positions)
         if self.window is not None:
             first = np.maximum(first, positions - self.window + 1)
@@ -45,7 +45,7 @@ class Reach(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """One attention layer."""
+    """Heads, scaling, reach and biases of one attention layer."""
 
     num_heads: int
     num_kv_heads: int
@@ -201,18 +201,18 @@ class Reserved:
 
 
 class PagedAttention(Protocol):
-    """One implementation."""
+    """One implementation of paged attention."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def needs_clean_blocks(self) -> bool:
-        """Whether it reads positions that were never written, and multiplies what is there by zero."""
+        """True if attention reads positions that were never written, and multiplies what is there by zero."""
         ...
 
     def plan(self, batch: AttentionBatch, dtype: torch.dtype, device: torch.device) -> Any:
-        """Everything that the step's layers share. Once per step; host work, no device synchronisation."""
+        """The plan of a step: everything that its layers share. Once per step; host work, no device synchronisation."""
         ...
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, kv: LayerKv, spec: AttentionSpec, plan: Any) -> Tensor:
@@ -236,7 +236,8 @@ class ReplayableAttention(PagedAttention, Protocol):
         ...
 
     def refill(self, plan: Any, batch: AttentionBatch) -> None:
-        """Puts a step in: host work and asynchronous copies, no synchronisation, nothing allocated on the device.
+        """Puts a step into a reserved plan: host work and asynchronous copies, no synchronisation, nothing allocated on
+        the device.
 
         Raises ValueError on a step that does not fit what was reserved.
         """
@@ -291,7 +292,7 @@ REACH = "loraplex_reach"  # the attribute of a mask: a Reach, or a str saying wh
 
 
 def register_attention() -> None:
-    """Makes the names known. Harmless to repeat."""
+    """Makes the names of attention known to Transformers. Harmless to repeat."""
     from transformers.masking_utils import AttentionMaskInterface  # late: seconds, and only models need them
     from transformers.modeling_utils import AttentionInterface
 

@@ -45,7 +45,7 @@ class ExpertProducts(Protocol):
         ...
 
 
-# Of a weight [experts, out, in]; None where there are no such products.
+# Makes products with a weight [experts, out, in]; None where there are no such products.
 MakeExpertProducts = Callable[[Tensor], ExpertProducts | None]
 
 
@@ -92,7 +92,7 @@ class TermsBySlot:
     terms: dict[int, Terms]
 
     def without(self, slot: int) -> TermsBySlot:
-        """The same without the terms of a slot."""
+        """These factors without the terms of a slot."""
         return TermsBySlot({known: one for known, one in self.terms.items() if known != slot})
 
 
@@ -150,8 +150,8 @@ class AdaptedExperts(_Wrapper):
 
     @staticmethod
     def fits(module: nn.Module, dtype: torch.dtype, num_rows: int, num_tokens: int) -> bool:
-        """Whether these are experts of a form that Transformers' `use_experts_implementation` has. `num_rows`: that it
-        was given in a step of `num_tokens`."""
+        """True if these are experts of a form that Transformers' `use_experts_implementation` has. `num_rows`: what the
+        module was given in a step of `num_tokens`."""
         if num_rows != num_tokens:
             return False
         weights = [getattr(module, name, None) for name in (UP, DOWN)]
@@ -170,7 +170,7 @@ class AdaptedExperts(_Wrapper):
         return getattr(self.base, "is_transposed", False)
 
     def weight(self, name: str) -> Tensor:
-        """[experts, out, in]"""
+        """The weight of a parameter, as [experts, out, in]."""
         weight = cast(Tensor, getattr(self.base, name))
         return weight.mT if self._is_transposed else weight
 
@@ -183,7 +183,7 @@ class AdaptedExperts(_Wrapper):
         return self._compute(hidden_states, top_k_index, top_k_weights, uses)
 
     def _uses(self, hidden_states: Tensor, num_rows: int) -> Uses | None:
-        """Of a step; None where no row has terms here."""
+        """The uses of adapters by the rows of a step; None where no row has terms here."""
         prepared = self.context.token_segments
         if prepared is None and not self.is_on_trial:
             return None
@@ -200,7 +200,8 @@ class AdaptedExperts(_Wrapper):
         return known[slots]
 
     def _by_products(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The products of the module's own code, pairs in the order of the rows."""
+        """The experts' output by the back end's products: what the module's own code computes, pairs in the order of
+        the rows."""
         num_rows, top_k = top_k_index.shape
         each = top_k_index.reshape(-1, 1)
         gate_up = self._add_bias(UP, self.products[UP](hidden_states, top_k_index), each)
@@ -227,7 +228,7 @@ class AdaptedExperts(_Wrapper):
         return pairs.view(num_rows, top_k, -1).sum(dim=1).to(hidden_states.dtype)
 
     def _linear(self, name: str, x: Tensor, experts: Tensor, groups: Sequence[Group], uses: Uses) -> Tensor:
-        """x [pairs, in], sorted -> [pairs, out]"""
+        """One parameter's product with the adapters' terms: x [pairs, in], sorted -> [pairs, out]."""
         products = self.products.get(name)
         y = grouped_product(x, self.weight(name), groups) if products is None else products(x, experts)
         y = self._add_bias(name, y, experts)
@@ -289,7 +290,8 @@ def slots_with_terms(module: ExpertLinear | AdaptedRouter, segments: Sequence[Se
 
 
 def uses_of_rows(segments: Sequence[Segment], num_rows: int, device: torch.device) -> Uses:
-    """Raises ValueError where two segments have one row: adapters of experts are in no mixture."""
+    """The uses of adapters by rows. Raises ValueError where a segment does not fit, or two have one row: adapters of
+    experts are in no mixture."""
     by_row = [0] * num_rows
     adapters: dict[tuple[int, float], int] = {}
     for segment in segments:
@@ -301,7 +303,8 @@ def uses_of_rows(segments: Sequence[Segment], num_rows: int, device: torch.devic
 
 
 def _groups(keys: Tensor, num_uses: int) -> Iterator[Group]:
-    """Of sorted keys [pairs]: expert * num_uses + use. Waits for the device."""
+    """Groups of pairs with one expert and one use, from sorted keys [pairs] (expert * num_uses + use). Waits for the
+    device."""
     values, counts = torch.unique_consecutive(keys, return_counts=True)
     start = 0
     for key, count in torch.stack((values, counts), dim=1).tolist():
@@ -369,7 +372,7 @@ class AdaptedRouter(_Wrapper):
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
-        """Whether it may be a router. What it computes shows the rest."""
+        """True if the module may be a router. What it computes shows the rest."""
         weight = dict(module.named_parameters(recurse=False)).get("weight")
         is_other = isinstance(module, AdaptedLinear | AdaptedEmbedding | nn.Embedding)
         return weight is not None and weight.dim() == 2 and weight.is_floating_point() and not is_other

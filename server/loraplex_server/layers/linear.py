@@ -153,7 +153,7 @@ class AdaptedLinear(nn.Module):
         return found == num_rows
 
     def replace(self, y: Tensor, x: Tensor, prepared: PreparedSegments) -> None:
-        """Products with adapters' own weights, or rows of them, in the place of the base's. x [rows, in], y [rows,
+        """Puts products with adapters' own weights, or rows of them, in the place of the base's. x [rows, in], y [rows,
         out]."""
         assert self.ops is not None, "adapters are off"
         for segment in prepared.segments:
@@ -289,7 +289,7 @@ class AdaptedEmbedding(nn.Module):
         self.saved: dict[int, tuple[nn.Module, Tensor | None]] = {}  # by adapter slot: a twin, and the rows that it has
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:
-        """Models read `weight`, `embed_scale` and the like from their embedding."""
+        """Passes attributes of the base on: models read `weight`, `embed_scale` and the like from their embedding."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -353,7 +353,7 @@ class MergedLinear:
             member.merged = self
 
     def separate(self) -> None:
-        """Every member computes alone from here on. Their weights stay where they are."""
+        """Lets every member compute alone from here on. Their weights stay where they are."""
         for member in self.members:
             member.merged = None
 
@@ -389,7 +389,8 @@ class MergedLinear:
         return y.view(*x.shape[:-1], self._ends[-1])
 
     def _product(self, x: Tensor, rows: Tensor, segments: PreparedSegments) -> Tensor:
-        """As of a linear, [rows, sum of outputs]."""
+        """The product of the merged linear [rows, sum of outputs], with the weights of its own that an adapter has
+        saved."""
         y = self.base(x).view(-1, self._ends[-1])
         for member, end in zip(self.members, self._ends, strict=True):
             if member.saved:
@@ -415,7 +416,7 @@ def merge_linears(
 
 
 def _of_one_parent(run: Sequence[str]) -> list[list[str]]:
-    """Cut where the parent changes."""
+    """The run cut where the parent changes."""
     groups: list[list[str]] = []
     for path in run:
         if groups and groups[-1][0].rpartition(".")[0] == path.rpartition(".")[0]:

@@ -65,10 +65,10 @@ class FactorTable:
         self.scales = torch.zeros(num_slots, dtype=torch.float32, device=device)
         self.derived: Derived | None = None
         self.rescaled: set[int] = set()  # slots with a gain or a shift
-        # Of those, on the host: only native code of CPUs reads them.
+        # Pointers of gains and shifts, on the host: only native code of CPUs reads them.
         self.gain_ptrs = torch.zeros(num_slots, dtype=torch.int64)
         self.shift_ptrs = torch.zeros(num_slots, dtype=torch.int64)
-        # Of products in the place of the base's, [4, num_slots]: addresses of weights and of blocks on the diagonal of
+        # Products in the place of the base's, [4, num_slots]: addresses of weights and of blocks on the diagonal of
         # what inputs are multiplied with, 0: none; rows of a block, and elements between blocks.
         self.own = torch.zeros(4, num_slots, dtype=torch.int64)
 
@@ -119,7 +119,8 @@ class PreparedSegments:
 
 
 class SegmentedLora(ABC):
-    """One implementation. Stateless apart from caches of its own; safe to call for many modules of a step in turn."""
+    """One implementation of segmented LoRA. Stateless apart from caches of its own; safe to call for many modules of a
+    step in turn."""
 
     name: ClassVar[str]
 
@@ -141,8 +142,8 @@ class SegmentedLora(ABC):
         """
 
     def apply_merged(self, y: Tensor, x: Tensor, tables: Sequence[FactorTable], prepared: PreparedSegments) -> None:
-        """`apply` for modules that read the same x and whose outputs lie side by side in y [num_rows, sum of outputs].
-        Overridden where it takes fewer launches: the same to the last bit."""
+        """Does what `apply` does, for modules that read the same x and whose outputs lie side by side in y [num_rows,
+        sum of outputs]. Overridden where it takes fewer launches: the same to the last bit."""
         start = 0
         for table in tables:
             self.apply(y[:, start : start + table.out_features], x, table, prepared)
@@ -184,11 +185,12 @@ class ReplayableLora(SegmentedLora):
 
     @abstractmethod
     def refill(self, reserved: PreparedSegments, segments: Sequence[Segment]) -> None:
-        """Puts a step's segments in: host work and one asynchronous copy on the current stream, no synchronisation.
+        """Puts a step's segments into reserved buffers: host work and one asynchronous copy on the current stream, no
+        synchronisation.
 
         Every composition of whole adapters fits, mixtures fit up to a bound of the implementation. Raises ValueError,
-        and leaves the buffers as they were, on segments that do not fit and on what `prepare` refuses; such a step
-        is prepared instead.
+        and leaves the buffers as they were, on segments that do not fit and on what `prepare` refuses; such a step is
+        prepared instead.
         """
 
 
@@ -202,7 +204,7 @@ def check_segments(segments: Sequence[Segment], num_rows: int, num_slots: int) -
 
 
 def join_neighbours(segments: Sequence[Segment]) -> list[Segment]:
-    """Row order, without empty segments, adjacent rows of one slot and weight as one segment.
+    """The segments in row order, without empty ones; adjacent rows of one slot and weight are one segment.
 
     Overlapping segments stay apart, so their terms still add up.
     """
@@ -260,7 +262,7 @@ class DenseTable:
 
 
 class SegmentedDense(Protocol):
-    """One implementation. Stateless apart from caches of its own."""
+    """One implementation of dense products. Stateless apart from caches of its own."""
 
     @property
     def name(self) -> str: ...

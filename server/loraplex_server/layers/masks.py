@@ -13,7 +13,7 @@ Bits = npt.NDArray[np.int32]  # [num_masks, num_words], 32 values a word, the lo
 
 @dataclass(frozen=True, slots=True)
 class RowMasks:
-    """For each row the number of its mask, -1 where all values count; and the masks."""
+    """Masks of values, and for each row the number of its mask: -1 where all values count."""
 
     numbers: Sequence[int]
     bits: Bits

@@ -49,7 +49,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def _quantize_blocks(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Of blocks [out, blocks, BLOCK] in float32 their values, and their scales [out, blocks] as bytes."""
+        """Values of blocks [out, blocks, BLOCK] in float32, and their scales [out, blocks] as bytes."""
 
     @abstractmethod
     def whole_numbers(self, values: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class WeightFormat(ABC):
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight [out, in]."""
+    """A weight [out, in] in few bits."""
 
     format: WeightFormat
     values: Tensor  # int8 [out, in]: whole numbers, or numbers of levels
@@ -75,7 +75,8 @@ class QuantizedWeight:
 
 
 class Int8(WeightFormat):
-    """Whole numbers of -127 to 127. Scales are exponents with a bias of 127, as in float32; 0 of a block of zeros."""
+    """MXINT8: whole numbers of -127 to 127. Scales are exponents with a bias of 127, as in float32; 0 of a block of
+    zeros."""
 
     name = "int8"
     words = "eight bits"
@@ -85,7 +86,7 @@ class Int8(WeightFormat):
     SMALLEST: ClassVar = 2.0**-110  # blocks of less are zero: products with them would be no normal numbers
 
     def _quantize_blocks(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """With the least power of two that the largest of a block leaves."""
+        """Int8 values of blocks, scaled by the least power of two with which the largest value of a block fits."""
         largest = blocks.abs().amax(dim=2)
         exponents = torch.frexp(largest).exponent - 7 + 127  # the largest becomes 64 to 127
         exponents = torch.where(largest >= self.SMALLEST, exponents, torch.zeros_like(exponents)).to(torch.uint8)
@@ -101,7 +102,7 @@ class Int8(WeightFormat):
 
 
 class Int4(WeightFormat):
-    """Numbers of levels. Scales are (4 + code % 4) / 4 times 2 ** (code // 4 - 48)."""
+    """INT4: numbers of levels. Scales are (4 + code % 4) / 4 times 2 ** (code // 4 - 48)."""
 
     name = "int4"
     words = "four bits"
@@ -114,8 +115,8 @@ class Int4(WeightFormat):
     NUM_TRIED: ClassVar = 3
 
     def _quantize_blocks(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest of a block becomes 31 or -31 with every scale that is tried. So the first one that is tried of a
-        rounded block is its own."""
+        """The levels and scales of the least squared error. The largest of a block becomes 31 or -31 with every scale
+        that is tried. So the first one that is tried of a rounded block is its own."""
         levels = torch.tensor(self.LEVELS, dtype=torch.float32)
         middles = (levels[1:] + levels[:-1]) / 2
         most = _code_of(blocks.abs().amax(dim=2) / self.OUTER)
@@ -148,7 +149,7 @@ _SMALLEST_SCALE: Final = (127 - 48) << 23  # of Int4, as bits
 
 
 def _code_of(scale: Tensor) -> Tensor:
-    """int32: of the largest scale of Int4 that is not larger."""
+    """The code (int32) of the largest scale of Int4 that is not larger."""
     return ((scale.view(torch.int32) - _SMALLEST_SCALE) >> 21).clamp_(0, 255)
 
 

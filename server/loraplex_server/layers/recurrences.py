@@ -47,8 +47,8 @@ class StateOps(Protocol):
     """Recurrences of a back end, straight from places to places."""
 
     def run(self, run: Recurrence, inputs: Sequence[Tensor], states: Tensor, places: Places) -> Tensor | None:
-        """Inputs [num_tokens, ...] each, states [places, ...] -> outputs [num_tokens, ...]. None: it does not know this
-        recurrence, and nothing was written."""
+        """Runs a recurrence: inputs [num_tokens, ...] each, states [places, ...] -> outputs [num_tokens, ...]. None: it
+        does not know this recurrence, and nothing was written."""
         ...
 
 
@@ -151,7 +151,7 @@ def attend_linearly(
 def _chunk(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One chunk, tensors [pieces, heads, tokens, ...]."""
+    """One chunk of gated linear attention, tensors [pieces, heads, tokens, ...]."""
     total = decay.cumsum(dim=2)
     past = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).triu(1)
     if decay.dim() == 4:
@@ -174,7 +174,7 @@ def _chunk(
 
 
 def _products(a: Tensor, b: Tensor, pairs: Tensor) -> Tensor:
-    """[.., tokens, tokens]: products of rows of a and b [.., tokens, K] under the decay between them."""
+    """Products [.., tokens, tokens] of rows of a and b [.., tokens, K] under the decay between them."""
     if pairs.dim() == 5:
         return torch.einsum("phik,phjk,phijk->phij", a, b, pairs)
     return (a @ b.transpose(-1, -2)) * pairs

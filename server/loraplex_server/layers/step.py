@@ -62,7 +62,7 @@ class StagedStep:
 
     @property
     def num_logit_rows(self) -> int:
-        """Of `head_rows`, in front of those that are pooled."""
+        """Number of `head_rows` that get logits; they are in front of those that are pooled."""
         return len(self.head_rows) - sum(one.num_rows for one in self.pooled)
 
     def attention(self, slots: Tensor) -> AttentionBatch:

@@ -55,7 +55,7 @@ EXPERT = re.compile(r"\.experts?\.\d+\.")
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """What has taken the place of a model's modules."""
+    """The modules that have taken the place of a model's own."""
 
     targets: dict[str, AdaptedModule]  # that may carry an adapter, by path
     norms: dict[str, NormPlace]  # whose weights an adapter may replace, by path
@@ -75,7 +75,7 @@ def adapt_model(
     keeps_head: bool = True,
     progress: Progress = no_progress,
 ) -> Adapted:
-    """Changes the model in place. Arguments are those of `loader.adopt_model` and `adapt_modules`."""
+    """Adapts the model in place. Arguments are those of `loader.adopt_model` and `adapt_modules`."""
     make_base, stack = backend.linears(form), None
     if replaces_decoder and not probe.states:
         stack = backend.find_decoder(model, probe.attention, context, far=probe.far, form=form, progress=progress)

@@ -51,12 +51,12 @@ class BatchMirror:
         self._pooling_rows: set[int] = set()
 
     def release(self, row: int) -> None:
-        """Harmless to repeat."""
+        """Empties a row. Harmless to repeat."""
         self._rows[row] = None
         self._pooling_rows.discard(row)
 
     def enter(self, sequence: NewSequence) -> None:
-        """A sequence enters, or re-enters after a preemption, without blocks. Harmless to repeat."""
+        """Enters a sequence without blocks; it may re-enter after a preemption. Harmless to repeat."""
         num_tokens = len(sequence.token_ids)
         if num_tokens > self.max_len:
             raise ValueError(f"{num_tokens} tokens do not fit a row of {self.max_len}")
@@ -137,7 +137,8 @@ class BatchMirror:
         return np.where(positions < firsts, firsts, positions + 1)
 
     def _order(self, span: Span) -> tuple[int, tuple[tuple[int, float], ...]]:
-        """Spans of one length lie together (attention computes them at once), in them those of one adapter."""
+        """Sort key of spans: those of one length lie together (attention computes them at once), in them those of one
+        adapter."""
         adapters = self.row(span).sequence.adapters
         return (span.num_tokens, tuple((use.adapter_slot, use.weight) for use in adapters))
 
@@ -164,7 +165,7 @@ class BatchMirror:
                 yield block_id
 
     def _write_drafts(self, spans: Sequence[Span]) -> None:
-        """Drafts go behind the known tokens, where sampling (penalties) and verification read them."""
+        """Writes drafts behind the known tokens, where sampling (penalties) and verification read them."""
         places: list[int] = []
         values: list[int] = []
         for span in spans:
@@ -259,14 +260,14 @@ class BatchMirror:
             self.tokens.view(-1).index_copy_(0, at, token_ids)
 
     def commit(self, staged: StagedStep) -> None:
-        """The step counts: its blocks are attached, and where no draft was checked the drawn token is known."""
+        """Makes the step count: its blocks are attached, and where no draft was checked the drawn token is known."""
         for row, span in zip(staged.rows, staged.spans, strict=True):
             row.num_blocks += len(span.new_block_ids)
             if span.num_samples and not span.draft:
                 row.num_known = min(span.start + span.num_tokens + 1, self.max_len)
 
     def settle(self, row: Row, span: Span, num_tokens: int) -> None:
-        """`num_tokens` of the tokens that were drawn for a span with a draft are accepted."""
+        """Accepts `num_tokens` of the tokens that were drawn for a span with a draft."""
         if num_tokens:
             row.num_known = min(span.start + span.num_tokens - len(span.draft) + num_tokens, self.max_len)
 

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FIRST_POSITIONS = 1024
-# Of the table: with more, a head of 128 features would need more than 17 MB.
+# Most positions of the table: with more, a head of 128 features would need more than 17 MB.
 MAX_POSITIONS = 1 << 14
 
 
 class Rotary(Protocol):
-    """A model's rotary embedding: what it turns positions by."""
+    """A model's rotary embedding, which turns queries and keys by their positions."""
 
     def __call__(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]: ...
 
@@ -38,7 +38,7 @@ class RotaryTable:
         self._cos = self._sin = torch.empty(0, 0)
 
     def __call__(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """position_ids [1, num_tokens] -> cosines and sines [1, num_tokens, num_rotary] in float32."""
+        """The rotation of position_ids [1, num_tokens]: cosines and sines [1, num_tokens, num_rotary] in float32."""
         highest = int(position_ids.max())
         if highest >= MAX_POSITIONS:
             return self._compute(position_ids)
@@ -55,7 +55,7 @@ class RotaryTable:
 
 
 class DirectForward:
-    """Embedding, decoder, norm and head, one after the other."""
+    """Forward pass of embedding, decoder, norm and head, one after the other."""
 
     def __init__(self, model: nn.Module, stem: nn.Module, head: str, rotary: RotaryTable) -> None:
         """`stem`: what the list of layers is in. `head`: the path of the model's head. They are looked up in each

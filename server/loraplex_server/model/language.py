@@ -54,19 +54,20 @@ def read_language_model(model_id: str, config: PreTrainedConfig, **options: Any)
 
 
 def make_language_model(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """The same with random weights. `options`: of `from_config`. `config` belongs to the model from here on."""
+    """The model without parts for images and audio, with random weights. `options`: of `from_config`. `config` belongs
+    to the model from here on."""
     made = _class_to_make(config)
     return made.from_config(config, **options) if made is AutoModelForCausalLM else made._from_config(config, **options)
 
 
 def has_other_parts(config: PreTrainedConfig) -> bool:
-    """Whether Transformers' class has more than a language model."""
+    """True if Transformers' class has more than a language model."""
     found, text = language_class(config), config.get_text_config()
     return found is not None and text is not config and found.config_class is not type(text)
 
 
 def _class_to_make(config: PreTrainedConfig) -> Any:
-    """Prepares the configuration for texts alone, too."""
+    """The class that makes the model. Prepares the configuration for texts alone, too."""
     found, text = language_class(config), config.get_text_config()
     if getattr(text, "use_bidirectional_attention", None) == "vision":
         text.use_bidirectional_attention = None  # the same for texts, without masks of their own
@@ -94,7 +95,7 @@ def _without_other_parts(model_class: type[PreTrainedModel]) -> type[PreTrainedM
 
 @contextmanager
 def _packages_may_be_missing() -> Generator[None]:
-    """A tower whose code needs a package that is not there (timm, of Gemma 3n) is absent at once."""
+    """Makes a tower whose code needs a package that is not there (timm, of Gemma 3n) absent at once."""
     own = vars(AutoModel)["from_config"]
 
     def from_config(*args: Any, **options: Any) -> Any:
@@ -146,5 +147,5 @@ def remove_other_parts(model: PreTrainedModel) -> None:
 
 
 def absent_parts(model: nn.Module) -> tuple[str, ...]:
-    """Paths of what was taken out."""
+    """Paths of the parts that were taken out."""
     return tuple(path for path, module in model.named_modules() if isinstance(module, AbsentPart))

@@ -193,7 +193,7 @@ def adopt_model(
 
 
 def resolve_device(name: str) -> torch.device:
-    """'auto' is a GPU where there is one. Raises InvalidArgument."""
+    """The device of a name; 'auto' is a GPU where there is one. Raises InvalidArgument."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -242,14 +242,15 @@ def generation_defaults(model: PreTrainedModel) -> dict[str, float]:
 
 @contextmanager
 def reading_files(model_id: str, revision: str | None = None) -> Generator[None]:
-    """As `reading`, for a block that may ask the Hub: one that does not answer is found out first."""
+    """Does what `reading` does, for a block that may ask the Hub. A Hub that does not answer is found out first."""
     with reaching_hub([(model_id, revision)]), reading(model_id):
         yield
 
 
 @contextmanager
 def reading(model_id: str) -> Generator[None]:
-    """Whatever the files of a model make Transformers raise, as UnsupportedModel. Full memory is no such thing."""
+    """Raises as UnsupportedModel whatever the files of a model make Transformers raise. Full memory is left as it
+    is."""
     try:
         yield
     except (LoraplexError, MemoryError, torch.OutOfMemoryError):

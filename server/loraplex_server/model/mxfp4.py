@@ -20,7 +20,7 @@ FAMILIES = {"gpt_oss"}
 
 
 def is_mxfp4(config: PreTrainedConfig) -> bool:
-    """Whether the checkpoint's experts are in MXFP4, of a family that is read so."""
+    """True if the checkpoint's experts are in MXFP4, and its family is one that is read so."""
     fields: Any = getattr(config, "quantization_config", None)
     method = fields.get("quant_method") if isinstance(fields, Mapping) else getattr(fields, "quant_method", None)
     return method == "mxfp4" and config.model_type in FAMILIES

@@ -41,7 +41,8 @@ class Form:
     arguments: frozenset[str]  # of its forward
     names: frozenset[str]  # that its forward uses
     forward: Forward  # of the module and the arguments of its own
-    # Of a module, the Python module that defines it, a number of positions and a dtype: [heads, positions].
+    # Makes biases [heads, positions] from a module, the Python module that defines it, a number of positions and a
+    # dtype.
     biases: Callable[[Any, Any, int, torch.dtype], Tensor | None]
     wants_mask: bool = False  # the model does not run without a mask, which its attention ignores
 
@@ -62,7 +63,7 @@ def form_of(module_class: type) -> Form | None:
 
 
 def has_known_form(model_class: type) -> bool:
-    """Whether Transformers' code for this class of models has attention modules of a known form."""
+    """True if Transformers' code for this class of models has attention modules of a known form."""
     classes = [one for one in vars(sys.modules[model_class.__module__]).values() if isinstance(one, type)]
     return any(form_of(one) is not None for one in classes)
 
@@ -92,7 +93,7 @@ def install_attention(model: PreTrainedModel, num_positions: int) -> None:
 
 
 def use_attention(model: PreTrainedModel, name: str) -> bool:
-    """Switches a model to the attention of this name; whether it has it. `EAGER` is Transformers' own."""
+    """Switches a model to the attention of this name. True if the model has it. `EAGER` is Transformers' own."""
     own: str | None = getattr(model, LOADED_WITH, None)
     if own is not None:
         setattr(model.config, IMPLEMENTATION, own if name == EAGER else name)

@@ -53,7 +53,7 @@ def models_of(config: EngineConfig) -> list[Model]:
 
 @contextmanager
 def reaching_hub(models: Iterable[Model]) -> Generator[None]:
-    """Within the block a Hub that does not answer is not asked, where its cache has all models. Raises UnsupportedModel
+    """Keeps the block from asking a Hub that does not answer, where its cache has all models. Raises UnsupportedModel
     for a model that is neither a folder, nor in the cache, nor to be asked for."""
     on_hub = [model for model in models if not _is_folder(model[0])]
     if not on_hub:
@@ -91,7 +91,8 @@ def _refuse_adapter(folder: Path) -> None:
 
 
 def _is_folder(name: str) -> bool:
-    """False for the name of a repository. Raises UnsupportedModel for what is neither."""
+    """True if the name is that of a folder, False for that of a repository. Raises UnsupportedModel for what is
+    neither."""
     path = Path(name)
     if path.is_dir():
         if not any((path / file).exists() for file in (MODEL_FILE, ADAPTER_FILE)):

@@ -54,7 +54,8 @@ OTHER_LAYERS = {"mlp", "moe"}
 # Parts of the names of fields that count tokens.
 COUNTS_TOKENS = ("position", "window", "floor", "chunk", "context", "length")
 MAX_THRESHOLDS = 6  # of a configuration that names more, the largest
-# Where a row has pairs of tokens of other texts. What lies before the last of them is a text from its beginning.
+# Places where a row has pairs of tokens of other texts. The tokens before the last of them are a text from its
+# beginning.
 PLACES = (7, 5, 3)
 
 
@@ -158,7 +159,7 @@ def _parts_of_layer(model: nn.Module, idx: int, num_layers: int) -> str:
 
 
 def layer_types(text_config: Any) -> list[str]:
-    """Of each layer, by the configuration; empty where it does not say."""
+    """The type of each layer, by the configuration; empty where it does not say."""
     return [str(kind) for kind in getattr(text_config, "layer_types", None) or ()]
 
 
@@ -228,7 +229,7 @@ class Recording:
 
     def __init__(self, text_config: Any, has_plain_positions: bool) -> None:
         self.layer_types = [kind for kind in layer_types(text_config) if kind in ATTENTION_LAYERS]
-        # By the names of kinds of layers.
+        # The configuration's reach, by the name of a kind of layers.
         self.config_reach = {
             "sliding_attention": Reach(window=getattr(text_config, "sliding_window", None)),
             "chunked_attention": Reach(chunk=getattr(text_config, "attention_chunk_size", None)),
@@ -284,7 +285,7 @@ class Recording:
         return [spec for _, spec in self.attention]
 
     def is_same_as(self, other: Recording, place: int) -> bool:
-        """Whether the token at `place`, of those whose logits were asked for, was computed as in the other run."""
+        """True if the token at `place`, one of those whose logits were asked for, was computed as in the other run."""
         states = zip(self.states, other.states, strict=True)
         logits = [run.logits[run.kept.index(place)] for run in (self, other)]
         pairs = [tuple(logits), *((a[:, place], b[:, place]) for a, b in states)]
@@ -306,7 +307,8 @@ class Recording:
 
 
 def _sinks(module: nn.Module, given: Any, num_heads: int) -> Tensor | None:
-    """The sinks of an attention layer: a parameter of it, one for each head. Raises Refusal for what else is given."""
+    """The sinks of an attention layer: a parameter of it, one for each head. Raises Refusal for anything else that is
+    given."""
     if given is None:
         return None
     if not isinstance(given, nn.Parameter) or given.shape != (num_heads,):
@@ -325,7 +327,8 @@ def trial_run(
     past: Cache | None = None,
     has_plain_positions: bool = True,
 ) -> Recording:
-    """`kept`: tokens whose logits are asked for. Raises Refusal, for whatever the model raises."""
+    """The recording of one run. `kept`: tokens whose logits are asked for. Raises Refusal, for whatever the model
+    raises."""
     recording = Recording(model.config.get_text_config(), has_plain_positions)
     modules = list(model.modules())
     for module in modules:
@@ -441,7 +444,7 @@ def _check(model: PreTrainedModel, plain: Recording, place: int, rows: Sequence[
 
 
 def _takes_positions(model: PreTrainedModel, row: FarRow) -> bool:
-    """Whether a token computes something else at another position."""
+    """True if a token computes something else at another position."""
     far, near = packed_run(model, row.positions), packed_run(model, range(NUM_TOKENS))
     return not all(far.is_same_as(near, place) for place in row.places)
 

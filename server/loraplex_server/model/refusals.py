@@ -32,7 +32,7 @@ def refuse_config(config: PreTrainedConfig, model_id: str) -> None:
 
 
 def refuse_class(config: PreTrainedConfig, model_id: str) -> None:
-    """The same for what Transformers' class shows, so that no weights are fetched in vain."""
+    """Raises UnsupportedModel for what Transformers' class shows, so that no weights are fetched in vain."""
     model_class = language_class(config)
     can_set = getattr(model_class, "_can_set_attn_implementation", None)
     if model_class is None:
@@ -69,7 +69,7 @@ def _reasons(config: PreTrainedConfig) -> Iterator[str]:
 
 
 def _rope_types(parameters: Any) -> set[str]:
-    """Of one set of rope parameters, or of one set per layer type."""
+    """The rope types in one set of rope parameters, or in one set per layer type."""
     if not isinstance(parameters, Mapping):
         return set()
     own = parameters.get("rope_type") or parameters.get("type")

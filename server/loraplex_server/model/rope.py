@@ -46,7 +46,7 @@ class ScaledRotary(nn.Module):
         self._sets: dict[int, Tensor] = {}
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Rotation:
-        """position_ids [1, num_tokens]; of x only dtype and device count."""
+        """The rotation of tokens at position_ids [1, num_tokens]; of x only dtype and device count."""
         base = cast(Any, self.base)
         lengths: Ints | None = self.context.rope_lengths
         if lengths is None:
@@ -68,7 +68,7 @@ class ScaledRotary(nn.Module):
         return cos, sin
 
     def _rotation(self, number: int, x: Tensor, position_ids: Tensor) -> Rotation:
-        """Of tokens that all have the frequencies of this number."""
+        """The rotation of tokens that all have the set of frequencies with this number."""
         base = cast(Any, self.base)
         base.inv_freq = self._frequencies(number, position_ids.device)
         if number == 0:
@@ -79,7 +79,7 @@ class ScaledRotary(nn.Module):
         return cos[:, :-1], sin[:, :-1]
 
     def is_right(self) -> bool:
-        """Whether texts of some lengths, beginning and end computed apart, are what Transformers computes."""
+        """True if texts of some lengths, beginning and end computed apart, equal what Transformers computes."""
         device = cast(Any, self.base).original_inv_freq.device
         x = torch.zeros(1, device=device)
         for length in (self.scaling.limit, self.scaling.limit + 1, 2 * self.scaling.limit + 1):

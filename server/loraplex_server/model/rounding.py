@@ -62,7 +62,7 @@ def round_weights(
 
 
 def can_round(matrix: Tensor) -> bool:
-    """Whether a weight [..., out, in] is one that kernels have products for."""
+    """True if a weight [..., out, in] is one that kernels have products for."""
     return matrix.dtype == torch.float32 or (matrix.dtype == torch.bfloat16 and matrix.shape[-1] % BLOCK == 0)
 
 
@@ -79,7 +79,7 @@ def _weights(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter, bool]]
 
 
 def _matrix(parameter: nn.Parameter, is_transposed: bool) -> Tensor:
-    """[..., out, in]"""
+    """The parameter as [..., out, in]."""
     weight = parameter.detach()
     return weight.mT if is_transposed else weight
 

@@ -111,7 +111,7 @@ class StepUnderWay:
 
 
 class ModelRunner:
-    """One model's steps."""
+    """Executes the steps of one model."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class ModelRunner:
             self._pooled |= launched.pooled.so_far
 
     def finish(self, launched: _Launched) -> dict[str, SpanResult]:
-        """Waits for a step that is under way. For its handle."""
+        """The results of a step under way, for its handle. Waits for the step."""
         with torch.inference_mode():
             try:
                 results = self._results(launched)
@@ -280,7 +280,7 @@ class ModelRunner:
             self._cache.clear_blocks(block_ids)
 
     def close(self) -> None:
-        """Nothing runs on by itself."""
+        """Does nothing: a runner has no thread of its own."""
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -299,7 +299,7 @@ class ModelRunner:
         self._refused.pop(row, None)
 
     def _enter(self, sequence: NewSequence) -> None:
-        """A sequence that cannot enter fails alone."""
+        """Enters a sequence. One that cannot enter fails alone."""
         self._release(sequence.row)
         try:
             self.mirror.enter(sequence)
@@ -394,7 +394,7 @@ class ModelRunner:
                 self._hidden[staged.spans[i].row] = launched.hidden, place
 
     def _replay(self, staged: StagedStep, keepers: Sequence[int]) -> tuple[Tensor, Tensor | None] | None:
-        """As `_forward`, from a graph; None where the step does not fit one."""
+        """The results of `_forward`, from a graph; None where the step does not fit one."""
         if self._graphs is None or (found := self._graphs.run(staged)) is None:
             return None
         logits, hidden = found
@@ -420,7 +420,8 @@ class ModelRunner:
             context.clear()
 
     def _prepare(self, segments: Sequence[Segment], num_rows: int) -> PreparedSegments | None:
-        """None where no row has an adapter: modules then compute the base product alone."""
+        """The segments prepared for the kernels; None where no row has an adapter: modules then compute the base
+        product alone."""
         if not segments:
             return None
         return self._slots.ops.prepare(segments, num_rows, self._slots.num_slots, self._device)
@@ -452,7 +453,7 @@ class ModelRunner:
         return replace(sampled, others=tuple(prompts)) if prompts else sampled
 
     def _results(self, launched: _Launched) -> dict[str, SpanResult]:
-        """By sequence id. Waits for the device."""
+        """The results of a launched step by sequence id. Waits for the device."""
         staged = launched.staged
         sampled = launched.samples.unpack(launched.values.wait())
         results: dict[str, SpanResult] = {}
@@ -547,7 +548,7 @@ def execute_isolated(execute: Execute, plan: StepPlan) -> StepResult:
 
 
 def start_isolated(execute: Execute, plan: StepPlan) -> StepHandle:
-    """As `execute_isolated`, for a step that may be followed by another one before its result is read.
+    """Does what `execute_isolated` does, for a step that may be followed by another one before its result is read.
 
     A failure at the start runs the spans apart at once. A later one (the device's answer cannot be read) fails all
     sequences of the step: the next step has used their tokens already.
@@ -574,7 +575,7 @@ class _Reading:
 
 
 def _run_apart(execute: Execute, plan: StepPlan, error: Exception) -> StepResult:
-    """`plan` has raised `error` as a whole."""
+    """Runs the spans of a plan that has raised `error` one by one. Raises errors of a lost device."""
     _raise_if_lost(error)
     if len(plan.spans) == 1:
         return _all_failed(plan, error)
@@ -624,6 +625,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _is_of_the_device(error: Exception) -> bool:
-    """By name and text: older versions of torch raise a plain RuntimeError."""
+    """True if the device raised the error. Judged by name and text: older versions of torch raise a plain
+    RuntimeError."""
     is_plain = isinstance(error, RuntimeError) and str(error).startswith("CUDA error")
     return is_plain or type(error).__name__ == "AcceleratorError"

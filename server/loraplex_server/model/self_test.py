@@ -66,7 +66,7 @@ def reference_texts(model: PreTrainedModel, max_context_tokens: int, chunk: int 
 
 
 def _reference_logits(model: PreTrainedModel, ids: Sequence[int], start: int) -> Tensor:
-    """[len(ids), num_logits] as `generate()` computes them, `start` tokens after a text's beginning."""
+    """Logits [len(ids), num_logits] as `generate()` computes them, `start` tokens after a text's beginning."""
     device = next(model.parameters()).device
     options: dict[str, Any] = {"use_cache": False}
     if start:
@@ -84,8 +84,8 @@ def _reference_logits(model: PreTrainedModel, ids: Sequence[int], start: int) ->
 
 
 def verify_loaded(loaded: LoadedModel, texts: Sequence[Text], direct: DirectForward | None = None) -> None:
-    """Raises UnsupportedModel when the model computes something else than in `texts`. Doubt goes to the log. From here
-    on the model takes the pass `direct` if that gives the very bits of its own."""
+    """Raises UnsupportedModel when the model computes something else than in `texts`. A doubtful difference is logged.
+    From here on the model takes the pass `direct` if that gives the very bits of its own."""
     got = served_logits(loaded, texts)
     found = compare("served logits", torch.cat([text.logits for text in texts]), torch.cat(got))
     if not found.is_equal:
@@ -108,8 +108,8 @@ def verify_loaded(loaded: LoadedModel, texts: Sequence[Text], direct: DirectForw
 def served_logits(
     loaded: LoadedModel, texts: Sequence[Text], slots: AdapterSlots | None = None, cuts: Sequence[int] = CUTS
 ) -> list[Tensor]:
-    """Of each text, when all are served together: [len(ids), num_logits]. Leaves no cache bound. `slots`: with the
-    adapter of texts that have one. `cuts`: where each is cut."""
+    """Logits [len(ids), num_logits] of each text, when all are served together. Leaves no cache bound. `slots`: with
+    the adapter of texts that have one. `cuts`: where each is cut."""
     device, spec, dtype, context = loaded.device, loaded.spec, loaded.dtype, loaded.context
     longest = max(len(text.ids) for text in texts)
     blocks_each = -(-longest // BLOCK_SIZE)

@@ -70,11 +70,11 @@ class StateMemory:
         return self._spare[number]
 
     def take(self, place: int) -> None:
-        """A spare place stays out of what the next steps get, until it is `put` or given back."""
+        """Keeps a spare place out of what the next steps get, until it is `put` or given back."""
         self._spare.remove(place)
 
     def put(self, slot: int, place: int) -> None:
-        """The slot's state is at `place` from here on; what it had is spare."""
+        """Puts the slot's state at `place` from here on; the place that it had is spare."""
         self._spare.append(self._place_of[slot])
         self._place_of[slot] = place
 
@@ -82,7 +82,7 @@ class StateMemory:
         self._spare.append(place)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless each place is a slot's or spare. While no step waits for `settle`."""
+        """Raises AssertionError unless each place is a slot's or spare. Call it while no step waits for `settle`."""
         assert sorted(self._place_of + self._spare) == list(range(len(self._place_of) + len(self._spare)))
         assert self._place_of[NO_STATE] == NO_STATE
         assert all(len(tensor) == len(self._place_of) + len(self._spare) for tensor in self.tensors)
@@ -125,7 +125,7 @@ class _Layout:
 
 
 class StateStep:
-    """One step's states. `run` computes and writes to places that no slot has; `commit` and `settle` hand them out."""
+    """Computes one step's states. `run` writes to places that no slot has; `commit` and `settle` hand them out."""
 
     def __init__(self, memory: StateMemory, spans: Sequence[Span]) -> None:
         self._memory = memory
@@ -166,7 +166,7 @@ class StateStep:
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def commit(self) -> None:
-        """The step counts: its slots have the states behind it, but for those of spans with a draft."""
+        """Makes the step count: its slots get the states behind it, but for those of spans with a draft."""
         for slot, place in self._new.items():
             self._memory.take(place)
             self._memory.put(slot, place)
@@ -176,7 +176,7 @@ class StateStep:
 
     def replay(self, num_kept: Mapping[str, int]) -> None:
         """Computes the states of spans with a draft, of each behind so many of its tokens (by sequence id; 0: none).
-        Once the step's results are known."""
+        Called once the step's results are known."""
         starts = np.cumsum([0, *(span.num_tokens for span in self._spans)]).tolist()
         pieces: list[_Piece] = []
         for idx, place in self._drafted.items():
@@ -194,7 +194,7 @@ class StateStep:
                 self._run(idx, run, inputs, layout)
 
     def settle(self) -> None:
-        """The slots of spans with a draft have the states that `replay` has computed. After `commit`, once."""
+        """Gives the slots of spans with a draft the states that `replay` has computed. Called after `commit`, once."""
         assert self._is_committed, "a step is settled after it was committed"
         for idx, place in self._drafted.items():
             use = self._spans[idx].state
@@ -251,7 +251,8 @@ class StateStep:
 
 
 def _layout(pieces: Sequence[_Piece], device: torch.device, *, gathers: bool = False) -> _Layout:
-    """`gathers`: pieces that do not adjoin may be computed at once, as nobody wants their outputs."""
+    """The layout of these pieces. `gathers`: pieces that do not adjoin may be computed at once, as nobody wants their
+    outputs."""
     cut = {piece.span for piece in pieces if piece.continues}
     runs: list[list[_Piece]] = []
     for piece in sorted(pieces, key=lambda piece: piece.length) if gathers else pieces:
@@ -305,7 +306,7 @@ class TextPerToken:
         self.specs: dict[int, StateSpec] = {}  # by the state's index
 
     def run(self, idx: int, run: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
-        """As `StateStep.run`."""
+        """Does what `StateStep.run` does, for a step of texts of one token each."""
         out, state = run([x.unsqueeze(1) for x in inputs], None)
         self.specs[idx] = StateSpec(tuple(state.shape[1:]), state.dtype)
         return out.squeeze(1)

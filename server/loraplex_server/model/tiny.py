@@ -181,7 +181,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _shrink_rope(fields: Fields, widths: Widths) -> None:
-    """Factors of each frequency, and sections of them, of rope parameters."""
+    """Shrinks the factors of each frequency, and sections of them, in rope parameters."""
     half = widths.head_dim // 2
     for name, value in fields.items():
         if isinstance(value, dict):
@@ -229,7 +229,7 @@ def _choose_layers(fields: Fields) -> None:
 
 
 def _is_of_indices(value: Any, count: int) -> bool:
-    """Whether it may be a list of layers' numbers, in order."""
+    """True if the value may be a list of layers' numbers, in order."""
     if not isinstance(value, list) or not value:
         return False
     numbers: Sequence[Any] = value

@@ -17,8 +17,8 @@ _READING = "Loading weights"  # as Transformers calls it
 
 @contextmanager
 def telling_of_weights(progress: Progress) -> Generator[dict[str, Any]]:
-    """Within the block Transformers' own bar of tensors is progress. Yields options of `from_pretrained` that make
-    progress of its bars of bytes."""
+    """Shows, within the block, Transformers' own bar of tensors as progress. Yields options of `from_pretrained` that
+    make progress of its bars of bytes."""
 
     def hook(make: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if options.get("desc") == _READING and args:

@@ -119,7 +119,7 @@ class NoiseField:
 
 
 def _hash(keys: Tensor, mixed_ids: Tensor) -> Tensor:
-    """`[num_rows, num_ids]` int32, uniform over all 32 bits."""
+    """Hashes [num_rows, num_ids] int32, uniform over all 32 bits."""
     hashes = torch.bitwise_xor(mixed_ids, keys[:, 0:1])
     hashes.mul_(keys[:, 1:2])
     hashes.bitwise_xor_(hashes >> 15)
@@ -197,7 +197,7 @@ class DrawRows:
     has_open_top_p: bool  # a row has top-p without top-k
 
     def select(self, idx: Tensor) -> DrawRows:
-        """Some of the rows. The two host values stay valid as upper bounds."""
+        """The parameters of some of the rows. The two host values stay valid as upper bounds."""
         columns = (self.keys, self.temperature, self.top_k, self.top_p, self.log_min_p)
         keys, temperature, top_k, top_p, log_min_p = (column.index_select(0, idx) for column in columns)
         return DrawRows(keys, temperature, top_k, top_p, log_min_p, self.max_top_k, self.has_open_top_p)
@@ -352,7 +352,8 @@ def _kept_mask(scores: Tensor, tops: Tensor, rows: DrawRows, threshold: Tensor) 
 
 
 def draw_open(scores: Tensor, rows: DrawRows, noise: NoiseField) -> tuple[Tensor, Tensor]:
-    """Same as `draw_dense` without truncation. Computes exact noise only in blocks whose bound reaches the best."""
+    """Does what `draw_dense` does without truncation. Computes exact noise only in blocks whose bound reaches the
+    best."""
     num_rows, vocab_size = scores.shape
     tops = scores.amax(-1, keepdim=True)
     bounds = _bounds(scores, tops, rows, noise)  # [num_rows, num_blocks]
@@ -402,7 +403,8 @@ def _best_of_blocks(
 
 
 def draw_narrow(scores: Tensor, rows: DrawRows, noise: NoiseField) -> tuple[Tensor, Tensor]:
-    """Same as `draw_dense` with truncation. Looks up as many candidates as each row needs, similar rows together."""
+    """Does what `draw_dense` does with truncation. Looks up as many candidates as each row needs, similar rows
+    together."""
     vocab_size = scores.shape[1]
     maxima = block_max(scores)
     tops = maxima.amax(-1, keepdim=True)

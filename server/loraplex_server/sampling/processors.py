@@ -104,7 +104,7 @@ class Processor(ABC, Generic[State]):
         self._states: dict[int, State] = {}
 
     def set(self, row: int, sequence: NewSequence) -> bool:
-        """A sequence enters a cleared `row`. True if it uses the option."""
+        """Sets a cleared `row` for a sequence that enters it. True if the sequence uses the option."""
         state = self.state_of(sequence)
         if state is not None:
             self._states[row] = state
@@ -288,8 +288,8 @@ class GrammarMask(Processor[GrammarMatcher]):
         self._made = firsts, self._thread.wait()
 
     def masks(self, rows: Sequence[int], drafts: Mapping[int, Sequence[int]]) -> Bits:
-        """Of samples, by their row: a row's follow each other, behind its last token, then behind each of its draft
-        tokens."""
+        """The masks of samples; `rows`: the row of each. A row's samples follow each other: behind its last token, then
+        behind each of its draft tokens."""
         firsts = [i for i, row in enumerate(rows) if i == 0 or row != rows[i - 1]]
         if self._coming is not None:
             self._take()
@@ -400,7 +400,7 @@ class Truncation(Processor[bool]):
 
 
 def processors(vocab_size: int, draws: DrawTable) -> tuple[Processor[Any], ...]:
-    """One of each, in the order of application."""
+    """One processor of each kind, in the order of application."""
     warpers: tuple[Warper, ...] = (TypicalP(vocab_size),)
     return (
         *(LogitBias(vocab_size), RepetitionPenalty(vocab_size), CountPenalties(vocab_size)),

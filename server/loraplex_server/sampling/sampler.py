@@ -57,7 +57,7 @@ class Logprobs:
     num_top: tuple[int, ...]  # [n] how many alternatives each position wants
 
     def pack(self) -> Tensor:
-        """Everything in one row of float64, which holds token ids exactly."""
+        """Packs everything in one row of float64, which holds token ids exactly."""
         parts = (self.token_ids, self.values, self.top_ids, self.top_values)
         return torch.cat([part.reshape(-1).to(torch.float64) for part in parts])
 
@@ -205,7 +205,7 @@ class Sampler:
                 draw_dense(logits, rows, self._noise, truncates=truncates, noisy_argmax=self._noisy_argmax)
 
     def set_row(self, row: int, sequence: NewSequence) -> None:
-        """A sequence enters `row`. Its `sampling.seed` is the completion's own."""
+        """Sets the parameters of a sequence that enters `row`. Its `sampling.seed` is the completion's own."""
         self.clear_row(row)
         self._num_top[row] = sequence.output.top_logprobs
         features = _TRUNCATES if self._draws.set(row, sequence.sampling) else 0
@@ -220,7 +220,7 @@ class Sampler:
         self._features[row] = features
 
     def clear_row(self, row: int) -> None:
-        """The sequence has left; the row is greedy again. May be repeated."""
+        """Clears a row whose sequence has left; the row is greedy again. May be repeated."""
         if self._features[row] & _PROCESSES:
             for _, processor in self._processors:
                 processor.clear(row)
@@ -233,7 +233,7 @@ class Sampler:
             self._grammar_mask.begin(spans)
 
     def end(self) -> None:
-        """The step is over, in whatever way."""
+        """Called when the step is over, in whatever way."""
         self._grammar_mask.end()
 
     def sample(
@@ -286,7 +286,7 @@ class Sampler:
     def _largest(
         self, logits: Tensor, masked: list[int], rows: list[int], drafts: Mapping[int, Sequence[int]]
     ) -> tuple[Tensor, Tensor]:
-        """As `argmax`, of the samples `masked` among the tokens that their grammars allow."""
+        """The results of `argmax`; for the samples `masked`, among the tokens that their grammars allow."""
         if not masked or self._masked_argmax is None:
             return self._argmax(logits)
         bits = self._grammar_mask.masks([rows[idx] for idx in masked], drafts)
@@ -378,7 +378,7 @@ class _Step:
 
 
 def _only(features: list[int], bit: int) -> list[int]:
-    """Those that need nothing but this beside an argmax."""
+    """Samples that need nothing but this feature beside an argmax."""
     return [idx for idx, value in enumerate(features) if value & _SPECIAL == bit]
 
 

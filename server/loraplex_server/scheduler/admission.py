@@ -66,7 +66,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         checks = (
             (self.max_running >= 1, "max_running must be at least 1"),
-            # So that a decoding sequence never waits for the budget: policy has one case less.
+            # With this, a decoding sequence never waits for the budget: policy has one case less.
             (self.max_step_tokens >= self.max_running, "max_step_tokens must be at least max_running"),
             (self.max_context_tokens >= 2, "max_context_tokens must be at least 2"),
             (self.max_queued >= 1, "max_queued must be at least 1"),
@@ -201,7 +201,7 @@ class Admission:
                 return
 
     def _longest_after_slice(self, now: float) -> SequenceState | None:
-        """Of the running sequences that have had their slice, the one that has the most left."""
+        """The running sequence that has had its slice and has the most left, of the lowest priority."""
         entered_until = now - self._config.slice_s
         ready = (
             seq
@@ -213,7 +213,7 @@ class Admission:
         return max(ready, key=lambda seq: (-seq.request.request.priority, seq.num_left), default=None)
 
     def _is_cheap_to_resume(self, seq: SequenceState) -> bool:
-        """Whether it computes its tokens again, where no prefix cache keeps them, in less than a slice."""
+        """True if computing its tokens again takes less than a slice, or a prefix cache keeps them."""
         has_kept = seq.chain is not None and self._table.states is None
         return has_kept or self._speed.prompt_s(len(seq.token_ids)) < self._config.slice_s
 
@@ -223,8 +223,8 @@ class Admission:
         return blocks.num_blocks_for(len(seq.token_ids)) <= num_free
 
     def _is_held_back(self, newcomer: SequenceState, scan: _Scan, now: float) -> bool:
-        """Whether one more row would make `newcomer`, or most that run, miss deadlines that they meet without it.
-        Holds back for MAX_HOLD_S at most: the deadlines are others', and the times are estimates."""
+        """True if one more row would make `newcomer`, or most that run, miss deadlines that they meet without it. Holds
+        back for MAX_HOLD_S at most: the deadlines are others', and the times are estimates."""
         num_rows = len(self._table.running)
         if not num_rows or self._last_admitted_s is None or now - self._last_admitted_s >= MAX_HOLD_S:
             return False
@@ -234,7 +234,7 @@ class Admission:
         return self._speed.interval_s(num_rows + 1) > limit_s
 
     def _longest_interval_s(self, now: float) -> float:
-        """Between two tokens, with which half of those that run end in time."""
+        """Seconds between two tokens with which half of the running sequences end in time."""
         if not self._speed.is_known:
             return math.inf
         given_up_s = GIVEN_UP * self._speed.interval_s(len(self._table.running))
@@ -315,7 +315,8 @@ class Admission:
         )
 
     def _choose_open_keys(self, scan: _Scan) -> None:
-        """All running adapters but, for each starving one that does not run, the one that drains the soonest.
+        """Opens all running adapters to younger sequences but, for each starving one that does not run, the one that
+        drains the soonest.
 
         Chosen anew in each scan, and still bounded: of the chosen one nothing new enters, so the most that it has left
         shrinks with every step, and another is chosen only for having less.
@@ -333,7 +334,8 @@ class Admission:
         scan.open_keys = set(scan.by_tokens_left) - set(others[: len(scan.starving) - num_running])
 
     def _keep_lease(self, seq: SequenceState) -> None:
-        """Only the head of the queue keeps a lease without running."""
+        """Keeps the lease of the head of the queue, which waits. The sequence that had this before gives its lease
+        back."""
         before, self._kept_for = self._kept_for, seq
         if before is not None and before is not seq and before.is_waiting and before.adapter_slots:
             self._table.end_lease(before)

@@ -36,8 +36,8 @@ class WaitLimits:
     speed: StepSpeed
 
     def check(self, request: Request, adapter_keys: Sequence[AdapterKey] | None, num_outputs: int, now: float) -> None:
-        """Raises Overloaded. `adapter_keys`: of adapters that it needs on the device, None: not known yet;
-        `num_outputs`: output tokens that each completion may have at most."""
+        """Raises Overloaded where a request would wait for too long. `adapter_keys`: of adapters that it needs on the
+        device, None: not known yet; `num_outputs`: output tokens that each completion may have at most."""
         if not self.table.waiting or not self.speed.is_work_known:
             return
         allowed_s = self._allowed_s(request, num_outputs, now)
@@ -50,7 +50,7 @@ class WaitLimits:
             raise overloaded(wait_s, allowed_s, has_deadline=request.deadline_s is not None)
 
     def forecast(self) -> Forecast | None:
-        """None while nobody has to wait, or nothing is known."""
+        """The expected waits of new requests; None while nobody has to wait, or nothing is known."""
         if not self.table.waiting or not self.speed.is_work_known:
             return None
         starts: list[float] = []
@@ -113,7 +113,7 @@ class WaitLimits:
         return _Room(self.table, self.num_spare_blocks)
 
     def is_too_late(self, state: RequestState, now: float) -> bool:
-        """Whether a request would miss its deadline if it began now, even with half as many rows beside it, and would
+        """True if a request would miss its deadline if it began now, even with half as many rows beside it, and would
         have met it without waiting."""
         deadline_s = state.request.deadline_s
         if deadline_s is None or not self.speed.is_known:
@@ -153,7 +153,8 @@ class _Room:
         return not num_missing or len(self._adapters) + num_missing <= self._num_slots
 
     def takes(self, seq: SequenceState) -> bool:
-        """Takes them for the next one and siblings that wait for it. False: it waits for more than prompts."""
+        """Takes rows, blocks and slots for the next sequence and siblings that wait for it. False: it waits for more
+        than prompts."""
         if not self.has_slots(seq.request.adapter_keys):
             return False
         if seq.request.request.deadline_s is not None:
@@ -167,7 +168,7 @@ class _Room:
 
 
 def _num_siblings(seq: SequenceState) -> int:
-    """With the sequence itself."""
+    """Number of sequences that the leader of a request stands for, itself included; 1 for the others."""
     return seq.request.num_open if seq.request.leader is seq else 1
 
 
@@ -230,7 +231,7 @@ class _Curve:
 
 @dataclass(slots=True)
 class _Slope:
-    """Of y over x, by a decaying least-squares fit; 0 where x does not vary."""
+    """Slope of y over x, by a decaying least-squares fit; 0 where x does not vary."""
 
     weight: float = 0.0
     x: float = 0.0
@@ -252,7 +253,7 @@ class _Slope:
 
 @dataclass(slots=True)
 class StepSpeed:
-    """Owner of the measurements."""
+    """Owns the measurements of step times."""
 
     _decode: _Curve = field(default_factory=_Curve)  # without what prompts in the same step took
     _prompt: _Slope = field(default_factory=_Slope)
@@ -268,7 +269,7 @@ class StepSpeed:
     _tokens: float = 0.0
 
     def on_step(self, step: StepSize, num_outputs: int, elapsed_s: float) -> None:
-        """A step has ended, `elapsed_s` after the one before it."""
+        """Takes in a step that has ended, `elapsed_s` after the one before it."""
         prompt_s = self._prompt.value()
         if usual_s := self._decode.at(step.num_rows):
             elapsed_s = min(elapsed_s, MAX_SURPRISE * (usual_s + prompt_s * step.num_prompt_tokens))
@@ -288,21 +289,21 @@ class StepSpeed:
             self._full_rows += max(MEAN_STEP, 1.0 / self._num_full) * (step.num_rows - self._full_rows)
 
     def on_entry(self, num_cached: int, num_tokens: int) -> None:
-        """A request begins; `num_cached` of its prompt's tokens need not be computed."""
+        """Counts a request that begins; `num_cached` of its prompt's tokens need not be computed."""
         self._prompt_share += MEAN_STEP * (1.0 - num_cached / num_tokens - self._prompt_share)
 
     def on_early_end(self) -> None:
-        """A text has ended before its limit."""
+        """Counts a text that has ended before its limit."""
         self._ends += 1.0
 
     @property
     def is_known(self) -> bool:
-        """Whether there are measurements enough to say how long a step takes."""
+        """True if there are measurements enough to say how long a step takes."""
         return self._num_steps >= MIN_STEPS
 
     @property
     def is_work_known(self) -> bool:
-        """Whether there are measurements enough to say what work costs."""
+        """True if there are measurements enough to say what work costs."""
         return self._num_full >= MIN_FULL_STEPS and self.is_known
 
     def work_s(self, num_prompt_tokens: float, num_outputs: float) -> float:
@@ -321,7 +322,8 @@ class StepSpeed:
         return num_tokens * self._prompt.value()
 
     def interval_s(self, num_rows: int) -> float:
-        """From one token of a sequence to its next, among so many rows and with as many prompts beside as of late."""
+        """Seconds from one token of a sequence to its next, among so many rows and with as many prompts beside as of
+        late."""
         prompts_s = self._prompts / self._rows * num_rows * self._prompt.value() if self._rows else 0.0
         return (self._decode.at(num_rows) + prompts_s) / self._tokens_per_row()
 

@@ -197,7 +197,7 @@ class Scheduler:
 
     @property
     def next_expiry_s(self) -> float | None:
-        """When `schedule` has to be called even if nothing can run."""
+        """Time at which `schedule` has to be called even if nothing can run; None where nothing expires."""
         return self._deadlines[0][0] if self._deadlines else None
 
     def cancel(self, request_id: str, error: LoraplexError) -> list[Event]:
@@ -344,8 +344,9 @@ class Scheduler:
         )
 
     def _max_total_tokens(self, request: Request) -> int:
-        """The last token is sampled and never run, so it needs no K/V. With this bound a sequence that is alone always
-        has room, and where a completion ends does not depend on who else is there. Pooled values count as a token."""
+        """Most tokens of a completion, prompt included. The last token is sampled and never run, so it needs no K/V.
+        With this bound a sequence that is alone always has room, and where a completion ends does not depend on who
+        else is there. Pooled values count as a token."""
         if request.pooling is not None:
             return len(request.prompt_token_ids) + 1
         return min(
@@ -517,7 +518,7 @@ class Scheduler:
         states.release(slot)
 
     def _finish(self, seq: SequenceState, reason: FinishReason, stop_token_id: int | None) -> None:
-        """Ends a completion well; the request's last one ends the request."""
+        """Ends a completion that has no error; the request's last one ends the request."""
         request = seq.request
         if seq.num_left and request.request.pooling is None:
             self._speed.on_early_end()
@@ -674,7 +675,7 @@ def _choose_drafts(
     *,
     has_more_work: bool,
 ) -> dict[str, Draft]:
-    """As much of each draft as may run: within the budget, the completion's end, and free blocks.
+    """The part of each draft that may run: within the budget, the completion's end, and free blocks.
 
     A draft may be rejected, so it takes clean blocks only. The exception is the sequence's next block, which its own
     tokens will need anyway: for that one, the least recently used block of the prefix cache may be evicted.
@@ -729,7 +730,7 @@ def _span(seq: SequenceState, num_tokens: int, chosen: Draft | None, state: Stat
 
 
 def _take_prompt_logprobs(request: RequestState, span: Span, out: SpanResult) -> None:
-    """Positions that are not known yet; a prompt that was computed twice gives some twice."""
+    """Takes in logprobs of positions that are not known yet; a prompt that was computed twice gives some twice."""
     num_known = len(request.prompt_logprobs)
     num_new = min(span.start + span.num_tokens, request.num_prompt_tokens - 1) - num_known
     if num_new > 0:

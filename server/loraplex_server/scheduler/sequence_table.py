@@ -124,14 +124,15 @@ class RequestState:
     adapter_wait_s: float = 0.0
 
     def move(self, to: RequestPhase) -> None:
-        """Raises IllegalTransition, and changes nothing, when the table does not have it."""
+        """Moves the request to a phase. Raises IllegalTransition, and changes nothing, when the table does not have
+        that step."""
         if to not in REQUEST_TRANSITIONS[self.phase]:
             raise IllegalTransition(f"request {self.request.request_id}: {self.phase.value} -> {to.value}")
         self.phase = to
 
     @property
     def has_held(self) -> bool:
-        """Whether siblings wait for the leader's prompt."""
+        """True if siblings wait for the leader's prompt."""
         return any(seq.status is SequenceStatus.HELD for seq in self.sequences)
 
     @property
@@ -144,7 +145,7 @@ class RequestState:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether some are still to be computed."""
+        """True if some logprobs of the prompt are still to be computed."""
         return self.request.output.prompt_logprobs and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
 
@@ -184,24 +185,25 @@ class SequenceState:
     last_plan: InFlight | None = None  # the latest plan that it is in, while that is under way
 
     def move(self, to: SequenceStatus) -> None:
-        """Raises IllegalTransition, and changes nothing, when the table does not have it."""
+        """Moves the sequence to a status. Raises IllegalTransition, and changes nothing, when the table does not have
+        that step."""
         if to not in SEQUENCE_TRANSITIONS[self.status]:
             raise IllegalTransition(f"sequence {self.sequence_id}: {self.status.value} -> {to.value}")
         self.status = to
 
     @property
     def num_tokens(self) -> int:
-        """Known and certainly coming ones."""
+        """Number of tokens: those known and those certain to come."""
         return len(self.token_ids) + self.num_coming
 
     @property
     def num_left(self) -> int:
-        """Output tokens that it may still have."""
+        """Number of output tokens that the sequence may still have."""
         return self.max_total_tokens - len(self.token_ids)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it stands in the queue."""
+        """True if the sequence stands in the queue."""
         return self.status is SequenceStatus.WAITING or self.status is SequenceStatus.PREEMPTED
 
 
@@ -231,18 +233,19 @@ class FairClock:
         return max(self._now, end)
 
     def is_idle(self, flow: Flow) -> bool:
-        """Nothing of the flow waits, and it has asked for no more than its share: its next request opens it anew."""
+        """True if nothing of the flow waits and it has asked for no more than its share: its next request opens it
+        anew."""
         return flow not in self._num_queued and self._ends.get(flow, 0.0) <= self._now
 
     def num_tenants_with(self, tenant: str) -> int:
-        """Tenants that have something waiting, `tenant` among them."""
+        """Number of tenants that have something waiting, `tenant` counted in any case."""
         return len(self._num_flows) + (tenant not in self._num_flows)
 
     def num_queued_of(self, tenant: str) -> int:
         return self._num_of_tenant[tenant]
 
     def enqueue(self, flow: Flow, num_tokens: int) -> float:
-        """The start tag of a request that has come. Every one is dequeued once."""
+        """Queues a request that has come, and returns its start tag. Every one is dequeued once."""
         start = self.start_of(flow)
         if self.is_idle(flow):
             self._openings[flow[0]] = start + num_tokens
@@ -254,7 +257,7 @@ class FairClock:
         return start
 
     def dequeue(self, flow: Flow) -> None:
-        """One of the flow's requests waits no longer: it begins or has ended."""
+        """Takes one of the flow's requests out of the queue: it begins or has ended."""
         self._num_queued[flow] -= 1
         self._num_of_tenant[flow[0]] -= 1
         if not self._num_queued[flow]:
@@ -265,7 +268,7 @@ class FairClock:
                 del self._num_of_tenant[flow[0]]
 
     def begin(self, start: float) -> None:
-        """A request with this tag begins to run: the clock goes on to it."""
+        """Moves the clock on to the tag of a request that begins to run."""
         self._now = max(self._now, start)
         if len(self._ends) > self._prune_at:
             # A flow whose last request ends in the past is like one that never was.
@@ -274,8 +277,8 @@ class FairClock:
             self._prune_at = 2 * len(self._ends) + 64
 
     def refund(self, flow: Flow, num_tokens: int, *, opened: bool = False) -> None:
-        """A completion of the flow ended with so many tokens less than it might have had. `opened`: its request had
-        opened the flow."""
+        """Gives the flow back the tokens of a completion that ended with so many fewer than it might have had.
+        `opened`: its request had opened the flow."""
         if flow in self._ends:
             self._ends[flow] = max(self._now, self._ends[flow] - num_tokens)
         if opened and flow[0] in self._openings:
@@ -287,7 +290,7 @@ class AdapterLeases(Protocol):
 
     @property
     def num_slots(self) -> int:
-        """Of the device: distinct adapters that can run at a time."""
+        """Number of slots of the device: distinct adapters that can run at a time."""
         ...
 
     def acquire(self, key: AdapterKey) -> int | None:
@@ -298,7 +301,7 @@ class AdapterLeases(Protocol):
         ...
 
     def acquire_all(self, keys: tuple[AdapterKey, ...]) -> tuple[int, ...] | None:
-        """The same for several distinct keys: all of them or none."""
+        """Does what `acquire` does, for several distinct keys: all of them or none."""
         ...
 
     def release(self, key: AdapterKey) -> None:
@@ -306,7 +309,7 @@ class AdapterLeases(Protocol):
         ...
 
     def put_first(self, wants: Sequence[AdapterKey | tuple[AdapterKey, ...]]) -> None:
-        """Of the loads that are wanted, these are the first to be done, in this order."""
+        """Puts these loads first among those that are wanted, in this order."""
         ...
 
     def failure(self, *keys: AdapterKey) -> Exception | None:
@@ -339,7 +342,7 @@ class Prefix:
 
 
 class SequenceTable:
-    """Every method leaves lists, rows and references consistent."""
+    """Owns requests and sequences, rows, block references and adapter leases. Every method leaves them consistent."""
 
     def __init__(
         self, max_running: int, blocks: BlockPool, adapters: AdapterLeases, states: StatePool | None = None
@@ -375,7 +378,7 @@ class SequenceTable:
 
     @property
     def leased_adapters(self) -> set[AdapterKey]:
-        """Those of sequences that run, are about to, or have ended in a plan that is under way."""
+        """Adapters of sequences that run, are about to, or have ended in a plan that is under way."""
         return set(self._adapter_refs)
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -397,7 +400,7 @@ class SequenceTable:
         self.waiting.add(request.leader)
 
     def begin(self, request: RequestState) -> None:
-        """Its first sequence enters."""
+        """Makes a request active, as its first sequence enters."""
         request.move(RequestPhase.ACTIVE)
         self.num_queued_requests -= 1
         self.clock.dequeue(request.flow)
@@ -478,14 +481,14 @@ class SequenceTable:
         self.num_preemptions += 1
 
     def restart(self, seq: SequenceState) -> None:
-        """The same for the sequence's own sake: its tokens have to be computed anew."""
+        """Preempts a sequence for its own sake: its tokens have to be computed anew."""
         seq.move(SequenceStatus.PREEMPTED)
         self._leave(seq)
         self.waiting.add(seq)
         self._count_waiting(seq, 1)
 
     def finish(self, seq: SequenceState) -> None:
-        """The completion has ended. Where it was to compute the prompt, the next sibling does."""
+        """Ends a sequence's completion. Where it was to compute the prompt, the next sibling does."""
         request = seq.request
         self.clock.refund(request.flow, seq.num_left, opened=request.opened_flow)
         self._finish(seq)
@@ -509,7 +512,8 @@ class SequenceTable:
             self.end_lease(seq)
 
     def _count_waiting(self, seq: SequenceState, sign: int) -> None:
-        """Work ahead of a sequence that does not run, at most; the siblings' shared prompt counts once."""
+        """Counts the work ahead of a sequence that does not run, at most; the siblings' shared prompt counts once.
+        `sign`: 1 adds it, -1 takes it away."""
         num_prompt = 0 if seq.index else seq.num_prompt_tokens
         self.num_waiting_prompt_tokens += sign * num_prompt
         self.num_waiting_tokens += sign * (num_prompt + seq.max_total_tokens - seq.num_prompt_tokens)
@@ -531,7 +535,8 @@ class SequenceTable:
             self.end_lease(seq)
 
     def end_source(self, seq: SequenceState) -> None:
-        """Its first span is in a plan: whatever is written to the slot that it begins with comes later."""
+        """Releases the state slot that the sequence's first span begins with. Called once that span is in a plan:
+        whatever is written to the slot comes later."""
         if self.states is not None and seq.state_source != NO_STATE:
             self.states.release(seq.state_source)
             seq.state_source = NO_STATE
@@ -539,7 +544,8 @@ class SequenceTable:
     # --- prompts shared by siblings -----------------------------------------------------------------------------------
 
     def on_prompt_planned(self, request: RequestState) -> None:
-        """The leader's last piece of prompt is in a plan: from the next one on, siblings can share what it wrote."""
+        """Called when the leader's last piece of prompt is in a plan: from the next plan on, siblings can share what it
+        wrote."""
         leader = request.leader
         assert leader is not None
         request.leader = None

@@ -62,7 +62,8 @@ class Target:
 def build_speculator(
     config: EngineConfig, target: Target, step_costs: StepCosts, progress: Callable[[str], None]
 ) -> Speculator:
-    """Raises the typed errors of loading draft models and default heads."""
+    """The speculator that the configuration asks for. Raises the typed errors of loading draft models and default
+    heads."""
     speculation = config.speculation
     proposers: dict[str, Proposer] = {MEDUSA: MedusaProposer(target.runner, target.cache, target.heads)}
     drafts, least_costs = _draft_models(config, target, progress) if speculation.drafts else ({}, {})
@@ -88,7 +89,8 @@ def build_speculator(
 def _draft_models(
     config: EngineConfig, target: Target, progress: Callable[[str], None]
 ) -> tuple[dict[str, Proposer], dict[str, LeastCost]]:
-    """By the speculator's names, and their least costs. They run where the target does, in a dtype of their own."""
+    """The draft models by the speculator's names, and their least costs. They run where the target does, in a dtype of
+    their own."""
     loaded = target.loaded
     tokenizer = TextTokenizer.from_pretrained(target.served.base, revision=target.served.revision)
     draft_target = DraftTarget(loaded.spec, tokenizer)
@@ -183,13 +185,13 @@ def load_draft(
 
 
 def have_same_ids(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
-    """Whether two vocabularies mean the same by their token ids, but for a few."""
+    """True if two vocabularies mean the same by their token ids, but for a few."""
     num_same = sum(other.get(piece) == token_id for piece, token_id in one.items())
     return num_same >= (1 - _MAX_DIFFERENCE) * max(len(one), len(other))
 
 
 def _shares_ids(name: str, spec: ModelSpec, tokenizer: TextTokenizer, target: DraftTarget) -> bool:
-    """Whether the draft model's token ids are the target's. Raises FailedPrecondition where they are not, and a
+    """True if the draft model's token ids are the target's. Raises FailedPrecondition where they are not, and a
     tokenizer to recode texts with is missing."""
     ours, theirs = target.tokenizer.vocabulary, tokenizer.vocabulary
     if ours is not None and theirs is not None:

@@ -49,7 +49,7 @@ class Recoder:
         }
 
     def draft_tokens(self, text: str) -> tuple[list[int], list[int]]:
-        """A whole text as the draft model's tokens, and where each starts."""
+        """The draft model's tokens of a whole text, and where each starts."""
         spans = self.draft.spans(text)
         ids = [token_id for token_id, _, _ in spans]
         starts = [start for _, start, _ in spans]
@@ -109,7 +109,7 @@ class RecodedText:
         return num_same
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """The target's tokens are these now: those of the last time and any number behind them."""
+        """Takes in the target's tokens as they are now: those of the last time and any number behind them."""
         text = self._text_of(token_ids[self._num_seen :])
         self._num_seen = len(token_ids)
         if text:
@@ -137,7 +137,7 @@ class RecodedText:
         return "".join(parts)
 
     def _text_of_run(self, fresh: Sequence[int]) -> str:
-        """The same without special tokens among them."""
+        """The text of the target's next tokens, none of which is special."""
         if not fresh:
             return ""
         vocabulary, out, held = self._recoder.target, self._out, [*self._held, *fresh]
@@ -158,7 +158,7 @@ class RecodedText:
         return text
 
     def _append(self, text: str) -> None:
-        """More text: tokens near its old end may come out differently now."""
+        """Appends text. Tokens near the old end may come out differently now."""
         end = self._num_chars
         self._num_chars += len(text)
         tail = self._tail + text

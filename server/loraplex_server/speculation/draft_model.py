@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 # A sequence that lacks no more tokens is brought up to date at once; more are a prompt, and run within its budget.
 _CATCH_UP_TOKENS = 32
 _MAX_FAILURES = 3
-# Of the memory, for the states of models that keep some.
+# Share of the draft model's memory for the states of models that keep some.
 MAX_STATE_SHARE = 1 / 2
 
 
@@ -59,7 +59,7 @@ class _Run:
 
     @property
     def goes_on(self) -> bool:
-        """Its row is up to date, and another token is wanted."""
+        """True if the row is up to date and another token is wanted."""
         return not self.is_over and 0 < len(self.drafted) < self.max_tokens
 
 
@@ -314,7 +314,7 @@ class DraftRows:
     # --- one ask ------------------------------------------------------------------------------------------------------
 
     def begin(self, sequence_ids: Iterable[str]) -> None:
-        """A new round of asks, for these sequences: none of them is evicted in it."""
+        """Begins a round of asks for these sequences: none of them is evicted in it."""
         self._round += 1
         for sequence_id in sequence_ids:
             seq = self._sequences.pop(sequence_id, None)
@@ -356,7 +356,8 @@ class DraftRows:
         return seq
 
     def _go_back(self, seq: DraftedSequence, want: Wanted) -> None:
-        """A state is that behind all tokens that were run; where these are not what is computed, the kept one is."""
+        """Takes a sequence back to its kept state where its own state, that behind all tokens that were run, does not
+        end with the tokens computed."""
         num_settled = seq.num_known if want.num_settled is None else want.num_settled
         seq.num_certain = min(num_settled, seq.num_known - 1)
         if seq.num_run != seq.num_computed:
@@ -372,7 +373,7 @@ class DraftRows:
         return StateUse(source if start else NO_STATE, own, ((seq.num_certain, own + 1),) if is_passed else ())
 
     def on_run(self, seq: DraftedSequence, num_tokens: int) -> None:
-        """The sequence's next `num_tokens` tokens are computed."""
+        """Counts the sequence's next `num_tokens` tokens as computed."""
         if seq.num_computed < seq.num_certain <= seq.num_computed + num_tokens:
             seq.num_kept = seq.num_certain
         seq.num_computed += num_tokens
@@ -389,7 +390,7 @@ class DraftRows:
         self.pool.release(seq.block_ids)
 
     def refuse(self, sequence_id: str) -> None:
-        """The sequence leaves, and gets no draft until it is forgotten."""
+        """Frees the sequence, which gets no draft until it is forgotten."""
         self.leave(sequence_id)
         self._refused.add(sequence_id)
 
@@ -401,7 +402,7 @@ class DraftRows:
         self._refused.discard(sequence_id)
 
     def clear(self) -> None:
-        """All sequences leave."""
+        """Frees all sequences."""
         for sequence_id in list(self._sequences):
             self.leave(sequence_id)
         self._rewrites.clear()
@@ -583,7 +584,8 @@ class DraftModelProposer:
         )
 
     def _within_vocabulary(self, draft: Sequence[int]) -> tuple[int, ...]:
-        """Models of one tokenizer may be padded to different sizes."""
+        """The draft up to a token that the target does not have: models of one tokenizer may be padded to different
+        sizes."""
         for idx, token_id in enumerate(draft):
             if token_id >= self._num_target_ids:
                 return tuple(draft[:idx])

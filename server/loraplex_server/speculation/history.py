@@ -20,16 +20,16 @@ from typing import NamedTuple
 MAX_NAMESPACES = 256
 MAX_FULL = 64
 
-# Of the prompt, kept before each output: it tells how outputs begin.
+# Tokens of the prompt that are kept before each output: they tell how outputs begin.
 NUM_CONTEXT = 4
-# What is looked up: single tokens stand everywhere.
+# Length of the runs that are looked up: single tokens stand everywhere.
 MIN_RUN = 2
 # The places that are compared, latest first, and how far back; the best one is followed back to MAX_MATCH. Together
 # they bound what a search costs.
 MAX_PLACES = 32
 MAX_COMPARED = 8
 MAX_MATCH = 64
-# How far behind the place that was followed the next token may stand.
+# Distance behind the place that was followed within which the next token may stand.
 MAX_SKIP = 64
 
 _END = -1  # of an output; no token
@@ -70,13 +70,13 @@ class Separators:
         return len(token_ids)
 
     def learn(self, token_id: int, came: int) -> None:
-        """Next to tokens that were copied, `came` stands where the prompt has `token_id`."""
+        """Learns that next to tokens that were copied, `came` stands where the prompt has `token_id`."""
         if self._instead.get(token_id, 0) != _WRITTEN:
             self._instead[token_id] = came
             self.ends.add(came)
 
     def write(self, token_ids: Iterable[int]) -> None:
-        """An output has these."""
+        """Marks tokens that an output has written."""
         known = self._instead
         if len(known) > MAX_SEPARATORS:
             known.clear()
@@ -99,7 +99,7 @@ class History:
 
     @property
     def num_tokens(self) -> int:
-        """In all namespaces, the ends of outputs included."""
+        """Number of tokens in all namespaces, the ends of outputs included."""
         return self._num_tokens
 
     @property
@@ -113,8 +113,8 @@ class History:
         num_prompt_tokens: int,
         separators: Separators | None = None,
     ) -> None:
-        """A sequence of that namespace has ended. Takes about a microsecond a token. `separators`: kept where it was
-        the first."""
+        """Adds the output of a sequence of that namespace that has ended. Takes about a microsecond a token.
+        `separators`: kept where it was the first."""
         if len(token_ids) <= num_prompt_tokens or self._max_tokens <= 0:
             return
         outputs = self._outputs.get(namespace)
@@ -129,7 +129,7 @@ class History:
             self._num_tokens -= len(dropped)
 
     def outputs(self, namespace: Hashable) -> Outputs | None:
-        """The namespace's own, None where nothing is known."""
+        """The outputs of a namespace; None where nothing is known."""
         outputs = self._outputs.get(namespace)
         if outputs is not None:
             self._outputs.move_to_end(namespace)
@@ -162,7 +162,7 @@ class Outputs:
         return len(self._latest)
 
     def add(self, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
-        """Everything behind the prompt, as much as there is room for; if need be, without its beginning."""
+        """Adds everything behind the prompt, as much as there is room for; if need be, without its beginning."""
         begin = max(0, num_prompt_tokens - NUM_CONTEXT, len(token_ids) - (self._max_tokens - 1))
         self._drop(len(self._tokens) + len(token_ids) - begin + 1 - self._max_tokens)
         # Only outputs are continued, but a run may begin in the prompt.
@@ -226,12 +226,12 @@ class Outputs:
         return at + self._base
 
     def behind_next(self, position: int, token_id: int) -> int | None:
-        """Behind the first `token_id` from `position` on, in the same output and not far."""
+        """The position behind the first `token_id` from `position` on, in the same output and not far."""
         found = self.next_of(position, (token_id,))
         return found + 1 if found is not None and self._tokens[found + 1 - self._base] != _END else None
 
     def next_of(self, position: int, token_ids: Collection[int]) -> int | None:
-        """The first of these tokens from `position` on, in the same output and not far."""
+        """The position of the first of these tokens from `position` on, in the same output and not far."""
         known, at = self._tokens, position - self._base
         if at < 0:
             return None
@@ -249,7 +249,7 @@ class Outputs:
         return copied[: copied.index(_END)] if _END in copied else copied
 
     def _drop(self, num_tokens: int) -> None:
-        """The oldest tokens, and the runs that they were part of."""
+        """Drops the oldest tokens, and the runs that they were part of."""
         num_tokens = min(num_tokens, len(self._tokens))
         if num_tokens <= 0:
             return
@@ -281,11 +281,11 @@ class Reader:
         return self._position
 
     def move(self, position: int, num_seen: int) -> None:
-        """The sequence's first `num_seen` tokens have come to `position`, by a way round a value."""
+        """Moves to `position`, to which the sequence's first `num_seen` tokens have come by a way round a value."""
         self._position, self._num_seen = position, num_seen
 
     def find(self, outputs: Outputs, token_ids: Sequence[int]) -> Place | None:
-        """Once for every length of the sequence."""
+        """The place in the outputs to continue. Called once for every length of the sequence."""
         found = outputs.find(token_ids)
         resumed = self._resumed(outputs, token_ids)
         # A run of two is as weak as that, and knows less.

@@ -44,7 +44,7 @@ MAX_LAYOUTS = 64
 
 
 class HeadAsk(NamedTuple):
-    """Up to `num_tokens` guesses are wanted from the heads in `adapter_slot`."""
+    """A request for up to `num_tokens` guesses from the heads in `adapter_slot`."""
 
     adapter_slot: int
     num_tokens: int
@@ -75,7 +75,8 @@ class _Layout:
     own: slice | Tensor  # rows whose head has a projection of its own
     own_segments: PreparedSegments | None
     plan: GuessPlan | None  # in place of all these
-    # Of the rows in the order `shared`, `own`: which ask's, which of its tokens, and what the columns are called.
+    # Rows in the order `shared`, `own`: for each the ask, which of the ask's tokens it is, and the names of its
+    # columns.
     places: tuple[tuple[int, int, npt.NDArray[np.int64] | None], ...]
 
 
@@ -107,7 +108,7 @@ class HeadSlots:
         self._vocab_size = loaded.spec.vocab_size
         self._dtype = loaded.dtype
         self._installed: list[AdapterWeights | None] = [None] * slots.num_slots
-        # Of each slot's heads the first fields of their guesses.
+        # The first fields of the guesses of each slot's heads.
         self._places: list[list[tuple[int, bool, int]]] = [[] for _ in range(slots.num_slots)]
         self._num_units = 0
         self._layers: list[DenseTable] = []  # by block, each by unit
@@ -136,7 +137,8 @@ class HeadSlots:
         ]
 
     def _unit(self, slot: int, head_idx: int) -> int:
-        """Head by head, so that a set with more heads than any before it changes no number."""
+        """Number of a unit. Units go head by head, so that a set with more heads than any before it changes no
+        number."""
         return head_idx * self._slots.num_slots + slot
 
     def _put(self, unit: int, head: MedusaHead | None) -> None:
@@ -174,10 +176,11 @@ class HeadSlots:
     # --- guessing -----------------------------------------------------------------------------------------------------
 
     def guess(self, hidden: Tensor, asks: Sequence[HeadAsk]) -> list[tuple[int, ...]]:
-        """For each ask the tokens that its heads hold most likely behind the next one, in order; its hidden state
-        [len(asks), hidden] is the row that the model's head made the next token of.
+        """The tokens that each ask's heads hold most likely behind the next one, in order. `hidden` [len(asks),
+        hidden]: the rows that the model's head made the next tokens of.
 
-        Empty where the slot has no heads or they compute NaN; ends before a token that the model does not know.
+        An ask gets none where the slot has no heads or they compute NaN; its tokens end before one that the model does
+        not know.
         """
         layout = self._layout(tuple(asks))
         chains = [[NOT_A_NUMBER] * num_tokens for num_tokens in layout.num_tokens]
@@ -189,7 +192,7 @@ class HeadSlots:
         return [self._chain(chain) for chain in chains]
 
     def _layout(self, asks: tuple[HeadAsk, ...]) -> _Layout:
-        """Decoding asks for the same again and again."""
+        """The layout of these asks, kept from before where there is one: decoding asks for the same again and again."""
         has_lora = isinstance(self._head, AdaptedHead) and self._head.num_installed > 0
         layout = self._layouts.get((asks, has_lora))
         if layout is None:
@@ -263,7 +266,7 @@ class HeadSlots:
         return upload(torch.tensor(rows, dtype=torch.int64), self._device)
 
     def _columns(self, hidden: Tensor, layout: _Layout) -> list[int]:
-        """Of each of the layout's places the column of its largest logit, or NOT_A_NUMBER."""
+        """The column of the largest logit for each of the layout's places, or NOT_A_NUMBER."""
         if layout.plan is not None:
             assert self._guesser is not None
             return _numbers(*self._guesser.run(hidden, layout.plan))
@@ -291,7 +294,7 @@ class HeadSlots:
         return _numbers(best.tolist(), columns.tolist())
 
     def _base_logits(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """Of the model's own head, with each row's LoRA where that reaches so far [num_rows, num_logits]."""
+        """Logits [num_rows, num_logits] of the model's own head, with each row's LoRA where that reaches so far."""
         if not segments:
             return self._head(x)
         try:
@@ -302,7 +305,8 @@ class HeadSlots:
             self._context.clear()
 
     def _own_logits(self, x: Tensor, prepared: PreparedSegments) -> Tensor:
-        """Of the heads' own projections [num_rows, columns of the largest]; a smaller one ends in -inf."""
+        """Logits [num_rows, columns of the largest] of the heads' own projections; rows of a smaller one end in
+        -inf."""
         projections = [self._projections.get(segment.adapter_slot) for segment in prepared.segments]
         sizes = {projection.num_outputs for projection in projections if projection is not None}
         logits = x.new_empty(x.shape[0], max(sizes))
@@ -312,7 +316,7 @@ class HeadSlots:
         return logits
 
     def _chain(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Up to the first token that the model does not know; nothing where a head has computed NaN."""
+        """Tokens up to the first that the model does not know; none where a head has computed NaN."""
         if NOT_A_NUMBER in token_ids:
             return ()
         vocab_size = self._vocab_size
@@ -320,7 +324,7 @@ class HeadSlots:
 
 
 def _segments(guesses: Sequence[_Guess], slot_of: Callable[[_Guess], int]) -> list[Segment]:
-    """Neighbours with the same slot as one segment; -1 is none."""
+    """Segments of guesses: neighbours with the same slot are one segment; -1 is none."""
     segments: list[Segment] = []
     start = 0
     for slot, group in groupby(guesses, slot_of):
@@ -374,21 +378,21 @@ class MedusaProposer:
         return drafts
 
     def num_behind(self, candidate: Candidate) -> int:
-        """Heads read what the target has left."""
+        """Zero: heads read what the target has left."""
         return 0
 
     def suspend(self, sequence_id: str) -> None:
-        """Nothing is kept."""
+        """Does nothing: no state of sequences is kept."""
 
     def end(self, sequence_id: str) -> None:
-        """Nothing is kept."""
+        """Does nothing: no state of sequences is kept."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Does nothing: there is nothing to end."""
 
     def _borrow(self, key: AdapterKey) -> int | None:
-        """None also of heads that the cache does not have any more: default heads may be unloaded while they serve.
-        Their requests draft in another way, or not at all."""
+        """The slot of these heads; None where they are not there, also of heads that the cache does not have any more:
+        default heads may be unloaded while they serve. Their requests draft in another way, or not at all."""
         try:
             slot = self._cache.borrow(key)
         except Exception as error:

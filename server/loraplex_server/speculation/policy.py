@@ -67,7 +67,7 @@ class AcceptanceRates:
         self._num_trials = [_PRIOR_TRIALS] * _NUM_LEVELS
 
     def observe(self, level: int, num_accepted: int, num_tried: int) -> None:
-        """From `level` on, `num_tried` tokens were verified, of which `num_accepted` were right."""
+        """Learns that from `level` on `num_tried` tokens were verified, of which `num_accepted` were right."""
         for idx in range(num_tried):
             at = min(level + idx, _NUM_LEVELS - 1)
             self._num_trials[at] = min(self._num_trials[at] + 1.0, _MOST_TRIALS)
@@ -131,7 +131,7 @@ class TrackRecord:
         return curve
 
     def observe(self, step: int, num_drafted: int, num_accepted: int, evidence: int = 0) -> None:
-        """`num_drafted` tokens were verified. Those behind the first that was rejected say nothing."""
+        """Learns from `num_drafted` tokens that were verified. Those behind the first that was rejected say nothing."""
         if num_drafted <= 0:
             return
         rates, num_tried = self.shared.rates, min(num_accepted + 1, num_drafted)
@@ -175,7 +175,7 @@ class LeastCost(NamedTuple):
 
     @classmethod
     def of(cls, step_costs: StepCosts, num_rounds: float = 1.0) -> LeastCost:
-        """From steps that were measured at the start. `num_rounds`: for one token of the target's."""
+        """The least cost, from steps that were measured at the start. `num_rounds`: for one token of the target's."""
         one_s, num_rows = step_costs.seconds(1), step_costs.sizes[-1]
         read_s = (step_costs.seconds(num_rows) - one_s) / max(1, num_rows - 1)
         return cls(one_s * num_rounds, read_s * num_rounds)
@@ -298,12 +298,12 @@ class DraftedSequence:
     num_refused: int = 0  # matches that did not pay, since the last one that was right
     missed_s: dict[str, float] = field(default_factory=dict[str, float])  # what one that is behind would have saved
     num_tokens: int = 0  # when it was last looked at
-    # Of the draft under way.
+    # The fields below are those of the draft under way.
     proposer: str = ""
     pieces: Sequence[Piece] = ()
 
     def may_draft(self, step: int) -> bool:
-        """Whether any of its proposers is looked at in that step."""
+        """True if any of its proposers is looked at in that step."""
         return any(self.rests.get(name, 0) <= step for name in self.choice.proposers if name not in self.failed)
 
 
@@ -319,7 +319,8 @@ class Option(NamedTuple):
 
 
 class Policy:
-    """See the module. `proposers` by the names that Choice has for them, `lookup` among them."""
+    """Chooses proposers and draft lengths (see the module). `proposers` by the names that Choice has for them, `lookup`
+    among them."""
 
     def __init__(
         self,
@@ -345,7 +346,7 @@ class Policy:
         self._paces: dict[tuple[str, ...], float] = {}  # plain steps per token, by choice of proposers
         self._step = 0
         self._step_size = 1.0  # in plain steps, of the last one
-        # Of the present step.
+        # The fields below are those of the present step.
         self._choices: Sequence[Choice | None] = ()
         self._pauses: dict[str, int] = {}
         self._costs: dict[str, float] = {}
@@ -357,12 +358,12 @@ class Policy:
         return self._step
 
     def skip(self) -> None:
-        """A step without drafts."""
+        """Counts a step without drafts."""
         self._step += 1
         self._step_size = 1.0
 
     def begin(self, choices: Sequence[Choice | None]) -> None:
-        """A new step, with a row for each of these; None where one does not speculate."""
+        """Begins a step with a row for each of these choices; None where a row does not speculate."""
         self._step += 1
         self._choices = choices
         self._pauses.clear()
@@ -374,8 +375,9 @@ class Policy:
         silent: Mapping[str, Collection[str]],
         num_drafted: int,
     ) -> list[tuple[Option, int]]:
-        """Which proposer to ask for which of these, and for how many tokens. `silent`: by sequence, proposers that had
-        nothing to say in this step. `num_drafted`: tokens that others have been drafted."""
+        """The proposer to ask for each of these, and for how many tokens; those that get none are left out. `silent`:
+        by sequence, proposers that had nothing to say in this step. `num_drafted`: tokens that others have been
+        drafted."""
         found = [self._best(one, sequence, silent.get(one.sequence_id, ())) for one, sequence in waiting]
         options = [option for option in found if option is not None]
         if not options:
@@ -395,7 +397,7 @@ class Policy:
         return [(option, num) for option, num in zip(options, lengths, strict=True) if num > 0]
 
     def end(self, drafts: Sequence[tuple[str, int]]) -> None:
-        """The step has drafts of these proposers, of so many tokens."""
+        """Ends the step: it has drafts of these proposers, of so many tokens."""
         num_rows = len(self._choices)
         taken_s = self._step_costs.seconds(num_rows + sum(num for _, num in drafts))
         for name in {name for name, _ in drafts}:
@@ -406,7 +408,7 @@ class Policy:
     # --- what is learned ----------------------------------------------------------------------------------------------
 
     def learn(self, sequence: DraftedSequence, num_drafted: int, num_accepted: int) -> None:
-        """Each piece of a draft stands for its source, as far as those before it were right."""
+        """Learns from a verified draft. Each piece stands for its source, as far as those before it were right."""
         if num_accepted and sequence.proposer == PROMPT_LOOKUP:
             sequence.num_refused = 0
         for source, num_tokens, evidence, _ in sequence.pieces:
@@ -420,8 +422,8 @@ class Policy:
     def note_call(
         self, name: str, asked: Sequence[tuple[Option, int]], drafts: Sequence[Sequence[int]], seconds: float
     ) -> None:
-        """A call for so many tokens of each gave these drafts. A prompt that is read for the first time is not what
-        drafting costs, and neither are heads on their way, which give nothing."""
+        """Learns the cost of a call, which was for so many tokens of each and gave these drafts. A prompt that is read
+        for the first time is not what drafting costs, and neither are heads on their way, which give nothing."""
         if name in (PROMPT_LOOKUP, GRAMMAR):
             return  # made before it is asked
         behind = [one for one, _ in asked if one.num_behind]
@@ -485,9 +487,9 @@ class Policy:
         return best
 
     def _value(self, option: Option, num_rows: int, pace: float) -> tuple[float, float]:
-        """Tokens at best, if all rows of the step had the same, beyond those that the time would have brought anyway;
-        and tokens in all. A step that gives little may lead to where the next one gives much, so that what it gives per
-        second is no measure."""
+        """The option's gain in tokens at best, if all rows of the step had the same, beyond those that the time would
+        have brought anyway; and its tokens in all. A step that gives little may lead to where the next one gives much,
+        so that what it gives per second is no measure."""
         per_second = 1.0 / (pace * self._step_costs.seconds(num_rows))
         tokens = 1.0
         best = 1.0 - 1.0 / pace, tokens
@@ -499,7 +501,7 @@ class Policy:
         return best
 
     def _option(self, candidate: Candidate, sequence: DraftedSequence, name: str) -> Option | None:
-        """None where it has no draft to offer in this step."""
+        """The proposer's offer for the sequence; None where it has no draft to offer in this step."""
         choice = sequence.choice
         params, medusa_key = choice.params, choice.medusa_key
         num_tokens = min(params.max_draft_tokens, candidate.num_room)
@@ -534,7 +536,8 @@ class Policy:
         return Option(candidate, sequence, name, survival, pieces, self._proposers[name].num_behind(candidate))
 
     def _refuse(self, option: Option) -> None:
-        """It does not pay, and is not looked at for a while; but the next match of a lookup may be a better one."""
+        """Lets a proposer rest whose offer does not pay. A lookup rests after several such offers only: its next match
+        may be a better one."""
         if option.proposer == PROMPT_LOOKUP:
             option.sequence.num_refused += 1
             if option.sequence.num_refused >= _MANY_REFUSED:
@@ -548,7 +551,8 @@ class Policy:
     # --- estimates ----------------------------------------------------------------------------------------------------
 
     def _record(self, sequence: DraftedSequence, name: str, source: Source) -> TrackRecord:
-        """One for each source: a match in an earlier output is not worth what one in the own text is."""
+        """The proposer's record in the sequence, one for each source: a match in an earlier output is not worth what
+        one in the own text is."""
         record = sequence.records.get((name, source))
         if record is None:
             place = (name, source, sequence.choice.medusa_key if name == MEDUSA else None)
@@ -560,7 +564,7 @@ class Policy:
         return record
 
     def _cost(self, name: str) -> float:
-        """Seconds of a unit, the same all through a step."""
+        """Seconds of one of the proposer's units (see `call_units`), the same all through a step."""
         if name not in self._costs:
             self._costs[name] = self._unit_costs[name].seconds(self._clock()) if name in self._unit_costs else 0.0
         return self._costs[name]
@@ -574,7 +578,8 @@ class Policy:
         return self._read_costs[option.proposer].seconds(self._clock()) * option.num_behind
 
     def _max_pause(self, name: str) -> int:
-        """In steps. All that may use the proposer probe together when nothing is accepted."""
+        """Length in steps of the proposer's longest pause. All that may use it probe together when nothing is
+        accepted."""
         if name not in self._pauses:
             num_users = sum(choice is not None and name in choice.proposers for choice in self._choices)
             call_s = self._call_s(name, 1, num_users)
@@ -582,7 +587,7 @@ class Policy:
         return self._pauses[name]
 
     def _note_pace(self, sequence: DraftedSequence, num_tokens: int) -> None:
-        """The sequence has come to `num_tokens` tokens with the last step."""
+        """Learns the pace of a sequence that has come to `num_tokens` tokens with the last step."""
         if sequence.num_tokens and num_tokens > sequence.num_tokens:
             pace = self._paces.get(sequence.choice.proposers, 1.0)
             # An average of steps per token, so that a step counts by its tokens.

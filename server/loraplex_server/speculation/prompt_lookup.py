@@ -47,7 +47,7 @@ STARTS: frozenset[Source] = frozenset(("own", "history", "resumed"))
 
 
 class Piece(NamedTuple):
-    """So many tokens of a draft, from one source."""
+    """Consecutive tokens of a draft from one source."""
 
     source: Source
     num_tokens: int
@@ -56,7 +56,7 @@ class Piece(NamedTuple):
 
     @property
     def is_earlier(self) -> bool:
-        """Positions are those of earlier outputs."""
+        """True if positions are those of earlier outputs."""
         return self.source in ("history", "resumed", "behind")
 
 
@@ -109,14 +109,14 @@ class PromptLookupProposer:
         ]
 
     def num_behind(self, candidate: Candidate) -> int:
-        """New tokens are indexed when a match is looked for, whichever proposer drafts."""
+        """Zero: new tokens are indexed when a match is looked for, whichever proposer drafts."""
         return 0
 
     def suspend(self, sequence_id: str) -> None:
-        """Its index stays: the text is not finished."""
+        """Keeps the sequence's index: the text is not finished."""
 
     def end(self, sequence_id: str) -> None:
-        """Its output goes into the history."""
+        """Puts the sequence's output into the history."""
         text = self._texts.pop(sequence_id, None)
         if text is not None:
             candidate = text.candidate
@@ -176,7 +176,7 @@ class PromptLookupProposer:
             drafted = drafted[num_right:]
 
     def _learn(self, text: _Text, own: Match) -> None:
-        """In front of what is being copied out of the prompt."""
+        """Learns the separator in front of what is being copied out of the prompt."""
         token_ids = text.candidate.token_ids
         there, here = own.position - 1 - own.num_tokens, len(token_ids) - 1 - own.num_tokens
         if there >= 0 and own.position <= text.candidate.num_prompt_tokens <= here:
@@ -212,7 +212,7 @@ def _namespace(candidate: Candidate) -> tuple[str, str, str]:
 
 
 def _bounds(params: SpeculationParams) -> tuple[int, int]:
-    """Of the match, shortest and longest; 0 leaves one to the default, which gives way to the other."""
+    """Shortest and longest length of a match. A parameter that is 0 means its default, which gives way to the other."""
     longest = params.max_ngram or max(DEFAULT_MAX_NGRAM, params.min_ngram)
     shortest = params.min_ngram or min(DEFAULT_MIN_NGRAM, longest)
     return shortest, longest
@@ -300,7 +300,8 @@ class _Index:
         return Match(position, num_tokens) if num_tokens >= self.bounds[0] else None
 
     def _add(self, token_ids: Sequence[int], begin: int, end: int) -> None:
-        """The runs that end before positions `begin` to `end`, of every length: later ones replace earlier ones."""
+        """Adds the runs that end before positions `begin` to `end`, of every length: later ones replace earlier
+        ones."""
         if end - begin <= _FEW:
             self._add_few(token_ids, begin, end)
             return
@@ -316,7 +317,7 @@ class _Index:
                 self._young[length].update(zip(keys, islice(positions, first - begin, None), strict=True))
 
     def _add_few(self, token_ids: Sequence[int], begin: int, end: int) -> None:
-        """The same for what a step adds: of few tokens, lists of keys are most of the work."""
+        """Does what `_add` does, for the few tokens of a step: with these, lists of keys are most of the work."""
         for position in range(begin, end):
             key = token_ids[position - 1]
             for length in range(2, min(self._longest, position) + 1):

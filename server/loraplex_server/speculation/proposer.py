@@ -23,7 +23,7 @@ GRAMMAR = "grammar"
 
 
 class Ask(NamedTuple):
-    """A draft of at most `num_tokens` tokens, 1 or more, is wanted for `candidate`."""
+    """A request for a draft of at most `num_tokens` tokens, 1 or more, for `candidate`."""
 
     candidate: Candidate
     num_tokens: int
@@ -36,7 +36,7 @@ class Proposer(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name in counters and answers: one of those above."""
+        """The proposer's name in counters and answers: one of those above."""
         ...
 
     def propose(self, asks: Sequence[Ask]) -> Sequence[tuple[int, ...]]:
@@ -48,16 +48,17 @@ class Proposer(Protocol):
         ...
 
     def num_behind(self, candidate: Candidate) -> int:
-        """Number of tokens to read before its first draft: all of a sequence that is new to a draft model,
+        """Number of tokens to read before the sequence's first draft: all of a sequence that is new to a draft model,
         none where only what the last steps brought is missing. Read once, they are no part of what drafting costs."""
         ...
 
     def suspend(self, sequence_id: str) -> None:
-        """The sequence waits and may come back: what is costly to keep goes. Harmless for one that is not known."""
+        """Drops what is costly to keep of a sequence that waits and may come back. Harmless for one that is not
+        known."""
         ...
 
     def end(self, sequence_id: str) -> None:
-        """The sequence has ended: its state goes. Harmless for one that is not known."""
+        """Drops the state of a sequence that has ended. Harmless for one that is not known."""
         ...
 
     def close(self) -> None: ...
@@ -82,7 +83,7 @@ class ForcedTokenProposer:
 
 
 def forced_tokens(candidate: Candidate) -> tuple[int, ...]:
-    """None without a grammar."""
+    """The tokens that the sequence's grammar leaves no choice about; none without a grammar."""
     return () if candidate.matcher is None else tuple(candidate.matcher.forced())
 
 

@@ -39,7 +39,8 @@ DEFAULT_NUM_TOKENS = 8  # per step at most, where neither request nor server say
 
 
 class Speculator:
-    """See the module. `proposers` by the names that Choice has for them; prompt lookup is its own."""
+    """Drafts for the sequences of a step (see the module). `proposers` by the names that Choice has for them; prompt
+    lookup is its own."""
 
     def __init__(
         self,
@@ -105,12 +106,12 @@ class Speculator:
             self._num_unseen[request.request_id] = request.n
 
     def needs_hidden_states(self, request_id: str) -> bool:
-        """Whether the runner has to keep the last hidden state of the request's sequences: its heads read them."""
+        """True if the runner has to keep the last hidden state of the request's sequences: its heads read them."""
         choice = self._requests.get(request_id)
         return choice is not None and choice.uses_heads
 
     def end(self, request_id: str) -> None:
-        """The request is over: its sequences are forgotten. Harmless for one that did not speculate."""
+        """Forgets the sequences of a request that is over. Harmless for one that did not speculate."""
         if self._requests.pop(request_id, None) is None:
             return
         self._num_unseen.pop(request_id, None)
@@ -123,14 +124,14 @@ class Speculator:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether any request speculates."""
+        """True if any request speculates."""
         return bool(self._requests)
 
     def speculates(self, request_id: str) -> bool:
         return request_id in self._requests
 
     def may_draft(self) -> bool:
-        """Whether `propose` may give a draft for the next step: False while all sequences that speculate are in a
+        """True if `propose` may give a draft for the next step; False while all sequences that speculate are in a
         cooldown. Pure and cheap. Before each step the engine calls either `propose` or, where this is False, `skip`,
         and need not wait for the step under way."""
         if any(self._num_unseen.values()):
@@ -139,7 +140,7 @@ class Speculator:
         return any(self._sequences[sequence_id].may_draft(step) for sequence_id in self._active)
 
     def skip(self) -> None:
-        """A step is planned without drafts. Cooldowns go on."""
+        """Counts a step that is planned without drafts. Cooldowns go on."""
         self._policy.skip()
 
     # --- a step -------------------------------------------------------------------------------------------------------
@@ -196,8 +197,9 @@ class Speculator:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _see(self, candidates: Sequence[Candidate]) -> None:
-        """Sequences that are no longer candidates wait, or have ended before their request: proposers may drop what is
-        costly to keep. What is known of their drafts stays until the request ends."""
+        """Begins the records of new candidates, and suspends sequences that are no longer candidates: these wait, or
+        have ended before their request, and proposers may drop what is costly to keep. What is known of their drafts
+        stays until the request ends."""
         active: set[str] = set()
         for candidate in candidates:
             choice = self._requests.get(candidate.request.request_id)
@@ -215,7 +217,7 @@ class Speculator:
         self._active = active
 
     def _ask(self, name: str, asked: Sequence[tuple[Option, int]]) -> dict[str, Draft]:
-        """One call of a proposer."""
+        """The usable drafts of one call of a proposer."""
         proposer = self._proposers[name]
         asks = [
             Ask(one.candidate, num, one.sequence.choice.params, one.sequence.choice.medusa_key) for one, num in asked
@@ -235,8 +237,8 @@ class Speculator:
         return drafts
 
     def _usable(self, token_ids: Sequence[int], ask: Ask) -> tuple[int, ...]:
-        """As much of a draft as was asked for, up to a token that the target does not have (it cannot even be run), or
-        that the grammar does not allow."""
+        """The part of a draft that can be used: as much as was asked for, up to a token that the target does not have
+        (it cannot even be run), or that the grammar does not allow."""
         draft = tuple(token_ids[: ask.num_tokens])
         if draft and not (min(draft) >= 0 and max(draft) < self._num_token_ids):
             draft = draft[: next(i for i, one in enumerate(draft) if not 0 <= one < self._num_token_ids)]
@@ -245,7 +247,7 @@ class Speculator:
 
     @contextmanager
     def _guarded(self, name: str, what: str) -> Generator[None]:
-        """Around all that a proposer does: its errors cost drafts, never a step. Each kind is logged once."""
+        """Guards all that a proposer does: its errors cost drafts, never a step. Each kind is logged once."""
         try:
             yield
         except Exception as error:
@@ -328,7 +330,8 @@ def _draft_name(params: SpeculationParams, names: Collection[str]) -> str:
 
 
 def _filled(params: SpeculationParams, config: SpeculationConfig) -> SpeculationParams:
-    """Bounds of n-grams stay as they are: what 0 means is prompt lookup's own matter."""
+    """The parameters with the server's defaults filled in. Bounds of n-grams stay as they are: what 0 means is prompt
+    lookup's own matter."""
     wanted = params.max_draft_tokens or config.default_draft_tokens or DEFAULT_NUM_TOKENS
     return replace(
         params,

@@ -12,7 +12,7 @@ from loraplex_runtime.reports import Progress, counted, no_progress
 from loraplex_server.model.runner import ModelRunner
 
 DEFAULT_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-# Of measuring. A round of all sizes takes 0.4 s with 245M parameters on two cores.
+# Time for measuring. A round of all sizes takes 0.4 s with 245M parameters on two cores.
 LIMIT_S = 1.0
 NUM_REPEATS = 3
 
@@ -31,13 +31,13 @@ class StepCosts:
         self._slope_s = self._last_slope()
 
     def seconds(self, num_rows: int) -> float:
-        """Of a step with that many token rows; of none, as of one."""
+        """Seconds of a step with that many token rows; 0 rows count as one."""
         if num_rows < len(self._table):
             return self._table[max(num_rows, 1)]
         return self._table[-1] + self._slope_s * (num_rows - self.sizes[-1])
 
     def span(self, num_rows: int, num_more: int) -> list[float]:
-        """Of steps with `num_rows` to `num_rows + num_more` rows, at one go."""
+        """Seconds of steps with `num_rows` to `num_rows + num_more` rows, in one call."""
         first = max(num_rows, 0)
         known = self._table[first : first + num_more + 1]
         return known + [self.seconds(first + idx) for idx in range(len(known), num_more + 1)]
@@ -102,7 +102,8 @@ def _far_apart_first(sizes: list[int]) -> list[int]:
 def measure_runner(
     runner: ModelRunner, *, max_rows: int, num_blocks: int, block_size: int, progress: Progress = no_progress
 ) -> StepCosts:
-    """Takes about LIMIT_S, or two steps where they are longer. Before the first request only."""
+    """Measures a runner's steps. Takes about LIMIT_S, or two steps where they are longer. Before the first request
+    only."""
     num_sequences = min(max_rows, num_blocks)
     # Each sequence in a block of its own, and no longer than the context.
     max_len = min(block_size, runner.mirror.max_len)

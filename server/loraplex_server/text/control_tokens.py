@@ -33,7 +33,7 @@ class SafeText:
 
     @property
     def num_controls(self) -> int:
-        """Of the template."""
+        """Number of control tokens that the template wrote."""
         return len(_PLACEHOLDER.findall(self.text))
 
     @property
@@ -53,11 +53,11 @@ class ControlTokens:
         self._numbers = {content: number for number, content in enumerate(self.contents)}
 
     def in_text(self, text: str) -> list[str]:
-        """Those in a text, one after the other."""
+        """The control tokens in a text, one after the other."""
         return self._any.findall(text)
 
     def are_in(self, value: Any) -> bool:
-        """Whether a text anywhere in it, the keys of mappings included, holds one."""
+        """True if a text anywhere in the value, the keys of mappings included, holds a control token."""
         match value:
             case str():
                 return self._any.search(value) is not None
@@ -70,7 +70,7 @@ class ControlTokens:
                 return False
 
     def marked(self, value: Any, edges: Edges | None = None) -> Any:
-        """The same with each of them marked, in all texts, and with marks at those `edges`."""
+        """The value with each of its control tokens marked, in all texts, and with marks at those `edges`."""
         match value:
             case str():
                 text = self._any.sub(f"{_BEGIN}\\g<0>{_END}", _RESERVED.sub("", value))
@@ -84,7 +84,8 @@ class ControlTokens:
                 return value
 
     def resolved(self, rendered: str) -> SafeText:
-        """Of a template's text over marked values. Marks that the template tore apart separate what is around them."""
+        """The text that a template made of marked values. Marks that the template tore apart separate what is around
+        them."""
         text = self._written.sub(self._placeholder, rendered)
         return SafeText(text.replace(_BEGIN, "").replace(_END, ""), self.contents)
 
@@ -92,7 +93,7 @@ class ControlTokens:
         return found[0] if found[1] is None else f"{_OPEN}{self._numbers[found[1]]}{_CLOSE}"
 
 
-# How templates leave out the middle of a text.
+# Filters and methods by which templates leave out the middle of a text.
 _REWRITES: Final = re.compile(r"replace|join")
 _MAX_LITERALS: Final = 256
 _LITERAL: Final = re.compile(r"'([^'\n]{2,})'|\"([^\"\n]{2,})\"")
@@ -112,7 +113,7 @@ class Edges:
         self._max_chars = max(map(len, known), default=1) - 1
 
     def are_in(self, value: Any) -> bool:
-        """Whether a text anywhere in it, the keys of mappings included, has one."""
+        """True if a text anywhere in the value, the keys of mappings included, has such an edge."""
         match value:
             case str():
                 return any(self._of(value.strip())) or self._with_beginnings(value) != value
@@ -125,7 +126,7 @@ class Edges:
                 return False
 
     def marked(self, text: str) -> str:
-        """A mark at each: what is around the text does not join it."""
+        """The text with a mark at each edge: what is around the text does not join it."""
         text = self._with_beginnings(text)
         core = text.strip()
         at_begin, at_end = self._of(core)
@@ -170,7 +171,8 @@ class NormalizedControlTokens:
         self._changes_ascii = printable not in normalize(printable)
 
     def num_in(self, text: str) -> int:
-        """At least; 0 for a text in which the normalizer changes nothing that matters."""
+        """Lower bound of the number of control tokens in a text; 0 for one in which the normalizer changes nothing that
+        matters."""
         if text.isascii() and not self._changes_ascii:
             return 0
         return len(self._known.in_text(self._normalize(text)))
@@ -196,12 +198,12 @@ class PlainTokenizer:
         self._ids = {new: old for new, old in numbered if new is not None}
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the whole tokenizer."""
+        """Ids of a text, as the whole tokenizer numbers them."""
         encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
         return [self._ids.get(token_id, token_id) for token_id in encoding.ids]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The same, and the offsets in the plain text."""
+        """Ids of a text, as the whole tokenizer numbers them, and their offsets in the plain text."""
         encoding = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
         ids = [self._ids.get(token_id, token_id) for token_id in encoding.ids]
         ends, shifts = [0], [0]
@@ -217,12 +219,12 @@ class PlainTokenizer:
 
 @lru_cache(maxsize=1)
 def plain_tokenizer(serialized: str, controls: tuple[str, ...]) -> PlainTokenizer:
-    """The last one is kept."""
+    """The tokenizer with placeholders for these controls. The last one is kept."""
     return PlainTokenizer(serialized, controls)
 
 
 def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
-    """Placeholders in the place of control tokens in a model's vocabulary."""
+    """Puts placeholders in the place of control tokens in a model's vocabulary."""
     vocabulary: Any = model["vocab"]
     if isinstance(vocabulary, dict):
         pieces = cast("dict[str, int]", vocabulary)

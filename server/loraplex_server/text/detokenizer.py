@@ -32,7 +32,7 @@ _REPLACEMENT = "\ufffd"
 
 
 class Detokenizer(Protocol):
-    """One completion. Not to be used after `finish`."""
+    """Turns one completion's tokens into text. Not to be used after `finish`."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens made certain."""
@@ -46,7 +46,8 @@ class Detokenizer(Protocol):
 def new_detokenizer(
     vocabulary: Vocabulary, prompt_ids: Sequence[int], dropped_ids: frozenset[int] = frozenset()
 ) -> Detokenizer:
-    """For a completion of this prompt. Tokens in `dropped_ids` (those that end a completion) have no text."""
+    """A detokenizer for a completion of this prompt. Tokens in `dropped_ids` (those that end a completion) have no
+    text."""
     kind = _ByteLevelDetokenizer if vocabulary.is_byte_level else _PieceDetokenizer
     return kind(vocabulary, prompt_ids, dropped_ids)
 
@@ -138,7 +139,7 @@ class _PieceDetokenizer:
         return self._emit(self._added(), context=self._held[-1:])
 
     def _emit(self, text: str, context: list[int]) -> str:
-        """The text of all held tokens goes out."""
+        """The text of all held tokens, which are then held no longer."""
         self._context, self._held = context, []
         if text and self._shown:
             text, self._shown = _without_common_prefix(text, self._shown), ""
@@ -161,7 +162,7 @@ class _ByteRun:
 
     @property
     def num_unfinished(self) -> int:
-        """Bytes at the end which are not a whole character yet."""
+        """Number of bytes at the end which are not a whole character yet."""
         return len(self._decoder.getstate()[0])
 
 
@@ -192,7 +193,7 @@ def _without_common_prefix(text: str, other: str) -> str:
 
 
 class StopMatcher:
-    """One completion's stop strings. Pushes after a match give nothing.
+    """Finds one completion's stop strings. Pushes after a match give nothing.
 
     The stop string that is complete first ends the text, whatever pieces the text comes in; of several that end with
     the same character, the longest. Text is held back only while it could be the beginning of one.
@@ -235,7 +236,7 @@ class StopMatcher:
 
 
 class _Pattern:
-    """Knuth-Morris-Pratt: constant amortised time per character."""
+    """Search for one stop string by Knuth-Morris-Pratt: constant amortised time per character."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -249,7 +250,7 @@ class _Pattern:
             self._fallback.append(length + 1 if text[length] == text[idx] else 0)
 
     def push(self, char: str) -> bool:
-        """Whether the pattern ends here."""
+        """Takes one more character. True if the pattern ends here."""
         matched, text = self.num_matched, self.text
         while matched and text[matched] != char:
             matched = self._fallback[matched]

@@ -74,7 +74,7 @@ class ResponseFormat:
 
     @classmethod
     def named(cls, name: str) -> ResponseFormat:
-        """One of `loraplex_server.config.TOOL_FORMATS`."""
+        """The format called `name`, one of `loraplex_server.config.TOOL_FORMATS`."""
         template = json.loads(cls.source(name).read_text(encoding="utf-8"))
         return cls(template, short_ids=name.startswith("mistral"))
 
@@ -114,11 +114,11 @@ class ResponseFormat:
 
     @property
     def call_keys(self) -> tuple[str, str]:
-        """Under which calls that are JSON objects have their name and arguments."""
+        """The keys of name and arguments in calls that are JSON objects."""
         return ("name", "arguments") if self.call_text is None else self.call_text.keys
 
     def unread_ids(self, special_ids: Mapping[str, int]) -> frozenset[int]:
-        """Those of the special tokens (ids by text) that the template does not look for."""
+        """Special tokens (ids by text) that the template does not look for."""
         return unread_ids(self._source, special_ids)
 
     def prefix_of(self, prompt: str) -> str:
@@ -156,7 +156,8 @@ class Regions(ResponseParser):
         self._end_of_prefix = len(self._buffer)
 
     def feed(self, text: str) -> list[dict[str, Any]]:
-        """Patterns are searched in as much as is held back, which is bounded: whitespace before a mark has no end."""
+        """The events of new text. Patterns are searched in as much as is held back, which is bounded: whitespace before
+        a mark has no end."""
         events: list[dict[str, Any]] = []
         for start in range(0, len(text), MAX_HELD_CHARS):
             events += super().feed(text[start : start + MAX_HELD_CHARS])
@@ -216,7 +217,8 @@ _PLACEHOLDER: Final = re.compile(r"\{(?:(content)\.)?(\w+)\}")
 
 
 def _call_text(field: Any) -> CallText | None:
-    """Of the field of a response template for calls; None where the arguments are read out of something else."""
+    """The form of calls that a response template's field describes; None where the arguments are read out of something
+    else."""
     if not isinstance(field, dict):
         return None
     found = cast("dict[str, Any]", field)
@@ -241,7 +243,7 @@ def _call_text(field: Any) -> CallText | None:
 
 
 def _in_objects(name: str, arguments: str, *, is_list: bool) -> CallText:
-    """Of objects in which the name comes first and the arguments next."""
+    """The form of calls that are objects in which the name comes first and the arguments next."""
     value = r'"(?P<name>(?:[^"\\]|\\.){1,256})"'
     head = rf'\{{{_SPACE}"{name}"{_SPACE}:{_SPACE}{value}{_SPACE},{_SPACE}"(?:{arguments})"{_SPACE}:{_SPACE}(?=\{{)'
     if not is_list:

@@ -59,7 +59,7 @@ class MessagePart:
 
 
 class AsyncReader(Protocol):
-    """As a ResponseReader, where another process reads."""
+    """Reads an answer as a ResponseReader does, where another process reads."""
 
     async def push(self, text: str, *, is_end: bool = False) -> list[MessagePart]: ...
 
@@ -80,7 +80,7 @@ class ResponseParsing:
     with_calls: bool = False
     max_calls: int | None = None
     unread_ids: frozenset[int] = frozenset()  # special tokens that are not part of the text
-    # Of a response template that is not trusted: it reads in another process, and there is no format.
+    # Reader of a response template that is not trusted: it reads in another process, and there is no format.
     new_user_reader: Callable[[], AsyncReader] | None = None
     user_closing: str = ""  # `closing` of such a template
 
@@ -99,7 +99,7 @@ class ResponseParsing:
 
 
 class ResponseReader:
-    """One completion: text in, parts of its message out."""
+    """Reads one completion: text in, parts of its message out."""
 
     def __init__(self, parsing: ResponseParsing) -> None:
         self._format = parsing.format
@@ -139,11 +139,11 @@ class ResponseReader:
         return self._keep(parts)
 
     def message(self) -> ParsedMessage:
-        """All parts so far."""
+        """The message of all parts so far."""
         return message_of(self._made)
 
     def num_reasoning_tokens(self, starts: Sequence[int]) -> int:
-        """Of the tokens so far."""
+        """Number of tokens of reasoning so far."""
         return num_reasoning_tokens(self._reasoned, starts)
 
     @property
@@ -208,7 +208,7 @@ class ResponseReader:
             self._add_call(parts, name, arguments)
 
     def _add_call(self, parts: list[MessagePart], name: str, arguments: str) -> None:
-        """A call with its name, or the next part of the last one's arguments without."""
+        """Adds a call with its name; without one, the next part of the last call's arguments."""
         assert self._format is not None
         self._num_calls += bool(name)
         index = self._num_calls - 1
@@ -239,7 +239,8 @@ class _OpenCalls:
         return self._behind if found is None else self._behind[found.end() :]
 
     def push(self, text: str) -> list[tuple[str, str]]:
-        """Calls and parts of their arguments: of each the name, or nothing for the one before, and the text."""
+        """Calls and parts of their arguments that this text made certain: for each the name, or nothing for the call
+        before, and the text."""
         found: list[tuple[str, str]] = []
         while text:
             if self._depth < 0:
@@ -261,7 +262,7 @@ class _OpenCalls:
         return found
 
     def _name(self, begin: re.Match[str]) -> str:
-        """Empty where it is not a tool's."""
+        """The name of a call; empty where it is not a tool's."""
         try:
             given = self._captures.get(self._form.capture, "")
             return check_id(given if self._form.capture else json.loads(f'"{begin["name"]}"'), field="name")
@@ -313,8 +314,8 @@ def message_of(parts: Sequence[MessagePart]) -> ParsedMessage:
 
 
 def num_reasoning_tokens(reasoned: Sequence[tuple[int, int]], starts: Sequence[int]) -> int:
-    """Tokens whose text begins in reasoning. `reasoned`: where that begins and ends in the text. `starts`: of each
-    token, characters of the text before its own."""
+    """Number of tokens whose text begins in reasoning. `reasoned`: where that begins and ends in the text. `starts`: of
+    each token, characters of the text before its own."""
     return sum(bisect_left(starts, end) - bisect_left(starts, begin) for begin, end in reasoned)
 
 
@@ -343,16 +344,16 @@ class _PartText:
         return certain
 
     def leave(self) -> None:
-        """Another part begins."""
+        """Ends this text for now: another part begins."""
         self.before = self.held, self.is_beginning
         self.held, self.is_beginning = "", True
 
     def come_back(self) -> None:
-        """There was no other part."""
+        """Takes back what `leave` did: there was no other part."""
         self.held, self.is_beginning = self.before
 
     def forget(self) -> None:
-        """All text so far was the prompt's."""
+        """Forgets all text so far: it was the prompt's."""
         self.held, self.has_text = "", False
 
 

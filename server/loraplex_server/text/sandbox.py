@@ -33,8 +33,9 @@ def serving(setup: Any) -> Callable[[Any], Any]:
 
 
 def rendered(question: Mapping[str, Any]) -> dict[str, str]:
-    """`template` over `given`, the parameters of `TextTokenizer.render_chat`, arguments with the tokenizer's special
-    tokens among them. Gives `text`; else `refusal`, where it raises, or `fault`, where it cannot be used."""
+    """The text of `template` over `given`, the parameters of `TextTokenizer.render_chat`, arguments with the
+    tokenizer's special tokens among them. Gives `text`; else `refusal`, where it raises, or `fault`, where it cannot be
+    used."""
     template, given = question["template"], question["given"]
     messages = [{name: value for name, value in one.items() if value is not None} for one in given["messages"]]
     goes_on = bool(given.get("continue_final_message"))
@@ -74,7 +75,7 @@ def call_form(question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Readers:
-    """Completions that are read, by id."""
+    """Readers of completions, by id."""
 
     def __init__(self) -> None:
         self._readers: OrderedDict[str, tuple[ResponseReader, int]] = OrderedDict()  # with the characters so far
@@ -106,7 +107,7 @@ class Readers:
 
 
 def _parsing(how: Mapping[str, Any]) -> ResponseParsing:
-    """Raises InvalidArgument."""
+    """The parsing that `how` describes. Raises InvalidArgument."""
     try:
         template = json.loads(how["template"])
     except (ValueError, RecursionError) as error:

@@ -41,7 +41,7 @@ _TOKENIZER_FILES = (
 )
 
 
-# Of a template's refusal, which may repeat the messages.
+# Most characters of a template's refusal, which may repeat the messages.
 MAX_REASON_CHARS: Final = 300
 # OpenAI's role above users. Templates that do not name it may leave its messages out: those are the system's then.
 _DEVELOPER: Final = "developer"
@@ -51,7 +51,7 @@ _MAX_TEMPLATES: Final = 64
 
 
 def num_bytes_of(text: str) -> int:
-    """As UTF-8. Raises InvalidArgument on text that is not Unicode."""
+    """Number of bytes of a text in UTF-8. Raises InvalidArgument on text that is not Unicode."""
     try:
         return len(text.encode())
     except UnicodeEncodeError as error:
@@ -109,7 +109,7 @@ def encode(tokenizer: Tokenizer, text: str, special: bool, truncation: Truncatio
 
 
 def _truncated(tokenizer: Tokenizer, encoding: Encoding, special: bool, truncation: Truncation) -> Encoding:
-    """`encoding` is without special tokens."""
+    """`encoding`, which has no special tokens, cut to the truncation; the tokenizer's special tokens are added."""
     num_added = tokenizer.num_special_tokens_to_add(False) if special else 0
     encoding.truncate(truncation.max_tokens - num_added, direction=truncation.direction)
     return tokenizer.post_process(encoding, add_special_tokens=special)
@@ -183,12 +183,12 @@ class TextTokenizer:
 
     @property
     def has_text(self) -> bool:
-        """Whether there is a tokenizer at all."""
+        """True if there is a tokenizer at all."""
         return self._tokenizer is not None
 
     @property
     def vocabulary(self) -> Vocabulary | None:
-        """Its tokens one by one; None without a tokenizer."""
+        """The tokenizer's tokens one by one; None without a tokenizer."""
         return self._vocabulary
 
     def serialized(self) -> str | None:
@@ -207,12 +207,12 @@ class TextTokenizer:
 
     @property
     def chat_template(self) -> str:
-        """In Jinja; empty where there is none, or several."""
+        """The chat template, in Jinja; empty where there is none, or several."""
         template: Any = None if self._tokenizer is None else self._tokenizer.chat_template
         return template if isinstance(template, str) else ""
 
     def chat_template_for(self, *, has_tools: bool) -> str:
-        """As `chat_template`; of several the one that Transformers takes."""
+        """The chat template; of several the one that Transformers takes."""
         template: Any = None if self._tokenizer is None else self._tokenizer.chat_template
         if isinstance(template, Mapping):
             named = cast("Mapping[str, str]", template)
@@ -225,7 +225,7 @@ class TextTokenizer:
         return cast("Mapping[str, Any] | None", getattr(self._tokenizer, "response_template", None))
 
     def facts(self) -> TokenizerFacts:
-        """Raises FailedPrecondition without a tokenizer."""
+        """Special tokens and chat template. Raises FailedPrecondition without a tokenizer."""
         tokenizer = self._require("tokenizer")
         assert self._vocabulary is not None
         tokens = {role: getattr(tokenizer, f"{role}_token") for role in ("bos", "eos", "pad", "unk")}
@@ -245,9 +245,10 @@ class TextTokenizer:
         return frozenset() if eos is None else frozenset((eos,))
 
     def encode(self, text: str, *, add_special_tokens: bool = True, truncation: Truncation | None = None) -> list[int]:
-        """Raises FailedPrecondition without a tokenizer, InvalidArgument on text that is not Unicode.
+        """Ids of a text. Raises FailedPrecondition without a tokenizer, InvalidArgument on text that is not Unicode.
 
-        Other threads go on while a long text is tokenized."""
+        Other threads go on while a long text is tokenized.
+        """
         self._require("text")
         num_bytes_of(text)
         return encode(self._backend, text, add_special_tokens, truncation)
@@ -255,7 +256,7 @@ class TextTokenizer:
     def encode_with_offsets(
         self, text: str, *, add_special_tokens: bool = True, truncation: Truncation | None = None
     ) -> Encoding:
-        """Raises what `encode` raises."""
+        """Ids of a text and their offsets. Raises what `encode` raises."""
         self._require("text")
         num_bytes_of(text)
         return encoding_of(self._backend, text, add_special_tokens, truncation)
@@ -289,7 +290,7 @@ class TextTokenizer:
         return ids[0]
 
     def num_added_tokens(self) -> int:
-        """Special tokens that `encode` adds to a text."""
+        """Number of special tokens that `encode` adds to a text."""
         return 0 if self._tokenizer is None else self._backend.num_special_tokens_to_add(False)
 
     def render_chat(
@@ -331,9 +332,10 @@ class TextTokenizer:
         return text
 
     def chat_text(self, given: Mapping[str, Any]) -> str | SafeText:
-        """As `render_chat`, with its parameters. Where a message, tool, document or argument holds what looks like a
-        control token, or makes one with what is around it, that has no power; what the assistant said may have those
-        that are not special, such as marks of its reasoning. Raises what `render_chat` raises."""
+        """The text that `render_chat` makes of its parameters `given`. Where a message, tool, document or argument
+        holds what looks like a control token, or makes one with what is around it, that has no power; what the
+        assistant said may have those that are not special, such as marks of its reasoning. Raises what `render_chat`
+        raises."""
         rendering = self.chat_rendering(given)
         asked, result = advance(rendering, None)
         while asked is not None:
@@ -383,7 +385,8 @@ class TextTokenizer:
         return safe
 
     def _control_tokens(self, template: str) -> tuple[ControlTokens, ControlTokens, NormalizedControlTokens | None]:
-        """All, those that are special tokens, and all as they are in normalized texts, if the tokenizer normalizes."""
+        """The control tokens of a template: all, those that are special tokens, and all as they are in normalized
+        texts, if the tokenizer normalizes."""
         tokenizer = self._require("chat")
         found = self._controls.get(template)
         if found is None:
@@ -411,7 +414,7 @@ class TextTokenizer:
         return "" if self._vocabulary is None else self._vocabulary.text(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """As `Vocabulary.utf8`. Empty without a tokenizer."""
+        """The token's bytes, as `Vocabulary.utf8` gives them. Empty without a tokenizer."""
         return b"" if self._vocabulary is None else self._vocabulary.utf8(token_id)
 
     def is_special(self, token_id: int) -> bool:
@@ -420,13 +423,15 @@ class TextTokenizer:
     def new_detokenizer(
         self, prompt_ids: Sequence[int], dropped_ids: frozenset[int] = frozenset(), *, keep_special: bool = False
     ) -> Detokenizer | None:
-        """For one completion; None without a tokenizer. `dropped_ids`: stop tokens whose text is not wanted."""
+        """A detokenizer for one completion; None without a tokenizer. `dropped_ids`: stop tokens whose text is not
+        wanted."""
         if self._vocabulary is None:
             return None
         return new_detokenizer(self._all_visible if keep_special else self._vocabulary, prompt_ids, dropped_ids)
 
     def new_stop_matcher(self, stopping: StoppingParams) -> StopMatcher | None:
-        """For one completion; None if it has no stop strings. Raises FailedPrecondition without a tokenizer."""
+        """A stop matcher for one completion; None if it has no stop strings. Raises FailedPrecondition without a
+        tokenizer."""
         if not any(stopping.stop):
             return None
         self._require("stopping.stop")

@@ -14,8 +14,8 @@ _MAX_REFERENCES: Final = 8
 
 
 def resolved_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool's schema, its properties with a type where their values tell it, and without references of their own.
-    Those in them stay."""
+    """A tool's schema: its properties have a type where their values tell it, and are without references of their own.
+    References in them stay."""
     properties: Any = parameters.get("properties")
     if not isinstance(properties, dict):
         return dict(parameters)

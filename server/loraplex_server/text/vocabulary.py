@@ -108,7 +108,7 @@ class Vocabulary:
 
 
 def unread_ids(template: str, special_ids: Mapping[str, int]) -> frozenset[int]:
-    """Those of the special tokens (ids by text) that a response template (JSON) does not look for."""
+    """Special tokens (ids by text) that a response template (JSON) does not look for."""
     source = template.replace("\\", "")  # of patterns, too
     return frozenset(token_id for text, token_id in special_ids.items() if text not in source)
 
@@ -201,7 +201,7 @@ def _steps(state: _State | None, parts: str) -> Iterator[_State]:
 
 
 def _keeps_length(step: _State) -> bool:
-    """Whether a normalizer, pre-tokenizer or post-processor keeps every character or token."""
+    """True if a normalizer, pre-tokenizer or post-processor keeps every character or token."""
     match step["type"]:
         case "ByteLevel" | "Prepend" | "Digits" | "Metaspace" | "BertProcessing" | "RobertaProcessing":
             return True
@@ -217,7 +217,7 @@ def _keeps_length(step: _State) -> bool:
 
 
 def _knows_every_character(model: _State, vocabulary: set[str], is_byte_level: bool) -> bool:
-    """Whether each character that no token has is a token of its own, or several."""
+    """True if each character that no token has is a token of its own, or several."""
     match model["type"]:
         case "Unigram":  # unknown characters in a row are one token, unless they become bytes
             return bool(model.get("byte_fallback")) and vocabulary >= _BYTE_TOKENS

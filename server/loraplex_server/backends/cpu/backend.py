@@ -33,13 +33,15 @@ from loraplex_server.layers.quantization import WeightFormat
 from loraplex_server.sampling.draw import row_argmax
 from loraplex_server.sampling.sampler import Argmax, MaskedArgmax
 
-# Of a step, up to which torch's operations are short: its other threads would spin on cores that the kernels need.
-# Decode steps of 32 took 114 ms with one thread and 138 with two, prompts of 2,048 tokens 2.0 and 1.9 s (250M hybrid).
+# Tokens of a step up to which torch's operations are short: its other threads would spin on cores that the kernels
+# need. Decode steps of 32 took 114 ms with one thread and 138 with two, prompts of 2,048 tokens 2.0 and 1.9 s (250M
+# hybrid).
 FEW_TOKENS = 64
 
 
 class CpuBackend(Backend):
-    """With `kernels` their C++ code computes what it knows; torch does the rest."""
+    """Computes on the CPU: the C++ code of `kernels` what it supports, torch the rest. Without `kernels` torch computes
+    all."""
 
     name: ClassVar[str] = "cpu"
 

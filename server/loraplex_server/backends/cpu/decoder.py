@@ -129,8 +129,8 @@ class NativeStack(nn.Module):
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def connect(self, path: str, layers: Sequence[nn.Module]) -> None:
-        """The layers that it stands for, whose linears may be adapted by now and get their weights back. `path`: of
-        the list of layers."""
+        """Takes the layers that it stands for, whose linears may be adapted by now and get their weights back. `path`:
+        of the list of layers."""
         self._path = f"{path}."
         self._own_layers = tuple(layers)
         self._linears = [[_adapted(layer.get_submodule(name)) for name in LINEARS] for layer in layers]
@@ -140,13 +140,13 @@ class NativeStack(nn.Module):
                     linear.base = base
 
     def bind(self, pages: Sequence[LayerKv]) -> None:
-        """The layers' pages from here on; none unbinds."""
+        """Binds the layers to these pages; an empty sequence unbinds them."""
         self._pages = tuple(pages)
         for layer, kv in zip(self._layers, self._pages, strict=bool(pages)):
             layer.k_pages, layer.v_pages = kv.k.data_ptr(), kv.v.data_ptr()
 
     def use(self, slots: AdapterSlots) -> None:
-        """The linears have their factor tables now, which `slots` fills, and so have the norms."""
+        """Connects the layers to the linears' factor tables and to adapters' norms, which `slots` fills."""
         self._slots = slots
         for idx, (layer, linears) in enumerate(zip(self._layers, self._linears, strict=True)):
             for part, linear in zip(PARTS, linears, strict=True):
@@ -205,8 +205,8 @@ class NativeStack(nn.Module):
         runs: RunsOfRows,
         outputs: npt.NDArray[np.int32] | None = None,
     ) -> None:
-        """hidden [1, num_tokens, hidden], contiguous, becomes the last layer's output, in the rows `outputs`, in all
-        for None."""
+        """Computes hidden [1, num_tokens, hidden], contiguous, in place: it becomes the last layer's output, in the
+        rows `outputs`, in all for None."""
         num_tokens = hidden.shape[1]
         cos, sin = (rotary.to(torch.float32).contiguous() for rotary in position_embeddings)
         max_rank = self._slots.max_rank * runs.max_uses if self._slots is not None else 0
@@ -229,7 +229,7 @@ class NativeStack(nn.Module):
 
     @contextmanager
     def _as_step(self, segments: PreparedSegments, batch: AttentionBatch, like: Tensor) -> Generator[None]:
-        """Modules see the segments and the attention of a part of the step meanwhile."""
+        """Shows modules the segments and the attention of a part of the step meanwhile."""
         context = self._context
         attention = getattr(self._own_layers[0].get_submodule("self_attn"), HANDLE)
         whole = context.token_segments, context.attention

@@ -200,14 +200,14 @@ def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: Nat
 
 
 def _drop_weights(layer: nn.Module) -> None:
-    """The plain weights go; their shapes stay."""
+    """Frees a layer's plain weights; their shapes stay."""
     for name in LINEARS:
         linear = cast(nn.Linear, layer.get_submodule(name))
         linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
 
 
 def _give_back(layer: nn.Module, weights: LayerWeights, shape: StackShape, kernels: NativeKernels) -> None:
-    """A layer has its plain weights again."""
+    """Gives a layer its plain weights again."""
     for name, linear in zip(LINEARS, linears_of(weights, shape, kernels), strict=True):
         plain = linear.matrix().contiguous()
         cast(nn.Linear, layer.get_submodule(name)).weight = nn.Parameter(plain, requires_grad=False)
@@ -304,7 +304,7 @@ class LayerProof:
         self._first: _Proven | None = None
 
     def check(self, layer: nn.Module, weights: LayerWeights) -> None:
-        """Raises _NoMatch where the next layer computes something else. Its weights are `weights`."""
+        """Raises _NoMatch where the next layer computes something else than its twin with these weights."""
         self._compare(layer, weights, self._shape, self._own)
         if self._shape.dtype != torch.float32 and not self._is_like_first(layer, weights):
             wide, shape = copy.deepcopy(layer).float(), replace(self._shape, dtype=torch.float32, format=None)
@@ -315,7 +315,7 @@ class LayerProof:
         self._idx += 1
 
     def _is_like_first(self, layer: nn.Module, weights: LayerWeights) -> bool:
-        """Whether a layer is the first one but for its values."""
+        """True if a layer equals the first one but for its values."""
         first = self._first
         if first is None or _values(layer).keys() != first.values.keys():
             return False
@@ -341,7 +341,7 @@ def _values(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def _known_values(layer: nn.Module) -> set[str]:
-    """Names of those that a native twin has too."""
+    """Names of the values that a native twin has too."""
     modules = (*LINEARS, *_norms(layer).values())
     return {f"{module}.{name}" for module in modules for name, _ in layer.get_submodule(module).named_parameters()}
 

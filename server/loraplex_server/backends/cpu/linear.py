@@ -75,8 +75,8 @@ class NativeLinear:
 def native_linears(
     kernels: NativeKernels, otherwise: BaseLinearFactory = packed_linear, form: WeightFormat | None = None
 ) -> BaseLinearFactory:
-    """Makes native linears, with weights of few bits if so wanted; `otherwise` of weights that the kernels do not
-    know."""
+    """A factory of native linears, with weights of few bits if so wanted; `otherwise` makes linears of weights that the
+    kernels do not know."""
 
     def make(weight: Tensor, bias: Tensor | None) -> BaseLinear:
         if not kernels.can_pack(weight):
@@ -105,5 +105,5 @@ class NativeExperts:
 
 
 def native_experts(kernels: NativeKernels, form: WeightFormat | None = None) -> MakeExpertProducts:
-    """Makes native products of experts; none of weights that the kernels do not know."""
+    """A factory of native products of experts; none of weights that the kernels do not know."""
     return lambda weight: NativeExperts(kernels, weight, form) if kernels.can_pack(weight[0]) else None

@@ -27,7 +27,7 @@ MAX_DENSE_ROWS = 16
 
 @dataclass(slots=True)
 class NativeSegments:
-    """The result of `prepare`."""
+    """A step's segments as the native kernels read them."""
 
     runs: RunsOfRows
     fallback: PreparedSegments | None = None  # torch's, made for the first module of another dtype

@@ -61,7 +61,8 @@ class NativeGuesser:
         self._scratch = GuessScratch()
 
     def plan(self, sources: Sequence[int], layers: Sequence[Sequence[BlockRows]]) -> GuessPlan | None:
-        """Guess `i` begins as hidden state `sources[i]`. None where a product of tensors is faster."""
+        """The plan of a batch of guesses: guess `i` begins as hidden state `sources[i]`. None where a product of
+        tensors is faster."""
         blocks = [block for layer in layers for block in layer]
         if any(block.end - block.start > MAX_DENSE_ROWS for block in blocks):
             return None
@@ -79,13 +80,14 @@ class NativeGuesser:
         )
 
     def run(self, hidden: Tensor, plan: GuessPlan) -> tuple[list[float], list[int]]:
-        """hidden [num_states, hidden] -> of each guess the largest logit, NaN where any is, and its column."""
+        """The guesses of a plan: hidden [num_states, hidden] -> of each guess the largest logit, NaN where any is, and
+        its column."""
         states = hidden if hidden.is_contiguous() else hidden.contiguous()
         self._kernels.guess(plan.struct, self._head, states, self._scratch, plan.best, plan.columns)
         return plan.best[:], plan.columns[:]
 
     def _reserve(self, num_rows: int) -> None:
-        """Memory for batches of so many rows and all smaller ones."""
+        """Reserves memory for batches of so many rows and all smaller ones."""
         if num_rows > self._num_rows:
             self._num_rows = max(num_rows, 2 * self._num_rows)
             sizes = (self._head.features, self._head.features, self._head.num_outputs)
@@ -94,7 +96,7 @@ class NativeGuesser:
 
 
 def native_guesser(kernels: NativeKernels | None, head: nn.Module, dtype: torch.dtype) -> NativeGuesser | None:
-    """For the model's own `head`; None where it is not computed by the kernels."""
+    """The guesser for the model's own `head`; None where the kernels do not compute that head."""
     if kernels is None or not isinstance(head, AdaptedHead) or not isinstance(head.base, NativeLinear):
         return None
     return NativeGuesser(kernels, head.base, dtype)

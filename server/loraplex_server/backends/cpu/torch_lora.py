@@ -84,7 +84,7 @@ MASK_US, MASK_US_PER_ELEMENT = 3.0, 20e-5
 GATHER_US = 12.0
 SLICE_US = 2.0
 COPY_US, COPY_US_PER_BYTE = 25.0, 25e-5
-# What the reference takes for a segment beyond our own product of it. A pack that only lasts a step may cost that much.
+# Cost of the reference for a segment beyond that of our own product. A pack that only lasts a step may cost that much.
 REFERENCE_US = 8.0
 
 
@@ -204,7 +204,8 @@ class _Chooser:
     def _uses(
         self, segments: Sequence[Segment], slots: Sequence[int], rows: Sequence[int], upcast: bool
     ) -> tuple[Tensor, Tensor]:
-        """Which columns a row uses (see Piece.keep), and times what: both [rows, sum of ranks]."""
+        """Masks of the columns that each row uses (see Piece.keep), and the weights they are multiplied by: both [rows,
+        sum of ranks]."""
         row_idx = {row: i for i, row in enumerate(rows)}
         slot_idx = {slot: i for i, slot in enumerate(slots)}
         uses = [(row_idx[row], slot_idx[s.adapter_slot], s) for s in segments for row in range(s.start, s.end)]
@@ -222,7 +223,8 @@ class _Chooser:
 
 
 def has_fast_half(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies matrices of this half-precision dtype here. Private to torch, so absence means no."""
+    """True if oneDNN multiplies matrices of this half-precision dtype here. The check is private to torch: where it is
+    missing the answer is False."""
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
     if name is None or not torch.backends.mkldnn.is_available():
         return False
@@ -367,7 +369,7 @@ def _present(factors: LoraFactors | None) -> LoraFactors:
 
 
 def _side_by_side(factors: Sequence[LoraFactors]) -> Factors | None:
-    """None where one's infinity would reach its neighbours' rows."""
+    """Factors side by side as one A and one B. None where one's infinity would reach its neighbours' rows."""
     if len(factors) == 1:
         return factors[0].a.t(), factors[0].b.t()
     b = torch.cat([f.b for f in factors], dim=1)

@@ -37,7 +37,7 @@ from loraplex_server.sampling.draw import NoisyArgmax
 
 
 class CudaBackend(Backend):
-    """Without Triton the reference computes, on the GPU."""
+    """Computes on a CUDA device with Triton's kernels; without Triton the reference computes, on the GPU too."""
 
     name: ClassVar[str] = "cuda"
     merges_linears = True
@@ -171,7 +171,8 @@ def _device_problem(wanted: Wanted) -> str:
 
 
 def _punica_problem() -> str:
-    """Another package has Punica's name on PyPI: ours is told by its functions in its file. Nothing is run."""
+    """The reason that Punica cannot be used; empty where it can. Another package has Punica's name on PyPI: ours is
+    told by its functions in its file. Nothing is run."""
     spec = find_spec("punica")
     if spec is None:
         return "the package punica is not installed"

@@ -23,7 +23,7 @@ BLOCK = 4096
 NUM_WARPS = 16
 
 
-# Of rows in parts, the later ones may begin anywhere.
+# Scores may come in parts, whose rows may begin at any address.
 @triton.jit(do_not_specialize_on_alignment=["scores_ptr"])
 def best_kernel(
     best_ptr,  # float32 [num_rows, num_blocks]
@@ -45,7 +45,7 @@ def best_kernel(
     HALF_CELLS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: rows x blocks."""
+    """The best token of each block of a row. Grid: rows x blocks."""
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     n = start + tl.arange(0, BLOCK)
@@ -68,7 +68,7 @@ def best_kernel(
     best, place = tl.max(noisy, axis=0, return_indices=True, return_indices_tie_break_left=True)
     at = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(best_ptr + at, best)
-    # Of a row of NaN a place behind the last may be what is left.
+    # In a row of NaN the place that is left may lie behind the last token.
     tl.store(ids_ptr + at, tl.minimum(start + place, vocab_size - 1).to(tl.int64))
 
 

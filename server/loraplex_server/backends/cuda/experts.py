@@ -26,7 +26,8 @@ from loraplex_server.backends.cuda.kernel_shapes import SUPPORTED, next_power
 INTERPRETED: bool = bool(knobs.runtime.interpret)
 # Pairs of a block: the least that a tensor core takes, and as many as read a weight once where experts have many.
 FEW_PAIRS, MANY_PAIRS = 16, 64
-# Of the loop over inputs, in bytes of a row: one line of the cache. The same for all blocks, so that sums are.
+# One step of the loop over inputs, in bytes of a row: a line of the cache. It is the same for all blocks, and so is the
+# order of sums.
 BLOCK_IN_BYTES = 128
 BLOCK_OUT = 64
 
@@ -53,7 +54,8 @@ def experts_kernel(
     BLOCK_IN: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Grid: as many blocks of pairs as there may be x blocks of outputs."""
+    """Products of pairs with their experts' weights. Grid: as many blocks of pairs as there may be x blocks of
+    outputs."""
     block = tl.program_id(0)
     e = tl.arange(0, EXPERTS)
     ends = tl.load(ends_ptr + e, mask=e < num_experts, other=0).to(tl.int32)

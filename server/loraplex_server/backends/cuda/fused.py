@@ -21,7 +21,7 @@ from loraplex_server.backends.fusion import NormForm
 # A model in another dtype keeps its own operations.
 # Wider rows do not fit a program's registers.
 MAX_FEATURES = 16384
-# Of a gate, in one program: eight for each of its threads, which is 16 bytes in bfloat16.
+# Features of a gate in one program: eight for each of its threads, which is 16 bytes in bfloat16.
 BLOCK_FEATURES = 1024
 
 
@@ -69,7 +69,7 @@ def rotate_kernel(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: tokens x (query heads and then key heads)."""
+    """Rotary embedding of queries and keys. Grid: tokens x (query heads and then key heads)."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     key_heads = tl.num_programs(1) - query_heads
@@ -105,7 +105,7 @@ def silu_product_kernel(
     up_stride,
     BLOCK: tl.constexpr,
 ):
-    """Grid: rows x blocks of features."""
+    """SiLU of the gate times up. Grid: rows x blocks of features."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < num_features

@@ -57,7 +57,8 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, launch: Callable[[], object]) -> Replay:
-        """Raises RuntimeError, or what `launch` raises. The device is as usable as before then."""
+        """A function that replays what `launch` launches. Raises RuntimeError, or what `launch` raises; the device is
+        as usable as before then."""
         with torch.cuda.device(self._device):
             before = torch.cuda.current_stream()
             self._stream.wait_stream(before)
@@ -109,7 +110,7 @@ log = logging.getLogger(__name__)
 MAX_VERIFIED_TOKENS = 256
 # Drafts longer than this are rare: their steps run eager.
 MAX_GRAPH_DRAFT = 8
-# What a graph keeps on the device, by layer: its nodes, and buffers of its own.
+# Bytes that a graph keeps on the device, by layer: its nodes, and buffers of its own.
 GRAPH_BYTES_PER_LAYER = 256 << 10
 
 REPORT_EVERY = 16
@@ -233,7 +234,8 @@ class StepGraphs:
     # --- capturing ----------------------------------------------------------------------------------------------------
 
     def capture(self, shapes: Sequence[Shape], capture: Capture, progress: Callable[[int], None]) -> None:
-        """Captures all of them without adapters, then with: the largest first, whose memory the others use again.
+        """Captures steps of all shapes without adapters, then with: the largest first, whose memory the others use
+        again.
 
         Raises what a failing capture raises; graphs made before it stay usable. `progress` gets the number of graphs.
         """
@@ -262,7 +264,8 @@ class StepGraphs:
         return bucket
 
     def _launch(self, bucket: _Bucket, adapted: bool) -> Tensor:
-        """The step, on what is in the buffers. The model's own logits, of which there is a copy in the buffer."""
+        """Runs the step on what is in the buffers. Returns the model's own logits, of which there is a copy in the
+        buffer."""
         steps, num_tokens = self._steps, bucket.shape.num_tokens
         context = steps.context
         places, positions, head_rows = self._inputs[: 3 * num_tokens].view(3, num_tokens)
@@ -340,7 +343,7 @@ class StepGraphs:
         return logits, hidden
 
     def _find(self, staged: StagedStep) -> _Bucket | None:
-        """The smallest that the step fits."""
+        """The smallest bucket that the step fits; None where it fits none."""
         longest, num_spans = int(staged.query_lens[-1]), len(staged.spans)  # spans are ordered by length
         query_len = next((length for length in self._query_lens if length >= longest), None)
         if query_len is None:
@@ -350,7 +353,7 @@ class StepGraphs:
         return buckets[idx] if idx < len(buckets) else None
 
     def _changes(self, modules: Sequence[AdaptedModule], staged: StagedStep) -> bool:
-        """Whether an adapter of the step has a part in one of these modules."""
+        """True if an adapter of the step has a part in one of these modules."""
         return any(
             module.num_installed and module.table is not None and module.table.factors[segment.adapter_slot] is not None
             for module in modules
@@ -358,8 +361,8 @@ class StepGraphs:
         )
 
     def _refill(self, bucket: _Bucket, step: StagedStep) -> None:
-        """Missing spans read the first token of the first row, at position 0. Raises ValueError for what does not
-        fit."""
+        """Refills the bucket's buffers with a step. Missing spans read the first token of the first row, at position 0.
+        Raises ValueError for what does not fit."""
         slots = torch.from_numpy(np.ascontiguousarray(step.tokens[2]))
         self._attention.refill(bucket.attention, step.attention(slots))
         if step.token_segments:

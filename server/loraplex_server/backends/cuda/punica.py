@@ -41,7 +41,8 @@ class PunicaFunctions(Protocol):
 
 @dataclass(slots=True)
 class _Folded:
-    """Of one table: B of its slots times their scales, as Punica reads them. `other` is the other implementation's."""
+    """One table's B, times the scale of each slot, as Punica reads it. `other`: what the other implementation
+    derived."""
 
     pointers: Tensor  # [num_slots] int64, on the device
     by_slot: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # [rank, out]
@@ -60,7 +61,7 @@ class _Folded:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The arguments of one call."""
+    """Arguments of one call of Punica."""
 
     segments: tuple[Segment, ...]  # of one rank, or of one adapter and weight; no row twice
     rank: int

@@ -140,7 +140,7 @@ def causal_conv1d_fn(
     activation: str | None = None,
     **_: Any,
 ) -> Tensor:
-    """hidden_states [1, channels, num_tokens]."""
+    """Packed causal convolution: hidden_states [1, channels, num_tokens]."""
     is_silu = activation in ("silu", "swish")
     out = mixer.run(Convolution(weight, bias, is_silu), (hidden_states[0].t(),)).t().unsqueeze(0)
     return (out if activation is None or is_silu else ACT2FN[activation](out)).to(hidden_states.dtype)
@@ -158,8 +158,8 @@ def chunk_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """query, key [1, num_tokens, key heads, K], value [1, num_tokens, heads, V], beta [1, num_tokens, heads], g like
-    beta, or with a decay for each channel of a key."""
+    """Packed delta rule: query, key [1, num_tokens, key heads, K], value [1, num_tokens, heads, V], beta [1,
+    num_tokens, heads], g like beta, or with a decay for each channel of a key."""
     recurrence = LinearAttention(query.shape[-1] ** -0.5, use_qk_l2norm_in_kernel, is_delta=True)
     out = mixer.run(recurrence, (query[0], key[0], value[0], g[0], beta[0])).to(query.dtype).unsqueeze(0)
     return out, _placeholder(out, output_final_state)
@@ -181,8 +181,8 @@ def mamba2_chunk_scan(
     z: Tensor | None = None,
     **_: Any,
 ) -> Tensor | tuple[Tensor, Tensor | None]:
-    """hidden_states [1, num_tokens, heads, P], dt [1, num_tokens, heads], A, D [heads], B, C [1, num_tokens, groups,
-    N]. The result is in float32 at least, as Transformers' own is."""
+    """Packed scan of Mamba 2: hidden_states [1, num_tokens, heads, P], dt [1, num_tokens, heads], A, D [heads], B, C
+    [1, num_tokens, groups, N]. The result is in float32 at least, as Transformers' own is."""
     if z is not None:
         raise ValueError("mamba2_chunk_scan is called with z")
     x = hidden_states[0]
@@ -213,7 +213,8 @@ def mamba_selective_scan(
     return_last_state: bool = False,
     **_: Any,
 ) -> Tensor | tuple[Tensor, Tensor | None]:
-    """hidden_states, dt, z [1, channels, num_tokens], A [channels, N], D [channels], B, C [1, N, num_tokens]."""
+    """Packed selective scan of Mamba: hidden_states, dt, z [1, channels, num_tokens], A [channels, N], D [channels], B,
+    C [1, N, num_tokens]."""
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
     bias = None if delta_bias is None else delta_bias.unsqueeze(-1)
     step = _time_step(dt, bias, delta_softplus)
@@ -232,7 +233,7 @@ def _time_step(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
 
 
 def _placeholder(out: Tensor, is_wanted: bool) -> Tensor | None:
-    """In the place of a state that the caller wants to cache: the step has it."""
+    """A placeholder for the state that the caller wants to cache: the step holds the state itself."""
     return out.new_zeros(()) if is_wanted else None
 
 

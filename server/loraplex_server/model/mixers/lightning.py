@@ -21,7 +21,7 @@ Run = Callable[[Recurrence, Sequence[Tensor]], Tensor]
 
 
 def is_lightning(module: nn.Module) -> bool:
-    """Whether the module has the parts that `attend` uses."""
+    """True if the module has the parts that `attend` uses."""
     buffers = dict(module.named_buffers(recurse=False))
     return all(name in buffers for name in BUFFERS) and all(
         isinstance(getattr(module, n, None), nn.Module) for n in PARTS
@@ -29,7 +29,8 @@ def is_lightning(module: nn.Module) -> bool:
 
 
 def attend(module: Any, run: Run, hidden_states: Tensor) -> tuple[Tensor, None]:
-    """hidden_states [1, num_tokens, hidden] -> the same. `run` runs a recurrence over the step's row, see `Mixer`."""
+    """Lightning attention: hidden_states [1, num_tokens, hidden] -> the same. `run` runs a recurrence over the step's
+    row, see `Mixer`."""
     num_tokens, dim = hidden_states.shape[1], module.head_dim
     qkv = module.act_fn(module.qkv_proj(hidden_states)).view(num_tokens, -1, 3 * dim)
     q, k, v = qkv.split(dim, dim=-1)

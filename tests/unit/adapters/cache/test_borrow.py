@@ -32,7 +32,7 @@ LORA, OTHER = key_of(11, "lora"), key_of(12, "lora")
 
 
 def held(table: ResidencyTable, key: AdapterKey, num_bytes: int = 100) -> AdapterKey:
-    """Bound to a name and held by one request."""
+    """A key that is bound to a name and held by one request."""
     table.bind(key, f"name-{key.kind}-{key.digest[-2:]}", num_bytes, rank=0, traits=AdapterTraits(num_heads=3))
     table.hold(key)
     return key

@@ -41,7 +41,7 @@ RANK_4_BYTES = 1280  # q_proj and down_proj of rank 4 in float32
 
 
 class CountingSource(DirectorySource):
-    """Counts, and can be held up or made to fail."""
+    """A source that counts, and can be held up or made to fail."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -398,7 +398,8 @@ def test_a_full_store_is_an_error_and_resident_adapters_go_on(make_engine: Calla
 def test_a_load_that_failed_keeps_no_memory(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even until the next collection: the error is kept, and must not keep the frames that it came through."""
+    """The load keeps no memory, not even until the next collection: the error is kept, and must not keep the frames
+    that it came through."""
     taken: list[weakref.ref[torch.Tensor]] = []
     allocate = RecentImports.allocate
 
@@ -625,7 +626,8 @@ def test_a_copy_under_way_holds_up_only_who_wants_it(
 
 
 def test_a_remote_source_that_hangs_holds_up_no_local_one(source: CountingSource, tmp_path: Path) -> None:
-    """It is asked for what the local one does not have; four names wait for it, and the fifth local one loads."""
+    """The remote source is asked for what the local one does not have; four names wait for it, and the fifth local one
+    loads."""
     write_adapter(tmp_path / "remote" / "far")
     remote = CountingSource(tmp_path / "remote")
     remote.gate.clear()

@@ -14,7 +14,7 @@ A, B, C, D = key_of(1), key_of(2), key_of(3), key_of(4)
 
 
 def held(table: ResidencyTable, key: AdapterKey, num_bytes: int = 100) -> AdapterKey:
-    """Bound to a name and held by one request."""
+    """A key that is bound to a name and held by one request."""
     table.bind(key, f"name-{key.digest[-1]}", num_bytes, rank=4)
     table.hold(key)
     return key

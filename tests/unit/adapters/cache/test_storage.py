@@ -87,7 +87,8 @@ class FakeDevice:
 
 
 def test_through_pinned_pieces_to_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small they are, the bytes arrive in order; the file is not needed any more once they are on the host."""
+    """The bytes arrive in order however small the pieces are; the file is not needed any more once they are on the
+    host."""
     monkeypatch.setattr(storage_module, "MAX_PAGE_LOCKED_BYTES", 256)
     monkeypatch.setattr(storage_module, "MIN_PAGE_LOCKED_BYTES", 64)
     monkeypatch.setattr(storage_module, "COPY_PIECE_BYTES", 100)
@@ -237,7 +238,7 @@ def test_a_layout_from_anywhere_else_is_refused(value: dict[str, object]) -> Non
 
 
 def test_a_block_comes_back_with_the_last_view_of_it() -> None:
-    """And not before: what somebody still looks into is never given out again."""
+    """A block is not given out again while a view of it lives."""
     memory = SpareMemory()
     first = memory.allocate(8192)
     address = first.data_ptr()
@@ -290,7 +291,7 @@ def test_each_is_found_until_it_is_taken() -> None:
 
 
 def test_the_next_one_takes_the_memory_of_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And never that of one that was taken."""
+    """A new import takes the oldest one's memory, and never the memory of one that was taken."""
     monkeypatch.setattr(storage_module, "MAX_RECENT_BYTES", 2 * NUM_BYTES)
     recent = RecentImports(SpareMemory())
     keys = [imported(recent, "a").key]

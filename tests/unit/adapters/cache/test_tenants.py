@@ -37,7 +37,7 @@ class Cache:
         self.table.check_integrity()
 
     def resolved(self, name: str, user: AdapterUser) -> AdapterKey:
-        """Held by one request."""
+        """A key that is held by one request."""
         for _ in range(3):
             key = self.table.resolve(name, 0.0, user)
             if key is not None:

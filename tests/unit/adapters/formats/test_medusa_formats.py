@@ -21,7 +21,7 @@ from loraplex_adapters.weights import MedusaHead
 
 
 def check_blocks(heads: tuple[MedusaHead, ...], tensors: dict[str, Tensor], prefix: str = "") -> None:
-    """Against tensors under sequential names."""
+    """Compares the heads' blocks with tensors under sequential names."""
     for idx, head in enumerate(heads):
         for layer, block in enumerate(head.layers):
             assert torch.equal(block.weight, tensors[f"{prefix}{idx}.{layer}.linear.weight"])

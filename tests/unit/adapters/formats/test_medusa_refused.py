@@ -33,12 +33,12 @@ from loraplex_contracts.errors import (
 
 
 def without(tensors: Mapping[str, Tensor], *parts: str) -> dict[str, Tensor]:
-    """Without every tensor whose name begins with one of `parts`."""
+    """The tensors except those whose names begin with one of `parts`."""
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(parts)}
 
 
 def spoiled(tensors: dict[str, Tensor], name: str, value: float) -> dict[str, Tensor]:
-    """One number at the end of a tensor is another."""
+    """The tensors with another number at the end of one of them."""
     tensors[name].view(-1)[-1] = value
     return tensors
 

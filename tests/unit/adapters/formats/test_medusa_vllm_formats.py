@@ -35,7 +35,7 @@ def loaded(root: Path, weight_sha256: str = "") -> AdapterWeights:
 
 
 def check(weights: AdapterWeights, tensors: dict[str, Tensor], num_heads: int = 3, num_layers: int = 1) -> None:
-    """The blocks, against tensors under vLLM's names without a prefix."""
+    """Compares the blocks with tensors under vLLM's names without a prefix."""
     assert weights.key.kind == "medusa"
     assert len(weights.heads) == num_heads
     for idx, head in enumerate(weights.heads):

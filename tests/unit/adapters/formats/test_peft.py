@@ -118,7 +118,7 @@ def test_embedding_keys_with_an_adapter_name() -> None:
 
 
 def test_modules_have_ranks_and_scales_of_their_own() -> None:
-    """Never the padded rank, never the rank of the module before."""
+    """A module never gets the padded rank, nor that of the module before."""
     tensors = lora_tensors(8, paths=[Q_PROJ]) | lora_tensors(2, paths=[DOWN_PROJ])
     found = plan(tensors, rank=8, lora_alpha=8, rank_pattern={"down_proj": 2}, alpha_pattern={"q_proj": 4})
     assert {m.shape.path: (m.shape.rank, m.shape.scale) for m in found.modules} == {
@@ -333,7 +333,8 @@ def test_what_does_not_fit_is_refused_by_name(
 
 
 def test_saved_modules_are_named_as_peft_matches_them() -> None:
-    """By the end of their names, not by whole words; names that the base model does not have are passed over."""
+    """PEFT matches saved modules by the end of their names, not by whole words; names that the base model does not have
+    are passed over."""
     head = {f"{PREFIX}lm_head.weight": torch.zeros(VOCAB, HIDDEN)}
     found = plan(lora_tensors() | head, modules_to_save=["head", "classifier", "input_layernorm"])
     assert [one.shape.path for one in found.saved] == ["lm_head"]

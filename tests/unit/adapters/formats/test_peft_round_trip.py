@@ -183,7 +183,7 @@ def test_a_copy_that_is_not_the_bases_is_the_adapters_own(tmp_path: Path) -> Non
 
 
 def test_a_saved_head_that_is_written_three_times(tmp_path: Path) -> None:
-    """As PEFT does with `save_embedding_layers`: twice what it computes with, and the original."""
+    """PEFT with `save_embedding_layers` writes the weight that it computes with twice, and the original."""
     model = llama()
     targets = targets_of(model)
     peft = save(model, tmp_path, r=4, lora_alpha=8, target_modules=["q_proj"], modules_to_save=["lm_head"])

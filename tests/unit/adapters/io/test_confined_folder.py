@@ -87,7 +87,7 @@ LEADS_OUT = ["../../outside/b", "/etc/passwd", "/", "../..", "../../root/blobs/b
 @pytest.mark.parametrize("target", LEADS_OUT)
 @pytest.mark.parametrize("is_there", [True, False])
 def test_links_that_lead_out(root: Path, target: str, is_there: bool) -> None:
-    """Whether there is anything at their end cannot be told."""
+    """The error is the same whether or not there is anything at the link's end."""
     if not is_there:
         (root.parent / "outside" / "b").unlink()
     (root / "a" / "file").symlink_to(target.format(root=root))
@@ -194,7 +194,7 @@ class Swap:
 @pytest.mark.parametrize("case", SWAPS)
 @pytest.mark.parametrize("is_good_first", [True, False])
 def test_a_swap_at_any_moment(root: Path, case: str, is_good_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first call to the system, before the second, and so on: every moment there is."""
+    """The swap comes before the first call to the system, before the second, and so on: every moment there is."""
     swap = Swap(root, case)
     num_calls, moment = 0, -1
 
@@ -229,7 +229,7 @@ def test_a_swap_at_any_moment(root: Path, case: str, is_good_first: bool, monkey
 
 @pytest.mark.parametrize("case", SWAPS)
 def test_whoever_swaps_links_meanwhile_gets_nothing(root: Path, case: str) -> None:
-    """In another thread, as fast as it can."""
+    """Another thread swaps the links as fast as it can."""
     swap = Swap(root, case)
     is_done = threading.Event()
 

@@ -34,7 +34,7 @@ def test_all_elements_in_order(file_dtype: str, dtype: str, offset: int) -> None
 
 
 def test_a_piece_ends_with_a_page() -> None:
-    """Where the tensor lies on whole elements of it; and no piece is large."""
+    """A piece ends with a page where the tensor lies on whole elements of it; and no piece is large."""
     file, info = file_of(torch.zeros(PIECE_BYTES), "F32", 8 * 101)
     assert all(piece.numel() <= PIECE_BYTES // 4 for piece in PieceReader({"f": file}, "bfloat16").pieces(info))
     assert all(end % PAGE_BYTES == 0 for _, end in file.reads[:-1])

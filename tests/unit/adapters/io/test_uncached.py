@@ -28,7 +28,7 @@ def random_bytes(num: int) -> bytes:
 
 @pytest.mark.parametrize("refusal", [None, errno.EOPNOTSUPP, errno.EINVAL])
 def test_what_was_written_is_read(fd: int, refusal: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the system does not know the flag, or refuses it."""
+    """The bytes are read back, also where the system does not know the flag, or refuses it."""
     read, write = os.preadv, os.pwritev
     seen: list[tuple[int, ...]] = []
 

@@ -109,7 +109,7 @@ def test_ids_that_are_no_names(root: Path, adapter_id: str) -> None:
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["to something", "to nothing"])
 def test_links_out_of_the_root_are_not_followed_and_told(root: Path, is_there: bool) -> None:
-    """In the same words whether there is anything at their end."""
+    """The message is the same whether or not there is anything at the link's end."""
     outside = root.parent / "outside"
     (root / "evil").symlink_to(outside / "secret")
     (root / "evil-org").symlink_to(outside)

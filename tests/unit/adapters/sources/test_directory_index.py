@@ -52,7 +52,7 @@ def make(tmp_path: Path) -> Callable[[str], Path]:
 
 
 def settle(root: Path) -> None:
-    """Everything was written long ago."""
+    """Makes everything look as if it were written long ago."""
     for folder in [root, *(path for path in root.rglob("*") if path.is_dir())]:
         os.utime(folder, (LONG_AGO_S, LONG_AGO_S + time.monotonic()))
 
@@ -76,7 +76,7 @@ def test_nothing_is_read_twice(tmp_path: Path, make: Callable[[str], Path]) -> N
 
 
 def test_a_folder_that_was_written_to_just_now_is_read_again(tmp_path: Path) -> None:
-    """Its time of change may stay as it is at the next change."""
+    """The folder's time of change may stay as it is at the next change."""
     index = Index(tmp_path)
     (tmp_path / "a").mkdir()
     assert index.look() == []

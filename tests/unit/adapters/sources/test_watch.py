@@ -141,7 +141,7 @@ def engine(root: Path) -> Iterator[Engine]:
 
 
 def replace(root: Path, seed: int, name: str = "sql") -> None:
-    """As users are told to: complete, by a rename."""
+    """Replaces an adapter as users are told to: a complete folder, by a rename."""
     fresh = write_adapter(root.parent / "fresh", seed=seed)
     if (root / name).exists():
         (root / name).rename(root.parent / f"old-{seed}")
@@ -149,7 +149,7 @@ def replace(root: Path, seed: int, name: str = "sql") -> None:
 
 
 def look_again(engine: Engine) -> None:
-    """Longer than the watch waits for files to stay as they are."""
+    """Turns the engine for longer than the watch waits for files to stay as they are."""
     until_s = time.monotonic() + 0.2
     while time.monotonic() < until_s:
         engine.turn(0.02)

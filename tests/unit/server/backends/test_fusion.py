@@ -1,4 +1,4 @@
-"""Which modules get fused operations: those that compute the same, and no others."""
+"""Modules that get fused operations: those that compute the same, and no others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from loraplex_server.model.loader import adopt_model
 
 
 class Counting(ReferenceFused):
-    """Counts what is asked of it."""
+    """Counts the operations that it is asked for."""
 
     def __init__(self) -> None:
         self.forms: list[NormForm] = []

@@ -58,7 +58,7 @@ def ops(request: pytest.FixtureRequest) -> Iterator[SegmentedLora]:
 
 @pytest.fixture(autouse=True)
 def seeded(request: pytest.FixtureRequest) -> None:
-    """Other numbers for every test, the same for every run."""
+    """Seeds the random numbers: others for every test, the same for every run."""
     torch.manual_seed(sum(map(ord, request.node.name)))
     random.seed(request.node.name)
 

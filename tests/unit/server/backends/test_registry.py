@@ -115,7 +115,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *, cuda: bool = True, missing: tupl
 
 
 def reasons(*args: object) -> dict[str, str]:
-    """Of what cannot be used."""
+    """The reasons of the attention kernels that cannot be used, by name."""
     return {one.name: one.reason for one in attention_kernels(*args) if not one.usable}  # type: ignore[arg-type]
 
 

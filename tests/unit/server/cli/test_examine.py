@@ -97,7 +97,7 @@ def test_names_kinds_of_attention(family: str, kinds: list[str], tmp_path: Path)
 
 
 def test_routers_that_read_the_weights_of_linears_are_served(tmp_path: Path) -> None:
-    """By LongCat's router, whose linear is never called."""
+    """LongCat's router reads the weight of a linear that is never called."""
     assert examined(default_config("longcat_flash"), tmp_path, dtype="float32")["verdict"] == "served"
 
 

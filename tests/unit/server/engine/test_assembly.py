@@ -60,7 +60,7 @@ def blocks(config: EngineConfig, loaded: LoadedModel, free_bytes: int = 1 << 40)
 
 
 def on_cuda(loaded: LoadedModel) -> LoadedModel:
-    """For arithmetic only."""
+    """The model as if on CUDA, for arithmetic only."""
     return replace(loaded, device=torch.device("cuda"), backend=CudaBackend())
 
 
@@ -260,7 +260,7 @@ def test_weights_of_few_bits_without_native_kernels(stackable: Path, tmp_path: P
 def test_an_engine_gets_its_threads_whatever_ran_before_it(
     stackable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside a stack of layers torch keeps one thread, of which the next engine must know nothing."""
+    """Torch keeps one thread beside a stack of layers; the next engine gets its own number all the same."""
     monkeypatch.setattr(build, "default_num_threads", lambda: 3)
     made: list[int] = []
     real = cpu_backend.NativeKernels

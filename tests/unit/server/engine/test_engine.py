@@ -203,7 +203,7 @@ def test_who_was_let_in_is_not_refused_once_its_adapter_is_there() -> None:
 
 
 def test_a_grown_queue_is_news() -> None:
-    """While the only requests wait for a long fetch, routers and metrics still see them."""
+    """Routers and metrics see a queue grow while the only requests wait for a long fetch."""
     engine = make_engine(cache=FakeCache(delay=1000))
     engine.turn()
     engine.handle(Submit(request("one", adapter_id="a")))
@@ -345,7 +345,7 @@ def test_heads_that_are_none_are_refused_and_nothing_stays_pinned(adapter_id: st
 
 
 def test_a_name_may_lose_its_heads_and_get_some() -> None:
-    """Bound anew by a load: requests are answered by what the name means when they come."""
+    """The name is bound anew by a load: requests are answered by what it means when they come."""
     cache = FakeCache(kinds={"b": "medusa"})
     engine = make_engine(cache=cache)
     outcomes: list[bool] = []
@@ -368,7 +368,7 @@ def named(request_id: str, adapter_id: str = "a", tenant: str = "t", deadline_s:
 
 
 class Cache:
-    """What each name resolves to (None: being fetched), and which names were asked for."""
+    """A cache with the outcome of each name (None: being fetched), and a record of the names that were asked for."""
 
     def __init__(self, **outcomes: AdapterKey | Exception | None) -> None:
         self.outcomes = outcomes
@@ -425,7 +425,7 @@ def test_a_name_that_is_known_is_there_at_once() -> None:
 
 @pytest.mark.parametrize("error", [AdapterNotFound("there is no such adapter"), KeyError("secret")])
 def test_a_failure_is_that_of_all_who_wait_for_it(error: Exception) -> None:
-    """Once it is known, asking for the next one might start the fetch again."""
+    """Once the failure is known, asking for the next one might start the fetch again."""
     cache = Cache(a=error)
     waiting = Pending("fetching an adapter", cache.resolve, lambda request: request.adapter_id)
     for name in ("r0", "r1", "r2"):

@@ -84,12 +84,12 @@ def test_it_beats_as_long_as_it_is_asked_to() -> None:
 
 
 def looks(liveness: Liveness, pulses: Iterator[Pulse], num: int, step_s: float = LOOK_S) -> list[str]:
-    """What so many looks conclude, `step_s` apart."""
+    """The conclusions of so many looks, `step_s` apart."""
     return [liveness.look(pulse, number * step_s) for number, pulse in zip(range(num), pulses, strict=False)]
 
 
 def still(**changes: float) -> Iterator[Pulse]:
-    """Always the same: a process that does nothing."""
+    """Pulses that never change: those of a process that does nothing."""
     while True:
         yield Pulse(7, changes.get("busy_since_s", 0.0), changes.get("allowed_s", 0.0))
 

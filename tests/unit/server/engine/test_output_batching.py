@@ -67,7 +67,7 @@ URGENT = [
 
 
 def reluctant(wait_s: float = 600.0) -> OutputQueue:
-    """One in which everything waits that can."""
+    """A queue in which everything waits that can."""
     outputs = OutputQueue()
     outputs.throttle = SendThrottle(share=1e-9, max_wait_s=wait_s)
     outputs.put(Batch((first(0),)))
@@ -76,7 +76,7 @@ def reluctant(wait_s: float = 600.0) -> OutputQueue:
 
 
 class Writer(threading.Thread):
-    """Takes until the outputs is closed."""
+    """Takes messages until the queue of outputs is closed."""
 
     def __init__(self, outputs: OutputQueue) -> None:
         super().__init__(daemon=True)
@@ -230,7 +230,7 @@ def by_completion(events: list[Event]) -> dict[tuple[str, int], list[object]]:
 
 
 class Meter(SendCostMeter):
-    """One whose process spends what it is told to."""
+    """A meter whose process spends what it is told to."""
 
     def __init__(self) -> None:
         self.cpu_s = 3.0

@@ -43,7 +43,7 @@ class _Late:
 
 @dataclass
 class LateRunner(FakeRunner):
-    """Says what was asked of it, in order."""
+    """Records the calls and results, in order."""
 
     log: list[str] = field(default_factory=list)
     overlaps: bool = True
@@ -81,7 +81,8 @@ def test_a_step_is_handed_over_before_the_last_result() -> None:
 
 
 def test_the_loop_comes_round_after_the_last_result() -> None:
-    """What waited for blocks can run now, and nothing else would wake the engine."""
+    """A turn follows the last result: requests that waited for blocks can run now, and nothing else would wake the
+    engine."""
     engine = make_engine(LateRunner())
     engine.handle(Submit(request("r", max_tokens=1)))
     assert engine.turn() is not None
@@ -91,7 +92,8 @@ def test_the_loop_comes_round_after_the_last_result() -> None:
 
 
 def test_drafts_follow_tokens_that_are_known() -> None:
-    """While a sequence that speculates decodes, every result is waited for; the others run ahead before and after."""
+    """The engine waits for every result while a sequence that speculates decodes; the others run ahead before and
+    after."""
     runner = LateRunner()
     engine = make_engine(runner)
     engine.handle(Submit(request("plain", max_tokens=12)))
@@ -119,7 +121,7 @@ def test_one_that_speculates_and_waits_costs_the_others_nothing() -> None:
 
 
 def test_steps_overlap_while_nothing_may_be_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a cooldown after drafts that were rejected."""
+    """Steps overlap, for example, in a cooldown after drafts that were rejected."""
     monkeypatch.setattr(Speculator, "may_draft", lambda self: False)
     runner = LateRunner()
     engine = make_engine(runner)

@@ -72,7 +72,7 @@ def test_the_connection_stays_open_until_it_is_closed() -> None:
 
 @pytest.mark.parametrize("size", [0, 10, 16_384, 16_385, 1_000_000])
 def test_what_a_connection_sends(size: int) -> None:
-    """Of every size, since it writes large messages in two pieces."""
+    """Messages of every size arrive; a connection writes large ones in two pieces."""
     ours, theirs = multiprocessing.Pipe()
     sent = [b"x" * size, b"", {"y": size}]
     thread = threading.Thread(target=lambda: [theirs.send(one) for one in sent])

@@ -58,7 +58,7 @@ def test_the_wait_ends_with_the_first_command(timeout_s: float | None) -> None:
 
 
 def test_nothing_is_read_after_shutdown() -> None:
-    """The connection is closed then, which a read under way would not survive."""
+    """The connection is closed after Shutdown, which a read under way would not survive."""
     theirs, ours = multiprocessing.Pipe()
     inbox = inbox_of()
     for command in (Abandon(1), Shutdown(), SendCost(1.0)):
@@ -79,7 +79,8 @@ def test_the_end_of_the_connection_is_a_shutdown() -> None:
 
 @pytest.mark.parametrize("is_told", [True, False])
 def test_an_engine_has_a_time_to_end_whether_it_is_told_or_alone(is_told: bool) -> None:
-    """Who tells it may die before it has ended, and nobody reads the connection any more."""
+    """The process that tells the engine to end may die before the engine has ended, and then nobody reads the
+    connection."""
     theirs, ours = multiprocessing.Pipe()
     if is_told:
         theirs.send(Shutdown())
@@ -105,7 +106,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def age(folder: Path) -> None:
-    """As if it had been made an hour ago: young ones may belong to somebody who has not locked them yet."""
+    """Sets the lock's age to an hour: a young folder may belong to a process that has not locked it yet."""
     status = (folder / LOCK_NAME).stat()
     os.utime(folder / LOCK_NAME, (status.st_atime, status.st_mtime - 3600))
 

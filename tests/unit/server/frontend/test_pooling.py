@@ -66,7 +66,7 @@ class FakeEngine:
         self.cancelled.append(stream.request.request_id)
 
     async def answer(self) -> None:
-        """All that are waiting, the last one first."""
+        """Answers all requests that are waiting, the last one first."""
         await asyncio.sleep(0.01)
         for stream in reversed(self.streams):
             stream.come.set()

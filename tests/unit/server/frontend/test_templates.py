@@ -31,7 +31,7 @@ BASE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 class InProcess(Sandbox):
-    """Answers without a process."""
+    """Answers questions without a process."""
 
     async def ask(self, owner: Owner, question: Mapping[str, Any], num_bytes: int) -> dict[str, Any]:
         del num_bytes

@@ -272,7 +272,7 @@ def test_strict_tools_hold_where_they_are_called(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_random_texts_keep_to_strict_tools(name: str) -> None:
-    """At any moment the model may write the mark of a call, in any spelling that is read."""
+    """The model may write the mark of a call at any moment, in any spelling that is read."""
     draw, form, num_calls = random.Random(0), FORMS[name], 0
     parsing = ResponseParsing(ResponseFormat.named(name), "", STRICT, with_calls=True)
     grammar = strict_calls(form, parsing, {})

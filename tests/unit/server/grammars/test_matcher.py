@@ -173,7 +173,7 @@ def test_drafts_are_cut_to_what_is_legal(grammars: Compiler, seed: int) -> None:
 
 
 def _ends(grammars: Compiler, grammar: Grammar, drawn: Sequence[int]) -> bool:
-    """Whether nothing may follow, or only an end-of-sequence token was drawn."""
+    """True if nothing may follow, or only an end-of-sequence token was drawn."""
     matcher = grammars.compile(grammar)
     return [matcher.advance(token_id) for token_id in drawn][-1]
 

@@ -76,7 +76,7 @@ async def test_info_says_how_requests_may_speculate(
 
 
 class WatchedTokenizer(TextTokenizer):
-    """Says in which threads it was asked."""
+    """Records the threads in which it was asked."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         super().__init__(tokenizer)
@@ -292,7 +292,7 @@ async def test_info_says_what_the_model_recommends() -> None:
 
 
 class FakeContext:
-    """Of a call. What it is aborted with is raised again."""
+    """The context of a call. An abort raises its error again."""
 
     def __init__(self, remaining_s: float | None = None) -> None:
         self._remaining_s = remaining_s

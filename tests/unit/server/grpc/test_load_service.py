@@ -47,7 +47,7 @@ class Watched:
         self.engine.changes.notify()
 
     async def told(self, timeout_s: float = 5.0) -> worker_pb2.Load | None:
-        """The next message; None if none comes in time. Asking again goes on waiting for it."""
+        """The next message; None if none comes in time. The next call goes on waiting for it."""
         if self._asked is None:
             self._asked = asyncio.ensure_future(anext(self.stream))
         done, _ = await asyncio.wait([self._asked], timeout=timeout_s)

@@ -71,7 +71,7 @@ def random_weight(num_outputs: int, in_features: int, dtype: torch.dtype, *, has
 
 
 def random_table(sizes: Sequence[int | None], in_features: int, dtype: torch.dtype) -> DenseTable:
-    """Every other slot has a bias."""
+    """A table in which every other slot has a bias."""
     table = DenseTable(in_features)
     for slot, size in enumerate(sizes):
         weight = None if size is None else random_weight(size, in_features, dtype, has_bias=slot % 2 == 0)
@@ -80,7 +80,7 @@ def random_table(sizes: Sequence[int | None], in_features: int, dtype: torch.dty
 
 
 def poisoned(num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
-    """What an output buffer may hold."""
+    """An output buffer that holds NaN, -0.0 and infinity."""
     y = torch.full((num_rows, num_columns), float("nan"), dtype=dtype)
     y[:, ::3] = -0.0
     y[:, 1::3] = float("inf")
@@ -88,7 +88,7 @@ def poisoned(num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def expected(y: Tensor, x: Tensor, table: DenseTable, segments: Sequence[Segment]) -> Tensor:
-    """float64, row by row."""
+    """The expected result, in float64, row by row."""
     want = y.double().clone()
     for segment in segments:
         dense = table.weights[segment.adapter_slot]
@@ -100,7 +100,7 @@ def expected(y: Tensor, x: Tensor, table: DenseTable, segments: Sequence[Segment
 
 
 def check(ops: SegmentedDense, x: Tensor, table: DenseTable, segments: Sequence[Segment], num_columns: int) -> Tensor:
-    """Right where something was to be written, and bit for bit what was there elsewhere."""
+    """Checks that y is right where something was to be written, and elsewhere bit for bit what it was."""
     y = poisoned(x.shape[0], num_columns, x.dtype)
     got = y.clone()
     ops.apply(got, x, table, ops.prepare(segments, x.shape[0], len(table.weights), CPU))
@@ -128,7 +128,7 @@ def test_grid(ops: SegmentedDense, dtype: torch.dtype, num_rows: int, in_feature
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_slot_has_its_own_size(ops: SegmentedDense, dtype: torch.dtype) -> None:
-    """Columns behind it, rows between segments, and rows of a slot without weight keep what they had."""
+    """Columns behind a slot's own, rows between segments, and rows of a slot without weight keep what they had."""
     table = random_table([40, 7, None, 72, 1], 48, dtype)
     segments = [Segment(1, 4, 3), Segment(4, 5, 0), Segment(5, 7, 2), Segment(8, 30, 1), Segment(30, 31, 4)]
     segments += [Segment(31, 32, 1), Segment(32, 32, 0)]
@@ -175,7 +175,7 @@ def test_strides(ops: SegmentedDense) -> None:
 
 
 def test_one_step_serves_many_tables(ops: SegmentedDense) -> None:
-    """Of other sizes, and one that ends before the step's last slot."""
+    """The tables have other sizes, and one ends before the step's last slot."""
     segments = [Segment(0, 2, 0), Segment(2, 3, 3), Segment(4, 5, 1)]
     prepared = ops.prepare(segments, 6, 4, CPU)
     for sizes, in_features in (([24, 24, None, 24], 32), ([8, 40, 8, 40], 24), ([16], 32)):

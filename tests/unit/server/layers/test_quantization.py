@@ -13,7 +13,7 @@ INPUTS = [32, 64, 160, 608]
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Of very different sizes, as outputs and blocks of a weight are."""
+    """Random values of very different sizes, as outputs and blocks of a weight are."""
     sizes = torch.randn(shape[0], 1).exp() * torch.randn(1, shape[1]).exp()
     return (torch.randn(*shape) * sizes).to(dtype)
 
@@ -30,7 +30,7 @@ def rounded(weight: Tensor, form: WeightFormat = INT8) -> Tensor:
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("num_inputs", INPUTS)
 def test_a_weight_moves_by_half_a_step_at_most(dtype: torch.dtype, num_inputs: int) -> None:
-    """Of a block's largest, which may be cut to 127 steps, by a whole one."""
+    """A weight moves by half a step at most; a block's largest, which may be cut to 127 steps, by a whole one."""
     weight = random(50, num_inputs, dtype=dtype)
     got = rounded(weight).double()
     assert not torch.equal(got, weight.double())
@@ -44,7 +44,7 @@ def test_a_weight_moves_by_half_a_step_at_most(dtype: torch.dtype, num_inputs: i
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
 def test_rounding_twice_is_rounding_once(dtype: torch.dtype, scale: float) -> None:
-    """So that a rounded model can be saved, loaded and packed, and is still the same."""
+    """A rounded model can be saved, loaded and packed, and is still the same."""
     weight = (torch.randn(3000, 256) * scale).to(dtype)
     once = INT8.quantize(weight)
     twice = INT8.quantize(once.widened(dtype))
@@ -87,7 +87,8 @@ def test_many_rows_and_views_of_other_layouts() -> None:
 
 @pytest.mark.parametrize("num_inputs", INPUTS)
 def test_four_bits_are_the_nearest_levels(num_inputs: int) -> None:
-    """Of the scale of their block; it makes the block's largest 31, and its neighbours have no less error."""
+    """Weights become the nearest levels of their block's scale. The scale makes the block's largest 31, and its
+    neighbours have no less error."""
     weight = random(50, num_inputs, dtype=torch.float32).double()
     found = INT4.quantize(weight)
     levels = torch.tensor(INT4.LEVELS, dtype=torch.float64)

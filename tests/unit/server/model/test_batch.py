@@ -39,7 +39,7 @@ def token_ids(batch: BatchMirror, staged: StagedStep) -> list[int]:
 
 
 def drew(batch: BatchMirror, staged: StagedStep, *token_ids: int) -> None:
-    """The step has run and drawn these tokens, one for each sampled span."""
+    """Commits a step that has run and drawn these tokens, one for each sampled span."""
     sampled = [s for s in staged.spans if s.num_samples]
     batch.keep_drawn([s.row for s in sampled], [s.start + s.num_tokens for s in sampled], torch.tensor(token_ids))
     batch.commit(staged)

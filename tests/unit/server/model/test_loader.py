@@ -245,7 +245,7 @@ def test_loading_from_a_directory_keeps_weights_and_dtype(tmp_path: Path) -> Non
 
 
 def test_serving_builds_no_masks() -> None:
-    """Under the serving name Transformers must find no mask function."""
+    """Transformers must find no mask function under the serving name."""
     model = adopt_model(random_model("gemma2")).model
     assert model.config._attn_implementation == SERVING
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS

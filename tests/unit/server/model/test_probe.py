@@ -35,7 +35,7 @@ class ByRow(nn.Module):
 
 
 def by_row_model() -> Any:
-    """Behind a past it knows where it is, as models do that ask their cache."""
+    """A model that knows behind a past where it is, as models do that ask their cache."""
     model = random_model("llama")
     linear = model.model.layers[1].self_attn.q_proj = ByRow(model.model.layers[1].self_attn.q_proj)
 
@@ -54,7 +54,8 @@ def test_refuses_what_depends_on_the_place_in_the_row() -> None:
 
 
 def test_the_comparison_with_transformers_looks_far_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the probe has seen nothing (what it replaces at load comes later than it)."""
+    """The comparison finds a difference where the probe has seen nothing (what it replaces at load comes later than
+    it)."""
     seen = probe_module.check_far
 
     def blind(model: Any, plain: Any, place: int, rows: Any) -> Any:

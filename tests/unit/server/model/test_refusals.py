@@ -40,7 +40,8 @@ REFUSED: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refuses_with_the_reason(case: str, tmp_path: Path) -> None:
-    """From a directory, as a user would: what its configuration tells needs no weights at all."""
+    """A model is refused from a directory, as a user would load it: what its configuration tells needs no weights at
+    all."""
     cls, fields, reason = REFUSED[case]
     config = cls(**fields)
     if case in ("two calls", "unknown mixer"):

@@ -30,7 +30,7 @@ SCALINGS = {
 
 @pytest.mark.parametrize("family", SCALINGS)
 def test_tokens_of_texts_of_many_lengths_in_one_row(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit; with few sets of frequencies kept, too."""
+    """Rotations are equal bit for bit; with few sets of frequencies kept, too."""
     monkeypatch.setattr(rope_module, "MAX_SETS", 3)
     model, context = random_model(family), StepContext()
     fresh = random_model(family)
@@ -83,7 +83,7 @@ def test_what_is_not_known_is_refused() -> None:
 
 
 def test_what_looks_at_other_tokens_is_refused() -> None:
-    """Beside the length, a rotation that depends on which tokens are computed together."""
+    """A rotation is refused if it depends on which tokens are computed together, not on the length alone."""
     model = random_model("llama-longrope")
     own = type(model.model.rotary_emb)
 

@@ -102,7 +102,7 @@ def test_linears_that_stay_as_they_are_are_told(caplog: pytest.LogCaptureFixture
 
 
 def mapped_kib(path: Path, field: str) -> int:
-    """Of a file in this process's memory."""
+    """KiB of a file in this process's memory, by a field of /proc/self/smaps."""
     found, is_it = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
@@ -114,7 +114,7 @@ def mapped_kib(path: Path, field: str) -> int:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_no_page_of_the_file_is_written_to(tied: bool, tmp_path: Path) -> None:
-    """It would stay in memory as long as anything of the file is used, the embedding say."""
+    """A page that is written to would stay in memory as long as anything of the file is used, the embedding say."""
     native_model("llama", torch.bfloat16, tie_word_embeddings=tied, vocab_size=4000).save_pretrained(tmp_path)
     loaded = load_model(str(tmp_path), device="cpu", backend=CpuBackend(native_kernels()), form=INT8)
     assert mapped_kib(tmp_path / "model.safetensors", "Anonymous") == 0
@@ -129,7 +129,7 @@ def test_no_page_of_the_file_is_written_to(tied: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", [INT8, INT4], ids=["int8", "int4"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_experts_are_rounded_and_packed(family: str, form: WeightFormat) -> None:
-    """Also where weights lie the other way round. What is served is the rounded model, to the bit."""
+    """Experts may have weights that lie the other way round. The rounded model is served, to the bit."""
     model = random_model(family, torch.float32)
     rounded = rounded_model(model, form)
     rigs = native_rig(model, native_kernels(), form), native_rig(rounded, native_kernels())

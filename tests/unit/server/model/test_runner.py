@@ -70,7 +70,7 @@ def prefill(name: str, row: int, num_tokens: int, blocks: Sequence[int], **field
 
 
 def test_logprobs_of_prompt_and_output(model: PreTrainedModel, rig: Rig) -> None:
-    """In chunks, beside others; the model's own distribution, whatever the sampling parameters are."""
+    """Logprobs are the model's own distribution, in chunks and beside others, whatever the sampling parameters are."""
     prompts = random_prompts(3, VOCAB_SIZE, seed=2)[1:]
     wanted = OutputParams(logprobs=True, top_logprobs=3, prompt_logprobs=True)
     jobs = [Job(prompt, NUM_TOKENS, output=wanted) for prompt in prompts]
@@ -131,7 +131,7 @@ def test_not_finite_without_adapter_is_internal(model: PreTrainedModel) -> None:
 
 
 def test_a_sequence_that_does_not_fit_fails_alone(model: PreTrainedModel, rig: Rig) -> None:
-    """Also when its row was somebody else's before."""
+    """The row may have been another sequence's before."""
     prompt = [3, 4, 5]
     too_long = [7] * (MAX_LEN + 1)
     plan = StepPlan(
@@ -317,7 +317,7 @@ def test_the_state_behind_the_last_token_that_counts_is_kept(model: PreTrainedMo
 
 
 def hidden(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
-    """What the head makes the next token of [hidden]."""
+    """The hidden state [hidden] that the head makes the next token of."""
     with torch.inference_mode():
         return model.model(input_ids=torch.tensor([token_ids]), use_cache=False).last_hidden_state[0, -1]
 

@@ -75,7 +75,7 @@ def test_a_span_without_slots_begins_and_leaves_nothing() -> None:
 
 
 def test_copies_on_the_way() -> None:
-    """Before positions in the span, and at its end; to several slots."""
+    """A step copies states before positions in the span, and at its end; to several slots."""
     memory = _memory(5.0, 0.0, 0.0, 0.0, 0.0)
     spans = [
         Span("a", 0, 10, 4, 0, state=StateUse(1, 1, ((12, 2), (12, 3), (14, 4)))),

@@ -76,7 +76,7 @@ def range_tensor(n: int) -> Tensor:
 
 
 def test_is_accurate(field: NoiseField) -> None:
-    """Against logarithms in float64 of the same hashes."""
+    """The noise is compared with logarithms in float64 of the same hashes."""
     from loraplex_server.sampling.draw import _hash  # pyright: ignore[reportPrivateUsage]
 
     keys = keys_of(range_tensor(50), range_tensor(50))
@@ -200,7 +200,7 @@ def test_narrow_rows(shape: str, vocab_size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("num_values", [700, 768, 2500])
 def test_the_place_where_a_sum_is_reached(num_values: int) -> None:
-    """Looked for in blocks, as place by place."""
+    """The place that a search in blocks finds is that of a search place by place."""
     generator = torch.Generator().manual_seed(num_values)
     weights = torch.rand(60, num_values, dtype=torch.float64, generator=generator).pow(8).sort(descending=True).values
     weights[:10, 300:] = 0.0

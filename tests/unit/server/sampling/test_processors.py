@@ -116,7 +116,7 @@ def test_a_row_is_the_same_alone_and_in_a_batch() -> None:
 
 
 def among(logits: Tensor, masks: RowMasks) -> tuple[Tensor, Tensor]:
-    """As the native kernels."""
+    """The masked argmax, as the native kernels compute it."""
     scores = logits.clone()
     for row, number in enumerate(masks.numbers):
         if number >= 0:

@@ -118,7 +118,7 @@ def test_mixed_batch_equals_transformers_and_each_row_alone(vocab_size: int) -> 
 
 
 def test_draws_have_the_distribution_of_transformers() -> None:
-    """Not only the same arithmetic: over many positions the counts follow the processed scores' softmax."""
+    """Counts over many positions follow the processed scores' softmax: more than the same arithmetic."""
     n, vocab_size = 40_000, 32
     params = SamplingParams(temperature=0.8, top_k=20, top_p=0.93, seed=8)
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(3)) * 2
@@ -262,7 +262,8 @@ def test_lower_precision_draws_from_what_it_holds(dtype: torch.dtype) -> None:
 
 
 def test_logprobs_are_the_models_own() -> None:
-    """Of raw logits, only for rows that ask, best alternatives first, whatever changes the scores."""
+    """Logprobs are those of raw logits, only for rows that ask, best alternatives first, whatever changes the
+    scores."""
     batch = Batch(list(PARAMS.values()), seed=12, vocab_size=600)
     wants = {row: row % 4 for row in range(0, len(batch.sequences), 2)}
     for row, num_top in wants.items():

@@ -47,7 +47,7 @@ Propose = Callable[[list[int]], list[int]]
 def generate(
     model: Model, sampler: Sampler, row: int, prompt: list[int], num_new: int, propose: Propose | None = None
 ) -> list[int]:
-    """What the engine does for one sequence: a step runs the draft, samples behind each position, verifies."""
+    """Generates as the engine does for one sequence: a step runs the draft, samples behind each position, verifies."""
     tokens = torch.full((row + 1, len(prompt) + num_new + 8), 5)
     known = list(prompt)
     while len(known) < len(prompt) + num_new:
@@ -132,7 +132,8 @@ class TwoTokens:
         return processed(self.model(history), sequence(list(self.prompt), self.params), history).softmax(0)
 
     def count(self, drafts: list[list[int]], verify: Verify) -> tuple[Counter[tuple[int, int]], int]:
-        """What came for seeds 0, 1, ..., and how many first tokens were drafted. Three positions of each in a batch."""
+        """Counts the pairs that came for seeds 0, 1, ..., and the first tokens that were drafted. Each row has three
+        positions in a batch."""
         n, start = len(drafts), len(self.prompt)
         sampler, tokens = Sampler(n, VOCAB, "cpu"), torch.zeros(n, 8, dtype=torch.int64)
         for row, draft in enumerate(drafts):

@@ -92,7 +92,8 @@ def test_a_failure_that_comes_while_a_sibling_runs_ends_both() -> None:
 
 
 def test_the_head_of_the_queue_keeps_its_slot() -> None:
-    """It lacks a row only: its adapter is fetched meanwhile and is not pushed out by one that is wanted behind it."""
+    """The head lacks a row only: its adapter is fetched meanwhile and is not pushed out by one that is wanted behind
+    it."""
     harness = Harness(max_running=1, num_slots=1)
     harness.add(make_request("running", max_tokens=12))
     harness.add(make_request("next"), A)
@@ -156,7 +157,7 @@ def test_patience_ends_with_time_too() -> None:
 
 
 def test_without_a_limit_it_would_starve() -> None:
-    """What the two tests above test does not happen by itself."""
+    """The request starves without the limits that the two tests above set."""
     assert turns_until_admitted(Harness(max_running=8, max_bypasses=10**9, max_adapter_wait_s=1e9)) is None
 
 

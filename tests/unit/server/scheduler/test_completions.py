@@ -33,7 +33,7 @@ def test_the_prompt_is_computed_once(prefix_caching: bool, depth: int) -> None:
 
 @pytest.mark.parametrize("stop", [(), ("END",)])
 def test_tokens_can_wait_unless_they_are_first_or_may_bring_a_stop_string(stop: tuple[str, ...]) -> None:
-    """What the harness asks of every event."""
+    """The harness checks every event for this."""
     harness = Harness()
     harness.add(make_request("r", PROMPT, n=2, stopping=StoppingParams(6, stop=stop, ignore_eos=True)))
     harness.run()
@@ -54,8 +54,8 @@ def test_siblings_share_full_blocks_and_own_the_rest() -> None:
 
 @pytest.mark.parametrize("num_prompt_tokens", [8, 9])
 def test_a_half_filled_block_is_copied_only_where_there_is_one(num_prompt_tokens: int) -> None:
-    """Of nine tokens in blocks of four the last stands alone in its block; it is run again, so nothing is copied. Of
-    eight, three of the last block are wanted."""
+    """The last of nine tokens in blocks of four stands alone in its block; it is run again, so nothing is copied. With
+    eight tokens, three of the last block are wanted."""
     harness = Harness()
     harness.add(make_request("r", range(1, num_prompt_tokens + 1), n=2, max_tokens=6))
     harness.run()

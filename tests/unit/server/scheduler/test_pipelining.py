@@ -62,7 +62,7 @@ def test_a_slot_is_given_back_when_the_last_plan_that_reads_it_has_run() -> None
 
 
 def test_the_token_of_a_preempted_sequence_counts() -> None:
-    """It is preempted while its step runs: the text goes on from that token, not from the one before."""
+    """The sequence is preempted while its step runs: the text goes on from that token, not from the one before."""
     harness = Harness(depth=2, num_blocks=9, block_size=2)
     harness.add(make_request("old", (1, 2, 3), max_tokens=9))
     harness.add(make_request("late", (4, 5, 6), max_tokens=9))
@@ -141,7 +141,7 @@ def test_only_those_that_speculate_wait() -> None:
 
 @dataclass
 class FakeMatcher:
-    """Over after some tokens."""
+    """A matcher whose grammar ends after `num_left` tokens."""
 
     num_left: int
     inner: object = None

@@ -8,7 +8,7 @@ from support.scheduler_harness import Harness, make_request
 
 
 def preempted(harness: Harness) -> list[str]:
-    """Who entered more than once, in the order of re-entry."""
+    """The sequences that entered more than once, in the order of re-entry."""
     entered = [new.sequence_id.split("#")[0] for plan in harness.plans for new in plan.entered]
     return [name for at, name in enumerate(entered) if name in entered[:at]]
 
@@ -63,7 +63,7 @@ def test_nobody_enters_in_the_step_that_preempted() -> None:
 
 
 def test_a_prompt_that_does_not_fit_now_is_not_overtaken() -> None:
-    """Smaller ones that would fit wait behind it: or endless small ones would keep it out for ever."""
+    """Smaller prompts that would fit wait behind it: or endless small ones would keep it out for ever."""
     harness = Harness(num_blocks=11, block_size=2)
     harness.add(make_request("running", (1, 2, 3), max_tokens=9))
     harness.turn()
@@ -78,7 +78,8 @@ def test_a_prompt_that_does_not_fit_now_is_not_overtaken() -> None:
 
 
 def test_an_admission_leaves_a_spare_block() -> None:
-    """Without it the newcomer would take the block that the running one needs next, and be thrown out for it."""
+    """The spare block keeps the newcomer from taking the one that the running sequence needs next; it would be thrown
+    out for it."""
     harness = Harness(num_blocks=5, block_size=2, num_spare_blocks=1)
     harness.add(make_request("running", (1, 2, 3), max_tokens=3))
     harness.turn()

@@ -15,7 +15,7 @@ PROMPT = tuple(range(1, 13))  # three full blocks of four
 
 
 def first_start(harness: Harness, name: str) -> int:
-    """Where the sequence's first span begins: what came out of the cache."""
+    """Start of the sequence's first span: the tokens before it came out of the cache."""
     return next(s.start for plan in harness.plans for s in plan.spans if s.sequence_id.startswith(f"{name}#"))
 
 
@@ -105,7 +105,7 @@ def test_sharers_hold_the_same_blocks_and_leave_them_alone() -> None:
 
 
 def test_prompts_of_one_step_do_not_share() -> None:
-    """What a step writes can be read by a later one only."""
+    """Only a later step can read the blocks that a step writes."""
     harness = Harness(num_blocks=32)
     harness.add(make_request("first", PROMPT))
     harness.add(make_request("second", PROMPT))

@@ -26,7 +26,7 @@ LONG = tuple(range(1, 21))
 
 
 def shape(plan: StepPlan | None) -> list[tuple[str, int, int, int]]:
-    """Who runs what: request, start, tokens, samples."""
+    """The plan's spans, sorted: request, start, tokens, samples."""
     assert plan is not None
     spans = [(s.sequence_id.split("#")[0], s.start, s.num_tokens, s.num_samples) for s in plan.spans]
     return sorted(spans)

@@ -88,7 +88,7 @@ A, B = ("a", ""), ("b", "")
 
 
 def served(clock: FairClock, arrivals: list[tuple[Flow, int]], num_served: int) -> list[tuple[Flow, int]]:
-    """All come at once; the first ones that are served."""
+    """The first requests that are served, when all come at once."""
     queue = sorted((clock.enqueue(*one), number, one) for number, one in enumerate(arrivals))
     for start, _, (flow, _) in queue[:num_served]:
         clock.dequeue(flow)
@@ -127,7 +127,7 @@ def test_what_was_not_used_is_given_back() -> None:
 
 @given(sizes=st.lists(st.integers(1, 400), min_size=40, max_size=40), num_served=st.integers(1, 40))
 def test_two_flows_get_the_same_within_one_request_of_each(sizes: list[int], num_served: int) -> None:
-    """While both have something waiting."""
+    """Both flows get the same while both have something waiting."""
     arrivals = [(A, size) for size in sizes] + [(B, size) for size in reversed(sizes)]
     taken = served(FairClock(), arrivals, num_served)
     by_flow = {flow: sum(size for at, size in taken if at == flow) for flow in (A, B)}

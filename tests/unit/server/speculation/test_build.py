@@ -51,7 +51,7 @@ def target() -> DraftTarget:
 
 @pytest.fixture(scope="module")
 def nameless() -> DraftTarget:
-    """Of a target without a tokenizer."""
+    """A target without a tokenizer."""
     return DraftTarget(spec(), TextTokenizer(None))
 
 

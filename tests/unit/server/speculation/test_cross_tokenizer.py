@@ -103,8 +103,8 @@ def test_no_text_changes(target_family: str, target: str, draft_family: str, dra
 
 @pytest.mark.parametrize(("target", "draft"), [("byte_level", "llama_bpe"), ("gemma_bpe", "byte_level")])
 def test_the_draft_model_has_read_what_is_known(target: str, draft: str) -> None:
-    """However the text grew, and whatever was drafted before: what it drafts is what it says behind the text's tokens,
-    as a dense run has it."""
+    """The drafts are what the draft model says behind the text's tokens, as a dense run has it, however the text grew
+    and whatever was drafted before."""
     dice = random.Random(2)
     proposer = make(target, draft)
     oracle = make_dense(model("llama", draft, 1))
@@ -155,7 +155,7 @@ def test_what_is_known_is_read_once() -> None:
 
 
 def oracle(proposer: UniversalProposer, text: str, draft: str) -> Callable[[Sequence[Wanted]], list[list[int]]]:
-    """Instead of the draft model somebody who knows the text."""
+    """Drafts in place of the draft model, by knowing the text."""
     spans = tokenizer(draft).vocabulary.spans(text)  # type: ignore[union-attr]
     ids = [token_id for token_id, _, _ in spans]
 
@@ -192,7 +192,7 @@ def test_a_draft_model_that_is_right_saves_steps() -> None:
 
 
 def scripted(proposer: UniversalProposer, drafted: Sequence[int]) -> list[Wanted]:
-    """The draft model says just this. Returns what it was asked."""
+    """Makes the draft model say just this. Returns what it was asked."""
     asked: list[Wanted] = []
 
     def draft(wants: Sequence[Wanted]) -> list[list[int]]:
@@ -239,7 +239,7 @@ def test_the_end_of_a_text_goes_over() -> None:
 
 
 def test_as_many_tokens_as_the_other_tokenizer_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a draft model with shorter tokens more are drafted, but not without limit."""
+    """A draft model with shorter tokens drafts more of them, up to a limit."""
     proposer = make("gemma_bpe", "metaspace")
     asked = scripted(proposer, [])
     tokens = tokenizer("gemma_bpe").encode(TEXT[0])
@@ -323,7 +323,7 @@ def recoder(target: str, draft: str) -> Recoder:
 
 
 def grow(text: RecodedText, tokens: Sequence[int], start: int, dice: random.Random) -> None:
-    """In pieces of one token and more."""
+    """Extends the text in pieces of one token and more."""
     end = start
     while end < len(tokens):
         end = min(len(tokens), end + dice.randint(1, 5))
@@ -332,7 +332,7 @@ def grow(text: RecodedText, tokens: Sequence[int], start: int, dice: random.Rand
 
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
 def test_a_growing_text_equals_one_at_once(target: str, draft: str) -> None:
-    """In the draft model's tokens it is the same text, in nearly the same tokens, however it came."""
+    """The text in the draft model's tokens is the same, in nearly the same tokens, however it came."""
     pair = recoder(target, draft)
     dice = random.Random(1)
     for first in (1, 2, 5, 40, 100):
@@ -349,7 +349,7 @@ def test_a_growing_text_equals_one_at_once(target: str, draft: str) -> None:
 
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
 def test_what_has_settled_stays(target: str, draft: str) -> None:
-    """And what is called the same is the same."""
+    """Tokens that are reported as settled, or as the same, are the same."""
     pair = recoder(target, draft)
     tokens = encode(target, LONG)
     text = RecodedText(pair, tokens[:3])
@@ -393,7 +393,8 @@ def test_a_true_draft_comes_out_as_the_targets_tokens(target: str, draft: str) -
 
 
 def test_the_targets_own_way_to_cut_a_word_is_kept() -> None:
-    """It said "he", "l": the rest of the word is proposed alone, though the tokenizer would have one token for it."""
+    """The target said "he", "l": the rest of the word is proposed alone, though the tokenizer would have one token for
+    it."""
     pair = recoder("byte_level", "gemma_bpe")
     tokens = [*encode("byte_level", "SELECT"), *pieces("byte_level", " n", "a")]
     text = RecodedText(pair, tokens)
@@ -434,7 +435,8 @@ def test_half_a_character_goes_on_as_it_began() -> None:
 
 
 def test_a_long_run_of_bytes() -> None:
-    """Longer than what is looked back at: that begins with a whole character, or all behind it would be lost."""
+    """The run is longer than what is looked back at: that begins with a whole character, or all behind it would be
+    lost."""
     pair = recoder("gemma_bpe", "byte_level")
     run = "x " + "🚀龘" * 25
     tokens = encode("gemma_bpe", run)[1:]
@@ -447,7 +449,7 @@ def test_a_long_run_of_bytes() -> None:
 
 
 def test_special_tokens() -> None:
-    """Those of both vocabularies go over, others are left out; the beginning of a text is marked once."""
+    """Special tokens of both vocabularies go over, others are left out; the beginning of a text is marked once."""
     tokens = encode("byte_level", "a b")
     assert tokens[0] == 1
     both = recoder("byte_level", "gemma_bpe")
@@ -468,7 +470,7 @@ def test_special_tokens() -> None:
 
 
 def plain_bytes() -> Vocabulary:
-    """Without any special token."""
+    """A byte-level vocabulary without any special token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: idx for idx, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -56,7 +56,7 @@ def model() -> PreTrainedModel:
 
 @cache
 def adopted(model: PreTrainedModel) -> LoadedModel:
-    """Made once; who makes the next proposer with it takes it from the one before."""
+    """The model, made once; who makes the next proposer with it takes it from the one before."""
     return adopt_model(copy.deepcopy(model), verify=False)
 
 
@@ -85,7 +85,7 @@ def check(proposer: DraftModelProposer) -> None:
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_a_draft_of_the_same_model_is_always_accepted(model: PreTrainedModel, name: str) -> None:
-    """Whatever the parameters: noise, penalties, bias and truncation are the same on both sides."""
+    """Drafts are accepted whatever the parameters: noise, penalties, bias and truncation are the same on both sides."""
     rig = make_rig(adopt_model(copy.deepcopy(model)))
     proposer = make(model)
     prompts = random_prompts(4, VOCAB_SIZE, seed=4)
@@ -102,7 +102,7 @@ def test_a_draft_of_the_same_model_is_always_accepted(model: PreTrainedModel, na
 
 
 def test_min_tokens_bans_what_would_end_the_text(model: PreTrainedModel) -> None:
-    """Until then no stop token is drafted; from then on one ends the draft."""
+    """No stop token is drafted until `min_tokens`; from then on one ends the draft."""
     prompt = random_prompts(2, VOCAB_SIZE, seed=5)[1]
     bias = SamplingParams(logit_bias=((EOS, 1e4),))
     banned = greedy_without(model, prompt, 4, {EOS, 8})
@@ -248,7 +248,7 @@ def long_text(length: int, seed: int = 0) -> list[int]:
 
 
 def test_a_long_prompt_comes_in_pieces_beside_others(model: PreTrainedModel) -> None:
-    """No draft before it is through; who runs already is not held up."""
+    """The prompt gets no draft before it is through; sequences that run already are not held up."""
     proposer = make(model, max_prompt_tokens=40)
     plans = watch(proposer)
     short, prompt = long_text(9, seed=1), long_text(100, seed=2)
@@ -319,7 +319,7 @@ def test_forgotten_sequences_leave_their_prefix_behind(model: PreTrainedModel) -
 
 
 def test_rows_run_out(model: PreTrainedModel) -> None:
-    """Those asked for together do not push each other out; the one that was not asked for the longest goes."""
+    """Sequences asked for together do not push each other out; the one that was not asked for the longest goes."""
     proposer = make(model, max_rows=2)
     texts = {name: long_text(6 + i, seed=i) for i, name in enumerate("abcd")}
     want = {name: tuple(greedy(model, text, 3)) for name, text in texts.items()}
@@ -452,7 +452,7 @@ def test_not_finite_gives_no_draft(model: PreTrainedModel) -> None:
 
 
 def test_no_exception_leaves(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
-    """Not even one of its own making. It starts afresh, and when that does not help, stays silent."""
+    """No exception of the drafter's own leaves either. It starts afresh, and when that does not help, stays silent."""
     proposer = make(model)
     text = long_text(9)
     good = [tuple(greedy(model, text, 4))]
@@ -489,7 +489,7 @@ NUM_IDS = 5  # few, so that texts begin alike and drafts come true by chance
 
 
 def says(tokens: Sequence[int]) -> int:
-    """What the draft model says behind these tokens."""
+    """The token that the draft model says behind these tokens."""
     return (sum(tokens[-3:]) * 7 + len(tokens)) % NUM_IDS
 
 
@@ -502,7 +502,7 @@ class Row:
 
 @dataclass
 class RememberingRunner:
-    """In the place of runner and mirror. Of each slot it knows the tokens up to its own, which K/V depends on."""
+    """Stands in for runner and mirror. It knows for each slot the tokens up to its own, which K/V depends on."""
 
     rows: dict[int, Row] = field(default_factory=dict[int, Row])
     slots: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
@@ -650,7 +650,7 @@ def test_an_end_that_changes_is_not_found_by_others() -> None:
 
 
 def test_blocks_are_found_by_what_they_hold_in_the_end() -> None:
-    """Not by what stood there when the prefix cache was asked for it."""
+    """Blocks are found by their content, not by what stood there when the prefix cache was asked for it."""
     drafter, _runner = make_small(60, 4)
     tokens = [1, 2, 3, 4] * 3
     drafter.draft([Wanted("a", tokens, 1, num_settled=2)])
@@ -683,7 +683,8 @@ def test_an_ask_that_raises_halfway_leaves_nothing(monkeypatch: pytest.MonkeyPat
 
 
 def test_even_what_had_settled_may_change() -> None:
-    """Against the promise, and at the price of entering anew: who shares the blocks sees nothing of it."""
+    """A settled text that changes breaks the promise and enters anew: a sequence that shares its blocks sees nothing of
+    it."""
     drafter, runner = make_small(60, 4)
     tokens = [1, 2, 3, 4] * 5
     drafter.draft([Wanted("a", tokens, 2), Wanted("c", tokens[:3], 1)])

@@ -287,7 +287,7 @@ def test_all_namespaces_together_are_bounded() -> None:
 
 @pytest.mark.parametrize("num_ids", [50, 1 << 30])
 def test_a_token_takes_as_many_bytes_as_documented(num_ids: int) -> None:
-    """Also after many times as much has gone through: what is forgotten leaves nothing."""
+    """A token takes as many bytes also after many times as much has gone through: what is forgotten leaves nothing."""
     dice = Random(0)
     tracemalloc.start()
     try:

@@ -94,7 +94,8 @@ def hidden_size(model: PreTrainedModel) -> int:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_are_those_of_heads_on_transformers_hidden_states(family: str) -> None:
-    """Before every step of texts whose drafts were accepted whole, in part or not at all, in chunks and in company."""
+    """Drafts are compared before every step of texts whose drafts were accepted whole, in part or not at all, in chunks
+    and in company."""
     bench = Bench(family)
     model, width = bench.model, hidden_size(bench.model)
     sets = [
@@ -461,13 +462,13 @@ class Launches(TorchDispatchMode):
 
 
 def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """As on CUDA, in one launch."""
+    """The largest logit of each row, in one launch as on CUDA."""
     best = logits.max(dim=-1)
     return best.values, best.indices
 
 
 def test_a_guess_is_few_launches_however_many_heads_guess(loaded: LoadedModel) -> None:
-    """So few that there is nothing for a CUDA graph to save."""
+    """The launches are so few that a CUDA graph would save nothing."""
     slots = HeadSlots(loaded, loaded.adapter_slots(ReferenceOps(), NUM_SLOTS), Nothing(), argmax=largest)
     for slot in range(NUM_SLOTS):
         slots.install(slot, head_weights(str(slot), [random_head(HIDDEN) for _ in range(5)]))
@@ -606,7 +607,7 @@ def test_nothing_of_a_failed_guess_stays(loaded: LoadedModel, monkeypatch: pytes
 
 
 def test_half_precision(model: PreTrainedModel) -> None:
-    """Of the token that is guessed, the exact logit is the largest but for rounding."""
+    """The guessed token's exact logit is the largest but for rounding."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         narrow = copy.deepcopy(model)
         nn.Module.to(narrow, dtype)

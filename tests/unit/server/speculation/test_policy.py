@@ -52,7 +52,7 @@ class Decoding:
         self._rng = random.Random(seed)
 
     def run(self, num_steps: int, chance: float, evidence: Callable[[int], int] = lambda step: 0) -> None:
-        """Every draft token is right by `chance`."""
+        """Runs decode steps in which every draft token is right by `chance`."""
         num_sequences = len(self.records)
         call_s = self._cost * call_units(self._proposer, 1, num_sequences)
         pause = longest_pause(num_sequences, num_sequences, CPU, call_s)
@@ -278,7 +278,7 @@ def test_longer_matches_are_judged_by_themselves() -> None:
 
 
 def test_what_one_sequence_learned_others_begin_with() -> None:
-    """And give it another chance after a pause."""
+    """A proposer that failed one sequence begins low for others, and gets another chance after a pause."""
     teacher = record()
     pupil = TrackRecord(teacher.shared)
     for step in range(50):

@@ -78,7 +78,7 @@ class Fake:
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Asked for in the last call, by sequence."""
+        """Lengths asked for in the last call, by sequence."""
         return {ask.candidate.sequence_id: ask.num_tokens for ask in self.calls[-1]} if self.calls else {}
 
 
@@ -185,7 +185,7 @@ def test_whose_heads(
     is_default: bool,
     found: AdapterKey | None,
 ) -> None:
-    """Those that it names come first, then its adapter's, then the server's if it speculates at all."""
+    """The heads that a request names come first, then its adapter's, then the server's if it speculates at all."""
     for options in ({"drafts_by_default": is_default}, {"config": SpeculationConfig(4 * is_default)}):
         table = Table(default_heads=DEFAULT, **options)  # type: ignore[arg-type]
         table.small.answer = lambda ask: ()
@@ -215,7 +215,7 @@ def test_requests_that_do_not_speculate_cost_nothing() -> None:
 
 
 def test_an_ended_request_is_forgotten() -> None:
-    """By every proposer that it may have used, once; and nothing more is done for it."""
+    """Every proposer that the request may have used forgets it, once; and nothing more is done for it."""
     table = Table()
     table.begin("a", "auto", BOTH)
     table.begin("b", "draft_model")
@@ -250,7 +250,7 @@ def test_a_sequence_that_waits_again_is_suspended_and_keeps_its_track_record() -
 
 
 def test_a_preempted_sequence_enters_the_lookup_history_once() -> None:
-    """At its end, with all of its text."""
+    """The sequence enters the history at its end, with all of its text."""
     table = Table()
     table.begin("a", "prompt_lookup")
     output = [31, 32, 33, 34]
@@ -296,7 +296,7 @@ def test_who_does_not_speculate_never_holds_up_a_step() -> None:
 
 
 def test_in_a_cooldown_steps_are_skipped_and_counted() -> None:
-    """What is accepted again after a while is noticed, though most steps were planned without drafts."""
+    """Drafts that are accepted again after a while are noticed, though most steps were planned without drafts."""
     table = Table()
     table.begin("a", "draft_model", max_draft_tokens=4)
     num_skipped = 0
@@ -321,7 +321,7 @@ def test_in_a_cooldown_steps_are_skipped_and_counted() -> None:
 
 
 def test_one_call_of_each_proposer() -> None:
-    """With all of its sequences, their parameters filled in."""
+    """Each proposer is called once, with all of its sequences, their parameters filled in."""
     table = Table(SpeculationConfig(default_draft_tokens=5, max_draft_tokens=6))
     table.begin("a", "draft_model", fixed_length=True, max_draft_tokens=3)
     table.begin("b", "medusa", BOTH)
@@ -358,7 +358,8 @@ def test_no_more_than_there_is_room_for(kind: SpeculationKind) -> None:
 
 
 def test_fixed_lengths_stay() -> None:
-    """However often they miss, and whatever a step costs; those that adapt give up where it does not pay."""
+    """Fixed lengths stay however often they miss, and whatever a step costs; those that adapt give up where it does not
+    pay."""
     table = Table(costs=STEEP)
     table.begin("fixed", "draft_model", fixed_length=True, max_draft_tokens=5)
     table.begin("adaptive", "draft_model", max_draft_tokens=5)
@@ -485,7 +486,8 @@ def test_auto_goes_with_what_is_accepted() -> None:
 
 @pytest.mark.parametrize("right", [0, 1, 2])
 def test_auto_goes_with_the_draft_model_whose_drafts_are_accepted(right: int) -> None:
-    """Whichever the operator named first. What a sequence has learned of them the next one knows."""
+    """`auto` goes with that draft model whichever the operator named first. The next sequence knows what one has
+    learned of them."""
     table = Table(others=("tiny", "other"))
     models = [table.small, *table.others.values()]
     for model in models:
@@ -517,7 +519,8 @@ def test_auto_goes_with_the_cheaper_of_two_draft_models_that_are_as_good() -> No
 
 @pytest.mark.parametrize("num_room", [5, 500])
 def test_what_a_draft_model_has_to_read_first_counts(num_room: int) -> None:
-    """It reads a second a token before its first draft, which is right as all that follow. A step takes a second."""
+    """The draft model reads a second a token before its first draft, which is right as all that follow. A step takes a
+    second."""
     table = Table()
     behind = {"num": 10}
     table.small.behind = lambda candidate: behind["num"]
@@ -635,7 +638,7 @@ def test_a_proposer_that_takes_too_long_is_left_out() -> None:
 
 
 def test_the_first_ask_of_a_sequence_is_not_what_drafting_costs() -> None:
-    """Its prompt is read then."""
+    """The sequence's prompt is read at the first ask."""
     table = Table()
     for idx in range(6):
         name = f"{idx}"
@@ -672,7 +675,7 @@ def test_a_proposer_that_raises_costs_its_own_drafts(caplog: pytest.LogCaptureFi
 def test_lookup_that_raises_costs_its_own_drafts(
     method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Wherever it does."""
+    """The lookup's own drafts are lost, wherever it raises."""
     table = Table()
     monkeypatch.setattr(PromptLookupProposer, method, lambda *args: wrong(args[-1]))
     table.begin("a", "prompt_lookup", fixed_length=True)
@@ -689,7 +692,7 @@ def test_lookup_that_raises_costs_its_own_drafts(
 
 
 def test_a_sequence_that_breaks_a_lookup_leaves_the_others_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is drafted for in another way."""
+    """The sequence gets its drafts in another way."""
     pieces = PromptLookupProposer.pieces
 
     def broken(
@@ -729,7 +732,7 @@ def test_a_sequence_that_breaks_a_lookup_leaves_the_others_theirs(monkeypatch: p
     ],
 )
 def test_answers_of_every_kind(answers: Any, draft: tuple[int, ...] | None) -> None:
-    """Of 4 tokens, of a vocabulary of 32."""
+    """The draft model was asked for 4 tokens of a vocabulary of 32."""
     table = Table(num_token_ids=32)
     table.small.propose = lambda asks: answers  # type: ignore[method-assign]
     table.begin("a", "draft_model", max_draft_tokens=4, fixed_length=True)
@@ -784,7 +787,7 @@ def test_failed_spans_and_those_without_drafts_teach_nothing() -> None:
 
 
 def test_what_sequences_learn_of_heads_outlives_them() -> None:
-    """For the next one with the same heads, and not for others."""
+    """The next sequence with the same heads begins with what was learned, one with other heads does not."""
     table = Table(costs=StepCosts({1: 1.0, 2: 1.3, 256: 77.5}))
     table.begin("a", "medusa", BOTH, max_draft_tokens=6, fixed_length=True)
     for _ in range(40):

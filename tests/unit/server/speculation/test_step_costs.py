@@ -93,7 +93,7 @@ def test_a_bar_can_be_shown() -> None:
 
 
 def test_measuring_ends_in_time() -> None:
-    """With sizes from far apart."""
+    """Sizes from far apart are measured until the limit."""
     machine = Machine(lambda rows, _: 0.1 * rows)
     costs = measure_step_costs(machine.run, sizes=(1, 2, 4, 8, 16, 32), limit_s=1.0, clock=machine.clock)
     assert machine.ran == [1, 8, 4]
@@ -186,7 +186,7 @@ def test_slow_steps_end_the_measuring(rig: Rig, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_nothing_of_it_stays() -> None:
-    """Rows are free, and what was written to the blocks is not read."""
+    """The rows are free afterwards, and what was written to the blocks is not read."""
     model = make_dense(random_model("llama"))
     rig = make_rig(adopt_model(copy.deepcopy(model), verify=False), max_rows=3, num_blocks=40)
     measure_runner(rig.runner, max_rows=3, num_blocks=40, block_size=BLOCK_SIZE)

@@ -64,7 +64,7 @@ async def test_control_tokens_of_users_are_plain_text(kind: str, role: str) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_is_what_was_written(kind: str) -> None:
-    """Where a tokenizer keeps a text as it is, it keeps control tokens in it as well."""
+    """A tokenizer that keeps a text as it is keeps control tokens in it as well."""
     tokenizer = text_tokenizer(kind)
     safe = tokenizer.chat_text(given(("user", "a</s><|turn|>b")))
     assert isinstance(safe, SafeText)
@@ -118,7 +118,7 @@ def test_torn_marks_do_not_join_their_neighbours() -> None:
 
 
 async def test_long_chats() -> None:
-    """In the process for long texts."""
+    """Long chats are encoded in the process for long texts."""
     tokenizer = text_tokenizer("byte_level")
     tokenizing = Tokenizing(tokenizer, ModelLimits(10_000, 1 << 24))
     long = tokenizer.chat_text(given(("user", "</s>" + " x" * LONG_BYTES)))
@@ -271,7 +271,7 @@ async def test_normalized_texts_hold_none(kind: str, normalizer: str) -> None:
 
 @pytest.mark.parametrize("template", MODEL_TEMPLATES)
 def test_harmless_chats_go_the_usual_way(template: str) -> None:
-    """Though they hold parts of control tokens."""
+    """Harmless chats may hold parts of control tokens."""
     tokenizer = model_tokenizer("byte_level", template)
     tools = [{"type": "function", "function": {"name": "s", "parameters": {"type": "object", "start": "user"}}}]
     texts = ("> quoted", "a < b", "s", "user", "<", "x <| y |> z", "im_start", "\u00fc <", "start|>", "<|im_")

@@ -30,7 +30,7 @@ def ids_of(tokenizer: PreTrainedTokenizerFast, text: str, *, special: bool = Fal
 def expected_text(
     tokenizer: PreTrainedTokenizerFast, prompt: list[int], output: list[int], *, keep_special: bool = False
 ) -> str:
-    """The definition, by decoding everything."""
+    """The text by definition: the decoding of everything."""
     both, before = (
         tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=not keep_special)
         for ids in (prompt + output, prompt)
@@ -51,7 +51,7 @@ def pieces(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_continues_the_prompt(kind: str) -> None:
-    """Every split of a text into prompt and output."""
+    """The text continues the prompt at every split of a text into prompt and output."""
     tokenizer = tiny_tokenizer(kind)
     for text in SAMPLES:
         ids = ids_of(tokenizer, text, special=True)
@@ -73,7 +73,8 @@ def test_special_tokens_that_are_kept(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_tokens(kind: str) -> None:
-    """What a model with random weights says: broken characters, special tokens, ids beyond the vocabulary."""
+    """The tokens are those of a model with random weights: broken characters, special tokens, ids beyond the
+    vocabulary."""
     tokenizer, rng = tiny_tokenizer(kind), random.Random(kind)
     for _ in range(400):
         ids = [rng.randrange(len(tokenizer) + 3) for _ in range(20)]
@@ -85,7 +86,7 @@ def test_random_tokens(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llama_bpe", "metaspace", "wordpiece", "suffix_bpe"])
 def test_the_first_space_stays(kind: str) -> None:
-    """Where decoding the output alone would lose it."""
+    """The first space stays where decoding the output alone would lose it."""
     tokenizer = tiny_tokenizer(kind)
     ids = ids_of(tokenizer, "The quick brown fox jumps over the lazy dog")
     num_found = 0
@@ -108,7 +109,7 @@ def test_text_comes_as_soon_as_it_is_certain() -> None:
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama_bpe", "gemma_bpe"])
 def test_characters_are_never_split(kind: str) -> None:
-    """Also not by a prompt that ends within one."""
+    """A prompt that ends within a character does not split it either."""
     tokenizer = tiny_tokenizer(kind)
     text = "a😀é你b"
     ids = ids_of(tokenizer, text)
@@ -195,7 +196,7 @@ def test_dropped_tokens_have_no_text() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_cost_does_not_grow(kind: str) -> None:
-    """Also where nothing becomes certain: the last tokens of a long text cost what the first did."""
+    """The last tokens of a long text cost what the first did, also where nothing becomes certain."""
     tokenizer = tiny_tokenizer(kind)
     vocabulary = Vocabulary(tokenizer.backend_tokenizer)
     broken = tokenizer.convert_tokens_to_ids({"byte_level": "ð", "llama_bpe": "<0xF0>"}.get(kind, "[tool]"))

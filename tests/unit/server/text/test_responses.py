@@ -330,7 +330,7 @@ def test_arguments_are_cast_by_the_tools_schema() -> None:
 
 
 def test_as_transformers_reads_it() -> None:
-    """But for the whitespace at the ends of an answer, which it drops."""
+    """The parsed message equals Transformers' but for the whitespace at the ends of an answer, which it drops."""
     template = json.loads((ResponseFormat.source("hermes")).read_text(encoding="utf-8"))
     text = '<think>\nhm\n</think>\n\nSure.\n<tool_call>\n{"name": "f", "arguments": {"a": [1, null]}}\n</tool_call>'
     expected = parse_response(text, template, prefix="")

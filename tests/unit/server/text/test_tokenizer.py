@@ -124,7 +124,7 @@ def test_no_template() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_token_texts_put_a_text_together(kind: str) -> None:
-    """But for the space in front of everything, and characters of several tokens."""
+    """Token texts joined are the text, but for the space in front of everything, and characters of several tokens."""
     tokenizer = TextTokenizer(tiny_tokenizer(kind))
     ids = tokenizer.encode("The quick brown fox jumps", add_special_tokens=False)
     text = "".join(map(tokenizer.token_text, ids))
@@ -149,7 +149,7 @@ def test_token_texts_of_odd_tokens(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama_bpe", "gemma_bpe"])
 def test_the_bytes_of_tokens_put_a_text_together(kind: str) -> None:
-    """Parts of characters too, and special tokens by name."""
+    """The bytes of parts of characters count too, and special tokens by name."""
     tokenizer = TextTokenizer(tiny_tokenizer(kind))
     text = "naïve café: 你好 😀<|turn|>"
     ids = tokenizer.encode(text, add_special_tokens=False)

@@ -79,7 +79,8 @@ class BuildError(Exception):
 
 
 class CannotBuild(BuildError):
-    """This machine is not made for it: no compiler, or an architecture without kernels. The code is not at fault."""
+    """No build is possible on this machine: no compiler, or an architecture without kernels. The code is not at
+    fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +102,13 @@ class _Object:
 
 
 def this_machine() -> Machine:
-    """Raises CannotBuild for an architecture that has no kernels."""
+    """The machine that this is. Raises CannotBuild for an architecture that has no kernels."""
     return machine_of(f"{sys.platform}-{platform.machine()}")
 
 
 def machine_of(name: str) -> Machine:
-    """Of a platform as sysconfig names it: linux-x86_64, macosx-14.0-arm64. Raises CannotBuild for one that has no
-    kernels."""
+    """The machine of a platform as sysconfig names it: linux-x86_64, macosx-14.0-arm64. Raises CannotBuild for one that
+    has no kernels."""
     system, _, architecture = name.partition("-")
     if system == "macosx":
         system, architecture = "darwin", architecture.rpartition("-")[2]
@@ -120,7 +121,8 @@ def machine_of(name: str) -> Machine:
 def find_compiler(
     wanted: Sequence[str] | None = None, machine: Machine | None = None, search: str | None = None
 ) -> Compiler:
-    """`wanted` ($CXX by default), or the first of COMPILERS that is there. `search`: folders instead of $PATH's.
+    """The compiler `wanted` ($CXX by default), or the first of COMPILERS that is there. `search`: folders instead of
+    $PATH's.
 
     Raises CannotBuild.
     """
@@ -147,7 +149,7 @@ def _knows(command: tuple[str, ...], flags: tuple[str, ...]) -> bool:
 
 
 def source_hash(sources: Path = SOURCES) -> str:
-    """Of everything that decides what the library is, except the compiler. The library carries it."""
+    """Hash of everything that decides what the library is, except the compiler. The library carries it."""
     digest = hashlib.sha256(repr((COMMON, EXPORTS, sorted(MACHINES.items()))).encode())
     for path in _files(sources):
         digest.update(f"{path.relative_to(sources).as_posix()}\n{path.stat().st_size}\n".encode())
@@ -165,7 +167,7 @@ def built_from(library: Path) -> str | None:
 
 
 def _files(sources: Path) -> list[Path]:
-    """Sources and headers; what an editor leaves beside them is none."""
+    """Sources and headers; files that an editor leaves beside them are left out."""
     found = sorted(path for path in sources.rglob("*") if path.suffix in {".cpp", ".h"} and path.is_file())
     if not found:
         raise CannotBuild(f"there are no sources of the native kernels in {sources}")

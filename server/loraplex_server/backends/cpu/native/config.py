@@ -34,7 +34,8 @@ def default_num_threads(num_workers: int = 1) -> int:
 
 
 def num_cores(cpus: set[int], root: Path = CPUS) -> int:
-    """Of these logical CPUs those that share a core count once: two threads on one only wait for each other."""
+    """Number of cores that these logical CPUs belong to. CPUs that share a core count once: two threads on one only
+    wait for each other."""
     return len({_core(cpu, root) for cpu in cpus})
 
 

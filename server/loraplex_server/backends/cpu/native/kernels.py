@@ -63,7 +63,7 @@ class PackedWeight:
         return self._panels()[:, which].reshape(-1, self.num_inputs)[:num_outputs]
 
     def _panels(self) -> Tensor:
-        """[bands, 2, 16, in]"""
+        """The packed values as [bands, 2, 16, in]."""
         num_bands, k = -(-self.num_outputs // BAND), self.num_inputs
         if self.format is not None:
             return self._panels_of_few_bits(num_bands, self.format)
@@ -74,7 +74,8 @@ class PackedWeight:
         return blocks.permute(0, 2, 4, 1, 3, 5).reshape(num_bands, 2, BAND // 2, k)
 
     def _panels_of_few_bits(self, num_bands: int, form: WeightFormat) -> Tensor:
-        """A block's scales, then its values; see src/kernels.h."""
+        """Values of few bits as `_panels` gives them. In memory a block's scales lie before its values; see
+        src/kernels.h."""
         num_blocks, half = -(-self.num_inputs // BAND), BAND // 2
         blocks = self.memory.view(num_bands, num_blocks, -1)
         codes, values = blocks[:, :, :BAND].reshape(num_bands, num_blocks, 2, half), blocks[:, :, BAND:]
@@ -100,7 +101,7 @@ class RunsOfRows:
 
 
 class NativeKernels:
-    """The library with a pool of threads."""
+    """The library's kernels with a pool of threads."""
 
     def __init__(self, library: Library, num_threads: int) -> None:
         self.num_threads = num_threads
@@ -128,7 +129,7 @@ class NativeKernels:
         return self._pack_parts(weight.unbind(), [_in_bands(weight.shape[1])] * weight.shape[0], form)
 
     def _pack_parts(self, weights: Sequence[Tensor], sizes: list[int], form: WeightFormat | None) -> PackedWeight:
-        """`sizes`: the outputs that the memory of each has room for."""
+        """Packs weights one after the other. `sizes`: the outputs that the memory of each has room for."""
         dtype, num_inputs = weights[0].dtype, weights[0].shape[1]
         packed = self._allocate(sum(sizes), num_inputs, dtype, form)
         address = packed.address
@@ -307,7 +308,7 @@ class NativeKernels:
     # --- recurrences ------------------------------------------------------------------------------------------------
 
     def attend_linearly(self, dtype: torch.dtype, linear: Linear, pieces: Pieces) -> None:
-        """Linear attention from places to places of the states."""
+        """Computes linear attention from places to places of the states."""
         self._functions.lp_attend_linearly(self._pool, DTYPES[dtype], ctypes.byref(linear), ctypes.byref(pieces))
 
     def convolve(
@@ -338,7 +339,7 @@ class NativeKernels:
         return int(self._functions.lp_stack_scratch_bytes(ctypes.byref(stack), num_tokens, num_outputs, max_rank))
 
     def run_stack(self, stack: Stack, step: Step) -> None:
-        """All layers, in place over the step's hidden states."""
+        """Computes all layers, in place over the step's hidden states."""
         self._functions.lp_stack_run(self._pool, ctypes.byref(stack), ctypes.byref(step))
 
 
@@ -348,7 +349,7 @@ def _in_bands(num_outputs: int) -> int:
 
 
 def _code(form: WeightFormat | None) -> int:
-    """lp::Format"""
+    """Number of a weight format in lp::Format."""
     return 0 if form is None else form.code
 
 

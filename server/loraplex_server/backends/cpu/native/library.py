@@ -34,7 +34,8 @@ class Prototype(NamedTuple):
     names: tuple[str, ...] = ()  # of the arguments
 
 
-# Those that tell what the library is and whether it runs here. They never change, so that an old library is recognized.
+# Functions that tell what the library is and whether it runs here. They never change, so that an old library is
+# recognized.
 IDENTITY: Final[Mapping[str, Prototype]] = {
     "lp_abi_version": Prototype(ctypes.c_int),
     "lp_source_hash": Prototype(ctypes.c_char_p),
@@ -156,7 +157,7 @@ class Head(ctypes.Structure):
 
 
 class GuessScratch(ctypes.Structure):
-    """LpGuessScratch."""
+    """LpGuessScratch: memory for a batch of guesses."""
 
     _fields_ = (("x", _POINTER), ("inner", _POINTER), ("logits", _POINTER))
 
@@ -187,7 +188,8 @@ _TYPES: Final[Mapping[str, Any]] = {
 
 
 def _function(returns: Any, names: str, **types: Any) -> Prototype:
-    """Arguments by the names that they have in src/*.cpp, in order; `types` where they differ from _TYPES."""
+    """The prototype of a function: arguments by the names that they have in src/*.cpp, in order; `types` where they
+    differ from _TYPES."""
     arguments = names.split()
     known = {**_TYPES, **types}
     return Prototype(returns, tuple(known.get(name, _POINTER) for name in arguments), tuple(arguments))

@@ -44,7 +44,7 @@ class CpuReport:
 
 
 def examine_cpu() -> CpuReport:
-    """Measures for about a second."""
+    """The report of this CPU. Measures for about a second."""
     isa, num_threads = load().status.isa, default_num_threads()
     flags = cpu_flags(cgroups.read(CPU_INFO))
     unused = [unused_isa(isa, flags), unused_threads(num_threads, num_cores(own_cpus()), cgroups.cpu_quota())]
@@ -52,7 +52,7 @@ def examine_cpu() -> CpuReport:
 
 
 def cpu_flags(info: str) -> frozenset[str]:
-    """Of the first CPU in /proc/cpuinfo, where x86-64 has flags and Arm features."""
+    """Features of the first CPU in /proc/cpuinfo: the line `flags` on x86-64, `Features` on Arm."""
     own = (line.partition(":")[2] for line in info.splitlines() if line.startswith(("flags", "Features")))
     return frozenset(next(own, "").split())
 

@@ -24,7 +24,7 @@ HEAD_DIMS = (64, 128, 256)
 # Spans of up to so many tokens are decoded or verified, longer ones are prompts.
 SHORT_QUERIES = 16
 SHORT, LONG = "fa2", "auto"
-# For the partial results of contexts that are split; a plan that needs more fails.
+# Memory for the partial results of contexts that are split; a plan that needs more fails.
 WORKSPACE_BYTES = 384 << 20
 
 WritePages = Callable[[Tensor, Tensor, LayerKv, Tensor], None]
@@ -54,7 +54,7 @@ class Part:
 
 @dataclass(slots=True)
 class Plan:
-    """A step. `reserved` has buffers at fixed addresses."""
+    """The plan of a step. `reserved` has buffers at fixed addresses."""
 
     slots: Tensor  # [num_tokens]
     parts: tuple[Part, ...]
@@ -101,7 +101,8 @@ class FlashInferAttention:
         return Plan(ints[:num_tokens], tuple(parts))
 
     def reserve(self, reserved: Reserved, block_size: int, dtype: torch.dtype, device: torch.device) -> Plan:
-        """See ReplayableAttention; what is captured before the first refill has an output of no meaning."""
+        """The reserved plan, see ReplayableAttention; what is captured before the first refill has an output of no
+        meaning."""
         if dtype not in DTYPES:
             raise ValueError(f"FlashInfer does not compute in {dtype}")
         num_tokens, num_spans, query_len = reserved.num_tokens, reserved.num_spans, reserved.query_len
@@ -174,7 +175,7 @@ class FlashInferAttention:
         return found
 
     def _shared_workspace(self, device: torch.device) -> Tensor:
-        """One for all: launches that use it follow each other on the stream."""
+        """The workspace, one for all wrappers: launches that use it follow each other on the stream."""
         if self._workspace is None:
             self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return self._workspace

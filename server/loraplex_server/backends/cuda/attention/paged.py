@@ -103,7 +103,8 @@ def _tile(
     HAS_BIAS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One tile of keys. A tile that a row cannot see changes nothing of it, bit for bit."""
+    """Adds one tile of keys to the attention of a block of rows. A tile that a row cannot see changes nothing of it,
+    bit for bit."""
     n = tl.multiple_of(start, BLOCK_KEYS) + tl.arange(0, BLOCK_KEYS)
     inside = n < end
     page = tl.load(table_ptr + n // PAGE, mask=inside, other=0)
@@ -177,7 +178,8 @@ def attend_kernel(
     HAS_BIAS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Grid: KV heads x as many programs as there are pieces, or fewer; each goes on to the next piece of its own."""
+    """Attention of pieces. Grid: KV heads x as many programs as there are pieces, or fewer; each goes on to the next
+    piece of its own."""
     kv_head = tl.program_id(0)
     num_kv_heads = tl.num_programs(0)
     num_pieces = tl.load(plan_ptr + count_at)
@@ -261,7 +263,8 @@ def combine_kernel(
     BLOCK_PARTS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Grid: heads x tokens. Parts come in the order of their keys; those that see nothing change nothing."""
+    """Puts the parts of queries together. Grid: heads x tokens. Parts come in the order of their keys; those that see
+    nothing change nothing."""
     head = tl.program_id(0)
     num_heads = tl.num_programs(0)
     token = tl.program_id(1).to(tl.int64)
@@ -332,7 +335,8 @@ class TritonPagedAttention:
         return build_plan(batch, self._shapes(dtype), dtype, device)
 
     def reserve(self, reserved: Reserved, block_size: int, dtype: torch.dtype, device: torch.device) -> KernelPlan:
-        """See ReplayableAttention. Raises ValueError on a dtype that the kernels do not compute in."""
+        """The reserved plan, see ReplayableAttention. Raises ValueError on a dtype that the kernels do not compute
+        in."""
         if dtype not in SUPPORTED:
             raise ValueError(f"the kernels do not compute in {dtype}")
         return reserve_plan(reserved, block_size, self._shapes(dtype), dtype, device)
@@ -439,7 +443,8 @@ def _has_wgmma(device: torch.device) -> bool:
 
 
 def _num_programs(device: torch.device) -> int:
-    """In the interpreter few enough that each has several pieces to do."""
+    """Most programs that a reserved plan starts, over all KV heads. In Triton's interpreter they are so few that each
+    has several pieces to do."""
     if device.type != "cuda":
         return 4
     return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count

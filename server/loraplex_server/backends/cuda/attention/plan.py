@@ -30,8 +30,8 @@ from loraplex_server.layers.transfer import host_ints
 
 Ints = npt.NDArray[np.int64]
 
-# Of a piece: first token, number of queries, position of the first, first key, end of the keys, start of the block
-# table, first partial or -1 for a result that is complete, unused.
+# The integers of a piece: first token, number of queries, position of the first, first key, end of the keys, start of
+# the block table, first partial or -1 for a result that is complete, unused.
 PIECE_INTS = 8
 PARTIAL_INTS = 3
 # Key ranges begin at multiples of this; tiles of keys are as large at most.
@@ -62,7 +62,8 @@ class Spans:
 
 
 def read_spans(batch: AttentionBatch, reserved: Reserved | None = None) -> Spans:
-    """With `reserved`, padded with empty spans. Raises ValueError where the step does not fit into it."""
+    """The spans of a step. With `reserved`, padded with empty spans; raises ValueError where the step does not fit into
+    it."""
     # Tokens that are in the cache already; what is on the device names none.
     is_kept = batch.slots.numpy() < 0 if reserved is not None and batch.slots.device.type == "cpu" else None
     query_lens, context_lens = batch.query_lens, batch.context_lens
@@ -152,7 +153,7 @@ class KernelPlan:
 
     @property
     def slots(self) -> Tensor:
-        """[num_tokens] where keys and values go; -1: nowhere."""
+        """The places [num_tokens] where keys and values go; -1: nowhere."""
         return self.buffer[self.slots_at : self.slots_at + self.num_tokens]
 
 
@@ -166,7 +167,8 @@ class Cut:
 
 
 def shape_of(spec: AttentionSpec, dtype: torch.dtype) -> Shape:
-    """Blocks are as tall as registers allow; float32, which tensor cores do not compute, needs more of them."""
+    """The shape of a layer. Blocks are as tall as registers allow; float32, which tensor cores do not compute, needs
+    more of them."""
     row_bytes = max(spec.k_dim, spec.v_dim) * dtype.itemsize
     fitting = ROW_BYTES // (row_bytes if dtype.itemsize == 2 else 2 * row_bytes)
     max_rows = min(MAX_ROWS, max(MIN_ROWS, 1 << max(0, fitting.bit_length() - 1)))

@@ -41,8 +41,8 @@ def pointer_to(address, like, IS_ALIGNED: tl.constexpr):
 
 @triton.jit
 def sum_of_ranks(ranks_ptr, term_slots_ptr, first_term, num_terms):
-    """0: the terms' adapters leave this module alone. y must then stay as it is: even adding nothing would turn a -0.0
-    into 0.0."""
+    """Sum of the terms' ranks. 0: their adapters leave this module alone, and y must stay as it is: even adding nothing
+    would turn a -0.0 into 0.0."""
     total = 0
     term = 0
     while term < num_terms:
@@ -53,14 +53,15 @@ def sum_of_ranks(ranks_ptr, term_slots_ptr, first_term, num_terms):
 
 @triton.jit
 def block_at(blocks_ptr, block):
-    """Of a block its first position, number of rows, first term, number of terms."""
+    """A block's first position, number of rows, first term, number of terms."""
     at = blocks_ptr + block * 4
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
 
 
 @triton.jit
 def member_of(column_block, end_0, end_1, out_features, BLOCK_OUT: tl.constexpr):
-    """Of a block of columns its member, the block's number in it, and the member's first and last column."""
+    """The member that a block of columns belongs to, the block's number in it, and the member's first and last
+    column."""
     num_0 = tl.cdiv(end_0, BLOCK_OUT)
     num_1 = tl.cdiv(end_1 - end_0, BLOCK_OUT)
     member = (column_block >= num_0).to(tl.int32) + (column_block >= num_0 + num_1).to(tl.int32)

@@ -87,7 +87,7 @@ class Call:
     launch: Launch
 
     def inner(self) -> Tensor:
-        """Not zeroed: a kernel reads only what the other wrote."""
+        """The tensor between the two halves. It is not zeroed: a kernel reads only what the other wrote."""
         shape = len(self.tables), self.launch.num_splits, self.plan.num_positions, self.inner_stride
         return torch.empty(shape, dtype=torch.float32, device=self.x.device)
 
@@ -153,7 +153,8 @@ class TritonOps(ReplayableLora):
             _launch(call, y)
 
     def apply_merged(self, y: Tensor, x: Tensor, tables: Sequence[FactorTable], prepared: PreparedSegments) -> None:
-        """In as few launches as one module takes where the tables are evenly spaced (AdapterSlots makes them so)."""
+        """Adds the terms of all members in as few launches as one module takes, where the tables are evenly spaced
+        (AdapterSlots makes them so)."""
         if not _is_one_launch(x, tables):
             super().apply_merged(y, x, tables, prepared)
         elif (call := self._call(x, tables, prepared.data)) is not None:
@@ -162,9 +163,9 @@ class TritonOps(ReplayableLora):
     def apply_over(
         self, base: Callable[[], Tensor], x: Tensor, tables: Sequence[FactorTable], prepared: PreparedSegments
     ) -> Tensor:
-        """In a CUDA graph the first half runs beside the base's product, which waits for memory: in a branch of the
-        graph. Behind the product in the graph's order: in front of it, it held the product up. Without a graph the
-        host is what takes time."""
+        """The base's product with the terms added. In a CUDA graph the first half (shrink) runs in a branch, beside the
+        base's product, which waits for memory. The branch is recorded behind the product: recorded in front of it, it
+        held the product up. Without a graph there is no branch: there the host is what takes time."""
         is_captured = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         call = self._call(x, tables, prepared.data) if is_captured and _is_one_launch(x, tables) else None
         if call is None or call.launch.variant == "fused":
@@ -185,7 +186,7 @@ class TritonOps(ReplayableLora):
         return choose_block_rows(num_rows, self._variant)
 
     def _call(self, x: Tensor, tables: Sequence[FactorTable], plan: KernelPlan) -> Call | None:
-        """None where nothing is to be added."""
+        """The arguments of the launches; None where nothing is to be added."""
         if plan.num_blocks == 0:
             return None
         known = [_known(table) for table in tables]
@@ -245,7 +246,7 @@ def _is_one_launch(x: Tensor, tables: Sequence[FactorTable]) -> bool:
 
 
 def _launch(call: Call, y: Tensor) -> None:
-    """Adds to y [num_rows, sum of outputs]."""
+    """Adds the update to y [num_rows, sum of outputs]."""
     if call.launch.variant == "fused":
         _fuse(call, y)
         return

@@ -34,7 +34,8 @@ Words = npt.NDArray[np.int32]
 
 @dataclass(slots=True)
 class KernelPlan:
-    """Positions list the rows of every block one after the other; a row is in one block at most.
+    """A step's blocks of rows on the device. Positions list the rows of every block one after the other; a row is in
+    one block at most.
 
     Rows need no order in the step: blocks reach them through `rows`, so that activations are not permuted. A block of
     no rows is a program that ends at once. All four tensors are parts of `words`. Of a reserved plan the contents
@@ -63,7 +64,7 @@ class KernelPlan:
 
 @dataclass(frozen=True, slots=True)
 class HostPlan:
-    """The same on the host, by its parts."""
+    """A kernel plan on the host, by its parts."""
 
     blocks: Words  # [num_blocks, 4]
     rows: Words
@@ -172,7 +173,7 @@ def _host_plan(groups: Sequence[tuple[Terms, list[tuple[int, int]]]], block_rows
 
 
 def _within(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """0, 1, ... for each length in turn."""
+    """Numbers 0, 1, ... for each length in turn."""
     starts = np.cumsum(lengths) - lengths
     return np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
 
@@ -184,7 +185,7 @@ def _spans(num_blocks: int, num_positions: int, num_terms: int) -> list[int]:
 
 
 def _write(host: HostPlan, words: Words, sizes: tuple[int, int, int]) -> None:
-    """Into all of `words`; what is not used is zero, so that a block there has no rows."""
+    """Writes the plan into `words` and zeros into the rest of them, so that an unused block has no rows."""
     words.fill(0)
     start = 0
     parts = (host.blocks.reshape(-1), host.rows, host.term_slots, host.term_weights.view(np.int32))
@@ -246,7 +247,7 @@ MAX_SOME = 512
 # A fused program reads all of A: up to so many elements of A (16 x 2048 in bfloat16 are 64 KB) that is as fast as the
 # launch and the round trip that it saves (about 1 us; one SM takes in some 100 KB/us from L2).
 MAX_FUSED_A = 16 * 2048
-# And all its programs together should be on the device at once (132 SMs).
+# All programs of a fused launch together should be on the device at once (132 SMs).
 MAX_FUSED_PROGRAMS = 264
 # Blocks of few rows up to which programs share an adapter's ranks.
 MAX_SHARED_BLOCKS = 16
@@ -294,8 +295,8 @@ def choose_launch(
     element_bytes: int,
     variant: Variant | None = None,
 ) -> Launch:
-    """For blocks of so many rows, in a module of this shape with ranks up to `max_rank`. A variant that is asked for is
-    taken, if blocks of so many rows have it."""
+    """The launch for blocks of so many rows, in a module of this shape with ranks up to `max_rank`. A variant that is
+    asked for is taken, if blocks of so many rows have it."""
     if block_rows > FEW_ROWS:
         return _tiles(block_rows, in_features, max_rank, element_bytes)
     # Longer pieces of A make fewer programs and fewer terms in the second half's sum; shorter ones more that load at
@@ -346,8 +347,9 @@ def choose_dense_rows(num_rows: int) -> int:
 
 
 def choose_dense_launch(block_rows: int, element_bytes: int) -> DenseLaunch:
-    """For few rows reading is all: 32 outputs per program make 128 programs for 4,096 (of 132 SMs), and of each three
-    pieces of 16 KB are under way, more than the 30 KB per SM that fill an H200's 4.8 TB/s for the time of a read."""
+    """The launch of a dense product. For few rows reading is all: 32 outputs per program make 128 programs for 4,096
+    (of 132 SMs), and each has three pieces of 16 KB under way, more than the 30 KB per SM that fill an H200's 4.8 TB/s
+    for the time of a read."""
     if block_rows == SOME_ROWS:
         return DenseLaunch(block_in=512 // element_bytes, block_out=32, num_stages=4)
     return DenseLaunch(block_in=128 // element_bytes, block_out=64, num_stages=4)

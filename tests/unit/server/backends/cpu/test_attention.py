@@ -103,7 +103,7 @@ def test_grid(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("place", [at_end, at_start], ids=lambda f: f.__name__)
 def test_nothing_beyond_the_pages_is_read(backend: NativePagedAttention, dtype: torch.dtype, place: object) -> None:
-    """With blocks that are nearly full, and the last block in the last page."""
+    """No read passes the guarded pages, with blocks that are nearly full, and the last block in the last page."""
     for window in (None, 9):
         one = spec(6, 2, 96, window=window, key_bias=place(biases_of(6, 32)) if window else None)  # type: ignore[operator]
         problem = make_problem([(30, 1), (0, 17), (15, 4)], one, dtype, block_size=16)
@@ -118,7 +118,7 @@ def test_nothing_beyond_the_pages_is_read(backend: NativePagedAttention, dtype: 
 def test_what_others_left_in_their_pages_never_matters(
     backend: NativePagedAttention, dtype: torch.dtype, window: int | None
 ) -> None:
-    """Nor what is in the rest of a block of the span's own."""
+    """The rest of a block of the span's own does not matter either."""
     problem = make_problem([(20, 1), (0, 6), (141, 1)], spec(window=window), dtype, poison=float("nan"))
     problem.check(problem.run(backend), TOLERANCES[dtype])
 
@@ -197,7 +197,7 @@ def test_blocks_of_any_size_give_the_same_bits(backend: NativePagedAttention, dt
 def test_a_bad_query_stays_alone(
     backend: NativePagedAttention, dtype: torch.dtype, bad: float, softcap: float | None
 ) -> None:
-    """And is seen to be bad: NaN does not get lost in a maximum or a softcap."""
+    """A bad query changes no other row, and is seen to be bad: NaN does not get lost in a maximum or a softcap."""
     problem = make_problem([(20, 3), (9, 1)], spec(6, 2, 32, softcap=softcap), dtype)
     good = problem.run(backend)
     problem.query = problem.query.clone()
@@ -217,7 +217,8 @@ def test_a_bad_query_stays_alone(
 def test_a_bad_token_is_seen_by_none_before_it(
     backend: NativePagedAttention, dtype: torch.dtype, bad: float, window: int | None, chunk: int | None, is_value: bool
 ) -> None:
-    """Nor by those whose window or chunk has left it behind; and a prompt's queries are computed many at a time."""
+    """Tokens whose window or chunk has left it behind do not see it either; and a prompt's queries are computed many at
+    a time."""
     one, at = spec(6, 2, 96, window=window, chunk=chunk, sinks=sinks_of(6) if chunk else None), 150
     one = replace(one, key_bias=biases_of(6, 320) if window == 140 else None)
     good = make_problem([(20, 300)], one, dtype).run(backend)
@@ -235,7 +236,7 @@ def test_a_bad_token_is_seen_by_none_before_it(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_largest_score_may_come_last(backend: NativePagedAttention, dtype: torch.dtype) -> None:
-    """What was added up before it then counts for next to nothing, and for nothing."""
+    """A sum that was made before the largest score then counts for next to nothing, or for nothing."""
     for growth in (0.02, 0.3):
         problem = make_problem([(0, 400)], spec(2, 1, 32), dtype)
         problem.query[:] = 1.0

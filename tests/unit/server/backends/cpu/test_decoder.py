@@ -56,7 +56,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[NativeKernels]:
 
 
 def adapter(factors: Mapping[str, LoraFactors]) -> AdapterWeights:
-    """Of tensors that lie anywhere."""
+    """An adapter whose tensors lie anywhere."""
     return AdapterWeights(AdapterKey("lora", "0" * 64), torch.empty(0, dtype=torch.uint8), factors)
 
 
@@ -236,7 +236,7 @@ def test_rows_whose_output_is_read_have_every_bit(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scratch_grows_with_tokens_and_ranks(kernels: NativeKernels, dtype: torch.dtype) -> None:
-    """In any order: each step is what a fresh stack computes."""
+    """Numbers of tokens and ranks come in any order: each step equals that of a fresh stack."""
     bench = Bench(kernels, dtype)
     for num_tokens, rank in ((1, 1), (3, 64), (1, 256), (150, 8), (2, 0), (131, 100), (60, 256), (7, 3)):
         weights = bench.install(0, rank)
@@ -277,8 +277,8 @@ def test_every_linear_gets_its_own_factors(kernels: NativeKernels, dtype: torch.
 def test_gains_and_shifts_are_computed_in_the_stack(
     kernels: NativeKernels, dtype: torch.dtype, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same as in the weight, and as a shift alone beside that. Rows beside keep their bits, and so do rows in runs
-    of any length."""
+    """Gains and shifts give the same as a gain in the weight with a shift alone beside it. Rows beside keep their bits,
+    and so do rows in runs of any length."""
     bench = Bench(kernels, dtype)
     never_by_own_layers(bench, monkeypatch)
     plain = bench.install(0, 7)
@@ -322,8 +322,8 @@ def test_gains_and_shifts_are_computed_in_the_stack(
     "norm", ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"]
 )
 def test_saved_norms_are_computed_in_the_stack(kernels: NativeKernels, dtype: torch.dtype, norm: str) -> None:
-    """To the bit the same as in a model that has them. Rows beside keep their bits, and so do rows in runs of any
-    length."""
+    """Saved norms give the same bits as a model that has them. Rows beside keep their bits, and so do rows in runs of
+    any length."""
     bench = Bench(kernels, dtype, "qwen3")
     plain = bench.install(0, 7)
     path = f"model.layers.1.{norm}"
@@ -360,8 +360,8 @@ def test_saved_norms_are_computed_in_the_stack(kernels: NativeKernels, dtype: to
 def test_own_products_are_computed_in_the_stack(
     kernels: NativeKernels, dtype: torch.dtype, part: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same as a model with such a weight, with a low-rank term and a gain beside it. Other rows keep their bits,
-    and so do rows in runs of any length."""
+    """Own products give the same as a model with such a weight, with a low-rank term and a gain beside it. Other rows
+    keep their bits, and so do rows in runs of any length."""
     bench = Bench(kernels, dtype)
     never_by_own_layers(bench, monkeypatch)
     plain = bench.install(0, 7)
@@ -419,7 +419,7 @@ def own_product(kind: str, weight: Tensor) -> tuple[dict[str, SavedParameter], T
 def test_own_products_beside_weights_in_few_bits(
     kernels: NativeKernels, dtype: torch.dtype, form: WeightFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit what the rounded model computes."""
+    """A model in few bits gives the bits of the rounded model, with adapters' own products."""
     model = native_model("llama", dtype)
     rounded = copy.deepcopy(model)
     round_weights(rounded, form)
@@ -622,7 +622,7 @@ def test_layers_may_differ_in_their_numbers() -> None:
 
 
 def scaled(module: nn.Module, factor: float) -> None:
-    """As a patch of a model does it: on the instance."""
+    """Scales a module's output as a patch of a model does it: on the instance."""
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -673,7 +673,7 @@ def test_layers_without_positions_are_noticed_where_attention_hardly_matters(dty
 def test_a_layer_that_differs_by_its_place_is_noticed(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By code that no attribute shows, and by less than bfloat16 rounds away."""
+    """The layers differ by code that no attribute shows, and by less than bfloat16 rounds away."""
     forward = modeling_llama.LlamaAttention.forward
 
     def unturned(self: Any, position_embeddings: tuple[Tensor, Tensor], **options: Any) -> Any:
@@ -721,7 +721,7 @@ def test_positions_that_turn_a_part_of_each_head(
 @pytest.mark.parametrize("form", [None, *FORMATS.values()], ids=lambda form: form.name if form else "plain")
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_layers_before_one_that_differs_get_their_weights_back(family: str, form: WeightFormat | None) -> None:
-    """Bit for bit, though they are kept packed while the others are proven."""
+    """The weights are the same bit for bit, though they are kept packed while the others are proven."""
     model = native_model(family, torch.bfloat16)
     kernels = native_kernels()
     if form is not None:

@@ -71,7 +71,7 @@ def test_weights_of_odd_sizes_are_not_taken() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_a_loaded_model_keeps_one_copy_of_its_experts(family: str) -> None:
-    """Also where weights lie the other way round, with biases and a gate of the family's own."""
+    """Experts may have weights that lie the other way round, biases and a gate of the family's own."""
     model = native_rig(random_model(family, torch.float32), native_kernels()).loaded.model
     found = [module for module in model.modules() if isinstance(module, AdaptedExperts)]
     assert len(found) == 2

@@ -93,7 +93,7 @@ def test_absorbed_linears_are_computed_by_nobody(kernels: NativeKernels) -> None
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_no_weight_is_kept_twice(kernels: NativeKernels, family: str) -> None:
-    """Whether its layers became a stack or not."""
+    """Weights are kept once, where a model's layers became a stack and where they did not."""
     loaded = adopt_model(native_model(family, torch.bfloat16), backend=CpuBackend(kernels))
     linears = [module for module in loaded.targets.values() if isinstance(module, AdaptedLinear)]
     assert len(linears) == 2 * 7 + 1
@@ -132,7 +132,7 @@ def test_tied_weights_stay_tied(kernels: NativeKernels) -> None:
 
 
 def test_this_torch_still_has_the_operators() -> None:
-    """They are private. When they go, serving on a CPU goes on, slower: see to it then."""
+    """The operators are private to torch. When they go, serving on a CPU goes on, slower: see to it then."""
     assert can_pack(torch.zeros(4, 4))
 
 
@@ -156,7 +156,7 @@ def test_the_prepacked_product_is_the_plain_one(
 
 
 def test_a_transposed_weight_can_be_packed() -> None:
-    """Of a Conv1D."""
+    """The transposed weight of a Conv1D can be packed."""
     weight = torch.randn(48, 80, generator=torch.Generator().manual_seed(0)).t()
     x = torch.randn(3, 48, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(packed_linear(weight, None)(x), x @ weight.t(), rtol=1e-5, atol=1e-5)

@@ -40,7 +40,7 @@ def ops(isa: str) -> NativeOps:
 
 
 def at_odd_address(values: Tensor) -> Tensor:
-    """In the middle of something larger, at an address that is a multiple of the element's size and of nothing else."""
+    """The values inside a larger buffer, at an address that is a multiple of the element's size and of nothing else."""
     buffer = torch.full((values.numel() + 40,), float("nan"), dtype=values.dtype)
     per_line = 64 // values.element_size()
     start = (1 - buffer.data_ptr() // values.element_size()) % per_line
@@ -111,7 +111,7 @@ def test_inner_products_are_not_rounded(ops: NativeOps, dtype: torch.dtype, num_
 
 
 def alone(ops: NativeOps, problem: Problem, row: int) -> Tensor:
-    """What the row becomes when it is the only one."""
+    """The row's result when it is the only one."""
     uses = [Segment(0, 1, s.adapter_slot, s.weight) for s in problem.segments if s.start <= row < s.end]
     single = Problem(problem.table, uses, problem.x[row : row + 1], problem.y[row : row + 1])
     return single.run(ops)[0]
@@ -202,7 +202,7 @@ def listed(segments: list[Segment]) -> list[tuple[int, int, list[tuple[int, floa
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 17])
 def test_own_weights_of_full_rank(ops: NativeOps, dtype: torch.dtype, num_rows: int) -> None:
-    """Into some columns of some rows; a row has the same bits in any company of few."""
+    """A full-rank product goes into some columns of some rows; a row has the same bits in any company of few."""
     weight, bias = (torch.randn(shape, dtype=dtype) for shape in ((70, 48), (70,)))
     x, wide = torch.randn(num_rows, 48, dtype=dtype), torch.zeros(num_rows, 100, dtype=dtype)
     for given in (None, bias):
@@ -245,7 +245,7 @@ def test_runs_are_in_order_and_apart(isa: str) -> None:
 
 
 def test_other_dtypes_cost_nothing_until_one_comes(ops: NativeOps, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then all modules of the step share what torch prepares."""
+    """All modules of the step then share what torch prepares."""
     planned: list[int] = []
     real = CpuOps._plan  # pyright: ignore[reportPrivateUsage]
 

@@ -88,7 +88,7 @@ def test_every_set_guesses_what_its_heads_would_alone(kernels: NativeKernels) ->
 
 
 def test_bfloat16(kernels: NativeKernels) -> None:
-    """Of the token that is guessed the exact logit is the largest but for rounding."""
+    """The guessed token's exact logit is the largest but for rounding."""
     bench = Bench(kernels, torch.bfloat16)
     heads = bench.install(0, 1, 2, 1)
     exact = copy.deepcopy(bench.lm_head).requires_grad_(False).double()

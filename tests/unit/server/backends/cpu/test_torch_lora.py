@@ -53,7 +53,7 @@ def one_row_each(num_rows: int, dtype: torch.dtype, rank: int = 8, width: int = 
 @pytest.mark.parametrize("idle_rows", [False, True])
 @pytest.mark.parametrize("way", ["native", "upcast", "packed", "packed upcast"])
 def test_every_way_is_right(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, way: str, idle_rows: bool) -> None:
-    """Whatever the cost model would choose, on machines with and without fast half precision."""
+    """Results are right whatever the cost model would choose, on machines with and without fast half precision."""
     torch.manual_seed(5)
     upcast = "upcast" in way
     monkeypatch.setattr(f"{LAYOUT}.UPCAST_COST", FREE if upcast else DEAR)

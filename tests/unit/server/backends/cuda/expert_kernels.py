@@ -70,7 +70,7 @@ def test_other_dtypes_keep_the_models_own_code() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_a_model_computes_by_them(family: str) -> None:
-    """Also where weights lie the other way round, with biases and a gate of the family's own."""
+    """Experts may have weights that lie the other way round, biases and a gate of the family's own."""
     model = random_model(family, torch.float32)
     prompts = random_prompts(3, VOCAB_SIZE, seed=3, longest=9)
     logits: list[list[Tensor]] = []

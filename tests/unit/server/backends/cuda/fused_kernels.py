@@ -17,7 +17,8 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def check(got: torch.Tensor, want: torch.Tensor, rtol: float) -> None:
-    """The interpreter cuts what it makes bfloat16 off instead of rounding it; only a GPU shows those last bits."""
+    """Compares values. The interpreter cuts what it makes bfloat16 off instead of rounding it; only a GPU shows those
+    last bits."""
     is_cut = want.dtype == torch.bfloat16
     torch.testing.assert_close(got, want, rtol=2e-2 if is_cut else rtol, atol=3e-2 if is_cut else 1e-6 * rtol)
 
@@ -39,7 +40,7 @@ def test_norms(shape: tuple[int, ...], form: NormForm, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [16, 12])
 def test_rotations_are_right_to_the_last_bit(dim: int, dtype: torch.dtype) -> None:
-    """As slices of a joint product come, partial rotations included."""
+    """Query and key are slices of a joint product, partial rotations included."""
     torch.manual_seed(0)
     joint = torch.randn(1, 5, (4 + 2) * 20).to(dtype)
     query = joint[..., :80].view(1, 5, 4, 20).transpose(1, 2)[..., :dim]
@@ -55,7 +56,7 @@ def test_rotations_are_right_to_the_last_bit(dim: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_features", [40, 1500])
 def test_gates(num_features: int, dtype: torch.dtype) -> None:
-    """As halves of a joint product, and apart."""
+    """Gate and up are halves of a joint product, or apart."""
     torch.manual_seed(0)
     joint = (4 * torch.randn(1, 5, 2 * num_features)).to(dtype)
     gate, up = joint.split(num_features, dim=-1)

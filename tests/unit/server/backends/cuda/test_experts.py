@@ -24,7 +24,8 @@ EVEN = ("in_features", "out_features", "x_stride", "expert_stride", "out_stride"
 def test_compiles(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, block_rows: int, is_transposed: bool, dtype: str, arch: int
 ) -> None:
-    """For experts of the shape of Qwen3-30B-A3B's. A stride of 1 is a constant to the compiler, as in a launch."""
+    """The kernel compiles for experts of the shape of Qwen3-30B-A3B's. A stride of 1 is a constant to the compiler, as
+    in a launch."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

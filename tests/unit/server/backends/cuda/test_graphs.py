@@ -41,7 +41,7 @@ def model() -> PreTrainedModel:
 
 
 class Replays:
-    """How many steps of a rig came out of graphs, by shape of the bucket and kind."""
+    """Counts the steps of a rig that came out of graphs."""
 
     def __init__(self) -> None:
         self.num = 0
@@ -128,7 +128,8 @@ def assert_same(replayed: Rig, eager: Rig, jobs: list[Job], want: list[Job], *, 
 
 @pytest.mark.parametrize("max_chunk", [1, 7])
 def test_decode_steps_are_the_eager_ones_bit_by_bit(model: PreTrainedModel, max_chunk: int) -> None:
-    """In buckets with room to spare, beside eager steps where prompts come in chunks; the dice fall alike in both."""
+    """Steps replay in buckets with room to spare, beside eager steps where prompts come in chunks; the random draws are
+    alike in both."""
     shapes = [Shape(1), Shape(3), Shape(MAX_ROWS)]
     (eager, _), (replayed, replays) = rig_of(model, max_chunk=max_chunk), rig_of(model, shapes, max_chunk=max_chunk)
     want, jobs = mixed_jobs(), mixed_jobs()
@@ -140,7 +141,8 @@ def test_decode_steps_are_the_eager_ones_bit_by_bit(model: PreTrainedModel, max_
 
 
 def test_drafts_of_all_lengths_share_a_replay(model: PreTrainedModel) -> None:
-    """Beside rows without any; attention sees more queries than eager, so the last bits may differ."""
+    """Rows with drafts and rows without any share a replay; attention sees more queries than eager, so the last bits
+    may differ."""
 
     def propose(so_far: list[int]) -> list[int]:
         dice = random.Random(sum(so_far))
@@ -170,7 +172,7 @@ def test_drafts_that_are_right_are_accepted(model: PreTrainedModel) -> None:
 
 
 def test_hidden_states_outlive_the_next_replay(model: PreTrainedModel) -> None:
-    """Of a step under way while another one is handed over."""
+    """The hidden states of a step under way are kept while another one is handed over."""
     rig, replays = rig_of(model, [Shape(2)])
     prompt = random_prompts(2, VOCAB_SIZE, seed=2)[1]
     want = greedy(model, prompt, 4)
@@ -204,7 +206,8 @@ def test_more_adapters_on_a_row_than_were_reserved(model: PreTrainedModel) -> No
 
 
 def test_an_adapter_of_the_embedding_runs_eager(model: PreTrainedModel) -> None:
-    """Its factors are looked up on the host. The neighbours' steps are replayed again when it has left."""
+    """The adapter's embedding factors are looked up on the host. The neighbours' steps are replayed again when it has
+    left."""
     (eager, _), (replayed, replays) = rig_of(model, max_chunk=1), rig_of(model, [Shape(MAX_ROWS)], max_chunk=1)
     factors = LoraFactors(torch.randn(2, VOCAB_SIZE).double(), torch.randn(32, 2).double(), 1.0)
     for rig in (eager, replayed):
@@ -222,7 +225,8 @@ def test_an_adapter_of_the_embedding_runs_eager(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize(("family", "is_replayed"), [("llama", True), ("gemma2", False)])
 def test_an_adapter_of_the_head_follows_a_replay(family: str, is_replayed: bool) -> None:
-    """Where nothing is done to the logits behind the head; gemma2 caps them, so such steps run eager."""
+    """An adapter of the head is replayed where nothing is done to the logits behind the head; gemma2 caps them, so such
+    steps run eager."""
     model = make_dense(random_model(family))
     (eager, _), (replayed, replays) = rig_of(model, max_chunk=1), rig_of(model, [Shape(MAX_ROWS)], max_chunk=1)
     prompts = random_prompts(4, VOCAB_SIZE, seed=9)
@@ -271,7 +275,7 @@ def test_padding_disturbs_nobody(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("num_before", [0, 1, 3])
 def test_a_capture_that_fails_leaves_a_server_that_runs(model: PreTrainedModel, num_before: int) -> None:
-    """With the graphs before it, or with none; said once."""
+    """The server runs with the graphs captured before the failure, or with none; the failure is reported once."""
     replays, said = Replays(), list[str]()
 
     def capture(launch: Callable[[], object]) -> Callable[[], None]:

@@ -33,7 +33,7 @@ SUITES = (
 @pytest.mark.timeout(400)  # two minutes of work for all, on a machine that may have other work
 @pytest.mark.parametrize("step", [10, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_suite_over_the_kernels(step: int) -> None:
-    """Every tenth test of them, or all."""
+    """Every tenth test of the suites passes over the kernels, or every test."""
     num_passed = passed_over_the_kernels(*SUITES, step=step)
     assert num_passed >= 259 // step
 

@@ -39,7 +39,7 @@ IN, OUT = 96, 64
 
 
 def at(pointer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """What a kernel finds behind a pointer."""
+    """The tensor that a kernel finds behind a pointer."""
     num_bytes = dtype.itemsize * torch.Size(shape).numel()
     return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(pointer), dtype=dtype).view(shape)
 
@@ -92,7 +92,7 @@ class FakePunica:
 
 
 class CountingOps(ReferenceOps):
-    """What Punica leaves to others."""
+    """Records the slots that Punica leaves to others."""
 
     def __init__(self) -> None:
         self.slots: list[int] = []

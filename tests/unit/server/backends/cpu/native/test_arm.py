@@ -93,7 +93,8 @@ def isa(request: pytest.FixtureRequest) -> str:
 
 
 def check(program: Program, avx2: Library, emulated: list[str], isa: str, folder: Path, dtype: int = F32) -> None:
-    """`dtype`: of the program's products."""
+    """Runs a program by the emulated kernels and by AVX2's, and compares its buffers. `dtype`: of the program's
+    products."""
     found = program.run_by(emulated, folder, isa)
     program.run(avx2)
     pointed = {idx for idx, _, _ in program.pointers}
@@ -106,7 +107,7 @@ def check(program: Program, avx2: Library, emulated: list[str], isa: str, folder
 
 
 def distance(dtype: np.dtype[Any], own: NDArray[np.uint8], other: NDArray[np.uint8]) -> float:
-    """Relative, of two buffers of floats. 0 for scratch, which is bytes."""
+    """Relative distance of two buffers of floats; 0 for scratch, which is bytes."""
     if dtype == np.uint8:
         return 0.0
     assert dtype in (np.uint16, np.float32), f"{dtype} has to be equal"
@@ -116,7 +117,7 @@ def distance(dtype: np.dtype[Any], own: NDArray[np.uint8], other: NDArray[np.uin
 
 
 def as_floats(values: NDArray[Any]) -> NDArray[np.float64]:
-    """Of float32, or of bfloat16 in its bits."""
+    """The values in float64, from float32 or from the bits of bfloat16."""
     wide = values if values.dtype == np.float32 else (values.astype(np.uint32) << 16).view(np.float32)
     return wide.astype(np.float64)
 
@@ -172,7 +173,7 @@ def put_table(program: Program, dice: np.random.Generator, dtype: int, k: int, o
 def put_own_table(
     program: Program, dice: np.random.Generator, dtype: int, k: int, outputs: int, ranks: list[int]
 ) -> Table:
-    """With a weight of its own for the first of two slots, and blocks of four inputs for the second one."""
+    """A table with a weight of its own for the first of two slots, and blocks of four inputs for the second one."""
     table = put_table(program, dice, dtype, k, outputs, ranks)
     weight = program.put(floats(dice, dtype, outputs, k, scale=0.1))
     blocks = program.put(floats(dice, dtype, k // 4, 4, 4))
@@ -185,13 +186,13 @@ def put_own_table(
 
 
 def put_norm(program: Program, dice: np.random.Generator, dtype: int, n: int) -> Norm:
-    """With a weight of its own for the second of two slots."""
+    """A norm with a weight of its own for the second of two slots."""
     weight, own = (program.put(floats(dice, dtype, n)) for _ in range(2))
     return Norm(weight, program.put(np.array([0, own], np.int64), are_pointers=True))
 
 
 def put_runs(program: Program, runs: list[tuple[int, int, int]], max_rank: int) -> Runs:
-    """Of (first row, row behind the last, slot)."""
+    """Runs of rows, each given as (first row, row behind the last, slot)."""
     columns = [np.array(column, np.int32) for column in zip(*runs, strict=True)]
     uses = np.arange(len(runs) + 1, dtype=np.int32)
     weights = np.linspace(0.5, 1.0, len(runs), dtype=np.float32)
@@ -219,7 +220,7 @@ def test_adapters(
 
 
 def put_spans(program: Program, spans: list[tuple[int, int]], block_size: int) -> Spans:
-    """Of (queries, context)."""
+    """Spans, each given as (queries, context)."""
     width = max(-(-context // block_size) for _, context in spans)
     tables = np.arange(len(spans) * width, dtype=np.int64).reshape(len(spans), width)
     starts = np.cumsum([0, *(queries for queries, _ in spans)])
@@ -324,7 +325,7 @@ def test_a_stack_of_layers(
 
 
 def put_pieces(program: Program, chains: list[list[tuple[int, int, int]]]) -> int:
-    """Of each text its pieces (length, place before, place behind or -1)."""
+    """The pieces of each text, each given as (length, place before, place behind or -1)."""
     starts, pieces, start = [0], list[tuple[int, int, int, int]](), 0
     for chain in chains:
         for length, source, target in chain:

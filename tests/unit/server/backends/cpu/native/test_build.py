@@ -129,7 +129,7 @@ def test_a_library_in_use_is_replaced_not_written_over(compiler: Compiler, sourc
 
 
 def test_machines_by_their_platforms() -> None:
-    """As sysconfig names them, which says for what a wheel is built."""
+    """Platforms have the names that sysconfig gives them; those say for what a wheel is built."""
     assert set(build.machine_of("linux-x86_64").variants) == {"avx2", "avx512", "avx512bf16", "amx"}
     assert set(build.machine_of("linux-aarch64").variants) == {"neon", "neonbf16"}
     assert build.machine_of("macosx-14.0-arm64").variants == build.machine_of("linux-aarch64").variants
@@ -173,7 +173,7 @@ def test_an_architecture_without_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_build_needs_the_standard_library_alone() -> None:
-    """It runs where a wheel is made, before anything is installed."""
+    """The build runs where a wheel is made, before anything is installed."""
     server = Path(build.__file__).parents[4]
     code = f"import sys; sys.path.insert(0, {str(server)!r}); from loraplex_server.backends.cpu.native import build"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False)
@@ -222,7 +222,7 @@ def test_a_library_of_the_present_sources_is_not_built_again(monkeypatch: pytest
 
 
 def test_a_foreign_process_can_run_it() -> None:
-    """As the Makefile and CONTRIBUTING.md do; imports nothing that is not in the standard library."""
+    """The Makefile and CONTRIBUTING.md run the build so: it imports nothing beyond the standard library."""
     code = (
         "import runpy, sys\n"
         "sys.modules.update(dict.fromkeys(('torch', 'numpy', 'google', 'grpc')))\n"

@@ -27,7 +27,7 @@ def compiler() -> Compiler:
 @pytest.mark.parametrize("is_last", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["last", "others"])
 @pytest.mark.parametrize("header", HEADERS)
 def test_a_header_compiles_alone(compiler: Compiler, header: str, is_last: bool) -> None:
-    """For the last variant, which has the most instruction sets, and for the others."""
+    """Each header compiles for the last variant, which has the most instruction sets, and for the others."""
     assert compiler.variants
     for name in compiler.variants[-1:] if is_last else compiler.variants[:-1]:
         flags = (*compiler.machine.baseline, *compiler.machine.variants[name], *COMMON, f"-DLP_ISA={name}")

@@ -37,7 +37,7 @@ def random(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def check_product(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    """got [rows, out] = x [rows, in] @ weight.T + bias, as far from it as rounding explains."""
+    """Checks got [rows, out] = x [rows, in] @ weight.T + bias, as far from it as rounding explains."""
     terms = x.double().abs() @ weight.double().abs().T
     want = x.double() @ weight.double().T
     if bias is not None:
@@ -50,7 +50,7 @@ def check_product(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = 
 
 
 def unpacked(packed: PackedWeight) -> Tensor:
-    """[bands * 32, in], padding included, by what src/kernels.h says of the layout."""
+    """The packed weight as [bands * 32, in], padding included, by what src/kernels.h says of the layout."""
     values = packed.memory.view(packed.dtype)
     k = packed.num_inputs
     if packed.dtype == torch.float32:

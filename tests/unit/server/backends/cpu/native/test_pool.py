@@ -33,7 +33,7 @@ def num_os_threads() -> int:
 
 
 def test_many_small_jobs_from_many_threads() -> None:
-    """All share one pool and take turns in it."""
+    """All threads share one pool and take turns in it."""
     torch.manual_seed(0)
     kernels = native_kernels(3)
     packed = [kernels.pack([torch.randn(size, 64)]) for size in (33, 200, 2100)]
@@ -55,7 +55,7 @@ def test_many_small_jobs_from_many_threads() -> None:
 
 @pytest.mark.parametrize("num_threads", [4, 16, 64])
 def test_more_threads_than_cores(num_threads: int) -> None:
-    """As on a machine of so many cores, or on one that others use too: a sum has the same bits."""
+    """A sum has the same bits on a machine of so many cores, and on one that others use too."""
     torch.manual_seed(2)
     one, many = native_kernels(1), native_kernels(num_threads)
     weight = torch.randn(2100, 96).bfloat16()
@@ -150,7 +150,8 @@ sys.exit(7)
 
 @pytest.mark.parametrize("how", ["busy", "forked"])
 def test_a_process_ends(how: str) -> None:
-    """While a thread is computing; and one that was forked, which must not wait for threads that it does not have."""
+    """A process ends while a thread is computing. So does one that was forked: it must not wait for threads that it
+    does not have."""
     done = subprocess.run([sys.executable, "-c", EXITING, how], timeout=60, check=False, capture_output=True, text=True)
     assert done.returncode == 7, done.stderr
 

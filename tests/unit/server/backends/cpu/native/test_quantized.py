@@ -22,7 +22,7 @@ def form(request: pytest.FixtureRequest) -> WeightFormat:
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Of very different sizes, as outputs and blocks of a weight are."""
+    """Random values of very different sizes, as outputs and blocks of a weight are."""
     sizes = torch.randn(shape[0], 1).exp() * torch.randn(1, shape[1]).exp()
     return (torch.randn(*shape) * sizes).to(dtype)
 
@@ -39,7 +39,8 @@ def rounded(weight: Tensor, form: WeightFormat) -> Tensor:
 def test_products_are_those_of_the_rounded_weight(
     kernels: NativeKernels, form: WeightFormat, dtype: torch.dtype, num_inputs: int, num_outputs: int
 ) -> None:
-    """To the bit, with any number of rows: kernels widen weights to what `rounded` is, and sum in the same order."""
+    """Products are equal to the bit, with any number of rows: kernels widen weights to what `rounded` is, and sum in
+    the same order."""
     weight = random(num_outputs, num_inputs, dtype=dtype)
     plain, packed = kernels.pack([rounded(weight, form)]), kernels.pack([weight], form)
     bias = torch.randn(num_outputs).to(dtype)

@@ -43,7 +43,7 @@ def seeded(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the two halves hand over begins as NaN: nothing may be read that was not written."""
+    """Fills with NaN what the two halves hand over: nothing may be read that was not written."""
     inner = lora.Call.inner
     monkeypatch.setattr(lora.Call, "inner", lambda call: inner(call).fill_(float("nan")))
 
@@ -100,7 +100,7 @@ def test_a_mixture_is_added_in_one_go(variant: Variant) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_infinity_meets_no_rank_that_the_adapter_has_not(variant: Variant) -> None:
-    """Times the zero of a masked one it would be no number."""
+    """An infinity times the zero of a masked rank would be no number."""
     table = random_table([1], 48, 40, torch.float32)
     problem = random_problem([Segment(0, 2, 0)], table, 2, torch.float32)
     problem.x[1, 7] = float("inf")

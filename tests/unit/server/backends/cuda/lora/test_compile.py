@@ -62,7 +62,7 @@ def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def has_wide_loads(ptx: str) -> bool:
-    """16 bytes at a time, into registers or into shared memory."""
+    """True if the kernel loads 16 bytes at a time, into registers or into shared memory."""
     return "ld.global.v4.b32" in ptx or bool(re.search(r"cp\.async\.cg\.shared\.global.* 0x10", ptx))
 
 

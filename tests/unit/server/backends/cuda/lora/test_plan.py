@@ -114,7 +114,7 @@ def test_no_segment_is_no_block() -> None:
 
 
 def test_parts_begin_where_wide_loads_want_them() -> None:
-    """Otherwise Triton would compile the kernels once more, in the middle of serving."""
+    """Parts that begin elsewhere would make Triton compile the kernels once more, in the middle of serving."""
     for num_rows in range(1, 9):
         plan = plan_of([Segment(i, i + 1, i % 3) for i in range(num_rows)])
         start = plan.words.data_ptr()
