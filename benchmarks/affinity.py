@@ -210,7 +210,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def measure(fleet: Fleet, arrivals: Sequence[tuple[float, Request]], warm_s: float) -> dict[str, float]:
-    """Of the requests that came after `warm_s`."""
+    """Figures of the requests that arrived after `warm_s`."""
     fleet.run(arrivals)
     counted = [sent for sent in fleet.sent.values() if sent.arrived_s >= warm_s]
     waits_ms = [1000 * (sent.first_token_s - sent.arrived_s) for sent in counted if sent.first_token_s is not None]

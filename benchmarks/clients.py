@@ -60,7 +60,7 @@ class Served:
         return (self.end_s - self.first_token_s) / (self.num_tokens - 1)
 
     def tokens_in(self, begin_s: float, end_s: float) -> float:
-        """As if they had come evenly."""
+        """Tokens that came from `begin_s` to `end_s`, as if the request's tokens had come at a constant rate."""
         overlap_s = min(end_s, self.end_s) - max(begin_s, self.first_token_s)
         return max(0.0, overlap_s) / (self.end_s - self.first_token_s) * self.num_tokens
 
@@ -73,8 +73,8 @@ class Figures:
 
 
 def figures(groups: Sequence[Sequence[Served]]) -> Figures:
-    """Of clients that ran at the same time, from when all had begun, and the first requests were over, to when the
-    first of them sent no more."""
+    """Figures of clients that ran at the same time. The window begins once all have begun and the first requests are
+    over; it ends when one of the clients sends its last request."""
     served = list(itertools.chain(*groups))
     longest_s = max(one.end_s - one.start_s for one in served)
     begin_s = max(min(one.start_s for one in group) for group in groups) + longest_s
@@ -178,7 +178,7 @@ def guidellm_command(url: str, adapter: str, report: Path, args: argparse.Namesp
 
 
 def _served(report: Mapping[str, Any]) -> list[Served]:
-    """Ends this program where a request has failed."""
+    """Requests of a report. Ends this program where a request has failed."""
     (found,) = report["benchmarks"]
     requests: Mapping[str, list[dict[str, Any]]] = found["requests"]
     for kind in ("errored", "incomplete"):

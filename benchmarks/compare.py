@@ -27,7 +27,7 @@ Figures = dict[str, dict[str, list[float]]]  # system -> workload -> tokens per 
 
 
 def takes_part(system: str, workload: str) -> bool:
-    """Whether a system is asked to run a workload."""
+    """True if a system is asked to run a workload."""
     is_base = workload.startswith("base-")
     system = system.removesuffix(BEFORE)
     match system:

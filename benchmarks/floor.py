@@ -119,7 +119,7 @@ def _best_s(action: Callable[[], object]) -> float:
 
 
 def measure_size(inputs: Path) -> ModelSize:
-    """From the headers of the files; no weight is read."""
+    """The model's size from the headers of its files; no weight is read."""
     shapes = _shapes(inputs / "model")
     matrices = {name: math.prod(shape) for name, shape in shapes.items() if len(shape) == 2}
     embedding = sum(num for name, num in matrices.items() if "embed_tokens" in name)

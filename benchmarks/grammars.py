@@ -37,7 +37,7 @@ WARM_STEPS = 8
 
 
 def endless() -> Grammar:
-    """Does not end within a benchmark."""
+    """A grammar whose texts do not end within a benchmark."""
     part = {
         "type": "object",
         "properties": {

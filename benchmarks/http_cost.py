@@ -39,8 +39,8 @@ Read = Callable[[list[int], int], Awaitable[None]]
 
 
 def paced_worker(pace_s: float, *, in_step: bool = False) -> FakeWorker:
-    """Its streams have `max_tokens` tokens, one each `pace_s`; with a seed of 1 nothing behind the first one. With
-    `in_step` all streams get theirs at the same moments, as from an engine's steps."""
+    """A worker whose streams have `max_tokens` tokens, one each `pace_s`; with a seed of 1 nothing behind the first
+    one. With `in_step` all streams get theirs at the same moments, as from an engine's steps."""
 
     async def paced(request: inference_pb2.GenerateRequest, context: Any) -> AsyncIterator[bytes]:
         num_tokens = request.stopping.max_tokens
@@ -124,7 +124,7 @@ class Clients:
         return took_s
 
     async def first_token_http_s(self) -> float:
-        """Over one connection, as clients keep theirs and gRPC its channel."""
+        """Seconds to a first token, over one connection, as clients keep theirs and gRPC its channel."""
         if self._kept is None:
             self._kept = await asyncio.open_connection(self._host, self._port)
         reader, writer = self._kept

@@ -41,7 +41,7 @@ def worker_flags(inputs: Path, store: Path, *, lora: bool) -> list[str]:
 
 
 def engine_config(flags: Sequence[str]) -> EngineConfig:
-    """Out of the command line of `loraplex worker`."""
+    """The engine's configuration, from the command line of `loraplex worker`."""
     app = typer.Typer(add_completion=False)
     app.command()(worker)
     given = typer.main.get_command(app).make_context("worker", list(flags)).params
@@ -68,7 +68,7 @@ class EngineSystem:
         return lambda: self._run(items)
 
     def _run(self, items: list[WorkItem]) -> int:
-        """From the first submission to the last completion. Returns the number of tokens that came out."""
+        """Runs the items, from first submission to last completion. Returns the number of tokens that came out."""
         num_tokens, num_open = 0, len(items)
         waiting = deque(sorted(items, key=lambda item: item.arrival_s))
         start_s = time.perf_counter()

@@ -19,7 +19,7 @@ ISAS: Mapping[str, Mapping[str, str]] = {
 
 
 def limit_environment(isa: str | None) -> None:
-    """For this process, where it has not computed yet, and all that it starts. None: no limit."""
+    """Limits the CPU for this process, where it has not computed yet, and for all that it starts. None: no limit."""
     os.environ.update(ISAS[isa] if isa is not None else {})
 
 

@@ -50,7 +50,7 @@ class Case:
     size: str
     num_bytes: int
     num_flops: int
-    # By the word behind an instruction set's name: calls by these kernels, and how many copies there are.
+    # Calls by these kernels, and how many copies there are, by the suffix of their columns.
     native: dict[str, Callable[[NativeKernels], tuple[Call, int]]]
     others: dict[str, tuple[Call, int]] = field(default_factory=dict[str, tuple[Call, int]])
 
@@ -83,7 +83,7 @@ def _cold_copies(kernels: NativeKernels, weight: Tensor, form: WeightFormat | No
 
 
 def updates(dtype: torch.dtype) -> Iterator[Case]:
-    """Of one module of 1024 inputs and outputs, by adapters of rank 16."""
+    """Cases of LoRA updates: one module of 1024 inputs and outputs, adapters of rank 16."""
     num_slots = max(num for num, _ in UPDATES)
     adapter_bytes = 2 * RANK * WIDTH * dtype.itemsize
     tables = [_table(num_slots, dtype) for _ in range(COLD_BYTES // (num_slots * adapter_bytes))]
@@ -118,7 +118,7 @@ def _table(num_slots: int, dtype: torch.dtype) -> FactorTable:
 
 
 def attention(dtype: torch.dtype) -> Iterator[Case]:
-    """Of one layer with the heads of the 245M shape; its keys and values are in their pages."""
+    """Cases of attention in one layer with the heads of the 245M shape; its keys and values are in their pages."""
     row_bytes = KV_HEADS * DIM * dtype.itemsize
     num_in_all = COLD_BYTES // (2 * BLOCK_SIZE * row_bytes)
     k, v = (torch.randn(num_in_all, BLOCK_SIZE, KV_HEADS, DIM).to(dtype) for _ in range(2))

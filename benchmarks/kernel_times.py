@@ -160,7 +160,7 @@ def best_us(actions: Sequence[Callable[[], object]], device: torch.device, repet
 
 
 def time_us(action: Callable[[], object], device: torch.device) -> float:
-    """On CUDA by the device's own clock."""
+    """Microseconds that the action takes; on CUDA by the device's own clock."""
     if device.type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
@@ -176,7 +176,7 @@ def time_us(action: Callable[[], object], device: torch.device) -> float:
 
 
 def without_host(action: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """On CUDA the action as a graph, so that its launches are not what is measured."""
+    """The action; on CUDA as a graph, so that its launches are not measured."""
     if device.type != "cuda":
         return action
     action()  # compiles

@@ -119,7 +119,7 @@ def _options() -> argparse.Namespace:
 
 
 def _libraries(other: Path | None) -> dict[str, Library]:
-    """By the word behind an instruction set's name."""
+    """Libraries by the suffix of their columns: "" is this build, " (old)" the other one."""
     own = load().library
     if own is None:
         raise SystemExit(f"no native CPU kernels here: {load().status.reason}")
@@ -183,7 +183,7 @@ def _mean_s(call: Call, copies: range) -> float:
 
 
 def _parts(num_copies: int) -> list[range]:
-    """Of the copies, in order: large enough to time, small enough that other load spares some."""
+    """Ranges of the copies, in order: large enough to time, small enough that other load spares some."""
     size = max(1, num_copies // 4)
     return [range(start, min(start + size, num_copies)) for start in range(0, num_copies, size)]
 

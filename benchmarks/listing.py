@@ -88,7 +88,7 @@ class Measured:
         self._list = self._channel.unary_unary("/loraplex.v1.AdapterService/ListAdapters")
 
     def _read(self, gaps: Any) -> None:
-        """All the time: a child whose pipe is full would not read its stream."""
+        """Receives gaps all the time: a child whose pipe is full would not read its stream."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 self._gaps.append(gaps.recv())

@@ -93,13 +93,13 @@ def peak_bytes(pid: int) -> int:
 
 
 def forget_peak(pid: int) -> None:
-    """From now on peaks count anew."""
+    """Resets the peak memory of a server's processes; they count anew from here."""
     for one in processes(pid):
         Path(f"/proc/{one}/clear_refs").write_text("5")
 
 
 class Peaks:
-    """Of one server: since it began, and since it was ready."""
+    """Peak memory of one server, in bytes: since it began, and since it was ready."""
 
     def __init__(self, server: Server) -> None:
         self._pid = server.pid
@@ -107,7 +107,7 @@ class Peaks:
         forget_peak(server.pid)
 
     def read(self) -> tuple[int, int]:
-        """(since the start, while serving)."""
+        """The peaks (since the start, while serving)."""
         serving = peak_bytes(self._pid)
         return max(self._at_start, serving), serving
 
@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument("--kv-memory", default="64MiB")
     parser.add_argument("--requests", type=int, default=1000, help="of a zipf load")
     parser.add_argument("--in-flight", type=int, default=32)
-    # Of one length, requests that wait for no adapter would begin and end together, with all prompts in one step.
+    # With one length, requests that wait for no adapter would begin and end together, with all prompts in one step.
     parser.add_argument("--prompt", default="16-48", help="tokens: 32, or 16-48")
     parser.add_argument("--output", default="16-48", help="tokens")
     parser.add_argument("--rounds", type=int, default=5)

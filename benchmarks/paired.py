@@ -113,7 +113,7 @@ def run(first: Side, second: Side) -> None:
 
 
 def ratios(first: Side, second: Side) -> dict[str, object]:
-    """Of speed, the second beside the first: above 1 it is the faster one."""
+    """Ratios of speed, the second side over the first: above 1 the second is faster."""
     medians = [statistics.median(side.times_s) for side in (first, second)]
     return {
         "ratio": round(sum(first.times_s) / sum(second.times_s), 3),
@@ -126,7 +126,7 @@ def ratios(first: Side, second: Side) -> dict[str, object]:
 
 
 def requests(inputs: Path, workload: str, tag: str, max_tokens: int, last: str = "") -> list[Request]:
-    """`last`: the adapter of the last one, in the place of its own."""
+    """Requests of a workload. `last`: the adapter of the last one, in the place of its own."""
     stopping = StoppingParams(max_tokens=max_tokens, ignore_eos=True)
     items = read_workload(inputs, workload)
     ids = [*(item.adapter_id for item in items[:-1]), last or items[-1].adapter_id]

@@ -53,7 +53,7 @@ def distances(path: Path, form: WeightFormat, texts: list[list[int]]) -> dict[st
 
 @torch.inference_mode()
 def distance(model: Any, other: Any, texts: list[list[int]]) -> dict[str, float]:
-    """Of the distributions of the next token, over all positions of the texts."""
+    """Distance of two models' distributions of the next token, as a mean over all positions of the texts."""
     divergence, apart, agreed = 0.0, 0.0, 0
     for text in texts:
         ids = torch.tensor([text])

@@ -255,7 +255,7 @@ KINDS = {
 
 
 def synthetic_engine(inputs: Path, work: Path, num_threads: int | None, *, adaptive: bool) -> Engine:
-    """With heads and a draft model that are made in `work`."""
+    """Engine with Medusa heads and a draft model that are made in `work`."""
     heads = make_heads(work / "adapters", inputs / "model")
     make_draft(work / "draft", inputs / "model")
     config = EngineConfig(

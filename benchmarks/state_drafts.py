@@ -62,7 +62,7 @@ def widen(memory: StateMemory, num_more: int) -> None:
 
 
 def kept_bytes(step: StateStep) -> int:
-    """Of the inputs that a step keeps for `replay`."""
+    """Bytes of the inputs that a step keeps for `replay`."""
     storages = [x.untyped_storage() for _, inputs in step._passes.values() for x in inputs]
     return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
 

@@ -73,7 +73,7 @@ class Child:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        """All the time: a child that fills the pipe with its log would else stand still."""
+        """Reads the child's output all the time: a child that fills the pipe with its log would else stand still."""
         assert self.process.stdout is not None
         with contextlib.suppress(ValueError):  # closed
             for line in self.process.stdout:
@@ -97,7 +97,7 @@ class Child:
         raise SystemExit(f"{self._what} ended with status {self.process.returncode}:\n{last_words}")
 
     def close(self) -> None:
-        """Ends it. Closing twice is fine."""
+        """Ends the child. Closing twice is fine."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -137,7 +137,7 @@ def engine_command(
     flags: Sequence[str] = (),
     checkout: Path | None = None,
 ) -> list[str]:
-    """With a `checkout`, the code of that one."""
+    """Command line of inprocess.py; with a `checkout`, that of the checkout's code."""
     switch = [*(() if lora else ("--lora-off",)), *(() if isa is None else ("--isa", isa))]
     script = (HERE if checkout is None else checkout / "benchmarks") / "inprocess.py"
     return [*python_of(checkout), str(script), str(inputs), *switch, *flags]
@@ -175,7 +175,7 @@ class Server:
     """`loraplex worker` or `loraplex router` as a process; `address` is where it answers."""
 
     def __init__(self, *arguments: str, checkout: Path | None = None) -> None:
-        """With a `checkout`, the code of that one."""
+        """Starts `loraplex ARGUMENTS` and waits until it is ready; with a `checkout`, the code of the checkout."""
         command = [*python_of(checkout), "-m", "loraplex", *arguments, "--host", "127.0.0.1", "--port", "0"]
         self._child = Child(command, f"loraplex {arguments[0]}", merged=True)
         heard = ""

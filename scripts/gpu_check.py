@@ -40,7 +40,7 @@ POLL_S = 0.1
 
 @dataclass(frozen=True)
 class Part:
-    """Which tests of a file one process runs: every `num`th."""
+    """The tests of a file that one process runs: every `num`th."""
 
     idx: int
     num: int
@@ -136,7 +136,7 @@ def provide_bench() -> None:
 
 
 def bench(args: argparse.Namespace) -> int:
-    """In a process of its own, which is ended where it does not end by itself: its file has what it had measured."""
+    """Runs the benchmark in a process of its own and kills it at the limit: its file has what was measured by then."""
     if args.end is not None:
         return run_bench(args.shape, args.device, args.out, args.end - time.time() - RESERVE_S, args.max_rank)
     process = subprocess.Popen([sys.executable, *sys.argv, "--end", str(time.time() + args.limit)])
@@ -242,7 +242,7 @@ def line_of(report: FileReport) -> str:
 
 
 def tell(out: Path, reports: list[FileReport], failures: list[dict[str, str]], skips: Counter[str]) -> None:
-    """As a file and in print."""
+    """Writes the report of the tests to a file, and prints it."""
     provide_bench()
     from gpu_bench.machine import describe
     from gpu_bench.report import table, write_json
@@ -265,8 +265,8 @@ def tell(out: Path, reports: list[FileReport], failures: list[dict[str, str]], s
 
 
 def run_file(path: Path, results: Path, part: Part) -> int:
-    """A part of one file, in this process. A line of JSON for every test as it ends: what is written stays, whatever
-    follows."""
+    """Runs a part of one file in this process. Writes a line of JSON for every test as it ends: what is written stays,
+    whatever follows."""
     has_failed = False
     with results.open("w", buffering=1) as file:
 

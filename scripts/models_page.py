@@ -177,7 +177,7 @@ rotations are scaled, or is refused with one of these sentences. A model whose f
 | the sentence says | families |
 |---|---|
 """
-# Of each reason: what its sentence says, in short.
+# Short form of the sentence of each reason.
 REFUSALS = {
     "encoder-decoder": "it is an encoder-decoder model",
     "own attention": "its attention does not use Transformers' attention interface",

@@ -39,7 +39,7 @@ def files() -> list[dict[str, Any]]:
 
 
 def comments_of(file: dict[str, Any]) -> Comments:
-    """By path: what stands in front of a declaration, and behind it on its line."""
+    """Comments by path: the text before a declaration, and that behind it on its line."""
     return {
         tuple(place["path"]): " ".join(
             f"{place.get('leadingComments', '')} {place.get('trailingComments', '')}".split()

@@ -21,14 +21,14 @@ COMPILERS = {name: os.environ.get(name) for name in ("CC", "CXX")}
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Before every test, since an engine that was built in one may have set more."""
+    """Sets one thread before every test, since an engine that was built in one may have set more."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def own_compilers() -> Iterator[None]:
-    """After every test, since PEFT's BOFT layers leave CXX=gcc behind where their CUDA extension does not compile
-    (0.21), and gcc links no library of C++."""
+    """Restores the compilers' variables after every test, since PEFT's BOFT layers leave CXX=gcc behind where their
+    CUDA extension does not compile (0.21), and gcc links no library of C++."""
     yield
     for name, value in COMPILERS.items():
         if value is None:

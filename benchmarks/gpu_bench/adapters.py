@@ -25,7 +25,7 @@ def linears(loaded: LoadedModel) -> dict[str, AdaptedLinear]:
 
 
 def products(loaded: LoadedModel) -> list[tuple[AdaptedLinear, ...]]:
-    """The same by what is computed at once: siblings together, others alone."""
+    """The linears by what is computed at once: siblings together, others alone."""
     found: dict[int, tuple[AdaptedLinear, ...]] = {}
     for module in linears(loaded).values():
         members = (module,) if module.merged is None else tuple(module.merged.members)

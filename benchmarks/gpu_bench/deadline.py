@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Deadline:
-    """Whoever wants to begin something says how long it may take."""
+    """Time limit of a run. A part that wants to begin says how long it may take."""
 
     limit_s: float
     start_s: float = field(default_factory=time.monotonic)
@@ -23,7 +23,7 @@ class Deadline:
         return self.limit_s - self.used_s
 
     def allows(self, what: str, needed_s: float) -> bool:
-        """False, and a note, where it would not be done in time."""
+        """True if a part of so many seconds fits in the time left; else notes it as left out."""
         if self.left_s >= needed_s:
             return True
         self.left_out.append(f"{what} ({needed_s:.0f} s needed, {max(0.0, self.left_s):.0f} s left)")

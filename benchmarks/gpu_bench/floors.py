@@ -21,5 +21,5 @@ def kv_bytes(loaded: LoadedModel, shape: Shape, batch: int) -> int:
 
 
 def adapter_bytes(loaded: LoadedModel, rank: int) -> int:
-    """Of one adapter's factors."""
+    """Bytes of one adapter's factors."""
     return sum(rank * (m.in_features + m.out_features) for m in linears(loaded).values()) * loaded.dtype.itemsize

@@ -96,7 +96,7 @@ Group = tuple[AdaptedLinear, ...]  # computed at once: siblings, or a linear by 
 
 
 class _Sizes(NamedTuple):
-    """Of a group's inputs and outputs."""
+    """Widths of a group of linears: its inputs, and the outputs of each linear."""
 
     num_in: int
     outs: tuple[int, ...]

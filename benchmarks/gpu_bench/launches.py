@@ -171,7 +171,7 @@ def compile_some(idx: int, num_jobs: int) -> None:
 
 
 def text_of(figures: Sequence[LaunchFigure]) -> str:
-    """By case: what is chosen, and the best."""
+    """Table of the cases: the time of the launch that is chosen, and the fastest launches."""
     rows: list[tuple[object, ...]] = []
     cases = dict.fromkeys((one.product, one.batch, one.popularity, one.half) for one in figures)
     for case in cases:

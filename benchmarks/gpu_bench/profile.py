@@ -24,7 +24,7 @@ class ProfileRow:
 
 
 def profiles(stepper: Stepper) -> dict[str, list[ProfileRow]]:
-    """Of steps at the first batch size, without adapters and with one for each request."""
+    """Profiles of steps at the first batch size, without adapters and with one for each request."""
     batch = stepper.shape.batches[0]
     plain: tuple[int | None, ...] = (None,) * batch
     found: dict[str, list[ProfileRow]] = {}

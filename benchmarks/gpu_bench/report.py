@@ -9,7 +9,7 @@ from typing import Any
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Numbers to the right, words to the left."""
+    """A table for a terminal: numbers to the right, words to the left."""
     cells = [[_cell(value) for value in row] for row in rows]
     is_number = [all(isinstance(row[i], int | float | None) for row in rows) for i in range(len(columns))]
     widths = [max(len(columns[i]), *(len(row[i]) for row in cells), 0) for i in range(len(columns))]
@@ -35,7 +35,7 @@ def _cell(value: object) -> str:
 
 
 def write_json(folder: Path, name: str, values: Mapping[str, Any]) -> None:
-    """Replaced at one go: what is there is always whole."""
+    """Replaces a file at one go: what is there is always whole."""
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f"{name}.part"
     unfinished.write_text(json.dumps(values, indent=1) + "\n")

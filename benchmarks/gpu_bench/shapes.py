@@ -33,7 +33,7 @@ class Shape:
 
     @property
     def max_context(self) -> int:
-        """With room for what the steps of a round add, rejected drafts included."""
+        """Longest context in tokens, with room for those that a round's steps add, rejected drafts included."""
         return self.context + (self.num_draft_tokens + 1) * (self.num_steps + 8)
 
 

@@ -106,7 +106,7 @@ class Stepper:
         self.engine.close()
 
     def install(self, num_adapters: int) -> None:
-        """So many adapters are on the device afterwards, in slots 0 and up."""
+        """Installs or removes adapters until there are so many on the device, in slots 0 and up."""
         for slot in range(self._num_installed, num_adapters):
             if slot == len(self._adapters):
                 self._adapters.append(make_adapter(self.loaded, self.shape.rank, slot))
@@ -127,7 +127,7 @@ class Stepper:
         return (time.perf_counter() - start) / num_steps
 
     def _rows(self, scenario: Scenario) -> list[_Row]:
-        """Block 0 is nobody's; every row has blocks of its own."""
+        """Rows of a scenario, each with blocks of its own; block 0 is nobody's."""
         per_row, context = self.num_row_blocks, self.shape.context
         return [
             _Row(f"{scenario.name}-{row}", row, list(range(1 + row * per_row, 1 + (row + 1) * per_row)), context)
@@ -149,7 +149,7 @@ class Stepper:
         )
 
     def _random_ids(self, num: int) -> tuple[int, ...]:
-        """Drawn before: drawing takes longer than a scheduler takes to copy a draft."""
+        """Random ids, drawn before: drawing takes longer than a scheduler takes to copy a draft."""
         if self._next_id + num > len(self._ids):
             self._next_id = 0
         self._next_id += num
@@ -158,8 +158,8 @@ class Stepper:
     def _run(
         self, rows: Sequence[_Row], scenario: Scenario, num_steps: int, entered: tuple[NewSequence, ...] = ()
     ) -> None:
-        """As the engine does it: a step is handed over before the result of the one before is asked for, where the
-        runner allows it and nobody drafts."""
+        """Runs steps as the engine does: it hands a step over before it asks for the result of the one before, where
+        the runner allows that and nobody drafts."""
         released = tuple(range(self.shape.max_batch)) if entered else ()
         overlaps = self.runner.overlaps and not scenario.num_draft_tokens
         under_way: StepHandle | None = None
@@ -177,7 +177,7 @@ class Stepper:
             self._take(rows, under_way, is_known=True)
 
     def _take(self, rows: Sequence[_Row], handle: StepHandle, *, is_known: bool) -> None:
-        """`is_known`: how many tokens come was counted when the step was planned."""
+        """Takes a step's result. `is_known`: how many tokens come was counted when the step was planned."""
         results = handle.result().spans
         for row in rows:
             result = results[row.sequence_id]

@@ -63,7 +63,7 @@ def decode_scenarios(batch: int) -> list[Scenario]:
 
 
 def verify_scenarios(shape: Shape) -> list[Scenario]:
-    """Of `verify_batch` requests: a plain step, and one that verifies a draft, both without adapters; and both with."""
+    """Scenarios of `verify_batch` requests, without adapters and with: a plain step, and one that verifies a draft."""
     batch, num = shape.verify_batch, shape.num_draft_tokens
     plain: tuple[int | None, ...] = (None,) * batch
     distinct = tuple(choose_slots("distinct", batch))

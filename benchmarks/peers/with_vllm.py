@@ -29,7 +29,7 @@ SETTINGS = {
     "HF_HUB_OFFLINE": "1",
 }
 MAX_BATCH = 32
-# By instruction set: what torch must say that the CPU lacks.
+# What torch must say that the CPU lacks, by instruction set.
 LACKS = {
     "amx": (),
     "avx512bf16": ("_is_amx_tile_supported", "_is_amx_fp16_supported"),

@@ -1,6 +1,6 @@
 """SDK of Loraplex: `Client`, `AsyncClient`, their types and errors.
 
-Needs neither torch nor a model.
+It needs neither torch nor a model.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def _worker_status(message: status_pb2.WorkerStatus) -> WorkerStatus:
 
 
 def adapter_rows(raw: bytes) -> tuple[Adapter, ...]:
-    """Every answer of AdapterService has its rows in the same field."""
+    """Adapters of an answer of AdapterService, each of which has its rows in the same field."""
     return adapters(adapter_pb2.ListAdaptersResponse.FromString(raw).adapters)
 
 
@@ -276,7 +276,7 @@ def _prompt_tokens(
 def _prompt_logprobs(
     message: inference_pb2.GenerateResponse | inference_pb2.GenerateStreamResponse,
 ) -> tuple[TokenLogprob, ...]:
-    """The server sends them once: in the prompt's tokens, where those are sent."""
+    """Logprobs of the prompt. The server sends them once: in the prompt's tokens, where those are sent."""
     if not message.prompt_tokens:
         return _logprobs(message.prompt_logprobs)
     return tuple(

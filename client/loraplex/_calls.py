@@ -76,7 +76,7 @@ MAX_PAGE_SIZE: Final = 1000  # the largest that servers give
 
 _LOG = logging.getLogger("loraplex")
 
-# Of host:port, either part may be missing; an IPv6 address has brackets.
+# host:port, of which either part may be missing; an IPv6 address has brackets.
 _ADDRESS = re.compile(r"([^\s:/\[\]]+|\[[0-9A-Fa-f:.]+(?:%\w+)?\])(?::([0-9]{1,5}))?\Z")
 _OF_GRPC = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):\S+\Z")  # schemes of its names
 _HEADER = re.compile(r"[A-Za-z0-9._-]+\Z")
@@ -180,7 +180,7 @@ def checked_timeout(timeout_s: float | None, field: str = "timeout_s") -> float 
 
 
 def _checked_target(target: str) -> str:
-    """With the port. Raises InvalidArgument."""
+    """The target, with the default port if it has none. Raises InvalidArgument."""
     given: Any = target
     found = _ADDRESS.match(given) if isinstance(given, str) else None
     if found is not None and (found[2] is None or 1 <= int(found[2]) <= 65535):
@@ -401,7 +401,7 @@ class Calls:
         how: Mapping[str, Any],
         options: PoolingOptions,
     ) -> Call[Scores]:
-        """`how`: other fields of the request."""
+        """The call of `score`. `how`: other fields of the request."""
         request = requests.score_request(query, documents, method, pooling, how, options)
         return self._call(path_of(POOLING, "Score"), request, answers.scores, options)
 
@@ -437,7 +437,7 @@ class Calls:
         return self._plain_call(path_of(STATUS, "GetStatus"), request, answers.router_status, options)
 
     def load(self, adapter_id: str, how: Mapping[str, object], options: CallOptions) -> Call[tuple[Adapter, ...]]:
-        """`how`: other fields of the request, and `hub_token`."""
+        """The call that loads an adapter. `how`: other fields of the request, and `hub_token`."""
         request = requests.load_request(adapter_id, how)
         call = self._plain_call(path_of(ADAPTERS, "LoadAdapter"), request, answers.adapter_rows, options)
         return replace(call, is_idempotent=False)

@@ -96,7 +96,8 @@ _PROPOSERS: Final[dict[type, str]] = {Medusa: "medusa", PromptLookup: "prompt_lo
 
 
 def generate_request(prompt: str | None, options: GenerateOptions) -> inference_pb2.GenerateRequest:
-    """Raises InvalidArgument for a value that the wire cannot carry, TypeError for an unknown option."""
+    """The request for texts. Raises InvalidArgument for a value that the wire cannot carry, TypeError for other
+    options."""
     given = _with_speculation(_given(options, _OTHER_OPTIONS | _FIELDS.keys()))
     request = inference_pb2.GenerateRequest()
     inputs = [name for name in ("token_ids", "messages") if name in given]
@@ -168,7 +169,7 @@ def score_request(
     how: Mapping[str, Any],
     options: PoolingOptions,
 ) -> pooling_pb2.ScoreRequest:
-    """`how`: other fields of the request."""
+    """The request for scores. `how`: other fields of the request."""
     request = _pooling_request(pooling_pb2.ScoreRequest(), documents, options)
     _put_input(request.query, query, "query")
     for name, value in how.items():
@@ -247,7 +248,7 @@ def tokenize_request(
     offsets: bool = False,
     options: ChatOptions | None = None,
 ) -> inference_pb2.TokenizeRequest:
-    """Raises InvalidArgument, TypeError for an unknown option."""
+    """The request for tokens. Raises InvalidArgument, TypeError for an unknown option."""
     given = _given(options or {}, _CHAT_OPTIONS | {"adapter_id", "hub", "in_bucket", "timeout_s"})
     request = inference_pb2.TokenizeRequest(omit_special_tokens=omit_special_tokens, offsets=offsets)
     if adapter_id := given.pop("adapter_id", ""):
@@ -277,7 +278,7 @@ def status_request(adapter_prefix: str, max_adapters: int) -> status_pb2.GetStat
 
 
 def load_request(adapter_id: str, how: Mapping[str, object]) -> adapter_pb2.LoadAdapterRequest:
-    """`how`: other fields of the request, and `hub_token`."""
+    """The request to load an adapter. `how`: other fields of the request, and `hub_token`."""
     request = adapter_pb2.LoadAdapterRequest(token=Hub(token=cast("str", how.get("hub_token", ""))).token)
     for name, value in how.items():
         if name != "hub_token":
@@ -305,7 +306,7 @@ def naming(request: _AboutAdapter, adapter_id: str) -> _AboutAdapter:
 def list_request(
     include_unloaded: bool, prefix: str, state: AdapterState | None, page_size: int
 ) -> adapter_pb2.ListAdaptersRequest:
-    """For the first page."""
+    """The request for the first page of a listing. Raises InvalidArgument."""
     request = adapter_pb2.ListAdaptersRequest()
     values = {"include_unloaded": include_unloaded, "page_size": page_size, "prefix": prefix}
     for name, value in values.items():

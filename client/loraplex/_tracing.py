@@ -17,7 +17,7 @@ _TRACE: Final = "opentelemetry.trace"
 
 
 def client_span(path: str, request_id: str | None) -> ClientSpan | None:
-    """For a call of `path`, "/package.Service/Method", that begins now; None where nobody records it."""
+    """The span of a call of `path`, "/package.Service/Method", that begins now; None where nobody records it."""
     trace = sys.modules.get(_TRACE)
     if trace is None:
         return None

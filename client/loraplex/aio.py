@@ -316,7 +316,7 @@ class AsyncAdapters:
         page_size: int = MAX_PAGE_SIZE,
         **options: Unpack[CallOptions],
     ) -> AsyncIterator[Adapter]:
-        """The same one by one; a page is asked for when it is needed, each within `timeout_s`."""
+        """The adapters that `list` gives, one by one. Each page is asked for when needed, within `timeout_s`."""
         pages = self._calls.list(include_unloaded, prefix, state, options, page_size=page_size)
         while (call := pages.next_call()) is not None:
             for row in await self._send(call):

@@ -281,7 +281,7 @@ class Distribution:
 
 
 def distribution(values: Iterable[float | None]) -> Distribution | None:
-    """None where there are no values."""
+    """The distribution of the values; None where there are none."""
     found = sorted(value for value in values if value is not None)
     if not found:
         return None
@@ -328,7 +328,7 @@ class Summary:
 
 
 def summarize(outcomes: Sequence[Outcome], num_scheduled: int, elapsed_s: float) -> Summary:
-    """`outcomes` has the requests that became due; the others of the schedule are unfinished too."""
+    """Figures of a load. `outcomes` are the requests that became due; the schedule's others are unfinished too."""
     done = [one for one in outcomes if one.ended_s is not None]
     failed = [one.failure for one in outcomes if one.failure is not None]
     usages = [one.usage for one in done if one.usage is not None]
@@ -360,7 +360,7 @@ def summarize(outcomes: Sequence[Outcome], num_scheduled: int, elapsed_s: float)
 
 
 def _count(failures: Sequence[LoraplexError]) -> tuple[ErrorCount, ...]:
-    """By code and reason, the most frequent first."""
+    """Counts of errors by code and reason, the most frequent first."""
     groups: dict[tuple[str, str], list[LoraplexError]] = {}
     for one in failures:
         groups.setdefault((one.code.name, one.reason), []).append(one)
@@ -476,7 +476,7 @@ class Driver:
         return time.perf_counter() - self._start
 
     async def run(self, arrivals: Sequence[Arrival]) -> None:
-        """Returns when every request has ended; a cancellation ends those under way."""
+        """Sends the requests. Returns when every one has ended; a cancellation ends those under way."""
         self._recording.num_scheduled = len(arrivals)
         has_adapters = any(arrival.adapter_id for arrival in arrivals)
         if has_adapters:
@@ -526,7 +526,7 @@ class Driver:
             await self._list()
 
     async def _list(self) -> None:
-        """Without permission to list, only answers tell which adapters are ready."""
+        """Asks which adapters are on the device. Without permission to list, only answers tell which are ready."""
         with contextlib.suppress(LoraplexError):
             self._residency.update(await self._client.adapters.list(state="on_device"))
 
@@ -542,8 +542,8 @@ class Session:
         self._info: ServerInfo | None = None
 
     async def run(self, client: AsyncClient) -> None:
-        """Raises the server's error to `info` and listings, and InvalidArgument for an empty load. Errors of single
-        requests are in the recording."""
+        """Runs the load. Raises the server's error to `info` and listings, and InvalidArgument for an empty load.
+        Errors of single requests are in the recording."""
         self._info = await client.info()
         self._spec = replace(
             self._spec,

@@ -25,7 +25,7 @@ class History:
         return f"{type(self).__name__}({turns} turns, {len(self.messages)} messages, options={self.options!r})"
 
     def reset(self) -> None:
-        """Back to what the chat began with."""
+        """Goes back to what the chat began with."""
         self.messages = [*self._first]
 
     def _request(self, said: str | Message, options: GenerateOptions) -> tuple[Message, GenerateOptions]:
@@ -76,7 +76,7 @@ class Chat(History):
         return answer
 
     def stream(self, message: str | Message, **options: Unpack[GenerateOptions]) -> Iterator[Chunk]:
-        """The same, with the answer as it is made."""
+        """Does what `send` does, and gives the answer as it is made."""
         new, whole = self._request(message, options)
         turn = Turn(lambda text, answer: self._answered(new, text, answer))
         with self._stream(**whole) as chunks:
@@ -107,7 +107,7 @@ class AsyncChat(History):
         return answer
 
     async def stream(self, message: str | Message, **options: Unpack[GenerateOptions]) -> AsyncIterator[Chunk]:
-        """The same, with the answer as it is made."""
+        """Does what `send` does, and gives the answer as it is made."""
         new, whole = self._request(message, options)
         turn = Turn(lambda text, answer: self._answered(new, text, answer))
         async with self._stream(**whole) as chunks:

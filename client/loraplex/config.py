@@ -21,7 +21,7 @@ RETRIES_VARIABLE: Final = "LORAPLEX_RETRIES"
 
 
 def quiet_grpc() -> None:
-    """gRPC's library writes no lines of its own to stderr, unless GRPC_VERBOSITY asks for them. Before any channel."""
+    """Keeps gRPC's library off stderr, unless GRPC_VERBOSITY asks for its lines. Call it before any channel is made."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 

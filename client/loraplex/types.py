@@ -170,7 +170,7 @@ PoolingInputs = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 
 
 class PoolingOptions(CallOptions, total=False):
-    """Options of `embed`, `classify` and `score`; each may be left out. Those of `generate` with the same names."""
+    """Options of `embed`, `classify` and `score`; each may be left out. They mean what those of `generate` mean."""
 
     adapter_id: str
     hub: Hub | None
@@ -348,7 +348,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Shortening(reprlib.Repr):
-    """Values as they are read at a prompt."""
+    """Values shortened for a repr at a prompt."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -528,16 +528,17 @@ class Embeddings(Answer):
 
     @property
     def vector(self) -> tuple[float, ...]:
-        """Of the first input."""
+        """The first input's embedding."""
         return self.vectors[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Classification:
-    """One input. `rows` has the values of all labels: one row of a text, one for each token of a token classifier."""
+    """Classes of one input. `rows` has the values of all labels: one row of a text, one per token of a token
+    classifier."""
 
     rows: tuple[tuple[float, ...], ...]
-    # Of a token classifier, where the input is text: begin and end of each token, in characters.
+    # Begin and end of each token, in characters, of a token classifier where the input is text.
     starts: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
 

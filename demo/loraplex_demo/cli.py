@@ -220,8 +220,8 @@ def _serving(
 
 
 async def _ask(address: str, world: World, num_records: int) -> Run:
-    """All requests at once: every record with every adapter, and with none; without speculation, then with. Then the
-    same requests one at a time."""
+    """Sends all requests at once: every record with every adapter, and with none; without speculation, then with. Then
+    sends the same requests one at a time."""
     from loraplex import AsyncClient
 
     cases, asked = world.showcase(num_records), request_options(world)

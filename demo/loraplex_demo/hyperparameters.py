@@ -33,7 +33,7 @@ class AdapterRecipe:
 
     @property
     def summary(self) -> str:
-        """For the demo's table."""
+        """The recipe in one line, for the demo's table."""
         parts = [f"rank {self.rank}", *(f"{key} {rank}" for key, rank in self.rank_pattern.items())]
         wide = set(self.target_modules) == {*ATTENTION, *MLP}
         targets = "all linears" if wide else ", ".join(name.removesuffix("_proj") for name in self.target_modules)
@@ -52,7 +52,7 @@ class HeadsRecipe:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A Llama."""
+    """Shape of a Llama model."""
 
     vocab_size: int
     hidden_size: int

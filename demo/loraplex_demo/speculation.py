@@ -179,7 +179,7 @@ def runs_of(right: Sequence[bool], most: int) -> list[int]:
 def agreeing_tokens(
     model: Any, tokenizer: PreTrainedTokenizerBase, target_tokenizer: PreTrainedTokenizerBase, example: Example
 ) -> list[bool]:
-    """For each token of the example's answer: does the draft model, given all text before it, predict the same?
+    """True for each token of the example's answer that the draft model predicts, given all text before the token.
 
     A greedy chain counts only while it agrees with the text, so one pass over the text shows how far each chain gets.
     A draft model with its own tokenizer agrees with a token if all of its pieces that touch the token are right; a

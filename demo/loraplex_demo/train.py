@@ -67,7 +67,7 @@ def all_records(builder: WorldBuilder, tokenizer: PreTrainedTokenizerBase, strea
 
 
 def make_base(builder: WorldBuilder) -> None:
-    """Copying first, then records in all formats; stored in bfloat16, which is what the adapters are trained on."""
+    """Trains the base: copying first, then records in all formats. Adapters are trained on its stored bfloat16."""
     tokenizer = load_tokenizer(builder)
     model = LlamaForCausalLM(model_config(builder.scale.base_shape))
     scale = builder.scale

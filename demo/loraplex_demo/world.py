@@ -87,17 +87,17 @@ class WorldFolder:
 
     @property
     def base_path(self) -> Path:
-        """An ordinary Hugging Face checkpoint."""
+        """Folder of the base model, an ordinary Hugging Face checkpoint."""
         return self.root / BASE
 
     @property
     def adapters_root(self) -> Path:
-        """One directory per adapter and per set of heads, named by its adapter id."""
+        """Folder with a directory per adapter and per set of heads, named by its adapter id."""
         return self.root / ADAPTERS
 
     @property
     def drafts_root(self) -> Path:
-        """One ordinary checkpoint, tokenizer included, per draft model."""
+        """Folder with an ordinary checkpoint, tokenizer included, per draft model."""
         return self.root / DRAFTS
 
 
@@ -210,7 +210,7 @@ def heldout_cases(num_cases: int, kinds: Sequence[str], stream: str) -> list[Cas
 
 
 def exact_match(text: str, expected: str) -> bool:
-    """Byte equality, without trimming or parsing."""
+    """True if the texts are equal in bytes, without trimming or parsing."""
     return text == expected
 
 

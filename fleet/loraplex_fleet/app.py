@@ -25,7 +25,7 @@ NUM_TRIES: Final = 3
 
 
 def workers(arguments: dict[str, Any]) -> Application:
-    """Of `ClusterSpec.plain()`. How many there are is Serve's `num_replicas` or `autoscaling_config`."""
+    """Workers of `ClusterSpec.plain()`. How many there are is Serve's `num_replicas` or `autoscaling_config`."""
     spec = from_plain(arguments)
     options: dict[str, Any] = {
         **_common(spec),
@@ -39,7 +39,7 @@ def workers(arguments: dict[str, Any]) -> Application:
 
 
 def routers(arguments: dict[str, Any]) -> Application:
-    """Of `ClusterSpec.plain()`."""
+    """Routers of `ClusterSpec.plain()`."""
     spec = from_plain(arguments)
     options: dict[str, Any] = {**_common(spec), "ray_actor_options": spec.router.resources.actor_options()}
     if spec.router.port:

@@ -163,7 +163,7 @@ def _say_plan(spec: ClusterSpec) -> None:
 
 
 def _wait(spec: ClusterSpec, wait_s: float, say: Say) -> Status:
-    """Until all of it serves. Raises FailedPrecondition where Serve gives up, DeadlineExceeded after `wait_s`."""
+    """Waits until all of it serves. Raises FailedPrecondition where Serve gives up, DeadlineExceeded after `wait_s`."""
     from loraplex_fleet import cluster
 
     until_s, said = time.monotonic() + wait_s, ""

@@ -42,7 +42,8 @@ LOOPBACK: Final = "127.0.0.2"
 
 @contextlib.contextmanager
 def joined(address: str, *, may_start: bool = False) -> Generator[bool]:
-    """Connected to Ray. True where Ray was started for it, which stays when this process ends. Raises Unavailable."""
+    """Connects to Ray for a block. Yields True where it was started for this, and stays when this process ends. Raises
+    Unavailable."""
     started = False
     try:
         _join(address)
@@ -63,7 +64,7 @@ def joined(address: str, *, may_start: bool = False) -> Generator[bool]:
 
 
 def _join(address: str) -> None:
-    """Raises ConnectionError, soon: Ray itself would look for a minute for one that has ended."""
+    """Joins Ray. Raises ConnectionError soon: Ray itself would look for a minute for one that has ended."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     ray.init(
         address=_find(address),
@@ -90,8 +91,8 @@ def _find(address: str) -> str:
 
 
 def _check_is_head(address: str) -> None:
-    """Ray itself would try for a minute to talk to whatever listens there: a router, or the dashboard. Raises
-    ConnectionError."""
+    """Raises ConnectionError unless a head of Ray listens there. Ray itself would try for a minute to talk to whatever
+    does, such as a router or the dashboard."""
     connection: Any = grpc_utils.init_grpc_channel(address)
     with connection:
         try:
@@ -104,7 +105,7 @@ def _check_is_head(address: str) -> None:
 
 
 def _start_here() -> None:
-    """Ray on this machine's loopback, as a process of its own. Raises FailedPrecondition."""
+    """Starts Ray on this machine's loopback, as a process of its own. Raises FailedPrecondition."""
     log_path = Path(tempfile.gettempdir()) / f"loraplex-ray-{os.getuid()}.log"
     command = [
         *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--node-ip-address", LOOPBACK),
@@ -137,8 +138,8 @@ def node_addresses() -> list[str]:
 
 
 def deploy(spec: ClusterSpec) -> None:
-    """Says to Serve what there is to be, and returns at once. What else Serve runs stays as it is. Raises
-    InvalidArgument where the nodes' addresses ask for more than the specification has."""
+    """Tells Serve what is wanted, and returns at once. What else Serve runs stays as it is. Raises InvalidArgument
+    where the nodes' addresses ask for more than the specification has."""
     spec.check_reach(node_addresses())
     client = _serve_client(start=True)
     wanted = serve_config(spec)

@@ -12,7 +12,7 @@ LORAPLEX = (sys.executable, "-m", "loraplex")
 
 
 def worker_command(spec: ClusterSpec, node: str, store: Path | None, token: str) -> tuple[str, ...]:
-    """Of a worker that listens on the node's own address. With a token it takes calls of its holders only."""
+    """Command line of a worker on the node's own address. With a token it takes calls of its holders only."""
     command = [*LORAPLEX, "worker", spec.model, "--host", node, "--port", "0", *_supervised(spec)]
     command += ["--take-over", f"{spec.drain_s:g}"]
     flags = spec.worker.flags
@@ -32,7 +32,7 @@ def worker_command(spec: ClusterSpec, node: str, store: Path | None, token: str)
 
 
 def router_command(spec: ClusterSpec, node: str, members: Path) -> tuple[str, ...]:
-    """Of a router that follows the file of members."""
+    """Command line of a router that follows the file of members."""
     command = [*LORAPLEX, "router", "--host", spec.router.host or node, "--port", f"{spec.router.port}"]
     command += ["--workers-from", f"file:{members}", *_supervised(spec)]
     for flag, path in (

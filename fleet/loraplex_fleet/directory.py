@@ -43,7 +43,7 @@ def actor_name(fleet: str) -> str:
 
 
 def find_directory(fleet: str) -> Any:
-    """None where there is none."""
+    """The directory; None where there is none."""
     try:
         return ray.get_actor(actor_name(fleet), namespace=NAMESPACE)
     except ValueError:
@@ -64,7 +64,7 @@ def have_directory(fleet: str) -> Any:
 
 
 def read_view(fleet: str) -> View:
-    """An empty one where there is no directory, or where it does not answer."""
+    """The directory's view; an empty one where there is no directory, or where it does not answer."""
     directory = find_directory(fleet)
     if directory is None:
         return View()
@@ -84,12 +84,12 @@ class DirectoryClient:
         self._handle: Any = None
 
     async def beat(self, entry: dict[str, Any]) -> tuple[str, View]:
-        """Raises RayError or TimeoutError."""
+        """Renews the replica's lease. Returns its name and the view. Raises RayError or TimeoutError."""
         answer = await self._call("beat", entry)
         return answer["name"], view_of(answer["view"])
 
     async def drop(self, replica_id: str, reason: str = "") -> None:
-        """Raises RayError or TimeoutError."""
+        """Takes a replica out of the directory. Raises RayError or TimeoutError."""
         await self._call("drop", replica_id, reason)
 
     async def _call(self, method: str, *arguments: Any) -> Any:

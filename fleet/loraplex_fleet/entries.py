@@ -103,7 +103,7 @@ class Entries:
         return name
 
     def drop(self, replica_id: str, reason: str = "") -> None:
-        """The replica is gone, or takes no more requests."""
+        """Drops a replica that is gone, or that takes no more requests."""
         lease = self._leases.pop(replica_id, None)
         if lease is not None and reason:
             self._failures.append(Failure(replica_id, lease.entry.kind, lease.entry.node, reason))

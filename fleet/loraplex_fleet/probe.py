@@ -39,7 +39,7 @@ class Probe:
         self._worker: Any = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
     async def answers(self) -> None:
-        """Raises grpc.RpcError where the server does not answer in time. One that is not ready answers as well."""
+        """Returns once the server answers, ready or not. Raises grpc.RpcError where it does not in time."""
         await self._health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
 
     async def is_ready(self) -> bool:
@@ -49,7 +49,7 @@ class Probe:
         return answer.status == health_pb2.HealthCheckResponse.SERVING
 
     async def work(self) -> Work:
-        """Of a worker. Raises grpc.RpcError."""
+        """The work ahead of a worker. Raises grpc.RpcError."""
         answer = await self._worker.GetLoad(worker_pb2.GetLoadRequest(), timeout=TIMEOUT_S, metadata=self._metadata)
         load = answer.load
         return Work(load.running_requests, load.queued_requests, load.pending_tokens)

@@ -122,7 +122,7 @@ class SecretSpec:
 
 @dataclass(frozen=True, slots=True)
 class TlsSpec:
-    """Between routers and workers: paths on every node."""
+    """TLS between routers and workers: paths on every node."""
 
     cert: str = ""
     key: str = ""
@@ -161,7 +161,7 @@ class ClusterSpec:
             )
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it, without what is as it would be anyway; `from_plain` reads it."""
+        """The specification as JSON objects, without values that equal their defaults; `from_plain` reads it."""
         return {"model": self.model, **_plain(self)}
 
 
@@ -197,7 +197,7 @@ def is_loopback(host: str) -> bool:
 
 
 def load_spec(path: Path) -> ClusterSpec:
-    """Of a file. Raises InvalidArgument."""
+    """The specification in a YAML file. Raises InvalidArgument."""
     import yaml  # late: comes with Ray
 
     try:
@@ -215,7 +215,7 @@ def load_spec(path: Path) -> ClusterSpec:
 
 
 def _refuse_repeated_keys(node: Any, path: str) -> None:
-    """Of YAML's nodes: of two entries with one key its loader would take the last, silently."""
+    """Raises InvalidArgument for a key that YAML's nodes have twice: the loader would silently take the last one."""
     seen = set[str]()
     for key, value in node.value if getattr(node, "id", "") == "mapping" else ():
         name = str(key.value)
@@ -227,7 +227,7 @@ def _refuse_repeated_keys(node: Any, path: str) -> None:
 
 
 def parse_spec(given: Any) -> ClusterSpec:
-    """Of what the file holds. Raises InvalidArgument that names the key."""
+    """The specification from the parsed file. Raises InvalidArgument that names the key."""
     top = _Section(given, "", ("model", *(one for one in _keys(ClusterSpec) if one != "model")))
     adapters = top.text("adapters", _absolute)
     tls = _tls(top.section("tls", _keys(TlsSpec)))
@@ -344,7 +344,7 @@ class _Section:
         return _Section(self.values.get(key), self.at(key), known)
 
     def text(self, key: str, check: Callable[[str], str]) -> str:
-        """Empty where it is not given; `check` says what is wrong."""
+        """The text of a key, empty where it is not given; `check` says what is wrong."""
         value = self.values.get(key)
         if value is None:
             return ""
@@ -369,7 +369,7 @@ class _Section:
         return value
 
     def duration(self, key: str, default: float) -> float:
-        """Seconds."""
+        """The seconds of a key."""
         value = self.values.get(key, default)
         if isinstance(value, str) and (found := _DURATION.match(value)):
             return float(found[1]) * _UNITS_S[found[2] or "s"]
@@ -406,7 +406,7 @@ class _Section:
 
 
 def _flag_value(flag: Flag, value: Any, at: str) -> Any:
-    """As typer would give it. Raises InvalidArgument."""
+    """The flag's value as typer would give it. Raises InvalidArgument."""
     kind = flag.type
     arguments = [one for one in typing.get_args(kind) if one is not type(None)]
     if typing.get_origin(kind) is tuple:
@@ -444,7 +444,7 @@ def _try_router(flags: list[Flag], given: dict[str, Any]) -> None:
 
 
 def _try(cls: type, flags: list[Flag], given: dict[str, Any], fixed: Mapping[tuple[str, ...], Any]) -> None:
-    """Raises what the configuration raises. Paths are left out: they are the nodes' own."""
+    """Checks flags. Raises what the configuration raises. Paths are left out: they are the nodes' own."""
     values: dict[str, Any] = {flag.parameter: flag.default for flag in flags if flag.path not in fixed}
     values |= {name: value for name, value in given.items() if not isinstance(value, Path)}
     configure(cls, [flag for flag in flags if flag.path not in fixed], values, fixed)

@@ -71,7 +71,8 @@ class Status:
 
 
 def part_of(kind: str, details: Mapping[str, Any] | None, view: View, free: str, now_s: float) -> Part:
-    """Of Serve's details of an application, and what its nodes have `free`. `now_s` since the epoch."""
+    """Status of one kind, from Serve's details of its application. `free`: what its nodes have left; `now_s` since the
+    epoch."""
     entries = tuple(one for one in view.entries if one.kind == kind)
     failures = tuple(one for one in view.failures if one.kind == kind)
     running = sum(one.state == READY for one in entries)

@@ -79,7 +79,8 @@ class Child:
         return self._ready
 
     def stop(self, drain_s: float) -> int:
-        """SIGTERM, `drain_s` for its requests to end, then SIGKILL. Blocks, and returns the exit status."""
+        """Stops the child: SIGTERM, `drain_s` for its requests to end, then SIGKILL. Blocks, and returns the exit
+        status."""
         process = self._process
         if process is None:
             return 0
@@ -92,7 +93,7 @@ class Child:
         return self.kill()
 
     def kill(self) -> int:
-        """SIGKILL, for one that no longer responds. What it started ends by itself. Returns the exit status."""
+        """Kills a child that no longer responds. What it started ends by itself. Returns the exit status."""
         process = self._process
         if process is None:
             return 0
@@ -138,7 +139,7 @@ class Child:
         return FailedPrecondition(f"it ended with status {status} before it was ready{words}")
 
     def _read_errors(self, stream: IO[bytes]) -> None:
-        """Into the log of this process, which Ray keeps for each replica."""
+        """Copies standard error into the log of this process, which Ray keeps for each replica."""
         with stream:
             for line in stream:
                 if text := _text(line):

@@ -39,7 +39,7 @@ class ListQuery:
     after: str = ""  # the adapter before the first one of this page
 
     def request(self) -> adapter_pb2.ListAdaptersRequest:
-        """As another server is asked for it."""
+        """The request that asks another server for the same page."""
         return adapter_pb2.ListAdaptersRequest(
             include_unloaded=self.include_unloaded,
             page_size=self.page_size,
@@ -50,7 +50,7 @@ class ListQuery:
 
 
 def list_query(request: adapter_pb2.ListAdaptersRequest) -> ListQuery:
-    """Raises InvalidArgument with the field."""
+    """The request, checked. Raises InvalidArgument with the field."""
     if request.page_size < 0:
         raise InvalidArgument(
             f"`page_size` must be 0 (all at once) or more; it is {request.page_size}", field="page_size"
@@ -93,8 +93,8 @@ class Page:
         self._last = ""
 
     def add(self, adapter_id: str, rows: Sequence[adapter_pb2.Adapter]) -> bool:
-        """False: the page is full, and this adapter begins the next one. Raises ListingTooLarge where everything was to
-        come at once."""
+        """Adds an adapter's rows. False: the page is full, and this adapter begins the next one. Raises ListingTooLarge
+        where everything was to come at once."""
         num_bytes = self._num_bytes + sum([row.ByteSize() + 4 for row in rows])  # with the tag and the length of each
         if not self._query.page_size:
             if num_bytes > MAX_ANSWER_BYTES:
@@ -114,7 +114,7 @@ class Page:
 
 
 def _checksum(query: ListQuery) -> bytes:
-    """Of the fields that a token belongs to, so that a token of another listing is noticed."""
+    """Checksum of the fields that a token belongs to, so that a token of another listing is noticed."""
     return zlib.crc32(f"{query.include_unloaded} {query.state} {query.prefix}".encode()).to_bytes(4, "big")
 
 

@@ -35,11 +35,11 @@ MAX_MESSAGE_BYTES: Final = 1024
 MAX_METADATA_BYTES: Final = 1024
 MAX_METHOD_CHARS: Final = 200
 
-# Of the time that a caller waits, what a hop leaves for its answer to arrive: so many seconds, and at most this share.
+# The part of a caller's wait that a hop leaves for its answer to arrive: so many seconds, and at most this share.
 MARGIN_S: Final = 0.05
 MARGIN_SHARE: Final = 0.05
 
-# For statuses that carry no reason of ours: a proxy's, the transport's own, another server's.
+# Errors for statuses that carry no reason of ours: a proxy's, the transport's own, another server's.
 _BY_CODE: Final[dict[Code, type[LoraplexError]]] = {
     Code.CANCELLED: errors.Cancelled,
     Code.INVALID_ARGUMENT: errors.InvalidArgument,
@@ -100,7 +100,7 @@ def _details(error: LoraplexError, message: str) -> Iterable[Message]:
 
 
 def _bounded(text: str, max_bytes: int) -> str:
-    """At most `max_bytes` of UTF-8, whole characters, and nothing that could not be encoded."""
+    """The text cut to `max_bytes` of UTF-8, in whole characters; those that cannot be encoded become "?"."""
     raw = text.encode("utf-8", "replace")
     if len(raw) <= max_bytes:
         return raw.decode()
@@ -316,7 +316,8 @@ def _connection_lost() -> errors.ConnectionLost:
 
 
 def _too_large(words: str) -> errors.MessageTooLarge | None:
-    """Waiting does not help, so none of them says when to retry."""
+    """The error of a message that gRPC found too large; None for other words. It never says when to retry: waiting does
+    not help."""
     if sizes := _OVER_LIMIT.search(words):
         side, verb, num_bytes, limit = sizes.groups()
         metadata = {"bytes": num_bytes, "limit_bytes": limit}

@@ -145,7 +145,7 @@ NOT_BUILT: Final[dict[str, dict[str, str]]] = {}
 
 
 def parse(cls: type[M], raw: bytes) -> M:
-    """Raises InvalidArgument for bytes that are not such a message."""
+    """The message in these bytes. Raises InvalidArgument where there is none."""
     try:
         return cls.FromString(raw)
     except DecodeError as error:
@@ -329,7 +329,7 @@ def _check_merge(request: inference_pb2.GenerateRequest) -> None:
 
 
 def _check_place(message: HasPlace, adapter_id: str, path: str = "") -> None:
-    """`path`: of the fields, in front of their names."""
+    """Checks an adapter's place. `path` stands in front of the names of its fields."""
     beside = f"{path}id" if path else "adapter_id"
     if message.in_bucket and ("/" not in adapter_id or "@" in adapter_id or message.HasField("hub")):
         raise InvalidArgument(
@@ -350,7 +350,7 @@ def _check_place(message: HasPlace, adapter_id: str, path: str = "") -> None:
 
 
 def adapter_name_in(request: inference_pb2.GenerateRequest) -> str:
-    """Of the adapter or the set of adapters that it runs with, as `Request.adapter_name`."""
+    """Name of the adapter or mixture that the request runs with, as in `Request.adapter_name`."""
     return request.adapter_id or mixture_name(one.id for one in request.adapters)
 
 
@@ -361,7 +361,7 @@ def adapters_in(request: inference_pb2.GenerateRequest) -> tuple[str, ...]:
 
 
 def _check_counts(request: inference_pb2.GenerateRequest) -> None:
-    """Before any code looks at each of so many."""
+    """Bounds the numbers of values, before any code looks at each of them."""
     _check_num_messages(request.chat)
     counts = (
         ("stopping.stop", len(request.stopping.stop), MAX_STOP_STRINGS, "strings"),
@@ -473,7 +473,7 @@ def _check_grammar(request: inference_pb2.GenerateRequest) -> None:
 
 
 def _check_forced_calls(request: inference_pb2.GenerateRequest) -> None:
-    """They hold by a grammar of their own."""
+    """Refuses what contradicts a forced call of a tool, which holds by a grammar of its own."""
     kind = request.chat.tool_choice.WhichOneof("kind")
     if kind not in ("required", "name"):
         return
@@ -606,7 +606,7 @@ def check_pooling_names(request: PoolingRequest) -> None:
 
 
 def pooling_adapters_in(request: PoolingRequest) -> tuple[str, ...]:
-    """As `adapters_in`."""
+    """Does what `adapters_in` does, for a request of PoolingService."""
     return (request.adapter_id,) if request.adapter_id else ()
 
 
@@ -618,7 +618,7 @@ def _check_pooling_names(request: PoolingRequest) -> None:
 
 
 def check_score(request: pooling_pb2.ScoreRequest) -> None:
-    """As `check_pooling`, with what only this call has."""
+    """Checks what `check_pooling` does, and the fields that only this call has. Raises InvalidArgument."""
     check_pooling(request)
     if not request.HasField("query"):
         raise InvalidArgument("the request has no `query`: say what the documents are scored against", field="query")

@@ -90,18 +90,18 @@ class Activity:
         return tally.at(now_s)
 
     def first_message(self, worker_id: str, took_s: float, now_s: float) -> None:
-        """Of a stream, `took_s` after its request arrived."""
+        """Counts the first message of a stream, `took_s` after its request arrived."""
         self.of(worker_id, now_s).first_messages[_bucket(took_s)] += 1
 
     def tokens(self, worker_id: str, num_tokens: int, num_drafted: int, num_accepted: int, now_s: float) -> None:
-        """Tokens that went out."""
+        """Counts tokens that went out, with those drafted and accepted."""
         second = self.of(worker_id, now_s)
         second.num_tokens += num_tokens
         second.num_drafted += num_drafted
         second.num_accepted += num_accepted
 
     def ended(self, worker_id: str, is_failed: bool, now_s: float) -> None:
-        """A request, whatever the way."""
+        """Counts the end of a request, in whatever way it ended."""
         second = self.of(worker_id, now_s)
         second.num_requests += 1
         second.num_failed += is_failed
@@ -112,11 +112,11 @@ class Activity:
     # --- what is shown ---------------------------------------------------------------------------------------------
 
     def errors(self) -> list[FailedCall]:
-        """The newest first."""
+        """The last errors, the newest first."""
         return sorted(chain.from_iterable(self._errors.values()), key=lambda call: call.ended_s, reverse=True)
 
     def summary(self, now_s: float, worker_id: str | None = None) -> status_pb2.Activity:
-        """Of one worker; of all, where none is named."""
+        """Activity of one worker, or of all where none is named."""
         seconds = self._seconds(_first_second(now_s), worker_id)
         first_messages: Counter[int] = Counter()
         for second in seconds:
@@ -133,7 +133,7 @@ class Activity:
         )
 
     def tokens_by_second(self, now_s: float) -> list[int]:
-        """Of each second of the window that is over, the oldest first."""
+        """Tokens of each second of the window that is over, the oldest first."""
         counts: Counter[int] = Counter()
         end = math.floor(now_s)
         for second in self._seconds(end - WINDOW_S, None):

@@ -33,7 +33,7 @@ Response = adapter_pb2.ListAdaptersResponse
 Ask = Callable[[ListQuery], Awaitable[Sequence[Response]]]
 Named = TypeVar("Named", bound=AdapterRequest)
 
-# Of all workers together, asked for at once: reading them takes the event loop some milliseconds.
+# Rows of all workers together that are asked for at once: reading them takes the event loop some milliseconds.
 MAX_ROWS = 1000
 MIN_PAGE_SIZE = 50
 
@@ -125,14 +125,14 @@ class AdapterFanOut:
         return [view.worker_id for view in self._views()]
 
     def _views(self) -> list[WorkerView]:
-        """The same as routing sees them."""
+        """Views of the routable workers. Raises NoWorker where there are none."""
         views = self._replicas.views()
         if not views:
             raise self._replicas.no_worker()
         return views
 
     async def _ask_all(self, call: Call, raw: bytes) -> Answers:
-        """Raises a worker's failure where none has answered."""
+        """The answers of all routable workers. Raises a worker's failure where none has answered."""
         answers = await self._ask(call, raw, self._routable())
         answers.raise_unless_answered()
         return answers
@@ -209,7 +209,7 @@ def is_bound(row: adapter_pb2.Adapter) -> bool:
 
 
 class MergedListing:
-    """Pages for clients."""
+    """Pages of all workers' listings together, for clients."""
 
     def __init__(self, max_rows: int = MAX_ROWS, min_page_size: int = MIN_PAGE_SIZE) -> None:
         self._max_rows = max_rows
@@ -249,7 +249,7 @@ def _common_end(part: ListQuery, responses: Sequence[Response]) -> str | None:
 
 
 def _by_adapter(responses: Sequence[Response], end: str | None) -> Iterator[tuple[str, list[adapter_pb2.Adapter]]]:
-    """In order of adapters, and for each in order of workers; a worker's own order stays."""
+    """Rows up to `end` by adapter, in order; each adapter's in order of workers, and a worker's own order stays."""
     rows = [row for response in responses for row in response.adapters if end is None or row.adapter_id <= end]
     rows.sort(key=attrgetter("adapter_id", "worker"))
     for adapter_id, of_one in groupby(rows, key=attrgetter("adapter_id")):

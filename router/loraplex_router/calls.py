@@ -87,7 +87,7 @@ class RouterMetrics(RequestMetrics):
         self._retries.labels(cause).inc()
 
     def relayed(self, num_messages: int) -> None:
-        """Of one stream, at its end."""
+        """Counts the messages that one stream relayed, at its end."""
         self._relayed.inc(num_messages)
 
 

@@ -127,7 +127,7 @@ def _run_processes(config: RouterConfig, num: int, on_ready: Callable[[Processes
 
 
 def _say(config: ServerFlags, line: str) -> None:
-    """With --log-format json everything that is written is a line of the log."""
+    """Prints a line; with --log-format json, logs it, as all output is then lines of the log."""
     if config.log_format == "json":
         log.info("%s", line)
         return
@@ -175,14 +175,15 @@ def _report_processes(running: Processes) -> None:
 
 
 async def _report_alive(every_s: float) -> None:
-    """For a supervisor that kills what is frozen. Of the event loop that serves, so that it speaks for that."""
+    """Reports that this process lives, for a supervisor that kills frozen ones. It runs in the event loop that serves,
+    so that a frozen loop falls silent."""
     while True:
         await asyncio.sleep(every_s)
         _report(event="alive")
 
 
 def _report(**fields: str | list[int]) -> None:
-    """For a supervisor, as workers report (loraplex_runtime/reports.py)."""
+    """Prints a report for a supervisor, in the form that workers use (loraplex_runtime/reports.py)."""
     with unread_output_is_lost():
         print(dumps(fields), flush=True)
 

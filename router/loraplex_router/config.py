@@ -67,7 +67,7 @@ class ServerOptions:
     """gRPC settings of the router's own port, and of its connections to workers."""
 
     max_message_bytes: int = _network(4 << 20, "Largest request that is accepted.", "--max-message", is_bytes=True)
-    # Of workers. May be larger: logprobs of a long prompt.
+    # Bound on workers' answers. They may be larger than requests: logprobs of a long prompt.
     max_answer_bytes: int = 64 << 20
     # Off: a second router on a taken port must fail, not steal half the clients.
     reuse_port: bool = _network(False, "Let several routers share the port (SO_REUSEPORT).", "--reuse-port")
@@ -100,7 +100,7 @@ class HttpOptions:
     reasoning_content: bool = _http(
         False, "Call the reasoning in chats' answers reasoning_content, too.", "--reasoning-content"
     )
-    # That of the workers, whose folders requests to load an adapter may name.
+    # The workers' adapter root, whose folders requests to load an adapter may name.
     adapter_root: Path | None = _http(
         None, "The workers' --adapters: lora_path may be an absolute path in it alone.", "--adapter-root"
     )
@@ -179,7 +179,7 @@ class RouterConfig(ServerFlags):
     worker_token_file: Path | None = _network(
         None, "The token (role router) that this router shows its workers.", "--worker-token-file"
     )
-    # The same, from a caller that has it in memory.
+    # The same token, from a caller that has it in memory.
     worker_token: str = field(default="", repr=False)
     worker_ca: Path | None = _network(None, "Connect to workers with TLS; their certificates' CA (PEM).", "--worker-ca")
     # A request that went down with this many workers is given up: it may be what kills them.
@@ -220,7 +220,7 @@ class RouterConfig(ServerFlags):
             "--auth-file",
             "needs --worker-token-file: workers tell tenants apart only where the router shows its own credential",
         )
-        # The last one: `loraplex config show` tells of every other fault without a worker, too.
+        # The last check: `loraplex config show` tells of every other fault without a worker, too.
         _check(
             bool(self.workers or self.workers_from),
             "--worker",

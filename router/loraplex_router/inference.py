@@ -65,12 +65,13 @@ class RelayedRequest:
 
     @property
     def work_tokens(self) -> int:
-        """In the unit that workers report: tokens to compute and tokens that may still be made."""
+        """Work of the request in the unit that workers report: tokens to compute and tokens that may still be made."""
         return self.num_prompt_tokens + self.num_output_tokens
 
 
 def admit_generate(raw: bytes, identity: Identity, max_context_tokens: int) -> RelayedRequest:
-    """Pure. Raises what `check_names` raises, and AdapterNotFound for adapters that are not this tenant's."""
+    """A request for texts, as far as routing needs it. Pure. Raises what `check_names` raises, and AdapterNotFound for
+    adapters that are not this tenant's."""
     request = parse(inference_pb2.GenerateRequest, raw)
     check_names(request)
     adapter_ids = adapters_in(request)
@@ -121,7 +122,7 @@ def _num_given_tokens(request: inference_pb2.GenerateRequest | pooling_pb2.Pooli
 
 
 def admit_pooling(cls: type[validate.PoolingRequest], raw: bytes, identity: Identity) -> RelayedRequest:
-    """As `admit_generate`, for a request of PoolingService."""
+    """Does what `admit_generate` does, for a request of PoolingService."""
     request = parse(cls, raw)
     validate.check_pooling_names(request)
     adapter_ids = validate.pooling_adapters_in(request)
@@ -315,7 +316,8 @@ class InferenceRelay:
         request: RelayedRequest,
         resumption: Resumption | None = None,
     ) -> None:
-        """Nothing is sent, headers included, before the worker's first message: until then a retry is invisible."""
+        """Relays a stream. Nothing is sent, not even headers, before the worker's first message: a retry is invisible
+        until then."""
         stream = upstream.stream(
             path_of(INFERENCE, "GenerateStream"),
             request.raw if resumption is None else resumption.raw,
@@ -391,7 +393,7 @@ class InferenceRelay:
 
 
 def _note_usage(record: RequestRecord, usage: inference_pb2.Usage, timings: inference_pb2.Timings) -> None:
-    """Of a completion, or of all of them."""
+    """Notes the usage and the time in the queue of a completion, or of all together."""
     record.num_prompt_tokens, record.num_cached_tokens = usage.prompt_tokens, usage.cached_tokens
     record.queue_s = timings.queue_s
     for one in usage.proposers:

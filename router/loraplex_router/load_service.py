@@ -66,7 +66,7 @@ class LoadService:
         self._shared: dict[tuple[str, ...], tuple[float, bytes]] = {}
 
     def begin_drain(self) -> None:
-        """Watches say so and end: an open one would hold the server for its whole grace period."""
+        """Begins the drain. Watches say so and end: an open one would hold the server for its whole grace period."""
         self._draining.set()
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler[bytes, bytes]]:

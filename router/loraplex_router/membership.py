@@ -40,12 +40,12 @@ class Member:
 
     @property
     def worker_id(self) -> str:
-        """Another one for the same name at another address: the two may overlap while the old one ends its requests."""
+        """The worker's id. One name at two addresses has two: both may run while the old one ends its requests."""
         return self.address if self.name == self.address else f"{self.name}={self.address}"
 
 
 def parse_member(text: str) -> Member:
-    """[NAME=]HOST:PORT. Raises InvalidArgument."""
+    """The member of [NAME=]HOST:PORT. Raises InvalidArgument."""
     name, separator, address = text.rpartition("=")
     if not is_address(address) or (separator and not _NAME.match(name)):
         raise InvalidArgument(f"{text!a} is not [NAME=]HOST:PORT")
@@ -59,7 +59,7 @@ def is_address(text: str) -> bool:
 
 
 def parse_members(texts: Iterable[str]) -> tuple[Member, ...]:
-    """Raises InvalidArgument, also where a name or an address comes twice."""
+    """The members of such texts. Raises InvalidArgument, also where a name or an address comes twice."""
     members = tuple(parse_member(text) for text in texts)
     for what in ("name", "address"):
         seen: set[str] = set()
@@ -79,12 +79,12 @@ class Membership(Protocol):
         ...
 
     def changes(self) -> AsyncIterator[tuple[Member, ...]]:
-        """Forever: the members, whenever they are others than before."""
+        """Yields the members, whenever they are others than before. Runs until cancelled."""
         ...
 
 
 def open_membership(text: str) -> Membership:
-    """Of the flag: file:PATH or dns:HOST:PORT. Raises InvalidArgument."""
+    """The membership that the flag names: file:PATH or dns:HOST:PORT. Raises InvalidArgument."""
     kind, _, rest = text.partition(":")
     if kind == "file" and rest:
         return FileMembership(Path(rest), FILE_INTERVAL_S)
@@ -142,7 +142,7 @@ class FileMembership:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """A FIFO would hold the thread until somebody writes to it."""
+    """Opens a file without a wait: a FIFO would hold the thread until somebody writes to it."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -212,7 +212,7 @@ class DnsMembership:
         return tuple(Member(self._names[member.address] or member.name, member.address) for member in members)
 
     async def _name_of(self, address: str) -> str:
-        """Empty where it has none below the host name."""
+        """The address's name in DNS; empty where it has none below the host name."""
         host, _, port = address.rpartition(":")
         try:
             async with asyncio.timeout(REVERSE_TIMEOUT_S):
@@ -233,7 +233,7 @@ async def _resolve(host: str, port: int) -> Sequence[Any]:
 
 
 def dns_members(found: Sequence[Any]) -> tuple[Member, ...]:
-    """Of what getaddrinfo returns."""
+    """Members at the addresses that getaddrinfo returned."""
     addresses = {
         f"[{where[0]}]:{where[1]}" if family == socket.AF_INET6 else f"{where[0]}:{where[1]}"
         for family, _, _, _, where in found

@@ -33,7 +33,7 @@ class WorkerView:
     tiers: Mapping[str, int] = field(default_factory=dict[str, int])
     # What adapters are hashed by; empty where that is the id.
     name: str = ""
-    # Of the work that others get: less than 1 for a newcomer, which has cold caches and no adapters.
+    # Share of the work that others get: less than 1 for a newcomer, which has cold caches and no adapters.
     share: float = 1.0
 
     @property
@@ -52,7 +52,7 @@ class Route:
 
     @property
     def routing_key(self) -> str:
-        """Requests with the same key share their homes."""
+        """Key of the request's adapters. Requests with the same key share their homes."""
         return routing_key(self.adapter_ids)
 
 
@@ -99,7 +99,7 @@ def _score(key: str, name: str) -> int:
 
 
 def load_bound(workers: Sequence[WorkerView], config: PolicyConfig) -> float:
-    """The most work a worker may have and still be given one more request; a newcomer so much times its share.
+    """The most work a worker may have and still be given one more request; for a newcomer, times its share.
 
     There always is a worker that is not above it, because not all are above the mean.
     """
@@ -127,7 +127,7 @@ def choose(route: Route, workers: Sequence[WorkerView], config: PolicyConfig, ra
         return None
     bound = load_bound(workers, config)
     open_workers = [worker for worker in workers if worker.work_tokens <= bound * worker.share]
-    # Of newcomers alone:
+    # Where all are newcomers that have no share yet:
     open_workers = open_workers or [worker for worker in workers if worker.work_tokens <= bound]
     if not route.adapter_ids:
         return Choice(_less_loaded_of_two(open_workers, random).worker_id, "base")

@@ -52,17 +52,17 @@ class Replica:
 
     worker_id: str
     name: str  # what adapters are hashed by
-    # It is no member any more: it ends its requests and gets no new ones.
+    # True for one that is no member any more: it ends its requests and gets no new ones.
     is_leaving: bool = False
-    # It joined others, and when it became routable.
+    # True for one that joined others; and the time when it became routable.
     is_newcomer: bool = False
     joined_s: float | None = None
     info: inference_pb2.GetInfoResponse | None = None
     has_reported: bool = False  # ever
-    # Whether the current stream of reports has brought one.
+    # True once the current stream of reports has brought one.
     is_connected: bool = False
     is_draining: bool = False
-    # Its front end says that its engine does not respond.
+    # True while its front end says that its engine does not respond.
     is_stalled: bool = False
     last_error: str = "not connected yet"
     load: Load = field(default_factory=Load)  # as it last reported
@@ -75,7 +75,7 @@ class Replica:
     unreported_tokens: int = 0
     # Ended since the last report, although that report counts them.
     ended_tokens: int = 0
-    # The last one, None once anything in it has changed: a request looks at every worker.
+    # The last view, None once anything in it has changed: a request looks at every worker.
     last_view: WorkerView | None = None
 
     @property
@@ -117,7 +117,7 @@ class Replicas:
         self._replicas = {worker_id: Replica(worker_id, worker_id) for worker_id in worker_ids}
         self._work_by_key: dict[str, int] = {}
         self._slow_start_s = slow_start_s
-        # Of `routable` and `max_context_tokens`; None: to be found anew.
+        # Cached answers of `routable` and `max_context_tokens`; None: to be found anew.
         self._routable: list[Replica] | None = None
         self._max_context_tokens: int | None = None
         self.on_change = on_change
@@ -125,13 +125,13 @@ class Replicas:
     # --- members ---------------------------------------------------------------------------------------------------
 
     def join(self, worker_id: str, name: str) -> None:
-        """A new member; one that was about to leave stays."""
+        """Adds a member; one that was about to leave stays."""
         newcomer = Replica(worker_id, name, is_newcomer=self.num_routable > 0)
         self._routable = None
         self._set_leaving(self._replicas.setdefault(worker_id, newcomer), False)
 
     def leave(self, worker_id: str) -> None:
-        """It gets no new requests from here on, once a member can take them."""
+        """Takes a worker out: it gets no new requests from here on, once a member can take them."""
         self._set_leaving(self._replicas[worker_id], True)
 
     def _set_leaving(self, replica: Replica, is_leaving: bool) -> None:
@@ -140,7 +140,7 @@ class Replicas:
         self.on_change()
 
     def forget(self, worker_id: str) -> None:
-        """One that has left, with its last request ended."""
+        """Forgets a worker that has left, with its last request ended."""
         assert self.has_left(worker_id), f"{worker_id} still has something to do"
         del self._replicas[worker_id]
         self._routable = self._max_context_tokens = None
@@ -161,8 +161,8 @@ class Replicas:
     def views(
         self, excluded: Collection[str] = (), draft_model: str | None = None, now_s: float = math.inf
     ) -> list[WorkerView]:
-        """Workers that can take a request. One that wants a draft model goes where that model is; if no worker has it,
-        any of them can say so."""
+        """Workers that can take a request. One for a draft model goes where that model is; if no worker has it, any can
+        say so."""
         routable = self.routable()
         if draft_model is not None:
             routable = [replica for replica in routable if replica.has_draft_model(draft_model)] or routable
@@ -189,7 +189,7 @@ class Replicas:
         return replica.is_leaving and not replica.num_in_flight and not self._awaits_members()
 
     def state_of(self, replica: Replica, now_s: float) -> State:
-        """For people; the policy reads views."""
+        """The worker's state in one word, for people; the policy reads views."""
         if replica.is_leaving:
             return "leaving"
         if not replica.is_connected:
@@ -260,7 +260,7 @@ class Replicas:
     # --- requests of this router -----------------------------------------------------------------------------------
 
     def begin(self, worker_id: str, routing_key: str, work_tokens: int, now_s: float) -> Flight:
-        """A request is being sent; every flight that begins is ended once."""
+        """Begins the flight of a request that is being sent; every flight that begins is ended once."""
         flight = Flight(worker_id, routing_key, work_tokens, now_s)
         replica = self._replicas[worker_id]
         replica.last_view = None
@@ -314,7 +314,7 @@ class Replicas:
             self.on_change()
 
     def on_lost(self, worker_id: str, why: str) -> None:
-        """The stream of reports broke, went silent or could not be opened."""
+        """Marks a worker as lost: its stream of reports broke, went silent or could not be opened."""
         replica = self._replicas[worker_id]
         was_routable = replica.is_routable
         replica.last_view = self._routable = None

@@ -14,7 +14,7 @@ from loraplex_contracts.errors import WorkerLost
 from loraplex_proto.v1 import inference_pb2
 from loraplex_router.upstream import FailureKind, UpstreamFailure
 
-# Of the first message of a stream; the client has them.
+# Fields of a stream's first message, which the client has.
 _FIRST: Final = ("request_id", "adapter_digest", "prompt_logprobs", "prompt_tokens", "seed")
 
 
@@ -40,7 +40,7 @@ class Resumption:
         self._num_chars_seen = Counter[str]()
 
     def restart(self, loss: UpstreamFailure) -> None:
-        """The worker is gone, and another one begins anew."""
+        """Notes that the worker is gone, and that another one begins anew."""
         if self.loss is None or loss.kind is FailureKind.LOST:
             self.loss = loss
         self._num_tokens_seen = 0

@@ -68,7 +68,7 @@ class Router:
         return self.listener.address
 
     def heard_s(self, worker_id: str) -> float:
-        """When the worker last sent anything, by the monotonic clock."""
+        """The time when the worker last sent anything, by the monotonic clock."""
         return self._workers.upstreams[worker_id].heard_s
 
     async def drain(self, drain_s: float | None = None, *, announce_s: float = 0.0) -> None:

@@ -152,7 +152,7 @@ class WorkerCredentials:
     ca: bytes | None = None
 
     def metadata(self, caller: Identity, client: Iterable[tuple[str, str | bytes]] = ()) -> Metadata:
-        """For a call on behalf of `caller`."""
+        """Metadata of a call on behalf of `caller`, with the client's own that are forwarded."""
         kept = tuple((key, value) for key, value in client if key in FORWARDED_KEYS)
         if not self.token:
             return kept  # a worker that asks for no credential believes no tenant either
@@ -202,16 +202,16 @@ class Upstream:
         self._under_way: set[Any] = set()
 
     def has_spoken(self) -> None:
-        """It has sent something, on whatever call."""
+        """Notes that the worker has sent something, on whatever call."""
         self.heard_s, self._excused_s = time.monotonic(), 0.0
 
     def excuse(self, pause_s: float) -> None:
-        """This process itself stood still for so long and heard no worker."""
+        """Notes a pause of this process itself, in which it heard no worker."""
         self._excused_s += pause_s
 
     @property
     def silent_s(self) -> float:
-        """For how long it has sent nothing, pauses of this process left out."""
+        """Seconds since the worker last sent something, pauses of this process left out."""
         return time.monotonic() - self.heard_s - self._excused_s
 
     @property
@@ -220,7 +220,7 @@ class Upstream:
 
     @property
     def channel(self) -> grpc.aio.Channel:
-        """With the authorities that are trusted now: another one after they have changed. Calls that run keep theirs,
+        """The channel that trusts the authorities of now: a new one after they have changed. Running calls keep theirs,
         which gRPC closes with the last of them."""
         ca = self._credentials().ca
         if ca != self._ca:
@@ -277,7 +277,7 @@ class Upstream:
         return len(given_up)
 
     async def close(self, grace_s: float | None = None) -> None:
-        """Calls under way get `grace_s` to end."""
+        """Closes the connection; calls under way get `grace_s` to end."""
         await self._channel.close(grace_s)
 
 

@@ -20,7 +20,7 @@ from loraplex_runtime.auth import EVERYBODY
 
 log = logging.getLogger(__name__)
 
-# For a worker's first answer on a new connection.
+# Seconds for a worker's first answer on a new connection.
 CONNECT_TIMEOUT_S: Final = 3.0
 # How often this process checks whether it stood still itself, and how late a check is then.
 LOOK_S: Final = 0.5
@@ -41,7 +41,7 @@ class Watcher:
         self._pauses = asyncio.create_task(self._allow_for_pauses(), name="allow for pauses")
 
     def add(self, upstream: Upstream) -> None:
-        """A worker that `Replicas` knows. It is watched from now on."""
+        """Watches a worker that `Replicas` knows, from now on."""
         worker_id = upstream.worker_id
         watch = self._watches[worker_id] = WorkerWatch(upstream, self._replicas, self._config)
         self._tasks[worker_id] = asyncio.create_task(watch.run(), name=f"watch {worker_id}")
@@ -65,7 +65,8 @@ class Watcher:
         self._tasks.clear()
 
     async def _allow_for_pauses(self) -> None:
-        """Forever: takes pauses of this process (stopped, frozen with its machine) off its workers' silence."""
+        """Takes pauses of this process (stopped, frozen with its machine) off its workers' silence. Runs until
+        cancelled."""
         while True:
             before_s = time.monotonic()
             await asyncio.sleep(LOOK_S)
@@ -91,7 +92,7 @@ class WorkerWatch:
         self._silent = f"silent for {config.stale_after_s:g} s"
 
     async def run(self) -> None:
-        """Forever: connects, reads reports until they stop, says so and waits."""
+        """Connects, reads reports until they stop, says so and waits, again and again. Runs until cancelled."""
         num_failures = 0
         while True:
             self._num_reports = 0
@@ -129,7 +130,7 @@ class WorkerWatch:
         return self.upstream.silent_s >= self._config.stale_after_s
 
     def _backoff_s(self, num_failures: int) -> float:
-        """Doubles up to the limit; spread, so that routers do not come back in step."""
+        """Seconds until the next try: doubled up to the limit, and spread, so that routers do not come back in step."""
         doubled = self._config.min_backoff_s * 2.0 ** min(num_failures - 1, 16)
         return min(doubled, self._config.max_backoff_s) * self._random.uniform(0.5, 1.0)
 

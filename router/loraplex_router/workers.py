@@ -33,7 +33,7 @@ class Workers:
         self._closing: set[asyncio.Task[None]] = set()
 
     def update(self, members: Sequence[Member]) -> None:
-        """Members are these from here on."""
+        """Makes these the members from here on."""
         wanted = {member.worker_id: member for member in members}
         for worker_id in self.upstreams.keys() - wanted.keys():
             if not (replica := self._replicas[worker_id]).is_leaving:
@@ -63,7 +63,7 @@ class Workers:
             log.info("%d members%s", len(members), f", new: {', '.join(joined)}" if joined else "")
 
     async def _end_leaving(self) -> None:
-        """Forever: closes the connections of workers that have left, once nothing runs there."""
+        """Closes the connections of workers that have left, once nothing runs there. Runs until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             for worker_id in [one for one in self.upstreams if self._replicas.has_left(one)]:

@@ -111,9 +111,9 @@ class Identity:
                 raise adapter_not_found(adapter_id)
 
     def check_source(self, source: str, adapter_id: str) -> None:
-        """Of a load: a folder below the adapter root is there for those who may use the adapter of its path. An
-        absolute path, which only the worker can compare with its root, is for those who may use all. Raises
-        AdapterNotFound, the same as for a folder that is not there."""
+        """Checks the source of a load: a folder below the adapter root is there for those who may use the adapter of
+        its path. An absolute path, which only the worker can compare with its root, is for those who may use all.
+        Raises AdapterNotFound, the same as for a folder that is not there."""
         is_folder = source and not source.startswith((HUB_SOURCE, S3_SOURCE))
         if is_folder and not ("*" in self.adapters or self.may_use(source.rstrip("/"))):
             raise no_such_folder(source, adapter_id)
@@ -132,8 +132,8 @@ def current_identity() -> Identity:
 
 
 def recheck_identity() -> None:
-    """For streams that last: raises Unauthenticated or PermissionDenied once the credential that this call was opened
-    with has been revoked."""
+    """Checks the credential of a stream that lasts: raises Unauthenticated or PermissionDenied once the credential that
+    this call was opened with has been revoked."""
     _recheck.get()()
 
 
@@ -232,7 +232,7 @@ def follow_credentials(files: Reloader, path: Path | None) -> Callable[[], Crede
 
 
 def one_router(digest: str) -> Credentials:
-    """For a worker that takes calls of one router only, the one whose token has this SHA-256."""
+    """Credentials of a worker that takes calls of one router only, the one whose token has this SHA-256."""
     return Credentials({digest: Identity(DEFAULT_TENANT, frozenset({ROUTER}), ("*",))})
 
 

@@ -154,8 +154,8 @@ class Children:
                 log.exception("%s does not start", self._name(index))
 
     async def _start_one(self, number: int, port: int, on_progress: Callable[[str], None]) -> _Child:
-        """Progress of a child that is started again goes to the log: a print would wait for its reader, and what else
-        runs in this process with it."""
+        """Starts one child. Progress of one that is started again goes to the log: a print would wait for its reader,
+        and what else runs in this process with it."""
         first = self._spec.metrics_port
         metrics = () if first is None else ("--metrics-port", str(first and first + number))
         several = self._num_children > 1

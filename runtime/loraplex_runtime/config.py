@@ -30,15 +30,15 @@ _PASSWORD: Final = re.compile(r"//[^/@\s]+@")
 
 
 def prefix_of(command: str) -> str:
-    """Of the command's variables."""
+    """Prefix of the command's environment variables."""
     return f"LORAPLEX_{command.upper()}"
 
 
 def with_settings(
     command: str, check: Callable[..., object], needs: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """For typer: the option --config, and values of the other options from its file and from variables. Raises
-    InvalidArgument for keys and variables that no option takes, and for values that it does not.
+    """A decorator of typer commands: adds the option --config, and takes values of the other options from its file and
+    from variables. Raises InvalidArgument for keys and variables that no option takes, and for values that it does not.
 
     `check` takes the values of all options and raises what the command raises for them; `needs` are options without
     which the command does not start. Both are for `check_settings`, which gets the command made here."""
@@ -124,7 +124,7 @@ def source_of(ctx: typer.Context, parameter: Any) -> tuple[str, str]:
 
 
 def value_shown(value: Any) -> Any:
-    """As JSON takes it, without passwords in addresses."""
+    """The value in JSON's types, without passwords in addresses."""
     if isinstance(value, (list, tuple)):
         return [value_shown(one) for one in cast("Iterable[Any]", value)]
     return value if value is None or isinstance(value, (bool, int, float)) else _PASSWORD.sub("//***@", str(value))
@@ -141,7 +141,7 @@ def explained(ctx: typer.Context, error: LoraplexError) -> LoraplexError:
 
 
 def child_environment() -> dict[str, str]:
-    """For a server's child, which gets its settings on the command line: variables with settings are left out."""
+    """Environment of a server's child, without the variables of settings: it gets its settings on the command line."""
     prefixes = tuple(f"{prefix_of(command)}_" for command in COMMANDS)
     return {
         name: value

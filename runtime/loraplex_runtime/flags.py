@@ -136,7 +136,8 @@ def arguments_of(config: Any) -> list[str]:
 
 
 def with_raw_flags(flags: list[Flag]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """For typer: a parameter for each flag in the place of the function's `**given`. Its values are not parsed yet."""
+    """A decorator for typer: a parameter for each flag takes the place of the function's `**given`. Its values are not
+    parsed yet."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         return with_signature(body, [*_own_parameters(body), *parameters_of(flags)])
@@ -145,8 +146,8 @@ def with_raw_flags(flags: list[Flag]) -> Callable[[Callable[..., None]], Callabl
 
 
 def with_flags(body: Callable[..., None]) -> Callable[..., None]:
-    """For typer: in the place of each parameter of `body` that is such a dataclass, its fields' flags. Raises what the
-    dataclasses raise for values that they do not take."""
+    """A decorator for typer: in the place of each parameter of `body` that is such a dataclass, its fields' flags. The
+    command raises what the dataclasses raise for values that they do not take."""
     groups: dict[str, tuple[type, list[Flag]]] = {}
     parameters: list[inspect.Parameter] = []
     for parameter in _own_parameters(body):
@@ -200,7 +201,7 @@ def _command_line_type(flag: Flag) -> Any:
 
 
 def _is_repeated(flag: Flag) -> bool:
-    """Whether the flag may be given several times."""
+    """True if the flag may be given several times."""
     return flag.parse is None and typing.get_origin(flag.type) is tuple
 
 

@@ -71,7 +71,7 @@ class LimitedProcess:
 
     @property
     def pid(self) -> int | None:
-        """None while there is no process."""
+        """The child's process id; None while there is no process."""
         process = self._process
         return None if process is None else process.pid
 
@@ -129,7 +129,7 @@ class LimitedProcess:
         return conn
 
     def kill(self) -> None:
-        """From any thread: a call under way raises LimitExceeded, or ProcessFailed where the process is closed."""
+        """Kills the child, from any thread. A call under way raises LimitExceeded; ProcessFailed where it is closed."""
         with self._lock:
             process, conn, self._process, self._conn = self._process, self._conn, None, None
         if process is not None:
@@ -188,7 +188,7 @@ def _answer(conn: Any, answer: Answer, question: bytes) -> None:
 
 
 def _address_space_bytes() -> int:
-    """0 where the system does not tell."""
+    """The size of this process's address space; 0 where the system does not tell."""
     try:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
     except OSError:

@@ -188,12 +188,12 @@ class Drain:
         self._all_ended = asyncio.Event()
 
     def note_end(self) -> None:
-        """A call has ended."""
+        """Notes the end of a call."""
         if self.has_begun and not self._num_active():
             self._all_ended.set()
 
     async def wait(self, timeout_s: float) -> None:
-        """Begins; returns when the calls under way have ended, or after `timeout_s`."""
+        """Begins the drain; returns when the calls under way have ended, or after `timeout_s`."""
         self.has_begun = True
         if self._num_active():
             with contextlib.suppress(TimeoutError):
@@ -213,13 +213,13 @@ class Health(health_pb2_grpc.HealthServicer):
         self._changed = asyncio.Event()
 
     def set_ready(self, is_ready: bool) -> None:
-        """Liveness stays: a router without workers is alive."""
+        """Sets the health of all services. The process's own stays: a router without workers is alive."""
         if not self.is_draining:
             self._set({name: SERVING if is_ready or not name else NOT_SERVING for name in self._statuses})
 
     @property
     def is_ready(self) -> bool:
-        """Whether every service can be used."""
+        """True if every service can be used."""
         return all(status == SERVING for status in self._statuses.values())
 
     def begin_drain(self) -> None:

@@ -33,7 +33,7 @@ def hold(path: Path, what: str, wait_s: float, on_wait: Callable[[str], None]) -
 
 
 def try_hold(path: Path, what: str) -> int | None:
-    """The same without a wait: None where another process holds it."""
+    """The descriptor that `hold` gives, without a wait: None where another process holds it."""
     descriptor = _open(path, what)
     if _try(descriptor):
         return descriptor

@@ -67,7 +67,7 @@ class UnblockedHandler(logging.Handler):
             self._write("".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
 
     def _write(self, data: bytes) -> None:
-        """To the descriptor itself: a lock of `sys.stderr` held here would block other writers and the end."""
+        """Writes to the descriptor itself: a lock of `sys.stderr` held here would block other writers and the end."""
         with contextlib.suppress(OSError):  # the reader is gone, or the disk is full: these lines are lost
             while data:
                 try:

@@ -62,6 +62,6 @@ def with_near_names(error: LoraplexError, identity: Identity, listings: Iterable
 
 
 def _around(names: Sequence[str], name: str, limit: int) -> Sequence[str]:
-    """Of sorted `names`, `limit` at most around the place of `name`."""
+    """The sorted `names` around the place of `name`, `limit` at most."""
     begin = max(0, min(bisect_left(names, name) - limit // 2, len(names) - limit))
     return names[begin : begin + limit]

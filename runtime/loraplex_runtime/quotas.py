@@ -64,7 +64,7 @@ class TokenBucket:
 
 @dataclass(slots=True)
 class _Usage:
-    """One tenant's, at one server."""
+    """One tenant's use of its quotas at one server."""
 
     num_running: int = 0
     bucket: TokenBucket | None = None  # None: its rate is not limited
@@ -93,7 +93,7 @@ class TenantQuotas:
         room: int = 0,
         shrinks: bool = False,
     ) -> Ticket:
-        """For a call that counts as so many requests, one for each completion.
+        """Takes from a tenant's quotas for a call that counts as so many requests, one for each completion.
 
         `num_prompt_tokens` is an estimate, `max_tokens` what the request names of each completion, `room` what one may
         have at most. With `shrinks` the call counts as no more requests than the tenant may have at all. Raises
@@ -116,8 +116,9 @@ class TenantQuotas:
         return Ticket(self, tenant, bucket, num_requests, num_prompt_tokens, max_generated, num_reserved, now)
 
     def take_pooling(self, identity: Identity, num_inputs: int, num_prompt_tokens: int) -> Ticket:
-        """As `take`, for a call of PoolingService. It counts one for each input, as far as inputs are worked on at the
-        same time, and never more than the tenant may have: large calls are not refused for their size."""
+        """Does what `take` does, for a call of PoolingService. It counts one for each input, as far as inputs are
+        worked on at the same time, and never more than the tenant may have: large calls are not refused for their
+        size."""
         num_requests = max(1, min(num_inputs, POOLING_AT_ONCE))
         return self.take(identity, num_requests=num_requests, num_prompt_tokens=num_prompt_tokens, shrinks=True)
 
@@ -153,7 +154,7 @@ class TenantQuotas:
     # --- of tickets ---------------------------------------------------------------------------------------------------
 
     def ended(self, tenant: str, num_requests: int) -> None:
-        """Called once by each ticket."""
+        """Gives a ticket's requests back. Each ticket calls it once."""
         usage = self._usage[tenant]
         usage.num_running -= num_requests
         if not usage.num_running and usage.bucket is None:
@@ -163,7 +164,7 @@ class TenantQuotas:
         return self._clock() - since_s
 
     def note_speed(self, tokens_per_s: float) -> None:
-        """Of one completion that has ended."""
+        """Notes the speed of one completion that has ended."""
         self._fastest_per_s = max(tokens_per_s, self._fastest_per_s or 0.0)
 
     @property
@@ -206,7 +207,7 @@ class Ticket:
         self._take_more()
 
     def set_prompt(self, num_tokens: int) -> None:
-        """The prompt's tokens, which were estimated until now."""
+        """Sets the number of the prompt's tokens, which was estimated until now."""
         self._num_prompt_tokens = num_tokens
         self._take_more()
 

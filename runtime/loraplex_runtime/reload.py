@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def read_file(path: Path, flag: str) -> bytes:
-    """Raises InvalidArgument, naming the flag."""
+    """The content of a file. Raises InvalidArgument, naming the flag."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -104,7 +104,8 @@ class Reloader:
         self._stopped = threading.Event()
 
     def follow(self, files: Sequence[tuple[Path, str]], parse: Callable[..., T]) -> Followed[T]:
-        """Before `start`. Raises as `Followed`."""
+        """The content of files that are read again when they change. Call it before `start`. Raises what `Followed`
+        raises."""
         followed = Followed(files, parse)
         self._followed.append(followed)
         return followed
@@ -128,8 +129,8 @@ class Reloader:
 
 
 def server_credentials(files: Reloader, cert: Path | None, key: Path | None) -> grpc.ServerCredentials | None:
-    """For a server's port; None without files. New connections get the pair that `files` read last, open ones keep
-    theirs. Raises InvalidArgument for files that cannot be read or do not belong together."""
+    """Credentials of a server's port; None without files. New connections get the pair that `files` read last, open
+    ones keep theirs. Raises InvalidArgument for files that cannot be read or do not belong together."""
     if cert is None or key is None:
         return None
 

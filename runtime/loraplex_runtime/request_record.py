@@ -46,12 +46,12 @@ class RequestRecord:
 
     @property
     def was_refused(self) -> bool:
-        """It ended with an error before its client got anything."""
+        """True if it ended with an error before its client got anything."""
         return bool(self.reason) and not self.num_output_tokens
 
     @property
     def decode_s(self) -> float | None:
-        """From the first token to the end."""
+        """Seconds from the first token to the end; None without a token."""
         return None if self.first_token_s is None else max(0.0, self.total_s - self.first_token_s)
 
     def elapsed_s(self) -> float:
@@ -65,12 +65,12 @@ class RequestRecord:
         self.code, self.reason, self.error = error.code.name, error.reason, error.message
 
     def end(self, code: str = "") -> None:
-        """`code`: where it did not fail."""
+        """Takes the time of the end. `code` is that of a call that did not fail."""
         self.code = self.code or code
         self.total_s = self.elapsed_s()
 
     def fields(self) -> dict[str, Any]:
-        """For a line of the log and the attributes of a span: what is known, by the names of the documentation."""
+        """Known facts by the documentation's names, for a line of the log and the attributes of a span."""
         found: dict[str, Any] = {
             "method": self.method,
             "code": self.code,

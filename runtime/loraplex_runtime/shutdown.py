@@ -102,7 +102,7 @@ def start_shielded(process: Any) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# From the end of the drain until the engine is killed, and from there until the worker itself is. Together with what an
+# Seconds from the end of the drain until the engine is killed, and from there until the worker itself is. With what an
 # engine takes to end by itself (engine/process.py) they stay under 10 seconds.
 END_S: Final = 5.0
 KILL_S: Final = 2.0
@@ -131,7 +131,7 @@ def end_with_supervisor(drain_s: float) -> None:
 
 
 def _wait_and_end(drain_s: float) -> None:
-    """Prints nothing: a pipe that nobody reads could block the end."""
+    """Ends this process when standard input ends. Prints nothing: a pipe that nobody reads could block the end."""
     with contextlib.suppress(OSError):
         while os.read(0, 4096):  # not sys.stdin: its lock would be held while the interpreter ends
             pass
@@ -162,7 +162,7 @@ def exit_at_once(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def unread_output_is_lost() -> Generator[None]:
-    """For a block that prints: a closed pipe or terminal raises nothing in here, nor when the process ends."""
+    """Wraps a block that prints: a closed pipe or terminal raises nothing in here, nor when the process ends."""
     try:
         yield
     except OSError:

@@ -150,7 +150,7 @@ class RequestMetrics:
     """Counts and latencies of requests, by method, and what adapters and tenants used."""
 
     def __init__(self, registry: CollectorRegistry | None, role: Role) -> None:
-        """Without a registry the numbers are not shown anywhere."""
+        """Adds its metrics to the registry. Without a registry the numbers are not shown anywhere."""
         from prometheus_client import Counter, Histogram
 
         registry = new_registry() if registry is None else registry
@@ -179,7 +179,7 @@ class RequestMetrics:
             self._quota_refusals.labels(quota)  # shown from the start, as zero: a rate needs the value before
 
     def quota_refused(self, quota: str) -> None:
-        """`quota` is one of `loraplex_contracts.errors.QUOTAS`; others count as "other"."""
+        """Counts a refusal. `quota` is one of `loraplex_contracts.errors.QUOTAS`; others count as "other"."""
         self._quota_refusals.labels(quota if quota in QUOTAS else "other").inc()
 
     def ended(self, record: RequestRecord) -> None:
@@ -292,7 +292,7 @@ class MetricsEndpoint:
 
     @classmethod
     async def start(cls, host: str, port: int, registry: CollectorRegistry) -> MetricsEndpoint:
-        """Port 0 takes a free one. Raises FailedPrecondition when it cannot listen."""
+        """Listens. Port 0 takes a free one. Raises FailedPrecondition when it cannot listen."""
         serve = partial(_serve_scrape, registry)
         try:
             server = await asyncio.start_server(serve, host.strip("[]"), port, limit=_MAX_HEAD_BYTES)

@@ -53,7 +53,7 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, record: RequestRecord, metadata: Iterable[tuple[str, Any]] | None) -> RequestSpan:
-        """A request has arrived; `metadata`: its headers, which may name the span that it is part of."""
+        """Begins the span of a request; `metadata`: its headers, which may name the span that it is part of."""
         from opentelemetry.trace import SpanKind
 
         carrier = {key: value for key, value in metadata or () if key in CONTEXT_KEYS and isinstance(value, str)}
@@ -84,11 +84,11 @@ class RequestSpan:
         self._context = set_span_in_context(self._span, context)
 
     def headers(self) -> tuple[tuple[str, str], ...]:
-        """For calls that are part of this span."""
+        """Headers of calls that are part of this span."""
         return self._tracing.headers_of(self._context)
 
     def attempt(self, worker_id: str, decision: str) -> RequestSpan:
-        """A call to a worker; ended by `end_attempt`."""
+        """Begins the span of a call to a worker; `end_attempt` ends it."""
         from opentelemetry.trace import SpanKind
 
         made = RequestSpan(self._tracing, "worker call", SpanKind.CLIENT, self._context)
@@ -96,13 +96,13 @@ class RequestSpan:
         return made
 
     def end_attempt(self, error: str = "") -> None:
-        """`error`: why another worker is asked, or the request fails."""
+        """Ends the span of an attempt. `error`: why another worker is asked, or the request fails."""
         if error:
             self._fail(error)
         self._span.end()
 
     def end(self, record: RequestRecord) -> None:
-        """With the record's facts as attributes; in a worker its times become spans of the engine."""
+        """Ends the span, with the record's facts as attributes; in a worker its times become spans of the engine."""
         self._span.set_attribute("loraplex.request_id", record.request_id)
         for name, value in record.fields().items():
             if name in _ATTRIBUTES:

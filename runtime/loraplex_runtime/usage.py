@@ -70,12 +70,12 @@ class UsageByName:
         self._num_uses = 0
 
     def add(self, name: str, record: RequestRecord, *, is_known: bool) -> None:
-        """`is_known`: there is something of that name. Others get no place."""
+        """Counts a request under a name. `is_known`: there is something of that name. Others get no place."""
         usage = self._usage(name) if is_known else self._named.get(name, self._other)
         usage.add(record)
 
     def items(self) -> Iterator[tuple[str, Usage]]:
-        """By name; the others last, once there are some."""
+        """Usage by name; the other names' last, once there are some."""
         yield from self._named.items()
         if self._other.requests:
             yield OTHER, self._other
@@ -112,7 +112,7 @@ class UsageCollector:
         registry.register(self)  # pyright: ignore[reportArgumentType]  # the protocol is `collect` alone
 
     def add(self, record: RequestRecord) -> None:
-        """One that computes, at its end."""
+        """Counts a request that computes, at its end."""
         is_known = not record.adapter or bool(record.adapter_digest) or record.code == "OK"
         self.adapters.add(record.adapter or BASE, record, is_known=is_known)
         self.tenants.add(record.tenant, record, is_known=True)  # tenants are in the operator's file

@@ -118,7 +118,7 @@ def environment(client: Client) -> Path:
 
 
 def _node(client: Client, folder: Path) -> Path:
-    """As `environment`, for Node, which looks for modules beside the probe's copy."""
+    """Does what `environment` does, for Node, which looks for modules beside the probe's copy."""
     node = shutil.which("node")
     if node is None:
         raise NoEnvironment("node is not installed (Debian: nodejs)")

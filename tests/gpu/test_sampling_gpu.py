@@ -32,7 +32,7 @@ PARAMS = [
 
 
 def make_sampler(device: str) -> Sampler:
-    """On a CPU by the definitions."""
+    """A sampler with the device's own functions; on a CPU, with the plain definitions."""
     if device == "cpu":
         return Sampler(len(PARAMS), VOCAB, device)
     backend = CudaBackend()
@@ -48,7 +48,7 @@ def test_noise_is_bit_identical() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_tokens_equal_those_of_the_cpu(dtype: torch.dtype) -> None:
-    """In float32 by the kernel."""
+    """Both devices draw the same tokens, with logprobs that agree; in float32, CUDA draws by its kernel."""
     logits = torch.randn(len(PARAMS), VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
     logits = logits.to(dtype)
     tokens = torch.randint(0, VOCAB, (len(PARAMS), 64), generator=torch.Generator().manual_seed(1))

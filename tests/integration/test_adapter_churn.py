@@ -181,7 +181,7 @@ class Churn:
                     self._ask_one(client, [dice.choice(names)], dice)
 
     def _ask_one(self, client: Client, names: list[Name], dice: random.Random) -> None:
-        """Of one adapter, or of the mixture of two."""
+        """Asks for a text of one adapter, or of the mixture of two, and judges the answer."""
         what = " and ".join(name.adapter_id for name in names)
         prompt, known, start_s = dice.choice(PROMPTS), [set(name.contents) for name in names], time.monotonic()
         ids = [name.adapter_id for name in names]
@@ -280,7 +280,7 @@ class Churn:
                 return
 
     def _replace(self, name: Name, content: int, *, broken: bool) -> None:
-        """As a careful user does it: a complete folder takes the other one's place."""
+        """Replaces an adapter as a careful user does: a complete folder takes the other one's place."""
         new = name.folder.with_name(f".{name.folder.name}.new")
         shutil.copytree(self.world.contents[content], new)
         if broken:

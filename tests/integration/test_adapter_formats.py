@@ -117,7 +117,7 @@ def test_formats_make_different_texts(served: Served) -> None:
 
 
 def record(note: pytest.FixtureRequest, served: Served, *settings: str) -> None:
-    """For the table that is printed at the end."""
+    """Records what was compared, for the table that is printed at the end."""
     note.node.user_properties += [("parity", (served.family, one, s)) for one in served.names for s in settings]
 
 

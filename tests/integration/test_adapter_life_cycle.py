@@ -184,7 +184,7 @@ async def test_near_names_are_the_callers_own(address: str, root: Path, tiny_wor
 
 
 def is_reported(router: Router, adapter_id: str) -> bool:
-    """By a worker, to the router."""
+    """True if a worker has reported the adapter to the router."""
     return any(adapter_id in view.tiers for view in router.replicas.views())
 
 

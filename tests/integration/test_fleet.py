@@ -73,7 +73,7 @@ def test_a_fleet_comes_up_answers_and_leaves_nothing(tiny_world: TinyWorld, tmp_
 
 @pytest.mark.slow
 def test_a_fleet_with_credentials_and_tls(tiny_world: TinyWorld, tmp_path: Path) -> None:
-    """As beyond loopback: workers take calls of the fleet's routers alone, and every connection has TLS."""
+    """A fleet set up as beyond loopback: workers take calls of its routers alone, and every connection has TLS."""
     pair, token_file, auth_file = new_pair(tmp_path, "fleet", [HEAD]), tmp_path / "token", tmp_path / "auth.json"
     token_file.write_text("of the routers\n")
     row = {"sha256": token_digest("alice"), "tenant": "a", "adapters": ["*"]}
@@ -197,7 +197,7 @@ async def test_worker_frozen(whole: Fleet) -> None:
 
 @pytest.mark.slow
 async def test_replica_killed(whole: Fleet) -> None:
-    """Its child ends its requests, and the one that follows waits for the folder of its store."""
+    """A killed replica's child ends its requests, and the next replica waits for the folder of its store."""
     victim = whole.serving()[0]
     async with AsyncClient(victim["address"]) as client:
         stream = client.stream(PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -40,7 +40,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(folder: Path, **variables: str) -> dict[str, str]:
-    """Nothing of the checkout, and what `. env/bin/activate` does."""
+    """Environment with nothing of the checkout, and with what `. env/bin/activate` does."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL", "LORAPLEX"))}
     own = Path(sys.executable).parent
     path = [one for one in kept["PATH"].split(os.pathsep) if Path(one) != own]

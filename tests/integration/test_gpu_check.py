@@ -151,7 +151,7 @@ def test_tests_with_and_without_pytest(tmp_path: Path, missing: tuple[str, ...])
 
 @pytest.mark.slow
 def test_the_benchmark_as_on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With graphs that stand-ins replay, and steps that overlap."""
+    """The benchmark runs on a CPU with graphs that stand-ins replay, and with steps that overlap."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
     importlib.import_module("gpu_check").provide_bench()
     main = importlib.import_module("gpu_bench.main")

@@ -49,7 +49,7 @@ PERSON = {
 
 @pytest.fixture(scope="module")
 def worker(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    """With an adapter, Medusa heads and a draft model, and too little KV memory for all rows."""
+    """A worker with an adapter, Medusa heads and a draft model, and too little KV memory for all rows."""
     root = tmp_path_factory.mktemp("adapters")
     shutil.copytree(tiny_world.adapters / "a000", root / "a000")
     write_heads(root / "heads", sequential_tensors(hidden=32), medusa_config())
@@ -173,7 +173,7 @@ def test_each_completion_has_its_own_way(client: Client) -> None:
 
 
 def test_logprobs_are_the_models_own(client: Client) -> None:
-    """Of the distribution before the mask, and the token that was drawn."""
+    """Logprobs are those of the distribution before the mask, and of the token that was drawn."""
     result = client.generate("x", grammar=Grammar(choice=["{}"]), logprobs=True, top_logprobs=1, max_tokens=9)
     free = client.generate("x", logprobs=True, top_logprobs=1, max_tokens=1)
     assert result.text == "{}"

@@ -186,7 +186,7 @@ class Mallory:
         return from_rpc_error(caught.value)
 
     def refusals(self, request: Generate) -> list[LoraplexError]:
-        """Of both ways to ask."""
+        """Refusals of a request by Generate and by GenerateStream."""
         return [self.refusal(self.inference.Generate, request), self.refusal(self.inference.GenerateStream, request)]
 
 
@@ -198,7 +198,8 @@ def mallory(server: Running) -> Iterator[Mallory]:
 
 
 def check_words(error: LoraplexError, world: World) -> None:
-    """They tell no path of the server's; the base model's name is what its operator gave, as GetInfo says it."""
+    """Error messages tell no path of the server's; the base model's name is what its operator gave, as GetInfo says
+    it."""
     assert error.message.isascii()
     assert str(world.root.parent) not in error.message.replace(str(world.model), "")
     assert len(error.message) <= 1024

@@ -474,7 +474,7 @@ DEEP = (
 
 
 def test_depth_is_no_server_error() -> None:
-    """In each field of each route, a value that is nested as deep as JSON's reader takes it, and deeper."""
+    """A value nested as deep as JSON's reader takes it, or deeper, in any field of any route is no server error."""
 
     async def ask() -> None:
         for path, (least, model) in BODIES.items():

@@ -142,7 +142,8 @@ async def test_admins_only(tmp_path: Path) -> None:
 
 
 async def test_the_syncers_sequence() -> None:
-    """As the Gateway API's adapter syncer does it: health, list, load what is missing, unload what is not wanted."""
+    """The Gateway API's adapter syncer can do its calls: health, list, load what is missing, unload what is
+    unwanted."""
     async with http_cluster(http=OPEN) as (c, http):
         c.workers[0].adapters["old"] = adapter_pb2.Adapter(adapter_id="old", tier=adapter_pb2.ADAPTER_TIER_DEVICE)
         assert (await http.get("/health")).status_code == 200

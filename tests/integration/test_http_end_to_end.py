@@ -56,7 +56,7 @@ def streamed(answer: httpx2.Response) -> list[Any]:
 
 
 def test_an_endpoint_picker_reads_the_metrics(http: httpx2.Client) -> None:
-    """By the configuration of the docs and by the one that is built in. The server has had no request yet."""
+    """The docs' configuration and the built-in one give a picker the same, also before the server's first request."""
     found = re.search(r"```yaml\n(- type: core-metrics-extractor\n.*?)```", DOCS.read_text(), re.DOTALL)
     assert found
     (plugin,) = yaml.safe_load(found[1])
@@ -99,7 +99,8 @@ def test_an_adapter_syncer_lists_loads_and_unloads(http: httpx2.Client) -> None:
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed (Debian: prometheus)")
 def test_promtool_is_silent(serve: Running, http: httpx2.Client) -> None:
-    """On the pages of HTTP port, router and worker; with the colon, as vLLM and SGLang have it, it remarks on that."""
+    """promtool remarks on nothing in the pages of HTTP port, router and worker but the colon, which vLLM and SGLang
+    use."""
     ports = re.search(r"metrics on (\d+), (\d+)", serve.output)
     assert ports, serve.output
     urls = ["/metrics", *(f"http://127.0.0.1:{port}/metrics" for port in ports.groups())]
@@ -201,7 +202,7 @@ def test_a_template_in_a_request_is_refused(http: httpx2.Client) -> None:
 
 
 def test_the_prompt_with_its_logprobs(http: httpx2.Client) -> None:
-    """As evaluation harnesses ask: prompts as ids, echoed, each token with a logprob but for the first."""
+    """Evaluation harnesses get what they ask for: prompts as ids, echoed, a logprob for each token but the first."""
     ids = [
         http.post("/tokenize", json={"prompt": text}).json()["tokens"] for text in ("name: Ada; age: 36", "name: Bo")
     ]

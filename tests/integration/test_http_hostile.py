@@ -440,7 +440,7 @@ def with_logprobs(stream: Any) -> Any:
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_a_client_that_leaves_frees_its_kv_at_once(tiny_world: TinyWorld, is_streamed: bool) -> None:
-    """Of a live worker: eight texts of 400 tokens end within some steps of their begin."""
+    """A live worker ends eight texts of 400 tokens within some steps after their client has left."""
     engine = EngineConfig(
         ModelConfig(str(tiny_world.model), dtype="float32"),
         KvConfig(memory_bytes=4 << 20),
@@ -524,7 +524,7 @@ async def test_no_step_computes_for_a_client_that_left(
 
 
 async def read_into(said: bytearray, reader: asyncio.StreamReader) -> None:
-    """To the end of the connection, whatever it is."""
+    """Reads into `said` to the end of the connection, whatever ends it."""
     with contextlib.suppress(ConnectionError):
         while part := await reader.read(1 << 16):
             said += part

@@ -154,7 +154,7 @@ async def test_texts_names_and_errors_are_shown_as_text(tmp_path: Path) -> None:
 
 
 def watch(url: str, token: str) -> dict[str, Any]:
-    """What stands in the status page, first without a token and then with one."""
+    """Contents of the status page, first without a token and then with one."""
     with browser.page() as page:
         page.open(url)
         page.until("document.getElementById('listing').textContent.includes('401')")

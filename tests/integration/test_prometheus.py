@@ -43,7 +43,7 @@ def dashboard() -> Iterator[tuple[str, str]]:
 
 @contextlib.contextmanager
 def prometheus(folder: Path, router: int, worker: int) -> Iterator[int]:
-    """Its port."""
+    """A running Prometheus; yields its port."""
     port, config = free_port(), folder / "prometheus.yaml"
     config.write_text(CONFIG.format(rules=DEPLOY / "prometheus/alerts.yaml", router=router, worker=worker))
     arguments = [f"--config.file={config}", f"--storage.tsdb.path={folder}/data", "--log.level=error"]
@@ -68,7 +68,7 @@ async def until_scraped(port: int, num: int) -> None:
 
 @pytest.mark.skipif(not shutil.which("prometheus"), reason="prometheus is not installed (Debian: prometheus)")
 async def test_every_query_of_the_dashboard_has_an_answer(tmp_path: Path) -> None:
-    """Of a router and a worker that have had everything happen once."""
+    """The queries and rules are run over a router and a worker that have had everything happen once."""
     async with contextlib.AsyncExitStack() as stack:
         ports: list[int] = []
         for registry in (router_registry()[0], worker_registry()):

@@ -666,7 +666,7 @@ async def test_draining_is_announced_first() -> None:
 
 
 async def test_an_answer_beyond_the_limit_is_asked_for_once_and_named() -> None:
-    """It is no failure of the worker's, and another one would say as much again."""
+    """Too large an answer is no failure of the worker's, and another one would say as much again."""
     async with cluster(2, server=ServerOptions(max_answer_bytes=4096)) as c:
 
         async def large(request: Generate, context: Any) -> bytes:

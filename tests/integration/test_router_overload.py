@@ -18,7 +18,7 @@ def request(adapter_id: str = "sql") -> inference_pb2.GenerateRequest:
 
 
 async def overload(router: Router, worker: FakeWorker, wait_s: float) -> None:
-    """It reports that the next request for "sql" would wait for so long."""
+    """Has the worker report that the next request for "sql" would wait for so long."""
     waits = [worker_pb2.FlowWait(tenant="default", adapter_id="sql", wait_s=wait_s)]
     forecast = worker_pb2.Forecast(waits=waits, max_queue_wait_s=60, token_interval_s=0.01, longest_tokens=100)
     worker.report(queued_requests=50, forecast=forecast)

@@ -191,7 +191,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 async def test_one_of_several_processes_that_is_frozen_is_replaced() -> None:
-    """It would keep its part of the connections for ever."""
+    """A frozen process is replaced, as it would keep its part of the connections for ever."""
     async with cluster(1) as c:
         flags = ["--worker", c.workers[0].address, "--port", "0", "--processes", "2", "--announce", "0", "--json"]
         async with child("-c", PATIENCE, "router", *flags) as process:
@@ -212,7 +212,7 @@ def children_of(pid: int) -> list[int]:
 
 
 async def all_served(address: str) -> bool:
-    """Over connections enough that each process gets one."""
+    """True if all calls are served, over enough connections that each process gets one."""
     for _ in range(8):
         async with grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
             call = stub(channel).GenerateStream(Generate(text="x"), wait_for_ready=True)
@@ -222,8 +222,8 @@ async def all_served(address: str) -> bool:
 
 
 async def test_a_router_that_drains_leaves_a_shared_port_to_the_others() -> None:
-    """What runs ends where it is, and what is new goes to the other process. A request that arrives as the port is left
-    may be refused; it has not begun then, and the next one finds the other process."""
+    """Running calls end where they are, and new ones go to the other process. A request that arrives as the port is
+    left may be refused; it has not begun then, and the next one finds the other process."""
     async with cluster(1, server=ServerOptions(reuse_port=True)) as c:
         c.workers[0].stream = paced
         port = int(c.router.address.rpartition(":")[2])
@@ -290,7 +290,7 @@ async def keep_asking(channel: grpc.aio.Channel, asked: Asked) -> None:
 
 
 async def test_http_of_a_router_that_drains_leaves_a_shared_port_to_the_others() -> None:
-    """As above, with connections that clients keep."""
+    """The HTTP port drains as the gRPC port does above, with connections that clients keep."""
     server = ServerOptions(reuse_port=True)
     async with cluster(1, http_port=0, server=server) as c:
         assert c.router.http is not None

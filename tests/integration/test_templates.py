@@ -215,7 +215,7 @@ async def test_an_adapters_own_response_template_reads_its_answers() -> None:
 @pytest.mark.parametrize("adapter_id", ["calls", "odd"])
 @pytest.mark.parametrize("choice", ["required", {"function": {"name": "f"}}, "auto"], ids=str)
 def test_demanded_calls_have_the_form_of_an_adapters_own_template(client: Client, choice: Any, adapter_id: str) -> None:
-    """Of a random model; as JSON where the form cannot be told."""
+    """A random model's calls have the form of the adapter's template, and are JSON where that form cannot be told."""
     parameters = {"type": "object", "properties": {"x": {"enum": [1, 22]}}, "required": ["x"]}
     tool = {"name": "f", "parameters": parameters, "strict": choice == "auto"}
     for seed in range(5):

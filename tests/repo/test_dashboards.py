@@ -33,7 +33,7 @@ def rules() -> list[dict[str, Any]]:
 
 
 def queries() -> list[tuple[str, str]]:
-    """Where a query is, and what it asks."""
+    """The place of each query, and its expression."""
     shown = [(panel["title"], target["expr"]) for panel in panels() for target in panel["targets"]]
     return shown + [(rule["alert"], rule["expr"]) for rule in rules()]
 
@@ -49,7 +49,7 @@ def known() -> dict[str, set[str]]:
 
 
 def labels_in(query: str) -> set[str]:
-    """That a query groups, joins or selects by."""
+    """Labels that a query groups, joins or selects by."""
     lists = re.findall(r"\b(?:by|on|without|group_left|group_right) ?\(([^)]*)\)", query)
     named = {label.strip() for one in lists for label in one.split(",")}
     return named | set(re.findall(r"([a-z_]+) ?(?:=~|!~|!=|=)\"?", re.sub(r"==", "", query)))

@@ -165,7 +165,7 @@ def test_build_arguments_that_are_named_exist() -> None:
 
 
 def run_entrypoint(tmp_path: Path, *arguments: str) -> list[str]:
-    """What the entry point starts, seen by a stand-in for the command."""
+    """Arguments that the entry point gives to the command, as a stand-in for the command sees them."""
     fake = tmp_path / "loraplex"
     fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     fake.chmod(0o755)

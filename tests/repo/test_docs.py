@@ -88,7 +88,7 @@ def test_a_command_is_one(block: str, words: list[str]) -> None:
 
 @functools.cache
 def flags_of(command: str) -> frozenset[str]:
-    """Of a command and of those below it."""
+    """Flags of a command and of those below it."""
     found: set[str] = set()
     waiting = [command_of(command)]
     while waiting:

@@ -154,7 +154,7 @@ def module_name(path: Path, package: str) -> str:
 
 
 def imported_names(path: Path, modules: Collection[str]) -> set[str]:
-    """Which of `modules` a file imports. `from package import module` is an import of the module alone."""
+    """Those of `modules` that a file imports. `from package import module` is an import of the module alone."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:

@@ -118,7 +118,7 @@ def arguments(objects: list[Object], component: str) -> dict[str, Any]:
 
 
 def faults(objects: list[Object]) -> list[str]:
-    """What the API server would refuse."""
+    """Faults for which the API server would refuse the objects."""
     found: list[str] = []
     for one in objects:
         try:

@@ -71,7 +71,7 @@ def pod_wrong(group: Object, at: str) -> list[str]:
 
 
 def faults(service: Object) -> list[str]:
-    """What the API server or KubeRay's operator would refuse."""
+    """Faults for which the API server or KubeRay's operator would refuse the service."""
     found: list[str] = []
     name = service["metadata"]["name"]
     if service["apiVersion"] != "ray.io/v1" or not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name):

@@ -116,7 +116,7 @@ def test_decision_records_are_numbered_dated_and_listed() -> None:
 
 
 def full_path(named: str) -> Path:
-    """Of a path as maps name it, without the package's folder."""
+    """The path of a file that a map names, with the package's folder that maps leave out."""
     folder, _, rest = named.partition("/")
     package = "loraplex" if folder == "client" else f"loraplex_{folder}"
     return ROOT / named if (ROOT / named).exists() else ROOT / folder / package / rest
@@ -131,7 +131,7 @@ def test_every_path_that_a_map_names_exists(page: str) -> None:
 
 
 def test_a_map_names_functions_where_they_are() -> None:
-    """Of "`name` in `path`" and "`path` (`name`": the module has the name."""
+    """Each module that the page names as "`name` in `path`" or "`path` (`name`" has that name."""
     page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     named = {(path, name) for name, path in re.findall(r"`([\w.]+)` in `([\w/]+/\w+\.py)`", page)}
     named |= set(re.findall(r"`([\w/]+/\w+\.py)` \(`(\w[\w.]*)`", page))

@@ -109,7 +109,7 @@ def test_the_demo_world_travels_and_stays_small(wheels: dict[str, Path]) -> None
 
 
 def requirements_of(wheel: Path) -> dict[str, set[str]]:
-    """By extra, those without one under an empty name."""
+    """The wheel's requirements by extra; the name of those without one is empty."""
     found: dict[str, set[str]] = {}
     for line in metadata_of(wheel).get_all("Requires-Dist", []):
         requirement, _, marker = line.partition(";")

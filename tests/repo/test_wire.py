@@ -17,7 +17,7 @@ INFERENCE, WORKER = (f"proto/loraplex_proto/v1/{name}.proto" for name in ("infer
 
 
 def complaints(tree: Path) -> list[str]:
-    """What `buf breaking` says of the .proto files in `tree`, one line for each break."""
+    """Complaints of `buf breaking` about the .proto files in `tree`, one line for each break."""
     command = [str(BUF), "breaking", "--against", str(BASELINE)]
     run = subprocess.run(command, cwd=tree, capture_output=True, text=True)
     assert run.returncode in (0, 100), run.stderr  # 100: it found something

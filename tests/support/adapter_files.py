@@ -61,7 +61,7 @@ def lora_tensors(
 
 
 def lora_config(rank: int = 4, **fields: Any) -> dict[str, Any]:
-    """What an adapter_config.json says at least, with `fields` over it."""
+    """The least that an adapter_config.json has, with `fields` over it."""
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -161,7 +161,7 @@ class Engine:
         )
 
     def listed(self) -> list[AdapterInfo]:
-        """As a front end lists it."""
+        """Rows of the cache's adapters as a front end lists them."""
         self._listing.apply_changes(self.cache.take_changes())
         return list(self._listing.rows())
 

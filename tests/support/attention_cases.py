@@ -135,5 +135,5 @@ def biases_of(num_heads: int, num_positions: int, dtype: torch.dtype = torch.flo
 
 
 def sinks_of(num_heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Of each head another: as large as the largest scores, as the smallest, and beyond both."""
+    """A sink of its own for each head: as large as the largest scores, as the smallest, and beyond both."""
     return torch.linspace(-9.0, 4.0, num_heads).to(dtype)

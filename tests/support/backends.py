@@ -17,7 +17,7 @@ from loraplex_server.layers.step import StepResources
 
 
 class PatchedBackend(Backend):
-    """On a CPU, with merged linears, fused operations, graphs, or base linears or experts of another kind."""
+    """A back end on a CPU with merged linears, fused operations, graphs, or base linears or experts of another kind."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ class Pair:
     key: Path
 
     def copy_to(self, other: Pair) -> None:
-        """In place, the certificate first: for a moment the two do not fit together."""
+        """Overwrites the other pair in place, the certificate first: for a moment the two do not fit together."""
         shutil.copyfile(self.cert, other.cert)
         shutil.copyfile(self.key, other.key)
 

@@ -68,7 +68,7 @@ KINDS: tuple[tuple[tuple[str, Any], ...], ...] = (
 
 @dataclass
 class Tally:
-    """How requests ended. `wrong` has a line for each that did not end as it must."""
+    """Counts of requests by end, and of faults. `wrong` has a line for each request that did not end as it must."""
 
     ends: collections.Counter[str] = field(default_factory=collections.Counter[str])
     wrong: list[str] = field(default_factory=list)
@@ -214,7 +214,7 @@ class Chaos:
         watching.cancel()
 
     async def _watch_lag(self) -> None:
-        """How late this process is itself: on a busy machine its clients' clocks run behind."""
+        """Records how late this process itself is: on a busy machine its clients' clocks run behind."""
         while True:
             before_s = time.monotonic()
             await asyncio.sleep(LAG_LOOK_S)
@@ -303,7 +303,7 @@ class Chaos:
                 await self._start_again(member)
 
     async def _start_again(self, member: Member) -> None:
-        """As a supervisor does. Several faults may have found it dead."""
+        """Starts a worker again as a supervisor does. Several faults may have found it dead."""
         if member.running is None:
             return
         member.running = None

@@ -16,7 +16,7 @@ def command_of(name: str) -> Any:
 
 
 def check_arguments(arguments: list[str]) -> dict[str, Any]:
-    """That `loraplex ARGUMENTS` is a command line which the command takes. Returns the values of its parameters."""
+    """Checks that the command takes `loraplex ARGUMENTS`. Returns the values of its parameters."""
     name, *rest = arguments
     assert name in KNOWN, f"loraplex has no command {name}"
     command = command_of(name)

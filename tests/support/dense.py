@@ -52,7 +52,7 @@ def dense_logits(model: nn.Module, prompt: Sequence[int], tokens: Sequence[int])
 
 
 def generated_logits(model: nn.Module, prompt: Sequence[int], num_tokens: int) -> Tensor:
-    """What `generate()` draws from [num_tokens, vocab], in float32; the whole text at once may give other logits."""
+    """Logits of `generate()` [num_tokens, vocab], in float32; the whole text at once may give other logits."""
     forget_lengths(model)
     ids = torch.tensor([list(prompt)])
     options: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False}

@@ -72,7 +72,7 @@ def random_model(dtype: torch.dtype, hidden_size: int = 128) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a check runs on."""
+    """Device, dtype and model width that a check runs on."""
 
     device: str
     dtype: torch.dtype
@@ -83,7 +83,7 @@ class Settings:
 
 @dataclass
 class Answer:
-    """What an engine said to one request."""
+    """An engine's answer to one request."""
 
     request: Request
     tokens: list[int] = field(default_factory=list[int])
@@ -232,8 +232,8 @@ def check_mixed_batch(settings: Settings, root: Path) -> None:
 
 
 def check_speculation(settings: Settings, root: Path) -> None:
-    """With drafts of several lengths in one batch, right and wrong ones, answers are as right as without. Lookup finds
-    right ones in what the same requests were answered the first time, and wrong ones in every text."""
+    """Checks that drafts of several lengths in one batch, right and wrong ones, leave answers as right as without.
+    Lookup finds right ones in what the same requests were answered the first time, and wrong ones in every text."""
     world = World(random_model(settings.dtype, settings.hidden_size), settings.dtype, root)
     names = ["", world.add(8, 1), world.add(16, 2)]
     engine = make_engine(world, settings, max_draft_tokens=6)

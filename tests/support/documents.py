@@ -34,7 +34,7 @@ class Block:
 
     @property
     def commands(self) -> list[list[str]]:
-        """Of a shell: the words of each command, without comments and what goes into files."""
+        """Commands of a shell block, as words, without comments and without what goes into files."""
         text = _HEREDOC.sub("", self.text).replace("\\\n", " ")
         return [words for line in text.splitlines() if (words := shlex.split(line, comments=True))]
 
@@ -62,7 +62,7 @@ def prose(path: Path) -> str:
 
 
 def code(path: Path) -> list[str]:
-    """What stands between backticks in the page's prose."""
+    """The texts between backticks in the page's prose."""
     return [" ".join(one[2].split()) for one in _CODE.finditer(prose(path))]
 
 
@@ -71,7 +71,7 @@ def links(path: Path) -> list[str]:
 
 
 def anchors(path: Path) -> set[str]:
-    """Of the page's headings, as GitHub makes them."""
+    """Anchors of the page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE)
     texts = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in headings]
     return {re.sub(r"[^\w\- ]", "", text).replace(" ", "-") for text in texts}

@@ -139,7 +139,7 @@ class Rig:
                     self.dice.shuffle(self.free_blocks)
 
     def logits(self, job: Job) -> torch.Tensor:
-        """What the tokens of a finished job were drawn from [num_tokens, vocab]."""
+        """Logits [num_tokens, vocab] that a finished job's tokens were drawn from."""
         start = len(job.prompt)
         return torch.stack([self.sampler.logits[job.sequence_id, start + i] for i in range(len(job.tokens))])
 

@@ -223,7 +223,7 @@ def build_for_ever(config: EngineConfig, progress: Callable[[str], None], notify
 
 
 def build_losing(config: EngineConfig, progress: Callable[[str], None], notify: Callable[[], None]) -> Engine:
-    """Its device is lost in the third step, and for good."""
+    """An engine whose device is lost in the third step, and for good."""
 
     def fail(plan: StepPlan) -> None:
         if plan.step >= 3:

@@ -166,7 +166,7 @@ class FakeWorker:
         return self
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """Without a grace everything under way is cut off."""
+        """Stops the server. Without a grace everything under way is cut off."""
         if self._server is not None:
             await self._server.stop(grace_s)
             self._server = None
@@ -182,7 +182,7 @@ class FakeWorker:
         self._loads = asyncio.Event()
 
     def end_watches(self) -> None:
-        """As a connection does that has reached its age."""
+        """Ends all watches, as a connection does that has reached its maximum age."""
         self._ends.set()
         self._ends = asyncio.Event()
         self.report()
@@ -238,7 +238,7 @@ class FakeWorker:
         return inference_pb2.DetokenizeResponse(text=bytes(request.token_ids).decode()).SerializeToString()
 
     async def _embed(self, raw: bytes, context: Any) -> bytes:
-        """Of each input its length, and a half."""
+        """Embeds each input as its length and one half."""
         request = await _checked(pooling_pb2.EmbedRequest, validate.check_pooling, raw, context)
         await self._find_adapter(request, context)
         self.pooling.append(request)
@@ -251,7 +251,7 @@ class FakeWorker:
         ).SerializeToString()
 
     async def _classify(self, raw: bytes, context: Any) -> bytes:
-        """Of texts three labels, the second the likeliest; of the adapter `ner` a label for each character."""
+        """Classifies texts by three labels, the second the likeliest; for the adapter `ner`, labels each character."""
         request = await _checked(pooling_pb2.ClassifyRequest, validate.check_pooling, raw, context)
         await self._find_adapter(request, context)
         self.pooling.append(request)
@@ -272,7 +272,7 @@ class FakeWorker:
         return answer.SerializeToString()
 
     async def _score(self, raw: bytes, context: Any) -> bytes:
-        """Of each document its length, and that of the query a thousand times."""
+        """Scores each document by its length, plus a thousand times the query's."""
         request = await _checked(pooling_pb2.ScoreRequest, validate.check_score, raw, context)
         await self._find_adapter(request, context)
         self.pooling.append(request)

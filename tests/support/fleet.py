@@ -165,7 +165,7 @@ class Fleet:
             shutil.rmtree(self._ray_folder, ignore_errors=True)
 
     def logs(self, kind: str) -> str:
-        """What Ray keeps of the replicas of a kind."""
+        """Ray's logs of the replicas of a kind."""
         assert self._ray_folder is not None
         found = self._ray_folder.glob(f"session_*/logs/serve/replica_*-{kind}s_*.log")
         return "".join(path.read_text() for path in found)

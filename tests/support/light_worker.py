@@ -27,7 +27,7 @@ async def light_worker(
     tokenizer: TextTokenizer | None = None,
     **settings: Any,
 ) -> AsyncIterator[Worker]:
-    """In this event loop; the engine in a process of its own, unless `inline`."""
+    """A worker in this event loop, with the engine in a process of its own, unless `inline`."""
     config = WorkerConfig(EngineConfig(ModelConfig(INFO.model_id), **(engine or {})), **{"port": 0, **settings})
     tokenizer = tokenizer or TextTokenizer(tiny_tokenizer("byte_level"))
     worker = await start_worker(config, inline=inline, builder=builder, tokenizer=tokenizer)

@@ -22,7 +22,7 @@ def info(name: str, state: AdapterState = "on_device", tier: AdapterTier = "devi
 
 
 class ListingWorker:
-    """What one worker lists."""
+    """The listing of one worker."""
 
     def __init__(self, found: Iterable[str] = (), own: tuple[str, ...] = ()) -> None:
         self.held = Listing()

@@ -63,7 +63,7 @@ def expected_draft(heads: Sequence[MedusaHead], lm_head: nn.Module, x: Tensor, n
 
 
 def last_hidden(model: PreTrainedModel, token_ids: Sequence[int]) -> Tensor:
-    """After the final norm, at the last of `token_ids` [hidden]: what the head makes the next token of."""
+    """Hidden state [hidden] at the last of `token_ids`, after the final norm: the head makes the next token of it."""
     with torch.inference_mode():
         out = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False, output_hidden_states=True)
         found = out.hidden_states[-1][0, -1]

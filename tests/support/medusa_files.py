@@ -73,7 +73,7 @@ def vllm_tensors(
 
 
 def medusa_config(num_heads: int = 3, num_layers: int = 1, **fields: Any) -> dict[str, Any]:
-    """What the reference code writes beside its heads."""
+    """The configuration that the reference code writes beside its heads."""
     return {
         "medusa_num_heads": num_heads,
         "medusa_num_layers": num_layers,
@@ -97,7 +97,7 @@ def vllm_config(num_heads: int = 3, num_layers: int = 1, **fields: Any) -> dict[
 
 
 def base_config(**fields: Any) -> dict[str, Any]:
-    """Of a whole model."""
+    """Configuration of a whole model."""
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -141,7 +141,7 @@ def base_tensors(seed: int = 7) -> dict[str, Tensor]:
 
 
 def load(source: AdapterSource, name: str, targets: BaseTargets, store_dir: Path) -> tuple[HostCopy, AdapterWeights]:
-    """By way of the store and the tiers, as the cache does it."""
+    """Loads an adapter by way of the store and the tiers, as the cache does."""
     store = AdapterStore(store_dir, 1 << 24, durable=False)
     try:
         imported = import_adapter(name, source, targets, store)

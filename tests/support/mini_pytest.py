@@ -60,7 +60,7 @@ class Param:
 
 @dataclass
 class Result:
-    """Of one test."""
+    """Result of one test."""
 
     name: str
     outcome: str  # passed, failed, skipped

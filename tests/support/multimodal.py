@@ -48,7 +48,7 @@ def multimodal_config(family: str) -> PreTrainedConfig:
 
 
 def whole_model(family: str, seed: int = 3) -> PreTrainedModel:
-    """In float64, with all its parts."""
+    """A model in float64, with all its parts."""
     torch.manual_seed(seed)
     config = multimodal_config(family)
     model: PreTrainedModel = AutoModelForMultimodalLM.from_config(config, dtype=torch.float64)
@@ -67,7 +67,7 @@ def whole_model(family: str, seed: int = 3) -> PreTrainedModel:
 
 
 def language_model(family: str) -> PreTrainedModel:
-    """What is served of `whole_model`."""
+    """The part of `whole_model` that is served."""
     whole = whole_model(family)
     model = make_language_model(copy.deepcopy(whole.config), dtype=torch.float64)
     model.load_state_dict(whole.state_dict(), strict=False)

@@ -55,13 +55,13 @@ class Program:
         return address
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Pointers as addresses, or None; the pool is left out."""
+        """Records a call, its pointers as addresses or None; the pool is left out."""
         self.calls.append((name, arguments))
 
     # --- running ---------------------------------------------------------------------------------------------------
 
     def run(self, library: Library, num_threads: int = 2) -> None:
-        """Here, in the memory of the program."""
+        """Runs the program here, in its own memory."""
         functions = library.functions
         pool = functions.lp_pool_new(num_threads)
         for name, arguments in self.calls:
@@ -74,7 +74,7 @@ class Program:
         functions.lp_pool_free(pool)
 
     def run_by(self, command: Sequence[str], folder: Path, isa: str) -> list[Bytes]:
-        """By the driver (native_driver.cpp), with the memory as it is. Returns the memory then."""
+        """Runs the program by native_driver.cpp, from the memory as it is. Returns the memory after the run."""
         (folder / "in").write_bytes(self._serialized())
         done = subprocess.run(
             [*command, str(folder / "in"), str(folder / "out"), isa],

@@ -29,7 +29,8 @@ def library_or_skip() -> Library:
 
 @cache
 def isas() -> tuple[str, ...]:
-    """Those that have kernels and run on this machine, the best one first; a single empty name where there are none."""
+    """Instruction sets that have kernels and run on this machine, the best one first; one empty name where there are
+    none."""
     library = loaded().library
     if library is None:
         return ("",)
@@ -60,7 +61,7 @@ def using(isa: str) -> Generator[Library]:
 
 
 def native_kernels(num_threads: int = 2) -> NativeKernels:
-    """Of the variant that is in use. More threads than cores are as good a test as any."""
+    """Kernels of the variant that is in use. More threads than cores are as good a test as any."""
     return NativeKernels(library_or_skip(), num_threads)
 
 

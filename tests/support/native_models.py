@@ -33,14 +33,14 @@ def native_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0,
 
 
 def rounded_model(model: PreTrainedModel, form: WeightFormat = INT8) -> PreTrainedModel:
-    """What is served of a model in few bits, as a model of its own."""
+    """A copy of the model with its weights rounded to few bits: the model that is served then."""
     rounded = copy.deepcopy(model)
     round_weights(rounded, form)
     return rounded
 
 
 def native_rig(model: PreTrainedModel, kernels: NativeKernels, form: WeightFormat | None = None, **options: Any) -> Rig:
-    """As the engine puts the parts together. The model itself stays as it is."""
+    """A rig of the native kernels, assembled as the engine does. The model itself stays as it is."""
     loaded = adopt_model(copy.deepcopy(model), backend=CpuBackend(kernels), form=form)
     is_known = not any(reason_against(spec, loaded.dtype) for spec in loaded.spec.layers)
     attention = NativePagedAttention(kernels) if is_known else "auto"

@@ -117,8 +117,8 @@ IN_BATCHES: list[tuple[str, tuple[str, ...], str]] = [
 
 
 def is_mixable(family: str, name: str) -> bool:
-    """With `all-linear` most mixtures of experts have terms of their experts, which are in no mixture of adapters.
-    Llama's and Gemma's linears have no biases to save."""
+    """True if the adapter can be in a mixture. With `all-linear` most mixtures of experts have terms of their experts,
+    which are in no mixture of adapters. Llama's and Gemma's linears have no biases to save."""
     if name == "`bias: all`":
         return family in ("llama", "gemma3")
     return name in _PLAIN and not (family in MIXTURES and family != "gpt_oss" and "all-linear" in name)

@@ -55,7 +55,7 @@ def pick(page: str, config: Mapping[str, str]) -> Picked:
         return family.samples
 
     def value(spec: str) -> float:
-        """Of the newest series: the first, where none has a time."""
+        """Value of the newest series; of the first, where none has a time."""
         return max(samples(spec), key=lambda sample: float(sample.timestamp or 0)).value
 
     adapters = max(samples("loraSpec"), key=lambda sample: sample.value).labels

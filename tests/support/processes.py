@@ -41,7 +41,7 @@ class Running:
         self.process.wait(20)
 
     def engine_pid(self) -> int:
-        """Of a worker: the process that runs the engine."""
+        """Process id of a worker's engine."""
         (pid,) = [
             child.pid
             for child in psutil.Process(self.process.pid).children()

@@ -31,7 +31,7 @@ class Recorder:
         self._write({"collected": [item.name for item in session.items]})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Of a test's phases the one that decides: the first that does not pass, else the call."""
+        """Records the phase that decides a test: the first that does not pass, else the call."""
         name = report.nodeid.rpartition("::")[2]
         if name in self._told or (report.passed and report.when != "call"):
             return

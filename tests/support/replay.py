@@ -41,7 +41,7 @@ def rowwise(weight: Tensor, bias: Tensor | None) -> BaseLinear:
 
 @dataclass
 class Segments:
-    """What a reserved plan holds now."""
+    """Segments that a reserved plan holds now."""
 
     segments: tuple[Segment, ...] = ()
 

@@ -24,7 +24,7 @@ _PACKAGES = ("obstore", "moto", "flask", "flask_cors")
 
 
 class S3Server:
-    """Without a signature it shows public objects only; signatures are not checked."""
+    """An S3 server that shows only public objects to requests without a signature; it does not check signatures."""
 
     def __init__(self, process: subprocess.Popen[bytes], endpoint: str) -> None:
         self.process = process

@@ -110,7 +110,7 @@ Owner = AdapterKey | tuple[AdapterKey, ...] | None  # of a mixture several
 
 
 def content(before: int, token_id: int, namespace: int, rotation: int = 0) -> int:
-    """What is in the KV cache at a position. `rotation`: the number of its frequencies, see RopeScaling.sets."""
+    """Contents of the KV cache at a position. `rotation`: the number of its frequencies, see RopeScaling.sets."""
     return hash((before, token_id, namespace, rotation) if rotation else (before, token_id, namespace)) & 0xFFFFFFFF
 
 
@@ -134,7 +134,7 @@ def draw(state: int, seed: int, position: int, banned: frozenset[int]) -> int:
 
 @dataclass(frozen=True)
 class Expected:
-    """What one completion must come to, computed alone and without any cache."""
+    """The expected end of one completion, computed alone and without any cache."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[PositionLogprobs, ...]
@@ -148,7 +148,7 @@ def expect(
     namespace, prompt = namespace_of(request, key), request.prompt_token_ids
 
     def states_of(text: Sequence[int]) -> list[int]:
-        """Behind each of its tokens."""
+        """States of the text behind each of its tokens."""
         num_first = len(prompt) if rope is None else rope.num_first(len(prompt), len(text))
         states: list[int] = []
         for at, token_id in enumerate(text):
@@ -177,7 +177,7 @@ def expect(
 
 
 def _logprob(state_before: int, token_id: int) -> PositionLogprobs:
-    """Of a position of a prompt or of what was drawn: one of its own."""
+    """Logprob of a token of the prompt or of the text: a value that tells the state before it."""
     return PositionLogprobs(token_id, -(state_before % 1000) / 100)
 
 

@@ -102,7 +102,7 @@ class RequestLog:
 
 
 def has_work(scheduler: Scheduler) -> bool:
-    """Whether a request is not over."""
+    """True if a request still waits or runs."""
     load = scheduler.load()
     return load.num_running + load.num_queued > 0
 
@@ -202,7 +202,7 @@ class Harness:
             self.take(self.scheduler.apply(plan, self.runner.execute(plan), self.now))
 
     def run(self, max_turns: int = 2000) -> None:
-        """Until nothing is left to do; then everything must be accounted for."""
+        """Takes turns until nothing is left to do; then everything must be accounted for."""
         for _ in range(max_turns):
             if not self.has_work:
                 break

@@ -88,7 +88,7 @@ class AdapterSimulation(Simulation):
             self._done_s = self.now + self._takes_s(self._moves[0])
 
     def _takes_s(self, move: Promote | Stage) -> float:
-        """Of a load that begins now."""
+        """Seconds that a load takes that begins now."""
         seconds = self.load_s if move.key in self._hosted else self.load_s + self.stage_s
         self._hosted.add(move.key)
         return seconds

@@ -19,7 +19,7 @@ from support.scheduler_harness import make_request
 
 @dataclass
 class Fate:
-    """What became of one request. Times are simulated seconds."""
+    """The course of one request: its begin, and its end or error. Times are simulated seconds."""
 
     request: Request
     began_s: float | None = None
@@ -68,7 +68,7 @@ class Simulation:
         return fate
 
     def step(self) -> bool:
-        """False when nothing could run."""
+        """Runs one step; False when nothing could run."""
         self._slots.poll()
         plan = self.scheduler.schedule(self.now)
         self._take(self.scheduler.take_events())

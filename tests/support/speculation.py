@@ -223,7 +223,7 @@ class Bench:
         return outcome
 
     def turn(self) -> bool:
-        """False when there was nothing to do."""
+        """Takes a turn of the engine; False when there was nothing to do."""
         batch = self.engine.turn()
         for event in batch.events if batch is not None else ():
             self.outcomes[event.request_id].push(event)

@@ -77,7 +77,7 @@ REASONS: Final[Mapping[str, str]] = {
 
 
 def by_family(names: Mapping[str, str]) -> dict[str, str]:
-    """From the families of each outcome, with spaces between them."""
+    """Outcomes by family, from the families of each outcome, with spaces between them."""
     return {family: outcome for outcome, families in names.items() for family in families.split()}
 
 
@@ -131,7 +131,7 @@ WHOLE_TEXT: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one family: served, or the name of its refusal."""
+    """The outcome of one family: served, or the name of its refusal."""
 
     family: str
     what: str
@@ -162,7 +162,7 @@ def default_config(family: str) -> PreTrainedConfig:
 
 
 def make_model(config: PreTrainedConfig, seed: int = 3) -> PreTrainedModel:
-    """In float64, with random weights."""
+    """A model in float64 with random weights."""
     torch.manual_seed(seed)
     model = make_language_model(copy.deepcopy(config), dtype=torch.float64)
     with torch.no_grad():

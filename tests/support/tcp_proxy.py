@@ -62,7 +62,7 @@ class TcpProxy:
 
 @contextlib.asynccontextmanager
 async def tcp_proxy(address: str) -> AsyncIterator[TcpProxy]:
-    """In front of `address`, host:port."""
+    """A proxy in front of `address`, host:port."""
     host, _, port = address.rpartition(":")
     proxy = TcpProxy(host, int(port))
     await proxy.start()

@@ -86,7 +86,7 @@ def fit_heads(heads: MedusaHeads, frozen: FrozenHead, cache: StateCache, recipe:
 
 
 def _batches(cache: StateCache, recipe: FitRecipe) -> Iterator[tuple[Tensor, Tensor]]:
-    """Epoch after epoch: the pieces in a new order, and the rows of each in a new order."""
+    """Batches, epoch after epoch: the pieces in a new order, and the rows of each in a new order."""
     generator = torch.Generator().manual_seed(recipe.seed)
     num_pieces = len(cache.piece_rows)
     for _ in range(num_epochs(cache, recipe)):

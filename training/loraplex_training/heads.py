@@ -56,7 +56,7 @@ class MedusaHeads(nn.Module):
 
 
 def write_heads(folder: Path, heads: MedusaHeads, *, base_name: str, dtype: torch.dtype) -> None:
-    """Both files of a set of heads. Raises InvalidArgument and DiskFull."""
+    """Writes both files of a set of heads. Raises InvalidArgument and DiskFull."""
     config = {
         "medusa_num_heads": heads.num_heads,
         "medusa_num_layers": heads.num_layers,

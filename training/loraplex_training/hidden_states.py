@@ -41,7 +41,7 @@ def piece_of(examples: Sequence[Example], hidden: Sequence[Tensor], num_heads: i
 
 
 class StateCache:
-    """Filled by `add`, then read. Owns the files in its folder; the caller removes the folder."""
+    """Cache of states: filled by `add`, then read. Owns the files in its folder; the caller removes the folder."""
 
     def __init__(self, folder: Path, num_heads: int, piece_bytes: int = PIECE_BYTES) -> None:
         self._folder = folder
@@ -62,7 +62,7 @@ class StateCache:
         return sum(self._piece_rows)
 
     def add(self, example: Example, hidden: Tensor) -> None:
-        """`hidden` is [num_tokens, hidden]. Raises DiskFull."""
+        """Adds an example's states, [num_tokens, hidden]. Raises DiskFull."""
         labels = labels_of(example, self._num_heads)
         if not labels.shape[0]:
             return  # nothing comes after the next token

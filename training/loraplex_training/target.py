@@ -85,7 +85,7 @@ class Target:
         return self.head.dtype
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Raises NoChatTemplate."""
+        """The prompt's tokens. Raises NoChatTemplate."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         if not self.tokenizer.chat_template:
@@ -134,8 +134,8 @@ class Target:
 
 
 def load_target(base: str, adapter: Path | None, *, dtype: torch.dtype | None, device: torch.device) -> Target:
-    """`base` is a directory or a Hub id; without `dtype` it is loaded as it is stored. Raises UnsupportedModel,
-    AdapterNotFound and AdapterInvalid."""
+    """The frozen model. `base` is a directory or a Hub id; without `dtype` it is loaded as it is stored. Raises
+    UnsupportedModel, AdapterNotFound and AdapterInvalid."""
     if adapter is not None:
         check_adapter(adapter)
     with reading_files(base):
@@ -162,7 +162,7 @@ def load_target(base: str, adapter: Path | None, *, dtype: torch.dtype | None, d
 
 
 def check_adapter(adapter: Path) -> None:
-    """Raises AdapterNotFound, UnsafeFormat or AdapterInvalid."""
+    """Checks the adapter's files. Raises AdapterNotFound, UnsafeFormat or AdapterInvalid."""
     if not adapter.is_dir():
         raise AdapterNotFound(f"there is no adapter in {adapter}; give a directory that PEFT has saved")
     for name in (CONFIG_NAME, WEIGHTS_NAME):

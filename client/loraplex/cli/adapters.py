@@ -164,7 +164,7 @@ def verify(
 
 
 def _verify(folder: Path, base: str, dtype: str, max_rank: int | None, *, against_peft: bool) -> dict[str, Any]:
-    """Raises the error that a server would raise."""
+    """The result of the check. Raises the error that a server would raise."""
     if not folder.is_dir():
         raise InvalidArgument(f"{folder} is not a folder", field="DIR")
     from loraplex_server.cli.verify import verify_adapter  # late: it imports torch

@@ -85,7 +85,7 @@ async def _run(session: Session, client: AsyncClient) -> None:
 
 
 def _read_prompts(path: Path) -> tuple[str, ...]:
-    """Raises InvalidArgument."""
+    """The prompts in a file, one per line. Raises InvalidArgument."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:

@@ -84,7 +84,7 @@ class Conversation:
         self._as_json = as_json
 
     def take(self, line: str) -> bool:
-        """False where the line ends the conversation. Raises the error of a turn where nobody sits at a terminal."""
+        """Takes a line; False where it ends the conversation. Raises a turn's error where nobody sits at a terminal."""
         try:
             if line.startswith("/"):
                 return self._obey(line)

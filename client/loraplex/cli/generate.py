@@ -166,7 +166,7 @@ class Merging:
     merge_seed: int | None = option(None, "With --merge dare_*: seed of what is dropped.", "--merge-seed")
 
     def merge(self) -> Merge | None:
-        """Raises InvalidArgument for parameters without a strategy."""
+        """The merge that the flags ask for. Raises InvalidArgument for parameters without a strategy."""
         if self.strategy:
             return Merge(self.strategy, self.density, self.majority_sign, self.merge_seed)
         if any(one is not None for one in (self.density, self.majority_sign, self.merge_seed)):
@@ -186,7 +186,7 @@ class Place:
     in_bucket: bool = option(False, "The adapter is the folder BUCKET/NAME of a bucket.", "--in-bucket")
 
     def put(self, options: GenerateOptions) -> None:
-        """A token alone may be in the environment for other calls."""
+        """Puts the place into the options. A token alone puts nothing: it may be in the environment for other calls."""
         hub = Hub(self.revision or "", self.token or "") if self.on_hub or self.revision else None
         if hub is None and not self.in_bucket:
             return
@@ -214,7 +214,7 @@ class Form:
     compact: bool = option(False, "With JSON: no spaces between its parts.", "--compact")
 
     def grammar(self) -> Grammar | None:
-        """Raises InvalidArgument for more than one, or for a file that cannot be read."""
+        """The grammar that the flags ask for. Raises InvalidArgument for two of them, or a file that cannot be read."""
         said: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name)}
         compact = said.pop("compact", False)
         if len(said) > 1:
@@ -296,7 +296,7 @@ def generate(
 
 
 def _conversation(system: str | None, messages: Any, text: str | None) -> list[Message]:
-    """Raises InvalidArgument for a file that has no list."""
+    """The messages of a chat. Raises InvalidArgument for a file that has no list."""
     if not isinstance(messages, (list, tuple)):
         raise InvalidArgument("the file of --messages must have a list of messages", field="--messages")
     said: list[Message] = [] if system is None else [{"role": "system", "content": system}]

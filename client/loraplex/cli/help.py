@@ -22,7 +22,7 @@ class Command(TyperCommand):
     """A command with this help."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Also for the errors of wrong command lines."""
+        """The usage line's parts, which errors of wrong command lines show too."""
         given = [one for one in self.get_params(ctx) if one.param_type_name == "argument"]
         return ["[OPTIONS]", *(_name(one) if one.required else f"[{_name(one)}]" for one in given)]
 

@@ -42,7 +42,7 @@ class Known:
 # Errors of the user's disk, possible wherever a file is written.
 _STORAGE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 
-# In the order of the help. All are listed, whichever of Loraplex's distributions are installed.
+# Commands in the order of the help. All are listed, whichever of Loraplex's distributions are installed.
 KNOWN: Final[dict[str, Known]] = {
     "serve": Known("loraplex_server.cli.serve:serve", "Serve a model on this machine: a router and its workers."),
     "generate": Known("loraplex.cli.generate:generate", "Send a prompt to a server and print what it writes."),

@@ -104,11 +104,11 @@ class Connection:
             raise InvalidArgument("--timeout must be 0, for ever, or above", field="--timeout")
 
     def client(self, server: str) -> Client:
-        """Raises InvalidArgument."""
+        """A client of the server. Raises InvalidArgument."""
         return Client(server, **self._settings(), on_call=_tell_of_retry)
 
     def async_client(self, server: str) -> AsyncClient:
-        """Raises InvalidArgument."""
+        """A client of the server for asyncio. Raises InvalidArgument."""
         return AsyncClient(server, **self._settings())
 
     def _settings(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ LOOK_S: Final = 5.0  # a live look that takes longer is given up, and said so: t
 OTHER_LINES: Final = 11
 MAX_ERRORS: Final = 5
 SPARKS: Final = " ▁▂▃▄▅▆▇█"
-# Of tiers, as the wire numbers them: letter, style.
+# Letter and style of each tier, as the wire numbers them.
 TIERS: Final = {4: ("D", "bold white on green"), 3: ("H", "white on blue"), 2: ("S", "white on grey50")}
 SERVES: Final = ("serving", "starting")
 STATE_STYLES: Final = {"serving": "green", "starting": "green", "draining": "yellow", "leaving": "yellow"}
@@ -107,7 +107,7 @@ def _watch(client: Client, prefix: str, interval_s: float) -> None:
 
 
 def screen(status: RouterStatus, num_lines: int) -> Group:
-    """All of it, for a terminal of so many lines."""
+    """The whole screen, for a terminal of so many lines."""
     from rich.console import Group
 
     num_adapters = max(3, num_lines - OTHER_LINES - len(status.workers) - min(MAX_ERRORS, len(status.errors)))

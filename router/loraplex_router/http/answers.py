@@ -27,7 +27,7 @@ def error_event(content: dict[str, Any]) -> bytes:
 
 
 def fingerprint(digest: str) -> str:
-    """Changes with the server's version and the adapter's content."""
+    """The answer's `system_fingerprint`, which changes with the server's version and the adapter's content."""
     return f"lpx-{__version__}-{digest[:12] or 'base'}"
 
 
@@ -62,7 +62,7 @@ def response_of(job: Job, answers: Sequence[pb.GenerateResponse]) -> dict[str, A
 
 
 def _best(completions: Iterable[pb.Completion], n: int) -> list[pb.Completion]:
-    """As many as were asked for, in the order of their index; of more, the likeliest per token, these first."""
+    """The `n` completions that were asked for, by index; of more, the likeliest per token, which come first."""
     found = sorted(completions, key=lambda one: one.index)
     if len(found) <= n:
         return found
@@ -73,7 +73,7 @@ def _best(completions: Iterable[pb.Completion], n: int) -> list[pb.Completion]:
 
 
 def mean_logprob(completion: pb.Completion) -> float:
-    """Minus infinity where there are no logprobs."""
+    """Mean logprob of a completion's tokens; minus infinity where there are none."""
     rows = completion.logprobs
     return sum(row.logprob for row in rows) / len(rows) if rows else -math.inf
 
@@ -89,7 +89,7 @@ def prompt_fields(job: Job, tokens: Sequence[pb.PromptToken]) -> dict[str, Any]:
 
 
 def _prompt_row(token: pb.PromptToken, num_top: int) -> dict[str, Any] | None:
-    """As vLLM has it: the token's own row and the likeliest ones, by token id; nothing for the first token."""
+    """A prompt token's logprobs as in vLLM: its own row and the likeliest, by token id; None for the first token."""
     if not token.HasField("logprob"):
         return None
     rows: dict[str, Any] = {
@@ -102,7 +102,7 @@ def _prompt_row(token: pb.PromptToken, num_top: int) -> dict[str, Any] | None:
 
 
 def _drop_new(completion: pb.Completion | pb.GenerateStreamResponse) -> None:
-    """Leaves the prompt alone. The token that was made has no text."""
+    """Drops the token that was made, which has no text: the prompt alone is left."""
     for name in ("token_ids", "logprobs", "stop_string", "stop_token_id"):
         completion.ClearField(name)
     if completion.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
@@ -162,13 +162,13 @@ class Tally:
         self._add(prompt, answer.usage, answer.timings)
 
     def begin(self, prompt: int, message: pb.GenerateResponse | pb.GenerateStreamResponse) -> None:
-        """An answer, or a message of a stream, of which the first says the most."""
+        """Takes an answer, or a message of a stream, of which the first says the most."""
         self.digest = message.adapter_digest or self.digest
         if message.HasField("seed"):
             self.seeds[prompt] = message.seed
 
     def add_end(self, prompt: int, chunk: pb.GenerateStreamResponse) -> None:
-        """The last chunk of a completion."""
+        """Takes the last chunk of a completion."""
         self._add(prompt, chunk.usage, chunk.timings)
 
     def _add(self, prompt: int, usage: pb.Usage, timings: pb.Timings) -> None:
@@ -215,7 +215,7 @@ class Tally:
         }
 
     def _seed(self) -> int | list[int] | None:
-        """One where there is one prompt or one seed; None where nothing was drawn."""
+        """The prompts' seeds: one where there is one prompt or one seed; None where nothing was drawn."""
         seeds = [self.seeds[prompt] for prompt in sorted(self.seeds)]
         return seeds[0] if len(set(seeds)) == 1 else seeds or None
 
@@ -230,7 +230,7 @@ class Logprobs:
         self._prompt = prompt if job.echo else ()
 
     def add(self, rows: Sequence[pb.TokenLogprob]) -> dict[str, Any] | None:
-        """Of the next tokens; None where none were asked for."""
+        """Logprobs of the next tokens; None where none were asked for."""
         if self._job.num_top_logprobs is None:
             return None
         if self._job.is_chat:
@@ -285,7 +285,7 @@ class Chunks:
         self._head: dict[str, Any] = {}  # of each chunk, once the digest is known
 
     def events(self, prompt: int, raw: bytes) -> Iterator[bytes]:
-        """Of one message."""
+        """Server-sent events of one message."""
         return map(_event, self.chunks(prompt, raw))
 
     def end(self) -> Iterator[bytes]:
@@ -293,7 +293,7 @@ class Chunks:
         return map(_event, self.end_chunks())
 
     def chunks(self, prompt: int, raw: bytes) -> Iterator[dict[str, Any]]:
-        """Of one message."""
+        """Chunks of one message."""
         message = pb.GenerateStreamResponse.FromString(raw)
         if self._job.is_prompt_only:
             _drop_new(message)

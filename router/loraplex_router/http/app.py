@@ -23,14 +23,14 @@ from loraplex_router.http.middleware import HostNames, Middleware, error_respons
 from loraplex_router.http.routes import Routes
 from loraplex_router.http.tgi_routes import TgiRoutes
 
-# Of lists and objects in each other: what has been read can be written again, whatever calls it.
+# Depth of lists and objects in each other: what has been read can be written again, whatever calls it.
 MAX_JSON_DEPTH: Final = 500
 
 
 class _StrictRequest(Request):
     async def json(self) -> Any:
-        """Raises ValueError for what is not JSON, and InvalidArgument for NaN, for what is nested too deep or has an
-        object with one key twice: what stands in front of this server may have read the other one."""
+        """The body as JSON. Raises ValueError for what is not JSON, and InvalidArgument for NaN, for what is nested too
+        deep or has an object with one key twice: what stands in front of this server may have read the other one."""
         if not hasattr(self, "_json"):
             body = await self.body()
             found = _parsed(body)
@@ -124,10 +124,10 @@ def make_app(backend: Backend, allowed_hosts: HostNames | None = None) -> ASGIAp
 
 
 def _invalid(error: RequestValidationError) -> InvalidArgument:
-    """The first of what is wrong, by the name of its field."""
+    """The error for the first fault of a body, by the name of its field."""
     errors: list[dict[str, Any]] = list(error.errors())
     where = _path(errors[0])
-    # Of a field that takes several types: what is wrong with a value of the right one.
+    # For a field that takes several types, the error of the type that the value has.
     alike = [one for one in errors if _path(one)[:1] == where[:1]]
     first = next((one for one in alike if not one["type"].endswith("_type")), errors[0])
     if first["type"] == "json_invalid":
@@ -143,7 +143,7 @@ def _invalid(error: RequestValidationError) -> InvalidArgument:
 
 
 def _path(error: dict[str, Any]) -> list[str]:
-    """Tags of dialects are no part of it, and the objects of options no part of an option's name."""
+    """Path of the field, without tags of dialects; an option's path begins with its own name."""
     where = [str(part) for part in error["loc"] if part not in ("body", "openai", "tgi")]
     if len(where) > 1 and where[0] in ("parameters", "sampling_params"):
         del where[0]

@@ -87,7 +87,7 @@ class Backend:
         return ignored_header(names)
 
     def sampling_defaults(self) -> pb.Sampling:
-        """The base model's, as its authors recommend them."""
+        """The base model's sampling options, as its authors recommend them."""
         info = self.replicas.model_info
         return pb.Sampling() if info is None else info.generation_defaults
 
@@ -160,7 +160,7 @@ class Backend:
                 raise with_names_of(error, request.scope)
 
     async def adapter_rows(self, adapter_id: str, request: Request) -> Sequence[adapter_pb2.Adapter]:
-        """Raises AdapterNotFound for an unknown adapter, and for one that the caller may not use."""
+        """The adapter's rows. Raises AdapterNotFound for an unknown adapter, or one that the caller may not use."""
         handle = self.handler("GetAdapter", self.adapters.get)
         try:
             question = adapter_pb2.GetAdapterRequest(adapter_id=check_adapter_ref(adapter_id)).SerializeToString()
@@ -173,7 +173,7 @@ class Backend:
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """Of fields of a request that were ignored."""
+    """The header that names a request's ignored fields; empty where there are none."""
     return {"x-loraplex-ignored": ",".join(names)} if names else {}
 
 
@@ -229,7 +229,7 @@ def put_numbers(sampling: pb.Sampling, given: object, *names: str) -> None:
 
 
 def unicode_text(text: str, name: str) -> str:
-    """Raises InvalidArgument for lone surrogates, which JSON can write and UTF-8 cannot."""
+    """The text. Raises InvalidArgument for lone surrogates, which JSON can write and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -248,7 +248,7 @@ def finite(logprob: float) -> float:
 
 
 def json_text(value: Any, name: str) -> str:
-    """Raises InvalidArgument for what is nested too deep, and for lone surrogates."""
+    """The value as JSON. Raises InvalidArgument for what is nested too deep, and for lone surrogates."""
     try:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except RecursionError as error:

@@ -93,7 +93,7 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
         _GRAMMAR,
     ),
 }
-# In a message: a path of the wire.
+# A path of the wire in a message.
 _PATH: Final = re.compile(
     r"`((?:adapters|merge|hub|sampling|stopping|output|chat|grammar|truncate_prompt|inputs|query|token_ids|speculation)"
     r"\.[\w.\[\]]+)`"
@@ -174,7 +174,7 @@ def error_object(error: LoraplexError) -> dict[str, Any]:
 
 
 def error_headers(error: LoraplexError) -> dict[str, str]:
-    """When to try again, and whether clients should do so on their own."""
+    """Headers that say when to try again, and whether clients should do so on their own."""
     headers: dict[str, str] = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(max(0.0, error.retry_after_s)))
@@ -241,7 +241,7 @@ def body_dialect(path: str, body: Any) -> str:
 
 
 def dialect_of(scope: Scope) -> str:
-    """As above; the request's state has it once the body has been read."""
+    """The request's dialect: the one in its state once the body has been read, else that of its path."""
     return scope.get("state", {}).get("dialect") or body_dialect(scope["path"], None)
 
 

@@ -28,7 +28,7 @@ def grammar_of(fields: Mapping[str, Any]) -> pb.Grammar | None:
 
 
 def unknown_parts(fields: Mapping[str, Any]) -> Iterator[str]:
-    """Names of what is not known in the objects with `type`. Of others, and of wrong ones, `grammar_of` says it."""
+    """Names of unknown keys in the objects with `type`. `grammar_of` tells of other objects, and of wrong ones."""
     for name in ("response_format", "grammar"):
         found = fields.get(name)
         given = cast("dict[str, Any]", found) if isinstance(found, dict) else {}

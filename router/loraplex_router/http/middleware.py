@@ -62,12 +62,13 @@ class HostNames:
     send requests with another one."""
 
     def __init__(self, names: Sequence[str] = (), listens_on: str = "") -> None:
-        """Without `names`: localhost and addresses where `listens_on` is an address of this machine only, else any."""
+        """`names` may have "*". Without any: localhost and addresses where `listens_on` is an address of this machine
+        only, else any name."""
         self._names = frozenset(name.lower() for name in names)
         self._allows_any = "*" in self._names or (not names and not _is_local(listens_on))
 
     def check(self, host: str | None) -> None:
-        """`host` is the header's value. Raises InvalidArgument."""
+        """Checks the Host header's value. Raises InvalidArgument."""
         if self._allows_any or host is None:
             return
         name = _without_port(host).lower()
@@ -201,7 +202,7 @@ def _causes(error: Exception) -> tuple[BaseException | None, ...]:
 
 
 def error_response(error: Exception, scope: Scope) -> Response:
-    """In the form of the request's dialect. Logged, unless it is that of a call, which has its line already."""
+    """An error in the form of the request's dialect. Logged, unless it is a call's, which has its line already."""
     typed = error if isinstance(error, LoraplexError) else unexpected(error, "answering an HTTP request")
     if not any(isinstance(one, LoraplexError) and "request_id" in one.metadata for one in _causes(typed)):
         record = RequestRecord(f"{scope['method']} {scope['path']}", request_id=scope["state"]["request_id"])

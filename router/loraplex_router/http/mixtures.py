@@ -11,7 +11,7 @@ from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_router.http.backend import adapter_of, unicode_text
 from loraplex_router.http.models import Fields, Member, Merge, MergedAdapters
 
-# Of LoRAX's strategies, the options that each has; the others are left aside, as there.
+# Options of each of LoRAX's strategies; other options are left aside, as there.
 _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "linear": (),
     "ties": ("density", "majority_sign"),
@@ -30,7 +30,7 @@ def put_mixture(
     merge: Merge | None = None,
     merged: MergedAdapters | None = None,
 ) -> None:
-    """Raises InvalidArgument, with the field's name. What a worker checks too is left to it."""
+    """Puts the mixture into the request. Raises InvalidArgument, with the field's name. A worker checks the rest."""
     if merged is not None:
         if members or merge is not None:
             raise InvalidArgument("give `merged_adapters` or `adapters`, not both", field="merged_adapters")
@@ -62,7 +62,7 @@ def put_mixture(
 
 
 def recipe_of(request: pb.GenerateRequest) -> dict[str, Any]:
-    """Of a mixture, for answers: its adapters, and how they were merged; empty for others."""
+    """A mixture's recipe, for answers: its adapters, and how they were merged; empty for other requests."""
     if not request.adapters:
         return {}
     found: dict[str, Any] = {"adapters": [{"id": one.id, "weight": one.weight} for one in request.adapters]}
@@ -83,7 +83,7 @@ def _refuse_others(fields: Fields, field: str) -> None:
 
 
 def _translated(merged: MergedAdapters) -> tuple[list[Member], Merge | None]:
-    """LoRAX merges by `linear` where nothing else is said."""
+    """Members and merge of LoRAX's mixture, which is merged by `linear` where nothing else is said."""
     weights = merged.weights or [DEFAULT_WEIGHT] * len(merged.ids)
     if not merged.ids or len(weights) != len(merged.ids):
         raise InvalidArgument(

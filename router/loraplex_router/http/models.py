@@ -112,7 +112,7 @@ class NameFields(Fields):
     adapter_id: str | None = None
 
     def adapter_names(self) -> dict[str, str | None]:
-        """For `adapter_in`."""
+        """The fields that may name an adapter, for `adapter_in`."""
         return {"model": self.model, "lora_path": self.lora_path, "adapter_id": self.adapter_id}
 
 
@@ -275,13 +275,13 @@ class DetokenizeRequest(NameFields):
     skip_special_tokens: bool | None = None
 
 
-# Of requests for texts; each route takes its own of them.
+# Fields of requests for texts; each route takes its own of them.
 _PROMPT_FIELDS: Final = frozenset({*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields}) - HARMLESS
 _EMPTY: Final = (False, "", [], {})  # 0 too
 
 
 def harmless_fields(body: Fields) -> tuple[str, ...]:
-    """Those that are given and need no effect."""
+    """Names of the fields that are given and need no effect."""
     return tuple(name for name in body.extras() if name in HARMLESS)
 
 
@@ -308,11 +308,11 @@ def ignored_fields(body: Fields) -> tuple[str, ...]:
 
 
 def header_names(names: Sequence[str]) -> tuple[str, ...]:
-    """As a header can have them, a bounded number of them."""
+    """The names in characters that a header can have, MAX_IGNORED_NAMES at most."""
     return tuple(_for_header(name) for name in names[:MAX_IGNORED_NAMES])
 
 
 def _for_header(name: str) -> str:
-    """Printable ASCII without separators."""
+    """The name in printable ASCII without separators."""
     kept = "".join(char if char.isascii() and (char.isalnum() or char in "_-.") else "?" for char in name)
     return kept[:MAX_IGNORED_CHARS] or "?"

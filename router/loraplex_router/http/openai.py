@@ -67,8 +67,7 @@ class Job:
 
     @property
     def asked_name(self) -> str:
-        """The adapter's name as the client wrote it: `model`, or what another field named instead. Empty of a
-        mixture."""
+        """The adapter's name as the client wrote it: `model`, or what another field named. Empty for a mixture."""
         if self.requests[0].adapters:
             return ""
         return self.model if self.model.endswith(self.adapter_id) else self.adapter_id
@@ -81,7 +80,7 @@ def completion_job(
     created: int,
     defaults: pb.Sampling = NO_DEFAULTS,
 ) -> Job:
-    """`defaults`: of the base model's authors, for what the request leaves out.
+    """The job of a completion. `defaults`: those of the base model's authors, for what the request leaves out.
 
     Raises InvalidArgument, Unimplemented and AdapterNotFound with the field's name in OpenAI's request."""
     ignored = ignored_fields(body)
@@ -120,7 +119,8 @@ def chat_job(
     *,
     old_names: bool = False,
 ) -> Job:
-    """As `completion_job`. `old_names`: the reasoning is also called `reasoning_content`."""
+    """Makes a job of a chat, as `completion_job` does of a prompt. `old_names`: answers also call the reasoning
+    `reasoning_content`."""
     ignored = ignored_fields(body)
     if body.echo:
         raise Unimplemented("`echo` is not available: chats are not echoed", field="echo")
@@ -145,14 +145,14 @@ def chat_job(
 
 
 def _leave_out_new_text(request: pb.GenerateRequest) -> None:
-    """Makes its one new token one that is no part of the text, whatever the tokenizer is."""
+    """Makes the request's one new token one that is no part of the text, whatever the tokenizer is."""
     request.sampling.CopyFrom(pb.Sampling(temperature=0, allowed_token_ids=[0]))
     request.stopping.CopyFrom(pb.Stopping(max_tokens=1, stop_token_ids=[0]))
     request.ClearField("grammar")
 
 
 def _ask_best_of(request: pb.GenerateRequest, best_of: int, *, is_streamed: bool) -> None:
-    """Has as many texts made, with what they are ranked by."""
+    """Asks for `best_of` texts, and for the logprobs that they are ranked by. Raises InvalidArgument."""
     if best_of < request.n:
         raise InvalidArgument(f"`best_of` is {best_of} and below `n`, {request.n}", field="best_of")
     if best_of > request.n:
@@ -173,7 +173,7 @@ def with_model(job: Job, model: str) -> Job:
 
 
 def tokenize_request(body: TokenizeRequest, adapter_id: str = "") -> pb.TokenizeRequest:
-    """Raises as `completion_job`."""
+    """The wire's request of a tokenization. Raises what `completion_job` raises."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidArgument("give `prompt` or `messages`", field="prompt")
     request = pb.TokenizeRequest(offsets=bool(body.return_offsets))
@@ -192,7 +192,7 @@ def tokenize_request(body: TokenizeRequest, adapter_id: str = "") -> pb.Tokenize
 
 
 def detokenize_request(body: DetokenizeRequest, *, omits_special: bool) -> pb.DetokenizeRequest:
-    """`omits_special`: where the request does not say."""
+    """The wire's request of a detokenization. `omits_special` counts where the request does not say."""
     skip = omits_special if body.skip_special_tokens is None else body.skip_special_tokens
     return pb.DetokenizeRequest(token_ids=body.tokens, omit_special_tokens=skip)
 
@@ -310,7 +310,7 @@ def _common(body: Generation, base_names: Sequence[str], defaults: pb.Sampling) 
 
 
 def put_logit_bias(sampling: pb.Sampling, biases: Mapping[str, float]) -> None:
-    """Raises InvalidArgument for what is no token id, and for one that is written in two ways."""
+    """Puts the biases in. Raises InvalidArgument for what is no token id, and for one that is written in two ways."""
     for key, bias in biases.items():
         token_id = _token_id(key)
         if token_id in sampling.logit_bias:
@@ -348,7 +348,7 @@ def _ids(ids: list[Any], name: str) -> list[int]:
 
 
 def truncate_of(num_tokens: int, side: str | None) -> pb.Truncate:
-    """-1: as many as the context has room for."""
+    """The truncation to `num_tokens`; -1: to as many as the context has room for. Raises InvalidArgument for 0."""
     if num_tokens == 0:
         raise InvalidArgument("`truncate_prompt_tokens` must be -1 or at least 1", field="truncate_prompt_tokens")
     return pb.Truncate(max_tokens=max(0, num_tokens), keep_start=side == "right")
@@ -442,7 +442,7 @@ def not_a_text(part: Any, where: str) -> InvalidArgument:
 
 
 def speculation_of(value: Any) -> pb.Speculation:
-    """ "auto", "draft_model:NAME", or {"kind": "prompt_lookup", "max_ngram": 4, "max_draft_tokens": 8}."""
+    """The speculation of "auto", "draft_model:NAME", or {"kind": "prompt_lookup", "max_ngram": 4, ...}."""
     options: dict[str, Any] = cast("dict[str, Any]", dict(value)) if isinstance(value, dict) else {"kind": value}
     kind: Any = options.pop("kind", None)
     found = pb.Speculation()

@@ -20,7 +20,7 @@ BUCKET_SCHEME: Final = "s3://"
 
 
 def put_place(request: HasPlace, given: PlaceFields, adapter_id: str) -> None:
-    """Source of the adapter of the request. Raises InvalidArgument, and Unimplemented for an unknown place."""
+    """Puts the adapter's source into the request. Raises InvalidArgument, and Unimplemented for an unknown place."""
     source = given.adapter_source or LOCAL
     if source not in (LOCAL, HUB, S3):
         raise Unimplemented(
@@ -40,8 +40,8 @@ def put_place(request: HasPlace, given: PlaceFields, adapter_id: str) -> None:
 
 
 def put_places(request: pb.GenerateRequest, given: PlaceFields, members: Sequence[PlaceFields] | None) -> None:
-    """Source of the adapter of the request, or of each of its mixture: its own where it says one, else the request's.
-    Raises as `put_place`."""
+    """Puts the source of the adapter into the request, or of each adapter of its mixture: its own where it says one,
+    else the request's. Raises what `put_place` raises."""
     if not request.adapters:
         put_place(request, given, request.adapter_id)
     for idx, adapter in enumerate(request.adapters):
@@ -55,19 +55,20 @@ def put_places(request: pb.GenerateRequest, given: PlaceFields, members: Sequenc
 
 
 def names_place(given: PlaceFields) -> bool:
-    """The caller says where the adapter is; no listing shows it."""
+    """True if the caller says where the adapter is: then no listing shows it."""
     return given.adapter_source not in (None, "", LOCAL)
 
 
 def put_tokenizer_place(request: pb.TokenizeRequest, given: PlaceFields, adapter_id: str) -> None:
-    """As `put_place`. The worker looks whether there is such an adapter, with a text too."""
+    """Does what `put_place` does, for a tokenizer's request. The worker looks for the adapter even where it gets a
+    text."""
     put_place(request, given, adapter_id)
     if names_place(given):
         request.adapter_id = adapter_id
 
 
 def place_of(message: HasPlace) -> str:
-    """As `adapter_source` says it."""
+    """The adapter's place, in the words of `adapter_source`."""
     return HUB if message.HasField("hub") else S3 if message.in_bucket else LOCAL
 
 

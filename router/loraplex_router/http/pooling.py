@@ -105,7 +105,7 @@ class Parameters(PlaceFields):
     adapter_id: str | None = None
     merged_adapters: Any = None
     truncate: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
-    # As clients of LoRAX send them with every request.
+    # Fields that clients of LoRAX send with every request.
     adapter_source: str | None = None
     api_token: str | None = None
 
@@ -404,7 +404,7 @@ class PoolingRoutes:
         cls: type[_Response],
         request: Request,
     ) -> _Response:
-        """Raises the call's error; for an unknown adapter the one of an unknown model."""
+        """Makes the call. Raises its error; for an unknown adapter the one of an unknown model."""
         handle = self._backend.handler(method, body)
         try:
             return cls.FromString(await self._backend.ask(handle, message.SerializeToString(), request))
@@ -412,7 +412,7 @@ class PoolingRoutes:
             raise naming_model(error, message.adapter_id) from error
 
     def _ignored(self, body: EmbedBody | ClassifyBody) -> dict[str, str]:
-        """The header for fields and parameters that are ignored. Raises as `ignored_fields`."""
+        """The header for fields and parameters that are ignored. Raises what `ignored_fields` raises."""
         of_parameters = () if body.parameters is None else body.parameters.extras()
         for name in ("adapters", "merge"):
             if name in of_parameters:
@@ -421,7 +421,8 @@ class PoolingRoutes:
         return self._backend.ignored(names, harmless_fields(body))
 
     async def _adapter_id(self, body: AdapterFields, request: Request, parameters: Parameters | None = None) -> str:
-        """Raises AdapterNotFound, Unimplemented for a mixture, and InvalidArgument for two names."""
+        """The body's adapter. Raises AdapterNotFound, Unimplemented for a mixture, and InvalidArgument for two
+        names."""
         names = {**body.adapter_names(), "parameters.adapter_id": _lorax_adapter(parameters)}
         return adapter_in(names, await self._backend.names_for(body.model, request))
 
@@ -446,8 +447,8 @@ class PoolingRoutes:
 
 
 def _inputs_or_chat(body: InputFields) -> list[pooling_pb2.PoolingInput]:
-    """Of `input`, or of `messages`, whose generation prompt is left out by default, as vLLM does. Raises
-    InvalidArgument for both, and for fields of a chat without one."""
+    """The inputs in `input`, or the chat in `messages`, whose generation prompt is left out by default, as vLLM does.
+    Raises InvalidArgument for both, and for a chat's fields without `messages`."""
     if body.messages is None:
         refuse_chat_fields(body)
         return inputs_of(body.input, "input")
@@ -459,7 +460,7 @@ def _inputs_or_chat(body: InputFields) -> list[pooling_pb2.PoolingInput]:
 
 
 def inputs_of(given: Any, name: str) -> list[pooling_pb2.PoolingInput]:
-    """A text, token ids, or a list of either. Raises InvalidArgument."""
+    """Inputs of a text, of token ids, or of a list of either. Raises InvalidArgument."""
     if isinstance(given, str):
         return [input_of(given, name)]
     if isinstance(given, list) and given:
@@ -473,7 +474,7 @@ def inputs_of(given: Any, name: str) -> list[pooling_pb2.PoolingInput]:
 
 
 def input_of(given: Any, name: str) -> pooling_pb2.PoolingInput:
-    """One text or its token ids. Raises InvalidArgument."""
+    """Input of one text, or of its token ids. Raises InvalidArgument."""
     if isinstance(given, str):
         return pooling_pb2.PoolingInput(text=unicode_text(given, name))
     ids = cast("list[Any]", given) if isinstance(given, list) else []
@@ -491,7 +492,7 @@ def _one_of(**given: Any) -> tuple[str, Any]:
 
 
 def _document(given: Any, name: str) -> str:
-    """A text, or an object with one. Raises InvalidArgument."""
+    """The document's text: a text, or an object with one. Raises InvalidArgument."""
     text = cast("dict[str, Any]", given).get("text") if isinstance(given, dict) else given
     if not isinstance(text, str):
         raise InvalidArgument(f"`{name}` takes texts, or objects with `text`", field=name)
@@ -551,13 +552,13 @@ def _no_mixture(name: str) -> Unimplemented:
 def _put_truncation(
     message: pooling_pb2.EmbedRequest | pooling_pb2.ClassifyRequest, parameters: Parameters | None
 ) -> None:
-    """LoRAX's and TGI's `truncate`: the last so many tokens."""
+    """Truncates to the last so many tokens, as `truncate` of LoRAX and TGI does."""
     if parameters is not None and parameters.truncate is not None:
         message.truncate_prompt.CopyFrom(inference_pb2.Truncate(max_tokens=parameters.truncate))
 
 
 def _place(body: PlaceFields, parameters: Parameters | None) -> PlaceFields:
-    """The one of them that says where the adapter comes from."""
+    """The fields that say where the adapter comes from: the parameters' where they name a source, else the body's."""
     return parameters if parameters is not None and parameters.adapter_source else body
 
 

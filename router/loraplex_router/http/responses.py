@@ -56,7 +56,7 @@ _RETURNED: Final = ("metadata", "reasoning", "text", "tools", "tool_choice", "in
 
 
 def chat_request(body: ResponsesRequest) -> ChatCompletionRequest:
-    """Raises InvalidArgument and Unimplemented with the field's name."""
+    """The chat that the request becomes. Raises InvalidArgument and Unimplemented with the field's name."""
     for name in _RETURNED:
         try:
             json.dumps(getattr(body, name), ensure_ascii=False, allow_nan=False).encode()
@@ -183,7 +183,7 @@ def _tool_choice(choice: Any) -> Any:
 
 
 def response_of(body: ResponsesRequest, job: Job, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """`answer`: of the chat."""
+    """The response object of a chat's `answer`."""
     (choice,) = answer["choices"]
     message: dict[str, Any] = choice["message"]
     output = Output(job.request_id)
@@ -201,7 +201,7 @@ def _response(
     finish_reason: str | None,
     answer: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Without a finish reason, one that has only begun."""
+    """The response object. Without a finish reason, it has only begun."""
     is_cut = finish_reason == "length"
     sampling = job.requests[0].sampling
     return {
@@ -253,7 +253,7 @@ class Output:
         self._is_open = False  # the last item
 
     def add(self, delta: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """A delta of a chat, or a whole message."""
+        """Takes a delta of a chat, or a whole message."""
         if thought := delta.get("reasoning"):
             yield from self._extend("reasoning", thought, [])
         if text := delta.get("content"):
@@ -263,7 +263,7 @@ class Output:
             yield from self._call(call)
 
     def close(self, *, is_cut: bool = False) -> Iterator[dict[str, Any]]:
-        """Ends the last item. `is_cut`: as the answer has no more tokens."""
+        """Ends the last item. `is_cut`: the answer has no more tokens to go on with."""
         if not self._is_open:
             return
         self._is_open = False
@@ -340,7 +340,7 @@ class Events:
         self._number = -1
 
     def events(self, prompt: int, raw: bytes) -> Iterator[bytes]:
-        """Of one message."""
+        """Server-sent events of one message."""
         if self._number < 0:
             begun = _response(self._body, self._job, [], None, {})
             yield self._event({"type": "response.created", "response": begun})

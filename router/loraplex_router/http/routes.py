@@ -230,7 +230,7 @@ class Routes:
         return JSONResponse({"version": __version__})
 
     async def load(self) -> Response:
-        """As vLLM has it: requests that this server has under way."""
+        """Number of requests that this server has under way, in vLLM's form."""
         return JSONResponse({"server_load": len(self._backend.calls)})
 
     async def status(self, request: Request, adapters: int = 0, prefix: str = "") -> Response:

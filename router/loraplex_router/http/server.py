@@ -22,12 +22,12 @@ from loraplex_runtime.reload import Reloader
 
 log = logging.getLogger(__name__)
 
-# Of request line and headers together, and for their arrival.
+# Bounds of request line and headers together, and of the time for their arrival.
 MAX_HEAD_BYTES: Final = 64 << 10
 HEAD_TIMEOUT_S: Final = 10.0
-# Of a request as it travels, the sizes of its chunks and its trailers included; the body has a bound of its own.
+# Bytes of a request as it travels, the sizes of its chunks and its trailers included; the body has a bound of its own.
 MAX_REQUEST_BYTES: Final = 4 * MAX_BODY_BYTES
-# Of a connection from an answer to the next request, whatever comes between.
+# Seconds of a connection from an answer to the next request, whatever comes between.
 KEEP_ALIVE_S: Final = 60
 BACKLOG: Final = 2048
 

@@ -104,7 +104,7 @@ class SamplingParams(Fields):
 
 
 class GenerateRequest(PlaceFields):
-    """Body of POST /generate that has `text` or `input_ids`. Mixtures are ours, and of all prompts."""
+    """Body of POST /generate that has `text` or `input_ids`. Mixtures are our own field, and count for all prompts."""
 
     text: Any = None
     input_ids: Any = None
@@ -145,7 +145,7 @@ class Job:
 
 
 def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: str) -> Job:
-    """Raises InvalidArgument, Unimplemented and AdapterNotFound with the field's name."""
+    """The job of a request. Raises InvalidArgument, Unimplemented and AdapterNotFound with the field's name."""
     params = body.sampling_params or SamplingParams()
     ignored = header_names([*_extras(body), *(f"sampling_params.{name}" for name in _extras(params))])
     if (body.text is None) == (body.input_ids is None):
@@ -271,7 +271,7 @@ class Text:
 
 
 def response_of(job: Job, answers: Sequence[pb.GenerateResponse], elapsed_s: float) -> Any:
-    """An object, or a list of them for several prompts or texts."""
+    """The answer's body: an object, or a list of them for several prompts or texts."""
     found: list[dict[str, Any]] = []
     for prompt, answer in enumerate(answers):
         for one in sorted(answer.completions, key=lambda one: one.index):
@@ -293,7 +293,7 @@ class Events:
         self._heads: dict[int, pb.GenerateStreamResponse] = {}
 
     def events(self, prompt: int, raw: bytes) -> Iterator[bytes]:
-        """Of one message."""
+        """Server-sent events of one message."""
         message = pb.GenerateStreamResponse.FromString(raw)
         head = self._heads.setdefault(prompt, message)
         text = self._texts.setdefault((prompt, message.index), Text())

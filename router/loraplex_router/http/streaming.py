@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 # Messages between a relay and a response that has not been sent.
 MAX_QUEUED: Final = 16
-# Of the answers of one request together; as much as one of them may have (ServerOptions.max_answer_bytes).
+# Bytes of the answers of one request together; as much as one of them may have (ServerOptions.max_answer_bytes).
 MAX_ANSWER_BYTES: Final = 64 << 20
 # Seconds of silence after which a stream gets a comment, so that proxies keep it open.
 KEEP_ALIVE_S: Final = 15.0
@@ -45,17 +45,17 @@ class HttpContext:
         self.write = write
 
     def time_remaining(self) -> float | None:
-        """HTTP requests have no deadline."""
+        """None: HTTP requests have no deadline."""
         return None
 
     def invocation_metadata(self) -> Metadata:
         return self._metadata
 
     async def send_initial_metadata(self, metadata: Metadata) -> None:
-        """Dropped: a worker's metadata is gRPC's."""
+        """Drops the metadata: a worker's is gRPC's."""
 
     def set_trailing_metadata(self, metadata: Metadata) -> None:
-        """Dropped, as above."""
+        """Drops the metadata, as `send_initial_metadata` does."""
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> NoReturn:
         """Raises the error that the status stands for."""
@@ -72,8 +72,8 @@ class FanOut:
     """The calls that answer one HTTP request, one for each prompt: all of them, or an error."""
 
     def __init__(self, handle: Handle, messages: Sequence[bytes], request: Request) -> None:
-        """Starts them. `handle` is a method of the router (`Calls.handler`). Errors have the request's names of
-        fields."""
+        """Starts the calls. `handle` is a method of the router (`Calls.handler`). Errors name fields as the request
+        does."""
         self._scope, metadata = request.scope, metadata_of(request)
         self._queue: asyncio.Queue[tuple[int, bytes | LoraplexError | None]] = asyncio.Queue(MAX_QUEUED)
         self._tasks = [
@@ -107,7 +107,7 @@ class FanOut:
         return None
 
     async def answers(self) -> list[bytes]:
-        """Of unary calls, in the order of their requests."""
+        """Answers of unary calls, in the order of their requests. Raises MessageTooLarge."""
         found: dict[int, bytes] = {}
         num_bytes = 0
         while (message := await self.next()) is not None:
@@ -155,7 +155,7 @@ class EventStream(StreamingResponse):
         self._calls = calls
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends them in this task. Starlette's own way, a task group, costs more CPU time (benchmarks/LOG.md)."""
+        """Sends the events in this task. Starlette's own way, a task group, costs more CPU time (benchmarks/LOG.md)."""
         streaming = asyncio.current_task()
         assert streaming is not None
         is_over = False

@@ -116,7 +116,7 @@ TASKS: Final[Mapping[str, str]] = {
 
 
 def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: str, *, is_streamed: bool) -> Job:
-    """Raises InvalidArgument, Unimplemented and AdapterNotFound with the parameter's name."""
+    """The job of a request. Raises InvalidArgument, Unimplemented and AdapterNotFound with the parameter's name."""
     given = body.parameters or Parameters()
     ignored = ignored_in(body, given, base_names)
     _refuse(given)
@@ -173,12 +173,13 @@ def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: s
 
 
 def adapter_id_of(name: str, base_names: Sequence[str]) -> str:
-    """Of `adapter_id`; "" for the base model. Raises as `adapter_of`."""
+    """The adapter that `adapter_id` names; "" for the base model. Raises what `adapter_of` raises."""
     return "" if name == BASE_MODEL else adapter_of(unicode_text(name, "adapter_id"), base_names)
 
 
 def tokenize_request(body: TokenizeRequest, adapter_id: str = "") -> pb.TokenizeRequest:
-    """Raises InvalidArgument for text that is not Unicode, and as `put_place`."""
+    """The wire's request of a tokenization. Raises InvalidArgument for text that is not Unicode, and what `put_place`
+    raises."""
     request = pb.TokenizeRequest(text=unicode_text(body.inputs, "inputs"), offsets=True)
     request.omit_special_tokens = body.add_special_tokens is False
     put_tokenizer_place(request, body.parameters or Parameters(), adapter_id)

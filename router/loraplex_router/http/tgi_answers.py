@@ -74,7 +74,8 @@ class Tokens:
         return token
 
     def _fit(self) -> None:
-        """The end of the text is the worker's: cut off behind a stop string, with U+FFFD for part of a character."""
+        """Makes the held tokens end as the worker's text does: cut behind a stop string, U+FFFD for part of a
+        character."""
         plain = [token for token in self._held if not token["special"]]
         rest = self.text[self._num_shown :]
         for token in plain[:-1]:
@@ -148,7 +149,7 @@ class Events:
         self._last_id = 0
 
     def events(self, _: int, raw: bytes) -> Iterator[bytes]:
-        """Of one message."""
+        """Server-sent events of one message."""
         message = pb.GenerateStreamResponse.FromString(raw)
         if message.HasField("seed"):
             self._seed = message.seed
@@ -176,7 +177,7 @@ def event_of(content: dict[str, Any]) -> bytes:
 
 
 def stream_headers(job: Job, model: str, device: str) -> dict[str, str]:
-    """Of a stream, and the first of other answers."""
+    """Headers of a stream's answer, and the first headers of other answers."""
     headers = {
         "x-compute-type": "gpu+optimized" if device.startswith("cuda") else device,
         "x-compute-characters": str(job.num_chars),
@@ -213,7 +214,7 @@ def answer_headers(answer: pb.GenerateResponse, elapsed_s: float) -> dict[str, s
 
 
 def tokens_of(text: str, answer: pb.TokenizeResponse) -> list[dict[str, Any]]:
-    """Of /tokenize and /chat_tokenize. Tokens that the tokenizer added have no text in the prompt."""
+    """Rows of /tokenize and /chat_tokenize. Tokens that the tokenizer added have no text in the prompt."""
     rows = zip(answer.token_ids, answer.starts, answer.ends, strict=True)
     return [{"id": one, "text": text[start:stop], "start": start, "stop": stop} for one, start, stop in rows]
 
@@ -221,8 +222,8 @@ def tokens_of(text: str, answer: pb.TokenizeResponse) -> list[dict[str, Any]]:
 def info_of(
     model_id: str, info: pb.GetInfoResponse, max_requests: int, max_best_of: int, max_stops: int
 ) -> dict[str, Any]:
-    """Of /info, with LoRAX's and TGI's names. None for what only their own schedulers have. `model_id` is a name that
-    requests may have, which a worker's own need not be."""
+    """The answer of /info, with LoRAX's and TGI's names. None for what only their own schedulers have. `model_id` is a
+    name that requests may have; the worker's own name of the model may be another."""
     context = info.max_context_tokens
     return {
         "model_id": model_id,

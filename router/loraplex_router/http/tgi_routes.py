@@ -66,7 +66,7 @@ class TgiRoutes:
     # --- generation ------------------------------------------------------------------------------------------------
 
     async def generate_either(self, body: tgi.GenerateRequest, request: Request) -> Response:
-        """A stream, or a list of one answer."""
+        """Answers POST / with a stream, or with a list of one answer."""
         if body.stream:
             return await self.generate_stream(body, request)
         return await self._answer(body, request, is_in_list=True)
@@ -158,7 +158,7 @@ class TgiRoutes:
         return JSONResponse(tgi_answers.tokens_of(body.inputs, answer), headers=headers)
 
     async def chat_tokenize(self, body: ChatCompletionRequest, request: Request) -> Response:
-        """`messages` to the text that the template makes of them, and its tokens."""
+        """The text that the template makes of `messages`, and its tokens."""
         job = openai.chat_job(body, await self._backend.names_for(body.model, request), request_id_of(request), 0)
         asked = job.requests[0]
         if job.adapter_id and not names_place(body):

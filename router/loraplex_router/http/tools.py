@@ -16,12 +16,12 @@ from loraplex_router.http.models import ChatCompletionRequest, ToolChoice
 
 
 def put_tools(request: pb.GenerateRequest, body: ChatCompletionRequest) -> None:
-    """Raises InvalidArgument with the field's name in OpenAI's request."""
+    """Puts tools and their choice into the request. Raises InvalidArgument with the name of OpenAI's field."""
     request.output.parse_chat = True
     chat, tools = request.chat, body.tools or []
     names = [_name_of(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     if tools:
-        # As they came: what a tool has beside its name is between the client and the chat template.
+        # Tools go on as they came: what one has beside its name is between the client and the chat template.
         chat.tools_json = json_text(tools, "tools")
         if body.parallel_tool_calls is not None:
             chat.parallel_tool_calls = body.parallel_tool_calls

@@ -19,7 +19,7 @@ TOKENS = [3, 4, 5]
 
 
 async def check_that_newcomers_hear_why(address: str, stopwatch: Stopwatch) -> None:
-    """On new connections, all the while: a port that is closed would say `connection refused`."""
+    """New connections are told of the drain all the while: a closed port would say `connection refused`."""
     for _ in range(5):
         async with AsyncClient(address) as newcomer:
             stopwatch.start()

@@ -31,7 +31,7 @@ NUM_CALLERS = 8
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of long context, with a tokenizer whose tokens may stand for any number of bytes: all texts are tokenized."""
+    """A model of long context, whose tokenizer's tokens may stand for any number of bytes: all texts are tokenized."""
     root = make_world(tmp_path_factory.mktemp("long"), num_adapters=0).model
     for name, changes in (
         ("config.json", {"max_position_embeddings": 131_072}),

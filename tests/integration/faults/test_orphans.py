@@ -39,7 +39,7 @@ class Started:
     seen: set[psutil.Process] = field(default_factory=set)
 
     def children(self) -> list[psutil.Process]:
-        """And theirs."""
+        """The process's children, and theirs."""
         found = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
         self.seen.update(found)
         return found
@@ -95,7 +95,7 @@ def started(folder: Path, *arguments: str, unread: bool = False) -> Iterator[Sta
 
 
 def serve(world: TinyWorld, folder: Path) -> tuple[str, ...]:
-    """With credentials, so that router and workers share a secret."""
+    """Arguments of `loraplex serve` with credentials, so that router and workers share a secret."""
     folder.mkdir()
     auth_file = folder / "auth.json"
     row = {"sha256": token_digest(TOKEN), "tenant": "tests", "adapters": ["*"]}
@@ -108,7 +108,7 @@ def serve(world: TinyWorld, folder: Path) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Family:
-    """What is to be gone: processes, their ports, temporary files."""
+    """Processes of one server, their ports and temporary files: all that must be gone after its end."""
 
     processes: Sequence[psutil.Process]
     ports: Sequence[int]

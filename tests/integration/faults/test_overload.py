@@ -32,7 +32,7 @@ def model(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="module")
 def router(model: Path, tiny_world: TinyWorld) -> Iterator[Running]:
-    """In front of one worker with few rows."""
+    """A router in front of one worker with few rows."""
     worker = (
         "worker", str(model), "--adapters", str(tiny_world.adapters), "--port", "0", "--dtype", "float64",
         "--threads", "1", "--drain", "0", "--max-running", "4", "--max-queue-wait", "3600",

@@ -47,7 +47,7 @@ def worker_process() -> Iterator[tuple[str, subprocess.Popen[str]]]:
 
 
 async def outcome_of(call: Any) -> tuple[int, LoraplexError | None]:
-    """How many tokens a stream brought, and the error that it ended with."""
+    """The number of tokens that a stream brought, and the error that it ended with."""
     num_tokens = 0
     try:
         async for message in call:
@@ -156,7 +156,7 @@ async def test_a_network_that_forwards_nothing(stopwatch: Stopwatch) -> None:
 
 @fault("worker reports nothing, but its streams flow", clients_see="nothing", within_s=10)
 async def test_a_worker_whose_streams_flow_is_alive(stopwatch: Stopwatch) -> None:
-    """Only what gives no sign of life at all is given up."""
+    """A worker is given up only where it gives no sign of life at all."""
     watch = WatchConfig(stale_after_s=0.5, min_backoff_s=0.05, max_backoff_s=0.1)
     worker = await FakeWorker("busy").start()
 

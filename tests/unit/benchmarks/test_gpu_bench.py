@@ -26,7 +26,7 @@ def figure(scenario: str, batch: int, ratio: float, times_floor: float = 1.0) ->
 
 
 def test_floors_of_llama_8b() -> None:
-    """Against numbers worked out by hand."""
+    """Floors equal numbers that were worked out by hand."""
     shape = SHAPES["llama-8b"]
     model = make_model(shape, torch.device("meta"))
     linears: dict[str, Any] = {}

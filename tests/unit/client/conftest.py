@@ -44,7 +44,7 @@ class Fake(
     pooling_pb2_grpc.PoolingServiceServicer,
     status_pb2_grpc.StatusServiceServicer,
 ):
-    """What the tests set decides what comes back; what came in is in `seen`."""
+    """A server that answers as the tests set it; the calls that it got are in `seen`."""
 
     seen: list[Seen] = field(default_factory=list)
     error: BaseException | None = None  # instead of an answer, or after the chunks

@@ -154,7 +154,7 @@ def test_a_token_that_is_not_known_names_the_flag(fake: Any, capsys: Capture) ->
 
 
 def test_a_failed_connection_is_one_line(fake: Any) -> None:
-    """Of the process, the lines of gRPC's own code included."""
+    """The whole process prints one line, though gRPC's own code prints lines too."""
     argv = ["generate", "x", "-s", fake.address, "--tls", "--retries", "1"]
     run = subprocess.run([sys.executable, "-m", "loraplex", *argv], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout) == (1, "")

@@ -1,4 +1,4 @@
-"""Both clients against a scripted server."""
+"""Clients, blocking and for asyncio, against a scripted server."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_expansion_without_end(pickled: Path, tmp_path: Path) -> None:
 
 
 def after_converting(setup: Any) -> Callable[[Any], Any]:
-    """In the child."""
+    """Runs in the child: converts, then tries what its limits forbid."""
     answer = converter.converting(setup)
 
     def ask(question: Any) -> Any:
@@ -135,7 +135,7 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def test_cut_short(pickled: Path) -> None:
-    """In this process: nothing here gets as far as an object."""
+    """A pickle that is cut short is refused. It is read in this process, as nothing here gets as far as an object."""
     weights = pickled / "adapter_model.bin"
     whole = weights.read_bytes()
     for num_bytes in (0, 1, 100, len(whole) // 2, len(whole) - 1):
@@ -163,7 +163,7 @@ def test_what_safetensors_cannot_hold(content: object, says: str, tmp_path: Path
 
 
 def test_tensors_that_share_memory(tmp_path: Path) -> None:
-    """As Medusa's reference code writes them; each name gets a copy, within the bound."""
+    """Tensors that share memory, as Medusa's reference code writes them: each name gets a copy, within the bound."""
     shared = torch.arange(12.0).view(3, 4)
     torch.save(
         {"a": shared, "b": shared.T, "c": torch.nn.Parameter(shared[1]), "d": torch.tensor(True)}, tmp_path / "x"

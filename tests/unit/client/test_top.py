@@ -116,7 +116,7 @@ def test_a_worker_has_none(fake: Any, capsys: Capture) -> None:
 
 
 def test_live_in_a_terminal_until_ctrl_c(fake: Any) -> None:
-    """Also while the router is frozen."""
+    """The screen keeps what was seen last while the router is frozen, and Ctrl-C ends it then too."""
     fake.status = a_status()
     ours, theirs = pty.openpty()
     process = subprocess.Popen(

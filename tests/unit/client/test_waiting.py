@@ -75,7 +75,7 @@ async def test_cancelling_the_task_cancels_the_stream(fake: Any) -> None:
 
 
 async def test_cancelling_the_task_cancels_a_call_that_grpc_leaves_under_way() -> None:
-    """As it does where the cancellation comes just when the request has been sent."""
+    """A task's cancellation cancels a call that gRPC has just sent, and would leave under way."""
 
     class Sent:
         is_cancelled = False

@@ -37,7 +37,7 @@ def answers(world: World) -> list[Answer]:
 
 
 def alone(answers: list[Answer]) -> list[Alone]:
-    """Of two records each."""
+    """One `Alone` for each adapter of the answers."""
     return [Alone(name, "heads", 2.5, 0.04, 0.1) for name in dict.fromkeys(answer.adapter for answer in answers)]
 
 

@@ -45,7 +45,7 @@ def imported(*event_engine: str, **variables: str) -> list[object]:
 
 
 def test_the_pinned_version_has_the_older_poller() -> None:
-    """If not, a router takes a third more CPU time for a message: measure it (benchmarks/router.py), see ADR 21."""
+    """Without it, a router takes a third more CPU time for a message: measure it (benchmarks/router.py), see ADR 21."""
     assert knows_experiments(EVENT_ENGINE)
 
 

@@ -1,4 +1,4 @@
-"""From a request's bytes to what routing needs."""
+"""Requests of the router: from their bytes to what routing needs."""
 
 from __future__ import annotations
 

@@ -327,7 +327,7 @@ async def health(request: bytes, context: Any) -> bytes:
 
 @pytest.fixture(params=[True, False])
 async def channel(request: pytest.FixtureRequest) -> AsyncIterator[tuple[grpc.aio.Channel, bool]]:
-    """To a server with credentials, and to one without."""
+    """Channels to a server with credentials, and to one without."""
     interceptor = ServerInterceptor((lambda: CREDENTIALS) if request.param else None)
     server = grpc.aio.server(interceptors=[interceptor])
     unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler

@@ -32,7 +32,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_child_that_writes_nothing_more_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where its lines are what it is heard by; the one that goes on writing stays."""
+    """A child whose lines stop is killed; one that goes on writing stays."""
     monkeypatch.setattr(children_module, "CHECK_S", 0.05)
     speaks = READY + "while True: print('{}', flush=True); time.sleep(0.01)\n"
     for program, is_silent in ((READY + WAIT, True), (speaks, False)):
@@ -104,7 +104,7 @@ async def test_what_dies_is_started_again(tmp_path: Path, caplog: pytest.LogCapt
 
 @pytest.mark.parametrize("noise", ["print([1, 2])", "print('x' * 300_000)", "print('no JSON')", "print('{}')"])
 async def test_whatever_a_worker_prints(tmp_path: Path, noise: str) -> None:
-    """Before it is ready and afterwards; more than a pipe holds, so that somebody must have read it."""
+    """A worker that prints more than a pipe holds, before it is ready and afterwards, goes on: somebody reads it."""
     program = f"{noise}\n{READY}for _ in range(3): {noise}\nprint('y' * 300_000, flush=True)\nopen('done', 'w')\n{WAIT}"
     path = tmp_path / "worker"
     program = program.replace("'done'", repr(str(tmp_path / "done")))

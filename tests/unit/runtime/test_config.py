@@ -37,7 +37,7 @@ class Config:
 
 
 class Seen:
-    """What the command got, and where it came from."""
+    """Settings that the command got, and their sources."""
 
     def __init__(self) -> None:
         self.config = Config()
@@ -46,7 +46,7 @@ class Seen:
 
 
 def run(*arguments: str, file: Path | None = None, **environment: str) -> Seen:
-    """Raises what the command raises; a wrong command line fails the test."""
+    """Runs the command, and raises what it raises; a wrong command line fails the test."""
     seen = Seen()
 
     @with_settings("serve", partial(config_of, Config))

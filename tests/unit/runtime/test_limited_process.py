@@ -17,7 +17,7 @@ LIMITS = Limits(memory_bytes=256 << 20, stack_bytes=1 << 20, cpu_s=5)
 
 
 def answering(setup: Any) -> Callable[[Any], Any]:
-    """In the child."""
+    """Runs in the child: answers questions, or hangs, dies or fails when asked to."""
 
     def answer(question: Any) -> Any:
         match question:

@@ -48,7 +48,7 @@ def refusal(quotas: TenantQuotas, identity: Identity, **call: Any) -> QuotaExcee
     st.lists(st.tuples(st.floats(0, 300), st.integers(1, 10**5)), max_size=40),
 )
 def test_what_leaves_a_bucket_is_bounded_in_every_window(per_minute: int, asked: list[tuple[float, int]]) -> None:
-    """Of requests that take what they ask for only where the bucket has it."""
+    """Tokens that leave a bucket are bounded in every window, for requests that take only what the bucket has."""
     now, bucket = 0.0, TokenBucket(per_minute, 0.0)
     taken: list[tuple[float, int]] = []
     for pause_s, num_tokens in asked:

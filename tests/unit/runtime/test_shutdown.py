@@ -18,7 +18,7 @@ from loraplex_runtime.shutdown import SIGNALS, Ending
 
 
 class Drains:
-    """What was begun, and whether it came to its end."""
+    """Drains that record what was begun, and how it ended."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -83,7 +83,7 @@ async def test_a_terminal_that_closes_hurries_nobody() -> None:
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    """Those of this process, however it was started; they come back at the end."""
+    """Handlers of this process, however it was started; they come back at the end."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
     yield
     for number, handler in before.items():

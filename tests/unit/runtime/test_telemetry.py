@@ -202,7 +202,7 @@ async def test_a_scraper_may_ask_for_names_without_a_colon(endpoint: MetricsEndp
 
 
 async def test_who_asks_for_openmetrics_gets_the_same_names(endpoint: MetricsEndpoint) -> None:
-    """As Prometheus does."""
+    """A client that asks for OpenMetrics, as Prometheus does, gets the same names in the text format."""
     request = b"GET /metrics?x=1 HTTP/1.1\r\nAccept: application/openmetrics-text;version=1.0.0,text/plain\r\n\r\n"
     status, headers, body = await ask(endpoint.port, request)
     assert status.endswith("200 OK")

@@ -18,7 +18,7 @@ VOCAB, HIDDEN = 13, 16
 
 
 def frozen_head(dtype: torch.dtype = torch.float32) -> FrozenHead:
-    """Its rows are as far apart as can be, so every token has states that it alone fits."""
+    """A head whose rows are as far apart as can be, so every token has states that it alone fits."""
     head = nn.Linear(HIDDEN, VOCAB, bias=False).to(dtype).requires_grad_(False)
     head.weight.copy_(torch.eye(VOCAB, HIDDEN) * 4)
     return FrozenHead(head, 1.0, VOCAB, HIDDEN, dtype, torch.device("cpu"))
@@ -30,7 +30,7 @@ def circle(num_tokens: int, first: int, num_given: int = 1) -> Example:
 
 
 def states_of(example: Example) -> torch.Tensor:
-    """As a model would leave them: what the head makes the next token of."""
+    """Hidden states as a model would leave them: the head makes the next token of them."""
     return torch.eye(VOCAB, HIDDEN)[[(token + 1) % VOCAB for token in example.token_ids]]
 
 

@@ -1,4 +1,4 @@
-"""Which positions are learned from, what follows them, and the pieces on disk."""
+"""Cache of hidden states: positions that are learned from, their labels, pieces on disk."""
 
 from __future__ import annotations
 

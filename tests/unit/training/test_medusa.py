@@ -1,4 +1,4 @@
-"""From prompts or texts to a directory that can be served."""
+"""Medusa training: from prompts or texts to a directory that can be served."""
 
 from __future__ import annotations
 
