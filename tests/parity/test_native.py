@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from peft import BOFTConfig, IA3Config, OFTConfig, PeftConfig, PeftModel
-from support.dense import dense_logits, make_dense
+from support.dense import dense_logits, generated_logits, make_dense
 from support.driver import Job, Rig, make_rig, random_prompts
 from support.lora_cases import bits
 from support.native_kernels import best_first, isas, native_kernels, using
@@ -80,6 +80,34 @@ def test_equals_transformers(best: str, family: str) -> None:
     rig = native_rig(model, native_kernels(), seed=3)
     assert (rig.loaded.decoder is not None) == (family in STACKED)
     check_family(family, rig, model, seed=3)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 6.0},
+        {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 24,
+            "short_factor": [1.0 + 0.1 * i for i in range(16)],
+            "long_factor": [2.0 + 0.5 * i for i in range(16)],
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_rotations_by_a_texts_length(family: str, rope: dict[str, Any]) -> None:
+    """Texts pass the length from which on rotations are scaled, each at another step."""
+    model = native_model(family, seed=3, rope_parameters=rope, max_position_embeddings=24 if "factor" in rope else 96)
+    rig = native_rig(model, native_kernels(), seed=3)
+    assert rig.loaded.decoder is not None
+    assert rig.loaded.direct is None
+    jobs = [Job(prompt, NUM_TOKENS) for prompt in random_prompts(7, VOCAB_SIZE, seed=3, longest=40)]
+    rig.run(jobs)
+    assert [job.error for job in jobs] == [None] * len(jobs)
+    for job in jobs:
+        check_logits(rig.logits(job), generated_logits(model, job.prompt, NUM_TOKENS).float(), job.tokens)
 
 
 def test_equals_transformers_on_every_instruction_set(isa: str) -> None:

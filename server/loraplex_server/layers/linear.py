@@ -328,11 +328,22 @@ class AdaptedEmbedding(nn.Module):
             if factors is None:
                 continue
             down = factors.a.index_select(1, ids[segment.start : segment.end]).t()  # [rows, rank]
-            update = (down @ factors.b.t()) * (factors.scale * segment.weight)  # [rows, out]
+            update = _row_by_row(down, factors.b) * (factors.scale * segment.weight)  # [rows, out]
             if embed_scale is not None:
                 update = update * embed_scale.to(update.dtype)
             y[segment.start : segment.end] += update
         rescale(y, table, prepared)
+
+
+def _row_by_row(down: Tensor, b: Tensor) -> Tensor:
+    """down [rows, rank] @ b [out, rank].T -> [rows, out], with the same bits for a row whatever the others are: a
+    library chooses the order of a product's sums by the number of rows."""
+    wide = torch.promote_types(down.dtype, torch.float32)
+    wide_down, wide_b = down.to(wide), b.to(wide)
+    total = down.new_zeros((down.shape[0], b.shape[0]), dtype=wide)
+    for rank in range(down.shape[1]):
+        total += wide_down[:, rank, None] * wide_b[:, rank]  # two operations, which no compiler joins
+    return total.to(down.dtype)
 
 
 class MergedLinear:

@@ -95,10 +95,43 @@ def compute_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) 
         highest = part.amax(dim=-1, keepdim=True)
         normalizer = (part - highest).exp_().sum(dim=-1, keepdim=True).log_()
         values.append((part.gather(1, part_ids.unsqueeze(1)) - highest - normalizer).squeeze(1))
-        top = part.topk(max_top, dim=-1)
-        top_ids.append(top.indices)
-        top_values.append(top.values - highest - normalizer)
+        top = highest_ids(part, max_top)
+        top_ids.append(top)
+        top_values.append(part.gather(1, top) - highest - normalizer)
     return Logprobs(token_ids, torch.cat(values), torch.cat(top_ids), torch.cat(top_values), tuple(num_top))
+
+
+def highest_ids(logits: Tensor, num: int) -> Tensor:
+    """Ids of the `num` highest logits [n, vocab_size] -> [n, num], of equal ones the lowest ids, the highest first.
+
+    What torch's topk takes of equal values depends on `num`, which other requests may have raised.
+    """
+    if logits.device.type == "cpu" and num:
+        return _highest_by_threshold(logits, num)
+    if num == 0 or logits.dtype == torch.float64:
+        return logits.sort(dim=-1, descending=True, stable=True).indices[:, :num]
+    return highest_by_keys(logits, num)
+
+
+def _highest_by_threshold(logits: Tensor, num: int) -> Tensor:
+    """Sorts what is not below the last of topk: a few more values than `num`, where some are equal."""
+    lowest = logits.topk(num, dim=-1).values[:, -1:]
+    rows, ids = (~(logits < lowest)).nonzero(as_tuple=True)  # by row, then id; a NaN is among them
+    order = logits[rows, ids].argsort(descending=True, stable=True)
+    order = order[rows[order].argsort(stable=True)]
+    counts = rows.bincount(minlength=logits.shape[0])
+    starts = counts.cumsum(0) - counts
+    return ids[order][starts[:, None] + torch.arange(num)]
+
+
+def highest_by_keys(logits: Tensor, num: int) -> Tensor:
+    """Without a wait for the device, which takes 64 bits a number: keys are ordered as the floats are, with the id
+    below, so that no two are equal. On a CPU it takes ten times as long as topk."""
+    bits = (logits + 0.0).view(torch.int32)  # no negative zero
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    last = logits.shape[1] - 1
+    keys = (ordered << 32) + (last - torch.arange(logits.shape[1], device=logits.device))
+    return last - (keys.topk(num, dim=-1).values & 0xFFFFFFFF)
 
 
 def prompt_logprobs(logits: Tensor, next_tokens: Tensor, num_top: int) -> Logprobs:

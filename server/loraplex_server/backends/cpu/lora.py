@@ -61,10 +61,11 @@ class NativeOps(CpuOps):
             self.kernels.add_lora(y, rows, native.table, data.runs, native.max_rank)
 
     def dense(self, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        if x.dtype in DTYPES and len(x) <= MAX_DENSE_ROWS and weight.is_contiguous():
-            self.kernels.dense(x, weight, bias, y)
-        else:
+        if x.dtype not in DTYPES or not weight.is_contiguous():
             super().dense(y, x, weight, bias)
+            return
+        for start in range(0, len(x), MAX_DENSE_ROWS):  # also of many rows: torch's bits depend on their number
+            self.kernels.dense(x, weight, bias, y, start, min(start + MAX_DENSE_ROWS, len(x)))
 
 
 @dataclass(frozen=True, slots=True)

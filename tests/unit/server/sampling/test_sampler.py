@@ -14,7 +14,14 @@ from torch import Tensor
 from loraplex_contracts.plan import NewSequence
 from loraplex_contracts.request import OutputParams, SamplingParams
 from loraplex_server.sampling import sampler as module
-from loraplex_server.sampling.sampler import HostSampled, Sampler, compute_logprobs, prompt_logprobs
+from loraplex_server.sampling.sampler import (
+    HostSampled,
+    Sampler,
+    compute_logprobs,
+    highest_by_keys,
+    highest_ids,
+    prompt_logprobs,
+)
 
 torch.set_num_threads(1)
 
@@ -326,6 +333,26 @@ def test_alternatives_stop_at_the_vocabulary_and_ties_come_by_id() -> None:
     (found,) = compute_logprobs(logits, torch.tensor([0]), [20]).to_host()
     assert [token_id for token_id, _ in found.top] == [1, 2, 3, 0]
     assert math.fsum(math.exp(value) for _, value in found.top) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_alternatives_do_not_depend_on_how_many_others_want(dtype: torch.dtype) -> None:
+    """bfloat16 has many equal logits, and some are negative zeros or banned."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(64, 1003, generator=generator) * 2).bfloat16().to(dtype)
+    logits[:, 5], logits[:, 9], logits[3, 20:] = -0.0, 0.0, -torch.inf
+    ids = logits.argmax(1)
+    both = compute_logprobs(logits, ids, [3, 20] * 32).to_host()
+    for row, found in enumerate(both):
+        num = (3, 20)[row % 2]
+        (alone,) = compute_logprobs(logits[row : row + 1], ids[row : row + 1], [num]).to_host()
+        assert alone == found
+        ordered = logits[row].float().sort(descending=True, stable=True).indices[:num].tolist()
+        assert [token_id for token_id, _ in found.top] == ordered
+        assert found.top[0][0] == int(ids[row])
+    if dtype != torch.float64:
+        assert torch.equal(highest_ids(logits.float(), 20), highest_by_keys(logits.float(), 20))
+    assert highest_ids(torch.full((2, 8), torch.nan, dtype=dtype), 3).shape == (2, 3)  # a bad row's are not looked at
 
 
 def test_prompt_logprobs_travel_with_the_samples() -> None:
