@@ -61,8 +61,6 @@ def list_query(request: adapter_pb2.ListAdaptersRequest) -> ListQuery:
             f"{MAX_ADAPTER_ID_CHARS} characters at most",
             field="prefix",
         )
-    if request.state not in adapter_pb2.AdapterState.values():
-        raise InvalidArgument(f"`state` is {request.state}, which is not an AdapterState", field="state")
     query = ListQuery(request.include_unloaded, request.prefix, request.state, min(request.page_size, MAX_PAGE_SIZE))
     return replace(query, after=last_of_page(query, request.page_token)) if request.page_token else query
 

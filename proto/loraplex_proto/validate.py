@@ -154,13 +154,18 @@ def parse(cls: type[M], raw: bytes) -> M:
 
 
 def refuse_unhandled(request: Message) -> None:
-    """Raises Unimplemented for a field that is set and that this version does not act on."""
+    """Raises Unimplemented for a field that is set and that this version does not act on, or has a value that it does
+    not know."""
     handled, not_built = HANDLED[request.DESCRIPTOR.name], NOT_BUILT.get(request.DESCRIPTOR.name, {})
     for path in set_paths(request, "", not_built):
         if path in not_built:
             raise _not_built(path, not_built)
         if path not in handled:
             raise _unknown(path)
+    for path, number in _unknown_numbers(request, ""):
+        raise Unimplemented(
+            f"`{path}` has the value {number}, which this version of the server does not know", field=path
+        )
     refuse_unknown(request)
 
 
@@ -197,6 +202,17 @@ def set_paths(message: Message, prefix: str, stop_at: dict[str, str]) -> Iterato
             continue
         for one in messages:
             yield from set_paths(one, path + ".", stop_at)
+
+
+def _unknown_numbers(message: Message, prefix: str) -> Iterator[tuple[str, int]]:
+    """The dotted path and the number of every value that its enum does not have."""
+    for field, value in message.ListFields():
+        path = prefix + field.name
+        if field.enum_type is not None:
+            numbers = cast("Sequence[int]", [value] if isinstance(value, int) else value)
+            yield from ((path, number) for number in numbers if number not in field.enum_type.values_by_number)
+        for one in _messages(field, value) or ():
+            yield from _unknown_numbers(one, path + ".")
 
 
 def _unknown_paths(message: Message, prefix: str) -> Iterator[str]:

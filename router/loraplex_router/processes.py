@@ -73,7 +73,7 @@ def reserved_port(host: str, port: int, flag: str, *, is_shared: bool) -> Genera
     """The port, which other processes of this user may share as long as the context lasts; `is_shared`: they do so
     already. This process is bound to it and does not listen: it gets no connections. Raises FailedPrecondition."""
     if port and not is_shared:
-        check_free(host, port)
+        check_free(host, port, flag)
     try:
         holder = bound_socket(host, port, [socket.SO_REUSEPORT])
     except OSError as error:

@@ -122,7 +122,7 @@ class Listener:
             listener.tracing = open_tracing(config.otlp_traces_endpoint, role)
             if config.metrics_port is not None:
                 host = config.metrics_host or config.host
-                check_free(host, config.metrics_port)
+                check_free(host, config.metrics_port, "--metrics-port")
                 listener.registry = new_registry()
                 listener.metrics = await MetricsEndpoint.start(host, config.metrics_port, listener.registry)
         except BaseException:
@@ -325,8 +325,8 @@ def bound_socket(host: str, port: int, options: Iterable[int]) -> socket.socket:
     return bound
 
 
-def check_free(host: str, port: int) -> None:
-    """Raises FailedPrecondition where `bind` would. Not for shared ports."""
+def check_free(host: str, port: int, flag: str = "--port") -> None:
+    """Raises FailedPrecondition where `bind` would, with the port's flag. Not for shared ports."""
     refused: OSError | None = None
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
@@ -341,11 +341,11 @@ def check_free(host: str, port: int) -> None:
                 return  # gRPC, too, is content with one of a name's addresses
     except OSError as error:
         refused = error
-    raise _cannot_listen(join_address(host, port)) from refused
+    raise _cannot_listen(join_address(host, port), flag) from refused
 
 
-def _cannot_listen(address: str) -> FailedPrecondition:
+def _cannot_listen(address: str, flag: str = "--port") -> FailedPrecondition:
+    flags = f"{flag.replace('port', 'host')} and {flag}"
     return FailedPrecondition(
-        f"cannot listen on {address}: the port is taken, or the address is not this machine's; see --host and --port",
-        field="--port",
+        f"cannot listen on {address}: the port is taken, or the address is not this machine's; see {flags}", field=flag
     )

@@ -289,6 +289,11 @@ async def test_bodies_that_no_route_takes() -> None:
             for content in bad:
                 answer = await http.post(request.path, content=content, headers=JSON)
                 assert answer.status_code in (400, 422), (request.path, content[:60], answer.text)
+                if "[[" in content or content.count("{") > 99:
+                    assert "nested too deeply" in answer.text, request.path
+            answer = await http.post(request.path, content=whole + ', "\\ud800": 1}', headers=JSON)
+            assert answer.status_code in (400, 422)
+            assert "surrogate" in answer.text, answer.text
             for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
                 answer = await http.post(request.path, content=whole + "}", headers={"content-type": kind})
                 assert answer.status_code in (400, 422), (request.path, kind)

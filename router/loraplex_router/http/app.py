@@ -109,6 +109,8 @@ def make_app(backend: Backend, allowed_hosts: HostNames | None = None) -> ASGIAp
         assert isinstance(error, HTTPException)
         if isinstance(error.__cause__, LoraplexError):  # of `receive`, while FastAPI read the body
             return error_response(error.__cause__, request.scope)
+        if isinstance(error.__cause__, RecursionError):
+            return error_response(InvalidArgument("the body is nested too deeply", field="body"), request.scope)
         kinds = {404: "there is no such route", 405: "this route takes another method"}
         message = kinds.get(error.status_code, "the body must be JSON")
         if dialect_of(request.scope) == "tgi":
@@ -132,6 +134,8 @@ def _invalid(error: RequestValidationError) -> InvalidArgument:
     first = next((one for one in alike if not one["type"].endswith("_type")), errors[0])
     if first["type"] == "json_invalid":
         return InvalidArgument("the body is not valid JSON", field="body")
+    if not where and first["type"] == "string_unicode":
+        return InvalidArgument("the body has a name that is no text: half of a surrogate pair", field="body")
     if not where:
         return InvalidArgument("the body must be a JSON object, sent as application/json", field="body")
     if first["type"] == "missing":

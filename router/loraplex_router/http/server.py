@@ -111,7 +111,7 @@ def bind_http(host: str, port: int, *, reuse_port: bool = False) -> socket.socke
     except OSError as error:
         raise FailedPrecondition(
             f"cannot listen on {join_address(host, port)}: the port is taken, or the address is not this machine's; "
-            "see --http-host and --http-port",
+            "see --http-host and --http-port (of `loraplex http`: --host and --port)",
             field="--http-port",
         ) from error
     bound.setblocking(False)

@@ -28,16 +28,27 @@ class Checker:
         function = "loraplex_server.grammars.checker:compiling"
         self._process = LimitedProcess(function, setup, LIMITS, bare_environment())
 
+    @property
+    def pid(self) -> int | None:
+        """The process id; None while there is no process."""
+        return self._process.pid
+
     def check(self, grammar: Grammar) -> None:
         """Raises InvalidArgument for a grammar that cannot be compiled, CompileLimit for one that comes to a bound, and
         Unavailable where there is no process to compile it."""
+        was_running = self._process.pid is not None
         try:
-            refusal = self._process.call(asdict(grammar), COMPILE_S)
+            try:
+                refusal = self._process.call(asdict(grammar), COMPILE_S)
+            except LimitExceeded as limit:
+                if limit.what == "time" or not was_running:
+                    raise
+                refusal = self._process.call(asdict(grammar), COMPILE_S)  # it may have been dead before
         except LimitExceeded as limit:
             if limit.what == "time":
                 reason = f"it takes more than {COMPILE_S:g} s to compile; make it smaller or simpler"
             else:
-                reason = "it cannot be compiled within the bounds of memory; make it simpler"
+                reason = "compiling it ended the process that does so, for lack of memory or stack; make it simpler"
             raise CompileLimit(reason) from None
         except ProcessFailed as failure:
             raise Unavailable(

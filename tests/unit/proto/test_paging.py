@@ -43,7 +43,6 @@ def test_large_pages_are_cut_to_the_largest() -> None:
         (Request(prefix="../x y"), "prefix"),
         (Request(prefix="a" * 129), "prefix"),
         (Request(prefix="a\n"), "prefix"),
-        (Request.FromString(b"\x28\x63"), "state"),
         (Request(page_token="?"), "page_token"),
         (Request(page_token="YWJj"), "page_token"),
         (Request(page_token="\u00e4"), "page_token"),
@@ -63,6 +62,8 @@ def test_what_is_refused(request_: adapter_pb2.ListAdaptersRequest, field: str) 
 def test_fields_of_a_later_version_are_refused() -> None:
     with pytest.raises(Unimplemented):
         check_list_adapters(Request.FromString(b"\x30\x01"))
+    with pytest.raises(Unimplemented, match="`state` has the value 99"):
+        check_list_adapters(Request.FromString(b"\x28\x63"))
 
 
 def test_the_page_size_may_change_between_pages() -> None:

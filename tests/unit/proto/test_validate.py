@@ -177,6 +177,29 @@ def test_a_newer_field_deep_inside_is_refused() -> None:
     assert caught.value.field == "sampling.#2004"
 
 
+@pytest.mark.parametrize("number", [77, -1])
+def test_a_value_of_a_newer_client_is_refused(number: int) -> None:
+    with pytest.raises(Unimplemented, match=rf"`method` has the value {number}") as caught:
+        validate.check_score(
+            pooling_pb2.ScoreRequest.FromString(_with_varint(pooling_pb2.ScoreRequest, "method", number))
+        )
+    assert caught.value.field == "method"
+    inner = pooling_pb2.EmbedRequest.FromString(_with_varint(pooling_pb2.EmbedRequest, "pooling", number))
+    with pytest.raises(Unimplemented, match="pooling"):
+        validate.check_pooling(inner)
+
+
+def _with_varint(kind: Any, field: str, number: int) -> bytes:
+    """A message whose enum has that number, as a newer client writes it."""
+    tag, value, found = kind.DESCRIPTOR.fields_by_name[field].number << 3, number % (1 << 64), bytearray()
+    for rest in (tag, value):
+        while rest >= 0x80:
+            found.append(rest & 0x7F | 0x80)
+            rest >>= 7
+        found.append(rest)
+    return bytes(found)
+
+
 def test_a_field_without_an_entry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(HANDLED, "GenerateRequest", HANDLED["GenerateRequest"] - {"sampling.top_p"})
     with pytest.raises(Unimplemented, match=r"sampling\.top_p"):
