@@ -30,7 +30,7 @@ from loraplex_contracts.plan import StepPlan, StepResult
 from loraplex_contracts.request import CompletionEnd, Request, StoppingParams
 from loraplex_server.engine.engine import Engine, Runner
 from loraplex_server.engine.pipe import AdapterCommand, Submit
-from loraplex_server.model.runner import StepHandle
+from loraplex_server.model.isolation import StepHandle
 
 LOAD_EVERY_S = 1.0
 OUTPUT_TOKENS = 1024

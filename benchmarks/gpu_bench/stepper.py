@@ -29,8 +29,9 @@ from loraplex_server.config import (
 )
 from loraplex_server.engine.assembly import assemble
 from loraplex_server.layers.attention import kv_block_bytes
+from loraplex_server.model.isolation import StepHandle
 from loraplex_server.model.loaded_model import LoadedModel
-from loraplex_server.model.runner import ModelRunner, StepHandle
+from loraplex_server.model.runner import ModelRunner
 
 BLOCK_SIZE = 16
 NUM_UNTIMED = 3

@@ -27,8 +27,8 @@ from loraplex_server.backends.cuda.graphs import graph_shapes
 from loraplex_server.engine.engine import start_of_last
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.kv.states import StatePool
+from loraplex_server.model.isolation import StepHandle
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.model.runner import StepHandle
 from loraplex_server.scheduler.admission import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler
 

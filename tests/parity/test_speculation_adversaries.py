@@ -18,7 +18,7 @@ from support.zoo import MAX_LEN, VOCAB_SIZE, random_model
 
 from loraplex_contracts.plan import Candidate, StepPlan
 from loraplex_contracts.request import OutputParams, Request, SamplingParams, SpeculationParams, StoppingParams
-from loraplex_server.model.runner import StepHandle
+from loraplex_server.model.isolation import StepHandle
 from loraplex_server.speculation.proposer import Ask
 
 EOS = 48

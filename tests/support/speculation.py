@@ -52,9 +52,9 @@ from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.pipe import AdapterCommand, Submit
 from loraplex_server.layers.attention import kv_block_bytes
 from loraplex_server.layers.quantization import WeightFormat
+from loraplex_server.model.isolation import StepHandle
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.model.memory import state_slot_bytes
-from loraplex_server.model.runner import StepHandle
 from loraplex_server.scheduler.sequence_table import SequenceState
 from loraplex_server.speculation.draft_model import Drafter, DraftMemory, DraftModelProposer
 from loraplex_server.speculation.proposer import MEDUSA, Proposer, draft_key

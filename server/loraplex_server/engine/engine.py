@@ -7,12 +7,10 @@ neither threads nor pipes: `process` turns it, tests may too.
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 from loraplex_adapters.cache.manager import AdapterManager
 from loraplex_contracts.adapters import AdapterId, AdapterKey, AdapterOrigin, AdapterUser, AdapterVersion
@@ -41,6 +39,7 @@ from loraplex_contracts.request import (
     Tokens,
 )
 from loraplex_server.config import SpeculationConfig
+from loraplex_server.engine.pending import Pending
 from loraplex_server.engine.pipe import (
     Abandon,
     AdapterCommand,
@@ -54,7 +53,7 @@ from loraplex_server.engine.pipe import (
 )
 from loraplex_server.engine.step_sizes import StepTally
 from loraplex_server.grammars.matcher import Grammars, Matcher
-from loraplex_server.model.runner import Execute, StepHandle, execute_isolated, start_isolated
+from loraplex_server.model.isolation import Execute, StepHandle, execute_isolated, start_isolated
 from loraplex_server.scheduler.scheduler import Scheduler
 from loraplex_server.speculation.speculator import Speculator
 from loraplex_server.speculation.step_costs import StepCosts
@@ -91,104 +90,6 @@ class _Accepted:
     is_scheduled: bool = False  # False: its adapter is not resolved yet
     fetch_began_s: float = 0.0
     fetch_s: float = 0.0  # until its adapter was resolved
-
-
-Name = TypeVar("Name")
-Found = TypeVar("Found")
-
-
-class Pending(Generic[Name, Found]):
-    """Requests that wait for what they name, by name, until it is found or the error is known: an adapter that is
-    fetched, a grammar that is compiled.
-
-    `resolve` gives what is found (of adapters the keys, held once more), or None while there is none yet, or raises.
-    It is asked again only when there is news, and once for all requests of one name. `name_of`: of a request.
-    `forget` is told of a name that no request waits for any more. `doing`: what is done meanwhile, for errors.
-    """
-
-    def __init__(
-        self,
-        doing: str,
-        resolve: Callable[[Name, float], Found | None],
-        name_of: Callable[[Request], Name],
-        forget: Callable[[Name], None] = lambda _: None,
-    ) -> None:
-        self.doing = doing
-        self._resolve = resolve
-        self._name_of = name_of
-        self._forget = forget
-        # By name, in the order of arrival, and so are their requests.
-        self._groups: dict[Name, dict[str, Request]] = {}
-        self._unasked: dict[Name, None] = {}  # that `resolve` has not been asked for yet
-        self._next_deadline_s = math.inf  # none is earlier
-        self.num_requests = 0
-        self.num_completions = 0
-        self.num_of_tenant: Counter[str] = Counter()
-
-    def add(self, request: Request) -> None:
-        group = self._name_of(request)
-        if group not in self._groups:
-            self._groups[group] = {}
-            self._unasked[group] = None
-        self._groups[group][request.request_id] = request
-        self.num_requests += 1
-        self.num_of_tenant[request.tenant] += 1
-        self.num_completions += request.n
-        if request.deadline_s is not None:
-            self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
-
-    def discard(self, request: Request) -> None:
-        """Removes the request, if it waits here."""
-        group = self._name_of(request)
-        waiting = self._groups.get(group, {})
-        if waiting.pop(request.request_id, None) is not None:
-            self.num_requests -= 1
-            self.num_of_tenant[request.tenant] -= 1
-            if not self.num_of_tenant[request.tenant]:
-                del self.num_of_tenant[request.tenant]
-            self.num_completions -= request.n
-            if not waiting:
-                del self._groups[group]
-                self._unasked.pop(group, None)
-                self._forget(group)
-
-    def take_expired(self, now: float) -> list[Request]:
-        """Removes and returns those whose deadline has passed."""
-        if now < self._next_deadline_s:
-            return []
-        dated = [
-            (request.deadline_s, request)
-            for group in self._groups.values()
-            for request in group.values()
-            if request.deadline_s is not None
-        ]
-        expired = [request for deadline_s, request in dated if deadline_s <= now]
-        self._next_deadline_s = min((deadline_s for deadline_s, _ in dated if deadline_s > now), default=math.inf)
-        for request in expired:
-            self.discard(request)
-        return expired
-
-    def take_resolved(self, has_changes: bool, now: float) -> list[tuple[Request, Found | LoraplexError]]:
-        """Removes and returns those with an outcome. `has_changes`: whether something was found since the last call."""
-        groups, self._unasked = self._groups if has_changes else self._unasked, {}
-        taken = [outcome for group in list(groups) for outcome in self._ask(self._groups[group], now)]
-        for request, _ in taken:
-            self.discard(request)
-        return taken
-
-    def _ask(self, waiting: dict[str, Request], now: float) -> list[tuple[Request, Found | LoraplexError]]:
-        taken: list[tuple[Request, Found | LoraplexError]] = []
-        for request in waiting.values():
-            try:
-                found = self._resolve(self._name_of(request), now)
-            except Exception as error:
-                # All get the same error: asking again might start another load.
-                typed = error if isinstance(error, LoraplexError) else unexpected(error, self.doing)
-                return [*taken, *((other, typed) for other in list(waiting.values())[len(taken) :])]
-            if found is None:
-                return taken
-            taken.append((request, found))
-        return taken
 
 
 @dataclass(frozen=True, slots=True)

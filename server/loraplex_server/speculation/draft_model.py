@@ -20,9 +20,10 @@ from loraplex_server.backends.registry import make_attention
 from loraplex_server.kv.blocks import BlockPool, KeyChain, Namespace
 from loraplex_server.kv.states import NO_STATE
 from loraplex_server.layers.attention import KvCache, num_blocks_for
+from loraplex_server.model.isolation import execute_isolated
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.memory import state_slot_bytes
-from loraplex_server.model.runner import ModelRunner, execute_isolated
+from loraplex_server.model.runner import ModelRunner
 from loraplex_server.sampling.sampler import Sampler
 from loraplex_server.speculation.proposer import DRAFT_MODEL, Ask
 from loraplex_server.speculation.step_costs import StepCosts, measure_runner

@@ -14,8 +14,8 @@ from support.zoo import VOCAB_SIZE, random_model
 
 from loraplex_contracts.plan import StepPlan
 from loraplex_runtime.reports import share_of
+from loraplex_server.model.isolation import StepHandle
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.model.runner import StepHandle
 from loraplex_server.speculation import step_costs
 from loraplex_server.speculation.step_costs import StepCosts, measure_runner, measure_step_costs
 
