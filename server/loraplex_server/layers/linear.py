@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from loraplex_server.layers.context import MergedOutput, StepContext
 from loraplex_server.layers.lora import FactorTable, PreparedSegments, SegmentedLora, rescale
 
+_MAX_TERMS = 1 << 22  # of sums that are made at once
+
 
 class BaseLinear(Protocol):
     """The product with the base weight."""
@@ -328,22 +330,20 @@ class AdaptedEmbedding(nn.Module):
             if factors is None:
                 continue
             down = factors.a.index_select(1, ids[segment.start : segment.end]).t()  # [rows, rank]
-            update = _row_by_row(down, factors.b) * (factors.scale * segment.weight)  # [rows, out]
+            update = product_by_row(down, factors.b) * (factors.scale * segment.weight)  # [rows, out]
             if embed_scale is not None:
                 update = update * embed_scale.to(update.dtype)
             y[segment.start : segment.end] += update
         rescale(y, table, prepared)
 
 
-def _row_by_row(down: Tensor, b: Tensor) -> Tensor:
+def product_by_row(down: Tensor, b: Tensor) -> Tensor:
     """down [rows, rank] @ b [out, rank].T -> [rows, out], with the same bits for a row whatever the others are: a
-    library chooses the order of a product's sums by the number of rows."""
+    library's product may choose the order of its sums by the number of rows."""
     wide = torch.promote_types(down.dtype, torch.float32)
-    wide_down, wide_b = down.to(wide), b.to(wide)
-    total = down.new_zeros((down.shape[0], b.shape[0]), dtype=wide)
-    for rank in range(down.shape[1]):
-        total += wide_down[:, rank, None] * wide_b[:, rank]  # two operations, which no compiler joins
-    return total.to(down.dtype)
+    by_rank, outputs = down.to(wide).t().unsqueeze(-1), b.to(wide).t().unsqueeze(1)
+    sums = [(part * outputs).sum(0) for part in by_rank.split(max(1, _MAX_TERMS // b.numel()), dim=1)]
+    return torch.cat(sums).to(down.dtype)
 
 
 class MergedLinear:

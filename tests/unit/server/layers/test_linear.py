@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from loraplex_adapters.weights import AdapterWeights, LoraFactors
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_server.backends.reference import ReferenceOps
+from loraplex_server.layers import linear as module
 from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.attention import register_attention
 from loraplex_server.layers.context import StepContext
@@ -27,6 +28,7 @@ from loraplex_server.layers.linear import (
     MergedLinear,
     OwnRows,
     merge_linears,
+    product_by_row,
 )
 from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segment
 from loraplex_server.model.adapt import adapt_modules, merge_modules
@@ -140,6 +142,22 @@ def test_the_head_reads_segments_of_its_own_rows() -> None:
         assert torch.equal(head(x), plain(x))
         context.head_segments = OPS.prepare([Segment(1, 2, 1)], 2, 2, torch.device("cpu"))
         assert (head(x) != plain(x)).any(-1).tolist() == [[False, True]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("rank", "out"), [(1, 33), (8, 1), (16, 1000), (17, 64), (200, 100)])
+def test_a_rows_product_has_the_same_bits_in_any_company(
+    rank: int, out: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    down, b = (torch.randn(num, rank, generator=generator).to(dtype) for num in (70, out))
+    found = product_by_row(down, b)
+    torch.testing.assert_close(found, (down.double() @ b.double().t()).to(dtype))
+    for row in (0, 1, 33, 69):
+        assert torch.equal(found[row : row + 1], product_by_row(down[row : row + 1], b))
+    monkeypatch.setattr(module, "_MAX_TERMS", 3 * b.numel())
+    assert torch.equal(found, product_by_row(down, b))
+    assert product_by_row(down[:0], b).shape == (0, out)
 
 
 def test_another_base_product_can_take_the_place() -> None:
