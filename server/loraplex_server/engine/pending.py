@@ -1,4 +1,4 @@
-"""Requests that wait for what they name: adapters that are fetched, grammars that are compiled."""
+"""Requests that wait for what they name: adapters being fetched, grammars being compiled."""
 
 from __future__ import annotations
 
