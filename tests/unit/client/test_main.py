@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import subprocess
 import sys
 import tomllib
@@ -88,7 +89,9 @@ def extra_command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = ModuleType("other_package.cli")
     monkeypatch.setitem(sys.modules, "other_package", ModuleType("other_package"))
     monkeypatch.setitem(sys.modules, "other_package.cli", module)
-    monkeypatch.setattr(main, "entry_points", lambda group: [EntryPoint("thing", "other_package.cli:thing", group)])
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda group: [EntryPoint("thing", "other_package.cli:thing", group)]
+    )
     return module
 
 
@@ -232,6 +235,23 @@ def test_a_full_disk_is_one_sentence(extra_command: ModuleType, capsys: pytest.C
 def test_ctrl_c_is_130(extra_command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert ends_with(KeyboardInterrupt(), extra_command) == 130
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["typer", "importlib.metadata", "loraplex.types", "loraplex_contracts.errors"])
+def test_ctrl_c_during_an_import_is_130(module: str) -> None:
+    code = (
+        "import sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            raise KeyboardInterrupt\n"
+        f"sys.modules.pop({module!r}, None)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from loraplex.cli.main import main\n"
+        "sys.exit(main(['generate', '--help']))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (130, "")
 
 
 @pytest.mark.parametrize(("end", "code"), [(SystemExit(3), 3), (SystemExit(None), 0), (typer.Exit(4), 4)])
