@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -93,6 +94,9 @@ def _run(arguments: list[str]) -> int:
     from loraplex.config import PROGRAM, quiet_grpc, words_to_complete
     from loraplex_contracts.errors import LoraplexError
 
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by who started the command
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 still gets the rest of the text

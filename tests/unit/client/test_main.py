@@ -203,6 +203,25 @@ def test_from_a_source_tree_that_is_not_installed() -> None:
     assert "--adapter" in run.stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ("doctor >&-", 0, ""),
+        ("doctor --json >&-", 0, ""),
+        ("config show router >&-", 0, ""),
+        ("adapters load a --server localhost:1 >&-", 1, "error: the server at localhost:1 cannot be reached"),
+        ("adapters load a --server localhost:1 2>&-", 1, ""),
+        ("chat --server localhost:1 <&-", 1, "error: the server at localhost:1 cannot be reached"),
+    ],
+)
+def test_streams_that_are_closed(words: str, code: int, says: str) -> None:
+    command = f"{sys.executable} -m loraplex {words}"
+    run = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (code, "")
+    assert run.stderr.startswith(says)
+    assert run.stderr.count("\n") == bool(says)
+
+
 # --- how it ends ----------------------------------------------------------------------------------------------------
 
 
