@@ -273,6 +273,28 @@ def test_ctrl_c_during_an_import_is_130(module: str) -> None:
     assert (run.returncode, run.stderr) == (130, "")
 
 
+@pytest.mark.parametrize("words", ["router --worker", "http --server"])
+def test_ctrl_c_while_a_server_starts_is_130(words: str) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from loraplex_router.config import import_grpc\n"
+        "import_grpc()\n"
+        "from grpc.aio import _server\n"
+        "start = _server.Server.start\n"
+        "async def interrupted(self):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    await start(self)\n"
+        "_server.Server.start = interrupted\n"
+        "from loraplex.cli.main import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    argv = [*words.split(), "127.0.0.1:1", "--port", "0"]
+    run = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == 130
+    assert "Event loop is closed" not in run.stderr
+    assert "never awaited" not in run.stderr
+
+
 @pytest.mark.parametrize(("end", "code"), [(SystemExit(3), 3), (SystemExit(None), 0), (typer.Exit(4), 4)])
 def test_exit_codes_pass(extra_command: ModuleType, end: BaseException, code: int) -> None:
     assert ends_with(end, extra_command) == code
