@@ -103,7 +103,7 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
     inputs = [name for name in ("token_ids", "messages") if name in given]
     if prompt is not None:
         inputs.insert(0, "prompt")
-        _assign(request, "text", prompt)
+        _assign(request, "text", prompt, shown_as="prompt")
     if len(inputs) != 1:
         what = " and ".join(inputs) or "nothing"
         raise InvalidArgument(f"give one of prompt, token_ids and messages; given: {what}", field="input")
@@ -496,10 +496,9 @@ def _assign(message: Any, path: str, value: Any, *, shown_as: str = "") -> None:
             current.extend([value] if isinstance(value, str) else value)
     except (TypeError, ValueError, AttributeError) as error:  # what protobuf raises; UnicodeEncodeError is a ValueError
         field = shown_as or path
-        takes = taken_by(name)
-        raise InvalidArgument(
-            f"`{field}` cannot be {_shown(value)}{f'; {takes}' if takes else ''}", field=field
-        ) from error
+        takes = taken_by(name) or ("it takes a string" if isinstance(current, str) else "")
+        why = ": it is not text in UTF-8" if isinstance(error, UnicodeEncodeError) else takes and f"; {takes}"
+        raise InvalidArgument(f"`{field}` cannot be {_shown(value)}{why}", field=field) from error
 
 
 def _is_mapping(value: object) -> bool:

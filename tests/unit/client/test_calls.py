@@ -127,8 +127,9 @@ def test_values_of_another_type_are_told_by_name(given: dict[str, Any], field: s
 
 @pytest.mark.parametrize("name", ["root_certificates", "client_key", "client_certificate"])
 def test_certificates_that_are_none(name: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"{name} is not PEM"):
-        replace(Tls(), **{name: b"\x30\x82"})
+    for pem in (b"\x30\x82", "-----BEGIN CERTIFICATE-----"):
+        with pytest.raises(InvalidArgument, match=rf"Tls\({name}=...\) takes the bytes of a PEM file"):
+            replace(Tls(), **{name: pem})
 
 
 def test_the_sdk_needs_no_torch() -> None:

@@ -382,8 +382,10 @@ def test_values_that_the_wire_cannot_carry(option: str, value: Any, field: str) 
 
 def test_text_that_is_no_text() -> None:
     for text in ("\ud800", 5, b"\xff", [1, 2]):
-        with pytest.raises(InvalidArgument):
+        why = "; it takes a string" if text != "\ud800" else ": it is not text in UTF-8"
+        with pytest.raises(InvalidArgument) as caught:
             generate_request(text, {})  # type: ignore[arg-type]
+        assert caught.value.message == f"`prompt` cannot be {text!a}{why}"
 
 
 def test_an_option_that_there_is_not() -> None:
