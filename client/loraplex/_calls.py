@@ -7,7 +7,6 @@ do not fit their field raise InvalidArgument.
 from __future__ import annotations
 
 import logging
-import math
 import random
 import re
 import time
@@ -71,10 +70,12 @@ _Pooling = TypeVar("_Pooling", pooling_pb2.EmbedRequest, pooling_pb2.ClassifyReq
 DEFAULT_TIMEOUT_S: Final = 120.0
 DEFAULT_CONNECT_TIMEOUT_S: Final = 10.0
 MIN_TIMEOUT_S: Final = 0.001  # of a late page of a listing, which then ends with DeadlineExceeded
+MAX_TIMEOUT_S: Final = 1e9  # 32 years; above there is no deadline: gRPC's clock, 63 bits of nanoseconds, ends in 2262
 CLOCK_SLACK_S: Final = 0.05  # both sides end a call at its deadline, each by its own timer
 MAX_PAGE_SIZE: Final = 1000  # the largest that servers give
 
 _LOG = logging.getLogger("loraplex")
+_MAX_INT: Final = 2**31 - 1  # of a channel's options
 
 # host:port, of which either part may be missing; an IPv6 address has brackets.
 _ADDRESS = re.compile(r"([^\s:/\[\]]+|\[[0-9A-Fa-f:.]+(?:%\w+)?\])(?::([0-9]{1,5}))?\Z")
@@ -115,7 +116,9 @@ class Settings:
         object.__setattr__(self, "target", _checked_target(self.target))
         checked_timeout(self.timeout_s)
         if checked_timeout(self.connect_timeout_s, "connect_timeout_s") is None:
-            raise InvalidArgument("connect_timeout_s must be a number of seconds", field="connect_timeout_s")
+            raise InvalidArgument(
+                f"connect_timeout_s takes a number of seconds, at most {MAX_TIMEOUT_S:g}", field="connect_timeout_s"
+            )
         given: Any = self  # a caller without a type checker gives anything
         if given.token is not None and not (isinstance(given.token, str) and _TOKEN.match(given.token)):
             raise InvalidArgument("the token must be printable ASCII without spaces", field="token")
@@ -157,7 +160,7 @@ class Settings:
         if self.tls is not None and self.tls.server_name is not None:
             options.append(("grpc.ssl_target_name_override", self.tls.server_name))
         # Named for a pause, it is the time that an attempt to connect may take, handshakes included.
-        options.append(("grpc.min_reconnect_backoff_ms", max(1, round(self.connect_timeout_s * 1000))))
+        options.append(("grpc.min_reconnect_backoff_ms", min(max(1, round(self.connect_timeout_s * 1000)), _MAX_INT)))
         return options
 
     def channel(self, library: Any) -> Any:
@@ -171,12 +174,12 @@ class Settings:
 
 def checked_timeout(timeout_s: float | None, field: str = "timeout_s") -> float | None:
     """Seconds, or None for no deadline. Raises InvalidArgument."""
-    if timeout_s is None or timeout_s == math.inf:
+    if timeout_s is None:
         return None
     given: Any = timeout_s
     if not (isinstance(given, (int, float)) and given > 0):  # NaN too
         raise InvalidArgument(f"{field} must be above 0, or None for no deadline; it is {timeout_s!a}", field=field)
-    return float(timeout_s)
+    return None if timeout_s > MAX_TIMEOUT_S else float(timeout_s)
 
 
 def _checked_target(target: str) -> str:

@@ -75,6 +75,14 @@ _FIELDS: Final[dict[str, str]] = {
 }
 # Option -> field of Chat, which takes it as JSON.
 _CHAT_JSON: Final = {"tools": "tools_json", "documents": "documents_json", "template_kwargs": "template_kwargs_json"}
+# Texts of a message that may be left out: field, key. The second for reasoning is that of other servers.
+_MESSAGE_TEXTS: Final = (
+    ("name", "name"),
+    ("tool_call_id", "tool_call_id"),
+    ("reasoning", "reasoning_content"),
+    ("reasoning", "reasoning"),
+)
+_MESSAGE_KEYS: Final = frozenset({*Message.__annotations__, *(key for _, key in _MESSAGE_TEXTS)})
 _CHAT_OPTIONS: Final = frozenset({"continue_final_message", "chat_template", *_CHAT_JSON})
 _OTHER_OPTIONS: Final = _CHAT_OPTIONS | frozenset(
     {
@@ -103,7 +111,7 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
     inputs = [name for name in ("token_ids", "messages") if name in given]
     if prompt is not None:
         inputs.insert(0, "prompt")
-        _assign(request, "text", prompt)
+        _assign(request, "text", prompt, shown_as="prompt")
     if len(inputs) != 1:
         what = " and ".join(inputs) or "nothing"
         raise InvalidArgument(f"give one of prompt, token_ids and messages; given: {what}", field="input")
@@ -373,15 +381,23 @@ def _put_messages(chat: inference_pb2.Chat, messages: Sequence[Message]) -> None
         raise InvalidArgument(
             f"messages takes a list of {{'role': ..., 'content': ...}}, not {_shown(messages)}", field="chat.messages"
         )
-    for one in cast("Sequence[Mapping[str, Any]]", messages):
+    for number, one in enumerate(cast("Sequence[Mapping[Any, Any]]", messages)):
+        for name, value in one.items():
+            # An answer of OpenAI's library that comes back as a message has keys without a value.
+            if name not in _MESSAGE_KEYS and value not in (None, "", [], {}, False):
+                raise InvalidArgument(
+                    f"`messages[{number}]` cannot have {_shown(name)}: leave it out; a message has "
+                    f"{', '.join(Message.__annotations__)}",
+                    field="chat.messages",
+                )
         message = chat.messages.add()
         _assign(message, "role", one.get("role"), shown_as="chat.messages.role")
         calls: Any = one.get("tool_calls") or ()
         if not calls or one.get("content") is not None:
             _assign(message, "content", one.get("content"), shown_as="chat.messages.content")
-        for name in ("name", "tool_call_id", "reasoning"):
-            if one.get(name) is not None:
-                _assign(message, name, one[name], shown_as=f"chat.messages.{name}")
+        for name, key in _MESSAGE_TEXTS:
+            if one.get(key) is not None:
+                _assign(message, name, one[key], shown_as=f"chat.messages.{name}")
         for call in calls:
             _put_tool_call(message.tool_calls.add(), call)
 
@@ -496,10 +512,9 @@ def _assign(message: Any, path: str, value: Any, *, shown_as: str = "") -> None:
             current.extend([value] if isinstance(value, str) else value)
     except (TypeError, ValueError, AttributeError) as error:  # what protobuf raises; UnicodeEncodeError is a ValueError
         field = shown_as or path
-        takes = taken_by(name)
-        raise InvalidArgument(
-            f"`{field}` cannot be {_shown(value)}{f'; {takes}' if takes else ''}", field=field
-        ) from error
+        takes = taken_by(name) or ("it takes a string" if isinstance(current, str) else "")
+        why = ": it is not text in UTF-8" if isinstance(error, UnicodeEncodeError) else takes and f"; {takes}"
+        raise InvalidArgument(f"`{field}` cannot be {_shown(value)}{why}", field=field) from error
 
 
 def _is_mapping(value: object) -> bool:

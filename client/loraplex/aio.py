@@ -79,6 +79,7 @@ class AsyncClient:
             on_call=on_call,
         )
         self._channel: grpc.aio.Channel | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the channel
         self._is_closed = False
         self.adapters = AsyncAdapters(self._calls, self._unary)
 
@@ -225,8 +226,18 @@ class AsyncClient:
         """The channel, created at the first call because it binds to the running loop."""
         if self._is_closed:
             raise FailedPrecondition("this client is closed; make a new one")
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError as error:
+            raise FailedPrecondition("no event loop is running; call this in one, as asyncio.run starts it") from error
         channel = self._channel or self._calls.settings.channel(grpc.aio)
-        self._channel = channel
+        if self._channel is None:
+            self._channel, self._loop = channel, loop
+        elif self._loop is not loop:
+            raise FailedPrecondition(
+                "this client made its first call in another event loop; make a client in each, as asyncio.run starts a "
+                "new one each time"
+            )
         return channel
 
     async def _unary(self, call: Call[_Answer]) -> _Answer:

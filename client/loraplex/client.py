@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, TypeVar, Unpack
 
@@ -84,7 +85,7 @@ class Client:
             on_call=on_call,
         )
         self._channel: grpc.Channel | None = self._calls.settings.channel(grpc)
-        self._closing = threading.Event()
+        self._ending = threading.Condition()  # of the client, or of a batch
         self.adapters = Adapters(self._calls, self._unary)
 
     def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Generation:
@@ -107,23 +108,26 @@ class Client:
         """The answer to each prompt, in their order, and the error in its place where one failed. At most
         `max_concurrency` requests are under way. A prompt is text, or a dict of options of its own beside `options`,
         with its text as "prompt". `progress`: True for a bar on stderr, or a function that takes how many of how many
-        have ended. Raises InvalidArgument, TypeError for an unknown option."""
+        have ended. Ctrl-C, or an error of that function, cancels the requests that are under way. Raises
+        InvalidArgument, TypeError for an unknown option."""
         items = items_of(prompts, options, max_concurrency)
         found: dict[int, Generation | LoraplexError] = {}
+        batch = _Batch(self._ending)
         executor = ThreadPoolExecutor(max_concurrency, "loraplex")
         try:
             with progress_of(progress, len(items)) as report:
-                numbers = {executor.submit(self._one, *item): number for number, item in enumerate(items)}
+                numbers = {executor.submit(self._one, batch, *item): number for number, item in enumerate(items)}
                 for future in as_completed(numbers):
                     found[numbers[future]] = future.result()
                     report(len(found))
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
+            batch.end()
         return tuple(found[number] for number in range(len(items)))
 
-    def _one(self, prompt: str | None, options: GenerateOptions) -> Generation | LoraplexError:
+    def _one(self, batch: _Batch, prompt: str | None, options: GenerateOptions) -> Generation | LoraplexError:
         try:
-            return self.generate(prompt, **options)
+            return self._unary(self._calls.generate(prompt, options), batch)
         except LoraplexError as error:
             return error
 
@@ -211,8 +215,9 @@ class Client:
 
     def close(self) -> None:
         """Ends whatever is still running. Closing twice is fine."""
-        self._closing.set()
-        channel, self._channel = self._channel, None
+        with self._ending:
+            channel, self._channel = self._channel, None
+            self._ending.notify_all()
         if channel is not None:
             channel.close()
 
@@ -229,17 +234,53 @@ class Client:
             raise FailedPrecondition("this client is closed; make a new one")
         return self._channel
 
-    def _unary(self, call: Call[_Answer]) -> _Answer:
+    def _unary(self, call: Call[_Answer], batch: _Batch | None = None) -> _Answer:
         while True:
+            channel = self._open()
             try:
-                raw: bytes = call.start(self._open().unary_unary)
+                raw: bytes = call.start(channel.unary_unary if batch is None else batch.methods(channel))
             except grpc.RpcError as error:
                 wait_s, call = call.after(error)
             else:
                 call.ended()
                 return call.read(raw)
-            if self._closing.wait(wait_s):
-                raise call.closed()
+            with self._ending:
+                if self._ending.wait_for(lambda: self._channel is None or (batch and batch.is_over), wait_s):
+                    raise call.closed()
+
+
+class _Batch:
+    """The calls under way of one `generate_many`, which can be ended together."""
+
+    def __init__(self, ending: threading.Condition) -> None:
+        self.is_over = False
+        self._ending = ending  # guards both; notified at the end
+        self._under_way: set[Any] = set()  # gRPC's futures
+
+    def methods(self, channel: grpc.Channel) -> Callable[[str], Callable[..., bytes]]:
+        """What `channel.unary_unary` is, but with calls that `end` cancels: they raise grpc.FutureCancelledError."""
+        return lambda path: partial(self._send, channel.unary_unary(path))
+
+    def _send(self, method: Any, request: bytes, **options: Any) -> bytes:
+        with self._ending:
+            if self.is_over:
+                raise grpc.FutureCancelledError
+            rpc = method.future(request, **options)
+            self._under_way.add(rpc)
+        try:
+            return rpc.result()
+        finally:
+            with self._ending:
+                self._under_way.discard(rpc)
+
+    def end(self) -> None:
+        """Cancels what is under way, and ends the waits for another try."""
+        with self._ending:
+            self.is_over = True
+            self._ending.notify_all()
+            under_way = tuple(self._under_way)
+        for rpc in under_way:
+            rpc.cancel()
 
 
 class Adapters:

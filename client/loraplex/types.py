@@ -30,9 +30,11 @@ class Tls:
 
     def __post_init__(self) -> None:
         for name in ("root_certificates", "client_key", "client_certificate"):
-            pem = getattr(self, name)
-            if pem is not None and b"-----BEGIN" not in pem:
-                raise InvalidArgument(f"{name} is not PEM: it has no line -----BEGIN ...-----", field=name)
+            pem: Any = getattr(self, name)
+            if pem is not None and not (isinstance(pem, bytes) and b"-----BEGIN" in pem):
+                raise InvalidArgument(
+                    f"Tls({name}=...) takes the bytes of a PEM file, which has a line -----BEGIN ...-----", field=name
+                )
 
 
 class Function(TypedDict, total=False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +17,7 @@ from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_router.config import HttpServerConfig, RouterConfig, ServerFlags, import_grpc
 from loraplex_runtime.config import with_settings
 from loraplex_runtime.flags import LOGS, STARTING, config_of, with_flags
-from loraplex_runtime.shutdown import END, end_with_supervisor, orphan_drain_s, unread_output_is_lost
+from loraplex_runtime.shutdown import END, end_with_supervisor, exit_at_once, orphan_drain_s, unread_output_is_lost
 
 if TYPE_CHECKING:
     from loraplex_router.processes import Processes
@@ -114,7 +115,10 @@ def _run(config: RouterConfig, on_ready: Callable[[Router], None], alive_every_s
             if alive is not None:
                 alive.cancel()
 
-    asyncio.run(run())
+    try:
+        asyncio.run(run())
+    except KeyboardInterrupt:  # while it started; gRPC's server would miss the loop when the interpreter ends
+        exit_at_once(128 + signal.SIGINT)
 
 
 def _run_processes(config: RouterConfig, num: int, on_ready: Callable[[Processes], None]) -> None:

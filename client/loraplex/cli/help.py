@@ -8,10 +8,12 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperCommand
+
+import loraplex_proto
 
 OPTIONS: Final = "Options"
 # Below this width an option's text is under its name.
@@ -40,6 +42,20 @@ class Command(TyperCommand):
         for title, parameters in panels(self.get_params(ctx)).items():
             rows = [row(one, ctx) for one in parameters]
             console.print(Panel(_table(rows, console.width), title=title, title_align="left", border_style="dim"))
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"loraplex {loraplex_proto.__version__}")
+        raise typer.Exit
+
+
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """The options of `loraplex` without a command."""
 
 
 def paragraphs(text: str) -> list[str]:

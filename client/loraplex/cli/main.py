@@ -1,27 +1,28 @@
 """Command `loraplex`: finds its subcommands, those of other packages by entry points.
 
 Exit codes: 0; 1 with one sentence on stderr; 2 for a request that can never succeed; 130 for Ctrl-C. Only the called
-command is imported, so that `loraplex --help` answers at once and needs no extra.
+command is imported, so that `loraplex --help` answers at once and needs no extra. What takes a while to import is
+imported in functions: Ctrl-C before `main` would print a traceback.
 """
 
 from __future__ import annotations
 
 import errno
 import io
+import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import typer
-
-import loraplex_proto
-from loraplex.cli.help import Command
 from loraplex.cli.terminal import complain
-from loraplex.config import PROGRAM, quiet_grpc, words_to_complete
-from loraplex_contracts.errors import LoraplexError, Unauthenticated
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    import typer
+
+    from loraplex_contracts.errors import LoraplexError
 
 GROUP: Final = "loraplex.commands"
 
@@ -31,8 +32,7 @@ Start a server with `loraplex serve MODEL --adapters DIR`, then ask it with
 `loraplex generate "some text" --adapter NAME`. `loraplex demo` shows it all with a small model of its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
+class Known(NamedTuple):
     """A command of Loraplex, listed without an import of its package."""
 
     target: str
@@ -84,7 +84,19 @@ EXTRAS: Final[dict[str, str]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code. An error that a user can cause prints no traceback."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(arguments: list[str]) -> int:
+    from loraplex.config import PROGRAM, quiet_grpc, words_to_complete
+    from loraplex_contracts.errors import LoraplexError
+
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by who started the command
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 still gets the rest of the text
@@ -99,8 +111,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         build_app(commands, wanted)(args=arguments, prog_name=PROGRAM)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except KeyboardInterrupt:
-        return 130
     except LoraplexError as error:
         complain(_sentence(error))
         return error.exit_code
@@ -122,6 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _sentence(error: LoraplexError) -> str:
     """The error's message, with the flag that mends it."""
+    from loraplex_contracts.errors import Unauthenticated
+
     if isinstance(error, Unauthenticated):
         return f"{error.message}; give a token that the server knows, with LORAPLEX_TOKEN or --token"
     return error.message
@@ -129,12 +141,18 @@ def _sentence(error: LoraplexError) -> str:
 
 def find_commands() -> dict[str, EntryPoint]:
     """Entry points by name: the commands of Loraplex first, then those of other packages."""
+    from importlib.metadata import EntryPoint, entry_points
+
     found = {name: EntryPoint(name, known.target, GROUP) for name, known in KNOWN.items()}
     return found | {one.name: one for one in entry_points(group=GROUP)}
 
 
 def build_app(commands: dict[str, EntryPoint], wanted: str | None) -> typer.Typer:
     """The command line: `wanted` in full, one line of help for each other. Raises ModuleNotFoundError."""
+    import typer
+
+    from loraplex.cli.help import Command, root
+
     app = typer.Typer(
         help=ABOUT,
         no_args_is_help=True,
@@ -142,7 +160,7 @@ def build_app(commands: dict[str, EntryPoint], wanted: str | None) -> typer.Type
         rich_markup_mode="markdown",
         context_settings={"help_option_names": ["-h", "--help"]},  # of all commands below
     )
-    app.callback()(_root)
+    app.callback()(root)
     for name, entry in commands.items():
         if name != wanted:
             app.command(name, help=_summary(entry))(_listed_only)
@@ -155,20 +173,6 @@ def build_app(commands: dict[str, EntryPoint], wanted: str | None) -> typer.Type
         else:
             app.command(name, cls=Command)(loaded)
     return app
-
-
-def _show_version(is_wanted: bool) -> None:
-    if is_wanted:
-        typer.echo(f"loraplex {loraplex_proto.__version__}")
-        raise typer.Exit
-
-
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
-    ] = False,
-) -> None:
-    pass
 
 
 def _listed_only() -> None:

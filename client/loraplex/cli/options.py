@@ -126,7 +126,10 @@ class Connection:
             return self.tls
         if (self.client_key is None) != (self.client_cert is None):
             raise InvalidArgument("--client-cert and --client-key go together", field="--client-cert")
-        ca, key, certificate = (None if one is None else _read_bytes(one) for one in files)
+        flags = ("--ca-cert", "--client-key", "--client-cert")
+        ca, key, certificate = (
+            None if one is None else _read_pem(one, flag) for one, flag in zip(files, flags, strict=True)
+        )
         return Tls(ca, key, certificate, self.tls_name or None)
 
 
@@ -156,11 +159,14 @@ def _complete_speculation(ctx: typer.Context, incomplete: str) -> list[str]:
     return [kind for kind in _SPECULATION if kind.startswith(incomplete)]
 
 
-def _read_bytes(path: Path) -> bytes:
+def _read_pem(path: Path, flag: str) -> bytes:
     try:
-        return path.read_bytes()
+        pem = path.read_bytes()
     except OSError as error:
-        raise InvalidArgument(f"cannot read {path}: {error.strerror}", field=str(path)) from error
+        raise InvalidArgument(f"{path}, the file of {flag}, cannot be read: {error.strerror}", field=flag) from error
+    if b"-----BEGIN" not in pem:
+        raise InvalidArgument(f"{path}, the file of {flag}, is not PEM: it has no line -----BEGIN ...-----", field=flag)
+    return pem
 
 
 def _tell_of_retry(record: CallRecord) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -98,6 +99,8 @@ def worker(
         with report:
             code = asyncio.run(_run(config, report))
         exit_at_once(code)
+    except KeyboardInterrupt:  # while it started; gRPC's server would miss the loop when the interpreter ends
+        exit_at_once(128 + signal.SIGINT)
     except LoraplexError as error:
         code = report.failed(explained(ctx, error))
     sys.exit(code)

@@ -84,7 +84,17 @@ def test_timeouts(timeout_s: float) -> None:
 def test_no_deadline() -> None:
     assert checked_timeout(None) is None
     assert checked_timeout(math.inf) is None
+    assert checked_timeout(9e9) is None, "gRPC's clock would overflow: the call would end at once"
+    assert checked_timeout(10**400) is None
     assert checked_timeout(3) == 3.0
+
+
+def test_a_long_time_to_connect() -> None:
+    options = dict(Settings("h:1", connect_timeout_s=1e9).channel_options())
+    assert options["grpc.min_reconnect_backoff_ms"] == 2**31 - 1
+    for bad in (None, math.inf, 1e10):
+        with pytest.raises(InvalidArgument, match="connect_timeout_s takes a number of seconds"):
+            Client("localhost:1", connect_timeout_s=bad)  # type: ignore[arg-type]
 
 
 def test_metadata() -> None:
@@ -117,8 +127,9 @@ def test_values_of_another_type_are_told_by_name(given: dict[str, Any], field: s
 
 @pytest.mark.parametrize("name", ["root_certificates", "client_key", "client_certificate"])
 def test_certificates_that_are_none(name: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"{name} is not PEM"):
-        replace(Tls(), **{name: b"\x30\x82"})
+    for pem in (b"\x30\x82", "-----BEGIN CERTIFICATE-----"):
+        with pytest.raises(InvalidArgument, match=rf"Tls\({name}=...\) takes the bytes of a PEM file"):
+            replace(Tls(), **{name: pem})
 
 
 def test_the_sdk_needs_no_torch() -> None:

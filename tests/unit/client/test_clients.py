@@ -532,6 +532,24 @@ async def test_closing_the_client_is_no_cancellation_of_who_waits(fake: Any) -> 
     assert [(type(end), end.request_id) for end in ends] == [(loraplex.Cancelled, "g"), (loraplex.Cancelled, "s")]
 
 
+def test_a_client_is_of_one_event_loop(fake: Any) -> None:
+    client = loraplex.AsyncClient(fake.address)
+
+    async def infos() -> Any:
+        return await client.info()
+
+    async def streamed() -> Any:
+        return [chunk async for chunk in client.stream("a")]
+
+    assert asyncio.run(infos()).model_id
+    for again in (infos, streamed):
+        with pytest.raises(errors.FailedPrecondition, match="make a client in each"):
+            asyncio.run(again())
+    with pytest.raises(errors.FailedPrecondition, match="no event loop is running"):
+        client.stream("a")
+    asyncio.run(client.close())
+
+
 async def test_who_is_cancelled_stays_so(fake: Any) -> None:
     fake.delay_s = 30.0
     async with AsyncClient(fake.address) as client:

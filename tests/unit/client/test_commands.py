@@ -261,7 +261,14 @@ def test_token_and_server_from_the_environment(fake: Any, monkeypatch: pytest.Mo
 
 def test_a_certificate_that_cannot_be_read(tmp_path: Path, capsys: Capture) -> None:
     assert main(["generate", "x", "--ca-cert", str(tmp_path / "none.pem")]) == 2
-    assert "none.pem" in capsys.readouterr().err
+    assert "none.pem, the file of --ca-cert, cannot be read" in capsys.readouterr().err
+    for file in ("key.der", "cert.der"):
+        (tmp_path / file).write_bytes(b"\x30\x82")
+    assert main(["generate", "x", "--ca-cert", str(tmp_path / "cert.der")]) == 2
+    assert "cert.der, the file of --ca-cert, is not PEM" in capsys.readouterr().err
+    pair = ["--client-key", str(tmp_path / "key.der"), "--client-cert", str(tmp_path / "cert.der")]
+    assert main(["generate", "x", *pair]) == 2
+    assert "key.der, the file of --client-key, is not PEM" in capsys.readouterr().err
 
 
 def command(*argv: str, **more: Any) -> subprocess.Popen[bytes]:

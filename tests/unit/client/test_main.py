@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import subprocess
 import sys
 import tomllib
@@ -88,7 +89,9 @@ def extra_command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = ModuleType("other_package.cli")
     monkeypatch.setitem(sys.modules, "other_package", ModuleType("other_package"))
     monkeypatch.setitem(sys.modules, "other_package.cli", module)
-    monkeypatch.setattr(main, "entry_points", lambda group: [EntryPoint("thing", "other_package.cli:thing", group)])
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda group: [EntryPoint("thing", "other_package.cli:thing", group)]
+    )
     return module
 
 
@@ -200,6 +203,25 @@ def test_from_a_source_tree_that_is_not_installed() -> None:
     assert "--adapter" in run.stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ("doctor >&-", 0, ""),
+        ("doctor --json >&-", 0, ""),
+        ("config show router >&-", 0, ""),
+        ("adapters load a --server localhost:1 >&-", 1, "error: the server at localhost:1 cannot be reached"),
+        ("adapters load a --server localhost:1 2>&-", 1, ""),
+        ("chat --server localhost:1 <&-", 1, "error: the server at localhost:1 cannot be reached"),
+    ],
+)
+def test_streams_that_are_closed(words: str, code: int, says: str) -> None:
+    command = f"{sys.executable} -m loraplex {words}"
+    run = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (code, "")
+    assert run.stderr.startswith(says)
+    assert run.stderr.count("\n") == bool(says)
+
+
 # --- how it ends ----------------------------------------------------------------------------------------------------
 
 
@@ -232,6 +254,45 @@ def test_a_full_disk_is_one_sentence(extra_command: ModuleType, capsys: pytest.C
 def test_ctrl_c_is_130(extra_command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert ends_with(KeyboardInterrupt(), extra_command) == 130
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["typer", "importlib.metadata", "loraplex.types", "loraplex_contracts.errors"])
+def test_ctrl_c_during_an_import_is_130(module: str) -> None:
+    code = (
+        "import sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            raise KeyboardInterrupt\n"
+        f"sys.modules.pop({module!r}, None)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from loraplex.cli.main import main\n"
+        "sys.exit(main(['generate', '--help']))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (130, "")
+
+
+@pytest.mark.parametrize("words", ["router --worker", "http --server"])
+def test_ctrl_c_while_a_server_starts_is_130(words: str) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from loraplex_router.config import import_grpc\n"
+        "import_grpc()\n"
+        "from grpc.aio import _server\n"
+        "start = _server.Server.start\n"
+        "async def interrupted(self):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    await start(self)\n"
+        "_server.Server.start = interrupted\n"
+        "from loraplex.cli.main import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    argv = [*words.split(), "127.0.0.1:1", "--port", "0"]
+    run = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == 130
+    assert "Event loop is closed" not in run.stderr
+    assert "never awaited" not in run.stderr
 
 
 @pytest.mark.parametrize(("end", "code"), [(SystemExit(3), 3), (SystemExit(None), 0), (typer.Exit(4), 4)])

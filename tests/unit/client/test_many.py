@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
 
 import loraplex
 from loraplex import AsyncClient, Client
+from loraplex_proto.status import abort
 from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.v1.inference_pb2 import GenerateStreamResponse
 
@@ -84,6 +86,41 @@ def test_what_is_no_list_of_prompts(kind: str, fake: Any) -> None:
     with pytest.raises(TypeError, match="did you mean max_tokens"):
         many(kind, fake, ["a"], max_new_tokens=5)
     assert fake.seen == []
+
+
+@pytest.mark.parametrize("error", [None, loraplex.QueueFull("no room", retry_after_s=60)])
+def test_an_interrupt_ends_what_is_under_way(fake: Any, error: loraplex.LoraplexError | None) -> None:
+    """Whether the calls wait for an answer or for their next try."""
+    echo(fake)
+    arrived = fake._arrived
+    two_wait = threading.Semaphore(0)
+
+    async def only_some_are_answered(method: str, request: Any, context: Any) -> None:
+        if request.text.startswith("answer"):
+            return await arrived(method, request, context)
+        two_wait.release()
+        if error is not None:
+            await abort(context, error)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            fake.cancelled.set()
+
+    fake._arrived = only_some_are_answered
+
+    def interrupt(done: int, total: int) -> None:
+        assert all(two_wait.acquire(timeout=10) for _ in range(2))
+        raise KeyboardInterrupt
+
+    with Client(fake.address) as client:
+        with pytest.raises(KeyboardInterrupt):
+            client.generate_many(["answer", "a", "b", "c"], max_concurrency=3, timeout_s=100, progress=interrupt)
+        for thread in threading.enumerate():
+            if thread.name.startswith("loraplex_"):
+                thread.join(10)
+                assert not thread.is_alive(), "the interpreter would wait for it at its exit"
+        assert error is not None or fake.cancelled.wait(10)
+        assert client.generate("answer").text == "answer", "the client is still of use"
 
 
 def test_a_bar(fake: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,6 +179,22 @@ def test_chats_that_the_wire_cannot_carry(option: str, value: Any, field: str) -
     assert caught.value.field == field
 
 
+def test_answers_of_openais_library_come_back_as_messages() -> None:
+    empty = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+    answer: Any = {"role": "assistant", "content": "hi", "reasoning_content": "hm", **empty}
+    (message,) = generate_request(None, {"messages": [answer]}).chat.messages
+    assert (message.content, message.reasoning) == ("hi", "hm")
+
+
+@pytest.mark.parametrize("key", ["x", "contents", "prefix", 5])
+def test_keys_that_a_message_does_not_have(key: Any) -> None:
+    chat: Any = [{"role": "user", "content": "a"}, {"role": "user", "content": "b", key: 1}]
+    with pytest.raises(InvalidArgument, match=rf"`messages\[1\]` cannot have {key!r}: .* a message has role, content"):
+        generate_request(None, {"messages": chat})
+    with pytest.raises(InvalidArgument, match="cannot have"):
+        tokenize_request(None, chat, False, False)
+
+
 @pytest.mark.parametrize("choice", ["none", "auto", "required"])
 def test_choices_of_tools(choice: Any) -> None:
     chat: Any = [{"role": "user", "content": "hi"}]
@@ -382,8 +398,10 @@ def test_values_that_the_wire_cannot_carry(option: str, value: Any, field: str) 
 
 def test_text_that_is_no_text() -> None:
     for text in ("\ud800", 5, b"\xff", [1, 2]):
-        with pytest.raises(InvalidArgument):
+        why = "; it takes a string" if text != "\ud800" else ": it is not text in UTF-8"
+        with pytest.raises(InvalidArgument) as caught:
             generate_request(text, {})  # type: ignore[arg-type]
+        assert caught.value.message == f"`prompt` cannot be {text!a}{why}"
 
 
 def test_an_option_that_there_is_not() -> None:
