@@ -256,6 +256,8 @@ def __getattr__(name: str) -> Any:
             if hasattr(found := import_module(module), name):
                 value = globals()[name] = getattr(found, name)
                 return value
+    if (module := f"{__name__}.{name}") in _WITHOUT:
+        return import_module(module)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
