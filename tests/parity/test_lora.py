@@ -394,6 +394,37 @@ def test_adapters_with_added_tokens(is_tied: bool, tmp_path: Path) -> None:
         assert not torch.allclose(want, dense_logits(base, prompt, job.tokens), atol=1e-3)
 
 
+# By name: family, and what PEFT's configuration has beside a LoRA. Tokens 4 and 60 are in the prompt.
+WRITTEN_TWICE: dict[str, tuple[str, dict[str, Any]]] = {
+    "rows of a tied head alone": ("qwen2", {"trainable_token_indices": {"lm_head": [4, 60]}}),
+    "and a saved embedding": (
+        "qwen2",
+        {"trainable_token_indices": {"lm_head": [4, 60]}, "modules_to_save": ["embed_tokens"]},
+    ),
+    "rows of a tied embedding": ("qwen2", {"trainable_token_indices": [4, 60]}),
+    "a saved linear and all biases": ("qwen2", {"modules_to_save": ["q_proj"], "bias": "all"}),
+    "a saved head and all biases": ("phi", {"modules_to_save": ["lm_head"], "bias": "all"}),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN_TWICE)
+def test_what_peft_writes_twice_or_ties(name: str, tmp_path: Path) -> None:
+    family, fields = WRITTEN_TWICE[name]
+    base = make_dense(random_model(family))
+    save_variant(base, LoraConfig(r=2, target_modules=["v_proj"], task_type="CAUSAL_LM", **fields), tmp_path / "x", 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tied weights
+        peft = make_dense(PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path / "x")).eval())
+    loaded = adopt_model(copy.deepcopy(base), backend=PatchedBackend())
+    rig = make_rig(loaded, ops=CpuOps(), seed=4)
+    rig.slots.install(0, load_lora(tmp_path, "x", loaded.base_targets(max_rank=8)))
+    job = Job([5, 4, 60, 9], NUM_TOKENS, (AdapterUse(0),))
+    rig.run([job])
+    want = dense_logits(peft, job.prompt, job.tokens)
+    torch.testing.assert_close(rig.logits(job), want, rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(want, dense_logits(base, job.prompt, job.tokens), atol=1e-3)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_merged_weights_and_alone(family: str, tmp_path: Path) -> None:
     """Logits are the same as PEFT's `merge_and_unload`, and the same as each request alone in the engine."""

@@ -7,9 +7,10 @@ ranks and scales of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -51,6 +52,7 @@ def plan_lora(config: PeftLoraConfig, tensors: Mapping[str, TensorInfo], targets
     found: dict[str, Found] = {}
     others: list[TensorInfo] = []
     saved: dict[str, TensorInfo] = {}  # of a classifier
+    doubles: list[tuple[TensorInfo, TensorInfo]] = []
     for tensor in tensors.values():
         checkpoint()
         path, which = _parts(tensor)
@@ -58,20 +60,24 @@ def plan_lora(config: PeftLoraConfig, tensors: Mapping[str, TensorInfo], targets
             if found.setdefault(path, {}).setdefault(which, tensor) is not tensor:
                 raise AdapterInvalid(f"{tensor.where} is a second {which} for the same module")
         elif config.classifies != "no" and (name := _name_in_classifier(tensor)):
-            if saved.setdefault(name, tensor) is not tensor:
-                raise AdapterInvalid(f"{tensor.where} is a second {name} of a classifier")
+            if saved_name(tensor)[1] != ORIGINAL:
+                _keep(saved, name, tensor, doubles, "of a classifier")
         else:
             others.append(tensor)
     places = Places(found, targets)
     if not found:
         raise AdapterInvalid(f"{WEIGHTS_NAME} has no LoRA tensors")
     parameters: list[TensorInfo] = []
+    originals: list[TensorInfo] = []
     for tensor in others:
         path, wrapper, name = saved_name(tensor)
-        if wrapper == ORIGINAL or name != "bias" or places.of(path) not in targets.modules:
+        if name != "bias" or places.of(path) not in targets.modules:
             parameters.append(tensor)
-        elif found.setdefault(path, {}).setdefault("bias", tensor) is not tensor:
-            raise AdapterInvalid(f"{tensor.where} is a second bias for the same module")
+        elif wrapper == ORIGINAL:
+            originals.append(tensor)
+        else:
+            _keep(found.setdefault(path, {}), "bias", tensor, doubles, "for the same module")
+    parameters += (one for one in originals if "bias" not in found.get(saved_name(one)[0], {}))  # which is refused
     own, passed_over = plan_saved(parameters, places, saved, config, targets)
     budget = match_budget()
     experts, taken = plan_experts(found, places, config, targets, budget)
@@ -100,7 +106,25 @@ def plan_lora(config: PeftLoraConfig, tensors: Mapping[str, TensorInfo], targets
         ", ".join(config.options),
         config.base_model,
         config.init or "",
+        tuple(doubles),
     )
+
+
+def _keep(
+    kept: MutableMapping[Any, TensorInfo],
+    name: str,
+    tensor: TensorInfo,
+    doubles: list[tuple[TensorInfo, TensorInfo]],
+    whose: str,
+) -> None:
+    """Keeps the first of a pair that PEFT writes as a module's own and as `modules_to_save`. Raises AdapterInvalid for
+    any other second one."""
+    first = kept.setdefault(name, tensor)
+    if first is tensor:
+        return
+    if {saved_name(one)[1] for one in (first, tensor)} != {"", "modules_to_save"}:
+        raise AdapterInvalid(f"{tensor.where} is a second {name} {whose}")
+    doubles.append((first, tensor))
 
 
 def _check_activated(
@@ -128,8 +152,7 @@ def _check_activated(
 
 def _name_in_classifier(tensor: TensorInfo) -> str:
     """The part of a classifier that a tensor is, `weight` or `bias`; empty for a tensor that is not a classifier's."""
-    module, _, name = tensor.name.removeprefix(PREFIX).partition(".")
-    name = name.removeprefix("modules_to_save.").removeprefix("default.")
+    module, _, name = saved_name(tensor)
     return name if module in CLASSIFIER_NAMES and name in ("weight", "bias") else ""
 
 

@@ -76,6 +76,11 @@ def _saved(tensor: TensorInfo, path: str, name: str, config: PeftLoraConfig, tar
         rows, columns = module.out_features, module.in_features
         shape = (columns, rows) if is_transposed else (rows, columns)
         if not name:
+            if module.kind == "linear" and module.has_bias:
+                raise AdapterUnsupported(
+                    f"{tensor.where} has rows for tokens of a linear with a bias, which PEFT leaves out then; that is "
+                    "not served"
+                )
             token_ids = config.token_rows(path, targets)
             if any(token_id >= shape[0] for token_id in token_ids) or module.is_conv1d:
                 raise ShapeMismatch(f"{tensor.where} has rows for tokens that {targets.model_id!a} does not have")
@@ -159,7 +164,8 @@ def _tied(
         one, other = by_path.get(here), by_path.get(there)
         if one is None:
             continue
-        has_rows = one.shape.token_ids is not None or one.rows is not None
+        # PEFT ties rows where the embedding has them, not where the head alone does.
+        has_rows = here == targets.embedding and (one.shape.token_ids is not None or one.rows is not None)
         is_tied = config.ties_weights and here.rpartition(".")[2] in _TIED_BY_PEFT
         if other is None and (has_rows or is_tied):
             saved = [*saved, _moved(one, there)]
@@ -203,6 +209,9 @@ def _check_saved(
 def without_base_copies(plan: LoraPlan, reader: PieceReader) -> LoraPlan:
     """The plan without parameters that are mere copies of the base model's, which PEFT saves beside a LoRA on
     embeddings. Raises AdapterInvalid where a parameter that comes twice has two values."""
+    for first, second in plan.doubles:
+        if reader.sha256(first) != reader.sha256(second):
+            raise AdapterInvalid(f"{second.where} is a second {first.name} for the same module, with other values")
     kept: list[PlannedSaved] = []
     for one in plan.saved:
         digest = reader.sha256(one.tensor) if one.weight_sha256 or one.same_as else ""

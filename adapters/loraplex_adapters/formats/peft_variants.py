@@ -171,7 +171,7 @@ def _parsed(fields: Mapping[str, Any]) -> _Config:
     if beside:
         raise AdapterUnsupported(f"{CONFIG_NAME}: {beside} together with peft_type {kind} is not served")
     refuse_unknown(fields, _COMMON | _FIELDS[kind])
-    if fields.get("use_effective_conv2d") or (fields.get("fan_in_fan_out") and kind != "IA3"):
+    if fields.get("fan_in_fan_out") and kind != "IA3":
         raise AdapterUnsupported(f"{CONFIG_NAME}: {kind} on other modules than linears is not served")
     if kind in ("IA3", "BOFT"):
         return _Config(kind, 0, 0.0, (), ())

@@ -51,7 +51,7 @@ def of_q(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         ("VERA", of_q({"vera_lambda_d": (4,)}) | PROJECTIONS, {}, AdapterInvalid, "no vera_lambda_b"),
         ("LOHA", of_q(LOHA | {"hada_t1": (2, 2)}), {}, AdapterUnsupported, "hada_t1"),
         ("LOHA", of_q(LOHA | {"hada_w1_b": (3, HIDDEN)}), {}, ShapeMismatch, "hada_w1_b"),
-        ("LOHA", of_q(LOHA), {"use_effective_conv2d": True}, AdapterUnsupported, "LOHA on other modules"),
+        ("LOHA", of_q(LOHA), {"fan_in_fan_out": True}, AdapterUnsupported, "LOHA on other modules"),
         ("LOHA", of_q(LOHA), {"a_field_of_tomorrow": 1}, AdapterUnsupported, "a_field_of_tomorrow"),
         ("LOHA", of_q(LOHA), {"r": 0}, AdapterInvalid, "rank"),
         ("LOHA", {f"base_model.model.no.such.{n}": s for n, s in LOHA.items()}, {}, BaseMismatch, "no.such"),
