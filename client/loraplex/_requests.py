@@ -384,7 +384,8 @@ def _put_messages(chat: inference_pb2.Chat, messages: Sequence[Message]) -> None
     for number, one in enumerate(cast("Sequence[Mapping[Any, Any]]", messages)):
         for name, value in one.items():
             # An answer of OpenAI's library that comes back as a message has keys without a value.
-            if name not in _MESSAGE_KEYS and value not in (None, "", [], {}, False):
+            is_empty = value is None or value is False or (isinstance(value, str | list | dict | tuple) and not value)
+            if name not in _MESSAGE_KEYS and not is_empty:
                 raise InvalidArgument(
                     f"`messages[{number}]` cannot have {_shown(name)}: leave it out; a message has "
                     f"{', '.join(Message.__annotations__)}",

@@ -206,7 +206,8 @@ class Children:
                 line = await asyncio.wait_for(anext(lines), START_SILENT_S)
             except TimeoutError:
                 raise FailedPrecondition(
-                    f"the {self._spec.what} said nothing for {START_SILENT_S:g} s before it was ready"
+                    f"the {self._spec.what} said nothing for {START_SILENT_S:g} s before it was ready: it is frozen, "
+                    "or its machine is overloaded; look at its log and start it again"
                 ) from None
             except StopAsyncIteration:
                 break

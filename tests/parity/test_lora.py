@@ -401,6 +401,10 @@ WRITTEN_TWICE: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         {"trainable_token_indices": {"lm_head": [4, 60]}, "modules_to_save": ["embed_tokens"]},
     ),
+    "rows of a head that is to be tied": (
+        "qwen2",
+        {"trainable_token_indices": {"lm_head": [4, 60]}, "ensure_weight_tying": True},
+    ),
     "rows of a tied embedding": ("qwen2", {"trainable_token_indices": [4, 60]}),
     "a saved linear and all biases": ("qwen2", {"modules_to_save": ["q_proj"], "bias": "all"}),
     "a saved head and all biases": ("phi", {"modules_to_save": ["lm_head"], "bias": "all"}),

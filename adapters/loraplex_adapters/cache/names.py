@@ -297,7 +297,9 @@ class AdapterTable:
             refusal = self._refusal(record, operation, key, num_bytes)
             if refusal is not None:
                 could_fit = self.residency.too_large(num_bytes) is None
-                self._fail(record, refusal, now, is_of_load=could_fit or isinstance(refusal, DigestMismatch))
+                is_elsewhere = record.fetched_from != record.origin
+                is_of_load = is_elsewhere or could_fit or isinstance(refusal, DigestMismatch)
+                self._fail(record, refusal, now, is_of_load=is_of_load)
                 return
         record.step(NameEvent.FETCHED)
         record.origin, record.base, record.error = record.fetched_from, base, None

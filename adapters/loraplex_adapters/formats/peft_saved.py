@@ -166,7 +166,8 @@ def _tied(
             continue
         # PEFT ties rows where the embedding has them, not where the head alone does.
         has_rows = here == targets.embedding and (one.shape.token_ids is not None or one.rows is not None)
-        is_tied = config.ties_weights and here.rpartition(".")[2] in _TIED_BY_PEFT
+        is_whole = one.shape.token_ids is None
+        is_tied = is_whole and config.ties_weights and here.rpartition(".")[2] in _TIED_BY_PEFT
         if other is None and (has_rows or is_tied):
             saved = [*saved, _moved(one, there)]
         elif other is None:

@@ -34,7 +34,7 @@ from loraplex_adapters.io.safetensors import DTYPE_BYTES, MAX_NAME_CHARS, MAX_TE
 from loraplex_adapters.io.source_files import AdapterFiles, SourceFile
 from loraplex_adapters.sources.directory import open_folder
 from loraplex_adapters.sources.remote import MAX_BYTES
-from loraplex_contracts.errors import AdapterInvalid, DiskFull, InvalidArgument, UnsafeFormat
+from loraplex_contracts.errors import AdapterInvalid, DiskFull, InvalidArgument, Unavailable, UnsafeFormat
 from loraplex_runtime.limited_process import LimitedProcess, LimitExceeded, Limits, ProcessFailed
 from loraplex_server.config import bare_environment
 
@@ -135,7 +135,7 @@ def _convert(file: SourceFile, path: Path, target: Path, max_bytes: int, timeout
         raise AdapterInvalid(f"{file.name} cannot be read within {bound}, which its size of {file.num_bytes} "
                              "bytes allows it; it expands, or is damaged")  from None  # fmt: skip
     except ProcessFailed as failure:
-        raise AdapterInvalid(f"{file.name} cannot be read: the process that reads it has failed ({failure})") from None
+        raise Unavailable(f"the process that reads {file.name} has failed ({failure}); try again") from None
     finally:
         process.close()
     if (refusal := answer.get("refusal")) is not None:

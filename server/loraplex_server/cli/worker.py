@@ -7,7 +7,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,6 +90,7 @@ def worker(
         index, num_workers = parse_placement(placement)
         # Late: what only prints help needs neither gRPC nor torch.
         from loraplex_runtime.telemetry import setup_logging
+        from loraplex_server.grpc.server import run_worker  # not in the loop, which would put Ctrl-C off until its end
 
         setup_logging(config.engine.log_level, config.engine.log_format, requests=config.request_log)
         if config.engine.log_format == "json":
@@ -97,7 +98,7 @@ def worker(
         if num_workers > 1:
             config = apply_placement(config, index, num_workers)
         with report:
-            code = asyncio.run(_run(config, report))
+            code = asyncio.run(_run(run_worker, config, report))
         exit_at_once(code)
     except KeyboardInterrupt:  # while it started; gRPC's server would miss the loop when the interpreter ends
         exit_at_once(128 + signal.SIGINT)
@@ -106,9 +107,7 @@ def worker(
     sys.exit(code)
 
 
-async def _run(config: WorkerConfig, report: Report) -> int:
-    from loraplex_server.grpc.server import run_worker
-
+async def _run(run_worker: Callable[..., Awaitable[int]], config: WorkerConfig, report: Report) -> int:
     alive = asyncio.create_task(report.stay_alive())
 
     def ready(running: Worker) -> None:

@@ -58,7 +58,7 @@ class Checker:
             raise InvalidArgument(refusal["message"], field=refusal["field"])
 
     def close(self) -> None:
-        """Kills the process. From any thread: a `check` under way refuses its grammar."""
+        """Kills the process. From any thread: a `check` under way raises Unavailable."""
         self._process.close()
 
 

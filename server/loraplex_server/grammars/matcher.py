@@ -276,7 +276,7 @@ class Check(Protocol):
     """Compiles a grammar apart, first (checker.py)."""
 
     def check(self, grammar: Grammar) -> None:
-        """Compiles the grammar. Raises InvalidArgument, and CompileLimit."""
+        """Compiles the grammar. Raises InvalidArgument, CompileLimit and Unavailable."""
         ...
 
     def close(self) -> None: ...
@@ -393,7 +393,7 @@ class Grammars:
         from loraplex_server.grammars.source import refusal
 
         found: Matcher | LoraplexError
-        is_final = True
+        is_final, retry_s = True, RETRY_S
         try:
             if self._checker is not None and not grammar.is_simple:
                 self._checker.check(grammar)
@@ -401,7 +401,7 @@ class Grammars:
         except InvalidArgument as error:
             found = _bare(error)
         except LoraplexError as error:
-            found, is_final = _bare(error), False
+            found, is_final, retry_s = _bare(error), False, error.retry_after_s or RETRY_S
         except CompileLimit as error:
             found, is_final = refusal(grammar, str(error)), False
         except Exception as error:
@@ -411,7 +411,7 @@ class Grammars:
             self._done[grammar] = found
             self._num_bytes += len(grammar.text)
             if not is_final:
-                self._retry_s[grammar] = self._clock() + RETRY_S
+                self._retry_s[grammar] = self._clock() + retry_s
             while len(self._done) > 1 and (len(self._done) > MAX_COMPILED or self._num_bytes > MAX_COMPILED_BYTES):
                 self._drop(next(iter(self._done)))
             self._has_changes = True

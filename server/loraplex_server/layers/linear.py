@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from loraplex_server.layers.context import MergedOutput, StepContext
 from loraplex_server.layers.lora import FactorTable, PreparedSegments, SegmentedLora, rescale
 
-_MAX_TERMS = 1 << 22  # of sums that are made at once
+# Terms of the sums that are made at once: on a GPU each piece is two launches.
+_MAX_TERMS, _MAX_TERMS_ON_GPU = 1 << 22, 1 << 26
 
 
 class BaseLinear(Protocol):
@@ -342,7 +343,8 @@ def product_by_row(down: Tensor, b: Tensor) -> Tensor:
     library's product may choose the order of its sums by the number of rows."""
     wide = torch.promote_types(down.dtype, torch.float32)
     by_rank, outputs = down.to(wide).t().unsqueeze(-1), b.to(wide).t().unsqueeze(1)
-    sums = [(part * outputs).sum(0) for part in by_rank.split(max(1, _MAX_TERMS // b.numel()), dim=1)]
+    num_rows = max(1, (_MAX_TERMS_ON_GPU if down.is_cuda else _MAX_TERMS) // b.numel())
+    sums = [(part * outputs).sum(0) for part in by_rank.split(num_rows, dim=1)]
     return torch.cat(sums).to(down.dtype)
 
 

@@ -106,9 +106,11 @@ def highest_ids(logits: Tensor, num: int) -> Tensor:
 
     What torch's topk takes of equal values depends on `num`, which other requests may have raised.
     """
-    if logits.device.type == "cpu" and num:
+    if num == 0:  # logprobs of the tokens alone
+        return torch.empty((len(logits), 0), dtype=torch.int64, device=logits.device)
+    if logits.device.type == "cpu":
         return _highest_by_threshold(logits, num)
-    if num == 0 or logits.dtype == torch.float64:
+    if logits.dtype == torch.float64:
         return logits.sort(dim=-1, descending=True, stable=True).indices[:, :num]
     return highest_by_keys(logits, num)
 
@@ -129,8 +131,9 @@ def highest_by_keys(logits: Tensor, num: int) -> Tensor:
     below, so that no two are equal. On a CPU it takes ten times as long as topk."""
     bits = (logits + 0.0).view(torch.int32)  # no negative zero
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    del bits
     last = logits.shape[1] - 1
-    keys = (ordered << 32) + (last - torch.arange(logits.shape[1], device=logits.device))
+    keys = ordered.bitwise_left_shift_(32).add_(last - torch.arange(logits.shape[1], device=logits.device))
     return last - (keys.topk(num, dim=-1).values & 0xFFFFFFFF)
 
 

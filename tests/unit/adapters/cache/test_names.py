@@ -207,19 +207,29 @@ def test_a_load_from_another_place_that_fails_leaves_the_name_where_it_was() -> 
     assert (table.row("y").state, table.row("y").source) == ("failed", ELSEWHERE.source)
 
 
-@pytest.mark.parametrize("options", [LoadOptions(ELSEWHERE), LoadOptions(expected_digest=NEW.digest)])
-def test_a_load_that_fails_leaves_an_unbound_name_to_requests(options: LoadOptions) -> None:
+@pytest.mark.parametrize(
+    ("options", "num_bytes"),
+    [
+        (LoadOptions(ELSEWHERE), 0),
+        (LoadOptions(ELSEWHERE), 10**12),
+        (LoadOptions(expected_digest=NEW.digest), 100),
+        (LoadOptions(expected_digest=NEW.digest), 10**12),
+    ],
+)
+def test_a_load_that_fails_leaves_an_unbound_name_to_requests(options: LoadOptions, num_bytes: int) -> None:
+    """The fetch fails (0 bytes), or brings other contents, or more than ever fits."""
     table = make_table()
     assert table.load("x", False, 0.0, options=options) is None
     assert table.resolve("x", 0.0) is None  # it waits for the same fetch
-    if options.expected_digest:
-        end_fetch(table, OLD)
+    if num_bytes:
+        fetch = fetch_of(table)
+        table.name_fetched("x", fetch.ticket, OLD, num_bytes, 4, 0.0)
     else:
         fail_fetch(table, AdapterInvalid("broken"))
     assert table.resolve("x", 0.0) is None
     fetch = fetch_of(table)
     assert fetch.origin == OWN_PLACE
-    with pytest.raises((DigestMismatch, AdapterInvalid)):
+    with pytest.raises((DigestMismatch, AdapterInvalid, AdapterMemoryFull)):
         table.load("x", False, 0.0, options=options)
     table.name_fetched("x", fetch.ticket, OLD, 100, 4, 0.0)
     assert table.resolve("x", 0.0) == OLD

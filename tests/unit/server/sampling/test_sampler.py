@@ -335,6 +335,16 @@ def test_alternatives_stop_at_the_vocabulary_and_ties_come_by_id() -> None:
     assert math.fsum(math.exp(value) for _, value in found.top) == pytest.approx(1.0)
 
 
+def test_without_alternatives_nothing_is_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    for name in ("sort", "topk", "argsort"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    found = compute_logprobs(torch.randn(4, 12), torch.arange(4), [0] * 4).to_host()
+    assert [one.top for one in found] == [()] * 4
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_alternatives_do_not_depend_on_how_many_others_want(dtype: torch.dtype) -> None:
     """bfloat16 has many equal logits, and some are negative zeros or banned."""
