@@ -258,7 +258,7 @@ class _Batch:
         self._under_way: set[Any] = set()  # gRPC's futures
 
     def methods(self, channel: grpc.Channel) -> Callable[[str], Callable[..., bytes]]:
-        """What `channel.unary_unary` is, but with calls that `end` cancels: they raise grpc.FutureCancelledError."""
+        """Methods like `channel.unary_unary`, whose calls `end` cancels: they raise grpc.FutureCancelledError."""
         return lambda path: partial(self._send, channel.unary_unary(path))
 
     def _send(self, method: Any, request: bytes, **options: Any) -> bytes:

@@ -77,7 +77,17 @@ class LimitedProcess:
 
     def call(self, question: Any, timeout_s: float) -> Any:
         """The answer. Raises LimitExceeded and ProcessFailed, and the process is gone then; the next call starts
-        another one. Time to start does not count."""
+        another one. Time to start does not count. A process that was there before and ends is started anew and asked
+        once more: it may have been dead, or full of what earlier questions left."""
+        was_running = self.pid is not None
+        try:
+            return self._ask(question, timeout_s)
+        except LimitExceeded as limit:
+            if limit.what == "time" or not was_running:
+                raise
+        return self._ask(question, timeout_s)
+
+    def _ask(self, question: Any, timeout_s: float) -> Any:
         conn = self.start()
         try:
             conn.send_bytes(json.dumps(question).encode())
@@ -129,7 +139,7 @@ class LimitedProcess:
         return conn
 
     def kill(self) -> None:
-        """Kills the child, from any thread. A call under way raises LimitExceeded; ProcessFailed where it is closed."""
+        """Kills the child, from any thread. A call under way fails as one whose process ends, see `call`."""
         with self._lock:
             process, conn, self._process, self._conn = self._process, self._conn, None, None
         if process is not None:

@@ -85,14 +85,8 @@ class Sandbox:
 
     def _call(self, question: Mapping[str, Any], num_bytes: int) -> dict[str, Any]:
         timeout_s = self._call_s + num_bytes / BYTES_PER_S
-        was_running = self._process.pid is not None
         try:
-            try:
-                return self._process.call(question, timeout_s)
-            except LimitExceeded as limit:
-                if limit.what == "time" or not was_running:
-                    raise
-                return self._process.call(question, timeout_s)  # other templates' memory does not count
+            return self._process.call(question, timeout_s)
         except LimitExceeded as limit:
             with contextlib.suppress(RuntimeError):  # it is being closed
                 self._executor.submit(self._process.start)

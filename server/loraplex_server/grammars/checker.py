@@ -36,14 +36,8 @@ class Checker:
     def check(self, grammar: Grammar) -> None:
         """Raises InvalidArgument for a grammar that cannot be compiled, CompileLimit for one that comes to a bound, and
         Unavailable where there is no process to compile it."""
-        was_running = self._process.pid is not None
         try:
-            try:
-                refusal = self._process.call(asdict(grammar), COMPILE_S)
-            except LimitExceeded as limit:
-                if limit.what == "time" or not was_running:
-                    raise
-                refusal = self._process.call(asdict(grammar), COMPILE_S)  # it may have been dead before
+            refusal = self._process.call(asdict(grammar), COMPILE_S)
         except LimitExceeded as limit:
             if limit.what == "time":
                 reason = f"it takes more than {COMPILE_S:g} s to compile; make it smaller or simpler"

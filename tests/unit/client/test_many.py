@@ -90,7 +90,7 @@ def test_what_is_no_list_of_prompts(kind: str, fake: Any) -> None:
 
 @pytest.mark.parametrize("error", [None, loraplex.QueueFull("no room", retry_after_s=60)])
 def test_an_interrupt_ends_what_is_under_way(fake: Any, error: loraplex.LoraplexError | None) -> None:
-    """Whether the calls wait for an answer or for their next try."""
+    """Covers calls that wait for an answer, and those that wait for their next try."""
     echo(fake)
     arrived = fake._arrived
     two_wait = threading.Semaphore(0)
