@@ -1,7 +1,7 @@
 """AdapterService of the router: calls to all workers concerned, answers merged.
 
-A load goes to the adapter's home workers and to those that have bound the name already, an unload to all; a listing
-shows a row per worker. A page of a listing is asked for by the adapter before it, so that a worker that comes or goes
+A load goes to the adapter's home workers and to those that have bound the name already, an unload to all; neither
+succeeds where a worker that has the name cannot be reached now. A listing shows a row per worker. A page of a listing is asked for by the adapter before it, so that a worker that comes or goes
 between two pages neither breaks a token nor repeats an adapter.
 """
 
@@ -15,7 +15,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TypeVar
 
-from loraplex_contracts.errors import AdapterInUse, AdapterNotFound, Draining, Internal
+from loraplex_contracts.errors import AdapterInUse, AdapterNotFound, Draining, Internal, WorkerLost
 from loraplex_proto.paging import MAX_PAGE_SIZE, ListQuery, Page, last_of_page, visible_part
 from loraplex_proto.services import ADAPTERS, path_of
 from loraplex_proto.v1 import adapter_pb2
@@ -74,6 +74,7 @@ class AdapterFanOut:
 
     async def load(self, call: Call, raw: bytes) -> bytes:
         adapter_id = _named(adapter_pb2.LoadAdapterRequest, raw)
+        absent = self._replicas.absent_holders(adapter_id)  # before one comes back that has not been asked
         holders = await self._holders(call, adapter_id)
         answers = await self._load_at_homes(call, adapter_id, raw)
         answers.raise_unless_answered()
@@ -83,17 +84,22 @@ class AdapterFanOut:
             # The name would stay bound to the files as they were before, where requests do reach it.
             if failure.worker_id in holders and not isinstance(failure.typed, Draining):
                 raise failure
+        if not adapter_pb2.LoadAdapterRequest.FromString(raw).if_absent:
+            _raise_for_absent(absent, adapter_id)
         return answers.serialized()
 
     async def unload(self, call: Call, raw: bytes) -> bytes:
         adapter_id = _named(adapter_pb2.UnloadAdapterRequest, raw)
         if adapter_pb2.UnloadAdapterRequest.FromString(raw).if_unused:
             await self._check_unused(call, adapter_id)  # before the first worker forgets it
-        answers = await self._ask_all(call, raw)
+        absent = self._replicas.absent_holders(adapter_id)
+        answers = await self._ask(call, raw, self._routable())
         for failure in answers.failures:
             # A worker that does not have it or that drains is as good as unloaded; another failure leaves it there.
             if not isinstance(failure.typed, (AdapterNotFound, Draining)):
                 raise failure
+        _raise_for_absent(absent, adapter_id)
+        answers.raise_unless_answered()
         return answers.serialized()
 
     async def _check_unused(self, call: Call, adapter_id: str) -> None:
@@ -201,6 +207,16 @@ def _named(cls: type[Named], raw: bytes) -> str:
     if isinstance(request, adapter_pb2.LoadAdapterRequest):
         identity.check_source(request.source, request.adapter_id)
     return request.adapter_id
+
+
+def _raise_for_absent(absent: Sequence[str], adapter_id: str) -> None:
+    """Raises WorkerLost where a worker may come back with the name as it was."""
+    if absent:
+        raise WorkerLost(
+            f"{', '.join(absent)} had adapter {adapter_id!a} and cannot be reached; the other workers have made the "
+            "change: send it again when it is back, or take it out of the router's list",
+            resource=adapter_id,
+        )
 
 
 def is_bound(row: adapter_pb2.Adapter) -> bool:

@@ -67,6 +67,7 @@ class Replica:
     last_error: str = "not connected yet"
     load: Load = field(default_factory=Load)  # as it last reported
     tiers: Mapping[str, int] = field(default_factory=dict[str, int])  # of adapters, by id
+    last_names: Collection[str] = ()  # of adapters in its last report, also where it is lost since
     max_device_adapters: int = 0
     waiting_adapters: tuple[str, ...] = ()
     num_in_flight: int = 0
@@ -205,6 +206,16 @@ class Replicas:
         """Sorted names of the adapters that workers hold, as far as their reports tell."""
         return sorted({name for replica in self.connected() for name in replica.tiers})
 
+    def absent_holders(self, adapter_id: str) -> list[str]:
+        """Members that had the adapter at their last report and may come back with it: lost or stalled ones."""
+        return [
+            replica.worker_id
+            for replica in self._replicas.values()
+            if adapter_id in replica.last_names
+            and not replica.is_leaving
+            and (replica.is_stalled or not replica.is_connected)
+        ]
+
     def no_worker(self) -> NoWorker:
         """The error where no worker can take a request. Details of each worker are in the log only."""
         connected = self.connected()
@@ -302,6 +313,7 @@ class Replicas:
         replica.last_error = ""
         replica.load = _load(report)
         replica.tiers = {adapter.adapter_id: adapter.tier for adapter in report.adapters}
+        replica.last_names = replica.tiers.keys()
         replica.max_device_adapters = report.max_device_adapters
         replica.waiting_adapters = tuple(report.waiting_adapter_ids)
         replica.ended_tokens = 0

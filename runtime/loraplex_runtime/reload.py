@@ -158,13 +158,21 @@ def check_pair(cert: Path, key: Path) -> None:
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_ciphers("DEFAULT:@SECLEVEL=0")  # clients decide how strong a key must be
+    load_pair(context, cert, key)
+
+
+def load_pair(context: ssl.SSLContext, cert: Path, key: Path) -> None:
+    """Loads a certificate and its key. Raises InvalidArgument where the files are something else; a context that has
+    a pair already is of no use then, for OpenSSL takes the certificate before it looks at the key."""
     try:
         context.load_cert_chain(cert, key, password=lambda: b"")  # never ask a terminal
     except OSError as error:  # ssl.SSLError is one
-        is_mismatch = getattr(error, "reason", None) == "KEY_VALUES_MISMATCH"
-        what = (
-            "do not fit together" if is_mismatch else "are not a certificate and its key, both PEM, without a password"
-        )
+        reason = str(getattr(error, "reason", None))
+        what = "are not a certificate and its key, both PEM, without a password"
+        if reason == "KEY_VALUES_MISMATCH":
+            what = "do not fit together"
+        elif reason.endswith(("TOO_SMALL", "TOO_WEAK")):
+            what = f"are too weak ({reason}); use a longer key and a newer signature"
         raise InvalidArgument(f"--tls-cert {cert} and --tls-key {key} {what}", field="--tls-cert") from error
 
 

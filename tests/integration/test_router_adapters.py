@@ -126,6 +126,35 @@ async def test_an_unload_that_leaves_it_somewhere_is_no_success() -> None:
         assert not c.workers[1].adapters
 
 
+async def test_an_unload_that_a_worker_does_not_answer_is_not_not_found() -> None:
+    async with cluster(2) as c:
+        c.workers[0].adapter_error = WorkerLost("the front end does not respond")
+        assert isinstance(await error_of(stub(c.channel).UnloadAdapter(Unload(adapter_id="sql"))), WorkerLost)
+
+
+@pytest.mark.parametrize("is_stalled", [False, True])
+async def test_a_change_that_an_absent_worker_would_come_back_without_is_no_success(is_stalled: bool) -> None:
+    async with cluster(3) as c:
+        absent, *others = c.workers
+        for worker in c.workers:
+            worker.adapters["sql"] = adapter_pb2.Adapter(adapter_id="sql", digest="v1")
+        absent.report(tiers={"sql": 4})
+        await until(lambda: "sql" in c.router.replicas[absent.address].tiers)
+        if is_stalled:
+            absent.report(tiers={"sql": 4}, stalled=True)
+        else:
+            await absent.stop()
+        await until(lambda: c.router.replicas.num_routable == 2)
+        error = await error_of(stub(c.channel).LoadAdapter(Load(adapter_id="sql")))
+        assert isinstance(error, WorkerLost)
+        assert absent.address in error.message
+        assert not any(worker.adapters["sql"].digest for worker in others)
+        await stub(c.channel).LoadAdapter(Load(adapter_id="sql", if_absent=True))
+        await stub(c.channel).LoadAdapter(Load(adapter_id="other"))
+        assert isinstance(await error_of(stub(c.channel).UnloadAdapter(Unload(adapter_id="sql"))), WorkerLost)
+        assert not any("sql" in worker.adapters for worker in others)
+
+
 async def test_a_worker_that_drains_is_asked_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async with cluster(3) as c:
         told, untold, other = c.workers

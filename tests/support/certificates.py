@@ -26,21 +26,27 @@ class Pair:
         shutil.copyfile(self.key, other.key)
 
 
-def new_pair(folder: Path, name: str, addresses: Sequence[str] = ("127.0.0.1",)) -> Pair:
+KEYS = {"ec": ["ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"], "rsa": ["rsa:2048"], "weak": ["rsa:1024"]}
+
+
+def new_pair(folder: Path, name: str, addresses: Sequence[str] = ("127.0.0.1",), key: str = "ec") -> Pair:
     if shutil.which("openssl") is None:
         pytest.skip("makes its certificates with openssl")
     pair = Pair(folder / f"{name}.crt", folder / f"{name}.key")
     names = ",".join(["DNS:localhost", *(f"IP:{address}" for address in addresses)])
     subject = ["-subj", f"/CN={name}", "-addext", f"subjectAltName={names}"]
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command = ["openssl", "req", "-x509", "-newkey", *KEYS[key], "-nodes"]
     command += ["-keyout", str(pair.key), "-out", str(pair.cert), "-days", "2", *subject]
     subprocess.run(command, check=True, capture_output=True)
     return pair
 
 
-def certificate_of(address: str) -> str:
-    """PEM of what a new connection is shown."""
+def certificate_of(address: str, ciphers: str = "") -> str:
+    """PEM of what a new connection is shown. `ciphers`: those of TLS 1.2 that it has to be."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if ciphers:
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        context.set_ciphers(ciphers)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
     host, _, port = address.rpartition(":")

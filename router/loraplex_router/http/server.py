@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from loraplex_contracts.errors import FailedPrecondition
 from loraplex_router.http.middleware import MAX_BODY_BYTES
 from loraplex_runtime.listener import bound_socket, join_address
-from loraplex_runtime.reload import Reloader
+from loraplex_runtime.reload import Reloader, load_pair
 
 log = logging.getLogger(__name__)
 
@@ -174,10 +174,19 @@ class HttpServer:
 
 
 def _tls_context(files: Reloader, cert: Path, key: Path) -> ssl.SSLContext:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    """The context of a port. New connections get the pair that `files` read last."""
 
-    def load(_cert: bytes, _key: bytes) -> None:
-        context.load_cert_chain(cert, key)
+    def parse(_cert: bytes, _key: bytes) -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        load_pair(context, cert, key)
+        return context
 
-    files.follow([(cert, "--tls-cert"), (key, "--tls-key")], load)
-    return context
+    pair = files.follow([(cert, "--tls-cert"), (key, "--tls-key")], parse)
+
+    def use_latest(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        """Called by OpenSSL in every handshake, also without a name."""
+        connection.context = pair.value
+
+    listening = pair.value
+    listening.sni_callback = use_latest
+    return listening
