@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from loraplex_server.backends.cpu.attention import Plan, native_plan, plan_spans
-from loraplex_server.backends.cpu.lora import NativeSegments, table_of
+from loraplex_server.backends.cpu.lora import table_of
 from loraplex_server.backends.cpu.native.kernels import BAND, DTYPES, NO_RUNS, NativeKernels, PackedWeight, RunsOfRows
 from loraplex_server.backends.cpu.native.library import Layer, Norm, Stack, Step
 from loraplex_server.backends.cpu.step_parts import StepPart, split_step, take_rows
@@ -246,8 +246,8 @@ class NativeStack(nn.Module):
     def _runs(self, prepared: PreparedSegments | None) -> RunsOfRows:
         if prepared is None:
             return NO_RUNS
-        assert isinstance(prepared.data, NativeSegments), "a native stack needs native segments"
-        return prepared.data.runs
+        assert isinstance(prepared.data, RunsOfRows), "a native stack needs native segments"
+        return prepared.data
 
 
 class NativeNorm(nn.Module):

@@ -8,6 +8,7 @@ not know go to the torch implementation.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,47 +20,57 @@ from torch import Tensor
 from loraplex_server.backends.cpu.native.kernels import DTYPES, NativeKernels, RunsOfRows
 from loraplex_server.backends.cpu.native.library import Runs, Table
 from loraplex_server.backends.cpu.torch_lora import CpuDense, CpuOps
-from loraplex_server.layers.lora import DenseTable, Derived, FactorTable, PreparedSegments, Segment
+from loraplex_server.layers.lora import (
+    DenseTable,
+    Derived,
+    FactorTable,
+    PreparedSegments,
+    Segment,
+    check_segments,
+)
 
 # Rows of one call of the kernel for a weight that is read as it lies. Of more rows torch's product is faster, twice in
 # bfloat16: `NativeDense` takes it; `NativeOps` takes pieces, so that bits do not depend on the number of rows.
 MAX_DENSE_ROWS = 16
-
-
-@dataclass(slots=True)
-class NativeSegments:
-    """A step's segments as the native kernels read them."""
-
-    runs: RunsOfRows
-    fallback: PreparedSegments | None = None  # torch's, made for the first module of another dtype
+RECENT_STEPS = 4
 
 
 class NativeOps(CpuOps):
-    """SegmentedLora on a CPU by native kernels."""
+    """SegmentedLora on a CPU by native kernels. What it prepares is a step's RunsOfRows."""
 
     name = "native"
 
     def __init__(self, kernels: NativeKernels) -> None:
         super().__init__()
         self.kernels = kernels
+        # By segments, rows and slots. Decoding repeats itself: the same step after step, for all rows and for those of
+        # the head.
+        self._recent: deque[tuple[object, PreparedSegments]] = deque(maxlen=RECENT_STEPS)
 
-    def _plan(self, segments: Sequence[Segment]) -> NativeSegments:
-        return NativeSegments(runs_of(segments))
+    def prepare(
+        self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device
+    ) -> PreparedSegments:
+        wanted = tuple(segments)
+        key = wanted, num_rows, num_slots
+        for known, recent in self._recent:
+            if known == key:
+                return recent
+        check_segments(segments, num_rows, num_slots)
+        prepared = PreparedSegments(wanted, num_rows, runs_of(wanted))
+        self._recent.appendleft((key, prepared))
+        return prepared
 
     def apply(self, y: Tensor, x: Tensor, table: FactorTable, prepared: PreparedSegments) -> None:
-        data = cast(NativeSegments, prepared.data)
         if x.dtype not in DTYPES:
-            if data.fallback is None:
-                plan = super()._plan(prepared.segments)
-                data.fallback = PreparedSegments(prepared.segments, prepared.num_rows, plan)
-            super().apply(y, x, table, data.fallback)
+            super().apply(y, x, table, prepared)
             return
+        runs = cast(RunsOfRows, prepared.data)
         if table.derived is None:
             table.derived = _Native(table_of(table), int(table.ranks.max()))
         native = cast(_Native, table.derived)
-        if native.max_rank and data.runs.max_uses:
+        if native.max_rank and runs.max_uses:
             rows = x if x.is_contiguous() else x.contiguous()
-            self.kernels.add_lora(y, rows, native.table, data.runs, native.max_rank)
+            self.kernels.add_lora(y, rows, native.table, runs, native.max_rank)
 
     def dense(self, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         if x.dtype not in DTYPES or not weight.is_contiguous():

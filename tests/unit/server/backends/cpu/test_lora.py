@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -244,21 +243,8 @@ def test_runs_are_in_order_and_apart(isa: str) -> None:
             assert by_row.get(row, []) == [s.adapter_slot for s in segments if s.start <= row < s.end]
 
 
-def test_other_dtypes_cost_nothing_until_one_comes(ops: NativeOps, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All modules of the step then share what torch prepares."""
-    planned: list[int] = []
-    real = CpuOps._plan  # pyright: ignore[reportPrivateUsage]
-
-    def plan(self: CpuOps, segments: Sequence[Segment]) -> Any:
-        planned.append(len(segments))
-        return real(self, segments)
-
-    monkeypatch.setattr(CpuOps, "_plan", plan)
-    segments = [Segment(0, 3, 0), Segment(3, 4, 1)]
-    prepared = ops.prepare(segments, 5, 2, CPU)
-    for dtype, expected in ((torch.bfloat16, []), (torch.float32, []), (torch.float64, [2]), (torch.float64, [2])):
-        problem = random_problem(segments, random_table([4, 7], 32, 24, dtype), 5, dtype)
-        y = problem.y.clone()
-        ops.apply(y, problem.x, problem.table, prepared)
-        problem.check(y)
-        assert planned == expected
+def test_an_equal_step_is_prepared_once(ops: NativeOps) -> None:
+    first = ops.prepare([Segment(0, 1, 0), Segment(1, 2, 1)], 2, 4, CPU)
+    other = ops.prepare([Segment(0, 1, 0), Segment(1, 2, 1, 0.5)], 2, 4, CPU)
+    assert ops.prepare([Segment(0, 1, 0), Segment(1, 2, 1)], 2, 4, CPU) is first is not other
+    assert ops.prepare([Segment(0, 1, 0), Segment(1, 2, 1)], 9, 4, CPU).num_rows == 9
