@@ -8,7 +8,7 @@ factors come from memory as they do in a model. Columns:
 
     reference   the plain torch version
     own         the device's own version, the step prepared before (its composition has not changed)
-    new step    the same, with other adapters in every step: preparing, packing and all, shared by the modules
+    new step    the same, with other adapters in every step: preparing included, shared by the modules
     base        the base model's matrix product for the same rows
     floor       the factors of the step's distinct adapters, x, and y twice, at the bandwidth measured at the start
     GB/s        the same bytes by the time of `own`

@@ -1,8 +1,9 @@
 """AdapterService of the router: calls to all workers concerned, answers merged.
 
 A load goes to the adapter's home workers and to those that have bound the name already, an unload to all; neither
-succeeds where a worker that has the name cannot be reached now. A listing shows a row per worker. A page of a listing is asked for by the adapter before it, so that a worker that comes or goes
-between two pages neither breaks a token nor repeats an adapter.
+succeeds where a worker that has the name cannot be reached now. A listing shows a row per worker. A page of a listing
+is asked for by the adapter before it, so that a worker that comes or goes between two pages neither breaks a token nor
+repeats an adapter.
 """
 
 from __future__ import annotations

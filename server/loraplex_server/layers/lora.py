@@ -38,7 +38,7 @@ class Segment:
 
 
 class Derived(Protocol):
-    """An implementation's own form of a table's factors (views, packed copies)."""
+    """An implementation's own form of a table's factors (pointers, views, terms)."""
 
     def without(self, slot: int) -> Derived | None:
         """The part that is still valid when `slot` changes, without references to the slot's tensors."""
