@@ -279,9 +279,12 @@ async def test_tokenize_health_version_metrics() -> None:
         assert (info["chat_template"], info["eos_token"]) == ("{{ x }}", None)
         assert (await http.get("/load")).json() == {"server_load": 0}
         for path in ("/health", "/ping"):
-            assert (await http.head(path)).status_code == 200
             answer = await http.get(path)
             assert (answer.status_code, answer.content) == (200, b"")
+        for path in ("/health", "/v1/models", "/version", "/metrics", "/openapi.json", "/page/status.js"):
+            answer = await http.head(path)
+            assert (answer.status_code, answer.content) == (200, b""), path
+        assert (await http.head(COMPLETIONS)).status_code == 405
         assert set((await http.get("/version")).json()) == {"version"}
         assert "loraplex:router_requests_total" in (await http.get("/metrics")).text
         paths = (await http.get("/openapi.json")).json()["paths"]

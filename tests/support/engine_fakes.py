@@ -99,6 +99,7 @@ class FakeCache:
     holds: dict[AdapterKey, int] = field(default_factory=dict)
     leases: dict[AdapterKey, int] = field(default_factory=dict)
     num_polls: int = 0
+    has_changes: bool = False  # of the listing, since `take_changes`
 
     def resolve(
         self, adapter_id: str, now: float, user: AdapterUser = NOBODY, origin: AdapterOrigin = OWN_PLACE
@@ -134,6 +135,7 @@ class FakeCache:
 
     def acquire(self, key: AdapterKey) -> int | None:
         self.leases[key] = self.leases.get(key, 0) + 1
+        self.has_changes = True
         return ord(key.digest[0]) - ord("a")
 
     def acquire_all(self, keys: tuple[AdapterKey, ...]) -> tuple[int, ...] | None:
@@ -144,6 +146,7 @@ class FakeCache:
 
     def release(self, key: AdapterKey) -> None:
         self.leases[key] -= 1
+        self.has_changes = True
 
     def failure(self, *keys: AdapterKey) -> Exception | None:
         return None
@@ -171,6 +174,7 @@ class FakeCache:
         return AdapterInfo(adapter_id, "lora", adapter_id * 64, "on_device", "device", 10, 8, 0, False)
 
     def take_changes(self) -> ListingChanges:
+        self.has_changes = False
         return {name: (self.get(name),) for name in self.known}
 
     def usage(self) -> CacheUsage:

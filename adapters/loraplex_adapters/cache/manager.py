@@ -313,6 +313,11 @@ class AdapterManager:
         for."""
         return self._table.row(adapter_id)
 
+    @property
+    def has_changes(self) -> bool:
+        """True where the listing has changed since the last `take_changes`."""
+        return self._table.has_changes
+
     def take_changes(self) -> ListingChanges:
         """Changes of the listing since the last call; at the first one, all of it: names that are bound, fetched or
         remembered as failed, and contents that drain."""

@@ -354,6 +354,11 @@ class AdapterTable:
             raise adapter_not_found(name)
         return unbound_row(record) if record.key is None else key_row(self.residency.records[record.key], name, record)
 
+    @property
+    def has_changes(self) -> bool:
+        """True where `take_changes` would find any."""
+        return bool(self.changed or self.residency.changed)
+
     def take_changes(self) -> ListingChanges:
         """Rows of bound, fetched and failed names, and of contents that drain, that changed since the last call."""
         changes: ListingChanges = {}

@@ -55,7 +55,6 @@ class Routes:
     def add_to(self, app: FastAPI) -> None:
         for path in ("/health", "/ping"):
             app.get(path, response_class=Response)(self.health)
-            app.head(path, include_in_schema=False)(self.health)  # as load balancers ask
         app.get("/version")(self.version)
         app.get("/load")(self.load)
         app.get("/v1/status", response_class=Response)(self.status)

@@ -61,6 +61,7 @@ from loraplex_server.speculation.step_costs import StepCosts
 log = logging.getLogger(__name__)
 
 FORECAST_EVERY_S = 0.05  # it takes time for each request that waits
+RESIDENCY_EVERY_S = 0.5  # while steps run: adapters' rows are listed anew
 # Positions by the mode that an adapter's files name; the empty mode is that of adapters that name none.
 POOLED_BY_MODE: Final[dict[str, PooledPositions]] = {"": "last", "lasttoken": "last", "mean": "mean"}
 MAX_IDLE_S = 3600.0  # a lock cannot be waited for until any deadline that a client may name
@@ -152,6 +153,7 @@ class Engine:
             True  # whether another turn now is likely to do work; the first one reports limits and residency
         )
         self._residency_changed = True
+        self._residency_due_s = 0.0
         self._num_queued_reported = 0
         self._forecast: Forecast | None = None
         self._forecast_due_s = 0.0
@@ -496,7 +498,10 @@ class Engine:
     # --- reporting ----------------------------------------------------------------------------------------------------
 
     def _report(self) -> Batch | None:
-        load = self._load()
+        load, now = self._load(), self._clock()
+        # Leases come and go with requests: while steps run, they alone are no reason for a report each time.
+        if self._cache.has_changes and (not self.can_step or now >= self._residency_due_s):
+            self._residency_changed = True
         # Routers balance by the queue, so a change of it alone is reported too.
         has_changes = self._residency_changed or load.num_queued != self._num_queued_reported
         if not self._events and not self._replies and not has_changes:
@@ -505,8 +510,8 @@ class Engine:
         if self._residency_changed:
             changes = self._cache.take_changes()
             usage = self._cache.usage()
-            self._residency_changed = False
-        steps = self._tally.report(self._clock(), is_idle=not load.num_running)
+            self._residency_changed, self._residency_due_s = False, now + RESIDENCY_EVERY_S
+        steps = self._tally.report(now, is_idle=not load.num_running)
         batch = Batch(tuple(self._events), tuple(self._replies), load, changes, usage, steps)
         self._num_queued_reported = load.num_queued
         self._events, self._replies = [], []

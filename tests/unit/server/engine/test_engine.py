@@ -34,7 +34,7 @@ from loraplex_contracts.request import (
     StoppingParams,
     Tokens,
 )
-from loraplex_server.engine.engine import MAX_CLASS_VALUES, Engine, start_of_last
+from loraplex_server.engine.engine import MAX_CLASS_VALUES, RESIDENCY_EVERY_S, Engine, start_of_last
 from loraplex_server.engine.pipe import Abandon, AdapterCommand, Cancel, Reply, StopCompletion, Submit
 
 
@@ -226,6 +226,24 @@ def test_the_first_turn_reports_limits_and_needs_no_command() -> None:
     assert batch.load.num_blocks > 0
     assert not engine.can_step
     assert engine.turn() is None
+
+
+def test_leases_are_listed_now_and_then_and_once_nothing_runs() -> None:
+    """A listing shows who uses an adapter, also after the last request, when nothing else happens any more."""
+    now = 0.0
+    reported: list[bool] = []
+    engine = make_engine(clock=lambda: now)
+    engine.turn()
+    engine.handle(Submit(request(adapter_id="a", max_tokens=100)))
+    for _ in range(60):
+        now += RESIDENCY_EVERY_S / 20
+        batch = engine.turn()
+        reported.append(batch is not None and batch.changes is not None)
+    assert sum(reported) == 1  # it has begun
+    engine.handle(Cancel("r", Cancelled("enough")))
+    batches = [engine.turn() for _ in range(3)]
+    assert [batch is not None and batch.changes is not None for batch in batches].count(True) == 1
+    assert not engine.can_step
 
 
 def test_a_deadline_in_the_far_future_can_be_waited_for() -> None:
