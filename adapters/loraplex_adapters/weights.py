@@ -48,6 +48,8 @@ class TargetModule:
     out_features: int
     is_conv1d: bool = False  # GPT-2's Conv1D keeps its weight transposed (fan_in_fan_out)
     has_bias: bool = False
+    is_shared: bool = False  # whether other modules have the same weight
+    is_lookup: bool = True  # of an embedding: it gives rows of its weight, perhaps scaled, and does no more with them
     # Gives W [out, in] and its bias, perhaps copies, to adapters that are made with them. Of an embedding [out, vocab].
     weights: Callable[[], tuple[Tensor, Tensor | None]] | None = field(default=None, compare=False, repr=False)
     # SHA-256 of the weight's bytes in BaseTargets.dtype, row-major as the module keeps it; '' when it is not known. For

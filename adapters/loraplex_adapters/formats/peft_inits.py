@@ -41,6 +41,8 @@ def check_init(init: Init, modules: Sequence[TargetModule], targets: BaseTargets
             why = "a Conv1D"
         elif targets.tied_head and module.path == targets.tied_head:
             why = "the head, whose weight is the embedding's: both would change"
+        elif module.is_shared:
+            why = "whose weight other modules share: PEFT takes a part out of it for each of them"
         if why:
             raise AdapterUnsupported(
                 f"{CONFIG_NAME}: init_lora_weights {init!a} of {module.path!a} ({why}) is not served"

@@ -81,6 +81,11 @@ def _saved(tensor: TensorInfo, path: str, name: str, config: PeftLoraConfig, tar
                     f"{tensor.where} has rows for tokens of a linear with a bias, which PEFT leaves out then; that is "
                     "not served"
                 )
+            if not module.is_lookup:
+                raise AdapterUnsupported(
+                    f"{tensor.where} has rows for tokens of an embedding that does more than look rows up, which PEFT "
+                    "leaves out then; that is not served"
+                )
             token_ids = config.token_rows(path, targets)
             if any(token_id >= shape[0] for token_id in token_ids) or module.is_conv1d:
                 raise ShapeMismatch(f"{tensor.where} has rows for tokens that {targets.model_id!a} does not have")
@@ -166,6 +171,11 @@ def _tied(
             continue
         # PEFT ties rows where the embedding has them, not where the head alone does.
         has_rows = here == targets.embedding and (one.shape.token_ids is not None or one.rows is not None)
+        if has_rows and targets.modules[there].has_bias:
+            raise AdapterUnsupported(
+                f"{(one.rows or one).tensor.where} has rows for tokens, of a weight that the model's head shares, "
+                "whose bias PEFT leaves out then; that is not served"
+            )
         is_whole = one.shape.token_ids is None
         is_tied = is_whole and config.ties_weights and here.rpartition(".")[2] in _TIED_BY_PEFT
         if other is None and (has_rows or is_tied):
@@ -209,7 +219,13 @@ def _check_saved(
 
 def without_base_copies(plan: LoraPlan, reader: PieceReader) -> LoraPlan:
     """The plan without parameters that are mere copies of the base model's, which PEFT saves beside a LoRA on
-    embeddings. Raises AdapterInvalid where a parameter that comes twice has two values."""
+    embeddings. Raises AdapterInvalid where a parameter that comes twice has two values, AdapterUnsupported where
+    what has to be a copy is none."""
+    for one in plan.copies:
+        if reader.sha256(one.tensor) != one.weight_sha256:
+            raise AdapterUnsupported(
+                f"{one.tensor.where} is another weight than the base model's, beside {plan.format}"
+            )
     for first, second in plan.doubles:
         if reader.sha256(first) != reader.sha256(second):
             raise AdapterInvalid(f"{second.where} is a second {first.name} for the same module, with other values")

@@ -24,6 +24,7 @@ from loraplex_adapters.formats.peft_patterns import Budget, ModulePattern, compi
 from loraplex_adapters.formats.peft_places import PREFIX, Places, no_such_module
 from loraplex_adapters.formats.peft_plan import LoraPlan, PlannedModule, PlannedSaved, check_shape
 from loraplex_adapters.formats.peft_rotations import NO_ROTATION, Rotation, plan_boft
+from loraplex_adapters.formats.peft_saved import saved_name
 from loraplex_adapters.io.safetensors import TensorInfo, check_float
 from loraplex_adapters.weights import BaseTargets, FactorShape, SavedShape, TargetModule
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, RankLimit, ShapeMismatch
@@ -106,9 +107,13 @@ def plan_variant(fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], t
     if config.kind == "VERA" and len(projections) < len(_PROJECTIONS):
         raise AdapterUnsupported(f"{WEIGHTS_NAME} has no projections; save the adapter with save_projection=True")
     found: dict[str, dict[str, TensorInfo]] = {}
+    heads: list[TensorInfo] = []  # copies of a head, which PEFT writes where that is a target
     for tensor in tensors.values():
         if tensor.name in _PROJECTIONS and config.kind == "VERA":
             check_float(tensor)
+            continue
+        if saved_name(tensor)[1:] == ("base_layer", "weight"):
+            heads.append(tensor)
             continue
         path, name = _path_and_name(tensor, config.kind)
         if name not in _NAMES[config.kind]:
@@ -152,10 +157,23 @@ def plan_variant(fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], t
         scale = 1.0 if config.kind == "VERA" else config.scale(path, budget)
         shape = FactorShape(target.path, num_ranks, target.in_features, target.out_features, scale)
         modules.append(PlannedModule(shape, target, None, None, made=factors))
+    copies = tuple(_head_copy(tensor, places, targets) for tensor in heads)
     modules.sort(key=lambda module: module.shape)
     saved.sort(key=lambda one: one.shape.path)
     base_model = str(fields.get("base_model_name_or_path") or "")[:256]
-    return LoraPlan(tuple(modules), tuple(saved), (), format=config.kind, base_model=base_model)
+    return LoraPlan(tuple(modules), tuple(saved), (), format=config.kind, base_model=base_model, copies=copies)
+
+
+def _head_copy(tensor: TensorInfo, places: Places, targets: BaseTargets) -> PlannedSaved:
+    """A copy of the head's weight. Raises AdapterUnsupported for one of another module."""
+    path, _, name = saved_name(tensor)
+    target = targets.modules.get(places.of(path))
+    if target is None or not target.weight_sha256:
+        raise AdapterUnsupported(f"{tensor.where} is no copy of a head, and no tensor is left out silently")
+    check_float(tensor)
+    shape = (target.out_features, target.in_features)
+    check_shape(tensor, shape)
+    return PlannedSaved(SavedShape(target.path, name, shape), tensor, target.weight_sha256)
 
 
 def _path_and_name(tensor: TensorInfo, kind: str) -> tuple[str, str]:

@@ -114,6 +114,10 @@ class Group:
     use: int  # as in Uses.by_row
 
 
+# Adds a step's terms to y [pairs, out], in place, of x [pairs, in]; both sorted as the groups say. See `add_terms`.
+AddTerms = Callable[[Tensor, Tensor, ExpertLinear, Sequence[Group], Uses], None]
+
+
 class _Wrapper(nn.Module):
     """A module around one of Transformers, with that one's attributes."""
 
@@ -141,6 +145,7 @@ class AdaptedExperts(_Wrapper):
         swaps_features = self._is_transposed and not getattr(base, "is_transposed", False)
         self.linears = {name: ExpertLinear(self.weight(name), swaps_features=swaps_features) for name in (UP, DOWN)}
         self.products: dict[str, ExpertProducts] = {}  # by parameter, in the place of the module's own code
+        self.add_terms: AddTerms = add_terms
 
     def drop_weights(self) -> None:
         """Frees the weights, of which products have copies; their shapes and dtypes stay."""
@@ -214,11 +219,7 @@ class AdaptedExperts(_Wrapper):
 
     def _compute(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, uses: Uses) -> Tensor:
         num_rows, top_k = top_k_index.shape
-        num_uses = len(uses.adapters) + 1
-        keys = (top_k_index * num_uses + uses.by_row[:, None]).reshape(-1)  # [pairs]
-        keys, order = keys.sort(stable=True)
-        groups = list(_groups(keys, num_uses))
-        experts = keys.div(num_uses, rounding_mode="floor").unsqueeze(1)  # [pairs, 1]
+        experts, order, groups = sorted_pairs(top_k_index, uses)
         x = hidden_states.index_select(0, order // top_k)
         gate_up = self._linear(UP, x, experts, groups, uses)
         inner = cast(Any, self.base)._apply_gate(gate_up)
@@ -233,7 +234,7 @@ class AdaptedExperts(_Wrapper):
         y = grouped_product(x, self.weight(name), groups) if products is None else products(x, experts)
         y = self._add_bias(name, y, experts)
         if self.linears[name].num_installed:
-            add_terms(y, x, self.linears[name], groups, uses)
+            self.add_terms(y, x, self.linears[name], groups, uses)
         return y
 
 
@@ -300,6 +301,14 @@ def uses_of_rows(segments: Sequence[Segment], num_rows: int, device: torch.devic
         use = adapters.setdefault((segment.adapter_slot, segment.weight), len(adapters) + 1)
         by_row[segment.start : segment.end] = [use] * (segment.end - segment.start)
     return Uses(tuple(adapters), upload(torch.tensor(by_row, dtype=torch.int64), device))
+
+
+def sorted_pairs(chosen: Tensor, uses: Uses) -> tuple[Tensor, Tensor, list[Group]]:
+    """Pairs of a row and one of its experts, sorted by expert and adapter: their experts [pairs, 1], their places in
+    `chosen` [rows, experts of a row], and their groups. Waits for the device."""
+    num_uses = len(uses.adapters) + 1
+    keys, order = (chosen * num_uses + uses.by_row[:, None]).reshape(-1).sort(stable=True)
+    return keys.div(num_uses, rounding_mode="floor").unsqueeze(1), order, list(_groups(keys, num_uses))
 
 
 def _groups(keys: Tensor, num_uses: int) -> Iterator[Group]:

@@ -15,7 +15,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,8 @@ from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segmented
 
 # Terms of the sums that are made at once: on a GPU each piece is two launches.
 _MAX_TERMS, _MAX_TERMS_ON_GPU = 1 << 22, 1 << 26
+# Rows that an embedding is tried with, and how far rounding may take them apart.
+_NUM_LOOKED_UP, _LOOKUP_ERROR = 8, 1e-2
 
 
 class BaseLinear(Protocol):
@@ -308,6 +310,14 @@ class AdaptedEmbedding(nn.Module):
             self._add(y.view(-1, self.out_features), input_ids.reshape(-1), segments, self.table, scale)
         return y
 
+    def is_lookup(self) -> bool:
+        """True if the base gives rows of its weight, perhaps scaled, and does no more with them."""
+        weight, scale = cast(Tensor, self.base.weight), getattr(self.base, "embed_scale", None)
+        ids = torch.arange(min(_NUM_LOOKED_UP, len(weight)), device=weight.device)
+        rows = F.embedding(ids, weight)
+        rows = rows if scale is None else rows * _in_dtype(scale, rows.dtype)
+        return torch.allclose(self.base(ids).to(rows), rows, rtol=_LOOKUP_ERROR)
+
     def _replace(self, y: Tensor, ids: Tensor, prepared: PreparedSegments) -> None:
         for segment in prepared.segments:
             found = self.saved.get(segment.adapter_slot)
@@ -324,7 +334,7 @@ class AdaptedEmbedding(nn.Module):
             )
 
     def _add(
-        self, y: Tensor, ids: Tensor, prepared: PreparedSegments, table: FactorTable, embed_scale: Tensor | None
+        self, y: Tensor, ids: Tensor, prepared: PreparedSegments, table: FactorTable, embed_scale: Tensor | float | None
     ) -> None:
         for segment in prepared.segments:
             factors = table.factors[segment.adapter_slot]
@@ -333,9 +343,14 @@ class AdaptedEmbedding(nn.Module):
             down = factors.a.index_select(1, ids[segment.start : segment.end]).t()  # [rows, rank]
             update = product_by_row(down, factors.b) * (factors.scale * segment.weight)  # [rows, out]
             if embed_scale is not None:
-                update = update * embed_scale.to(update.dtype)
+                update = update * _in_dtype(embed_scale, update.dtype)
             y[segment.start : segment.end] += update
         rescale(y, table, prepared)
+
+
+def _in_dtype(scale: Tensor | float, dtype: torch.dtype) -> Tensor | float:
+    """An embedding's scale, which some models keep as a number, rounded to the dtype as PEFT does."""
+    return scale.to(dtype) if isinstance(scale, Tensor) else torch.tensor(scale, dtype=dtype).item()
 
 
 def product_by_row(down: Tensor, b: Tensor) -> Tensor:

@@ -33,8 +33,10 @@ from loraplex_server.layers.experts import (
     AdaptedExperts,
     AdaptedModule,
     AdaptedRouter,
+    AddTerms,
     MakeExpertProducts,
     ScaledExperts,
+    add_terms,
 )
 from loraplex_server.layers.linear import (
     AdaptedEmbedding,
@@ -87,7 +89,7 @@ def adapt_model(
         merge_modules(model, probe, targets, context)
     if stack is None and (fused := backend.fused_ops()) is not None:  # a stack has norms of its own
         _fuse(model, probe, fused, context)
-    targets |= adapt_experts(model, probe, context, dtype, backend.expert_products(form))
+    targets |= adapt_experts(model, probe, context, dtype, backend.expert_products(form), backend.expert_terms())
     layers: list[AttentionLayer] = []
     for module, spec in probe.attention:
         layer = AttentionLayer(spec, context)
@@ -151,10 +153,12 @@ def adapt_experts(
     context: StepContext,
     dtype: torch.dtype,
     make_products: MakeExpertProducts | None = None,
+    terms: AddTerms = add_terms,
 ) -> dict[str, AdaptedModule]:
     """Puts experts and routers that may carry an adapter in the place of the model's. Returns these by path, experts by
     the path of their parameters. What does not compute the same, of all the step's rows in order, stays as it was.
-    `make_products`: of a back end, which experts compute by where they give the same."""
+    `make_products`: of a back end, which experts compute by where they give the same. `terms`: what adds adapters'
+    terms to them."""
     tried: dict[str, AdaptedExperts | AdaptedRouter] = {}
     for path, module in list(model.named_modules()):
         rows = set(probe.rows.get(path, ()))
@@ -185,6 +189,7 @@ def adapt_experts(
             targets[path] = adapted
         else:
             targets |= {f"{path}.{name}": linear for name, linear in adapted.linears.items()}
+            adapted.add_terms = terms
             if make_products is not None and not isinstance(adapted, ScaledExperts):
                 _take_products(adapted, make_products)
     return targets

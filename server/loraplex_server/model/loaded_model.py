@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -90,6 +91,7 @@ class LoadedModel:
         """The base as adapter formats see it. Takes a moment: it hashes two weights that PEFT saves copies of."""
         modules: dict[str, TargetModule] = {}
         digests: dict[int, str] = {}  # tied weights are read once
+        uses = Counter(id(one.weight) for one in self.targets.values() if isinstance(one, AdaptedLinear))
         for path, module in self.targets.items():
             if isinstance(module, AdaptedRouter | ExpertLinear):
                 is_router = isinstance(module, AdaptedRouter)
@@ -116,8 +118,10 @@ class LoadedModel:
                 module.out_features,
                 is_conv1d,
                 isinstance(module, AdaptedLinear) and module.bias is not None,
-                partial(_weights, module),
-                digest,
+                is_shared=isinstance(module, AdaptedLinear) and uses[id(module.weight)] > 1,
+                is_lookup=isinstance(module, AdaptedLinear) or module.is_lookup(),
+                weights=partial(_weights, module),
+                weight_sha256=digest,
             )
         spec = self.spec
         return BaseTargets(
@@ -148,8 +152,8 @@ class LoadedModel:
 
     def _tied_head(self) -> str:
         heads = [path for path, module in self.targets.items() if isinstance(module, AdaptedHead)]
-        configs = (self.model.config.get_text_config(), self.model.config)
-        is_tied = next((one.tie_word_embeddings for one in configs if hasattr(one, "tie_word_embeddings")), False)
+        # The whole configuration's word: it is what Transformers ties by and PEFT asks, where a text's own differs.
+        is_tied = self.model.config.to_dict().get("tie_word_embeddings", False)
         return heads[0] if heads and is_tied else ""
 
     def state_memory(self, num_slots: int, num_spare: int) -> StateMemory | None:

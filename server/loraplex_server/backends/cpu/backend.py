@@ -14,9 +14,10 @@ from loraplex_contracts.errors import InvalidArgument
 from loraplex_runtime.reports import Progress, no_progress
 from loraplex_server.backends.backend import Backend, Implementation, Wanted
 from loraplex_server.backends.cpu.attention import NativePagedAttention, reason_against
+from loraplex_server.backends.cpu.experts import NativeTerms, native_experts
 from loraplex_server.backends.cpu.find_decoder import FoundStack, find_stack
 from loraplex_server.backends.cpu.fused import NativeFused
-from loraplex_server.backends.cpu.linear import native_experts, native_linears, packed_linear
+from loraplex_server.backends.cpu.linear import native_linears, packed_linear
 from loraplex_server.backends.cpu.lora import NativeDense, NativeOps
 from loraplex_server.backends.cpu.medusa import NativeGuesser, native_guesser
 from loraplex_server.backends.cpu.native.config import default_num_threads
@@ -26,7 +27,7 @@ from loraplex_server.backends.cpu.recurrences import NativeRecurrences
 from loraplex_server.backends.cpu.torch_lora import CpuDense, CpuOps
 from loraplex_server.layers.attention import AttentionSpec
 from loraplex_server.layers.context import StepContext
-from loraplex_server.layers.experts import MakeExpertProducts
+from loraplex_server.layers.experts import AddTerms, MakeExpertProducts
 from loraplex_server.layers.linear import BaseLinearFactory
 from loraplex_server.layers.lora import SegmentedDense, SegmentedLora
 from loraplex_server.layers.quantization import WeightFormat
@@ -102,6 +103,9 @@ class CpuBackend(Backend):
 
     def expert_products(self, form: WeightFormat | None = None) -> MakeExpertProducts | None:
         return None if self.kernels is None else native_experts(self.kernels, form)
+
+    def expert_terms(self) -> AddTerms:
+        return super().expert_terms() if self.kernels is None else NativeTerms(self.kernels)
 
     def fused_ops(self) -> NativeFused | None:
         return None if self.kernels is None else NativeFused(self.kernels)

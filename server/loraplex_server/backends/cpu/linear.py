@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
-from loraplex_server.layers.experts import MakeExpertProducts
 from loraplex_server.layers.linear import BaseLinear, BaseLinearFactory, PlainLinear
 from loraplex_server.layers.quantization import WeightFormat
 
@@ -84,26 +83,3 @@ def native_linears(
         return NativeLinear(kernels, weight, bias, form)
 
     return make
-
-
-class NativeExperts:
-    """Implements ExpertProducts, with a packed copy of the weights. A row's result does not depend on how many rows
-    there are, nor on where they go."""
-
-    __slots__ = ("_kernels", "_num_experts", "_num_outputs", "_packed")
-
-    def __init__(self, kernels: NativeKernels, weight: Tensor, form: WeightFormat | None = None) -> None:
-        self._kernels = kernels
-        self._num_experts, self._num_outputs, _ = weight.shape
-        self._packed = kernels.pack_experts(weight, form)
-
-    def __call__(self, x: Tensor, experts: Tensor) -> Tensor:
-        least, most = experts.aminmax()
-        if int(least) < 0 or int(most) >= self._num_experts:  # a router's own matter, and an address here
-            raise IndexError(f"a router chose an expert that is none of {self._num_experts}")
-        return self._kernels.experts(x, experts, self._packed, self._num_outputs)
-
-
-def native_experts(kernels: NativeKernels, form: WeightFormat | None = None) -> MakeExpertProducts:
-    """A factory of native products of experts; none of weights that the kernels do not know."""
-    return lambda weight: NativeExperts(kernels, weight, form) if kernels.can_pack(weight[0]) else None

@@ -87,6 +87,9 @@ def test_an_initialisation_that_peft_repeats_takes_as_many_ranks_again() -> None
     tied = replace(base_targets(), tied_head="lm_head")
     with pytest.raises(AdapterUnsupported, match=r"'lm_head' .the head, whose weight is the embedding's"):
         plan(lora_tensors(paths=["lm_head"]), tied, init_lora_weights="pissa")
+    shared = {path: replace(module, is_shared=path == Q_PROJ) for path, module in base_targets().modules.items()}
+    with pytest.raises(AdapterUnsupported, match=r"whose weight other modules share: PEFT takes a part out"):
+        plan(lora_tensors(), replace(base_targets(), modules=shared), init_lora_weights="pissa")
     with pytest.raises(AdapterUnsupported, match=r"'model.embed_tokens' .of kind embedding"):
         plan(lora_tensors(paths=[Q_PROJ, "model.embed_tokens"]), init_lora_weights="olora")
     path, large = Q_PROJ, 1 << 14
@@ -348,6 +351,15 @@ def test_saved_modules_are_named_as_peft_matches_them() -> None:
     rows = {f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta": torch.zeros(2, HIDDEN)}
     found = plan(lora_tensors() | rows, trainable_token_indices={"tokens": [3, 5]})
     assert [one.shape.token_ids for one in found.saved] == [(3, 5)]
+    for path, changes, tied_head, says in (
+        ("lm_head", {"has_bias": True}, "lm_head", "that the model's head shares, whose bias PEFT leaves out"),
+        ("model.embed_tokens", {"is_lookup": False}, "", "an embedding that does more than look rows up"),
+    ):
+        modules = dict(base_targets().modules)
+        modules[path] = replace(modules[path], **changes)
+        other = replace(base_targets(), modules=modules, embedding="model.embed_tokens", tied_head=tied_head)
+        with pytest.raises(AdapterUnsupported, match=says):
+            plan(lora_tensors() | rows, other, trainable_token_indices={"tokens": [3, 5]})
 
 
 def test_rank_limit() -> None:

@@ -6,10 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.adapter_files import HIDDEN, base_targets
+import torch
+from safetensors.torch import save
+from support.adapter_files import HIDDEN, VOCAB, BytesFile, base_targets
 
+from loraplex_adapters.formats.peft_saved import without_base_copies
 from loraplex_adapters.formats.peft_variants import plan_variant
-from loraplex_adapters.io.safetensors import TensorInfo
+from loraplex_adapters.io.safetensors import PieceReader, TensorInfo, read_header, weight_sha256
 from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterUnsupported,
@@ -85,6 +88,7 @@ def of_q(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         ("BOFT", of_q(BOFT | {"boft_R": (1, 3, 4, 4)}), {}, ShapeMismatch, "makes no blocks"),
         ("BOFT", of_q(BOFT | {"boft_R": (1, HIDDEN // 4, 4, 5)}), {}, ShapeMismatch, "boft_R"),
         ("BOFT", of_q({"boft_s": (HIDDEN, 1)}), {}, AdapterInvalid, "no boft_R"),
+        ("IA3", of_q({"ia3_l": (HIDDEN, 1), "base_layer.weight": (HIDDEN, HIDDEN)}), {}, AdapterUnsupported, "no copy"),
         ("IA3", {"base_model.model.model.embed_tokens.ia3_l": (1, HIDDEN)}, {}, AdapterUnsupported, "embed_tokens"),
     ],
 )
@@ -94,6 +98,22 @@ def test_what_does_not_fit_is_refused_by_name(
     with pytest.raises(error, match=named) as raised:
         plan_variant({"peft_type": kind, **FIELDS[kind], **fields}, header(shapes), base_targets(max_rank=HIDDEN - 1))
     assert type(raised.value) is error
+
+
+def test_a_copy_of_the_head_has_to_be_one() -> None:
+    """PEFT writes the head's weight beside what it trained there."""
+    head = torch.randn(VOCAB, HIDDEN)
+    name = "base_model.model.lm_head"
+    tensors = {f"{name}.ia3_l": torch.ones(VOCAB, 1), f"{name}.base_layer.weight": head}
+    file = BytesFile(save(tensors))
+    known = read_header(file)
+    reader = PieceReader({info.file: file for info in known.values()}, "float32")
+    found = plan_variant({"peft_type": "IA3"}, known, base_targets(weight_sha256=weight_sha256(head)))
+    assert [module.shape.path for module in found.modules] == ["lm_head"]
+    assert without_base_copies(found, reader).saved == ()
+    other = base_targets(weight_sha256=weight_sha256(head + 1))
+    with pytest.raises(AdapterUnsupported, match="another weight than the base model's"):
+        without_base_copies(plan_variant({"peft_type": "IA3"}, known, other), reader)
 
 
 def test_ranks_are_those_of_the_terms() -> None:

@@ -102,6 +102,35 @@ def test_own_weights_take_the_place_of_the_bases(is_conv1d: bool, has_bias: bool
             linear(x)
 
 
+@pytest.mark.parametrize("scale", [3.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_embedding_may_have_a_number_as_its_scale(scale: float, dtype: torch.dtype) -> None:
+    """PEFT rounds it to the dtype first."""
+    torch.manual_seed(0)
+    plain = nn.Embedding(9, 4, dtype=dtype)
+    got = list[Tensor]()
+    for given in (scale, torch.tensor(scale)):
+        embedding = AdaptedEmbedding(plain, context := StepContext())
+        plain.embed_scale = given  # type: ignore[assignment]
+        torch.manual_seed(1)
+        with_table(embedding, LoraFactors(torch.randn(2, 9).to(dtype), torch.randn(4, 2).to(dtype), 0.5))
+        context.token_segments = OPS.prepare([Segment(0, 3, 1)], 3, 2, torch.device("cpu"))
+        with torch.inference_mode():
+            got.append(embedding(torch.tensor([[4, 7, 4]])))
+    assert torch.equal(*got)
+    assert not torch.equal(got[0][0], plain(torch.tensor([4, 7, 4])))
+
+
+def test_an_embedding_that_norms_its_rows_is_no_lookup() -> None:
+    class Normed(nn.Embedding):
+        def forward(self, input: Tensor) -> Tensor:
+            return nn.functional.normalize(super().forward(input), dim=-1)
+
+    torch.manual_seed(0)
+    assert AdaptedEmbedding(nn.Embedding(9, 4), StepContext()).is_lookup()
+    assert not AdaptedEmbedding(Normed(9, 4), StepContext()).is_lookup()
+
+
 def test_embedding_keeps_its_own_class_and_attributes() -> None:
     class Scaled(nn.Embedding):
         def __init__(self) -> None:
@@ -117,6 +146,7 @@ def test_embedding_keeps_its_own_class_and_attributes() -> None:
     embedding = AdaptedEmbedding(plain, context)
     assert embedding.weight is plain.weight
     assert embedding.embed_scale is plain.embed_scale
+    assert embedding.is_lookup()
     with pytest.raises(AttributeError):
         _ = embedding.nonsense
     lora = factors(9, 4)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.multimodal import language_model
 from support.zoo import VOCAB_SIZE, ZOO, random_model
 from torch import Tensor, nn
 
@@ -41,6 +42,22 @@ def test_targets_as_plain_data() -> None:
     assert targets.modules["lm_head"].weight_sha256 == words.weight_sha256 != ""  # tied
     assert (targets.model_id, targets.dtype, targets.max_rank) == ("tiny", "float32", 16)
     assert (targets.hidden_size, targets.vocab_size) == (32, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral3", "internvl", "qwen3_vl_moe"])
+def test_a_tied_head_is_one_that_has_the_embeddings_weight(family: str) -> None:
+    """Whatever the configuration of a model's text says of itself."""
+    model = random_model(family) if family in ZOO else language_model(family)
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    targets = adopt_model(model).base_targets(max_rank=16)
+    assert targets.tied_head == (targets.head if is_tied else "")
+
+
+def test_weights_that_layers_share_are_told() -> None:
+    modules = adopt_model(random_model("zamba")).base_targets(max_rank=16).modules
+    shared = {path for path, module in modules.items() if module.is_shared}
+    assert shared
+    assert all(".shared_transf." in path for path in shared)
 
 
 def test_experts_and_routers_are_targets() -> None:

@@ -1,4 +1,4 @@
-"""Products of experts by the native kernels."""
+"""Products and adapters' terms of experts by the native kernels."""
 
 from __future__ import annotations
 
@@ -11,11 +11,23 @@ from support.native_models import native_rig
 from support.zoo import random_model
 from torch import Tensor
 
-from loraplex_server.backends.cpu.linear import NativeExperts, native_experts
+from loraplex_adapters.weights import LoraFactors
+from loraplex_server.backends.cpu.experts import NativeExperts, NativeTerms, native_experts
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
-from loraplex_server.layers.experts import DOWN, UP, AdaptedExperts
+from loraplex_server.layers.experts import (
+    DOWN,
+    UP,
+    AdaptedExperts,
+    AddTerms,
+    ExpertLinear,
+    add_terms,
+    sorted_pairs,
+    uses_of_rows,
+)
+from loraplex_server.layers.lora import FactorTable, Segment
 
 NUM_EXPERTS, TOP_K = 7, 3
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(params=best_first())
@@ -67,6 +79,58 @@ def test_weights_of_odd_sizes_are_not_taken() -> None:
     assert make(torch.randn(2, 8, 24, dtype=torch.bfloat16)) is None
     assert make(torch.randn(2, 8, 24, dtype=torch.float64)) is None
     assert make(torch.randn(2, 8, 24)) is not None
+
+
+# --- adapters' terms --------------------------------------------------------------------------------------------------
+
+
+def adapted(num_inputs: int, num_outputs: int, dtype: torch.dtype) -> ExpertLinear:
+    """Experts with adapters of two ranks in slots 0 and 2, and none in slot 1."""
+    linear = ExpertLinear(torch.empty(NUM_EXPERTS, num_outputs, num_inputs, dtype=dtype))
+    linear.table, linear.num_installed = FactorTable(3, num_inputs, num_outputs, "cpu"), 2
+    for slot, rank in ((0, 4), (2, 9)):
+        a, b = torch.randn(NUM_EXPERTS, rank, num_inputs), torch.randn(NUM_EXPERTS, num_outputs, rank)
+        linear.table.set(slot, LoraFactors(a.to(dtype) / num_inputs**0.5, b.to(dtype), 0.7))
+    return linear
+
+
+def with_terms(
+    terms: AddTerms, linear: ExpertLinear, x: Tensor, chosen: Tensor, slots: list[int], weight: float = 1.0
+) -> Tensor:
+    """y [rows, TOP_K, out], ones before the terms. `slots`: of each row, -1 for none."""
+    segments = [Segment(row, row + 1, slot, weight) for row, slot in enumerate(slots) if slot >= 0]
+    uses = uses_of_rows(segments, len(slots), CPU)
+    keys, order, groups = sorted_pairs(chosen, uses)
+    y = torch.ones(len(keys), linear.out_features, dtype=x.dtype)
+    terms(y, x.index_select(0, order // TOP_K), linear, groups, uses)
+    return torch.empty_like(y).index_copy_(0, order, y).view(len(slots), TOP_K, -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("num_rows", "num_inputs", "num_outputs"), [(1, 32, 16), (40, 96, 200), (300, 64, 130)])
+def test_terms_equal_those_of_torch(
+    kernels: NativeKernels, dtype: torch.dtype, num_rows: int, num_inputs: int, num_outputs: int
+) -> None:
+    torch.manual_seed(num_rows)
+    linear, (x, chosen) = adapted(num_inputs, num_outputs, dtype), routed(num_rows, num_inputs, dtype)
+    slots = [(0, 2, -1, 1)[row * 7 % 4] for row in range(num_rows)]
+    got = with_terms(NativeTerms(kernels), linear, x, chosen, slots, 0.5)
+    want = with_terms(add_terms, linear, x, chosen, slots, 0.5)
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-5  # a sum near zero of terms that are rounded
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    assert not torch.equal(got, torch.ones_like(got))
+    assert torch.equal(got[[slot in (-1, 1) for slot in slots]], torch.ones_like(got[[s in (-1, 1) for s in slots]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_with_terms_has_the_same_bits_in_any_company(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    linear, (x, chosen) = adapted(64, 96, dtype), routed(150, 64, dtype)
+    slots = [(0, 2, -1)[row % 3] for row in range(150)]
+    together = with_terms(NativeTerms(kernels), linear, x, chosen, slots)
+    for part in (slice(0, 1), slice(31, 32), slice(0, 9), slice(40, 120)):
+        apart = with_terms(NativeTerms(kernels), linear, x[part], chosen[part], slots[part])
+        assert torch.equal(apart, together[part])
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
