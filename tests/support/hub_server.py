@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -34,13 +35,15 @@ class Repository:
 
 
 class HubServer:
-    """`asked` has (path, token, number of the connection) of every request. `status` answers all of them with it."""
+    """`asked` has (path, token, number of the connection) of every request. `status` answers all of them with it.
+    Answers to paths with `drips` in them have a byte every 20 ms."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.asked: list[tuple[str, str | None]] = []
         self.status: int | None = None
         self.info: bytes | None = None
+        self.drips = ""
         self.hold = threading.Event()  # answers wait while it is cleared
         self.hold.set()
         hub = self
@@ -52,8 +55,10 @@ class HubServer:
                 pass
 
             def do_GET(self) -> None:
-                with contextlib.suppress(ConnectionError):
+                try:
                     hub.answer(self)
+                except ConnectionError:
+                    self.close_connection = True
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
@@ -136,7 +141,12 @@ class HubServer:
         for name, value in {"Set-Cookie": "session=1", **(headers or {}), "Content-Length": str(len(body))}.items():
             request.send_header(name, value)
         request.end_headers()
-        request.wfile.write(body)
+        if not self.drips or self.drips not in request.path:
+            request.wfile.write(body)
+            return
+        for byte in body:
+            request.wfile.write(bytes([byte]))
+            time.sleep(0.02)
 
 
 @contextlib.contextmanager

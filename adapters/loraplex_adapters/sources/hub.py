@@ -23,11 +23,10 @@ from loraplex_adapters.formats.files import TEMPLATE_NAMES, WANTED_NAMES
 from loraplex_adapters.io.source_files import parse_object
 from loraplex_adapters.sources.remote import (
     MAX_BYTES,
-    PIECE_BYTES,
     FetchedFiles,
+    HttpClient,
     RemoteFile,
     RemoteFolder,
-    http_client,
     temporary_folder,
     unavailable,
 )
@@ -96,7 +95,7 @@ class _Repository(RemoteFolder):
     """One repository at one commit."""
 
     def __init__(self, session: _Session, name: str, revision: str) -> None:
-        super().__init__(name, "the Hub")
+        super().__init__(name, "the Hub", session.client)
         self._session = session
         self._revision = revision
         self._commit = ""
@@ -138,23 +137,23 @@ class _Session:
         self._token = token
         public = _FILE_HOSTS.get(urlsplit(endpoint).hostname or "")
         self._redirect_hosts = (*redirect_hosts, *((public,) if public else ()))
-        self._client = http_client()
+        self.client = HttpClient()
 
     def __enter__(self) -> _Session:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._client.close()
+        self.client.close()
 
     @contextlib.contextmanager
     def get(self, path: str, about: str) -> Generator[Iterator[bytes]]:
         """The body's bytes as they come. Raises AdapterNotFound or SourceUnavailable."""
         url = self._endpoint + path
         for _ in range(MAX_REDIRECTS + 1):
-            with self._client.stream("GET", url, headers=self._headers(url)) as response:
+            with self.client.stream("GET", url, self._headers(url)) as response:
                 if not response.has_redirect_location:
                     _check_status(response, about, has_token=bool(self._token))
-                    yield response.iter_raw(PIECE_BYTES)
+                    yield response.iter_raw()
                     return
                 url = self._redirected(url, urljoin(url, response.headers["location"]), about)
         raise unavailable(f"the Hub redirected more than {MAX_REDIRECTS} times for {about}")
@@ -164,8 +163,7 @@ class _Session:
 
         is_own = _origin(url) == _origin(self._endpoint)
         # False: not the token that this machine may have been logged in with either.
-        headers = build_hf_headers(token=self._token or False if is_own else False, library_name="loraplex")
-        return headers | {"accept-encoding": "identity"}
+        return build_hf_headers(token=self._token or False if is_own else False, library_name="loraplex")
 
     def _redirected(self, url: str, target: str, about: str) -> str:
         """The address that a redirect leads to. Raises SourceUnavailable for a host that the operator has not named, or

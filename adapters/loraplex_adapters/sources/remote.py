@@ -15,9 +15,10 @@ import shutil
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +29,7 @@ from loraplex_adapters.sources.directory import open_folder
 from loraplex_contracts.errors import AdapterInvalid, DiskFull, LoraplexError, SourceUnavailable
 
 TIMEOUT_S: Final = 20.0  # of each read
-START_S: Final = 60.0
+START_S: Final = 60.0  # for descriptions, and of a download beside the time for its bytes
 SLOWEST_BYTES_PER_S: Final = 1 << 20
 RETRY_AFTER_S: Final = 15.0
 PIECE_BYTES: Final = 1 << 18
@@ -40,12 +41,50 @@ for _name in ("httpx", "httpx2", "httpcore", "httpcore2"):
     logging.getLogger(_name).setLevel(logging.WARNING)
 
 
-def http_client() -> Any:
-    """An HTTP client of its own, without cookies or tokens of others; it follows no redirect. Raises
-    SourceUnavailable."""
-    import huggingface_hub
+class TooSlow(Exception):
+    """The time for what is fetched is over."""
 
-    return type(huggingface_hub.get_session())(timeout=TIMEOUT_S, follow_redirects=False)
+
+class HttpClient:
+    """HTTP requests, one at a time, without cookies or tokens of others; no redirect is followed.
+
+    Owns the deadline of all that is read, headers included: a server that sends a byte now and then meets it, though
+    each byte starts TIMEOUT_S anew. After it reads raise TooSlow."""
+
+    def __init__(self) -> None:
+        from huggingface_hub import get_session
+
+        self._client: Any = type(get_session())(timeout=TIMEOUT_S, follow_redirects=False)
+        self.allow(START_S)
+
+    def allow(self, time_s: float) -> None:
+        """Sets the deadline."""
+        self._until_s = time.monotonic() + time_s
+
+    def stream(self, method: str, url: str, headers: Mapping[str, str]) -> AbstractContextManager[Any]:
+        """The response, whose body is bytes as they are stored."""
+        headers = {**headers, "accept-encoding": "identity"}
+        return self._client.stream(method, url, headers=headers, extensions={"trace": self._trace})
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _trace(self, event: str, info: Mapping[str, Any]) -> None:
+        """Called by the client for what it does. Bounds the reads of new connections."""
+        if event.endswith((".connect_tcp.complete", ".start_tls.complete")):
+            stream = info["return_value"]
+            stream.read = partial(self._read, stream.read)
+
+    def _read(self, read: Callable[..., bytes], max_bytes: int, timeout: float | None = None) -> bytes:
+        left_s = self._until_s - time.monotonic()
+        if left_s <= 0:
+            raise TooSlow
+        try:
+            return read(max_bytes, timeout=left_s if timeout is None else min(timeout, left_s))
+        except Exception as error:
+            if time.monotonic() >= self._until_s:
+                raise TooSlow from error
+            raise
 
 
 class FetchedFiles(AdapterFiles):
@@ -77,10 +116,11 @@ class Damaged(Exception):
 class RemoteFolder(ABC):
     """The files of one adapter on a server."""
 
-    def __init__(self, name: str, server: str) -> None:
+    def __init__(self, name: str, server: str, client: HttpClient) -> None:
         """`server` names its kind in errors: "the Hub"."""
         self.name = name
         self.server = server
+        self.client = client
         self.files: dict[str, RemoteFile] = {}
 
     @abstractmethod
@@ -109,31 +149,29 @@ class RemoteFolder(ABC):
         """Fetches the named files. Raises AdapterInvalid or DiskFull before it fetches too much."""
         total_bytes = sum(self.files[name].num_bytes for name in names)
         _check_room(total_bytes, max_bytes, folder, _on(self.server))
-        until_s = time.monotonic() + START_S + total_bytes / SLOWEST_BYTES_PER_S
+        self.client.allow(START_S + total_bytes / SLOWEST_BYTES_PER_S)
         for name in names:
             (folder / name).parent.mkdir(exist_ok=True)
-            self.download(name, folder / name, until_s)
+            self.download(name, folder / name)
 
-    def download(self, name: str, target: Path, until_s: float) -> None:
+    def download(self, name: str, target: Path) -> None:
         """Downloads the whole file, in two tries."""
         for is_last in (False, True):
             try:
-                self._download(name, target, until_s)
+                self._download(name, target)
                 return
             except Damaged as damage:
                 if is_last:
                     raise unavailable(f"{name} of {self.name!a} {_on(self.server)} {damage}") from damage
 
-    def _download(self, name: str, target: Path, until_s: float) -> None:
+    def _download(self, name: str, target: Path) -> None:
         remote = self.files[name]
         hasher, num_bytes = remote.new_hash(), 0
-        with target.open("wb") as out, self.get(name) as pieces:
+        with target.open("wb", buffering=PIECE_BYTES) as out, self.get(name) as pieces:
             for piece in pieces:
                 num_bytes += len(piece)
                 if num_bytes > remote.num_bytes:
                     raise Damaged(f"has more than the {remote.num_bytes} bytes of its description")
-                if time.monotonic() > until_s:
-                    raise unavailable(f"{name} of {self.name!a} came too slowly from {self.server}")
                 hasher.update(piece)
                 out.write(piece)
         if num_bytes < remote.num_bytes:
@@ -179,6 +217,8 @@ def _check_room(total_bytes: int, max_bytes: int, folder: Path, where: str) -> N
 
 
 def _translated(error: Exception, name: str, server: str) -> LoraplexError:
+    if isinstance(error, TooSlow):
+        return unavailable(f"{name!a} came too slowly from {server}")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(
             f"the disk is full for now, so that {name!a} cannot be fetched from {server}; make room in the folder of "

@@ -31,11 +31,11 @@ from loraplex_adapters.io.source_files import MAX_FILES, parse_object
 from loraplex_adapters.sources.remote import (
     MAX_BYTES,
     MODEL_WEIGHTS,
-    PIECE_BYTES,
+    START_S,
     FetchedFiles,
+    HttpClient,
     RemoteFile,
     RemoteFolder,
-    http_client,
     temporary_folder,
     unavailable,
 )
@@ -56,6 +56,7 @@ log = logging.getLogger(__name__)
 
 SIGNED_FOR: Final = timedelta(minutes=5)  # an address; a download that has begun goes on
 MAX_REFUSAL_BYTES: Final = 64 << 10
+REFUSAL_S: Final = 5.0
 MAX_INDEX_BYTES: Final = 16 << 20
 # Timeouts for asking a service for credentials.
 _TIMEOUTS: Final[ClientConfig] = {"connect_timeout": "5s", "timeout": "20s"}
@@ -89,7 +90,7 @@ class S3Source:
         bucket, prefix = self._place(adapter_id, origin)
         place = f"{S3_SOURCE}{bucket}/{prefix}"
         with temporary_folder(self._temporary, place, "the bucket") as folder:
-            with contextlib.closing(http_client()) as client:
+            with contextlib.closing(HttpClient()) as client:
                 remote = _Prefix(client, self._bucket(bucket), prefix, place)
                 remote.look(self._wanted)
                 remote.fetch(folder, self._wanted, self._max_bytes)
@@ -166,9 +167,8 @@ class _Bucket:
 class _Prefix(RemoteFolder):
     """The objects under one prefix. They are asked for by name: listing needs a further permission."""
 
-    def __init__(self, client: Any, bucket: _Bucket, prefix: str, place: str) -> None:
-        super().__init__(place, "the bucket")
-        self._client = client
+    def __init__(self, client: HttpClient, bucket: _Bucket, prefix: str, place: str) -> None:
+        super().__init__(place, "the bucket", client)
         self._bucket = bucket
         self._prefix = prefix
 
@@ -205,10 +205,11 @@ class _Prefix(RemoteFolder):
     def get(self, name: str) -> Generator[Iterator[bytes]]:
         with self._ask("GET", name) as response:
             if response.status_code == 404:
-                raise self._not_found(_code(response))
-            yield response.iter_raw(PIECE_BYTES)
+                raise self._not_found(self._code(response))
+            yield response.iter_raw()
 
     def _describe(self, names: Sequence[str]) -> None:
+        self.client.allow(START_S)
         for name in names:
             self.files.pop(name, None)
             with self._ask("HEAD", name) as response:
@@ -219,7 +220,7 @@ class _Prefix(RemoteFolder):
     def _ask(self, method: Literal["GET", "HEAD"], name: str) -> Generator[Any]:
         """The answer, which has the object or says 404. Raises typed errors for others."""
         url = self._bucket.address(method, f"{self._prefix}/{name}")
-        with self._client.stream(method, url, headers={"accept-encoding": "identity"}) as response:
+        with self.client.stream(method, url, {}) as response:
             status = response.status_code
             if status in (200, 404):
                 yield response
@@ -231,7 +232,7 @@ class _Prefix(RemoteFolder):
                     f"the bucket's server redirected to {host[:100]!a} for {about}, which this server does not follow; "
                     "its operator can name the right endpoint (--s3-bucket NAME=ENDPOINT) or region (AWS_REGION)"
                 )
-            code = _code(response)
+            code = self._code(response)
             if status in (401, 403):
                 raise PermissionDenied(
                     f"the bucket does not give out {about} to this worker's credentials{code}; they need s3:GetObject, "
@@ -241,6 +242,19 @@ class _Prefix(RemoteFolder):
             region = response.headers.get("x-amz-bucket-region", "")
             where = f"; it is in region {region} (AWS_REGION)" if _REGION.match(region) else ""
             raise unavailable(f"the bucket's server answered {status}{code} for {about}{where}")
+
+    def _code(self, response: Any) -> str:
+        """The code in a refusal's body, in brackets; empty where there is none. A body may be endless, slow or cut: the
+        status says enough."""
+        self.client.allow(REFUSAL_S)
+        data = b""
+        with contextlib.suppress(Exception):
+            for piece in response.iter_raw():
+                data += piece
+                if len(data) >= MAX_REFUSAL_BYTES:
+                    break
+        found = _CODE.search(data[:MAX_REFUSAL_BYTES])
+        return "" if found is None else f" ({found[1].decode()})"
 
     def _not_found(self, code: str) -> AdapterNotFound:
         what = f"bucket {self._bucket.name!a}" if "NoSuchBucket" in code else f"adapter under {self.name!a}"
@@ -257,14 +271,3 @@ def _described(response: Any, name: str) -> RemoteFile:
         raise unavailable(f"the bucket's server does not say how large {name} is") from None
     digest = response.headers.get("x-amz-meta-sha256", "").lower()
     return RemoteFile(num_bytes, digest if _SHA256.match(digest) else "", response.headers.get("etag", ""))
-
-
-def _code(response: Any) -> str:
-    """The code in a refusal's body, in brackets; empty where there is none. A body may be endless."""
-    data = b""
-    for piece in response.iter_raw(MAX_REFUSAL_BYTES):
-        data += piece
-        if len(data) >= MAX_REFUSAL_BYTES:
-            break
-    found = _CODE.search(data[:MAX_REFUSAL_BYTES])
-    return "" if found is None else f" ({found[1].decode()})"

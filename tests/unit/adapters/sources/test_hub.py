@@ -231,6 +231,15 @@ def test_a_hub_that_hangs(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None
         source_of(hub).open("org/sql")
 
 
+def test_a_hub_that_drips(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraplex_adapters.sources.remote.START_S", 0.3)
+    for part in ("api", WEIGHTS):
+        hub.server.drips = part
+        with pytest.raises(SourceUnavailable, match="'org/sql' came too slowly from the Hub"):
+            source_of(hub).open("org/sql")
+    assert not hub.left_over
+
+
 def test_a_full_disk(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")

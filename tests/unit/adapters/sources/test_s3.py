@@ -326,6 +326,31 @@ def test_an_endless_refusal_and_a_server_that_hangs(temporary: Path, monkeypatch
         done.set()
 
 
+def test_drips(sql: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+
+    def dripping(handler: BaseHTTPRequestHandler) -> None:
+        name = handler.path.partition("?")[0].rpartition("/")[2]
+        if handler.command == "HEAD" or (status == 200 and name != WEIGHTS):
+            data = (sql / name).read_bytes() if name in (CONFIG, WEIGHTS) else b""
+            send(handler, 200 if data else 404, data, etag='"1"')
+            return
+        handler.send_response(status)
+        handler.send_header("content-length", "1000000")
+        handler.end_headers()
+        while not over.wait(0.02):
+            handler.wfile.write(b"x")
+
+    monkeypatch.setattr("loraplex_adapters.sources.remote.START_S", 0.3)
+    monkeypatch.setattr("loraplex_adapters.sources.s3.REFUSAL_S", 0.1)
+    with answering(dripping) as server:
+        status = 200
+        assert "'s3:models/team/sql' came too slowly from the bucket" in failure(server, temporary).message
+        status = 403
+        assert isinstance(failure(server, temporary), PermissionDenied)
+        over.set()
+
+
 def test_credentials_are_in_no_log_and_no_error(
     server: S3Server, sql: Path, temporary: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
