@@ -168,7 +168,7 @@ class RemoteFolder(ABC):
         remote = self.files[name]
         hasher, num_bytes = remote.new_hash(), 0
         with target.open("wb", buffering=PIECE_BYTES) as out, self.get(name) as pieces:
-            for piece in pieces:
+            for piece in _whole(pieces):
                 num_bytes += len(piece)
                 if num_bytes > remote.num_bytes:
                     raise Damaged(f"has more than the {remote.num_bytes} bytes of its description")
@@ -178,6 +178,16 @@ class RemoteFolder(ABC):
             raise Damaged(f"ended after {num_bytes} of {remote.num_bytes} bytes")
         if remote.digest and hasher.hexdigest() != remote.digest:
             raise Damaged("does not have the digest of its description")
+
+
+def _whole(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """The pieces of a body. Raises Damaged where the connection ends before it does."""
+    try:
+        yield from pieces
+    except TooSlow:
+        raise
+    except Exception as error:
+        raise Damaged(f"was cut off ({type(error).__name__})") from error
 
 
 @contextlib.contextmanager

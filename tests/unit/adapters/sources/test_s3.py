@@ -257,14 +257,16 @@ def test_refusals(temporary: Path) -> None:
 
 def test_a_server_that_dies(server: S3Server, sql: Path, temporary: Path) -> None:
     data = (sql / WEIGHTS).read_bytes()
+    asked: list[str] = []
 
     def half(handler: BaseHTTPRequestHandler) -> None:
         name = handler.path.partition("?")[0].rpartition("/")[2]
         if name not in (CONFIG, WEIGHTS):
             send(handler, 404)
-        elif handler.command == "HEAD" or name == CONFIG:
+        elif handler.command == "HEAD" or name == CONFIG or len(asked) == num_cut:
             send(handler, 200, (sql / name).read_bytes(), etag='"1"')
         else:
+            asked.append(name)
             handler.send_response(200)
             handler.send_header("content-length", str(len(data)))
             handler.end_headers()
@@ -272,7 +274,14 @@ def test_a_server_that_dies(server: S3Server, sql: Path, temporary: Path) -> Non
             handler.close_connection = True
 
     with answering(half) as endpoint:
-        assert isinstance(failure(endpoint, temporary), SourceUnavailable)
+        num_cut = 1
+        with source_of(endpoint, temporary).open("mine", SQL) as files:
+            assert read_all(files.open(WEIGHTS), 1 << 20) == data
+        num_cut = 3
+        error = failure(endpoint, temporary)
+    assert isinstance(error, SourceUnavailable)
+    assert f"{WEIGHTS} of 's3:models/team/sql' in the bucket was cut off" in error.message
+    assert len(asked) == 3
     assert isinstance(failure(endpoint, temporary), SourceUnavailable)  # nothing listens there any more
     with s3_server() as mortal:
         mortal.put("models")
