@@ -55,9 +55,9 @@ class HubSource:
         temporary: Path | None = None,
         with_templates: bool = False,
     ) -> None:
-        import huggingface_hub
+        from huggingface_hub import constants
 
-        self._endpoints = tuple(one.rstrip("/") for one in endpoints or (huggingface_hub.constants.ENDPOINT,))
+        self._endpoints = tuple(one.rstrip("/") for one in endpoints or (constants.ENDPOINT,))
         self._token = token
         self._redirect_hosts = tuple(redirect_hosts)
         self._wanted = (*WANTED_NAMES, *(TEMPLATE_NAMES if with_templates else ()))
@@ -129,9 +129,9 @@ class _Session:
     """Requests with one caller's token, to one endpoint and to where it may redirect."""
 
     def __init__(self, endpoint: str, token: str | None, redirect_hosts: Sequence[str]) -> None:
-        import huggingface_hub
+        from huggingface_hub import constants
 
-        if huggingface_hub.constants.HF_HUB_OFFLINE:
+        if constants.HF_HUB_OFFLINE:
             raise unavailable("this server does not ask the Hub: HF_HUB_OFFLINE is set")
         self._endpoint = endpoint
         self._token = token

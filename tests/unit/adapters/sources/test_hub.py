@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -222,6 +225,13 @@ def test_a_hub_that_is_away(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(SourceUnavailable, match="HF_HUB_OFFLINE is set"):
         source.open("org/sql")
+
+
+def test_nothing_else_of_the_hubs_library_has_to_be_there() -> None:
+    code = "from loraplex_adapters.sources.hub import HubSource; HubSource().open('org/sql')"
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert "HF_HUB_OFFLINE is set" in done.stderr
 
 
 def test_a_hub_that_hangs(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
