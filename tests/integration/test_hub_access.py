@@ -251,7 +251,7 @@ async def test_redirects_to_other_hosts_are_not_followed(address: str, hub: HubS
     async with router_for([address], worker_token="w") as (router, _), AsyncClient(router.address) as client:
         error = await refused(client, "org/private", mine)
         assert isinstance(error, SourceUnavailable)
-        assert "redirected to another host" in error.message
+        assert "redirected to 'http://localhost:9'" in error.message
 
 
 async def test_requests_over_http(

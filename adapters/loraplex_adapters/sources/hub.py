@@ -168,14 +168,13 @@ class _Session:
     def _redirected(self, url: str, target: str, about: str) -> str:
         """The address that a redirect leads to. Raises SourceUnavailable for a host that the operator has not named, or
         where it leads out of TLS."""
-        scheme, host, _ = _origin(target)
+        scheme, host, port = _origin(target)
         is_named = any(host == one or (one.startswith(".") and host.endswith(one)) for one in self._redirect_hosts)
         if _origin(target) == _origin(self._endpoint) or (is_named and scheme == TLS):
             return target
-        raise unavailable(
-            f"the Hub redirected to another host ({host[:100]!a}) for {about}, which this server does not follow; its "
-            "operator can allow it (--hub-redirect-host)"
-        )
+        where = f"{scheme}://{host[:100]}" + (f":{port}" if port else "")
+        allowed = "its operator can allow the host (--hub-redirect-host)" if scheme == TLS else f"only {TLS} is followed"
+        raise unavailable(f"the Hub redirected to {where!a} for {about}, which this server does not follow; {allowed}")
 
 
 def _described(sibling: Mapping[str, Any]) -> RemoteFile:

@@ -300,11 +300,21 @@ def test_the_operators_token_is_for_the_first_endpoint(hub: FakeHub) -> None:
     assert {token for _, token in hub.server.asked} == {None}
 
 
-@pytest.mark.parametrize("target", ["http://127.0.0.1:1/x", "https://evil.invalid/x", "file:///etc/passwd", "//evil/x"])
-def test_redirects_to_other_hosts_are_not_followed(hub: FakeHub, target: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("https://evil.invalid/x", "'https://evil.invalid:443' .* allow the host .--hub-redirect-host"),
+        ("https://127.0.0.1:1/x", "'https://127.0.0.1:1' .* allow the host .--hub-redirect-host"),
+        ("http://127.0.0.1:1/x", "'http://127.0.0.1:1' .*; only https is followed"),
+        ("http://named.invalid/x", "'http://named.invalid:80' .*; only https is followed"),
+        ("//evil/x", "'http://evil:80' .*; only https is followed"),
+        ("file:///etc/passwd", "'file://' .*; only https is followed"),
+    ],
+)
+def test_redirects_to_other_hosts_are_not_followed(hub: FakeHub, target: str, says: str) -> None:
     hub.repository.redirects[WEIGHTS] = target
-    with pytest.raises(SourceUnavailable, match=r"redirected to another host .*--hub-redirect-host"):
-        source_of(hub).open("org/sql")
+    with pytest.raises(SourceUnavailable, match=f"redirected to {says}"):
+        source_of(hub, redirect_hosts=["named.invalid"]).open("org/sql")
 
 
 def test_redirects_that_go_round(hub: FakeHub) -> None:
