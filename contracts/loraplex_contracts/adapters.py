@@ -222,22 +222,38 @@ def name_in(ref: str) -> str:
 
 
 def check_adapter_source(source: str, *, field: str = "source") -> str:
-    """Returns a well-formed path of a folder, absolute or below the adapter root; the source sees that it stays there.
-    Raises InvalidArgument, and Unimplemented for an address."""
+    """Returns a well-formed place: a repository, a place in a bucket, or the path of a folder, absolute or below the
+    adapter root; the source sees that it stays there. Raises InvalidArgument, and Unimplemented for an address."""
     if "://" in source:
         raise Unimplemented(
             f"`{field}` {_shown(source)} is an address: adapters come from folders in the server's directory of "
             "adapters, from hub:ORG/NAME or from s3:BUCKET/PREFIX",
             field=field,
         )
+    if source.startswith(HUB_SOURCE):
+        check_repository(source.removeprefix(HUB_SOURCE), field=field)
+        return source
     steps = source.removeprefix("/").removesuffix("/").split("/")
     if len(source) > MAX_SOURCE_CHARS or not source.isprintable() or not {"", ".", ".."}.isdisjoint(steps):
+        is_bucket = source.startswith(S3_SOURCE)
+        wanted = "a place in a bucket: write s3:BUCKET/PREFIX" if is_bucket else "the path of a folder: write it"
         raise InvalidArgument(
-            f"`{field}` {_shown(source)} is not the path of a folder: write it without '.', '..' and empty steps, "
-            f"{MAX_SOURCE_CHARS} characters at most",
+            f"`{field}` {_shown(source)} is not {wanted} without '.', '..' and empty steps, {MAX_SOURCE_CHARS} "
+            "characters at most",
             field=field,
         )
     return source
+
+
+def check_repository(name: str, *, field: str = "source") -> AdapterId:
+    """Returns a well-formed name of a repository on the Hub, that of a `field` hub:ORG/NAME. Raises InvalidArgument."""
+    if "/" not in name or len(name) > MAX_ADAPTER_ID_CHARS or ".." in name or not _ADAPTER_ID.match(name):
+        raise InvalidArgument(
+            f"`{field}` {_shown(name)} is not a repository on the Hub: write hub:ORG/NAME, with letters, digits, '.', "
+            f"'_' and '-', {MAX_ADAPTER_ID_CHARS} characters at most",
+            field=field,
+        )
+    return AdapterId(name)
 
 
 def check_on_hub(source: str, *, field: str) -> None:

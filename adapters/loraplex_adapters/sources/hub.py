@@ -30,7 +30,7 @@ from loraplex_adapters.sources.remote import (
     temporary_folder,
     unavailable,
 )
-from loraplex_contracts.adapters import HUB_SOURCE, OWN_PLACE, AdapterOrigin, check_adapter_id
+from loraplex_contracts.adapters import HUB_SOURCE, OWN_PLACE, AdapterOrigin, check_adapter_id, check_repository
 from loraplex_contracts.errors import AdapterInvalid, AdapterNotFound, adapter_not_found
 
 # The public Hub keeps large files on hosts of this domain.
@@ -78,17 +78,16 @@ class HubSource:
         return []
 
     def _place(self, adapter_id: str, origin: AdapterOrigin) -> tuple[str, str]:
-        """Endpoint and repository. Raises AdapterNotFound where it is no place of this source's."""
+        """Endpoint and repository. Raises AdapterNotFound where it is no place of this source's, InvalidArgument."""
         check_adapter_id(adapter_id)
-        endpoint, repo = self._endpoints[0], origin.source.removeprefix(HUB_SOURCE) if origin.source else adapter_id
-        if origin.source and not origin.source.startswith(HUB_SOURCE):
-            named = [one for one in self._endpoints if origin.source.startswith(one + "/")]
-            if not named:
-                raise adapter_not_found(adapter_id)
-            endpoint, repo = named[0], origin.source.removeprefix(named[0] + "/")
-        if "/" not in repo:
+        if origin.source.startswith(HUB_SOURCE):
+            return self._endpoints[0], check_repository(origin.source.removeprefix(HUB_SOURCE))
+        named = [one for one in self._endpoints if origin.source.startswith(one + "/")]
+        if named:
+            return named[0], check_repository(origin.source.removeprefix(named[0] + "/"))
+        if origin.source or "/" not in adapter_id:
             raise adapter_not_found(adapter_id)
-        return endpoint, check_adapter_id(repo, field="source" if origin.source else "adapter_id")
+        return self._endpoints[0], adapter_id
 
 
 class _Repository(RemoteFolder):
@@ -173,7 +172,9 @@ class _Session:
         if _origin(target) == _origin(self._endpoint) or (is_named and scheme == TLS):
             return target
         where = f"{scheme}://{host[:100]}" + (f":{port}" if port else "")
-        allowed = "its operator can allow the host (--hub-redirect-host)" if scheme == TLS else f"only {TLS} is followed"
+        allowed = (
+            "its operator can allow the host (--hub-redirect-host)" if scheme == TLS else f"only {TLS} is followed"
+        )
         raise unavailable(f"the Hub redirected to {where!a} for {about}, which this server does not follow; {allowed}")
 
 

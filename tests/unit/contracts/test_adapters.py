@@ -28,7 +28,9 @@ def test_a_name_has_no_version() -> None:
         check_adapter_id("sql@0123abcd")
 
 
-@pytest.mark.parametrize("source", ["sql", "team/sql/v2", "/srv/adapters/sql", "/srv/adapters/sql/", "with space"])
+@pytest.mark.parametrize(
+    "source", ["sql", "team/sql/v2", "/srv/sql", "/srv/sql/", "with space", "hub:org/sql", "s3:bucket/a"]
+)
 def test_sources(source: str) -> None:
     assert check_adapter_source(source) == source
 
@@ -37,6 +39,23 @@ def test_sources(source: str) -> None:
 def test_what_is_no_source(source: str) -> None:
     with pytest.raises(InvalidArgument):
         check_adapter_source(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("hub:org", "'org' is not a repository on the Hub: write hub:ORG/NAME,"),
+        ("hub:org/../x", "'org/../x' is not a repository on the Hub: write hub:ORG/NAME,"),
+        ("hub:org/sql/v2", "write hub:ORG/NAME,"),
+        ("hub:org/" + "x" * 128, "128 characters at most"),
+        ("s3:bucket/../x", "is not a place in a bucket: write s3:BUCKET/PREFIX without"),
+        ("a/../b", "is not the path of a folder: write it without"),
+    ],
+)
+def test_refusals_of_a_source_say_how_its_kind_is_written(source: str, says: str) -> None:
+    with pytest.raises(InvalidArgument, match=says) as raised:
+        check_adapter_source(source)
+    assert raised.value.field == "source"
 
 
 def test_addresses_are_refused_as_sources() -> None:

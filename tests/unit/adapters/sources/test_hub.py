@@ -286,11 +286,13 @@ def test_revisions_and_places(hub: FakeHub) -> None:
         source_of(hub).open("org/sql", AdapterOrigin(revision="v9"))
     for source in ("hub:org/sql", f"{hub.server.endpoint}/org/sql"):
         source_of(hub).open("mine", AdapterOrigin(source)).close()
-    for source in ("https://elsewhere.invalid/org/sql", "hub:sql", "/srv/org/sql"):
+    for source in ("https://elsewhere.invalid/org/sql", "/srv/org/sql"):
         with pytest.raises(AdapterNotFound):
             source_of(hub).open("mine", AdapterOrigin(source))
-    with pytest.raises(InvalidAdapterId, match="source"):
-        source_of(hub).open("mine", AdapterOrigin("hub:../../etc"))
+    for source in ("hub:../../etc", "hub:sql", f"{hub.server.endpoint}/org"):
+        with pytest.raises(InvalidArgument, match="write hub:ORG/NAME") as raised:
+            source_of(hub).open("mine", AdapterOrigin(source))
+        assert raised.value.field == "source"
 
 
 def test_the_operators_token_is_for_the_first_endpoint(hub: FakeHub) -> None:
