@@ -31,7 +31,7 @@ from typing import Any, cast
 
 from loraplex_adapters.io.uncached import PAGE_BYTES, ChunkWriter, write_uncached
 from loraplex_contracts.adapters import AdapterKey, AdapterKind
-from loraplex_contracts.errors import DiskFull, FailedPrecondition
+from loraplex_contracts.errors import DiskFull, FailedPrecondition, Unavailable
 
 MAGIC = b"LPXADPT1"
 MAX_HEADER_BYTES = 16 << 20
@@ -126,7 +126,8 @@ class AdapterStore:
     ) -> AdapterKey:
         """Stores the payload that `fill` writes: exactly `payload_bytes`, which are left in `memory` too.
 
-        Raises DiskFull or an error of `fill`; then nothing is left behind."""
+        Raises DiskFull, Unavailable or an error of `fill`, whose sources raise typed errors; then nothing is left
+        behind."""
         header = _header(kind, layout, payload_bytes)
         start = _payload_start(header)
         file_bytes = start + payload_bytes
@@ -153,10 +154,13 @@ class AdapterStore:
         except BaseException as error:
             with self._lock:
                 self._num_bytes -= file_bytes
-            path.unlink(missing_ok=True)
-            if isinstance(error, OSError) and error.errno in _FULL:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            if not isinstance(error, OSError):
+                raise
+            if error.errno in _FULL:
                 raise self._no_room(error, file_bytes) from error
-            raise
+            raise _unwritable(error) from error
         finally:
             if fd >= 0:
                 os.close(fd)
@@ -367,6 +371,15 @@ def _is_bad_file(error: OSError | ValueError) -> bool:
 def _pieces(data: memoryview) -> Iterator[memoryview]:
     """Pieces of the data; each is hashed without the interpreter lock."""
     return (data[start : start + (1 << 20)] for start in range(0, data.nbytes, 1 << 20))
+
+
+def _unwritable(error: OSError) -> Unavailable:
+    return Unavailable(
+        f"the adapter store of this worker cannot be written ({error.strerror or 'input or output'}); try again later, "
+        "once its operator has mended the folder (--adapter-store) or started the worker anew",
+        resource="adapter store",
+        retry_after_s=RETRY_FULL_S,
+    )
 
 
 def never_fits(file_bytes: int, why: str) -> DiskFull:

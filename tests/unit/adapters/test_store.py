@@ -11,7 +11,7 @@ import pytest
 from loraplex_adapters.io import uncached as once
 from loraplex_adapters.store import RETRY_FULL_S, AdapterStore, WriteFn, header_content, remove_abandoned
 from loraplex_contracts.adapters import AdapterKey
-from loraplex_contracts.errors import DiskFull, FailedPrecondition, NonFinite
+from loraplex_contracts.errors import DiskFull, FailedPrecondition, NonFinite, Unavailable
 
 LAYOUT = {"dtype": "float32", "factors": []}
 FILE_BYTES = 4096 + 256
@@ -227,6 +227,31 @@ def test_a_fill_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
         store.put("lora", LAYOUT, 256, filler(1, 200))
     assert files(tmp_path) == []
     assert store.num_bytes == 0
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EROFS])
+def test_a_store_that_cannot_be_written(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = AdapterStore(tmp_path, 1 << 20)
+
+    def broken(*args: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(once, "write_uncached", broken)
+    with pytest.raises(Unavailable, match=f"the adapter store .* cannot be written .{os.strerror(code)}") as raised:
+        put(store, 1)
+    assert (raised.value.resource, raised.value.retry_after_s) == ("adapter store", RETRY_FULL_S)
+    assert files(tmp_path) == []
+    assert store.num_bytes == 0
+
+
+def test_a_store_that_vanished(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path / "store", 1 << 20)
+    (tmp_path / "store").rename(tmp_path / "moved")
+    with pytest.raises(Unavailable, match=r"the adapter store .* cannot be written \(No such file"):
+        put(store, 1)
+    assert store.num_bytes == 0
+    (tmp_path / "moved").rename(tmp_path / "store")
+    put(store, 1)
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
