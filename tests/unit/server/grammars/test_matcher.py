@@ -124,6 +124,20 @@ def test_classes_hold_in_strings(grammars: Compiler, pattern: str, wanted: str) 
     ]
 
 
+@pytest.mark.parametrize("char", [*map(chr, range(32)), "\x7f"])
+def test_control_characters_with_a_short_escape_are_served(grammars: Compiler, char: str) -> None:
+    for schema, value in (
+        ({"const": char}, char),
+        ({"enum": [char]}, char),
+        ({"type": "object", "properties": {char: {"type": "null"}}, "required": [char]}, {char: None}),
+    ):
+        if char in "\b\t\n\f\r":
+            assert fits(grammars, schema, json.dumps(value, separators=(",", ":")))
+        else:
+            with pytest.raises(InvalidArgument, match="control characters"):
+                source.json_schema(json.dumps(schema))
+
+
 @pytest.mark.parametrize("reference", ["#/x", "#/x/y", "#/properties/a/enum/0", "#/$defs", "#/prefixItems/-1"])
 def test_references_lead_to_parts_that_are_checked(reference: str) -> None:
     schema = {"$ref": reference, "x": {"y": {"divisibleBy": 3}}, "$defs": {}, "properties": {"a": {"enum": [{}]}}}
