@@ -142,6 +142,11 @@ def refusal(grammar: Grammar, reason: str) -> InvalidArgument:
         reason = found[1]
     if reason.startswith("NoExtension"):
         reason = "no text fits it"
+    if reason.startswith("oneOf constraints"):  # it goes on with an option of the library's
+        reason = (
+            "`oneOf` cannot be enforced where a value may fit several of its schemas; write `anyOf`, or tell them "
+            "apart by `type`, `const`, `enum`, or a required property with a `const`"
+        )
     for pattern, keyword in _KEYWORDS:
         if re.match(pattern, reason):
             reason = f"`{keyword}` cannot be enforced: {reason}"

@@ -8,6 +8,7 @@ import random
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -151,6 +152,33 @@ def test_references_to_parts(reference: str) -> None:
     properties = {"a": {"anyOf": [True, part]}, "b": True, "c": {"$ref": reference}}
     schema = {"type": "object", "$defs": {"a/b c": part}, "properties": properties}
     source.json_schema(json.dumps(schema))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_apart"),
+    [
+        ({"type": "string"}, {"type": "integer"}, True),
+        ({"const": "a"}, {"enum": ["b", "c"]}, True),
+        (
+            {"type": "object", "properties": {"kind": {"const": "a"}}, "required": ["kind"]},
+            {"type": "object", "properties": {"kind": {"const": "b"}}, "required": ["kind"]},
+            True,
+        ),
+        ({"type": "integer"}, {"type": "number"}, False),
+        ({"type": "integer", "maximum": 3}, {"type": "integer", "minimum": 4}, False),
+    ],
+)
+def test_one_of_says_what_tells_its_schemas_apart(
+    grammars: Compiler, one: dict[str, Any], other: dict[str, Any], is_apart: bool
+) -> None:
+    schema = {"oneOf": [one, other]}
+    if is_apart:
+        grammars.compile(source.json_schema(json.dumps(schema)))
+        return
+    for grammar in (source.json_schema(json.dumps(schema)), source.lark(f"start: %json {json.dumps(schema)}")):
+        with pytest.raises(InvalidArgument, match=r"`oneOf` cannot be enforced .*; write `anyOf`") as caught:
+            grammars.compile(grammar)
+        assert "coerce" not in caught.value.message
 
 
 @pytest.mark.parametrize("seed", range(30))
