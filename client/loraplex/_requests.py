@@ -477,6 +477,11 @@ _GRAMMARS: Final = {
     "choice": "choice.texts",
     "structural_tag": "structural_tag_json",
 }
+# What fields take that hold JSON.
+_TAKEN: Final = {
+    "json_schema": "it takes a schema, as a mapping or as JSON",
+    "structural_tag_json": "it takes a mapping, or one as JSON",
+}
 
 
 def _put_grammar(message: inference_pb2.Grammar, wanted: Grammar) -> None:
@@ -513,7 +518,7 @@ def _assign(message: Any, path: str, value: Any, *, shown_as: str = "") -> None:
             current.extend([value] if isinstance(value, str) else value)
     except (TypeError, ValueError, AttributeError) as error:  # what protobuf raises; UnicodeEncodeError is a ValueError
         field = shown_as or path
-        takes = taken_by(name) or ("it takes a string" if isinstance(current, str) else "")
+        takes = taken_by(name) or _TAKEN.get(path) or ("it takes a string" if isinstance(current, str) else "")
         why = ": it is not text in UTF-8" if isinstance(error, UnicodeEncodeError) else takes and f"; {takes}"
         raise InvalidArgument(f"`{field}` cannot be {_shown(value)}{why}", field=field) from error
 

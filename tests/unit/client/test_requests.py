@@ -339,6 +339,15 @@ def test_a_grammar_is_of_one_kind(grammar: Any) -> None:
     assert caught.value.field == "grammar"
 
 
+@pytest.mark.parametrize("schema", [True, False, 7, ["object"]])
+def test_a_schema_is_a_mapping_or_json(schema: Any) -> None:
+    with pytest.raises(InvalidArgument, match="it takes a schema, as a mapping or as JSON") as caught:
+        generate_request("a", {"grammar": Grammar(json_schema=schema)})
+    assert caught.value.field == "grammar.json_schema"
+    with pytest.raises(InvalidArgument, match="it takes a mapping, or one as JSON"):
+        generate_request("a", {"grammar": Grammar(structural_tag=schema)})
+
+
 def test_mixtures() -> None:
     request = generate_request("a", {"adapters": {"x": 0.25, "y": -1}})
     assert [(a.id, a.weight) for a in request.adapters] == [("x", 0.25), ("y", -1.0)]
