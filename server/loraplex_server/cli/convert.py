@@ -14,6 +14,7 @@ import re
 import resource
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from io import BytesIO
@@ -193,7 +194,8 @@ def converting(setup: Any) -> Callable[[Any], Any]:
 def read_pickle(source: IO[bytes]) -> dict[str, Tensor]:
     """The state dict of the pickle, checked. Raises Refused."""
     try:
-        loaded: Any = torch.load(source, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # torch's of other protocols than its own
+            loaded: Any = torch.load(source, map_location="cpu", weights_only=True)
     except (MemoryError, RecursionError):
         raise
     except Exception as error:
@@ -205,6 +207,11 @@ def read_pickle(source: IO[bytes]) -> dict[str, Tensor]:
         if asked is not None:
             what = f"asks for {asked[1]!a}, which is not part of a tensor; nothing of it was run"
             raise Refused(what, is_unsafe=True) from None
+        if f"operand {pickle.FRAME[0]}" in str(cause):  # with which those protocols begin
+            raise Refused(
+                "is a pickle of protocol 4 or above, which cannot be read safely; write it anew with `torch.save` and "
+                "its own protocol, 2"
+            ) from None
         raise Refused(f"is cut short, damaged, or holds more than tensors ({_first_line(cause)})") from None
     if not isinstance(loaded, dict) or not loaded:
         raise Refused("does not hold a dict of tensors")

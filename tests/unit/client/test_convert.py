@@ -144,6 +144,17 @@ def test_cut_short(pickled: Path) -> None:
             read(weights)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("protocol", [3, 4])
+def test_other_protocols_of_pickle(protocol: int, tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "x.bin", pickle_protocol=protocol)
+    if protocol == 3:
+        assert read(tmp_path / "x.bin") == {"a": torch.ones(1)}
+    else:
+        with pytest.raises(converter.Refused, match="is a pickle of protocol 4 or above"):
+            read(tmp_path / "x.bin")
+
+
 WRONG: dict[str, tuple[object, str]] = {
     "list": ([torch.zeros(1)], "does not hold a dict"),
     "nested": ({"state_dict": {"a": torch.zeros(1)}}, "holds 'state_dict', which is a dict"),
