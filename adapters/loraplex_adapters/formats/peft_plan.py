@@ -66,8 +66,8 @@ class LoraPlan:
     format: str = ""  # peft_type, and what in the configuration makes it more than that
     base_model: str = ""  # that it says it was trained on
     init: str = ""  # that took a part out of the base model
-    copies: tuple[PlannedSaved, ...] = ()  # that have to be mere ones
     doubles: tuple[tuple[TensorInfo, TensorInfo], ...] = ()  # pairs of which the first is read; they have to be equal
+    copies: tuple[PlannedSaved, ...] = ()  # that have to be mere ones
 
 
 # The tensors of one module as they turn up.

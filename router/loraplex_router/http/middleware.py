@@ -130,7 +130,7 @@ class Middleware:
             self._admit(scope)
             _check_encoding(headers)
             # A server leaves out the body of what it is asked for by HEAD. Every route that takes GET takes that, too.
-            asked = scope | {"method": "GET"} if scope["method"] == "HEAD" else scope
+            asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
             await self._app(asked, _bounded(headers, receive), send_with_id)
         except Exception as error:
             if has_begun:

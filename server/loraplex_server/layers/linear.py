@@ -15,7 +15,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -312,7 +312,7 @@ class AdaptedEmbedding(nn.Module):
 
     def is_lookup(self) -> bool:
         """True if the base gives rows of its weight, perhaps scaled, and does no more with them."""
-        weight, scale = cast(Tensor, self.base.weight), getattr(self.base, "embed_scale", None)
+        weight, scale = self.base.weight, getattr(self.base, "embed_scale", None)
         ids = torch.arange(min(_NUM_LOOKED_UP, len(weight)), device=weight.device)
         rows = F.embedding(ids, weight)
         rows = rows if scale is None else rows * _in_dtype(scale, rows.dtype)

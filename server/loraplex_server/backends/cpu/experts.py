@@ -1,4 +1,4 @@
-"""Experts on the CPU by native kernels: base products from packed weights, and adapters' terms.
+"""Experts on the CPU: products from packed weights, and adapters' terms.
 
 A row's result does not depend on how many rows there are, nor on where they go.
 """

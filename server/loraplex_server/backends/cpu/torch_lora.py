@@ -1,6 +1,6 @@
-"""Segmented LoRA and dense products on a CPU in torch, one segment after the other.
+"""Segmented LoRA and dense products on a CPU in torch.
 
-What computes where there are no native kernels, and the dtypes that they do not know.
+One segment after the other. What computes where there are no native kernels, and the dtypes that they do not know.
 
 Half precision goes through oneDNN, which takes some 50 us to start a product, and has fast ones for the dtypes of this
 CPU alone. So few rows, and those of other dtypes, are computed in float32.
