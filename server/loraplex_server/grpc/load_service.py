@@ -10,7 +10,7 @@ from typing import Any
 from loraplex_adapters.cache.listing import Resident
 from loraplex_proto import validate
 from loraplex_proto.v1 import worker_pb2, worker_pb2_grpc
-from loraplex_runtime.auth import recheck_identity
+from loraplex_runtime.auth import ROUTER, Identity, current_identity, recheck_identity
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.grpc import protobuf
 from loraplex_server.grpc.middleware import RequestGate, handles_errors, handles_stream_errors
@@ -73,7 +73,24 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         fetching = state.listing.fetching()
         load = protobuf.load_to_pb(state.load, self._adapters, state.usage, self._gate.is_leaving, fetching)
         load.stalled = bool(self._engine.stalled)
+        caller = current_identity()
+        if ROUTER not in caller.roles and "*" not in caller.adapters:
+            leave_out_others(load, caller)
         return load
+
+
+def leave_out_others(load: worker_pb2.Load, caller: Identity) -> None:
+    """Removes from `load` adapters that the caller may not use, and how long requests of other tenants wait."""
+    adapters = [one for one in load.adapters if caller.may_use(one.adapter_id)]
+    waiting = [name for name in load.waiting_adapter_ids if caller.may_use(name)]
+    waits = [one for one in load.forecast.waits if one.tenant == caller.tenant]
+    load.ClearField("adapters")
+    load.ClearField("waiting_adapter_ids")
+    load.adapters.extend(adapters)
+    load.waiting_adapter_ids.extend(waiting)
+    if load.HasField("forecast"):
+        load.forecast.ClearField("waits")
+        load.forecast.waits.extend(waits)
 
 
 def is_worth_sending(load: worker_pb2.Load, sent: worker_pb2.Load) -> bool:

@@ -13,9 +13,11 @@ import pytest
 
 from loraplex_adapters.cache.listing import Listing
 from loraplex_contracts.adapters import AdapterInfo
-from loraplex_contracts.load import Load
+from loraplex_contracts.load import Forecast, Load
+from loraplex_proto.services import WORKER, path_of
 from loraplex_proto.v1 import worker_pb2
 from loraplex_proto.validate import HEARTBEAT_INTERVALS
+from loraplex_runtime.auth import Credentials, Identity, admit, token_digest
 from loraplex_server.engine.client import ChangeSignal, EngineClient, EngineState
 from loraplex_server.grpc import protobuf as convert
 from loraplex_server.grpc.load_service import WorkerServicer, is_worth_sending
@@ -156,6 +158,37 @@ async def test_adapters_that_are_fetched() -> None:
     many = {str(number): (replace(row(str(number), "source"), state="fetching"),) for number in range(500)}
     watched.engine.state.listing.apply_changes(many)
     assert len(watched.engine.state.listing.fetching()) == 100
+
+
+WAITS_S = {("acme", "acme/a"): 1.0, ("beta", "beta/b"): 2.0, ("acme", ""): 3.0}
+
+
+@pytest.mark.parametrize(
+    ("roles", "adapters", "sees_all"),
+    [({"admin"}, ("acme/*",), False), ({"admin"}, ("*",), True), ({"router"}, ("acme/*",), True)],
+)
+async def test_callers_see_what_their_credential_allows(
+    roles: set[str], adapters: tuple[str, ...], sees_all: bool
+) -> None:
+    identity = Identity("acme", frozenset(roles), adapters)
+    admit(
+        lambda: Credentials({token_digest("token"): identity}),
+        path_of(WORKER, "WatchLoad"),
+        [("authorization", "Bearer token")],
+    )
+    watched = Watched()
+    names = ("acme/a", "beta/b")
+    fetched = {f"{name}-new": (replace(row(f"{name}-new", "source"), state="fetching"),) for name in names}
+    watched.engine.state.listing.apply_changes({name: (row(name),) for name in names} | fetched)
+    watched.say(forecast=Forecast(0.001, 0.1, 0.01, 9.0, WAITS_S, 100))
+    watched_load = await watched.told()
+    assert watched_load is not None
+    asked = await watched.servicer.GetLoad(worker_pb2.GetLoadRequest(), None)
+    for load in (watched_load, asked.load):
+        assert [one.adapter_id for one in load.adapters] == (list(names) if sees_all else ["acme/a"])
+        assert list(load.waiting_adapter_ids) == (["acme/a-new", "beta/b-new"] if sees_all else ["acme/a-new"])
+        assert {one.tenant for one in load.forecast.waits} == ({"acme", "beta"} if sees_all else {"acme"})
+        assert (load.forecast.longest_tokens, load.running_requests) == (100, 2)
 
 
 async def test_the_last_message_of_a_worker_that_leaves() -> None:
