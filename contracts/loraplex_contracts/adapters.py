@@ -221,6 +221,11 @@ def name_in(ref: str) -> str:
     return ref.partition("@")[0]
 
 
+def held_name(ref: str, origin: AdapterOrigin) -> str:
+    """The name that a request for `ref` holds an adapter by; empty for a caller's own access, which no listing has."""
+    return "" if origin.source else name_in(ref)
+
+
 def check_adapter_source(source: str, *, field: str = "source") -> str:
     """Returns a well-formed place: a repository, a place in a bucket, or the path of a folder, absolute or below the
     adapter root; the source sees that it stays there. Raises InvalidArgument, and Unimplemented for an address."""

@@ -74,6 +74,10 @@ class Request:
     def distinct(self) -> tuple[AdapterKey, ...]:
         return tuple(sorted(set(self.keys)))
 
+    @property
+    def holds(self) -> list[tuple[AdapterKey, str]]:
+        return list(zip(self.keys, self.names, strict=True)) if self.keys else []
+
 
 def rows(table: AdapterTable) -> list[AdapterInfo]:
     """The rows that a listing shows, made anew."""
@@ -170,8 +174,8 @@ class World:
         self.requests.remove(request)
         for key in request.distinct if request.has_lease else ():
             self.table.residency.release(key)
-        for key in request.keys:
-            self.table.residency.drop_hold(key, request.user.tenant)
+        for key, name in request.holds:
+            self.table.residency.drop_hold(key, request.user.tenant, name)
 
     def load(self, a: int, b: int) -> None:
         name = NAMES[a % len(NAMES)]
@@ -273,9 +277,9 @@ class World:
     def check(self) -> None:
         residency = self.table.residency
         self.table.check_integrity()
-        holds = Counter(key for r in self.requests for key in r.keys)
+        holds = Counter(hold for r in self.requests for hold in r.holds)
         leases = Counter(key for r in self.requests if r.has_lease for key in r.distinct)
-        assert holds == Counter({r.key: r.num_holds for r in residency.records.values() if r.num_holds})
+        assert holds == {(r.key, name): num for r in residency.records.values() for name, num in r.holds.items()}
         assert leases == Counter({r.key: r.num_leases for r in residency.records.values() if r.num_leases})
         for user in USERS:
             num_bytes = residency.use.num_bytes(user.tenant, residency.records)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ from loraplex_contracts.adapters import (
     CacheUsage,
     ListingChanges,
     LoadOptions,
+    held_name,
 )
 from loraplex_contracts.errors import AdapterNotFound, UnsupportedModel
 from loraplex_contracts.mixtures import Mixture
@@ -97,6 +99,7 @@ class FakeCache:
     delay: int = 0
     num_slots: int = 64
     holds: dict[AdapterKey, int] = field(default_factory=dict)
+    held_names: Counter[tuple[AdapterKey, str]] = field(default_factory=Counter[tuple[AdapterKey, str]])
     leases: dict[AdapterKey, int] = field(default_factory=dict)
     num_polls: int = 0
     has_changes: bool = False  # of the listing, since `take_changes`
@@ -110,6 +113,7 @@ class FakeCache:
             return None
         key = AdapterKey(self.kinds.get(adapter_id, "lora"), adapter_id * 64)
         self.holds[key] = self.holds.get(key, 0) + 1
+        self.held_names[key, held_name(adapter_id, origin)] += 1
         return key
 
     def resolve_mixture(
@@ -130,8 +134,10 @@ class FakeCache:
     def pooling(self, key: AdapterKey) -> str:
         return ""
 
-    def drop_hold(self, key: AdapterKey, tenant: str = "") -> None:
+    def drop_hold(self, key: AdapterKey, tenant: str = "", name: str = "") -> None:
         self.holds[key] -= 1
+        assert self.held_names[key, name] > 0, f"{key} is not held by {name!r}"
+        self.held_names[key, name] -= 1
 
     def acquire(self, key: AdapterKey) -> int | None:
         self.leases[key] = self.leases.get(key, 0) + 1
@@ -162,7 +168,7 @@ class FakeCache:
         key = self.resolve(adapter_id, now)
         if key is None:
             return None
-        self.drop_hold(key)
+        self.drop_hold(key, name=adapter_id)
         return self.get(adapter_id)
 
     def unload(self, adapter_id: str, if_unused: bool = False) -> AdapterInfo:

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from loraplex_adapters.cache.states import KeyRecord, KeyState, NameRecord, NameState
-from loraplex_contracts.adapters import AdapterInfo, AdapterKey, AdapterState, AdapterTier, ListingChanges
+from loraplex_contracts.adapters import AdapterInfo, AdapterKey, AdapterState, AdapterTier, ListingChanges, name_in
 from loraplex_contracts.errors import LoraplexError
 
 MAX_NEAREST = 1024  # residents that a router is told of; bounds its messages
@@ -51,11 +51,11 @@ def key_row(record: KeyRecord, adapter_id: str, named: NameRecord | None = None)
         rank=record.rank,
         num_heads=record.traits.num_heads,
         classifier=record.traits.classifier,
-        num_running=record.num_leases,
+        num_running=record.num_running(adapter_id),
         pinned=adapter_id in record.pinned_names,
         error=str(record.error or ""),
         error_reason=_reason(record.error),
-        num_uses=record.num_uses,
+        num_uses=record.uses[name_in(adapter_id)],
         source="" if named is None else named.origin.source,
         base="" if named is None else named.base,
         last_error="" if named is None else str(named.error or ""),

@@ -270,9 +270,10 @@ class AdapterManager:
         """The pooling that a held adapter's files name; empty where they name none."""
         return self._residency.records[key].traits.pooling
 
-    def drop_hold(self, key: AdapterKey, tenant: str = NOBODY.tenant) -> None:
-        """Gives back the hold of this tenant's request that resolved the key: the request has ended."""
-        self._residency.drop_hold(key, tenant)
+    def drop_hold(self, key: AdapterKey, tenant: str = NOBODY.tenant, name: str = "") -> None:
+        """Gives back the hold of this tenant's request that resolved the key: the request has ended. `name` is what it
+        resolved, as `held_name` has it; empty for a merge."""
+        self._residency.drop_hold(key, tenant, name)
         self._notify_if_due()
 
     def load(

@@ -41,6 +41,7 @@ from loraplex_contracts.adapters import (
     AdapterUser,
     ListingChanges,
     LoadOptions,
+    held_name,
     name_in,
 )
 from loraplex_contracts.errors import (
@@ -154,7 +155,7 @@ class AdapterTable:
         if record.key is None:
             record.is_asked_within_limits |= user.max_bytes is not None
             return None
-        self.residency.hold(record.key, user)
+        self.residency.hold(record.key, user, "" if is_internal_name(record.name) else name_in(record.name))
         return record.key
 
     def load(
@@ -187,8 +188,8 @@ class AdapterTable:
 
     def unload(self, name: str, if_unused: bool = False) -> AdapterKey | None:
         """Forgets the name; the key's weights go with their last holder. None for a name that could not be loaded.
-        Raises AdapterNotFound, and with `if_unused` AdapterInUse where a request holds the key. Without a version in
-        the name its versions are forgotten too."""
+        Raises AdapterNotFound, and with `if_unused` AdapterInUse where a request for the name holds the key. Without a
+        version in the name its versions are forgotten too."""
         base, _, digits = name.partition("@")
         if digits:
             version = self.versions.find(base, digits)
@@ -201,7 +202,7 @@ class AdapterTable:
             self._end_load(record)
             self._drop_failure(name)
             return None
-        num_holds = self.residency.records[record.key].num_holds
+        num_holds = self.residency.records[record.key].holds[base]
         if if_unused and num_holds:
             raise AdapterInUse(
                 f"{num_holds} requests use adapter {name!a}; unload it later, or without `if_unused` to let them end",
@@ -235,6 +236,7 @@ class AdapterTable:
         remembered error of one, AdapterNotMixed, or AdapterMemoryFull for members that never fit the device together.
         """
         found: list[AdapterKey] = []
+        names: list[str] = []
         is_kept = False
         try:
             for member in mixture.members:
@@ -244,6 +246,7 @@ class AdapterTable:
                     key = self.resolve(member.adapter_id, now, user)
                 if key is not None:
                     found.append(key)
+                    names.append(held_name(member.adapter_id, member.origin))
                     check_member(member.adapter_id, self.residency.records[key])
             if len(found) < len(mixture.members):
                 return None
@@ -255,8 +258,8 @@ class AdapterTable:
                 return tuple(found)
             recipe = Recipe(mixture.without_tokens, tuple(found), mixture.merge)
         finally:
-            for key in () if is_kept else found:
-                self.residency.drop_hold(key, user.tenant)
+            for key, name in () if is_kept else zip(found, names, strict=True):
+                self.residency.drop_hold(key, user.tenant, name)
         merged = self._resolve_merge(recipe, now, user)
         return None if merged is None else (merged,)
 

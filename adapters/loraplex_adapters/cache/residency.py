@@ -127,6 +127,8 @@ class ResidencyTable:
     ) -> None:
         """Binds `name` to `key`, of which the store has fresh bytes."""
         record = self.records.setdefault(key, KeyRecord(key, num_bytes, rank, traits))
+        if record.last_name != name and record.last_name not in record.names:
+            record.uses.pop(record.last_name, None)
         record.names.add(name)
         record.last_name = name
         self.changed.add(key)
@@ -137,6 +139,8 @@ class ResidencyTable:
         record = self._get(key)
         self.set_pinned(key, name, False)
         record.names.discard(name)
+        if record.last_name != name:  # that one is listed until its requests have ended
+            record.uses.pop(name, None)
         self.changed.add(key)
         self._forget_if_idle(record)
 
@@ -168,22 +172,27 @@ class ResidencyTable:
             self.pinned_bytes -= record.num_bytes
             self._withdraw_if_unneeded(record)
 
-    def hold(self, key: AdapterKey, user: AdapterUser = NOBODY) -> None:
-        """Takes a hold on the key for a user. Raises QuotaExceeded."""
+    def hold(self, key: AdapterKey, user: AdapterUser = NOBODY, name: str = "") -> None:
+        """Takes a hold on the key for a user, who asked for `name`. Raises QuotaExceeded."""
         record = self._get(key)
         self.make_room_for(user, key, record.num_bytes)
         self.use.use(user.tenant, key)
         record.num_holds += 1
-        record.num_uses += 1
+        record.holds[name] += 1
+        record.uses[name] += 1
         self.changed.add(key)
         self._touch(record)
 
-    def drop_hold(self, key: AdapterKey, tenant: str = NOBODY.tenant) -> None:
+    def drop_hold(self, key: AdapterKey, tenant: str = NOBODY.tenant, name: str = "") -> None:
         record = self._get(key)
-        if record.num_holds == 0:
-            raise IllegalTransition(f"{key} is not held")
+        if not record.holds[name]:
+            raise IllegalTransition(f"{key} is not held" + (f" by the name {name!a}" if name else ""))
         self.use.drop_hold(tenant, key)
         record.num_holds -= 1
+        record.holds[name] -= 1
+        if not record.holds[name]:
+            del record.holds[name]
+        self.changed.add(key)
         self.end_use_if_left(key)
         self._withdraw_if_unneeded(record)
         self._forget_if_idle(record)
@@ -665,6 +674,7 @@ class ResidencyTable:
         on_device = KeyState.ON_DEVICE
         assert all(r.state is on_device for r in records if r.num_leases), "a lease of weights that are not there"
         assert all(r.names or r.is_in_use for r in records), "a record without a use"
+        assert all(r.num_holds == r.holds.total() for r in records), "holds of names are not all holds"
         assert {want for want in self.wants if isinstance(want, tuple)} == set(self._groups), "groups that are wanted"
         for group in self._groups:
             members = [self.records[key] for key in group]

@@ -7,6 +7,7 @@ not a state, because draining weights go on moving; it follows from the names an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -21,6 +22,7 @@ from loraplex_contracts.adapters import (
     AdapterUser,
     ClassifierInfo,
     LoadOptions,
+    name_in,
 )
 from loraplex_contracts.errors import LoraplexError
 
@@ -170,7 +172,9 @@ class KeyRecord:
     has_host: bool = False  # host bytes are counted: STAGING, ON_HOST, PROMOTING, and ON_DEVICE with a copy
     num_holds: int = 0  # by requests
     num_leases: int = 0  # of its slot, by running sequences
-    num_uses: int = 0  # holds since the record is there
+    # Holds by the name without its version, "" for one that no listing has, and all of them since the record is there.
+    holds: Counter[str] = field(default_factory=Counter[str])
+    uses: Counter[str] = field(default_factory=Counter[str])
     names: set[str] = field(default_factory=set[str])
     pinned_names: set[str] = field(default_factory=set[str])  # by the operator
     last_name: str = ""
@@ -188,6 +192,12 @@ class KeyRecord:
     def is_in_use(self) -> bool:
         """True if it is held, leased or pinned, or a job is under way for it."""
         return self.num_holds > 0 or self.num_leases > 0 or bool(self.pinned_names) or self.state in IN_TRANSIT
+
+    def num_running(self, name: str) -> int:
+        """Running sequences of a name: all that have a lease, or where other names hold the content too, no more than
+        there are requests for this one."""
+        num_holds = self.holds[name_in(name)]
+        return self.num_leases if num_holds == self.num_holds else min(self.num_leases, num_holds)
 
     def check(self, event: KeyEvent) -> KeyState:
         """The state that `event` leads to. Raises IllegalTransition."""

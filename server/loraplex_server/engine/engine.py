@@ -13,7 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 from loraplex_adapters.cache.manager import AdapterManager
-from loraplex_contracts.adapters import AdapterId, AdapterKey, AdapterOrigin, AdapterUser, AdapterVersion
+from loraplex_contracts.adapters import (
+    AdapterId,
+    AdapterKey,
+    AdapterOrigin,
+    AdapterUser,
+    AdapterVersion,
+    held_name,
+    name_in,
+)
 from loraplex_contracts.errors import (
     ClassifiesOnly,
     DeadlineExceeded,
@@ -91,6 +99,20 @@ class _Accepted:
     is_scheduled: bool = False  # False: its adapter is not resolved yet
     fetch_began_s: float = 0.0
     fetch_s: float = 0.0  # until its adapter was resolved
+
+    def holds(self) -> list[tuple[AdapterKey, str]]:
+        """Its keys, each with the name that it holds the key by."""
+        request, mixture = self.request, self.request.mixture
+        if mixture is None:
+            names = [held_name(request.adapter_id, request.adapter_origin)]
+        elif mixture.merge is None:
+            names = [held_name(member.adapter_id, member.origin) for member in mixture.members]
+        else:
+            names = [""]
+        holds = list(zip(self.adapter_keys, names, strict=False))  # there are no keys before it is resolved
+        if self.medusa_key is not None:
+            holds.append((self.medusa_key, name_in(request.speculation.medusa_id)))
+        return holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,9 +479,8 @@ class Engine:
                 for waiting in self._waiting:
                     waiting.discard(accepted.request)
                 self._speculator.end(event.request_id)
-                for adapter_key in (*accepted.adapter_keys, accepted.medusa_key):
-                    if adapter_key is not None:
-                        self._cache.drop_hold(adapter_key, accepted.request.tenant)
+                for adapter_key, name in accepted.holds():
+                    self._cache.drop_hold(adapter_key, accepted.request.tenant, name)
 
     # --- adapter operations -------------------------------------------------------------------------------------------
 
@@ -492,7 +513,7 @@ class Engine:
                 if key is None:
                     return None
                 version = AdapterVersion(adapter_id, key.digest, self._cache.templates(key))
-                self._cache.drop_hold(key, command.user.tenant)
+                self._cache.drop_hold(key, command.user.tenant, held_name(adapter_id, command.options.origin))
                 return Reply(number, version=version)
 
     # --- reporting ----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import cast
 from transformers import PreTrainedModel
 
 from loraplex_adapters.cache.manager import AdapterManager
-from loraplex_contracts.adapters import AdapterId, AdapterKey
+from loraplex_contracts.adapters import AdapterId, AdapterKey, name_in
 from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterNotFound,
@@ -123,7 +123,7 @@ def bring_up_heads(cache: AdapterManager, adapter_id: AdapterId) -> AdapterKey:
     key = None
     while key is None:
         key = cache.resolve(adapter_id, time.monotonic())
-    cache.drop_hold(key)  # the operator's pin stays
+    cache.drop_hold(key, name=name_in(adapter_id))  # the operator's pin stays
     if key.kind == "lora":
         raise InvalidArgument(
             f"--default-medusa names {adapter_id!a}, which is a LoRA without heads; name Medusa heads",

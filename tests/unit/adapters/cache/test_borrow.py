@@ -264,7 +264,7 @@ def test_through_the_manager_heads_come_up_for_whoever_borrows(tmp_path: Path) -
         assert engine.cache.borrow(heads) is None  # the slot is taken
         engine.turn(0.02)
     engine.cache.release(sql)
-    engine.cache.drop_hold(sql)
+    engine.cache.drop_hold(sql, name="sql")
     for _ in range(RECENT_ROUNDS):
         engine.turn(0.0)
     slot = engine.until(lambda: engine.cache.borrow(heads))
@@ -278,7 +278,7 @@ def test_through_the_manager_heads_come_up_for_whoever_borrows(tmp_path: Path) -
     gone = engine.cache.unload("heads")
     assert (gone.state, gone.num_heads) == ("draining", 4)
     assert engine.cache.borrow(heads) == slot  # the request goes on
-    engine.cache.drop_hold(heads)
+    engine.cache.drop_hold(heads, name="heads")
     engine.settle()
     assert not engine.slots.installed
     engine.close()

@@ -63,7 +63,7 @@ def test_typed_error_and_nothing_left(spoil: Spoil, expected: type[LoraplexError
     # The neighbour is untouched.
     assert torch.equal(engine.slots.installed[slot].storage, before)
     engine.cache.release(good)
-    engine.cache.drop_hold(good)
+    engine.cache.drop_hold(good, name="good")
     engine.close()
 
 
@@ -117,6 +117,6 @@ def test_a_bad_reload_keeps_the_good_adapter(tmp_path: Path) -> None:
     assert engine.resolve("x") == key
     assert engine.acquire(key) is not None
     for _ in range(2):
-        engine.cache.drop_hold(key)
+        engine.cache.drop_hold(key, name="x")
     engine.cache.release(key)
     engine.close()

@@ -101,7 +101,7 @@ def use(engine: Engine, adapter_id: str) -> AdapterKey:
     key = engine.resolve(adapter_id)
     engine.acquire(key)
     engine.cache.release(key)
-    engine.cache.drop_hold(key)
+    engine.cache.drop_hold(key, name=adapter_id)
     return key
 
 
@@ -113,7 +113,7 @@ def test_many_more_adapters_than_fit(make_engine: Callable[..., Engine], root: P
             slot = engine.acquire(key)
             assert_installed(engine, slot, root / f"a{idx}")
             engine.cache.release(key)
-            engine.cache.drop_hold(key)
+            engine.cache.drop_hold(key, name=f"a{idx}")
     usage = engine.cache.usage()
     assert usage.device_evictions >= 8
     assert usage.source_reads.num == 8
@@ -168,7 +168,7 @@ def test_content_decides_and_running_requests_keep_what_they_have(
     states = {row.digest: row.state for row in engine.listed()}
     assert states == {old.digest: "draining", new.digest: "on_device"}
     for key in (old, old):
-        engine.cache.drop_hold(key)
+        engine.cache.drop_hold(key, name="a0")
     engine.cache.release(old)
     engine.settle()
     assert list(engine.slots.installed) == [new_slot]
@@ -201,7 +201,7 @@ def test_unload_frees(make_engine: Callable[..., Engine]) -> None:
     engine.settle()
     assert gone() is not None  # a request still runs with it
     engine.cache.release(key)
-    engine.cache.drop_hold(key)
+    engine.cache.drop_hold(key, name="a0")
     engine.settle()
     assert engine.slots.installed == {}
     usage = engine.cache.usage()
@@ -503,7 +503,7 @@ def test_integrity_notices_what_was_not_given_back(make_engine: Callable[..., En
     engine.acquire(key)
     with pytest.raises(AssertionError, match="held"):
         engine.cache.check_integrity()
-    engine.cache.drop_hold(key)
+    engine.cache.drop_hold(key, name="a0")
     with pytest.raises(AssertionError, match="leases"):
         engine.cache.check_integrity()
     engine.cache.release(key)
@@ -620,8 +620,8 @@ def test_a_copy_under_way_holds_up_only_who_wants_it(
     assert device.handed_over_by == {threading.get_ident()}
     for key in (resident, resident, wanted):
         engine.cache.release(key)
-    for key in (resident, wanted):
-        engine.cache.drop_hold(key)
+    for key, name in ((resident, "a0"), (wanted, "a1")):
+        engine.cache.drop_hold(key, name=name)
     engine.close()
 
 
@@ -658,7 +658,7 @@ def test_an_older_version_comes_from_the_store(make_engine: Callable[..., Engine
     assert torch.equal(engine.slots.installed[engine.acquire(old)].storage, kept)
     engine.cache.release(old)
     for key in (old, engine.resolve("a1")):
-        engine.cache.drop_hold(key)
-    engine.cache.drop_hold(engine.resolve("a1"))
+        engine.cache.drop_hold(key, name="a1")
+    engine.cache.drop_hold(engine.resolve("a1"), name="a1")
     with pytest.raises(AdapterVersionNotFound):
         engine.resolve("a1@00000000")

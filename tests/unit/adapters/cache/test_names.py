@@ -7,7 +7,7 @@ from support.residency import fetch_of, turn
 
 from loraplex_adapters.cache.names import ABANDONED_S, MAX_REMEMBERED_FAILURES, AdapterTable
 from loraplex_adapters.cache.residency import AdapterCacheConfig
-from loraplex_adapters.cache.states import FetchName, Promote
+from loraplex_adapters.cache.states import FetchName, IllegalTransition, Promote
 from loraplex_adapters.cache.versions import MAX_VERSIONS
 from loraplex_contracts.adapters import OWN_PLACE, AdapterKey, AdapterOrigin, AdapterUser, LoadOptions
 from loraplex_contracts.errors import (
@@ -310,7 +310,38 @@ def test_unloading_may_be_refused_while_requests_use_it() -> None:
     with pytest.raises(AdapterInUse, match="1 requests"):
         table.unload("x", if_unused=True)
     assert table.row("x").num_uses == 1
-    table.residency.drop_hold(OLD)
+    table.residency.drop_hold(OLD, name="x")
+    assert table.unload("x", if_unused=True) == OLD
+
+
+def test_one_name_shows_nothing_of_requests_for_another_name_of_its_content() -> None:
+    table = make_table()
+    bound(table, "acme/x", OLD)
+    bound(table, "beta/y", OLD)
+    for _ in range(2):
+        assert table.resolve("beta/y", 0.0) == OLD
+        assert table.residency.acquire(OLD) is not None
+    assert (table.row("beta/y").num_running, table.row("beta/y").num_uses) == (2, 2)
+    assert (table.row("acme/x").num_running, table.row("acme/x").num_uses) == (0, 0)
+    assert table.resolve("acme/x", 0.0) == OLD
+    assert (table.row("beta/y").num_running, table.row("acme/x").num_running) == (2, 1)
+    table.residency.drop_hold(OLD, name="acme/x")
+    with pytest.raises(IllegalTransition, match="not held by the name 'acme/x'"):
+        table.residency.drop_hold(OLD, name="acme/x")
+    assert table.unload("acme/x", if_unused=True) == OLD
+    with pytest.raises(AdapterInUse, match="2 requests"):
+        table.unload("beta/y", if_unused=True)
+
+
+def test_requests_for_a_version_use_the_name() -> None:
+    table = make_table()
+    bound(table, "x", OLD)
+    bound(table, "y", OLD)
+    assert table.resolve(f"x@{OLD.digest[:12]}", 0.0) == OLD
+    assert (table.row("x").num_uses, table.row("y").num_uses) == (1, 0)
+    with pytest.raises(AdapterInUse, match="1 requests"):
+        table.unload("x", if_unused=True)
+    table.residency.drop_hold(OLD, name="x")
     assert table.unload("x", if_unused=True) == OLD
 
 
@@ -357,8 +388,8 @@ def test_load_binds_anew_and_running_requests_keep_the_old() -> None:
     assert table.resolve("x", 0.0) == NEW
     assert table.residency.records[OLD].num_leases == 1
     table.residency.release(OLD)
-    table.residency.drop_hold(OLD)
-    table.residency.drop_hold(OLD)
+    table.residency.drop_hold(OLD, name="x")
+    table.residency.drop_hold(OLD, name="x")
     assert OLD not in table.residency.records
     turn(table)
 
@@ -657,7 +688,7 @@ def test_a_version_that_has_left_the_store_is_not_found() -> None:
 def test_unloading_forgets_the_versions() -> None:
     table = make_table()
     rebound(table)
-    table.residency.drop_hold(A)
+    table.residency.drop_hold(A, name="x")
     assert table.resolve(f"x@{A.digest}", 0.0) is None
     end_fetch(table, A)
     with pytest.raises(AdapterVersionNotFound):

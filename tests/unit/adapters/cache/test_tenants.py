@@ -16,6 +16,10 @@ A, B, C, D = (AdapterKey("lora", f"{content:064x}") for content in range(4))
 CONTENTS = {"a": A, "b": B, "c": C, "d": D}
 
 
+def name_of(key: AdapterKey) -> str:
+    return next(name for name, content in CONTENTS.items() if content == key)
+
+
 class Cache:
     """A table whose work is done at once. Every adapter takes 100 bytes."""
 
@@ -56,7 +60,7 @@ class Cache:
 
     def end(self, key: AdapterKey, user: AdapterUser) -> None:
         self.residency.release(key)
-        self.residency.drop_hold(key, user.tenant)
+        self.residency.drop_hold(key, user.tenant, name_of(key))
 
     def uses(self, user: AdapterUser) -> int:
         return self.residency.use.num_bytes(user.tenant, self.residency.records)
@@ -143,19 +147,19 @@ def test_a_request_that_goes_before_its_adapter_comes_leaves_nothing_behind() ->
     cache = Cache()
     key = cache.resolved("a", ACME)
     assert cache.uses(ACME) == 100
-    cache.residency.drop_hold(key, ACME.tenant)
+    cache.residency.drop_hold(key, ACME.tenant, "a")
     assert cache.uses(ACME) == 0
 
 
 def test_what_is_on_its_way_counts_whoever_has_left() -> None:
     cache = Cache()
-    cache.residency.drop_hold(cache.resolved("c", OTHER), OTHER.tenant)  # fetched
+    cache.residency.drop_hold(cache.resolved("c", OTHER), OTHER.tenant, "c")  # fetched
     keys = [cache.resolved(name, ACME) for name in "ab"]
     for key in keys:
         assert cache.residency.acquire(key) is None
     cache.table.advance(0.0)  # promotions that have not ended
     for key in keys:
-        cache.residency.drop_hold(key, ACME.tenant)
+        cache.residency.drop_hold(key, ACME.tenant, name_of(key))
     assert cache.uses(ACME) == 200
     with pytest.raises(QuotaExceeded):
         cache.table.resolve("c", 0.0, ACME)

@@ -183,8 +183,8 @@ def test_a_replaced_folder_is_loaded(engine: Engine, root: Path, caplog: pytest.
     look_again(engine)
     assert [record.levelname for record in caplog.records if record.name == "loraplex.audit"] == ["INFO"]
     assert new.digest in caplog.text
-    engine.cache.drop_hold(running)
-    engine.cache.drop_hold(following)
+    engine.cache.drop_hold(running, name="sql")
+    engine.cache.drop_hold(following, name="sql")
 
 
 def test_broken_files_leave_the_version_before(engine: Engine, root: Path, caplog: pytest.LogCaptureFixture) -> None:
