@@ -93,7 +93,12 @@ class HttpOptions:
         "--allowed-host",
     )
     admin: bool = _http(False, "Load and unload adapters over HTTP without --auth-file, too.", "--http-admin")
-    shows_metrics: bool = _http(True, "Serve /metrics on the HTTP port; it shows adapters' names.", "--http-metrics")
+    shows_metrics: bool = _http(
+        True,
+        "Serve /metrics on the HTTP port. It asks for no credential and shows the names and the use of adapters, and "
+        "without --auth-file of tenants.",
+        "--http-metrics",
+    )
     metrics_names: Literal["loraplex", "vllm"] = _http(
         "loraplex", "vllm: give the gauges that endpoint pickers read under vLLM's names, too.", "--metrics-names"
     )

@@ -550,6 +550,9 @@ async def test_credentials_hold_on_every_route(tmp_path: Path) -> None:
             assert (await http.post(COMPLETIONS, json=body, headers=alice)).status_code == status
             assert (await http.get(f"/v1/models/{model}", headers=alice)).status_code == status
         assert tenants == ["acme", "acme"]
+        metrics = (await http.get("/metrics")).text
+        assert 'adapter="acme/sql"' in metrics
+        assert 'tenant="acme"' not in metrics
         answer = await http.post(COMPLETIONS, json={"prompt": "hi"}, headers=root)
         assert answer.status_code == 403
         twice = [("authorization", "Bearer alice"), ("authorization", "Bearer root")]

@@ -28,16 +28,20 @@ class EngineMetrics:
         replicas: Replicas,
         *,
         with_vllm: bool = False,
+        hides_tenants: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`with_vllm`: the gauges under vLLM's names, too."""
+        """`with_vllm`: the gauges under vLLM's names, too. `hides_tenants`: without metrics by tenant."""
         self._registry = registry
         self._replicas = replicas
         self._with_vllm = with_vllm
+        self._hides_tenants = hides_tenants
         self._clock = clock
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._registry.collect()
+        for family in self._registry.collect():
+            if not (self._hides_tenants and any("tenant" in sample.labels for sample in family.samples)):
+                yield family
         workers = [worker for worker in self._replicas.connected() if worker.is_routable]
         waiting = sum(worker.load.num_queued for worker in workers)
         running = sum(worker.load.num_running for worker in workers)

@@ -49,7 +49,11 @@ class Routes:
         self._tokenizer_info = backend.handler("GetTokenizerInfo", backend.relay.get_tokenizer_info)
         self._list = backend.handler("ListAdapters", backend.adapters.list)
         with_vllm = backend.options.metrics_names == "vllm"
-        self._metrics = EngineMetrics(backend.registry, backend.replicas, with_vllm=with_vllm)
+        # The page asks for no credential.
+        hides_tenants = backend.credentials is not None
+        self._metrics = EngineMetrics(
+            backend.registry, backend.replicas, with_vllm=with_vllm, hides_tenants=hides_tenants
+        )
         self._started = int(time.time())
 
     def add_to(self, app: FastAPI) -> None:

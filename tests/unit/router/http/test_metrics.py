@@ -12,6 +12,9 @@ from support.pickers import VLLM, Picked, pick
 from loraplex_proto.v1 import worker_pb2
 from loraplex_router.http.metrics import EngineMetrics
 from loraplex_router.replicas import Replicas
+from loraplex_runtime.request_record import RequestRecord
+from loraplex_runtime.telemetry import PREFIX
+from loraplex_runtime.usage import UsageCollector
 
 
 def report(waiting: list[str], tiers: dict[str, int], **fields: Any) -> worker_pb2.Load:
@@ -52,6 +55,18 @@ def test_a_picker_reads_them(config: dict[str, str]) -> None:
 
 def test_vllms_names_are_an_option() -> None:
     assert "vllm:" not in page(two_workers(), with_vllm=False)
+
+
+@pytest.mark.parametrize("hides_tenants", [False, True])
+def test_tenants_can_be_left_out(hides_tenants: bool) -> None:
+    registry = CollectorRegistry()
+    record = RequestRecord("Generate", code="OK", tenant="acme", adapter="sql", num_output_tokens=7)
+    UsageCollector(registry, f"{PREFIX}router_").add(record)
+    metrics: object = EngineMetrics(registry, two_workers(), hides_tenants=hides_tenants)
+    text = generate_latest(metrics).decode()  # type: ignore[arg-type]
+    assert ("acme" in text) is not hides_tenants
+    assert 'loraplex:router_adapter_generation_tokens_total{adapter="sql"} 7.0' in text
+    assert "loraplex:num_requests_running" in text
 
 
 def test_without_workers_they_are_zero() -> None:
