@@ -233,9 +233,11 @@ class AdapterStore:
             if file_bytes > self._budget_bytes:
                 limit = f"the adapter store may have {self._budget_bytes} at most (--adapter-disk)"
                 raise never_fits(file_bytes, limit)
+            excess_bytes = self._num_bytes + file_bytes - self._budget_bytes
+            can_fit = excess_bytes <= 0 or excess_bytes <= self._evictable_bytes_locked()
             while self._num_bytes + file_bytes > self._budget_bytes:
-                if not self._evict_one_locked():
-                    in_use = "all that is in the adapter store is in use; unload adapters, or raise --adapter-disk"
+                if not can_fit or not self._evict_one_locked():
+                    in_use = "too much of the adapter store is in use; unload adapters, or raise --adapter-disk"
                     raise full_for_now(file_bytes, in_use)
             self._num_bytes += file_bytes
 
@@ -253,7 +255,8 @@ class AdapterStore:
 
     def _allocate(self, fd: int, file_bytes: int) -> None:
         """Takes the room now, so that a full disk shows before the work; makes room when the disk is smaller than
-        the budget."""
+        the budget, and nothing leaves in vain."""
+        can_fit = False
         while True:
             try:
                 os.posix_fallocate(fd, 0, file_bytes)
@@ -263,8 +266,17 @@ class AdapterStore:
                     os.ftruncate(fd, file_bytes)  # a file system without fallocate
                     return
                 with self._lock:
-                    if not self._evict_one_locked():
+                    can_fit = can_fit or self._can_make_room_locked(fd, file_bytes, error)
+                    if not can_fit or not self._evict_one_locked():
                         raise
+
+    def _can_make_room_locked(self, fd: int, file_bytes: int, error: OSError) -> bool:
+        """False where the file would find no room even if all that is not in use left."""
+        if error.errno != errno.ENOSPC:
+            return error.errno == errno.EDQUOT  # nobody says how much of a quota is left
+        status = os.statvfs(self._root)
+        own_bytes = os.fstat(fd).st_blocks * 512  # the part of it that found room
+        return file_bytes <= status.f_bfree * status.f_frsize + own_bytes + self._evictable_bytes_locked()
 
     def _adopt(self, path: Path, key: AdapterKey, file_bytes: int) -> None:
         with self._lock:
@@ -276,6 +288,9 @@ class AdapterStore:
             if self._durable:
                 with contextlib.suppress(OSError):  # at worst a power cut loses the file, and a fetch brings it back
                     _sync_folder(self._root)
+
+    def _evictable_bytes_locked(self) -> int:
+        return sum(entry.file_bytes for key, entry in self._entries.items() if not self._is_in_use(key))
 
     def _evict_one_locked(self) -> bool:
         victim = next((key for key in self._entries if not self._is_in_use(key)), None)

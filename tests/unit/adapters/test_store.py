@@ -203,6 +203,38 @@ def test_a_disk_smaller_than_the_budget_makes_room(tmp_path: Path, monkeypatch: 
     assert store.keys() == [keys[2], new]
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EFBIG])
+def test_nobody_is_pushed_out_for_what_the_disk_cannot_take(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_use: set[AdapterKey] = set()
+    store = AdapterStore(tmp_path, 1 << 20, in_use.__contains__)
+    keys = [put(store, value) for value in range(3)]
+    in_use.add(keys[0])
+
+    def full(*args: object) -> None:
+        raise OSError(code, "no")
+
+    whole = os.statvfs(tmp_path)
+    nearly_full = os.statvfs_result((512, 512, 1000, 15, 15, *whole[5:]))  # 7680 bytes free of 512000
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "statvfs", lambda path: nearly_full)
+    with pytest.raises(DiskFull):  # all that is not in use gives 8704 more
+        store.put("lora", LAYOUT, 5 * 4096, filler(9, 5 * 4096))
+    assert store.keys() == keys
+    assert store.num_bytes == 3 * FILE_BYTES
+
+
+def test_nobody_is_pushed_out_where_others_keep_the_budget(tmp_path: Path) -> None:
+    in_use: set[AdapterKey] = set()
+    store = AdapterStore(tmp_path, 3 * FILE_BYTES, in_use.__contains__)
+    keys = [put(store, value) for value in range(3)]
+    in_use.update(keys[:2])
+    with pytest.raises(DiskFull, match="in use"):
+        store.put("lora", LAYOUT, 4096 + 512, filler(9, 4096 + 512))
+    assert store.keys() == keys
+
+
 def test_a_file_system_without_fallocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*args: object) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
