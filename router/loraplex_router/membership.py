@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
 import socket
-import stat
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
+from loraplex_runtime.regular_files import read_regular
 
 log = logging.getLogger(__name__)
 
@@ -132,18 +131,10 @@ class FileMembership:
             yield members
 
     def _read(self) -> bytes:
-        with open(self._path, "rb", opener=_open_at_once) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise InvalidArgument("it is not a regular file")
-            raw = file.read(MAX_FILE_BYTES + 1)
+        raw = read_regular(self._path, MAX_FILE_BYTES + 1)
         if len(raw) > MAX_FILE_BYTES:
             raise InvalidArgument(f"it is larger than {MAX_FILE_BYTES} bytes")
         return raw
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Opens a file without a wait: a FIFO would hold the thread until somebody writes to it."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def members_of(raw: bytes) -> tuple[Member, ...]:

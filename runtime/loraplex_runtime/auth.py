@@ -176,6 +176,8 @@ class Credentials:
         try:
             text = raw.decode("utf-8")
             content: Any = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        except RecursionError:
+            raise _bad_file(path, "is nested too deeply") from None
         except ValueError as error:  # of TOML, JSON and UTF-8 alike; their messages may quote the file
             kind = "TOML" if path.suffix == ".toml" else "JSON"
             line = re.search(r"\bline \d+", str(error))

@@ -24,6 +24,7 @@ from typing import Any, Final, Generic, TypeVar
 import grpc
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
+from loraplex_runtime.regular_files import read_regular
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ T = TypeVar("T")
 def read_file(path: Path, flag: str) -> bytes:
     """The content of a file. Raises InvalidArgument, naming the flag."""
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
         raise InvalidArgument(f"{flag} {path} cannot be read: {error.strerror}", field=flag) from error
 

@@ -223,6 +223,7 @@ def test_a_router_may_use_all_adapters_unless_the_file_says_otherwise(tmp_path: 
         ("{", "not valid JSON"),
         ('{"credentials": [\n{"tenant": "secret"\n"x"', "not valid JSON (in line 3)"),
         ("[]", "must be a table"),
+        pytest.param('{"credentials": ' + "[" * 50_000 + "]" * 50_000 + "}", "is nested too deeply", id="nested"),
         ({}, "credentials is missing"),
         ({"credentials": {}}, "must be a list"),
         ({"credentials": [], "more": 1}, "'more' is not known"),

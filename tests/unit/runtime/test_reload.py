@@ -107,6 +107,19 @@ def test_a_file_that_vanishes_and_comes_back(
     assert settle(number) == 2
 
 
+def test_a_fifo_is_refused_at_once(path: Path, number: Followed[int], caplog: pytest.LogCaptureFixture) -> None:
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(InvalidArgument, match=f"--number {path} cannot be read: it is not a regular file"):
+        Followed([(path, "--number")], parse)
+    assert settle(number) == 1
+    (said,) = errors(caplog)
+    assert "it is not a regular file; what was read before stays in force" in said
+    path.unlink()
+    path.write_text("2")
+    assert settle(number) == 2
+
+
 def test_a_file_that_is_away_while_it_is_replaced_is_not_worth_a_word(
     path: Path, number: Followed[int], caplog: pytest.LogCaptureFixture
 ) -> None:
