@@ -15,7 +15,7 @@ import pytest
 from support.fake_workers import Chunk, Cluster, Generate, blocks, chunks, fails, until
 from support.http import Http, http_cluster
 
-from loraplex_contracts.errors import AdapterNotFound, EngineLost, LoraplexError, Overloaded
+from loraplex_contracts.errors import AdapterNotFound, EngineLost, LoraplexError, Overloaded, adapter_not_found
 from loraplex_proto.status import abort
 from loraplex_proto.v1 import adapter_pb2, inference_pb2
 from loraplex_router.config import HttpOptions, RouterConfig
@@ -318,6 +318,26 @@ async def test_an_unknown_adapter_is_404_before_the_first_byte(model: str, is_st
             assert answer.status_code == 404
             error = answer.json()["error"]
             assert (error["type"], error["param"], error["code"]) == ("NotFoundError", "model", "model_not_found")
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_missing_heads_are_named_as_such(is_streamed: bool) -> None:
+    async def unary(request: Generate, context: Any) -> bytes:
+        await abort(context, adapter_not_found(request.speculation.medusa.adapter_id))
+        return b""
+
+    async with http_cluster() as (c, http):
+        adapters_of(c, "sql")
+        c.workers[0].stream = fails(adapter_not_found("nosuch"))
+        c.workers[0].unary = unary
+        more = {"stream": is_streamed, "speculation": {"kind": "medusa", "adapter_id": "nosuch"}}
+        for path in (COMPLETIONS, "/v1/chat/completions", "/v1/responses"):
+            for model in ("tiny", "sql"):
+                answer = await http.post(path, json={"model": model, **BODIES[path][0], **more})
+                assert answer.status_code == 404
+                error = answer.json()["error"]
+                assert error["message"] == "The Medusa heads `nosuch` do not exist."
+                assert (error["param"], error["code"]) == ("speculation.adapter_id", "model_not_found")
 
 
 async def test_errors_before_and_after_the_first_token() -> None:

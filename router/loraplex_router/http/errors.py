@@ -9,6 +9,7 @@ from typing import Any, Final, cast
 
 from starlette.types import Scope
 
+from loraplex_contracts.adapters import name_in
 from loraplex_contracts.errors import (
     AdapterNotFound,
     Code,
@@ -20,6 +21,7 @@ from loraplex_contracts.errors import (
     QuotaExceeded,
     RequestTimeout,
 )
+from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.validate import HANDLED
 
 # Status, type and code of OpenAI's error object. UNIMPLEMENTED is not 501: clients try again at 500 and above.
@@ -130,8 +132,12 @@ def with_names_of(error: LoraplexError, scope: Scope) -> LoraplexError:
 
 def model_not_found(model: str) -> AdapterNotFound:
     """One answer for an unknown name, a name that is not well-formed, and another tenant's adapter."""
-    shown = (model if len(model) <= 128 else model[:125] + "...").encode(errors="replace").decode()
+    shown = _shown(model)
     return AdapterNotFound(f"The model `{shown}` does not exist.", field="model", resource=shown)
+
+
+def _shown(name: str) -> str:
+    return (name if len(name) <= 128 else name[:125] + "...").encode(errors="replace").decode()
 
 
 def is_missing_model(error: LoraplexError) -> bool:
@@ -143,6 +149,16 @@ def naming_model(error: LoraplexError, model: str) -> LoraplexError:
     """The error; where the adapter that was asked for is missing, the one answer that names it as `model`. Without
     `model` it is the one that the error names, of a mixture."""
     return model_not_found(model or error.resource or "") if is_missing_model(error) else error
+
+
+def naming_missing(error: LoraplexError, model: str, request: inference_pb2.GenerateRequest) -> LoraplexError:
+    """Does what `naming_model` does, for a request that may name Medusa heads apart from its adapter."""
+    heads = request.speculation.medusa.adapter_id
+    named, missing = name_in(heads), name_in(error.resource or "")
+    if heads and is_missing_model(error) and missing == named != name_in(request.adapter_id):
+        what = f"The Medusa heads `{_shown(heads)}` do not exist."
+        return AdapterNotFound(what, field="speculation.adapter_id", resource=heads)
+    return naming_model(error, model)
 
 
 def status_of(error: LoraplexError) -> int:

@@ -17,7 +17,7 @@ from loraplex_proto import __version__, validate
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, status_pb2
 from loraplex_router.http import answers, openai, responses
 from loraplex_router.http.backend import Backend, adapter_in, adapter_of, request_id_of, unicode_text
-from loraplex_router.http.errors import error_object, model_not_found, naming_model, with_names_of
+from loraplex_router.http.errors import error_object, model_not_found, naming_missing, with_names_of
 from loraplex_router.http.metrics import EngineMetrics
 from loraplex_router.http.models import (
     ChatCompletionRequest,
@@ -108,9 +108,9 @@ class Routes:
                 return JSONResponse(responses.response_of(body, job, answers.response_of(job, found)), headers=headers)
             calls, first = await self._backend.generate_stream(job.requests, request)
         except LoraplexError as error:
-            raise naming_model(error, job.asked_name) from error
+            raise naming_missing(error, job.asked_name, job.requests[0]) from error
         events = responses.Events(body, job)
-        of_error = lambda error: events.error(naming_model(error, job.asked_name))  # noqa: E731
+        of_error = lambda error: events.error(naming_missing(error, job.asked_name, job.requests[0]))  # noqa: E731
         return EventStream(calls, events_of(calls, first, events.events, events.end, of_error, done=b""), headers)
 
     async def _answer(self, job: Job, body: Fields, base_names: Sequence[str], request: Request) -> Response:
@@ -124,7 +124,7 @@ class Routes:
                 return JSONResponse(answers.response_of(job, found), headers=headers)
             calls, first = await self._backend.generate_stream(job.requests, request)
         except LoraplexError as error:
-            raise naming_model(error, job.asked_name) from error
+            raise naming_missing(error, job.asked_name, job.requests[0]) from error
         chunks = answers.Chunks(job)
         events = events_of(calls, first, chunks.events, chunks.end, lambda error: _error_event(error, job))
         return EventStream(calls, events, headers)
@@ -256,4 +256,4 @@ class Routes:
 
 
 def _error_event(error: LoraplexError, job: Job) -> bytes:
-    return answers.error_event(error_object(naming_model(error, job.asked_name)))
+    return answers.error_event(error_object(naming_missing(error, job.asked_name, job.requests[0])))

@@ -16,7 +16,7 @@ from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import MAX_COMPLETIONS, MAX_STOP_STRINGS
 from loraplex_router.http import openai, sglang, tgi, tgi_answers
 from loraplex_router.http.backend import Backend, adapter_in, request_id_of
-from loraplex_router.http.errors import body_dialect, error_object, naming_model, tgi_error
+from loraplex_router.http.errors import body_dialect, error_object, naming_missing, tgi_error
 from loraplex_router.http.models import ChatCompletionRequest, TokenizeRequest, harmless_fields, ignored_fields
 from loraplex_router.http.places import names_place
 from loraplex_router.http.routes import Routes
@@ -190,13 +190,13 @@ class TgiRoutes:
 
 
 def _named(error: LoraplexError, job: tgi.Job) -> LoraplexError:
-    return naming_model(error, job.adapter_name)
+    return naming_missing(error, job.adapter_name, job.request)
 
 
 def _named_sglang(error: LoraplexError, job: sglang.Job) -> LoraplexError:
     names = [name for name in job.adapter_names if name]
     shown = error.resource if error.resource in names else ", ".join(dict.fromkeys(names))
-    return naming_model(error, shown or "")
+    return naming_missing(error, shown or "", job.requests[0])
 
 
 def _error_event(error: LoraplexError, job: tgi.Job) -> bytes:

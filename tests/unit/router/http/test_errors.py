@@ -8,12 +8,14 @@ import pytest
 
 from loraplex_contracts import errors
 from loraplex_contracts.errors import LoraplexError
+from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.validate import HANDLED
 from loraplex_router.http.errors import (
     error_headers,
     error_object,
     field_name,
     model_not_found,
+    naming_missing,
     status_of,
     with_names_of,
 )
@@ -118,6 +120,26 @@ def test_headers_say_when_to_try_again() -> None:
     assert error_headers(errors.Internal("x")) == {"x-should-retry": "false"}
     assert error_headers(errors.Unauthenticated("x")) == {"www-authenticate": "Bearer"}
     assert "maximum context length" in error_object(errors.ContextLengthExceeded("x"))["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("resource", "adapter_id", "heads", "param"),
+    [
+        ("h", "", "h", "speculation.adapter_id"),
+        ("h", "sql", "h", "speculation.adapter_id"),
+        ("h@0123456789abcdef", "sql", "h@01234567", "speculation.adapter_id"),
+        ("sql", "sql", "h", "model"),
+        ("sql@0123456789abcdef", "sql@01234567", "h", "model"),
+        ("both", "both", "both", "model"),
+        ("sql", "sql", "", "model"),
+    ],
+)
+def test_the_adapter_that_is_missing_is_named(resource: str, adapter_id: str, heads: str, param: str) -> None:
+    request = inference_pb2.GenerateRequest(adapter_id=adapter_id)
+    request.speculation.medusa.adapter_id = heads
+    error = naming_missing(errors.adapter_not_found(resource), adapter_id, request)
+    assert error.field == param
+    assert f"`{heads if param != 'model' else adapter_id}`" in error.message
 
 
 def test_a_name_that_is_not_unicode_can_be_shown() -> None:
