@@ -125,7 +125,16 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseExceptio
     if isinstance(error, (asyncio.CancelledError, grpc.aio.AbortError)):
         raise error
     status = rpc_status.to_status(to_status(error))
-    await context.abort(status.code, status.details, status.trailing_metadata)
+    await abort_with(context, status.code, status.details, status.trailing_metadata)
+
+
+async def abort_with(context: Any, code: grpc.StatusCode, details: str, trailing_metadata: Any) -> NoReturn:
+    """Ends the call with a status. It is cancelled where a deadline or its client has ended it meanwhile: gRPC cannot
+    send the status then, and would log its own failure as an error of the handler."""
+    try:
+        await context.abort(code, details, trailing_metadata)
+    except grpc.aio.InternalError as error:
+        raise asyncio.CancelledError from error
     raise AssertionError("abort returned")
 
 

@@ -25,7 +25,7 @@ from loraplex_contracts.errors import (
     QuotaExceeded,
 )
 from loraplex_contracts.load import has_place
-from loraplex_proto.status import abort, answer_within_s, as_typed
+from loraplex_proto.status import abort, abort_with, answer_within_s, as_typed
 from loraplex_router.activity import MAX_MESSAGE_CHARS, Activity, FailedCall
 from loraplex_router.policy import DECISIONS, Choice, Decision
 from loraplex_router.upstream import RETRY_CAUSES, Metadata, Upstream, UpstreamFailure
@@ -245,8 +245,7 @@ class Calls:
         self._count(call, code)
         self.activity.failed(_failed_call(call.record, error, worker_id))
         if isinstance(error, UpstreamFailure):
-            await call.context.abort(error.code, error.details, error.trailing_metadata)
-            raise AssertionError("abort returned")
+            await abort_with(call.context, error.code, error.details, error.trailing_metadata)
         for key, value in call.error_metadata():
             error.metadata.setdefault(key, value)
         await abort(cast("Any", call.context), error)

@@ -121,6 +121,63 @@ async def test_an_aborted_call_is_not_aborted_twice(call: Call) -> None:
     assert type(from_rpc_error(caught.value)) is errors.QueueFull
 
 
+async def test_a_status_that_comes_too_late_is_not_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    """gRPC's own failure to send it would be logged as one of the handler."""
+    raised: list[BaseException] = []
+
+    class Ended:
+        """A call whose deadline passes just before the status is sent."""
+
+        async def abort(self, *status: object) -> None:
+            raise grpc.aio.InternalError('Failed "execute_batch"')
+
+    async def fail(_request: bytes, context: object) -> bytes:
+        try:
+            await abort(Ended(), errors.QueueFull("wait"))  # type: ignore[arg-type]
+        except BaseException as error:
+            raised.append(error)
+            raise
+
+    server = grpc.aio.server()
+    handler = grpc.unary_unary_rpc_method_handler(fail)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", {"Fail": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await channel.unary_unary("/t.T/Fail")(b"", timeout=1.0)
+    await server.stop(None)
+    assert [type(error) for error in raised] == [asyncio.CancelledError]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+async def test_a_call_that_ended_before_its_status_is_cancelled(caplog: pytest.LogCaptureFixture) -> None:
+    raised: asyncio.Queue[BaseException] = asyncio.Queue()
+
+    async def late(_request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            try:
+                await abort(context, errors.QueueFull("wait"))
+            except BaseException as error:
+                raised.put_nowait(error)
+                raise
+        return b""
+
+    server = grpc.aio.server()
+    handler = grpc.unary_unary_rpc_method_handler(late)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", {"Late": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await channel.unary_unary("/t.T/Late")(b"", timeout=0.1)
+        assert type(await asyncio.wait_for(raised.get(), 5)) is asyncio.CancelledError
+    await server.stop(None)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 # --- which details --------------------------------------------------------------------------------------------------
 
 
