@@ -286,7 +286,7 @@ class Call(Generic[_Answer]):
                 return self.closed()
             case ServerUnreachable():
                 message = message.replace("the server", f"the server at {self.settings.target}", 1)
-                message = _with_remedy(message)
+                message = _with_remedy(message, has_tls=self.settings.tls is not None)
             case ConnectionLost() if self._is_overdue():
                 # The server's timer fired first.
                 return DeadlineExceeded(self._too_late(), metadata=metadata)
@@ -310,6 +310,12 @@ class Call(Generic[_Answer]):
         return Cancelled("the client was closed before the answer was complete", metadata=metadata)
 
 
+_NO_GRPC: Final = "it does not speak gRPC, as a router's HTTP port does not; use the gRPC port (target, --server)"
+_HUNG_UP: Final = "it hung up at once, as servers do that want TLS; try tls=True (--tls)"
+_HUNG_UP_ON_TLS: Final = (
+    "it hung up at once, as servers do that ask for a certificate of the client, or for another one; give "
+    "Tls(client_key=..., client_certificate=...) (--client-key, --client-cert)"
+)
 # Words of gRPC's -> what is the matter, and what to do. The first that is found counts.
 _REMEDIES: Final = (
     ("errors resolving", "no address is known for this name; check it (target, --server)"),
@@ -317,6 +323,11 @@ _REMEDIES: Final = (
     (
         "Hostname Verification Check failed",
         "its certificate has another name; use that name as the address, or as Tls(server_name=...) (--tls-name)",
+    ),
+    ("certificate has expired", "its certificate has expired, unless this machine's clock is wrong; renew it there"),
+    (
+        "certificate is not yet valid",
+        "its certificate is not valid yet, unless this machine's clock is wrong; see that both clocks are right",
     ),
     (
         "CERTIFICATE_VERIFY_FAILED",
@@ -326,20 +337,31 @@ _REMEDIES: Final = (
     ("WRONG_VERSION_NUMBER", "it does not use TLS; leave out tls (--tls, --ca-cert)"),
     (
         "CERTIFICATE_REQUIRED",
-        "it asks for a certificate of the client; give Tls(client_key=..., client_certificate=...)",
+        "it asks for a certificate of the client; give Tls(client_key=..., client_certificate=...) (--client-key, "
+        "--client-cert)",
     ),
+    (
+        "Failed to create security handshaker",
+        "gRPC cannot use the certificates that were given: Tls(root_certificates=...) (--ca-cert) takes certificates, "
+        "no key, and the client's own certificate (--client-cert) goes with its own key (--client-key)",
+    ),
+    ("missing selected ALPN property", _NO_GRPC),
+    ("http1.x", _NO_GRPC),
     (
         "HTTP proxy returned",
         "the proxy that grpc_proxy, https_proxy or http_proxy names refused to connect; name the server in no_proxy to "
         "go round it",
     ),
-    ("Socket closed", "it hung up at once, as servers do that want TLS; try tls=True (--tls)"),
+    ("Socket closed", _HUNG_UP),
+    ("Connection reset by peer", _HUNG_UP),
 )
 
 
-def _with_remedy(message: str) -> str:
+def _with_remedy(message: str, *, has_tls: bool) -> str:
     """The sentence on a server that cannot be reached, with a remedy in the place of the library's words."""
     for words, remedy in _REMEDIES:
+        if has_tls and remedy == _HUNG_UP:
+            remedy = _HUNG_UP_ON_TLS
         if words in message:
             return f"{message.split(': ')[0]}: {remedy}"
     return f"{message}; see that one runs there, and that both sides use TLS or neither does"

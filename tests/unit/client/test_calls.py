@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from loraplex import Client, Hub, Tls
-from loraplex._calls import Calls, Settings, checked_timeout
+from loraplex._calls import Calls, Settings, _with_remedy, checked_timeout
 from loraplex_contracts.errors import InvalidArgument
 
 CALLS = Calls("localhost", None, None, False)
@@ -54,6 +54,34 @@ def test_what_is_no_address_says_how_to_write_one(target: str) -> None:
     with pytest.raises(InvalidArgument, match="host:port") as caught:
         Client(target)
     assert caught.value.field == "target"
+
+
+_HANDSHAKE = "Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007d:SSL routines:OPENSSL_internal"
+_NO_SETTINGS = "Failed parsing HTTP/2 (Expected SETTINGS frame as the first frame, got frame type 80)"
+
+
+@pytest.mark.parametrize(
+    ("words", "has_tls", "says"),
+    [
+        (f"{_HANDSHAKE}:CERTIFICATE_VERIFY_FAILED: certificate has expired: OK", True, "has expired"),
+        (f"{_HANDSHAKE}:CERTIFICATE_VERIFY_FAILED: certificate is not yet valid: OK", True, "not valid yet"),
+        (f"{_HANDSHAKE}:CERTIFICATE_VERIFY_FAILED: self signed certificate: OK", True, "vouches for its certificate"),
+        ("Failed to create security handshaker.", True, "(--ca-cert) takes certificates, no key"),
+        ("Cannot check peer: missing selected ALPN property.", True, "use the gRPC port"),
+        (f"{_NO_SETTINGS} (Trying to connect an http1.x server (HTTP status 400))", False, "use the gRPC port"),
+        ("Socket closed", False, "try tls=True (--tls)"),
+        ("Socket closed", True, "(--client-key, --client-cert)"),
+        ("Handshake read failed (Socket closed)", True, "(--client-key, --client-cert)"),
+        ("recvmsg:Connection reset by peer (104)", False, "try tls=True (--tls)"),
+        ("recvmsg:Connection reset by peer (104)", True, "(--client-key, --client-cert)"),
+        ("Connection refused (111)", False, "see that one runs there"),
+    ],
+)
+def test_grpcs_words_on_a_connection_become_ours(words: str, has_tls: bool, says: str) -> None:
+    sentence = _with_remedy(f"the server at box:1 cannot be reached: {words}", has_tls=has_tls)
+    assert sentence.startswith("the server at box:1 cannot be reached: ")
+    assert says in sentence
+    assert words not in sentence or "Connection refused" in words
 
 
 @pytest.mark.parametrize("token", ["", "a b", "a\r\nx: y", "\u00e9"])

@@ -72,6 +72,8 @@ def test_tls(tmp_path: Path) -> None:
     server = grpc.server(None)
     pair = (key.read_bytes(), cert.read_bytes())
     port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
+    asking = grpc.ssl_server_credentials([pair], root_certificates=pair[1], require_client_auth=True)
+    asking_port = server.add_secure_port("127.0.0.1:0", asking)
     server.start()
     try:
         tls = loraplex.Tls(root_certificates=cert.read_bytes(), server_name="box")
@@ -84,8 +86,15 @@ def test_tls(tmp_path: Path) -> None:
         refused = pytest.raises(loraplex.ServerUnreachable, match=r"certificate has another name.*--tls-name")
         with loraplex.Client(f"127.0.0.1:{port}", tls=tls) as client, refused:
             client.info(timeout_s=10)
+        refused = pytest.raises(loraplex.ServerUnreachable, match=r"takes certificates, no key")
+        with loraplex.Client(f"127.0.0.1:{port}", tls=loraplex.Tls(key.read_bytes())) as client, refused:
+            client.info(timeout_s=10)
         refused = pytest.raises(loraplex.ServerUnreachable, match="TLS")
         with loraplex.Client(f"127.0.0.1:{port}") as client, refused:
+            client.info(timeout_s=10)
+        tls = loraplex.Tls(cert.read_bytes(), server_name="box")
+        refused = pytest.raises(loraplex.ServerUnreachable, match=r"certificate of the client.*\(--client-key")
+        with loraplex.Client(f"127.0.0.1:{asking_port}", tls=tls) as client, refused:
             client.info(timeout_s=10)
     finally:
         server.stop(None)
