@@ -159,9 +159,13 @@ class LoadSpec:
         if self.duration_s is None and self.num_requests is None and self.rate < math.inf:
             object.__setattr__(self, "duration_s", DEFAULT_DURATION_S)
         checks = (
-            (self.rate > 0, "--rate", "must be above 0"),
-            (0 <= self.cv < math.inf, "--cv", "must be 0 or above"),
-            (self.duration_s is None or 0 < self.duration_s < math.inf, "--duration", "must be above 0"),
+            (self.rate > 0, "--rate", "must be a number above 0"),
+            (0 <= self.cv < math.inf, "--cv", "must be a finite number from 0 on"),
+            (
+                self.duration_s is None or 0 < self.duration_s < math.inf,
+                "--duration",
+                "must be a finite number above 0",
+            ),
             (self.num_requests is None or self.num_requests >= 1, "--num-requests", "must be at least 1"),
             (self.max_in_flight >= 1, "--max-inflight", "must be at least 1"),
             (

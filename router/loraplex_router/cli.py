@@ -127,7 +127,8 @@ def _run_processes(config: RouterConfig, num: int, on_ready: Callable[[Processes
     from loraplex_runtime.telemetry import setup_logging
 
     setup_logging(config.log_level, config.log_format)
-    asyncio.run(run_processes(config, num, on_ready))
+    if status := asyncio.run(run_processes(config, num, on_ready)):
+        sys.exit(status)
 
 
 def _say(config: ServerFlags, line: str) -> None:

@@ -219,7 +219,7 @@ class RouterConfig(ServerFlags):
         _check(0 < self.quota_share <= 1, "--quota-share", "must be above 0 and at most 1")
         _check(self.max_lost_workers >= 1, "max_lost_workers", "must be at least 1")
         _check(self.log_format in ("plain", "json"), "--log-format", f"takes plain or json, not {self.log_format!a}")
-        _check(self.announce_s >= 0 and self.drain_s >= 0, "--drain", "must not be negative")
+        _check(self.announce_s >= 0 and self.drain_s >= 0, "--drain", "must be a number from 0 on")
         _check(
             self.auth_file is None or self.worker_token_file is not None or bool(self.worker_token),
             "--auth-file",

@@ -89,15 +89,15 @@ def open_membership(text: str) -> Membership:
         return FileMembership(Path(rest), FILE_INTERVAL_S)
     if kind == "dns" and is_address(rest):
         host, _, port = rest.rpartition(":")
-        return DnsMembership(host, int(port), DNS_INTERVAL_S)
+        return DnsMembership(host.strip("[]"), int(port), DNS_INTERVAL_S)
     raise InvalidArgument(f"{FLAG} takes file:PATH or dns:HOST:PORT, not {text!a}", field=FLAG)
 
 
 class FileMembership:
     """Lines of [NAME=]HOST:PORT, with comments from # on; written anew and renamed into place by whoever knows.
 
-    The last line ends with a line feed, or the file is not complete: one that is empty has been cut off, and a list
-    without members is a comment.
+    The last line ends with a line feed, or the file is not complete: one that is empty or blank has been cut off, and a
+    list without members is a comment.
     """
 
     def __init__(self, path: Path, interval_s: float = FILE_INTERVAL_S) -> None:
@@ -145,6 +145,8 @@ def members_of(raw: bytes) -> tuple[Member, ...]:
         text = raw.decode("ascii")
     except UnicodeDecodeError as error:
         raise InvalidArgument(f"it is not plain ASCII (byte {error.start})") from None
+    if not text.strip():
+        raise InvalidArgument("it is blank, so it may be cut off; a list without workers is a comment (#)")
     lines = (line.partition("#")[0].strip() for line in text.split("\n"))
     return parse_members(line for line in lines if line)
 
@@ -211,7 +213,8 @@ class DnsMembership:
         except (OSError, UnicodeError, TimeoutError):
             return ""
         name, _, parent = full_name.partition(".")
-        is_below = parent == self._host or parent.startswith(f"{self._host}.")
+        parent, own = (one.rstrip(".").lower() for one in (parent, self._host))
+        is_below = parent == own or parent.startswith(f"{own}.")
         return name if is_below and _NAME.match(name) else ""
 
 

@@ -35,9 +35,10 @@ class Processes:
     num: int
 
 
-async def run_processes(config: RouterConfig, num: int, on_ready: Callable[[Processes], None]) -> None:
+async def run_processes(config: RouterConfig, num: int, on_ready: Callable[[Processes], None]) -> int:
     """Runs `num` processes of the router until SIGTERM, SIGINT or SIGHUP, then has them drain. One that dies is started
-    again. Raises FailedPrecondition for ports that cannot be had, and the error of a process that does not start."""
+    again. Returns the exit status: 0 after a drain, 128 and the signal's number where one came before all were ready.
+    Raises FailedPrecondition for ports that cannot be had, and the error of a process that does not start."""
     ending = Ending()
     ending.listen()
     with contextlib.ExitStack() as reserved:
@@ -48,7 +49,7 @@ async def run_processes(config: RouterConfig, num: int, on_ready: Callable[[Proc
         children = Children(spec_of(config, num, port, http_port), num, lambda text: None)
         try:
             if await children.start(ending.asked) is None:
-                return
+                return ending.status
             watching = asyncio.gather(children.watch(), children.kill_silent())
             http_address = None if http_port is None else join_address(http_host, http_port)
             on_ready(Processes(join_address(config.host, port), http_address, children.metrics_ports, num))
@@ -58,6 +59,7 @@ async def run_processes(config: RouterConfig, num: int, on_ready: Callable[[Proc
         finally:
             drain_s = config.announce_s + config.drain_s
             await ending.drain(children.stop(drain_s), lambda: children.stop(0.0, grace_s=2.0))
+    return 0
 
 
 def spec_of(config: RouterConfig, num: int, port: int, http_port: int | None) -> ChildSpec:

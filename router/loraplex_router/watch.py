@@ -182,7 +182,7 @@ class WorkerWatch:
         """Logs what a report changes in whether the worker can take requests."""
         if load.stalled and not self._replica.is_stalled:
             log.warning("worker %s is not available: its engine does not respond", self._worker_id)
-        elif not (load.draining or load.stalled or self._replica.is_routable):
+        elif not (load.draining or load.stalled or self._replica.is_healthy):
             self._logged = ""
             log.info("worker %s is available", self._worker_id)
 

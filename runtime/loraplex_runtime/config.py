@@ -177,10 +177,10 @@ def _by_alias(ctx: typer.Context, name: str) -> Any:
 def _section(path: Path, command: str) -> Mapping[str, Any]:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise InvalidArgument(f"{path} is not TOML: {error}", field="--config") from error
     except UnicodeDecodeError as error:
         raise InvalidArgument(f"{path} is not text in UTF-8", field="--config") from error
+    except (ValueError, RecursionError) as error:  # also of integers with thousands of digits
+        raise InvalidArgument(f"{path} is not TOML: {error}", field="--config") from error
     except OSError as error:
         raise InvalidArgument(f"--config: {path} cannot be read: {error.strerror}", field="--config") from error
     for name, value in document.items():

@@ -310,7 +310,7 @@ class EngineConfig:
             "must be at least --max-running, so that every running request gets its token",
         )
         _check(batch.max_queued >= 1, "--max-queued", "must be at least 1")
-        _check(batch.max_queue_wait_s >= 0, "--max-queue-wait", "must not be negative")
+        _check(batch.max_queue_wait_s >= 0, "--max-queue-wait", "must be a number from 0 on")
         _check(adapters.num_device_slots >= 1, "--adapter-slots", "must be at least 1")
         _check(adapters.device_bytes >= 1, "--adapter-device-memory", "must be at least 1 byte")
         _check(adapters.host_bytes >= 1, "--adapter-host-memory", "must be at least 1 byte")
@@ -326,8 +326,8 @@ class EngineConfig:
         _check(adapters.root is not None or not adapters.watch, "--watch-adapters", "is of use with --adapters only")
         _check(1 <= adapters.max_rank <= 4096, "--max-lora-rank", "must be 1 to 4096")
         _check(self.num_threads is None or self.num_threads >= 1, "--threads", "must be at least 1")
-        _check(self.step_timeout_s is None or self.step_timeout_s > 0, "--step-timeout", "must be above 0")
-        _check(self.take_over_s is None or self.take_over_s >= 0, "--take-over", "must not be negative")
+        _check(self.step_timeout_s is None or self.step_timeout_s > 0, "--step-timeout", "must be a number above 0")
+        _check(self.take_over_s is None or self.take_over_s >= 0, "--take-over", "must be a number from 0 on")
         _check(self.lora_kernels in LORA_KERNELS, "--lora-kernels", f"must be {', '.join(LORA_KERNELS)}")
         _check(self.cpu_kernels in CPU_KERNELS, "--cpu-kernels", f"must be {', '.join(CPU_KERNELS)}")
         _check(model.quantize in QUANTIZE, "--quantize", f"must be {', '.join(QUANTIZE[:-1])} or {QUANTIZE[-1]}")
@@ -440,9 +440,9 @@ class WorkerConfig:
         _check(self.max_message_bytes >= 1024, "--max-message", "must be at least 1024 bytes")
         _check(0 < self.quota_share <= 1, "--quota-share", "must be above 0 and at most 1")
         _check(self.max_unread_tokens >= 1, "--max-unread", "must be at least 1")
-        _check(self.max_stream_wait_s >= 0, "--stream-wait", "must not be negative")
-        _check(self.drain_s >= 0, "--drain", "must not be negative")
-        _check(self.announce_s >= 0, "--announce", "must not be negative")
+        _check(self.max_stream_wait_s >= 0, "--stream-wait", "must be a number from 0 on")
+        _check(self.drain_s >= 0, "--drain", "must be a number from 0 on")
+        _check(self.announce_s >= 0, "--announce", "must be a number from 0 on")
 
 
 def _check(is_ok: bool, flag: str, rule: str) -> None:

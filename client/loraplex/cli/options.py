@@ -242,7 +242,7 @@ def read_json(path: str, *, flag: str) -> Any:
     text = read_text(path, flag=flag)
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"the file of {flag} is not JSON: {error}", field=flag) from error
 
 

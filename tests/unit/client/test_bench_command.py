@@ -74,7 +74,10 @@ def test_failures_are_listed_with_their_codes(fake: Any, capsys: Capture) -> Non
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--rate", "0"], "--rate must be above 0"),
+        (["--rate", "0"], "--rate must be a number above 0"),
+        (["--rate", "nan"], "--rate must be a number above 0"),
+        (["--duration", "inf"], "--duration must be a finite number above 0"),
+        (["--cv", "nan"], "--cv must be a finite number from 0 on"),
         (["--num-adapters", "0"], "--num-adapters must be at least 1"),
         (["--timeout", "-1"], "--timeout must be 0"),
         (["--rate", "inf"], "--num-requests is needed"),

@@ -88,7 +88,13 @@ def test_messages_of_a_file(fake: Any, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("{", "--messages is not JSON"), ("{}", "a list of messages"), ("[1]", "messages")]
+    ("text", "says"),
+    [
+        ("{", "--messages is not JSON"),
+        pytest.param("[" * 100_000, "--messages is not JSON", id="nested"),
+        ("{}", "a list of messages"),
+        ("[1]", "messages"),
+    ],
 )
 def test_messages_that_are_none(fake: Any, tmp_path: Path, capsys: Capture, text: str, says: str) -> None:
     path = tmp_path / "messages.json"

@@ -80,7 +80,15 @@ def test_a_file_of_members() -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "why"), [(b"", "cut off"), (b"w0=h:1", "cut off"), (b"h:1\nh:1\n", "two workers"), (b"\xff\n", "ASCII")]
+    ("raw", "why"),
+    [
+        (b"", "cut off"),
+        (b"\n", "blank"),
+        (b" \r\n\n", "blank"),
+        (b"w0=h:1", "cut off"),
+        (b"h:1\nh:1\n", "two workers"),
+        (b"\xff\n", "ASCII"),
+    ],
 )
 def test_files_that_are_not_taken(raw: bytes, why: str) -> None:
     with pytest.raises(InvalidArgument, match=why):
@@ -203,6 +211,25 @@ async def test_members_have_the_names_that_dns_gives_their_addresses() -> None:
     resolver.answer = ["10.0.0.1", "10.0.0.4"]
     assert [member.name for member in await following(changes)] == ["worker-0", "worker-0"]
     assert asked.count("10.0.0.1") == 2
+
+
+@pytest.mark.parametrize("host", ["workers.svc.", "Workers.SVC"])
+async def test_a_host_name_means_the_same_with_a_final_dot_and_in_capitals(host: str) -> None:
+    async def resolve(host: str, port: int) -> Sequence[Any]:
+        return [(socket.AF_INET, 1, 6, "", ("10.0.0.1", port))]
+
+    async def reverse(host: str, port: int) -> str:
+        return "worker-0.workers.Svc.cluster.local."
+
+    changes = DnsMembership(host, 5, INTERVAL_S, resolve, reverse).changes()
+    assert await following(changes) == members("worker-0=10.0.0.1:5")
+
+
+async def test_an_address_in_brackets_resolves() -> None:
+    assert await following(open_membership("dns:[::1]:5").changes()) in (
+        members("[::1]:5"),
+        members("localhost=[::1]:5"),
+    )
 
 
 async def test_this_machines_own_name_resolves() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 import socket
 
 import pytest
 
 from loraplex_contracts.errors import FailedPrecondition
 from loraplex_router.config import RouterConfig, ServerOptions
-from loraplex_router.processes import reserved_port, spec_of
+from loraplex_router.processes import reserved_port, run_processes, spec_of
+from loraplex_runtime.child_processes import Children
 
 
 def test_quotas_are_divided_and_ports_are_shared() -> None:
@@ -42,3 +46,16 @@ def test_the_http_port_can_be_shared() -> None:
         port = first.getsockname()[1]
         with bind_http("127.0.0.1", port, reuse_port=ServerOptions(reuse_port=True).reuse_port) as second:
             assert second.getsockname()[1] == port
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_processes_that_end_before_they_are_ready_have_the_signals_status(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def start(self: Children, stop: asyncio.Event) -> None:
+        os.kill(os.getpid(), number)
+        await stop.wait()
+
+    monkeypatch.setattr(Children, "start", start)
+    config = RouterConfig(workers=("a:1",), port=0, host="127.0.0.1")
+    assert asyncio.run(run_processes(config, 2, lambda running: None)) == 128 + number

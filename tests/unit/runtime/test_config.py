@@ -146,6 +146,8 @@ def test_the_file_may_be_named_by_a_variable(file: Path) -> None:
         ("[serve]\ninternal = 'x'", "has no key 'internal'"),
         ("[serve]\nconfig = 'x'", "has no key 'config'"),
         ("[serve", "is not TOML"),
+        pytest.param("[serve]\nport = " + "[" * 9000, "is not TOML", id="nested"),
+        pytest.param("[serve]\nport = " + "1" * 5000, "is not TOML", id="digits"),
     ],
 )
 def test_what_no_option_takes_is_refused_by_name(text: str, says: str, tmp_path: Path) -> None:
