@@ -15,7 +15,7 @@ import typer
 from loraplex.cli.terminal import write_json, write_table
 from loraplex_contracts.errors import DeadlineExceeded, FailedPrecondition, LoraplexError, Unavailable
 from loraplex_fleet.deploying import serve_config
-from loraplex_fleet.spec import AUTO, ClusterSpec, load_spec
+from loraplex_fleet.spec import AUTO, ClusterSpec, check_address, load_spec
 from loraplex_runtime.telemetry import LogStyle, setup_logging
 
 if TYPE_CHECKING:
@@ -78,7 +78,13 @@ def down(
     fleet: FleetOption = "loraplex",
     address: AddressOption = AUTO,
     wait: Annotated[
-        float, typer.Option("--wait", min=0.0, help="Seconds that requests get to end, whatever the drain is.")
+        float,
+        typer.Option(
+            "--wait",
+            min=0.0,
+            help="Seconds, and one minute more, to wait for routers, and again for workers, to end. Requests get the "
+            "file's `drain`, however long that is.",
+        ),
     ] = 600.0,
     log_format: LogFormatOption = "plain",
 ) -> None:
@@ -86,9 +92,10 @@ def down(
 
     Example: loraplex down
     """
-    from loraplex_fleet import cluster  # late: it imports Ray
-
     with _reporting(log_format):
+        check_address(address)
+        from loraplex_fleet import cluster  # late: it imports Ray
+
         with cluster.joined(address):
             there_was = cluster.end(fleet, wait + END_MARGIN_S)
             ended_ray = cluster.end_own_ray()
@@ -107,9 +114,10 @@ def status(
 
     Example: loraplex status --json
     """
-    from loraplex_fleet import cluster  # late: it imports Ray
-
     with _reporting(log_format):
+        check_address(address)
+        from loraplex_fleet import cluster  # late: it imports Ray
+
         with cluster.joined(address):
             found = cluster.status(fleet)
         if not found.exists:

@@ -25,7 +25,7 @@ from loraplex_contracts.errors import FailedPrecondition, Unavailable
 from loraplex_fleet.deploying import ROUTERS, WORKERS, app_name, serve_config
 from loraplex_fleet.directory import NAMESPACE, find_directory, read_view
 from loraplex_fleet.entries import ROUTER, WORKER
-from loraplex_fleet.spec import AUTO, ClusterSpec
+from loraplex_fleet.spec import AUTO, ClusterSpec, check_address
 from loraplex_fleet.status import Status, part_of
 
 START_S: Final = 60.0
@@ -76,11 +76,12 @@ def _join(address: str) -> None:
 
 
 def _find(address: str) -> str:
-    """HOST:PORT of a Ray that listens there. Raises ConnectionError."""
-    if address.startswith("ray://"):
-        return address
+    """HOST:PORT of a Ray that listens there. Raises ConnectionError, and InvalidArgument for a wrong RAY_ADDRESS."""
     if address == AUTO:
         address = services.get_ray_address_from_environment(AUTO, None)
+        check_address(address, "RAY_ADDRESS")
+    if address.startswith("ray://"):
+        return address
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()

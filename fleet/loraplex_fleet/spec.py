@@ -7,7 +7,6 @@ and `loraplex router`, and pass through the same checks; files and folders are t
 from __future__ import annotations
 
 import difflib
-import math
 import re
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -25,6 +24,9 @@ from loraplex_server.config import WorkerConfig
 
 AUTO: Final = "auto"
 MAX_COUNT: Final = 1000
+MAX_TIME_S: Final = 86_400.0  # Ray counts in 64 bits
+# Ray counts resources in parts of 10,000.
+NUM_DECIMALS: Final = 4
 # Resources that Ray takes by other ways than by name.
 OF_RAY: Final = ("cpu", "gpu", "memory", "object_store_memory")
 _SHORT: Final = Repr()
@@ -211,6 +213,10 @@ def load_spec(path: Path) -> ClusterSpec:
         raise InvalidArgument(f"{path} is not YAML: {' '.join(str(error).split())}", field="FILE") from error
     except RecursionError as error:
         raise InvalidArgument(f"{path} is nested too deeply", field="FILE") from error
+    except (ValueError, LookupError, AttributeError) as error:  # of the constructors of dates and of tagged values
+        raise InvalidArgument(
+            f"{path} has a value that is not what it looks like ({error}); put texts in quotes", field="FILE"
+        ) from error
     return parse_spec(given)
 
 
@@ -291,6 +297,10 @@ def _resources(section: _Section, cpu: float) -> ResourceSpec:
     own = section.section("resources", None)
     amounts = {name: own.number(name, 0.0, 0.0, 1e6) for name in own.values}
     for name, amount in amounts.items():
+        if not name.strip():
+            raise _wrong(own.at("''"), "is no name of a resource")
+        if amount != round(amount, NUM_DECIMALS):
+            raise _wrong(own.at(name), f"must have {NUM_DECIMALS} decimals at most, not {amount!r}")
         if name not in ("cpu", "gpu") and name.lower() in OF_RAY:
             raise _wrong(own.at(name), "is a name of Ray's own; there are cpu, gpu and your own")
         if name == "gpu" and amount > 1 and amount != int(amount):
@@ -371,11 +381,12 @@ class _Section:
     def duration(self, key: str, default: float) -> float:
         """The seconds of a key."""
         value = self.values.get(key, default)
+        seconds = value
         if isinstance(value, str) and (found := _DURATION.match(value)):
-            return float(found[1]) * _UNITS_S[found[2] or "s"]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise _wrong(self.at(key), f"must be a time such as 30s or 5m, not {_shown(value)}")
-        return float(value)
+            seconds = float(found[1]) * _UNITS_S[found[2] or "s"]
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds <= MAX_TIME_S:
+            raise _wrong(self.at(key), f"must be a time such as 30s or 5m, a day at most, not {_shown(value)}")
+        return float(seconds)
 
     def flags(
         self, known: list[Flag], own: Mapping[str, str], check: Callable[[list[Flag], dict[str, Any]], None]
@@ -465,6 +476,12 @@ def _absolute(text: str) -> str:
 
 def _name(text: str) -> str:
     return "" if _NAME.match(text) else "must be small letters, digits and hyphens, 40 at most"
+
+
+def check_address(text: str, field: str = "--address") -> None:
+    """Raises InvalidArgument for what is no address of Ray."""
+    if wrong := _ray_address(text):
+        raise InvalidArgument(f"{field} {wrong}, not {text!a}", field=field)
 
 
 def _ray_address(text: str) -> str:

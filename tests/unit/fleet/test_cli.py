@@ -32,3 +32,11 @@ def test_a_specification_is_printed_for_serve(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text("model: m\n")
     done = run("up", str(tmp_path / "cluster.yaml"), "--serve-config")
     assert "import_path: loraplex_fleet.app:workers" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("command", ["down", "status"])
+def test_an_address_that_is_none_is_refused(command: str) -> None:
+    done = run(command, "--address", "foo")
+    assert done.returncode == 2
+    assert "--address must be auto or Ray's HOST:PORT, not 'foo'" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -10,7 +10,7 @@ import pytest
 from support.fake_workers import FakeWorker
 from support.fleet import free_port, ray_is_missing
 
-from loraplex_contracts.errors import Unavailable
+from loraplex_contracts.errors import InvalidArgument, Unavailable
 
 pytestmark = [
     pytest.mark.ray,
@@ -49,3 +49,11 @@ def test_an_address_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "HEAD_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert "has not answered for 0.5 s" in refused(f"127.0.0.1:{silent.getsockname()[1]}")
+
+
+def test_a_variable_that_is_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    from loraplex_fleet.cluster import joined
+
+    monkeypatch.setenv("RAY_ADDRESS", "foo")
+    with pytest.raises(InvalidArgument, match="RAY_ADDRESS must be auto or Ray's HOST:PORT"), joined("auto"):
+        pass
