@@ -89,6 +89,8 @@ def train_medusa(
         raise InvalidArgument("--combined copies the LoRA of --adapter; give one", field="--combined")
     if not 0 < lr < 1:
         raise InvalidArgument(f"--lr {lr} is not a learning rate; 0.001 is a good start", field="--lr")
+    if not -(2**63) <= seed < 2**63:
+        raise InvalidArgument(f"--seed must fit in 64 bits; {seed} does not", field="--seed")
     # Files are read before anything slow, so that their errors are reported at once.
     all_prompts = read_prompts(prompts) if prompts is not None else []
     all_texts = read_texts(texts) if texts is not None else []

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from loraplex_contracts.errors import InvalidArgument
+from loraplex_runtime.regular_files import read_regular
 
 Messages = list[dict[str, str]]
 Prompt = str | Messages  # messages go through the tokenizer's chat template
@@ -52,6 +53,10 @@ def _read(path: Path, field: str, parse: Callable[[Any], T | None]) -> list[T]:
             raise InvalidArgument(
                 f"{path}, line {number}: give a string that is not empty, or an object with {wanted}", field=field
             )
+        if not _is_text(item):
+            raise InvalidArgument(
+                f"{path}, line {number} has half of a surrogate pair, which is no text; write UTF-8", field=field
+            )
         found.append(item)
     if not found:
         raise InvalidArgument(f"{path} is empty: there is nothing to train on", field=field)
@@ -60,7 +65,7 @@ def _read(path: Path, field: str, parse: Callable[[Any], T | None]) -> list[T]:
 
 def _lines(path: Path, field: str) -> list[str]:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_regular(path).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise InvalidArgument(f"{path} cannot be read: {error.strerror or error}", field=field) from error
     except UnicodeDecodeError as error:
@@ -87,6 +92,16 @@ def _text(value: Any) -> str | None:
 
 def _string(value: Any) -> str | None:
     return value.rstrip("\r") if isinstance(value, str) and value.strip() else None
+
+
+def _is_text(item: Any) -> bool:
+    """True for a text, or messages of texts, that UTF-8 can write."""
+    texts = [item] if isinstance(item, str) else [text for message in item for text in message.values()]
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _messages(value: Any) -> Messages | None:

@@ -7,14 +7,25 @@ engine chooses draft lengths by what was accepted and computes in the dtype and 
 from __future__ import annotations
 
 import gc
+import logging
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from loraplex_adapters.formats.files import (
+    ADDED_TOKENS_NAME,
+    CONFIG_NAME,
+    MEDUSA_WEIGHTS_NAME,
+    MODEL_CONFIG_NAME,
+    TOKENIZER_NAME,
+    WEIGHTS_NAME,
+)
 from loraplex_contracts.adapters import NO_ADAPTER, AdapterId
+from loraplex_contracts.errors import FailedPrecondition
 from loraplex_contracts.request import CompletionEnd, Request, RequestFailed, SpeculationParams, StoppingParams, Tokens
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig
 from loraplex_server.engine.assembly import build_engine
@@ -27,6 +38,9 @@ MAX_PROMPTS: Final = 32  # minutes on a CPU, for models of a few billion paramet
 MAX_TEXT_PROMPT: Final = 32  # tokens of a text that was given whole, as the prompt of its rest
 LORA: Final = AdapterId("lora")
 HEADS: Final = AdapterId("heads")
+# Their files that serving reads.
+LORA_NAMES: Final = (CONFIG_NAME, WEIGHTS_NAME, TOKENIZER_NAME, ADDED_TOKENS_NAME)
+HEADS_NAMES: Final = (MODEL_CONFIG_NAME, MEDUSA_WEIGHTS_NAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +76,20 @@ def decode(
     advance: Advance,
 ) -> Decoded:
     """Greedy answers to the prompts, one at a time, with the engine's own choice of draft lengths. `adapter`: the LoRA
-    that the heads draft for. Raises LoraplexError where the engine cannot serve the model or them."""
+    that the heads draft for. Raises LoraplexError where the engine cannot serve the model or them, or where there is no
+    room for copies of their files."""
     gc.collect()  # a model that was just trained on may be part of cycles
-    with tempfile.TemporaryDirectory(prefix="loraplex-") as scratch:
-        root, store = Path(scratch) / "adapters", Path(scratch) / "store"
-        for name, source in ((LORA, adapter), (HEADS, heads)):
-            if source is not None:
-                shutil.copytree(source, root / name)
+    with _scratch_folder() as scratch, _quiet_engine():
+        root, store = scratch / "adapters", scratch / "store"
+        if adapter is not None:
+            _copy_files(adapter, LORA_NAMES, root / LORA)
+        _copy_files(heads, HEADS_NAMES, root / HEADS)
         config = EngineConfig(
             model=ModelConfig(base, dtype=dtype, device=device),
             kv=KvConfig(prefix_caching=False),
             batch=BatchConfig(max_running=1),
             adapters=AdaptersConfig(root=root, store_dir=store),
+            log_level="error",
         )
         engine = build_engine(config, lambda _: None, lambda: None)
         try:
@@ -93,6 +109,39 @@ def decode(
         finally:
             engine.close()
     return Decoded(len(prompts), num_tokens, num_steps)
+
+
+@contextmanager
+def _scratch_folder() -> Generator[Path]:
+    """A temporary folder. Turns OSErrors of the block into FailedPrecondition."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="loraplex-") as folder:
+            yield Path(folder)
+    except OSError as error:
+        raise FailedPrecondition(f"the temporary folder cannot be used: {error.strerror or error}") from error
+
+
+def _copy_files(source: Path, names: Sequence[str], folder: Path) -> None:
+    """Copies those of the files that are there. What else lies beside an adapter may be anything."""
+    folder.mkdir(parents=True)
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+@contextmanager
+def _quiet_engine() -> Generator[None]:
+    """Silences the engine's warnings, which would break up the bars. Its errors are raised."""
+    # build_engine sets the level of the second.
+    loggers = [logging.getLogger(name) for name in ("loraplex_adapters", "loraplex_server")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _answer(engine: Engine, request: Request) -> tuple[int, int]:

@@ -19,11 +19,17 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def check_new(out: Path) -> None:
-    """Raises InvalidArgument unless `out` can become a new directory. Nothing is ever overwritten."""
-    if out.is_dir() and not any(out.iterdir()):
-        return
-    if out.exists() or out.is_symlink():
-        raise InvalidArgument(f"{out} exists already; name a new directory, or remove it first", field="--out")
+    """Raises InvalidArgument or DiskFull unless `out` can become a new directory. Nothing is ever overwritten, and
+    nothing is left where a folder was made to try."""
+    with disk_errors(out):
+        is_empty = out.is_dir() and not out.is_symlink() and not any(out.iterdir())
+        if is_empty or not os.path.lexists(out):
+            above = out.absolute().parent
+            while not os.path.lexists(above):
+                above = above.parent
+            os.rmdir(tempfile.mkdtemp(prefix=f".{out.name}-partial-", dir=above))
+            return
+    raise InvalidArgument(f"{out} exists already; name a new directory, or remove it first", field="--out")
 
 
 @contextmanager

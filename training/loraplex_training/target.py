@@ -23,12 +23,14 @@ from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterNotFound,
     BaseMismatch,
+    InvalidArgument,
     NoChatTemplate,
     OutOfMemory,
     UnsafeFormat,
     UnsupportedModel,
 )
 from loraplex_server.model.loader import reading_files
+from loraplex_server.model.refusals import error_line
 from loraplex_training.corpus import Prompt
 
 
@@ -85,12 +87,17 @@ class Target:
         return self.head.dtype
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The prompt's tokens. Raises NoChatTemplate."""
+        """The prompt's tokens. Raises NoChatTemplate, and InvalidArgument for messages that the template refuses."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         if not self.tokenizer.chat_template:
             raise NoChatTemplate("the tokenizer has no chat template; give plain prompts instead of messages")
-        made = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        try:
+            made = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # whatever templates raise
+            raise InvalidArgument(
+                f"the chat template cannot render messages of --prompts: {error_line(error)}", field="--prompts"
+            ) from error
         return self.tokenizer.encode(made, add_special_tokens=False)
 
     @torch.inference_mode()
@@ -181,9 +188,9 @@ def _with_adapter(model: Any, adapter: Path) -> PeftModel:
         with safe_open(adapter / WEIGHTS_NAME, "pt") as weights:
             there = set(weights.keys())
     except RuntimeError as error:  # PyTorch's way to say that shapes differ
-        raise BaseMismatch(f"{adapter} does not fit this base model: {_first_line(error)}") from error
+        raise BaseMismatch(f"{adapter} does not fit this base model: {error_line(error)}") from error
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise AdapterInvalid(f"{adapter} cannot be loaded: {_first_line(error)}") from error
+        raise AdapterInvalid(f"{adapter} cannot be loaded: {error_line(error)}") from error
     if loaded.active_peft_config.peft_type != "LORA":
         raise AdapterInvalid(f"{adapter} is a {loaded.active_peft_config.peft_type} adapter; only LoRA is served")
     # PEFT accepts modules that are in the model or in the file alone; here they are an error.
@@ -246,7 +253,3 @@ def in_batches(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
     order = sorted(range(len(lengths)), key=lambda idx: lengths[idx], reverse=True)
     for start in range(0, len(order), batch_size):
         yield order[start : start + batch_size]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

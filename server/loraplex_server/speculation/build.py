@@ -28,6 +28,7 @@ from loraplex_server.layers.attention import ModelSpec
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import load_model
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel
+from loraplex_server.model.refusals import error_line
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.speculation.cross_tokenizer import UniversalProposer
 from loraplex_server.speculation.draft_model import Drafter, DraftMemory, DraftModelProposer
@@ -244,11 +245,11 @@ def _merge(model: PreTrainedModel, name: str, folder: Path) -> PreTrainedModel:
         with warnings.catch_warnings():
             # PEFT only warns of missing tensors: the adapter is of another model then.
             warnings.filterwarnings("error", message="Found missing adapter keys")
+            warnings.filterwarnings("ignore", category=FutureWarning, message=".*is_gradient_checkpointing")
             peft = PeftModel.from_pretrained(model, str(folder))
             merged = peft.merge_and_unload(safe_merge=True)
     except Exception as error:  # whatever its readers and layers raise
-        reason = str(error).strip().split("\n", 1)[0]
         raise AdapterInvalid(
-            f"PEFT cannot merge the adapter in {folder} into draft model {name}: {reason}", field=flag
+            f"PEFT cannot merge the adapter in {folder} into draft model {name}: {error_line(error)}", field=flag
         ) from error
     return cast(PreTrainedModel, merged)

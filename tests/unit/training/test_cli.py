@@ -82,6 +82,9 @@ def test_what_is_wrong_is_said_in_a_sentence(
     assert "either --prompts or --texts" in refusal([*given, "--texts", str(prompts)], capsys)
     assert "--adapter; give one" in refusal([*given, "--combined"], capsys)
     assert "not a learning rate" in refusal([*given, "--lr", "0"], capsys)
+    assert "--seed must fit in 64 bits" in refusal([*given, "--seed", "9" * 23], capsys)
+    below_a_file = [model, "--out", str(prompts / "out"), "--prompts", str(prompts)]
+    assert "cannot be written: Not a directory" in refusal(below_a_file, capsys)
     assert "cannot be read" in refusal([model, "--out", out, "--prompts", str(tmp_path / "none.txt")], capsys)
     assert "not a dtype" in refusal([*given, "--dtype", "int3"], capsys)
     assert "not a device" in refusal([*given, "--device", "abacus"], capsys)

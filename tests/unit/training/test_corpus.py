@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,20 @@ def test_a_line_that_does_not_fit_is_named(tmp_path: Path, line: str) -> None:
 def test_a_line_that_is_no_json_is_named(tmp_path: Path, line: str) -> None:
     with pytest.raises(InvalidArgument, match="line 1 is not JSON"):
         read_prompts(written(tmp_path / "p.jsonl", line))
+
+
+@pytest.mark.parametrize(
+    "line", [r'"\ud800"', r'{"prompt": "a\udfff"}', r'{"messages": [{"role": "user", "content": "\ud800"}]}']
+)
+def test_a_line_with_half_a_surrogate_pair_is_named(tmp_path: Path, line: str) -> None:
+    with pytest.raises(InvalidArgument, match="line 2 has half of a surrogate pair"):
+        read_prompts(written(tmp_path / "p.jsonl", f'"\\ud83d\\ude00 is whole"\n{line}\n'))
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "p.txt")
+    with pytest.raises(InvalidArgument, match="cannot be read: it is not a regular file"):
+        read_prompts(tmp_path / "p.txt")
 
 
 def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from support.world import TinyWorld
 
-from loraplex_contracts.errors import LoraplexError
+from loraplex_contracts.errors import FailedPrecondition, LoraplexError
 from loraplex_training.decoding import MAX_PROMPTS, MAX_TEXT_PROMPT, Decoded, decode, prompts_of
 from loraplex_training.heads import MedusaHeads, write_heads
 from loraplex_training.target import Example
@@ -45,6 +49,30 @@ def test_tokens_and_steps(tiny_world: TinyWorld, tmp_path: Path, adapter: str | 
     assert 2 <= found.num_tokens <= 40
     assert 1 <= found.tokens_per_step <= 4
     assert found.num_steps == round(found.num_tokens / found.tokens_per_step)
+
+
+def test_other_things_beside_an_adapter_do_not_count(
+    tiny_world: TinyWorld, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapter = Path(shutil.copytree(tiny_world.adapters / "a001", tmp_path / "adapter"))
+    (adapter / "dangling").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(adapter / "fifo")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "other"}))
+    assert run(tiny_world, heads_of(tmp_path / "heads", 32), str(adapter)).num_prompts == 2
+    assert [record.message for record in caplog.records] == [], "was trained on another base"
+
+
+def test_a_temporary_folder_without_room_is_an_error(
+    tiny_world: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    heads = heads_of(tmp_path / "heads", 32)
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(FailedPrecondition, match="the temporary folder cannot be used: No space left"):
+        run(tiny_world, heads)
 
 
 def test_heads_that_do_not_fit_are_an_error(tiny_world: TinyWorld, tmp_path: Path) -> None:

@@ -54,6 +54,20 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert names(tmp_path / "empty") == ["a"]
 
 
+def test_where_nothing_can_be_made_is_said_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for out in ("file/out", "file/deep/out", "link/out", "n" * 300):
+        with pytest.raises(InvalidArgument, match="cannot be written"):
+            check_new(tmp_path / out)
+    check_new(tmp_path / "new" / "out")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").symlink_to(tmp_path / "empty")  # a folder cannot take its place
+    with pytest.raises(InvalidArgument, match="exists already"):
+        check_new(tmp_path / "other")
+    assert names(tmp_path) == ["empty", "file", "link", "other"]
+
+
 def test_somebody_else_was_faster(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(InvalidArgument, match="cannot be written"), new_directory(out) as folder:

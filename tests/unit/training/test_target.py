@@ -18,6 +18,7 @@ from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterNotFound,
     BaseMismatch,
+    InvalidArgument,
     NoChatTemplate,
     OutOfMemory,
     UnsafeFormat,
@@ -134,6 +135,14 @@ def test_messages_need_a_chat_template(tiny_world: TinyWorld) -> None:
         target.encode(messages)
     target.tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}>"
     assert target.tokenizer.decode(target.encode(messages)) == "<s>[hi]>"
+    for template, words in (
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ 1 + '' }}", ""),
+    ):
+        target.tokenizer.chat_template = template
+        with pytest.raises(InvalidArgument, match=f"cannot render messages of --prompts: .*{words}") as refused:
+            target.encode(messages)
+        assert refused.value.field == "--prompts"
 
 
 def test_the_longest_come_first() -> None:
@@ -188,7 +197,7 @@ def test_an_adapter_of_another_base(tiny_world: TinyWorld, tmp_path: Path) -> No
     with pytest.raises(BaseMismatch, match=r"layers\.\d"):
         load_target(str(tiny_world.model), adapter, dtype=None, device=CPU)
     save_file(tensors | {key: torch.zeros(2, 5)}, path)
-    with pytest.raises(BaseMismatch, match="does not fit"):
+    with pytest.raises(BaseMismatch, match=r"does not fit .* size mismatch for .*q_proj\.lora_A"):
         load_target(str(tiny_world.model), adapter, dtype=None, device=CPU)
 
 

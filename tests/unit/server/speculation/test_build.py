@@ -165,7 +165,9 @@ def test_adapters_that_cannot_be_merged(tiny_world: TinyWorld, target: DraftTarg
         shutil.copytree(good, folder)
         config = json.loads((folder / "adapter_config.json").read_text())
         (folder / "adapter_config.json").write_text(json.dumps(config | change))
-        assert isinstance(error_with(folder), AdapterInvalid), name
+        refused = error_with(folder)
+        assert isinstance(refused, AdapterInvalid), name
+        assert "size mismatch for" in refused.message or name != "rank"
 
     stranger = tmp_path / "stranger"
     shutil.copytree(good, stranger)
