@@ -15,6 +15,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import mmap
 import os
 import re
@@ -32,6 +33,8 @@ from typing import Any, cast
 from loraplex_adapters.io.uncached import PAGE_BYTES, ChunkWriter, write_uncached
 from loraplex_contracts.adapters import AdapterKey, AdapterKind
 from loraplex_contracts.errors import DiskFull, FailedPrecondition, Unavailable
+
+log = logging.getLogger(__name__)
 
 MAGIC = b"LPXADPT1"
 MAX_HEADER_BYTES = 16 << 20
@@ -131,7 +134,10 @@ class AdapterStore:
         header = _header(kind, layout, payload_bytes)
         start = _payload_start(header)
         file_bytes = start + payload_bytes
-        self._reserve(file_bytes)
+        try:
+            self._reserve(file_bytes)
+        except OSError as error:
+            raise _unwritable(error) from error
         with self._lock:
             self._num_written += 1
             path = self._root / f"{_TEMPORARY}{self._num_written}"
@@ -299,10 +305,9 @@ class AdapterStore:
         return victim is not None
 
     def _remove_locked(self, key: AdapterKey) -> None:
-        entry = self._entries.pop(key, None)
-        if entry is not None:
-            self._num_bytes -= entry.file_bytes
+        if key in self._entries:
             self._path(key).unlink(missing_ok=True)
+            self._num_bytes -= self._entries.pop(key).file_bytes
 
 
 def remove_abandoned(parent: Path, prefix: str) -> None:
@@ -389,6 +394,7 @@ def _pieces(data: memoryview) -> Iterator[memoryview]:
 
 
 def _unwritable(error: OSError) -> Unavailable:
+    log.warning("the adapter store cannot be written: %s", error)
     return Unavailable(
         f"the adapter store of this worker cannot be written ({error.strerror or 'input or output'}); try again later, "
         "once its operator has mended the folder (--adapter-store) or started the worker anew",

@@ -627,7 +627,7 @@ class Adapter(Answer):
     source: str = ""  # that a load named
     base: str = ""  # the base model that its files name
     tasks: tuple[str, ...] = ()  # such as "generate"
-    uses: int = 0  # requests for this content
+    uses: int = 0  # requests for this name
     last_error: str = ""  # of the last load under this name, where that failed
     last_error_reason: str = ""
 

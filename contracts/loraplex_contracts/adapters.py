@@ -126,7 +126,7 @@ class AdapterInfo:
     classifier: ClassifierInfo | None = None
     source: str = ""  # of its AdapterOrigin
     base: str = ""  # that its files name
-    num_uses: int = 0  # requests for its content
+    num_uses: int = 0  # requests for its name
     last_error: str = ""  # of the last load under this name, where that failed
     last_error_reason: str = ""
 

@@ -295,7 +295,7 @@ class NoWorker(Unavailable, reason="NO_HEALTHY_WORKER"):
 
 
 class WorkerLost(Unavailable, reason="WORKER_LOST"):
-    """The worker went away in the middle of the stream."""
+    """The worker went away in the middle of the stream, or has missed a change of an adapter that it holds."""
 
 
 class EngineLost(Unavailable, reason="ENGINE_LOST"):

@@ -37,6 +37,7 @@ Named = TypeVar("Named", bound=AdapterRequest)
 # Rows of all workers together that are asked for at once: reading them takes the event loop some milliseconds.
 MAX_ROWS = 1000
 MIN_PAGE_SIZE = 50
+MAX_SHOWN = 3  # workers that an error names
 
 
 @dataclass(slots=True)
@@ -86,20 +87,20 @@ class AdapterFanOut:
             if failure.worker_id in holders and not isinstance(failure.typed, Draining):
                 raise failure
         if not adapter_pb2.LoadAdapterRequest.FromString(raw).if_absent:
-            _raise_for_absent(absent, adapter_id)
+            _raise_for_absent(absent, adapter_id, answers)
         return answers.serialized()
 
     async def unload(self, call: Call, raw: bytes) -> bytes:
         adapter_id = _named(adapter_pb2.UnloadAdapterRequest, raw)
         if adapter_pb2.UnloadAdapterRequest.FromString(raw).if_unused:
             await self._check_unused(call, adapter_id)  # before the first worker forgets it
-        absent = self._replicas.absent_holders(adapter_id)
+        absent = self._replicas.absent_holders(adapter_id, with_versions=True)
         answers = await self._ask(call, raw, self._routable())
         for failure in answers.failures:
             # A worker that does not have it or that drains is as good as unloaded; another failure leaves it there.
             if not isinstance(failure.typed, (AdapterNotFound, Draining)):
                 raise failure
-        _raise_for_absent(absent, adapter_id)
+        _raise_for_absent(absent, adapter_id, answers)
         answers.raise_unless_answered()
         return answers.serialized()
 
@@ -210,12 +211,15 @@ def _named(cls: type[Named], raw: bytes) -> str:
     return request.adapter_id
 
 
-def _raise_for_absent(absent: Sequence[str], adapter_id: str) -> None:
-    """Raises WorkerLost where a worker may come back with the name as it was."""
-    if absent:
+def _raise_for_absent(absent: Sequence[str], adapter_id: str, answers: Answers) -> None:
+    """Raises WorkerLost where a worker may come back with the name as it was, which has not answered meanwhile."""
+    back = {row.worker for row in answers.rows} | {failure.worker_id for failure in answers.failures}
+    missing = [one for one in absent if one not in back]
+    if missing:
+        more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
         raise WorkerLost(
-            f"{', '.join(absent)} had adapter {adapter_id!a} and cannot be reached; the other workers have made the "
-            "change: send it again when it is back, or take it out of the router's list",
+            f"{', '.join(missing[:MAX_SHOWN])}{more} had adapter {adapter_id!a} and cannot be reached; the other "
+            "workers have made the change: send it again when it is back, or take it out of the router's list",
             resource=adapter_id,
         )
 

@@ -206,14 +206,19 @@ class Replicas:
         """Sorted names of the adapters that workers hold, as far as their reports tell."""
         return sorted({name for replica in self.connected() for name in replica.tiers})
 
-    def absent_holders(self, adapter_id: str) -> list[str]:
-        """Members that had the adapter at their last report and may come back with it: lost or stalled ones."""
+    def absent_holders(self, adapter_id: str, *, with_versions: bool = False) -> list[str]:
+        """Members that had the adapter at their last report and may come back with it: lost or stalled ones, not those
+        that have drained. `with_versions`: also those that had a version of it."""
+        base, _, digits = adapter_id.partition("@")
+        absent = [one for one in self._replicas.values() if one.is_stalled or not one.is_connected]
         return [
             replica.worker_id
-            for replica in self._replicas.values()
-            if adapter_id in replica.last_names
-            and not replica.is_leaving
-            and (replica.is_stalled or not replica.is_connected)
+            for replica in absent
+            if not replica.is_leaving
+            and (
+                adapter_id in replica.last_names
+                or (with_versions and any(name.startswith(f"{base}@{digits}") for name in replica.last_names))
+            )
         ]
 
     def no_worker(self) -> NoWorker:
@@ -330,6 +335,8 @@ class Replicas:
         replica = self._replicas[worker_id]
         was_routable = replica.is_routable
         replica.last_view = self._routable = None
+        if replica.is_draining:  # its process ends, and another one binds names to what their files say then
+            replica.last_names = ()
         replica.is_connected = False
         replica.is_draining = False
         replica.is_stalled = False

@@ -170,7 +170,7 @@ def load_pair(context: ssl.SSLContext, cert: Path, key: Path) -> None:
     except OSError as error:  # ssl.SSLError is one
         reason = str(getattr(error, "reason", None))
         what = "are not a certificate and its key, both PEM, without a password"
-        if reason == "KEY_VALUES_MISMATCH":
+        if reason in ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED"):
             what = "do not fit together"
         elif reason.endswith(("TOO_SMALL", "TOO_WEAK")):
             what = f"are too weak ({reason}); use a longer key and a newer signature"

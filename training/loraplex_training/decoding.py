@@ -6,6 +6,7 @@ engine chooses draft lengths by what was accepted and computes in the dtype and 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import shutil
@@ -79,16 +80,12 @@ def decode(
     that the heads draft for. Raises LoraplexError where the engine cannot serve the model or them, or where there is no
     room for copies of their files."""
     gc.collect()  # a model that was just trained on may be part of cycles
-    with _scratch_folder() as scratch, _quiet_engine():
-        root, store = scratch / "adapters", scratch / "store"
-        if adapter is not None:
-            _copy_files(adapter, LORA_NAMES, root / LORA)
-        _copy_files(heads, HEADS_NAMES, root / HEADS)
+    with _copies(adapter, heads) as scratch, _quiet_engine():
         config = EngineConfig(
             model=ModelConfig(base, dtype=dtype, device=device),
             kv=KvConfig(prefix_caching=False),
             batch=BatchConfig(max_running=1),
-            adapters=AdaptersConfig(root=root, store_dir=store),
+            adapters=AdaptersConfig(root=scratch / "adapters", store_dir=scratch / "store"),
             log_level="error",
         )
         engine = build_engine(config, lambda _: None, lambda: None)
@@ -112,21 +109,22 @@ def decode(
 
 
 @contextmanager
-def _scratch_folder() -> Generator[Path]:
-    """A temporary folder. Turns OSErrors of the block into FailedPrecondition."""
-    try:
-        with tempfile.TemporaryDirectory(prefix="loraplex-") as folder:
-            yield Path(folder)
-    except OSError as error:
-        raise FailedPrecondition(f"the temporary folder cannot be used: {error.strerror or error}") from error
-
-
-def _copy_files(source: Path, names: Sequence[str], folder: Path) -> None:
-    """Copies those of the files that are there. What else lies beside an adapter may be anything."""
-    folder.mkdir(parents=True)
-    for name in names:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+def _copies(adapter: Path | None, heads: Path) -> Generator[Path]:
+    """A temporary folder with the files that serving reads. What else lies beside an adapter may be anything. Raises
+    FailedPrecondition where they cannot be copied."""
+    with contextlib.ExitStack() as scratch:
+        try:
+            made = tempfile.TemporaryDirectory(prefix="loraplex-", ignore_cleanup_errors=True)
+            folder = Path(scratch.enter_context(made))
+            for source, names, name in ((adapter, LORA_NAMES, LORA), (heads, HEADS_NAMES, HEADS)):
+                target = folder / "adapters" / name
+                for one in names if source is not None else ():
+                    target.mkdir(parents=True, exist_ok=True)
+                    if source is not None and (source / one).is_file():
+                        shutil.copyfile(source / one, target / one)
+        except OSError as error:
+            raise FailedPrecondition(f"the temporary folder cannot be used: {error.strerror or error}") from error
+        yield folder
 
 
 @contextmanager

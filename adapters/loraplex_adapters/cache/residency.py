@@ -127,10 +127,9 @@ class ResidencyTable:
     ) -> None:
         """Binds `name` to `key`, of which the store has fresh bytes."""
         record = self.records.setdefault(key, KeyRecord(key, num_bytes, rank, traits))
-        if record.last_name != name and record.last_name not in record.names:
-            record.uses.pop(record.last_name, None)
+        last_name, record.last_name = record.last_name, name
         record.names.add(name)
-        record.last_name = name
+        record.forget_uses(last_name)
         self.changed.add(key)
         if record.state is KeyState.FAILED:
             self._retry(record)
@@ -139,8 +138,7 @@ class ResidencyTable:
         record = self._get(key)
         self.set_pinned(key, name, False)
         record.names.discard(name)
-        if record.last_name != name:  # that one is listed until its requests have ended
-            record.uses.pop(name, None)
+        record.forget_uses(name)
         self.changed.add(key)
         self._forget_if_idle(record)
 

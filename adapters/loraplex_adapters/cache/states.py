@@ -193,6 +193,12 @@ class KeyRecord:
         """True if it is held, leased or pinned, or a job is under way for it."""
         return self.num_holds > 0 or self.num_leases > 0 or bool(self.pinned_names) or self.state in IN_TRANSIT
 
+    def forget_uses(self, name: str) -> None:
+        """Counts a name's uses anew, unless it is listed still: bound, with a version bound, or the last one."""
+        base = name_in(name)
+        if not self.holds[base] and base not in map(name_in, (*self.names, self.last_name)):
+            self.uses.pop(base, None)
+
     def num_running(self, name: str) -> int:
         """Running sequences of a name: all that have a lease, or where other names hold the content too, no more than
         there are requests for this one."""

@@ -25,7 +25,7 @@ from loraplex_adapters.formats.peft_places import PREFIX, Places, no_such_module
 from loraplex_adapters.formats.peft_plan import LoraPlan, PlannedModule, PlannedSaved, check_shape
 from loraplex_adapters.formats.peft_rotations import NO_ROTATION, Rotation, plan_boft
 from loraplex_adapters.formats.peft_saved import saved_name
-from loraplex_adapters.io.safetensors import TensorInfo, check_float
+from loraplex_adapters.io.safetensors import TensorInfo, check_float, weight_sha256
 from loraplex_adapters.weights import BaseTargets, FactorShape, SavedShape, TargetModule
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, RankLimit, ShapeMismatch
 
@@ -112,7 +112,7 @@ def plan_variant(fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], t
         if tensor.name in _PROJECTIONS and config.kind == "VERA":
             check_float(tensor)
             continue
-        if saved_name(tensor)[1:] == ("base_layer", "weight"):
+        if saved_name(tensor)[1] == "base_layer":
             heads.append(tensor)
             continue
         path, name = _path_and_name(tensor, config.kind)
@@ -165,15 +165,19 @@ def plan_variant(fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], t
 
 
 def _head_copy(tensor: TensorInfo, places: Places, targets: BaseTargets) -> PlannedSaved:
-    """A copy of the head's weight. Raises AdapterUnsupported for one of another module."""
+    """A copy of the head's weight or bias. Raises AdapterUnsupported for one of another module."""
     path, _, name = saved_name(tensor)
     target = targets.modules.get(places.of(path))
-    if target is None or not target.weight_sha256:
+    digests = {} if target is None else {"weight": target.weight_sha256}
+    if target is not None and target.weight_sha256 and name == "bias" and target.weights is not None:
+        bias = target.weights()[1]
+        digests["bias"] = "" if bias is None else weight_sha256(bias.detach())
+    if target is None or not (digest := digests.get(name)):
         raise AdapterUnsupported(f"{tensor.where} is no copy of a head, and no tensor is left out silently")
     check_float(tensor)
-    shape = (target.out_features, target.in_features)
+    shape = (target.out_features, target.in_features) if name == "weight" else (target.out_features,)
     check_shape(tensor, shape)
-    return PlannedSaved(SavedShape(target.path, name, shape), tensor, target.weight_sha256)
+    return PlannedSaved(SavedShape(target.path, name, shape), tensor, digest)
 
 
 def _path_and_name(tensor: TensorInfo, kind: str) -> tuple[str, str]:

@@ -313,10 +313,10 @@ class AdaptedEmbedding(nn.Module):
     def is_lookup(self) -> bool:
         """True if the base gives rows of its weight, perhaps scaled, and does no more with them."""
         weight, scale = self.base.weight, getattr(self.base, "embed_scale", None)
-        ids = torch.arange(min(_NUM_LOOKED_UP, len(weight)), device=weight.device)
-        rows = F.embedding(ids, weight)
+        ids = torch.linspace(0, len(weight) - 1, _NUM_LOOKED_UP, device=weight.device).long()
+        rows, found = F.embedding(ids, weight), self.base(ids)
         rows = rows if scale is None else rows * _in_dtype(scale, rows.dtype)
-        return torch.allclose(self.base(ids).to(rows), rows, rtol=_LOOKUP_ERROR)
+        return found.shape == rows.shape and torch.allclose(found.to(rows), rows, rtol=_LOOKUP_ERROR)
 
     def _replace(self, y: Tensor, ids: Tensor, prepared: PreparedSegments) -> None:
         for segment in prepared.segments:

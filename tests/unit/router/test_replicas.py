@@ -144,6 +144,24 @@ def test_residency_is_that_of_the_last_report_and_gone_with_the_worker() -> None
     assert replicas[A].tiers == {}
 
 
+def test_a_lost_worker_may_come_back_with_what_it_had_unless_it_drained() -> None:
+    version = f"sql@{'a' * 64}"
+    replicas = Replicas([A, B])
+    for worker_id, names in ((A, ["sql"]), (B, [version])):
+        report = worker_pb2.Load(adapters=[worker_pb2.ResidentAdapter(adapter_id=name) for name in names])
+        replicas.on_report(worker_id, report, 0.0)
+    assert replicas.absent_holders("sql", with_versions=True) == []
+    for worker_id in (A, B):
+        replicas.on_lost(worker_id, "gone")
+    assert replicas.absent_holders("sql") == [A]
+    assert replicas.absent_holders("sql", with_versions=True) == [A, B]
+    assert replicas.absent_holders("sql@aaaaaaaa", with_versions=True) == [B]
+    assert replicas.absent_holders("sq", with_versions=True) == []
+    replicas.on_report(A, worker_pb2.Load(draining=True, adapters=[worker_pb2.ResidentAdapter(adapter_id="sql")]), 0.0)
+    replicas.on_lost(A, "gone")
+    assert replicas.absent_holders("sql") == []
+
+
 def test_the_context_is_assumed_until_a_worker_has_said_its_own() -> None:
     replicas = Replicas([A, B])
     assert replicas.max_context_tokens == ASSUMED_CONTEXT_TOKENS

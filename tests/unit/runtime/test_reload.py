@@ -208,11 +208,14 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[Pair]:
 def test_pairs(pairs: list[Pair], tmp_path: Path) -> None:
     first, second = pairs
     check_pair(first.cert, first.key)
+    rsa = new_pair(tmp_path, "rsa", key="rsa")
     empty, half, none = (tmp_path / name for name in ("empty", "half", "none"))
     empty.touch()
     half.write_bytes(first.cert.read_bytes()[:300])
     for cert, key, says in (
         (first.cert, second.key, "do not fit together"),
+        (first.cert, rsa.key, "do not fit together"),
+        (rsa.cert, first.key, "do not fit together"),
         (empty, empty, "are not a certificate and its key"),
         (half, first.key, "are not a certificate and its key"),
         (first.cert, first.cert, "are not a certificate and its key"),

@@ -333,6 +333,22 @@ def test_one_name_shows_nothing_of_requests_for_another_name_of_its_content() ->
         table.unload("beta/y", if_unused=True)
 
 
+def test_uses_are_counted_anew_once_a_name_is_gone_with_its_requests() -> None:
+    table = make_table()
+    bound(table, "x", OLD)
+    bound(table, "y", OLD)
+    assert table.resolve("x", 0.0) == OLD
+    table.unload("x")
+    bound(table, "x", OLD)
+    assert table.row("x").num_uses == 1  # that request runs
+    table.residency.drop_hold(OLD, name="x")
+    table.unload("y")
+    bound(table, "y", OLD)  # it is the last one, which is listed until its requests have ended
+    table.unload("x")
+    bound(table, "x", OLD)
+    assert table.row("x").num_uses == 0
+
+
 def test_requests_for_a_version_use_the_name() -> None:
     table = make_table()
     bound(table, "x", OLD)

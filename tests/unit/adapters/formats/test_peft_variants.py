@@ -13,6 +13,7 @@ from support.adapter_files import HIDDEN, VOCAB, BytesFile, base_targets
 from loraplex_adapters.formats.peft_saved import without_base_copies
 from loraplex_adapters.formats.peft_variants import plan_variant
 from loraplex_adapters.io.safetensors import PieceReader, TensorInfo, read_header, weight_sha256
+from loraplex_adapters.weights import BaseTargets
 from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterUnsupported,
@@ -100,20 +101,29 @@ def test_what_does_not_fit_is_refused_by_name(
     assert type(raised.value) is error
 
 
+def with_head_bias(targets: BaseTargets, head: torch.Tensor, bias: torch.Tensor) -> BaseTargets:
+    module = replace(targets.modules["lm_head"], has_bias=True, weights=lambda: (head, bias))
+    return replace(targets, modules={**targets.modules, "lm_head": module})
+
+
 def test_a_copy_of_the_head_has_to_be_one() -> None:
     """PEFT writes the head's weight beside what it trained there."""
     head = torch.randn(VOCAB, HIDDEN)
     name = "base_model.model.lm_head"
-    tensors = {f"{name}.ia3_l": torch.ones(VOCAB, 1), f"{name}.base_layer.weight": head}
+    bias = torch.randn(VOCAB)
+    copies = {f"{name}.base_layer.weight": head, f"{name}.base_layer.bias": bias}
+    tensors = {f"{name}.ia3_l": torch.ones(VOCAB, 1), **copies}
     file = BytesFile(save(tensors))
     known = read_header(file)
     reader = PieceReader({info.file: file for info in known.values()}, "float32")
-    found = plan_variant({"peft_type": "IA3"}, known, base_targets(weight_sha256=weight_sha256(head)))
+    targets = with_head_bias(base_targets(weight_sha256=weight_sha256(head)), head, bias)
+    found = plan_variant({"peft_type": "IA3"}, known, targets)
     assert [module.shape.path for module in found.modules] == ["lm_head"]
     assert without_base_copies(found, reader).saved == ()
-    other = base_targets(weight_sha256=weight_sha256(head + 1))
-    with pytest.raises(AdapterUnsupported, match="another weight than the base model's"):
-        without_base_copies(plan_variant({"peft_type": "IA3"}, known, other), reader)
+    for other_head, other_bias in ((head + 1, bias), (head, bias + 1)):
+        other = with_head_bias(base_targets(weight_sha256=weight_sha256(other_head)), head, other_bias)
+        with pytest.raises(AdapterUnsupported, match="another weight than the base model's"):
+            without_base_copies(plan_variant({"peft_type": "IA3"}, known, other), reader)
 
 
 def test_ranks_are_those_of_the_terms() -> None:
