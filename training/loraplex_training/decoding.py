@@ -110,21 +110,25 @@ def decode(
 
 @contextmanager
 def _copies(adapter: Path | None, heads: Path) -> Generator[Path]:
-    """A temporary folder with the files that serving reads. What else lies beside an adapter may be anything. Raises
-    FailedPrecondition where they cannot be copied."""
+    """A temporary folder with the files that serving reads. Raises FailedPrecondition where they cannot be copied."""
     with contextlib.ExitStack() as scratch:
         try:
             made = tempfile.TemporaryDirectory(prefix="loraplex-", ignore_cleanup_errors=True)
             folder = Path(scratch.enter_context(made))
-            for source, names, name in ((adapter, LORA_NAMES, LORA), (heads, HEADS_NAMES, HEADS)):
-                target = folder / "adapters" / name
-                for one in names if source is not None else ():
-                    target.mkdir(parents=True, exist_ok=True)
-                    if source is not None and (source / one).is_file():
-                        shutil.copyfile(source / one, target / one)
+            if adapter is not None:
+                _copy_files(adapter, LORA_NAMES, folder / "adapters" / LORA)
+            _copy_files(heads, HEADS_NAMES, folder / "adapters" / HEADS)
         except OSError as error:
             raise FailedPrecondition(f"the temporary folder cannot be used: {error.strerror or error}") from error
         yield folder
+
+
+def _copy_files(source: Path, names: Sequence[str], folder: Path) -> None:
+    """Copies those of the files that are there. What else lies beside an adapter may be anything."""
+    folder.mkdir(parents=True)
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 @contextmanager

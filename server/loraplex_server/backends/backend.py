@@ -114,7 +114,7 @@ class Backend:
         return None
 
     def expert_terms(self) -> AddTerms:
-        """What adds adapters' terms to the products of experts."""
+        """Addition of adapters' terms to the products of experts."""
         return add_terms
 
     def fused_ops(self) -> FusedOps | None:

@@ -282,7 +282,7 @@ def add_low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, factor: float) -> N
 
 
 class ReferenceOps(SegmentedLora):
-    """SegmentedLora, one segment after the other."""
+    """SegmentedLora, one segment after the other. A faster product may take the place of `add`."""
 
     name = "reference"
 
@@ -298,7 +298,11 @@ class ReferenceOps(SegmentedLora):
             if factors is None or factors.rank == 0 or segment.start == segment.end:
                 continue
             rows = slice(segment.start, segment.end)
-            add_low_rank(y[rows], x[rows], factors.a, factors.b, segment.weight * factors.scale)
+            self.add(y[rows], x[rows], factors.a, factors.b, segment.weight * factors.scale)
+
+    def add(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, factor: float) -> None:
+        """Adds one segment's term, as `add_low_rank` does."""
+        add_low_rank(y, x, a, b, factor)
 
 
 class ReferenceDense:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -28,6 +29,19 @@ from loraplex_proto.status import (
 Call = Callable[[BaseException], Awaitable[grpc.aio.AioRpcError]]
 
 
+@asynccontextmanager
+async def serving(handler: Callable[..., Awaitable[bytes]]) -> AsyncIterator[Any]:
+    """The client's side of the only method of a server, which has this handler."""
+    server = grpc.aio.server()
+    methods = {"Only": grpc.unary_unary_rpc_method_handler(handler)}  # type: ignore[arg-type]
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", methods),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield channel.unary_unary("/t.T/Only")
+    await server.stop(None)
+
+
 @pytest.fixture
 async def call() -> AsyncIterator[Call]:
     """A server whose only method aborts with the error that the test hands over."""
@@ -36,21 +50,15 @@ async def call() -> AsyncIterator[Call]:
     async def fail(_request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
         await abort(context, wanted.pop())
 
-    server = grpc.aio.server()
-    handler = grpc.unary_unary_rpc_method_handler(fail)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", {"Fail": handler}),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with serving(fail) as method:
 
         async def one(error: BaseException) -> grpc.aio.AioRpcError:
             wanted.append(error)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await channel.unary_unary("/t.T/Fail")(b"")
+                await method(b"")
             return caught.value
 
         yield one
-    await server.stop(None)
 
 
 @pytest.mark.parametrize("cls", by_reason().values(), ids=lambda cls: cls.__name__)
@@ -138,15 +146,9 @@ async def test_a_status_that_comes_too_late_is_not_an_error(caplog: pytest.LogCa
             raised.append(error)
             raise
 
-    server = grpc.aio.server()
-    handler = grpc.unary_unary_rpc_method_handler(fail)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", {"Fail": handler}),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with serving(fail) as method:
         with pytest.raises(grpc.aio.AioRpcError):
-            await channel.unary_unary("/t.T/Fail")(b"", timeout=1.0)
-    await server.stop(None)
+            await method(b"", timeout=1.0)
     assert [type(error) for error in raised] == [asyncio.CancelledError]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -165,16 +167,10 @@ async def test_a_call_that_ended_before_its_status_is_cancelled(caplog: pytest.L
                 raise
         return b""
 
-    server = grpc.aio.server()
-    handler = grpc.unary_unary_rpc_method_handler(late)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", {"Late": handler}),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with serving(late) as method:
         with pytest.raises(grpc.aio.AioRpcError):
-            await channel.unary_unary("/t.T/Late")(b"", timeout=0.1)
+            await method(b"", timeout=0.1)
         assert type(await asyncio.wait_for(raised.get(), 5)) is asyncio.CancelledError
-    await server.stop(None)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 

@@ -13,14 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from loraplex_adapters.weights import LoraFactors
+from loraplex_server.backends.reference import ReferenceOps
 from loraplex_server.layers.lora import (
     DenseTable,
     DenseWeight,
-    FactorTable,
     PreparedSegments,
     Segment,
-    SegmentedLora,
     check_dense_segments,
     check_segments,
     join_neighbours,
@@ -44,7 +42,7 @@ def has_fast_half(dtype: torch.dtype) -> bool:
         return False
 
 
-class CpuOps(SegmentedLora):
+class CpuOps(ReferenceOps):
     """SegmentedLora for CPU tensors."""
 
     name = "cpu"
@@ -58,19 +56,12 @@ class CpuOps(SegmentedLora):
         check_segments(segments, num_rows, num_slots)
         return PreparedSegments(tuple(join_neighbours(segments)), num_rows)
 
-    def apply(self, y: Tensor, x: Tensor, table: FactorTable, prepared: PreparedSegments) -> None:
-        for segment in prepared.segments:
-            factors, rows = table.factors[segment.adapter_slot], slice(segment.start, segment.end)
-            if factors is not None and factors.rank and segment.start < segment.end:
-                self._add(y[rows], x[rows], factors, segment.weight * factors.scale)
-
-    def _add(self, y: Tensor, x: Tensor, factors: LoraFactors, alpha: float) -> None:
-        """y [rows, out] += alpha * (x [rows, in] @ a.T) @ b.T"""
-        a_t, b_t = factors.a.t(), factors.b.t()
+    def add(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, factor: float) -> None:
+        """y [rows, out] += factor * (x [rows, in] @ a.T) @ b.T"""
         if x.dtype in self._slow or (x.dtype in HALF and len(x) <= FEW_ROWS):
-            y.add_(torch.mm(torch.mm(x.float(), a_t.float()), b_t.float()), alpha=alpha)
+            y.add_(torch.mm(torch.mm(x.float(), a.t().float()), b.t().float()), alpha=factor)
         else:
-            y.addmm_(torch.mm(x, a_t), b_t, alpha=alpha)
+            y.addmm_(torch.mm(x, a.t()), b.t(), alpha=factor)
 
 
 # --- dense products ---------------------------------------------------------------------------------------------------
