@@ -115,15 +115,6 @@ def test_hybrids() -> None:
     assert all(row["median_step_ms"] > 0 and row["operations_ms"] for row in rows)
 
 
-def test_states_behind_drafts() -> None:
-    rows = lines(run("state_drafts.py", "--shape", "tiny", "--batch", "2", "--drafts", "1", "4", "--rounds", "1"))
-    assert [(row["case"], row["draft"]) for row in rows] == [("tiny-2", 1), ("tiny-2", 4)]
-    for row in rows:
-        sizes = row["sequence_bytes"]
-        assert sizes["state"] < sizes["replay"] < sizes["keep"] == (1 + row["draft"]) * sizes["state"]
-        assert min(row["step_ms"].values()) > 0
-
-
 def test_grammars(inputs: Path) -> None:
     flags = ["--device", "cpu", "--kv-memory", "64MiB", "--threads", "1"]
     sizes = ["--rows", "4", "--grammar-rows", "2", "--steps", "4", "--rounds", "1"]
