@@ -121,7 +121,7 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
     for name, path in _FIELDS.items():
         if name in given:
             _assign(request, path, given[name])
-    _put_place(request, given)
+    _put_origin(request, given)
     mixture: Any = given.get("adapters", {})
     if not isinstance(mixture, Mapping):
         raise InvalidArgument(f"adapters takes {{name: weight}}, not {_shown(mixture)}", field="adapters")
@@ -132,8 +132,8 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
         entry = request.adapters.add()
         _assign(entry, "id", adapter_id, shown_as="adapters.id")
         _assign(entry, "weight", member.weight, shown_as="adapters.weight")
-        place = {"hub": member.hub, "in_bucket": member.in_bucket}
-        _put_place(entry, {name: value for name, value in place.items() if value is not None})
+        origin = {"hub": member.hub, "in_bucket": member.in_bucket}
+        _put_origin(entry, {name: value for name, value in origin.items() if value is not None})
     if "merge" in given:
         merge = given["merge"]
         if not isinstance(merge, Merge):
@@ -200,7 +200,7 @@ def _pooling_request(request: _Pooling, inputs: PoolingInputs, options: PoolingO
     for name in _POOLING_FIELDS:
         if name in given:
             _assign(request, name, given[name])
-    _put_place(request, given)
+    _put_origin(request, given)
     _put_truncation(request, given)
     if request.adapter_id:
         check_adapter_ref(request.adapter_id)  # it also goes into a header
@@ -225,7 +225,7 @@ def _put_choice(request: Any, field: str, given: Any, known: Mapping[str, Any]) 
     setattr(request, field, known[given])
 
 
-def _put_place(request: Any, given: Mapping[str, Any]) -> None:
+def _put_origin(request: Any, given: Mapping[str, Any]) -> None:
     if "in_bucket" in given:
         _assign(request, "in_bucket", given["in_bucket"])
     if "hub" not in given:
@@ -261,7 +261,7 @@ def tokenize_request(
     request = inference_pb2.TokenizeRequest(omit_special_tokens=omit_special_tokens, offsets=offsets)
     if adapter_id := given.pop("adapter_id", ""):
         _assign(request, "adapter_id", adapter_id)
-    _put_place(request, given)
+    _put_origin(request, given)
     if (text is None) == (messages is None):
         raise InvalidArgument("give one of text and messages", field="input")
     if text is not None:

@@ -59,14 +59,14 @@ class AdapterOrigin:
         return replace(self, token="") if self.token else self
 
 
-OWN_PLACE = AdapterOrigin()
+OWN_ORIGIN = AdapterOrigin()
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """Options of one LoadAdapter. `origin` without a source: where the name was loaded from before."""
 
-    origin: AdapterOrigin = OWN_PLACE
+    origin: AdapterOrigin = OWN_ORIGIN
     expected_digest: str = ""  # empty: any
     if_absent: bool = False  # a name that is bound stays as it is
     is_reload: bool = False  # by the server itself, for files that were replaced: the pin stays as it is

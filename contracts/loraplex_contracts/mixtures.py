@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from loraplex_contracts.adapters import OWN_PLACE, AdapterId, AdapterKey, AdapterOrigin
+from loraplex_contracts.adapters import OWN_ORIGIN, AdapterId, AdapterKey, AdapterOrigin
 
 # Each takes a device slot as long as a completion runs: an eighth of the slots that a worker has by default.
 MAX_MEMBERS: Final = 8
@@ -33,7 +33,7 @@ class Member:
 
     adapter_id: AdapterId
     weight: float
-    origin: AdapterOrigin = OWN_PLACE  # of the adapter, for this caller; without a source that of its name
+    origin: AdapterOrigin = OWN_ORIGIN  # of the adapter, for this caller; without a source that of its name
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
-from loraplex_contracts.adapters import NO_ADAPTER, OWN_PLACE, AdapterId, AdapterOrigin, AdapterUser
+from loraplex_contracts.adapters import NO_ADAPTER, OWN_ORIGIN, AdapterId, AdapterOrigin, AdapterUser
 from loraplex_contracts.errors import LoraplexError
 from loraplex_contracts.mixtures import Mixture, mixture_name
 from loraplex_contracts.sampling import SamplingParams
@@ -96,7 +96,7 @@ class Request:
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
     pooling: PoolingParams | None = None  # it makes no tokens then, and `n` is 1
     adapter_id: AdapterId = NO_ADAPTER
-    adapter_origin: AdapterOrigin = OWN_PLACE  # of the adapter, for this caller; without a source that of its name
+    adapter_origin: AdapterOrigin = OWN_ORIGIN  # of the adapter, for this caller; without a source that of its name
     mixture: Mixture | None = None  # in the place of one adapter
     adapter_digest: str = ""  # of the version that the prompt was made for; empty: any
     tenant: str = "default"

@@ -61,7 +61,7 @@ _IDS_AT_ONCE: Final = 1 << 14
 M = TypeVar("M", bound=Message)
 
 PoolingRequest = pooling_pb2.EmbedRequest | pooling_pb2.ClassifyRequest | pooling_pb2.ScoreRequest
-HasPlace = inference_pb2.GenerateRequest | inference_pb2.AdapterWeight | inference_pb2.TokenizeRequest | PoolingRequest
+HasOrigin = inference_pb2.GenerateRequest | inference_pb2.AdapterWeight | inference_pb2.TokenizeRequest | PoolingRequest
 AdapterRequest = adapter_pb2.LoadAdapterRequest | adapter_pb2.UnloadAdapterRequest | adapter_pb2.GetAdapterRequest
 
 
@@ -268,7 +268,7 @@ def check_generate(request: inference_pb2.GenerateRequest) -> None:
     for bound in _BOUNDS:
         _check_bound(request, *bound)
     _check_merge(request)
-    _check_place(request, request.adapter_id)
+    _check_origin(request, request.adapter_id)
     _check_stopping(request.stopping)
     if request.HasField("grammar"):
         _check_grammar(request)
@@ -309,7 +309,7 @@ def _check_members(request: inference_pb2.GenerateRequest) -> None:
                 f"{member.id!a} is {member.weight:g}",
                 field="adapters.weight",
             )
-        _check_place(member, member.id, "adapters.")
+        _check_origin(member, member.id, "adapters.")
 
 
 def _check_merge(request: inference_pb2.GenerateRequest) -> None:
@@ -344,8 +344,8 @@ def _check_merge(request: inference_pb2.GenerateRequest) -> None:
             raise InvalidArgument(f"`merge.{name}` is not for {merge.strategy}; leave it out", field=f"merge.{name}")
 
 
-def _check_place(message: HasPlace, adapter_id: str, path: str = "") -> None:
-    """Checks an adapter's place. `path` stands in front of the names of its fields."""
+def _check_origin(message: HasOrigin, adapter_id: str, path: str = "") -> None:
+    """Checks an adapter's origin. `path` stands in front of the names of its fields."""
     beside = f"{path}id" if path else "adapter_id"
     if message.in_bucket and ("/" not in adapter_id or "@" in adapter_id or message.HasField("hub")):
         raise InvalidArgument(
@@ -571,7 +571,7 @@ def check_tokenize(request: inference_pb2.TokenizeRequest) -> None:
         _check_chat(request.chat)
     if request.adapter_id:
         check_adapter_ref(request.adapter_id)
-    _check_place(request, request.adapter_id)
+    _check_origin(request, request.adapter_id)
     _check_omits_special(request)
 
 
@@ -593,7 +593,7 @@ def check_pooling(request: PoolingRequest) -> None:
     _check_pooling_names(request)
     if not num_inputs:
         raise InvalidArgument("`inputs` is empty: give at least one input", field="inputs")
-    _check_place(request, request.adapter_id)
+    _check_origin(request, request.adapter_id)
     if request.cache_salt:
         check_id(request.cache_salt, field="cache_salt")
     for path, least, most, beside in _BOUNDS:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from loraplex_contracts.adapters import (
     NOBODY,
-    OWN_PLACE,
+    OWN_ORIGIN,
     PLAIN_LOAD,
     AdapterInfo,
     AdapterKey,
@@ -105,7 +105,7 @@ class FakeCache:
     has_changes: bool = False  # of the listing, since `take_changes`
 
     def resolve(
-        self, adapter_id: str, now: float, user: AdapterUser = NOBODY, origin: AdapterOrigin = OWN_PLACE
+        self, adapter_id: str, now: float, user: AdapterUser = NOBODY, origin: AdapterOrigin = OWN_ORIGIN
     ) -> AdapterKey | None:
         if adapter_id not in self.known:
             raise AdapterNotFound(f"there is no adapter {adapter_id!r}", resource=adapter_id)

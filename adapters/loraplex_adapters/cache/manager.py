@@ -53,7 +53,7 @@ from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.weights import AdapterLayout, AdapterWeights, BaseTargets
 from loraplex_contracts.adapters import (
     NOBODY,
-    OWN_PLACE,
+    OWN_ORIGIN,
     PLAIN_LOAD,
     AdapterId,
     AdapterInfo,
@@ -229,7 +229,7 @@ class AdapterManager:
     # --- names ------------------------------------------------------------------------------------------------------
 
     def resolve(
-        self, adapter_id: AdapterId, now: float, user: AdapterUser = NOBODY, origin: AdapterOrigin = OWN_PLACE
+        self, adapter_id: AdapterId, now: float, user: AdapterUser = NOBODY, origin: AdapterOrigin = OWN_ORIGIN
     ) -> AdapterKey | None:
         """The key that the name is bound to, with a hold for the caller (`drop_hold` gives it back).
 
@@ -477,7 +477,7 @@ class AdapterManager:
         return found
 
     def _import(
-        self, name: str, source: AdapterSource, origin: AdapterOrigin = OWN_PLACE, *, may_take_long: bool = True
+        self, name: str, source: AdapterSource, origin: AdapterOrigin = OWN_ORIGIN, *, may_take_long: bool = True
     ) -> HostCopy:
         return import_adapter(
             name,

@@ -33,7 +33,7 @@ from loraplex_adapters.cache.states import (
 from loraplex_adapters.cache.versions import Versions
 from loraplex_contracts.adapters import (
     NOBODY,
-    OWN_PLACE,
+    OWN_ORIGIN,
     PLAIN_LOAD,
     AdapterInfo,
     AdapterKey,
@@ -137,7 +137,7 @@ class AdapterTable:
         now: float,
         tenant: str,
         version: AdapterKey | None = None,
-        origin: AdapterOrigin = OWN_PLACE,
+        origin: AdapterOrigin = OWN_ORIGIN,
     ) -> NameRecord:
         """The record of a name that is bound or on its way. Raises the remembered error."""
         record = self.names.get(name)
@@ -447,7 +447,7 @@ class AdapterTable:
 
     def _origin_of(self, name: str) -> AdapterOrigin:
         record = self.names.get(name_in(name))
-        return OWN_PLACE if record is None else record.origin
+        return OWN_ORIGIN if record is None else record.origin
 
     def _end_fetch(self, ticket: int) -> None:
         tenant = self._fetching.pop(ticket, None)
@@ -456,7 +456,7 @@ class AdapterTable:
             if not self._num_fetching[tenant]:
                 del self._num_fetching[tenant]
 
-    def _fetch(self, record: NameRecord, tenant: str, origin: AdapterOrigin = OWN_PLACE) -> None:
+    def _fetch(self, record: NameRecord, tenant: str, origin: AdapterOrigin = OWN_ORIGIN) -> None:
         operation = record.load
         is_asked = operation is not None and operation.ended_s is None and not operation.is_behind
         own = origin if origin.source else record.origin
@@ -479,13 +479,13 @@ class AdapterTable:
         tenant: str,
         operation: LoadOperation | None = None,
         version: AdapterKey | None = None,
-        origin: AdapterOrigin = OWN_PLACE,
+        origin: AdapterOrigin = OWN_ORIGIN,
     ) -> NameRecord:
         record = self.names[name] = NameRecord(name, NameState.FETCHING, ticket=0, load=operation, version=version)
         self._fetch(record, tenant, origin)
         return record
 
-    def _fetch_again(self, record: NameRecord, tenant: str, origin: AdapterOrigin = OWN_PLACE) -> None:
+    def _fetch_again(self, record: NameRecord, tenant: str, origin: AdapterOrigin = OWN_ORIGIN) -> None:
         """Starts another fetch: another try for a name that failed, a new look at the source for one that is bound."""
         record.step(NameEvent.FETCH)
         self._unknown.pop(record.name, None)

@@ -14,7 +14,7 @@ from enum import Enum, auto
 
 from loraplex_contracts.adapters import (
     NOBODY,
-    OWN_PLACE,
+    OWN_ORIGIN,
     PLAIN_LOAD,
     AdapterKey,
     AdapterOrigin,
@@ -124,8 +124,8 @@ class NameRecord:
     ticket: int
     key: AdapterKey | None = None
     version: AdapterKey | None = None  # of a name with a version: the only content that it is ever bound to
-    origin: AdapterOrigin = OWN_PLACE  # of its key; without one, where requests look for it
-    fetched_from: AdapterOrigin = OWN_PLACE  # of the last fetch
+    origin: AdapterOrigin = OWN_ORIGIN  # of its key; without one, where requests look for it
+    fetched_from: AdapterOrigin = OWN_ORIGIN  # of the last fetch
     base: str = ""  # that its files name
     error: Exception | None = None  # of the last fetch or load, until one succeeds
     failed_until_s: float = 0.0
@@ -232,7 +232,7 @@ class FetchName:
 
     name: str
     ticket: int
-    origin: AdapterOrigin = OWN_PLACE
+    origin: AdapterOrigin = OWN_ORIGIN
     tenant: str = NOBODY.tenant  # that asked first
     version: AdapterKey | None = None
 
@@ -243,7 +243,7 @@ class Refetch:
 
     key: AdapterKey
     name: str
-    origin: AdapterOrigin = OWN_PLACE
+    origin: AdapterOrigin = OWN_ORIGIN
     tried: frozenset[str] = frozenset()  # of the content's names, this one included
 
 

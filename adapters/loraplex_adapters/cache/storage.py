@@ -38,7 +38,7 @@ from loraplex_adapters.io.source_files import AdapterSource
 from loraplex_adapters.io.throttle import checkpoint
 from loraplex_adapters.store import REMEMBERED_HEADERS, AdapterStore, header_content
 from loraplex_adapters.weights import AdapterLayout, AdapterWeights, BaseTargets, weights_at
-from loraplex_contracts.adapters import OWN_PLACE, AdapterKey, AdapterOrigin, ReadCount
+from loraplex_contracts.adapters import OWN_ORIGIN, AdapterKey, AdapterOrigin, ReadCount
 
 log = logging.getLogger(__name__)
 
@@ -287,7 +287,7 @@ def import_adapter(
     recent: RecentImports | None = None,
     *,
     with_templates: bool = False,
-    origin: AdapterOrigin = OWN_PLACE,
+    origin: AdapterOrigin = OWN_ORIGIN,
     may_take_long: bool = True,
 ) -> HostCopy:
     """Reads the source, checks everything, stores. With `recent` the adapter stays in memory for its first move. Raises

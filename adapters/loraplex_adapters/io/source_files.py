@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 
 from loraplex_adapters.io.confined_folder import BadPath, Folder, NamedFolder
 from loraplex_adapters.io.uncached import read_uncached
-from loraplex_contracts.adapters import OWN_PLACE, AdapterOrigin
+from loraplex_contracts.adapters import OWN_ORIGIN, AdapterOrigin
 from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterOutsideRoot,
@@ -136,7 +136,7 @@ class AdapterFiles:
 class AdapterSource(Protocol):
     """Finds adapters by name."""
 
-    def open(self, adapter_id: str, origin: AdapterOrigin = OWN_PLACE) -> AdapterFiles:
+    def open(self, adapter_id: str, origin: AdapterOrigin = OWN_ORIGIN) -> AdapterFiles:
         """The files of a name; with a `origin.source` those that are there. Raises AdapterNotFound, also where the
         source has no such places, or SourceUnavailable when it cannot be read now."""
         ...

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from loraplex_adapters.io.source_files import AdapterFiles, AdapterSource
 from loraplex_adapters.sources.directory import DirectorySource, no_such_place
-from loraplex_contracts.adapters import OWN_PLACE, AdapterOrigin
+from loraplex_contracts.adapters import OWN_ORIGIN, AdapterOrigin
 from loraplex_contracts.errors import AdapterNotFound, AdapterOutsideRoot
 
 
@@ -18,7 +18,7 @@ class ChainSource:
     def __init__(self, sources: Sequence[AdapterSource]) -> None:
         self._sources = tuple(sources)
 
-    def open(self, adapter_id: str, origin: AdapterOrigin = OWN_PLACE) -> AdapterFiles:
+    def open(self, adapter_id: str, origin: AdapterOrigin = OWN_ORIGIN) -> AdapterFiles:
         missing = no_such_place(adapter_id, origin)
         for source in self._sources:
             try:
@@ -41,7 +41,7 @@ class RoutedSource:
         self._routes = dict(routes)
         self._others = others
 
-    def open(self, adapter_id: str, origin: AdapterOrigin = OWN_PLACE) -> AdapterFiles:
+    def open(self, adapter_id: str, origin: AdapterOrigin = OWN_ORIGIN) -> AdapterFiles:
         prefix, colon, _ = origin.source.partition(":")
         return self._routes.get(prefix + colon, self._others).open(adapter_id, origin)
 

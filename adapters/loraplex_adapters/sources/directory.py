@@ -27,7 +27,7 @@ from loraplex_adapters.formats.files import (
 from loraplex_adapters.io.confined_folder import BadPath, Folder, NamedFolder
 from loraplex_adapters.io.source_files import MAX_FILES, AdapterFiles, open_error, source_unavailable
 from loraplex_adapters.io.throttle import checkpoint
-from loraplex_contracts.adapters import HUB_SOURCE, OWN_PLACE, S3_SOURCE, AdapterOrigin, check_adapter_id
+from loraplex_contracts.adapters import HUB_SOURCE, OWN_ORIGIN, S3_SOURCE, AdapterOrigin, check_adapter_id
 from loraplex_contracts.errors import (
     AdapterNotFound,
     AdapterOutsideRoot,
@@ -50,7 +50,7 @@ class FolderSource:
         self._adapter_id = adapter_id
         self._folder = folder
 
-    def open(self, adapter_id: str, origin: AdapterOrigin = OWN_PLACE) -> AdapterFiles:
+    def open(self, adapter_id: str, origin: AdapterOrigin = OWN_ORIGIN) -> AdapterFiles:
         if adapter_id != self._adapter_id or origin.source:
             raise adapter_not_found(adapter_id)
         return open_folder(self._folder, adapter_id)
@@ -66,14 +66,14 @@ class DirectorySource:
         self._root = root
         self._index = DirectoryIndex(_holds_adapter)
 
-    def open(self, adapter_id: str, origin: AdapterOrigin = OWN_PLACE) -> AdapterFiles:
+    def open(self, adapter_id: str, origin: AdapterOrigin = OWN_ORIGIN) -> AdapterFiles:
         try:
             return AdapterFiles(self._open_folder(adapter_id, origin), adapter_id)
         except (OSError, BadPath) as error:
             failed = open_error(error, adapter_id, "its folder")
             raise (no_such_place(adapter_id, origin) if type(failed) is AdapterNotFound else failed) from error
 
-    def fingerprint(self, adapter_id: str, origin: AdapterOrigin = OWN_PLACE) -> Fingerprint | None:
+    def fingerprint(self, adapter_id: str, origin: AdapterOrigin = OWN_ORIGIN) -> Fingerprint | None:
         """The files in its folder as they are now, by their names and times only; None where there is no folder. One
         that is refused has a fingerprint as well."""
         try:

@@ -30,7 +30,7 @@ from loraplex_adapters.sources.remote import (
     temporary_folder,
     unavailable,
 )
-from loraplex_contracts.adapters import HUB_SOURCE, OWN_PLACE, AdapterOrigin, check_adapter_id, check_repository
+from loraplex_contracts.adapters import HUB_SOURCE, OWN_ORIGIN, AdapterOrigin, check_adapter_id, check_repository
 from loraplex_contracts.errors import AdapterInvalid, AdapterNotFound, adapter_not_found
 
 # The public Hub keeps large files on hosts of this domain.
@@ -64,7 +64,7 @@ class HubSource:
         self._max_bytes = max_bytes
         self._temporary = temporary
 
-    def open(self, adapter_id: str, origin: AdapterOrigin = OWN_PLACE) -> FetchedFiles:
+    def open(self, adapter_id: str, origin: AdapterOrigin = OWN_ORIGIN) -> FetchedFiles:
         endpoint, repo = self._place(adapter_id, origin)
         token = origin.token or (self._token if endpoint == self._endpoints[0] else None)
         with temporary_folder(self._temporary, repo, "the Hub") as folder:

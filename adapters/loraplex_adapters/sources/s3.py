@@ -39,7 +39,7 @@ from loraplex_adapters.sources.remote import (
     temporary_folder,
     unavailable,
 )
-from loraplex_contracts.adapters import OWN_PLACE, S3_SOURCE, AdapterOrigin, check_adapter_id
+from loraplex_contracts.adapters import OWN_ORIGIN, S3_SOURCE, AdapterOrigin, check_adapter_id
 from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterNotFound,
@@ -86,7 +86,7 @@ class S3Source:
         self._temporary = temporary
         self._stores: dict[str, _Bucket] = {}
 
-    def open(self, adapter_id: str, origin: AdapterOrigin = OWN_PLACE) -> FetchedFiles:
+    def open(self, adapter_id: str, origin: AdapterOrigin = OWN_ORIGIN) -> FetchedFiles:
         bucket, prefix = self._place(adapter_id, origin)
         place = f"{S3_SOURCE}{bucket}/{prefix}"
         with temporary_folder(self._temporary, place, "the bucket") as folder:

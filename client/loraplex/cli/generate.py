@@ -175,8 +175,8 @@ class Merging:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The place that the adapter, or each one of --adapters, is fetched from, with the caller's own access."""
+class Origin:
+    """The origin that the adapter, or each one of --adapters, is fetched from, with the caller's own access."""
 
     on_hub: bool = option(False, "The adapter is the repository ORG/NAME on the Hub.", "--hub")
     revision: str | None = option(None, "Of that repository: a branch, a tag or a commit. Implies --hub.", "--revision")
@@ -186,7 +186,7 @@ class Place:
     in_bucket: bool = option(False, "The adapter is the folder BUCKET/NAME of a bucket.", "--in-bucket")
 
     def put(self, options: GenerateOptions) -> None:
-        """Puts the place into the options. A token alone puts nothing: it may be in the environment for other calls."""
+        """Puts the origin into the options. A token alone puts none: it may be in the environment for other calls."""
         hub = Hub(self.revision or "", self.token or "") if self.on_hub or self.revision else None
         if hub is None and not self.in_bucket:
             return
@@ -238,7 +238,7 @@ def generate(
     *,
     server: ServerOption = DEFAULT_SERVER,
     wanted: Wanted,
-    place: Place,
+    origin: Origin,
     token_ids: Annotated[
         str | None, typer.Option(metavar="ID,...", help="The prompt as token ids, instead of text.")
     ] = None,
@@ -280,7 +280,7 @@ def generate(
         options["token_ids"] = parse_ids(token_ids, flag="--token-ids")
     if (merge := merging.merge()) is not None:
         options["merge"] = merge
-    place.put(options)
+    origin.put(options)
     if (grammar := form.grammar()) is not None:
         options["grammar"] = grammar
     if chat or system is not None or "messages" in options:

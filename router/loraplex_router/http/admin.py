@@ -19,7 +19,7 @@ from loraplex_router.adapters import is_bound
 from loraplex_router.http.backend import Backend
 from loraplex_router.http.errors import status_of
 from loraplex_router.http.models import Fields, harmless_fields, ignored_fields
-from loraplex_router.http.places import source_of
+from loraplex_router.http.origins import source_of
 from loraplex_router.http.streaming import Handle
 
 

@@ -96,7 +96,7 @@ class Fields(BaseModel):
         return {name: value for name, value in (self.model_extra or {}).items() if value is not None}
 
 
-class PlaceFields(Fields):
+class OriginFields(Fields):
     """Fields that say where the adapter comes from: LoRAX's, and a revision."""
 
     adapter_source: str | None = None
@@ -116,11 +116,11 @@ class NameFields(Fields):
         return {"model": self.model, "lora_path": self.lora_path, "adapter_id": self.adapter_id}
 
 
-class AdapterFields(NameFields, PlaceFields):
-    """Fields that name the adapter and its place."""
+class AdapterFields(NameFields, OriginFields):
+    """Fields that name the adapter and its origin."""
 
 
-class Member(PlaceFields):
+class Member(OriginFields):
     """An adapter of a mixture."""
 
     id: str

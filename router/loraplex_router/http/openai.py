@@ -35,7 +35,7 @@ from loraplex_router.http.models import (
     TokenizeRequest,
     ignored_fields,
 )
-from loraplex_router.http.places import put_places, put_tokenizer_place
+from loraplex_router.http.origins import put_origins, put_tokenizer_origin
 from loraplex_router.http.tools import put_tools
 
 DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's, of completions
@@ -187,7 +187,7 @@ def tokenize_request(body: TokenizeRequest, adapter_id: str = "") -> pb.Tokenize
         request.adapter_id = adapter_id
         if body.tools:
             request.chat.tools_json = json_text(body.tools, "tools")
-    put_tokenizer_place(request, body, adapter_id)
+    put_tokenizer_origin(request, body, adapter_id)
     return request
 
 
@@ -278,7 +278,7 @@ def _common(body: Generation, base_names: Sequence[str], defaults: pb.Sampling) 
     sampling, stopping = request.sampling, request.stopping
     request.adapter_id = adapter_in(body.adapter_names(), base_names)
     put_mixture(request, base_names, members=body.adapters, merge=body.merge, merged=body.merged_adapters)
-    put_places(request, body, body.adapters)
+    put_origins(request, body, body.adapters)
     sampling.CopyFrom(defaults)
     if not sampling.HasField("temperature"):
         sampling.temperature = 1.0  # the wire's own default is greedy

@@ -33,14 +33,14 @@ from loraplex_router.http.models import (
     AdapterFields,
     ChatMessage,
     ChatTemplateInput,
-    PlaceFields,
+    OriginFields,
     Uint32,
     harmless_fields,
     header_names,
     ignored_fields,
 )
 from loraplex_router.http.openai import chat_of, refuse_chat_fields, truncate_of
-from loraplex_router.http.places import put_place
+from loraplex_router.http.origins import put_origin
 from loraplex_router.http.streaming import FanOut, while_connected
 
 # The method of gRPC whose roles a route asks for.
@@ -99,7 +99,7 @@ class EmbeddingsRequest(InputFields):
     normalize: bool | None = None
 
 
-class Parameters(PlaceFields):
+class Parameters(OriginFields):
     """`parameters` of LoRAX's bodies. Those of generation have no effect here and are named as ignored."""
 
     adapter_id: str | None = None
@@ -222,7 +222,7 @@ class PoolingRoutes:
         if body.prompt_name is not None:
             raise Unimplemented("`prompt_name` is not available: write the prompt into the text", field="prompt_name")
         message.adapter_id = await self._adapter_id(body, request, body.parameters)
-        put_place(message, _place(body, body.parameters), message.adapter_id)
+        put_origin(message, _origin(body, body.parameters), message.adapter_id)
         message.omit_normalization = body.normalize is False
         message.dimensions = body.dimensions or 0
         if body.truncate:
@@ -430,7 +430,7 @@ class PoolingRoutes:
         self, message: _PoolingRequest, body: PoolingFields, request: Request, parameters: Parameters | None = None
     ) -> None:
         message.adapter_id = await self._adapter_id(body, request, parameters)
-        put_place(message, _place(body, parameters), message.adapter_id)
+        put_origin(message, _origin(body, parameters), message.adapter_id)
         if body.request_id:
             message.request_id = check_id(body.request_id, field="request_id")
         else:
@@ -557,7 +557,7 @@ def _put_truncation(
         message.truncate_prompt.CopyFrom(inference_pb2.Truncate(max_tokens=parameters.truncate))
 
 
-def _place(body: PlaceFields, parameters: Parameters | None) -> PlaceFields:
+def _origin(body: OriginFields, parameters: Parameters | None) -> OriginFields:
     """The fields that say where the adapter comes from: the parameters' where they name a source, else the body's."""
     return parameters if parameters is not None and parameters.adapter_source else body
 

@@ -30,7 +30,7 @@ from loraplex_router.http.models import (
     ignored_fields,
 )
 from loraplex_router.http.openai import Job
-from loraplex_router.http.places import names_place
+from loraplex_router.http.origins import names_origin
 from loraplex_router.http.responses import ResponsesRequest
 from loraplex_router.http.streaming import EventStream, events_of
 from loraplex_runtime.auth import current_identity
@@ -175,7 +175,7 @@ class Routes:
         error."""
         headers = self._backend.ignored(ignored_fields(body), harmless_fields(body))
         adapter_id = adapter_in(body.adapter_names(), await self._backend.names_for(body.model, request))
-        if adapter_id and not (isinstance(body, TokenizeRequest) and names_place(body)):
+        if adapter_id and not (isinstance(body, TokenizeRequest) and names_origin(body)):
             await self._backend.adapter_rows(adapter_id, request)
         return headers, adapter_id
 

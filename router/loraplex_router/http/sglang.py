@@ -32,13 +32,13 @@ from loraplex_router.http.models import (
     Member,
     Merge,
     MergedAdapters,
-    PlaceFields,
+    OriginFields,
     Uint32,
     header_names,
 )
 from loraplex_router.http.models import REFUSED as OTHERS_REFUSED
 from loraplex_router.http.openai import prompts_of, put_logit_bias, speculation_of
-from loraplex_router.http.places import put_places
+from loraplex_router.http.origins import put_origins
 from loraplex_router.http.tgi_answers import event_of
 
 DEFAULT_MAX_TOKENS: Final = 128  # SGLang's
@@ -103,7 +103,7 @@ class SamplingParams(Fields):
     speculation: Any = None
 
 
-class GenerateRequest(PlaceFields):
+class GenerateRequest(OriginFields):
     """Body of POST /generate that has `text` or `input_ids`. Mixtures are our own field, and count for all prompts."""
 
     text: Any = None
@@ -177,7 +177,7 @@ def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: s
         one.request_id = one_id
         one.adapter_id = adapter_name
         put_mixture(one, base_names, members=body.adapters, merge=body.merge, merged=body.merged_adapters)
-        put_places(one, body, body.adapters)
+        put_origins(one, body, body.adapters)
         if isinstance(prompt, str):
             one.text = unicode_text(prompt, "text")
         else:

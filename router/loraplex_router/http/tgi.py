@@ -23,11 +23,11 @@ from loraplex_router.http.models import (
     Member,
     Merge,
     MergedAdapters,
-    PlaceFields,
+    OriginFields,
     header_names,
 )
 from loraplex_router.http.openai import speculation_of
-from loraplex_router.http.places import BUCKET_SCHEME, S3, put_places, put_tokenizer_place
+from loraplex_router.http.origins import BUCKET_SCHEME, S3, put_origins, put_tokenizer_origin
 
 # LoRAX's name of the base model.
 BASE_MODEL: Final = "__base_model__"
@@ -36,7 +36,7 @@ Positive = Annotated[int, Field(ge=1, le=(1 << 32) - 1)]
 NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
-class Parameters(PlaceFields):
+class Parameters(OriginFields):
     """`parameters` of a request: LoRAX's, TGI's, and `speculation`."""
 
     adapter_id: str | None = None
@@ -138,7 +138,7 @@ def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: s
         raise InvalidArgument("`decoder_input_details` is not available in streams", field="decoder_input_details")
     request = pb.GenerateRequest(request_id=request_id, n=best_of, adapter_id=adapter_id_of(adapter_name, base_names))
     put_mixture(request, base_names, members=given.adapters, merge=given.merge, merged=given.merged_adapters)
-    put_places(request, given, given.adapters)
+    put_origins(request, given, given.adapters)
     if given.apply_chat_template:
         request.chat.messages.add(role="user", content=prompt)
     else:
@@ -178,11 +178,11 @@ def adapter_id_of(name: str, base_names: Sequence[str]) -> str:
 
 
 def tokenize_request(body: TokenizeRequest, adapter_id: str = "") -> pb.TokenizeRequest:
-    """The wire's request of a tokenization. Raises InvalidArgument for text that is not Unicode, and what `put_place`
+    """The wire's request of a tokenization. Raises InvalidArgument for text that is not Unicode, and what `put_origin`
     raises."""
     request = pb.TokenizeRequest(text=unicode_text(body.inputs, "inputs"), offsets=True)
     request.omit_special_tokens = body.add_special_tokens is False
-    put_tokenizer_place(request, body.parameters or Parameters(), adapter_id)
+    put_tokenizer_origin(request, body.parameters or Parameters(), adapter_id)
     return request
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_router.http.backend import finite
-from loraplex_router.http.places import place_of
+from loraplex_router.http.origins import source_word
 from loraplex_router.http.tgi import Job
 
 _FINISH_REASONS: Final = {
@@ -184,7 +184,7 @@ def stream_headers(job: Job, model: str, device: str) -> dict[str, str]:
         "x-model-id": model.encode("ascii", "replace").decode(),
     }
     if job.request.adapter_id:
-        headers |= {"x-adapter-id": job.request.adapter_id, "x-adapter-source": place_of(job.request)}
+        headers |= {"x-adapter-id": job.request.adapter_id, "x-adapter-source": source_word(job.request)}
     return headers
 
 

@@ -18,7 +18,7 @@ from loraplex_router.http import openai, sglang, tgi, tgi_answers
 from loraplex_router.http.backend import Backend, adapter_in, request_id_of
 from loraplex_router.http.errors import body_dialect, error_object, naming_missing, tgi_error
 from loraplex_router.http.models import ChatCompletionRequest, TokenizeRequest, harmless_fields, ignored_fields
-from loraplex_router.http.places import names_place
+from loraplex_router.http.origins import names_origin
 from loraplex_router.http.routes import Routes
 from loraplex_router.http.streaming import EventStream, events_of
 
@@ -152,7 +152,7 @@ class TgiRoutes:
         headers = self._backend.ignored(tgi.ignored_in(body, given, names), harmless_fields(body))
         asked = {"model": body.model, "parameters.adapter_id": tgi.adapter_id_of(given.adapter_id or "", names)}
         adapter_id = adapter_in(asked, names)
-        if adapter_id and not names_place(given):
+        if adapter_id and not names_origin(given):
             await self._backend.adapter_rows(adapter_id, request)
         answer = await self._ask_tokens(tgi.tokenize_request(body, adapter_id), request)
         return JSONResponse(tgi_answers.tokens_of(body.inputs, answer), headers=headers)
@@ -161,7 +161,7 @@ class TgiRoutes:
         """The text that the template makes of `messages`, and its tokens."""
         job = openai.chat_job(body, await self._backend.names_for(body.model, request), request_id_of(request), 0)
         asked = job.requests[0]
-        if job.adapter_id and not names_place(body):
+        if job.adapter_id and not names_origin(body):
             await self._backend.adapter_rows(job.adapter_id, request)
         message = pb.TokenizeRequest(
             chat=asked.chat, offsets=True, adapter_id=job.adapter_id, in_bucket=asked.in_bucket

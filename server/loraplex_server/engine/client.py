@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 
 from loraplex_adapters.cache.listing import Listing
 from loraplex_contracts.adapters import (
-    OWN_PLACE,
+    OWN_ORIGIN,
     PLAIN_LOAD,
     AdapterId,
     AdapterInfo,
@@ -255,7 +255,7 @@ class EngineClient:
     async def get_adapter(self, adapter_id: AdapterId) -> tuple[AdapterInfo, ...]:
         return (await self._operate("get", adapter_id)).adapters
 
-    async def adapter_version(self, adapter_id: AdapterId, origin: AdapterOrigin = OWN_PLACE) -> AdapterVersion:
+    async def adapter_version(self, adapter_id: AdapterId, origin: AdapterOrigin = OWN_ORIGIN) -> AdapterVersion:
         """The version that requests get now, with its templates; it is fetched where it has to be. Raises as a request
         for it would."""
         found = (await self._operate("templates", adapter_id, options=LoadOptions(origin))).version

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
-from loraplex_contracts.adapters import OWN_PLACE, AdapterId, AdapterOrigin, AdapterVersion
+from loraplex_contracts.adapters import OWN_ORIGIN, AdapterId, AdapterOrigin, AdapterVersion
 from loraplex_contracts.errors import AdapterInvalid, FailedPrecondition, InvalidArgument, LoraplexError
 from loraplex_server.frontend.sandbox import Sandbox, TemplateFault, UserReader
 from loraplex_server.frontend.tokenizing import Tokenizing
@@ -88,14 +88,14 @@ class Templates:
             if sandbox is not None:
                 await sandbox.close()
 
-    async def version(self, adapter_id: str, origin: AdapterOrigin = OWN_PLACE) -> AdapterVersion | None:
+    async def version(self, adapter_id: str, origin: AdapterOrigin = OWN_ORIGIN) -> AdapterVersion | None:
         """The adapter's present version; None of the base model, and where adapters' templates are not used. With the
         caller's own `origin` the engine is asked each time. Raises as a request for the adapter would."""
         if self._engine is None or self._of_adapters is None or not adapter_id:
             return None
         return await self._present(self._engine, adapter_id, origin)
 
-    async def check_adapter(self, adapter_id: str, origin: AdapterOrigin = OWN_PLACE) -> None:
+    async def check_adapter(self, adapter_id: str, origin: AdapterOrigin = OWN_ORIGIN) -> None:
         """Raises what `version` raises where the adapter cannot be used, also where adapters' templates are not
         used."""
         if self._engine is not None and adapter_id:

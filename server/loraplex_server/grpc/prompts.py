@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
 
-from loraplex_contracts.adapters import OWN_PLACE, AdapterOrigin, AdapterVersion
+from loraplex_contracts.adapters import OWN_ORIGIN, AdapterOrigin, AdapterVersion
 from loraplex_contracts.errors import DeadlineExceeded
 from loraplex_proto.status import answer_within_s
 from loraplex_proto.v1 import inference_pb2, pooling_pb2
@@ -36,7 +36,7 @@ class Prompts:
         self._templates = templates or Templates(tokenizing)
 
     async def version(
-        self, message: Prompt | inference_pb2.TokenizeRequest, adapter_id: str, origin: AdapterOrigin = OWN_PLACE
+        self, message: Prompt | inference_pb2.TokenizeRequest, adapter_id: str, origin: AdapterOrigin = OWN_ORIGIN
     ) -> AdapterVersion | None:
         """The adapter's version whose templates make the prompt; None where none do."""
         return await self._templates.version(adapter_id, origin) if message.WhichOneof("input") == "chat" else None

@@ -14,7 +14,7 @@ from loraplex_adapters.cache.listing import Resident
 from loraplex_contracts import sampling
 from loraplex_contracts.adapters import (
     HUB_SOURCE,
-    OWN_PLACE,
+    OWN_ORIGIN,
     S3_SOURCE,
     AdapterId,
     AdapterInfo,
@@ -36,7 +36,7 @@ from loraplex_contracts.request import (
 from loraplex_contracts.sampling import SAMPLING_OPTIONS, SamplingParams, TokenizerView
 from loraplex_proto.enums import ADAPTER_STATES, ADAPTER_TIERS, FINISH_REASONS
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
-from loraplex_proto.validate import HasPlace
+from loraplex_proto.validate import HasOrigin
 from loraplex_server.frontend.generation import CompletionSummary, Delta
 from loraplex_server.text.responses import AsyncReader, MessagePart, ParsedMessage, ResponseParsing
 from loraplex_server.text.tokenizer import TextTokenizer
@@ -118,12 +118,12 @@ def to_request(
     )
 
 
-def adapter_origin(message: HasPlace, adapter_id: str) -> AdapterOrigin:
-    """The origin of the request's adapter, or of one member of its mixture; OWN_PLACE where the message names none."""
+def adapter_origin(message: HasOrigin, adapter_id: str) -> AdapterOrigin:
+    """The origin of the request's adapter, or of one member of its mixture; OWN_ORIGIN where the message names none."""
     if message.in_bucket:
         return AdapterOrigin(S3_SOURCE + adapter_id)
     if not message.HasField("hub"):
-        return OWN_PLACE
+        return OWN_ORIGIN
     return AdapterOrigin(HUB_SOURCE + adapter_id, message.hub.revision, message.hub.token)
 
 

@@ -22,7 +22,7 @@ from loraplex_adapters.formats.peft_rotations import Rotation
 from loraplex_adapters.io.source_files import AdapterFiles
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.weights import AdapterWeights
-from loraplex_contracts.adapters import OWN_PLACE, AdapterId, AdapterKey, AdapterOrigin, LoadOptions
+from loraplex_contracts.adapters import OWN_ORIGIN, AdapterId, AdapterKey, AdapterOrigin, LoadOptions
 from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterLoadsBusy,
@@ -50,7 +50,7 @@ class CountingSource(DirectorySource):
         self.gate.set()
         self.error: Exception | None = None
 
-    def open(self, adapter_id: str, origin: AdapterOrigin = OWN_PLACE) -> AdapterFiles:  # type: ignore[override]
+    def open(self, adapter_id: str, origin: AdapterOrigin = OWN_ORIGIN) -> AdapterFiles:  # type: ignore[override]
         self.opened.append(adapter_id)
         self.gate.wait(10)
         if self.error is not None:
@@ -285,7 +285,7 @@ class OneRepository:
         self._files = DirectorySource(root)
         self.num_opened = 0
 
-    def open(self, adapter_id: str, origin: AdapterOrigin = OWN_PLACE) -> AdapterFiles:
+    def open(self, adapter_id: str, origin: AdapterOrigin = OWN_ORIGIN) -> AdapterFiles:
         if origin.source != "hub:org/sql":
             raise adapter_not_found(adapter_id)
         self.num_opened += 1

@@ -9,7 +9,7 @@ from loraplex_adapters.cache.names import ABANDONED_S, MAX_REMEMBERED_FAILURES, 
 from loraplex_adapters.cache.residency import AdapterCacheConfig
 from loraplex_adapters.cache.states import FetchName, IllegalTransition, Promote
 from loraplex_adapters.cache.versions import MAX_VERSIONS
-from loraplex_contracts.adapters import OWN_PLACE, AdapterKey, AdapterOrigin, AdapterUser, LoadOptions
+from loraplex_contracts.adapters import OWN_ORIGIN, AdapterKey, AdapterOrigin, AdapterUser, LoadOptions
 from loraplex_contracts.errors import (
     AdapterInUse,
     AdapterInvalid,
@@ -187,7 +187,7 @@ def test_a_load_from_another_place_is_kept_to() -> None:
     assert fetch_of(table).origin == ELSEWHERE
     table.unload("x")
     assert table.resolve("x", 0.0) is None
-    assert fetch_of(table).origin == OWN_PLACE
+    assert fetch_of(table).origin == OWN_ORIGIN
 
 
 def test_a_load_from_another_place_that_fails_leaves_the_name_where_it_was() -> None:
@@ -228,7 +228,7 @@ def test_a_load_that_fails_leaves_an_unbound_name_to_requests(options: LoadOptio
         fail_fetch(table, AdapterInvalid("broken"))
     assert table.resolve("x", 0.0) is None
     fetch = fetch_of(table)
-    assert fetch.origin == OWN_PLACE
+    assert fetch.origin == OWN_ORIGIN
     with pytest.raises((DigestMismatch, AdapterInvalid, AdapterMemoryFull)):
         table.load("x", False, 0.0, options=options)
     table.name_fetched("x", fetch.ticket, OLD, 100, 4, 0.0)

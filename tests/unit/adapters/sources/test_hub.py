@@ -35,7 +35,7 @@ from loraplex_adapters.sources.chain import ChainSource, make_source
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.sources.hub import HubSource
 from loraplex_contracts.adapters import (
-    OWN_PLACE,
+    OWN_ORIGIN,
     AdapterId,
     AdapterOrigin,
     LoadOptions,
@@ -265,7 +265,7 @@ def test_private_and_gated_repositories(hub: FakeHub) -> None:
     with source_of(hub).open("org/sql", AdapterOrigin(token="hf_a")):
         pass
     hub.server.asked.clear()
-    for origin in (OWN_PLACE, AdapterOrigin(token="hf_b")):
+    for origin in (OWN_ORIGIN, AdapterOrigin(token="hf_b")):
         with pytest.raises(AdapterNotFound, match="the Hub has no 'org/sql' that this caller may see") as raised:
             source_of(hub).open("org/sql", origin)
         assert "hf_" not in str(raised.value)

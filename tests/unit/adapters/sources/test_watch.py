@@ -15,7 +15,7 @@ from support.adapter_files import Engine, write_adapter
 from loraplex_adapters.sources import watch
 from loraplex_adapters.sources.directory import DirectorySource, Fingerprint
 from loraplex_adapters.sources.watch import RETRY_S, ReplacedFolders
-from loraplex_contracts.adapters import OWN_PLACE, AdapterId, AdapterInfo, AdapterOrigin, LoadOptions
+from loraplex_contracts.adapters import OWN_ORIGIN, AdapterId, AdapterInfo, AdapterOrigin, LoadOptions
 
 WEIGHTS = "adapter_model.safetensors"
 OLD: Fingerprint = ((WEIGHTS, 10, 1, 1),)
@@ -28,7 +28,7 @@ class Folder:
 
     def __init__(self) -> None:
         self.folders = ReplacedFolders(quiet_s=3.0)
-        self.folders.loaded("sql", OWN_PLACE, OLD)
+        self.folders.loaded("sql", OWN_ORIGIN, OLD)
 
     def due(self, *looks: tuple[float, Fingerprint | None]) -> list[float]:
         """Times of the looks at which a load is due."""
@@ -63,13 +63,13 @@ def test_what_may_succeed_later_is_tried_again_later() -> None:
     assert folder.due((0, NEW), (3, NEW)) == [3]
     folder.folders.failed("sql", NEW, may_retry=True)
     assert folder.due((4, NEW), (3 + RETRY_S, NEW), (4 + RETRY_S, NEW)) == [3 + RETRY_S]
-    folder.folders.loaded("sql", OWN_PLACE, NEW)
+    folder.folders.loaded("sql", OWN_ORIGIN, NEW)
     assert folder.due((200, NEW), (300, NEW)) == []
 
 
 def test_names_without_a_folder_are_not_looked_at() -> None:
     folders = ReplacedFolders(quiet_s=0.0)
-    folders.loaded("org/sql", OWN_PLACE, None)  # from the Hub
+    folders.loaded("org/sql", OWN_ORIGIN, None)  # from the Hub
     assert not folders.origins()
     assert not folders.is_due("org/sql", NEW, 0.0)
     folders.failed("org/sql", NEW, may_retry=True)

@@ -1,4 +1,4 @@
-"""Places of adapters in requests over HTTP: LoRAX's sources, vLLM's and SGLang's paths."""
+"""Origins of adapters in requests over HTTP: LoRAX's sources, vLLM's and SGLang's paths."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Final
 from loraplex_contracts.adapters import HUB_SOURCE, S3_SOURCE, check_adapter_source
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
-from loraplex_proto.validate import HasPlace
+from loraplex_proto.validate import HasOrigin
 from loraplex_router.http.backend import unicode_text
-from loraplex_router.http.models import PlaceFields
+from loraplex_router.http.models import OriginFields
 
 LOCAL: Final = "local"
 HUB: Final = "hub"
@@ -19,8 +19,8 @@ S3: Final = "s3"
 BUCKET_SCHEME: Final = "s3://"
 
 
-def put_place(request: HasPlace, given: PlaceFields, adapter_id: str) -> None:
-    """Puts the adapter's source into the request. Raises InvalidArgument, and Unimplemented for an unknown place."""
+def put_origin(request: HasOrigin, given: OriginFields, adapter_id: str) -> None:
+    """Puts the adapter's source into the request. Raises InvalidArgument, and Unimplemented for an unknown source."""
     source = given.adapter_source or LOCAL
     if source not in (LOCAL, HUB, S3):
         raise Unimplemented(
@@ -39,36 +39,36 @@ def put_place(request: HasPlace, given: PlaceFields, adapter_id: str) -> None:
         request.hub.token = unicode_text(given.api_token or "", "api_token")
 
 
-def put_places(request: pb.GenerateRequest, given: PlaceFields, members: Sequence[PlaceFields] | None) -> None:
+def put_origins(request: pb.GenerateRequest, given: OriginFields, members: Sequence[OriginFields] | None) -> None:
     """Puts the source of the adapter into the request, or of each adapter of its mixture: its own where it says one,
-    else the request's. Raises what `put_place` raises."""
+    else the request's. Raises what `put_origin` raises."""
     if not request.adapters:
-        put_place(request, given, request.adapter_id)
+        put_origin(request, given, request.adapter_id)
     for idx, adapter in enumerate(request.adapters):
-        own = members[idx] if members else PlaceFields()
-        place = PlaceFields(
+        own = members[idx] if members else OriginFields()
+        origin = OriginFields(
             adapter_source=own.adapter_source or given.adapter_source,
             adapter_revision=own.adapter_revision or (None if own.adapter_source else given.adapter_revision),
             api_token=own.api_token or given.api_token,
         )
-        put_place(adapter, place, adapter.id)
+        put_origin(adapter, origin, adapter.id)
 
 
-def names_place(given: PlaceFields) -> bool:
+def names_origin(given: OriginFields) -> bool:
     """True if the caller says where the adapter is: then no listing shows it."""
     return given.adapter_source not in (None, "", LOCAL)
 
 
-def put_tokenizer_place(request: pb.TokenizeRequest, given: PlaceFields, adapter_id: str) -> None:
-    """Does what `put_place` does, for a tokenizer's request. The worker looks for the adapter even where it gets a
+def put_tokenizer_origin(request: pb.TokenizeRequest, given: OriginFields, adapter_id: str) -> None:
+    """Does what `put_origin` does, for a tokenizer's request. The worker looks for the adapter even where it gets a
     text."""
-    put_place(request, given, adapter_id)
-    if names_place(given):
+    put_origin(request, given, adapter_id)
+    if names_origin(given):
         request.adapter_id = adapter_id
 
 
-def place_of(message: HasPlace) -> str:
-    """The adapter's place, in the words of `adapter_source`."""
+def source_word(message: HasOrigin) -> str:
+    """The word of `adapter_source` for the adapter's origin."""
     return HUB if message.HasField("hub") else S3 if message.in_bucket else LOCAL
 
 
