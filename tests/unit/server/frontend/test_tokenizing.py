@@ -8,8 +8,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 
@@ -27,13 +25,11 @@ from loraplex_contracts.errors import (
 )
 from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.validate import ModelLimits
-from loraplex_runtime.shutdown import SIGNALS
 from loraplex_server.frontend.tokenizing import (
     BYTES_PER_S,
     HUNG_S,
     LONG_BYTES,
     ShortestFirstSemaphore,
-    TokenizerProcess,
     Tokenizing,
 )
 from loraplex_server.grpc.protobuf import tokenize_response
@@ -188,20 +184,6 @@ async def test_a_process_that_is_frozen_fails_its_text_and_no_other() -> None:
     one._hung_s = HUNG_S
     assert list(await second) == text_tokenizer().encode(LONG + "b")
     await one.close()
-
-
-async def test_signals_to_the_whole_group_are_for_the_front_end_alone(tokenizing: Tokenizing) -> None:
-    encoding = asyncio.ensure_future(tokenizing.encode(LONG))
-    pid = await running(tokenizing)
-    for number in SIGNALS:
-        os.kill(pid, number)
-    assert list(await encoding) == text_tokenizer().encode(LONG)
-
-
-def test_the_process_loads_neither_torch_nor_transformers() -> None:
-    modules = f"{TokenizerProcess.__module__}, {tokenize_response.__module__}"
-    program = f"import sys, {modules}; sys.exit(str({{'torch', 'transformers', 'grpc'}} & set(sys.modules) or ''))"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stderr.strip() == ""
 
 
 async def test_a_process_without_work_ends() -> None:
