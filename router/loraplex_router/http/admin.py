@@ -45,7 +45,6 @@ class AdminRoutes:
         self._backend = backend
         self._load = backend.handler("LoadAdapter", backend.adapters.load)
         self._unload = backend.handler("UnloadAdapter", backend.adapters.unload)
-        self._list = backend.handler("ListAdapters", backend.adapters.list)
 
     def add_to(self, app: FastAPI) -> None:
         app.post("/v1/load_lora_adapter", response_class=PlainTextResponse)(self.load)
@@ -97,14 +96,9 @@ class AdminRoutes:
     async def _names(self, request: Request) -> dict[str, str]:
         """Adapters that are loaded, by name, with what `lora_path` may be for them."""
         found: dict[str, str] = {}
-        token = ""
-        while True:
-            question = adapter_pb2.ListAdaptersRequest(page_size=500, page_token=token).SerializeToString()
-            page = adapter_pb2.ListAdaptersResponse.FromString(await self._backend.ask(self._list, question, request))
-            found |= {row.adapter_id: row.source or row.adapter_id for row in page.adapters if _is_loaded(row)}
-            token = page.next_page_token
-            if not token:
-                return found
+        async for rows in self._backend.adapter_pages(request):
+            found |= {row.adapter_id: row.source or row.adapter_id for row in rows if _is_loaded(row)}
+        return found
 
     # --- both ------------------------------------------------------------------------------------------------------
 

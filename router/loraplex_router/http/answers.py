@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_router.http.backend import MIN_LOGPROB, finite
 from loraplex_router.http.mixtures import recipe_of
 from loraplex_router.http.openai import Job
+from loraplex_router.http.streaming import data_event
 from loraplex_router.http.tools import delta_of, message_of
 
 _FINISH_REASONS: Final = {
@@ -20,10 +20,6 @@ _FINISH_REASONS: Final = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
 }
-
-
-def error_event(content: dict[str, Any]) -> bytes:
-    return _event(content)
 
 
 def fingerprint(digest: str) -> str:
@@ -286,11 +282,11 @@ class Chunks:
 
     def events(self, prompt: int, raw: bytes) -> Iterator[bytes]:
         """Server-sent events of one message."""
-        return map(_event, self.chunks(prompt, raw))
+        return map(data_event, self.chunks(prompt, raw))
 
     def end(self) -> Iterator[bytes]:
         """The event with usage, where it was asked for."""
-        return map(_event, self.end_chunks())
+        return map(data_event, self.end_chunks())
 
     def chunks(self, prompt: int, raw: bytes) -> Iterator[dict[str, Any]]:
         """Chunks of one message."""
@@ -366,11 +362,3 @@ class Chunks:
             "completion_tokens": self._num_new_tokens,
             "total_tokens": num_prompt + self._num_new_tokens,
         }
-
-
-# Made once: `json.dumps` makes an encoder for each call with other options than its own.
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-
-
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + _encode(content).encode() + b"\n\n"

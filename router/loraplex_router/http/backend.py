@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ from loraplex_runtime.auth import Credentials
 # Prompts of one request, and texts that they ask for together.
 MAX_PROMPTS: Final = 128
 MAX_CHOICES: Final = 512
+PAGE_SIZE: Final = 500  # adapters
 MAX_TOKEN_ID: Final = (1 << 32) - 1  # on the wire
 MIN_LOGPROB: Final = -9999.0  # for minus infinity, which JSON cannot write
 # Models that clients of TGI and huggingface_hub name who mean the only one.
@@ -92,15 +93,19 @@ class Backend:
         return pb.Sampling() if info is None else info.generation_defaults
 
     def handler(self, method: str, body: Callable[[Call, bytes], Awaitable[Any]]) -> Handle:
-        """A method of the router, for `ask` and `FanOut`."""
+        """A method of the router, for `ask`, `ask_all` and `FanOut`."""
         return self.calls.handler(method, body)
 
     async def ask(self, handle: Handle, raw: bytes, request: Request) -> bytes:
         """One unary call of the router. Raises what it raises, and Cancelled when the client leaves."""
-        calls = FanOut(handle, [raw], request)
+        (answer,) = await self.ask_all(handle, [raw], request)
+        return answer
+
+    async def ask_all(self, handle: Handle, raws: Sequence[bytes], request: Request) -> list[bytes]:
+        """Unary calls of the router: their answers in order, or the first error. Raises as `ask`."""
+        calls = FanOut(handle, raws, request)
         try:
-            (answer,) = await while_connected(request.receive, calls.answers())
-            return answer
+            return await while_connected(request.receive, calls.answers())
         finally:
             calls.cancel()
 
@@ -108,11 +113,7 @@ class Backend:
         """The answers in the order of their requests, or the first error."""
         self._check_room(messages, request)
         handle = self.handler("Generate", self.relay.generate)
-        calls = FanOut(handle, [one.SerializeToString() for one in messages], request)
-        try:
-            found = await while_connected(request.receive, calls.answers())
-        finally:
-            calls.cancel()
+        found = await self.ask_all(handle, [one.SerializeToString() for one in messages], request)
         return [pb.GenerateResponse.FromString(raw) for raw in found]
 
     async def generate_stream(
@@ -170,6 +171,20 @@ class Backend:
         if not found.adapters:
             raise model_not_found(adapter_id)
         return found.adapters
+
+    async def adapter_pages(
+        self, request: Request, *, include_unloaded: bool = False
+    ) -> AsyncIterator[Sequence[adapter_pb2.Adapter]]:
+        """The rows of all adapters that the caller may use, page by page."""
+        handle = self.handler("ListAdapters", self.adapters.list)
+        question = adapter_pb2.ListAdaptersRequest(include_unloaded=include_unloaded, page_size=PAGE_SIZE)
+        while True:
+            raw = await self.ask(handle, question.SerializeToString(), request)
+            page = adapter_pb2.ListAdaptersResponse.FromString(raw)
+            yield page.adapters
+            question.page_token = page.next_page_token
+            if not question.page_token:
+                return
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:

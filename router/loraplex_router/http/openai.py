@@ -167,11 +167,6 @@ def _ask_logprobs(output: pb.Output, num_top: int) -> None:
     output.top_logprobs = max(num_top, output.top_logprobs)
 
 
-def with_model(job: Job, model: str) -> Job:
-    """The job with the base model's name, for a request that names none."""
-    return replace(job, model=model)
-
-
 def tokenize_request(body: TokenizeRequest, adapter_id: str = "") -> pb.TokenizeRequest:
     """The wire's request of a tokenization. Raises what `completion_job` raises."""
     if (body.prompt is None) == (body.messages is None):

@@ -41,7 +41,7 @@ from loraplex_router.http.models import (
 )
 from loraplex_router.http.openai import chat_of, refuse_chat_fields, truncate_of
 from loraplex_router.http.origins import put_origin
-from loraplex_router.http.streaming import FanOut, while_connected
+from loraplex_router.http.tgi import BASE_MODEL
 
 # The method of gRPC whose roles a route asks for.
 METHODS: Final[Mapping[str, str]] = {
@@ -51,7 +51,7 @@ METHODS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), path_of(POOLING, "Score")),
 }
 # LoRAX's names of the base model, beside its id.
-_LORAX_BASE: Final = ("", "__base_model__")
+_LORAX_BASE: Final = ("", BASE_MODEL)
 _POOLINGS: Final[Mapping[str | None, pooling_pb2.Pooling.ValueType]] = {
     None: pooling_pb2.POOLING_UNSPECIFIED,
     "last_token": pooling_pb2.POOLING_LAST_TOKEN,
@@ -105,9 +105,6 @@ class Parameters(OriginFields):
     adapter_id: str | None = None
     merged_adapters: Any = None
     truncate: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
-    # Fields that clients of LoRAX send with every request.
-    adapter_source: str | None = None
-    api_token: str | None = None
 
 
 class EmbedBody(AdapterFields):
@@ -387,13 +384,10 @@ class PoolingRoutes:
     ) -> list[pooling_pb2.ScoreResponse]:
         """The answers in the order of the requests, or the first error."""
         handle = self._backend.handler("Score", self._backend.relay.score)
-        calls = FanOut(handle, [one.SerializeToString() for one in messages], request)
         try:
-            found = await while_connected(request.receive, calls.answers())
+            found = await self._backend.ask_all(handle, [one.SerializeToString() for one in messages], request)
         except LoraplexError as error:
             raise naming_model(error, messages[0].adapter_id) from error
-        finally:
-            calls.cancel()
         return [pooling_pb2.ScoreResponse.FromString(raw) for raw in found]
 
     async def _ask(

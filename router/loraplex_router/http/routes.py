@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from fastapi import FastAPI, Request
 from google.protobuf import json_format
@@ -32,11 +32,9 @@ from loraplex_router.http.models import (
 from loraplex_router.http.openai import Job
 from loraplex_router.http.origins import names_origin
 from loraplex_router.http.responses import ResponsesRequest
-from loraplex_router.http.streaming import EventStream, events_of
+from loraplex_router.http.streaming import EventStream, data_event, events_of
 from loraplex_runtime.auth import current_identity
 from loraplex_runtime.telemetry import encoded
-
-PAGE_SIZE: Final = 500
 
 
 class Routes:
@@ -47,7 +45,6 @@ class Routes:
         self._tokenize = backend.handler("Tokenize", backend.relay.tokenize)
         self._detokenize = backend.handler("Detokenize", backend.relay.detokenize)
         self._tokenizer_info = backend.handler("GetTokenizerInfo", backend.relay.get_tokenizer_info)
-        self._list = backend.handler("ListAdapters", backend.adapters.list)
         with_vllm = backend.options.metrics_names == "vllm"
         # The page asks for no credential.
         hides_tenants = backend.credentials is not None
@@ -117,7 +114,7 @@ class Routes:
         """Runs the job's calls."""
         headers = {"x-request-id": job.request_id, **self._backend.ignored(job.ignored, harmless_fields(body))}
         if not job.model:
-            job = openai.with_model(job, base_names[0])
+            job = replace(job, model=base_names[0])
         try:
             if not job.is_streamed:
                 found = await self._backend.generate(job.requests, request)
@@ -184,17 +181,10 @@ class Routes:
     async def models(self, request: Request) -> Response:
         base, *_ = self._backend.base_names()
         cards = [self._card(base, parent=None)]
-        token = ""
-        while True:
-            question = adapter_pb2.ListAdaptersRequest(include_unloaded=True, page_size=PAGE_SIZE, page_token=token)
-            page = adapter_pb2.ListAdaptersResponse.FromString(
-                await self._backend.ask(self._list, question.SerializeToString(), request)
-            )
-            seen = {row.adapter_id: row for row in page.adapters}
+        async for rows in self._backend.adapter_pages(request, include_unloaded=True):
+            seen = {row.adapter_id: row for row in rows}
             cards += [self._adapter_card(row, base) for row in seen.values()]
-            token = page.next_page_token
-            if not token:
-                return JSONResponse({"object": "list", "data": cards})
+        return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, model_id: str, request: Request) -> Response:
         if not model_id:
@@ -256,4 +246,4 @@ class Routes:
 
 
 def _error_event(error: LoraplexError, job: Job) -> bytes:
-    return answers.error_event(error_object(naming_missing(error, job.asked_name, job.requests[0])))
+    return data_event(error_object(naming_missing(error, job.asked_name, job.requests[0])))

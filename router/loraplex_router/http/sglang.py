@@ -39,7 +39,7 @@ from loraplex_router.http.models import (
 from loraplex_router.http.models import REFUSED as OTHERS_REFUSED
 from loraplex_router.http.openai import prompts_of, put_logit_bias, speculation_of
 from loraplex_router.http.origins import put_origins
-from loraplex_router.http.tgi_answers import event_of
+from loraplex_router.http.streaming import data_event
 
 DEFAULT_MAX_TOKENS: Final = 128  # SGLang's
 # Tokens of a text that each have an event.
@@ -248,9 +248,7 @@ def _common(body: GenerateRequest, params: SamplingParams) -> pb.GenerateRequest
     request.output.keep_special_tokens = params.skip_special_tokens is False
     request.priority = body.priority or 0
     request.cache_salt = unicode_text(body.cache_salt or "", "cache_salt")
-    if grammar := grammar_of(
-        {name: getattr(params, name) for name in ("json_schema", "regex", "ebnf", "structural_tag")}
-    ):
+    if grammar := grammar_of({name: getattr(params, name) for name in _GRAMMARS}):
         request.grammar.CopyFrom(grammar)
     if params.speculation is not None:
         request.speculation.CopyFrom(speculation_of(params.speculation))
@@ -313,7 +311,7 @@ class Events:
         event: dict[str, Any] = {"text": text.text, "output_ids": text.token_ids, "meta_info": meta}
         if self._job.is_list or self._job.n > 1:
             event["index"] = prompt * self._job.n + message.index
-        yield event_of(event)
+        yield data_event(event)
 
 
 def _meta(job: Job, prompt: int, prompt_tokens: Sequence[pb.PromptToken], text: Text, digest: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ worker then waits by gRPC's flow control. A client that leaves cancels its calls
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -32,6 +33,9 @@ MAX_ANSWER_BYTES: Final = 64 << 20
 KEEP_ALIVE_S: Final = 15.0
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 DONE: Final = b"data: [DONE]\n\n"
+
+# Made once: `json.dumps` makes an encoder for each call with other options than its own.
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 Handle = Callable[[bytes, CallContext], Awaitable[Any]]
 Message = tuple[int, bytes]  # index of the prompt, and the worker's bytes
@@ -175,6 +179,11 @@ class EventStream(StreamingResponse):
             is_over = True
             watching.cancel()
             self._calls.cancel()
+
+
+def data_event(content: dict[str, Any]) -> bytes:
+    """The content as a server-sent event without a name."""
+    return b"data: " + _encode(content).encode() + b"\n\n"
 
 
 async def events_of(

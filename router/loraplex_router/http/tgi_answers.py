@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final
 
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_router.http.backend import finite
 from loraplex_router.http.origins import source_word
+from loraplex_router.http.streaming import data_event
 from loraplex_router.http.tgi import Job
 
 _FINISH_REASONS: Final = {
@@ -169,11 +169,7 @@ class Events:
                 event["generated_text"] = self._job.prefix + self._tokens.text
                 if self._job.has_details:
                     event["details"] = _details(message, message.usage.prompt_tokens, self._seed)
-            yield event_of(event)
-
-
-def event_of(content: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+            yield data_event(event)
 
 
 def stream_headers(job: Job, model: str, device: str) -> dict[str, str]:

@@ -20,7 +20,7 @@ from loraplex_router.http.errors import body_dialect, error_object, naming_missi
 from loraplex_router.http.models import ChatCompletionRequest, TokenizeRequest, harmless_fields, ignored_fields
 from loraplex_router.http.origins import names_origin
 from loraplex_router.http.routes import Routes
-from loraplex_router.http.streaming import EventStream, events_of
+from loraplex_router.http.streaming import EventStream, data_event, events_of
 
 
 def _tokenize_dialect(body: Any) -> str:
@@ -118,7 +118,7 @@ class TgiRoutes:
         events = sglang.Events(job)
 
         def of_error(error: LoraplexError) -> bytes:
-            return tgi_answers.event_of(error_object(_named_sglang(error, job)))
+            return data_event(error_object(_named_sglang(error, job)))
 
         return EventStream(calls, events_of(calls, first, events.events, lambda: (), of_error), headers)
 
@@ -201,4 +201,4 @@ def _named_sglang(error: LoraplexError, job: sglang.Job) -> LoraplexError:
 
 def _error_event(error: LoraplexError, job: tgi.Job) -> bytes:
     _, content = tgi_error(_named(error, job))
-    return tgi_answers.event_of(content)
+    return data_event(content)

@@ -9,7 +9,7 @@ import pytest
 from loraplex_contracts.errors import AdapterNotFound, InvalidArgument, LoraplexError, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import check_generate
-from loraplex_router.http import tgi
+from loraplex_router.http import pooling, tgi
 
 NAMES = ("org/base", "base")
 
@@ -56,11 +56,12 @@ def test_the_adapter() -> None:
         job({"adapter_id": "other:sql"})
 
 
-def test_the_adapters_place() -> None:
+def test_the_adapters_origin() -> None:
     found = job({"adapter_id": "org/sql", "adapter_source": "hub", "api_token": "hf_secret", "adapter_revision": "v1"})
     assert (found.request.adapter_id, found.request.hub) == ("org/sql", pb.HubAccess(revision="v1", token="hf_secret"))
     assert "hf_secret" not in repr(found)
-    assert "hf_secret" not in repr(tgi.Parameters(api_token="hf_secret"))
+    for parameters in (tgi.Parameters, pooling.Parameters):
+        assert "hf_secret" not in repr(parameters(api_token="hf_secret"))
     assert job({"adapter_id": "org/sql", "adapter_source": "hub"}).request.HasField("hub")
     assert not job({"adapter_source": "hub", "api_token": "hf_secret"}).request.HasField("hub")  # the base model
     for name in ("bucket/sql", "s3://bucket/sql"):
