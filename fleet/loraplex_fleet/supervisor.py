@@ -11,12 +11,12 @@ import signal
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import IO, Any, Final
 
 from loraplex_contracts.errors import Cancelled, FailedPrecondition, LoraplexError
 from loraplex_runtime.config import child_environment
-from loraplex_runtime.reports import failure_of, report_of
+from loraplex_runtime.reports import Progress, failure_of, no_progress, report_of
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ GRACE_S: Final = 12.0
 class Child:
     """Owns the process. It gets a pipe as standard input that only this process holds, so that it ends with it."""
 
-    def __init__(self, command: Sequence[str], on_progress: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(self, command: Sequence[str], on_progress: Progress = no_progress) -> None:
         self._command = tuple(command)
         self._on_progress = on_progress
         self._process: subprocess.Popen[bytes] | None = None

@@ -8,16 +8,17 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import partial
-from json import dumps
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from loraplex_contracts.errors import InvalidArgument, LoraplexError
+from loraplex_contracts.errors import LoraplexError
 from loraplex_router.config import HttpServerConfig, RouterConfig, ServerFlags, import_grpc
 from loraplex_runtime.config import with_settings
-from loraplex_runtime.flags import LOGS, STARTING, config_of, with_flags
+from loraplex_runtime.flags import LOGS, config_of, with_flags
+from loraplex_runtime.reports import write_report
 from loraplex_runtime.shutdown import END, end_with_supervisor, exit_at_once, orphan_drain_s, unread_output_is_lost
+from loraplex_runtime.supervision import OnOrphan, Supervised
 
 if TYPE_CHECKING:
     from loraplex_router.processes import Processes
@@ -35,23 +36,8 @@ def router(
         bool,
         typer.Option("--json", help="Report as JSON lines when it is ready, or why not.", rich_help_panel=LOGS),
     ] = False,
-    supervised: Annotated[
-        bool,
-        typer.Option(
-            "--supervised",
-            help="End when standard input closes, as it does when a supervisor dies.",
-            rich_help_panel=STARTING,
-        ),
-    ] = False,
-    on_orphan: Annotated[
-        str,
-        typer.Option(
-            "--on-orphan",
-            metavar="end|drain=SECONDS",
-            help="With --supervised, what running requests get when standard input closes: nothing, or SECONDS to end.",
-            rich_help_panel=STARTING,
-        ),
-    ] = END,
+    supervised: Supervised = False,
+    on_orphan: OnOrphan = END,
     alive_every: Annotated[
         float, typer.Option("--alive-every", hidden=True, help="With --json, seconds between two reports.")
     ] = 0.0,
@@ -67,11 +53,9 @@ def router(
     Example: loraplex router --worker 10.0.0.1:50051 --worker 10.0.0.2:50051
     Example: loraplex router --workers-from dns:loraplex-worker.default.svc:50051
     """
-    drain_s = orphan_drain_s(on_orphan)
+    drain_s = orphan_drain_s(on_orphan, is_supervised=supervised)
     if supervised:
         end_with_supervisor(drain_s)
-    elif on_orphan != END:
-        raise InvalidArgument("--on-orphan goes with --supervised", field="--on-orphan")
     try:
         if processes > 1:
             _run_processes(config, processes, _report_processes if json else partial(_say_processes, config))
@@ -79,7 +63,7 @@ def router(
             _run(config, _report_ready if json else partial(_say_ready, config), alive_every)
     except LoraplexError as error:
         if json:
-            _report(event="failed", reason=error.reason, message=error.message)
+            write_report(event="failed", reason=error.reason, message=error.message)
             sys.exit(error.exit_code)
         _fail(config, error)
 
@@ -162,7 +146,7 @@ def _report_ready(running: Router) -> None:
     metrics = running.listener.metrics
     http = {} if running.http is None else {"http": running.http.address}
     ports = [] if metrics is None else [metrics.port]
-    _report(event="ready", address=running.address, metrics_ports=ports, **http)
+    write_report(event="ready", address=running.address, metrics_ports=ports, **http)
 
 
 def _say_processes(config: ServerFlags, running: Processes) -> None:
@@ -176,7 +160,7 @@ def _say_processes(config: ServerFlags, running: Processes) -> None:
 
 def _report_processes(running: Processes) -> None:
     http = {} if running.http_address is None else {"http": running.http_address}
-    _report(event="ready", address=running.address, metrics_ports=running.metrics_ports, **http)
+    write_report(event="ready", address=running.address, metrics_ports=running.metrics_ports, **http)
 
 
 async def _report_alive(every_s: float) -> None:
@@ -184,13 +168,7 @@ async def _report_alive(every_s: float) -> None:
     so that a frozen loop falls silent."""
     while True:
         await asyncio.sleep(every_s)
-        _report(event="alive")
-
-
-def _report(**fields: str | list[int]) -> None:
-    """Prints a report for a supervisor, in the form that workers use (loraplex_runtime/reports.py)."""
-    with unread_output_is_lost():
-        print(dumps(fields), flush=True)
+        write_report(event="alive")
 
 
 def _say_http_ready(config: ServerFlags, running: Router) -> None:

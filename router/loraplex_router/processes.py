@@ -19,6 +19,7 @@ from loraplex_router.config import RouterConfig
 from loraplex_runtime.child_processes import Children, ChildSpec
 from loraplex_runtime.flags import arguments_of
 from loraplex_runtime.listener import bound_socket, check_free, join_address
+from loraplex_runtime.reports import no_progress
 from loraplex_runtime.shutdown import Ending
 
 # A process says so often that it is alive: one that is frozen would keep its part of the port's connections.
@@ -46,7 +47,7 @@ async def run_processes(config: RouterConfig, num: int, on_ready: Callable[[Proc
         port = reserved.enter_context(reserved_port(config.host, config.port, "--port", is_shared=is_shared))
         if http_port is not None:
             http_port = reserved.enter_context(reserved_port(http_host, http_port, "--http-port", is_shared=is_shared))
-        children = Children(spec_of(config, num, port, http_port), num, lambda text: None)
+        children = Children(spec_of(config, num, port, http_port), num, no_progress)
         try:
             if await children.start(ending.asked) is None:
                 return ending.status

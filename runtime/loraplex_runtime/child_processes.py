@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from loraplex_contracts.errors import FailedPrecondition, LoraplexError
 from loraplex_runtime.config import child_environment
-from loraplex_runtime.reports import failure_of, report_of
+from loraplex_runtime.reports import Progress, failure_of, report_of
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class _Child:
 class Children:
     """Owns the processes. A child keeps its port when it is started again, so that the router finds it there."""
 
-    def __init__(self, spec: ChildSpec, num_children: int, on_progress: Callable[[str], None]) -> None:
+    def __init__(self, spec: ChildSpec, num_children: int, on_progress: Progress) -> None:
         self._spec = spec
         self._num_children = num_children
         self._on_progress = on_progress
@@ -153,7 +153,7 @@ class Children:
                 num_failures += 1
                 log.exception("%s does not start", self._name(index))
 
-    async def _start_one(self, number: int, port: int, on_progress: Callable[[str], None]) -> _Child:
+    async def _start_one(self, number: int, port: int, on_progress: Progress) -> _Child:
         """Starts one child. Progress of one that is started again goes to the log: a print would wait for its reader,
         and what else runs in this process with it."""
         first = self._spec.metrics_port
@@ -198,7 +198,7 @@ class Children:
         process: asyncio.subprocess.Process,
         lines: AsyncGenerator[bytes],
         prefix: str,
-        on_progress: Callable[[str], None],
+        on_progress: Progress,
     ) -> dict[str, Any]:
         """The child's report that it is ready. Raises the error that it reports instead."""
         while True:

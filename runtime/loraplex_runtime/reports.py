@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from loraplex_contracts.errors import FailedPrecondition, LoraplexError, by_reason
+from loraplex_runtime.shutdown import unread_output_is_lost
 
 Progress = Callable[[str], None]
 
@@ -49,6 +50,12 @@ def report_of(line: bytes) -> dict[str, Any]:
     except ValueError:
         return {}
     return message if isinstance(message, dict) else {}
+
+
+def write_report(**fields: str | list[int]) -> None:
+    """Prints a report, one line. Output that nobody reads is lost."""
+    with unread_output_is_lost():
+        print(json.dumps(fields), flush=True)
 
 
 def failure_of(report: dict[str, Any]) -> LoraplexError:

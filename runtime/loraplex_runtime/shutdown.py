@@ -112,13 +112,16 @@ HURRY_EVERY_S: Final = 0.5
 END: Final = "end"
 
 
-def orphan_drain_s(text: str) -> float:
-    """Seconds of `--on-orphan`: `end` or `drain=SECONDS`. Raises InvalidArgument."""
+def orphan_drain_s(text: str, *, is_supervised: bool) -> float:
+    """Seconds of `--on-orphan`: `end` or `drain=SECONDS`. Raises InvalidArgument, also for the latter without
+    `--supervised`."""
     if text == END:
         return 0.0
     kind, _, seconds = text.partition("=")
     with contextlib.suppress(ValueError):
         if kind == "drain" and 0 <= float(seconds) < math.inf:
+            if not is_supervised:
+                raise InvalidArgument("--on-orphan goes with --supervised", field="--on-orphan")
             return float(seconds)
     raise InvalidArgument(f"--on-orphan takes end or drain=SECONDS, not {text!a}", field="--on-orphan")
 

@@ -28,6 +28,7 @@ from loraplex_adapters.formats.files import (
 from loraplex_contracts.adapters import NO_ADAPTER, AdapterId
 from loraplex_contracts.errors import FailedPrecondition
 from loraplex_contracts.request import CompletionEnd, Request, RequestFailed, SpeculationParams, StoppingParams, Tokens
+from loraplex_runtime.reports import no_progress
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig
 from loraplex_server.engine.assembly import build_engine
 from loraplex_server.engine.engine import Engine
@@ -88,7 +89,7 @@ def decode(
             adapters=AdaptersConfig(root=scratch / "adapters", store_dir=scratch / "store"),
             log_level="error",
         )
-        engine = build_engine(config, lambda _: None, lambda: None)
+        engine = build_engine(config, no_progress, lambda: None)
         try:
             num_tokens = num_steps = 0
             for number, prompt in enumerate(prompts):

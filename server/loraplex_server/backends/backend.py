@@ -75,9 +75,7 @@ class Backend:
         return True
 
     @classmethod
-    def create(
-        cls, device: torch.device, *, cpu_kernels: str, num_threads: int | None, progress: Callable[[str], None]
-    ) -> Self:
+    def create(cls, device: torch.device, *, cpu_kernels: str, num_threads: int | None, progress: Progress) -> Self:
         """The back end for `device`, with the operator's choices. Raises InvalidArgument where one cannot be met."""
         return cls(device)
 
@@ -168,9 +166,7 @@ class Backend:
         """Estimate of the device memory that graphs of these shapes take at most."""
         return 0
 
-    def capture_steps(
-        self, steps: StepResources, shapes: Sequence[Shape], progress: Callable[[str], None]
-    ) -> StepGraphs | None:
+    def capture_steps(self, steps: StepResources, shapes: Sequence[Shape], progress: Progress) -> StepGraphs | None:
         """Captures steps of these shapes; None: every step is launched. `progress` is told what became of it."""
         return None
 

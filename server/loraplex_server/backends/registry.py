@@ -6,12 +6,13 @@ A new back end is a folder with a subclass of `Backend`, and a line in BACKENDS.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 
 from loraplex_contracts.errors import InvalidArgument
+from loraplex_runtime.reports import Progress
 from loraplex_server.backends.backend import Backend, Implementation, Wanted
 from loraplex_server.backends.cpu.backend import CpuBackend
 from loraplex_server.backends.cuda.backend import CudaBackend
@@ -28,7 +29,7 @@ def choose_backend(
     *,
     cpu_kernels: str = "auto",
     num_threads: int | None = None,
-    progress: Callable[[str], None] = log.debug,
+    progress: Progress = log.debug,
 ) -> Backend:
     """The back end for `device`. `cpu_kernels`: "native", "torch", or "auto" for native ones where they run.
     `num_threads`: of native kernels, by default one for each core. Raises InvalidArgument."""

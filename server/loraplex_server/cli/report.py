@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import sys
 import time
@@ -16,7 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TextColumn
 
 from loraplex_contracts.errors import LoraplexError
 from loraplex_runtime.child_processes import CHECK_S
-from loraplex_runtime.reports import share_of
+from loraplex_runtime.reports import share_of, write_report
 from loraplex_runtime.shutdown import HOW_TO_HURRY, unread_output_is_lost
 
 log = logging.getLogger("loraplex.start")
@@ -70,7 +69,7 @@ class Report:
         share = share_of(text)
         with unread_output_is_lost():
             if self._as_json:
-                self._line(event="progress", text=text)
+                write_report(event="progress", text=text)
             elif self._shown is not None:
                 (task,) = self._shown.tasks
                 self._shown.update(task.id, description=escape(text), completed=share or 0.0)
@@ -101,7 +100,7 @@ class Report:
         self._stop_spinner()
         if self._as_json:
             more = {} if http is None else {"http": http}
-            self._line(event="ready", address=address, model=model_id, metrics_ports=list(metrics_ports), **more)
+            write_report(event="ready", address=address, model=model_id, metrics_ports=list(metrics_ports), **more)
         else:
             metrics = f", metrics on {', '.join(map(str, metrics_ports))}" if metrics_ports else ""
             metrics += "" if http is None else f", HTTP on {http}"
@@ -112,12 +111,12 @@ class Report:
     async def stay_alive(self) -> None:
         """Tells a supervisor every few seconds that the event loop runs. Ends when cancelled."""
         while self._as_json:
-            self._line(event="alive")
+            write_report(event="alive")
             await asyncio.sleep(CHECK_S)
 
     def draining(self, num_requests: int) -> None:
         if self._as_json:
-            self._line(event="draining")
+            write_report(event="draining")
         else:
             what = "1 request" if num_requests == 1 else f"{num_requests} requests"
             self._print(f"{self._what} is draining: {what} under way ({HOW_TO_HURRY})")
@@ -126,7 +125,7 @@ class Report:
         """Prints the reason and returns the exit status."""
         self._stop_spinner()
         if self._as_json:
-            self._line(event="failed", reason=error.reason, message=error.message)
+            write_report(event="failed", reason=error.reason, message=error.message)
         elif self._is_logged:
             log.error("%s", error.message, extra={"reason": error.reason})
         else:
@@ -146,7 +145,3 @@ class Report:
             return
         with unread_output_is_lost():
             self._console.print(escape(text), soft_wrap=True)
-
-    def _line(self, **fields: str | list[int]) -> None:
-        with unread_output_is_lost():
-            print(json.dumps(fields), flush=True)

@@ -24,6 +24,7 @@ from loraplex_router.config import HttpOptions
 from loraplex_runtime.child_processes import Children, ChildSpec
 from loraplex_runtime.config import explained, with_settings
 from loraplex_runtime.flags import HTTP, configure, flags_of, with_raw_flags
+from loraplex_runtime.reports import Progress
 from loraplex_runtime.shutdown import Ending
 from loraplex_server.cli.report import Report
 from loraplex_server.cli.worker import FLAGS, JsonFlag, ModelArgument, worker_config
@@ -81,7 +82,7 @@ async def serving(
     spec: ChildSpec,
     num_workers: int,
     worker_token: str,
-    on_progress: Callable[[str], None],
+    on_progress: Progress,
     ending: Ending,
     http: Http = NO_HTTP,
 ) -> AsyncGenerator[Serving | None]:

@@ -15,8 +15,9 @@ import typer
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_runtime.config import explained, with_settings
-from loraplex_runtime.flags import LOGS, STARTING, configure, flags_of, with_raw_flags
+from loraplex_runtime.flags import LOGS, configure, flags_of, with_raw_flags
 from loraplex_runtime.shutdown import END, end_with_supervisor, exit_at_once, orphan_drain_s
+from loraplex_runtime.supervision import OnOrphan, Supervised
 from loraplex_server.cli.report import Report
 from loraplex_server.config import WorkerConfig
 
@@ -39,9 +40,7 @@ def _given_config(
     *, model: str | None, supervised: bool, on_orphan: str, router_digest: str, **given: Any
 ) -> tuple[WorkerConfig, float]:
     """The configuration, and the seconds of --on-orphan."""
-    drain_s = orphan_drain_s(on_orphan)
-    if on_orphan != END and not supervised:
-        raise InvalidArgument("--on-orphan goes with --supervised", field="--on-orphan")
+    drain_s = orphan_drain_s(on_orphan, is_supervised=supervised)
     return worker_config(model or "", given, router_digest), drain_s
 
 
@@ -51,23 +50,8 @@ def worker(
     ctx: typer.Context,
     model: ModelArgument,
     json: JsonFlag = False,
-    supervised: Annotated[
-        bool,
-        typer.Option(
-            "--supervised",
-            help="End when standard input closes, as it does when a supervisor dies.",
-            rich_help_panel=STARTING,
-        ),
-    ] = False,
-    on_orphan: Annotated[
-        str,
-        typer.Option(
-            "--on-orphan",
-            metavar="end|drain=SECONDS",
-            help="With --supervised, what running requests get when standard input closes: nothing, or SECONDS to end.",
-            rich_help_panel=STARTING,
-        ),
-    ] = END,
+    supervised: Supervised = False,
+    on_orphan: OnOrphan = END,
     router_digest: Annotated[
         str, typer.Option("--router-digest", hidden=True, help="SHA-256 of the token of the one router that may call.")
     ] = "",

@@ -22,6 +22,7 @@ from loraplex_adapters.sources.hub import HubSource
 from loraplex_adapters.sources.s3 import S3Source
 from loraplex_adapters.weights import AdapterWeights
 from loraplex_contracts.adapters import S3_SOURCE
+from loraplex_runtime.reports import Progress
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cpu.native.config import default_num_threads
 from loraplex_server.backends.cuda.graphs import Shape
@@ -61,7 +62,7 @@ from loraplex_server.text.tokenizer import TextTokenizer
 log = logging.getLogger(__name__)
 
 
-def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: Callable[[], None]) -> Engine:
+def build_engine(config: EngineConfig, progress: Progress, notify: Callable[[], None]) -> Engine:
     """An engine with everything loaded. Raises a LoraplexError where a part cannot be loaded."""
     logging.getLogger("loraplex_server").setLevel(config.log_level.upper())
     num_threads = config.num_threads or default_num_threads()
@@ -109,7 +110,7 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: 
 def assemble(
     loaded: LoadedModel,
     config: EngineConfig,
-    progress: Callable[[str], None],
+    progress: Progress,
     notify: Callable[[], None],
     served: ServedModel | None = None,
     step_costs: StepCosts | None = None,
@@ -316,7 +317,7 @@ def kv_blocks(config: EngineConfig, loaded: LoadedModel, free_bytes: int, *, has
     return num_kv_blocks(budget, block_bytes, batch.max_running * per_row + 2, remedy)
 
 
-def _max_context_tokens(of_model: int, num_blocks: int, block_size: int, progress: Callable[[str], None]) -> int:
+def _max_context_tokens(of_model: int, num_blocks: int, block_size: int, progress: Progress) -> int:
     """The model's context, or as much of it as the whole KV cache holds."""
     num_kv_tokens = (num_blocks - 1) * block_size  # block 0 is for padding
     if num_kv_tokens < of_model:

@@ -32,6 +32,7 @@ from loraplex_contracts.errors import ClientTooSlow, Draining, EngineLost, Inter
 from loraplex_contracts.load import Load
 from loraplex_contracts.request import CompletionEnd, Event, Request, RequestFailed, Tokens
 from loraplex_runtime.auth import current_identity
+from loraplex_runtime.reports import Progress, no_progress
 from loraplex_runtime.shutdown import start_shielded
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine.liveness import LivenessMonitor
@@ -167,7 +168,7 @@ class EngineClient:
         self._scratch: Scratch | None = None  # of an engine in a process of its own
         self._stopping = False
         self._started: asyncio.Future[ModelInfo] | None = None
-        self._on_progress: Callable[[str], None] = lambda text: None
+        self._on_progress: Progress = no_progress
         self._liveness = LivenessMonitor(self._on_liveness, self._kill)
         self.lost = asyncio.Event()
         self.on_stalled: Callable[[bool], None] = lambda is_stalled: None
@@ -177,7 +178,7 @@ class EngineClient:
 
     async def start(
         self,
-        on_progress: Callable[[str], None] = lambda text: None,
+        on_progress: Progress = no_progress,
         *,
         inline: bool = False,
         builder: EngineBuilder | None = None,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,9 +15,10 @@ import torch
 from loraplex_adapters.store import LOCK_NAME
 from loraplex_contracts.errors import FailedPrecondition
 from loraplex_runtime.locks import hold
+from loraplex_runtime.reports import Progress
 
 
-def take_over(device: torch.device, store: Path | None, wait_s: float, progress: Callable[[str], None]) -> None:
+def take_over(device: torch.device, store: Path | None, wait_s: float, progress: Progress) -> None:
     """Waits until no other process has the GPU, holds it until this process ends, and waits for the store, whose lock
     the store then takes itself. CPUs are shared. Raises FailedPrecondition."""
     if device.type == "cuda":
@@ -32,7 +32,7 @@ def take_over(device: torch.device, store: Path | None, wait_s: float, progress:
         os.close(hold(store / LOCK_NAME, f"the adapter store {store}", wait_s, progress))
 
 
-def hold_device(uuid: str, folder: Path, wait_s: float, progress: Callable[[str], None]) -> int:
+def hold_device(uuid: str, folder: Path, wait_s: float, progress: Progress) -> int:
     """Holds the lock of a device and returns its descriptor; it is never closed, so that the lock ends with the
     process."""
     return hold(folder / f"loraplex-gpu-{uuid}.lock", f"the GPU {uuid}", wait_s, progress)

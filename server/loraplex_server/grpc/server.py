@@ -20,6 +20,7 @@ from loraplex_proto.validate import ModelLimits
 from loraplex_runtime import telemetry
 from loraplex_runtime.listener import Listener, server_options
 from loraplex_runtime.quotas import TenantQuotas
+from loraplex_runtime.reports import Progress, no_progress
 from loraplex_runtime.shutdown import Ending
 from loraplex_server.config import ChatConfig, WorkerConfig
 from loraplex_server.engine.client import EngineClient
@@ -101,7 +102,7 @@ class Worker:
 
 async def start_worker(
     config: WorkerConfig,
-    on_progress: Callable[[str], None] = lambda text: None,
+    on_progress: Progress = no_progress,
     *,
     inline: bool = False,
     builder: EngineBuilder | None = None,
@@ -145,7 +146,7 @@ async def start_worker(
         raise
 
 
-async def _preload(engine: EngineClient, names: Sequence[str], on_progress: Callable[[str], None]) -> None:
+async def _preload(engine: EngineClient, names: Sequence[str], on_progress: Progress) -> None:
     """Loads adapters one after the other. One that fails keeps no worker from serving the others: the engine remembers
     why."""
     on_progress(f"loading {len(names)} adapters")
@@ -221,7 +222,7 @@ def _serve(
 
 async def run_worker(
     config: WorkerConfig,
-    on_progress: Callable[[str], None] = lambda text: None,
+    on_progress: Progress = no_progress,
     on_ready: Callable[[Worker], None] = lambda worker: None,
     on_drain: Callable[[int], None] = lambda num_requests: None,
 ) -> int:

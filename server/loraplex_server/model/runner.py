@@ -33,6 +33,7 @@ from loraplex_contracts.errors import (
 )
 from loraplex_contracts.plan import NewSequence, PooledValues, Span, SpanResult, StepPlan, StepResult
 from loraplex_contracts.request import PositionLogprobs
+from loraplex_runtime.reports import Progress
 from loraplex_server.backends.cuda.graphs import Shape, StepGraphs
 from loraplex_server.layers.adapter_slots import AdapterSlots, as_if_installed
 from loraplex_server.layers.attention import AttentionBatch, KvCache, PagedAttention
@@ -206,7 +207,7 @@ class ModelRunner:
             self._settle(launched, results)
         return results
 
-    def capture(self, shapes: Sequence[Shape], progress: Callable[[str], None]) -> None:
+    def capture(self, shapes: Sequence[Shape], progress: Progress) -> None:
         """Captures steps of these shapes as graphs, which are replayed from then on. Before the first request only.
 
         What cannot be captured runs as before, and `progress` is told.
@@ -222,7 +223,7 @@ class ModelRunner:
         steps = StepResources(self._model, self._context, self.mirror.tokens, self._cache, self._attention, self._slots)
         self._graphs = self._loaded.backend.capture_steps(steps, shapes, progress)
 
-    def warm_up(self, max_tokens: int, progress: Callable[[str], None]) -> None:
+    def warm_up(self, max_tokens: int, progress: Progress) -> None:
         """Compiles kernels for steps of up to `max_tokens` tokens, which happens when they first run, so that no
         request waits for a compiler. Before the first request only.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -22,6 +22,7 @@ from loraplex_contracts.errors import (
     UnsafeFormat,
     UnsupportedModel,
 )
+from loraplex_runtime.reports import Progress
 from loraplex_server.backends.backend import Backend
 from loraplex_server.config import DraftModelConfig, EngineConfig
 from loraplex_server.layers.attention import ModelSpec
@@ -60,9 +61,7 @@ class Target:
     heads: HeadSlots
 
 
-def build_speculator(
-    config: EngineConfig, target: Target, step_costs: StepCosts, progress: Callable[[str], None]
-) -> Speculator:
+def build_speculator(config: EngineConfig, target: Target, step_costs: StepCosts, progress: Progress) -> Speculator:
     """The speculator that the configuration asks for. Raises the typed errors of loading draft models and default
     heads."""
     speculation = config.speculation
@@ -88,7 +87,7 @@ def build_speculator(
 
 
 def _draft_models(
-    config: EngineConfig, target: Target, progress: Callable[[str], None]
+    config: EngineConfig, target: Target, progress: Progress
 ) -> tuple[dict[str, Proposer], dict[str, LeastCost]]:
     """The draft models by the speculator's names, and their least costs. They run where the target does, in a dtype of
     their own."""

@@ -14,7 +14,8 @@ import psutil
 import pytest
 from support.processes import wait_until
 
-from loraplex_runtime.shutdown import SIGNALS, Ending
+from loraplex_contracts.errors import InvalidArgument
+from loraplex_runtime.shutdown import SIGNALS, Ending, orphan_drain_s
 
 
 class Drains:
@@ -250,3 +251,21 @@ def test_a_process_that_hangs_is_killed_after_its_drain() -> None:
     assert status == -signal.SIGKILL
     assert lines[:2] == ["SIGHUP", "SIGTERM"]
     assert 1.0 + END_S + KILL_S - 0.2 < took_s < 1.0 + END_S + KILL_S + 4
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("end", 0.0), ("drain=0", 0.0), ("drain=2.5", 2.5)])
+def test_what_an_orphan_does(text: str, seconds: float) -> None:
+    assert orphan_drain_s(text, is_supervised=True) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "drain", "drain=", "drain=-1", "drain=nan", "drain=inf", "end=3", "stop=3", "3"])
+@pytest.mark.parametrize("is_supervised", [False, True])
+def test_and_what_it_cannot(text: str, is_supervised: bool) -> None:
+    with pytest.raises(InvalidArgument, match="takes end or drain=SECONDS"):
+        orphan_drain_s(text, is_supervised=is_supervised)
+
+
+def test_only_a_supervised_process_becomes_an_orphan() -> None:
+    assert orphan_drain_s("end", is_supervised=False) == 0.0
+    with pytest.raises(InvalidArgument, match="--on-orphan goes with --supervised"):
+        orphan_drain_s("drain=1", is_supervised=False)

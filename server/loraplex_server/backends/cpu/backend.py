@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ClassVar, Self
 
@@ -55,9 +55,7 @@ class CpuBackend(Backend):
         return device_type == "cpu"
 
     @classmethod
-    def create(
-        cls, device: torch.device, *, cpu_kernels: str, num_threads: int | None, progress: Callable[[str], None]
-    ) -> Self:
+    def create(cls, device: torch.device, *, cpu_kernels: str, num_threads: int | None, progress: Progress) -> Self:
         if cpu_kernels == "torch":
             return cls()
         library, status = load()

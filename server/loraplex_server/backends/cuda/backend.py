@@ -6,7 +6,7 @@ its module does not import.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, ClassVar, cast
 import torch
 
 from loraplex_contracts.errors import InvalidArgument
+from loraplex_runtime.reports import Progress
 from loraplex_server.backends.backend import Backend, Implementation, Wanted
 from loraplex_server.backends.cuda.graphs import (
     CudaCapture,
@@ -117,9 +118,7 @@ class CudaBackend(Backend):
     def graph_bytes(self, shapes: Sequence[Shape], spec: ModelSpec, dtype: torch.dtype) -> int:
         return graph_bytes(shapes, spec, dtype)
 
-    def capture_steps(
-        self, steps: StepResources, shapes: Sequence[Shape], progress: Callable[[str], None]
-    ) -> StepGraphs | None:
+    def capture_steps(self, steps: StepResources, shapes: Sequence[Shape], progress: Progress) -> StepGraphs | None:
         return capture_steps(steps, shapes, CudaCapture(self.device), progress)
 
 

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from loraplex_runtime.reports import Progress
 from loraplex_server.layers.adapter_slots import as_if_installed
 from loraplex_server.layers.attention import ModelSpec, ReplayableAttention, Reserved
 from loraplex_server.layers.experts import AdaptedModule
@@ -376,7 +377,7 @@ class StepGraphs:
 
 
 def capture_steps(
-    steps: StepResources, shapes: Sequence[Shape], capture: Capture, progress: Callable[[str], None]
+    steps: StepResources, shapes: Sequence[Shape], capture: Capture, progress: Progress
 ) -> StepGraphs | None:
     """Captures what can be captured and reports it. None: every step runs eager."""
     if not shapes:

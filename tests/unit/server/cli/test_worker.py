@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loraplex_contracts.errors import InvalidArgument
-from loraplex_server.cli.worker import Placement, orphan_drain_s, parse_placement, place
+from loraplex_server.cli.worker import Placement, parse_placement, place
 
 CORES = [frozenset({cpu, cpu + 8}) for cpu in range(8)]  # two threads each
 
@@ -53,14 +53,3 @@ def test_a_placement_is_an_index_and_a_count(text: str) -> None:
     assert parse_placement("1/2") == (1, 2)
     with pytest.raises(InvalidArgument, match="--placement takes INDEX/COUNT"):
         parse_placement(text)
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("end", 0.0), ("drain=0", 0.0), ("drain=2.5", 2.5)])
-def test_what_an_orphan_does(text: str, seconds: float) -> None:
-    assert orphan_drain_s(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "drain", "drain=", "drain=-1", "drain=nan", "drain=inf", "end=3", "stop=3", "3"])
-def test_and_what_it_cannot(text: str) -> None:
-    with pytest.raises(InvalidArgument, match="takes end or drain=SECONDS"):
-        orphan_drain_s(text)
