@@ -16,7 +16,7 @@ from loraplex.cli.terminal import write_json, write_table
 from loraplex_contracts.errors import DeadlineExceeded, FailedPrecondition, LoraplexError, Unavailable
 from loraplex_fleet.deploying import serve_config
 from loraplex_fleet.spec import AUTO, ClusterSpec, check_address, load_spec
-from loraplex_runtime.telemetry import LogStyle, setup_logging
+from loraplex_runtime.logs import LogStyle, setup_logging
 
 if TYPE_CHECKING:
     from loraplex_fleet.status import Status

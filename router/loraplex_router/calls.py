@@ -31,10 +31,10 @@ from loraplex_router.policy import DECISIONS, Choice, Decision
 from loraplex_router.upstream import RETRY_CAUSES, Metadata, Upstream, UpstreamFailure
 from loraplex_runtime.auth import current_identity
 from loraplex_runtime.listener import Drain
+from loraplex_runtime.metrics import PREFIX, RequestMetrics, new_registry
 from loraplex_runtime.near_names import with_near_names
 from loraplex_runtime.quotas import Ticket
 from loraplex_runtime.request_record import RequestRecord, log_end
-from loraplex_runtime.telemetry import PREFIX, RequestMetrics, new_registry
 from loraplex_runtime.tracing import RequestSpan, Tracing
 
 T = TypeVar("T")

@@ -87,7 +87,7 @@ def _run(config: RouterConfig, on_ready: Callable[[Router], None], alive_every_s
     import_grpc()
     # Late: what only prints help needs no gRPC.
     from loraplex_router.server import run_router
-    from loraplex_runtime.telemetry import setup_logging
+    from loraplex_runtime.logs import setup_logging
 
     setup_logging(config.log_level, config.log_format, requests=config.request_log)
 
@@ -108,7 +108,7 @@ def _run(config: RouterConfig, on_ready: Callable[[Router], None], alive_every_s
 def _run_processes(config: RouterConfig, num: int, on_ready: Callable[[Processes], None]) -> None:
     import_grpc()
     from loraplex_router.processes import run_processes
-    from loraplex_runtime.telemetry import setup_logging
+    from loraplex_runtime.logs import setup_logging
 
     setup_logging(config.log_level, config.log_format)
     if status := asyncio.run(run_processes(config, num, on_ready)):

@@ -20,7 +20,7 @@ from loraplex_contracts.errors import NoWorker
 from loraplex_contracts.load import Forecast, Load
 from loraplex_proto.v1 import inference_pb2, worker_pb2
 from loraplex_router.policy import WorkerView, adapters_of
-from loraplex_runtime.telemetry import gauges
+from loraplex_runtime.metrics import gauges
 
 # A report that arrives this soon after a request was sent was probably made before the worker had the request.
 REPORT_LAG_S: Final = 0.05

@@ -30,8 +30,8 @@ from loraplex_router.upstream import Upstream, follow_worker_credentials
 from loraplex_router.watch import Watcher
 from loraplex_router.workers import Workers
 from loraplex_runtime.listener import ListenConfig, Listener, exposure_warnings, server_options
+from loraplex_runtime.metrics import describe_process, new_registry
 from loraplex_runtime.shutdown import HOW_TO_HURRY, Ending
-from loraplex_runtime.telemetry import describe_process, new_registry
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

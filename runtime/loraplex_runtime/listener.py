@@ -23,8 +23,8 @@ from prometheus_client import CollectorRegistry
 from loraplex_contracts.errors import FailedPrecondition, Unavailable
 from loraplex_proto.status import UnknownMethods, refusing
 from loraplex_runtime.auth import Credentials, ServerInterceptor, follow_credentials, one_router
+from loraplex_runtime.metrics import MetricsEndpoint, Role, new_registry
 from loraplex_runtime.reload import Reloader, server_credentials
-from loraplex_runtime.telemetry import MetricsEndpoint, Role, new_registry
 from loraplex_runtime.tracing import Tracing, open_tracing
 
 log = logging.getLogger(__name__)

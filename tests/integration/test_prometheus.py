@@ -17,7 +17,7 @@ import pytest
 from support.exported_metrics import router_registry, worker_registry
 from support.fleet import free_port
 
-from loraplex_runtime.telemetry import MetricsEndpoint
+from loraplex_runtime.metrics import MetricsEndpoint
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 CONFIG = """\

@@ -43,7 +43,7 @@ from loraplex_proto.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from loraplex_runtime.telemetry import PlainFormatter
+from loraplex_runtime.logs import PlainFormatter
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
 from loraplex_server.grpc.server import Worker, start_worker
 

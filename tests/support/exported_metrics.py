@@ -19,8 +19,8 @@ from loraplex_proto.v1 import worker_pb2
 from loraplex_router.calls import RouterMetrics
 from loraplex_router.http.metrics import EngineMetrics
 from loraplex_router.replicas import Replicas, WorkersCollector
+from loraplex_runtime.metrics import RequestMetrics, describe_process, new_registry
 from loraplex_runtime.request_record import RequestRecord
-from loraplex_runtime.telemetry import RequestMetrics, describe_process, new_registry
 from loraplex_server.engine.client import EngineState
 from loraplex_server.grpc.metrics import WorkerCollector, WorkerMetrics, describe_engine
 from support.listings import info

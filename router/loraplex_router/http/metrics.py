@@ -14,7 +14,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from loraplex_proto.v1 import adapter_pb2
 from loraplex_router.replicas import Replica, Replicas
-from loraplex_runtime.telemetry import PREFIX
+from loraplex_runtime.metrics import PREFIX
 
 VLLM_PREFIX: Final = "vllm:"
 

@@ -34,7 +34,7 @@ from loraplex_router.http.origins import names_origin
 from loraplex_router.http.responses import ResponsesRequest
 from loraplex_router.http.streaming import EventStream, data_event, events_of
 from loraplex_runtime.auth import current_identity
-from loraplex_runtime.telemetry import encoded
+from loraplex_runtime.metrics import encoded
 
 
 class Routes:

@@ -249,7 +249,7 @@ def serve(
         from loraplex_router.config import import_grpc
 
         import_grpc()
-        from loraplex_runtime.telemetry import setup_logging
+        from loraplex_runtime.logs import setup_logging
 
         setup_logging(config.engine.log_level, config.engine.log_format, requests=config.request_log)
         if config.engine.log_format == "json":

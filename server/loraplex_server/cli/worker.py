@@ -73,7 +73,7 @@ def worker(
             end_with_supervisor(drain_s)
         index, num_workers = parse_placement(placement)
         # Late: what only prints help needs neither gRPC nor torch.
-        from loraplex_runtime.telemetry import setup_logging
+        from loraplex_runtime.logs import setup_logging
         from loraplex_server.grpc.server import run_worker  # not in the loop, which would put Ctrl-C off until its end
 
         setup_logging(config.engine.log_level, config.engine.log_format, requests=config.request_log)

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Final
 
 from loraplex_adapters.store import LOCK_NAME, remove_abandoned
 from loraplex_contracts.errors import Internal, LoraplexError
+from loraplex_runtime.logs import setup_logging
 from loraplex_runtime.shutdown import SIGNALS, continue_when_parent_dies, exit_at_once
-from loraplex_runtime.telemetry import setup_logging
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine.liveness import Heartbeat, StepBound, TurnTimer
 from loraplex_server.engine.output_batching import OutputQueue, SendThrottle, delivery_share

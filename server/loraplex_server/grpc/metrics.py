@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from loraplex_contracts.adapters import AdapterInfo, CacheUsage
 from loraplex_contracts.load import Load
-from loraplex_runtime.request_record import RequestRecord
-from loraplex_runtime.telemetry import (
+from loraplex_runtime.metrics import (
     PREFIX,
     RequestMetrics,
     counter,
@@ -21,6 +20,7 @@ from loraplex_runtime.telemetry import (
     summary,
     total,
 )
+from loraplex_runtime.request_record import RequestRecord
 from loraplex_runtime.usage import MAX_NAMES, OTHER
 from loraplex_server.engine.client import EngineState
 from loraplex_server.engine.step_sizes import SEQUENCE_BOUNDS, STEP_BOUNDS_S, TOKEN_BOUNDS, StepSizes

@@ -22,8 +22,10 @@ from loraplex_contracts.adapters import MAX_ADAPTER_ID_CHARS, MAX_ID_CHARS
 from loraplex_contracts.errors import Draining, InvalidArgument, LoraplexError, QuotaExceeded
 from loraplex_proto import status
 from loraplex_proto.validate import parse
-from loraplex_runtime import auth, telemetry
+from loraplex_runtime import auth
 from loraplex_runtime.listener import Drain
+from loraplex_runtime.logs import bind_request_id
+from loraplex_runtime.metrics import RequestMetrics
 from loraplex_runtime.near_names import with_near_names
 from loraplex_runtime.quotas import TenantQuotas, Ticket
 from loraplex_runtime.request_record import RequestRecord, log_end
@@ -42,14 +44,14 @@ class RequestGate:
 
     def __init__(
         self,
-        metrics: telemetry.RequestMetrics | None = None,
+        metrics: RequestMetrics | None = None,
         quotas: TenantQuotas | None = None,
         tracing: Tracing | None = None,
     ) -> None:
         self.is_leaving = False  # reported to routers, so that they send no more
         self._quotas = quotas or TenantQuotas()
         self.tracing = tracing
-        self.metrics = metrics or telemetry.RequestMetrics(None, "worker")
+        self.metrics = metrics or RequestMetrics(None, "worker")
         # Sorted names of adapters, to suggest in errors.
         self.adapter_names: Callable[[], Iterable[Sequence[str]]] = lambda: ()
         self._num_active = 0
@@ -125,7 +127,7 @@ def begin_request(given: str, adapter: str = "") -> str:
     request_id = given or uuid.uuid4().hex
     record = current_record()
     record.request_id, record.adapter = request_id[:MAX_ID_CHARS], adapter[:MAX_ADAPTER_ID_CHARS]
-    telemetry.bind_request_id(record.request_id)
+    bind_request_id(record.request_id)
     return request_id
 
 
@@ -204,7 +206,7 @@ class _Call:
 
     def __init__(
         self,
-        metrics: telemetry.RequestMetrics,
+        metrics: RequestMetrics,
         record: RequestRecord,
         suggesting: Callable[[LoraplexError], LoraplexError],
         span: RequestSpan | None,

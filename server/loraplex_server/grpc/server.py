@@ -17,8 +17,8 @@ from loraplex_contracts.adapters import AdapterId
 from loraplex_contracts.errors import EngineLost, InvalidArgument, LoraplexError
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2, worker_pb2
 from loraplex_proto.validate import ModelLimits
-from loraplex_runtime import telemetry
 from loraplex_runtime.listener import Listener, server_options
+from loraplex_runtime.metrics import describe_process
 from loraplex_runtime.quotas import TenantQuotas
 from loraplex_runtime.reports import Progress, no_progress
 from loraplex_runtime.shutdown import Ending
@@ -193,7 +193,7 @@ def _serve(
     formats: Callable[[str | None], ResponseFormat | None],
 ) -> Worker:
     if listener.registry is not None:
-        telemetry.describe_process(listener.registry, "worker", loraplex_proto.__version__)
+        describe_process(listener.registry, "worker", loraplex_proto.__version__)
         describe_engine(listener.registry, engine)
         WorkerCollector(listener.registry, lambda: engine.state)
     gate = RequestGate(WorkerMetrics(listener.registry), TenantQuotas(config.quota_share), listener.tracing)

@@ -93,7 +93,7 @@ def test_what_cannot_be_written_as_utf8(pipe: tuple[int, int]) -> None:
 SAYS_AND_ENDS = """
 import logging, sys
 from loraplex_runtime.shutdown import exit_at_once
-from loraplex_runtime.telemetry import setup_logging
+from loraplex_runtime.logs import setup_logging
 setup_logging()
 for _ in range(int(sys.argv[1])):
     logging.info("x" * 99)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from loraplex_contracts.errors import Overloaded
+from loraplex_runtime.logs import setup_logging
 from loraplex_runtime.request_record import RequestRecord, log, log_end
-from loraplex_runtime.telemetry import setup_logging
 
 
 @pytest.fixture

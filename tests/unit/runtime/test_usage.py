@@ -7,8 +7,8 @@ from collections import Counter
 from typing import Any
 
 from loraplex_contracts.errors import AdapterNotFound
+from loraplex_runtime.metrics import new_registry
 from loraplex_runtime.request_record import RequestRecord
-from loraplex_runtime.telemetry import new_registry
 from loraplex_runtime.usage import BASE, OTHER, UsageByName, UsageCollector
 
 

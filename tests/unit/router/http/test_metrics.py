@@ -12,8 +12,8 @@ from support.pickers import VLLM, Picked, pick
 from loraplex_proto.v1 import worker_pb2
 from loraplex_router.http.metrics import EngineMetrics
 from loraplex_router.replicas import Replicas
+from loraplex_runtime.metrics import PREFIX
 from loraplex_runtime.request_record import RequestRecord
-from loraplex_runtime.telemetry import PREFIX
 from loraplex_runtime.usage import UsageCollector
 
 

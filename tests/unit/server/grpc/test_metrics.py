@@ -15,8 +15,8 @@ from loraplex_contracts.adapters import AdapterInfo, CacheUsage, ReadCount
 from loraplex_contracts.errors import Overloaded
 from loraplex_contracts.load import Load
 from loraplex_contracts.plan import Span, StepPlan
+from loraplex_runtime.metrics import new_registry
 from loraplex_runtime.request_record import RequestRecord
-from loraplex_runtime.telemetry import new_registry
 from loraplex_runtime.usage import MAX_NAMES
 from loraplex_server.engine.client import EngineState
 from loraplex_server.engine.step_sizes import REPORT_EVERY_S, StepTally
