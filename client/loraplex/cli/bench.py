@@ -19,7 +19,7 @@ _LATE_S = 0.005  # p99 of the delay in sending from which it is reported
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RequestFlags:
     """Options of every request, under their names in the SDK."""
 
     ignore_eos: bool = option(
@@ -44,7 +44,7 @@ def bench(
             rich_help_panel="Requests",
         ),
     ] = None,
-    wanted: Wanted,
+    wanted: RequestFlags,
     drafting: Drafting,
     as_json: JsonOption = False,
     connection: Connection,

@@ -41,7 +41,7 @@ _HELP: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class TurnFlags:
     """Options of every turn, under their names in the SDK."""
 
     adapter_id: str = option(
@@ -55,7 +55,7 @@ class Wanted:
 def chat(
     *,
     server: ServerOption = DEFAULT_SERVER,
-    wanted: Wanted,
+    wanted: TurnFlags,
     system: Annotated[str | None, typer.Option(help="System message in front of the conversation.")] = None,
     as_json: JsonOption = False,
     sampling: Sampling,

@@ -48,7 +48,7 @@ _chatting = partial(option, panel="Chat")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RequestFlags:
     """Options of the request, under their names in the SDK."""
 
     adapter_id: str = option(
@@ -237,7 +237,7 @@ def generate(
     ] = None,
     *,
     server: ServerOption = DEFAULT_SERVER,
-    wanted: Wanted,
+    wanted: RequestFlags,
     origin: Origin,
     token_ids: Annotated[
         str | None, typer.Option(metavar="ID,...", help="The prompt as token ids, instead of text.")

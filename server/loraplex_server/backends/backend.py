@@ -45,7 +45,7 @@ class Implementation(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class AttentionRequirements:
     """Requirements of attention. None and () require nothing."""
 
     device: torch.device | None = None
@@ -85,7 +85,7 @@ class Backend:
         return [Implementation("reference", True, "for every device, slow; what the others are tested against")]
 
     @classmethod
-    def attention_kernels(cls, wanted: Wanted) -> list[Implementation]:
+    def attention_kernels(cls, wanted: AttentionRequirements) -> list[Implementation]:
         """Implementations of attention, the best first."""
         return [Implementation("torch", True, "plain torch, any device", lambda _: TorchPagedAttention())]
 

@@ -13,7 +13,7 @@ import torch
 
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_runtime.reports import Progress
-from loraplex_server.backends.backend import Backend, Implementation, Wanted
+from loraplex_server.backends.backend import AttentionRequirements, Backend, Implementation
 from loraplex_server.backends.cpu.backend import CpuBackend
 from loraplex_server.backends.cuda.backend import CudaBackend
 from loraplex_server.layers.attention import AttentionSpec, PagedAttention
@@ -53,9 +53,9 @@ def attention_kernels(
 ) -> list[Implementation]:
     """Every implementation of attention, best first, for the layers of a model in `dtype` on the back end's device.
     Without a back end: what this machine has."""
-    wanted = Wanted(dtype=dtype, specs=tuple(dict.fromkeys(specs)))
+    wanted = AttentionRequirements(dtype=dtype, specs=tuple(dict.fromkeys(specs)))
     if backend is not None:
-        wanted = Wanted(backend.device, wanted.specs, dtype, backend.kernels)
+        wanted = AttentionRequirements(backend.device, wanted.specs, dtype, backend.kernels)
     return [found for kind in BACKENDS for found in kind.attention_kernels(wanted)]
 
 

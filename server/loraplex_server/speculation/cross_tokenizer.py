@@ -14,7 +14,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 
-from loraplex_server.speculation.draft_model import Drafter, DraftModelProposer, Wanted, num_tokens_of
+from loraplex_server.speculation.draft_model import Drafter, DraftModelProposer, DraftRequest, num_tokens_of
 from loraplex_server.speculation.proposer import UNIVERSAL, Ask
 from loraplex_server.text.tokenizer import TextTokenizer
 from loraplex_server.text.vocabulary import Vocabulary
@@ -252,8 +252,8 @@ class UniversalProposer(DraftModelProposer):
 
     def propose(self, asks: Sequence[Ask]) -> Sequence[tuple[int, ...]]:
         texts = [self._text(ask) for ask in asks]
-        wants = [self._want_of_text(ask, text) for ask, text in zip(asks, texts, strict=True) if text is not None]
-        found = iter(self.drafter.draft(wants))
+        requests = [self._request_of_text(ask, text) for ask, text in zip(asks, texts, strict=True) if text is not None]
+        found = iter(self.drafter.draft(requests))
         return [
             self._proposal(ask, text, next(found)) if text is not None else ()
             for ask, text in zip(asks, texts, strict=True)
@@ -285,9 +285,9 @@ class UniversalProposer(DraftModelProposer):
         # A text of special tokens alone may be empty in the other vocabulary.
         return text if text is not None and text.ids else None
 
-    def _want_of_text(self, ask: Ask, text: RecodedText) -> Wanted:
+    def _request_of_text(self, ask: Ask, text: RecodedText) -> DraftRequest:
         request = ask.candidate.request
-        return Wanted(
+        return DraftRequest(
             sequence_id=ask.candidate.sequence_id,
             token_ids=text.ids,
             num_tokens=math.ceil(num_tokens_of(ask) * min(text.ratio, _MAX_RATIO)),

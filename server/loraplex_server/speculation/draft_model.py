@@ -53,7 +53,7 @@ class _Run:
     """One sequence in one ask."""
 
     seq: DraftedSequence
-    want: Wanted
+    request: DraftRequest
     max_tokens: int  # that can be drafted
     drafted: list[int] = field(default_factory=list[int])
     is_over: bool = False
@@ -122,22 +122,22 @@ class Drafter:
         self._num_steps = 0
         self._num_failures = 0  # in a row
 
-    def draft(self, wants: Sequence[Wanted]) -> list[list[int]]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         """A draft for each, in order; empty where the sequence does not fit or its prompt is not read yet.
 
         Raises nothing: after three failures in a row there are no more drafts.
         """
         if self._num_failures >= _MAX_FAILURES:
-            return [[] for _ in wants]
+            return [[] for _ in requests]
         try:
-            found = self._draft(wants)
+            found = self._draft(requests)
         except Exception as error:
             self._num_failures += 1
             ending = ", for the last time" if self._num_failures == _MAX_FAILURES else ""
             fields = {"proposer": "draft_model", "error_type": type(error).__name__}
             log.exception("the draft model %s failed%s", self.loaded.model_id, ending, extra=fields)
             self.rows.clear()
-            return [[] for _ in wants]
+            return [[] for _ in requests]
         self._num_failures = 0
         return found
 
@@ -161,24 +161,24 @@ class Drafter:
 
     # --- one ask ------------------------------------------------------------------------------------------------------
 
-    def _draft(self, wants: Sequence[Wanted]) -> list[list[int]]:
-        runs = self._seat(wants)
+    def _draft(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        runs = self._seat(requests)
         self.runner.mirror.rewrite(self.rows.take_rewrites())
         self._step(self._catch_up(list(runs.values())))
         while going := [run for run in runs.values() if run.goes_on]:
             self._step([(run, 1) for run in going])
-        return [runs[want.sequence_id].drafted if want.sequence_id in runs else [] for want in wants]
+        return [runs[request.sequence_id].drafted if request.sequence_id in runs else [] for request in requests]
 
-    def _seat(self, wants: Sequence[Wanted]) -> dict[str, _Run]:
-        self.rows.begin(want.sequence_id for want in wants)
+    def _seat(self, requests: Sequence[DraftRequest]) -> dict[str, _Run]:
+        self.rows.begin(request.sequence_id for request in requests)
         runs: dict[str, _Run] = {}
-        for want in wants:
-            seq = self.rows.seat(want) if want.num_tokens > 0 else None
+        for request in requests:
+            seq = self.rows.seat(request) if request.num_tokens > 0 else None
             if seq is not None:
                 # The last token drawn is no input: it needs neither a block nor a place in the context.
                 num_positions = min(self.rows.max_len, len(seq.block_ids) * self.rows.pool.block_size)
-                max_tokens = min(want.num_tokens, num_positions - len(want.token_ids) + 1)
-                runs[want.sequence_id] = _Run(seq, want, max_tokens)
+                max_tokens = min(request.num_tokens, num_positions - len(request.token_ids) + 1)
+                runs[request.sequence_id] = _Run(seq, request, max_tokens)
         return runs
 
     def _catch_up(self, runs: Sequence[_Run]) -> list[tuple[_Run, int]]:
@@ -219,16 +219,16 @@ class Drafter:
             self.rows.refuse(seq.sequence_id)
             return
         self.rows.on_run(seq, num_tokens)
-        self.rows.publish(seq, run.want.num_settled)
+        self.rows.publish(seq, run.request.num_settled)
         if result.token_ids:
             token_id = result.token_ids[0]
             seq.tokens.append(token_id)
             run.drafted.append(token_id)
-            run.is_over = token_id in run.want.stop_ids
+            run.is_over = token_id in run.request.stop_ids
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class DraftRequest:
     """One sequence's ask for a draft, in the draft model's own tokens."""
 
     sequence_id: str
@@ -323,28 +323,28 @@ class DraftRows:
                 seq.last_asked = self._round
                 self._sequences[sequence_id] = seq
 
-    def seat(self, want: Wanted) -> DraftedSequence | None:
+    def seat(self, request: DraftRequest) -> DraftedSequence | None:
         """The sequence, with the known tokens in its row and blocks for them; None where it does not fit."""
-        if want.sequence_id in self._refused:
+        if request.sequence_id in self._refused:
             return None
-        num_known = len(want.token_ids)
-        seq = self._sequences.get(want.sequence_id)
-        start = _first_difference(seq, want) if seq is not None else 0
-        if not self._can_run(want.token_ids, start):
-            self.refuse(want.sequence_id)
+        num_known = len(request.token_ids)
+        seq = self._sequences.get(request.sequence_id)
+        start = _first_difference(seq, request) if seq is not None else 0
+        if not self._can_run(request.token_ids, start):
+            self.refuse(request.sequence_id)
             return None
         if seq is not None and start < max(seq.num_published * self.pool.block_size, seq.num_kept):
-            self.leave(want.sequence_id)
+            self.leave(request.sequence_id)
             seq = None
         if seq is None:
-            return self._enter(want)
-        missing = self._missing_blocks(want, len(seq.block_ids))
+            return self._enter(request)
+        missing = self._missing_blocks(request, len(seq.block_ids))
         if missing is None:
-            self.leave(want.sequence_id)
+            self.leave(request.sequence_id)
             return None
         seq.block_ids += self.pool.allocate(missing)
         if start < len(seq.tokens) or start < num_known:
-            fresh = want.token_ids[start:]
+            fresh = request.token_ids[start:]
             del seq.chain.keys[start // self.pool.block_size :]
             seq.tokens[start:] = fresh
             if seq.entry is None:
@@ -353,13 +353,13 @@ class DraftRows:
         # The last token always runs, because its logits are wanted.
         seq.num_computed = min(seq.num_computed, start, num_known - 1)
         if self._has_states:
-            self._go_back(seq, want)
+            self._go_back(seq, request)
         return seq
 
-    def _go_back(self, seq: DraftedSequence, want: Wanted) -> None:
+    def _go_back(self, seq: DraftedSequence, request: DraftRequest) -> None:
         """Takes a sequence back to its kept state where its own state, that behind all tokens that were run, does not
         end with the tokens computed."""
-        num_settled = seq.num_known if want.num_settled is None else want.num_settled
+        num_settled = seq.num_known if request.num_settled is None else request.num_settled
         seq.num_certain = min(num_settled, seq.num_known - 1)
         if seq.num_run != seq.num_computed:
             seq.num_computed = seq.num_kept
@@ -455,27 +455,27 @@ class DraftRows:
         fresh = token_ids[start:]
         return not fresh or (min(fresh) >= 0 and max(fresh) < self._vocab_size)
 
-    def _enter(self, want: Wanted) -> DraftedSequence | None:
+    def _enter(self, request: DraftRequest) -> DraftedSequence | None:
         """A new sequence, with the blocks that the prefix cache has of it."""
         size = self.pool.block_size
         if not self._free_rows and not self._evict_one():
             return None
-        namespace = Namespace(self._model_digest, tenant=want.tenant, cache_salt=want.cache_salt)
+        namespace = Namespace(self._model_digest, tenant=request.tenant, cache_salt=request.cache_salt)
         chain = KeyChain(namespace.digest(), size)
         found: list[int] = []
-        for idx in range(0 if self._has_states else (len(want.token_ids) - 1) // size):
-            block_id = self.pool.find(chain.key(idx, want.token_ids))
+        for idx in range(0 if self._has_states else (len(request.token_ids) - 1) // size):
+            block_id = self.pool.find(chain.key(idx, request.token_ids))
             if block_id is None:
                 break
             found.append(block_id)
         self.pool.share(found)
-        missing = self._missing_blocks(want, len(found), is_new=True)
+        missing = self._missing_blocks(request, len(found), is_new=True)
         if missing is None:
             self.pool.release(found)
             return None
-        tokens, row = list(want.token_ids), heapq.heappop(self._free_rows)
+        tokens, row = list(request.token_ids), heapq.heappop(self._free_rows)
         seq = DraftedSequence(
-            sequence_id=want.sequence_id,
+            sequence_id=request.sequence_id,
             row=row,
             tokens=tokens,
             num_known=len(tokens),
@@ -485,26 +485,26 @@ class DraftRows:
             num_published=len(found),
             last_asked=self._round,
             entry=NewSequence(
-                sequence_id=want.sequence_id,
+                sequence_id=request.sequence_id,
                 row=row,
                 token_ids=(),
-                num_prompt_tokens=want.num_prompt_tokens,
-                sampling=want.sampling,
+                num_prompt_tokens=request.num_prompt_tokens,
+                sampling=request.sampling,
                 output=OutputParams(),
-                min_tokens=want.min_tokens,
-                banned_until_min=want.stop_ids if want.min_tokens else frozenset(),
+                min_tokens=request.min_tokens,
+                banned_until_min=request.stop_ids if request.min_tokens else frozenset(),
             ),
         )
-        self._sequences[want.sequence_id] = seq
+        self._sequences[request.sequence_id] = seq
         if self._has_states:
-            self._go_back(seq, want)
+            self._go_back(seq, request)
         return seq
 
-    def _missing_blocks(self, want: Wanted, num_held: int, *, is_new: bool = False) -> int | None:
+    def _missing_blocks(self, request: DraftRequest, num_held: int, *, is_new: bool = False) -> int | None:
         """The blocks to take for the whole draft, or else for the known tokens; None when these do not fit."""
         # The last token of a draft is never an input.
-        whole = min(len(want.token_ids) + max(0, want.num_tokens - 1), self.max_len)
-        for num_positions in dict.fromkeys((whole, len(want.token_ids))):
+        whole = min(len(request.token_ids) + max(0, request.num_tokens - 1), self.max_len)
+        for num_positions in dict.fromkeys((whole, len(request.token_ids))):
             missing = max(0, self.pool.num_blocks_for(num_positions) - num_held)
             if self._make_room(missing, is_new=is_new):
                 return missing
@@ -530,10 +530,10 @@ class DraftRows:
         return True
 
 
-def _first_difference(seq: DraftedSequence, want: Wanted) -> int:
+def _first_difference(seq: DraftedSequence, request: DraftRequest) -> int:
     """Number of tokens in the sequence's row that still agree with the known ones."""
-    known, held = want.token_ids, seq.tokens
-    num_same = seq.num_known if want.num_same is None else want.num_same
+    known, held = request.token_ids, seq.tokens
+    num_same = seq.num_known if request.num_same is None else request.num_same
     end = min(len(known), len(held))
     start = min(num_same, end)
     while start < end and known[start] == held[start]:
@@ -555,7 +555,7 @@ class DraftModelProposer:
         return DRAFT_MODEL
 
     def propose(self, asks: Sequence[Ask]) -> Sequence[tuple[int, ...]]:
-        drafts = self.drafter.draft([self._want(ask) for ask in asks])
+        drafts = self.drafter.draft([self._request(ask) for ask in asks])
         return [self._within_vocabulary(draft) for draft in drafts]
 
     def num_behind(self, candidate: Candidate) -> int:
@@ -570,9 +570,9 @@ class DraftModelProposer:
     def close(self) -> None:
         self.drafter.close()
 
-    def _want(self, ask: Ask) -> Wanted:
+    def _request(self, ask: Ask) -> DraftRequest:
         candidate, request = ask.candidate, ask.candidate.request
-        return Wanted(
+        return DraftRequest(
             sequence_id=candidate.sequence_id,
             token_ids=candidate.token_ids,
             num_tokens=num_tokens_of(ask),

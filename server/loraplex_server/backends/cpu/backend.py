@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_runtime.reports import Progress, no_progress
-from loraplex_server.backends.backend import Backend, Implementation, Wanted
+from loraplex_server.backends.backend import AttentionRequirements, Backend, Implementation
 from loraplex_server.backends.cpu.attention import NativePagedAttention, reason_against
 from loraplex_server.backends.cpu.experts import NativeTerms, native_experts
 from loraplex_server.backends.cpu.find_decoder import FoundStack, find_stack
@@ -79,7 +79,7 @@ class CpuBackend(Backend):
         ]
 
     @classmethod
-    def attention_kernels(cls, wanted: Wanted) -> list[Implementation]:
+    def attention_kernels(cls, wanted: AttentionRequirements) -> list[Implementation]:
         if problem := _reason_against(wanted):
             return [Implementation("native", False, problem)]
         kernels = wanted.kernels
@@ -155,7 +155,7 @@ def _one_thread() -> Generator[None]:
         torch.set_num_threads(before)
 
 
-def _reason_against(wanted: Wanted) -> str:
+def _reason_against(wanted: AttentionRequirements) -> str:
     """The reason that native kernels cannot attend; empty where they can."""
     if wanted.device is not None and wanted.device.type != "cpu":
         return f"it is for the CPU, not for {wanted.device.type}"

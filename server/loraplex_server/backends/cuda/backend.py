@@ -16,7 +16,7 @@ import torch
 
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_runtime.reports import Progress
-from loraplex_server.backends.backend import Backend, Implementation, Wanted
+from loraplex_server.backends.backend import AttentionRequirements, Backend, Implementation
 from loraplex_server.backends.cuda.graphs import (
     CudaCapture,
     Shape,
@@ -60,7 +60,7 @@ class CudaBackend(Backend):
         ]
 
     @classmethod
-    def attention_kernels(cls, wanted: Wanted) -> list[Implementation]:
+    def attention_kernels(cls, wanted: AttentionRequirements) -> list[Implementation]:
         return [_flashinfer(wanted), _triton(wanted)]
 
     def lora(self, max_rank: int = 256, name: str = "auto") -> SegmentedLora:
@@ -122,7 +122,7 @@ class CudaBackend(Backend):
         return capture_steps(steps, shapes, CudaCapture(self.device), progress)
 
 
-def _flashinfer(wanted: Wanted) -> Implementation:
+def _flashinfer(wanted: AttentionRequirements) -> Implementation:
     def no(reason: str) -> Implementation:
         return Implementation("flashinfer", False, reason)
 
@@ -145,7 +145,7 @@ def _flashinfer(wanted: Wanted) -> Implementation:
     )
 
 
-def _triton(wanted: Wanted) -> Implementation:
+def _triton(wanted: AttentionRequirements) -> Implementation:
     if problem := _package_problem() or _device_problem(wanted):
         return Implementation("triton", False, problem)
     from loraplex_server.backends.cuda.attention.paged import TritonPagedAttention
@@ -154,14 +154,14 @@ def _triton(wanted: Wanted) -> Implementation:
 
 
 def _triton_problem() -> str:
-    return _package_problem() or _device_problem(Wanted())
+    return _package_problem() or _device_problem(AttentionRequirements())
 
 
 def _package_problem() -> str:
     return "" if find_spec("triton") is not None else "the package triton is not installed"
 
 
-def _device_problem(wanted: Wanted) -> str:
+def _device_problem(wanted: AttentionRequirements) -> str:
     if not torch.cuda.is_available():
         return "no CUDA device"
     if wanted.device is not None and wanted.device.type != "cuda":

@@ -24,7 +24,7 @@ from loraplex_contracts.request import SamplingParams, StoppingParams
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.speculation import cross_tokenizer
 from loraplex_server.speculation.cross_tokenizer import RecodedText, Recoder, UniversalProposer, prefix_of
-from loraplex_server.speculation.draft_model import Drafter, DraftMemory, Wanted
+from loraplex_server.speculation.draft_model import Drafter, DraftMemory, DraftRequest
 from loraplex_server.text.tokenizer import TextTokenizer
 from loraplex_server.text.vocabulary import Vocabulary
 
@@ -111,9 +111,9 @@ def test_the_draft_model_has_read_what_is_known(target: str, draft: str) -> None
     drafts: list[tuple[list[int], list[int]]] = []
     inner = proposer.drafter.draft
 
-    def watched(wants: Sequence[Wanted]) -> list[list[int]]:
-        found = inner(wants)
-        drafts.extend((list(want.token_ids), draft) for want, draft in zip(wants, found, strict=True))
+    def watched(requests: Sequence[DraftRequest]) -> list[list[int]]:
+        found = inner(requests)
+        drafts.extend((list(request.token_ids), draft) for request, draft in zip(requests, found, strict=True))
         return found
 
     proposer.drafter.draft = watched  # type: ignore[method-assign]
@@ -154,18 +154,18 @@ def test_what_is_known_is_read_once() -> None:
 # --- what a good draft gives ------------------------------------------------------------------------------------------
 
 
-def oracle(proposer: UniversalProposer, text: str, draft: str) -> Callable[[Sequence[Wanted]], list[list[int]]]:
+def oracle(proposer: UniversalProposer, text: str, draft: str) -> Callable[[Sequence[DraftRequest]], list[list[int]]]:
     """Drafts in place of the draft model, by knowing the text."""
     spans = tokenizer(draft).vocabulary.spans(text)  # type: ignore[union-attr]
     ids = [token_id for token_id, _, _ in spans]
 
-    def draft_tokens(wants: Sequence[Wanted]) -> list[list[int]]:
+    def draft_tokens(requests: Sequence[DraftRequest]) -> list[list[int]]:
         found: list[list[int]] = []
-        for want in wants:
-            known = list(want.token_ids)
+        for request in requests:
+            known = list(request.token_ids)
             prefix = len(proposer._recoder.draft_prefix)
             start = len(known) - prefix
-            found.append(ids[start : start + want.num_tokens] if ids[:start] == known[prefix:] else [])
+            found.append(ids[start : start + request.num_tokens] if ids[:start] == known[prefix:] else [])
         return found
 
     return draft_tokens
@@ -191,13 +191,13 @@ def test_a_draft_model_that_is_right_saves_steps() -> None:
     assert num_steps < 0.45 * (len(tokens) - 5)
 
 
-def scripted(proposer: UniversalProposer, drafted: Sequence[int]) -> list[Wanted]:
+def scripted(proposer: UniversalProposer, drafted: Sequence[int]) -> list[DraftRequest]:
     """Makes the draft model say just this. Returns what it was asked."""
-    asked: list[Wanted] = []
+    asked: list[DraftRequest] = []
 
-    def draft(wants: Sequence[Wanted]) -> list[list[int]]:
-        asked.extend(wants)
-        return [list(drafted) for _ in wants]
+    def draft(requests: Sequence[DraftRequest]) -> list[list[int]]:
+        asked.extend(requests)
+        return [list(drafted) for _ in requests]
 
     proposer.drafter.draft = draft  # type: ignore[method-assign]
     return asked

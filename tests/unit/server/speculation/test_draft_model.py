@@ -25,7 +25,7 @@ from loraplex_contracts.request import SamplingParams, StoppingParams
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.sampling.sampler import Sampled, Sampler
-from loraplex_server.speculation.draft_model import Drafter, DraftMemory, DraftModelProposer, Wanted
+from loraplex_server.speculation.draft_model import Drafter, DraftMemory, DraftModelProposer, DraftRequest
 
 BLOCK = 4
 EOS = 7
@@ -601,12 +601,12 @@ def test_random_traffic(seed: int) -> None:
         if len(texts) < 7 and dice.random() < 0.4:
             texts[f"s{turn}"] = Text([dice.randrange(NUM_IDS) for _ in range(dice.choice([1, 4, 9, 40]))])
         chosen = [name for name in texts if dice.random() < 0.7]
-        wants: list[Wanted] = []
+        requests: list[DraftRequest] = []
         for name in chosen:
             text = texts[name]
             text.grow(dice)
-            wants.append(
-                Wanted(
+            requests.append(
+                DraftRequest(
                     name,
                     text.tokens,
                     dice.randint(1, 5),
@@ -616,14 +616,14 @@ def test_random_traffic(seed: int) -> None:
                 )
             )
             text.num_same = len(text.tokens)
-        drafts = drafter.draft(wants)
+        drafts = drafter.draft(requests)
         drafter.rows.check_integrity()
-        for want, draft in zip(wants, drafts, strict=True):
-            expected = list(want.token_ids)
+        for request, draft in zip(requests, drafts, strict=True):
+            expected = list(request.token_ids)
             for token_id in draft:
                 assert token_id == says(expected)
                 expected.append(token_id)
-            assert len(draft) <= want.num_tokens
+            assert len(draft) <= request.num_tokens
             num_drafted += len(draft)
         for name in [name for name in texts if dice.random() < 0.03 or len(texts[name].tokens) > 100]:
             del texts[name]
@@ -640,12 +640,12 @@ def test_an_end_that_changes_is_not_found_by_others() -> None:
     """Blocks behind what has settled stay out of the prefix cache; those before it are in."""
     drafter, runner = make_small(60, 4)
     tokens = [1, 2, 3, 4] * 5
-    drafter.draft([Wanted("a", tokens, 1, num_settled=9)])
+    drafter.draft([DraftRequest("a", tokens, 1, num_settled=9)])
     assert num_cached_blocks(drafter.rows.pool) == 2
     changed = [*tokens[:10], 0, 0, 0, 0, 0, 0, 0]
-    drafter.draft([Wanted("a", changed, 1, num_same=10, num_settled=13)])
+    drafter.draft([DraftRequest("a", changed, 1, num_same=10, num_settled=13)])
     assert runner.num_run == 20 + 7
-    drafter.draft([Wanted("b", changed, 1, num_settled=0)])
+    drafter.draft([DraftRequest("b", changed, 1, num_settled=0)])
     assert runner.num_run == 20 + 7 + 5
 
 
@@ -653,33 +653,33 @@ def test_blocks_are_found_by_what_they_hold_in_the_end() -> None:
     """Blocks are found by their content, not by what stood there when the prefix cache was asked for it."""
     drafter, _runner = make_small(60, 4)
     tokens = [1, 2, 3, 4] * 3
-    drafter.draft([Wanted("a", tokens, 1, num_settled=2)])
+    drafter.draft([DraftRequest("a", tokens, 1, num_settled=2)])
     changed = [*tokens[:2], *[0] * 11]
-    drafter.draft([Wanted("a", changed, 1, num_same=2)])
-    assert drafter.draft([Wanted("b", tokens, 1)]) == [[says(tokens)]]
-    assert drafter.draft([Wanted("c", changed, 1)]) == [[says(changed)]]
+    drafter.draft([DraftRequest("a", changed, 1, num_same=2)])
+    assert drafter.draft([DraftRequest("b", tokens, 1)]) == [[says(tokens)]]
+    assert drafter.draft([DraftRequest("c", changed, 1)]) == [[says(changed)]]
 
 
 def test_guesses_are_not_found() -> None:
     drafter, runner = make_small(60, 4)
     tokens = [1, 2, 3, 4, 1, 2]
-    (guesses,) = drafter.draft([Wanted("a", tokens, 5)])
+    (guesses,) = drafter.draft([DraftRequest("a", tokens, 5)])
     assert num_cached_blocks(drafter.rows.pool) == 1
     num_run = runner.num_run
-    drafter.draft([Wanted("b", [*tokens, *guesses], 1)])
+    drafter.draft([DraftRequest("b", [*tokens, *guesses], 1)])
     assert runner.num_run - num_run == len(tokens) + len(guesses) - BLOCK
 
 
 def test_an_ask_that_raises_halfway_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, _runner = make_small(60, 4)
-    drafter.draft([Wanted("a", [1, 2], 1), Wanted("b", [1, 2], 1)])
+    drafter.draft([DraftRequest("a", [1, 2], 1), DraftRequest("b", [1, 2], 1)])
     seat = drafter.rows.seat
-    monkeypatch.setattr(drafter.rows, "seat", lambda want: seat(want) if want.sequence_id == "a" else 1 / 0)
-    assert drafter.draft([Wanted("a", [1, 2, 4], 1), Wanted("b", [1, 2, 4], 1)]) == [[], []]
+    monkeypatch.setattr(drafter.rows, "seat", lambda request: seat(request) if request.sequence_id == "a" else 1 / 0)
+    assert drafter.draft([DraftRequest("a", [1, 2, 4], 1), DraftRequest("b", [1, 2, 4], 1)]) == [[], []]
     assert drafter.rows.take_rewrites() == []
     drafter.rows.check_integrity()
     monkeypatch.undo()
-    assert drafter.draft([Wanted("b", [1, 2, 3], 1)]) == [[says([1, 2, 3])]]
+    assert drafter.draft([DraftRequest("b", [1, 2, 3], 1)]) == [[says([1, 2, 3])]]
 
 
 def test_even_what_had_settled_may_change() -> None:
@@ -687,23 +687,26 @@ def test_even_what_had_settled_may_change() -> None:
     it."""
     drafter, runner = make_small(60, 4)
     tokens = [1, 2, 3, 4] * 5
-    drafter.draft([Wanted("a", tokens, 2), Wanted("c", tokens[:3], 1)])
-    drafter.draft([Wanted("b", tokens, 2)])
+    drafter.draft([DraftRequest("a", tokens, 2), DraftRequest("c", tokens[:3], 1)])
+    drafter.draft([DraftRequest("b", tokens, 2)])
     changed = [*tokens[:5], *[0] * 14]
     num_run = runner.num_run
-    assert drafter.draft([Wanted("a", changed, 1, num_same=5)]) == [[says(changed)]]
+    assert drafter.draft([DraftRequest("a", changed, 1, num_same=5)]) == [[says(changed)]]
     assert runner.num_run - num_run == len(changed) - BLOCK
-    assert drafter.draft([Wanted("b", [*tokens, 2], 1)]) == [[says([*tokens, 2])]]
+    assert drafter.draft([DraftRequest("b", [*tokens, 2], 1)]) == [[says([*tokens, 2])]]
     drafter.rows.check_integrity()
 
 
 def test_padding_is_not_in_any_vocabulary() -> None:
     """Ids are checked where they are new, not over and over: a bad one never gets in."""
     drafter, runner = make_small(60, 4)
-    assert drafter.draft([Wanted("a", [1, 2, VOCAB_SIZE], 1), Wanted("b", [1, 2], 1)]) == [[], [says([1, 2])]]
+    assert drafter.draft([DraftRequest("a", [1, 2, VOCAB_SIZE], 1), DraftRequest("b", [1, 2], 1)]) == [
+        [],
+        [says([1, 2])],
+    ]
     assert drafter.rows.has_refused("a")
     assert not drafter.rows.has_refused("b")
-    assert drafter.draft([Wanted("b", [1, 2, 3, VOCAB_SIZE], 1)]) == [[]]
+    assert drafter.draft([DraftRequest("b", [1, 2, 3, VOCAB_SIZE], 1)]) == [[]]
     assert all(max(row.tokens) < VOCAB_SIZE for row in runner.rows.values())
     drafter.rows.forget("a")
-    assert drafter.draft([Wanted("a", [1, 2], 1)]) == [[says([1, 2])]]
+    assert drafter.draft([DraftRequest("a", [1, 2], 1)]) == [[says([1, 2])]]
