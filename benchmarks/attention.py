@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from loraplex_server.backends.cpu.attention import NativePagedAttention
+from loraplex_server.backends.cpu.cores import default_num_threads
 from loraplex_server.backends.cpu.native import library as native
-from loraplex_server.backends.cpu.native.config import default_num_threads
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.backends.cpu.native.library import IDENTITY, KERNELS
 from loraplex_server.backends.reference import TorchPagedAttention

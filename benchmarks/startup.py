@@ -42,7 +42,7 @@ print(json.dumps(lines))
 FLOOR = """
 import json, sys, time
 import torch
-from loraplex_server.backends.cpu.native.config import default_num_threads
+from loraplex_server.backends.cpu.cores import default_num_threads
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.backends.cpu.native.library import load
 library, status = load()

@@ -159,7 +159,7 @@ def _loads(library: str) -> bool:
 
 def apply_placement(config: WorkerConfig, index: int, num_workers: int) -> WorkerConfig:
     """Binds this process to its cores, and returns the configuration with its device. Children inherit the cores."""
-    from loraplex_server.backends.cpu.native.config import default_num_threads, own_cores
+    from loraplex_server.backends.cpu.cores import default_num_threads, own_cores
 
     engine = config.engine
     placement = place(index, num_workers, engine.model.device, count_gpus(), own_cores())

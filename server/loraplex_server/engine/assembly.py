@@ -24,7 +24,7 @@ from loraplex_adapters.weights import AdapterWeights
 from loraplex_contracts.adapters import S3_SOURCE
 from loraplex_runtime.reports import Progress
 from loraplex_server.backends.backend import Backend
-from loraplex_server.backends.cpu.native.config import default_num_threads
+from loraplex_server.backends.cpu.cores import default_num_threads
 from loraplex_server.backends.cuda.graphs import Shape
 from loraplex_server.backends.registry import choose_backend, make_attention
 from loraplex_server.config import AdaptersConfig, EngineConfig, hub_token, reads_unsigned

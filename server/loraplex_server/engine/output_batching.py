@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from loraplex_contracts.request import Event, Tokens
-from loraplex_server.backends.cpu.native.config import own_cpus
+from loraplex_server.backends.cpu.cores import own_cpus
 from loraplex_server.engine.pipe import Batch, FromEngine
 
 

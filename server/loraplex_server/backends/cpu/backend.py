@@ -14,13 +14,13 @@ from loraplex_contracts.errors import InvalidArgument
 from loraplex_runtime.reports import Progress, no_progress
 from loraplex_server.backends.backend import AttentionRequirements, Backend, Implementation
 from loraplex_server.backends.cpu.attention import NativePagedAttention, reason_against
+from loraplex_server.backends.cpu.cores import default_num_threads
 from loraplex_server.backends.cpu.experts import NativeTerms, native_experts
 from loraplex_server.backends.cpu.find_decoder import FoundStack, find_stack
 from loraplex_server.backends.cpu.fused import NativeFused
 from loraplex_server.backends.cpu.linear import native_linears, packed_linear
 from loraplex_server.backends.cpu.lora import NativeDense, NativeOps
 from loraplex_server.backends.cpu.medusa import NativeGuesser, native_guesser
-from loraplex_server.backends.cpu.native.config import default_num_threads
 from loraplex_server.backends.cpu.native.kernels import DTYPES, NativeKernels
 from loraplex_server.backends.cpu.native.library import load
 from loraplex_server.backends.cpu.recurrences import NativeRecurrences

@@ -11,12 +11,8 @@ from typing import Final
 import torch
 
 from loraplex_runtime import cgroups
-from loraplex_server.backends.cpu.native.config import (
-    default_num_threads,
-    num_cores,
-    own_cpus,
-    threads_from_environment,
-)
+from loraplex_server.backends.cpu.cores import default_num_threads, num_cores, own_cpus
+from loraplex_server.backends.cpu.native.config import threads_from_environment
 from loraplex_server.backends.cpu.native.library import load
 
 CPU_INFO: Final = Path("/proc/cpuinfo")

@@ -1,4 +1,4 @@
-"""Environment of the native kernels: cores and number of threads."""
+"""Cores of a machine and the default number of threads."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from loraplex_runtime import cgroups
-from loraplex_server.backends.cpu.native import config
-from loraplex_server.backends.cpu.native.config import default_num_threads, num_cores, own_cores
+from loraplex_server.backends.cpu import cores
+from loraplex_server.backends.cpu.cores import default_num_threads, num_cores, own_cores
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_cores_count_once(cpus: Path, own: set[int], expected: int) -> None:
 
 @pytest.mark.parametrize(("given", "expected"), [("3", 3), (" 5,2", 5), ("0", 7), ("", 7), ("many", 7), ("-2", 7)])
 def test_the_environment_comes_first(given: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "num_cores", lambda cpus: 7)
+    monkeypatch.setattr(cores, "num_cores", lambda cpus: 7)
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     assert default_num_threads() == expected
 
@@ -45,7 +45,7 @@ def test_threads_follow_the_quota(
     quota: float, num_workers: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(config, "num_cores", lambda cpus: 7)
+    monkeypatch.setattr(cores, "num_cores", lambda cpus: 7)
     monkeypatch.setattr(cgroups, "cpu_quota", lambda: quota)
     assert default_num_threads(num_workers) == expected
 
@@ -62,7 +62,7 @@ def test_no_more_than_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_cores_go_by_numa_node(cpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "own_cpus", lambda: {0, 1, 2, 3})
+    monkeypatch.setattr(cores, "own_cpus", lambda: {0, 1, 2, 3})
     assert own_cores(cpus) == [{0, 2}, {1, 3}]
     for cpu in range(4):
         (cpus / f"cpu{cpu}" / f"node{1 - cpu % 2}").mkdir()
