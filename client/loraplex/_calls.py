@@ -58,14 +58,9 @@ from loraplex_contracts.errors import (
 )
 from loraplex_proto.services import ADAPTERS, DEFAULT_PORT, INFERENCE, POOLING, STATUS, path_of
 from loraplex_proto.status import from_rpc_error
-from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2
+from loraplex_proto.v1 import adapter_pb2, inference_pb2
 
 _Answer = TypeVar("_Answer")
-_AboutAdapter = TypeVar(
-    "_AboutAdapter", adapter_pb2.LoadAdapterRequest, adapter_pb2.UnloadAdapterRequest, adapter_pb2.GetAdapterRequest
-)
-
-_Pooling = TypeVar("_Pooling", pooling_pb2.EmbedRequest, pooling_pb2.ClassifyRequest, pooling_pb2.ScoreRequest)
 
 DEFAULT_TIMEOUT_S: Final = 120.0
 DEFAULT_CONNECT_TIMEOUT_S: Final = 10.0

@@ -156,7 +156,6 @@ class CacheUsage:
     host_bytes: int
     host_budget_bytes: int
     num_device_slots: int
-    num_device_slots_used: int
     hits: int = 0
     misses: int = 0
     device_evictions: int = 0

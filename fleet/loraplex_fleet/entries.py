@@ -6,7 +6,7 @@ Soft state, with leases: what is lost comes back with the next heartbeats. Pure;
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
@@ -149,7 +149,7 @@ def view_of(plain: Mapping[str, Any]) -> View:
     return View(entries, plain["settled"], tuple(Failure(**one) for one in plain["failures"]))
 
 
-def members_text(members: dict[str, str], note: Sequence[str] = ()) -> str:
+def members_text(members: dict[str, str]) -> str:
     """The file that `loraplex router --workers-from file:PATH` follows."""
-    lines = ["# written by the router's replica", *note, *(f"{name}={at}" for name, at in sorted(members.items()))]
+    lines = ["# written by the router's replica", *(f"{name}={at}" for name, at in sorted(members.items()))]
     return "".join(f"{line}\n" for line in lines)

@@ -284,7 +284,7 @@ class World:
         for user in USERS:
             num_bytes = residency.use.num_bytes(user.tenant, residency.records)
             assert user.max_bytes is None or num_bytes <= user.max_bytes
-        assert self.table.num_fetching == sum(isinstance(fetch, FetchName) for fetch in self.fetches)
+        assert len(self.table._fetching) == sum(isinstance(fetch, FetchName) for fetch in self.fetches)
         # What the table has decided to drop is there until the next poll; the budgets hold without it.
         dropping = {m.key for m in residency.moves if isinstance(m, DropDevice)}
         assert sum(bytes_of(key) for key in self.on_device.values() if key not in dropping) <= 384

@@ -184,7 +184,7 @@ class FakeCache:
         return {name: (self.get(name),) for name in self.known}
 
     def usage(self) -> CacheUsage:
-        return CacheUsage(0, 1, 0, 1, 2, 0)
+        return CacheUsage(0, 1, 0, 1, 2)
 
     def poll(self, now: float) -> bool:
         self.num_polls += 1

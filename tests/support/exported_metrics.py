@@ -80,7 +80,7 @@ def worker_registry() -> CollectorRegistry:
     listing = Listing()
     listing.apply_changes({"sql": (info("sql"),)})
     load = Load(num_state_slots=4, num_free_state_slots=2, drafted={"medusa": 4}, accepted={"medusa": 2})
-    state = EngineState(load, CacheUsage(*(0,) * 6), listing=listing)
+    state = EngineState(load, CacheUsage(*(0,) * 5), listing=listing)
     describe_process(registry, "worker", loraplex_proto.__version__)
     describe_engine(registry, _Engine())
     WorkerCollector(registry, lambda: state)

@@ -332,7 +332,6 @@ class AdapterManager:
             host_bytes=residency.host_used,
             host_budget_bytes=residency.host_budget,
             num_device_slots=residency.num_slots,
-            num_device_slots_used=residency.num_slots_used,
             hits=residency.hits,
             misses=residency.misses,
             device_evictions=residency.device_evictions,

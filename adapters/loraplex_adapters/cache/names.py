@@ -93,10 +93,6 @@ class AdapterTable:
         self._accesses = Accesses(secrets.token_bytes(32), config.access_ttl_s)
         self.recipes: OrderedDict[str, Recipe] = OrderedDict()  # by the merged adapter's name, the last used last
 
-    @property
-    def num_fetching(self) -> int:
-        return len(self._fetching)
-
     # --- requests -------------------------------------------------------------------------------------------------
 
     def resolve(self, name: str, now: float, user: AdapterUser = NOBODY) -> AdapterKey | None:

@@ -58,11 +58,6 @@ class SpareMemory:
         self._lock = threading.Lock()
         self._spare: mmap.mmap | None = None
 
-    @property
-    def spare_bytes(self) -> int:
-        spare = self._spare
-        return 0 if spare is None else len(spare)
-
     def allocate(self, num_bytes: int) -> Tensor:
         """Memory uint8 [num_bytes], uninitialised. It comes back with the last tensor that looks into it."""
         with self._lock:

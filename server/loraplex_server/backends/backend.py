@@ -60,8 +60,6 @@ class Backend:
     name: ClassVar[str] = "reference"
     # Linears that read one input become one product.
     merges_linears = False
-    # Alignment of adapters' factors that its kernels need.
-    align_bytes = 1
     kernels: NativeKernels | None = None
 
     def __init__(self, device: torch.device | str = "cpu") -> None:

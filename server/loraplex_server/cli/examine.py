@@ -69,7 +69,7 @@ class ModelReport(Answer, total=False):
     notes: list[str]
 
 
-def examine_model(model: str, *, dtype: str = "auto", device: str = "auto", revision: str | None = None) -> ModelReport:
+def examine_model(model: str, *, dtype: str = "auto", device: str = "auto") -> ModelReport:
     """The report on a model. Raises InvalidArgument for a path that is not there, or a bad option."""
     if dtype != "auto" and dtype not in DTYPES:
         raise InvalidArgument(f"{dtype!r} is not a dtype; use auto or one of {', '.join(DTYPES)}", field="--dtype")
@@ -78,7 +78,7 @@ def examine_model(model: str, *, dtype: str = "auto", device: str = "auto", revi
     backend = choose_backend(resolve_device(device))
     report = ModelReport(model=model, family="", verdict="refused", reason="")
     try:
-        with reaching_hub([(model, revision)]), served_model(model, revision) as served, reading_files(served.base):
+        with reaching_hub([(model, None)]), served_model(model, None) as served, reading_files(served.base):
             config = AutoConfig.from_pretrained(served.base, revision=served.revision, trust_remote_code=False)
         report["family"] = config.model_type
         refuse_config(config, model)

@@ -14,7 +14,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from loraplex_adapters.cache.listing import Listing
 from loraplex_contracts.adapters import (
@@ -40,6 +40,7 @@ from loraplex_server.engine.output_batching import SendCostMeter
 from loraplex_server.engine.pipe import (
     Abandon,
     AdapterCommand,
+    AdapterVerb,
     Batch,
     Cancel,
     Command,
@@ -61,8 +62,6 @@ from loraplex_server.engine.process import EngineBuilder, Scratch, engine_proces
 from loraplex_server.engine.step_sizes import StepSizes
 
 log = logging.getLogger(__name__)
-
-AdapterVerb = Literal["load", "unload", "get", "templates"]
 
 
 class ChangeSignal:

@@ -34,6 +34,8 @@ from loraplex_contracts.load import Load
 from loraplex_contracts.request import Event, Request
 from loraplex_server.engine.step_sizes import StepSizes
 
+AdapterVerb = Literal["load", "unload", "get", "templates"]
+
 # --- to the engine --------------------------------------------------------------------------------------------------
 
 
@@ -63,7 +65,7 @@ class AdapterCommand:
     """One operation of the adapter service; answered by a Reply with the same `operation_id`."""
 
     operation_id: int
-    verb: Literal["load", "unload", "get", "templates"]
+    verb: AdapterVerb
     adapter_id: AdapterId
     pin: bool = False
     user: AdapterUser = NOBODY

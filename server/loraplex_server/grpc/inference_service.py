@@ -174,7 +174,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._gate.take_quota()
         async with within(seconds_left(context)):
             origin = protobuf.adapter_origin(request, request.adapter_id)
-            await self._prompts.check_adapter(request.adapter_id, origin)
+            await self._templates.check_adapter(request.adapter_id, origin)
             version = await self._prompts.version(request, request.adapter_id, origin)
             text, special = await self._prompts.text(request, version)
             special = special and not request.omit_special_tokens

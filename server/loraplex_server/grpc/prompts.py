@@ -41,10 +41,6 @@ class Prompts:
         """The adapter's version whose templates make the prompt; None where none do."""
         return await self._templates.version(adapter_id, origin) if message.WhichOneof("input") == "chat" else None
 
-    async def check_adapter(self, adapter_id: str, origin: AdapterOrigin) -> None:
-        """Raises what a request for the adapter would raise."""
-        await self._templates.check_adapter(adapter_id, origin)
-
     async def ids(
         self,
         message: Prompt,

@@ -59,7 +59,6 @@ def load_model(
     backend: Backend | None = None,
     replaces_decoder: bool = True,
     form: WeightFormat | None = None,
-    verify: bool = True,
     amend: Callable[[PreTrainedModel], PreTrainedModel] | None = None,
     progress: Progress = no_progress,
 ) -> LoadedModel:
@@ -97,7 +96,6 @@ def load_model(
             backend=backend,
             replaces_decoder=replaces_decoder,
             form=form,
-            verify=verify,
             progress=progress,
         )
 

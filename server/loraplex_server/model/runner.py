@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -112,7 +112,6 @@ class ModelRunner:
         max_rows: int,
         max_len: int | None = None,
         overlaps: bool | None = None,
-        fetch: Callable[[Tensor], Download] = download,
         states: StateMemory | None = None,
     ) -> None:
         """`overlaps`: whether `execute` returns before the step has run; by default where the device has a queue.
@@ -127,7 +126,6 @@ class ModelRunner:
         self._sampler = sampler
         self._states = states
         self._device = loaded.device
-        self._fetch = fetch
         self.overlaps = loaded.device.type == "cuda" if overlaps is None else overlaps
         self._graphs: StepGraphs | None = None
         max_len = max_len or loaded.spec.max_context_tokens
@@ -326,7 +324,7 @@ class ModelRunner:
         )
         samples = self._sample(staged, logits)
         pooled = self._pool(staged, logits, hidden) if pools else None
-        return _Launched(staged, samples, self._fetch(samples.pack()), keepers, hidden, pooled, states)
+        return _Launched(staged, samples, download(samples.pack()), keepers, hidden, pooled, states)
 
     def _pool(self, staged: StagedStep, logits: Tensor, hidden: Tensor | None) -> _Pooled:
         """The values of spans that end pooling, and what is kept of those that go on."""
@@ -356,7 +354,7 @@ class ModelRunner:
         shapes = {sequence_id: (one.shape[0], one.shape[1]) for sequence_id, one in values.items()}
         flat = [one.reshape(-1).to(torch.float64) for one in values.values()]
         packed = torch.cat(flat) if flat else torch.empty(0, dtype=torch.float64, device=self._device)
-        return _Pooled(so_far, shapes, self._fetch(packed))
+        return _Pooled(so_far, shapes, download(packed))
 
     def _classify(self, row: Row, states: Tensor) -> Tensor:
         """Logits [num_rows, num_labels] of hidden states, by the classifier of the row's adapter."""

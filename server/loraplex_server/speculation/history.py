@@ -157,10 +157,6 @@ class Outputs:
     def __len__(self) -> int:
         return len(self._tokens)
 
-    @property
-    def num_runs(self) -> int:
-        return len(self._latest)
-
     def add(self, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         """Adds everything behind the prompt, as much as there is room for; if need be, without its beginning."""
         begin = max(0, num_prompt_tokens - NUM_CONTEXT, len(token_ids) - (self._max_tokens - 1))

@@ -25,7 +25,6 @@ from loraplex_server.backends.cuda.graphs import (
     graph_bytes,
     graph_shapes,
 )
-from loraplex_server.backends.cuda.lora.plan import ALIGN_BYTES
 from loraplex_server.backends.cuda.punica import PunicaFunctions, PunicaOps
 from loraplex_server.backends.fusion import FusedOps
 from loraplex_server.backends.reference import ReferenceDense, ReferenceOps
@@ -42,7 +41,6 @@ class CudaBackend(Backend):
 
     name: ClassVar[str] = "cuda"
     merges_linears = True
-    align_bytes = ALIGN_BYTES
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         super().__init__(device)

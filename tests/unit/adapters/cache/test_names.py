@@ -388,7 +388,7 @@ def test_each_tenant_has_a_queue_of_its_own() -> None:
     assert [(fetch.name, fetch.tenant) for fetch in fetches] == [("a", ""), ("b", ""), ("c", "other"), ("d", "other")]
     table.name_failed("c", fetches[2].ticket, AdapterNotFound("none"), 0.0)
     assert table.resolve("e", 0.0, other) is None
-    assert table.num_fetching == 4
+    assert len(table._fetching) == 4
 
 
 def test_load_binds_anew_and_running_requests_keep_the_old() -> None:
@@ -611,7 +611,7 @@ def test_a_fetch_that_outlived_its_name_binds_nothing() -> None:
     assert table.names["x"].key is None
     table.name_fetched("x", fresh.ticket, NEW, 100, 4, 0.0)
     assert table.resolve("x", 0.0) == NEW
-    assert table.num_fetching == 0
+    assert not table._fetching
 
 
 @pytest.mark.parametrize(

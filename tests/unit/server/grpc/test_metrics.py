@@ -53,7 +53,7 @@ def test_a_worker_is_shown_as_it_is_at_the_scrape() -> None:
         accepted={"medusa": 5, "prompt_lookup": 0},
     )
     usage = CacheUsage(
-        *(70, 100, 30, 200, 8, 2),
+        *(70, 100, 30, 200, 8),
         hits=5,
         misses=1,
         device_evictions=4,

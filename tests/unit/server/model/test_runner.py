@@ -337,11 +337,11 @@ class Slow:
 
 
 @pytest.fixture
-def log(rig: Rig) -> list[str]:
+def log(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Steps of the rig overlap from here on."""
     found: list[str] = []
     rig.runner.overlaps = True
-    rig.runner._fetch = lambda values: Slow(values, found)
+    monkeypatch.setattr(module, "download", lambda values: Slow(values, found))
     return found
 
 
