@@ -333,6 +333,21 @@ def unexpected(error: BaseException, doing: str) -> Internal:
     return Internal(f"internal error {error_id}; the server's log says more", metadata={"error_id": error_id})
 
 
+def as_typed(error: BaseException, doing: str) -> LoraplexError:
+    """`error` itself where it is one of ours. Anything else is a bug, and what `unexpected` makes of it."""
+    return error if isinstance(error, LoraplexError) else unexpected(error, doing)
+
+
+def without_frames(error: LoraplexError) -> LoraplexError:
+    """The same error without the frames that it came through, which would keep what their variables hold."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
+class IllegalTransition(RuntimeError):
+    """A step that a state machine's table does not have, which is a bug of the caller's. Nothing was changed."""
+
+
 def by_reason() -> Mapping[str, type[LoraplexError]]:
     """Classes by reason, to rebuild a typed error from the wire. Reasons are unique (a test checks it)."""
     return _CLASSES

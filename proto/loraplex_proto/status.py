@@ -59,14 +59,9 @@ _BY_CODE: Final[dict[Code, type[LoraplexError]]] = {
 # --- to the wire ----------------------------------------------------------------------------------------------------
 
 
-def as_typed(error: BaseException) -> LoraplexError:
-    """`error` itself where it is one of ours. Anything else is a bug, and Internal with an opaque id."""
-    return error if isinstance(error, LoraplexError) else errors.unexpected(error, "answering a call")
-
-
 def to_status(error: BaseException) -> status_pb2.Status:
     """The error as a `google.rpc.Status`: ErrorInfo always, the other details where the error has what they carry."""
-    typed = as_typed(error)
+    typed = errors.as_typed(error, "answering a call")
     message = _bounded(typed.message, MAX_MESSAGE_BYTES)
     status = status_pb2.Status(code=int(typed.code), message=message)
     for detail in _details(typed, message):

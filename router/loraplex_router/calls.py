@@ -23,9 +23,10 @@ from loraplex_contracts.errors import (
     LoraplexError,
     QueueFull,
     QuotaExceeded,
+    as_typed,
 )
 from loraplex_contracts.load import has_place
-from loraplex_proto.status import abort, abort_with, answer_within_s, as_typed
+from loraplex_proto.status import abort, abort_with, answer_within_s
 from loraplex_router.activity import MAX_MESSAGE_CHARS, Activity, FailedCall
 from loraplex_router.policy import DECISIONS, Choice, Decision
 from loraplex_router.upstream import RETRY_CAUSES, Metadata, Upstream, UpstreamFailure
@@ -220,7 +221,7 @@ class Calls:
             self._count(call, Code.CANCELLED)
             raise
         except Exception as exception:
-            error = as_typed(exception)
+            error = as_typed(exception, "answering a call")
         finally:
             self._leave(call)
             if call.ticket is not None:

@@ -102,6 +102,15 @@ def start_shielded(process: Any) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def begin_shielded() -> None:
+    """The child's side of `start_shielded`, first thing in it: ignores those signals, and sees its parent's death even
+    where it is stopped."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked since before the start
+    continue_when_parent_dies()
+
+
 # Seconds from the end of the drain until the engine is killed, and from there until the worker itself is. With what an
 # engine takes to end by itself (engine/process.py) they stay under 10 seconds.
 END_S: Final = 5.0

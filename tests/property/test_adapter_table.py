@@ -22,7 +22,6 @@ from loraplex_adapters.cache.states import (
     DropHost,
     Fetch,
     FetchName,
-    IllegalTransition,
     KeyEvent,
     KeyRecord,
     KeyState,
@@ -38,6 +37,7 @@ from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterLoadsBusy,
     AdapterNotFound,
+    IllegalTransition,
     LoraplexError,
     SourceUnavailable,
 )

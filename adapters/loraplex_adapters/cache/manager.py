@@ -79,6 +79,7 @@ from loraplex_contracts.errors import (
     SourceUnavailable,
     adapter_version_not_found,
     unexpected,
+    without_frames,
 )
 from loraplex_contracts.mixtures import Mixture, Recipe
 
@@ -457,7 +458,7 @@ class AdapterManager:
                 self._remote_fetcher.submit(lambda: self._fetch(fetch, then), _flow(fetch))
                 return
             name = shown_name(fetch.name)
-            failure = _bare(_about(name, _typed(error, f"fetching adapter {name}")))
+            failure = without_frames(_about(name, _typed(error, f"fetching adapter {name}")))
             if is_access_name(fetch.name) and failure.field == "source":
                 failure.field = "adapter_id"  # the request has no other
             self._finish(lambda now: self._take_failed_fetch(fetch, failure, files, now))
@@ -587,7 +588,7 @@ class AdapterManager:
             host = host or self._storage.stage(key)
             weights = self._storage.promote(host) if host and isinstance(move, Promote) else None
         except Exception as error:
-            failure = _bare(_typed(error, "moving an adapter's weights"))
+            failure = without_frames(_typed(error, "moving an adapter's weights"))
             self._finish(lambda now: self._residency.failed(key, failure, now))
             return
         if host is None or (weights is None and isinstance(move, Promote)):
@@ -612,12 +613,6 @@ class AdapterManager:
 
 def _flow(fetch: Fetch) -> str:
     return fetch.tenant if isinstance(fetch, FetchName) else ""
-
-
-def _bare(error: LoraplexError) -> LoraplexError:
-    """The same error without the frames that it came through: they hold the memory of the load, and it is kept."""
-    error.__cause__ = error.__context__ = None
-    return error.with_traceback(None)
 
 
 def _about(adapter_id: str, error: LoraplexError) -> LoraplexError:

@@ -30,7 +30,6 @@ from loraplex_adapters.cache.states import (
     AdapterTraits,
     DropDevice,
     DropHost,
-    IllegalTransition,
     KeyEvent,
     KeyRecord,
     KeyState,
@@ -45,6 +44,7 @@ from loraplex_contracts.adapters import NOBODY, AdapterKey, AdapterUser
 from loraplex_contracts.errors import (
     AdapterMemoryFull,
     FailedPrecondition,
+    IllegalTransition,
     InvalidArgument,
     SourceUnavailable,
     adapter_version_not_found,

@@ -24,11 +24,7 @@ from loraplex_contracts.adapters import (
     LoadOptions,
     name_in,
 )
-from loraplex_contracts.errors import LoraplexError
-
-
-class IllegalTransition(RuntimeError):
-    """A step that the state machine does not have, which is a bug of the caller's. Nothing was changed."""
+from loraplex_contracts.errors import IllegalTransition, LoraplexError
 
 
 class NameState(Enum):

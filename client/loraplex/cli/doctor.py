@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -186,13 +186,17 @@ def _cpu_kernels() -> list[Row]:
 def _lora_operations() -> list[Row]:
     from loraplex_server.backends.registry import lora_operations
 
-    return [{"name": one.name, "usable": one.usable, "note": one.reason} for one in lora_operations()]
+    return _rows_of(lora_operations())
 
 
 def _attention() -> list[Row]:
     from loraplex_server.backends.registry import attention_kernels
 
-    return [{"name": one.name, "usable": one.usable, "note": one.reason} for one in attention_kernels()]
+    return _rows_of(attention_kernels())
+
+
+def _rows_of(found: Iterable[Any]) -> list[Row]:
+    return [{"name": one.name, "usable": one.usable, "note": one.reason} for one in found]
 
 
 def _or_reason(find: Callable[[], list[Row]], name: str = "all") -> list[Row]:

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex_contracts.adapters import check_id
-from loraplex_contracts.errors import InvalidArgument, LoraplexError, MessageTooLarge, RequestTimeout, unexpected
+from loraplex_contracts.errors import InvalidArgument, LoraplexError, MessageTooLarge, RequestTimeout, as_typed
 from loraplex_proto.services import ADAPTERS, INFERENCE, STATUS, path_of
 from loraplex_router.http import pooling
 from loraplex_router.http.errors import dialect_of, error_headers, error_object, status_of, tgi_error
@@ -205,7 +205,7 @@ def _causes(error: Exception) -> tuple[BaseException | None, ...]:
 
 def error_response(error: Exception, scope: Scope) -> Response:
     """An error in the form of the request's dialect. Logged, unless it is a call's, which has its line already."""
-    typed = error if isinstance(error, LoraplexError) else unexpected(error, "answering an HTTP request")
+    typed = as_typed(error, "answering an HTTP request")
     if not any(isinstance(one, LoraplexError) and "request_id" in one.metadata for one in _causes(typed)):
         record = RequestRecord(f"{scope['method']} {scope['path']}", request_id=scope["state"]["request_id"])
         record.fail(typed)

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from loraplex_contracts.errors import Cancelled, LoraplexError, MessageTooLarge, unexpected
+from loraplex_contracts.errors import Cancelled, LoraplexError, MessageTooLarge, as_typed, unexpected
 from loraplex_proto.status import from_rpc_error
 from loraplex_router.calls import CallContext
 from loraplex_router.http.errors import with_names_of
@@ -214,5 +214,5 @@ async def events_of(
         if last := b"".join(at_end()) + done:
             yield last
     except Exception as error:  # after the first byte there is no other way to say it
-        typed = error if isinstance(error, LoraplexError) else unexpected(error, "streaming an answer")
+        typed = as_typed(error, "streaming an answer")
         yield of_error(typed) + done

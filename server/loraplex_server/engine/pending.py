@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from loraplex_contracts.errors import LoraplexError, unexpected
+from loraplex_contracts.errors import LoraplexError, as_typed
 from loraplex_contracts.request import Request
 
 Name = TypeVar("Name")
@@ -100,7 +100,7 @@ class Pending(Generic[Name, Found]):
                 found = self._resolve(self._name_of(request), now)
             except Exception as error:
                 # All get the same error: asking again might start another load.
-                typed = error if isinstance(error, LoraplexError) else unexpected(error, self.doing)
+                typed = as_typed(error, self.doing)
                 return [*taken, *((other, typed) for other in list(waiting.values())[len(taken) :])]
             if found is None:
                 return taken

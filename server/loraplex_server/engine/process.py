@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final
 from loraplex_adapters.store import LOCK_NAME, remove_abandoned
 from loraplex_contracts.errors import Internal, LoraplexError
 from loraplex_runtime.logs import setup_logging
-from loraplex_runtime.shutdown import SIGNALS, continue_when_parent_dies, exit_at_once
+from loraplex_runtime.shutdown import begin_shielded, exit_at_once
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine.liveness import Heartbeat, StepBound, TurnTimer
 from loraplex_server.engine.output_batching import OutputQueue, SendThrottle, delivery_share
@@ -66,10 +66,7 @@ def engine_process(
     """Entry point of the spawned process; does not return. `scratch` is the folder for its temporary files."""
     # Ctrl-C and a closed terminal reach the whole process group, and a SIGTERM aimed at the group too; the front end
     # decides when the engine ends, and a front end that is gone shows as the end of the pipe.
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked since before the start
-    continue_when_parent_dies()
+    begin_shielded()
     use_scratch(scratch)
     setup_logging(config.log_level, config.log_format)
     with contextlib.suppress(ImportError):

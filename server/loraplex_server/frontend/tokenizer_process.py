@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from loraplex_runtime.shutdown import SIGNALS, continue_when_parent_dies, start_shielded
+from loraplex_runtime.shutdown import begin_shielded, start_shielded
 from loraplex_server.text.control_tokens import PlainTokenizer, plain_tokenizer
 from loraplex_server.text.tokenizer import Truncation, encode, encoding_of
 from loraplex_server.text.vocabulary import Vocabulary
@@ -113,10 +113,7 @@ class TokenizerProcess:
 def tokenize_jobs(conn: Connection) -> None:
     """Entry point of the process; does not return."""
     # The front end decides when it ends. When the front end dies, the pipe ends.
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked since before the start
-    continue_when_parent_dies()
+    begin_shielded()
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     serialized: str = conn.recv()

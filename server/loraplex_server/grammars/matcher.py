@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import AddedToken, Tokenizer
 
-from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, LoraplexError, unexpected
+from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, LoraplexError, unexpected, without_frames
 from loraplex_contracts.plan import GrammarMatcher
 from loraplex_contracts.request import Grammar
 from loraplex_runtime import cgroups
@@ -399,13 +399,13 @@ class Grammars:
                 self._checker.check(grammar)
             found = compiler.compile(grammar)
         except InvalidArgument as error:
-            found = _bare(error)
+            found = without_frames(error)
         except LoraplexError as error:
-            found, is_final, retry_s = _bare(error), False, error.retry_after_s or RETRY_S
+            found, is_final, retry_s = without_frames(error), False, error.retry_after_s or RETRY_S
         except CompileLimit as error:
             found, is_final = refusal(grammar, str(error)), False
         except Exception as error:
-            found, is_final = _bare(unexpected(error, "compiling a grammar")), False
+            found, is_final = without_frames(unexpected(error, "compiling a grammar")), False
         with self._lock:
             self._under_way.discard(grammar)
             self._done[grammar] = found
@@ -421,12 +421,6 @@ class Grammars:
         del self._done[grammar]
         self._retry_s.pop(grammar, None)
         self._num_bytes -= len(grammar.text)
-
-
-def _bare(error: LoraplexError) -> LoraplexError:
-    """The error without the frames that it came through: they would keep what their variables hold."""
-    error.__cause__ = error.__context__ = None
-    return error.with_traceback(None)
 
 
 def _tokenizer(serialized: str, num_logits: int, eos_token_ids: Collection[int]) -> tuple[TokenSet, LLTokenizer]:

@@ -36,7 +36,7 @@ from loraplex_server.grpc.middleware import (
     handles_errors,
     handles_stream_errors,
 )
-from loraplex_server.grpc.prompts import Prompts, copied_ids, seconds_left, within
+from loraplex_server.grpc.prompts import Prompts, copied_ids, refuse_early, seconds_left, within
 from loraplex_server.text.call_forms import FORMS, PLAIN, CallForm
 from loraplex_server.text.call_reading import form_of
 from loraplex_server.text.responses import ResponseParsing
@@ -248,7 +248,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             await self._tokenizing.off_loop(num_checked, partial(validate.check_for_model, message, self._limits))
             identity = self._gate.admit(*validate.adapters_in(message))
             num_prompt, num_outputs = self._estimate(message)
-            self._refuse_early(message, num_prompt, num_outputs, identity.tenant, remaining_s)
+            flow = (identity.tenant, validate.adapter_name_in(message))
+            refuse_early(self._engine.state.load, flow, message.priority, num_prompt, num_outputs, remaining_s)
             ticket = self._gate.take_quota(
                 message.n or 1,
                 num_prompt_tokens=num_prompt,
@@ -304,20 +305,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         room = max(1, self._info.max_context_tokens - num_prompt)
         wanted = message.stopping.max_tokens if message.stopping.HasField("max_tokens") else room
         return num_prompt, min(wanted, room)
-
-    def _refuse_early(
-        self,
-        message: inference_pb2.GenerateRequest,
-        num_prompt: int,
-        num_outputs: int,
-        tenant: str,
-        remaining_s: float | None,
-    ) -> None:
-        """Raises Overloaded where the engine would, by an estimate without tokens: refusing a flood must not take CPU
-        time from the requests that are served."""
-        forecast = self._engine.state.load.forecast
-        if forecast is not None and message.priority <= 0:
-            forecast.check((tenant, validate.adapter_name_in(message)), num_prompt, num_outputs, remaining_s)
 
     async def _parsing(
         self,

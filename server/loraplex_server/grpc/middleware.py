@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from loraplex_contracts.adapters import MAX_ADAPTER_ID_CHARS, MAX_ID_CHARS
-from loraplex_contracts.errors import Draining, InvalidArgument, LoraplexError, QuotaExceeded
+from loraplex_contracts.errors import Draining, InvalidArgument, LoraplexError, QuotaExceeded, as_typed
 from loraplex_proto import status
 from loraplex_proto.validate import parse
 from loraplex_runtime import auth
@@ -227,7 +227,7 @@ class _Call:
 
     def failed(self, error: Exception) -> LoraplexError:
         # One error may end many requests; the id is that of this one only.
-        typed = self._suggesting(copy.copy(status.as_typed(error)))
+        typed = self._suggesting(copy.copy(as_typed(error, "answering a call")))
         self._error = typed
         self.record.fail(typed)
         self.record.request_id = self.record.request_id or uuid.uuid4().hex

@@ -24,7 +24,7 @@ from loraplex_server.frontend.templates import Templates
 from loraplex_server.frontend.tokenizing import TOKEN_CHARS, Tokenizing
 from loraplex_server.grpc import protobuf
 from loraplex_server.grpc.middleware import RequestGate, begin_request, current_record, handles_errors
-from loraplex_server.grpc.prompts import PoolingRequest, Prompts, seconds_left, within
+from loraplex_server.grpc.prompts import PoolingRequest, Prompts, refuse_early, seconds_left, within
 
 Context = Any
 
@@ -209,7 +209,8 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
         identity = self._gate.admit(*validate.pooling_adapters_in(message))
         async with within(left_s):
             num_estimated = _num_prompt_tokens(message, query)
-            self._refuse_early(message, num_estimated, identity.tenant, left_s)
+            flow = (identity.tenant, message.adapter_id)
+            refuse_early(self._engine.state.load, flow, message.priority, num_estimated, 1, left_s)
             ticket = self._gate.take_pooling_quota(len(inputs), num_estimated)
             prompts: list[tuple[int, ...]] = []
             version: AdapterVersion | None = None
@@ -270,12 +271,6 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
             prompt = await self._prompts.ids(pooling_pb2.PoolingInput(token_ids=ids), truncation, special=special)
         validate.check_prompt_length(len(prompt), limits, makes_tokens=False)
         return prompt
-
-    def _refuse_early(self, message: PoolingRequest, num_prompt: int, tenant: str, left_s: float | None) -> None:
-        """Raises Overloaded where the engine would refuse, by an estimate without tokens; generation does the same."""
-        forecast = self._engine.state.load.forecast
-        if forecast is not None and message.priority <= 0:
-            forecast.check((tenant, message.adapter_id), num_prompt, 1, left_s)
 
 
 def _num_prompt_tokens(message: PoolingRequest, query: pooling_pb2.PoolingInput | None) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from loraplex_contracts.adapters import OWN_ORIGIN, AdapterOrigin, AdapterVersion
 from loraplex_contracts.errors import DeadlineExceeded
+from loraplex_contracts.load import Load
 from loraplex_proto.status import answer_within_s
 from loraplex_proto.v1 import inference_pb2, pooling_pb2
 from loraplex_runtime import auth
@@ -100,6 +101,15 @@ class Prompts:
 
     def _rendered(self, chat: inference_pb2.Chat) -> str | SafeText:
         return self._tokenizing.tokenizer.chat_text(protobuf.template_input(chat))
+
+
+def refuse_early(
+    load: Load, flow: tuple[str, str], priority: int, num_prompt: int, num_outputs: int, left_s: float | None
+) -> None:
+    """Raises Overloaded where the engine would refuse, by an estimate without tokens: refusing a flood must not take
+    CPU time from the requests that are served. `flow`: the tenant and the name of its adapter."""
+    if load.forecast is not None and priority <= 0:
+        load.forecast.check(flow, num_prompt, num_outputs, left_s)
 
 
 def seconds_left(context: Context) -> float | None:

@@ -17,16 +17,13 @@ from operator import attrgetter
 from typing import Protocol
 
 from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import IllegalTransition
 from loraplex_contracts.load import Flow
 from loraplex_contracts.mixtures import WeightedKey
 from loraplex_contracts.plan import AdapterUse, BlockCopy, GrammarMatcher, NewSequence, Span, StepPlan
 from loraplex_contracts.request import PositionLogprobs, Request, SamplingParams
 from loraplex_server.kv.blocks import BlockPool, KeyChain
 from loraplex_server.kv.states import NO_STATE, StatePool
-
-
-class IllegalTransition(RuntimeError):
-    """A state machine was asked for a step that its table does not have. Nothing was changed."""
 
 
 class SequenceStatus(Enum):

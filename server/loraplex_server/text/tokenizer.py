@@ -233,9 +233,7 @@ class TextTokenizer:
         ids = {text: self._backend.token_to_id(text) for text in named.values()}
         known = {text: token_id for text, token_id in ids.items() if token_id is not None}
         named = {role: text for role, text in named.items() if text in known}
-        template = tokenizer.chat_template or ""
-        if not isinstance(template, str):  # several by name
-            template = template.get("default", "")
+        template = self.chat_template_for(has_tools=False)
         return TokenizerFacts(named, {**self._vocabulary.special_ids, **known}, template)
 
     @property

@@ -68,3 +68,21 @@ def test_errors_and_ids_need_only_the_standard_library() -> None:
         "sys.exit(any(m.split('.')[0] in ('grpc', 'google', 'torch') for m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_typed_errors_stay_and_others_become_internal() -> None:
+    error = errors.QueueFull("x")
+    assert errors.as_typed(error, "testing") is error
+    assert isinstance(errors.as_typed(ValueError("secret"), "testing"), errors.Internal)
+    assert "secret" not in errors.as_typed(ValueError("secret"), "testing").message
+
+
+def test_an_error_that_is_kept_holds_no_frames() -> None:
+    try:
+        try:
+            raise ValueError("inner")
+        except ValueError as inner:
+            raise errors.QueueFull("x") from inner
+    except errors.QueueFull as error:
+        bare = errors.without_frames(error)
+    assert bare.__traceback__ is bare.__cause__ is bare.__context__ is None

@@ -19,7 +19,6 @@ from loraplex_proto.status import (
     DETAILS_KEY,
     UnknownMethods,
     abort,
-    as_typed,
     from_rpc_error,
     from_status,
     from_transport,
@@ -200,11 +199,6 @@ def test_what_other_languages_read() -> None:
     assert (info.reason, info.domain, dict(info.metadata)) == ("ADAPTER_NOT_FOUND", "loraplex.dev", {"worker": "w1"})
     assert (resource.resource_type, resource.resource_name) == ("adapter", "sql")
     assert (status.code, status.message) == (5, "no adapter 'sql'")
-
-
-def test_as_typed_keeps_ours() -> None:
-    error = errors.QueueFull("x")
-    assert as_typed(error) is error
 
 
 # --- statuses that are not ours -------------------------------------------------------------------------------------

@@ -18,14 +18,13 @@ from loraplex_adapters.cache.states import (
     AdapterTraits,
     DropDevice,
     DropHost,
-    IllegalTransition,
     KeyState,
     Promote,
     Stage,
 )
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_contracts.adapters import AdapterKey
-from loraplex_contracts.errors import SourceUnavailable
+from loraplex_contracts.errors import IllegalTransition, SourceUnavailable
 
 HEADS = [key_of(idx, "medusa") for idx in range(1, 7)]
 LORA, OTHER = key_of(11, "lora"), key_of(12, "lora")

@@ -7,7 +7,7 @@ from support.residency import fetch_of, turn
 
 from loraplex_adapters.cache.names import ABANDONED_S, MAX_REMEMBERED_FAILURES, AdapterTable
 from loraplex_adapters.cache.residency import AdapterCacheConfig
-from loraplex_adapters.cache.states import FetchName, IllegalTransition, Promote
+from loraplex_adapters.cache.states import FetchName, Promote
 from loraplex_adapters.cache.versions import MAX_VERSIONS
 from loraplex_contracts.adapters import OWN_ORIGIN, AdapterKey, AdapterOrigin, AdapterUser, LoadOptions
 from loraplex_contracts.errors import (
@@ -19,6 +19,7 @@ from loraplex_contracts.errors import (
     AdapterOutsideRoot,
     AdapterVersionNotFound,
     DigestMismatch,
+    IllegalTransition,
     InvalidArgument,
     LoraplexError,
 )

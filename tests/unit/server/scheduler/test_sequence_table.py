@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.scheduler_harness import make_request
 
+from loraplex_contracts.errors import IllegalTransition
 from loraplex_contracts.request import SamplingParams
 from loraplex_server.scheduler.admission import SchedulerConfig
 from loraplex_server.scheduler.sequence_table import (
@@ -17,7 +18,6 @@ from loraplex_server.scheduler.sequence_table import (
     SEQUENCE_TRANSITIONS,
     FairClock,
     Flow,
-    IllegalTransition,
     RequestPhase,
     RequestState,
     SequenceState,
