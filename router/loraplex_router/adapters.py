@@ -181,12 +181,11 @@ class AdapterFanOut:
         as they are."""
         answers = into or Answers()
         method = method or call.method
-
-        async def ask(worker_id: str) -> bytes:
-            return await call.ask(self._upstreams[worker_id], path_of(ADAPTERS, method), raw)
-
-        results = await asyncio.gather(*map(ask, worker_ids), return_exceptions=True)
-        for worker_id, result in zip(worker_ids, results, strict=True):
+        # One may have left since it was chosen.
+        upstreams = {one: self._upstreams[one] for one in worker_ids if one in self._upstreams}
+        asking = (call.ask(upstream, path_of(ADAPTERS, method), raw) for upstream in upstreams.values())
+        results = await asyncio.gather(*asking, return_exceptions=True)
+        for worker_id, result in zip(upstreams, results, strict=True):
             if isinstance(result, UpstreamFailure):
                 answers.failures.append(result)
                 log.info("%s at %s: %s", method, worker_id, result)

@@ -341,6 +341,9 @@ class InferenceRelay:
                 trailing = passed_on(await stream.trailing_metadata())
             if trailing:
                 call.context.set_trailing_metadata(trailing)
+        except UpstreamFailure:
+            if resumption is None or not resumption.has_ended:
+                raise
         finally:
             stream.cancel()
             self._metrics.relayed(call.num_messages_sent)

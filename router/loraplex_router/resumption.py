@@ -32,6 +32,7 @@ class Resumption:
     def __init__(self, raw: bytes) -> None:
         self.raw = raw  # the request, from the first message on with its seed
         self.loss: UpstreamFailure | None = None  # what the client is told where nothing goes on
+        self.has_ended = False  # the client has the whole answer
         self._token_ids: list[int] = []
         self._num_chars = Counter[str]()  # by the field that has them
         self._digest: str | None = None
@@ -50,6 +51,7 @@ class Resumption:
         """Returns the part of a message that the client lacks; empty where it has all. Raises WorkerLost for another
         answer."""
         chunk = inference_pb2.GenerateStreamResponse.FromString(message)
+        self.has_ended |= bool(chunk.finish_reason)
         self._take_first(chunk)
         self._take_tokens(chunk)
         chunk.text_delta = self._unsent("text", chunk.text_delta)

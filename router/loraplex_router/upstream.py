@@ -250,7 +250,7 @@ class Upstream:
 
     @contextlib.contextmanager
     def failures_of(self, call: Any) -> Generator[None]:
-        """Turns the errors of `call`, which is awaited inside, into UpstreamFailure; `give_up` ends it."""
+        """Turns the errors of `call`, which is awaited inside, into UpstreamFailure; `give_up` and `close` end it."""
         self._under_way.add(call)
         try:
             yield
@@ -261,10 +261,10 @@ class Upstream:
             raise failure from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            was_given_up = call not in self._under_way
-            if not was_given_up or (task is not None and task.cancelling()):
+            if task is None or task.cancelling():
                 raise
-            error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, _NO_METADATA, _NO_METADATA, "it went silent")
+            reason = "the connection was closed" if call in self._under_way else "it went silent"
+            error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, _NO_METADATA, _NO_METADATA, reason)
             raise UpstreamFailure(self.worker_id, error) from None
         finally:
             self._under_way.discard(call)

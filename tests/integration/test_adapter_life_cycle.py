@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,6 +95,9 @@ async def test_versions_under_one_name(address: str, root: Path, tiny_world: Tin
         assert await text(client, "sql") == expected["v1"]
         with pytest.raises(DigestMismatch):
             await client.adapters.load("sql", expected_digest=old.digest)
+        async with asyncio.timeout(20):  # the worker may be idle by now
+            with pytest.raises(DigestMismatch):
+                await client.adapters.load("sql", if_absent=True, expected_digest="0" * 64)
         (kept,) = await client.adapters.load("sql", if_absent=True)
         assert (kept.digest, kept.last_error_reason) == (old.digest, "DIGEST_MISMATCH")
         (new,) = await client.adapters.load("sql")

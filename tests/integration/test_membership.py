@@ -15,9 +15,11 @@ from support.fake_workers import FAST_WATCH, Chunk, FakeWorker, Generate, chunks
 
 from loraplex_contracts.errors import NoWorker
 from loraplex_proto.status import from_rpc_error
-from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
+from loraplex_proto.v1 import adapter_pb2, adapter_pb2_grpc, inference_pb2, inference_pb2_grpc
 from loraplex_router import membership
+from loraplex_router import workers as router_workers
 from loraplex_router.config import PolicyConfig, RouterConfig
+from loraplex_router.policy import rendezvous_order
 from loraplex_router.server import Router, start_router
 
 NUM_TOKENS = 30
@@ -47,6 +49,7 @@ class Fleet:
     def __init__(self, path: Path, router: Router, channel: grpc.aio.Channel) -> None:
         self.path = path
         self.router = router
+        self.channel = channel
         self.stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
 
     def write(self, *lines: str) -> None:
@@ -100,6 +103,43 @@ async def test_an_empty_list_is_a_state(fleet: Fleet, workers: list[FakeWorker])
     fleet.write()
     await until(lambda: not fleet.router.replicas.all())
     assert not fleet.router.listener.health.is_ready
+
+
+def load(fleet: Fleet, adapter_id: str) -> asyncio.Task[Any]:
+    stub: Any = adapter_pb2_grpc.AdapterServiceStub(fleet.channel)
+
+    async def ask() -> Any:
+        return await stub.LoadAdapter(adapter_pb2.LoadAdapterRequest(adapter_id=adapter_id), timeout=30)
+
+    return asyncio.create_task(ask())
+
+
+async def test_a_load_succeeds_though_a_holder_leaves_meanwhile(fleet: Fleet, workers: list[FakeWorker]) -> None:
+    fleet.write(*(worker.address for worker in workers[:3]))
+    await until(lambda: len(fleet.names()) == 3)
+    order = [next(w for w in workers if w.address == one) for one in rendezvous_order("sql", fleet.names())]
+    order[2].adapters["sql"] = adapter_pb2.Adapter(adapter_id="sql", digest="v1")
+    order[0].may_load = asyncio.Event()
+    loading = load(fleet, "sql")
+    await until(lambda: "LoadAdapter" in order[0].calls)
+    fleet.write(*(worker.address for worker in order[:2]))
+    await until(lambda: len(fleet.router.replicas.all()) == 2)
+    order[0].may_load.set()
+    assert [row.worker for row in (await loading).adapters] == [worker.address for worker in order[:2]]
+    assert "LoadAdapter" not in order[2].calls
+
+
+async def test_a_load_ends_though_the_connection_of_a_leaving_worker_closes(
+    fleet: Fleet, workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_workers, "CLOSE_S", 0.1)
+    fleet.write(workers[0].address, workers[1].address)
+    await until(lambda: len(fleet.names()) == 2)
+    workers[0].may_load = asyncio.Event()
+    loading = load(fleet, "sql")
+    await until(lambda: "LoadAdapter" in workers[0].calls)
+    fleet.write(workers[1].address)
+    assert [row.worker for row in (await loading).adapters] == [workers[1].address]
 
 
 async def test_no_stream_is_lost_while_members_come_and_go(

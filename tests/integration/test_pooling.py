@@ -255,3 +255,14 @@ async def test_a_client_that_leaves_frees_what_it_held(world: World) -> None:
         return load.num_running == load.num_queued == 0
 
     await until(is_idle)
+
+
+async def test_texts_and_vectors_may_have_one_request_id(tiny_world: TinyWorld) -> None:
+    """The engine's own ids are unique over both services: clients may choose equal ones."""
+    engine = EngineConfig(ModelConfig(str(tiny_world.model), max_context_tokens=64), KvConfig(memory_bytes=4 << 20))
+    with inline_worker(WorkerConfig(engine, port=0)) as worker:
+        async with AsyncClient(worker.address) as client:
+            texts = [client.generate("Ada", request_id="same", max_tokens=40, ignore_eos=True) for _ in range(8)]
+            vectors = [client.embed("Ada", request_id="same") for _ in range(8)]
+            answers = await asyncio.gather(*texts, *vectors)
+    assert [answer.usage.prompt_tokens for answer in answers] == [answers[0].usage.prompt_tokens] * 16

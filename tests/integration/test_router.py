@@ -388,6 +388,20 @@ async def test_a_stream_goes_on_at_another_worker() -> None:
         assert got[-1].finish_reason == inference_pb2.FINISH_REASON_LENGTH
 
 
+async def test_an_answer_that_is_whole_ends_well_though_its_worker_is_lost() -> None:
+    async def whole_and_lost(request: Generate, context: Any) -> AsyncIterator[bytes]:
+        for message in chunks(3, request.request_id):
+            yield message
+        await abort(context, EngineLost("gone"))
+
+    async with cluster(2, resume=True) as c:
+        for worker in c.workers:
+            worker.stream = whole_and_lost
+        got = await read(stub(c.channel).GenerateStream(Generate(text="x")))
+        assert [bool(message.finish_reason) for message in got] == [False, False, True]
+        assert sum(c.num_requests) == 1
+
+
 async def _differs(request: Generate, context: Any) -> AsyncIterator[bytes]:
     yield Chunk(token_ids=[1, 2, 99], request_id=request.request_id).SerializeToString()
 

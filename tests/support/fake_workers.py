@@ -107,6 +107,7 @@ class FakeWorker:
         self.unknown: frozenset[str] = frozenset()  # adapters that no call finds
         self.adapter_error: LoraplexError | None = None  # of every call
         self.load_error: LoraplexError | None = None  # of LoadAdapter alone
+        self.may_load: asyncio.Event | None = None  # LoadAdapter waits for it
         self.raw_requests: list[bytes] = []
         self.metadata: list[dict[str, str | bytes]] = []
         self.remaining_s: list[float | None] = []
@@ -319,6 +320,8 @@ class FakeWorker:
             error = self.adapter_error or (self.load_error if method == "LoadAdapter" else None)
             if error is not None:
                 await abort(context, error)
+            if method == "LoadAdapter" and self.may_load is not None:
+                await self.may_load.wait()
             rows = list(self.adapters.values())
             if method == "ListAdapters":
                 return self._page(adapter_pb2.ListAdaptersRequest.FromString(raw), rows)

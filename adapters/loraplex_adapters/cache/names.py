@@ -168,8 +168,11 @@ class AdapterTable:
                 return None
             operation = None  # abandoned: its own caller would have taken the result by now
         if record is None or operation is None:
-            self._start_load(name, record, LoadOperation(pin, user, options))
-            return None
+            operation = LoadOperation(pin, user, options)
+            self._start_load(name, record, operation)
+            if record is None or operation.error is None:
+                return None
+            # Refused at once: nothing has been queued that would wake an idle engine for another call.
         if operation.error is not None:
             self._end_load(record)
             raise fresh(operation.error)

@@ -160,6 +160,7 @@ class EngineClient:
         self._streams: dict[str, RequestStream] = {}
         self._operations: dict[int, asyncio.Future[Reply]] = {}
         self._operation_ids = itertools.count(1)
+        self._request_numbers = itertools.count(1)
         self._conn: Any = None
         self._commands: CommandWriter | None = None
         self._frames = FrameReader()
@@ -221,6 +222,10 @@ class EngineClient:
     def stalled(self) -> str:
         """The reason that the engine counts as stalled; empty while it does not."""
         return self._liveness.stalled
+
+    def unique_id(self, request_id: str) -> str:
+        """The engine's id of one request of a call; clients may choose equal ids."""
+        return f"{request_id}/{next(self._request_numbers)}"
 
     def submit(self, request: Request) -> RequestStream:
         """Hands the request over; its id must not be in use. Raises EngineLost."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
@@ -121,7 +120,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._tokenizer_view = TokenizerView(
             partial(self._tokenizer.encode, add_special_tokens=False), frozenset(info.eos_token_ids)
         )
-        self._counter = itertools.count(1)
 
     @handles_errors
     async def Generate(
@@ -285,8 +283,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             message,
             prompt,
             sampling,
-            # Clients may choose equal ids.
-            request_id=f"{request_id}/{next(self._counter)}",
+            request_id=self._engine.unique_id(request_id),
             tenant=identity.tenant,
             room=self._info.max_context_tokens - len(prompt),
             arrival_s=arrival_s,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -50,7 +49,6 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
         self._tokenizing = tokenizing
         self._prompts = Prompts(tokenizing, templates)
         self._gate = gate
-        self._counter = itertools.count(1)
 
     @handles_errors
     async def Embed(self, request: pooling_pb2.EmbedRequest, context: Context) -> pooling_pb2.EmbedResponse:
@@ -222,7 +220,7 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
         ticket.set_prompt(sum(map(len, prompts)))
         return [
             Request(
-                request_id=f"{request_id}/{next(self._counter)}",  # clients may choose equal ids
+                request_id=self._engine.unique_id(request_id),
                 prompt_token_ids=prompt,
                 stopping=StoppingParams(max_tokens=1),
                 speculation=SpeculationParams(kind="off"),

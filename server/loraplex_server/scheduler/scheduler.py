@@ -230,9 +230,9 @@ class Scheduler:
         step = PlanBuilder(num_left=self._config.max_step_tokens)
         self._admission.preempt_for_shorter(step, now)
         _plan_running(self._table, step, drafts, self._config.rope)
-        # After a preemption nothing is admitted: what came free is for the sequences that run.
-        step.is_full = step.num_preempted > 0
-        failed = {} if step.num_preempted else self._admission.run(step, now)
+        # After a preemption nothing is admitted: what came free is for the sequences that run, where any does.
+        step.is_full = step.num_preempted > 0 and bool(self._table.running)
+        failed = {} if step.is_full else self._admission.run(step, now)
         plan = self._close(step) if step.spans else None
         if not self._in_flight:
             self._last_step_s = None

@@ -77,7 +77,10 @@ def test_the_answer_is_whole_wherever_workers_are_lost(
 def test_what_nobody_lost_passes_as_it_came() -> None:
     one = Resumption(b"")
     messages = answer([3, 5])
-    assert all(one.rest_of(message) is message for message in messages)
+    for message in messages:
+        assert not one.has_ended
+        assert one.rest_of(message) is message
+    assert one.has_ended
     assert one.loss is None
 
 

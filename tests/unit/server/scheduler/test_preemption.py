@@ -62,6 +62,23 @@ def test_nobody_enters_in_the_step_that_preempted() -> None:
     harness.check_outputs()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_shorter_one_enters_at_once_where_nothing_else_runs(depth: int) -> None:
+    """A step without a plan would let the engine sleep until something else wakes it."""
+    harness = Harness(max_running=1, depth=depth, slice_s=0.05)
+    harness.add(make_request("long", (1, 2, 3), max_tokens=60))
+    for _ in range(8):
+        harness.turn()
+    harness.add(make_request("short", (4, 5, 6), max_tokens=2))
+    while not harness.scheduler.load().num_preemptions:
+        plan = harness.turn()
+    assert plan is not None
+    assert [new.sequence_id.split("#")[0] for new in plan.entered] == ["short"]
+    harness.run()
+    harness.check_outputs()
+    assert preempted(harness) == ["long"]
+
+
 def test_a_prompt_that_does_not_fit_now_is_not_overtaken() -> None:
     """Smaller prompts that would fit wait behind it: or endless small ones would keep it out for ever."""
     harness = Harness(num_blocks=11, block_size=2)
