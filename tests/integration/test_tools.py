@@ -13,7 +13,8 @@ from jsonschema import validate
 from support.inline_worker import inline_worker
 from support.light_worker import CHAT_TEMPLATE, scripted_worker
 from support.tiny_tokenizers import tiny_tokenizer
-from support.world import TinyWorld, make_world
+from support.world import TinyWorld, byte_tokenizer, make_world
+from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from loraplex import AsyncClient, ChatDelta, Client, InvalidArgument
@@ -223,8 +224,13 @@ def test_demanded_calls_are_valid(random_client: Client, seeds: range) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_arguments_of_strict_tools_are_valid_where_the_model_chooses_to_call(template: Any, tmp_path: Path) -> None:
-    world = make_world(tmp_path, 0, special_tokens=("<tool_call>",))
+@pytest.mark.parametrize("is_special", [True, False])
+def test_arguments_of_strict_tools_are_valid_where_the_model_chooses_to_call(
+    template: Any, tmp_path: Path, is_special: bool
+) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken(one, special=is_special) for one in ("<tool_call>", "</tool_call>")])
+    world = make_world(tmp_path, 0, tokenizer=tokenizer)
     mark = AutoTokenizer.from_pretrained(world.model).convert_tokens_to_ids("<tool_call>")
     tools: list[Any] = [
         {"function": {"name": name, "parameters": one, "strict": name == "f"}} for name, one in SCHEMAS.items()
@@ -241,6 +247,9 @@ def test_arguments_of_strict_tools_are_valid_where_the_model_chooses_to_call(tem
             found += calls if answer.finish_reason == "eos" else calls[:-1]  # the last one may be cut
             chunks = list(client.stream(**asked, **options, tool_choice="auto"))
             assert together([delta for chunk in chunks for delta in chunk.deltas])[2] == calls
+        demanded: Any = client.generate(**asked, tool_choice={"function": {"name": "f"}}).message
+        ((name, arguments),) = calls_of(demanded)
+        found.append((name, arguments))
         with pytest.raises(InvalidArgument) as caught:
             client.generate(**asked, ignore_eos=True)
         assert caught.value.field == "stopping.ignore_eos"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from loraplex_contracts.adapters import check_id
@@ -18,41 +19,52 @@ from loraplex_server.text.tool_schemas import resolved_parameters
 _TOOLS: Final = "chat.tools_json"
 
 
-def tool_calls(
-    form: CallForm,
-    parsing: ResponseParsing,
-    special_ids: Mapping[str, int],
-    name: str,
-) -> Grammar:
+@dataclass(frozen=True, slots=True)
+class MarkTokens:
+    """Tokens of a vocabulary that marks are written with, ids by text. Free text has no special ones; `plain` ones are
+    text as others are."""
+
+    special: Mapping[str, int] = field(default_factory=dict[str, int])
+    plain: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def terms(self, text: str) -> str:
+        """A text in llguidance's form of Lark, with tokens by id: the library would spell plain ones in pieces."""
+        return _terms(text, {**self.special, **self.plain})
+
+    def ending(self, rule: str, text: str) -> str:
+        """A rule for any text up to `text`, which may come in any spelling."""
+        return f"{rule}{'' if text in self.special else '[lazy]'}: ANY {_terms(text, self.special)}"
+
+
+def tool_calls(form: CallForm, parsing: ResponseParsing, tokens: MarkTokens, name: str) -> Grammar:
     """A grammar for calls of any of the request's tools, one at least, or one call of `name`. Where the prompt has
-    begun to reason, that goes on first. `special_ids`: special tokens by text, which are written as such. Raises
-    InvalidArgument with the field."""
-    field = "chat.tool_choice.name" if name else "chat.tool_choice.required"
+    begun to reason, that goes on first. Raises InvalidArgument with the field."""
+    asked = "chat.tool_choice.name" if name else "chat.tool_choice.required"
     functions: list[Any] = [tool.get("function", tool) for tool in parsing.tools]
     wanted = [one for one in functions if not name or (isinstance(one, dict) and one.get("name") == name)]
     if not wanted:
-        raise InvalidArgument(f"`{field}` names a tool that is not in `chat.tools_json`", field=field)
-    rules = _call_rules(form, wanted, special_ids)
+        raise InvalidArgument(f"`{asked}` names a tool that is not in `chat.tools_json`", field=asked)
+    rules = _call_rules(form, wanted, tokens)
     is_one = bool(name) or form.between is None or parsing.max_calls == 1
-    more = "" if is_one else f"({_terms(form.between or '', special_ids)} call)*"
-    calls = f"{_terms(form.head, special_ids)} call {more} {_terms(form.tail, special_ids)}"
+    more = "" if is_one else f"({tokens.terms(form.between or '')} call)*"
+    calls = f"{tokens.terms(form.head)} call {more} {tokens.terms(form.tail)}"
     lines = ["%llguidance {}", f"start: {calls}"]
     if parsing.closing:
-        lines = ["%llguidance {}", f"start: thoughts {calls}", ANY, _thoughts(parsing.closing, special_ids)]
-    return _grammar(field, (*lines, *rules))
+        lines = ["%llguidance {}", f"start: thoughts {calls}", ANY, tokens.ending("thoughts", parsing.closing)]
+    return _grammar(asked, (*lines, *rules))
 
 
 def has_strict(tools: Sequence[Mapping[str, Any]]) -> bool:
     return any(_is_strict(tool.get("function", tool)) for tool in tools)
 
 
-def strict_calls(form: CallForm, parsing: ResponseParsing, special_ids: Mapping[str, int]) -> Grammar:
+def strict_calls(form: CallForm, parsing: ResponseParsing, tokens: MarkTokens) -> Grammar:
     """A grammar for free text, and calls of the request's tools where the model writes them: from their mark on in the
     model's own form, with the parameters of tools that are `strict`, and any arguments of the others. Raises
     InvalidArgument with the field."""
     functions: list[Any] = [tool.get("function", tool) for tool in parsing.tools]
-    mark_id, of_calls = special_ids.get(form.mark), form.begin + form.end + form.tail + form.mark
-    kept = sorted(one for text, one in special_ids.items() if one not in parsing.unread_ids and text not in of_calls)
+    mark_id, of_calls = tokens.special.get(form.mark), form.begin + form.end + form.tail + form.mark
+    kept = sorted(one for text, one in tokens.special.items() if one not in parsing.unread_ids and text not in of_calls)
     specials = f"(ANY ({' | '.join(f'<[{one}]>' for one in kept)}))*" if kept else ""
     lines = ["%llguidance {}", ANY, f"free: {specials} ANY"]
     if mark_id is None:
@@ -61,30 +73,24 @@ def strict_calls(form: CallForm, parsing: ResponseParsing, special_ids: Mapping[
     else:
         lines.append(f"lead: free <[{mark_id}]>")
     is_one = form.between is None or parsing.max_calls == 1
-    more = "" if is_one or form.is_inline else f"({_terms(form.between or '', special_ids)} call)*"
-    block = f"lead first {more} {_terms(form.tail, special_ids)}"
+    more = "" if is_one or form.is_inline else f"({tokens.terms(form.between or '')} call)*"
+    block = f"lead first {more} {tokens.terms(form.tail)}"
     lines.append(f"answer: ({block})* free" if form.is_inline else f"answer: free | {block}")
     if parsing.closing:
-        lines += ["start: ANY | thoughts answer", _thoughts(parsing.closing, special_ids)]
+        lines += ["start: ANY | thoughts answer", tokens.ending("thoughts", parsing.closing)]
     else:
         lines.append("start: answer")
-    return _grammar(_TOOLS, (*lines, *_call_rules(form, functions, special_ids, only_strict=True)))
+    return _grammar(_TOOLS, (*lines, *_call_rules(form, functions, tokens, only_strict=True)))
 
 
 ANY: Final = r"ANY: /(.|\n)*/"
-
-
-def _thoughts(closing: str, special_ids: Mapping[str, int]) -> str:
-    return f"thoughts{'' if closing in special_ids else '[lazy]'}: ANY {_terms(closing, special_ids)}"
 
 
 def _is_strict(function: Any) -> bool:
     return isinstance(function, dict) and cast("dict[str, Any]", function).get("strict") is True
 
 
-def _call_rules(
-    form: CallForm, functions: list[Any], special_ids: Mapping[str, int], *, only_strict: bool = False
-) -> list[str]:
+def _call_rules(form: CallForm, functions: list[Any], tokens: MarkTokens, *, only_strict: bool = False) -> list[str]:
     """The rule `call`, a call of one of the functions, and `first`, a call without its mark. `only_strict`: others have
     any arguments."""
     rules: list[str] = []
@@ -104,32 +110,27 @@ def _call_rules(
         name, behind = check_id(called, field=_TOOLS), f"behind_{number}"
         begin = form.begin.replace("NAME", name)
         first = (form.head + form.begin).partition(form.mark)[2].replace("NAME", name)
-        rules.append(f"call_{number}: {_terms(begin, special_ids)} {behind}")
-        rules.append(f"first_{number}: {_terms(first, special_ids)} {behind}")
+        rules.append(f"call_{number}: {tokens.terms(begin)} {behind}")
+        rules.append(f"first_{number}: {tokens.terms(first)} {behind}")
         is_free = only_strict and not _is_strict(function)
         if is_free and form.parameter is not None:
-            rules.append(_free_arguments(form.close, behind, special_ids))
+            rules.append(tokens.ending(behind, form.close))  # any arguments, up to the last mark
             continue
         try:
-            arguments = _arguments(form, {} if is_free else given, number, special_ids, rules, texts)
+            arguments = _arguments(form, {} if is_free else given, number, tokens, rules, texts)
         except RecursionError as error:
             raise InvalidArgument(f"`{_TOOLS}` is nested too deeply", field=_TOOLS) from error
-        rules.append(f"{behind}: {arguments} {_terms(form.end, special_ids)}")
+        rules.append(f"{behind}: {arguments} {tokens.terms(form.end)}")
     numbers = range(len(functions))
     rules += [f"{kind}: " + " | ".join(f"{kind}_{number}" for number in numbers) for kind in ("call", "first")]
     return [*rules, *texts.values()]
-
-
-def _free_arguments(close: str, rule: str, special_ids: Mapping[str, int]) -> str:
-    """The rule for any arguments, up to the last mark of the call."""
-    return f"{rule}{'' if close in special_ids else '[lazy]'}: ANY {_terms(close, special_ids)}"
 
 
 def _arguments(
     form: CallForm,
     given: Any,
     number: int,
-    special_ids: Mapping[str, int],
+    tokens: MarkTokens,
     rules: list[str],
     texts: dict[str, str],
 ) -> str:
@@ -139,7 +140,7 @@ def _arguments(
     if form.parameter is None:
         schema = _closed({"type": "object", **cast("dict[str, Any]", given)})
         return f"%json {checked_schema(schema, compact=False, field=_TOOLS)}"
-    parameters = _parameters(form.parameter, cast("dict[str, Any]", given), special_ids, texts)
+    parameters = _parameters(form.parameter, cast("dict[str, Any]", given), tokens, texts)
     rules += [f"call_{number}_{rule}" for rule in parameters.values()]
     return " ".join(f"call_{number}_{one}" for one in parameters)
 
@@ -188,7 +189,7 @@ _TEXT_KEYWORDS: Final = frozenset(
 
 
 def _parameters(
-    marks: tuple[str, str], schema: dict[str, Any], special_ids: Mapping[str, int], texts: dict[str, str]
+    marks: tuple[str, str], schema: dict[str, Any], tokens: MarkTokens, texts: dict[str, str]
 ) -> dict[str, str]:
     """Rules of the arguments, in the order of the properties, by their use (`NAME` or `NAME?`). Raises InvalidArgument
     with the keyword that cannot be enforced."""
@@ -208,7 +209,7 @@ def _parameters(
     for number, (name, one) in enumerate(named.items()):
         if not re.fullmatch(r"[^>\n]{1,128}", name):
             raise InvalidArgument(f"`{_TOOLS}` has a parameter whose name this model cannot write", field=_TOOLS)
-        begin = _terms(marks[0].replace("KEY", name), special_ids)
+        begin = tokens.terms(marks[0].replace("KEY", name))
         rule = f"{number}: {begin} ({_value(one, marks[1], shared, texts)})"
         rules[f"{number}" if name in needed else f"{number}?"] = rule
     return rules
@@ -262,12 +263,10 @@ def _not_enforced(keyword: str) -> InvalidArgument:
     )
 
 
-def _terms(text: str, special_ids: Mapping[str, int]) -> str:
-    """A text in llguidance's form of Lark, its special tokens by id."""
-    if not special_ids:
+def _terms(text: str, ids: Mapping[str, int]) -> str:
+    """A text in llguidance's form of Lark, these tokens by id."""
+    if not ids:
         return json.dumps(text, ensure_ascii=False) if text else ""
-    either = "|".join(re.escape(one) for one in sorted(special_ids, key=len, reverse=True))
+    either = "|".join(re.escape(one) for one in sorted(ids, key=len, reverse=True))
     parts = [part for part in re.split(f"({either})", text) if part]
-    return " ".join(
-        f"<[{special_ids[part]}]>" if part in special_ids else json.dumps(part, ensure_ascii=False) for part in parts
-    )
+    return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False) for part in parts)

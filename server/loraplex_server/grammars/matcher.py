@@ -29,6 +29,7 @@ from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, Lorap
 from loraplex_contracts.plan import GrammarMatcher
 from loraplex_contracts.request import Grammar
 from loraplex_runtime import cgroups
+from loraplex_server.text.vocabulary import IN_ANGLES, byte_level_spelling
 
 if TYPE_CHECKING:  # imported late: an engine runs without it, and then has no grammars
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -456,6 +457,7 @@ def _as_library_reads(serialized: str) -> str:
         context = [] if before is None else [before]
         text = tokenizer.decode([*context, one["id"]], skip_special_tokens=False)
         one["special"] |= text != tokenizer.decode(context) + one["content"]
+    _make_marks_plain(made, is_byte_level=kinds == {"ByteLevel"})
     if "Metaspace" in kinds:
         if "ByteFallback" not in kinds and any(map(_BYTE_TOKEN.fullmatch, tokenizer.get_vocab())):
             raise ValueError("it has tokens of single bytes, which its decoder writes as their names")
@@ -469,6 +471,25 @@ def _as_library_reads(serialized: str) -> str:
         added = [] if "ByteFallback" in kinds else [{"type": "ByteFallback"}, {"type": "Fuse"}]
         made["decoder"] = {"type": "Sequence", "decoders": [*plain, *added]}
     return json.dumps(made)
+
+
+def _make_marks_plain(made: Any, *, is_byte_level: bool) -> None:
+    """Makes tokens of the model of added tokens in angle brackets, such as `<tool_call>`: llguidance 1.9.1 takes those
+    for special ones, whatever the tokenizer says, and no text would have them. Changes the tokenizer."""
+    vocabulary: Any = made["model"].get("vocab")
+    if not isinstance(vocabulary, dict):
+        return
+    others: list[Any] = []
+    for one in made["added_tokens"]:
+        content: str = one["content"]
+        spelling = byte_level_spelling(content) if is_byte_level else content
+        is_mark = not one["special"] and IN_ANGLES.fullmatch(content) is not None
+        if is_mark and (is_byte_level or " " not in content) and vocabulary.get(spelling, one["id"]) == one["id"]:
+            vocabulary[spelling] = one["id"]
+        else:
+            others.append(one)
+            vocabulary.setdefault(content, one["id"])  # those that the vocabulary lacks would get ids anew
+    made["added_tokens"] = others
 
 
 def _num_tokens(tokenizer: Tokenizer) -> int:

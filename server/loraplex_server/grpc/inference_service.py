@@ -108,6 +108,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._templates = templates or Templates(tokenizing)
         vocabulary = tokenizing.tokenizer.vocabulary
         self._special_ids = {} if vocabulary is None else vocabulary.special_ids
+        plain_ids = {} if vocabulary is None else vocabulary.plain_mark_ids
+        self._mark_tokens = calls.MarkTokens(self._special_ids, plain_ids)
         self._ends = tuple(text for text, one in self._special_ids.items() if one in info.eos_token_ids)
         self._form_of = lru_cache(maxsize=64)(partial(form_of, ends=self._ends))
         self._form_of(self._templates.trusted_format(None))
@@ -347,9 +349,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """The grammar of the calls that are demanded, else of the calls of strict tools. Raises InvalidArgument."""
         choice = message.chat.tool_choice
         if choice.WhichOneof("kind") in ("required", "name"):
-            to_grammar = partial(calls.tool_calls, form, parsing, self._special_ids, choice.name)
+            to_grammar = partial(calls.tool_calls, form, parsing, self._mark_tokens, choice.name)
         else:
-            to_grammar = partial(calls.strict_calls, form, parsing, self._special_ids)
+            to_grammar = partial(calls.strict_calls, form, parsing, self._mark_tokens)
         grammar = await self._tokenizing.off_loop(len(message.chat.tools_json), to_grammar)
         if message.stopping.ignore_eos:
             raise InvalidArgument(

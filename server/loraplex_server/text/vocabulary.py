@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from tokenizers import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+IN_ANGLES: Final = re.compile("<.*>", re.DOTALL)
 
 
 class Vocabulary:
@@ -24,6 +25,8 @@ class Vocabulary:
         # The library skips by content, so a token of the model with the same content is skipped as well.
         specials = {str(token.content) for token in added.values() if token.special}
         self._specials = frozenset(specials)
+        contents = {str(token.content) for token in added.values()}
+        self._plain_marks = frozenset(filter(IN_ANGLES.fullmatch, contents)) - self._specials
         self._skipped = frozenset[str]() if keep_special else self._specials
         steps = _decoder_steps(tokenizer)
         # Each token is bytes, and their concatenation is read as UTF-8 at the end.
@@ -35,7 +38,15 @@ class Vocabulary:
     @property
     def special_ids(self) -> Mapping[str, int]:
         """Special tokens by content."""
-        found = {content: self._tokenizer.token_to_id(content) for content in sorted(self._specials)}
+        return self._ids(self._specials)
+
+    @property
+    def plain_mark_ids(self) -> Mapping[str, int]:
+        """Added tokens in angle brackets, such as `<tool_call>`, that are no special tokens, by content."""
+        return self._ids(self._plain_marks)
+
+    def _ids(self, contents: Collection[str]) -> Mapping[str, int]:
+        found = {content: self._tokenizer.token_to_id(content) for content in sorted(contents)}
         return {content: token_id for content, token_id in found.items() if token_id is not None}
 
     @property
@@ -121,6 +132,11 @@ def byte_level_bytes(content: str) -> bytes:
         return content.encode("utf-8")
 
 
+def byte_level_spelling(text: str) -> str:
+    """A text as a byte-level vocabulary spells it."""
+    return "".join(_CHAR_OF_BYTE[value] for value in text.encode("utf-8"))
+
+
 def _byte_alphabet() -> dict[str, int]:
     """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for the characters from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
@@ -130,6 +146,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF_CHAR: Mapping[str, int] = _byte_alphabet()
+_CHAR_OF_BYTE: Mapping[int, str] = {value: char for char, value in _BYTE_OF_CHAR.items()}
 BYTE_ALPHABET: Final = frozenset(_BYTE_OF_CHAR)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -11,18 +12,22 @@ import pytest
 from jsonschema import validate
 from llguidance import LLMatcher, LLTokenizer
 from support.tiny_tokenizers import tiny_tokenizer
+from tokenizers import AddedToken
 
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_proto.validate import MAX_GRAMMAR_BYTES
-from loraplex_server.grammars.calls import strict_calls, tool_calls
+from loraplex_server.grammars.calls import MarkTokens, strict_calls, tool_calls
+from loraplex_server.grammars.matcher import Compiler
 from loraplex_server.grammars.source import refusal
 from loraplex_server.text.call_forms import FORMS
 from loraplex_server.text.response_template import ResponseFormat
 from loraplex_server.text.responses import ParsedMessage, ResponseParsing
+from loraplex_server.text.vocabulary import Vocabulary
 
 TOKENIZER = tiny_tokenizer("byte_level")
 LIBRARY = LLTokenizer(TOKENIZER.backend_tokenizer.to_str(), n_vocab=len(TOKENIZER), eos_token=[2])
 TURN = TOKENIZER.backend_tokenizer.token_to_id("<|turn|>")
+SPECIAL = MarkTokens({"<|turn|>": TURN})
 TOOLS: list[Any] = [
     {"function": {"name": "f", "parameters": {"properties": {"x": {"enum": [1, 22]}}, "required": ["x"],
                                               "additionalProperties": False}}},
@@ -55,7 +60,7 @@ def is_legal(grammar: str, text: str) -> bool:
 def test_random_texts_are_calls(name: str) -> None:
     parsing, draw = parsing_of(name), random.Random(0)
     for called in ("", "g", "") * 3:
-        grammar = tool_calls(FORMS[name], parsing, {"<|turn|>": TURN}, called)
+        grammar = tool_calls(FORMS[name], parsing, SPECIAL, called)
         matcher = LLMatcher(LIBRARY, grammar.text, log_level=0)
         ids: list[int] = []
         while len(ids) < 300 and not matcher.is_stopped():
@@ -100,7 +105,7 @@ SCHEMA: dict[str, Any] = {
 def test_random_arguments_with_marks_of_their_own_are_valid() -> None:
     tools: list[Any] = [{"function": {"name": "f", "parameters": SCHEMA}}]
     parsing, draw = ResponseParsing(ResponseFormat.named("qwen3_xml"), "", tools, with_calls=True), random.Random(0)
-    grammar = tool_calls(FORMS["qwen3_xml"], parsing, {}, "f").text
+    grammar = tool_calls(FORMS["qwen3_xml"], parsing, MarkTokens(), "f").text
     seen = set[str]()
     for _ in range(25):
         matcher = LLMatcher(LIBRARY, grammar, log_level=0)
@@ -135,7 +140,7 @@ def test_arguments_with_marks_of_their_own() -> None:
     needed = {"text": "a", "kind": "a", "number": "3", "point": '{"x": true}'}
     tools: list[Any] = [{"function": {"name": "f", "parameters": SCHEMA}}]
     parsing = ResponseParsing(ResponseFormat.named("qwen3_xml"), "", tools, with_calls=True)
-    grammar = tool_calls(FORMS["qwen3_xml"], parsing, {}, "f").text
+    grammar = tool_calls(FORMS["qwen3_xml"], parsing, MarkTokens(), "f").text
     for value in ("", "a\n\nb", '"x" < <b> </param', "\n", "é\n"):
         text = written(**{**needed, "text": value})
         assert is_legal(grammar, text), value
@@ -181,7 +186,7 @@ def test_keywords_that_marks_cannot_hold_are_named(schema: dict[str, Any], keywo
     tools: list[Any] = [{"function": {"name": "f", "parameters": schema}}]
     parsing = ResponseParsing(ResponseFormat.named("qwen3_xml"), "", tools, with_calls=True)
     with pytest.raises(InvalidArgument) as caught:
-        tool_calls(FORMS["qwen3_xml"], parsing, {}, "f")
+        tool_calls(FORMS["qwen3_xml"], parsing, MarkTokens(), "f")
     assert caught.value.field == "chat.tools_json"
     assert keyword in caught.value.message
 
@@ -189,9 +194,9 @@ def test_keywords_that_marks_cannot_hold_are_named(schema: dict[str, Any], keywo
 def test_one_call_or_several() -> None:
     pairs = (("f", '{"x": 1}'), ("g", "{}"))
     one, two = (f'<tool_call>\n{{"name": "{name}", "arguments": {given}}}\n</tool_call>' for name, given in pairs)
-    required = tool_calls(FORMS["hermes"], parsing_of("hermes"), {}, "").text
-    single = tool_calls(FORMS["hermes"], parsing_of("hermes", max_calls=1), {}, "").text
-    named = tool_calls(FORMS["hermes"], parsing_of("hermes"), {}, "g").text
+    required = tool_calls(FORMS["hermes"], parsing_of("hermes"), MarkTokens(), "").text
+    single = tool_calls(FORMS["hermes"], parsing_of("hermes", max_calls=1), MarkTokens(), "").text
+    named = tool_calls(FORMS["hermes"], parsing_of("hermes"), MarkTokens(), "g").text
     assert [is_legal(required, text) for text in (one, two, f"{one}\n{two}", "", "hi")] == [True] * 3 + [False] * 2
     assert [is_legal(single, text) for text in (one, f"{one}\n{two}")] == [True, False]
     assert [is_legal(named, text) for text in (one, two)] == [False, True]
@@ -201,7 +206,7 @@ def test_properties_that_a_schema_does_not_name_are_left_out() -> None:
     x = {"type": "object", "properties": {"y": {"type": "array", "items": {"properties": {"z": {"type": "null"}}}}}}
     tools = [{"name": "f", "parameters": {"properties": {"x": x}}}, {"name": "g", "parameters": {"type": "object"}}]
     parsing = ResponseParsing(ResponseFormat.named("llama3_json"), "", tools, with_calls=True)
-    grammar = tool_calls(FORMS["llama3_json"], parsing, {}, "").text
+    grammar = tool_calls(FORMS["llama3_json"], parsing, MarkTokens(), "").text
     for name, given, is_ok in (
         ("f", '{"x": {"y": [{"z": null}]}}', True),
         ("f", '{"x": {"y": [{"a": 1}]}}', False),
@@ -215,7 +220,7 @@ def test_properties_that_a_schema_does_not_name_are_left_out() -> None:
 def test_reasoning_that_the_prompt_began_goes_on_first() -> None:
     call = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
     parsing = parsing_of("hermes", "<think>\n")
-    grammar = tool_calls(FORMS["hermes"], parsing, {}, "").text
+    grammar = tool_calls(FORMS["hermes"], parsing, MarkTokens(), "").text
     assert is_legal(grammar, f"so < it\nis</think>{call}")
     assert not is_legal(grammar, f"so</think>hi{call}")
     assert not is_legal(grammar, call)
@@ -224,9 +229,35 @@ def test_reasoning_that_the_prompt_began_goes_on_first() -> None:
 
 def test_special_tokens_are_written_as_such() -> None:
     form = FORMS["hermes"]
-    grammar = tool_calls(form, parsing_of("hermes"), {"<tool_call>": TURN, "</tool_call>": 0}, "g").text
+    grammar = tool_calls(form, parsing_of("hermes"), MarkTokens({"<tool_call>": TURN, "</tool_call>": 0}), "g").text
     matcher = LLMatcher(LIBRARY, grammar, log_level=0)
     assert int.from_bytes(matcher.compute_bitmask(), "little") == 1 << TURN
+
+
+def test_marks_that_are_tokens_without_being_special_are_written_with_these_tokens() -> None:
+    """As those of Qwen's models are."""
+    made = deepcopy(tiny_tokenizer("byte_level"))
+    made.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in ("<tool_call>", "</tool_call>")])
+    backend = made.backend_tokenizer
+    compiler = Compiler(backend.to_str(), len(made), [2])
+    tokens = MarkTokens(Vocabulary(backend).special_ids, Vocabulary(backend).plain_mark_ids)
+    assert set(tokens.plain) == {"<tool_call>", "</tool_call>"}
+    parsing = replace(parsing_of("hermes"), tools=STRICT[:1])
+    text = '<tool_call>\n{"name": "f", "arguments": {"x": %d}}\n</tool_call>'
+    for grammar, before, is_free in (
+        (tool_calls(FORMS["hermes"], parsing, tokens, ""), "", False),
+        (strict_calls(FORMS["hermes"], parsing, tokens), "so ", True),
+    ):
+        for number, is_ok in ((22, True), (3, False)):
+            ids = backend.encode(before + text % number, add_special_tokens=False).ids
+            assert set(tokens.plain.values()) < set(ids)
+            inner = compiler.compile(grammar).inner
+            assert (inner.validate_tokens(ids) == len(ids)) == is_ok, number
+        # In pieces it is none that the model would write, or holds as well.
+        pieces = [one for char in text % 3 for one in backend.encode(char, add_special_tokens=False).ids]
+        assert compiler.compile(grammar).inner.validate_tokens(pieces) < len(pieces)
+        forced = compiler.compile(grammar).forced()
+        assert list(forced)[:1] == ([] if is_free else [tokens.plain["<tool_call>"]])
 
 
 STRICT: list[Any] = [
@@ -254,7 +285,7 @@ WRITTEN = {
 def test_strict_tools_hold_where_they_are_called(name: str) -> None:
     call, one, two = WRITTEN[name]
     parsing = ResponseParsing(ResponseFormat.named(name), "", STRICT, with_calls=True)
-    found = strict_calls(FORMS[name], parsing, {})
+    found = strict_calls(FORMS[name], parsing, MarkTokens())
     assert found.field == "chat.tools_json"
     is_xml = name == "qwen3_xml"
     arguments = "<parameter=x>\n%d\n</parameter>\n" if is_xml else '{"x": %d}'
@@ -275,7 +306,7 @@ def test_random_texts_keep_to_strict_tools(name: str) -> None:
     """The model may write the mark of a call at any moment, in any spelling that is read."""
     draw, form, num_calls = random.Random(0), FORMS[name], 0
     parsing = ResponseParsing(ResponseFormat.named(name), "", STRICT, with_calls=True)
-    grammar = strict_calls(form, parsing, {})
+    grammar = strict_calls(form, parsing, MarkTokens())
     assert grammar is not None
     marks = [form.mark, form.head + form.begin.partition("NAME")[0], '{ "name" :' if form.mark_pattern else form.mark]
     for _ in range(30):
@@ -305,7 +336,7 @@ def test_random_texts_keep_to_strict_tools(name: str) -> None:
 def test_strict_tools_behind_reasoning_and_with_special_tokens() -> None:
     call = '<tool_call>\n{"name": "f", "arguments": {"x": %d}}\n</tool_call>'
     parsing = ResponseParsing(ResponseFormat.named("hermes"), "<think>\n", STRICT, with_calls=True)
-    found = strict_calls(FORMS["hermes"], parsing, {})
+    found = strict_calls(FORMS["hermes"], parsing, MarkTokens())
     assert found is not None
     for text, is_ok in (
         ("so", True),
@@ -317,7 +348,7 @@ def test_strict_tools_behind_reasoning_and_with_special_tokens() -> None:
     special: Any = {"<|turn|>": TURN, "</s>": 2}
     form = replace(FORMS["hermes"], begin=FORMS["hermes"].begin.replace("<tool_call>", "<|turn|>"), mark="<|turn|>")
     parsing = ResponseParsing(ResponseFormat.named("hermes"), "", STRICT, with_calls=True, unread_ids=frozenset({2}))
-    found = strict_calls(form, parsing, special)
+    found = strict_calls(form, parsing, MarkTokens(special))
     assert found is not None
     matcher = LLMatcher(LIBRARY, found.text, log_level=0)
     assert TURN is not None
@@ -335,7 +366,10 @@ def test_strict_tools_behind_reasoning_and_with_special_tokens() -> None:
 def test_refusals_are_of_the_schema_alone(schema: dict[str, Any], said: str) -> None:
     tools = [{"function": {"name": "f", "strict": True, "parameters": schema}}]
     parsing = ResponseParsing(ResponseFormat.named("hermes"), "", tools, with_calls=True)
-    for grammar in (strict_calls(FORMS["hermes"], parsing, {}), tool_calls(FORMS["hermes"], parsing, {}, "f")):
+    for grammar in (
+        strict_calls(FORMS["hermes"], parsing, MarkTokens()),
+        tool_calls(FORMS["hermes"], parsing, MarkTokens(), "f"),
+    ):
         assert grammar is not None
         error = refusal(grammar, LLMatcher(LIBRARY, grammar.text, log_level=0).get_error())
         assert said in error.message
@@ -346,7 +380,7 @@ def test_what_strict_tools_cannot_hold_is_named() -> None:
     tools = [{"function": {"name": "f", "strict": True, "parameters": {"divisibleBy": 2}}}]
     parsing = ResponseParsing(ResponseFormat.named("hermes"), "", tools, with_calls=True)
     with pytest.raises(InvalidArgument, match="divisibleBy") as caught:
-        strict_calls(FORMS["hermes"], parsing, {})
+        strict_calls(FORMS["hermes"], parsing, MarkTokens())
     assert caught.value.field == "chat.tools_json"
 
 
@@ -369,5 +403,5 @@ def test_what_strict_tools_cannot_hold_is_named() -> None:
 def test_what_cannot_be_demanded_is_named(tools: list[Any], name: str, field: str) -> None:
     parsing = ResponseParsing(ResponseFormat.named("hermes"), "", tools, with_calls=True)
     with pytest.raises(InvalidArgument) as caught:
-        tool_calls(FORMS["hermes"], parsing, {}, name)
+        tool_calls(FORMS["hermes"], parsing, MarkTokens(), name)
     assert caught.value.field == field

@@ -8,6 +8,7 @@ import random
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 from jsonschema import validate
 from support.schemas import random_schema, refused_schema
 from support.tiny_tokenizers import tiny_tokenizer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
 from loraplex_contracts.request import Grammar
@@ -298,6 +299,27 @@ def test_a_model_without_an_end_of_sequence_token() -> None:
     grammars = Compiler(TOKENIZER.to_str(), NUM_LOGITS, [])
     matcher = grammars.compile(source.choice(["yes", "no"]))
     assert [matcher.advance(token_id) for token_id in ids("yes")] == [False, False, True]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama_bpe", "gemma_bpe"])
+def test_added_tokens_in_angle_brackets_are_text_unless_they_are_special(kind: str) -> None:
+    made = deepcopy(tiny_tokenizer(kind))
+    plain, special = ("<think>", "</think>"), "<|end|>"
+    made.add_tokens([AddedToken(one, special=False, normalized=False) for one in plain])
+    made.add_special_tokens({"additional_special_tokens": [special]})
+    mark, of_end, ended = made.convert_tokens_to_ids([*plain, special])
+    grammars = Compiler(made.backend_tokenizer.to_str(), len(made), [made.eos_token_id])
+    for grammar in (source.regex("[a-z<>/|]*"), source.lark('start: ANY "</think>" "x"\nANY: /(.|\\n)*/')):
+        matcher = grammars.compile(grammar)
+        for token_id in (mark, of_end):
+            mask = np.unpackbits(allowed_tokens([(matcher, 0, ())], 1).view(np.uint8), bitorder="little")
+            assert mask[token_id]
+            assert not mask[ended]
+            matcher.advance(token_id)
+            assert not matcher.error
+    matcher = grammars.compile(source.regex("<think>[a-z]+"))
+    assert made.decode(matcher.forced()) == "<think>"
+    assert made.decode(grammars.compile(source.regex(r"\[tool\][a-z]+")).forced()) == "[tool]"
 
 
 TEXTS = ["a b", 'né "x"', " a", "b ", '{"a": 1}']
