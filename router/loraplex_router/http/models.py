@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -83,6 +83,14 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "sampling_seed": ((), "use `seed`"),
     "ignore_eos_token": ((False,), "use `ignore_eos`"),
     "no_stop_trim": ((False,), "use `include_stop_str_in_output`"),
+}
+
+# Fields of a chat's messages whose input would be lost, and what to do instead. Others that are not known are ignored:
+# clients send an answer back with what they have added to it.
+REFUSED_IN_MESSAGES: Final[Mapping[str, str]] = {
+    "audio": "messages are text",
+    "function_call": "use `tool_calls`",
+    "prefix": "use `continue_final_message`",
 }
 
 
@@ -302,9 +310,21 @@ def ignored_fields(body: Fields) -> tuple[str, ...]:
         elif name not in HARMLESS and name not in GRAMMAR_FIELDS:
             names.append(name)
     names += unknown_parts(body.extras())
+    names += _unknown_in(getattr(body, "messages", None) or ())
     if isinstance(body, Generation) and body.stream_options is not None:
         names += [f"stream_options.{name}" for name in body.stream_options.extras()]
     return header_names(names)
+
+
+def _unknown_in(messages: Iterable[ChatMessage]) -> dict[str, None]:
+    """Names of the messages' fields that are ignored, each once. A chat is refused for those that are not."""
+    found: dict[str, None] = {}
+    for message in messages:
+        for name, value in message.extras().items():
+            # An answer that comes back as a message has fields that are empty.
+            if name not in REFUSED_IN_MESSAGES and value not in _EMPTY:
+                found[f"messages.{name}"] = None
+    return found
 
 
 def header_names(names: Sequence[str]) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from loraplex_router.http.backend import (
 from loraplex_router.http.grammars import grammar_of
 from loraplex_router.http.mixtures import put_mixture
 from loraplex_router.http.models import (
+    REFUSED_IN_MESSAGES,
     ChatCompletionRequest,
     ChatMessage,
     ChatTemplateInput,
@@ -382,11 +383,10 @@ def chat_of(messages: Iterable[ChatMessage], given: ChatTemplateInput) -> pb.Cha
 
 
 def _message(message: ChatMessage, where: str) -> pb.ChatMessage:
-    for name, value in message.extras().items():
-        # An answer that comes back as a message has fields that are empty.
-        if value not in ("", [], {}, False):
-            shown = ascii(name[:40])[1:-1]
-            raise Unimplemented(f"`{where}.{shown}` is not available: leave it out", field=f"{where}.{shown}")
+    given = message.extras()
+    for name, instead in REFUSED_IN_MESSAGES.items():
+        if given.get(name) not in (None, "", [], {}, False):
+            raise Unimplemented(f"`{where}.{name}` is not available: {instead}", field=f"{where}.{name}")
     found = pb.ChatMessage(content=_content(message, f"{where}.content"))
     texts = {"reasoning": message.reasoning or message.reasoning_content}
     for name in ("role", "name", "tool_call_id"):

@@ -263,6 +263,27 @@ def test_parts_that_are_no_texts_are_refused_by_name(kind: str) -> None:
         chat(messages=[{"role": "system", "content": "brief"}, {"role": "user", "content": parts}])
 
 
+def test_unknown_fields_of_messages_are_named() -> None:
+    answered = {"role": "assistant", "content": "so", "id": "x", "annotations": [], "refusal": None}
+    beside = {"provider_specific_fields": {"reasoning": None}, "thinking_blocks": [{}], "function_call": None}
+    messages = [{"role": "user", "content": "hi", "cache_control": {"type": "ephemeral"}}, answered | beside, answered]
+    job = chat(messages=messages)
+    names = ("cache_control", "id", "provider_specific_fields", "thinking_blocks")
+    assert job.ignored == tuple(f"messages.{name}" for name in names)
+    assert [one.content for one in job.requests[0].chat.messages] == ["hi", "so", "so"]
+    assert ignored_fields(TokenizeRequest.model_validate({"messages": messages})) == job.ignored
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("audio", {"id": "x"}), ("function_call", {"name": "f", "arguments": ""}), ("prefix", True)]
+)
+def test_fields_of_messages_that_would_be_lost_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(Unimplemented, match=rf"`messages\[0\]\.{name}` is not available") as caught:
+        chat(messages=[{"role": "assistant", "content": "hi", name: value}])
+    assert caught.value.field == f"messages[0].{name}"
+    assert chat(messages=[{"role": "assistant", "content": "hi", name: False}]).ignored == ()
+
+
 def test_chats_reach_the_wire_whole() -> None:
     call: dict[str, Any] = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
