@@ -82,7 +82,7 @@ class HttpOptions:
 
     base_aliases: bool = _http(
         True,
-        "Take the models '', 'tgi' and 'dummy' for the base model where no adapter has that name.",
+        "Take the models '', 'tgi' and 'dummy' for the base model where no adapter has that name, and every URL.",
         "--base-aliases",
     )
     strict: bool = _http(False, "Refuse HTTP requests with unknown fields.", "--strict-requests")

@@ -212,8 +212,12 @@ async def test_aliases_of_the_base_model() -> None:
         assert (await http.complete(model="")).json()["model"] == "tiny"
         assert (await http.complete(model="tgi")).json()["model"] == "tgi"
         assert (await http.get("/v1/models/tgi")).json()["parent"] is None
+        for url in ("http://127.0.0.1:8000", "https://api.example/v1"):
+            assert (await http.complete(model=url)).json()["model"] == url
+            assert c.workers[0].requests.pop().adapter_id == ""
     async with http_cluster(http=HttpOptions(base_aliases=False)) as (c, http):
-        assert (await http.complete(model="")).status_code == 404
+        for name in ("", "http://127.0.0.1:8000"):
+            assert (await http.complete(model=name)).status_code == 404
         assert (await http.complete()).status_code == (await http.complete(model="tgi")).status_code == 200
         assert [one.adapter_id for one in c.workers[0].requests] == ["", "tgi"]
 

@@ -32,6 +32,8 @@ MAX_TOKEN_ID: Final = (1 << 32) - 1  # on the wire
 MIN_LOGPROB: Final = -9999.0  # for minus infinity, which JSON cannot write
 # Models that clients of TGI and huggingface_hub name who mean the only one.
 BASE_ALIASES: Final = frozenset({"", "tgi", "dummy"})
+# How names begin that are the server's address, which @huggingface/inference sends. No adapter's does.
+_URLS: Final = ("http://", "https://")
 # Sampling options that all dialects have under the wire's names.
 COMMON_NUMBERS: Final = ("top_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 
@@ -65,6 +67,8 @@ class Backend:
         """Names of the base model for a request that names `model`: with that where it is an alias, and no adapter has
         the name. Raises AdapterNotFound for "" where aliases are off."""
         names = self.base_names()
+        if model and model.startswith(_URLS) and self.options.base_aliases:
+            return (*names, model)
         if model not in BASE_ALIASES or model in names:
             return names
         if not self.options.base_aliases:
