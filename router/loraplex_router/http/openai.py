@@ -140,9 +140,20 @@ def chat_job(
         request.output.token_bytes = True
     job = _job(body, request, (chat_of(body.messages, body),), request_id, created, num_top, ignored=ignored)
     put_tools(job.requests[0], body)
+    _prefer_tool(job.requests[0], body)
     if body.include_reasoning is False:
         return job
     return replace(job, reasoning_fields=("reasoning", "reasoning_content") if old_names else ("reasoning",))
+
+
+def _prefer_tool(request: pb.GenerateRequest, body: ChatCompletionRequest) -> None:
+    """Drops the grammar of `response_format` where a call is demanded: clients send both, and OpenAI makes the call.
+    Other grammars beside it stay, and are refused."""
+    fields = body.extras()
+    if request.chat.tool_choice.WhichOneof("kind") in ("required", "name") and fields.pop("response_format", None):
+        request.ClearField("grammar")
+        if (grammar := grammar_of(fields)) is not None:
+            request.grammar.CopyFrom(grammar)
 
 
 def _leave_out_new_text(request: pb.GenerateRequest) -> None:

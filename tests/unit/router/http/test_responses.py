@@ -88,6 +88,14 @@ def test_options() -> None:
     assert json.loads(one.chat.template_kwargs_json) == {"reasoning_effort": "low"}
 
 
+def test_a_demanded_call_goes_before_the_format() -> None:
+    schema = {"type": "json_schema", "name": "add", "schema": {"type": "object"}}
+    tool = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+    body = request(text={"format": schema}, tools=[tool], tool_choice={"type": "function", "name": "add"})
+    (one,) = job_of(body).requests
+    assert (one.chat.tool_choice.name, one.HasField("grammar")) == ("add", False)
+
+
 @pytest.mark.parametrize(
     ("fields", "name"),
     [

@@ -48,6 +48,18 @@ def test_demanded_calls(choice: Any) -> None:
     check_generate(request)
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_a_demanded_call_goes_before_the_format(choice: Any) -> None:
+    schema: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "f", "schema": {}}}
+    assert not wire(tools=TOOLS, tool_choice=choice, response_format=schema).HasField("grammar")
+    for choice_of_the_model in ("auto", "none"):
+        assert wire(tools=TOOLS, tool_choice=choice_of_the_model, response_format=schema).HasField("grammar")
+    with pytest.raises(InvalidArgument, match="leave `grammar` out"):
+        wire(tools=TOOLS, tool_choice=choice, guided_regex="a")
+    with pytest.raises(InvalidArgument, match="response_format"):
+        chat(tools=TOOLS, tool_choice=choice, response_format=5)
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
