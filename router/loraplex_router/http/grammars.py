@@ -14,17 +14,32 @@ T = TypeVar("T")
 
 
 def grammar_of(fields: Mapping[str, Any]) -> pb.Grammar | None:
-    """The grammar that one of the fields `GRAMMAR_FIELDS` asks for; None where none does. Fields that are null count as
-    absent. Raises InvalidArgument, or Unimplemented, with the field's name."""
+    """The grammar that the fields `GRAMMAR_FIELDS` ask for; None where none does. Fields that are null count as absent;
+    several must ask for the same, as clients for old and new servers do. Raises InvalidArgument, or Unimplemented, with
+    the field's name."""
     found: pb.Grammar | None = None
     said = ""
     for name, make in _FIELDS.items():
         if (value := fields.get(name)) is None or (grammar := make(value, name)) is None:
             continue
         if found is not None:
-            raise InvalidArgument(f"give `{said}` or `{name}`, not both", field=name)
+            if not _are_same(found, grammar):
+                raise InvalidArgument(f"`{said}` and `{name}` ask for two grammars: leave one of them out", field=name)
+            continue
         found, said = grammar, name
     return found
+
+
+def _are_same(one: pb.Grammar, other: pb.Grammar) -> bool:
+    """True for equal grammars; schemas may be written in two ways."""
+    if one == other:
+        return True
+    if not (one.json_schema and other.json_schema and one.compact == other.compact):
+        return False
+    try:
+        return json.loads(one.json_schema) == json.loads(other.json_schema)
+    except (ValueError, RecursionError):  # what is wrong with it a worker says
+        return False
 
 
 def unknown_parts(fields: Mapping[str, Any]) -> Iterator[str]:
@@ -81,15 +96,22 @@ def _lark_or_typed(value: Any, name: str) -> pb.Grammar | None:
 def _structured(value: Any, name: str) -> pb.Grammar | None:
     """vLLM's structured_outputs."""
     found = {key: one for key, one in _expect(value, dict, name, "an object").items() if one is not None}
+    is_compact = found.get("disable_any_whitespace") is True
     for key in found.keys() - _STRUCTURED.keys():
-        if found[key] is not False:  # backends and what they may do
+        # Backends and what they may do. There is none to fall back to.
+        if found[key] is not False and (found[key] is not True or key not in _WHEN_TRUE):
             shown = ascii(key[:40])[1:-1]
             raise Unimplemented(f"`{name}.{shown}` is not available: leave it out", field=f"{name}.{shown}")
     made = [(key, _STRUCTURED[key](one, f"{name}.{key}")) for key, one in found.items() if key in _STRUCTURED]
     grammars = [(key, grammar) for key, grammar in made if grammar is not None]
     if len(grammars) > 1:
         raise InvalidArgument(f"`{name}` takes one form; there are {len(grammars)}", field=name)
-    return grammars[0][1] if grammars else None
+    if not grammars:
+        return None
+    grammar = grammars[0][1]
+    if is_compact and grammar.WhichOneof("kind") in ("json_schema", "json_object", "structural_tag_json"):
+        grammar.compact = True
+    return grammar
 
 
 def _json(value: Any, name: str) -> pb.Grammar:
@@ -159,6 +181,7 @@ _STRUCTURED: Final[Mapping[str, _Make]] = {
     "grammar": _grammar,
     "structural_tag": _structural_tag,
 }
+_WHEN_TRUE: Final = ("disable_any_whitespace", "disable_fallback")  # other options of `structured_outputs`
 _FIELDS: Final[Mapping[str, _Make]] = {
     "response_format": _typed,
     "structured_outputs": _structured,

@@ -75,6 +75,33 @@ def test_choices_and_tags() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
+        {"structured_outputs": {"grammar": 'start: "a"'}, "guided_grammar": 'start: "a"'},
+        {"structured_outputs": {"json": SCHEMA}, "guided_json": json.dumps(SCHEMA, indent=1)},
+        {"response_format": {"type": "json_schema", "json_schema": NAMED}, "structured_outputs": {"json": SCHEMA}},
+    ],
+)
+def test_one_grammar_may_be_said_twice(fields: dict[str, Any]) -> None:
+    first, *_ = fields.items()
+    assert grammar_of(fields) == grammar_of(dict([first]))
+
+
+def test_options_of_structured_outputs() -> None:
+    off = dict.fromkeys(("disable_any_whitespace", "disable_additional_properties", "disable_fallback"), False)
+    plain = {"structured_outputs": {"json": SCHEMA, **off, "whitespace_pattern": None}}
+    found = grammar_of(plain)
+    assert found is not None
+    assert not found.compact
+    assert grammar_of({"structured_outputs": {"json": SCHEMA, "disable_fallback": True}}) == found
+    found.compact = True
+    assert grammar_of({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}) == found
+    regex = grammar_of({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}})
+    assert regex is not None
+    assert not regex.compact
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
         {},
         {"response_format": {"type": "text"}},
         {"structured_outputs": {}},
@@ -104,6 +131,12 @@ def test_no_grammar(fields: dict[str, Any]) -> None:
         ({"guided_json_object": "yes"}, "guided_json_object"),
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
         ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+        (
+            {"structured_outputs": {"disable_additional_properties": True}},
+            "structured_outputs.disable_additional_properties",
+        ),
+        ({"structured_outputs": {"disable_fallback": 1}}, "structured_outputs.disable_fallback"),
+        ({"structured_outputs": {"json": "{"}, "guided_json": "{ "}, "guided_json"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
     ],
