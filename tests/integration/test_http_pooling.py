@@ -67,6 +67,8 @@ async def test_fields_and_base64() -> None:
         ({"inputs": "abc", "parameters": None, "stream": False}, {"embeddings": [3.0, 0.5]}, ""),
         ({"inputs": "abc", "parameters": {"adapter_id": "sql"}}, {"embeddings": [3.0, 0.5]}, "sql"),
         ({"inputs": "abc", "parameters": {"adapter_id": "__base_model__"}}, {"embeddings": [3.0, 0.5]}, ""),
+        ({"inputs": "abc"}, [[3.0, 0.5]], ""),
+        ({"inputs": "abc", "model": "sql"}, [[3.0, 0.5]], "sql"),
         ({"inputs": ["abc", "a"]}, [[3.0, 0.5], [1.0, 0.5]], ""),
         ({"inputs": "abc", "normalize": True, "truncate": True}, [[3.0, 0.5]], ""),
     ],

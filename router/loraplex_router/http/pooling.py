@@ -213,7 +213,7 @@ class PoolingRoutes:
         return Response(raw, media_type="application/json", headers=_headers(message, ignored))
 
     async def embed(self, body: EmbedBody, request: Request) -> Response:
-        """LoRAX's form: one text, `{"embeddings": [...]}`; TEI's form: a list for each input."""
+        """LoRAX's form: one text beside `parameters`, `{"embeddings": [...]}`; TEI's form: a list for each input."""
         ignored = self._ignored(body)
         message = pooling_pb2.EmbedRequest(inputs=inputs_of(body.inputs, "inputs"), request_id=request_id_of(request))
         if body.prompt_name is not None:
@@ -227,7 +227,9 @@ class PoolingRoutes:
         _put_truncation(message, body.parameters)
         answer = await self._embed(message, request)
         of_tei = (body.normalize, body.truncate, body.truncation_direction, body.dimensions)
-        is_tei = not isinstance(body.inputs, str) or any(one is not None for one in of_tei)
+        has_tei = any(one is not None for one in of_tei)
+        # LoRAX's client always sends the key, be it null, and TEI's clients never.
+        is_tei = has_tei or not isinstance(body.inputs, str) or "parameters" not in body.model_fields_set
         headers = _headers(message, ignored)
         if not is_tei:
             return JSONResponse({"embeddings": _floats(answer.embeddings[0])}, headers=headers)
