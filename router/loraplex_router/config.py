@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_proto.services import DEFAULT_PORT
 from loraplex_router.grpc_library import import_with
 from loraplex_router.membership import is_address, open_membership, parse_members
 from loraplex_runtime.flags import HTTP, LOGS, NETWORK, STARTING, option
+
+_ORIGIN: Final = re.compile(r"([a-z][a-z0-9+.-]*)://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([1-9][0-9]{0,4}))?")
 
 # Panels of the help. Options without one are those that matter first.
 _spread = partial(option, panel="Spreading requests")
@@ -92,6 +95,12 @@ class HttpOptions:
         "addresses where the port is open to this machine only, else any.",
         "--allowed-host",
     )
+    cors_origins: tuple[str, ...] = _http(
+        (),
+        "Origin whose pages in browsers may use the HTTP port, such as https://app.example; repeat it for more, '*' for "
+        "any. Default: none.",
+        "--http-cors-origin",
+    )
     admin: bool = _http(False, "Load and unload adapters over HTTP without --auth-file, too.", "--http-admin")
     shows_metrics: bool = _http(
         True,
@@ -116,6 +125,13 @@ class HttpOptions:
             "--metrics-names",
             f"takes loraplex or vllm, not {self.metrics_names!a}",
         )
+        for origin in self.cors_origins:
+            _check(
+                origin == "*" or _is_origin(origin),
+                "--http-cors-origin",
+                "takes '*', or an origin as browsers write it, such as https://app.example or http://localhost:3000 "
+                f"(lower case, no path, no default port), not {ascii(origin)[:60]}",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,3 +293,11 @@ def import_grpc() -> None:
 def _check(is_ok: bool, name: str, rule: str) -> None:
     if not is_ok:
         raise InvalidArgument(f"{name} {rule}", field=name)
+
+
+def _is_origin(text: str) -> bool:
+    """True for a scheme and a host, with a port where it is not the scheme's own: what browsers send as Origin."""
+    if (found := _ORIGIN.fullmatch(text)) is None:
+        return False
+    scheme, port = found.groups()
+    return port is None or (int(port) <= 65535 and (scheme, port) not in (("http", "80"), ("https", "443")))

@@ -268,6 +268,30 @@ async def test_what_browsers_are_told() -> None:
         assert (await http.get("/v1/models")).status_code == 400
 
 
+async def test_pages_of_other_origins(tmp_path: Path) -> None:
+    mine, other = "https://app.example", "https://evil.example"
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-stainless-os"}
+    options = HttpOptions(cors_origins=(mine, "http://localhost:3000"))
+    async with http_cluster(http=options, auth_file=auth_file(tmp_path), worker_token="w") as (_, http):
+        answer = await http.options(COMPLETIONS, headers={"origin": mine, **asked})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, mine)
+        assert "x-stainless-os" in answer.headers["access-control-allow-headers"]
+        answer = await http.options(COMPLETIONS, headers={"origin": other, **asked})
+        assert (answer.status_code, "access-control-allow-origin" in answer.headers) == (400, False)
+        headers = {"origin": mine, "authorization": "Bearer alice"}
+        answer = await http.post(COMPLETIONS, json={"prompt": "hi", "foo": 1}, headers=headers)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, mine)
+        exposed = answer.headers["access-control-expose-headers"]
+        assert {"x-request-id", "x-loraplex-ignored", "retry-after"} <= {*exposed.split(", ")}
+        answer = await http.post(COMPLETIONS, json={"prompt": "hi"}, headers={"origin": mine})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (401, mine)
+        answer = await http.get("/health", headers={"origin": other})
+        assert (answer.status_code, "access-control-allow-origin" in answer.headers) == (200, False)
+    async with http_cluster(http=HttpOptions(cors_origins=("*",))) as (_, http):
+        answer = await http.get("/v1/models", headers={"origin": other})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "*")
+
+
 async def test_tokenize_health_version_metrics() -> None:
     async with http_cluster(metrics_port=0) as (c, http):
         adapters_of(c, "sql")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
@@ -25,6 +26,8 @@ from loraplex_router.http.tgi_routes import TgiRoutes
 
 # Depth of lists and objects in each other: what has been read can be written again, whatever calls it.
 MAX_JSON_DEPTH: Final = 500
+# Of answers, for pages of other origins.
+_EXPOSED_HEADERS: Final = ("x-request-id", "x-loraplex-ignored", "retry-after", "retry-after-ms", "x-should-retry")
 
 
 class _StrictRequest(Request):
@@ -122,7 +125,20 @@ def make_app(backend: Backend, allowed_hosts: HostNames | None = None) -> ASGIAp
     app.add_exception_handler(LoraplexError, on_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)
-    return Middleware(app, backend.credentials, allowed_hosts or HostNames())
+    whole = Middleware(app, backend.credentials, allowed_hosts or HostNames())
+    return _for_origins(whole, backend.options.cors_origins) if backend.options.cors_origins else whole
+
+
+def _for_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """The application for pages of these origins, too. It answers preflights by itself, which have no credential, and
+    pages can read its errors."""
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "HEAD", "POST"),
+        allow_headers=("*",),
+        expose_headers=_EXPOSED_HEADERS,
+    )
 
 
 def _invalid(error: RequestValidationError) -> InvalidArgument:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from loraplex_contracts.errors import InvalidArgument
-from loraplex_router.config import PolicyConfig, RouterConfig, WatchConfig
+from loraplex_router.config import HttpOptions, PolicyConfig, RouterConfig, WatchConfig
 
 ONE = ("127.0.0.1:50051",)
 
@@ -44,6 +44,25 @@ def test_what_is_refused(fields: dict[str, Any], flag: str) -> None:
 @pytest.mark.parametrize("address", ["worker-1:50051", "10.0.0.1:1", "[::1]:50051", "a.b_c:65535"])
 def test_addresses(address: str) -> None:
     assert RouterConfig(workers=(address,)).workers == (address,)
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["*", "https://app.example", "http://localhost:3000", "http://[::1]:8080", "tauri://localhost", "http://a:443"],
+)
+def test_origins(origin: str) -> None:
+    assert HttpOptions(cors_origins=(origin,)).cors_origins == (origin,)
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["", "null", "app.example", "https://app.example/", "https://App.example", "https://a:443", "http://a:80",
+     "http://a:70000", "https://*.example", "https://a\n", "https://"],
+)  # fmt: skip
+def test_what_is_no_origin(origin: str) -> None:
+    with pytest.raises(InvalidArgument, match="--http-cors-origin.* takes '\\*', or an origin") as caught:
+        HttpOptions(cors_origins=("*", origin))
+    assert caught.value.field == "--http-cors-origin"
 
 
 def test_nested_settings_are_checked_too() -> None:
