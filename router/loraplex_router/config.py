@@ -97,8 +97,8 @@ class HttpOptions:
     )
     cors_origins: tuple[str, ...] = _http(
         (),
-        "Origin whose pages in browsers may use the HTTP port, such as https://app.example; repeat it for more, '*' for "
-        "any. Default: none.",
+        "Origin whose pages in browsers may use the HTTP port, such as https://app.example; repeat it for more, '*' "
+        "for any. Default: none.",
         "--http-cors-origin",
     )
     admin: bool = _http(False, "Load and unload adapters over HTTP without --auth-file, too.", "--http-admin")

@@ -580,7 +580,15 @@ async def test_credentials_hold_on_every_route(tmp_path: Path) -> None:
     async with http_cluster(auth_file=auth_file(tmp_path), worker_token="w") as (c, http):
         adapters_of(c, "acme/sql", "other/sql")
         c.workers[0].unary = unary
-        for path in ("/v1/models", "/v1/models/acme/sql", "/openapi.json", "/nothing", "//health"):
+        for path in (
+            "/v1/models",
+            "/v1/models/acme/sql",
+            "/model_info",
+            "/get_server_info",
+            "/openapi.json",
+            "/nothing",
+            "//health",
+        ):
             assert (await http.get(path)).status_code == 401, path
         assert (await http.get("/tokenizer_info")).status_code == (await http.get("/load")).status_code == 401
         for path in (*BODIES, "/v1/tokenize", "/v1/detokenize"):
@@ -588,7 +596,13 @@ async def test_credentials_hold_on_every_route(tmp_path: Path) -> None:
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key"), path
             answer = await http.post(path, content=b"{", headers={"authorization": "Bearer nobody"})
             assert answer.status_code == 401
-        for path, status in (("/health", 200), ("/ping", 200), ("/version", 200), ("/metrics", 200)):
+        for path, status in (
+            ("/health", 200),
+            ("/ping", 200),
+            ("/health_generate", 200),
+            ("/version", 200),
+            ("/metrics", 200),
+        ):
             assert (await http.get(path)).status_code == status
         alice, root = ({"authorization": f"Bearer {token}"} for token in ("alice", "root"))
         cards = (await http.get("/v1/models", headers=alice)).json()["data"]

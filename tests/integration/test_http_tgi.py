@@ -95,6 +95,20 @@ async def test_streams_have_an_event_for_each_token_and_no_done() -> None:
             assert answer.headers["x-compute-characters"] == "2"
 
 
+async def test_what_sglangs_clients_ask_first() -> None:
+    async with http_cluster(served_model_names=("prod",)) as (_, http):
+        for path in ("/model_info", "/get_model_info"):
+            found = (await http.get(path)).json()
+            assert (found["model_path"], found["is_generation"]) == ("tiny", True)
+        for path in ("/server_info", "/get_server_info"):
+            found = (await http.get(path)).json()
+            assert (found["served_model_name"], found["context_length"]) == ("prod", 2048)
+        assert ((await http.get("/health_generate")).status_code, (await http.head("/model_info")).status_code) == (
+            200,
+            200,
+        )
+
+
 async def test_tokenize_by_the_keys_of_the_body() -> None:
     async with http_cluster() as (c, http):
         adapters_of(c, "sql")

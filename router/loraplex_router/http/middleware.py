@@ -47,7 +47,7 @@ _METHODS: Final[Mapping[str, str]] = {
     "/v1/status": path_of(STATUS, "GetStatus"),
 }
 _ANY_ROLE: Final = path_of(INFERENCE, "GetInfo")
-_OPEN_PATHS: Final = frozenset({"/health", "/ping", "/version", "/metrics"})
+_OPEN_PATHS: Final = frozenset({"/health", "/ping", "/health_generate", "/version", "/metrics"})
 
 
 # Answers are data: a browser that is shown one runs nothing of it. A page sends a policy of its own.

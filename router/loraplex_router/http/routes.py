@@ -54,7 +54,7 @@ class Routes:
         self._started = int(time.time())
 
     def add_to(self, app: FastAPI) -> None:
-        for path in ("/health", "/ping"):
+        for path in ("/health", "/ping", "/health_generate"):
             app.get(path, response_class=Response)(self.health)
         app.get("/version")(self.version)
         app.get("/load")(self.load)

@@ -1,4 +1,4 @@
-"""SGLang's POST /generate as messages of the wire, and its answers. Pure."""
+"""SGLang's POST /generate as messages of the wire, its answers, and what it says of itself. Pure."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ from loraplex_router.http.origins import put_origins
 from loraplex_router.http.streaming import data_event
 
 DEFAULT_MAX_TOKENS: Final = 128  # SGLang's
+BASE_VERSION: Final = "default"  # weight_version of the base model
 # Tokens of a text that each have an event.
 NUM_SINGLE_EVENTS: Final = 64
 
@@ -255,6 +256,40 @@ def _common(body: GenerateRequest, params: SamplingParams) -> pb.GenerateRequest
     return request
 
 
+# --- the server -----------------------------------------------------------------------------------------------------
+
+
+def model_info_of(info: pb.GetInfoResponse) -> dict[str, Any]:
+    """The answer of /model_info. Answers name the base model's version as `default`."""
+    return {
+        "model_path": info.model_id,
+        "tokenizer_path": info.model_id,
+        "is_generation": not info.tasks or "generate" in info.tasks,
+        "preferred_sampling_params": None,
+        "weight_version": BASE_VERSION,
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+        "model_type": info.model_type,
+    }
+
+
+def server_info_of(name: str, info: pb.GetInfoResponse) -> dict[str, Any]:
+    """The answer of /server_info: what is known, under SGLang's names. `name` is the base model's in requests."""
+    return {
+        "model_path": info.model_id,
+        "tokenizer_path": info.model_id,
+        "served_model_name": name,
+        "version": info.version,
+        "context_length": info.max_context_tokens,
+        "dtype": info.dtype,
+        "device": info.device.partition(":")[0],
+        "page_size": info.kv_block_tokens,
+        "enable_lora": True,
+        "max_lora_rank": info.max_lora_rank,
+        "max_loras_per_batch": info.max_device_adapters,
+    }
+
+
 # --- answers --------------------------------------------------------------------------------------------------------
 
 
@@ -316,7 +351,7 @@ class Events:
 
 def _meta(job: Job, prompt: int, prompt_tokens: Sequence[pb.PromptToken], text: Text, digest: str) -> dict[str, Any]:
     request = job.requests[prompt]
-    meta: dict[str, Any] = {"id": request.request_id, "weight_version": digest[:12] or "default"}
+    meta: dict[str, Any] = {"id": request.request_id, "weight_version": digest[:12] or BASE_VERSION}
     if recipe := recipe_of(request):
         meta["loraplex"] = recipe
     if not job.with_logprobs:

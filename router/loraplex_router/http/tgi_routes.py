@@ -62,6 +62,10 @@ class TgiRoutes:
         app.post("/generate_stream", response_class=Response)(self.generate_stream)
         app.post("/tokenize")(self.tokenize)
         app.post("/chat_tokenize")(self.chat_tokenize)
+        for path in ("/model_info", "/get_model_info"):
+            app.get(path)(self.sglang_model_info)
+        for path in ("/server_info", "/get_server_info"):
+            app.get(path)(self.sglang_server_info)
 
     # --- generation ------------------------------------------------------------------------------------------------
 
@@ -187,6 +191,19 @@ class TgiRoutes:
         info = self._backend.replicas.model_info or pb.GetInfoResponse()
         most = self._backend.calls.max_in_flight
         return JSONResponse(tgi_answers.info_of(name, info, most, MAX_COMPLETIONS, MAX_STOP_STRINGS))
+
+    async def sglang_model_info(self) -> Response:
+        return JSONResponse(sglang.model_info_of(self._model_info()))
+
+    async def sglang_server_info(self) -> Response:
+        info = self._model_info()
+        return JSONResponse(sglang.server_info_of(self._backend.base_names()[0], info))
+
+    def _model_info(self) -> pb.GetInfoResponse:
+        """What workers say of their model. Raises NoWorker before any has."""
+        if (info := self._backend.replicas.model_info) is None:
+            raise self._backend.replicas.no_worker()
+        return info
 
 
 def _named(error: LoraplexError, job: tgi.Job) -> LoraplexError:

@@ -196,3 +196,21 @@ def test_events_of_long_texts_come_less_often() -> None:
     assert all(later * 16 <= earlier * 17 + 16 for earlier, later in itertools.pairwise(found))
     assert len(found) < 200
     assert num_bytes < 20 * len(event)
+
+
+def test_what_the_server_says_of_itself() -> None:
+    info = pb.GetInfoResponse(
+        model_id="org/base", model_type="llama", version="1.0", max_context_tokens=2048, dtype="bfloat16",
+        device="cuda:0", max_lora_rank=64, kv_block_tokens=16, max_device_adapters=8, tasks=["generate", "embed"],
+    )  # fmt: skip
+    model = sglang.model_info_of(info)
+    assert (model["model_path"], model["tokenizer_path"], model["is_generation"]) == ("org/base", "org/base", True)
+    assert (model["model_type"], model["preferred_sampling_params"], model["weight_version"]) == (
+        "llama",
+        None,
+        "default",
+    )
+    server = sglang.server_info_of("prod", info)
+    assert (server["served_model_name"], server["context_length"], server["device"]) == ("prod", 2048, "cuda")
+    assert (server["max_lora_rank"], server["max_loras_per_batch"], server["page_size"]) == (64, 8, 16)
+    assert not sglang.model_info_of(pb.GetInfoResponse(tasks=["embed"]))["is_generation"]
