@@ -193,9 +193,18 @@ def _message_for_template(message: inference_pb2.ChatMessage) -> dict[str, Any]:
 
 
 def _tool_call_for_template(call: inference_pb2.ToolCall) -> dict[str, Any]:
-    arguments = _json(call.arguments_json, "chat.messages.tool_calls.arguments_json", object)
-    function = {"name": call.name, "arguments": {} if arguments is None else arguments}
+    function = {"name": call.name, "arguments": _arguments(call.arguments_json)}
     return {"type": "function", "function": function} | ({"id": call.id} if call.id else {})
+
+
+def _arguments(text: str) -> Any:
+    """The value of a call's arguments. What a model has written need not be JSON: then it is the text itself."""
+    if not text:
+        return {}
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _objects(text: str, field: str) -> list[Any] | None:
