@@ -42,7 +42,7 @@ _INTERNAL: Final = (500, "server_error", "internal_error")
 # Fields of the wire, and their names in requests over HTTP: the first that a request has. Where it has none, it is the
 # first in OpenAI's form, and the last in that of LoRAX and TGI.
 _DOCUMENTS: Final = ("documents", "texts", "text_2", "items", "data_2")
-_PROMPT: Final = ("prompt", "text", "input_ids", "input", *_DOCUMENTS, "inputs")
+_PROMPT: Final = ("prompt", "messages", "input", "text", "input_ids", *_DOCUMENTS, "inputs")
 _ADAPTER: Final = ("model", "lora_name", "lora_path", "adapter_id")
 _GRAMMAR: Final = (
     *("response_format", "structured_outputs", "json_schema", "regex", "ebnf", "structural_tag", "text"),

@@ -75,6 +75,8 @@ def test_fields_have_their_names_in_openais_requests(field: str, param: str) -> 
         ("grammar.regex", {"text", "regex"}, "regex"),
         ("grammar.choice", {"prompt", "guided_choice"}, "guided_choice"),
         ("token_ids", {"tokens"}, "tokens"),
+        ("input", {"messages", "documents"}, "messages"),
+        ("input", {"input", "text"}, "input"),
         ("chat.tools_json", {"messages", "tools"}, "tools"),
         ("chat.tool_choice.name", {"messages"}, "tool_choice"),
         ("chat.messages[2].role", {"input"}, "input"),
