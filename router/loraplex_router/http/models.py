@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -53,7 +53,7 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "ec_transfer_params": ((), "it is another server's"),
     "thinking_token_budget": ((), "use `max_tokens`"),
     "include_reasoning": ((True,), "only answers of chats are separated from their reasoning"),
-    "verbosity": ((), "use `chat_template_kwargs`"),
+    "verbosity": (("medium",), "use `chat_template_kwargs`"),
     "chat_template": ((), "templates go with chats"),
     "tool_prompt": ((), "the chat template decides how tools are described"),
     "modalities": ((["text"],), "answers are text"),
@@ -92,6 +92,8 @@ REFUSED_IN_MESSAGES: Final[Mapping[str, str]] = {
     "function_call": "use `tool_calls`",
     "prefix": "use `continue_final_message`",
 }
+# Parts of what an assistant has said that are left out: thoughts in the form of other servers.
+THOUGHTS: Final = ("thinking", "redacted_thinking", "reasoning", "reasoning_content")
 
 
 class Fields(BaseModel):
@@ -317,13 +319,16 @@ def ignored_fields(body: Fields) -> tuple[str, ...]:
 
 
 def _unknown_in(messages: Iterable[ChatMessage]) -> dict[str, None]:
-    """Names of the messages' fields that are ignored, each once. A chat is refused for those that are not."""
+    """Names of the messages' fields and parts that are ignored, each once. A chat is refused for those that are not."""
     found: dict[str, None] = {}
     for message in messages:
         for name, value in message.extras().items():
             # An answer that comes back as a message has fields that are empty.
             if name not in REFUSED_IN_MESSAGES and value not in _EMPTY:
                 found[f"messages.{name}"] = None
+        if message.role == "assistant" and isinstance(message.content, list):
+            kinds = [part.get("type") for part in cast("list[Any]", message.content) if isinstance(part, dict)]
+            found |= {f"messages.content.{kind}": None for kind in kinds if kind in THOUGHTS}
     return found
 
 

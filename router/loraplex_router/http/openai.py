@@ -26,6 +26,7 @@ from loraplex_router.http.grammars import grammar_of
 from loraplex_router.http.mixtures import put_mixture
 from loraplex_router.http.models import (
     REFUSED_IN_MESSAGES,
+    THOUGHTS,
     ChatCompletionRequest,
     ChatMessage,
     ChatTemplateInput,
@@ -421,24 +422,30 @@ def _content(message: ChatMessage, where: str) -> str:
     content = message.content
     if isinstance(content, str):
         return unicode_text(content, where)
-    if content is None and message.role == "assistant":
+    if content is None and message.role in ("assistant", "tool"):
         return ""
     if isinstance(content, list):
-        texts: list[str] = []
-        for part in cast("list[Any]", content):
-            kind = cast("dict[str, Any]", part).get("type") if isinstance(part, dict) else None
-            text = cast("dict[str, Any]", part).get("text") if kind == "text" else None
-            if not isinstance(text, str):
-                raise not_a_text(part, where)
-            texts.append(unicode_text(text, where))
-        return "".join(texts)
+        is_answer = message.role == "assistant"
+        return "".join(_text_of(part, where, is_answer=is_answer) for part in cast("list[Any]", content))
     raise InvalidArgument(f"`{where}` must be a text or a list of parts", field=where)
+
+
+def _text_of(part: Any, where: str, *, is_answer: bool) -> str:
+    """The text of a part of a message. That of an answer may be a refusal, or a thought, which is left out."""
+    given = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
+    kind = given.get("type")
+    if is_answer and kind in THOUGHTS:
+        return ""
+    text = given.get(kind) if kind == "text" or (is_answer and kind == "refusal") else None
+    if not isinstance(text, str):
+        raise not_a_text(part, where)
+    return unicode_text(text, where)
 
 
 def not_a_text(part: Any, where: str) -> InvalidArgument:
     """The error for a part of a message's content, with what it is."""
     kind = cast("dict[str, Any]", part).get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and not kind.endswith("text"):
+    if isinstance(kind, str) and not kind.endswith("text") and kind not in (*THOUGHTS, "refusal"):
         told = (
             f"`{where}` has a part of type {ascii(kind)[:40]}: images, audio and files are not served, with any model"
         )

@@ -26,7 +26,11 @@ _STATE: Final[Mapping[str, tuple[Any, ...]]] = {
     "n": (1,),
 }
 _LOGPROBS: Final = "message.output_text.logprobs"
-_TEXT_PARTS: Final = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+# Kinds of parts, and their key that has the text.
+_TEXT_PARTS: Final = {
+    **dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), "text"),
+    "refusal": "refusal",
+}
 
 
 class ResponsesRequest(Fields):
@@ -155,8 +159,9 @@ def _content(content: Any, where: str) -> str:
 def _texts(parts: Any, where: str) -> Iterator[str]:
     for part in cast("list[Any]", parts if isinstance(parts, list) else [None]):
         known = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
-        kind, text = known.get("type"), known.get("text")
-        if kind not in _TEXT_PARTS or not isinstance(text, str):
+        kind = known.get("type")
+        text = known.get(_TEXT_PARTS[kind]) if isinstance(kind, str) and kind in _TEXT_PARTS else None
+        if not isinstance(text, str):
             raise not_a_text(part, where)
         yield text
 

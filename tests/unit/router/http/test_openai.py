@@ -274,6 +274,19 @@ def test_unknown_fields_of_messages_are_named() -> None:
     assert ignored_fields(TokenizeRequest.model_validate({"messages": messages})) == job.ignored
 
 
+def test_what_an_assistant_has_said_may_have_other_parts() -> None:
+    parts = [
+        {"type": "thinking", "thinking": "hm", "signature": "x"}, {"type": "reasoning", "reasoning": "so"},
+        {"type": "text", "text": "No, "}, {"type": "refusal", "refusal": "never."},
+    ]  # fmt: skip
+    job = chat(messages=[*CHAT, {"role": "assistant", "content": parts}, {"role": "tool", "content": None}])
+    assert [one.content for one in job.requests[0].chat.messages] == ["hi", "No, never.", ""]
+    assert job.ignored == ("messages.content.thinking", "messages.content.reasoning")
+    for part in parts[0], parts[3]:
+        with pytest.raises(InvalidArgument, match="takes a text, or parts of type text only"):
+            chat(messages=[{"role": "user", "content": [part]}])
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("audio", {"id": "x"}), ("function_call", {"name": "f", "arguments": ""}), ("prefix", True)]
 )

@@ -32,6 +32,8 @@ def test_inputs_become_messages() -> None:
     assert messages() == [("user", "hi")]
     assert messages(instructions="brief") == [("system", "brief"), ("user", "hi")]
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    refusal = [{"type": "refusal", "refusal": "no"}]
+    assert messages(input=[{"role": "assistant", "content": refusal}]) == [("assistant", "no")]
     assert messages(input=[{"role": "user", "content": parts}, {"role": "assistant", "content": "c"}]) == [
         ("user", "ab"), ("assistant", "c"),
     ]  # fmt: skip
@@ -73,6 +75,7 @@ def test_a_chats_own_names_hold_where_nothing_else_says_it() -> None:
     assert job_of(request(max_completion_tokens=3, max_output_tokens=3)).requests[0].stopping.max_tokens == 3
     with pytest.raises(Unimplemented, match="`verbosity`"):
         job_of(request(verbosity="low"))
+    assert job_of(request(text={"verbosity": "medium"})).ignored == ()
 
 
 def test_options() -> None:
