@@ -50,7 +50,7 @@ from loraplex_server.engine.pipe import Cancel, Command
 
 JSON = {"content-type": "application/json"}
 CHAT = [{"role": "user", "content": "hi"}]
-OPEN_PATHS = {"/health", "/ping", "/version", "/metrics"}
+OPEN_PATHS = {"/health", "/ping", "/health_generate", "/version", "/metrics"}
 
 
 @dataclass(frozen=True)

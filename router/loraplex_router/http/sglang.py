@@ -1,4 +1,4 @@
-"""SGLang's POST /generate as messages of the wire, its answers, and what it says of itself. Pure."""
+"""SGLang's POST /generate and model info as messages of the wire, and answers. Pure."""
 
 from __future__ import annotations
 
