@@ -65,11 +65,16 @@ struct Weights {
   static const int per_score = sizeof(float) / sizeof(T);
 };
 
-// Turns a row's scores of keys [from, to) into weights that sum to 1, with what a sink takes of it; all others become 0.
-// `bias`: of the keys from the first score on.
+// A row's largest score so far, and the sum of its weights, which are relative to that score.
+struct Softmax {
+  float top, total;
+};
+
+// Turns a row's scores of keys [from, to) of a block into weights; all others become 0. Returns by how much what was added
+// up before them shrinks. `bias`: of the keys from the first score on.
 template <class D, bool kSpecial>
-static void soften(float* scores, int64_t from, int64_t to, int64_t length, float softcap, const float* sink,
-                   const float* bias) {
+static float soften(float* scores, int64_t from, int64_t to, int64_t length, float softcap, const float* bias,
+                    Softmax& row) {
   const Floats none = all(-__builtin_inff());
   Floats top = none;
   for (int64_t i = from & ~15; i < to; i += 16) {
@@ -79,28 +84,28 @@ static void soften(float* scores, int64_t from, int64_t to, int64_t length, floa
     if (kSpecial && bias != nullptr) s = add(s, load(bias + i));
     s = select(none, between(from, to, i), s);
     store(scores + i, s);
-    // NaN must not be lost in a maximum: the second operand is returned where either is NaN.
     top = max(top, s);
   }
   float highest = largest(top);
-  if (kSpecial && sink != nullptr && *sink > highest) highest = *sink;
+  if (row.top > highest) highest = row.top;
+  // Before the first block that counts nothing has been added up.
+  const float shrinks = row.top == highest ? 1.0f : largest(exp_ps(all(row.top - highest)));
   const Floats peak = all(highest);
   Floats total = zeros();
-  for (int64_t i = from & ~15; i < to; i += 16) {
-    Floats s = load(scores + i);
-    Floats e = select(exp_ps(sub(s, peak)), equals(s, none), zeros());
-    e = select(e, is_nan(s), s);
-    store(scores + i, e);
-    total = add(total, e);
-  }
-  float whole = sum(total);
-  if (kSpecial && sink != nullptr) whole += largest(exp_ps(sub(all(*sink), peak)));
-  const Floats inverse = all(1.0f / whole);
   auto* weights = (typename Weights<D>::T*)scores;  // none reaches a score that is still read
   int64_t i = 0;
   for (; i < (from & ~15); i += 16) store(weights + i, zeros());
-  for (; i < to; i += 16) store(weights + i, mul(load(scores + i), inverse));
+  for (; i < to; i += 16) {
+    const Floats s = load(scores + i);
+    Floats e = select(exp_ps(sub(s, peak)), equals(s, none), zeros());
+    e = select(e, is_nan(s), s);
+    store(weights + i, e);
+    total = add(total, e);  // keeps NaN, which a maximum may lose
+  }
   for (; i < length; i += 16) store(weights + i, zeros());
+  row.top = highest;
+  row.total = row.total * shrinks + sum(total);
+  return shrinks;
 }
 
 // acc[4][C * 16] of values at columns `column`.
@@ -147,55 +152,93 @@ static inline bool is_finite(const float* x, int n) {
   return !any(wild);
 }
 
-// The first key that a query sees, counted from `begin`, which is no later.
+// Keys [from, to) of a block that a query sees, counted from the block's first.
+struct Seen {
+  int64_t from, to;
+};
+
 template <bool kSpecial>
-static inline int64_t first_seen(const AttendTask& t, int64_t position, int64_t begin) {
-  const int64_t from = t.window > 0 || kSpecial ? first_key<kSpecial>(t, position) - begin : 0;
-  return from < 0 ? 0 : from;
+static inline Seen seen_by(const AttendTask& t, int64_t position, int64_t begin, int64_t length) {
+  int64_t from = t.window > 0 || kSpecial ? first_key<kSpecial>(t, position) - begin : 0, to = position + 1 - begin;
+  if (from < 0) from = 0;
+  if (to > length) to = length;
+  return {from, to};
 }
 
+// A task's memory, rows in sixteens.
+template <class D>
+struct VectorMemory {
+  float *scores, *sums, *part, *alone;  // [16][kVectorKeys], [16][dim], [4][dim], [4][dim]
+  typename D::T* q;                     // [16][dim]
+  void* keys;                           // of 16 rows
+
+  VectorMemory(float* scratch, int dim)
+      : scores(scratch), sums(scores + 16 * kVectorKeys), part(sums + 16 * dim), alone(part + 4 * dim),
+        q((typename D::T*)(alone + 4 * dim)), keys(alone + 20 * dim) {}
+};
+
+// Goes through the keys in blocks from a fixed grid, whose scores stay in the nearest cache, and whose sums go on from one
+// block to the next. What a block adds to a row depends on that row alone, and a row that sees nothing of it is left as
+// it is: a query's bits do not depend on which queries it is computed with.
 template <class D, bool kSpecial>
 static void attend_block(const AttendTask& t, float* scratch) {
   typedef typename D::T T;
   const int num_rows = t.num_tokens * t.group, padded = (num_rows + 3) & ~3;  // at most 16
   const int64_t last = t.first_position + t.num_tokens;
-  int64_t begin = first_key<kSpecial>(t, t.first_position);
-  if (begin < 0) begin = 0;
-  // From a fixed grid, so that a row's sums fall into the same lanes whichever queries it is computed with.
-  begin &= ~15;
-  const int64_t length = last - begin, stride = (length + 15) & ~15;
-  float* scores = scratch;
-  float* sums = scratch + 16 * stride;  // [16][dim] and 4 more; before that the queries; then 16 rows of keys
-  T* q = (T*)sums;
+  const VectorMemory<D> m(scratch, t.dim);
+  Softmax rows[16];
   for (int r = 0; r < padded; r++) {
     const int from = r < num_rows ? r : 0;
-    const T* row = (const T*)t.q + (from / t.group) * t.q_token_stride + (from % t.group) * t.dim;
-    __builtin_memcpy(q + r * t.dim, row, (size_t)t.dim * sizeof(T));
+    __builtin_memcpy(m.q + r * t.dim, (const T*)t.q + (from / t.group) * t.q_token_stride + (from % t.group) * t.dim,
+                     (size_t)t.dim * sizeof(T));
+    rows[r] = {-__builtin_inff(), 0.0f};
+    if (kSpecial && t.sinks != nullptr) rows[r] = {t.sinks[from % t.group], 1.0f};  // as if seen before all others
   }
-  score<D>(t, q, padded, begin, last, sums + 20 * t.dim, scores, stride);
-  for (int r = 0; r < padded; r++) {
-    const int64_t position = t.first_position + (r < num_rows ? r / t.group : 0);
-    const int head = kSpecial ? (r < num_rows ? r : 0) % t.group : 0;
-    const float* sink = kSpecial && t.sinks != nullptr ? t.sinks + head : nullptr;
-    const float* bias = kSpecial && t.key_bias != nullptr ? t.key_bias + head * t.bias_stride + begin : nullptr;
-    soften<D, kSpecial>(scores + r * stride, first_seen<kSpecial>(t, position, begin), position + 1 - begin, stride, t.softcap,
-                     sink, bias);
-  }
-  const auto* weights = (const typename Weights<D>::T*)scores;
-  const int64_t weight_stride = stride * Weights<D>::per_score;
-  for (int r = 0; r < padded; r += 4)
-    weigh_rows<D>(t, weights + r * weight_stride, weight_stride, begin, begin, last, sums + r * t.dim);
-  for (int r = 0; r < num_rows; r++) {
-    if (is_finite(sums + r * t.dim, t.dim)) continue;
-    // A weight of 0 does not keep out what is not finite: once more, of what the row sees and nothing else.
-    const int64_t position = t.first_position + r / t.group, from = first_seen<kSpecial>(t, position, begin);
-    float* alone = sums + 16 * t.dim;
-    weigh_rows<D>(t, weights + r * weight_stride, 0, begin, begin + from, position + 1, alone);
-    __builtin_memcpy(sums + r * t.dim, alone, (size_t)t.dim * sizeof(float));
+  __builtin_memset(m.sums, 0, sizeof(float) * (size_t)(padded * t.dim));
+  int64_t begin = first_key<kSpecial>(t, t.first_position);
+  begin = begin < 0 ? 0 : begin / kVectorKeys * kVectorKeys;
+  const int64_t stride = kVectorKeys * Weights<D>::per_score;
+  const auto* weights = (const typename Weights<D>::T*)m.scores;
+  for (; begin < last; begin += kVectorKeys) {
+    const int64_t length = last - begin < kVectorKeys ? last - begin : kVectorKeys;
+    score<D>(t, m.q, padded, begin, begin + length, m.keys, m.scores, kVectorKeys);
+    for (int first = 0; first < padded; first += 4) {
+      Seen seen[4];
+      float shrinks[4];
+      bool sees = false;
+      for (int r = first; r < first + 4; r++) {
+        const int from = r < num_rows ? r : 0, head = from % t.group;
+        seen[r - first] = seen_by<kSpecial>(t, t.first_position + from / t.group, begin, length);
+        const Seen& one = seen[r - first];
+        const float* bias = kSpecial && t.key_bias != nullptr ? t.key_bias + head * t.bias_stride + begin : nullptr;
+        float* scores = m.scores + r * kVectorKeys;
+        if (one.from < one.to) {
+          shrinks[r - first] = soften<D, kSpecial>(scores, one.from, one.to, (length + 15) & ~15, t.softcap, bias, rows[r]);
+          sees = true;
+        } else {
+          __builtin_memset(scores, 0, sizeof(float) * kVectorKeys);
+        }
+      }
+      if (!sees) continue;
+      weigh_rows<D>(t, weights + first * stride, stride, begin, begin, begin + length, m.part);
+      for (int r = first; r < first + 4 && r < num_rows; r++) {
+        const Seen& one = seen[r - first];
+        if (one.from >= one.to) continue;
+        float *sums = m.sums + r * t.dim, *part = m.part + (r - first) * t.dim;
+        if (!is_finite(part, t.dim)) {
+          // A weight of 0 does not keep out what is not finite: once more, of what the row sees and nothing else.
+          weigh_rows<D>(t, weights + r * stride, 0, begin, begin + one.from, begin + one.to, m.alone);
+          part = m.alone;
+        }
+        const Floats shrink = all(shrinks[r - first]);
+        for (int i = 0; i < t.dim; i += 16) store(sums + i, fmadd(load(sums + i), shrink, load(part + i)));
+      }
+    }
   }
   for (int r = 0; r < num_rows; r++) {
     T* out = (T*)t.out + (r / t.group) * t.out_token_stride + (r % t.group) * t.dim;
-    for (int i = 0; i < t.dim; i += 16) store(out + i, load(sums + r * t.dim + i));
+    const Floats inverse = all(1.0f / rows[r].total);
+    for (int i = 0; i < t.dim; i += 16) store(out + i, mul(load(m.sums + r * t.dim + i), inverse));
   }
 }
 
