@@ -35,6 +35,7 @@ CASES: dict[str, Sequence[tuple[int, int]]] = {
     "prompt of 512": [(0, 512)],
     "prompt of 2048": [(0, 2048)],
     "256 after 6000": [(6000, 256)],
+    "256 after 32000": [(32000, 256)],
     "decode, 1 at 100": [(99, 1)],
     "decode, 32 at 100": [(99, 1)] * 32,
     "decode, 32 at 1000": [(999, 1)] * 32,
