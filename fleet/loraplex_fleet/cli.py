@@ -88,7 +88,7 @@ def down(
     ] = 600.0,
     log_format: LogFormatOption = "plain",
 ) -> None:
-    """End a fleet: routers and workers drain first. Ray ends with it where `loraplex up` has started it here.
+    """End a fleet: routers and workers drain first. A Ray that `loraplex up` started ends with its last.
 
     Example: loraplex down
     """
@@ -97,11 +97,10 @@ def down(
         from loraplex_fleet import cluster  # late: it imports Ray
 
         with cluster.joined(address):
-            there_was = cluster.end(fleet, wait + END_MARGIN_S)
-            ended_ray = cluster.end_own_ray()
-        if not (there_was or ended_ray):
-            raise FailedPrecondition(f"there is no fleet {fleet}")
-    print(f"fleet {fleet} has ended" + (", and so has Ray on this machine" if ended_ray else ""), flush=True)
+            ended = cluster.end(fleet, wait + END_MARGIN_S)
+        if not (ended.fleet or ended.ray):
+            raise FailedPrecondition(ended.missing(fleet))
+    print(ended.text(fleet), flush=True)
 
 
 def status(

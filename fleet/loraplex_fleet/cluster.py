@@ -26,10 +26,11 @@ from loraplex_fleet.deploying import ROUTERS, WORKERS, app_name, serve_config
 from loraplex_fleet.directory import NAMESPACE, find_directory, read_view
 from loraplex_fleet.entries import ROUTER, WORKER
 from loraplex_fleet.spec import AUTO, ClusterSpec, check_address
-from loraplex_fleet.status import Status, part_of
+from loraplex_fleet.status import Ended, Status, part_of
 
 START_S: Final = 60.0
 END_S: Final = 40.0
+END_LOOK_S: Final = 0.2
 CONNECT_S: Final = 3.0
 HEAD_S: Final = 10.0  # a head with much to do may take seconds
 # The first thing that Ray's own clients ask a head node for.
@@ -153,30 +154,40 @@ def deploy(spec: ClusterSpec) -> None:
     client.deploy_apps(ServeDeploySchema.model_validate({**wanted, "applications": [*others, *wanted["applications"]]}))
 
 
-def end(fleet: str, timeout_s: float) -> bool:
-    """Ends the fleet, after its drain. False where there is none. Raises Unavailable where it takes longer."""
+def end(fleet: str, timeout_s: float) -> Ended:
+    """Ends the fleet, after its drain. The last application takes Serve with it, and the Ray that `up` has started.
+    Raises Unavailable where it takes longer."""
     client = _serve_client(start=False)
-    if client is None:
-        return False
-    details = client.get_serve_details()["applications"]
     # Routers first: they end requests, workers have none then.
-    names = [name for part in (ROUTERS, WORKERS) if (name := app_name(fleet, part)) in details]
-    for name in names:
-        client.delete_apps([name], blocking=False)
-        until_s = time.monotonic() + timeout_s
-        while name in client.get_serve_details()["applications"]:
-            if time.monotonic() > until_s:
-                raise Unavailable(f"{name} has not ended within {timeout_s:.0f} s; `loraplex status` shows what runs")
-            time.sleep(0.2)
+    ended = [_end_application(client, app_name(fleet, part), timeout_s) for part in (ROUTERS, WORKERS) if client]
     directory = find_directory(fleet)
     if directory is not None:
         ray.kill(directory)
-    if len(details) == len(names):
+    left = tuple(_applications(client))  # read again: another fleet may have come up during the drain
+    if not left and client is not None:
         serve.shutdown()
-    return bool(names)
+    return Ended(fleet=any(ended), ray=not left and _end_own_ray(), left=left)
 
 
-def end_own_ray() -> bool:
+def _end_application(client: Any, name: str, timeout_s: float) -> bool:
+    """Ends an application of Serve. False where there is none. Raises Unavailable where it takes longer."""
+    if name not in _applications(client):
+        return False
+    client.delete_apps([name], blocking=False)
+    until_s = time.monotonic() + timeout_s
+    while name in _applications(client):
+        if time.monotonic() > until_s:
+            raise Unavailable(f"{name} has not ended within {timeout_s:.0f} s; `loraplex status` shows what runs")
+        time.sleep(END_LOOK_S)
+    return True
+
+
+def _applications(client: Any) -> dict[str, Any]:
+    """Serve's details of its applications, by name."""
+    return {} if client is None else client.get_serve_details()["applications"]
+
+
+def _end_own_ray() -> bool:
     """Ends Ray where `up` has started it on this machine. False where it is not ours to end."""
     pids = [
         int(pid)
@@ -204,7 +215,7 @@ def _runs(pid: int) -> bool:
 def status(fleet: str) -> Status:
     """State of the fleet: what runs, and what does not and why."""
     client = _serve_client(start=False)
-    applications: dict[str, Any] = {} if client is None else client.get_serve_details()["applications"]
+    applications = _applications(client)
     view = read_view(fleet)
     free = _free_resources()
     parts = tuple(

@@ -5,6 +5,7 @@ The same that a RayService of Kubernetes takes as `serveConfigV2`. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -18,6 +19,12 @@ METRICS_INTERVAL_S: Final = 2.0
 
 def app_name(fleet: str, part: str) -> str:
     return f"{fleet}-{part}"
+
+
+def fleets_of(applications: Iterable[str]) -> list[str]:
+    """Names of the fleets that applications of these names belong to."""
+    split = (name.rpartition("-") for name in applications)
+    return sorted({fleet for fleet, _, part in split if fleet and part in (WORKERS, ROUTERS)})
 
 
 def serve_config(spec: ClusterSpec) -> dict[str, Any]:

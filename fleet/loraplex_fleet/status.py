@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from loraplex_fleet.deploying import fleets_of
 from loraplex_fleet.entries import READY, WORKER, Entry, Failure, View
 
 # What placing a replica takes where there is room for it.
@@ -72,6 +73,26 @@ class Status:
 
 def part_of(kind: str, details: Mapping[str, Any] | None, view: View, free: str, now_s: float) -> Part:
     """Status of one kind, from Serve's details of its application. `free`: what its nodes have left; `now_s` since the
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Outcome of `loraplex down`."""
+
+    fleet: bool  # there was one, and it has ended
+    ray: bool  # Ray on this machine, which `up` had started, has ended
+    left: tuple[str, ...] = ()  # the applications that Serve still has
+
+    def text(self, fleet: str) -> str:
+        """What has ended, in words."""
+        if not self.fleet:
+            return f"there was no fleet {fleet}; Ray on this machine has ended"
+        return f"fleet {fleet} has ended" + (", and so has Ray on this machine" if self.ray else "")
+
+    def missing(self, fleet: str) -> str:
+        """That there is no such fleet, and which ones there are."""
+        there = f"; there is {', '.join(names)}" if (names := fleets_of(self.left)) else ""
+        return f"there is no fleet {fleet}{there}"
+
+
     epoch."""
     entries = tuple(one for one in view.entries if one.kind == kind)
     failures = tuple(one for one in view.failures if one.kind == kind)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from support.fake_workers import FakeWorker
@@ -17,6 +19,97 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of Ray's own modules
     pytest.mark.skipif(bool(ray_is_missing()), reason=ray_is_missing()),
 ]
+
+
+class FakeServe:
+    """Serve's client, with applications that end once they were looked at `drain` times."""
+
+    def __init__(self, names: Iterable[str] = (), drain: int = 2) -> None:
+        self.applications: dict[str, Any] = {one: {"name": one, "status": "RUNNING"} for one in names}
+        self.was_shut_down = False
+        self._drain = drain
+        self._looks: dict[str, int] = {}
+
+    def get_serve_details(self) -> dict[str, Any]:
+        for name in list(self._looks):
+            self._looks[name] -= 1
+            if self._looks[name] < 0:
+                del self._looks[name], self.applications[name]
+        return {"applications": dict(self.applications)}
+
+    def delete_apps(self, names: list[str], *, blocking: bool) -> None:
+        assert not blocking
+        for name in names:
+            self.applications[name] = {**self.applications[name], "status": "DELETING"}
+            self._looks[name] = self._drain
+
+    def shutdown(self) -> None:
+        self.was_shut_down = True
+
+
+def with_serve(monkeypatch: pytest.MonkeyPatch, client: FakeServe | None) -> list[str]:
+    """Puts the client in the place of Serve. Returns what else is ended."""
+    from loraplex_fleet import cluster
+
+    ended = list[str]()
+
+    def end_own_ray() -> bool:
+        ended.append("Ray")
+        return True
+
+    def find_directory(fleet: str) -> None:
+        ended.append(f"directory of {fleet}")
+
+    monkeypatch.setattr(cluster, "_serve_client", lambda **_: client)
+    monkeypatch.setattr(cluster, "_end_own_ray", end_own_ray)
+    monkeypatch.setattr(cluster, "find_directory", find_directory)
+    monkeypatch.setattr(cluster, "END_LOOK_S", 0.0)
+    if client is not None:
+        monkeypatch.setattr(cluster.serve, "shutdown", client.shutdown)
+    return ended
+
+
+A, B = ("a-routers", "a-workers"), ("b-routers", "b-workers")
+
+
+def test_the_last_fleet_ends_with_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    from loraplex_fleet import cluster
+
+    client = FakeServe(A)
+    ended = with_serve(monkeypatch, client)
+    assert cluster.end("a", 5.0) == cluster.Ended(fleet=True, ray=True)
+    assert client.was_shut_down
+    assert "Ray" in ended
+
+
+@pytest.mark.parametrize("name", ["a", "misspelt"])
+def test_another_fleet_keeps_ray(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from loraplex_fleet import cluster
+
+    client = FakeServe((*A, *B))
+    ended = with_serve(monkeypatch, client)
+    outcome = cluster.end(name, 5.0)
+    assert (outcome.fleet, outcome.ray) == (name == "a", False)
+    assert set(outcome.left) == ({*B} if name == "a" else {*A, *B})
+    assert not client.was_shut_down
+    assert "Ray" not in ended
+
+
+def test_ray_without_serve_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    from loraplex_fleet import cluster
+
+    with_serve(monkeypatch, None)
+    assert cluster.end("a", 5.0) == cluster.Ended(fleet=False, ray=True)
+
+
+def test_a_fleet_that_came_up_during_the_drain_keeps_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    from loraplex_fleet import cluster
+
+    client = FakeServe(A)
+    with_serve(monkeypatch, client)
+    monkeypatch.setattr(cluster, "find_directory", lambda _: client.applications.update({B[0]: {"name": B[0]}}))
+    assert cluster.end("a", 5.0) == cluster.Ended(fleet=True, ray=False, left=(B[0],))
+    assert not client.was_shut_down
 
 
 def refused(address: str) -> str:

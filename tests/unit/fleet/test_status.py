@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from loraplex_fleet.entries import READY, ROUTER, STARTING, WORKER, Entry, Failure, View
-from loraplex_fleet.status import PLACED_S, Status, part_of
+from loraplex_fleet.status import PLACED_S, Ended, Status, part_of
 
 FREE = "0.5 CPU"
 
@@ -72,3 +72,15 @@ def test_a_router_without_a_worker_is_not_whole() -> None:
     entry = Entry("a", ROUTER, "n", READY, name="r0", address="a:1", text="no worker is healthy yet")
     part = part_of(ROUTER, details("RUNNING", wanted=1), View((entry,)), FREE, 0.0)
     assert (part.running, part.is_complete, part.why) == (1, False, "n: no worker is healthy yet")
+
+
+def test_what_has_ended_is_told_as_it_was() -> None:
+    assert Ended(fleet=True, ray=True).text("f") == "fleet f has ended, and so has Ray on this machine"
+    assert Ended(fleet=True, ray=False).text("f") == "fleet f has ended"
+    assert Ended(fleet=False, ray=True).text("f") == "there was no fleet f; Ray on this machine has ended"
+
+
+def test_a_fleet_that_is_missing_names_those_that_are_there() -> None:
+    left = ("b-routers", "b-workers", "a-fleet-workers", "somebody's")
+    assert Ended(fleet=False, ray=False, left=left).missing("f") == "there is no fleet f; there is a-fleet, b"
+    assert Ended(fleet=False, ray=False).missing("f") == "there is no fleet f"
