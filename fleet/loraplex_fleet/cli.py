@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,8 +70,8 @@ def _deploy(spec: ClusterSpec, wait_s: float, say: Say) -> Status:
     with cluster.joined(spec.address, may_start=True) as started:
         if started:
             say("Ray was started on this machine, for this machine alone; `loraplex down` ends it")
-        cluster.deploy(spec)
-        return _wait(spec, wait_s, say)
+        before = cluster.deploy(spec)
+        return _wait(spec, before, wait_s, say)
 
 
 def down(
@@ -169,13 +169,14 @@ def _say_plan(spec: ClusterSpec) -> None:
     print(f"routers: {spec.router.count}, {where}")
 
 
-def _wait(spec: ClusterSpec, wait_s: float, say: Say) -> Status:
-    """Waits until all of it serves. Raises FailedPrecondition where Serve gives up, DeadlineExceeded after `wait_s`."""
+def _wait(spec: ClusterSpec, before: Collection[str], wait_s: float, say: Say) -> Status:
+    """Waits until all of it serves. `before`: replicas of earlier deployments. Raises FailedPrecondition where Serve
+    gives up, DeadlineExceeded after `wait_s`."""
     from loraplex_fleet import cluster
 
     until_s, said = time.monotonic() + wait_s, ""
     while True:
-        found = cluster.status(spec.name)
+        found = cluster.status(spec.name, before)
         if found.is_complete:
             return found
         for part in found.parts:

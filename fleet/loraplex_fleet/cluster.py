@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from pathlib import Path
 from typing import Any, Final
 
@@ -139,10 +139,12 @@ def node_addresses() -> list[str]:
     return sorted({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
 
 
-def deploy(spec: ClusterSpec) -> None:
-    """Tells Serve what is wanted, and returns at once. What else Serve runs stays as it is. Raises InvalidArgument
-    where the nodes' addresses ask for more than the specification has."""
+def deploy(spec: ClusterSpec) -> frozenset[str]:
+    """Tells Serve what is wanted, and returns at once the replicas that were there before: why these fail is no answer
+    to why it does not start. What else Serve runs stays as it is. Raises InvalidArgument where the nodes' addresses ask
+    for more than the specification has."""
     spec.check_reach(node_addresses())
+    before = read_view(spec.name).replica_ids
     client = _serve_client(start=True)
     wanted = serve_config(spec)
     names = {one["name"] for one in wanted["applications"]}
@@ -152,6 +154,7 @@ def deploy(spec: ClusterSpec) -> None:
         if app["name"] not in names and app["deployed_app_config"]
     ]
     client.deploy_apps(ServeDeploySchema.model_validate({**wanted, "applications": [*others, *wanted["applications"]]}))
+    return before
 
 
 def end(fleet: str, timeout_s: float) -> Ended:
@@ -212,11 +215,11 @@ def _runs(pid: int) -> bool:
     return True
 
 
-def status(fleet: str) -> Status:
-    """State of the fleet: what runs, and what does not and why."""
+def status(fleet: str, before: Collection[str] = ()) -> Status:
+    """State of the fleet: what runs, and what does not and why. Failures of the replicas `before` are left out."""
     client = _serve_client(start=False)
     applications = _applications(client)
-    view = read_view(fleet)
+    view = read_view(fleet).without_failures_of(before)
     free = _free_resources()
     parts = tuple(
         part_of(kind, applications.get(app_name(fleet, part)), view, free, time.time())

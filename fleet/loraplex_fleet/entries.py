@@ -6,7 +6,7 @@ Soft state, with leases: what is lost comes back with the next heartbeats. Pure;
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
@@ -60,6 +60,14 @@ class View:
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
+
+    @property
+    def replica_ids(self) -> frozenset[str]:
+        """Replicas that it knows, those that have failed included."""
+        return frozenset(one.replica_id for one in (*self.entries, *self.failures))
+
+    def without_failures_of(self, replica_ids: Collection[str]) -> View:
+        return replace(self, failures=tuple(one for one in self.failures if one.replica_id not in replica_ids))
 
     @property
     def members(self) -> dict[str, str]:

@@ -39,6 +39,8 @@ MAX_STORES: Final = 1024
 # to do, and its requests with it; routers leave one alone that they have not heard for six seconds.
 MAX_SILENT_S: Final = 15.0
 NO_WORKER: Final = "no worker is healthy yet"
+# The child's command line, and the probe of its address where it gets one.
+Plan = tuple[tuple[str, ...], Callable[[str], Probe] | None]
 
 
 class Replica:
@@ -56,16 +58,17 @@ class Replica:
         self._silent_since_s: float | None = None  # the first probe that the child has not answered, and none since
         self._beating: asyncio.Task[None] | None = None
 
-    async def run(self, command: tuple[str, ...], probe: Callable[[str], Probe] | None) -> None:
-        """Starts the child, and returns once it is ready; `probe` is made of its address. Raises RuntimeError with the
-        child's own words: what a constructor raises is what Serve shows."""
+    async def run(self, prepare: Callable[[], Plan]) -> None:
+        """Starts the child that `prepare` plans, and returns once it is ready. Raises RuntimeError with the error's
+        words, or the child's own: what a constructor raises is what Serve shows."""
         self._beating = asyncio.create_task(self._beat_forever())
-        self._child = Child(command, self._progress)
         try:
             self._spec.check_reach([self._node])
+            command, probe = prepare()
+            self._child = Child(command, self._progress)
             ready = await asyncio.to_thread(self._child.start)
         except LoraplexError as error:
-            await self._leave(error.message)
+            await self._fail(error.message)
             raise RuntimeError(error.message) from None
         self._probe = None if probe is None else probe(ready["address"])
         self._entry = replace(
@@ -117,6 +120,12 @@ class Replica:
             await asyncio.to_thread(child.stop, self._spec.drain_s)
         await self._leave(reason)
 
+    async def _fail(self, reason: str) -> None:
+        """Leaves the directory, which keeps the reason only of replicas that it has heard of."""
+        with contextlib.suppress(RayError, TimeoutError):
+            await self._directory.beat(asdict(self._entry))
+        await self._leave(reason)
+
     async def _leave(self, reason: str) -> None:
         if self._beating is not None:
             self._beating.cancel()
@@ -158,11 +167,16 @@ class Worker(Replica):
     async def __init__(self, plain: dict[str, Any]) -> None:
         spec = from_plain(plain)
         super().__init__(spec, WORKER)
-        store, self._store_lock = _claim_store(spec.worker.store)
-        secrets = spec.secrets
-        token = _read_token(secrets.worker_token_file) if secrets.worker_token_file else ""
+        self._store_lock: int | None = None
+        await self.run(self._prepare)
+
+    def _prepare(self) -> Plan:
+        """Claims the store and reads the token. Raises FailedPrecondition."""
+        spec = self._spec
+        store, self._store_lock = claim_store(spec.worker.store)
+        token = read_token(spec.secrets.worker_token_file) if spec.secrets.worker_token_file else ""
         ca = Path(spec.tls.ca) if spec.tls.ca else None
-        await self.run(worker_command(spec, self._node, store, token), lambda address: Probe(address, ca, token))
+        return worker_command(spec, self._node, store, token), lambda address: Probe(address, ca, token)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         return {"pending_tokens": float(self._entry.pending_tokens)}
@@ -189,7 +203,8 @@ class Router(Replica):
         self._write()
         # Whose certificate it would have to trust is the clients' affair: its process alone is watched then.
         has_tls = "--tls-cert" in spec.router.flags
-        await self.run(router_command(spec, self._node, self._path), None if has_tls else Probe)
+        command = router_command(spec, self._node, self._path)
+        await self.run(lambda: (command, None if has_tls else Probe))
 
     async def _measured(self, entry: Entry) -> Entry:
         if self._probe is None:
@@ -211,12 +226,15 @@ class Router(Replica):
         os.replace(part, self._path)
 
 
-def _claim_store(root: str) -> tuple[Path | None, int | None]:
+def claim_store(root: str) -> tuple[Path | None, int | None]:
     """A folder for the child's adapter store, the first that no other replica of this node has. The store's own lock
     may still be with a child whose replica is gone; the new child waits for it. Raises FailedPrecondition."""
     if not root:
         return None, None
-    Path(root).mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        Path(root).mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise FailedPrecondition(f"worker.store, {root}, cannot be made on this node: {error.strerror}") from error
     for number in range(MAX_STORES):
         folder = Path(root) / f"w{number}"
         if (lock := try_hold(folder.with_suffix(".replica"), f"the folder {folder}")) is not None:
@@ -232,8 +250,10 @@ def _log_with_serve() -> None:
     ours.handlers = list(logging.getLogger("ray.serve").handlers)
 
 
-def _read_token(path: str) -> str:
+def read_token(path: str) -> str:
+    """The token that the file holds. Raises FailedPrecondition."""
     try:
         return Path(path).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise RuntimeError(f"secrets.worker-token-file, {path}, cannot be read on this node: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else "it has other bytes than ASCII"
+        raise FailedPrecondition(f"secrets.worker-token-file, {path}, cannot be read on this node: {why}") from error

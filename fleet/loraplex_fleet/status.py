@@ -14,6 +14,8 @@ PLACED_S: Final = 3.0
 MAX_MESSAGE: Final = 400
 # Serve has given up; everything else may still become well.
 _FAILED: Final = "DEPLOY_FAILED"
+# Before what a replica raised, at the end of the traceback that Serve shows.
+_RAISED: Final = "\nRuntimeError: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Part:
     def why(self) -> str:
         """The best answer to why it is not complete."""
         if self.has_failed:
-            return self.failures[-1].text if self.failures else " ".join(self.message.split())[-MAX_MESSAGE:]
+            return self.failures[-1].text if self.failures else _raised(self.message)
         starting = [f"{one.node}: {one.text}" for one in self.replicas if one.text]
         return "; ".join([*self.pending, *starting]) or f"{self.running} of {self.wanted} run"
 
@@ -71,8 +73,6 @@ class Status:
         return [one.address for part in self.parts if part.kind != WORKER for one in part.replicas if one.address]
 
 
-def part_of(kind: str, details: Mapping[str, Any] | None, view: View, free: str, now_s: float) -> Part:
-    """Status of one kind, from Serve's details of its application. `free`: what its nodes have left; `now_s` since the
 @dataclass(frozen=True, slots=True)
 class Ended:
     """Outcome of `loraplex down`."""
@@ -93,6 +93,8 @@ class Ended:
         return f"there is no fleet {fleet}{there}"
 
 
+def part_of(kind: str, details: Mapping[str, Any] | None, view: View, free: str, now_s: float) -> Part:
+    """Status of one kind, from Serve's details of its application. `free`: what its nodes have left; `now_s` since the
     epoch."""
     entries = tuple(one for one in view.entries if one.kind == kind)
     failures = tuple(one for one in view.failures if one.kind == kind)
@@ -114,6 +116,12 @@ class Ended:
                 sentence += "; what ran before serves until then, and a count lower by one makes room, too"
             pending.append(sentence)
     return Part(kind, wanted, running, _plain(details["status"]), entries, tuple(pending), failures, details["message"])
+
+
+def _raised(message: str) -> str:
+    """What a replica raised, from Serve's message; the message's end where it has none of our errors."""
+    _, found, text = message.rpartition(_RAISED)
+    return " ".join((text if found else message).split())[-MAX_MESSAGE:]
 
 
 def _node_for(deployment: Mapping[str, Any]) -> str:

@@ -68,6 +68,19 @@ def test_what_fails_says_why() -> None:
     assert part_of(WORKER, details("DEPLOY_FAILED"), View(), FREE, 0.0).why == "as Serve says it"
 
 
+def test_an_earlier_failure_is_no_reason() -> None:
+    view = View((Entry("new", WORKER, "n"),), failures=(Failure("old", WORKER, "n", "it was killed"),), settled=True)
+    assert view.replica_ids == {"new", "old"}
+    found = details("DEPLOY_FAILED")
+    assert part_of(WORKER, found, view.without_failures_of({"old"}), FREE, 0.0).why == "as Serve says it"
+
+
+def test_a_traceback_of_serve_ends_with_the_reason() -> None:
+    found = details("DEPLOY_FAILED")
+    found["message"] = "It failed 3 times.\n  File ..., line 3, in run\nRuntimeError: no such\nmodel"
+    assert part_of(WORKER, found, View(), FREE, 0.0).why == "no such model"
+
+
 def test_a_router_without_a_worker_is_not_whole() -> None:
     entry = Entry("a", ROUTER, "n", READY, name="r0", address="a:1", text="no worker is healthy yet")
     part = part_of(ROUTER, details("RUNNING", wanted=1), View((entry,)), FREE, 0.0)
