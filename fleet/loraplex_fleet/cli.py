@@ -171,7 +171,7 @@ def _say_plan(spec: ClusterSpec) -> None:
 
 def _wait(spec: ClusterSpec, before: Collection[str], wait_s: float, say: Say) -> Status:
     """Waits until all of it serves. `before`: replicas of earlier deployments. Raises FailedPrecondition where Serve
-    gives up, DeadlineExceeded after `wait_s`."""
+    gives up or no longer has them, DeadlineExceeded after `wait_s`."""
     from loraplex_fleet import cluster
 
     until_s, said = time.monotonic() + wait_s, ""
@@ -180,6 +180,8 @@ def _wait(spec: ClusterSpec, before: Collection[str], wait_s: float, say: Say) -
         if found.is_complete:
             return found
         for part in found.parts:
+            if part.is_taken_away:
+                raise FailedPrecondition(f"{part.kind}s were ended meanwhile, by another command")
             if part.has_failed:
                 raise FailedPrecondition(
                     f"{part.kind}s do not start: {part.why}; {part.running} serve as before"

@@ -22,7 +22,8 @@ from ray._private import grpc_utils, services
 from ray.serve.schema import ServeDeploySchema
 
 from loraplex_contracts.errors import FailedPrecondition, Unavailable
-from loraplex_fleet.deploying import ROUTERS, WORKERS, app_name, serve_config
+from loraplex_fleet.changing import changing
+from loraplex_fleet.deploying import ROUTERS, WORKERS, app_name, has_taken, is_ending, serve_config, with_others
 from loraplex_fleet.directory import NAMESPACE, find_directory, read_view
 from loraplex_fleet.entries import ROUTER, WORKER
 from loraplex_fleet.spec import AUTO, ClusterSpec, check_address
@@ -142,18 +143,15 @@ def node_addresses() -> list[str]:
 def deploy(spec: ClusterSpec) -> frozenset[str]:
     """Tells Serve what is wanted, and returns at once the replicas that were there before: why these fail is no answer
     to why it does not start. What else Serve runs stays as it is. Raises InvalidArgument where the nodes' addresses ask
-    for more than the specification has."""
+    for more than the specification has, and Unavailable where something else changes Serve meanwhile."""
     spec.check_reach(node_addresses())
-    before = read_view(spec.name).replica_ids
-    client = _serve_client(start=True)
     wanted = serve_config(spec)
-    names = {one["name"] for one in wanted["applications"]}
-    others = [
-        app["deployed_app_config"]
-        for app in client.get_serve_details()["applications"].values()
-        if app["name"] not in names and app["deployed_app_config"]
-    ]
-    client.deploy_apps(ServeDeploySchema.model_validate({**wanted, "applications": [*others, *wanted["applications"]]}))
+    with changing():
+        before = read_view(spec.name).replica_ids
+        client = _serve_client(start=True)
+        client.deploy_apps(ServeDeploySchema.model_validate(with_others(wanted, _applications(client))))
+        if not has_taken(wanted, _applications(client)):  # by one that does not know the lock
+            raise Unavailable("Serve was told something else meanwhile, or is being ended; run `loraplex up` again")
     return before
 
 
@@ -162,26 +160,34 @@ def end(fleet: str, timeout_s: float) -> Ended:
     Raises Unavailable where it takes longer."""
     client = _serve_client(start=False)
     # Routers first: they end requests, workers have none then.
-    ended = [_end_application(client, app_name(fleet, part), timeout_s) for part in (ROUTERS, WORKERS) if client]
-    directory = find_directory(fleet)
-    if directory is not None:
-        ray.kill(directory)
-    left = tuple(_applications(client))  # read again: another fleet may have come up during the drain
-    if not left and client is not None:
-        serve.shutdown()
-    return Ended(fleet=any(ended), ray=not left and _end_own_ray(), left=left)
+    names = [app_name(fleet, part) for part in (ROUTERS, WORKERS)]
+    ended = [_end_application(client, name, timeout_s) for name in names if client]
+    with changing():
+        left = tuple(_applications(client))  # read again: another fleet, or this one, may have come up during the drain
+        directory = None if {*left} & {*names} else find_directory(fleet)
+        if directory is not None:
+            ray.kill(directory)
+        if not left and client is not None:
+            serve.shutdown()
+        return Ended(fleet=any(ended), ray=not left and _end_own_ray(), left=left)
 
 
 def _end_application(client: Any, name: str, timeout_s: float) -> bool:
-    """Ends an application of Serve. False where there is none. Raises Unavailable where it takes longer."""
-    if name not in _applications(client):
-        return False
-    client.delete_apps([name], blocking=False)
+    """Ends an application of Serve. False where there is none. Raises Unavailable where it takes longer, or where it was
+    started again."""
+    with changing():
+        if name not in _applications(client):
+            return False
+        client.delete_apps([name], blocking=False)
+        found = _applications(client).get(name)  # Serve has taken it once it answers this
     until_s = time.monotonic() + timeout_s
-    while name in _applications(client):
+    while found is not None:
+        if not is_ending(found):
+            raise Unavailable(f"{name} was started again meanwhile, by another `loraplex up`")
         if time.monotonic() > until_s:
             raise Unavailable(f"{name} has not ended within {timeout_s:.0f} s; `loraplex status` shows what runs")
         time.sleep(END_LOOK_S)
+        found = _applications(client).get(name)
     return True
 
 

@@ -5,13 +5,14 @@ The same that a RayService of Kubernetes takes as `serveConfigV2`. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
 from loraplex_fleet.spec import AUTO, ClusterSpec, CountSpec, RouterSpec, ScaleSpec, SecretSpec, WorkerSpec
 
 WORKERS, ROUTERS = "workers", "routers"
+DELETING: Final = "DELETING"  # Serve's state of what is being ended
 IMPORT_PATH: Final = "loraplex_fleet.app:"
 POLICY: Final = "loraplex_fleet.app:ScalingPolicy"
 METRICS_INTERVAL_S: Final = 2.0
@@ -36,6 +37,39 @@ def serve_config(spec: ClusterSpec) -> dict[str, Any]:
             _application(spec, ROUTERS, router_arguments(spec), {"name": "Router", "num_replicas": spec.router.count}),
         ],
     }
+
+
+def with_others(wanted: Mapping[str, Any], applications: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration `wanted`, and beside it what else Serve runs, which it would end otherwise. `applications`:
+    Serve's details. What is being ended is left out; it would come back."""
+    names = {one["name"] for one in wanted["applications"]}
+    others = [
+        one["deployed_app_config"]
+        for name, one in applications.items()
+        if name not in names and one["deployed_app_config"] and not is_ending(one)
+    ]
+    return {**wanted, "applications": [*others, *wanted["applications"]]}
+
+
+def has_taken(wanted: Mapping[str, Any], applications: Mapping[str, Any]) -> bool:
+    """True if Serve, by its details, runs what is wanted."""
+
+    def is_there(one: Mapping[str, Any]) -> bool:
+        details = applications.get(one["name"])
+        if details is None or is_ending(details):
+            return False
+        return (details["deployed_app_config"] or {}).get("args") == one["args"]
+
+    return all(map(is_there, wanted["applications"]))
+
+
+def is_ending(details: Mapping[str, Any]) -> bool:
+    return plain_state(details["status"]) == DELETING
+
+
+def plain_state(value: Any) -> str:
+    """A state of Serve's, which is a string or an enum of strings."""
+    return str(getattr(value, "value", value))
 
 
 def worker_arguments(spec: ClusterSpec) -> dict[str, Any]:

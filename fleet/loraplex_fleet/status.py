@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from loraplex_fleet.deploying import fleets_of
+from loraplex_fleet.deploying import DELETING, fleets_of, plain_state
 from loraplex_fleet.entries import READY, WORKER, Entry, Failure, View
 
 # What placing a replica takes where there is room for it.
@@ -14,6 +14,8 @@ PLACED_S: Final = 3.0
 MAX_MESSAGE: Final = 400
 # Serve has given up; everything else may still become well.
 _FAILED: Final = "DEPLOY_FAILED"
+# It is not there.
+NOT_STARTED: Final = "NOT_STARTED"
 # Before what a replica raised, at the end of the traceback that Serve shows.
 _RAISED: Final = "\nRuntimeError: "
 
@@ -41,6 +43,11 @@ class Part:
         return self.state == _FAILED
 
     @property
+    def is_taken_away(self) -> bool:
+        """True if nothing will start it any more."""
+        return self.state in (NOT_STARTED, DELETING)
+
+    @property
     def why(self) -> str:
         """The best answer to why it is not complete."""
         if self.has_failed:
@@ -62,7 +69,7 @@ class Status:
 
     @property
     def exists(self) -> bool:
-        return any(part.state != "NOT_STARTED" for part in self.parts)
+        return any(part.state != NOT_STARTED for part in self.parts)
 
     @property
     def is_complete(self) -> bool:
@@ -100,14 +107,16 @@ def part_of(kind: str, details: Mapping[str, Any] | None, view: View, free: str,
     failures = tuple(one for one in view.failures if one.kind == kind)
     running = sum(one.state == READY for one in entries)
     if details is None:
-        return Part(kind, 0, running, "NOT_STARTED", entries, (), failures)
+        return Part(kind, 0, running, NOT_STARTED, entries, (), failures)
     wanted, pending = 0, list[str]()
     for deployment in details["deployments"].values():
         wanted += deployment["target_num_replicas"]
         unplaced = [
             one
             for one in deployment["replicas"]
-            if _plain(one["state"]) == "STARTING" and not one.get("node_id") and now_s - one["start_time_s"] > PLACED_S
+            if plain_state(one["state"]) == "STARTING"
+            and not one.get("node_id")
+            and now_s - one["start_time_s"] > PLACED_S
         ]
         if unplaced:
             what = "replica waits" if len(unplaced) == 1 else "replicas wait"
@@ -115,7 +124,9 @@ def part_of(kind: str, details: Mapping[str, Any] | None, view: View, free: str,
             if running >= wanted > 1:
                 sentence += "; what ran before serves until then, and a count lower by one makes room, too"
             pending.append(sentence)
-    return Part(kind, wanted, running, _plain(details["status"]), entries, tuple(pending), failures, details["message"])
+    return Part(
+        kind, wanted, running, plain_state(details["status"]), entries, tuple(pending), failures, details["message"]
+    )
 
 
 def _raised(message: str) -> str:
@@ -132,7 +143,3 @@ def _node_for(deployment: Mapping[str, Any]) -> str:
     wanted = [f"with {needs}"] if needs else []
     wanted += ["without another one"] if is_one else []
     return " ".join(["a node", " and ".join(wanted)]).rstrip()
-
-
-def _plain(value: Any) -> str:
-    return str(getattr(value, "value", value))

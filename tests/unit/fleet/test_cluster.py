@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from support.fake_workers import FakeWorker
 from support.fleet import free_port, ray_is_missing
 
 from loraplex_contracts.errors import InvalidArgument, Unavailable
+from loraplex_fleet.spec import parse_spec
 
 pytestmark = [
     pytest.mark.ray,
@@ -25,7 +27,14 @@ class FakeServe:
     """Serve's client, with applications that end once they were looked at `drain` times."""
 
     def __init__(self, names: Iterable[str] = (), drain: int = 2) -> None:
-        self.applications: dict[str, Any] = {one: {"name": one, "status": "RUNNING"} for one in names}
+        self.applications: dict[str, Any] = {
+            one: {
+                "name": one,
+                "status": "RUNNING",
+                "deployed_app_config": {"name": one, "import_path": "a.b:c", "route_prefix": None},
+            }
+            for one in names
+        }
         self.was_shut_down = False
         self._drain = drain
         self._looks: dict[str, int] = {}
@@ -42,6 +51,13 @@ class FakeServe:
         for name in names:
             self.applications[name] = {**self.applications[name], "status": "DELETING"}
             self._looks[name] = self._drain
+
+    def deploy_apps(self, config: Any) -> None:
+        """Runs what it is given, and nothing else."""
+        given = {one["name"]: one for one in config.model_dump(exclude_unset=True)["applications"]}
+        self.applications = {
+            name: {"name": name, "status": "DEPLOYING", "deployed_app_config": one} for name, one in given.items()
+        }
 
     def shutdown(self) -> None:
         self.was_shut_down = True
@@ -64,6 +80,7 @@ def with_serve(monkeypatch: pytest.MonkeyPatch, client: FakeServe | None) -> lis
     monkeypatch.setattr(cluster, "_end_own_ray", end_own_ray)
     monkeypatch.setattr(cluster, "find_directory", find_directory)
     monkeypatch.setattr(cluster, "END_LOOK_S", 0.0)
+    monkeypatch.setattr(cluster, "changing", contextlib.nullcontext)
     if client is not None:
         monkeypatch.setattr(cluster.serve, "shutdown", client.shutdown)
     return ended
@@ -107,9 +124,47 @@ def test_a_fleet_that_came_up_during_the_drain_keeps_serve(monkeypatch: pytest.M
 
     client = FakeServe(A)
     with_serve(monkeypatch, client)
-    monkeypatch.setattr(cluster, "find_directory", lambda _: client.applications.update({B[0]: {"name": B[0]}}))
+    monkeypatch.setattr(cluster.time, "sleep", lambda _: client.applications.update({B[0]: {"name": B[0]}}))
     assert cluster.end("a", 5.0) == cluster.Ended(fleet=True, ray=False, left=(B[0],))
     assert not client.was_shut_down
+
+
+def test_a_fleet_that_is_started_again_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from loraplex_fleet import cluster
+
+    client = FakeServe(A, drain=100)
+    with_serve(monkeypatch, client)
+
+    def start_again(_: float) -> None:
+        client.applications[A[0]] = {"name": A[0], "status": "DEPLOYING"}
+
+    monkeypatch.setattr(cluster.time, "sleep", start_again)
+    with pytest.raises(Unavailable, match="a-routers was started again meanwhile"):
+        cluster.end("a", 5.0)
+
+
+def deploying(monkeypatch: pytest.MonkeyPatch, client: FakeServe) -> None:
+    """Deploys a fleet of two replicas."""
+    from loraplex_fleet import cluster
+    from loraplex_fleet.entries import View
+
+    with_serve(monkeypatch, client)
+    monkeypatch.setattr(cluster, "node_addresses", lambda: ["127.0.0.1"])
+    monkeypatch.setattr(cluster, "read_view", lambda _: View())
+    cluster.deploy(parse_spec({"model": "m"}))
+
+
+def test_a_deployment_leaves_other_fleets(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeServe(B)
+    deploying(monkeypatch, client)
+    assert set(client.applications) == {*B, "loraplex-routers", "loraplex-workers"}
+
+
+def test_a_deployment_that_serve_ignores_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeServe()
+    monkeypatch.setattr(client, "deploy_apps", lambda _: None)
+    with pytest.raises(Unavailable, match="run `loraplex up` again"):
+        deploying(monkeypatch, client)
 
 
 def refused(address: str) -> str:

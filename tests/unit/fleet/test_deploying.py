@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from loraplex_fleet.commands import router_command, worker_command
-from loraplex_fleet.deploying import router_arguments, serve_config, worker_arguments
+from loraplex_fleet.deploying import has_taken, router_arguments, serve_config, with_others, worker_arguments
 from loraplex_fleet.spec import from_plain, parse_spec
 
 BASE: dict[str, Any] = {"model": "m", "worker": {"count": 2}, "router": {"count": 1}}
@@ -78,3 +78,25 @@ def test_a_router_follows_its_file() -> None:
     ):  # fmt: skip
         assert part in text
     assert "--tls-cert" not in text, "that is between routers and workers"
+
+
+def details(name: str, status: str = "RUNNING", **args: str) -> dict[str, dict[str, Any]]:
+    return {name: {"status": status, "deployed_app_config": {"name": name, "args": args}}}
+
+
+def test_what_else_serve_runs_stays_but_for_what_ends() -> None:
+    wanted = serve_config(parse_spec(BASE))
+    there = details("b-workers") | details("c-workers", "DELETING") | details("loraplex-workers", model="n")
+    there["imperative"] = {"status": "RUNNING", "deployed_app_config": None}
+    config = with_others(wanted, there)
+    assert [one["name"] for one in config["applications"]] == ["b-workers", "loraplex-workers", "loraplex-routers"]
+    assert config["applications"][1:] == wanted["applications"]
+
+
+def test_serve_has_taken_what_it_runs_with_these_arguments() -> None:
+    wanted = serve_config(parse_spec(BASE))
+    there = {name: one for app in wanted["applications"] for name, one in details(app["name"], **app["args"]).items()}
+    assert has_taken(wanted, there)
+    assert not has_taken(wanted, {**there, **details("loraplex-routers", model="n")})
+    assert not has_taken(wanted, {**there, "loraplex-routers": {**there["loraplex-routers"], "status": "DELETING"}})
+    assert not has_taken(wanted, details("loraplex-routers"))

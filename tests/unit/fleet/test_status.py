@@ -28,6 +28,9 @@ def test_none() -> None:
     part = part_of(WORKER, None, View(), FREE, 0.0)
     assert not part.is_complete
     assert not Status("f", (part,), ()).exists
+    assert part.is_taken_away
+    assert part_of(WORKER, details("DELETING"), View(), FREE, 0.0).is_taken_away
+    assert not part_of(WORKER, details("DEPLOYING"), View(), FREE, 0.0).is_taken_away
 
 
 def test_what_waits_says_for_what() -> None:
