@@ -19,6 +19,7 @@ import grpc
 import ray
 from ray import serve
 from ray._private import grpc_utils, services
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.schema import ServeDeploySchema
 
 from loraplex_contracts.errors import FailedPrecondition, Unavailable
@@ -45,7 +46,7 @@ LOOPBACK: Final = "127.0.0.2"
 @contextlib.contextmanager
 def joined(address: str, *, may_start: bool = False) -> Generator[bool]:
     """Connects to Ray for a block. Yields True where it was started for this, and stays when this process ends. Raises
-    Unavailable."""
+    Unavailable, also where Ray ends during the block, or an actor of it."""
     started = False
     try:
         _join(address)
@@ -61,6 +62,10 @@ def joined(address: str, *, may_start: bool = False) -> Generator[bool]:
         _join(address)
     try:
         yield started
+    except RayError as error:
+        if isinstance(error, RayTaskError) and not isinstance(error.cause, RayError):
+            raise  # the actor is there and refuses
+        raise Unavailable("Ray or the fleet has ended meanwhile; `loraplex status` shows what runs") from error
     finally:
         ray.shutdown()
 
@@ -173,8 +178,8 @@ def end(fleet: str, timeout_s: float) -> Ended:
 
 
 def _end_application(client: Any, name: str, timeout_s: float) -> bool:
-    """Ends an application of Serve. False where there is none. Raises Unavailable where it takes longer, or where it was
-    started again."""
+    """Ends an application of Serve. False where there is none. Raises Unavailable where it takes longer, or where
+    another command has started it again."""
     with changing():
         if name not in _applications(client):
             return False

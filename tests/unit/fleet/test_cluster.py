@@ -178,6 +178,34 @@ def refused(address: str) -> str:
     return error.value.message
 
 
+@pytest.fixture
+def connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets `joined` take for granted that there is a Ray."""
+    from loraplex_fleet import cluster
+
+    monkeypatch.setattr(cluster, "_join", lambda _: None)
+
+
+@pytest.mark.usefixtures("connected")
+def test_an_actor_that_ends_meanwhile_is_one_sentence() -> None:
+    from ray.exceptions import ActorDiedError
+
+    from loraplex_fleet.cluster import joined
+
+    with pytest.raises(Unavailable, match="Ray or the fleet has ended meanwhile"), joined("auto"):
+        raise ActorDiedError
+
+
+@pytest.mark.usefixtures("connected")
+def test_an_actor_that_refuses_is_no_end() -> None:
+    from ray.exceptions import RayTaskError
+
+    from loraplex_fleet.cluster import joined
+
+    with pytest.raises(RayTaskError), joined("auto"):
+        raise RayTaskError("apply_config", "a traceback", ValueError("no"))
+
+
 def test_an_address_without_anything() -> None:
     address = f"127.0.0.1:{free_port()}"
     assert refused(address).startswith(f"no Ray answers at {address}: nothing listens there; `ray start --head`")
