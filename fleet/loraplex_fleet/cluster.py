@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -29,9 +30,12 @@ from loraplex_fleet.directory import NAMESPACE, find_directory, read_view
 from loraplex_fleet.entries import ROUTER, WORKER
 from loraplex_fleet.spec import AUTO, ClusterSpec, check_address
 from loraplex_fleet.status import Ended, Status, part_of
+from loraplex_runtime.locks import try_hold
 
 START_S: Final = 60.0
+START_LOOK_S: Final = 0.3
 END_S: Final = 40.0
+LOCK_S: Final = START_S + END_S
 END_LOOK_S: Final = 0.2
 CONNECT_S: Final = 3.0
 HEAD_S: Final = 10.0  # a head with much to do may take seconds
@@ -41,25 +45,22 @@ HEAD_METHOD: Final = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 STARTED_LABEL: Final = "loraplex-up-pid"
 # Ray takes 127.0.0.1 for the address of a network card, and this one, which is loopback on Linux as well, as it is.
 LOOPBACK: Final = "127.0.0.2"
+# `ray start` prints it once other processes can join.
+ADDRESS: Final = re.compile(rf"--address='({re.escape(LOOPBACK)}:\d+)'")
 
 
 @contextlib.contextmanager
 def joined(address: str, *, may_start: bool = False) -> Generator[bool]:
     """Connects to Ray for a block. Yields True where it was started for this, and stays when this process ends. Raises
     Unavailable, also where Ray ends during the block, or an actor of it."""
-    started = False
     try:
-        _join(address)
+        started = _join_or_start(address) if may_start and address == AUTO else _join(address)
     except ConnectionError as error:
-        if not (may_start and address == AUTO):
-            raise Unavailable(
-                "no Ray runs on this machine; `loraplex up` starts one here, `ray start` joins machines"
-                if address == AUTO
-                else f"no Ray answers at {address}: {error}; `ray start --head` starts one, on port 6379 by default"
-            ) from error
-        _start_here()
-        started = True
-        _join(address)
+        raise Unavailable(
+            "no Ray runs on this machine; `loraplex up` starts one here, `ray start` joins machines"
+            if address == AUTO
+            else f"no Ray answers at {address}: {error}; `ray start --head` starts one, on port 6379 by default"
+        ) from error
     try:
         yield started
     except RayError as error:
@@ -70,8 +71,37 @@ def joined(address: str, *, may_start: bool = False) -> Generator[bool]:
         ray.shutdown()
 
 
-def _join(address: str) -> None:
-    """Joins Ray. Raises ConnectionError soon: Ray itself would look for a minute for one that has ended."""
+def _join_or_start(address: str) -> bool:
+    """Joins Ray, and starts one on this machine where there is none; only one command of a user does so at a time. True
+    where it has started one. Raises ConnectionError and FailedPrecondition."""
+    with _starting():
+        try:
+            return _join(address)
+        except ConnectionError:
+            if os.environ.get("RAY_ADDRESS") not in (None, "", AUTO):
+                raise  # the next command would look there, too
+        _join(_start_here())
+    return True
+
+
+@contextlib.contextmanager
+def _starting() -> Generator[None]:
+    """Holds the lock under which a user's commands start and end Ray on this machine. Raises Unavailable."""
+    path = Path(tempfile.gettempdir()) / f"loraplex-ray-{os.getuid()}.lock"
+    until_s = time.monotonic() + LOCK_S
+    while (lock := try_hold(path, "Ray on this machine")) is None:
+        if time.monotonic() > until_s:
+            raise Unavailable(f"another command has been starting or ending Ray here for {LOCK_S:.0f} s; try again")
+        time.sleep(START_LOOK_S)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _join(address: str) -> bool:
+    """Joins Ray. Returns False, as it has started none. Raises ConnectionError soon: Ray itself would look for a minute
+    for one that has ended."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     ray.init(
         address=_find(address),
@@ -80,11 +110,13 @@ def _join(address: str) -> None:
         logging_level=logging.ERROR,
         configure_logging=False,
     )
+    return False
 
 
 def _find(address: str) -> str:
     """HOST:PORT of a Ray that listens there. Raises ConnectionError, and InvalidArgument for a wrong RAY_ADDRESS."""
     if address == AUTO:
+        services.find_gcs_addresses.cache_clear()  # one that has ended since is no other
         address = services.get_ray_address_from_environment(AUTO, None)
         check_address(address, "RAY_ADDRESS")
     if address.startswith("ray://"):
@@ -112,8 +144,9 @@ def _check_is_head(address: str) -> None:
                 raise ConnectionError("what listens there is not the head of a Ray") from error
 
 
-def _start_here() -> None:
-    """Starts Ray on this machine's loopback, as a process of its own. Raises FailedPrecondition."""
+def _start_here() -> str:
+    """Starts Ray on this machine's loopback, as a process of its own. Returns its address once it can be joined. Raises
+    FailedPrecondition."""
     log_path = Path(tempfile.gettempdir()) / f"loraplex-ray-{os.getuid()}.log"
     command = [
         *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--node-ip-address", LOOPBACK),
@@ -132,11 +165,13 @@ def _start_here() -> None:
     while time.monotonic() < until_s:
         if process.poll() is not None:
             raise FailedPrecondition(f"Ray does not start on this machine; {log_path} says why")
-        with contextlib.suppress(ConnectionError):
-            _join(AUTO)
-            ray.shutdown()
-            return
-        time.sleep(0.3)
+        # Another user's may have started later: `auto` would be that one.
+        if found := ADDRESS.search(log_path.read_text(errors="replace")):
+            with contextlib.suppress(ConnectionError):
+                _join(found[1])
+                ray.shutdown()
+                return found[1]
+        time.sleep(START_LOOK_S)
     process.terminate()
     raise FailedPrecondition(f"Ray did not start within {START_S:.0f} s; {log_path} says why")
 
@@ -208,14 +243,17 @@ def _end_own_ray() -> bool:
         for node in ray.nodes()
         if node["Alive"] and (pid := node.get("Labels", {}).get(STARTED_LABEL, "")).isdecimal()
     ]
-    ray.shutdown()
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-    until_s = time.monotonic() + END_S
-    while any(_runs(pid) for pid in pids) and time.monotonic() < until_s:
-        time.sleep(0.1)
-    return bool(pids)
+    if not pids:
+        return False
+    with _starting():
+        ray.shutdown()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        until_s = time.monotonic() + END_S
+        while any(_runs(pid) for pid in pids) and time.monotonic() < until_s:
+            time.sleep(0.1)
+    return True
 
 
 def _runs(pid: int) -> bool:

@@ -7,6 +7,8 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,12 +180,82 @@ def refused(address: str) -> str:
     return error.value.message
 
 
+class FakeRay:
+    """Ray on this machine: one is there once it was started, which takes a while."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        from loraplex_fleet import cluster
+
+        self.started = 0
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        monkeypatch.setattr(cluster.tempfile, "gettempdir", lambda: str(folder))
+        monkeypatch.setattr(cluster, "START_LOOK_S", 0.01)
+        monkeypatch.setattr(cluster, "_join", self._join)
+        monkeypatch.setattr(cluster, "_start_here", self._start)
+        monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+
+    def _join(self, _: str) -> bool:
+        if not self.started:
+            raise ConnectionError
+        return False
+
+    def _start(self) -> str:
+        time.sleep(0.1)
+        self.started += 1
+        return "127.0.0.2:1"
+
+
+def test_two_commands_at_once_start_one_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from loraplex_fleet.cluster import joined
+
+    fake = FakeRay(monkeypatch, tmp_path)
+
+    def up(_: int) -> bool:
+        with joined("auto", may_start=True) as started:
+            return started
+
+    with ThreadPoolExecutor() as pool:
+        assert sorted(pool.map(up, range(4))) == [False, False, False, True]
+    assert fake.started == 1
+
+
+def test_none_is_started_where_a_variable_names_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from loraplex_fleet.cluster import joined
+
+    fake = FakeRay(monkeypatch, tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(Unavailable), joined("auto", may_start=True):
+        pass
+    assert fake.started == 0
+
+
+def test_a_start_that_lasts_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from loraplex_fleet import cluster
+
+    FakeRay(monkeypatch, tmp_path)
+    monkeypatch.setattr(cluster, "LOCK_S", 0.05)
+    with (
+        cluster._starting(),
+        pytest.raises(Unavailable, match="starting or ending Ray here"),
+        cluster.joined("auto", may_start=True),
+    ):
+        pass
+
+
+def test_what_ray_prints_has_its_address() -> None:
+    from loraplex_fleet.cluster import ADDRESS
+
+    found = ADDRESS.search("\x1b[1m  ray start --address='127.0.0.2:56379'\x1b[22m")
+    assert found
+    assert found[1] == "127.0.0.2:56379"
+
+
 @pytest.fixture
 def connected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets `joined` take for granted that there is a Ray."""
     from loraplex_fleet import cluster
 
-    monkeypatch.setattr(cluster, "_join", lambda _: None)
+    monkeypatch.setattr(cluster, "_join", lambda _: False)
 
 
 @pytest.mark.usefixtures("connected")
