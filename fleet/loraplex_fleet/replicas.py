@@ -133,6 +133,10 @@ class Replica:
             await self._probe.close()
         with contextlib.suppress(RayError, TimeoutError):
             await self._directory.drop(self._entry.replica_id, reason)
+        self._clean()
+
+    def _clean(self) -> None:
+        """Removes what it has put on the node's disk."""
 
     def _progress(self, text: str) -> None:
         self._entry = replace(self._entry, text=text)
@@ -213,6 +217,9 @@ class Router(Replica):
             text = "" if await self._probe.is_ready() else NO_WORKER
             entry = self._entry = replace(self._entry, text=text)
         return entry
+
+    def _clean(self) -> None:
+        self._folder.cleanup()  # the child has ended
 
     def _see(self, view: View) -> None:
         members = follow(self._members, view)

@@ -9,7 +9,7 @@ import pytest
 from support.fleet import ray_is_missing
 
 from loraplex_contracts.errors import FailedPrecondition
-from loraplex_fleet.entries import WORKER, Entries, Entry, View
+from loraplex_fleet.entries import Entries, Entry, View
 from loraplex_fleet.spec import parse_spec
 
 pytestmark = [
@@ -32,8 +32,8 @@ class FakeDirectory:
         self.entries.drop(replica_id, reason)
 
 
-def a_worker(monkeypatch: pytest.MonkeyPatch, directory: FakeDirectory, **more: Any) -> Any:
-    """A worker's replica, not started."""
+def with_directory(monkeypatch: pytest.MonkeyPatch) -> FakeDirectory:
+    """Puts a directory in the place of Ray and Serve."""
     from loraplex_fleet import replicas
 
     class Context:
@@ -42,16 +42,18 @@ def a_worker(monkeypatch: pytest.MonkeyPatch, directory: FakeDirectory, **more: 
     monkeypatch.setattr(replicas, "_log_with_serve", lambda: None)
     monkeypatch.setattr(replicas.serve, "get_replica_context", Context)
     monkeypatch.setattr(replicas.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    directory = FakeDirectory()
     monkeypatch.setattr(replicas, "DirectoryClient", lambda _: directory)
-    spec = parse_spec({"model": "m", **more})
+    return directory
 
-    class Worker(replicas.Worker):
-        def __del__(self) -> None:  # which Serve awaits
-            pass
 
-    worker: Any = Worker.__new__(Worker)
-    replicas.Replica.__init__(worker, spec, WORKER)
-    return worker
+async def start(kind: str, **more: Any) -> None:
+    """Does what Serve does to start a replica."""
+    from loraplex_fleet import replicas
+
+    base: Any = getattr(replicas, kind)
+    quiet: Any = type(kind, (base,), {"__del__": lambda _: None})  # else a coroutine, which Serve awaits
+    await quiet.__new__(quiet).__init__(parse_spec({"model": "m", **more}).plain())
 
 
 @pytest.mark.parametrize(
@@ -64,12 +66,22 @@ def a_worker(monkeypatch: pytest.MonkeyPatch, directory: FakeDirectory, **more: 
 async def test_what_fails_before_the_child_reaches_the_directory(
     more: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = FakeDirectory()
-    worker = a_worker(monkeypatch, directory, **more)
+    directory = with_directory(monkeypatch)
     with pytest.raises(RuntimeError, match=says):
-        await worker.run(worker._prepare)
+        await start("Worker", **more)
     (failure,) = directory.entries.view(0.0).failures
     assert says in failure.text
+
+
+async def test_a_router_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from loraplex_fleet import replicas
+
+    monkeypatch.setattr(replicas.tempfile, "tempdir", str(tmp_path))
+    directory = with_directory(monkeypatch)
+    with pytest.raises(RuntimeError, match="nowhere"):
+        await start("Router", secrets={"worker-token-file": "/nowhere"})
+    assert "nowhere" in directory.entries.view(0.0).failures[0].text
+    assert not list(tmp_path.glob("loraplex-router-*"))
 
 
 def test_a_token_that_is_no_text(tmp_path: Path) -> None:
