@@ -85,8 +85,8 @@ class Replica:
         """Raises where the child has ended or is frozen; after three times in a row Serve replaces this."""
         if self._child is None or self._entry.state != READY:
             return
-        if (status := self._child.status) is not None:
-            raise RuntimeError(f"the process ended with status {status}: {self._child.last_words}")
+        if end := self._child.end:
+            raise RuntimeError(end)
         if await self._is_frozen():
             raise RuntimeError(f"the process has not answered for {MAX_SILENT_S:.0f} s")
 
@@ -110,13 +110,11 @@ class Replica:
         if child is None:
             return
         self._entry = replace(self._entry, state=DRAINING)  # the next heartbeat takes it out of the members
-        reason = ""
-        if child.status is not None:
-            reason = f"the process ended with status {child.status}: {child.last_words}"
-        elif await self._is_frozen():
+        reason = child.end
+        if not reason and await self._is_frozen():
             reason = "the process did not answer and was killed"
             await asyncio.to_thread(child.kill)
-        else:
+        elif not reason:
             await asyncio.to_thread(child.stop, self._spec.drain_s)
         await self._leave(reason)
 

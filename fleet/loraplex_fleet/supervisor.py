@@ -6,7 +6,9 @@ With threads, so that it does not depend on the event loop that Ray runs a repli
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import re
 import signal
 import subprocess
 import threading
@@ -22,6 +24,9 @@ log = logging.getLogger(__name__)
 
 NUM_LINES: Final = 8  # of standard error, kept to say why a child ended
 MAX_LINE: Final = 400
+_SIGNALS: Final = frozenset(signal.valid_signals())
+_CHATTER: Final = frozenset({"debug", "info"})
+_LOG_LINE: Final = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (\w+) +\S+: ")
 # Beyond the drain: what a server takes to end by itself once its requests are over.
 GRACE_S: Final = 12.0
 
@@ -50,8 +55,14 @@ class Child:
 
     @property
     def last_words(self) -> str:
-        """The last lines that it wrote to standard error."""
-        return self._errors[-1] if self._errors else ""
+        """The last thing that it wrote to standard error, but for what tells no trouble."""
+        return next((line for line in reversed(self._errors) if not is_chatter(line)), "")
+
+    @property
+    def end(self) -> str:
+        """How it has ended, and why by its own words; empty while it runs."""
+        status = self.status
+        return "" if status is None else f"the process {end_text(status, self.last_words)}"
 
     def start(self) -> dict[str, Any]:
         """Blocks until it is ready, and returns its report. Raises the error that it reported, or FailedPrecondition
@@ -135,8 +146,7 @@ class Child:
             self._readers[1].join(1.0)  # of standard error
         if status in (-signal.SIGTERM, 128 + signal.SIGTERM):
             return Cancelled("it was ended before it was ready")
-        words = f": {self.last_words}" if self.last_words else ""
-        return FailedPrecondition(f"it ended with status {status} before it was ready{words}")
+        return FailedPrecondition(f"it {end_text(status, self.last_words, ' before it was ready')}")
 
     def _read_errors(self, stream: IO[bytes]) -> None:
         """Copies standard error into the log of this process, which Ray keeps for each replica."""
@@ -145,6 +155,25 @@ class Child:
                 if text := _text(line):
                     self._errors.append(text)
                     log.info("%s", text)
+
+
+def is_chatter(line: str) -> bool:
+    """True for a line of the log, plain or JSON, that is no warning or error."""
+    if line.startswith("{"):
+        with contextlib.suppress(ValueError):
+            return str(json.loads(line).get("level")) in _CHATTER
+    return (found := _LOG_LINE.match(line)) is not None and found[1].lower() in _CHATTER
+
+
+def end_text(status: int, last_words: str, when: str = "") -> str:
+    """How a process has ended, in words. A shell says 128 and the number for a signal."""
+    number = -status if status < 0 else max(status - 128, 0)
+    if number not in _SIGNALS:
+        return f"ended with status {status}{when}" + (f": {last_words}" if last_words else "")
+    text = f"was killed by signal {number}{when}"
+    if number == signal.SIGKILL:
+        text += " (perhaps out of memory)"
+    return f"{text}; its last words: {last_words}" if last_words else text
 
 
 def _text(line: bytes) -> str:

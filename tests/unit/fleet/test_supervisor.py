@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 import threading
@@ -13,7 +14,8 @@ import pytest
 
 from loraplex_contracts.errors import Cancelled, FailedPrecondition, UnsupportedModel
 from loraplex_fleet import supervisor
-from loraplex_fleet.supervisor import Child
+from loraplex_fleet.supervisor import Child, end_text, is_chatter
+from loraplex_runtime.logs import JsonFormatter, PlainFormatter
 
 CHILD = """\
 import json, signal, sys, time
@@ -53,6 +55,7 @@ def test_it_is_ready_and_drains(script: Path) -> None:
     assert one.stop(drain_s=5.0) == 0
     assert one.status == 0
     assert one.last_words == "a line of the log"
+    assert one.end == "the process ended with status 0: a line of the log"
 
 
 def test_what_it_reports_is_raised(script: Path) -> None:
@@ -65,6 +68,30 @@ def test_its_last_words_are_told(script: Path) -> None:
     with pytest.raises(FailedPrecondition, match="ended with status 1 before it was ready: no such device"):
         one.start()
     assert one.status == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "words", "text"),
+    [
+        (1, "no such device", "ended with status 1: no such device"),
+        (1, "", "ended with status 1"),
+        (-9, "", "was killed by signal 9 (perhaps out of memory)"),
+        (137, "low memory", "was killed by signal 9 (perhaps out of memory); its last words: low memory"),
+        (-11, "", "was killed by signal 11"),
+        (255, "odd", "ended with status 255: odd"),
+    ],
+)
+def test_an_end_in_words(status: int, words: str, text: str) -> None:
+    assert end_text(status, words) == text
+
+
+@pytest.mark.parametrize("formatter", [PlainFormatter(), JsonFormatter()])
+def test_last_words_are_warnings_and_errors(formatter: logging.Formatter) -> None:
+    levels = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR)
+    records = [logging.LogRecord("loraplex.start", one, "", 0, "so it is", None, None) for one in levels]
+    assert [is_chatter(formatter.format(one)) for one in records] == [True, True, False, False]
+    assert not is_chatter("{ no JSON")
+    assert not is_chatter("Segmentation fault")
 
 
 def test_a_command_that_does_not_exist() -> None:
