@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator
 from pathlib import Path
 from typing import Any, Final
 
@@ -219,16 +219,24 @@ def _end_application(client: Any, name: str, timeout_s: float) -> bool:
         if name not in _applications(client):
             return False
         client.delete_apps([name], blocking=False)
-        found = _applications(client).get(name)  # Serve has taken it once it answers this
-    until_s = time.monotonic() + timeout_s
-    while found is not None:
-        if not is_ending(found):
+        _wait_for(client, name, lambda found: found is None or is_ending(found), END_S)  # it takes calls in any order
+
+    def has_ended(found: Any) -> bool:
+        if found is not None and not is_ending(found):
             raise Unavailable(f"{name} was started again meanwhile, by another `loraplex up`")
+        return found is None
+
+    _wait_for(client, name, has_ended, timeout_s)
+    return True
+
+
+def _wait_for(client: Any, name: str, is_so: Callable[[Any], bool], timeout_s: float) -> None:
+    """Waits until Serve's details of an application, None where there is none, are as wanted. Raises Unavailable."""
+    until_s = time.monotonic() + timeout_s
+    while not is_so(_applications(client).get(name)):
         if time.monotonic() > until_s:
             raise Unavailable(f"{name} has not ended within {timeout_s:.0f} s; `loraplex status` shows what runs")
         time.sleep(END_LOOK_S)
-        found = _applications(client).get(name)
-    return True
 
 
 def _applications(client: Any) -> dict[str, Any]:

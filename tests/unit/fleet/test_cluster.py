@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
 import time
 from collections.abc import Iterable
@@ -40,19 +41,27 @@ class FakeServe:
         self.was_shut_down = False
         self._drain = drain
         self._looks: dict[str, int] = {}
+        self._to_end = list[str]()
 
     def get_serve_details(self) -> dict[str, Any]:
+        """The details. An end shows at the second look: Serve takes calls in any order."""
+        details = {"applications": dict(self.applications)}
+        self._go_on()
+        return details
+
+    def _go_on(self) -> None:
         for name in list(self._looks):
             self._looks[name] -= 1
             if self._looks[name] < 0:
                 del self._looks[name], self.applications[name]
-        return {"applications": dict(self.applications)}
+        while self._to_end:
+            name = self._to_end.pop()
+            self.applications[name] = {**self.applications[name], "status": "DELETING"}
+            self._looks[name] = self._drain
 
     def delete_apps(self, names: list[str], *, blocking: bool) -> None:
         assert not blocking
-        for name in names:
-            self.applications[name] = {**self.applications[name], "status": "DELETING"}
-            self._looks[name] = self._drain
+        self._to_end += names
 
     def deploy_apps(self, config: Any) -> None:
         """Runs what it is given, and nothing else."""
@@ -137,8 +146,11 @@ def test_a_fleet_that_is_started_again_is_not_waited_for(monkeypatch: pytest.Mon
     client = FakeServe(A, drain=100)
     with_serve(monkeypatch, client)
 
+    num_sleeps = itertools.count(1)
+
     def start_again(_: float) -> None:
-        client.applications[A[0]] = {"name": A[0], "status": "DEPLOYING"}
+        if next(num_sleeps) == 2:  # once it is being ended
+            client.applications[A[0]] = {"name": A[0], "status": "DEPLOYING"}
 
     monkeypatch.setattr(cluster.time, "sleep", start_again)
     with pytest.raises(Unavailable, match="a-routers was started again meanwhile"):
