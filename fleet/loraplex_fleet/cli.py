@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Collection, Generator
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
+# Once a part has failed: what the other one gets to fail as well, so that both are told.
+OTHER_PART_S = 20.0
 # Longer than a drain: what routers and workers take to end.
 END_MARGIN_S = 60.0
 Say = Callable[[str], None]
@@ -70,6 +73,7 @@ def _deploy(spec: ClusterSpec, wait_s: float, say: Say) -> Status:
     with cluster.joined(spec.address, may_start=True) as started:
         if started:
             say("Ray was started on this machine, for this machine alone; `loraplex down` ends it")
+        cluster.try_routers(spec)
         before = cluster.deploy(spec)
         return _wait(spec, before, wait_s, say)
 
@@ -174,20 +178,17 @@ def _wait(spec: ClusterSpec, before: Collection[str], wait_s: float, say: Say) -
     gives up or no longer has them, DeadlineExceeded after `wait_s`."""
     from loraplex_fleet import cluster
 
-    until_s, said = time.monotonic() + wait_s, ""
+    until_s, failed_until_s, said = time.monotonic() + wait_s, math.inf, ""
     while True:
         found = cluster.status(spec.name, before)
         if found.is_complete:
             return found
-        for part in found.parts:
-            if part.is_taken_away:
-                raise FailedPrecondition(f"{part.kind}s were ended meanwhile, by another command")
-            if part.has_failed:
-                raise FailedPrecondition(
-                    f"{part.kind}s do not start: {part.why}; {part.running} serve as before"
-                    if part.running
-                    else f"{part.kind}s do not start: {part.why}"
-                )
+        if gone := [f"{part.kind}s" for part in found.parts if part.is_taken_away]:
+            raise FailedPrecondition(f"{' and '.join(gone)} were ended meanwhile, by another command")
+        if found.failure:
+            failed_until_s = min(failed_until_s, time.monotonic() + OTHER_PART_S)
+            if found.is_decided or time.monotonic() > min(failed_until_s, until_s):
+                raise FailedPrecondition(found.failure)
         missing = [f"{part.kind}s: {part.why}" for part in found.parts if not part.is_complete]
         if (text := "; ".join(missing)) != said:
             say(text)

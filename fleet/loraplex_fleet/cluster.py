@@ -22,17 +22,22 @@ from ray import serve
 from ray._private import grpc_utils, services
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.schema import ServeDeploySchema
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from loraplex_contracts.errors import FailedPrecondition, Unavailable
 from loraplex_fleet.changing import changing
 from loraplex_fleet.deploying import ROUTERS, WORKERS, app_name, has_taken, is_ending, serve_config, with_others
 from loraplex_fleet.directory import NAMESPACE, find_directory, read_view
-from loraplex_fleet.entries import ROUTER, WORKER
+from loraplex_fleet.entries import READY, ROUTER, WORKER
 from loraplex_fleet.spec import AUTO, ClusterSpec, check_address
 from loraplex_fleet.status import Ended, Status, part_of
+from loraplex_fleet.trial import trial_of, try_router
 from loraplex_runtime.locks import try_hold
 
+log = logging.getLogger(__name__)
+
 START_S: Final = 60.0
+TRIAL_S: Final = 60.0
 START_LOOK_S: Final = 0.3
 END_S: Final = 40.0
 LOCK_S: Final = START_S + END_S
@@ -178,6 +183,32 @@ def _start_here() -> str:
 
 def node_addresses() -> list[str]:
     return sorted({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
+
+
+def try_routers(spec: ClusterSpec) -> None:
+    """Starts the router once beside each that serves with other settings. Raises FailedPrecondition where it does not
+    start."""
+    found = _applications(_serve_client(start=False)).get(app_name(spec.name, ROUTERS)) or {}
+    trial = trial_of(spec, (found.get("deployed_app_config") or {}).get("args"))
+    if trial is None:
+        return
+    serving = {one.node for one in read_view(spec.name).entries if one.kind == ROUTER and one.state == READY}
+    task: Any = ray.remote(try_router)
+    tries = {
+        node["NodeManagerAddress"]: task.options(
+            num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote(trial.plain())
+        for node in ray.nodes()
+        if node["Alive"] and node["NodeManagerAddress"] in serving
+    }
+    for address, tried in tries.items():
+        try:
+            why = ray.get(tried, timeout=TRIAL_S)
+        except RayError as error:  # then Serve is to find out
+            log.warning("routers could not be tried on %s: %s", address, type(error).__name__)
+            continue
+        if why:
+            raise FailedPrecondition(f"routers would not start on {address}: {why}; nothing was changed")
 
 
 def deploy(spec: ClusterSpec) -> frozenset[str]:

@@ -14,6 +14,7 @@ PLACED_S: Final = 3.0
 MAX_MESSAGE: Final = 400
 # Serve has given up; everything else may still become well.
 _FAILED: Final = "DEPLOY_FAILED"
+_DEPLOYING: Final = "DEPLOYING"
 # It is not there.
 NOT_STARTED: Final = "NOT_STARTED"
 # Before what a replica raised, at the end of the traceback that Serve shows.
@@ -74,6 +75,21 @@ class Status:
     @property
     def is_complete(self) -> bool:
         return all(part.is_complete for part in self.parts)
+
+    @property
+    def is_decided(self) -> bool:
+        """True if Serve has made of each part what it can."""
+        return all(part.state != _DEPLOYING for part in self.parts)
+
+    @property
+    def failure(self) -> str:
+        """What does not start, why, and what serves nevertheless; empty where nothing has failed."""
+        return "; ".join(
+            f"{part.kind}s do not start: {part.why}; "
+            + (f"{part.running} serve as before" if part.running else "none serves")
+            for part in self.parts
+            if part.has_failed
+        )
 
     @property
     def router_addresses(self) -> list[str]:

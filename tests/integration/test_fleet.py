@@ -326,6 +326,21 @@ async def test_workers_that_do_not_start_leave_the_old_ones(whole: Fleet) -> Non
     whole.up(flags=good)
 
 
+@pytest.mark.slow
+async def test_routers_that_would_not_start_are_not_rolled(whole: Fleet) -> None:
+    pids = [one["pid"] for one in whole.serving("router")]
+    whole.spec["router"]["flags"] = {"tls-cert": "/nowhere/cert", "tls-key": "/nowhere/key"}
+    try:
+        async with asking(whole.router, 4) as ends:
+            done = await asyncio.to_thread(whole.up, succeeds=False)
+    finally:
+        del whole.spec["router"]["flags"]
+    assert "routers would not start" in done.stderr
+    assert "/nowhere/cert" in done.stderr, "the child's own words"
+    assert [one["pid"] for one in whole.serving("router")] == pids
+    assert set(ends) == {"ok"}, ends
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(700)  # new workers start beside 200 streams: minutes on two cores
 async def test_rolling_three_workers_with_200_streams(whole: Fleet, tiny_world: TinyWorld) -> None:

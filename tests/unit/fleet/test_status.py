@@ -71,6 +71,20 @@ def test_what_fails_says_why() -> None:
     assert part_of(WORKER, details("DEPLOY_FAILED"), View(), FREE, 0.0).why == "as Serve says it"
 
 
+def test_each_part_that_fails_is_told() -> None:
+    entries = (Entry("a", WORKER, "n", READY, name="w0", address="a:1"),)
+    view = View(entries, failures=(Failure("r", ROUTER, "n", "no such file"),), settled=True)
+    kinds = (WORKER, ROUTER)
+    status = Status("f", tuple(part_of(kind, details("DEPLOY_FAILED"), view, FREE, 0.0) for kind in kinds), ())
+    assert status.is_decided
+    assert status.failure == (
+        "workers do not start: as Serve says it; 1 serve as before; routers do not start: no such file; none serves"
+    )
+    one = part_of(WORKER, details("DEPLOYING"), view, FREE, 0.0)
+    assert not Status("f", (one,), ()).is_decided
+    assert not Status("f", (one,), ()).failure
+
+
 def test_an_earlier_failure_is_no_reason() -> None:
     view = View((Entry("new", WORKER, "n"),), failures=(Failure("old", WORKER, "n", "it was killed"),), settled=True)
     assert view.replica_ids == {"new", "old"}
