@@ -11,6 +11,7 @@ from collections.abc import Generator
 from typing import Any, Final
 
 import ray
+from ray.exceptions import RayError
 
 from loraplex_contracts.errors import Unavailable
 from loraplex_fleet.directory import NAMESPACE
@@ -33,7 +34,7 @@ def changing() -> Generator[None]:
         yield
     finally:
         if ray.is_initialized():  # else it has ended with Ray, or with the connection
-            with contextlib.suppress(ray.exceptions.RayError):
+            with contextlib.suppress(RayError):
                 ray.kill(holder)
 
 

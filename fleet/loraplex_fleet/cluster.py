@@ -121,7 +121,6 @@ def _join(address: str) -> bool:
 def _find(address: str) -> str:
     """HOST:PORT of a Ray that listens there. Raises ConnectionError, and InvalidArgument for a wrong RAY_ADDRESS."""
     if address == AUTO:
-        services.find_gcs_addresses.cache_clear()  # one that has ended since is no other
         address = services.get_ray_address_from_environment(AUTO, None)
         check_address(address, "RAY_ADDRESS")
     if address.startswith("ray://"):
