@@ -32,6 +32,7 @@ from loraplex_fleet.entries import READY, ROUTER, WORKER
 from loraplex_fleet.spec import AUTO, ClusterSpec, check_address
 from loraplex_fleet.status import Ended, Status, part_of
 from loraplex_fleet.trial import trial_of, try_router
+from loraplex_runtime.config import child_environment
 from loraplex_runtime.locks import try_hold
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ def _join_or_start(address: str) -> bool:
         try:
             return _join(address)
         except ConnectionError:
-            if os.environ.get("RAY_ADDRESS") not in (None, "", AUTO):
+            if child_environment().get("RAY_ADDRESS", AUTO) not in ("", AUTO):
                 raise  # the next command would look there, too
         _join(_start_here())
     return True

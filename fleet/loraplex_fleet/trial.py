@@ -1,4 +1,4 @@
-"""Trial of a router: new settings start once beside the router that serves, before that one ends.
+"""Trial of a router: new settings start beside the one that serves.
 
 Routers share a port with their successors, so Serve ends the one before it starts the other. What would not start is
 found out first.
