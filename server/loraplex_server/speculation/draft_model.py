@@ -18,6 +18,7 @@ from loraplex_contracts.request import OutputParams, SamplingParams
 from loraplex_server.backends.reference import ReferenceOps
 from loraplex_server.backends.registry import make_attention
 from loraplex_server.kv.blocks import BlockPool, KeyChain, Namespace
+from loraplex_server.kv.rope import RopeScaling
 from loraplex_server.kv.states import NO_STATE
 from loraplex_server.layers.attention import KvCache, num_blocks_for
 from loraplex_server.model.isolation import execute_isolated
@@ -115,7 +116,13 @@ class Drafter:
         )
         pool = BlockPool(num_blocks, memory.block_size)
         self.rows = DraftRows(
-            pool, max_rows, max_len, spec.vocab_size, f"draft {model_digest}", has_states=bool(loaded.states)
+            pool,
+            max_rows,
+            max_len,
+            spec.vocab_size,
+            f"draft {model_digest}",
+            has_states=bool(loaded.states),
+            rope=spec.rope,
         )
         self._max_rows = max_rows
         self._max_prompt_tokens = memory.max_prompt_tokens
@@ -177,7 +184,8 @@ class Drafter:
             if seq is not None:
                 # The last token drawn is no input: it needs neither a block nor a place in the context.
                 num_positions = min(self.rows.max_len, len(seq.block_ids) * self.rows.pool.block_size)
-                max_tokens = min(request.num_tokens, num_positions - len(request.token_ids) + 1)
+                num_room = self.rows.num_room(num_positions, len(request.token_ids))
+                max_tokens = min(request.num_tokens, num_room + 1)
                 runs[request.sequence_id] = _Run(seq, request, max_tokens)
         return runs
 
@@ -258,6 +266,7 @@ class DraftedSequence:
     chain: KeyChain
     block_ids: list[int]
     num_published: int  # blocks at its beginning that are in the prefix cache
+    rope_key: int  # see RopeScaling.key
     last_asked: int
     num_sent_blocks: int = 0
     # In models with states: tokens before the state that is kept, before the one behind all that was run, and of the
@@ -278,7 +287,8 @@ class DraftRows:
 
     A row holds the known tokens and the last draft: on each ask it is compared with the sequence, and rewritten from
     the first difference on. Published blocks are never rewritten: a sequence that differs there leaves, and enters
-    anew. When room is short the sequence that was asked for the longest ago leaves.
+    anew, and so does one whose length now asks for other rotations. When room is short the sequence that was asked for
+    the longest ago leaves.
     """
 
     def __init__(
@@ -290,10 +300,13 @@ class DraftRows:
         model_digest: str,
         *,
         has_states: bool = False,
+        rope: RopeScaling | None = None,
     ) -> None:
-        """`has_states`: the model's layers keep states, so there is no prefix cache."""
+        """`has_states`: the model's layers keep states, so there is no prefix cache. `rope`: the model's rotations
+        depend on the lengths of texts."""
         self.pool = pool
         self._has_states = has_states
+        self._rope = rope
         self.max_len = max_len
         self._vocab_size = vocab_size
         self._model_digest = model_digest
@@ -333,7 +346,10 @@ class DraftRows:
         if not self._can_run(request.token_ids, start):
             self.refuse(request.sequence_id)
             return None
-        if seq is not None and start < max(seq.num_published * self.pool.block_size, seq.num_kept):
+        if seq is not None and (
+            start < max(seq.num_published * self.pool.block_size, seq.num_kept)
+            or seq.rope_key != self._rope_key(request)
+        ):
             self.leave(request.sequence_id)
             seq = None
         if seq is None:
@@ -355,6 +371,15 @@ class DraftRows:
         if self._has_states:
             self._go_back(seq, request)
         return seq
+
+    def num_room(self, num_positions: int, num_tokens: int) -> int:
+        """Number of tokens that may run behind `num_tokens` in so many positions, and in the same rotations."""
+        num_scaled = None if self._rope is None else self._rope.num_room(num_tokens)
+        num_left = num_positions - num_tokens
+        return num_left if num_scaled is None else min(num_left, num_scaled)
+
+    def _rope_key(self, request: DraftRequest) -> int:
+        return 0 if self._rope is None else self._rope.key(request.num_prompt_tokens, len(request.token_ids))
 
     def _go_back(self, seq: DraftedSequence, request: DraftRequest) -> None:
         """Takes a sequence back to its kept state where its own state, that behind all tokens that were run, does not
@@ -460,7 +485,8 @@ class DraftRows:
         size = self.pool.block_size
         if not self._free_rows and not self._evict_one():
             return None
-        namespace = Namespace(self._model_digest, tenant=request.tenant, cache_salt=request.cache_salt)
+        rope_key = self._rope_key(request)
+        namespace = Namespace(self._model_digest, tenant=request.tenant, cache_salt=request.cache_salt, rope=rope_key)
         chain = KeyChain(namespace.digest(), size)
         found: list[int] = []
         for idx in range(0 if self._has_states else (len(request.token_ids) - 1) // size):
@@ -483,6 +509,7 @@ class DraftRows:
             chain=chain,
             block_ids=found + self.pool.allocate(missing),
             num_published=len(found),
+            rope_key=rope_key,
             last_asked=self._round,
             entry=NewSequence(
                 sequence_id=request.sequence_id,

@@ -15,7 +15,7 @@ from support.dense import dense_logits, greedy, make_dense
 from support.drafting import ask, speculate
 from support.driver import Job, make_rig, random_prompts
 from support.scheduler_harness import num_cached_blocks
-from support.zoo import MAX_LEN, VOCAB_SIZE, random_model
+from support.zoo import LIMIT, MAX_LEN, VOCAB_SIZE, random_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -385,6 +385,26 @@ def test_no_draft_beyond_the_models_context(model: PreTrainedModel) -> None:
     text += [11]
     assert proposer.propose([ask("a", text, 9)]) == [()]
     assert drafter(proposer).rows.num_sequences == 0
+    check(proposer)
+
+
+@pytest.mark.parametrize("family", ["phi3-longrope", "llama-dynamic"])
+def test_rotations_follow_the_length_of_the_text(family: str) -> None:
+    """A short text finds no keys of a long one, nor the other way round, and a text that outgrows the limit is computed
+    anew where the target does so too."""
+    model = make_dense(random_model(family))
+    restarts, text = family == "phi3-longrope", long_text(40, seed=2)
+    alone = {num: make(model).propose([ask("a", text[:num], 7)]) for num in (LIMIT - 4, 40)}
+    proposer = make(model)
+    for name, num_tokens in zip("abcd", (40, LIMIT - 4) * 2, strict=True):
+        assert proposer.propose([ask(name, text[:num_tokens], 7)]) == alone[num_tokens], name
+    if restarts:
+        assert list(alone.values()) == [[tuple(greedy(model, text[:17], 5))], [tuple(greedy(model, text, 7))]]
+        for num_tokens, num_drafted in ((LIMIT, 1), (LIMIT + 1, 7), (LIMIT + 6, 7)):
+            wanted = greedy(model, text[:num_tokens], num_drafted)
+            assert proposer.propose([ask("b", text[:num_tokens], 7)]) == [tuple(wanted)]
+        # As with another tokenizer, the end may change.
+        assert proposer.propose([ask("a", text[:LIMIT], 7)]) == [tuple(greedy(model, text[:LIMIT], 1))]
     check(proposer)
 
 
