@@ -43,7 +43,7 @@ class GrammarMatcher(Protocol):
 
     @property
     def error(self) -> str:
-        """The limit that the matcher has passed, so that it cannot go on; empty while it can."""
+        """Why the matcher cannot go on, such as a limit that it has passed; empty while it can."""
         ...
 
     def copy(self) -> GrammarMatcher: ...

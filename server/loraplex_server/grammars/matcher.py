@@ -58,6 +58,8 @@ _LIMITS: Final[Mapping[str, Any]] = {
     "max_lexer_states": 20_000,
     "max_grammar_size": 500_000,
 }
+# The library's words for a limit that was met.
+_LIMIT_MET: Final = re.compile("(?i)too (many|big|complex)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,12 @@ class Matcher:
 
     @property
     def error(self) -> str:
-        return self.inner.get_error().split("\n", 1)[0] if self.inner.is_error() else ""
+        if not self.inner.is_error():
+            return ""
+        reason = self.inner.get_error().split("\n", 1)[0]
+        if _LIMIT_MET.search(reason):
+            return f"the grammar is too complex to go on in it: {reason}"
+        return f"the grammar's library does not go on in this text, though no limit was met: {reason}"
 
     def _is_over(self) -> bool:
         if self.inner.is_stopped():

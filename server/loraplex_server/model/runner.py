@@ -492,7 +492,7 @@ def _no_token(row: Row) -> LoraplexError:
     matcher = row.sequence.matcher
     if matcher is not None:
         if matcher.error:
-            return FailedPrecondition(f"the grammar is too complex to go on in it: {matcher.error}", field="grammar")
+            return FailedPrecondition(matcher.error, field="grammar")
         return FailedPrecondition(
             "the grammar, the sampling options and `stopping.min_tokens` together leave no token that may come next; "
             "allow more",

@@ -43,6 +43,7 @@ def tokenizer() -> Tokenizer:
 
 TOKENIZER = tokenizer()
 NUM_LOGITS = 270  # more than there are tokens
+LIMITS: Mapping[str, Any] = module._LIMITS  # pyright: ignore[reportPrivateUsage]
 COMPILER = Compiler(TOKENIZER.to_str(), NUM_LOGITS, [EOS])
 
 
@@ -371,6 +372,24 @@ def test_what_is_forced(grammars: Compiler) -> None:
     assert text_of(forced).startswith('{"')
     assert matcher.num_legal(forced) == len(forced)
     assert list(grammars.compile(source.regex("a|b")).forced()) == []
+
+
+def test_only_a_limit_that_was_met_makes_a_grammar_too_complex(
+    grammars: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = grammars.compile(source.regex("aa|bb"))
+    assert not lost.error
+    lost.advance(ids("c")[0])
+    assert "no limit was met" in lost.error
+    assert "complex" not in lost.error
+    monkeypatch.setattr(module, "_LIMITS", {**LIMITS, "max_lexer_states": 100})
+    dice, matcher = random.Random(0), grammars.compile(source.regex("(a|b)*a(a|b){12}")).copy()
+    for _ in range(500):
+        allowed(matcher)
+        if matcher.error:
+            break
+        matcher.advance(ids(dice.choice("ab"))[0])
+    assert matcher.error.startswith("the grammar is too complex to go on in it: lexer error: too many")
 
 
 def test_copies_go_their_own_way(grammars: Compiler) -> None:
