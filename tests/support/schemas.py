@@ -114,4 +114,6 @@ def _object(dice: random.Random, depth: int) -> dict[str, Any]:
         found["additionalProperties"] = random_schema(dice, 0)
         found["required"] = names  # else there can be no bound on their number
         found["maxProperties"] = len(names) + 1
+    if dice.random() < 0.2:
+        del found["type"]
     return found

@@ -11,13 +11,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, cast
-from urllib.parse import unquote
 
 from llguidance import LLMatcher, StructTag
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_contracts.request import Grammar
+from loraplex_server.grammars.schemas import complete, schemas_in, target_of
 
 MAX_REASON_CHARS: Final = 300
 MAX_GBNF_CHARS: Final = 8192  # its parser takes 0.3 s for that, and four times as long for twice as much
@@ -35,11 +35,6 @@ _OPTIONS: Final[Mapping[str, Any]] = {
 _SPACED: Final = {"item_separator": ", ?", "key_separator": ": ?"}
 _COMPACT: Final = {"item_separator": ",", "key_separator": ":"}
 
-# Keywords whose values are schemas, by the form of the value.
-_SCHEMA_MAPS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_SCHEMA_LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_SCHEMAS: Final = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains")
-_WITH_SCHEMAS: Final = frozenset((*_SCHEMA_MAPS, *_SCHEMA_LISTS, *_SCHEMAS))
 # Length and keywords of schemas that take at most 0.5 s to compile, as measured with adversarial ones.
 MAX_SIMPLE_CHARS: Final = 1 << 14
 _SIMPLE_KEYWORDS: Final = frozenset(
@@ -195,11 +190,12 @@ def checked_schema(schema: dict[str, Any], compact: bool, field: str) -> str:
 def _checked(schema: dict[str, Any], compact: bool, field: str) -> tuple[str, list[dict[str, Any]]]:
     """The schema with our options, as JSON, and all schemas in it. Changes it. Raises InvalidArgument."""
     try:
-        parts = _schemas(schema)
+        parts = schemas_in(schema)
         _check_references(schema, parts, field)
         for part in parts:
             if reason := _unenforced(part):
                 raise _refused(field, reason)
+        complete(schema)
         for part in parts:
             if isinstance(part.get("pattern"), str):
                 part["pattern"] = quotable(part["pattern"])
@@ -216,24 +212,6 @@ def _checked(schema: dict[str, Any], compact: bool, field: str) -> tuple[str, li
 
 def _options(compact: bool) -> dict[str, Any]:
     return {**_OPTIONS, **(_COMPACT if compact else _SPACED)}
-
-
-def _schemas(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """A schema and all those in it."""
-    parts = [schema]
-    for part in parts:  # grows meanwhile
-        for name, value in part.items():
-            if name not in _WITH_SCHEMAS:
-                continue
-            inner: Any = ()
-            if name in _SCHEMA_MAPS:
-                inner = cast("dict[str, Any]", value).values() if isinstance(value, dict) else ()
-            elif isinstance(value, dict):
-                inner = [value] if name in _SCHEMAS else ()
-            elif isinstance(value, list) and name in _SCHEMA_LISTS:
-                inner = cast("list[Any]", value)
-            parts += (one for one in inner if isinstance(one, dict))
-    return parts
 
 
 def _unenforced(schema: dict[str, Any]) -> str:
@@ -260,13 +238,7 @@ def _check_references(root: dict[str, Any], parts: list[dict[str, Any]], field: 
         reference = part.get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#/"):
             continue
-        found: Any = root
-        for key in unquote(reference[2:]).split("/"):
-            key = key.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list):
-                found = dict(enumerate(cast("list[Any]", found))).get(int(key)) if key.isdecimal() else None
-            else:
-                found = cast("dict[str, Any]", found).get(key) if isinstance(found, dict) else None
+        found = target_of(root, reference)
         if not isinstance(found, bool) and id(found) not in known:
             raise _refused(field, f"`$ref` cannot be enforced: {reference[:80]!a} is not a schema's place in it")
 

@@ -103,6 +103,13 @@ def fits(grammars: Compiler, schema: Mapping[str, object], text: str) -> bool:
     return matcher.inner.try_consume_tokens(ids(text)) == len(ids(text)) and matcher.inner.is_accepting()
 
 
+def test_a_schema_without_a_type_that_tells_of_properties_is_one_of_an_object(grammars: Compiler) -> None:
+    """As in TGI's examples."""
+    schema = {"properties": {"a": {"properties": {"b": {"type": "boolean"}}}}, "required": ["a"]}
+    for text, is_ok in (('{"a":{"b":true}}', True), ('{"a":1}', False), ("[]", False), ("true", False), ("{}", False)):
+        assert fits(grammars, schema, text) == is_ok, text
+
+
 @pytest.mark.parametrize(
     ("pattern", "wanted"),
     [

@@ -1,0 +1,173 @@
+"""Parts of JSON schemas, and what schemas leave unsaid of objects.
+
+`complete` only narrows a schema: what fits it then also fits the schema as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, Final, cast
+from urllib.parse import unquote
+
+# Keywords whose values are schemas, by the form of the value.
+_SCHEMA_MAPS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_SCHEMA_LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_SCHEMAS: Final = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains")
+_WITH_SCHEMAS: Final = frozenset((*_SCHEMA_MAPS, *_SCHEMA_LISTS, *_SCHEMAS))
+_DEFINITIONS: Final = frozenset({"$defs", "definitions"})
+# Keywords by which other references could lead to a part, or mean another one.
+_ANCHORS: Final = frozenset({"$id", "$anchor", "$dynamicAnchor", "$dynamicRef", "$recursiveRef"})
+# Keywords that say of an object what its properties are.
+_OF_OBJECTS: Final = frozenset({"properties", "required", "additionalProperties", "patternProperties"})
+# Keywords that may restrict the same values, or the values within them, as those beside them do.
+_MIXING: Final = frozenset(
+    (
+        *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "enum", "const", "patternProperties"),
+        *("propertyNames", "dependentSchemas", "dependentRequired", "dependencies", "unevaluatedProperties"),
+        *("unevaluatedItems", "contains"),
+    )
+)
+# Beside one of them alone: no other keyword of objects or arrays.
+_OF_PARTS: Final = frozenset({*_MIXING, *_OF_OBJECTS, "items", "prefixItems", "additionalItems"})
+
+# Properties, names and texts that are looked at to tell the schemas of `oneOf` apart.
+_MAX_TOLD: Final = 64
+
+
+def schemas_in(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """A schema and all those in it."""
+    parts = [schema]
+    for part in parts:  # grows meanwhile
+        parts += (one for name in part for one in _under(part, name))
+    return parts
+
+
+def target_of(root: dict[str, Any], reference: str) -> Any:
+    """What a reference `#` or `#/...` leads to; None for nothing."""
+    found: Any = root
+    for key in unquote(reference).split("/")[1:]:
+        key = key.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list):
+            found = dict(enumerate(cast("list[Any]", found))).get(int(key)) if key.isdecimal() else None
+        else:
+            found = cast("dict[str, Any]", found).get(key) if isinstance(found, dict) else None
+    return found
+
+
+def complete(schema: dict[str, Any]) -> None:
+    """Gives parts that tell of properties, and of no type, the type `object`. Changes the schema."""
+    for part in _parts_alone(schema):
+        if part.keys() & _OF_OBJECTS and not part.keys() & {"type", *_MIXING - {"patternProperties"}}:
+            part["type"] = "object"
+
+
+def _under(part: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
+    """The schemas in the value of one of the part's keywords."""
+    if name not in _WITH_SCHEMAS:
+        return
+    value: Any = part[name]
+    inner: Any = ()
+    if name in _SCHEMA_MAPS:
+        inner = cast("dict[str, Any]", value).values() if isinstance(value, dict) else ()
+    elif isinstance(value, dict):
+        inner = [value] if name in _SCHEMAS else ()
+    elif isinstance(value, list) and name in _SCHEMA_LISTS:
+        inner = cast("list[Any]", value)
+    yield from (one for one in inner if isinstance(one, dict))
+
+
+def _parts_alone(root: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parts that apply to their values without any other part beside: each may be narrowed for itself."""
+    alone: dict[int, dict[str, Any]] = {}
+    mixed: dict[int, dict[str, Any]] = {}
+    waiting = [(root, True)]
+    while waiting:
+        part, is_alone = waiting.pop()
+        seen = alone if is_alone else mixed
+        if id(part) in seen:
+            continue
+        seen[id(part)] = part
+        if part is not root and part.keys() & _ANCHORS:
+            return []
+        parts_alone = is_alone and _is_unmixed(part, root)
+        waiting += ((one, parts_alone) for name in part if name not in _DEFINITIONS for one in _under(part, name))
+        if (reference := part.get("$ref")) is not None:
+            if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+                return []
+            if isinstance(target := target_of(root, reference), dict):
+                waiting.append((cast("dict[str, Any]", target), parts_alone))
+    return [part for key, part in alone.items() if key not in mixed]
+
+
+def _is_unmixed(part: dict[str, Any], root: dict[str, Any]) -> bool:
+    """True if no two schemas in a part apply to the same value, so that one may be narrowed without a look at the
+    others."""
+    mixing = part.keys() & _MIXING
+    if not mixing:
+        return True
+    if len(mixing) > 1:
+        return False
+    (name,) = mixing
+    value: Any = part[name]
+    if name == "patternProperties":
+        return "properties" not in part and isinstance(value, dict) and len(cast("dict[str, Any]", value)) == 1
+    if len(part.keys() & _OF_PARTS) > 1:
+        return False
+    if name in ("$ref", "anyOf"):
+        return True
+    choices = cast("list[Any]", value) if isinstance(value, list) else []
+    return (name == "allOf" and len(choices) == 1) or (name == "oneOf" and _are_told_apart(choices, root))
+
+
+def _are_told_apart(choices: list[Any], root: dict[str, Any]) -> bool:
+    """True if no value fits two of the schemas, by their types or by the texts that a property has to be."""
+    found = [_resolved(one, root) for one in choices]
+    kinds = [_types(one) for one in found]
+    others = [kind for kinds_of in kinds if kinds_of != {"object"} for kind in kinds_of]
+    objects = [one for one, kinds_of in zip(found, kinds, strict=True) if kinds_of == {"object"}]
+    if not all(kinds) or len(set(others)) < len(others) or (objects and "object" in others):
+        return False
+    if len(objects) < 2:
+        return True
+    properties: Any = objects[0].get("properties")
+    names = list(islice(cast("dict[str, Any]", properties), _MAX_TOLD)) if isinstance(properties, dict) else []
+    return any(_tells_apart(name, objects) for name in names)
+
+
+def _tells_apart(name: str, objects: list[dict[str, Any]]) -> bool:
+    """True if the property has other texts in each of the schemas, and only one of them at most does without it."""
+    seen, num_optional = set[str](), 0
+    for one in objects:
+        texts, required = _texts_of(one, name), one.get("required")
+        num_optional += not (isinstance(required, list) and name in cast("list[Any]", required)[:_MAX_TOLD])
+        if not texts or num_optional > 1 or not seen.isdisjoint(texts):
+            return False
+        seen |= texts
+    return True
+
+
+def _resolved(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
+    """The schema, or the one that its reference leads to."""
+    found = cast("dict[str, Any]", schema) if isinstance(schema, dict) else {}
+    if found.keys() & _OF_PARTS != {"$ref"}:
+        return found
+    target = target_of(root, str(found["$ref"]))
+    return cast("dict[str, Any]", target) if isinstance(target, dict) else {}
+
+
+def _types(schema: dict[str, Any]) -> set[str]:
+    """The types that a schema names, integers as numbers; empty where it names none."""
+    given: Any = schema.get("type")
+    listed: list[Any] = cast("list[Any]", given) if isinstance(given, list) else [given]
+    return {"number" if one == "integer" else one for one in listed if isinstance(one, str)}
+
+
+def _texts_of(schema: dict[str, Any], name: str) -> set[str]:
+    """The texts that a property has to be one of; empty where it may be anything else."""
+    properties: Any = schema.get("properties")
+    one: Any = cast("dict[str, Any]", properties).get(name) if isinstance(properties, dict) else None
+    found = cast("dict[str, Any]", one) if isinstance(one, dict) else {}
+    values: Any = [found["const"]] if "const" in found else found.get("enum")
+    texts: list[Any] = cast("list[Any]", values) if isinstance(values, list) else []
+    return set(texts) if len(texts) <= _MAX_TOLD and all(isinstance(text, str) for text in texts) else set()
