@@ -39,6 +39,8 @@ def random_schema(dice: random.Random, depth: int = 3) -> dict[str, Any]:
             lambda dice: {"anyOf": [random_schema(dice, depth - 1) for _ in range(dice.randint(1, 3))]},
             lambda dice: {"type": [*dice.sample(["null", "boolean", "integer"], dice.randint(1, 3))]},
             lambda dice: {"allOf": [_integer(dice), {"type": "integer"}]},
+            lambda dice: {"allOf": [_object(dice, depth)]},
+            lambda dice: {"oneOf": [_tagged(dice, depth, "one"), {"type": "null"}, _tagged(dice, depth, "two")]},
         ]
     found = dice.choice(kinds)(dice)
     if dice.random() < 0.1:
@@ -93,6 +95,13 @@ def _enum(dice: random.Random) -> dict[str, Any]:
     return {"enum": dice.sample([0, 1, "one", "two", None, False, [1, 2], {"k": "v"}], dice.randint(1, 4))}
 
 
+def _tagged(dice: random.Random, depth: int, tag: str) -> dict[str, Any]:
+    found = {**_object(dice, depth - 1 if depth > 1 else 1), "type": "object"}
+    properties = {**found["properties"], "tag": {"const": tag}}
+    most = {"maxProperties": found["maxProperties"] + 1} if "maxProperties" in found else {}
+    return {**found, **most, "properties": properties, "required": [*found["required"], "tag"]}
+
+
 def _array(dice: random.Random, depth: int) -> dict[str, Any]:
     least = dice.randint(0, 1)
     found: dict[str, Any] = {"type": "array", "minItems": least, "maxItems": least + dice.randint(0, 2)}
@@ -114,6 +123,8 @@ def _object(dice: random.Random, depth: int) -> dict[str, Any]:
         found["additionalProperties"] = random_schema(dice, 0)
         found["required"] = names  # else there can be no bound on their number
         found["maxProperties"] = len(names) + 1
+    elif dice.random() < 0.5:
+        del found["additionalProperties"]
     if dice.random() < 0.2:
         del found["type"]
     return found

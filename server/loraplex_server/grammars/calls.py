@@ -138,7 +138,7 @@ def _arguments(
     from loraplex_server.grammars.source import checked_schema
 
     if form.parameter is None:
-        schema = _closed({"type": "object", **cast("dict[str, Any]", given)})
+        schema = {"type": "object", **cast("dict[str, Any]", given)}
         return f"%json {checked_schema(schema, compact=False, field=_TOOLS)}"
     parameters = _parameters(form.parameter, cast("dict[str, Any]", given), tokens, texts)
     rules += [f"call_{number}_{rule}" for rule in parameters.values()]
@@ -155,26 +155,8 @@ def _grammar(field: str, lines: Sequence[str]) -> Grammar:
     return Grammar(field, LLMatcher.grammar_from_lark(text))
 
 
-# Beside properties: nothing else that could demand others.
+# Keywords of parameters that are enforced, or no rules.
 _PLAIN: Final = frozenset({"type", "properties", "required", "description", "title", "$defs", "definitions", "$schema"})
-
-
-def _closed(schema: Any) -> Any:
-    """The schema without properties that it does not name, where it leaves that open: a function has no others, and a
-    model could go on writing them."""
-    if not isinstance(schema, dict):
-        return schema
-    found = cast("dict[str, Any]", schema)
-    if found.get("type") == "array" and "items" in found:
-        return {**found, "items": _closed(found["items"])}
-    properties, required = found.get("properties"), found.get("required", [])
-    if not (found.keys() <= _PLAIN and isinstance(properties, dict) and isinstance(required, list)):
-        return found
-    named = cast("dict[str, Any]", properties)
-    if not all(one in named for one in cast("list[Any]", required) if isinstance(one, str)):
-        return found
-    closed = {name: _closed(one) for name, one in named.items()}
-    return {**found, "properties": closed, "additionalProperties": False}
 
 
 # --- arguments with marks of their own ------------------------------------------------------------------------------
@@ -232,7 +214,7 @@ def _value(schema: Any, end: str, shared: dict[str, Any], texts: dict[str, str])
     if isinstance(options, list):
         return f"({_options(cast('list[Any]', options), types)}) {json.dumps(end)}"
     if "string" not in types:
-        checked = checked_schema({**_closed(found), **shared}, compact=False, field=_TOOLS)
+        checked = checked_schema({**found, **shared}, compact=False, field=_TOOLS)
         return f"%json {checked} {json.dumps(end)}"
     for keyword in sorted(found.keys() - _TEXT_KEYWORDS):
         raise _not_enforced(keyword)

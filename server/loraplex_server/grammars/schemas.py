@@ -31,7 +31,10 @@ _MIXING: Final = frozenset(
 # Beside one of them alone: no other keyword of objects or arrays.
 _OF_PARTS: Final = frozenset({*_MIXING, *_OF_OBJECTS, "items", "prefixItems", "additionalItems"})
 
-# Properties, names and texts that are looked at to tell the schemas of `oneOf` apart.
+# Keywords that say whether there are other properties than those named, or may demand some.
+_DEMANDING: Final = frozenset({"additionalProperties", "minProperties", "maxProperties", *_MIXING})
+# What is looked at to tell the schemas of `oneOf` apart: properties, and of each its texts and the required names.
+_MAX_TAGS: Final = 16
 _MAX_TOLD: Final = 64
 
 
@@ -56,10 +59,24 @@ def target_of(root: dict[str, Any], reference: str) -> Any:
 
 
 def complete(schema: dict[str, Any]) -> None:
-    """Gives parts that tell of properties, and of no type, the type `object`. Changes the schema."""
+    """Gives parts that tell of properties, and of no type, the type `object`, and no properties but those that they
+    name where they leave that open: a model could go on writing others. Changes the schema."""
     for part in _parts_alone(schema):
         if part.keys() & _OF_OBJECTS and not part.keys() & {"type", *_MIXING - {"patternProperties"}}:
             part["type"] = "object"
+        if _is_open(part):
+            part["additionalProperties"] = False
+
+
+def _is_open(part: dict[str, Any]) -> bool:
+    """True if a part names properties, leaves it open whether there are others, and nothing in it demands some."""
+    properties: Any = part.get("properties")
+    if not isinstance(properties, dict) or part.keys() & _DEMANDING:
+        return False
+    required: Any = part.get("required", [])
+    return isinstance(required, list) and all(
+        one in cast("dict[str, Any]", properties) for one in cast("list[Any]", required) if isinstance(one, str)
+    )
 
 
 def _under(part: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
@@ -131,7 +148,7 @@ def _are_told_apart(choices: list[Any], root: dict[str, Any]) -> bool:
     if len(objects) < 2:
         return True
     properties: Any = objects[0].get("properties")
-    names = list(islice(cast("dict[str, Any]", properties), _MAX_TOLD)) if isinstance(properties, dict) else []
+    names = list(islice(cast("dict[str, Any]", properties), _MAX_TAGS)) if isinstance(properties, dict) else []
     return any(_tells_apart(name, objects) for name in names)
 
 

@@ -73,6 +73,101 @@ def test_what_may_have_another_type_is_left(schema: dict[str, Any]) -> None:
     assert completed(schema) == schema
 
 
+OPEN: dict[str, Any] = {"type": "object", "properties": {"a": A}}
+CLOSED: dict[str, Any] = {**OPEN, "additionalProperties": False}
+
+
+def tagged(*tags: str, **others: Any) -> dict[str, Any]:
+    tag = {"const": tags[0]} if len(tags) == 1 else {"enum": list(tags)}
+    return {"type": "object", "properties": {"b": A, "tag": tag}, "required": ["tag"], **others}
+
+
+CLOSE = {"additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "wanted"),
+    [
+        (OPEN, CLOSED),
+        ({"type": ["object", "null"], "properties": {}}, {"type": ["object", "null"], "properties": {}, **CLOSE}),
+        (
+            {**OPEN, "title": "A", "x-other": 1, "required": ["a"]},
+            {**CLOSED, "title": "A", "x-other": 1, "required": ["a"]},
+        ),
+        (
+            {**OPEN, "properties": {"a": OPEN, "b": {"type": "array", "items": OPEN, "prefixItems": [OPEN]}}},
+            {**CLOSED, "properties": {"a": CLOSED, "b": {"type": "array", "items": CLOSED, "prefixItems": [CLOSED]}}},
+        ),
+        # As pydantic writes them.
+        (
+            {
+                **OPEN,
+                "properties": {"a": {"anyOf": [{"$ref": "#/$defs/x"}, {"type": "null"}], "default": None}},
+                "$defs": {"x": OPEN},
+            },
+            {
+                **CLOSED,
+                "properties": {"a": {"anyOf": [{"$ref": "#/$defs/x"}, {"type": "null"}], "default": None}},
+                "$defs": {"x": CLOSED},
+            },
+        ),
+        (
+            {"oneOf": [{"$ref": "#/$defs/x"}, tagged("b")], "discriminator": {}, "$defs": {"x": tagged("a", "c")}},
+            {
+                "oneOf": [{"$ref": "#/$defs/x"}, tagged("b", **CLOSE)],
+                "discriminator": {},
+                "$defs": {"x": tagged("a", "c", **CLOSE)},
+            },
+        ),
+        (
+            {"oneOf": [OPEN, {"type": "integer"}, {"type": ["null"]}]},
+            {"oneOf": [CLOSED, {"type": "integer"}, {"type": ["null"]}]},
+        ),
+        # One of two may leave the tag out.
+        (
+            {"oneOf": [tagged("a", required=[]), tagged("b")]},
+            {"oneOf": [tagged("a", required=[], **CLOSE), tagged("b", **CLOSE)]},
+        ),
+    ],
+)
+def test_objects_have_the_properties_that_their_schema_names(schema: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert completed(schema) == wanted
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        {**OPEN, "additionalProperties": True},
+        {**OPEN, "additionalProperties": {"type": "null"}},
+        {**OPEN, "required": ["a", "b"]},
+        {**OPEN, "minProperties": 1},
+        {**OPEN, "patternProperties": {"^b": OPEN}},
+        {**OPEN, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        {**OPEN, "enum": [{"a": True}, {"b": 1}]},
+        {"allOf": [OPEN, {"type": "object", "properties": {"b": OPEN}}]},
+        {"$ref": "#/$defs/x", "$defs": {"x": OPEN}, "properties": {"b": A}, "type": "object"},
+        # A definition that one place takes for the whole value, and the other for a part of it.
+        {
+            "type": "object",
+            "properties": {"a": {"$ref": "#/$defs/x"}, "b": {"allOf": [{"$ref": "#/$defs/x"}, {"required": ["b"]}]}},
+            "additionalProperties": True,
+            "$defs": {"x": OPEN},
+        },
+        # What fits one alone now could fit both as they were.
+        {"oneOf": [OPEN, {**OPEN, "required": ["a"]}]},
+        {"oneOf": [tagged("a"), tagged("b", "a")]},
+        {"oneOf": [tagged("a", required=[]), tagged("b", required=[])]},
+        {"oneOf": [tagged("a"), {"type": ["object", "null"]}]},
+        {"oneOf": [tagged("a"), {"$ref": "#/nowhere"}]},
+        {"oneOf": [tagged("a"), True]},
+        {"oneOf": [OPEN, {"type": "integer"}, {"type": "number"}]},
+    ],
+)
+def test_objects_stay_open_where_something_else_counts(schema: dict[str, Any]) -> None:
+    assert completed(schema) == schema
+
+
 def test_a_schema_that_leads_to_itself() -> None:
     schema = {"$ref": "#/$defs/x", "$defs": {"x": {"properties": {"a": {"$ref": "#"}, "b": {"$ref": "#/$defs/x"}}}}}
     found = completed(schema)
