@@ -17,7 +17,7 @@ from support.world import TinyWorld, byte_tokenizer, make_world
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from loraplex import AsyncClient, ChatDelta, Client, InvalidArgument
+from loraplex import AsyncClient, ChatDelta, Client, Grammar, InvalidArgument
 from loraplex_router.config import RouterConfig
 from loraplex_router.server import start_router
 from loraplex_server.config import BatchConfig, ChatConfig, EngineConfig, ModelConfig, WorkerConfig
@@ -258,3 +258,38 @@ def test_arguments_of_strict_tools_are_valid_where_the_model_chooses_to_call(
     for arguments in of_f:
         validate(json.loads(arguments), SCHEMAS["f"])
     assert {name for name, _ in found} <= {"f", "g"}
+
+
+@pytest.mark.timeout(120)
+def test_an_answer_with_a_schema_or_calls_where_the_model_may_choose(template: Any, tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken(one, special=False) for one in ("<tool_call>", "</tool_call>")])
+    world = make_world(tmp_path, 0, tokenizer=tokenizer)
+    mark = AutoTokenizer.from_pretrained(world.model).convert_tokens_to_ids("<tool_call>")
+    tools: list[Any] = [
+        {"function": {"name": name, "parameters": one, "strict": True}} for name, one in SCHEMAS.items()
+    ]
+    schema = {"properties": {"kind": {"enum": ["a", "bc"]}}, "required": ["kind"]}
+    asked: Any = {"messages": CHAT, "tools": tools, "parse_chat": True, "temperature": 1.0, "max_tokens": 200}
+    engine = EngineConfig(ModelConfig(str(world.model)), batch=BatchConfig(max_running=8, max_step_tokens=64))
+    chat = ChatConfig(template=template, tool_format="hermes")
+    with inline_worker(WorkerConfig(engine, chat, port=0)) as worker, Client(worker.address) as client:
+        for grammar, options, calls in (
+            (Grammar(json_schema=schema), {}, True),
+            (Grammar(json_schema=schema), {"tool_choice": "auto", "parallel_tool_calls": False}, True),
+            (Grammar(json_schema=schema), {"tool_choice": "none"}, False),
+            (Grammar(json_schema=schema, compact=True), {"parse_chat": False}, False),
+            (Grammar(regex='\\{"kind": "a"\\}'), {}, False),
+        ):
+            for bias in (100.0, -100.0):
+                more: Any = {**asked, **options, "grammar": grammar, "logit_bias": {mark: bias}, "seed": 3}
+                answer = client.generate(**more)
+                message: Any = answer.message or {"content": answer.text}
+                if calls and bias > 0:
+                    for name, arguments in calls_of(message)[: None if answer.finish_reason == "eos" else -1]:
+                        validate(json.loads(arguments), SCHEMAS[name])
+                    assert calls_of(message)
+                    assert not message["content"]
+                else:
+                    validate(json.loads(message["content"]), {"type": "object", **schema})
+                    assert not calls_of(message)

@@ -54,6 +54,32 @@ def tool_calls(form: CallForm, parsing: ResponseParsing, tokens: MarkTokens, nam
     return _grammar(asked, (*lines, *rules))
 
 
+def answer_or_calls(form: CallForm, parsing: ResponseParsing, tokens: MarkTokens, answer: Grammar) -> Grammar | None:
+    """A grammar for either an answer of `answer`, which is made of a JSON schema, or calls of the request's tools, with
+    arguments as `strict_calls` says; None where the form of calls cannot be told from JSON. Where the prompt has begun
+    to reason, that goes on first. Raises InvalidArgument with the field."""
+    from loraplex_server.grammars.source import schema_of
+
+    beginning = form.head + form.begin
+    if _OF_JSON.match(beginning) and not (_JSON_CALL.fullmatch(form.begin) and form.end == "}"):
+        return None
+    functions: list[Any] = [tool.get("function", tool) for tool in parsing.tools]
+    is_one = form.between is None or parsing.max_calls == 1
+    more = "" if is_one else f"({tokens.terms(form.between or '')} call)*"
+    lines = ["%llguidance {}", ANY, "start: answer", f"value: %json {schema_of(answer)}"]
+    lines.append(f"answer: value | {tokens.terms(form.head)} call {more} {tokens.terms(form.tail)}")
+    if parsing.closing:
+        lines[2] = "start: thoughts answer"
+        lines.append(tokens.ending("thoughts", parsing.closing))
+    field = _TOOLS if has_strict(parsing.tools) else answer.field
+    return _grammar(field, (*lines, *_call_rules(form, functions, tokens, only_strict=True, is_beside_json=True)))
+
+
+# What JSON begins with as well, in more than one of its tokens; and a call that is JSON.
+_OF_JSON: Final = re.compile(r'\[?\s*\{|\[\s*[\["]|"')
+_JSON_CALL: Final = re.compile(r'\{"name": "NAME", "(\w+)": ')
+
+
 def has_strict(tools: Sequence[Mapping[str, Any]]) -> bool:
     return any(_is_strict(tool.get("function", tool)) for tool in tools)
 
@@ -90,9 +116,18 @@ def _is_strict(function: Any) -> bool:
     return isinstance(function, dict) and cast("dict[str, Any]", function).get("strict") is True
 
 
-def _call_rules(form: CallForm, functions: list[Any], tokens: MarkTokens, *, only_strict: bool = False) -> list[str]:
+def _call_rules(
+    form: CallForm,
+    functions: list[Any],
+    tokens: MarkTokens,
+    *,
+    only_strict: bool = False,
+    is_beside_json: bool = False,
+) -> list[str]:
     """The rule `call`, a call of one of the functions, and `first`, a call without its mark. `only_strict`: others have
-    any arguments."""
+    any arguments. `is_beside_json`: JSON may come in a call's place, and calls that are JSON are written with the same
+    terminals."""
+    key = _JSON_CALL.fullmatch(form.begin) if is_beside_json and _OF_JSON.match(form.head + form.begin) else None
     rules: list[str] = []
     texts: dict[str, str] = {}
     for number, function in enumerate(functions):
@@ -108,6 +143,10 @@ def _call_rules(form: CallForm, functions: list[Any], tokens: MarkTokens, *, onl
                 f"`{_TOOLS}` has `parameters` of type {kind[:40]!a}: arguments are an object", field=_TOOLS
             )
         name, behind = check_id(called, field=_TOOLS), f"behind_{number}"
+        if key is not None:
+            arguments = {} if only_strict and not _is_strict(function) else cast("dict[str, Any]", given)
+            rules += [f"call_{number}: %json {_json_call(name, key[1], arguments)}", f"first_{number}: call_{number}"]
+            continue
         begin = form.begin.replace("NAME", name)
         first = (form.head + form.begin).partition(form.mark)[2].replace("NAME", name)
         rules.append(f"call_{number}: {tokens.terms(begin)} {behind}")
@@ -124,6 +163,17 @@ def _call_rules(form: CallForm, functions: list[Any], tokens: MarkTokens, *, onl
     numbers = range(len(functions))
     rules += [f"{kind}: " + " | ".join(f"{kind}_{number}" for number in numbers) for kind in ("call", "first")]
     return [*rules, *texts.values()]
+
+
+def _json_call(name: str, key: str, parameters: dict[str, Any]) -> str:
+    """The schema of a call that is an object of its name and arguments."""
+    from loraplex_server.grammars.source import checked_schema
+
+    shared = {one: parameters[one] for one in ("$defs", "definitions") if one in parameters}
+    arguments = {"type": "object", **{one: value for one, value in parameters.items() if one not in shared}}
+    properties = {"name": {"const": name}, key: arguments}
+    schema = {"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False}
+    return checked_schema({**schema, **shared}, compact=False, field=_TOOLS)
 
 
 def _arguments(

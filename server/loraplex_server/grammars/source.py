@@ -69,6 +69,11 @@ def json_schema(text: str, *, compact: bool = False, field: str = "grammar.json_
     return Grammar(field, LLMatcher.grammar_from_json_schema(checked), is_simple)
 
 
+def schema_of(grammar: Grammar) -> str:
+    """The checked schema of a grammar that `json_schema` or `json_object` has made."""
+    return json.dumps(json.loads(grammar.text)["grammars"][0]["json_schema"])
+
+
 def json_object(*, compact: bool = False) -> Grammar:
     """A grammar for any JSON object."""
     return json_schema('{"type": "object"}', compact=compact, field="grammar.json_object")

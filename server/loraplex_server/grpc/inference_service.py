@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -275,10 +275,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             )
             forced = message.chat.tool_choice.WhichOneof("kind") in ("required", "name")
             parsing = await self._parsing(message, prompt, version) if output.parse_chat or forced else None
-            if parsing is not None and (forced or (parsing.with_calls and grammar is None)):
+            answers_json = message.grammar.WhichOneof("kind") in ("json_schema", "json_object")
+            if parsing is not None and (forced or (parsing.with_calls and (grammar is None or answers_json))):
                 form, parsing = await self._call_form(message, parsing, prompt, version, is_demanded=forced)
                 if form is not None:
-                    grammar = await self._call_grammar(message, parsing, form)
+                    grammar = await self._call_grammar(message, parsing, form, grammar) or grammar
             to_params = partial(protobuf.sampling_params, message.sampling, self._tokenizer_view)
             sampling = await self._tokenizing.off_loop(message.sampling.ByteSize(), to_params)
         request = protobuf.to_request(
@@ -331,8 +332,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         is_demanded: bool,
     ) -> tuple[CallForm | None, ResponseParsing]:
         """The form of calls that a grammar is made of, and how answers in it are read; no form where calls are neither
-        demanded nor those of strict tools. Raises AdapterInvalid."""
-        if not is_demanded and not calls.has_strict(parsing.tools):
+        demanded, nor those of strict tools, nor come in the place of an answer with a grammar. Raises
+        AdapterInvalid."""
+        has_grammar = message.grammar.WhichOneof("kind") is not None
+        if not is_demanded and not has_grammar and not calls.has_strict(parsing.tools):
             return None, parsing
         if parsing.new_user_reader is None:
             form = self._form_of(parsing.format)
@@ -344,12 +347,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return form, parsing
 
     async def _call_grammar(
-        self, message: inference_pb2.GenerateRequest, parsing: ResponseParsing, form: CallForm
-    ) -> Grammar:
-        """The grammar of the calls that are demanded, else of the calls of strict tools. Raises InvalidArgument."""
+        self,
+        message: inference_pb2.GenerateRequest,
+        parsing: ResponseParsing,
+        form: CallForm,
+        answer: Grammar | None,
+    ) -> Grammar | None:
+        """The grammar of the calls that are demanded, else of an answer in JSON or calls (None where they cannot be
+        told apart), else of the calls of strict tools. Raises InvalidArgument."""
         choice = message.chat.tool_choice
+        to_grammar: Callable[[], Grammar | None]
         if choice.WhichOneof("kind") in ("required", "name"):
             to_grammar = partial(calls.tool_calls, form, parsing, self._mark_tokens, choice.name)
+        elif answer is not None:
+            to_grammar = partial(calls.answer_or_calls, form, parsing, self._mark_tokens, answer)
         else:
             to_grammar = partial(calls.strict_calls, form, parsing, self._mark_tokens)
         grammar = await self._tokenizing.off_loop(len(message.chat.tools_json), to_grammar)

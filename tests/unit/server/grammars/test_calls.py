@@ -16,10 +16,11 @@ from tokenizers import AddedToken
 
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_proto.validate import MAX_GRAMMAR_BYTES
-from loraplex_server.grammars.calls import MarkTokens, strict_calls, tool_calls
+from loraplex_server.grammars import source
+from loraplex_server.grammars.calls import MarkTokens, answer_or_calls, strict_calls, tool_calls
 from loraplex_server.grammars.matcher import Compiler
 from loraplex_server.grammars.source import refusal
-from loraplex_server.text.call_forms import FORMS
+from loraplex_server.text.call_forms import FORMS, CallForm
 from loraplex_server.text.response_template import ResponseFormat
 from loraplex_server.text.responses import ParsedMessage, ResponseParsing
 from loraplex_server.text.vocabulary import Vocabulary
@@ -405,3 +406,71 @@ def test_what_cannot_be_demanded_is_named(tools: list[Any], name: str, field: st
     with pytest.raises(InvalidArgument) as caught:
         tool_calls(FORMS["hermes"], parsing, MarkTokens(), name)
     assert caught.value.field == field
+
+
+# --- an answer in JSON, or calls --------------------------------------------------------------------------------------
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name"],
+}
+PEOPLE = {"type": "array", "items": PERSON}
+
+
+def json_or_calls(name: str, schema: Any, **how: Any) -> str:
+    grammar = answer_or_calls(
+        FORMS[name], parsing_of(name, **how), MarkTokens(), source.json_schema(json.dumps(schema))
+    )
+    assert grammar is not None
+    assert grammar.field == "grammar.json_schema"
+    return grammar.text
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_an_answer_in_json_or_calls(name: str) -> None:
+    form = FORMS[name]
+    begin, marks = form.head + form.begin.replace("NAME", "f"), form.parameter
+    # Tools that are not strict have any arguments.
+    call = begin + ('{"x": [1]}' if marks is None else f"{marks[0].replace('KEY', 'x')}1{marks[1]}") + form.end
+    second = form.begin.replace("NAME", "g") + ("{}" if marks is None else "") + form.end
+    several = call + (form.between or "") + second + form.tail
+    one, people = '{"name": "f", "age": 3}', '[{"name": "f", "age":3}, {"name": "Bob"}]'
+    for schema, legal in ((PERSON, [one]), (PEOPLE, [people]), ({"type": "object"}, [one]), ({}, [one, people, "1"])):
+        grammar = json_or_calls(name, schema)
+        for text in (one, people, "1"):
+            assert is_legal(grammar, text) == (text in legal), (schema, text)
+        assert is_legal(grammar, call + form.tail)
+        assert is_legal(grammar, several) == (form.between is not None)
+        for text in (f"so {call}{form.tail}", f"{call}{form.tail} so", begin, ""):
+            assert not is_legal(grammar, text), text
+    assert [one.name for one in read(parsing_of(name), call + form.tail).calls] == ["f"]
+    if form.between is not None:
+        assert not is_legal(json_or_calls(name, PERSON, max_calls=1), several)
+
+
+def test_an_answer_in_json_or_calls_of_strict_tools() -> None:
+    level = {"$defs": {"x": {"enum": [1, 2]}}, "properties": {"x": {"$ref": "#/$defs/x"}}, "required": ["x"]}
+    tools: list[Any] = [{"name": "f", "strict": True, "parameters": level}, {"name": "g"}]
+    for name in ("llama3_json", "hermes"):
+        form, parsing = FORMS[name], replace(parsing_of(name), tools=tools)
+        grammar = answer_or_calls(form, parsing, MarkTokens(), source.json_schema(json.dumps(PERSON)))
+        assert grammar is not None
+        for called, given, is_ok in (("f", 1, True), ("f", 3, False), ("g", 3, True), ("h", 1, False)):
+            text = form.begin.replace("NAME", called) + f'{{"x": {given}}}' + form.end
+            assert is_legal(grammar.text, text) == is_ok, text
+        assert is_legal(grammar.text, '{"name": "f"}')
+
+
+def test_reasoning_that_the_prompt_began_goes_before_an_answer_in_json_too() -> None:
+    grammar = json_or_calls("hermes", PERSON, prefix="<think>\n")
+    call = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+    for text, is_ok in ((call, True), ('{"name": "a"}', True), ("hi", False), ("", False)):
+        assert is_legal(grammar, f"so < it\nis</think>{text}") == is_ok, text
+        assert not is_legal(grammar, text)
+
+
+def test_a_form_of_calls_that_cannot_be_told_from_json() -> None:
+    answer = source.json_object()
+    for begin in ('{"tool": "NAME", "arguments": ', '["NAME", ', '"NAME": '):
+        assert answer_or_calls(CallForm(begin, "}"), parsing_of("hermes"), MarkTokens(), answer) is None
