@@ -283,7 +283,8 @@ _NEVER_SENT: Final = re.compile(
 )
 _WHY: Final = re.compile(r"last error: [A-Z_]+: (?:\w+:\S+: )?(?:Failed to connect to remote host: )?(.+)")
 _NO_METHOD: Final = "Method not found!"
-_RESET: Final = "RST_STREAM"
+# The connection broke under the call: a stream reset, bytes that are no HTTP/2, a TLS record that cannot be read.
+_BROKEN: Final = re.compile(r"Stream removed|.*RST_STREAM", re.DOTALL)
 # A call that its own side has cancelled, or whose channel it has closed.
 _OWN_DOING: Final = re.compile(r"[Ll]ocally cancelled|[Cc]hannel (is )?closed")
 
@@ -305,7 +306,7 @@ def from_transport(code: Code, words: str) -> LoraplexError | None:
         # A server that is stopped hard resets or cancels what it has; other servers do not cancel on their own.
         case Code.UNAVAILABLE | Code.CANCELLED:
             return _connection_lost()
-        case Code.INTERNAL | Code.UNKNOWN if _RESET in words:
+        case Code.INTERNAL | Code.UNKNOWN if _BROKEN.match(words):
             return _connection_lost()
         case _:
             return None

@@ -82,6 +82,7 @@ def test_what_a_worker_said_is_passed_on(error: LoraplexError, kind: FailureKind
         (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ANSWERED, DeadlineExceeded),
         (grpc.StatusCode.UNKNOWN, "Unexpected <class 'KeyError'>: '/home/me'", ANSWERED, Internal),
         (grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2", LOST, WorkerLost),
+        (grpc.StatusCode.UNKNOWN, "Stream removed (Secure read failed (Corruption detected.))", LOST, WorkerLost),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, f"Stream removed (CLIENT: {OVER_LIMIT})", ANSWERED, MessageTooLarge),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, f"SERVER: {OVER_LIMIT}", ANSWERED, MessageTooLarge),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "what a proxy says", ANSWERED, ResourceExhausted),
