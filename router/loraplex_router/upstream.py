@@ -53,6 +53,9 @@ _NO_METADATA: Final = grpc.aio.Metadata()
 TOKEN_FLAG: Final = "--worker-token-file"
 CA_FLAG: Final = "--worker-ca"
 
+# Unread bytes of each answer that a worker may have sent: thousands of tokens, and 64 MB/s at a millisecond's distance.
+LOOKAHEAD_BYTES: Final = 64 << 10
+
 
 # What another worker may have: room, or a version that this one never loaded.
 _OF_ONE_WORKER: Final = (Overloaded, QueueFull, AdapterVersionNotFound)
@@ -293,6 +296,10 @@ def _channel_options(options: ServerOptions) -> list[tuple[str, int]]:
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 1000),
         ("grpc.max_reconnect_backoff_ms", 2000),
+        # What a worker may send ahead of a client that does not read. gRPC would measure the connection and let every
+        # stream send megabytes, which the router then holds; a message that is larger is let through as it is read.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
         # A connection of this router's own, whatever else this process connects to.
         ("grpc.use_local_subchannel_pool", 1),
     ]

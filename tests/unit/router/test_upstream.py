@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -27,8 +29,12 @@ from loraplex_contracts.errors import (
     WorkerLost,
 )
 from loraplex_proto.status import DETAILS_KEY, to_status
+from loraplex_router.config import ServerOptions
+from loraplex_router.membership import Member
 from loraplex_router.upstream import (
+    LOOKAHEAD_BYTES,
     FailureKind,
+    Upstream,
     UpstreamFailure,
     WorkerCredentials,
     follow_worker_credentials,
@@ -167,3 +173,34 @@ def test_without_files_nothing_is_shown(tmp_path: Path) -> None:
     assert follow_worker_credentials(Reloader(), None, None)() == WorkerCredentials()
     (tmp_path / "token").write_text("secret\n")
     assert follow_worker_credentials(Reloader(), tmp_path / "token", None)() == WorkerCredentials("secret")
+
+
+async def test_a_worker_sends_no_megabytes_ahead_of_a_reader_that_stops() -> None:
+    num_sent, chunk = 0, b"x" * 10_000
+
+    async def answer(_request: bytes, _context: object) -> AsyncIterator[bytes]:
+        nonlocal num_sent
+        while True:
+            num_sent += 1
+            yield chunk
+
+    server = grpc.aio.server()
+    handlers = {"M": grpc.unary_stream_rpc_method_handler(answer)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s.S", handlers),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    upstream = Upstream(Member(address, address), ServerOptions(), WorkerCredentials)
+    try:
+        call = upstream.stream("/s.S/M", b"", None, ())
+        num_read = 500  # long enough for gRPC to find the connection fast
+        for _ in range(num_read):
+            await call.read()
+        num_before = -1
+        while num_sent != num_before:
+            num_before = num_sent
+            await asyncio.sleep(0.3)
+        assert (num_sent - num_read) * len(chunk) < 8 * LOOKAHEAD_BYTES
+        call.cancel()
+    finally:
+        await upstream.close()
+        await server.stop(0)
