@@ -7,9 +7,11 @@ predecessor. A source that cannot be read keeps the last view: a resolver or a w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,11 +221,38 @@ class DnsMembership:
 
 
 async def _reverse(host: str, port: int) -> str:
-    return (await asyncio.get_running_loop().getnameinfo((host, port), socket.NI_NAMEREQD))[0]
+    return (await _looked_up(lambda: socket.getnameinfo((host, port), socket.NI_NAMEREQD)))[0]
 
 
 async def _resolve(host: str, port: int) -> Sequence[Any]:
-    return await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return await _looked_up(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+
+
+async def _looked_up(look_up: Callable[[], Any]) -> Any:
+    """Calls `look_up` in a thread that holds nothing up. A resolver that is silent keeps its thread for half a minute,
+    and asyncio waits for the threads of its own pool before a process ends."""
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+
+    def settle(result: Any, error: Exception | None) -> None:
+        if future.done():  # nobody waits any more
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = look_up()
+        except Exception as failure:
+            error = failure
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="look up", daemon=True).start()
+    return await future
 
 
 def dns_members(found: Sequence[Any]) -> tuple[Member, ...]:

@@ -6,6 +6,8 @@ import asyncio
 import logging
 import os
 import socket
+import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -235,3 +237,27 @@ async def test_an_address_in_brackets_resolves() -> None:
 async def test_this_machines_own_name_resolves() -> None:
     changes = DnsMembership("localhost", 5).changes()
     assert set(await following(changes)) <= set(members("127.0.0.1:5", "[::1]:5"))
+
+
+@pytest.mark.parametrize("silent", ["getaddrinfo", "getnameinfo"])
+def test_a_resolver_that_is_silent_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch, silent: str) -> None:
+    is_asked, may_answer = threading.Event(), threading.Event()
+
+    def wait(*_: object, **__: object) -> None:
+        is_asked.set()
+        may_answer.wait(30.0)
+
+    monkeypatch.setattr(socket, silent, wait)
+
+    async def run() -> None:
+        following_it = asyncio.ensure_future(following(DnsMembership("127.0.0.1", 5).changes()))
+        await asyncio.to_thread(is_asked.wait, 10.0)
+        following_it.cancel()
+
+    before_s = time.monotonic()
+    try:
+        asyncio.run(run())
+        assert is_asked.is_set()
+        assert time.monotonic() - before_s < 10.0
+    finally:
+        may_answer.set()
