@@ -41,7 +41,8 @@ class Member:
 
     @property
     def worker_id(self) -> str:
-        """The worker's id. One name at two addresses has two: both may run while the old one ends its requests."""
+        """The worker's id, where its name is known when it comes. One name at two addresses has two: both may run while
+        the old one ends its requests."""
         return self.address if self.name == self.address else f"{self.name}={self.address}"
 
 
@@ -162,7 +163,7 @@ class DnsMembership:
 
     Where DNS knows an address as a name below the host name, as it does of the pods of a StatefulSet, that is the
     member's name: a pod that takes the place of another inherits its adapters. Others are named by their addresses. A
-    name is looked up once, when its address comes.
+    name is looked up when its address comes, and again until DNS has said what it is, or that there is none.
     """
 
     def __init__(
@@ -179,6 +180,7 @@ class DnsMembership:
         self._resolve = resolve or _resolve
         self._reverse = reverse or _reverse
         self._names: dict[str, str] = {}  # by address
+        self._asking: dict[str, asyncio.Future[str | None]] = {}  # for the names of addresses
         self._members: tuple[Member, ...] = ()
 
     def first(self) -> tuple[Member, ...]:
@@ -186,34 +188,49 @@ class DnsMembership:
 
     async def changes(self) -> AsyncIterator[tuple[Member, ...]]:
         said = ""
-        while True:
-            try:
-                members = await self._named(dns_members(await self._resolve(self._host, self._port)))
-            except (OSError, UnicodeError) as error:  # UnicodeError: a label of more than 63 characters
-                said = _say_once(said, f"{self._host} cannot be resolved: {_reason(error)}")
-            else:
-                said = ""
-                if members != self._members:
-                    self._members = members
-                    yield members
-            await asyncio.sleep(self._interval_s)
+        try:
+            while True:
+                try:
+                    members = await self._named(dns_members(await self._resolve(self._host, self._port)))
+                except (OSError, UnicodeError) as error:  # UnicodeError: a label of more than 63 characters
+                    said = _say_once(said, f"{self._host} cannot be resolved: {_reason(error)}")
+                else:
+                    said = ""
+                    if members != self._members:
+                        self._members = members
+                        yield members
+                await asyncio.sleep(self._interval_s)
+        finally:
+            for asking in self._asking.values():
+                asking.cancel()
 
     async def _named(self, members: Sequence[Member]) -> tuple[Member, ...]:
-        news = [member.address for member in members if member.address not in self._names]
-        found = await asyncio.gather(*(self._name_of(address) for address in news))
-        self._names |= dict(zip(news, found, strict=True))
-        self._names = {member.address: self._names[member.address] for member in members}
+        addresses = [member.address for member in members]
+        self._names = {address: name for address, name in self._names.items() if address in addresses}
+        for gone in self._asking.keys() - addresses:
+            self._asking.pop(gone).cancel()
+        for address in addresses:
+            # One thread for each address at most, however long the resolver takes.
+            if address not in self._names and address not in self._asking:
+                self._asking[address] = asyncio.ensure_future(self._name_of(address))
+        if self._asking:
+            await asyncio.wait(self._asking.values(), timeout=REVERSE_TIMEOUT_S)
+        for address in [address for address, asking in self._asking.items() if asking.done()]:
+            name = self._asking.pop(address).result()
+            if name is not None:
+                self._names[address] = name
         # Two may have one name for a moment, while a pod is replaced.
-        return tuple(Member(self._names[member.address] or member.name, member.address) for member in members)
+        return tuple(Member(self._names.get(member.address) or member.name, member.address) for member in members)
 
-    async def _name_of(self, address: str) -> str:
-        """The address's name in DNS; empty where it has none below the host name."""
+    async def _name_of(self, address: str) -> str | None:
+        """The address's name in DNS; empty where it has none below the host name, None where DNS does not say."""
         host, _, port = address.rpartition(":")
         try:
-            async with asyncio.timeout(REVERSE_TIMEOUT_S):
-                full_name = await self._reverse(host.strip("[]"), int(port))
-        except (OSError, UnicodeError, TimeoutError):
+            full_name = await self._reverse(host.strip("[]"), int(port))
+        except UnicodeError:
             return ""
+        except OSError as error:
+            return "" if error.errno == socket.EAI_NONAME else None
         name, _, parent = full_name.partition(".")
         parent, own = (one.rstrip(".").lower() for one in (parent, self._host))
         is_below = parent == own or parent.startswith(f"{own}.")

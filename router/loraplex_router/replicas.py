@@ -126,10 +126,11 @@ class Replicas:
     # --- members ---------------------------------------------------------------------------------------------------
 
     def join(self, worker_id: str, name: str) -> None:
-        """Adds a member; one that was about to leave stays."""
+        """Adds a member; one that was about to leave stays, and one that is there has this name from here on."""
         newcomer = Replica(worker_id, name, is_newcomer=self.num_routable > 0)
-        self._routable = None
-        self._set_leaving(self._replicas.setdefault(worker_id, newcomer), False)
+        replica = self._replicas.setdefault(worker_id, newcomer)
+        replica.name, replica.last_view = name, None
+        self._set_leaving(replica, False)
 
     def leave(self, worker_id: str) -> None:
         """Takes a worker out: it gets no new requests from here on, once a member can take them."""

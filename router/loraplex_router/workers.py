@@ -34,7 +34,7 @@ class Workers:
 
     def update(self, members: Sequence[Member]) -> None:
         """Makes these the members from here on."""
-        wanted = {member.worker_id: member for member in members}
+        wanted = {self._id_of(member): member for member in members}
         for worker_id in self.upstreams.keys() - wanted.keys():
             if not (replica := self._replicas[worker_id]).is_leaving:
                 log.info("worker %s leaves with %d requests", worker_id, replica.num_in_flight)
@@ -45,6 +45,12 @@ class Workers:
             if is_new:
                 upstream = self.upstreams[worker_id] = self._connect(member)
                 self._watcher.add(upstream)
+
+    def _id_of(self, member: Member) -> str:
+        """The id of the worker at the member's address. One whose name came later keeps the id, the connection and the
+        requests that it has."""
+        is_known_without_name = member.worker_id not in self.upstreams and member.address in self.upstreams
+        return member.address if is_known_without_name else member.worker_id
 
     def start(self, membership: Membership | None) -> None:
         """Watches the workers, and follows the list where there is one to follow."""
@@ -57,10 +63,13 @@ class Workers:
 
     async def _follow(self, membership: Membership) -> None:
         async for members in membership.changes():
-            before = {worker_id for worker_id in self.upstreams if not self._replicas[worker_id].is_leaving}
+            before = self._staying()
             self.update(members)
-            joined = [member.worker_id for member in members if member.worker_id not in before]
+            joined = [worker_id for worker_id in self._staying() if worker_id not in before]
             log.info("%d members%s", len(members), f", new: {', '.join(joined)}" if joined else "")
+
+    def _staying(self) -> list[str]:
+        return [worker_id for worker_id in self.upstreams if not self._replicas[worker_id].is_leaving]
 
     async def _end_leaving(self) -> None:
         """Closes the connections of workers that have left, once nothing runs there. Runs until cancelled."""

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import loraplex_router.membership
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_router.membership import (
     DnsMembership,
@@ -213,6 +215,32 @@ async def test_members_have_the_names_that_dns_gives_their_addresses() -> None:
     resolver.answer = ["10.0.0.1", "10.0.0.4"]
     assert [member.name for member in await following(changes)] == ["worker-0", "worker-0"]
     assert asked.count("10.0.0.1") == 2
+
+
+async def test_a_name_that_dns_does_not_say_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loraplex_router.membership, "REVERSE_TIMEOUT_S", 0.05)
+    resolver, asked, answers = Resolver(), Counter[str](), asyncio.Event()
+    failures: dict[str, int] = {"10.0.0.1": socket.EAI_AGAIN, "10.0.0.2": socket.EAI_NONAME}
+
+    async def reverse(host: str, port: int) -> str:
+        asked[host] += 1
+        if host in failures:
+            raise socket.gaierror(failures[host], "no")
+        await answers.wait()
+        return f"worker-{host[-1]}.workers.svc"
+
+    changes = DnsMembership("workers.svc", 5, INTERVAL_S, resolver, reverse).changes()
+    resolver.answer = ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+    assert [member.name for member in await following(changes)] == ["10.0.0.1:5", "10.0.0.2:5", "10.0.0.3:5"]
+    waiting = asyncio.ensure_future(following(changes))
+    while asked["10.0.0.1"] < 3:
+        await asyncio.sleep(INTERVAL_S)
+    assert not waiting.done()
+    assert asked["10.0.0.2"] == asked["10.0.0.3"] == 1, "known to have none; not answered yet"
+    answers.set()
+    assert [member.name for member in await waiting] == ["10.0.0.1:5", "10.0.0.2:5", "worker-3"]
+    failures.clear()
+    assert [member.name for member in await following(changes)] == ["worker-1", "10.0.0.2:5", "worker-3"]
 
 
 @pytest.mark.parametrize("host", ["workers.svc.", "Workers.SVC"])
