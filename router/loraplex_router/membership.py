@@ -219,8 +219,9 @@ class DnsMembership:
             name = self._asking.pop(address).result()
             if name is not None:
                 self._names[address] = name
-        # Two may have one name for a moment, while a pod is replaced.
-        return tuple(Member(self._names.get(member.address) or member.name, member.address) for member in members)
+        return of_one_family(
+            [Member(self._names.get(member.address) or member.name, member.address) for member in members]
+        )
 
     async def _name_of(self, address: str) -> str | None:
         """The address's name in DNS; empty where it has none below the host name, None where DNS does not say."""
@@ -279,6 +280,14 @@ def dns_members(found: Sequence[Any]) -> tuple[Member, ...]:
         for family, _, _, _, where in found
     }
     return tuple(Member(address, address) for address in sorted(addresses))
+
+
+def of_one_family(members: Sequence[Member]) -> tuple[Member, ...]:
+    """The members without the IPv6 addresses of names that have IPv4 addresses, too: those are one worker.
+
+    Two addresses of one family may have one name for a moment, while a pod is replaced."""
+    with_ipv4 = {member.name for member in members if not member.address.startswith("[")}
+    return tuple(member for member in members if member.name not in with_ipv4 or not member.address.startswith("["))
 
 
 def _reason(error: Exception) -> str:

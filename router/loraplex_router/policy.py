@@ -131,7 +131,8 @@ def choose(route: Route, workers: Sequence[WorkerView], config: PolicyConfig, ra
     open_workers = open_workers or [worker for worker in workers if worker.work_tokens <= bound]
     if not route.adapter_ids:
         return Choice(_less_loaded_of_two(open_workers, random).worker_id, "base")
-    order = _order(route.routing_key, tuple([worker.hash_name for worker in workers]))
+    # Two workers have one name while one takes the place of the other: a home is a name.
+    order = _order(route.routing_key, tuple(dict.fromkeys([worker.hash_name for worker in workers])))
     homes = num_homes(route, workers, config)
     by_name = {worker.hash_name: worker for worker in open_workers}
     # Homes first; when all of them are busy, the next free worker takes the overflow.

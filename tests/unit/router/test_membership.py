@@ -243,6 +243,27 @@ async def test_a_name_that_dns_does_not_say_is_asked_for_again(monkeypatch: pyte
     assert [member.name for member in await following(changes)] == ["worker-1", "10.0.0.2:5", "worker-3"]
 
 
+async def test_a_name_with_addresses_of_both_families_is_one_worker() -> None:
+    resolver = Resolver()
+    names = {"10.0.0.1": "w-0", "fd00::1": "w-0", "10.0.0.2": "w-1", "10.0.0.3": "w-1", "fd00::4": "w-2"}
+
+    async def reverse(host: str, port: int) -> str:
+        if host not in names:
+            raise socket.gaierror(socket.EAI_NONAME, "unknown")
+        return f"{names[host]}.workers.svc"
+
+    changes = DnsMembership("workers.svc", 5, INTERVAL_S, resolver, reverse).changes()
+    resolver.answer = [*names, "10.0.0.9", "fd00::9"]
+    assert [member.worker_id for member in await following(changes)] == [
+        "w-0=10.0.0.1:5",
+        "w-1=10.0.0.2:5",  # one takes the place of the other
+        "w-1=10.0.0.3:5",
+        "10.0.0.9:5",
+        "w-2=[fd00::4]:5",
+        "[fd00::9]:5",
+    ]
+
+
 @pytest.mark.parametrize("host", ["workers.svc.", "Workers.SVC"])
 async def test_a_host_name_means_the_same_with_a_final_dot_and_in_capitals(host: str) -> None:
     async def resolve(host: str, port: int) -> Sequence[Any]:

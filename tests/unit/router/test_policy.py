@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -64,6 +65,16 @@ def test_overflow_goes_where_the_weights_are_then_by_the_order() -> None:
     work = {ORDER[0]: 9000, ORDER[1]: 9000}
     assert chosen(SQL, views(work), CONFIG, Random(0)) == ORDER[2]
     assert chosen(SQL, views(work, {ORDER[3]: DISK}), CONFIG, Random(0)) == ORDER[3]
+
+
+def test_two_workers_of_one_name_are_one_home() -> None:
+    double = [WorkerView(f"{ORDER[0]}'", 0, {}, ORDER[0]), WorkerView(ORDER[0], 9000, {}, ORDER[0])]
+    others = [WorkerView(name, 0, {}, name) for name in ORDER[1:]]
+    two_homes = replace(CONFIG, num_homes=2)
+    choice = choose(SQL, [*double, *others], two_homes, Random(0))
+    assert choice == (f"{ORDER[0]}'", "home")
+    busy = [replace(worker, work_tokens=9000) for worker in double]
+    assert choose(SQL, [*busy, *others], two_homes, Random(0)) == (ORDER[1], "home")
 
 
 def test_base_requests_take_the_less_loaded_of_two() -> None:
