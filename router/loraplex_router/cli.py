@@ -16,6 +16,7 @@ from loraplex_contracts.errors import LoraplexError
 from loraplex_router.config import HttpServerConfig, RouterConfig, ServerFlags, import_grpc
 from loraplex_runtime.config import with_settings
 from loraplex_runtime.flags import LOGS, config_of, with_flags
+from loraplex_runtime.open_files import raise_file_limit
 from loraplex_runtime.reports import write_report
 from loraplex_runtime.shutdown import END, end_with_supervisor, exit_at_once, orphan_drain_s, unread_output_is_lost
 from loraplex_runtime.supervision import OnOrphan, Supervised
@@ -84,6 +85,7 @@ def http(config: HttpServerConfig) -> None:
 
 
 def _run(config: RouterConfig, on_ready: Callable[[Router], None], alive_every_s: float = 0.0) -> None:
+    raise_file_limit()
     import_grpc()
     # Late: what only prints help needs no gRPC.
     from loraplex_router.server import run_router
@@ -106,6 +108,7 @@ def _run(config: RouterConfig, on_ready: Callable[[Router], None], alive_every_s
 
 
 def _run_processes(config: RouterConfig, num: int, on_ready: Callable[[Processes], None]) -> None:
+    raise_file_limit()
     import_grpc()
     from loraplex_router.processes import run_processes
     from loraplex_runtime.logs import setup_logging

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, Final, Literal, TextIO
 
@@ -66,6 +68,33 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+class RefusedConnections(logging.Filter):
+    """Says once in `EVERY_S` that a port cannot accept connections, in one line.
+
+    asyncio tries as often as the port's backlog is long, and logs a traceback each time: megabytes a second in a
+    process that is out of file descriptors.
+    """
+
+    EVERY_S: Final = 10.0
+    _WHAT: Final = "socket.accept() out of system resource"
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._again_at_s = -math.inf
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith(self._WHAT):
+            return True
+        if (now_s := self._clock()) < self._again_at_s:
+            return False
+        self._again_at_s = now_s + self.EVERY_S
+        why = record.exc_info[1] if record.exc_info else None
+        record.msg, record.args = "connections cannot be accepted: %s; they wait", (why or self._WHAT,)
+        record.exc_info = record.exc_text = None
+        return True
+
+
 def _one_line(text: str) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
@@ -84,6 +113,11 @@ def setup_logging(
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(LEVELS[level])
+    asyncio_log = logging.getLogger("asyncio")
+    asyncio_log.filters[:] = [
+        *(one for one in asyncio_log.filters if not isinstance(one, RefusedConnections)),
+        RefusedConnections(),
+    ]
     request_log.setLevel(logging.NOTSET if requests else logging.CRITICAL)
 
 

@@ -24,6 +24,7 @@ from loraplex_router.config import HttpOptions
 from loraplex_runtime.child_processes import Children, ChildSpec
 from loraplex_runtime.config import explained, with_settings
 from loraplex_runtime.flags import HTTP, configure, flags_of, with_raw_flags
+from loraplex_runtime.open_files import raise_file_limit
 from loraplex_runtime.reports import Progress
 from loraplex_runtime.shutdown import Ending
 from loraplex_server.cli.report import Report
@@ -248,6 +249,7 @@ def serve(
         )
         from loraplex_router.config import import_grpc
 
+        raise_file_limit()
         import_grpc()
         from loraplex_runtime.logs import setup_logging
 

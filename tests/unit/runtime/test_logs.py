@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
 import logging
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from loraplex_contracts.errors import InvalidArgument
-from loraplex_runtime.logs import bind_request_id, setup_logging
+from loraplex_runtime.logs import RefusedConnections, bind_request_id, setup_logging
 
 log = logging.getLogger("loraplex.test")
 
@@ -78,3 +79,35 @@ def test_settings_that_are_not_there() -> None:
         setup_logging("loud")
     with pytest.raises(InvalidArgument, match="--log-format"):
         setup_logging("info", "xml")  # type: ignore[arg-type]
+
+
+def test_a_port_that_cannot_accept_says_so_once(stream: io.StringIO) -> None:
+    now_s = 0.0
+    setup_logging("info", "plain", stream)
+    setup_logging("info", "plain", stream)
+    asyncio_log = logging.getLogger("asyncio")
+    (found,) = [one for one in asyncio_log.filters if isinstance(one, RefusedConnections)]
+    asyncio_log.removeFilter(found)
+    refused = RefusedConnections(lambda: now_s)
+    asyncio_log.addFilter(refused)
+    try:
+        loop = asyncio.new_event_loop()
+        context = {
+            "message": "socket.accept() out of system resource",
+            "exception": OSError(errno.EMFILE, "Too many open files"),
+            "socket": "a socket",
+        }
+        for _ in range(100):
+            loop.call_exception_handler(context)
+        assert stream.getvalue().endswith(
+            "asyncio: connections cannot be accepted: [Errno 24] Too many open files; they wait\n"
+        )
+        assert stream.getvalue().count("\n") == 1
+        now_s = 10.0
+        loop.call_exception_handler(context)
+        assert stream.getvalue().count("\n") == 2
+        loop.call_exception_handler({"message": "something else", "exception": ValueError("no")})
+        assert "ValueError: no" in stream.getvalue()
+        loop.close()
+    finally:
+        asyncio_log.removeFilter(refused)
