@@ -39,6 +39,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _head_bytes = 0
     _request_bytes = 0
     _is_in_head = True
+    _has_ended = False  # a message has, in the bytes that are being read
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -64,6 +65,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._end_timer()
         super().on_headers_complete()
 
+    def on_message_complete(self) -> None:
+        self._has_ended = True
+        super().on_message_complete()
+
     def on_response_complete(self) -> None:
         is_last = not self.pipeline
         super().on_response_complete()
@@ -76,8 +81,10 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._request_bytes > MAX_REQUEST_BYTES:
             self.transport.close()
             return
+        self._has_ended = False
         super().data_received(data)
-        if self._is_in_head:
+        # How many of these bytes belong to the next head is unknown; there are no more than asyncio reads at a time.
+        if self._is_in_head and not self._has_ended:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self.transport.close()

@@ -1,11 +1,11 @@
-"""The HTTP port's certificates."""
+"""The HTTP port: bounds, end, certificates."""
 
 from __future__ import annotations
 
 import asyncio
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +14,64 @@ from support.certificates import Pair, certificate_of, new_pair
 from support.fake_workers import until
 
 from loraplex_contracts.errors import InvalidArgument
-from loraplex_router.http.server import HttpServer, bind_http
+from loraplex_router.http.server import MAX_HEAD_BYTES, HttpServer, bind_http
 from loraplex_runtime import reload
 from loraplex_runtime.reload import Reloader
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    raise AssertionError("handshakes alone are tested")
+    """Answers with the number of bytes in the body."""
+    num_bytes, is_whole = 0, False
+    while not is_whole:
+        message = await receive()
+        num_bytes, is_whole = num_bytes + len(message.get("body", b"")), not message.get("more_body")
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"8")]})
+    await send({"type": "http.response.body", "body": b"%8d" % num_bytes})
 
 
 @asynccontextmanager
-async def serving(shown: Pair) -> AsyncIterator[str]:
+async def serving(shown: Pair | None = None) -> AsyncIterator[str]:
     files = Reloader()
     with closing(bind_http("127.0.0.1", 0)) as bound:
-        server = await HttpServer.start(app, bound, "127.0.0.1", files, (shown.cert, shown.key))
+        tls = None if shown is None else (shown.cert, shown.key)
+        server = await HttpServer.start(app, bound, "127.0.0.1", files, tls)
         files.start()
         try:
             yield server.address
         finally:
             files.stop()
             await server.stop()
+
+
+HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\n"
+
+
+async def test_a_request_with_a_body_may_be_followed_by_a_part_of_the_next_head() -> None:
+    body = b"x" * (MAX_HEAD_BYTES + 1000)
+    first = HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
+    async with serving() as address:
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(first + HEAD)
+        async with asyncio.timeout(10.0):
+            assert (await reader.readuntil(b"%8d" % len(body))).startswith(b"HTTP/1.1 200")
+            writer.write(b"content-length: 2\r\n\r\nab")
+            assert (await reader.readuntil(b"%8d" % 2)).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+async def test_a_head_behind_another_request_has_its_bound() -> None:
+    async with serving() as address:
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(HEAD + b"content-length: 0\r\n\r\n" + HEAD)
+        async with asyncio.timeout(10.0):
+            await reader.readuntil(b"%8d" % 0)
+            with suppress(ConnectionError):
+                for _ in range(20):
+                    writer.write(b"x-header: " + b"y" * 8192 + b"\r\n")
+                    await writer.drain()
+                    await asyncio.sleep(0.01)
+                assert await reader.read() == b""
+        writer.close()
 
 
 async def shown_by(address: str, ciphers: str = "") -> str:
