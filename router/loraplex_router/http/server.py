@@ -30,6 +30,9 @@ MAX_REQUEST_BYTES: Final = 4 * MAX_BODY_BYTES
 # Seconds of a connection from an answer to the next request, whatever comes between.
 KEEP_ALIVE_S: Final = 60
 BACKLOG: Final = 2048
+# Seconds that answers under way get to be read at the end, and seconds after which uvicorn cancels what is left then.
+END_S: Final = 1.0
+CANCEL_S: Final = 3
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -150,7 +153,7 @@ class HttpServer:
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=1,
+            timeout_graceful_shutdown=CANCEL_S,
             backlog=BACKLOG,
         )
         config.load()
@@ -174,10 +177,19 @@ class HttpServer:
             connection.shutdown()
 
     async def stop(self) -> None:
-        """Closes the port. Answers under way get a second to end."""
+        """Closes the port. Answers under way get a second to end; a client that does not read its answer loses it."""
         self._server.should_exit = True
-        with contextlib.suppress(Exception, asyncio.CancelledError):
-            await self._task
+        aborting = asyncio.get_running_loop().call_later(END_S, self._abort_connections)
+        try:
+            with contextlib.suppress(Exception, asyncio.CancelledError):
+                await self._task
+        finally:
+            aborting.cancel()
+
+    def _abort_connections(self) -> None:
+        """Ends what is left, as clients do that go away: what uvicorn cancels itself is a traceback in the log."""
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
 
 
 def _tls_context(files: Reloader, cert: Path, key: Path) -> ssl.SSLContext:

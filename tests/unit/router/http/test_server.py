@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
@@ -14,19 +15,33 @@ from support.certificates import Pair, certificate_of, new_pair
 from support.fake_workers import until
 
 from loraplex_contracts.errors import InvalidArgument
-from loraplex_router.http.server import MAX_HEAD_BYTES, HttpServer, bind_http
+from loraplex_router.http.server import CANCEL_S, MAX_HEAD_BYTES, HttpServer, bind_http
 from loraplex_runtime import reload
 from loraplex_runtime.reload import Reloader
 
+ENDLESS = b"x" * 10_000
+
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Answers with the number of bytes in the body."""
+    """Answers with the number of bytes in the body, /endless without an end."""
+    if scope["path"] == "/endless":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        is_gone = asyncio.ensure_future(receive_disconnect(receive))
+        while not is_gone.done():
+            await send({"type": "http.response.body", "body": ENDLESS, "more_body": True})
+            await asyncio.sleep(0)
+        return
     num_bytes, is_whole = 0, False
     while not is_whole:
         message = await receive()
         num_bytes, is_whole = num_bytes + len(message.get("body", b"")), not message.get("more_body")
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"8")]})
     await send({"type": "http.response.body", "body": b"%8d" % num_bytes})
+
+
+async def receive_disconnect(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 @asynccontextmanager
@@ -72,6 +87,18 @@ async def test_a_head_behind_another_request_has_its_bound() -> None:
                     await asyncio.sleep(0.01)
                 assert await reader.read() == b""
         writer.close()
+
+
+async def test_the_end_does_not_wait_for_a_client_that_does_not_read(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as address:
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(b"GET /endless HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        await reader.readexactly(1000)
+        await asyncio.sleep(0.5)  # until all buffers are full
+        before_s = time.monotonic()
+    assert time.monotonic() - before_s < CANCEL_S - 0.5
+    assert caplog.records == []
+    writer.transport.abort()
 
 
 async def shown_by(address: str, ciphers: str = "") -> str:
