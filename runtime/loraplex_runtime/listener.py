@@ -286,10 +286,19 @@ def join_address(host: str, port: int) -> str:
 
 def is_public(host: str) -> bool:
     """True if other machines can reach a port that listens on `host`."""
+    address = ip_address(host)
+    return host != "localhost" if address is None else not address.is_loopback
+
+
+def ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that `host` is, with or without brackets; None for a name. One of IPv4 in IPv6's notation is that of
+    IPv4: Python before 3.13 says of no such address that it is loopback."""
     try:
-        return not ipaddress.ip_address(host.strip("[]")).is_loopback
+        address = ipaddress.ip_address(host.strip("[]"))
     except ValueError:
-        return host != "localhost"
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address
 
 
 def exposure_warnings(host: str, *, asks_credentials: bool, has_tls: bool) -> Iterator[str]:

@@ -20,6 +20,7 @@ from loraplex_router.http import pooling
 from loraplex_router.http.errors import dialect_of, error_headers, error_object, status_of, tgi_error
 from loraplex_router.http.page import is_page, page_response
 from loraplex_runtime.auth import Credentials, admit
+from loraplex_runtime.listener import is_public
 from loraplex_runtime.request_record import RequestRecord, log_end
 
 MAX_BODY_BYTES: Final = 8 << 20
@@ -83,10 +84,7 @@ def _without_port(host: str) -> str:
 
 
 def _is_local(name: str) -> bool:
-    name = _without_port(name)
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(name).is_loopback
-    return name == "localhost"
+    return not is_public(_without_port(name))
 
 
 def _is_address_or_local(name: str) -> bool:

@@ -280,16 +280,26 @@ def first_steps(config: WorkerConfig, address: str, http_address: str | None) ->
         shown = ", ".join(names[:MAX_NAMES]) + (", …" if len(names) > MAX_NAMES else "")
         more = "; more may be added at any time"
         hints.append(f"  adapters in {adapters.root}: " + (f"{len(names)} ({shown})" if names else "none yet") + more)
-    host, _, port = address.rpartition(":")
-    host = "127.0.0.1" if host in ("0.0.0.0", "[::]") else host
-    command = "" if port == str(DEFAULT_PORT) and host == "127.0.0.1" else f" --server {host}:{port}"
+    address = _from_here(address)
+    command = "" if address == f"127.0.0.1:{DEFAULT_PORT}" else f" --server {address}"
     command += " --tls" if config.tls_cert is not None else ""
     command += " --token TOKEN" if config.auth_file is not None else ""
     command += f" --adapter {to_try}" if to_try else ""
     hints.append(f'  try it: loraplex generate "Hello"{command}')
     if http_address is not None:
-        hints.append(f"  or open http{'s' if config.tls_cert is not None else ''}://{http_address}/ in a browser")
+        hints.append(
+            f"  or open http{'s' if config.tls_cert is not None else ''}://{_from_here(http_address)}/ in a browser"
+        )
     return hints
+
+
+def _from_here(address: str) -> str:
+    """The host:port by which this machine reaches a server that listens on `address`: nobody connects to 0.0.0.0."""
+    from loraplex_runtime.listener import ip_address  # late: it imports gRPC
+
+    host, _, port = address.rpartition(":")
+    ip = ip_address(host)
+    return f"127.0.0.1:{port}" if ip is not None and ip.is_unspecified else address
 
 
 def _is_readable(source: AdapterSource, name: str) -> bool:

@@ -182,7 +182,10 @@ async def test_a_watch_of_an_unknown_service_waits() -> None:
         ("::1", False),
         ("[::1]", False),
         ("localhost", False),
+        ("::ffff:127.0.0.1", False),
+        ("::ffff:10.1.1.1", True),
         ("0.0.0.0", True),
+        ("::0", True),
         ("10.1.1.1", True),
     ],
 )

@@ -51,10 +51,18 @@ def test_a_broken_folder_is_not_named(tmp_path: Path) -> None:
     assert first_steps(config_of(tmp_path), "127.0.0.1:50051", None)[1].endswith('"Hello"')
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:5", "0.0.0.0:5", "[::]:5"])
-def test_the_address_of_the_command(address: str) -> None:
-    (hint,) = first_steps(config_of(None), address, None)
+@pytest.mark.parametrize("address", ["127.0.0.1:5", "0.0.0.0:5", "[::]:5", "[::0]:5", "[::ffff:0.0.0.0]:5"])
+def test_the_addresses_to_try(address: str) -> None:
+    hint, page = first_steps(config_of(None), address, address)
     assert hint.endswith("--server 127.0.0.1:5")
+    assert page == "  or open http://127.0.0.1:5/ in a browser"
+
+
+@pytest.mark.parametrize("address", ["[fd00::1]:5", "example.org:5"])
+def test_an_address_of_its_own_stays(address: str) -> None:
+    hint, page = first_steps(config_of(None), address, address)
+    assert hint.endswith(f"--server {address}")
+    assert page == f"  or open http://{address}/ in a browser"
 
 
 def test_what_credentials_need(tmp_path: Path) -> None:
