@@ -86,7 +86,7 @@ def http(config: HttpServerConfig) -> None:
 
 def _run(config: RouterConfig, on_ready: Callable[[Router], None], alive_every_s: float = 0.0) -> None:
     raise_file_limit()
-    import_grpc()
+    import_grpc(config.log_format)
     # Late: what only prints help needs no gRPC.
     from loraplex_router.server import run_router
     from loraplex_runtime.logs import setup_logging
@@ -109,7 +109,7 @@ def _run(config: RouterConfig, on_ready: Callable[[Router], None], alive_every_s
 
 def _run_processes(config: RouterConfig, num: int, on_ready: Callable[[Processes], None]) -> None:
     raise_file_limit()
-    import_grpc()
+    import_grpc(config.log_format)
     from loraplex_router.processes import run_processes
     from loraplex_runtime.logs import setup_logging
 

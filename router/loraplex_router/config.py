@@ -285,9 +285,9 @@ class HttpServerConfig(ServerFlags):
         )
 
 
-def import_grpc() -> None:
+def import_grpc(log_format: str = "plain") -> None:
     """Imports gRPC as a router wants it; before anything else does."""
-    import_with(os.environ)
+    import_with(os.environ, is_silent=log_format == "json")
 
 
 def _check(is_ok: bool, name: str, rule: str) -> None:

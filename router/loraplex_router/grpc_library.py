@@ -19,10 +19,11 @@ EXPERIMENTS: Final = "GRPC_EXPERIMENTS"
 EVENT_ENGINE: Final = ("event_engine_client", "event_engine_listener")
 
 
-def import_with(environment: MutableMapping[str, str]) -> None:
+def import_with(environment: MutableMapping[str, str], *, is_silent: bool = False) -> None:
     """Imports gRPC, which reads the process's environment then and never again: child processes get it as it was, and
-    what an operator has set stays in force. Has no effect once gRPC is imported."""
-    environment.setdefault("GRPC_VERBOSITY", "ERROR")  # its lines would stand between those of our log
+    what an operator has set stays in force. `is_silent`: it writes no lines. Has no effect once gRPC is imported."""
+    # Its lines would stand between those of our log; errors may, where people read it.
+    environment.setdefault("GRPC_VERBOSITY", "NONE" if is_silent else "ERROR")
     is_ours = EXPERIMENTS not in environment and knows_experiments(EVENT_ENGINE)
     if is_ours:
         environment[EXPERIMENTS] = ",".join(f"-{name}" for name in EVENT_ENGINE)

@@ -140,6 +140,11 @@ def explained(ctx: typer.Context, error: LoraplexError) -> LoraplexError:
     return error
 
 
+def silence_grpc() -> None:
+    """Has gRPC's library write no lines, unless GRPC_VERBOSITY asks for them: they are no JSON. Before its import."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
 def child_environment() -> dict[str, str]:
     """Environment of a server's child, without the variables of settings: it gets its settings on the command line."""
     prefixes = tuple(f"{prefix_of(command)}_" for command in COMMANDS)

@@ -250,7 +250,7 @@ def serve(
         from loraplex_router.config import import_grpc
 
         raise_file_limit()
-        import_grpc()
+        import_grpc(config.engine.log_format)
         from loraplex_runtime.logs import setup_logging
 
         setup_logging(config.engine.log_level, config.engine.log_format, requests=config.request_log)

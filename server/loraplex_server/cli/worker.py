@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
-from loraplex_runtime.config import explained, with_settings
+from loraplex_runtime.config import explained, silence_grpc, with_settings
 from loraplex_runtime.flags import LOGS, configure, flags_of, with_raw_flags
 from loraplex_runtime.open_files import raise_file_limit
 from loraplex_runtime.shutdown import END, end_with_supervisor, exit_at_once, orphan_drain_s
@@ -74,6 +74,8 @@ def worker(
             end_with_supervisor(drain_s)
         index, num_workers = parse_placement(placement)
         raise_file_limit()
+        if config.engine.log_format == "json":
+            silence_grpc()
         # Late: what only prints help needs neither gRPC nor torch.
         from loraplex_runtime.logs import setup_logging
         from loraplex_server.grpc.server import run_worker  # not in the loop, which would put Ctrl-C off until its end

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex_router.grpc_library import EVENT_ENGINE, EXPERIMENTS, knows_experiments
+from loraplex_router.grpc_library import EVENT_ENGINE, EXPERIMENTS, import_with, knows_experiments
 
 OLDER = "-event_engine_client,-event_engine_listener"
 PROGRAM = """
@@ -106,3 +106,13 @@ def test_commands_import_grpc_so(command: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("given", ["", "event_engine_fork"])
 def test_what_an_operator_has_set_stays(given: str) -> None:
     assert imported(**{EXPERIMENTS: given}) == [given, given, True]
+
+
+@pytest.mark.parametrize(
+    ("given", "is_silent", "expected"),
+    [({}, False, "ERROR"), ({}, True, "NONE"), ({"GRPC_VERBOSITY": "DEBUG"}, True, "DEBUG")],
+)
+def test_lines_of_the_library(given: dict[str, str], is_silent: bool, expected: str) -> None:
+    environment = dict(given)
+    import_with(environment, is_silent=is_silent)
+    assert environment == {"GRPC_VERBOSITY": expected}
