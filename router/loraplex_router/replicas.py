@@ -223,11 +223,12 @@ class Replicas:
         ]
 
     def no_worker(self) -> NoWorker:
-        """The error where no worker can take a request. Details of each worker are in the log only."""
-        connected = self.connected()
-        if not self._replicas:
+        """The error where no member can take a request. Details of each worker are in the log only."""
+        members = [replica for replica in self._replicas.values() if not replica.is_leaving]
+        if not members:
             return NoWorker("the router has no workers yet; try again", retry_after_s=RETRY_WITHOUT_WORKERS_S)
-        total = len(self._replicas)
+        total = len(members)
+        connected = [replica for replica in members if replica.is_connected]
         counts = {
             "shutting down": sum(replica.is_draining for replica in connected),
             "not responding": sum(replica.is_stalled for replica in connected),

@@ -208,6 +208,17 @@ def test_one_that_leaves_stands_in_until_its_replacement_is_there() -> None:
     assert replicas.views() == []
 
 
+def test_those_that_leave_are_not_counted_among_those_that_could_serve() -> None:
+    replicas = Replicas([A, B, "c:1", "d:1"])
+    for worker_id in (A, B):
+        replicas.leave(worker_id)
+    assert "none of the router's 2 workers can take requests (2 not reachable)" in str(replicas.no_worker())
+    replicas.leave("c:1")
+    assert "the router's one worker cannot take requests (not reachable)" in str(replicas.no_worker())
+    replicas.leave("d:1")
+    assert "no workers yet" in str(replicas.no_worker())
+
+
 def test_one_that_comes_back_in_time_stays() -> None:
     replicas = Replicas([A])
     replicas.on_report(A, report(), 1.0)
