@@ -5,6 +5,7 @@ Owns loading, greedy generation, the post-norm hidden states and the model's own
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from loraplex_adapters.formats.files import CONFIG_NAME, WEIGHTS_NAME
 from loraplex_contracts.errors import (
@@ -29,8 +30,10 @@ from loraplex_contracts.errors import (
     UnsafeFormat,
     UnsupportedModel,
 )
+from loraplex_server.model.language import read_language_model
 from loraplex_server.model.loader import reading_files
-from loraplex_server.model.refusals import error_line
+from loraplex_server.model.mxfp4 import dequantising
+from loraplex_server.model.refusals import error_line, refuse_class, refuse_config
 from loraplex_training.corpus import Prompt
 
 
@@ -148,8 +151,11 @@ def load_target(base: str, adapter: Path | None, *, dtype: torch.dtype | None, d
     with reading_files(base):
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
         tokenizer: Any = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            base, config=config, dtype=dtype or "auto", trust_remote_code=False
+        refuse_config(config, base)
+        refuse_class(config, base)
+        served = dtype or "auto"
+        model: Any = read_language_model(
+            base, copy.deepcopy(config), dtype=served, trust_remote_code=False, **dequantising(config, served)
         )
         limit = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 4096)
     with out_of_memory():

@@ -10,12 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.world import TinyWorld
+from rich.progress import Progress
+from support.multimodal import whole_model
+from support.world import TinyWorld, byte_tokenizer
 
 from loraplex_contracts.errors import FailedPrecondition, LoraplexError
 from loraplex_training.decoding import MAX_PROMPTS, MAX_TEXT_PROMPT, Decoded, decode, prompts_of
+from loraplex_training.fitting import FitRecipe
 from loraplex_training.heads import MedusaHeads, write_heads
-from loraplex_training.target import Example
+from loraplex_training.medusa import MedusaRecipe, train_medusa
+from loraplex_training.progress import quiet_transformers
+from loraplex_training.target import Example, load_target
 
 CPU = torch.device("cpu")
 
@@ -49,6 +54,23 @@ def test_tokens_and_steps(tiny_world: TinyWorld, tmp_path: Path, adapter: str | 
     assert 2 <= found.num_tokens <= 40
     assert 1 <= found.tokens_per_step <= 4
     assert found.num_steps == round(found.num_tokens / found.tokens_per_step)
+
+
+def test_heads_of_a_checkpoint_with_parts_for_images(tmp_path: Path) -> None:
+    base, recipe = tmp_path / "base", MedusaRecipe(2, 1, FitRecipe(epochs=60, lr=0.02), max_new_tokens=24)
+    whole_model("qwen2_vl").float().save_pretrained(base)
+    byte_tokenizer().save_pretrained(base)
+    with quiet_transformers():
+        target = load_target(str(base), None, dtype=torch.float32, device=CPU)
+        examples = target.generate([[5, 6, 7]] * 12, 24)  # which the heads learn by heart
+        options = {"out": tmp_path / "heads", "base_name": "b", "progress": Progress(disable=True)}
+        report = train_medusa(target, examples, recipe, **options)
+    found = decode(
+        str(base), tmp_path / "heads", prompts_of(report.heldout), adapter=None, max_new_tokens=24, dtype="float32",
+        device="cpu", advance=lambda detail="", steps=1: None,
+    )  # fmt: skip
+    assert found.num_tokens == 24 * found.num_prompts
+    assert found.tokens_per_step > 1.5
 
 
 def test_other_things_beside_an_adapter_do_not_count(

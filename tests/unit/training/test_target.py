@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from support.multimodal import whole_model
 from support.world import TinyWorld, byte_tokenizer
 from support.zoo import ZOO
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -24,6 +25,7 @@ from loraplex_contracts.errors import (
     UnsafeFormat,
     UnsupportedModel,
 )
+from loraplex_server.model.language import absent_parts
 from loraplex_training.progress import quiet_transformers
 from loraplex_training.target import Example, Target, in_batches, load_target
 
@@ -103,6 +105,29 @@ def test_families_that_project_scale_or_cap(tmp_path: Path, family: str) -> None
     if family != "gemma2":  # a soft cap is no factor
         torch.testing.assert_close(target.head.logits(states).double(), logits.double(), rtol=1e-4, atol=1e-4)
     assert 0 < target.head.scale < 1.001
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "mistral3", "smolvlm"])
+def test_checkpoints_with_parts_for_images(tmp_path: Path, family: str) -> None:
+    """Trains on what is served: the language model, without the other parts."""
+    whole = whole_model(family).float()
+    whole.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    target = load_target(str(tmp_path), None, dtype=torch.float32, device=CPU)
+    assert absent_parts(target.model)
+    (example,) = target.generate([[5, 6, 7]], 6)
+    (states,) = target.hidden_states([example])
+    logits = whole(input_ids=torch.tensor([example.token_ids])).logits[0]
+    torch.testing.assert_close(target.head.logits(states), logits, rtol=1e-4, atol=1e-4)
+
+
+def test_models_that_are_not_served(tmp_path: Path) -> None:
+    ZOO["llama"]().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "gptq"}}))
+    byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="use the unquantised checkpoint"):
+        load_target(str(tmp_path), None, dtype=None, device=CPU)
 
 
 def test_a_lora_on_the_head_is_part_of_it(tiny_world: TinyWorld, tmp_path: Path) -> None:
