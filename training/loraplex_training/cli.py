@@ -45,7 +45,7 @@ def train_medusa(
     base: Annotated[str, typer.Argument(help="Directory of a Hugging Face checkpoint, or its Hub id.")],
     out: Annotated[Path, typer.Option(help="New directory for the heads.")],
     adapter: Annotated[
-        Path | None, typer.Option(help="Directory of a PEFT LoRA: the heads draft for the base with this adapter.")
+        Path | None, typer.Option(help="Directory of a PEFT adapter: the heads draft for the base with this adapter.")
     ] = None,
     prompts: Annotated[
         Path | None,

@@ -6,7 +6,6 @@ Owns loading, greedy generation, the post-norm hidden states and the model's own
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,26 +13,20 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from loraplex_adapters.formats.files import CONFIG_NAME, WEIGHTS_NAME
 from loraplex_contracts.errors import (
-    AdapterInvalid,
-    AdapterNotFound,
-    BaseMismatch,
     InvalidArgument,
     NoChatTemplate,
     OutOfMemory,
-    UnsafeFormat,
     UnsupportedModel,
 )
 from loraplex_server.model.language import read_language_model
 from loraplex_server.model.loader import reading_files
 from loraplex_server.model.mxfp4 import dequantising
 from loraplex_server.model.refusals import error_line, refuse_class, refuse_config
+from loraplex_training.adapted import check_files, with_adapter
 from loraplex_training.corpus import Prompt
 
 
@@ -147,7 +140,7 @@ def load_target(base: str, adapter: Path | None, *, dtype: torch.dtype | None, d
     """The frozen model. `base` is a directory or a Hub id; without `dtype` it is loaded as it is stored. Raises
     UnsupportedModel, AdapterNotFound and AdapterInvalid."""
     if adapter is not None:
-        check_adapter(adapter)
+        check_files(adapter)
     with reading_files(base):
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
         tokenizer: Any = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
@@ -167,44 +160,12 @@ def load_target(base: str, adapter: Path | None, *, dtype: torch.dtype | None, d
     num_logits, hidden_size = head.weight.shape
     head_dtype: torch.dtype = head.weight.dtype
     if adapter is not None:
-        model = _with_adapter(model, adapter)
+        with out_of_memory():
+            model = with_adapter(model, base, adapter)
         head = model.get_base_model().get_output_embeddings()  # perhaps wrapped now
     model.eval().requires_grad_(False)
     frozen = FrozenHead(head, _logit_scale(model, head), num_logits, hidden_size, head_dtype, device)
     return Target(model, frozen, tokenizer, eos_token_ids, limit)
-
-
-def check_adapter(adapter: Path) -> None:
-    """Checks the adapter's files. Raises AdapterNotFound, UnsafeFormat or AdapterInvalid."""
-    if not adapter.is_dir():
-        raise AdapterNotFound(f"there is no adapter in {adapter}; give a directory that PEFT has saved")
-    for name in (CONFIG_NAME, WEIGHTS_NAME):
-        if (adapter / name).is_file():
-            continue
-        if any(adapter.glob("adapter_model.*")) and name == WEIGHTS_NAME:
-            raise UnsafeFormat(f"{adapter} has no {WEIGHTS_NAME}; other formats can run code, save it as safetensors")
-        raise AdapterInvalid(f"{adapter} has no {name}; give a directory that PEFT has saved")
-
-
-def _with_adapter(model: Any, adapter: Path) -> PeftModel:
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Found missing adapter keys")  # an error below
-            loaded = PeftModel.from_pretrained(model, str(adapter), is_trainable=False)
-        with safe_open(adapter / WEIGHTS_NAME, "pt") as weights:
-            there = set(weights.keys())
-    except RuntimeError as error:  # PyTorch's way to say that shapes differ
-        raise BaseMismatch(f"{adapter} does not fit this base model: {error_line(error)}") from error
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise AdapterInvalid(f"{adapter} cannot be loaded: {error_line(error)}") from error
-    if loaded.active_peft_config.peft_type != "LORA":
-        raise AdapterInvalid(f"{adapter} is a {loaded.active_peft_config.peft_type} adapter; only LoRA is served")
-    # PEFT accepts modules that are in the model or in the file alone; here they are an error.
-    wanted = set(get_peft_model_state_dict(loaded, save_embedding_layers=False))
-    strange = sorted(key for key in wanted ^ there if ".lora_" in key)
-    if strange:
-        raise BaseMismatch(f"{adapter} was made for another base model: {strange[0]} is on one side only")
-    return loaded
 
 
 @torch.inference_mode()
