@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from loraplex_adapters.formats.files import CONFIG_NAME, WEIGHTS_NAME
-from loraplex_adapters.formats.peft_config import CLASSIFIER_NAMES, MAX_LABELS, PeftLoraConfig, path_ends
+from loraplex_adapters.formats.peft_config import CLASSIFIER_NAMES, MAX_LABELS, PeftLoraConfig
 from loraplex_adapters.formats.peft_experts import check_beside_experts, plan_experts
 from loraplex_adapters.formats.peft_inits import Init, check_init, restored
 from loraplex_adapters.formats.peft_loftq import LoftqConfig, quantized
@@ -34,6 +34,7 @@ from loraplex_adapters.formats.peft_plan import (
     not_named,
 )
 from loraplex_adapters.formats.peft_saved import ORIGINAL, plan_saved, saved_name
+from loraplex_adapters.formats.peft_targets import path_ends
 from loraplex_adapters.io.safetensors import TensorInfo, check_float
 from loraplex_adapters.io.throttle import checkpoint
 from loraplex_adapters.weights import BaseTargets, ClassifierShape, FactorShape, SavedShape
@@ -222,8 +223,8 @@ def _module(
         is_transposed = is_parameter and (module.is_conv1d or module.kind == "embedding")
         if is_embedding is not (module.kind == "embedding") and not is_transposed:
             raise ShapeMismatch(f"{a.where} does not fit: {path!a} is of kind {module.kind}")
-        if not is_parameter and not config.names_target(path):
-            raise not_named(a, "target_modules")
+        if not is_parameter and (field := config.targets.field_against(path)):
+            raise not_named(a, field)
         rank, scale = config.rank_and_scale(f"{path}.weight" if is_parameter else path, budget)
         check_rank(max(rank, a.shape[0] if a.shape else 0), a, targets)
         if is_transposed:

@@ -7,7 +7,7 @@ unless it is empty: it may belong to a new variant.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -15,12 +15,12 @@ from loraplex_adapters.formats.files import CONFIG_NAME, MAX_CONFIG_BYTES
 from loraplex_adapters.formats.peft_inits import HOW_TO_CONVERT, Init
 from loraplex_adapters.formats.peft_loftq import LoftqConfig, parse_loftq
 from loraplex_adapters.formats.peft_patterns import Budget, ModulePattern, compile_budget, compile_pattern
+from loraplex_adapters.formats.peft_targets import TargetChoice, parse_targets, path_ends
 from loraplex_adapters.io.source_files import parse_object
 from loraplex_adapters.weights import BaseTargets
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported
 
 MAX_PATTERNS = 4096
-MAX_TARGETS = 4096
 MAX_RANK = 1 << 16
 PEFT_DEFAULT = 8  # of `r`, and of alpha as it is, where the configuration leaves them out
 MAX_ALPHA = float(1 << 16)
@@ -53,11 +53,11 @@ _REFUSED_INITS: Mapping[str, str] = {
     "corda": "took a part out of the base model that depends on data",
     "lora_ga": "took a part out of the base model that depends on gradients, and PEFT does not repeat that at load",
 }
-# Only training depends on these, or the choice of modules, which the tensors show anyway.
+# Only training depends on these.
 _WITHOUT_EFFECT = frozenset({
-    "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "exclude_modules",
-    "layers_to_transform", "layers_pattern", "megatron_core", "loftq_config", "eva_config", "corda_config",
-    "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying", "merge_weights",
+    "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "megatron_core", "loftq_config",
+    "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying",
+    "merge_weights",
     # fan_in_fan_out says how the base stores its weight; the factors have one orientation in any case.
     "fan_in_fan_out",
     # Decided by the tensors.
@@ -65,7 +65,8 @@ _WITHOUT_EFFECT = frozenset({
 })  # fmt: skip
 _USED = frozenset({
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights",
-    "target_modules", "base_model_name_or_path", "modules_to_save", "task_type", "id2label", "use_dora", "lora_bias",
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "base_model_name_or_path",
+    "modules_to_save", "task_type", "id2label", "use_dora", "lora_bias",
     "trainable_token_indices", "alora_invocation_tokens", "target_parameters",
 })  # fmt: skip
 
@@ -79,7 +80,7 @@ class PeftLoraConfig:
     use_rslora: bool
     rank_pattern: tuple[tuple[ModulePattern, int], ...]
     alpha_pattern: tuple[tuple[ModulePattern, float], ...]
-    target_modules: frozenset[str] | None  # None: a pattern or a shorthand; the tensors decide
+    targets: TargetChoice
     base_model: str  # informative only: shapes decide
     classifies: Classifies = "no"  # by a module that is saved with the adapter
     labels: tuple[str, ...] = ()  # empty where the configuration has none
@@ -129,8 +130,13 @@ class PeftLoraConfig:
         """True when `modules_to_save` lists the module: by the end of its name, as in PEFT, not by whole words."""
         return any(path.endswith(name) for name in self.modules_to_save)
 
+    @property
+    def target_modules(self) -> frozenset[str] | None:
+        """The listed targets; None for a pattern or a shorthand."""
+        return self.targets.names
+
     def names_target(self, path: str) -> bool:
-        """True when `target_modules` lists the module, by its name or by the end of it."""
+        """True unless `target_modules` is a list without the module's name and any end of it."""
         return self.target_modules is None or not self.target_modules.isdisjoint(path_ends(path))
 
     def names_parameter(self, path: str) -> bool:
@@ -140,12 +146,6 @@ class PeftLoraConfig:
 
 def _ends_with(paths: Iterable[str], end: str) -> bool:
     return any(path.endswith(end) for path in paths)
-
-
-def path_ends(path: str) -> Iterator[str]:
-    """'c', 'b.c' and 'a.b.c' of 'a.b.c': what a target may call the module."""
-    words = path.split(".")
-    return (".".join(words[idx:]) for idx in range(len(words) - 1, -1, -1))
 
 
 def parse_peft_fields(data: bytes) -> dict[str, Any]:
@@ -177,26 +177,27 @@ def parse_lora_config(fields: Mapping[str, Any]) -> PeftLoraConfig:
     rank_pattern = compiled_patterns(fields, "rank_pattern", budget)
     alpha_pattern = compiled_patterns(fields, "alpha_pattern", budget)
     base_model = fields.get("base_model_name_or_path")
-    target_modules = _targets(fields.get("target_modules"))
-    target_parameters = _targets(fields.get("target_parameters") or [], "target_parameters")
+    target_parameters = parse_targets(fields.get("target_parameters") or [], "target_parameters")
     if target_parameters is None:
         raise AdapterInvalid(f"{CONFIG_NAME}: target_parameters must be a list of names")
+    chosen = dict(fields)
     if target_parameters and fields.get("target_modules") is None:
-        target_modules = frozenset()  # as in PEFT: parameters alone
+        chosen["target_modules"] = []  # as in PEFT: parameters alone
+    if fields.get("ensure_weight_tying"):
+        chosen = {}  # with tied weights PEFT saves factors for modules that it has taken off the list
     return PeftLoraConfig(
         r=rank(fields.get("r", PEFT_DEFAULT), "r"),
         lora_alpha=alpha(fields.get("lora_alpha", PEFT_DEFAULT), "lora_alpha"),
         use_rslora=_flag(fields, "use_rslora"),
         rank_pattern=tuple((pattern, rank(value, "rank_pattern")) for pattern, value in rank_pattern),
         alpha_pattern=tuple((pattern, alpha(value, "alpha_pattern")) for pattern, value in alpha_pattern),
-        # With tied weights PEFT saves factors for modules that it has taken off the list.
-        target_modules=None if fields.get("ensure_weight_tying") else target_modules,
+        targets=TargetChoice(chosen),
         base_model=base_model[:256] if isinstance(base_model, str) else "",
         classifies=classifies,
         labels=() if classifies == "no" else parse_labels(fields, CONFIG_NAME),
         use_dora=_flag(fields, "use_dora"),
         lora_bias=_flag(fields, "lora_bias"),
-        modules_to_save=_targets(fields.get("modules_to_save") or [], "modules_to_save") or frozenset(),
+        modules_to_save=parse_targets(fields.get("modules_to_save") or [], "modules_to_save") or frozenset(),
         token_indices=_token_indices(fields.get("trainable_token_indices")),
         ties_weights=_flag(fields, "ensure_weight_tying"),
         init=init,
@@ -326,15 +327,6 @@ def _token_indices(value: Any) -> dict[str, tuple[int, ...]]:
                 "once, or an object with such lists by module"
             )
     return {path: tuple(indices) for path, indices in found.items()}
-
-
-def _targets(value: Any, name: str = "target_modules") -> frozenset[str] | None:
-    """The listed targets. A string is a pattern or 'all-linear'; never matched, as the tensors say the same."""
-    if value is None or isinstance(value, str):
-        return None
-    if not isinstance(value, list) or len(value) > MAX_TARGETS or not all(isinstance(item, str) for item in value):
-        raise AdapterInvalid(f"{CONFIG_NAME}: {name} must be a string or a list of at most {MAX_TARGETS} names")
-    return frozenset(value)
 
 
 def _shown(value: Any) -> str:

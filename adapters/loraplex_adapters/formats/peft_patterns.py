@@ -1,12 +1,12 @@
-r"""PEFT's patterns of module paths: `rank_pattern` and `alpha_pattern`.
+r"""PEFT's patterns of module paths: `rank_pattern` and `alpha_pattern`, and those of whole paths.
 
-PEFT runs `re.match(rf"(.*\.)?({pattern})$", path)`. A hostile pattern would hang Python's backtracking matcher or
-exhaust memory while it is compiled. RE2 matches in linear time; the cost of a pattern, and of all patterns of an
-adapter together, is bounded here. Accepted is what `re` and RE2 read alike: literals, `.`, `\d \D \w \W \s \S` and
-escaped punctuation, `[...]`, `(...)`, `(?:...)`, `(?i:...)`, `(?s:...)` and `(?P<name>...)`, `|`, `* + ?` (lazy or
-not), `{m}` `{m,}` `{m,n}`, `^`, `$`, `\A`, `\b` and `\B`. Everything else is refused: backreferences, lookaround, and
-flags for the whole pattern, which PEFT cannot use either. Paths are ASCII in practice; classes mean their ASCII
-members.
+For the first two PEFT runs `re.match(rf"(.*\.)?({pattern})$", path)`. A hostile pattern would hang Python's
+backtracking matcher or exhaust memory while it is compiled. RE2 matches in linear time; the cost of a pattern, and of
+all patterns of an adapter together, is bounded here. Accepted is what `re` and RE2 read alike: literals, `.`, `\d \D \w
+\W \s \S` and escaped punctuation, `[...]`, `(...)`, `(?:...)`, `(?i:...)`, `(?s:...)` and `(?P<name>...)`, `|`, `* + ?`
+(lazy or not), `{m}` `{m,}` `{m,n}`, `^`, `$`, `\A`, `\b` and `\B`. Everything else is refused: backreferences,
+lookaround, and flags for the whole pattern, which PEFT cannot use either. Paths are ASCII in practice; classes mean
+their ASCII members.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from loraplex_adapters.io.throttle import checkpoint
 from loraplex_contracts.errors import AdapterUnsupported
 
 MAX_PATTERN_CHARS = 256
+MAX_WHOLE_CHARS = 4096  # training programs write long ones
+MAX_WHOLE_BYTES = 1 << 20
 # Memory of one compiled pattern, RE2's caches included: room for 1,000 instructions and some states of its automaton.
 MAX_PATTERN_BYTES = 64 << 10
 # A pattern for each of 126 layers' seven linears, in both fields, takes about half of it.
@@ -85,6 +87,32 @@ class ModulePattern:
         return all(want in (".", have) for want, have in zip(self.text, path[start:], strict=True))
 
 
+@dataclass(frozen=True, slots=True)
+class WholePattern:
+    """A pattern that PEFT matches with whole paths: `target_modules` or `exclude_modules`."""
+
+    compiled: Any
+
+    def cost(self, path: str) -> int:
+        """Nanoseconds, at worst, that matching the path takes."""
+        return CALL_STEPS + self.compiled.programsize * len(path)
+
+    def matches(self, path: str) -> bool:
+        return self.compiled.fullmatch(_encoded(path)) is not None
+
+
+def compile_whole(text: str) -> WholePattern | None:
+    """The compiled pattern; None where it is not understood or too large."""
+    if len(text) > MAX_WHOLE_CHARS or _UNDERSTOOD.fullmatch(text) is None:
+        return None
+    import re2
+
+    try:
+        return WholePattern(re2.compile(_encoded(text), _options(MAX_WHOLE_BYTES)))
+    except re2.error:
+        return None
+
+
 def compile_pattern(text: str, field_name: str, budget: Budget) -> ModulePattern:
     """The compiled pattern. Raises AdapterUnsupported, naming the field, when the pattern is not understood or too
     large."""
@@ -112,11 +140,11 @@ def _encoded(text: str) -> bytes:
 
 
 @cache
-def _options() -> Any:
+def _options(max_bytes: int = MAX_PATTERN_BYTES) -> Any:
     import re2
 
     options = re2.Options()
-    options.max_mem = MAX_PATTERN_BYTES
+    options.max_mem = max_bytes
     options.never_capture = True
     options.log_errors = False
     return options

@@ -98,7 +98,7 @@ def check_vocabulary(tensor: TensorInfo, dim: int, module: TargetModule, targets
 
 
 def not_named(tensor: TensorInfo, field: str) -> AdapterInvalid:
+    says = "leaves its module out" if field == "exclude_modules" else "does not name its module"
     return AdapterInvalid(
-        f"{tensor.where} is there, but {field} in {CONFIG_NAME} does not name its module: the two files do not belong "
-        "together"
+        f"{tensor.where} is there, but {field} in {CONFIG_NAME} {says}: the two files do not belong together"
     )

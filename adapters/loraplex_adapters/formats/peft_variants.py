@@ -22,9 +22,10 @@ from loraplex_adapters.formats.files import CONFIG_NAME, WEIGHTS_NAME
 from loraplex_adapters.formats.peft_config import PEFT_DEFAULT, alpha, compiled_patterns, rank, refuse_unknown
 from loraplex_adapters.formats.peft_patterns import Budget, ModulePattern, compile_budget, match_budget
 from loraplex_adapters.formats.peft_places import PREFIX, Places, no_such_module
-from loraplex_adapters.formats.peft_plan import LoraPlan, PlannedModule, PlannedSaved, check_shape
+from loraplex_adapters.formats.peft_plan import LoraPlan, PlannedModule, PlannedSaved, check_shape, not_named
 from loraplex_adapters.formats.peft_rotations import NO_ROTATION, Rotation, plan_boft
 from loraplex_adapters.formats.peft_saved import saved_name
+from loraplex_adapters.formats.peft_targets import TargetChoice
 from loraplex_adapters.io.safetensors import TensorInfo, check_float, weight_sha256
 from loraplex_adapters.weights import BaseTargets, FactorShape, SavedShape, TargetModule
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, RankLimit, ShapeMismatch
@@ -102,7 +103,7 @@ class _Config:
 
 def plan_variant(fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], targets: BaseTargets) -> LoraPlan:
     """The plan of an adapter whose `peft_type` is one of VARIANTS. Raises AdapterInvalid or one of its kinds."""
-    config = _parsed(fields)
+    config, choice = _parsed(fields), TargetChoice(fields)
     projections = {name: tensors[name] for name in _PROJECTIONS if name in tensors}
     if config.kind == "VERA" and len(projections) < len(_PROJECTIONS):
         raise AdapterUnsupported(f"{WEIGHTS_NAME} has no projections; save the adapter with save_projection=True")
@@ -133,6 +134,8 @@ def plan_variant(fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], t
         first = next(iter(parts.values()))
         if target is None:
             raise no_such_module(path, first, targets)
+        if field := choice.field_against(path):
+            raise not_named(first, field)
         if target.kind != "linear" or (target.is_conv1d and config.kind in _PLAIN_LINEARS):
             raise AdapterUnsupported(
                 f"{first.where} adapts a module of another kind than a linear, which is not served"

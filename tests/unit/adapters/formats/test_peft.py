@@ -120,6 +120,28 @@ def test_embedding_keys_with_an_adapter_name() -> None:
     assert [m.shape.path for m in plan(tensors).modules] == ["model.embed_tokens"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"target_modules": ["q_proj", "k_proj"]}, "target_modules .* does not name its module"),
+        ({"target_modules": r".*\.k_proj"}, "target_modules .* does not name its module"),
+        (
+            {"target_modules": "all-linear", "exclude_modules": ["down_proj"]},
+            "exclude_modules .* leaves its module out",
+        ),
+        ({"exclude_modules": r".*layers\.0\.self_attn\..*"}, "exclude_modules .* leaves its module out"),
+        ({"layers_to_transform": [1]}, "layers_to_transform .* does not name its module"),
+    ],
+)
+def test_tensors_that_the_configuration_leaves_out(fields: dict[str, Any], named: str) -> None:
+    """PEFT passes over them, and writes no such file."""
+    tensors = lora_tensors(4)  # in layer 0 and in layer 1
+    own = {"target_modules": ["q_proj", "down_proj"]}
+    plan(tensors, **own, layers_to_transform=[0, 1])
+    with pytest.raises(AdapterInvalid, match=named + ".* do not belong together"):
+        plan(tensors, **(own | fields))
+
+
 def test_modules_have_ranks_and_scales_of_their_own() -> None:
     """A module never gets the padded rank, nor that of the module before."""
     tensors = lora_tensors(8, paths=[Q_PROJ]) | lora_tensors(2, paths=[DOWN_PROJ])

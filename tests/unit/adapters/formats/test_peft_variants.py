@@ -90,6 +90,8 @@ def of_q(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         ("BOFT", of_q(BOFT | {"boft_R": (1, HIDDEN // 4, 4, 5)}), {}, ShapeMismatch, "boft_R"),
         ("BOFT", of_q({"boft_s": (HIDDEN, 1)}), {}, AdapterInvalid, "no boft_R"),
         ("IA3", of_q({"ia3_l": (HIDDEN, 1), "base_layer.weight": (HIDDEN, HIDDEN)}), {}, AdapterUnsupported, "no copy"),
+        ("IA3", of_q({"ia3_l": (HIDDEN, 1)}), {"target_modules": ["v_proj"]}, AdapterInvalid, "target_modules .*name"),
+        ("LOHA", of_q(LOHA), {"exclude_modules": ".*q_proj"}, AdapterInvalid, "exclude_modules .* leaves its module"),
         ("IA3", {"base_model.model.model.embed_tokens.ia3_l": (1, HIDDEN)}, {}, AdapterUnsupported, "embed_tokens"),
     ],
 )
