@@ -47,8 +47,9 @@ LOCK_NAME = "lock"
 _ABANDONED_S = 60.0
 _NAME = re.compile(r"(lora|medusa|combined)-([0-9a-f]{64})\.adapter\Z")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-# Errors about the file. Others (no descriptors, no memory) are the process's: the file may be good.
+# Errors that say that there is no such file. With others the file may be good.
 _NO_FILE = frozenset({errno.ENOENT, errno.ELOOP})
+_OF_THE_PROCESS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 WriteFn = Callable[[memoryview], None]
 
@@ -89,20 +90,7 @@ class AdapterStore:
         self._entries: OrderedDict[AdapterKey, _Entry] = OrderedDict()  # least recently used first
         self._num_bytes = 0  # of the entries, and what is being written
         self._num_written = 0
-        try:
-            root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock_fd = os.open(root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise FailedPrecondition(
-                f"the adapter store {root} cannot be used: {error.strerror}; name another directory (--adapter-store)"
-            ) from error
-        try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock_fd)
-            raise FailedPrecondition(
-                f"the adapter store {root} is used by another process; give each worker a directory of its own"
-            ) from None
+        self._lock_fd = _open_locked(root)
         self._rebuild()
 
     @property
@@ -212,7 +200,9 @@ class AdapterStore:
         found: list[tuple[int, AdapterKey, int]] = []
         for path in self._root.iterdir():
             if path.name.startswith(_TEMPORARY):
-                path.unlink(missing_ok=True)
+                if not _unlink(path):
+                    number = path.name.removeprefix(_TEMPORARY)  # of which no file is made then
+                    self._num_written = max(self._num_written, int(number) if number.isdecimal() else 0)
                 continue
             name = _NAME.match(path.name)
             if name is None:
@@ -222,9 +212,12 @@ class AdapterStore:
                 _map(path, key, check_digest=False)
                 status = path.stat()
             except (OSError, ValueError) as error:
-                if not _is_bad_file(error):
+                if isinstance(error, OSError) and error.errno in _OF_THE_PROCESS:
                     raise
-                path.unlink(missing_ok=True)
+                if _is_bad_file(error):
+                    _unlink(path)
+                else:
+                    log.warning("the adapter store leaves %s out, which cannot be read: %s", path, error)
                 continue
             found.append((status.st_mtime_ns, key, status.st_size))
         for _, key, file_bytes in sorted(found):
@@ -306,8 +299,33 @@ class AdapterStore:
 
     def _remove_locked(self, key: AdapterKey) -> None:
         if key in self._entries:
-            self._path(key).unlink(missing_ok=True)
+            _unlink(self._path(key))
             self._num_bytes -= self._entries.pop(key).file_bytes
+
+
+def check_store(root: Path) -> None:
+    """Raises FailedPrecondition where no store can be kept in this folder now, so that nobody finds out late."""
+    os.close(_open_locked(root))
+
+
+def _open_locked(root: Path) -> int:
+    """The descriptor of the folder's lock, which is held until it is closed. Makes the folder. Raises
+    FailedPrecondition."""
+    try:
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open(root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise FailedPrecondition(
+            f"the adapter store {root} cannot be used: {error.strerror}; name another directory (--adapter-store)"
+        ) from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise FailedPrecondition(
+            f"the adapter store {root} is used by another process; give each worker a directory of its own"
+        ) from None
+    return fd
 
 
 def remove_abandoned(parent: Path, prefix: str) -> None:
@@ -360,8 +378,10 @@ def _payload_start(header: bytes) -> int:
 
 def _map(path: Path, key: AdapterKey, check_digest: bool) -> StoredAdapter:
     """Maps a file of the store. Raises OSError or ValueError when the file is not what its name says."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would hold the thread
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ValueError("not a regular file")
         mapped = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
     finally:
         os.close(fd)
@@ -382,6 +402,16 @@ def _map(path: Path, key: AdapterKey, check_digest: bool) -> StoredAdapter:
         if digest.hexdigest() != key.digest:
             raise ValueError("the content is not what its name says")
     return StoredAdapter(key, header, payload)
+
+
+def _unlink(path: Path) -> bool:
+    """Removes a file of the store. False where a folder is in its place, which stays."""
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        log.warning("the adapter store leaves the folder %s as it is; remove it", path)
+        return False
+    return True
 
 
 def _is_bad_file(error: OSError | ValueError) -> bool:

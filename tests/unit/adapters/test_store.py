@@ -335,3 +335,52 @@ def test_a_place_that_cannot_be_used_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(FailedPrecondition, match=r"cannot be used: Not a directory; name another .*--adapter-store"):
         AdapterStore(tmp_path / "file" / "store", 1 << 20)
+
+
+@pytest.mark.timeout(10)
+def test_what_is_no_file_of_the_store_does_not_stop_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = AdapterStore(tmp_path, 1 << 20)
+    good, unreadable, folder = put(first, 1), put(first, 2), put(first, 3)
+    first.close()
+    broken = tmp_path / f"lora-{unreadable.digest}.adapter"
+    named_like = tmp_path / f"lora-{folder.digest}.adapter"
+    named_like.unlink()
+    named_like.mkdir()
+    fifo = tmp_path / f"lora-{'0' * 64}.adapter"
+    os.mkfifo(fifo)
+    for name in (".incoming-1", ".incoming-x"):
+        (tmp_path / name).mkdir()
+    own = os.open
+
+    def failing(path: Path, *args: int, **options: int) -> int:
+        if path == broken:
+            raise OSError(errno.EIO, "Input/output error")
+        return own(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", failing)
+    store = AdapterStore(tmp_path, 1 << 20)
+    assert store.keys() == [good]
+    assert broken.exists()
+    assert named_like.is_dir()
+    assert not fifo.exists()
+    for word in (broken.name, named_like.name, ".incoming-1", ".incoming-x"):
+        assert word in caplog.text
+    assert put(store, 4) in store  # not under a temporary name that is taken
+
+
+def test_a_start_without_descriptors_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = AdapterStore(tmp_path, 1 << 20)
+    put(first, 1)
+    first.close()
+    own = os.open
+
+    def failing(path: Path, *args: int, **options: int) -> int:
+        if str(path).endswith(".adapter"):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return own(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", failing)
+    with pytest.raises(OSError, match="Too many open files"):
+        AdapterStore(tmp_path, 1 << 20)
