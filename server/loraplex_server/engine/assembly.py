@@ -20,6 +20,7 @@ from loraplex_adapters.sources.chain import ChainSource, RoutedSource, make_sour
 from loraplex_adapters.sources.directory import DirectorySource, FolderSource
 from loraplex_adapters.sources.hub import HubSource
 from loraplex_adapters.sources.s3 import S3Source
+from loraplex_adapters.store import check_store
 from loraplex_adapters.weights import AdapterWeights
 from loraplex_contracts.adapters import S3_SOURCE
 from loraplex_runtime.reports import Progress
@@ -71,6 +72,8 @@ def build_engine(config: EngineConfig, progress: Progress, notify: Callable[[], 
     device = resolve_device(config.model.device)
     if config.take_over_s is not None:
         take_over(device, config.adapters.store_dir, config.take_over_s, progress)
+    if config.adapters.store_dir is not None:
+        check_store(config.adapters.store_dir)  # before anything is loaded in vain
     backend = choose_backend(device, cpu_kernels=config.cpu_kernels, num_threads=num_threads, progress=progress)
     form = FORMATS.get(config.model.quantize)
     if form is not None:

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from loraplex_adapters.io import uncached as once
-from loraplex_adapters.store import RETRY_FULL_S, AdapterStore, WriteFn, header_content, remove_abandoned
+from loraplex_adapters.store import (
+    RETRY_FULL_S,
+    AdapterStore,
+    WriteFn,
+    check_store,
+    header_content,
+    remove_abandoned,
+)
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import DiskFull, FailedPrecondition, NonFinite, Unavailable
 
@@ -384,3 +391,16 @@ def test_a_start_without_descriptors_fails(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "open", failing)
     with pytest.raises(OSError, match="Too many open files"):
         AdapterStore(tmp_path, 1 << 20)
+
+
+def test_a_store_is_checked_without_being_kept(tmp_path: Path) -> None:
+    check_store(tmp_path / "new")
+    store = AdapterStore(tmp_path / "new", 1 << 20)
+    with pytest.raises(FailedPrecondition, match="used by another process"):
+        check_store(tmp_path / "new")
+    store.close()
+    check_store(tmp_path / "new")
+    (tmp_path / "file").write_text("in the way")
+    for place in (tmp_path / "file", Path("/proc")):
+        with pytest.raises(FailedPrecondition, match=r"cannot be used: .*--adapter-store"):
+            check_store(place)

@@ -13,7 +13,7 @@ from support.native_models import native_model
 from support.replay import calls_again
 from support.zoo import MAX_LEN, random_model
 
-from loraplex_contracts.errors import InvalidArgument, OutOfMemory, Unimplemented
+from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, OutOfMemory, Unimplemented
 from loraplex_contracts.request import CompletionEnd, Request, StoppingParams, Tokens
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cpu import backend as cpu_backend
@@ -188,6 +188,13 @@ def test_cpu_kernels_that_must_be_native_and_cannot(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cpu_backend, "load", lambda: library_or("it rains"))
     config = EngineConfig(ModelConfig("m", device="cpu"), cpu_kernels="native")
     with pytest.raises(InvalidArgument, match="--cpu-kernels native: it rains; with --cpu-kernels auto torch"):
+        build.build_engine(config, lambda text: None, lambda: None)  # before the model is looked for
+
+
+def test_a_store_that_cannot_be_kept_is_refused_first(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    config = EngineConfig(ModelConfig("m", device="cpu"), adapters=AdaptersConfig(store_dir=tmp_path / "file"))
+    with pytest.raises(FailedPrecondition, match=r"the adapter store .* cannot be used: .*--adapter-store"):
         build.build_engine(config, lambda text: None, lambda: None)  # before the model is looked for
 
 
