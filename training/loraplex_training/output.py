@@ -58,6 +58,11 @@ def _beside(out: Path, what: str) -> Generator[Path]:
         folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-{what}-", dir=out.parent))
     try:
         yield folder
+    except (DiskFull, InvalidArgument) as error:
+        if isinstance(error.__cause__, OSError):  # about a file in the folder, a name that says nothing to the user
+            with disk_errors(out):
+                raise error.__cause__ from None
+        raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -88,9 +88,12 @@ def test_a_full_disk_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert mode == "wb"
         return FullFile()
 
-    with pytest.raises(DiskFull, match="is full"), new_directory(tmp_path / "out") as folder:
-        monkeypatch.setattr(Path, "open", full)
-        write_bytes(folder / "a", b"1")
+    for make in (new_directory, scratch_directory):
+        with pytest.raises(DiskFull) as raised, make(tmp_path / "out") as folder, monkeypatch.context() as patch:
+            patch.setattr(Path, "open", full)
+            write_bytes(folder / "a", b"1")
+        assert raised.value.message == f"the disk of {tmp_path} is full; free some space or name another --out"
+        assert raised.value.resource == str(tmp_path)
     assert names(tmp_path) == []
 
 
