@@ -47,6 +47,17 @@ def test_every_option_has_its_full_name(
             assert names[0] in shown or names[0].replace("--", "--[no-]", 1) in shown, names
 
 
+@pytest.mark.parametrize("columns", ["0", "1", "-5", "x"])
+def test_a_terminal_that_does_not_know_its_size(
+    columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    for command in ([], ["bench"]):
+        lines = help_of(capsys, *command, "-h").splitlines()
+        assert lines[1].startswith(" Usage: loraplex")
+        assert max(map(len, lines)) == 80
+
+
 def test_short_and_long_help_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ([], ["router"], ["adapters"], ["adapters", "list"], ["config", "show"]):
         assert help_of(capsys, *command, "-h") == help_of(capsys, *command, "--help")
