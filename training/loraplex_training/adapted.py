@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel, PeftModelForCausalLM, set_peft_model_state_dict
+from peft import PeftConfig, PeftModel, PeftModelForCausalLM, PeftType, set_peft_model_state_dict
 from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -76,7 +76,7 @@ def with_adapter(model: PreTrainedModel, base: str, adapter: Path) -> PeftModel:
             f"a server takes {adapter}, but PEFT, which is trained with, cannot load it: {error_line(error)}"
         ) from error
     # PEFT leaves out tensors that it has no place for, and makes terms up where it finds no tensors.
-    prefix = PEFT_TYPE_TO_PREFIX_MAPPING[config.peft_type]
+    prefix = PEFT_TYPE_TO_PREFIX_MAPPING[PeftType(config.peft_type)]
     for keys, where in ((result.unexpected_keys, "in the file"), (result.missing_keys, "in PEFT's model")):
         if lost := next((key for key in keys if prefix in key), ""):
             raise AdapterUnsupported(
