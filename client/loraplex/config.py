@@ -11,6 +11,7 @@ from typing import Final
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_proto.services import DEFAULT_PORT
 
+LEAST_COLUMNS: Final = 20  # of a terminal
 PROGRAM: Final = "loraplex"
 DEFAULT_SERVER: Final = f"localhost:{DEFAULT_PORT}"
 DEFAULT_RETRIES: Final = 3
@@ -18,6 +19,14 @@ DEFAULT_RETRIES: Final = 3
 SERVER_VARIABLE: Final = "LORAPLEX_SERVER"
 TOKEN_VARIABLE: Final = "LORAPLEX_TOKEN"
 RETRIES_VARIABLE: Final = "LORAPLEX_RETRIES"
+
+
+def forget_no_columns() -> None:
+    """Takes COLUMNS out of the environment where nothing could be read with so few: terminals that do not know their
+    size set 0, with which Rich prints nothing."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns) < LEAST_COLUMNS:
+        del os.environ["COLUMNS"]
 
 
 def quiet_grpc() -> None:

@@ -1,4 +1,4 @@
-"""A frozen model with an adapter: checked as a server does, and loaded by PEFT.
+"""Frozen model with an adapter: checked as by a server, loaded by PEFT.
 
 PEFT makes terms for every module that a configuration names, and looks for tensors by the names that the model's
 modules have now. A server goes by the tensors, and finds modules by the names that they had earlier too. Names and

@@ -80,7 +80,6 @@ EXTRAS: Final[dict[str, str]] = {
     "loraplex_router": "router",
     "loraplex_fleet": "ray",
 }
-LEAST_COLUMNS: Final = 20  # of a terminal; with fewer nothing can be read
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,15 +91,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    from loraplex.config import PROGRAM, quiet_grpc, words_to_complete
+    from loraplex.config import PROGRAM, forget_no_columns, quiet_grpc, words_to_complete
     from loraplex_contracts.errors import LoraplexError
 
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by who started the command
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-    columns = os.environ.get("COLUMNS", "")
-    if columns.isdecimal() and int(columns) < LEAST_COLUMNS:
-        del os.environ["COLUMNS"]  # of a terminal that does not know its size; Rich would print nothing
+    forget_no_columns()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 still gets the rest of the text
