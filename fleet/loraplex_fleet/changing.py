@@ -22,8 +22,8 @@ LOOK_S: Final = 0.1
 
 
 class _Holder:
-    """Holds the lock, which is its name, by being there. Ray takes the name at once, before the actor's process starts,
-    and ends the actor with the command that made it, however that ends."""
+    """An actor that does nothing: while it lives, no other one of its name can be made. Ray takes the name at once,
+    before the actor's process starts, and ends the actor with the command that made it, however that ends."""
 
 
 @contextlib.contextmanager

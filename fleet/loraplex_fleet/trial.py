@@ -30,7 +30,7 @@ def trial_of(spec: ClusterSpec, running: Mapping[str, Any] | None) -> ClusterSpe
     if running is None or running == router_arguments(spec):
         return None
     router = spec.router
-    port = 0 if router.port == (running.get("router") or {}).get("port") else router.port
+    port = 0 if router.port == from_plain(dict(running)).router.port else router.port
     free = [part for flag in PORT_FLAGS if flag in router.flags for part in (flag, "0")]  # of two, the last one holds
     return replace(spec, router=replace(router, port=port, flags=(*router.flags, *free)))
 

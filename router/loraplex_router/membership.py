@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import re
 import socket
@@ -269,7 +270,10 @@ async def _looked_up(look_up: Callable[[], Any]) -> Any:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, result, error)
 
-    threading.Thread(target=run, name="look up", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="look up", daemon=True).start()
+    except RuntimeError as error:  # no more threads: ask again later
+        raise OSError(errno.EAGAIN, "no thread could be started to look it up") from error
     return await future
 
 

@@ -11,8 +11,8 @@ MAX_FILES: Final = 1 << 20
 
 
 def raise_file_limit() -> None:
-    """Raises the soft limit to the hard one, for this process and those that it starts. The usual soft limit of 1024 is
-    there for programs that use select()."""
+    """Raises the soft limit to the hard one, or to MAX_FILES, for this process and those that it starts. The usual soft
+    limit of 1024 is there for programs that use select()."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

@@ -90,9 +90,11 @@ def _targets(model: PreTrainedModel, base: str) -> BaseTargets:
     """The base model as formats of adapters see it. A server changes the model that it serves: here that is a copy with
     the same weights."""
     weights = {id(parameter): parameter for parameter in model.parameters()}
-    twin = copy.deepcopy(model, weights)
+    as_served = copy.deepcopy(model, weights)
     with reading(base):
-        served = adopt_model(twin, model_id=base, backend=Backend(model.device), replaces_decoder=False, verify=False)
+        served = adopt_model(
+            as_served, model_id=base, backend=Backend(model.device), replaces_decoder=False, verify=False
+        )
         return served.base_targets(MAX_RANK)
 
 

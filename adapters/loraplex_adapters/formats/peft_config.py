@@ -136,10 +136,6 @@ class PeftLoraConfig:
         """The listed targets; None for a pattern or a shorthand."""
         return self.targets.names
 
-    def names_target(self, path: str) -> bool:
-        """True unless `target_modules` is a list without the module's name and any end of it."""
-        return self.target_modules is None or not self.target_modules.isdisjoint(path_ends(path))
-
     def names_parameter(self, path: str) -> bool:
         """True when `target_parameters` lists the parameter, by its name or by the end of it."""
         return not self.target_parameters.isdisjoint(path_ends(path))

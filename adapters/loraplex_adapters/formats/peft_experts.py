@@ -151,8 +151,8 @@ def _plan_single(
         for one in wanted:
             path = left.pop(one)
             a, b = _a_and_b(found[path])
-            if not config.names_target(path):
-                raise not_named(a, "target_modules")
+            if field := config.targets.field_against(path):
+                raise not_named(a, field)
             rank, scale = config.rank_and_scale(path, budget)
             ranks.add((rank, scale))
             check_shape(a, (rank, target.in_features))

@@ -35,6 +35,8 @@ class TargetChoice:
         self._excluded_pattern = _whole_pattern(exclude)
         self._layers = None if isinstance(target, str) else _layers(fields.get("layers_to_transform"))
         self._layers_patterns = _layers_patterns(fields.get("layers_pattern"))
+        if self._layers_patterns is None:
+            self._layers, self._layers_patterns = None, ()
         self._steps_left = MAX_STEPS
 
     def field_against(self, path: str) -> str:
@@ -108,8 +110,8 @@ def _layers(value: Any) -> frozenset[int] | None:
     return frozenset(found) if found and all(type(one) is int for one in found) else None
 
 
-def _layers_patterns(value: Any) -> tuple[str, ...]:
-    """Names above a layer's number; none where every name is meant, or one is a pattern of another kind."""
+def _layers_patterns(value: Any) -> tuple[str, ...] | None:
+    """Names above a layer's number; none where every name is meant, None where one is a pattern of another kind."""
     found = cast("list[Any]", value) if isinstance(value, list) else [value] if value else []
     is_plain = all(isinstance(one, str) and one and set(one) <= _PLAIN_NAME for one in found)
-    return tuple(found) if is_plain and len(found) <= MAX_LAYERS_PATTERNS else ()
+    return tuple(found) if is_plain and len(found) <= MAX_LAYERS_PATTERNS else None

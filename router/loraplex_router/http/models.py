@@ -90,6 +90,8 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
 REFUSED_IN_MESSAGES: Final[Mapping[str, str]] = {
     "audio": "messages are text",
     "function_call": "use `tool_calls`",
+    "images": "messages are text",
+    "partial": "use `continue_final_message`",
     "prefix": "use `continue_final_message`",
 }
 # Parts of what an assistant has said that are left out: thoughts in the form of other servers.

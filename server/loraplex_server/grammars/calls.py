@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -75,9 +76,11 @@ def answer_or_calls(form: CallForm, parsing: ResponseParsing, tokens: MarkTokens
     return _grammar(field, (*lines, *_call_rules(form, functions, tokens, only_strict=True, is_beside_json=True)))
 
 
-# What JSON begins with as well, in more than one of its tokens; and a call that is JSON.
+# What JSON begins with as well, in more than one of its tokens; a call that is JSON; and references to a schema's root,
+# or from there to what is no definition.
 _OF_JSON: Final = re.compile(r'\[?\s*\{|\[\s*[\["]|"')
 _JSON_CALL: Final = re.compile(r'\{"name": "NAME", "(\w+)": ')
+_OF_ROOT: Final = re.compile(r"#(?!/(?:\$defs|definitions)/)")
 
 
 def has_strict(tools: Sequence[Mapping[str, Any]]) -> bool:
@@ -167,8 +170,14 @@ def _call_rules(
 
 def _json_call(name: str, key: str, parameters: dict[str, Any]) -> str:
     """The schema of a call that is an object of its name and arguments."""
+    from loraplex_server.grammars.schemas import schemas_in
     from loraplex_server.grammars.source import checked_schema
 
+    parameters = copy.deepcopy(parameters)
+    for part in schemas_in(parameters):
+        reference = part.get("$ref")
+        if isinstance(reference, str) and _OF_ROOT.match(reference):  # the root is the call here
+            part["$ref"] = f"#/properties/{key}{reference[1:]}"
     shared = {one: parameters[one] for one in ("$defs", "definitions") if one in parameters}
     arguments = {"type": "object", **{one: value for one, value in parameters.items() if one not in shared}}
     properties = {"name": {"const": name}, key: arguments}

@@ -42,6 +42,15 @@ def test_ports_are_left_to_the_router_that_serves() -> None:
     assert moved.router.port == 6, "one that it may find taken"
 
 
+@pytest.mark.parametrize("given", [{}, {"port": 50051}])
+def test_the_port_by_default_is_left_as_well(given: dict[str, int]) -> None:
+    from loraplex_fleet.trial import trial_of
+
+    trial = trial_of(spec_of(**given, flags={"quota-share": 0.5}), router_arguments(spec_of(**given)))
+    assert trial is not None
+    assert trial.router.port == 0
+
+
 def test_a_router_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     from loraplex_fleet import trial
 

@@ -591,6 +591,12 @@ BAD_EXPERTS: dict[str, tuple[dict[str, Tensor], dict[str, Any], type[LoraplexErr
         AdapterUnsupported,
         "alora_invocation_tokens",
     ),
+    "of a layer that is left out": (
+        single_tensors(),
+        SINGLE | {"exclude_modules": r".*layers\.0\..*"},
+        AdapterInvalid,
+        "exclude_modules",
+    ),
     "one expert missing": (
         {name: one for name, one in single_tensors().items() if ".1.up_proj" not in name},
         SINGLE,

@@ -114,7 +114,7 @@ def test_target_parameters_are_a_list_of_names() -> None:
     assert found.names_parameter("model.layers.0.mlp.experts.down_proj")
     assert found.names_parameter("model.layers.0.mlp.gate.weight")
     assert not found.names_parameter("model.layers.0.mlp.down_proj")
-    assert not found.names_target("model.layers.0.mlp.down_proj"), "without target_modules these are the parameters"
+    assert found.targets.field_against("model.layers.0.mlp.down_proj"), "without target_modules these are parameters"
     for value in ("down_proj", [1], {"a": 1}, ["x"] * 4097):
         with pytest.raises(AdapterInvalid, match="target_parameters"):
             parse(target_parameters=value)
@@ -217,14 +217,14 @@ def test_what_is_left_out_is_as_in_peft() -> None:
 
 
 def test_targets() -> None:
-    listed = parse(target_modules=["q_proj", "mlp.down_proj"])
-    assert listed.names_target("model.layers.0.self_attn.q_proj")
-    assert listed.names_target("model.layers.0.mlp.down_proj")
-    assert not listed.names_target("model.layers.0.self_attn.k_proj")
-    assert not listed.names_target("model.layers.0.self_attn.xq_proj")
-    # A pattern or a shorthand is not run at all: the tensors say which modules there are.
-    for text in ("all-linear", ".*_proj", "(a+)+$", None):
-        assert parse(target_modules=text).names_target("anything")
+    listed = parse(target_modules=["q_proj", "mlp.down_proj"]).targets
+    assert not listed.field_against("model.layers.0.self_attn.q_proj")
+    assert not listed.field_against("model.layers.0.mlp.down_proj")
+    assert listed.field_against("model.layers.0.self_attn.k_proj")
+    assert listed.field_against("model.layers.0.self_attn.xq_proj")
+    # Of a shorthand the tensors say which modules there are.
+    for text in ("all-linear", None):
+        assert not parse(target_modules=text).targets.field_against("anything")
 
 
 def test_compiling_all_patterns_together_is_bounded_and_paced() -> None:

@@ -72,6 +72,7 @@ def test_choices_are_pefts(fields: dict[str, Any]) -> None:
         {"target_modules": None, "layers_to_transform": ["1"]},
         {"target_modules": ".*", "layers_to_transform": [7]},  # which PEFT refuses
         {"target_modules": None, "exclude_modules": {"a": 1}},
+        {"layers_to_transform": [7], "layers_pattern": "(layers|h)"},
     ],
 )
 def test_what_cannot_be_told_chooses_all(fields: dict[str, Any]) -> None:

@@ -462,6 +462,24 @@ def test_an_answer_in_json_or_calls_of_strict_tools() -> None:
         assert is_legal(grammar.text, '{"name": "f"}')
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_references_within_parameters_beside_an_answer_in_json(name: str) -> None:
+    """To the parameters themselves, or from there to one of them: where a call is JSON, its root is another."""
+    form = FORMS[name]
+    if form.parameter is not None:
+        return  # it takes no references of its own
+    nested = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}, "b": {"$ref": "#/properties/a"}, "c": {"$ref": "#"}},
+    }
+    parsing = replace(parsing_of(name), tools=[{"function": {"name": "f", "strict": True, "parameters": nested}}])
+    grammar = answer_or_calls(form, parsing, MarkTokens(), source.json_schema(json.dumps(PERSON)))
+    assert grammar is not None
+    for given, is_ok in (({"b": 2, "c": {"b": 1}}, True), ({"b": 3}, False), ({"c": {"name": "f"}}, False)):
+        text = form.head + form.begin.replace("NAME", "f") + json.dumps(given) + form.end + form.tail
+        assert is_legal(grammar.text, text) == is_ok, text
+
+
 def test_reasoning_that_the_prompt_began_goes_before_an_answer_in_json_too() -> None:
     grammar = json_or_calls("hermes", PERSON, prefix="<think>\n")
     call = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
