@@ -147,12 +147,10 @@ def _fill_at_once(jobs: Jobs, bits: Bits) -> Jobs:
             matcher.num_slow = max(0, matcher.num_slow - 1)
             left.append(job)
             continue
-        first, begin_s = start + row * row_bytes, now_s
-        if draft:
-            matcher.inner.unsafe_compute_mask_ptr_with_draft_token(first, row_bytes, list(draft))
-        else:
-            matcher.inner.unsafe_compute_mask_ptr(first, row_bytes)
-        _clear_if_lost(matcher, row, draft, bits)
+        begin_s = now_s
+        for inner, at in _along(matcher.inner, row, draft):
+            inner.unsafe_compute_mask_ptr(start + at * row_bytes, row_bytes)
+            _clear_if_lost(inner, at, bits)
         now_s = time.perf_counter()
         if now_s - begin_s > SLOW_S:
             matcher.num_slow = NUM_SLOW
@@ -161,15 +159,22 @@ def _fill_at_once(jobs: Jobs, bits: Bits) -> Jobs:
 
 def fill_in_parallel(jobs: Jobs, bits: Bits) -> None:
     """Fills masks in the library's threads."""
-    plain = [(matcher.inner, row) for matcher, row, draft in jobs if not draft]
-    drafted = [(matcher.inner, row, list(draft)) for matcher, row, draft in jobs if draft]
-    args = _address(bits), bits.shape[1] * bits.itemsize, len(bits)
-    if plain:
-        _executor().unsafe_compute_mask_ptr(plain, *args)
-    if drafted:
-        _executor().unsafe_compute_mask_ptr_with_draft_token(drafted, *args)
-    for matcher, row, draft in jobs:
-        _clear_if_lost(matcher, row, draft, bits)
+    rows = [one for matcher, row, draft in jobs for one in _along(matcher.inner, row, draft)]
+    if rows:
+        _executor().unsafe_compute_mask_ptr(rows, _address(bits), bits.shape[1] * bits.itemsize, len(bits))
+    for inner, at in rows:
+        _clear_if_lost(inner, at, bits)
+
+
+def _along(inner: LLMatcher, row: int, draft: Sequence[int]) -> list[tuple[LLMatcher, int]]:
+    """The place in the grammar before the draft, and copies behind each of its tokens, with their rows. The library's
+    own masks along drafts (1.9.1) are wrong behind some, where it goes back: such a token would lose the text."""
+    found = [(inner, row)]
+    for token_id in draft:
+        inner = inner.deep_copy()
+        inner.consume_token(token_id)
+        found.append((inner, row + len(found)))
+    return found
 
 
 def _address(bits: Bits) -> int:
@@ -178,10 +183,10 @@ def _address(bits: Bits) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(bits.data))
 
 
-def _clear_if_lost(matcher: GrammarMatcher, row: int, draft: Sequence[int], bits: Bits) -> None:
-    """Clears the masks of a matcher that is beyond its limits: it allows nothing."""
-    if matcher.error:
-        bits[row : row + len(draft) + 1] = 0
+def _clear_if_lost(inner: LLMatcher, row: int, bits: Bits) -> None:
+    """Clears the mask of a matcher that is beyond its limits: it allows nothing."""
+    if inner.is_error():
+        bits[row] = 0
 
 
 _executors: list[LLExecutor] = []  # made with the first mask

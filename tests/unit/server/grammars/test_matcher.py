@@ -16,6 +16,7 @@ import pytest
 from jsonschema import validate
 from support.schemas import random_schema, refused_schema
 from support.tiny_tokenizers import tiny_tokenizer
+from support.world import byte_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
@@ -307,6 +308,41 @@ def test_a_model_without_an_end_of_sequence_token() -> None:
     grammars = Compiler(TOKENIZER.to_str(), NUM_LOGITS, [])
     matcher = grammars.compile(source.choice(["yes", "no"]))
     assert [matcher.advance(token_id) for token_id in ids("yes")] == [False, False, True]
+
+
+@pytest.mark.parametrize("seed", [78, 976])
+def test_masks_along_drafts_are_those_of_one_token_after_another(seed: int) -> None:
+    """Of schemas and drafts behind some of which the library's own masks for drafts are wrong."""
+    made = byte_tokenizer()
+    grammars = Compiler(made.backend_tokenizer.to_str(), len(made), [made.eos_token_id])
+
+    def masks(matcher: Matcher, draft: Sequence[int]) -> list[list[int]]:
+        bits = allowed_tokens([(matcher, 0, draft)], len(draft) + 1)
+        return [np.flatnonzero(row).tolist() for row in np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")]
+
+    schema = random_schema(random.Random(seed))
+    compiled = grammars.compile(source.json_schema(json.dumps(schema), compact=bool(seed % 2)))
+    for run in range(3):
+        matcher, dice, is_over = compiled.copy(), random.Random(run * 7919 + seed), False
+        while not is_over:
+            ahead, draft = matcher.copy(), list[int]()
+            for _ in range(dice.randint(1, 6)):
+                legal = masks(ahead, ())[0]
+                draft.append(dice.choice(range(len(made)) if dice.random() < 0.15 else legal))
+                if draft[-1] == made.eos_token_id or ahead.error or ahead.advance(draft[-1]) or ahead.error:
+                    break
+            forced = list(matcher.forced())
+            if forced and dice.random() < 0.5:
+                draft = forced[:8] + draft[:1]
+            draft = draft[: matcher.num_legal(draft)]
+            for token_id, row in zip([*draft, None], masks(matcher, draft), strict=True):
+                assert row == masks(matcher.copy(), ())[0]
+                is_kept = token_id in row and dice.random() < 0.7
+                drawn = token_id if is_kept and token_id is not None else dice.choice(row)
+                is_over = drawn == made.eos_token_id or matcher.advance(drawn)
+                assert not matcher.error
+                if is_over or drawn != token_id:
+                    break
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama_bpe", "gemma_bpe"])
