@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from dataclasses import replace
 from typing import Any, cast
@@ -134,17 +135,26 @@ class GivenMasks:
     def __init__(self, is_allowed: npt.NDArray[np.bool_]) -> None:
         self.inner: Any = self
         self.num_made = 0
+        self._position = 0
+        self._first = self
         padded = np.zeros((len(is_allowed), 32 * self.num_words), dtype=bool)
         padded[:, :VOCAB] = is_allowed
         self._bits = np.packbits(padded, axis=1, bitorder="little")
 
-    def unsafe_compute_mask_ptr_with_draft_token(self, address: int, num_bytes: int, draft: list[int]) -> None:
-        assert (num_bytes, draft) == (4 * self.num_words, [7, 8][: len(self._bits) - 1])
-        self.num_made += len(self._bits)
-        ctypes.memmove(address, self._bits.tobytes(), self._bits.nbytes)
+    def deep_copy(self) -> GivenMasks:
+        return copy.copy(self)
+
+    def consume_token(self, token_id: int) -> None:
+        assert token_id == (7, 8)[self._position]
+        self._position += 1
+
+    def is_error(self) -> bool:
+        return False
 
     def unsafe_compute_mask_ptr(self, address: int, num_bytes: int) -> None:
-        self.unsafe_compute_mask_ptr_with_draft_token(address, num_bytes, [])
+        assert num_bytes == 4 * self.num_words
+        self._first.num_made += 1
+        ctypes.memmove(address, self._bits[self._position].tobytes(), num_bytes)
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["when they are wanted", "ahead"])
