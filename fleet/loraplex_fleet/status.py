@@ -83,7 +83,7 @@ class Status:
 
     @property
     def failure(self) -> str:
-        """What does not start, why, and what serves nevertheless; empty where nothing has failed."""
+        """The parts that do not start, why, and how much serves nevertheless; empty where nothing has failed."""
         return "; ".join(
             f"{part.kind}s do not start: {part.why}; "
             + (f"{part.running} serve as before" if part.running else "none serves")
@@ -105,13 +105,13 @@ class Ended:
     left: tuple[str, ...] = ()  # the applications that Serve still has
 
     def text(self, fleet: str) -> str:
-        """What has ended, in words."""
+        """The sentence that tells the fleet's end, and Ray's."""
         if not self.fleet:
             return f"there was no fleet {fleet}; Ray on this machine has ended"
         return f"fleet {fleet} has ended" + (", and so has Ray on this machine" if self.ray else "")
 
     def missing(self, fleet: str) -> str:
-        """That there is no such fleet, and which ones there are."""
+        """The sentence that there is no such fleet, with the names of those that there are."""
         there = f"; there is {', '.join(names)}" if (names := fleets_of(self.left)) else ""
         return f"there is no fleet {fleet}{there}"
 
@@ -146,7 +146,7 @@ def part_of(kind: str, details: Mapping[str, Any] | None, view: View, free: str,
 
 
 def _raised(message: str) -> str:
-    """What a replica raised, from Serve's message; the message's end where it has none of our errors."""
+    """The error of a replica in Serve's message; the message's end where it has none of ours."""
     _, found, text = message.rpartition(_RAISED)
     return " ".join((text if found else message).split())[-MAX_MESSAGE:]
 

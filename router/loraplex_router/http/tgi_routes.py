@@ -200,7 +200,7 @@ class TgiRoutes:
         return JSONResponse(sglang.server_info_of(self._backend.base_names()[0], info))
 
     def _model_info(self) -> pb.GetInfoResponse:
-        """What workers say of their model. Raises NoWorker before any has."""
+        """The model's facts, as workers tell them. Raises NoWorker before any has."""
         if (info := self._backend.replicas.model_info) is None:
             raise self._backend.replicas.no_worker()
         return info

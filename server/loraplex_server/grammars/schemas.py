@@ -47,7 +47,7 @@ def schemas_in(schema: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def target_of(root: dict[str, Any], reference: str) -> Any:
-    """What a reference `#` or `#/...` leads to; None for nothing."""
+    """The part that a reference `#` or `#/...` leads to; None where there is none."""
     found: Any = root
     for key in unquote(reference).split("/")[1:]:
         key = key.replace("~1", "/").replace("~0", "~")

@@ -90,7 +90,7 @@ def test_the_field_is_named() -> None:
 
 
 def test_matching_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not matched any more is taken as it is."""
+    """Paths beyond the bound are taken as they are."""
     monkeypatch.setattr(peft_targets, "MAX_STEPS", 10_000)
     choice = TargetChoice({"target_modules": r".*(a|b)+x"})
     found = [choice.field_against(f"model.layers.{idx}.q_proj") for idx in range(100)]

@@ -462,12 +462,10 @@ def test_an_answer_in_json_or_calls_of_strict_tools() -> None:
         assert is_legal(grammar.text, '{"name": "f"}')
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.parameter is None])
 def test_references_within_parameters_beside_an_answer_in_json(name: str) -> None:
     """To the parameters themselves, or from there to one of them: where a call is JSON, its root is another."""
     form = FORMS[name]
-    if form.parameter is not None:
-        return  # it takes no references of its own
     nested = {
         "type": "object",
         "properties": {"a": {"enum": [1, 2]}, "b": {"$ref": "#/properties/a"}, "c": {"$ref": "#"}},
