@@ -245,7 +245,7 @@ def test_the_largest_score_may_come_last(backend: NativePagedAttention, dtype: t
         scores = problem.key[:, 0, :].double().sum(-1) * problem.spec.scaling
         weights = scores.repeat(400, 1).masked_fill(positions > positions[:, None], -torch.inf).softmax(-1)
         want = (weights @ problem.value[:, 0].double())[:, None].expand(-1, 2, -1)
-        tolerance = 2 * max(TOLERANCES[dtype], 6e-8 * float(scores.max()))  # float32 rounds scores of that size
+        tolerance = 4 * max(TOLERANCES[dtype] / 2, 6e-8 * float(scores.max()))  # float32 rounds sums of that size
         torch.testing.assert_close(problem.run(backend).double(), want, rtol=tolerance, atol=tolerance)
 
 

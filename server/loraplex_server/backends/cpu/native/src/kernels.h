@@ -227,10 +227,11 @@ struct Kernels {
 constexpr int kAttendKeys = 128;  // that are attended to at once, where tiles do it
 constexpr int kAttendRows = 128;
 constexpr int kVectorKeys = 256;  // and where vectors do it
+constexpr int kVectorRows = 64;
 
 // Elements of float that `attend` needs.
 static inline int64_t attend_scratch(int64_t dim) {
-  const int64_t by_vectors = 16 * kVectorKeys + 56 * dim;
+  const int64_t by_vectors = kVectorRows * kVectorKeys + (2 * kVectorRows + 24) * dim;
   const int64_t by_tiles = (3 * kAttendKeys / 2 + 3 * kAttendRows / 2 + 32) * dim + 24 * kAttendKeys + 2 * kAttendRows;
   return (by_vectors > by_tiles ? by_vectors : by_tiles) + 64;
 }

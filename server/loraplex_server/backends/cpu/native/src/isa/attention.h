@@ -3,67 +3,13 @@
 
 #include "../kernels.h"
 #include "attention_pairs.h"
+#include "attention_scores.h"
 #include "attention_tiles.h"
 #include "pages.h"
 #include "vector.h"
 
 namespace lp {
 namespace LP_ISA {
-
-static inline Floats dot_dim(const float* a, const float* b, int dim, Floats acc) {
-  for (int i = 0; i < dim; i += 16) acc = fmadd(load(a + i), load(b + i), acc);
-  return acc;
-}
-
-static inline Floats dot_dim(const bf16* a, const bf16* b, int dim, Floats acc) {
-  for (int i = 0; i < dim; i += 32) acc = dot_pairs(acc, load_words(a + i), load_words(b + i));
-  return acc;
-}
-
-// scores[row][i] of the keys at begin + i, for rows in fours; keys in fours, the last ones repeated. `memory`: of 16 rows.
-template <class D>
-static void score(const AttendTask& t, const typename D::T* q, int num_rows, int64_t begin, int64_t end, void* memory,
-                  float* scores, int64_t stride) {
-#ifdef LP_ATTENDS_BY_PAIRS
-  if constexpr (sizeof(typename D::T) == 2) {
-    score_pairs(t, q, num_rows, begin, end, (bf16*)memory, scores, stride);
-    return;
-  }
-#endif
-  (void)memory;
-  typedef typename D::T T;
-  const int64_t ahead = begin + 16;  // keys that are fetched early; values all are: they are read only later
-  Cursor<D> key(t.k, t, begin), early(t.k, t, ahead < end ? ahead : begin), value(t.v, t, begin);
-  for (int64_t at = begin; at < end; at += 4) {
-    const T* keys[4];
-    for (int i = 0; i < 4; i++) {
-      keys[i] = at + i < end ? key.row() : keys[i - 1];
-      if (at + i >= end) continue;
-      key.next();
-      fetch_early(value.row(), t.dim * (int)sizeof(T));
-      value.next();
-      if (at + i + 16 < end) fetch_early(early.row(), t.dim * (int)sizeof(T)), early.next();
-    }
-    for (int row = 0; row < num_rows; row += 4) {
-      Floats acc[16];
-      for (int r = 0; r < 4; r++)
-        for (int i = 0; i < 4; i++)
-          acc[r * 4 + i] = dot_dim(q + (row + r) * t.dim, keys[i], t.dim, zeros());
-      store_quarters(scores + row * stride + (at - begin), stride, mul(sums16(acc), all(t.scaling)));
-    }
-  }
-}
-
-// How weights lie where their scores did.
-template <class D>
-struct Weights {
-#ifdef LP_ATTENDS_BY_PAIRS
-  typedef typename D::T T;
-#else
-  typedef float T;
-#endif
-  static const int per_score = sizeof(float) / sizeof(T);
-};
 
 // A row's largest score so far, and the sum of its weights, which are relative to that score.
 struct Softmax {
@@ -92,7 +38,7 @@ static float soften(float* scores, int64_t from, int64_t to, int64_t length, flo
   const float shrinks = row.top == highest ? 1.0f : largest(exp_ps(all(row.top - highest)));
   const Floats peak = all(highest);
   Floats total = zeros();
-  auto* weights = (typename Weights<D>::T*)scores;  // none reaches a score that is still read
+  auto* weights = (typename Multiplied<D>::T*)scores;  // none reaches a score that is still read
   int64_t i = 0;
   for (; i < (from & ~15); i += 16) store(weights + i, zeros());
   for (; i < to; i += 16) {
@@ -131,7 +77,7 @@ static void weigh(const AttendTask& t, const float* weights, int64_t stride, int
 
 // out[4][dim] = weights[4] . values of keys [from, to); weights are of the keys from `begin` on.
 template <class D>
-static void weigh_rows(const AttendTask& t, const typename Weights<D>::T* weights, int64_t stride, int64_t begin, int64_t from,
+static void weigh_rows(const AttendTask& t, const typename Multiplied<D>::T* weights, int64_t stride, int64_t begin, int64_t from,
                        int64_t to, float* out) {
 #ifdef LP_ATTENDS_BY_PAIRS
   if constexpr (sizeof(typename D::T) == 2) {
@@ -165,16 +111,15 @@ static inline Seen seen_by(const AttendTask& t, int64_t position, int64_t begin,
   return {from, to};
 }
 
-// A task's memory, rows in sixteens.
+// A task's memory; `rows` is kVectorRows.
 template <class D>
 struct VectorMemory {
-  float *scores, *sums, *part, *alone;  // [16][kVectorKeys], [16][dim], [4][dim], [4][dim]
-  typename D::T* q;                     // [16][dim]
-  void* keys;                           // of 16 rows
+  float *scores, *sums, *part, *alone;  // [rows][kVectorKeys], [rows][dim], [4][dim], [4][dim]
+  typename Multiplied<D>::T *q, *keys;  // [rows][dim], [dim][16]
 
   VectorMemory(float* scratch, int dim)
-      : scores(scratch), sums(scores + 16 * kVectorKeys), part(sums + 16 * dim), alone(part + 4 * dim),
-        q((typename D::T*)(alone + 4 * dim)), keys(alone + 20 * dim) {}
+      : scores(scratch), sums(scores + kVectorRows * kVectorKeys), part(sums + kVectorRows * dim), alone(part + 4 * dim),
+        q((typename Multiplied<D>::T*)(alone + 4 * dim)), keys((typename Multiplied<D>::T*)(alone + (4 + kVectorRows) * dim)) {}
 };
 
 // Goes through the keys in blocks from a fixed grid, whose scores stay in the nearest cache, and whose sums go on from one
@@ -183,29 +128,29 @@ struct VectorMemory {
 template <class D, bool kSpecial>
 static void attend_block(const AttendTask& t, float* scratch) {
   typedef typename D::T T;
-  const int num_rows = t.num_tokens * t.group, padded = (num_rows + 3) & ~3;  // at most 16
+  const int num_rows = t.num_tokens * t.group, padded = (num_rows + 3) & ~3;  // at most kVectorRows
   const int64_t last = t.first_position + t.num_tokens;
   const VectorMemory<D> m(scratch, t.dim);
-  Softmax rows[16];
+  Softmax rows[kVectorRows];
   for (int r = 0; r < padded; r++) {
     const int from = r < num_rows ? r : 0;
-    __builtin_memcpy(m.q + r * t.dim, (const T*)t.q + (from / t.group) * t.q_token_stride + (from % t.group) * t.dim,
-                     (size_t)t.dim * sizeof(T));
+    const T* q = (const T*)t.q + (from / t.group) * t.q_token_stride + (from % t.group) * t.dim;
+    for (int i = 0; i < t.dim; i += 16) store(m.q + r * t.dim + i, load(q + i));
     rows[r] = {-__builtin_inff(), 0.0f};
     if (kSpecial && t.sinks != nullptr) rows[r] = {t.sinks[from % t.group], 1.0f};  // as if seen before all others
   }
   __builtin_memset(m.sums, 0, sizeof(float) * (size_t)(padded * t.dim));
   int64_t begin = first_key<kSpecial>(t, t.first_position);
   begin = begin < 0 ? 0 : begin / kVectorKeys * kVectorKeys;
-  const int64_t stride = kVectorKeys * Weights<D>::per_score;
-  const auto* weights = (const typename Weights<D>::T*)m.scores;
+  const int64_t stride = kVectorKeys * (int)(sizeof(float) / sizeof(typename Multiplied<D>::T));  // weights lie where scores did
+  const auto* weights = (const typename Multiplied<D>::T*)m.scores;
   for (; begin < last; begin += kVectorKeys) {
     const int64_t length = last - begin < kVectorKeys ? last - begin : kVectorKeys;
     score<D>(t, m.q, padded, begin, begin + length, m.keys, m.scores, kVectorKeys);
     for (int first = 0; first < padded; first += 4) {
       Seen seen[4];
       float shrinks[4];
-      bool sees = false;
+      int64_t to = 0;
       for (int r = first; r < first + 4; r++) {
         const int from = r < num_rows ? r : 0, head = from % t.group;
         seen[r - first] = seen_by<kSpecial>(t, t.first_position + from / t.group, begin, length);
@@ -214,13 +159,13 @@ static void attend_block(const AttendTask& t, float* scratch) {
         float* scores = m.scores + r * kVectorKeys;
         if (one.from < one.to) {
           shrinks[r - first] = soften<D, kSpecial>(scores, one.from, one.to, (length + 15) & ~15, t.softcap, bias, rows[r]);
-          sees = true;
+          if (one.to > to) to = one.to;
         } else {
           __builtin_memset(scores, 0, sizeof(float) * kVectorKeys);
         }
       }
-      if (!sees) continue;
-      weigh_rows<D>(t, weights + first * stride, stride, begin, begin, begin + length, m.part);
+      if (to == 0) continue;
+      weigh_rows<D>(t, weights + first * stride, stride, begin, begin, begin + to, m.part);
       for (int r = first; r < first + 4 && r < num_rows; r++) {
         const Seen& one = seen[r - first];
         if (one.from >= one.to) continue;
@@ -266,7 +211,7 @@ static int attend_rows(DType dtype) {
   if (dtype == DType::BF16) return kAttendRows;
 #endif
   (void)dtype;
-  return 16;
+  return kVectorRows;
 }
 
 }  // namespace LP_ISA

@@ -85,7 +85,7 @@ static void take_queries(const AttendTask& t, bf16* q) {
                                                    row % t.group * t.dim + c)
                               : _mm512_setzero_si512();
       }
-      transpose_pairs(v);
+      transpose_words(v);
       for (int r = 0; r < 16; r++) _mm512_store_si512(q + r * 32, v[r]);
     }
 }
@@ -245,7 +245,7 @@ static __m512 soften_tile(const AttendTask& t, const Sight& sight, const Biases&
       odd = _mm512_add_ps(odd, b);
       v[j] = _mm512_permutexvar_epi16(pairs, (__m512i)_mm512_cvtne2ps_pbh(b, a));
     }
-    transpose_pairs(v);
+    transpose_words(v);
     for (int r = 0; r < 16; r++) _mm512_store_si512(p + i * 16 + r * 32, v[r]);
   }
   _mm512_store_ps(top, now);

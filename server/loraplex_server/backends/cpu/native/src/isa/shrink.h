@@ -106,7 +106,7 @@ static void shrink_tiles(const bf16* x, int64_t x_stride, int m, const bf16* a, 
       __m512i v[16];
       for (int r = 0; r < 16; r++)
         v[r] = r < rank ? _mm512_loadu_si512(a + r * k + i + 32 * s) : _mm512_setzero_si512();
-      transpose_pairs(v);
+      transpose_words(v);
       for (int r = 0; r < 16; r++) _mm512_store_si512(b[s] + r * 32, v[r]);
     }
     for (int s = 0; s < steps; s++) {

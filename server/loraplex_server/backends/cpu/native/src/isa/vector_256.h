@@ -134,14 +134,6 @@ static inline void stream_line(void* to, const void* from) {
   _mm256_stream_si256((__m256i*)to + 1, _mm256_load_si256((const __m256i*)from + 1));
 }
 
-// Each quarter to a row of its own.
-static inline void store_quarters(float* to, int64_t stride, Floats x) {
-  _mm_storeu_ps(to, _mm256_castps256_ps128(x.low));
-  _mm_storeu_ps(to + stride, _mm256_extractf128_ps(x.low, 1));
-  _mm_storeu_ps(to + 2 * stride, _mm256_castps256_ps128(x.high));
-  _mm_storeu_ps(to + 3 * stride, _mm256_extractf128_ps(x.high, 1));
-}
-
 // p[i * stride] of 16 lanes, strides in elements. Single loads are faster than the instruction for it.
 static inline Floats gather(const float* p, int64_t stride) {
   alignas(32) float line[16];
@@ -296,6 +288,20 @@ static inline void transpose8(__m256i* v) {
   }
 }
 
+// Columns of v become rows: 16 rows of 16 words.
+static inline void transpose_words(Words* v) {
+  __m256i quarters[4][8];  // of upper rows: left and right, and so of lower ones
+  for (int i = 0; i < 8; i++) {
+    quarters[0][i] = v[i].low, quarters[1][i] = v[i].high;
+    quarters[2][i] = v[8 + i].low, quarters[3][i] = v[8 + i].high;
+  }
+  for (int i = 0; i < 4; i++) transpose8(quarters[i]);
+  for (int i = 0; i < 8; i++) {
+    v[i] = {quarters[0][i], quarters[2][i]};
+    v[8 + i] = {quarters[1][i], quarters[3][i]};
+  }
+}
+
 // v[8] = pairs of ranks, each of 16 outputs, of 16 ranks in bfloat16.
 static inline void transpose_outputs(const bf16* b, int64_t stride, Part, Words* v) {
   __m256i low[8], high[8];
@@ -446,6 +452,7 @@ struct Int4Pair {
 
 // Vectors that stay in 16 registers of half their size.
 static const int kShrinkRows = 2, kShrinkRanks = 2, kShrinkRanksOfOne = 4;  // of inner products at once
+static const int kScoreRows = 4;                                             // of queries, for 16 keys
 static const int kWeighColumns = 1;                                          // of 16 values, for four rows
 
 }  // namespace LP_ISA

@@ -95,17 +95,6 @@ static inline void stream_line(void* to, const void* from) {
   _mm512_stream_si512((__m512i*)to, _mm512_load_si512(from));
 }
 
-// Each quarter to a row of its own.
-static inline void store_quarters(float* to, int64_t stride, Floats x) {
-  for (int r = 0; r < 4; r++) {
-    __m128 four = r == 0   ? _mm512_extractf32x4_ps(x, 0)
-                  : r == 1 ? _mm512_extractf32x4_ps(x, 1)
-                  : r == 2 ? _mm512_extractf32x4_ps(x, 2)
-                           : _mm512_extractf32x4_ps(x, 3);
-    _mm_storeu_ps(to + r * stride, four);
-  }
-}
-
 // p[i * stride] of 16 lanes, strides in elements.
 static inline Floats gather(const float* p, int64_t stride) {
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -199,8 +188,8 @@ static inline void transpose_fours(__m512i* v) {
   }
 }
 
-// Columns of v become rows: 16 rows of 16 pairs.
-static inline void transpose_pairs(__m512i* v) {
+// Columns of v become rows: 16 rows of 16 words.
+static inline void transpose_words(__m512i* v) {
   __m512i w[16];
   transpose_fours<16>(v);
   // v[4i + j], quarter q: pair 4q + j of rows 4i to 4i + 3
@@ -368,6 +357,7 @@ struct Int4Pair {
 
 // Vectors that stay in 32 registers.
 static const int kShrinkRows = 4, kShrinkRanks = 4, kShrinkRanksOfOne = 8;  // of inner products at once
+static const int kScoreRows = 8;                                             // of queries, for 16 keys
 static const int kWeighColumns = 4;                                          // of 16 values, for four rows
 
 }  // namespace LP_ISA

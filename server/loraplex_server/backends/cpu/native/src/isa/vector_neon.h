@@ -138,11 +138,6 @@ static inline void store_words(void* p, Words x) {
 // Copies a whole line.
 static inline void stream_line(void* to, const void* from) { store_words(to, load_words(from)); }
 
-// Each quarter to a row of its own.
-static inline void store_quarters(float* to, int64_t stride, Floats x) {
-  for (int i = 0; i < 4; i++) vst1q_f32(to + i * stride, x.v[i]);
-}
-
 // p[i * stride] of 16 lanes, strides in elements.
 static inline Floats gather(const float* p, int64_t stride) {
   alignas(16) float line[16];
@@ -318,6 +313,31 @@ static inline Floats sums16(const Floats* v) {
   });
 }
 
+// Columns of 4 rows of words become rows.
+static inline void transpose4(uint32x4_t* v) {
+  const uint32x4_t a = vtrn1q_u32(v[0], v[1]), b = vtrn2q_u32(v[0], v[1]);
+  const uint32x4_t c = vtrn1q_u32(v[2], v[3]), d = vtrn2q_u32(v[2], v[3]);
+  const auto halves = [](uint32x4_t x, uint32x4_t y, bool upper) {
+    const uint64x2_t p = vreinterpretq_u64_u32(x), q = vreinterpretq_u64_u32(y);
+    return vreinterpretq_u32_u64(upper ? vzip2q_u64(p, q) : vzip1q_u64(p, q));
+  };
+  v[0] = halves(a, c, false), v[1] = halves(b, d, false);
+  v[2] = halves(a, c, true), v[3] = halves(b, d, true);
+}
+
+// Columns of v become rows: 16 rows of 16 words.
+static inline void transpose_words(Words* v) {
+  Words columns[16];
+  for (int from = 0; from < 4; from++)
+    for (int to = 0; to < 4; to++) {
+      uint32x4_t four[4];
+      for (int i = 0; i < 4; i++) four[i] = v[4 * from + i].v[to];
+      transpose4(four);
+      for (int i = 0; i < 4; i++) columns[4 * to + i].v[from] = four[i];
+    }
+  for (int i = 0; i < 16; i++) v[i] = columns[i];
+}
+
 // v[8] = pairs of ranks, each of 16 outputs, of 16 ranks in bfloat16.
 static inline void transpose_outputs(const bf16* b, int64_t stride, Part, Words* v) {
   uint32_t pairs[8][16];
@@ -427,6 +447,7 @@ struct Int4Pair {
 
 // Vectors that stay in 32 registers of a quarter of their size.
 static const int kShrinkRows = 2, kShrinkRanks = 2, kShrinkRanksOfOne = 4;  // of inner products at once
+static const int kScoreRows = 4;                                             // of queries, for 16 keys
 static const int kWeighColumns = 1;                                          // of 16 values, for four rows
 
 }  // namespace LP_ISA

@@ -1,0 +1,106 @@
+// Scores of queries with keys. Keys lie transposed, in sixteens, so that a score is a sum in one lane.
+#pragma once
+
+#include "../kernels.h"
+#include "pages.h"
+#include "vector.h"
+
+namespace lp {
+namespace LP_ISA {
+
+static const int kKeys = 16;  // whose scores are computed at once
+
+// In what queries, keys and weights are multiplied.
+template <class D>
+struct Multiplied {
+#ifdef LP_ATTENDS_BY_PAIRS
+  typedef typename D::T T;
+#else
+  typedef float T;
+#endif
+};
+
+// Rows of M queries times keys, [dim][kKeys]. Each score is a sum of sums of 16: one long sum would be less exact.
+template <int M>
+static inline void score_rows(const float* q, int dim, const float* keys, Floats scaling, float* scores, int64_t stride) {
+  Floats total[M];
+  for (int r = 0; r < M; r++) total[r] = zeros();
+  for (int c = 0; c < dim; c += 16) {
+    Floats acc[M];
+    for (int r = 0; r < M; r++) acc[r] = zeros();
+    for (int i = c; i < c + 16; i++, keys += kKeys) {
+      const Floats one = load(keys);
+      for (int r = 0; r < M; r++) acc[r] = fmadd(one, all(q[r * dim + i]), acc[r]);
+    }
+    for (int r = 0; r < M; r++) total[r] = add(total[r], acc[r]);
+  }
+  for (int r = 0; r < M; r++) store(scores + r * stride, mul(total[r], scaling));
+}
+
+// The same of pairs, [dim / 2][kKeys]. Each score is two sums, of the even and of the odd pairs.
+template <int M>
+static inline void score_rows(const bf16* q, int dim, const bf16* keys, Floats scaling, float* scores, int64_t stride) {
+  Floats even[M], odd[M];
+  for (int r = 0; r < M; r++) even[r] = odd[r] = zeros();
+  for (int i = 0; i < dim; i += 4, keys += 4 * kKeys) {
+    const Words one = load_words(keys), other = load_words(keys + 2 * kKeys);
+    for (int r = 0; r < M; r++) {
+      int32_t pairs[2];
+      __builtin_memcpy(pairs, q + r * dim + i, 8);
+      even[r] = dot_pairs(even[r], one, all_words(pairs[0]));
+      odd[r] = dot_pairs(odd[r], other, all_words(pairs[1]));
+    }
+  }
+  for (int r = 0; r < M; r++) store(scores + r * stride, mul(add(even[r], odd[r]), scaling));
+}
+
+// Words of 16 keys, [16], as they are multiplied: of floats, of pairs, and of pairs that become floats.
+static inline void store_keys(const float*, Words words, float* to) { store_words(to, words); }
+static inline void store_keys(const bf16*, Words words, bf16* to) { store_words(to, words); }
+static inline void store_keys(const bf16*, Words words, float* to) {
+  store(to, evens(words));
+  store(to + kKeys, odds(words));
+}
+
+// keys[dim][kKeys] of `count` rows; the others are 0.
+template <class T, class M>
+static inline void transpose_keys(const T* const* rows, int count, int dim, M* keys) {
+  const int per_word = 4 / (int)sizeof(T);
+  for (int c = 0; c < dim; c += 16 * per_word) {
+    Words v[kKeys];
+    for (int i = 0; i < kKeys; i++) v[i] = i < count ? load_words(rows[i] + c) : no_words();
+    transpose_words(v);
+    for (int i = 0; i < kKeys; i++) store_keys((const T*)nullptr, v[i], keys + (c + i * per_word) * kKeys);
+  }
+}
+
+// scores[row][i] of the keys at begin + i, for rows in fours that see any of 16 keys. `keys`: memory of kKeys rows.
+template <class D>
+static void score(const AttendTask& t, const typename Multiplied<D>::T* q, int num_rows, int64_t begin, int64_t end,
+                  typename Multiplied<D>::T* keys, float* scores, int64_t stride) {
+  typedef typename D::T T;
+  const int num_bytes = t.dim * (int)sizeof(T);
+  const Floats scaling = all(t.scaling);
+  Cursor<D> key(t.k, t, begin), early(t.k, t, begin + kKeys < end ? begin + kKeys : begin), value(t.v, t, begin);
+  for (int64_t at = begin; at < end; at += kKeys) {
+    const int count = end - at < kKeys ? (int)(end - at) : kKeys;
+    const T* rows[kKeys];
+    for (int i = 0; i < count; i++) {
+      rows[i] = key.row();
+      key.next();
+      fetch_early(value.row(), num_bytes);  // which is read only later
+      value.next();
+      if (at + i + kKeys < end) fetch_early(early.row(), num_bytes), early.next();
+    }
+    transpose_keys(rows, count, t.dim, keys);
+    float* to = scores + (at - begin);
+    const int64_t unseeing = (at - t.first_position) * t.group;  // the first rows, whose queries come before these keys
+    int row = unseeing > 0 ? (int)(unseeing & ~3) : 0;
+    for (; row + kScoreRows <= num_rows; row += kScoreRows)
+      score_rows<kScoreRows>(q + row * t.dim, t.dim, keys, scaling, to + row * stride, stride);
+    for (; row < num_rows; row += 4) score_rows<4>(q + row * t.dim, t.dim, keys, scaling, to + row * stride, stride);
+  }
+}
+
+}  // namespace LP_ISA
+}  // namespace lp
