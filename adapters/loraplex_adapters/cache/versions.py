@@ -1,8 +1,8 @@
 """Versions of adapters: the contents that each name has or had.
 
 `Versions` is pure. `VersionLog` keeps it in a file of the store, so that a restarted worker knows it again: one line
-for each change, written anew at a start and where most lines are out of date. A store serves one base model at a time:
-contents prepared for another one are not served, so the file says for which one it was written.
+for each change, written anew at a process's first change and where most lines are out of date. Contents prepared for
+one base model are not served with another, so each has a file of its own, which the others leave alone.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from loraplex_contracts.errors import AdapterVersionNotFound
 log = logging.getLogger(__name__)
 
 MAX_VERSIONS: Final = 16  # of one name, that may be asked for by digest
-LOG_NAME: Final = "versions"
 SPARE_LINES: Final = 4096  # out of date, before the file is written anew
-_TITLE: Final = "loraplex versions 1 "
+# The number is the format's: another one is another file, so that a release leaves those of later ones alone.
+_PREFIX: Final = "versions"
+_FORMAT: Final = "1"
 _LINE: Final = re.compile(r"([^\s:@]+) (?:(lora|medusa|combined)-([0-9a-f]{64})|-)\Z")
 
 # A name's latest content, or None where its versions are forgotten.
@@ -92,12 +93,10 @@ class VersionLog:
 
     def __init__(self, folder: Path, base: str, is_stored: Callable[[AdapterKey], bool]) -> None:
         """`base` says in one word for which base model the contents were prepared; `is_stored`: the store has it."""
-        self._path = folder / LOG_NAME
-        self._title = f"{_TITLE}{base}"
-        self.versions = Versions(change for change in self._read() if change[1] is None or is_stored(change[1]))
+        self._path = folder / f"{_PREFIX}-{_FORMAT}-{base}"
         self._num_lines = 0
         self._fd = -1
-        self._write_anew()
+        self.versions = Versions(change for change in self._read() if change[1] is None or is_stored(change[1]))
 
     def save(self) -> None:
         """Writes what has changed since the last call."""
@@ -121,10 +120,18 @@ class VersionLog:
 
     def _read(self) -> Iterator[Change]:
         try:
-            title, *lines = self._path.read_text(errors="replace").split("\n")
-        except OSError:
+            lines = self._path.read_text(errors="replace").split("\n")
+        except FileNotFoundError:
+            others = self._path.parent / f"{_PREFIX}*"
+            if any(others.parent.glob(others.name)):
+                log.warning(
+                    "no earlier version of an adapter (NAME@DIGEST) is known: those in %s, which stay, are of another "
+                    "base model, dtype, --max-lora-rank, --adapter-templates or release",
+                    others,
+                )
             return
-        if title != self._title:
+        except OSError as error:
+            self._give_up(error)
             return
         for line in lines:
             if found := _LINE.match(line):
@@ -133,10 +140,9 @@ class VersionLog:
 
     def _write_anew(self) -> None:
         self.close()
-        temporary = self._path.with_suffix(".new")
-        lines = [self._title, *(_line(*change) for change in self.versions)]
+        temporary = self._path.with_name(f".{self._path.name}.new")
         try:
-            temporary.write_text("\n".join(lines))
+            temporary.write_text("\n".join(_line(*change) for change in self.versions))
             temporary.replace(self._path)
             self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
             self._num_lines = len(self.versions)

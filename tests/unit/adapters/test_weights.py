@@ -29,6 +29,7 @@ from loraplex_adapters.weights import (
     ClassifierShape,
     FactorShape,
     HeadsShape,
+    TargetModule,
     place_adapter,
     weights_at,
 )
@@ -179,6 +180,27 @@ def test_a_loras_digest_is_that_of_stores_from_before_there_were_heads(dtype: st
     write_adapter(tmp_path / "x", tensors=tensors)
     imported, _ = load(DirectorySource(tmp_path), "x", base_targets(dtype), tmp_path / "store")
     assert imported.key == AdapterKey("lora", digest)
+
+
+FACTS = TargetModule(
+    "p", "experts", 2, 3, is_conv1d=True, has_bias=True, is_shared=True, is_lookup=False,
+    weights=lambda: (torch.zeros(3, 2), None), weight_sha256="00", num_experts=4, swaps_features=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("targets", "digest"),
+    [
+        (base_targets(), "49af55fa19b3497acc8d95e1ee2976ca861a59808672a63591f088bd86114048"),
+        (
+            BaseTargets({"p": FACTS}, "m", "bfloat16", 8, 2, 3, parameters={"n": {"w": (2,)}}, tied_head="p"),
+            "9f6b10e474e8a0edfe1b7bca2751b2fed04688bc02d4b83b10c4c27c024d624a",
+        ),
+    ],
+)
+def test_the_digest_of_a_base_model_outlives_releases(targets: BaseTargets, digest: str) -> None:
+    """A store finds versions of adapters by it: leave a new fact out where it is at its default."""
+    assert targets.digest == digest
 
 
 class Watched:

@@ -549,6 +549,9 @@ def test_versions_are_known_after_a_restart(make_engine: Callable[..., Engine], 
     third = make_engine(store_dir=tmp_path / "store", with_templates=True)
     with pytest.raises(AdapterVersionNotFound):
         third.cache.get(f"a0@{old[:8]}")
+    third.load("a1")
+    third.cache.close()
+    assert make_engine(store_dir=tmp_path / "store").resolve(f"a0@{old[:8]}").digest == old, "the third took none away"
 
 
 def test_templates_beside_an_adapter_are_reported_and_not_touched(

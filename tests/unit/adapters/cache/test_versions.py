@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 
 from loraplex_adapters.cache import versions as module
-from loraplex_adapters.cache.versions import LOG_NAME, MAX_VERSIONS, SPARE_LINES, VersionLog
+from loraplex_adapters.cache.versions import MAX_VERSIONS, SPARE_LINES, VersionLog
 from loraplex_contracts.adapters import AdapterKey
 
 
 def key(number: int) -> AdapterKey:
     return AdapterKey("lora", f"{number:064x}"[::-1])
+
+
+LOG_NAME = "versions-1-base"
 
 
 def opened(folder: Path, base: str = "base") -> VersionLog:
@@ -36,7 +39,7 @@ def test_a_new_process_knows_them(tmp_path: Path) -> None:
     again.close()
 
 
-def test_only_contents_of_this_base_model_that_the_store_has(tmp_path: Path) -> None:
+def test_only_contents_that_the_store_has(tmp_path: Path) -> None:
     log = opened(tmp_path)
     for number in (1, 2):
         log.versions.remember("a", key(number))
@@ -45,9 +48,35 @@ def test_only_contents_of_this_base_model_that_the_store_has(tmp_path: Path) -> 
     one = VersionLog(tmp_path, "base", lambda found: found == key(2))
     assert list(one.versions) == [("a", key(2))]
     one.close()
-    other = opened(tmp_path, "another base")
+
+
+def test_each_base_model_has_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A worker that was started with another model, or another release, must not lose them for the next one."""
+    log = opened(tmp_path)
+    log.versions.remember("a", key(1))
+    log.save()
+    log.close()
+    assert not caplog.text
+    other = opened(tmp_path, "another")
     assert list(other.versions) == []
+    assert caplog.text.count("no earlier version of an adapter") == 1
+    other.versions.remember("a", key(2))
+    other.save()
     other.close()
+    for base, number in (("base", 1), ("another", 2)):
+        again = opened(tmp_path, base)
+        assert list(again.versions) == [("a", key(number))]
+        again.close()
+
+
+def test_a_file_of_a_later_format_stays(tmp_path: Path) -> None:
+    later = tmp_path / "versions-2-base"
+    later.write_text("something else")
+    log = opened(tmp_path)
+    log.versions.remember("a", key(1))
+    log.save()
+    log.close()
+    assert later.read_text() == "something else"
 
 
 def test_lines_that_were_cut_spoil_no_others(tmp_path: Path) -> None:
@@ -64,7 +93,7 @@ def test_lines_that_were_cut_spoil_no_others(tmp_path: Path) -> None:
     again.close()
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"loraplex versions 2 base\na lora-" + b"0" * 64])
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"a lora-" + b"0" * 63, b"a: lora-" + b"0" * 64])
 def test_a_file_that_is_none_is_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / LOG_NAME).write_bytes(content)
     log = opened(tmp_path)
@@ -84,10 +113,20 @@ def test_the_file_is_bounded(tmp_path: Path) -> None:
     again.close()
 
 
+def test_a_file_that_cannot_be_read_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / LOG_NAME).mkdir()
+    log = opened(tmp_path)
+    assert list(log.versions) == []
+    assert LOG_NAME in caplog.text
+    log.close()
+
+
 def test_a_full_disk_is_logged_and_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = opened(tmp_path)
+    log.versions.remember("first", key(0))
+    log.save()
 
     def refuse(*_: object) -> int:
         raise OSError(errno.ENOSPC, "no space left")
@@ -101,5 +140,5 @@ def test_a_full_disk_is_logged_and_tried_again(
     log.save()
     log.close()
     again = opened(tmp_path)
-    assert list(again.versions) == [("a", key(1)), ("b", key(2))]
+    assert list(again.versions) == [("first", key(0)), ("a", key(1)), ("b", key(2))]
     again.close()
