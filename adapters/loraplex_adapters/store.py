@@ -3,7 +3,8 @@
 One file per adapter: magic, length of the header, header (canonical JSON: kind, payload size, layout), zeros up to a
 page, payload. The digest is SHA-256 over header and payload, and it is the file's name; so equal content is one file
 under any number of names, and a changed file is noticed. Files appear by rename, complete or not at all. The index is
-rebuilt from the files after a restart; a payload from an earlier process is hashed again before its first use.
+rebuilt from the files after a restart; a payload from an earlier process is hashed again before its first use. Files of
+later formats are left alone, so that the release that wrote them finds them again.
 
 Owns its directory (one process at a time). Does not know formats, sources, or what a layout means. Thread-safe.
 """
@@ -36,7 +37,8 @@ from loraplex_contracts.errors import DiskFull, FailedPrecondition, Unavailable
 
 log = logging.getLogger(__name__)
 
-MAGIC = b"LPXADPT1"
+MAGIC = b"LPXADPT1"  # other digits are later formats
+FORMAT = 1  # of the header
 MAX_HEADER_BYTES = 16 << 20
 REMEMBERED_HEADERS = 16  # parsed; most adapters of a server have one of a few layouts
 RETRY_FULL_S = 5.0
@@ -52,6 +54,10 @@ _NO_FILE = frozenset({errno.ENOENT, errno.ELOOP})
 _OF_THE_PROCESS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 WriteFn = Callable[[memoryview], None]
+
+
+class _LaterFormat(ValueError):
+    """A file that a later release wrote."""
 
 
 @dataclass(slots=True)
@@ -195,9 +201,10 @@ class AdapterStore:
         return self._root / f"{key.kind}-{key.digest}{_SUFFIX}"
 
     def _rebuild(self) -> None:
-        """Rebuilds the index from files of an earlier process. Half-written and malformed ones go; no other process can
-        be writing here."""
+        """Rebuilds the index from files of an earlier process. Half-written and malformed ones go, and those of a later
+        release stay; no other process can be writing here."""
         found: list[tuple[int, AdapterKey, int]] = []
+        num_later = 0
         for path in self._root.iterdir():
             if path.name.startswith(_TEMPORARY):
                 if not _unlink(path):
@@ -214,12 +221,20 @@ class AdapterStore:
             except (OSError, ValueError) as error:
                 if isinstance(error, OSError) and error.errno in _OF_THE_PROCESS:
                     raise
-                if _is_bad_file(error):
+                if isinstance(error, _LaterFormat):
+                    num_later += 1
+                elif _is_bad_file(error):
                     _unlink(path)
                 else:
                     log.warning("the adapter store leaves %s out, which cannot be read: %s", path, error)
                 continue
             found.append((status.st_mtime_ns, key, status.st_size))
+        if num_later:
+            log.warning(
+                "the adapter store %s leaves out adapters of a later release (%d): they stay there, beside what "
+                "--adapter-disk allows; remove the folder where this release is to stay",
+                self._root, num_later,
+            )  # fmt: skip
         for _, key, file_bytes in sorted(found):
             self._entries[key] = _Entry(file_bytes, is_verified=False)
             self._num_bytes += file_bytes
@@ -359,7 +374,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _header(kind: AdapterKind, layout: Mapping[str, Any], payload_bytes: int) -> bytes:
-    content = {"format": 1, "kind": kind, "layout": layout, "payload_bytes": payload_bytes}
+    content = {"format": FORMAT, "kind": kind, "layout": layout, "payload_bytes": payload_bytes}
     return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -367,7 +382,10 @@ def _header(kind: AdapterKind, layout: Mapping[str, Any], payload_bytes: int) ->
 def header_content(header: bytes) -> dict[str, Any]:
     """The content that `_header` wrote, to be read only. Raises ValueError on anything else."""
     content = json.loads(header)
-    if not isinstance(content, dict) or content.get("format") != 1 or not isinstance(content.get("layout"), dict):
+    number = content.get("format") if isinstance(content, dict) else None
+    if type(number) is int and number > FORMAT:
+        raise _LaterFormat
+    if number != FORMAT or not isinstance(content.get("layout"), dict):
         raise ValueError("not a file of the store")
     return content
 
@@ -377,7 +395,8 @@ def _payload_start(header: bytes) -> int:
 
 
 def _map(path: Path, key: AdapterKey, check_digest: bool) -> StoredAdapter:
-    """Maps a file of the store. Raises OSError or ValueError when the file is not what its name says."""
+    """Maps a file of the store. Raises OSError or ValueError when the file is not what its name says, or of a later
+    release."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would hold the thread
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -387,7 +406,10 @@ def _map(path: Path, key: AdapterKey, check_digest: bool) -> StoredAdapter:
         os.close(fd)
     prefix_bytes = len(MAGIC) + 8
     header_bytes = int.from_bytes(mapped[len(MAGIC) : prefix_bytes], "little")
-    if bytes(mapped[: len(MAGIC)]) != MAGIC or header_bytes > min(MAX_HEADER_BYTES, mapped.nbytes):
+    magic = bytes(mapped[: len(MAGIC)])
+    if magic != MAGIC and magic[:-1] == MAGIC[:-1] and magic[-1:].isdigit():
+        raise _LaterFormat
+    if magic != MAGIC or header_bytes > min(MAX_HEADER_BYTES, mapped.nbytes):
         raise ValueError("not a file of the store")
     header = bytes(mapped[prefix_bytes : prefix_bytes + header_bytes])
     content = header_content(header)

@@ -194,6 +194,9 @@ class AdapterWeights:
         return max((f.rank for f in self.factors.values()), default=0)
 
 
+_LAYOUT_KEYS = frozenset(
+    ("dtype", "factors", "medusa", "classifier", "saved", "templates", "pooling", "invocation", "peft_type")
+)
 ALIGN_BYTES = 64
 TOKEN_ID_BYTES = 8
 MAX_DIM = 1 << 32
@@ -298,6 +301,8 @@ class HeadsShape:
         is_whole = num_heads > 0 and hidden_size > 0 and num_projections in (0, 1, num_heads)
         if not is_whole or (num_rows > 0) is not (num_projections > 0) or (shape.has_token_ids and num_rows == 0):
             raise ValueError("not the layout of Medusa heads")
+        if value.keys() - shape.to_json().keys():
+            raise ValueError("not the layout of Medusa heads of this release")
         return shape
 
 
@@ -334,7 +339,10 @@ class ClassifierShape:
         is_size = type(hidden_size) is int and 0 < hidden_size < MAX_DIM
         if not is_list or not is_size or not all(type(flag) is bool for flag in flags):
             raise ValueError("not the layout of a classifier")
-        return ClassifierShape(ClassifierInfo(tuple(labels), flags[0]), hidden_size, flags[1])
+        shape = ClassifierShape(ClassifierInfo(tuple(labels), flags[0]), hidden_size, flags[1])
+        if value.keys() - shape.to_json().keys():
+            raise ValueError("not the layout of a classifier of this release")
+        return shape
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -473,6 +481,8 @@ class AdapterLayout:
         factors, medusa = value.get("factors"), value.get("medusa")
         if value.get("dtype") not in DTYPES or not isinstance(factors, list):
             raise ValueError("not the layout of a LoRA")
+        if unknown := value.keys() - _LAYOUT_KEYS:
+            raise ValueError(f"a layout of another release, with {min(unknown)}")
         heads = None if medusa is None else HeadsShape.from_json(medusa)
         classifier = None if value.get("classifier") is None else ClassifierShape.from_json(value["classifier"])
         saved = map(SavedShape.from_json, value.get("saved", ()))

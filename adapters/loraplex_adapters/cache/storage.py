@@ -182,9 +182,16 @@ class Storage:
         self.recent = RecentImports(self._spare)
 
     def find(self, key: AdapterKey) -> HostCopy | None:
-        """An adapter that is in the store; None where it is not. Nothing is copied."""
+        """An adapter that is in the store; None where it is not, or has a layout of another release. Nothing is
+        copied."""
         stored = self._store.open(key)
-        return None if stored is None else HostCopy(key, _layout(stored.header))
+        if stored is None:
+            return None
+        try:
+            return HostCopy(key, _layout(stored.header))
+        except ValueError as error:
+            log.warning("the adapter store has %s %s, which cannot be served: %s", key.kind, key.digest, error)
+            return None
 
     def stage(self, key: AdapterKey) -> HostCopy | None:
         """Copies an adapter's weights to the host. None when the store has dropped the adapter."""

@@ -104,6 +104,24 @@ def test_a_damaged_file_is_dropped_not_used(tmp_path: Path, damage: str) -> None
     assert put(again, 7) == key
 
 
+@pytest.mark.parametrize(("old", "new"), [(b"LPXADPT1", b"LPXADPT2"), (b'"format":1', b'"format":2')])
+def test_files_of_a_later_release_stay(
+    tmp_path: Path, old: bytes, new: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = AdapterStore(tmp_path, 1 << 20)
+    keys = [put(first, value) for value in range(3)]
+    first.close()
+    for key in keys[1:]:
+        path = tmp_path / f"lora-{key.digest}.adapter"
+        path.write_bytes(path.read_bytes().replace(old, new))
+    before = files(tmp_path)
+    again = AdapterStore(tmp_path, 1 << 20)
+    assert again.keys() == keys[:1]
+    assert again.num_bytes == FILE_BYTES
+    assert files(tmp_path) == before
+    assert caplog.text.count("a later release (2)") == 1
+
+
 def test_a_file_that_vanished_is_just_not_there(tmp_path: Path) -> None:
     store = AdapterStore(tmp_path, 1 << 20)
     key = put(store, 7)

@@ -124,6 +124,16 @@ def test_a_classifier_lies_behind_all_else(heads: HeadsShape | None, has_bias: b
     assert not storage[: without.num_bytes].any()
 
 
+def test_a_layout_with_more_than_this_release_knows_is_refused() -> None:
+    """Whatever a later release adds there changes what is computed."""
+    layout = place_adapter("float32", LORA, SHAPES[0], ClassifierShape(ClassifierInfo(("yes",)), 8)).to_json()
+    assert AdapterLayout.from_json(layout).to_json() == layout
+    new = {"new": 0}
+    for part in (new, {"medusa": layout["medusa"] | new}, {"classifier": layout["classifier"] | new}):
+        with pytest.raises(ValueError, match="release"):
+            AdapterLayout.from_json(layout | part)
+
+
 CLASSIFIER = {"labels": ["a"], "per_token": False, "hidden": 8, "bias": True}
 
 

@@ -64,6 +64,16 @@ def test_from_store_to_device(tmp_path: Path, dtype: str, device: str) -> None:
     assert weights.factors[Q_PROJ].a.abs().sum() > 0
 
 
+def test_a_layout_of_another_release_is_not_there_and_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """After a step back to an older release, which would leave out what it does not know."""
+    store = AdapterStore(tmp_path, 1 << 20)
+    layout = {"dtype": "float32", "factors": [], "twist": 1}
+    key = store.put("lora", layout, 64, lambda write: write(memoryview(bytes(64))))
+    assert Storage(store, torch.device("cpu")).find(key) is None
+    assert "a layout of another release, with twist" in caplog.text
+    assert key in store
+
+
 # --- devices with memory of their own ---------------------------------------------------------------------------------
 
 
