@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from loraplex_fleet.spec import AUTO, ClusterSpec, CountSpec, RouterSpec, ScaleSpec, SecretSpec, WorkerSpec
+from loraplex_fleet.spec import AUTO, VERSION, ClusterSpec, CountSpec, RouterSpec, ScaleSpec, SecretSpec, WorkerSpec
+from loraplex_proto import __version__
 
 WORKERS, ROUTERS = "workers", "routers"
 DELETING: Final = "DELETING"  # Serve's state of what is being ended
@@ -73,16 +74,20 @@ def plain_state(value: Any) -> str:
 
 
 def worker_arguments(spec: ClusterSpec) -> dict[str, Any]:
-    """Settings of workers: a change of anything here rolls them."""
+    """Settings of workers, and the version: a change of anything here rolls them."""
     worker = replace(spec.worker, count=CountSpec(), scale=ScaleSpec())
     secrets = SecretSpec(worker_token_file=spec.secrets.worker_token_file)
-    return replace(spec, address=AUTO, worker=worker, router=RouterSpec(), secrets=secrets).plain()
+    return _arguments(replace(spec, address=AUTO, worker=worker, router=RouterSpec(), secrets=secrets))
 
 
 def router_arguments(spec: ClusterSpec) -> dict[str, Any]:
-    """Settings of routers: a change of anything here rolls them."""
+    """Settings of routers, and the version: a change of anything here rolls them."""
     router, tls = replace(spec.router, count=1), replace(spec.tls, cert="", key="")
-    return replace(spec, model="", address=AUTO, adapters="", worker=WorkerSpec(), router=router, tls=tls).plain()
+    return _arguments(replace(spec, model="", address=AUTO, adapters="", worker=WorkerSpec(), router=router, tls=tls))
+
+
+def _arguments(spec: ClusterSpec) -> dict[str, Any]:
+    return {VERSION: __version__, **spec.plain()}
 
 
 def _application(spec: ClusterSpec, part: str, arguments: dict[str, Any], deployment: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from loraplex_fleet.entries import Entries, Entry, View, view_of
+from loraplex_fleet.entries import Entries, View, entry_of, view_of
 
 NAMESPACE: Final = "loraplex"
 CALL_S: Final = 3.0
@@ -28,7 +28,7 @@ class Directory:
     async def beat(self, entry: dict[str, Any]) -> dict[str, Any]:
         """Renews a replica's lease. Returns its `name`, empty while it has none, and the `view`."""
         now_s = time.monotonic()
-        name = self._entries.beat(Entry(**entry), now_s)
+        name = self._entries.beat(entry_of(entry), now_s)
         return {"name": name, "view": self._entries.view(now_s).plain()}
 
     async def drop(self, replica_id: str, reason: str) -> None:

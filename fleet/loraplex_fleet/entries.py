@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
 
 HEARTBEAT_S: Final = 1.0
@@ -151,10 +151,20 @@ def follow(last: dict[str, str], view: View) -> dict[str, str]:
     return view.members if view.settled else {**last, **view.members}
 
 
+def entry_of(plain: Mapping[str, Any]) -> Entry:
+    """The entry that `asdict` wrote, perhaps in another release: what this one does not know is left out."""
+    entry = Entry(**_known(Entry, plain))
+    return replace(entry, metrics_ports=tuple(entry.metrics_ports))
+
+
 def view_of(plain: Mapping[str, Any]) -> View:
-    """The view that `View.plain` was made of."""
-    entries = tuple(replace(Entry(**one), metrics_ports=tuple(one["metrics_ports"])) for one in plain["entries"])
-    return View(entries, plain["settled"], tuple(Failure(**one) for one in plain["failures"]))
+    """The view that `View.plain` was made of, perhaps in another release."""
+    failures = tuple(Failure(**_known(Failure, one)) for one in plain["failures"])
+    return View(tuple(map(entry_of, plain["entries"])), plain["settled"], failures)
+
+
+def _known(cls: type, plain: Mapping[str, Any]) -> dict[str, Any]:
+    return {one.name: plain[one.name] for one in fields(cls) if one.name in plain}
 
 
 def members_text(members: dict[str, str]) -> str:

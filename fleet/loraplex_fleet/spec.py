@@ -16,6 +16,7 @@ from reprlib import Repr
 from typing import Any, Final
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
+from loraplex_proto import __version__
 from loraplex_proto.services import DEFAULT_PORT
 from loraplex_router.config import RouterConfig
 from loraplex_router.membership import is_address
@@ -23,6 +24,7 @@ from loraplex_runtime.flags import Flag, configure, flags_of
 from loraplex_server.config import WorkerConfig
 
 AUTO: Final = "auto"
+VERSION: Final = "version"  # key of an application's arguments
 MAX_COUNT: Final = 1000
 MAX_TIME_S: Final = 86_400.0  # Ray counts in 64 bits
 # Ray counts resources in parts of 10,000.
@@ -179,16 +181,21 @@ def _plain(part: Any) -> dict[str, Any]:
 
 
 def from_plain(plain: Mapping[str, Any]) -> ClusterSpec:
-    return _of_plain(ClusterSpec, plain)
+    """The specification that `ClusterSpec.plain` wrote; a `version` beside it is passed over. Raises InvalidArgument
+    for keys of another release."""
+    return _of_plain(ClusterSpec, {name: value for name, value in plain.items() if name != VERSION}, "")
 
 
-def _of_plain(cls: type, plain: Mapping[str, Any]) -> Any:
+def _of_plain(cls: type, plain: Mapping[str, Any], path: str) -> Any:
     hints = typing.get_type_hints(cls)
     given: dict[str, Any] = {}
     for name, value in plain.items():
+        at = f"{path}.{name}" if path else name
+        if name not in hints:
+            raise _wrong(at, f"is unknown to Loraplex {__version__}: every node needs the packages of the same version")
         kind = hints[name]
         given[name] = (
-            _of_plain(kind, value) if hasattr(kind, "__dataclass_fields__")
+            _of_plain(kind, value, at) if hasattr(kind, "__dataclass_fields__")
             else tuple(value) if isinstance(value, list) else value
         )  # fmt: skip
     return cls(**given)

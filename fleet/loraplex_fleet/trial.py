@@ -18,7 +18,7 @@ from loraplex_contracts.errors import LoraplexError
 from loraplex_fleet.commands import router_command
 from loraplex_fleet.deploying import router_arguments
 from loraplex_fleet.entries import members_text
-from loraplex_fleet.spec import ClusterSpec, from_plain
+from loraplex_fleet.spec import ClusterSpec, RouterSpec, from_plain
 from loraplex_fleet.supervisor import Child
 
 PORT_FLAGS: Final = ("--http-port", "--metrics-port")
@@ -30,7 +30,8 @@ def trial_of(spec: ClusterSpec, running: Mapping[str, Any] | None) -> ClusterSpe
     if running is None or running == router_arguments(spec):
         return None
     router = spec.router
-    port = 0 if router.port == from_plain(dict(running)).router.port else router.port
+    # Of `running` nothing more is read: another release may have written it.
+    port = 0 if router.port == running.get("router", {}).get("port", RouterSpec().port) else router.port
     free = [part for flag in PORT_FLAGS if flag in router.flags for part in (flag, "0")]  # of two, the last one holds
     return replace(spec, router=replace(router, port=port, flags=(*router.flags, *free)))
 

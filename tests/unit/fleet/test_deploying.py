@@ -7,6 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from loraplex_fleet import deploying
 from loraplex_fleet.commands import router_command, worker_command
 from loraplex_fleet.deploying import has_taken, router_arguments, serve_config, with_others, worker_arguments
 from loraplex_fleet.spec import from_plain, parse_spec
@@ -34,6 +37,15 @@ def test_counts_and_the_other_part_roll_nothing() -> None:
     other_model = parse_spec({**BASE, "model": "n"})
     assert worker_arguments(other_model) != worker_arguments(before)
     assert router_arguments(other_model) == router_arguments(before)
+
+
+def test_new_packages_roll_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = parse_spec(BASE)
+    before = worker_arguments(spec), router_arguments(spec)
+    monkeypatch.setattr(deploying, "__version__", "9.9.9")
+    after = worker_arguments(spec), router_arguments(spec)
+    assert [old == new for old, new in zip(before, after, strict=True)] == [False, False]
+    assert list(map(from_plain, before)) == list(map(from_plain, after))
 
 
 def test_bounds_are_autoscaling() -> None:

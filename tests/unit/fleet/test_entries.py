@@ -111,6 +111,17 @@ def test_a_view_crosses_as_json() -> None:
     assert view_of(json.loads(json.dumps(view.plain()))) == view
 
 
+def test_what_another_release_adds_is_left_out() -> None:
+    entries = Entries(0.0)
+    entries.beat(worker("a"), SETTLED)
+    entries.beat(worker("b"), SETTLED)
+    entries.drop("b", "x")
+    view = entries.view(SETTLED)
+    plain = view.plain()
+    more = {name: [{**one, "new": 1} for one in plain[name]] for name in ("entries", "failures")}
+    assert view_of({**plain, **more, "new": 1}) == view
+
+
 def test_routers_read_the_file() -> None:
     members = members_of(members_text({"w1": "10.0.0.1:5", "w0": "10.0.0.2:5"}).encode())
     assert [(one.name, one.address) for one in members] == [("w0", "10.0.0.2:5"), ("w1", "10.0.0.1:5")]

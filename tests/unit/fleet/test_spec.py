@@ -185,3 +185,11 @@ def test_it_crosses_as_json_without_what_is_usual(given: dict[str, Any]) -> None
     plain = json.loads(json.dumps(spec.plain()))
     assert from_plain(plain) == spec
     assert {key.removesuffix("_s") for key in plain} == set(given)
+
+
+@pytest.mark.parametrize(
+    ("more", "key"), [({"shards": 2}, "shards"), ({"worker": {"resources": {"tpu": 1}}}, "worker.resources.tpu")]
+)
+def test_a_specification_of_another_release_is_refused_by_key(more: dict[str, Any], key: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"^{key} is unknown .* the same version"):
+        from_plain({"model": "m", **more})

@@ -42,6 +42,15 @@ def test_ports_are_left_to_the_router_that_serves() -> None:
     assert moved.router.port == 6, "one that it may find taken"
 
 
+def test_what_another_release_runs_need_not_be_understood() -> None:
+    from loraplex_fleet.trial import trial_of
+
+    spec = spec_of(port=5)
+    trial = trial_of(spec, {"model": "", "new": 1, "router": {"port": 5, "newer": True}})
+    assert trial is not None
+    assert trial.router.port == 0
+
+
 @pytest.mark.parametrize("given", [{}, {"port": 50051}])
 def test_the_port_by_default_is_left_as_well(given: dict[str, int]) -> None:
     from loraplex_fleet.trial import trial_of
