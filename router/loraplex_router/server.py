@@ -187,12 +187,12 @@ async def _start_http(
     http_socket: socket.socket,
 ) -> HttpServer:
     from loraplex_router.http.app import make_app
-    from loraplex_router.http.backend import Backend
     from loraplex_router.http.middleware import HostNames
+    from loraplex_router.http.router_calls import RouterCalls
     from loraplex_router.http.server import HttpServer
 
     config, listener = router.config, router.listener
-    backend = Backend(
+    calls = RouterCalls(
         calls=router.calls,
         relay=relay,
         adapters=adapters,
@@ -212,7 +212,7 @@ async def _start_http(
         ):
             log.warning("%s", sentence)
     allowed_hosts = HostNames(config.http.allowed_hosts, host)
-    return await HttpServer.start(make_app(backend, allowed_hosts), http_socket, host, listener.files, tls)
+    return await HttpServer.start(make_app(calls, allowed_hosts), http_socket, host, listener.files, tls)
 
 
 async def run_router(config: RouterConfig, on_ready: Callable[[Router], None]) -> None:

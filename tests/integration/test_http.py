@@ -23,17 +23,17 @@ from loraplex_router.http import middleware as http_middleware
 from loraplex_router.http import server as http_server
 from loraplex_router.http import streaming as http_streaming
 from loraplex_router.http.admin import LoadRequest, UnloadRequest
-from loraplex_router.http.answers import Chunks
+from loraplex_router.http.fields import Fields
 from loraplex_router.http.grammars import GRAMMAR_FIELDS
-from loraplex_router.http.models import (
+from loraplex_router.http.openai.answers import Chunks
+from loraplex_router.http.openai.fields import (
     REFUSED,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Fields,
     TokenizeRequest,
 )
-from loraplex_router.http.responses import ResponsesRequest
+from loraplex_router.http.openai.responses import ResponsesRequest
 from loraplex_router.server import start_router
 from loraplex_runtime.auth import token_digest
 

@@ -37,11 +37,15 @@ from loraplex_proto.v1 import adapter_pb2
 from loraplex_router.config import HttpOptions
 from loraplex_router.http import app as http_app
 from loraplex_router.http import middleware as http_middleware
-from loraplex_router.http import models, pooling, responses, sglang, tgi
+from loraplex_router.http import pooling
 from loraplex_router.http import server as http_server
 from loraplex_router.http.admin import LoadRequest, UnloadRequest
+from loraplex_router.http.fields import Fields
 from loraplex_router.http.grammars import GRAMMAR_FIELDS
-from loraplex_router.http.models import Fields
+from loraplex_router.http.openai import fields as openai
+from loraplex_router.http.openai.responses import ResponsesRequest
+from loraplex_router.http.sglang import fields as sglang
+from loraplex_router.http.tgi import fields as tgi
 from loraplex_runtime.auth import token_digest
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
 from loraplex_server.engine import process
@@ -87,13 +91,13 @@ INPUTS = {"inputs": "hi"}
 LOAD = {"lora_name": "sql", "lora_path": "sql"}
 # Every route that takes a body, in every dialect.
 REQUESTS = [
-    Request("/v1/completions", {"prompt": "hi"}, models.CompletionRequest),
-    Request("/v1/chat/completions", {"messages": CHAT}, models.ChatCompletionRequest),
-    Request("/v1/responses", {"input": "hi"}, responses.ResponsesRequest),
-    Request("/tokenize", {"prompt": "hi"}, models.TokenizeRequest),
-    Request("/v1/tokenize", {"prompt": "hi"}, models.TokenizeRequest),
-    Request("/detokenize", {"tokens": [97]}, models.DetokenizeRequest),
-    Request("/v1/detokenize", {"tokens": [97]}, models.DetokenizeRequest),
+    Request("/v1/completions", {"prompt": "hi"}, openai.CompletionRequest),
+    Request("/v1/chat/completions", {"messages": CHAT}, openai.ChatCompletionRequest),
+    Request("/v1/responses", {"input": "hi"}, ResponsesRequest),
+    Request("/tokenize", {"prompt": "hi"}, openai.TokenizeRequest),
+    Request("/v1/tokenize", {"prompt": "hi"}, openai.TokenizeRequest),
+    Request("/detokenize", {"tokens": [97]}, openai.DetokenizeRequest),
+    Request("/v1/detokenize", {"tokens": [97]}, openai.DetokenizeRequest),
     Request("/v1/embeddings", {"input": "hi"}, pooling.EmbeddingsRequest),
     Request("/classify", {"input": "hi"}, pooling.ClassifyBody),
     *(Request(path, {"text_1": "a", "text_2": "b"}, pooling.ScoreBody) for path in ("/score", "/v1/score")),
@@ -104,7 +108,7 @@ REQUESTS = [
     Request("/generate", {"text": "hi"}, sglang.GenerateRequest),
     *(Request(path, INPUTS, tgi.GenerateRequest, True) for path in ("/", "/generate", "/generate_stream")),
     Request("/tokenize", INPUTS, tgi.TokenizeRequest, True),
-    Request("/chat_tokenize", {"messages": CHAT}, models.ChatCompletionRequest, True),
+    Request("/chat_tokenize", {"messages": CHAT}, openai.ChatCompletionRequest, True),
     Request("/embed", INPUTS, pooling.EmbedBody, True),
     Request("/classify", INPUTS, pooling.ClassifyBody, True),
     Request("/classify_batch", {"inputs": ["hi"]}, pooling.ClassifyBody, True),
@@ -311,7 +315,7 @@ INNER = {"parameters": tgi.Parameters, "sampling_params": sglang.SamplingParams}
 async def test_values_of_wrong_types_in_each_field() -> None:
     async with open_cluster() as (_, http):
         for request in REQUESTS:
-            for name in sorted({*request.model.model_fields, *models.REFUSED, *sglang.REFUSED, *GRAMMAR_FIELDS}):
+            for name in sorted({*request.model.model_fields, *openai.REFUSED, *sglang.REFUSED, *GRAMMAR_FIELDS}):
                 for value in ODD:
                     await check_odd(http, request, {**request.body, name: value})
             for outer in INNER.keys() & request.model.model_fields.keys():
@@ -348,7 +352,7 @@ def shared() -> Iterator[tuple[asyncio.Runner, Http]]:
 @given(st.data(), st.sampled_from(REQUESTS))
 def test_no_body_is_a_server_error(shared: tuple[asyncio.Runner, Http], data: st.DataObject, request: Request) -> None:
     """Values of any kind in any fields: the request is answered, or refused with 4xx."""
-    names = st.sampled_from(sorted({*request.model.model_fields, *models.REFUSED, *GRAMMAR_FIELDS})) | st.text(
+    names = st.sampled_from(sorted({*request.model.model_fields, *openai.REFUSED, *GRAMMAR_FIELDS})) | st.text(
         max_size=9
     )
     inner = st.sampled_from(sorted({*tgi.Parameters.model_fields, *sglang.SamplingParams.model_fields}))
@@ -395,9 +399,9 @@ async def connect(http: Http) -> tuple[asyncio.StreamReader, asyncio.StreamWrite
 
 
 STREAMS = [
-    Request("/v1/completions", {"prompt": "hi", "stream": True}, models.CompletionRequest),
-    Request("/v1/chat/completions", {"messages": CHAT, "stream": True}, models.ChatCompletionRequest),
-    Request("/v1/responses", {"input": "hi", "stream": True}, responses.ResponsesRequest),
+    Request("/v1/completions", {"prompt": "hi", "stream": True}, openai.CompletionRequest),
+    Request("/v1/chat/completions", {"messages": CHAT, "stream": True}, openai.ChatCompletionRequest),
+    Request("/v1/responses", {"input": "hi", "stream": True}, ResponsesRequest),
     Request("/generate", {"text": "hi", "stream": True}, sglang.GenerateRequest),
     Request("/", {**INPUTS, "stream": True}, tgi.GenerateRequest, True),
     Request("/generate_stream", INPUTS, tgi.GenerateRequest, True),

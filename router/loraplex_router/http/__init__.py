@@ -1,1 +1,1 @@
-"""OpenAI routes over HTTP in the router."""
+"""Routes of OpenAI, LoRAX, TGI and SGLang over HTTP in the router."""

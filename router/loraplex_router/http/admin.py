@@ -16,10 +16,11 @@ from loraplex_contracts.errors import (
 )
 from loraplex_proto.v1 import adapter_pb2
 from loraplex_router.adapters import is_bound
-from loraplex_router.http.backend import Backend
 from loraplex_router.http.errors import status_of
-from loraplex_router.http.models import Fields, harmless_fields, ignored_fields
+from loraplex_router.http.fields import Fields, harmless_fields
+from loraplex_router.http.openai.fields import ignored_fields
 from loraplex_router.http.origins import source_of
+from loraplex_router.http.router_calls import RouterCalls
 from loraplex_router.http.streaming import Handle
 
 
@@ -41,10 +42,10 @@ class UnloadRequest(Fields):
 class AdminRoutes:
     """The handlers, over one router."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._load = backend.handler("LoadAdapter", backend.adapters.load)
-        self._unload = backend.handler("UnloadAdapter", backend.adapters.unload)
+    def __init__(self, router: RouterCalls) -> None:
+        self._router = router
+        self._load = router.handler("LoadAdapter", router.adapters.load)
+        self._unload = router.handler("UnloadAdapter", router.adapters.unload)
 
     def add_to(self, app: FastAPI) -> None:
         app.post("/v1/load_lora_adapter", response_class=PlainTextResponse)(self.load)
@@ -96,7 +97,7 @@ class AdminRoutes:
     async def _names(self, request: Request) -> dict[str, str]:
         """Adapters that are loaded, by name, with what `lora_path` may be for them."""
         found: dict[str, str] = {}
-        async for rows in self._backend.adapter_pages(request):
+        async for rows in self._router.adapter_pages(request):
             found |= {row.adapter_id: row.source or row.adapter_id for row in rows if _is_loaded(row)}
         return found
 
@@ -104,12 +105,12 @@ class AdminRoutes:
 
     def _begin(self, body: Fields) -> dict[str, str]:
         """Headers of the answer. Raises PermissionDenied where nobody is asked for a credential."""
-        if self._backend.credentials is None and not self._backend.options.admin:
+        if self._router.credentials is None and not self._router.options.admin:
             raise PermissionDenied(
                 "adapters are loaded and unloaded over HTTP where a credential is asked for: start the server with "
                 "--auth-file, or with --http-admin to let every client do it"
             )
-        return self._backend.ignored(ignored_fields(body), harmless_fields(body))
+        return self._router.ignored(ignored_fields(body), harmless_fields(body))
 
     async def _load_one(self, body: LoadRequest, request: Request, *, again: bool) -> str:
         """The adapter's name. Raises what the workers raise, and InvalidArgument for one that is loaded, unless it is
@@ -120,7 +121,7 @@ class AdminRoutes:
                 field="lora_path" if body.lora_name else "lora_name",
             )
         name = self._name_of(body.lora_name)
-        source = source_of(body.lora_path, name, self._backend.options.adapter_root)
+        source = source_of(body.lora_path, name, self._router.options.adapter_root)
         rows = await self._rows(name, request)
         if not again and any(_is_loaded(row) for row in rows):
             raise InvalidArgument(
@@ -142,19 +143,19 @@ class AdminRoutes:
         return name
 
     def _name_of(self, name: str) -> str:
-        if name in self._backend.base_names():
+        if name in self._router.base_names():
             raise InvalidArgument(f"'{name}' is the base model's name", field="lora_name")
         return check_adapter_id(name, field="lora_name")
 
     async def _rows(self, name: str, request: Request) -> list[adapter_pb2.Adapter]:
         try:
-            return list(await self._backend.adapter_rows(name, request))
+            return list(await self._router.adapter_rows(name, request))
         except AdapterNotFound:
             return []
 
     async def _ask(self, handle: Handle, message: Any, request: Request) -> None:
         try:
-            await self._backend.ask(handle, message.SerializeToString(), request)
+            await self._router.ask(handle, message.SerializeToString(), request)
         except LoraplexError as error:
             if type(error) is AdapterNotFound:
                 raise AdapterNotFound(

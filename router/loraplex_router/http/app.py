@@ -16,13 +16,16 @@ from starlette.types import ASGIApp
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_proto import __version__
-from loraplex_router.http import pooling
 from loraplex_router.http.admin import AdminRoutes
-from loraplex_router.http.backend import Backend
 from loraplex_router.http.errors import body_dialect, dialect_of, fields_in
 from loraplex_router.http.middleware import HostNames, Middleware, error_response
-from loraplex_router.http.routes import Routes
-from loraplex_router.http.tgi_routes import TgiRoutes
+from loraplex_router.http.openai.routes import OpenAIRoutes
+from loraplex_router.http.operations import OperationRoutes
+from loraplex_router.http.pooling import PoolingRoutes
+from loraplex_router.http.router_calls import RouterCalls
+from loraplex_router.http.sglang.routes import SglangRoutes
+from loraplex_router.http.shared_routes import SharedRoutes
+from loraplex_router.http.tgi.routes import TgiRoutes
 
 # Depth of lists and objects in each other: what has been read can be written again, whatever calls it.
 MAX_JSON_DEPTH: Final = 500
@@ -89,17 +92,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def make_app(backend: Backend, allowed_hosts: HostNames | None = None) -> ASGIApp:
+def make_app(router: RouterCalls, allowed_hosts: HostNames | None = None) -> ASGIApp:
     """The ASGI application of the port."""
     # Documents that load scripts from elsewhere stay off.
     errors: dict[int | str, dict[str, Any]] = {"default": {"description": "An error, in the form of the dialect"}}
     app = FastAPI(title="Loraplex", version=__version__, docs_url=None, redoc_url=None, responses=errors)
     app.router.route_class = StrictRoute
-    openai_routes = Routes(backend)
-    openai_routes.add_to(app)
-    pooling.PoolingRoutes(backend).add_to(app)
-    AdminRoutes(backend).add_to(app)
-    TgiRoutes(backend, openai_routes).add_to(app)
+    dialects = OpenAIRoutes(router), TgiRoutes(router), SglangRoutes(router)
+    others = OperationRoutes(router), PoolingRoutes(router), AdminRoutes(router), SharedRoutes(*dialects)
+    for routes in (*dialects, *others):
+        routes.add_to(app)
 
     async def on_error(request: Request, error: Exception) -> Response:
         return error_response(error, request.scope)
@@ -125,8 +127,8 @@ def make_app(backend: Backend, allowed_hosts: HostNames | None = None) -> ASGIAp
     app.add_exception_handler(LoraplexError, on_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)
-    whole = Middleware(app, backend.credentials, allowed_hosts or HostNames())
-    return _for_origins(whole, backend.options.cors_origins) if backend.options.cors_origins else whole
+    whole = Middleware(app, router.credentials, allowed_hosts or HostNames())
+    return _for_origins(whole, router.options.cors_origins) if router.options.cors_origins else whole
 
 
 def _for_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

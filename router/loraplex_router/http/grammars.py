@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar, cast
 
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
-from loraplex_router.http.backend import unicode_text
+from loraplex_router.http.fields import unicode_text
 
 T = TypeVar("T")
 

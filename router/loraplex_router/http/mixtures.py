@@ -8,8 +8,7 @@ from typing import Any, Final
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_contracts.mixtures import DEFAULT_WEIGHT, MAX_MEMBERS
 from loraplex_proto.v1 import inference_pb2 as pb
-from loraplex_router.http.backend import adapter_of, unicode_text
-from loraplex_router.http.models import Fields, Member, Merge, MergedAdapters
+from loraplex_router.http.fields import Fields, Member, Merge, MergedAdapters, adapter_of, unicode_text
 
 # Options of each of LoRAX's strategies; other options are left aside, as there.
 _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {

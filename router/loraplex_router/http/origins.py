@@ -10,8 +10,7 @@ from loraplex_contracts.adapters import HUB_SOURCE, S3_SOURCE, check_adapter_sou
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import HasOrigin
-from loraplex_router.http.backend import unicode_text
-from loraplex_router.http.models import OriginFields
+from loraplex_router.http.fields import OriginFields, unicode_text
 
 LOCAL: Final = "local"
 HUB: Final = "hub"

@@ -20,28 +20,24 @@ from loraplex_proto.services import POOLING, path_of
 from loraplex_proto.v1 import inference_pb2, pooling_pb2
 from loraplex_proto.validate import MAX_CHAT_MESSAGES, MAX_POOLING_INPUTS
 from loraplex_router.calls import Call
-from loraplex_router.http.backend import (
-    MAX_PROMPTS,
-    Backend,
-    adapter_in,
-    are_token_ids,
-    request_id_of,
-    unicode_text,
-)
 from loraplex_router.http.errors import naming_model
-from loraplex_router.http.models import (
+from loraplex_router.http.fields import (
+    MAX_PROMPTS,
     AdapterFields,
-    ChatMessage,
-    ChatTemplateInput,
     OriginFields,
     Uint32,
+    adapter_in,
+    are_token_ids,
     harmless_fields,
     header_names,
-    ignored_fields,
+    truncate_of,
+    unicode_text,
 )
-from loraplex_router.http.openai import chat_of, refuse_chat_fields, truncate_of
+from loraplex_router.http.openai.fields import ChatMessage, ChatTemplateInput, ignored_fields
+from loraplex_router.http.openai.requests import chat_of, refuse_chat_fields
 from loraplex_router.http.origins import put_origin
-from loraplex_router.http.tgi import BASE_MODEL
+from loraplex_router.http.router_calls import RouterCalls, request_id_of
+from loraplex_router.http.tgi.fields import BASE_MODEL
 
 # The method of gRPC whose roles a route asks for.
 METHODS: Final[Mapping[str, str]] = {
@@ -176,8 +172,8 @@ class RerankBody(ScoringFields):
 class PoolingRoutes:
     """The handlers, over one router."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, router: RouterCalls) -> None:
+        self._router = router
 
     def add_to(self, app: FastAPI) -> None:
         app.post("/v1/embeddings", response_class=Response)(self.embeddings)
@@ -190,7 +186,7 @@ class PoolingRoutes:
             app.post(path, response_class=Response)(self.rerank)
 
     async def embeddings(self, body: EmbeddingsRequest, request: Request) -> Response:
-        ignored = self._backend.ignored(ignored_fields(body), harmless_fields(body))
+        ignored = self._router.ignored(ignored_fields(body), harmless_fields(body))
         message = pooling_pb2.EmbedRequest(inputs=_inputs_or_chat(body))
         await self._put_fields(message, body, request)
         message.dimensions = body.dimensions or 0
@@ -201,7 +197,7 @@ class PoolingRoutes:
         beside = {
             "id": f"embd-{message.request_id}",
             "object": "list",
-            "model": body.model or self._backend.base_names()[0],
+            "model": body.model or self._router.base_names()[0],
             "usage": usage_of(answer.usage),
             "loraplex": _own(message.adapter_id, answer),
         }
@@ -256,7 +252,7 @@ class PoolingRoutes:
             "id": f"classify-{message.request_id}",
             "object": "list",
             "created": int(time.time()),
-            "model": body.model or self._backend.base_names()[0],
+            "model": body.model or self._router.base_names()[0],
             "data": data,
             "usage": usage_of(answer.usage),
             "loraplex": _own(message.adapter_id, answer) | {"labels": list(answer.labels)},
@@ -286,13 +282,13 @@ class PoolingRoutes:
         await self._put_fields(message, body, request, body.parameters)
         _put_truncation(message, body.parameters)
         message.logits = False in (body.activation, body.use_activation, body.softmax)
-        relay = self._backend.relay.classify
+        relay = self._router.relay.classify
         answer = await self._ask("Classify", relay, message, pooling_pb2.ClassifyResponse, request)
         return message, answer, ignored
 
     async def score(self, body: ScoreBody, request: Request) -> Response:
         """One query to all documents, or as many queries as documents, pair by pair."""
-        ignored = self._backend.ignored(ignored_fields(body), harmless_fields(body))
+        ignored = self._router.ignored(ignored_fields(body), harmless_fields(body))
         first, queries = _one_of(text_1=body.text_1, queries=body.queries, data_1=body.data_1)
         second, documents = _one_of(text_2=body.text_2, documents=body.documents, items=body.items, data_2=body.data_2)
         left, right = inputs_of(queries, first), inputs_of(documents, second)
@@ -316,7 +312,7 @@ class PoolingRoutes:
             "id": f"score-{messages[0].request_id}",
             "object": "list",
             "created": int(time.time()),
-            "model": body.model or self._backend.base_names()[0],
+            "model": body.model or self._router.base_names()[0],
             "data": [{"index": index, "object": "score", "score": one} for index, one in enumerate(scores)],
             "usage": usage_of(usage),
             "loraplex": _own(messages[0].adapter_id, answers[0]),
@@ -325,7 +321,7 @@ class PoolingRoutes:
 
     async def rerank(self, body: RerankBody, request: Request) -> Response:
         """The documents, the best first."""
-        ignored = self._backend.ignored(ignored_fields(body), harmless_fields(body))
+        ignored = self._router.ignored(ignored_fields(body), harmless_fields(body))
         name, documents = _one_of(documents=body.documents, texts=body.texts)
         if not isinstance(documents, list) or not documents:
             raise InvalidArgument(f"`{name}` must be a list of texts", field=name)
@@ -352,7 +348,7 @@ class PoolingRoutes:
         ]
         content = {
             "id": f"rerank-{message.request_id}",
-            "model": body.model or self._backend.base_names()[0],
+            "model": body.model or self._router.base_names()[0],
             "usage": usage_of(answer.usage),
             "results": results,
             "loraplex": _own(message.adapter_id, answer),
@@ -379,15 +375,15 @@ class PoolingRoutes:
     # --- calls -----------------------------------------------------------------------------------------------------
 
     async def _embed(self, message: pooling_pb2.EmbedRequest, request: Request) -> pooling_pb2.EmbedResponse:
-        return await self._ask("Embed", self._backend.relay.embed, message, pooling_pb2.EmbedResponse, request)
+        return await self._ask("Embed", self._router.relay.embed, message, pooling_pb2.EmbedResponse, request)
 
     async def _scores(
         self, messages: Sequence[pooling_pb2.ScoreRequest], request: Request
     ) -> list[pooling_pb2.ScoreResponse]:
         """The answers in the order of the requests, or the first error."""
-        handle = self._backend.handler("Score", self._backend.relay.score)
+        handle = self._router.handler("Score", self._router.relay.score)
         try:
-            found = await self._backend.ask_all(handle, [one.SerializeToString() for one in messages], request)
+            found = await self._router.ask_all(handle, [one.SerializeToString() for one in messages], request)
         except LoraplexError as error:
             raise naming_model(error, messages[0].adapter_id) from error
         return [pooling_pb2.ScoreResponse.FromString(raw) for raw in found]
@@ -401,9 +397,9 @@ class PoolingRoutes:
         request: Request,
     ) -> _Response:
         """Makes the call. Raises its error; for an unknown adapter the one of an unknown model."""
-        handle = self._backend.handler(method, body)
+        handle = self._router.handler(method, body)
         try:
-            return cls.FromString(await self._backend.ask(handle, message.SerializeToString(), request))
+            return cls.FromString(await self._router.ask(handle, message.SerializeToString(), request))
         except LoraplexError as error:
             raise naming_model(error, message.adapter_id) from error
 
@@ -414,13 +410,13 @@ class PoolingRoutes:
             if name in of_parameters:
                 raise _no_mixture(name)
         names = header_names([*ignored_fields(body), *(f"parameters.{name}" for name in of_parameters)])
-        return self._backend.ignored(names, harmless_fields(body))
+        return self._router.ignored(names, harmless_fields(body))
 
     async def _adapter_id(self, body: AdapterFields, request: Request, parameters: Parameters | None = None) -> str:
         """The body's adapter. Raises AdapterNotFound, Unimplemented for a mixture, and InvalidArgument for two
         names."""
         names = {**body.adapter_names(), "parameters.adapter_id": _lorax_adapter(parameters)}
-        return adapter_in(names, await self._backend.names_for(body.model, request))
+        return adapter_in(names, await self._router.names_for(body.model, request))
 
     async def _put_fields(
         self, message: _PoolingRequest, body: PoolingFields, request: Request, parameters: Parameters | None = None

@@ -8,21 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from loraplex_router.http import pooling, sglang, tgi
+from loraplex_router.http import pooling
 from loraplex_router.http.admin import LoadRequest
+from loraplex_router.http.fields import HARMLESS, Fields
 from loraplex_router.http.grammars import GRAMMAR_FIELDS
-from loraplex_router.http.models import (
-    HARMLESS,
+from loraplex_router.http.openai.fields import (
     REFUSED,
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
     DetokenizeRequest,
-    Fields,
     StreamOptions,
     TokenizeRequest,
 )
-from loraplex_router.http.responses import ResponsesRequest
+from loraplex_router.http.openai.responses import ResponsesRequest
+from loraplex_router.http.sglang import fields as sglang
+from loraplex_router.http.tgi import fields as tgi
 
 PAGE = (Path(__file__).parents[4] / "docs/http.md").read_text()
 # Without programs, by title.

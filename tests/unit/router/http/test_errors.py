@@ -20,7 +20,7 @@ from loraplex_router.http.errors import (
     with_names_of,
 )
 from loraplex_router.http.grammars import GRAMMAR_FIELDS
-from loraplex_router.http.models import ChatCompletionRequest, CompletionRequest
+from loraplex_router.http.openai.fields import ChatCompletionRequest, CompletionRequest
 from loraplex_router.http.pooling import ClassifyBody, EmbeddingsRequest, RerankBody, ScoreBody
 
 

@@ -9,16 +9,13 @@ import pytest
 from loraplex_contracts.errors import AdapterNotFound, InvalidArgument, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import check_generate
-from loraplex_router.http import openai
-from loraplex_router.http.backend import adapter_of
-from loraplex_router.http.models import (
-    MAX_IGNORED_CHARS,
-    MAX_IGNORED_NAMES,
+from loraplex_router.http.fields import MAX_IGNORED_CHARS, MAX_IGNORED_NAMES, Fields, adapter_of
+from loraplex_router.http.openai import requests
+from loraplex_router.http.openai.fields import (
     REFUSED,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Fields,
     TokenizeRequest,
     ignored_fields,
 )
@@ -27,14 +24,14 @@ NAMES = ("org/base", "base")
 CHAT = [{"role": "user", "content": "hi"}]
 
 
-def completion(**fields: Any) -> openai.Job:
+def completion(**fields: Any) -> requests.Job:
     body = CompletionRequest.model_validate({"prompt": "hi", **fields})
-    return openai.completion_job(body, NAMES, "rid", 7)
+    return requests.completion_job(body, NAMES, "rid", 7)
 
 
-def chat(**fields: Any) -> openai.Job:
+def chat(**fields: Any) -> requests.Job:
     body = ChatCompletionRequest.model_validate({"messages": CHAT, **fields})
-    return openai.chat_job(body, NAMES, "rid", 7)
+    return requests.chat_job(body, NAMES, "rid", 7)
 
 
 def wire(**fields: Any) -> pb.GenerateRequest:
@@ -340,7 +337,7 @@ def test_chats_reach_the_wire_whole() -> None:
 def test_defaults_of_the_model_stand_for_what_is_left_out() -> None:
     defaults = pb.Sampling(temperature=0.6, top_p=0.9)
     body = CompletionRequest(prompt="hi", top_p=0.5)
-    (request,) = openai.completion_job(body, NAMES, "rid", 7, defaults).requests
+    (request,) = requests.completion_job(body, NAMES, "rid", 7, defaults).requests
     assert request.sampling == pb.Sampling(temperature=0.6, top_p=0.5)
     assert defaults == pb.Sampling(temperature=0.6, top_p=0.9)
 
@@ -417,26 +414,26 @@ def test_options_that_need_others_are_refused_without_them() -> None:
 
 
 def test_tokenize() -> None:
-    text = openai.tokenize_request(TokenizeRequest(prompt="hi", add_special_tokens=False))
+    text = requests.tokenize_request(TokenizeRequest(prompt="hi", add_special_tokens=False))
     assert text == pb.TokenizeRequest(text="hi", omit_special_tokens=True)
-    asked = openai.tokenize_request(TokenizeRequest.model_validate({"messages": CHAT}))
+    asked = requests.tokenize_request(TokenizeRequest.model_validate({"messages": CHAT}))
     assert (asked.chat.messages[0].content, asked.adapter_id) == ("hi", "")
-    own = openai.tokenize_request(TokenizeRequest.model_validate({"messages": CHAT, "chat_template": "x"}), "a")
+    own = requests.tokenize_request(TokenizeRequest.model_validate({"messages": CHAT, "chat_template": "x"}), "a")
     assert (own.chat.template, own.adapter_id) == ("x", "a")
-    asked = openai.tokenize_request(
+    asked = requests.tokenize_request(
         TokenizeRequest.model_validate({"messages": CHAT, "tools": [{"a": 1}], "return_offsets": True})
     )
     assert (asked.chat.tools_json, asked.offsets) == ('[{"a":1}]', True)
     with pytest.raises(InvalidArgument, match="`prompt` or `messages`"):
-        openai.tokenize_request(TokenizeRequest())
+        requests.tokenize_request(TokenizeRequest())
     for field in ({"tools": [{}]}, {"chat_template": "x"}, {"continue_final_message": True}):
         with pytest.raises(InvalidArgument, match="goes with a chat"):
-            openai.tokenize_request(TokenizeRequest.model_validate({"prompt": "hi", **field}))
+            requests.tokenize_request(TokenizeRequest.model_validate({"prompt": "hi", **field}))
 
 
 def test_detokenize() -> None:
     body = DetokenizeRequest(tokens=[1, 2])
-    assert not openai.detokenize_request(body, omits_special=False).omit_special_tokens
-    assert openai.detokenize_request(body, omits_special=True).omit_special_tokens
+    assert not requests.detokenize_request(body, omits_special=False).omit_special_tokens
+    assert requests.detokenize_request(body, omits_special=True).omit_special_tokens
     body = DetokenizeRequest(tokens=[1, 2], skip_special_tokens=False)
-    assert openai.detokenize_request(body, omits_special=True) == pb.DetokenizeRequest(token_ids=[1, 2])
+    assert requests.detokenize_request(body, omits_special=True) == pb.DetokenizeRequest(token_ids=[1, 2])

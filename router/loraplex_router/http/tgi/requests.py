@@ -1,89 +1,17 @@
-"""Requests of LoRAX and TGI as messages of the wire. Pure."""
+"""LoRAX's and TGI's requests as messages of the wire. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final
-
-from pydantic import Field
 
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
-from loraplex_proto.validate import MAX_COMPLETIONS, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
-from loraplex_router.http.backend import COMMON_NUMBERS, adapter_of, put_numbers, unicode_text
-from loraplex_router.http.grammars import GRAMMAR_FIELDS, grammar_of, unknown_parts
+from loraplex_router.http.fields import COMMON_NUMBERS, adapter_of, put_numbers, speculation_of, unicode_text
+from loraplex_router.http.grammars import grammar_of
 from loraplex_router.http.mixtures import put_mixture
-from loraplex_router.http.models import (
-    HARMLESS,
-    REFUSED,
-    ChatCompletionRequest,
-    CompletionRequest,
-    Fields,
-    Member,
-    Merge,
-    MergedAdapters,
-    OriginFields,
-    header_names,
-)
-from loraplex_router.http.openai import speculation_of
 from loraplex_router.http.origins import BUCKET_SCHEME, S3, put_origins, put_tokenizer_origin
-
-# LoRAX's name of the base model.
-BASE_MODEL: Final = "__base_model__"
-
-Positive = Annotated[int, Field(ge=1, le=(1 << 32) - 1)]
-NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
-
-
-class Parameters(OriginFields):
-    """`parameters` of a request: LoRAX's, TGI's, and `speculation`."""
-
-    adapter_id: str | None = None
-    adapters: list[Member] | None = None
-    merge: Merge | None = None
-    merged_adapters: MergedAdapters | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = None
-    temperature: float | None = None
-    top_k: Annotated[int, Field(ge=-1, le=(1 << 32) - 1)] | None = None
-    top_p: float | None = None
-    typical_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    do_sample: bool | None = None
-    max_new_tokens: Positive | None = None
-    ignore_eos_token: bool | None = None
-    return_full_text: bool | None = None
-    stop: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    truncate: Positive | None = None
-    watermark: bool | None = None
-    details: bool | None = None
-    decoder_input_details: bool | None = None
-    return_k_alternatives: NumTop | None = None
-    top_n_tokens: NumTop | None = None
-    seed: Annotated[int, Field(ge=0, le=(1 << 64) - 1)] | None = None
-    response_format: Any = None
-    grammar: Any = None
-    apply_chat_template: bool | None = None
-    speculation: Any = None
-
-
-class GenerateRequest(Fields):
-    """Body of POST /, /generate and /generate_stream."""
-
-    inputs: str
-    parameters: Parameters | None = None
-    stream: bool | None = None
-
-
-class TokenizeRequest(Fields):
-    """Body of POST /tokenize that has `inputs`."""
-
-    inputs: str
-    parameters: Parameters | None = None
-    model: str | None = None
-    add_special_tokens: bool | None = None
+from loraplex_router.http.tgi.fields import BASE_MODEL, GenerateRequest, Parameters, TokenizeRequest, ignored_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,20 +27,6 @@ class Job:
     num_top: int  # `top_n_tokens`
     num_alternatives: int  # `return_k_alternatives`
     ignored: tuple[str, ...]
-
-
-# Names that OpenAI's routes know and these do not.
-_OPENAI_NAMES: Final = {
-    "schema",  # LoRAX's, of versions before `response_format`
-    *CompletionRequest.model_fields,
-    *ChatCompletionRequest.model_fields,
-    *REFUSED,
-    *GRAMMAR_FIELDS,
-} - HARMLESS
-TASKS: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("normalize", "prompt_name", "truncation_direction", "dimensions"), "embeddings are at /embed"),
-    **dict.fromkeys(("function_to_apply", "aggregation_strategy"), "classes are at /classify"),
-}
 
 
 def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: str, *, is_streamed: bool) -> Job:
@@ -204,29 +118,3 @@ def _put_sampling(request: pb.GenerateRequest, given: Parameters, *, is_sampled:
 def _refuse(given: Parameters) -> None:
     if given.watermark:
         raise Unimplemented("`watermark` is not available: texts have no watermark", field="watermark")
-
-
-def ignored_in(
-    body: GenerateRequest | TokenizeRequest, given: Parameters, base_names: Sequence[str]
-) -> tuple[str, ...]:
-    """Names of fields that are ignored. Raises InvalidArgument for one that would change the answer."""
-    grammars = unknown_parts({"grammar": given.grammar, "response_format": given.response_format})
-    of_parameters = [f"parameters.{name}" for name in (*_extras(given, base_names), *grammars)]
-    return header_names([*_extras(body, base_names), *of_parameters])
-
-
-def _extras(fields: Fields, base_names: Sequence[str]) -> Iterator[str]:
-    is_body = not isinstance(fields, Parameters)
-    for name, value in fields.extras().items():
-        if name in TASKS:
-            raise InvalidArgument(f"`{name}` is not for generation: {TASKS[name]}", field=name)
-        if is_body and name in Parameters.model_fields:
-            raise InvalidArgument(f"`{name}` belongs in `parameters`", field=name)
-        if name == "model" and value in base_names:
-            continue
-        if name in _OPENAI_NAMES:
-            neutral = REFUSED[name][0] if name in REFUSED else ()
-            if value not in neutral:
-                raise InvalidArgument(f"`{name}` is not a parameter of this route", field=name)
-        elif name not in HARMLESS:
-            yield name

@@ -6,21 +6,21 @@ import json
 from typing import Any
 
 from loraplex_proto.v1 import inference_pb2 as pb
-from loraplex_router.http import answers, openai
-from loraplex_router.http.models import ChatCompletionRequest, CompletionRequest
+from loraplex_router.http.openai import answers, requests
+from loraplex_router.http.openai.fields import ChatCompletionRequest, CompletionRequest
 
 NAMES = ("org/base", "base")
 CHAT = [{"role": "user", "content": "hi"}]
 
 
-def completion(**fields: Any) -> openai.Job:
+def completion(**fields: Any) -> requests.Job:
     body = CompletionRequest.model_validate({"prompt": "hi", **fields})
-    return openai.completion_job(body, NAMES, "rid", 7)
+    return requests.completion_job(body, NAMES, "rid", 7)
 
 
-def chat(**fields: Any) -> openai.Job:
+def chat(**fields: Any) -> requests.Job:
     body = ChatCompletionRequest.model_validate({"messages": CHAT, **fields})
-    return openai.chat_job(body, NAMES, "rid", 7)
+    return requests.chat_job(body, NAMES, "rid", 7)
 
 
 def row(token_id: int, text: str, logprob: float, *top: tuple[int, str, float]) -> pb.TokenLogprob:

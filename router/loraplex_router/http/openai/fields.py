@@ -1,14 +1,13 @@
-"""OpenAI requests as pydantic models, with vLLM's further fields and ours."""
+"""Fields of OpenAI's requests, with vLLM's further ones and ours."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Final, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
-from loraplex_contracts.mixtures import DEFAULT_WEIGHT
 from loraplex_proto.validate import (
     MAX_CHAT_MESSAGES,
     MAX_COMPLETIONS,
@@ -16,21 +15,18 @@ from loraplex_proto.validate import (
     MAX_TOOL_CALLS,
     MAX_TOP_LOGPROBS,
 )
-from loraplex_router.http.grammars import GRAMMAR_FIELDS, unknown_parts
-
-# Field names in the header of ignored fields.
-MAX_IGNORED_NAMES: Final = 16
-MAX_IGNORED_CHARS: Final = 40
-
-Uint32 = Annotated[int, Field(ge=0, le=(1 << 32) - 1)]
-
-# Fields that have no effect here and need none: for accounts, storage and billing.
-HARMLESS: Final = frozenset(
-    {
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "spaces_between_special_tokens", "parallel_tool_calls"),
-    }
+from loraplex_router.http.fields import (
+    HARMLESS,
+    AdapterFields,
+    Fields,
+    Member,
+    Merge,
+    MergedAdapters,
+    NameFields,
+    Uint32,
+    header_names,
 )
+from loraplex_router.http.grammars import GRAMMAR_FIELDS, unknown_parts
 
 _NO_TOOLS: Final = "tools go with chats"
 _BY_MODEL: Final = "name the adapter in `model`"
@@ -96,66 +92,6 @@ REFUSED_IN_MESSAGES: Final[Mapping[str, str]] = {
 }
 # Parts of what an assistant has said that are left out: thoughts in the form of other servers.
 THOUGHTS: Final = ("thinking", "redacted_thinking", "reasoning", "reasoning_content")
-
-
-class Fields(BaseModel):
-    """Fields off HTTP. Null counts as absent; numbers are not read out of strings."""
-
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
-
-    def extras(self) -> dict[str, Any]:
-        """Further fields that are not null."""
-        return {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-
-
-class OriginFields(Fields):
-    """Fields that say where the adapter comes from: LoRAX's, and a revision."""
-
-    adapter_source: str | None = None
-    adapter_revision: str | None = None
-    api_token: str | None = Field(default=None, repr=False)
-
-
-class NameFields(Fields):
-    """Fields that name the adapter: OpenAI's, SGLang's and LoRAX'."""
-
-    model: str | None = None
-    lora_path: str | None = None
-    adapter_id: str | None = None
-
-    def adapter_names(self) -> dict[str, str | None]:
-        """The fields that may name an adapter, for `adapter_in`."""
-        return {"model": self.model, "lora_path": self.lora_path, "adapter_id": self.adapter_id}
-
-
-class AdapterFields(NameFields, OriginFields):
-    """Fields that name the adapter and its origin."""
-
-
-class Member(OriginFields):
-    """An adapter of a mixture."""
-
-    id: str
-    weight: float = DEFAULT_WEIGHT
-
-
-class Merge(Fields):
-    """A merge of a mixture's adapters into one."""
-
-    strategy: str
-    density: float | None = None
-    majority_sign: str | None = None
-    seed: Annotated[int, Field(ge=0, le=(1 << 64) - 1)] | None = None
-
-
-class MergedAdapters(Fields):
-    """LoRAX's mixtures."""
-
-    ids: list[str]
-    weights: list[float] | None = None
-    merge_strategy: str | None = None
-    density: float | None = None
-    majority_sign_method: str | None = None
 
 
 class StreamOptions(Fields):
@@ -292,11 +228,6 @@ _PROMPT_FIELDS: Final = frozenset({*CompletionRequest.model_fields, *ChatComplet
 _EMPTY: Final = (False, "", [], {})  # 0 too
 
 
-def harmless_fields(body: Fields) -> tuple[str, ...]:
-    """Names of the fields that are given and need no effect."""
-    return tuple(name for name in body.extras() if name in HARMLESS)
-
-
 def ignored_fields(body: Fields) -> tuple[str, ...]:
     """Names of the further fields that are ignored, fit for a header, a bounded number of them.
 
@@ -332,14 +263,3 @@ def _unknown_in(messages: Iterable[ChatMessage]) -> dict[str, None]:
             kinds = [part.get("type") for part in cast("list[Any]", message.content) if isinstance(part, dict)]
             found |= {f"messages.content.{kind}": None for kind in kinds if kind in THOUGHTS}
     return found
-
-
-def header_names(names: Sequence[str]) -> tuple[str, ...]:
-    """The names in characters that a header can have, MAX_IGNORED_NAMES at most."""
-    return tuple(_for_header(name) for name in names[:MAX_IGNORED_NAMES])
-
-
-def _for_header(name: str) -> str:
-    """The name in printable ASCII without separators."""
-    kept = "".join(char if char.isascii() and (char.isalnum() or char in "_-.") else "?" for char in name)
-    return kept[:MAX_IGNORED_CHARS] or "?"

@@ -10,16 +10,16 @@ import pytest
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import check_generate
-from loraplex_router.http import answers, openai, responses
-from loraplex_router.http.responses import ResponsesRequest
+from loraplex_router.http.openai import answers, requests, responses
+from loraplex_router.http.openai.responses import ResponsesRequest
 
 
 def request(**fields: Any) -> ResponsesRequest:
     return ResponsesRequest.model_validate({"input": "hi", **fields})
 
 
-def job_of(body: ResponsesRequest) -> openai.Job:
-    job = openai.chat_job(responses.chat_request(body), ("base",), "rid", 7)
+def job_of(body: ResponsesRequest) -> requests.Job:
+    job = requests.chat_job(responses.chat_request(body), ("base",), "rid", 7)
     check_generate(job.requests[0])
     return job
 

@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final
 
 from loraplex_proto.v1 import inference_pb2 as pb
-from loraplex_router.http.backend import finite
+from loraplex_router.http.fields import finite
 from loraplex_router.http.origins import source_word
 from loraplex_router.http.streaming import data_event
-from loraplex_router.http.tgi import Job
+from loraplex_router.http.tgi.requests import Job
 
 _FINISH_REASONS: Final = {
     pb.FINISH_REASON_EOS: "eos_token",

@@ -1,8 +1,8 @@
-"""OpenAI requests as messages of the wire. Pure."""
+"""OpenAI's requests as messages of the wire. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, cast
 
@@ -10,21 +10,22 @@ from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import check_generate
-from loraplex_router.http.backend import (
+from loraplex_router.http.fields import (
     COMMON_NUMBERS,
     MAX_CHOICES,
-    MAX_PROMPTS,
-    MAX_TOKEN_ID,
     adapter_in,
-    are_token_ids,
     json_text,
+    prompts_of,
+    put_logit_bias,
     put_numbers,
     request_ids_of,
+    speculation_of,
+    truncate_of,
     unicode_text,
 )
 from loraplex_router.http.grammars import grammar_of
 from loraplex_router.http.mixtures import put_mixture
-from loraplex_router.http.models import (
+from loraplex_router.http.openai.fields import (
     REFUSED_IN_MESSAGES,
     THOUGHTS,
     ChatCompletionRequest,
@@ -37,8 +38,8 @@ from loraplex_router.http.models import (
     TokenizeRequest,
     ignored_fields,
 )
+from loraplex_router.http.openai.tools import put_tools
 from loraplex_router.http.origins import put_origins, put_tokenizer_origin
-from loraplex_router.http.tools import put_tools
 
 DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's, of completions
 NO_DEFAULTS: Final = pb.Sampling()
@@ -317,51 +318,6 @@ def _common(body: Generation, base_names: Sequence[str], defaults: pb.Sampling) 
     return request
 
 
-def put_logit_bias(sampling: pb.Sampling, biases: Mapping[str, float]) -> None:
-    """Puts the biases in. Raises InvalidArgument for what is no token id, and for one that is written in two ways."""
-    for key, bias in biases.items():
-        token_id = _token_id(key)
-        if token_id in sampling.logit_bias:
-            raise InvalidArgument(f"`logit_bias` has token {token_id} twice", field="logit_bias")
-        sampling.logit_bias[token_id] = bias
-
-
-def _token_id(key: str) -> int:
-    if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= MAX_TOKEN_ID):
-        raise InvalidArgument(f"`logit_bias` has the key {key[:20]!a}, which is not a token id", field="logit_bias")
-    return int(key)
-
-
-def prompts_of(prompt: Any, name: str = "prompt") -> list[str | list[int]]:
-    """The prompts in each form that OpenAI takes: a text, token ids, or a list of either."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt, list) and prompt:
-        items = cast("list[Any]", prompt)
-        if type(items[0]) is int:
-            return [_ids(items, name)]
-        if len(items) > MAX_PROMPTS:
-            raise InvalidArgument(f"`{name}` takes {MAX_PROMPTS} prompts; there are {len(items)}", field=name)
-        if all(isinstance(item, str) for item in items):
-            return items
-        if all(isinstance(item, list) for item in items):
-            return [_ids(item, name) for item in items]
-    raise InvalidArgument(f"`{name}` must be a text, a list of token ids, or a list of either", field=name)
-
-
-def _ids(ids: list[Any], name: str) -> list[int]:
-    if not are_token_ids(ids):
-        raise InvalidArgument(f"`{name}` must have token ids, at least one in each list", field=name)
-    return ids
-
-
-def truncate_of(num_tokens: int, side: str | None) -> pb.Truncate:
-    """The truncation to `num_tokens`; -1: to as many as the context has room for. Raises InvalidArgument for 0."""
-    if num_tokens == 0:
-        raise InvalidArgument("`truncate_prompt_tokens` must be -1 or at least 1", field="truncate_prompt_tokens")
-    return pb.Truncate(max_tokens=max(0, num_tokens), keep_start=side == "right")
-
-
 def refuse_chat_fields(given: ChatTemplateInput, *more: str) -> None:
     """Raises InvalidArgument for input of a chat template, or one of the fields `more`, beside a text."""
     for name in (*(ChatTemplateInput.model_fields.keys() - {"add_generation_prompt"}), *more):
@@ -452,41 +408,3 @@ def not_a_text(part: Any, where: str) -> InvalidArgument:
     else:
         told = f"`{where}` takes a text, or parts of type text only"
     return InvalidArgument(told, field=where)
-
-
-def speculation_of(value: Any) -> pb.Speculation:
-    """The speculation of "auto", "draft_model:NAME", or {"kind": "prompt_lookup", "max_ngram": 4, ...}."""
-    options: dict[str, Any] = cast("dict[str, Any]", dict(value)) if isinstance(value, dict) else {"kind": value}
-    kind: Any = options.pop("kind", None)
-    found = pb.Speculation()
-    where = "speculation"
-    kinds = {"medusa": ("adapter_id",), "prompt_lookup": ("min_ngram", "max_ngram"), "draft_model": ("name",)}
-    if isinstance(kind, str) and kind.startswith("draft_model:"):
-        options["name"] = kind.partition(":")[2]
-        kind = "draft_model"
-    try:
-        if kind in ("off", "auto"):
-            setattr(found, kind, True)
-        elif isinstance(kind, str) and kind in kinds:
-            part: Any = getattr(found, kind)
-            part.SetInParent()
-            for name in kinds[kind]:
-                if options.get(name) is not None:
-                    setattr(part, name, options[name])
-                options.pop(name, None)
-        elif kind is not None:
-            raise InvalidArgument(
-                "`speculation` takes off, auto, medusa, prompt_lookup, draft_model or draft_model:NAME, or an object "
-                "with such a `kind`",
-                field=where,
-            )
-        for name in ("max_draft_tokens", "fixed_length"):
-            if options.get(name) is not None:
-                setattr(found, name, options[name])
-            options.pop(name, None)
-    except (TypeError, ValueError) as error:  # of protobuf
-        raise InvalidArgument("`speculation` has a value of a wrong type or size", field=where) from error
-    if options:
-        name = ascii(str(next(iter(options)))[:40])[1:-1]
-        raise InvalidArgument(f"`speculation.{name}` is not known for this kind", field=f"speculation.{name}")
-    return found

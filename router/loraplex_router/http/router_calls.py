@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,22 +23,15 @@ from loraplex_router.replicas import Replicas
 from loraplex_router.status import StatusService
 from loraplex_runtime.auth import Credentials
 
-# Prompts of one request, and texts that they ask for together.
-MAX_PROMPTS: Final = 128
-MAX_CHOICES: Final = 512
 PAGE_SIZE: Final = 500  # adapters
-MAX_TOKEN_ID: Final = (1 << 32) - 1  # on the wire
-MIN_LOGPROB: Final = -9999.0  # for minus infinity, which JSON cannot write
 # Models that clients of TGI and huggingface_hub name who mean the only one.
 BASE_ALIASES: Final = frozenset({"", "tgi", "dummy"})
 # How names begin that are the server's address, which @huggingface/inference sends. No adapter's does.
 _URLS: Final = ("http://", "https://")
-# Sampling options that all dialects have under the wire's names.
-COMMON_NUMBERS: Final = ("top_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 @dataclass(frozen=True, slots=True)
-class Backend:
+class RouterCalls:
     """The router's parts that HTTP requests reach."""
 
     calls: Calls
@@ -199,77 +191,3 @@ def ignored_header(names: Sequence[str]) -> dict[str, str]:
 def request_id_of(request: Request) -> str:
     """The client's x-request-id, or the one that it was given."""
     return request.state.request_id
-
-
-def request_ids_of(request_id: str, num_prompts: int) -> list[str]:
-    """An id for the call of each prompt; with one prompt the request's own."""
-    return [request_id] if num_prompts == 1 else [f"{request_id[:120]}-{index}" for index in range(num_prompts)]
-
-
-def adapter_of(model: str | None, base_names: Sequence[str]) -> str:
-    """The adapter that `model` names, "" for the base model: a name of the base, an adapter, or "base:adapter".
-
-    Raises AdapterNotFound for a name after an unknown base. Whether there is such an adapter, a worker says."""
-    if not model or model in base_names:
-        return ""
-    for base in base_names:
-        if model.startswith(base + ":") and len(model) > len(base) + 1:
-            return model[len(base) + 1 :]
-    if ":" in model:  # never in the name of an adapter
-        raise model_not_found(model)
-    return model
-
-
-def adapter_in(names: Mapping[str, str | None], base_names: Sequence[str]) -> str:
-    """The adapter that fields of a request name, "" where all are null or the base model. `names` has their values.
-
-    Raises as `adapter_of`, and InvalidArgument for two adapters."""
-    found = found_in = ""
-    for name, value in names.items():
-        try:
-            given = unicode_text(adapter_of(value, base_names), name.rpartition(".")[2])
-        except AdapterNotFound as error:
-            error.field = name
-            raise
-        if given and found and given != found:
-            # Without backticks: names of fields in those are translated.
-            raise InvalidArgument(f"{found_in} and {name} name two adapters: leave one of them out", field=name)
-        if given:
-            found, found_in = given, name
-    return found
-
-
-def put_numbers(sampling: pb.Sampling, given: object, *names: str) -> None:
-    """Sets the sampling options of these names that `given` has."""
-    for name in names:
-        value: float | None = getattr(given, name)
-        if value is not None:
-            setattr(sampling, name, value)
-
-
-def unicode_text(text: str, name: str) -> str:
-    """The text. Raises InvalidArgument for lone surrogates, which JSON can write and UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgument(f"`{name}` is not valid Unicode text", field=name) from error
-    return text
-
-
-def are_token_ids(ids: Sequence[Any]) -> bool:
-    """True for a list of token ids, at least one."""
-    return bool(ids) and all(type(one) is int and 0 <= one <= MAX_TOKEN_ID for one in ids)
-
-
-def finite(logprob: float) -> float:
-    """The log probability as JSON can write it."""
-    return max(logprob, MIN_LOGPROB)
-
-
-def json_text(value: Any, name: str) -> str:
-    """The value as JSON. Raises InvalidArgument for what is nested too deep, and for lone surrogates."""
-    try:
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    except RecursionError as error:
-        raise InvalidArgument(f"`{name}` is nested too deep", field=name) from error
-    return unicode_text(text, name)

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 from loraplex_proto import __version__
 from loraplex_proto.v1 import inference_pb2 as pb
-from loraplex_router.http.backend import MIN_LOGPROB, finite
+from loraplex_router.http.fields import MIN_LOGPROB, finite
 from loraplex_router.http.mixtures import recipe_of
-from loraplex_router.http.openai import Job
+from loraplex_router.http.openai.requests import Job
+from loraplex_router.http.openai.tools import delta_of, message_of
 from loraplex_router.http.streaming import data_event
-from loraplex_router.http.tools import delta_of, message_of
 
 _FINISH_REASONS: Final = {
     pb.FINISH_REASON_EOS: "stop",

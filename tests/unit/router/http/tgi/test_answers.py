@@ -10,14 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex_proto.v1 import inference_pb2 as pb
-from loraplex_router.http import tgi, tgi_answers
+from loraplex_router.http.tgi import answers
+from loraplex_router.http.tgi.fields import GenerateRequest
+from loraplex_router.http.tgi.requests import Job, generate_job
 
 LENGTH, EOS, STOP = pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_EOS, pb.FINISH_REASON_STOP
 
 
-def job(*, is_streamed: bool = True, **parameters: Any) -> tgi.Job:
-    body = tgi.GenerateRequest.model_validate({"inputs": "hi", "parameters": {"details": True, **parameters}})
-    return tgi.generate_job(body, ("base",), "rid", is_streamed=is_streamed)
+def job(*, is_streamed: bool = True, **parameters: Any) -> Job:
+    body = GenerateRequest.model_validate({"inputs": "hi", "parameters": {"details": True, **parameters}})
+    return generate_job(body, ("base",), "rid", is_streamed=is_streamed)
 
 
 def row(piece: bytes, logprob: float = -1.0, *, is_special: bool = False) -> pb.TokenLogprob:
@@ -31,9 +33,9 @@ def message(*pieces: bytes, text: str = "", reason: int = 0, eos: bool = False, 
     return found.SerializeToString()
 
 
-def streamed(asked: tgi.Job, *messages: bytes) -> list[list[dict[str, Any]]]:
+def streamed(asked: Job, *messages: bytes) -> list[list[dict[str, Any]]]:
     """Events by message."""
-    events = tgi_answers.Events(asked, {99})
+    events = answers.Events(asked, {99})
     return [[json.loads(event.removeprefix(b"data: ")) for event in events.events(0, one)] for one in messages]
 
 
@@ -121,7 +123,7 @@ def test_texts_of_tokens_are_the_text(pieces: list[bytes], sizes: list[int], eos
     assert len(found) == len(pieces) + eos
     rows = [row(piece) for piece in pieces] + ([row(b"</s>", is_special=True)] if eos else [])
     answer = pb.GenerateResponse(completions=[pb.Completion(text=whole, logprobs=rows, finish_reason=EOS)])
-    tokens = tgi_answers.response_of(job(is_streamed=False), answer)["details"]["tokens"]
+    tokens = answers.response_of(job(is_streamed=False), answer)["details"]["tokens"]
     assert "".join(one["text"] for one in tokens if not one["special"]) == whole
 
 
@@ -134,7 +136,7 @@ def test_the_best_of_some() -> None:
         usage=pb.Usage(prompt_tokens=4),
         seed=5,
     )
-    found = tgi_answers.response_of(job(is_streamed=False, best_of=2, do_sample=True), answer)
+    found = answers.response_of(job(is_streamed=False, best_of=2, do_sample=True), answer)
     assert found["generated_text"] == "bb"
     assert (found["details"]["finish_reason"], found["details"]["seed"]) == ("length", 5)
     (other,) = found["details"]["best_of_sequences"]
@@ -150,7 +152,7 @@ def test_candidates_and_the_prompt() -> None:
         prompt_tokens=[pb.PromptToken(token_id=1, text="h"), pb.PromptToken(token_id=2, text="i", logprob=-2.0)],
     )
     asked = job(is_streamed=False, top_n_tokens=2, return_k_alternatives=1, decoder_input_details=True)
-    details = tgi_answers.response_of(asked, answer, {99})["details"]
+    details = answers.response_of(asked, answer, {99})["details"]
     assert details["prefill"] == [{"id": 1, "text": "h", "logprob": None}, {"id": 2, "text": "i", "logprob": -2.0}]
     assert details["tokens"][0]["alternative_tokens"] == [{"id": 97, "text": "a", "logprob": -1.0}]
     assert details["top_tokens"] == [
@@ -167,7 +169,7 @@ def test_candidates_and_the_prompt() -> None:
 
 def test_headers() -> None:
     asked = job(adapter_id="sql")
-    assert tgi_answers.stream_headers(asked, "org/é", "cuda:0") == {
+    assert answers.stream_headers(asked, "org/é", "cuda:0") == {
         "x-compute-type": "gpu+optimized",
         "x-compute-characters": "2",
         "x-model-id": "org/?",
@@ -178,7 +180,7 @@ def test_headers() -> None:
         usage=pb.Usage(prompt_tokens=5, completion_tokens=4),
         timings=pb.Timings(queue_s=0.1, time_to_first_token_s=0.3, total_s=0.9),
     )
-    found = tgi_answers.answer_headers(answer, 1.0)
+    found = answers.answer_headers(answer, 1.0)
     assert found["x-total-time"] == found["x-compute-time"] == "1000"
     assert (found["x-validation-time"], found["x-queue-time"], found["x-inference-time"]) == ("100", "100", "800")
     assert (found["x-time-to-first-token"], found["x-time-per-output-token"]) == ("200", "200")

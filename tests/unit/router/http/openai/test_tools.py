@@ -11,16 +11,16 @@ from pydantic import ValidationError
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import check_generate
-from loraplex_router.http import answers, openai
-from loraplex_router.http.models import ChatCompletionRequest
+from loraplex_router.http.openai import answers, requests
+from loraplex_router.http.openai.fields import ChatCompletionRequest
 
 CHAT = [{"role": "user", "content": "hi"}]
 TOOLS = [{"function": {"strict": True, "name": "f", "parameters": {}}, "type": "function", "x": 1}]
 
 
-def chat(*, old_names: bool = False, **fields: Any) -> openai.Job:
+def chat(*, old_names: bool = False, **fields: Any) -> requests.Job:
     body = ChatCompletionRequest.model_validate({"messages": CHAT, **fields})
-    return openai.chat_job(body, ("base",), "rid", 7, old_names=old_names)
+    return requests.chat_job(body, ("base",), "rid", 7, old_names=old_names)
 
 
 def wire(**fields: Any) -> pb.GenerateRequest:

@@ -1,4 +1,4 @@
-"""OpenAI's routes, and those of health, version and metrics."""
+"""OpenAI's routes: texts, tokens and models."""
 
 from __future__ import annotations
 
@@ -8,58 +8,38 @@ from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
-from google.protobuf import json_format
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
-from loraplex_proto import __version__, validate
-from loraplex_proto.v1 import adapter_pb2, inference_pb2, status_pb2
-from loraplex_router.http import answers, openai, responses
-from loraplex_router.http.backend import Backend, adapter_in, adapter_of, request_id_of, unicode_text
+from loraplex_proto.v1 import adapter_pb2, inference_pb2
 from loraplex_router.http.errors import error_object, model_not_found, naming_missing, with_names_of
-from loraplex_router.http.metrics import EngineMetrics
-from loraplex_router.http.models import (
+from loraplex_router.http.fields import Fields, adapter_in, adapter_of, harmless_fields, header_names
+from loraplex_router.http.openai import answers, requests, responses
+from loraplex_router.http.openai.fields import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Fields,
     TokenizeRequest,
-    harmless_fields,
-    header_names,
     ignored_fields,
 )
-from loraplex_router.http.openai import Job
+from loraplex_router.http.openai.requests import Job
+from loraplex_router.http.openai.responses import ResponsesRequest
 from loraplex_router.http.origins import names_origin
-from loraplex_router.http.responses import ResponsesRequest
+from loraplex_router.http.router_calls import RouterCalls, request_id_of
 from loraplex_router.http.streaming import EventStream, data_event, events_of
-from loraplex_runtime.auth import current_identity
-from loraplex_runtime.metrics import encoded
 
 
-class Routes:
+class OpenAIRoutes:
     """The handlers, over one router."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._tokenize = backend.handler("Tokenize", backend.relay.tokenize)
-        self._detokenize = backend.handler("Detokenize", backend.relay.detokenize)
-        self._tokenizer_info = backend.handler("GetTokenizerInfo", backend.relay.get_tokenizer_info)
-        with_vllm = backend.options.metrics_names == "vllm"
-        # The page asks for no credential.
-        hides_tenants = backend.credentials is not None
-        self._metrics = EngineMetrics(
-            backend.registry, backend.replicas, with_vllm=with_vllm, hides_tenants=hides_tenants
-        )
+    def __init__(self, router: RouterCalls) -> None:
+        self._router = router
+        self._tokenize = router.handler("Tokenize", router.relay.tokenize)
+        self._detokenize = router.handler("Detokenize", router.relay.detokenize)
+        self._tokenizer_info = router.handler("GetTokenizerInfo", router.relay.get_tokenizer_info)
         self._started = int(time.time())
 
     def add_to(self, app: FastAPI) -> None:
-        for path in ("/health", "/ping", "/health_generate"):
-            app.get(path, response_class=Response)(self.health)
-        app.get("/version")(self.version)
-        app.get("/load")(self.load)
-        app.get("/v1/status", response_class=Response)(self.status)
-        app.get("/metrics", response_class=Response)(self.metrics)
         app.get("/v1/models")(self.models)
         app.get("/v1/models/{model_id:path}")(self.model)
         app.post("/v1/completions", response_class=Response)(self.completions)
@@ -73,37 +53,37 @@ class Routes:
     # --- generation ------------------------------------------------------------------------------------------------
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
-        names, defaults = await self._backend.names_for(body.model, request), self._backend.sampling_defaults()
+        names, defaults = await self._router.names_for(body.model, request), self._router.sampling_defaults()
         try:
-            job = openai.completion_job(body, names, request_id_of(request), int(time.time()), defaults)
+            job = requests.completion_job(body, names, request_id_of(request), int(time.time()), defaults)
         except InvalidArgument as error:  # some are the wire's
             raise with_names_of(error, request.scope) from None
         return await self._answer(job, body, names, request)
 
     async def chat_completions(self, body: ChatCompletionRequest, request: Request) -> Response:
-        names, defaults = await self._backend.names_for(body.model, request), self._backend.sampling_defaults()
-        job = openai.chat_job(
+        names, defaults = await self._router.names_for(body.model, request), self._router.sampling_defaults()
+        job = requests.chat_job(
             body,
             names,
             request_id_of(request),
             int(time.time()),
             defaults,
-            old_names=self._backend.options.reasoning_content,
+            old_names=self._router.options.reasoning_content,
         )
         return await self._answer(job, body, names, request)
 
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
         chat = responses.chat_request(body)
-        names, defaults = await self._backend.names_for(body.model, request), self._backend.sampling_defaults()
-        job = openai.chat_job(chat, names, request_id_of(request), int(time.time()), defaults)
+        names, defaults = await self._router.names_for(body.model, request), self._router.sampling_defaults()
+        job = requests.chat_job(chat, names, request_id_of(request), int(time.time()), defaults)
         ignored = header_names([*job.ignored, *responses.ignored_parts(body)])
         job = replace(job, model=job.model or names[0], wants_usage=True, ignored=ignored)
-        headers = {"x-request-id": job.request_id, **self._backend.ignored(job.ignored, harmless_fields(chat))}
+        headers = {"x-request-id": job.request_id, **self._router.ignored(job.ignored, harmless_fields(chat))}
         try:
             if not job.is_streamed:
-                found = await self._backend.generate(job.requests, request)
+                found = await self._router.generate(job.requests, request)
                 return JSONResponse(responses.response_of(body, job, answers.response_of(job, found)), headers=headers)
-            calls, first = await self._backend.generate_stream(job.requests, request)
+            calls, first = await self._router.generate_stream(job.requests, request)
         except LoraplexError as error:
             raise naming_missing(error, job.asked_name, job.requests[0]) from error
         events = responses.Events(body, job)
@@ -112,14 +92,14 @@ class Routes:
 
     async def _answer(self, job: Job, body: Fields, base_names: Sequence[str], request: Request) -> Response:
         """Runs the job's calls."""
-        headers = {"x-request-id": job.request_id, **self._backend.ignored(job.ignored, harmless_fields(body))}
+        headers = {"x-request-id": job.request_id, **self._router.ignored(job.ignored, harmless_fields(body))}
         if not job.model:
             job = replace(job, model=base_names[0])
         try:
             if not job.is_streamed:
-                found = await self._backend.generate(job.requests, request)
+                found = await self._router.generate(job.requests, request)
                 return JSONResponse(answers.response_of(job, found), headers=headers)
-            calls, first = await self._backend.generate_stream(job.requests, request)
+            calls, first = await self._router.generate_stream(job.requests, request)
         except LoraplexError as error:
             raise naming_missing(error, job.asked_name, job.requests[0]) from error
         chunks = answers.Chunks(job)
@@ -130,12 +110,12 @@ class Routes:
 
     async def tokenize(self, body: TokenizeRequest, request: Request) -> Response:
         headers, adapter_id = await self._check_model(body, request)
-        message = openai.tokenize_request(body, adapter_id)
-        raw = await self._backend.ask(self._tokenize, message.SerializeToString(), request)
+        message = requests.tokenize_request(body, adapter_id)
+        raw = await self._router.ask(self._tokenize, message.SerializeToString(), request)
         answer = inference_pb2.TokenizeResponse.FromString(raw)
         content: dict[str, Any] = {
             "count": len(answer.token_ids),
-            "max_model_len": self._backend.replicas.max_context_tokens,
+            "max_model_len": self._router.replicas.max_context_tokens,
             "tokens": list(answer.token_ids),
             "token_strs": list(answer.tokens) if body.return_token_strs else None,
         }
@@ -147,14 +127,14 @@ class Routes:
     async def detokenize(self, body: DetokenizeRequest, request: Request) -> Response:
         """vLLM keeps special tokens unless told otherwise; SGLang, whose path begins with /v1, does not."""
         headers, _ = await self._check_model(body, request)
-        message = openai.detokenize_request(body, omits_special=request.url.path.startswith("/v1/"))
-        raw = await self._backend.ask(self._detokenize, message.SerializeToString(), request)
+        message = requests.detokenize_request(body, omits_special=request.url.path.startswith("/v1/"))
+        raw = await self._router.ask(self._detokenize, message.SerializeToString(), request)
         text = inference_pb2.DetokenizeResponse.FromString(raw).text
         return JSONResponse({"prompt": text, "text": text}, headers=headers)
 
     async def tokenizer_info(self, request: Request) -> Response:
         info = inference_pb2.GetTokenizerInfoResponse.FromString(
-            await self._backend.ask(self._tokenizer_info, b"", request)
+            await self._router.ask(self._tokenizer_info, b"", request)
         )
         named = ("bos", "eos", "pad", "unk")
         content: dict[str, Any] = {
@@ -162,7 +142,7 @@ class Routes:
         }
         content["additional_special_tokens"] = [one.text for one in info.special_tokens]
         content["chat_template"] = info.chat_template or None
-        content["model_max_length"] = self._backend.replicas.max_context_tokens
+        content["model_max_length"] = self._router.replicas.max_context_tokens
         return JSONResponse(content)
 
     async def _check_model(
@@ -170,18 +150,18 @@ class Routes:
     ) -> tuple[dict[str, str], str]:
         """Headers of the answer, and the adapter. All have the base model's tokenizer, but an unknown one is an
         error."""
-        headers = self._backend.ignored(ignored_fields(body), harmless_fields(body))
-        adapter_id = adapter_in(body.adapter_names(), await self._backend.names_for(body.model, request))
+        headers = self._router.ignored(ignored_fields(body), harmless_fields(body))
+        adapter_id = adapter_in(body.adapter_names(), await self._router.names_for(body.model, request))
         if adapter_id and not (isinstance(body, TokenizeRequest) and names_origin(body)):
-            await self._backend.adapter_rows(adapter_id, request)
+            await self._router.adapter_rows(adapter_id, request)
         return headers, adapter_id
 
     # --- models ----------------------------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
-        base, *_ = self._backend.base_names()
+        base, *_ = self._router.base_names()
         cards = [self._card(base, parent=None)]
-        async for rows in self._backend.adapter_pages(request, include_unloaded=True):
+        async for rows in self._router.adapter_pages(request, include_unloaded=True):
             seen = {row.adapter_id: row for row in rows}
             cards += [self._adapter_card(row, base) for row in seen.values()]
         return JSONResponse({"object": "list", "data": cards})
@@ -189,11 +169,11 @@ class Routes:
     async def model(self, model_id: str, request: Request) -> Response:
         if not model_id:
             raise model_not_found(model_id)
-        names = await self._backend.names_for(model_id, request)
+        names = await self._router.names_for(model_id, request)
         adapter_id = adapter_of(model_id, names)
         if not adapter_id:
             return JSONResponse(self._card(model_id, parent=None))
-        rows = await self._backend.adapter_rows(adapter_id, request)
+        rows = await self._router.adapter_rows(adapter_id, request)
         return JSONResponse(self._adapter_card(rows[0], names[0]))
 
     def _card(self, name: str, parent: str | None, root: str | None = None) -> dict[str, Any]:
@@ -204,7 +184,7 @@ class Routes:
             "owned_by": "loraplex",
             "root": root or name,
             "parent": parent,
-            "max_model_len": self._backend.replicas.max_context_tokens,
+            "max_model_len": self._router.replicas.max_context_tokens,
             "permission": [],
         }
 
@@ -213,36 +193,6 @@ class Routes:
         if row.labels:
             own["labels"] = list(row.labels)
         return {**self._card(row.adapter_id, parent=base, root=row.digest or None), "loraplex": own}
-
-    # --- the server ------------------------------------------------------------------------------------------------
-
-    async def health(self) -> Response:
-        return Response(status_code=200 if self._backend.is_ready() else 503)
-
-    async def version(self) -> Response:
-        return JSONResponse({"version": __version__})
-
-    async def load(self) -> Response:
-        """Number of requests that this server has under way, in vLLM's form."""
-        return JSONResponse({"server_load": len(self._backend.calls)})
-
-    async def status(self, request: Request, adapters: int = 0, prefix: str = "") -> Response:
-        """GetStatusResponse in protobuf's JSON: 64-bit integers are strings. For the page at /status."""
-        question = status_pb2.GetStatusRequest(
-            max_adapters=min(max(adapters, 0), validate.MAX_STATUS_ADAPTERS),
-            adapter_prefix=unicode_text(prefix, "prefix"),
-        )
-        found = self._backend.status.status(question, current_identity())
-        content = json_format.MessageToJson(
-            found, preserving_proto_field_name=True, always_print_fields_with_no_presence=True, indent=None
-        )
-        return Response(content, media_type="application/json", headers={"cache-control": "no-store"})
-
-    async def metrics(self, request: Request) -> Response:
-        if not self._backend.options.shows_metrics:
-            raise HTTPException(404)
-        page, content_type = encoded(self._metrics, request.url.query)
-        return Response(page, headers={"content-type": content_type})
 
 
 def _error_event(error: LoraplexError, job: Job) -> bytes:

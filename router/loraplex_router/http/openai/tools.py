@@ -11,8 +11,8 @@ from typing import Any, cast
 from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
-from loraplex_router.http.backend import json_text
-from loraplex_router.http.models import ChatCompletionRequest, ToolChoice
+from loraplex_router.http.fields import json_text
+from loraplex_router.http.openai.fields import ChatCompletionRequest, ToolChoice
 
 
 def put_tools(request: pb.GenerateRequest, body: ChatCompletionRequest) -> None:

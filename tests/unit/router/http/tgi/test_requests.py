@@ -9,14 +9,16 @@ import pytest
 from loraplex_contracts.errors import AdapterNotFound, InvalidArgument, LoraplexError, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import check_generate
-from loraplex_router.http import pooling, tgi
+from loraplex_router.http import pooling
+from loraplex_router.http.tgi.fields import GenerateRequest, Parameters
+from loraplex_router.http.tgi.requests import Job, generate_job
 
 NAMES = ("org/base", "base")
 
 
-def job(parameters: dict[str, Any] | None = None, *, is_streamed: bool = False, **fields: Any) -> tgi.Job:
-    body = tgi.GenerateRequest.model_validate({"inputs": "hi", "parameters": parameters, **fields})
-    return tgi.generate_job(body, NAMES, "rid", is_streamed=is_streamed)
+def job(parameters: dict[str, Any] | None = None, *, is_streamed: bool = False, **fields: Any) -> Job:
+    body = GenerateRequest.model_validate({"inputs": "hi", "parameters": parameters, **fields})
+    return generate_job(body, NAMES, "rid", is_streamed=is_streamed)
 
 
 def wire(**parameters: Any) -> pb.GenerateRequest:
@@ -39,7 +41,7 @@ def test_defaults_are_lorax_s() -> None:
 
 
 def test_null_counts_as_absent() -> None:
-    assert job(dict.fromkeys(tgi.Parameters.model_fields), stream=None, model=None) == job()
+    assert job(dict.fromkeys(Parameters.model_fields), stream=None, model=None) == job()
 
 
 @pytest.mark.parametrize("name", [None, "", "__base_model__", "org/base", "base"])
@@ -60,7 +62,7 @@ def test_the_adapters_origin() -> None:
     found = job({"adapter_id": "org/sql", "adapter_source": "hub", "api_token": "hf_secret", "adapter_revision": "v1"})
     assert (found.request.adapter_id, found.request.hub) == ("org/sql", pb.HubAccess(revision="v1", token="hf_secret"))
     assert "hf_secret" not in repr(found)
-    for parameters in (tgi.Parameters, pooling.Parameters):
+    for parameters in (Parameters, pooling.Parameters):
         assert "hf_secret" not in repr(parameters(api_token="hf_secret"))
     assert job({"adapter_id": "org/sql", "adapter_source": "hub"}).request.HasField("hub")
     assert not job({"adapter_source": "hub", "api_token": "hf_secret"}).request.HasField("hub")  # the base model

@@ -10,10 +10,11 @@ from pydantic import Field, ValidationError
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, Unimplemented
 from loraplex_proto.validate import MAX_CHAT_MESSAGES, MAX_TOP_LOGPROBS
-from loraplex_router.http.answers import Chunks
 from loraplex_router.http.errors import error_object
-from loraplex_router.http.models import ChatCompletionRequest, Fields, StreamOptions
-from loraplex_router.http.openai import Job, not_a_text
+from loraplex_router.http.fields import Fields
+from loraplex_router.http.openai.answers import Chunks
+from loraplex_router.http.openai.fields import ChatCompletionRequest, StreamOptions
+from loraplex_router.http.openai.requests import Job, not_a_text
 
 # Fields that need state which this server does not keep, and the values that need none.
 _STATE: Final[Mapping[str, tuple[Any, ...]]] = {

@@ -1,0 +1,1 @@
+"""OpenAI's dialect over HTTP, with vLLM's further fields and ours."""

@@ -1,0 +1,151 @@
+"""SGLang's requests as messages of the wire. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from loraplex_contracts.adapters import check_id
+from loraplex_contracts.errors import InvalidArgument
+from loraplex_proto.v1 import inference_pb2 as pb
+from loraplex_router.http.fields import (
+    COMMON_NUMBERS,
+    MAX_CHOICES,
+    adapter_in,
+    header_names,
+    prompts_of,
+    put_logit_bias,
+    put_numbers,
+    request_ids_of,
+    speculation_of,
+    unicode_text,
+)
+from loraplex_router.http.grammars import grammar_of
+from loraplex_router.http.mixtures import put_mixture
+from loraplex_router.http.origins import put_origins
+from loraplex_router.http.sglang.fields import GenerateRequest, SamplingParams, further_fields
+
+DEFAULT_MAX_TOKENS: Final = 128  # SGLang's
+
+_GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request as calls, and what its answer depends on."""
+
+    requests: tuple[pb.GenerateRequest, ...] = field(repr=False)  # one for each prompt; they may have a token
+    adapter_names: tuple[str, ...]
+    request_id: str
+    n: int
+    is_list: bool  # of prompts
+    is_streamed: bool
+    with_logprobs: bool
+    prompt_start: int | None  # of the logprobs of the prompt; None: none
+    num_top: int
+    with_texts: bool
+    ignored: tuple[str, ...]
+
+
+def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: str) -> Job:
+    """The job of a request. Raises InvalidArgument, Unimplemented and AdapterNotFound with the field's name."""
+    params = body.sampling_params or SamplingParams()
+    ignored = header_names([*further_fields(body), *(f"sampling_params.{name}" for name in further_fields(params))])
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidArgument("give `text` or `input_ids`", field="text")
+    name = "input_ids" if body.text is None else "text"
+    given: Any = getattr(body, name)
+    prompts = prompts_of(given, name)
+    is_list = isinstance(given, list) and not isinstance(given[0], int)
+    n = params.n or 1
+    if len(prompts) * n > MAX_CHOICES:
+        raise InvalidArgument(f"the request asks for more than {MAX_CHOICES} texts (prompts times `n`)", field="n")
+    asked = {"model": body.model, "adapter_id": body.adapter_id}
+    names = [
+        adapter_in({**asked, "lora_path": one}, base_names)
+        for one in _per_prompt(body.lora_path, len(prompts), "lora_path")
+    ]
+    with_logprobs = bool(body.return_logprob)
+    start = body.logprob_start_len
+    common = _common(body, params)
+    if with_logprobs:
+        common.output.logprobs = True
+        common.output.top_logprobs = body.top_logprobs_num or 0
+        common.output.prompt_tokens = common.output.prompt_logprobs = start is not None and start >= 0
+    request_ids = _request_ids(body.rid, request_id, len(prompts))
+    requests: list[pb.GenerateRequest] = []
+    for prompt, adapter_name, one_id in zip(prompts, names, request_ids, strict=True):
+        one = pb.GenerateRequest()
+        one.CopyFrom(common)
+        one.request_id = one_id
+        one.adapter_id = adapter_name
+        put_mixture(one, base_names, members=body.adapters, merge=body.merge, merged=body.merged_adapters)
+        put_origins(one, body, body.adapters)
+        if isinstance(prompt, str):
+            one.text = unicode_text(prompt, "text")
+        else:
+            one.token_ids.ids.extend(prompt)
+        requests.append(one)
+    return Job(
+        requests=tuple(requests),
+        adapter_names=tuple(names),
+        request_id=request_id,
+        n=n,
+        is_list=is_list,
+        is_streamed=bool(body.stream),
+        with_logprobs=with_logprobs,
+        prompt_start=start if common.output.prompt_logprobs else None,
+        num_top=body.top_logprobs_num or 0,
+        with_texts=bool(body.return_text_in_logprobs),
+        ignored=ignored,
+    )
+
+
+def _per_prompt(value: str | Sequence[str | None] | None, num_prompts: int, name: str) -> Sequence[str | None]:
+    if value is None or isinstance(value, str):
+        return [value] * num_prompts
+    if len(value) != num_prompts:
+        raise InvalidArgument(f"`{name}` has {len(value)} entries for {num_prompts} prompts", field=name)
+    return value
+
+
+def _request_ids(rid: str | Sequence[str] | None, request_id: str, num_prompts: int) -> list[str]:
+    if isinstance(rid, str) or rid is None:
+        base = request_id if rid is None else check_id(rid, field="rid")
+        return request_ids_of(base, num_prompts)
+    return [check_id(one or "", field="rid") for one in _per_prompt(rid, num_prompts, "rid")]
+
+
+def _common(body: GenerateRequest, params: SamplingParams) -> pb.GenerateRequest:
+    request = pb.GenerateRequest(n=params.n or 1)
+    sampling, stopping = request.sampling, request.stopping
+    sampling.temperature = 1.0 if params.temperature is None else params.temperature
+    put_numbers(sampling, params, "min_p", *COMMON_NUMBERS)
+    if params.top_k is not None:
+        sampling.top_k = max(0, params.top_k)
+    if params.sampling_seed is not None:
+        sampling.seed = params.sampling_seed % (1 << 64)
+    put_logit_bias(sampling, params.logit_bias or {})
+    stopping.max_tokens = DEFAULT_MAX_TOKENS if params.max_new_tokens is None else params.max_new_tokens
+    if params.min_new_tokens:
+        stopping.min_tokens = params.min_new_tokens
+    stop = [params.stop] if isinstance(params.stop, str) else params.stop or []
+    stopping.stop.extend(unicode_text(text, "stop") for text in stop if text)
+    stopping.stop_token_ids.extend(params.stop_token_ids or ())
+    stopping.ignore_eos = bool(params.ignore_eos)
+    stopping.include_stop = bool(params.no_stop_trim)
+    request.output.keep_special_tokens = params.skip_special_tokens is False
+    request.priority = body.priority or 0
+    request.cache_salt = unicode_text(body.cache_salt or "", "cache_salt")
+    if grammar := grammar_of({name: getattr(params, name) for name in _GRAMMARS}):
+        request.grammar.CopyFrom(grammar)
+    if params.speculation is not None:
+        request.speculation.CopyFrom(speculation_of(params.speculation))
+    return request
+
+
+# --- the server -----------------------------------------------------------------------------------------------------
+
+
+# --- answers --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""LoRAX's and TGI's dialect over HTTP."""
