@@ -25,7 +25,7 @@ from loraplex_router.http import streaming as http_streaming
 from loraplex_router.http.admin import LoadRequest, UnloadRequest
 from loraplex_router.http.fields import Fields
 from loraplex_router.http.grammars import GRAMMAR_FIELDS
-from loraplex_router.http.openai.answers import Chunks
+from loraplex_router.http.openai.answers import Answer
 from loraplex_router.http.openai.fields import (
     REFUSED,
     ChatCompletionRequest,
@@ -765,7 +765,7 @@ async def test_a_fault_while_streaming_is_an_event(monkeypatch: pytest.MonkeyPat
     def fail(*_: Any) -> Any:
         raise RuntimeError("bug")
 
-    monkeypatch.setattr(Chunks, "events", fail)
+    monkeypatch.setattr(Answer, "events", fail)
     async with http_cluster() as (_, http):
         answer = await http.complete(stream=True)
         (event,) = events(answer)

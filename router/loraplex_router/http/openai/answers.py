@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from loraplex_proto import __version__
 from loraplex_proto.v1 import inference_pb2 as pb
+from loraplex_router.http import dialects
 from loraplex_router.http.fields import MIN_LOGPROB, finite
 from loraplex_router.http.mixtures import recipe_of
 from loraplex_router.http.openai.requests import Job
@@ -267,11 +268,11 @@ class Logprobs:
         return f"token_id:{row.token_id}" if self._job.tokens_as_ids else row.text
 
 
-class Chunks:
-    """Events of one streamed answer, from the wire's messages of all its prompts."""
+class Answer(dialects.Answer[Job]):
+    """The answer to a completion or a chat. Chunks are made of the wire's messages of all prompts."""
 
     def __init__(self, job: Job) -> None:
-        self._job = job
+        super().__init__(job)
         self._tally = Tally()
         self._logprobs: dict[int, Logprobs] = {}
         self._prompts: dict[int, Sequence[pb.PromptToken]] = {}
@@ -280,8 +281,10 @@ class Chunks:
         self._has_begun = False
         self._head: dict[str, Any] = {}  # of each chunk, once the digest is known
 
+    def whole(self, answers: Sequence[pb.GenerateResponse]) -> dict[str, Any]:
+        return response_of(self.job, answers)
+
     def events(self, prompt: int, raw: bytes) -> Iterator[bytes]:
-        """Server-sent events of one message."""
         return map(data_event, self.chunks(prompt, raw))
 
     def end(self) -> Iterator[bytes]:
@@ -291,35 +294,35 @@ class Chunks:
     def chunks(self, prompt: int, raw: bytes) -> Iterator[dict[str, Any]]:
         """Chunks of one message."""
         message = pb.GenerateStreamResponse.FromString(raw)
-        if self._job.is_prompt_only:
+        if self.job.is_prompt_only:
             _drop_new(message)
         self._tally.begin(prompt, message)
         of_prompt: dict[str, Any] = {}
         if prompt not in self._prompts:
             self._prompts[prompt] = message.prompt_tokens
-            of_prompt = prompt_fields(self._job, message.prompt_tokens)
+            of_prompt = prompt_fields(self.job, message.prompt_tokens)
         if not self._has_begun:
             self._has_begun = True
-            if self._job.is_chat:
+            if self.job.is_chat:
                 # All roles come first and in order: clients index choices by what they have seen.
                 for index in range(self._num_open):
                     yield self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}}, of_prompt)
                     of_prompt = {}
         self._num_new_tokens += len(message.token_ids)
-        choice = _choice(self._job, prompt, message.index)
+        choice = _choice(self.job, prompt, message.index)
         has_rows = bool(message.logprobs)
         rows = self._logprobs.get(choice["index"])
         if rows is None:
-            rows = self._logprobs[choice["index"]] = Logprobs(self._job, self._prompts[prompt])
-            has_rows |= self._job.echo
-        if self._job.is_chat:
-            choice["delta"] = delta_of(message, self._job.reasoning_fields)
+            rows = self._logprobs[choice["index"]] = Logprobs(self.job, self._prompts[prompt])
+            has_rows |= self.job.echo
+        if self.job.is_chat:
+            choice["delta"] = delta_of(message, self.job.reasoning_fields)
         else:
             choice["text"] = message.text_delta
             choice |= of_prompt
         choice["logprobs"] = rows.add(message.logprobs) if has_rows else None
         _end(choice, message)
-        if self._job.with_token_ids:
+        if self.job.with_token_ids:
             choice["token_ids"] = list(message.token_ids)
             if message.drafted_tokens:
                 choice["loraplex"] = {
@@ -331,28 +334,28 @@ class Chunks:
         if message.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
             self._tally.add_end(prompt, message)
             self._num_open -= 1
-            if not self._num_open and not self._job.wants_usage:
-                more["loraplex"] = self._tally.own(self._job)
-        if more or not self._job.is_chat or choice["delta"] or choice["finish_reason"] or _has_tokens(choice):
+            if not self._num_open and not self.job.wants_usage:
+                more["loraplex"] = self._tally.own(self.job)
+        if more or not self.job.is_chat or choice["delta"] or choice["finish_reason"] or _has_tokens(choice):
             yield self._chunk(choice, more)
 
     def end_chunks(self) -> Iterator[dict[str, Any]]:
-        if self._job.wants_usage:
-            head = _head(self._job, self._kind, self._tally.digest)
-            yield {**head, "choices": [], "usage": self._tally.usage(self._job), "loraplex": self._tally.own(self._job)}
+        if self.job.wants_usage:
+            head = _head(self.job, self._kind, self._tally.digest)
+            yield {**head, "choices": [], "usage": self._tally.usage(self.job), "loraplex": self._tally.own(self.job)}
 
     @property
     def _kind(self) -> str:
-        return "chat.completion.chunk" if self._job.is_chat else "text_completion"
+        return "chat.completion.chunk" if self.job.is_chat else "text_completion"
 
     def _chunk(self, choice: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
         choice.setdefault("logprobs", None)
         choice.setdefault("finish_reason", None)
         if not self._head:
-            self._head = _head(self._job, self._kind, self._tally.digest)
+            self._head = _head(self.job, self._kind, self._tally.digest)
         chunk = {**self._head, "choices": [choice]}
-        if self._job.wants_usage:
-            chunk["usage"] = self._running_usage() if self._job.wants_running_usage else None
+        if self.job.wants_usage:
+            chunk["usage"] = self._running_usage() if self.job.wants_running_usage else None
         return {**chunk, **more} if more else chunk
 
     def _running_usage(self) -> dict[str, int]:

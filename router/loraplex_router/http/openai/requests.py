@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 from loraplex_contracts.adapters import check_id
-from loraplex_contracts.errors import InvalidArgument, Unimplemented
+from loraplex_contracts.errors import InvalidArgument, LoraplexError, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import check_generate
+from loraplex_router.http import dialects
+from loraplex_router.http.errors import naming_missing
 from loraplex_router.http.fields import (
     COMMON_NUMBERS,
     MAX_CHOICES,
@@ -45,18 +47,16 @@ DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's, of completions
 NO_DEFAULTS: Final = pb.Sampling()
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One HTTP request as calls, and what its answer depends on."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(dialects.Job):
+    """A completion, or a chat."""
 
-    requests: tuple[pb.GenerateRequest, ...] = field(repr=False)  # one for each prompt; they may have a token
     request_id: str
     model: str  # as asked
     adapter_id: str
     n: int
     created: int
     is_chat: bool
-    is_streamed: bool
     wants_usage: bool
     wants_running_usage: bool  # in each chunk
     num_top_logprobs: int | None  # None: no logprobs
@@ -66,7 +66,6 @@ class Job:
     reasoning_fields: tuple[str, ...]  # names of the reasoning in messages
     with_token_ids: bool
     tokens_as_ids: bool
-    ignored: tuple[str, ...]
 
     @property
     def asked_name(self) -> str:
@@ -74,6 +73,9 @@ class Job:
         if self.requests[0].adapters:
             return ""
         return self.model if self.model.endswith(self.adapter_id) else self.adapter_id
+
+    def named(self, error: LoraplexError) -> LoraplexError:
+        return naming_missing(error, self.asked_name, self.requests[0])
 
 
 def completion_job(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import Field, ValidationError
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, Unimplemented
+from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import MAX_CHAT_MESSAGES, MAX_TOP_LOGPROBS
+from loraplex_router.http import dialects
 from loraplex_router.http.errors import error_object
 from loraplex_router.http.fields import Fields
-from loraplex_router.http.openai.answers import Chunks
+from loraplex_router.http.openai import answers
 from loraplex_router.http.openai.fields import ChatCompletionRequest, StreamOptions
 from loraplex_router.http.openai.requests import Job, not_a_text
 
@@ -333,32 +335,36 @@ class Output:
         yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": {**item, **shown}}
 
 
-class Events:
-    """Server-sent events of one streamed response, from the chunks of its chat."""
+class Answer(dialects.Answer[Job]):
+    """The answer to a request for a response, of the answer to its chat."""
 
-    def __init__(self, body: ResponsesRequest, job: Job) -> None:
+    done = b""
+
+    def __init__(self, job: Job, body: ResponsesRequest) -> None:
+        super().__init__(job)
         self._body = body
-        self._job = job
-        self._chunks = Chunks(job)
+        self._chat = answers.Answer(job)
         self._output = Output(job.request_id)
         self._finish_reason: str | None = None
         self._last: dict[str, Any] = {}
         self._number = -1
 
+    def whole(self, answers: Sequence[pb.GenerateResponse]) -> dict[str, Any]:
+        return response_of(self._body, self.job, self._chat.whole(answers))
+
     def events(self, prompt: int, raw: bytes) -> Iterator[bytes]:
-        """Server-sent events of one message."""
         if self._number < 0:
-            begun = _response(self._body, self._job, [], None, {})
+            begun = _response(self._body, self.job, [], None, {})
             yield self._event({"type": "response.created", "response": begun})
             yield self._event({"type": "response.in_progress", "response": begun})
-        for chunk in self._chunks.chunks(prompt, raw):
+        for chunk in self._chat.chunks(prompt, raw):
             yield from self._of_chunk(chunk)
 
     def end(self) -> Iterator[bytes]:
-        for chunk in self._chunks.end_chunks():
+        for chunk in self._chat.end_chunks():
             yield from self._of_chunk(chunk)
         yield from map(self._event, self._output.close(is_cut=self._finish_reason == "length"))
-        response = _response(self._body, self._job, self._output.items, self._finish_reason or "stop", self._last)
+        response = _response(self._body, self.job, self._output.items, self._finish_reason or "stop", self._last)
         yield self._event({"type": f"response.{response['status']}", "response": response})
 
     def error(self, error: LoraplexError) -> bytes:

@@ -10,9 +10,10 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from loraplex_contracts.errors import InvalidArgument, LoraplexError
+from loraplex_contracts.errors import InvalidArgument
 from loraplex_proto.v1 import adapter_pb2, inference_pb2
-from loraplex_router.http.errors import error_object, model_not_found, naming_missing, with_names_of
+from loraplex_router.http.dialects import respond
+from loraplex_router.http.errors import model_not_found, with_names_of
 from loraplex_router.http.fields import Fields, adapter_in, adapter_of, harmless_fields, header_names
 from loraplex_router.http.openai import answers, requests, responses
 from loraplex_router.http.openai.fields import (
@@ -26,7 +27,6 @@ from loraplex_router.http.openai.requests import Job
 from loraplex_router.http.openai.responses import ResponsesRequest
 from loraplex_router.http.origins import names_origin
 from loraplex_router.http.router_calls import RouterCalls, request_id_of
-from loraplex_router.http.streaming import EventStream, data_event, events_of
 
 
 class OpenAIRoutes:
@@ -79,32 +79,14 @@ class OpenAIRoutes:
         ignored = header_names([*job.ignored, *responses.ignored_parts(body)])
         job = replace(job, model=job.model or names[0], wants_usage=True, ignored=ignored)
         headers = {"x-request-id": job.request_id, **self._router.ignored(job.ignored, harmless_fields(chat))}
-        try:
-            if not job.is_streamed:
-                found = await self._router.generate(job.requests, request)
-                return JSONResponse(responses.response_of(body, job, answers.response_of(job, found)), headers=headers)
-            calls, first = await self._router.generate_stream(job.requests, request)
-        except LoraplexError as error:
-            raise naming_missing(error, job.asked_name, job.requests[0]) from error
-        events = responses.Events(body, job)
-        of_error = lambda error: events.error(naming_missing(error, job.asked_name, job.requests[0]))  # noqa: E731
-        return EventStream(calls, events_of(calls, first, events.events, events.end, of_error, done=b""), headers)
+        return await respond(self._router, responses.Answer(job, body), request, headers)
 
     async def _answer(self, job: Job, body: Fields, base_names: Sequence[str], request: Request) -> Response:
         """Runs the job's calls."""
         headers = {"x-request-id": job.request_id, **self._router.ignored(job.ignored, harmless_fields(body))}
         if not job.model:
             job = replace(job, model=base_names[0])
-        try:
-            if not job.is_streamed:
-                found = await self._router.generate(job.requests, request)
-                return JSONResponse(answers.response_of(job, found), headers=headers)
-            calls, first = await self._router.generate_stream(job.requests, request)
-        except LoraplexError as error:
-            raise naming_missing(error, job.asked_name, job.requests[0]) from error
-        chunks = answers.Chunks(job)
-        events = events_of(calls, first, chunks.events, chunks.end, lambda error: _error_event(error, job))
-        return EventStream(calls, events, headers)
+        return await respond(self._router, answers.Answer(job), request, headers)
 
     # --- the tokenizer ---------------------------------------------------------------------------------------------
 
@@ -193,7 +175,3 @@ class OpenAIRoutes:
         if row.labels:
             own["labels"] = list(row.labels)
         return {**self._card(row.adapter_id, parent=base, root=row.digest or None), "loraplex": own}
-
-
-def _error_event(error: LoraplexError, job: Job) -> bytes:
-    return data_event(error_object(naming_missing(error, job.asked_name, job.requests[0])))

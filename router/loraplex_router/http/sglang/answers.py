@@ -1,12 +1,14 @@
-"""Answers of the wire as SGLang's: texts, events, and what the server says of itself. Pure."""
+"""Answers of the wire as SGLang's: texts, events, model and server info."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from loraplex_proto.v1 import inference_pb2 as pb
+from loraplex_router.http import dialects
 from loraplex_router.http.fields import finite
 from loraplex_router.http.mixtures import recipe_of
 from loraplex_router.http.sglang.requests import Job
@@ -39,18 +41,22 @@ def response_of(job: Job, answers: Sequence[pb.GenerateResponse], elapsed_s: flo
     return found if job.is_list or job.n > 1 else found[0]
 
 
-class Events:
-    """Events of one streamed answer. Each has the whole text so far, as SGLang's.
+class Answer(dialects.Answer[Job]):
+    """The answer to a request. Each event has the whole text so far, as SGLang's.
 
-    Those of long texts come less often, a sixteenth longer each, so that all together are as long as a few texts."""
+    Events of long texts come less often, a sixteenth longer each, so that all together are as long as a few texts."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, job: Job, started_s: float = 0.0) -> None:
+        """`started_s`: when the request came, of time.monotonic()."""
+        super().__init__(job)
+        self._started_s = started_s
         self._texts: dict[tuple[int, int], Text] = {}
         self._heads: dict[int, pb.GenerateStreamResponse] = {}
 
+    def whole(self, answers: Sequence[pb.GenerateResponse]) -> Any:
+        return response_of(self.job, answers, time.monotonic() - self._started_s)
+
     def events(self, prompt: int, raw: bytes) -> Iterator[bytes]:
-        """Server-sent events of one message."""
         message = pb.GenerateStreamResponse.FromString(raw)
         head = self._heads.setdefault(prompt, message)
         text = self._texts.setdefault((prompt, message.index), Text())
@@ -62,14 +68,14 @@ class Events:
         if not is_end and num_tokens > NUM_SINGLE_EVENTS and 16 * num_tokens < 17 * text.num_shown:
             return
         text.num_shown = num_tokens
-        meta = _meta(self._job, prompt, head.prompt_tokens, text, head.adapter_digest)
+        meta = _meta(self.job, prompt, head.prompt_tokens, text, head.adapter_digest)
         meta["finish_reason"] = _finish_reason(message) if is_end else None
         meta |= _usage(message, message.usage) if is_end else {"completion_tokens": num_tokens}
         if is_end:
             meta["e2e_latency"] = message.timings.total_s
         event: dict[str, Any] = {"text": text.text, "output_ids": text.token_ids, "meta_info": meta}
-        if self._job.is_list or self._job.n > 1:
-            event["index"] = prompt * self._job.n + message.index
+        if self.job.is_list or self.job.n > 1:
+            event["index"] = prompt * self.job.n + message.index
         yield data_event(event)
 
 

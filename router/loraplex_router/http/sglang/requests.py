@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from loraplex_contracts.adapters import check_id
-from loraplex_contracts.errors import InvalidArgument
+from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_proto.v1 import inference_pb2 as pb
+from loraplex_router.http import dialects
+from loraplex_router.http.errors import naming_missing
 from loraplex_router.http.fields import (
     COMMON_NUMBERS,
     MAX_CHOICES,
@@ -31,21 +33,23 @@ DEFAULT_MAX_TOKENS: Final = 128  # SGLang's
 _GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One request as calls, and what its answer depends on."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(dialects.Job):
+    """A request of one or several prompts."""
 
-    requests: tuple[pb.GenerateRequest, ...] = field(repr=False)  # one for each prompt; they may have a token
     adapter_names: tuple[str, ...]
     request_id: str
     n: int
     is_list: bool  # of prompts
-    is_streamed: bool
     with_logprobs: bool
     prompt_start: int | None  # of the logprobs of the prompt; None: none
     num_top: int
     with_texts: bool
-    ignored: tuple[str, ...]
+
+    def named(self, error: LoraplexError) -> LoraplexError:
+        names = [name for name in self.adapter_names if name]
+        shown = error.resource if error.resource in names else ", ".join(dict.fromkeys(names))
+        return naming_missing(error, shown or "", self.requests[0])
 
 
 def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: str) -> Job:

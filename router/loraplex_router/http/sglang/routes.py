@@ -7,14 +7,12 @@ import time
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from loraplex_contracts.errors import LoraplexError
 from loraplex_proto.v1 import inference_pb2 as pb
-from loraplex_router.http.errors import error_object, naming_missing
+from loraplex_router.http.dialects import respond
 from loraplex_router.http.router_calls import RouterCalls, request_id_of
 from loraplex_router.http.sglang import answers
 from loraplex_router.http.sglang.fields import GenerateRequest
-from loraplex_router.http.sglang.requests import Job, generate_job
-from loraplex_router.http.streaming import EventStream, data_event, events_of
+from loraplex_router.http.sglang.requests import generate_job
 
 
 class SglangRoutes:
@@ -32,21 +30,7 @@ class SglangRoutes:
     async def generate(self, body: GenerateRequest, request: Request) -> Response:
         started_s = time.monotonic()
         job = generate_job(body, await self._router.names_for(body.model, request), request_id_of(request))
-        headers = self._router.ignored(job.ignored)
-        try:
-            if not job.is_streamed:
-                found = await self._router.generate(job.requests, request)
-                content = answers.response_of(job, found, time.monotonic() - started_s)
-                return JSONResponse(content, headers=headers)
-            calls, first = await self._router.generate_stream(job.requests, request)
-        except LoraplexError as error:
-            raise _named(error, job) from error
-        events = answers.Events(job)
-
-        def of_error(error: LoraplexError) -> bytes:
-            return data_event(error_object(_named(error, job)))
-
-        return EventStream(calls, events_of(calls, first, events.events, lambda: (), of_error), headers)
+        return await respond(self._router, answers.Answer(job, started_s), request, self._router.ignored(job.ignored))
 
     async def model_info(self) -> Response:
         return JSONResponse(answers.model_info_of(self._model_info()))
@@ -60,9 +44,3 @@ class SglangRoutes:
         if (info := self._router.replicas.model_info) is None:
             raise self._router.replicas.no_worker()
         return info
-
-
-def _named(error: LoraplexError, job: Job) -> LoraplexError:
-    names = [name for name in job.adapter_names if name]
-    shown = error.resource if error.resource in names else ", ".join(dict.fromkeys(names))
-    return naming_missing(error, shown or "", job.requests[0])

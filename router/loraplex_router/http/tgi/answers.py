@@ -1,12 +1,16 @@
-"""Answers of the wire as LoRAX's and TGI's: texts, details, events, headers. Pure."""
+"""Answers of the wire as LoRAX's and TGI's: texts, details, events, headers."""
 
 from __future__ import annotations
 
 import codecs
+import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final
 
+from loraplex_contracts.errors import LoraplexError
 from loraplex_proto.v1 import inference_pb2 as pb
+from loraplex_router.http import dialects
+from loraplex_router.http.errors import tgi_error
 from loraplex_router.http.fields import finite
 from loraplex_router.http.origins import source_word
 from loraplex_router.http.streaming import data_event
@@ -138,18 +142,36 @@ def _details(
     }
 
 
-class Events:
-    """Events of one streamed answer: one for each token, the text and the details on the last."""
+class Answer(dialects.Answer[Job]):
+    """The answer to a request. Of its events each has a token, and the last one the text and the details."""
 
-    def __init__(self, job: Job, special_ids: Collection[int] = ()) -> None:
-        self._job = job
+    done = b""
+
+    def __init__(
+        self, job: Job, special_ids: Collection[int] = (), *, started_s: float = 0.0, is_in_list: bool = False
+    ) -> None:
+        """`started_s`: when the request came, of time.monotonic(); `is_in_list`: the body is a list of the answer."""
+        super().__init__(job)
+        self._special_ids = special_ids
+        self._started_s = started_s
+        self._is_in_list = is_in_list
         self._tokens = Tokens(job, special_ids)
         self._seed: int | None = None
         self._index = 0
         self._last_id = 0
 
-    def events(self, _: int, raw: bytes) -> Iterator[bytes]:
-        """Server-sent events of one message."""
+    def whole(self, answers: Sequence[pb.GenerateResponse]) -> Any:
+        found = response_of(self.job, answers[0], self._special_ids)
+        return [found] if self._is_in_list else found
+
+    def headers(self, answers: Sequence[pb.GenerateResponse]) -> dict[str, str]:
+        return answer_headers(answers[0], time.monotonic() - self._started_s)
+
+    def error(self, error: LoraplexError) -> bytes:
+        _, content = tgi_error(error)
+        return data_event(content)
+
+    def events(self, prompt: int, raw: bytes) -> Iterator[bytes]:
         message = pb.GenerateStreamResponse.FromString(raw)
         if message.HasField("seed"):
             self._seed = message.seed
@@ -166,8 +188,8 @@ class Events:
             if top is not None:
                 event["top_tokens"] = top
             if is_end and number == len(tokens):
-                event["generated_text"] = self._job.prefix + self._tokens.text
-                if self._job.has_details:
+                event["generated_text"] = self.job.prefix + self._tokens.text
+                if self.job.has_details:
                     event["details"] = _details(message, message.usage.prompt_tokens, self._seed)
             yield data_event(event)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from loraplex_contracts.errors import InvalidArgument, Unimplemented
+from loraplex_contracts.errors import InvalidArgument, LoraplexError, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
+from loraplex_router.http import dialects
+from loraplex_router.http.errors import naming_missing
 from loraplex_router.http.fields import COMMON_NUMBERS, adapter_of, put_numbers, speculation_of, unicode_text
 from loraplex_router.http.grammars import grammar_of
 from loraplex_router.http.mixtures import put_mixture
@@ -14,19 +16,23 @@ from loraplex_router.http.origins import BUCKET_SCHEME, S3, put_origins, put_tok
 from loraplex_router.http.tgi.fields import BASE_MODEL, GenerateRequest, Parameters, TokenizeRequest, ignored_in
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One request as a call, and what its answer depends on."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(dialects.Job):
+    """A request of one prompt."""
 
-    request: pb.GenerateRequest = field(repr=False)  # it may have a token
     adapter_name: str  # as asked
     prefix: str  # of the text: the prompt, where it is asked for
     num_chars: int  # of the prompt
-    is_streamed: bool
     has_details: bool
     num_top: int  # `top_n_tokens`
     num_alternatives: int  # `return_k_alternatives`
-    ignored: tuple[str, ...]
+
+    @property
+    def request(self) -> pb.GenerateRequest:
+        return self.requests[0]
+
+    def named(self, error: LoraplexError) -> LoraplexError:
+        return naming_missing(error, self.adapter_name, self.request)
 
 
 def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: str, *, is_streamed: bool) -> Job:
@@ -74,7 +80,7 @@ def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: s
         request.output.prompt_tokens = True
         request.output.prompt_logprobs = True
     return Job(
-        request=request,
+        requests=(request,),
         adapter_name=adapter_name,
         prefix=prompt if given.return_full_text else "",
         num_chars=len(prompt),

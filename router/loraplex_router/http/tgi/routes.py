@@ -9,16 +9,14 @@ from dataclasses import replace
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from loraplex_contracts.errors import LoraplexError
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import MAX_COMPLETIONS, MAX_STOP_STRINGS
-from loraplex_router.http.errors import naming_missing, tgi_error
+from loraplex_router.http.dialects import respond
 from loraplex_router.http.fields import adapter_in, harmless_fields
 from loraplex_router.http.openai.fields import ChatCompletionRequest, ignored_fields
 from loraplex_router.http.openai.requests import chat_job
 from loraplex_router.http.origins import names_origin
 from loraplex_router.http.router_calls import RouterCalls, request_id_of
-from loraplex_router.http.streaming import EventStream, data_event, events_of
 from loraplex_router.http.tgi import answers
 from loraplex_router.http.tgi.fields import GenerateRequest, Parameters, TokenizeRequest, ignored_in
 from loraplex_router.http.tgi.requests import Job, adapter_id_of, generate_job, tokenize_request
@@ -51,14 +49,8 @@ class TgiRoutes:
     async def generate_stream(self, body: GenerateRequest, request: Request) -> Response:
         job = self._job(body, request, is_streamed=True)
         headers = self._headers(job)
-        try:
-            special_ids = await self._special_ids_for(job, request)
-            calls, first = await self._router.generate_stream([job.request], request)
-        except LoraplexError as error:
-            raise _named(error, job) from error
-        events = answers.Events(job, special_ids)
-        stream = events_of(calls, first, events.events, lambda: (), lambda error: _error_event(error, job), done=b"")
-        return EventStream(calls, stream, headers)
+        answer = answers.Answer(job, await self._special_ids_for(job, request))
+        return await respond(self._router, answer, request, headers)
 
     async def generate(self, body: GenerateRequest, request: Request, *, is_in_list: bool = False) -> Response:
         started_s = time.monotonic()
@@ -66,14 +58,9 @@ class TgiRoutes:
         if body.stream:  # on /generate, where LoRAX and TGI do not look at it
             job = replace(job, ignored=(*job.ignored, "stream"))
         headers = self._headers(job)
-        try:
-            special_ids = await self._special_ids_for(job, request)
-            (answer,) = await self._router.generate([job.request], request)
-        except LoraplexError as error:
-            raise _named(error, job) from error
-        found = answers.response_of(job, answer, special_ids)
-        headers |= answers.answer_headers(answer, time.monotonic() - started_s)
-        return JSONResponse([found] if is_in_list else found, headers=headers)
+        special_ids = await self._special_ids_for(job, request)
+        answer = answers.Answer(job, special_ids, started_s=started_s, is_in_list=is_in_list)
+        return await respond(self._router, answer, request, headers)
 
     def _job(self, body: GenerateRequest, request: Request, *, is_streamed: bool) -> Job:
         return generate_job(body, self._router.base_names(), request_id_of(request), is_streamed=is_streamed)
@@ -138,12 +125,3 @@ class TgiRoutes:
         info = self._router.replicas.model_info or pb.GetInfoResponse()
         most = self._router.calls.max_in_flight
         return JSONResponse(answers.info_of(name, info, most, MAX_COMPLETIONS, MAX_STOP_STRINGS))
-
-
-def _named(error: LoraplexError, job: Job) -> LoraplexError:
-    return naming_missing(error, job.adapter_name, job.request)
-
-
-def _error_event(error: LoraplexError, job: Job) -> bytes:
-    _, content = tgi_error(_named(error, job))
-    return data_event(content)

@@ -41,7 +41,7 @@ def test_usage_of_chats_has_the_tokens_of_the_reasoning() -> None:
     usage = pb.Usage(prompt_tokens=3, completion_tokens=4, reasoning_tokens=2)
     found = answers.response_of(chat(n=2), [pb.GenerateResponse(usage=usage)])["usage"]
     assert found["completion_tokens_details"] == {"reasoning_tokens": 2}
-    streamed = answers.Chunks(chat(stream=True, stream_options={"include_usage": True}))
+    streamed = answers.Answer(chat(stream=True, stream_options={"include_usage": True}))
     last = pb.GenerateStreamResponse(finish_reason=pb.FINISH_REASON_EOS, usage=usage)
     assert list(streamed.chunks(0, last.SerializeToString()))
     assert next(streamed.end_chunks())["usage"] == found
@@ -135,7 +135,7 @@ def test_the_prompt_alone() -> None:
         text_delta="one two", token_ids=[0], prompt_tokens=PROMPT, logprobs=[row(0, "!", -9.0)], usage=USAGE,
         finish_reason=pb.FINISH_REASON_STOP, stop_token_id=0,
     )  # fmt: skip
-    first, last = events(answers.Chunks(job), (0, message))
+    first, last = events(answers.Answer(job), (0, message))
     assert first["choices"][0]["text"] == "one two"
     assert first["choices"][0]["logprobs"]["tokens"] == ["<s>", "one", " two"]
     assert (first["choices"][0]["finish_reason"], first["choices"][0]["stop_reason"]) == ("length", None)
@@ -189,7 +189,7 @@ def test_logprobs_of_a_chat() -> None:
     assert answers.response_of(chat(), [answer])["choices"][0]["logprobs"] is None
 
 
-def events(chunks: answers.Chunks, *messages: tuple[int, pb.GenerateStreamResponse]) -> list[dict[str, Any]]:
+def events(chunks: answers.Answer, *messages: tuple[int, pb.GenerateStreamResponse]) -> list[dict[str, Any]]:
     raw = [one for prompt, message in messages for one in chunks.events(prompt, message.SerializeToString())]
     raw += chunks.end()
     assert all(one.startswith(b"data: ") and one.endswith(b"\n\n") for one in raw)
@@ -201,7 +201,7 @@ def test_a_stream_of_a_chat_opens_all_choices_first() -> None:
     end = pb.FINISH_REASON_EOS
     job = chat(n=2, stream=True, stream_options={"include_usage": True})
     found = events(
-        answers.Chunks(job),
+        answers.Answer(job),
         (0, chunk(index=1, deltas=[pb.ChatDelta(content="b")], adapter_digest="e" * 64)),
         (0, chunk(index=0, deltas=[pb.ChatDelta(content="a")], finish_reason=end, usage=USAGE)),
         (0, chunk(index=1, finish_reason=end, usage=USAGE)),
@@ -222,7 +222,7 @@ def test_a_stream_of_several_prompts() -> None:
     chunk = pb.GenerateStreamResponse
     job = completion(prompt=["a", "b"], n=2, stream=True, logprobs=0)
     found = events(
-        answers.Chunks(job),
+        answers.Answer(job),
         (1, chunk(index=1, text_delta="x", logprobs=[row(1, "x", -1.0)])),
         (1, chunk(index=1, text_delta="y", logprobs=[row(2, "y", -2.0)], finish_reason=pb.FINISH_REASON_LENGTH)),
     )
@@ -239,12 +239,12 @@ def test_a_stream_with_the_prompts_tokens_and_running_usage() -> None:
         (0, chunk(text_delta="a", token_ids=[5, 6], prompt_tokens=PROMPT)),
         (0, chunk(text_delta="b", token_ids=[7], finish_reason=pb.FINISH_REASON_EOS, usage=USAGE)),
     )
-    found = events(answers.Chunks(chat(stream=True, stream_options=options, return_token_ids=True)), *messages)
+    found = events(answers.Answer(chat(stream=True, stream_options=options, return_token_ids=True)), *messages)
     assert found[0]["prompt_token_ids"] == [9, 1, 2]
     assert [one["usage"]["completion_tokens"] for one in found] == [0, 2, 3, 2]
     assert [one["usage"]["prompt_tokens"] for one in found] == [3, 3, 3, 3]
     assert [one["choices"][0].get("token_ids") for one in found[1:3]] == [[5, 6], [7]]
-    found = events(answers.Chunks(completion(stream=True, return_token_ids=True)), *messages)
+    found = events(answers.Answer(completion(stream=True, return_token_ids=True)), *messages)
     assert [one["choices"][0].get("prompt_token_ids") for one in found] == [[9, 1, 2], None]
     assert "usage" not in found[0]
 
@@ -253,10 +253,10 @@ def test_a_stream_says_what_was_drafted_since_the_last_chunk() -> None:
     message = pb.GenerateStreamResponse(
         text_delta="a b c", token_ids=[1, 2, 3], drafted_tokens=4, accepted_tokens=2, proposer="medusa"
     )
-    (chunk,) = events(answers.Chunks(completion(stream=True, return_token_ids=True)), (0, message))
+    (chunk,) = events(answers.Answer(completion(stream=True, return_token_ids=True)), (0, message))
     (choice,) = chunk["choices"]
     assert choice["loraplex"] == {"proposer": "medusa", "drafted_tokens": 4, "accepted_tokens": 2}
     for job, drafted in ((completion(stream=True), 4), (completion(stream=True, return_token_ids=True), 0)):
         message.drafted_tokens = drafted
-        (chunk,) = events(answers.Chunks(job), (0, message))
+        (chunk,) = events(answers.Answer(job), (0, message))
         assert "loraplex" not in chunk["choices"][0]

@@ -170,5 +170,5 @@ def test_thoughts_calls_and_texts_are_items() -> None:
 
 def test_an_error_in_a_stream_is_its_last_event() -> None:
     body = request(stream=True)
-    event = responses.Events(body, job_of(body)).error(LoraplexError("x"))
+    event = responses.Answer(job_of(body), body).error(LoraplexError("x"))
     assert event.startswith(b"event: error\ndata: {")

@@ -131,7 +131,7 @@ def test_deltas() -> None:
     call = pb.ToolCallDelta
 
     def deltas(*parts: pb.ChatDelta, **fields: Any) -> Any:
-        found = answers.Chunks(chat(stream=True, **fields))
+        found = answers.Answer(chat(stream=True, **fields))
         sent = chunk(text_delta="raw", deltas=parts)
         last = chunk(finish_reason=pb.FINISH_REASON_EOS, message=MESSAGE)
         events = [one for message in (sent, last) for one in found.events(0, message.SerializeToString())]

@@ -53,7 +53,7 @@ def test_an_answer() -> None:
 
 
 def test_events_have_the_text_so_far() -> None:
-    events = answers.Events(job(stream=True))
+    events = answers.Answer(job(stream=True))
     first = pb.GenerateStreamResponse(text_delta="a", token_ids=[1])
     last = pb.GenerateStreamResponse(text_delta="b", token_ids=[2], finish_reason=pb.FINISH_REASON_LENGTH)
     last.usage.CopyFrom(pb.Usage(prompt_tokens=4, completion_tokens=2))
@@ -69,7 +69,7 @@ def test_events_have_the_text_so_far() -> None:
 
 
 def test_events_of_long_texts_come_less_often() -> None:
-    events = answers.Events(job(stream=True))
+    events = answers.Answer(job(stream=True))
     found: list[int] = []
     num_bytes, event = 0, b""
     for number in range(4096):

@@ -35,7 +35,7 @@ def message(*pieces: bytes, text: str = "", reason: int = 0, eos: bool = False, 
 
 def streamed(asked: Job, *messages: bytes) -> list[list[dict[str, Any]]]:
     """Events by message."""
-    events = answers.Events(asked, {99})
+    events = answers.Answer(asked, {99})
     return [[json.loads(event.removeprefix(b"data: ")) for event in events.events(0, one)] for one in messages]
 
 
