@@ -156,8 +156,6 @@ class CacheUsage:
     host_bytes: int
     host_budget_bytes: int
     num_device_slots: int
-    hits: int = 0
-    misses: int = 0
     device_evictions: int = 0
     host_evictions: int = 0
     load_seconds_total: float = 0.0

@@ -76,6 +76,12 @@ class Load:
     drafted: Mapping[str, int] = field(default_factory=dict[str, int])
     accepted: Mapping[str, int] = field(default_factory=dict[str, int])
     forecast: Forecast | None = None  # while requests wait
+    # Since the start: requests that found all their adapters on the device when it was their turn, and those that did
+    # not.
+    num_adapter_hits: int = 0
+    num_adapter_misses: int = 0
+        0.0  # in which the next request could not begin for want of KV blocks, or of a slot for its state
+    )
 
 
 def has_place(num_all: int, num_own: int, num_tenants: int, most: int) -> bool:

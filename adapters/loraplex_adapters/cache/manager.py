@@ -333,8 +333,6 @@ class AdapterManager:
             host_bytes=residency.host_used,
             host_budget_bytes=residency.host_budget,
             num_device_slots=residency.num_slots,
-            hits=residency.hits,
-            misses=residency.misses,
             device_evictions=residency.device_evictions,
             host_evictions=residency.host_evictions,
             load_seconds_total=self._load_seconds,

@@ -91,7 +91,7 @@ class ResidencyTable:
         self.num_slots = num_slots
         self.host_used = self.device_used = 0
         self.pinned_bytes = 0  # by the operator, on the device or on the way there
-        self.hits = self.misses = self.host_evictions = self.device_evictions = 0
+        self.host_evictions = self.device_evictions = 0
         self.round = 0
         self.moves: list[Move] = []
         self.refetches: list[Refetch] = []
@@ -220,10 +220,8 @@ class ResidencyTable:
             record.num_leases += 1
             self.changed.add(key)
             self._end_reservation(record)
-            self.hits += 1
             return record.slot
         if key not in self.wants and self.failure(key) is None:
-            self.misses += 1
             self._want(record)
         return None
 
@@ -232,16 +230,13 @@ class ResidencyTable:
         records = [self._get(key) for key in keys]
         for record in records:
             self._touch(record)
-        missing = [record for record in records if record.state is not KeyState.ON_DEVICE]
-        if not missing:
+        if all(record.state is KeyState.ON_DEVICE for record in records):
             for record in records:
                 record.num_leases += 1
                 self.changed.add(record.key)
                 self._end_reservation(record)
-            self.hits += len(keys)
             return tuple(record.slot for record in records)
         if keys not in self.wants and self.failure(*keys) is None:
-            self.misses += len(missing)
             self.wants[keys] = self._groups[keys] = None
             self.is_due = True
         return None

@@ -140,8 +140,7 @@ class WorkerCollector:
         yield from _steps(state.steps)
         yield self._lora_requests_info(rows, usage.num_device_slots if usage else 0)
         yield _residency(rows)
-        hits = {"device": usage.hits} if usage else {}
-        misses = {"device": usage.misses} if usage else {}
+        hits, misses = {"device": load.num_adapter_hits}, {"device": load.num_adapter_misses}
         evictions = {"device": usage.device_evictions, "host": usage.host_evictions} if usage else {}
         loads = (usage.loads_total, usage.load_seconds_total) if usage else (0, 0.0)
         yield counter("adapter_cache_hits", "Requests that found their adapter in the tier.", "tier", hits)

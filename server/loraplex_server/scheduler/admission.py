@@ -284,13 +284,16 @@ class Admission:
         request, keys = seq.request, seq.request.adapter_keys
         if not keys or seq.adapter_slots:
             return True
-        if keys in scan.missing or (scan.starving and not scan.open_keys.issuperset(keys)):
-            _note_miss(request, now)
+        if keys in scan.missing:
+            self._note_miss(request, now)
+            return False
+        if scan.starving and not scan.open_keys.issuperset(keys):
+            _begin_wait(request, now)
             return False
         if self._table.lease(seq):
-            if request.adapter_missed_s is not None:
-                request.adapter_wait_s += now - request.adapter_missed_s
-                request.adapter_missed_s = None
+            self._table.count_adapter(request, was_found=True)
+            request.adapter_wait_s = request.adapter_wait_so_far_s(now)
+            request.adapter_missed_s = None
             request.blocked_since_s = None
             self._num_adapter_entries += 1
             return True
@@ -299,11 +302,15 @@ class Admission:
             scan.failed[request] = _typed(failure)
             return False
         scan.missing[keys] = None
-        _note_miss(request, now)
+        self._note_miss(request, now)
         if self._is_starving(request, now):
             scan.starving.update(keys)
             self._choose_open_keys(scan)
         return False
+
+    def _note_miss(self, request: RequestState, now: float) -> None:
+        self._table.count_adapter(request, was_found=False)
+        _begin_wait(request, now)
 
     def _is_starving(self, request: RequestState, now: float) -> bool:
         if request.blocked_since_s is None:
@@ -404,7 +411,7 @@ class Admission:
         return NO_STATE, []
 
 
-def _note_miss(request: RequestState, now: float) -> None:
+def _begin_wait(request: RequestState, now: float) -> None:
     if request.adapter_missed_s is None:
         request.adapter_missed_s = now
 

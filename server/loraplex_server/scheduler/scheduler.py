@@ -306,6 +306,8 @@ class Scheduler:
             num_prompt_tokens=table.num_prompt_tokens,
             num_cached_tokens=table.num_cached_tokens,
             num_output_tokens=self._num_output_tokens,
+            num_adapter_hits=table.num_adapter_hits,
+            num_adapter_misses=table.num_adapter_misses,
         )
 
     def forecast(self) -> Forecast | None:

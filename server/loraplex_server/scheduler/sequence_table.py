@@ -119,6 +119,7 @@ class RequestState:
     # Since when it waits for its adapter, its turn or not; and how long it did before.
     adapter_missed_s: float | None = None
     adapter_wait_s: float = 0.0
+    is_adapter_counted: bool = False  # as found on the device, or as not found
 
     def move(self, to: RequestPhase) -> None:
         """Moves the request to a phase. Raises IllegalTransition, and changes nothing, when the table does not have
@@ -126,6 +127,10 @@ class RequestState:
         if to not in REQUEST_TRANSITIONS[self.phase]:
             raise IllegalTransition(f"request {self.request.request_id}: {self.phase.value} -> {to.value}")
         self.phase = to
+
+    def adapter_wait_so_far_s(self, now: float) -> float:
+        """Seconds that it has waited for its adapter."""
+        return self.adapter_wait_s + (0.0 if self.adapter_missed_s is None else now - self.adapter_missed_s)
 
     @property
     def has_held(self) -> bool:
@@ -361,6 +366,8 @@ class SequenceTable:
         # Tokens of the prompts of requests that have begun, and those of them out of the prefix cache.
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
+        self.num_adapter_hits = 0  # requests that found their adapters on the device, and those that did not
+        self.num_adapter_misses = 0
         self._adapters = adapters
         self._free_rows = list(range(max_running))  # a heap: low rows first keeps the batch dense
         self._adapter_refs: Counter[AdapterKey] = Counter()
@@ -613,6 +620,13 @@ class SequenceTable:
         seq.adapter_slots = slots
         self._adapter_refs.update(keys)
         return True
+
+    def count_adapter(self, request: RequestState, *, was_found: bool) -> None:
+        """Counts whether a request found its adapters on the device; only the first time says so."""
+        if not request.is_adapter_counted:
+            request.is_adapter_counted = True
+            self.num_adapter_hits += was_found
+            self.num_adapter_misses += not was_found
 
     def end_lease(self, seq: SequenceState) -> None:
         """Gives the sequence's references back: now, or when the last plan that uses the slot has run."""

@@ -568,9 +568,7 @@ def test_counters(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
     key: AdapterKey = engine.resolve("a0")
     engine.acquire(key)
-    engine.cache.acquire(key)
     usage = engine.cache.usage()
-    assert usage.hits == 2
     assert usage.loads_total == 1
     assert usage.load_seconds_total > 0
     assert usage.num_device_slots == 3

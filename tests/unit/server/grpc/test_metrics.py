@@ -51,11 +51,11 @@ def test_a_worker_is_shown_as_it_is_at_the_scrape() -> None:
         num_state_snapshots=2,
         drafted={"medusa": 8, "prompt_lookup": 3},
         accepted={"medusa": 5, "prompt_lookup": 0},
+        num_adapter_hits=5,
+        num_adapter_misses=1,
     )
     usage = CacheUsage(
         *(70, 100, 30, 200, 8),
-        hits=5,
-        misses=1,
         device_evictions=4,
         host_evictions=6,
         load_seconds_total=0.5,

@@ -53,6 +53,38 @@ def test_references_follow_running_sequences() -> None:
     harness.run()
 
 
+def adapter_counts(harness: Harness) -> tuple[int, int]:
+    """Requests that found their adapter on the device, and those that did not."""
+    load = harness.scheduler.load()
+    return load.num_adapter_hits, load.num_adapter_misses
+
+
+def test_each_request_finds_its_adapter_or_does_not() -> None:
+    """One that waited for its adapter has not found it, although it has it in the end."""
+    harness = Harness(num_slots=1)
+    for number in range(12):
+        harness.add(make_request(f"r{number}"), (A, B, C)[number % 3])
+        harness.run()
+    assert adapter_counts(harness) == (0, 12)
+    harness.add(make_request("same"), C)
+    harness.add(make_request("base"))
+    harness.run()
+    assert adapter_counts(harness) == (1, 12)
+
+
+def test_completions_and_members_of_a_mixture_count_as_one_request() -> None:
+    harness = Harness(num_slots=2)
+    harness.add(make_request("first", n=3), A)
+    harness.run()
+    harness.add(make_request("again", n=3), A)
+    harness.run()
+    assert adapter_counts(harness) == (1, 1)
+    for name in ("mixture", "same"):
+        harness.add_mixture(make_request(name, n=2), (A, B))
+        harness.run()
+    assert adapter_counts(harness) == (2, 2)
+
+
 def test_a_failing_adapter_fails_its_requests_and_no_other() -> None:
     harness = Harness()
     error = AdapterInvalid("adapter_model.safetensors is cut short; write it again")
