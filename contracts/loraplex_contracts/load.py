@@ -80,6 +80,7 @@ class Load:
     # not.
     num_adapter_hits: int = 0
     num_adapter_misses: int = 0
+    kv_wait_s: float = (
         0.0  # in which the next request could not begin for want of KV blocks, or of a slot for its state
     )
 

@@ -176,6 +176,7 @@ def _totals(load: Load) -> Iterator[Metric]:
         ("prefix_cache_queries", "Tokens of prompts looked for in the prefix cache.", load.num_prompt_tokens),
         ("prefix_cache_hits", "Tokens of prompts found in the prefix cache.", load.num_cached_tokens),
         ("num_preemptions", "Sequences that gave up their KV blocks or their row to others.", load.num_preemptions),
+        ("kv_cache_wait_seconds", "Time in which the next request waited for KV blocks to come free.", load.kv_wait_s),
     ):
         yield total(name, text, value)
 

@@ -134,6 +134,7 @@ class Admission:
         self._next_look_s = 0.0  # for one to preempt for
         self._num_adapter_entries = 0
         self._kept_for: SequenceState | None = None
+        self._lacks_blocks_since_s: float | None = None  # the head of the queue, since it was last looked at
         self._last_admitted_s: float | None = None
         self._mean_interval_s = 0.0
 
@@ -142,6 +143,9 @@ class Admission:
 
         Returns the requests that have to fail, once the plan is made: a sibling may be in it.
         """
+        if self._lacks_blocks_since_s is not None:
+            self._table.kv_wait_s += now - self._lacks_blocks_since_s
+            self._lacks_blocks_since_s = None
         scan = _Scan()
         for seq in self._queue():
             if not seq.is_waiting:
@@ -159,10 +163,13 @@ class Admission:
                 continue
             if not self._lease_adapter(seq, scan, now):
                 continue
-            prefix = None if self._is_held_back(seq, scan, now) else self._prefix_that_fits(seq)
+            is_held_back = self._is_held_back(seq, scan, now)
+            prefix = None if is_held_back else self._prefix_that_fits(seq)
             if prefix is None:
                 step.is_full = True
                 self._keep_lease(seq)
+                if not is_held_back:
+                    self._lacks_blocks_since_s = now
                 break
             self._enter(seq, prefix, step, now)
         if scan.missing:

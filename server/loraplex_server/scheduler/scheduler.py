@@ -308,6 +308,7 @@ class Scheduler:
             num_output_tokens=self._num_output_tokens,
             num_adapter_hits=table.num_adapter_hits,
             num_adapter_misses=table.num_adapter_misses,
+            kv_wait_s=table.kv_wait_s,
         )
 
     def forecast(self) -> Forecast | None:

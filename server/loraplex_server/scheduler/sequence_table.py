@@ -368,6 +368,7 @@ class SequenceTable:
         self.num_cached_tokens = 0
         self.num_adapter_hits = 0  # requests that found their adapters on the device, and those that did not
         self.num_adapter_misses = 0
+        self.kv_wait_s = 0.0  # time in which the head of the queue lacked blocks, or a slot for its state
         self._adapters = adapters
         self._free_rows = list(range(max_running))  # a heap: low rows first keeps the batch dense
         self._adapter_refs: Counter[AdapterKey] = Counter()

@@ -182,10 +182,11 @@ def test_steps_are_told_now_and_then_and_when_the_last_request_ends() -> None:
 
 def test_totals_grow_while_requests_run() -> None:
     registry = new_registry()
-    load = Load(num_prompt_tokens=90, num_cached_tokens=30, num_output_tokens=7, num_preemptions=2)
+    load = Load(num_prompt_tokens=90, num_cached_tokens=30, num_output_tokens=7, num_preemptions=2, kv_wait_s=1.5)
     WorkerCollector(registry, lambda: EngineState(load))
     names = ("prompt_tokens", "prefix_cache_queries", "prefix_cache_hits", "generation_tokens", "num_preemptions")
     assert [value(registry, f"loraplex:{name}_total") for name in names] == [90, 90, 30, 7, 2]
+    assert value(registry, "loraplex:kv_cache_wait_seconds_total") == 1.5
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------

@@ -290,6 +290,29 @@ def test_load_counts_what_is_ahead() -> None:
     harness.run()
 
 
+def test_time_without_blocks_for_the_next_request_is_counted() -> None:
+    """Most blocks are free meanwhile: their usage does not tell that a long prompt waits for them."""
+    harness = Harness(num_blocks=21, block_size=4)
+    harness.add(make_request("runs", range(1, 21), max_tokens=8))
+    log = harness.add(make_request("waits", range(30, 90)))
+    harness.turn()
+    load = harness.scheduler.load()
+    assert (load.num_running, load.num_free_blocks, load.kv_wait_s) == (1, 15, 0.0)
+    harness.run()
+    assert log.admitted is not None
+    # Both came to the first turn, 0.01 s after the start.
+    assert harness.scheduler.load().kv_wait_s == pytest.approx(log.admitted.queue_s - 0.01)
+    assert log.admitted.queue_s > 0.05
+
+
+def test_who_waits_for_a_row_lacks_no_blocks() -> None:
+    harness = Harness(max_running=1)
+    harness.add(make_request("runs", max_tokens=8))
+    harness.add(make_request("waits"))
+    harness.run()
+    assert harness.scheduler.load().kv_wait_s == 0.0
+
+
 def test_results_come_in_the_order_of_plans() -> None:
     harness = Harness()
     harness.add(make_request("r", LONG, max_tokens=1))
