@@ -235,6 +235,9 @@ class RequestFailed:
 
     request_id: str
     error: LoraplexError
+    # Of a request that waited and did not begin, as in `Admitted`: the time until this end. None for others.
+    queue_s: float | None = None
+    adapter_wait_s: float = 0.0
 
 
 Event = Admitted | Tokens | PromptLogprobs | Pooled | CompletionEnd | RequestFailed

@@ -39,6 +39,7 @@ class RequestRecord:
     code: str = ""  # name of a gRPC status code, at the end
     reason: str = ""  # of an error
     error: str = ""  # its sentence
+    waited_s: float | None = None  # in the place of `queue_s`, of one that ended before its first step
 
     @property
     def computes(self) -> bool:

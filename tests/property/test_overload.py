@@ -149,7 +149,7 @@ def test_who_cancels_pays_for_what_was_done() -> None:
     simulation.run(until_s=2.0)
     for number in range(20):
         simulation.add(request(f"left{number}", max_tokens=4000, tenant="leaves"))
-        simulation.scheduler.cancel(f"left{number}", Cancelled("the client went away"))
+        simulation.scheduler.cancel(f"left{number}", Cancelled("the client went away"), simulation.now)
     late = simulation.add(request("late", max_tokens=400, tenant="leaves"))
     simulation.run(until_s=20.0)
     assert late.ended_s is not None, "it has used nothing, so it is the first of those that wait"

@@ -62,6 +62,7 @@ class RequestLog:
         self.logprobs: dict[int, list[PositionLogprobs]] = defaultdict(list)
         self.ends: dict[int, CompletionEnd] = {}
         self.error: LoraplexError | None = None
+        self.waits_s: tuple[float | None, float] | None = None  # queue and adapter, of one that failed
         self.prompt_logprobs: tuple[PositionLogprobs, ...] | None = None
         self.num_drafted = 0
         self.num_accepted = 0
@@ -98,7 +99,7 @@ class RequestLog:
                 assert event.index not in self.ends
                 self.ends[event.index] = event
             case RequestFailed():
-                self.error = event.error
+                self.error, self.waits_s = event.error, (event.queue_s, event.adapter_wait_s)
 
 
 def has_work(scheduler: Scheduler) -> bool:
@@ -172,7 +173,7 @@ class Harness:
         self._keys[request.request_id] = keys
 
     def cancel(self, request_id: str, error: LoraplexError) -> None:
-        self.take(self.scheduler.cancel(request_id, error))
+        self.take(self.scheduler.cancel(request_id, error, self.now))
 
     def take(self, events: list[Event]) -> None:
         for event in events:

@@ -24,6 +24,7 @@ from loraplex_contracts.adapters import (
 )
 from loraplex_contracts.errors import (
     ClassifiesOnly,
+    Code,
     DeadlineExceeded,
     Draining,
     FailedPrecondition,
@@ -72,6 +73,9 @@ FORECAST_EVERY_S = 0.05  # it takes time for each request that waits
 RESIDENCY_EVERY_S = 0.5  # while steps run: adapters' rows are listed anew
 # Positions by the mode that an adapter's files name; the empty mode is that of adapters that name none.
 POOLED_BY_MODE: Final[dict[str, PooledPositions]] = {"": "last", "lasttoken": "last", "mean": "mean"}
+# Ends of requests that were not served in time, or for want of room. The waits of those with a wrong name, which take
+# no time, would hide theirs.
+OF_WAITS: Final = frozenset({Code.CANCELLED, Code.DEADLINE_EXCEEDED, Code.RESOURCE_EXHAUSTED, Code.UNAVAILABLE})
 MAX_IDLE_S = 3600.0  # a lock cannot be waited for until any deadline that a client may name
 
 
@@ -97,8 +101,14 @@ class _Accepted:
     medusa_key: AdapterKey | None = None  # of heads that it names apart from its adapter
     matcher: GrammarMatcher | None = None  # of its grammar, at the beginning; read only
     is_scheduled: bool = False  # False: its adapter is not resolved yet
-    fetch_began_s: float = 0.0
+    has_waited: bool = False  # for something that it names
+    fetch_began_s: float | None = None
     fetch_s: float = 0.0  # until its adapter was resolved
+
+    def note_fetch(self, now: float) -> None:
+        """Notes how long its adapter has been fetched so far."""
+        if self.fetch_began_s is not None and not self.adapter_keys:
+            self.fetch_s = max(0.0, now - self.fetch_began_s)
 
     def holds(self) -> list[tuple[AdapterKey, str]]:
         """Its keys, each with the name that it holds the key by."""
@@ -312,6 +322,7 @@ class Engine:
         """Has its grammar compiled, then the cache resolve what it names: its adapter, and heads apart from it. It does
         not wait for heads on the device."""
         request = accepted.request
+        accepted.has_waited = True
         if request.grammar and accepted.matcher is None:
             self._pending_grammars.add(request)
         elif (request.adapter_id or request.mixture) and not accepted.adapter_keys:
@@ -371,8 +382,8 @@ class Engine:
                 if is_grammar:
                     accepted.matcher = outcome
                 elif waiting is self._pending:
+                    accepted.note_fetch(now)
                     accepted.adapter_keys = outcome
-                    accepted.fetch_s = max(0.0, now - accepted.fetch_began_s)
                 else:
                     accepted.medusa_key = outcome
                 self._resolve(accepted)
@@ -456,8 +467,13 @@ class Engine:
         accepted = self._accepted.get(request_id)
         if accepted is None:
             return
+        now = self._clock()
         if accepted.is_scheduled:
-            self._take(self._scheduler.cancel(request_id, error))
+            self._take(self._scheduler.cancel(request_id, error, now))
+        elif accepted.has_waited and error.code in OF_WAITS:
+            accepted.note_fetch(now)
+            queue_s = max(0.0, now - accepted.request.arrival_s)
+            self._take([RequestFailed(request_id, error, queue_s, accepted.fetch_s)])
         else:
             self._take([RequestFailed(request_id, error)])
 

@@ -285,8 +285,9 @@ def _take(
                 record.queue_s, record.adapter_wait_s = event.queue_s, event.adapter_wait_s
             case PromptLogprobs():
                 progress.prompt_logprobs = tuple(assemblers[0].with_text(one) for one in event.logprobs)
-            case RequestFailed():
-                pass  # always the last; `generate` raises it
+            case RequestFailed():  # always the last; `generate` raises it
+                if event.queue_s is not None:
+                    record.waited_s, record.adapter_wait_s = event.queue_s, event.adapter_wait_s
             case Pooled():
                 pass  # of other requests
     return deltas

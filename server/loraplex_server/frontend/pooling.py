@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from loraplex_contracts.errors import Cancelled, Internal, InvalidArgument, Unavailable
 from loraplex_contracts.request import MAX_CLASS_VALUES, Admitted, CompletionEnd, Pooled, Request, RequestFailed
+from loraplex_runtime.request_record import RequestRecord
 
 if TYPE_CHECKING:  # tests of this module need no torch
     from loraplex_server.engine.client import EngineClient, RequestStream
@@ -38,17 +39,17 @@ class PooledAnswer:
     queue_s: float
 
 
-async def pool_all(engine: EngineClient, requests: Sequence[Request]) -> list[PooledAnswer]:
-    """The answers in the order of the requests, all of one adapter. Raises the first typed error of one, and ends the
-    others then; InvalidArgument where tokens have more than MAX_CLASS_VALUES labels together, Unavailable where the
-    answers are of two versions of the adapter."""
+async def pool_all(engine: EngineClient, requests: Sequence[Request], record: RequestRecord) -> list[PooledAnswer]:
+    """The answers in the order of the requests, all of one adapter; `record` gets the longest of their waits. Raises
+    the first typed error of one, and ends the others then; InvalidArgument where tokens have more than MAX_CLASS_VALUES
+    labels together, Unavailable where the answers are of two versions of the adapter."""
     turns = asyncio.Semaphore(MAX_AT_ONCE)
     num_values = 0
 
     async def one(request: Request) -> PooledAnswer:
         nonlocal num_values
         async with turns:
-            answer = await _pool(engine, request)
+            answer = await _pool(engine, request, record)
             num_values += answer.values.size if answer.per_token else 0
             if num_values > MAX_CLASS_VALUES:
                 raise InvalidArgument(
@@ -71,16 +72,16 @@ async def pool_all(engine: EngineClient, requests: Sequence[Request]) -> list[Po
     return answers
 
 
-async def _pool(engine: EngineClient, request: Request) -> PooledAnswer:
+async def _pool(engine: EngineClient, request: Request, record: RequestRecord) -> PooledAnswer:
     stream = engine.submit(request)
     try:
-        return await _read(stream)
+        return await _read(stream, record)
     finally:
         if not stream.is_over:
             engine.cancel(stream, Cancelled("the client went away"))
 
 
-async def _read(stream: RequestStream) -> PooledAnswer:
+async def _read(stream: RequestStream, record: RequestRecord) -> PooledAnswer:
     pooled: Pooled | None = None
     digest, queue_s = "", 0.0
     while True:
@@ -88,9 +89,14 @@ async def _read(stream: RequestStream) -> PooledAnswer:
             match event:
                 case Admitted():
                     digest, queue_s = event.adapter_digest, event.queue_s
+                    record.queue_s = max(queue_s, record.queue_s or 0.0)
+                    record.adapter_wait_s = max(event.adapter_wait_s, record.adapter_wait_s)
                 case Pooled():
                     pooled = event
                 case RequestFailed(_, error):
+                    if event.queue_s is not None:
+                        record.waited_s = max(event.queue_s, record.waited_s or 0.0)
+                        record.adapter_wait_s = max(event.adapter_wait_s, record.adapter_wait_s)
                     raise error
                 case CompletionEnd():
                     if pooled is None:

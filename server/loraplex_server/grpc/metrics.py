@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from loraplex_contracts.adapters import AdapterInfo, CacheUsage
+from loraplex_contracts.errors import Code
 from loraplex_contracts.load import Load
 from loraplex_runtime.metrics import (
     PREFIX,
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 _TIMES_BOUNDS_S: Final = (0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _PER_TOKEN_BOUNDS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
 _TOKENS_BOUNDS: Final = tuple(float(1 << power) for power in range(0, 18, 2))
+# Codes of requests that nobody waits for any more: where such a one never began, all its time was waiting.
+GAVE_UP: Final = frozenset({Code.CANCELLED.name, Code.DEADLINE_EXCEEDED.name})
 # A request whose adapter is on the device waits for it for less.
 STALL_S: Final = 0.001
 
@@ -42,7 +45,7 @@ _PREFILL, _DECODE = "request_prefill_time_seconds", "request_decode_time_seconds
 _STALL = "adapter_wait_seconds"
 _TIMES: Final = {
     _FIRST_TOKEN: "From a request's arrival to its first token.",
-    _QUEUE: "From a request's arrival to its first step.",
+    _QUEUE: "From a request's arrival to its first step, or to its end where it ended before.",
     _PREFILL: "From a request's first step to its first token.",
     _DECODE: "From a request's first token to its end.",
     _STALL: "Waits for an adapter's weights, of the requests that had to wait.",
@@ -72,11 +75,16 @@ class WorkerMetrics(RequestMetrics):
 
     def ended(self, record: RequestRecord) -> None:
         super().ended(record)
-        if record.queue_s is None:
-            return  # it never began
-        self._times[_QUEUE].observe(record.queue_s)
+        queue_s = record.waited_s if record.queue_s is None else record.queue_s
+        if queue_s is None and record.computes and record.code in GAVE_UP:
+            queue_s = record.total_s  # before the engine had it, or its client left
+        if queue_s is None:
+            return  # it was refused at once
+        self._times[_QUEUE].observe(queue_s)
         if record.adapter_wait_s >= STALL_S:
             self._times[_STALL].observe(record.adapter_wait_s)
+        if record.queue_s is None:
+            return  # it never began
         self._prompts.observe(record.num_prompt_tokens)
         first_s, decode_s = record.first_token_s, record.decode_s
         if first_s is None or decode_s is None:

@@ -175,10 +175,9 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
     ) -> list[PooledAnswer]:
         """The engine's answers, one for each input; with a `query` of query and input together. Raises typed errors."""
         requests = await self._accept(message, request_id, params, inputs, query, context)
-        answers = await pool_all(self._engine, requests)
         record = current_record()
+        answers = await pool_all(self._engine, requests, record)
         record.adapter_digest = answers[0].adapter_digest
-        record.queue_s = max(one.queue_s for one in answers)
         record.num_prompt_tokens = sum(one.num_prompt_tokens for one in answers)
         record.num_cached_tokens = sum(one.num_cached_tokens for one in answers)
         return answers

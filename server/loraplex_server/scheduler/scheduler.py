@@ -200,11 +200,11 @@ class Scheduler:
         """Time at which `schedule` has to be called even if nothing can run; None where nothing expires."""
         return self._deadlines[0][0] if self._deadlines else None
 
-    def cancel(self, request_id: str, error: LoraplexError) -> list[Event]:
+    def cancel(self, request_id: str, error: LoraplexError, now: float) -> list[Event]:
         """Ends the request with `error` and frees what it has. One that has ended already is left alone."""
         state = self._table.requests.get(request_id)
         if state is not None:
-            self._fail(state, error)
+            self._fail(state, error, now)
         return self.take_events()
 
     def stop_completion(self, request_id: str, index: int) -> list[Event]:
@@ -240,7 +240,7 @@ class Scheduler:
             self._last_step_s = now
         self._table.release_shared_prompts()
         for state, error in failed.items():
-            self._fail(state, error)
+            self._fail(state, error, now)
         return plan
 
     def decoding_requests(self) -> list[str]:
@@ -275,7 +275,7 @@ class Scheduler:
         if self._last_step_s is not None:
             self._speed.on_step(flight.size, num_outputs, now - self._last_step_s)
         self._last_step_s = now
-        self._commit(flight, result)
+        self._commit(flight, result, now)
         return self.take_events()
 
     def take_events(self) -> list[Event]:
@@ -323,9 +323,15 @@ class Scheduler:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _fail(self, state: RequestState, error: LoraplexError) -> None:
+    def _fail(self, state: RequestState, error: LoraplexError, now: float) -> None:
+        request_id = state.request.request_id
+        failed = RequestFailed(request_id, error)
+        if state.phase is RequestPhase.QUEUED:
+            failed = RequestFailed(
+                request_id, error, max(0.0, now - state.request.arrival_s), state.adapter_wait_so_far_s(now)
+            )
         self._table.end_request(state)
-        self._events.append(RequestFailed(state.request.request_id, error))
+        self._events.append(failed)
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -333,10 +339,10 @@ class Scheduler:
             has_deadline = state.request.deadline_s is not None
             if state.phase is RequestPhase.QUEUED:
                 error = DeadlineExceeded("the deadline passed while the request was waiting; allow more time")
-                self._fail(state, error if has_deadline else self._waited_too_long())
+                self._fail(state, error if has_deadline else self._waited_too_long(), now)
             elif state.phase is RequestPhase.ACTIVE and has_deadline:
                 error = DeadlineExceeded("the deadline passed before the end; allow more time or fewer tokens")
-                self._fail(state, error)
+                self._fail(state, error, now)
 
     def _waited_too_long(self) -> Overloaded:
         return Overloaded(
@@ -488,7 +494,7 @@ class Scheduler:
 
     # --- results ------------------------------------------------------------------------------------------------------
 
-    def _commit(self, flight: InFlight, result: StepResult) -> None:
+    def _commit(self, flight: InFlight, result: StepResult, now: float) -> None:
         """Takes in the result of a plan that is no longer under way."""
         for seq, span in flight.spans:
             if seq.last_plan is flight:
@@ -502,7 +508,7 @@ class Scheduler:
             out = result.spans.get(span.sequence_id, _NO_RESULT)
             error = out.error or _broken_contract(span, out)
             if error is not None:
-                self._fail(seq.request, error)
+                self._fail(seq.request, error, now)
             else:
                 self._commit_span(seq, span, out)
         for adapter_key in flight.ended_leases:

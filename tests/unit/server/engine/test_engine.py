@@ -64,6 +64,13 @@ def failure(events: list[Event], request_id: str) -> LoraplexError:
     return end.error
 
 
+def waits_s(events: list[Event], request_id: str) -> tuple[float | None, float]:
+    """Time in the queue, and for its adapter, of a request that failed."""
+    (end,) = terminal(events, request_id)
+    assert isinstance(end, RequestFailed)
+    return end.queue_s, end.adapter_wait_s
+
+
 def test_a_request_runs_to_its_length() -> None:
     engine = make_engine()
     engine.handle(Submit(request(adapter_id="a")))
@@ -82,6 +89,7 @@ def test_an_unknown_adapter_fails_its_request_only() -> None:
     engine.handle(Submit(request("good", adapter_id="a")))
     events, _ = run(engine)
     assert isinstance(failure(events, "bad"), AdapterNotFound)
+    assert waits_s(events, "bad") == (None, 0.0)
     assert isinstance(terminal(events, "good")[0], CompletionEnd)
     assert engine.integrity_report() == ""
 
@@ -166,13 +174,15 @@ def test_cancel_before_and_after_the_adapter_is_there() -> None:
 def test_a_deadline_ends_a_request_that_waits_for_its_adapter() -> None:
     now = [0.0]
     engine = make_engine(cache=FakeCache(delay=1000), clock=lambda: now[0])
-    engine.handle(Submit(request(adapter_id="a", deadline_s=5.0)))
+    now[0] = 1.0
+    engine.handle(Submit(request(adapter_id="a", deadline_s=5.0, arrival_s=0.5)))
     events, _ = run(engine, 3)
     assert not terminal(events, "r")
-    assert engine.idle_timeout_s() == pytest.approx(5.0, abs=0.01)
+    assert engine.idle_timeout_s() == pytest.approx(4.0, abs=0.01)
     now[0] = 5.1
     events, _ = run(engine, 1)
     assert isinstance(failure(events, "r"), DeadlineExceeded)
+    assert waits_s(events, "r") == (pytest.approx(4.6), pytest.approx(4.1))
 
 
 def test_requests_that_wait_for_an_adapter_count_as_queued() -> None:

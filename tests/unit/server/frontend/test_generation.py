@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 
 import pytest
-from support.engine_fakes import build_fake, build_slow
+from support.engine_fakes import FakeCache, build_fake, build_slow, make_engine
 
-from loraplex_contracts.errors import AdapterNotFound
+from loraplex_contracts.errors import AdapterNotFound, DeadlineExceeded
 from loraplex_contracts.request import CompletionEnd, FinishReason, PositionLogprobs, Request, StoppingParams, Tokens
 from loraplex_server.config import EngineConfig, ModelConfig
 from loraplex_server.engine.client import EngineClient
+from loraplex_server.engine.engine import Engine
 from loraplex_server.frontend.generation import CompletionAssembler, Delta, Drafts, Progress, _coalesce, generate
 from loraplex_server.text.detokenizer import StopMatcher
 from loraplex_server.text.tokenizer import TextTokenizer
@@ -195,3 +197,25 @@ async def test_leaving_early_cancels_and_failures_raise() -> None:
     finally:
         await client.stop()
     assert client.integrity == ""
+
+
+def build_without_adapters(config: EngineConfig, progress: Callable[[str], None], notify: Callable[[], None]) -> Engine:
+    """An engine whose adapters never come."""
+    return make_engine(cache=FakeCache(delay=1 << 40), clock=time.monotonic)
+
+
+async def test_the_record_has_the_waits_of_a_request_that_never_began() -> None:
+    client = EngineClient(EngineConfig(ModelConfig("fake")))
+    await client.start(inline=True, builder=build_without_adapters)
+    try:
+        now, progress = time.monotonic(), Progress()
+        request = Request("r", (20,), StoppingParams(max_tokens=4), adapter_id="a", arrival_s=now, deadline_s=now + 0.2)
+        with pytest.raises(DeadlineExceeded):
+            async for _ in generate(client, request, TOKENIZER, (), progress):
+                pass
+        assert progress.record.queue_s is None
+        assert progress.record.waited_s is not None
+        assert progress.record.waited_s >= 0.2
+        assert progress.record.adapter_wait_s > 0.1
+    finally:
+        await client.stop()

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loraplex_contracts.errors import InvalidArgument, LoraplexError, NoClassifier, Overloaded, Unavailable
+from loraplex_contracts.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    LoraplexError,
+    NoClassifier,
+    Overloaded,
+    Unavailable,
+)
 from loraplex_contracts.request import (
     Admitted,
     CompletionEnd,
@@ -21,12 +28,18 @@ from loraplex_contracts.request import (
     RequestFailed,
     StoppingParams,
 )
+from loraplex_runtime.request_record import RequestRecord
 from loraplex_server.frontend import pooling as module
-from loraplex_server.frontend.pooling import MAX_AT_ONCE, embedding, pool_all, probabilities, sigmoid
+from loraplex_server.frontend.pooling import MAX_AT_ONCE, PooledAnswer, embedding, pool_all, probabilities, sigmoid
 
 
 def request(name: str) -> Request:
     return Request(name, (5, 6), StoppingParams(1), pooling=PoolingParams("embed"))
+
+
+def pool(engine: Any, num_requests: int, record: RequestRecord | None = None) -> asyncio.Future[list[PooledAnswer]]:
+    requests = [request(str(number)) for number in range(num_requests)]
+    return asyncio.ensure_future(pool_all(engine, requests, record or RequestRecord("Embed")))
 
 
 class FakeStream:
@@ -75,7 +88,7 @@ class FakeEngine:
 
 async def test_answers_come_in_the_order_of_requests() -> None:
     engine: Any = FakeEngine()
-    pooling = asyncio.ensure_future(pool_all(engine, [request(str(number)) for number in range(100)]))
+    pooling = pool(engine, 100)
     while not pooling.done():
         await engine.answer()
     answers = await pooling
@@ -90,7 +103,7 @@ async def test_answers_come_in_the_order_of_requests() -> None:
 async def test_labels_of_tokens_are_bounded_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_CLASS_VALUES", 40)
     engine: Any = FakeEngine()
-    pooling = asyncio.ensure_future(pool_all(engine, [request(str(number)) for number in range(100)]))
+    pooling = pool(engine, 100)
     while not pooling.done():
         await engine.answer()
     with pytest.raises(InvalidArgument, match="more than 40") as caught:
@@ -101,7 +114,7 @@ async def test_labels_of_tokens_are_bounded_in_a_call(monkeypatch: pytest.Monkey
 
 async def test_answers_of_two_versions_of_an_adapter_are_refused() -> None:
     engine: Any = FakeEngine()
-    pooling = asyncio.ensure_future(pool_all(engine, [request("0"), request("1")]))
+    pooling = pool(engine, 2)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     engine.streams[1].events[0] = Admitted("1", "newer", 0.5)
@@ -113,7 +126,7 @@ async def test_answers_of_two_versions_of_an_adapter_are_refused() -> None:
 
 async def test_the_first_error_ends_all() -> None:
     engine: Any = FakeEngine(r1=NoClassifier("no"), r2=Overloaded("full"))
-    pooling = asyncio.ensure_future(pool_all(engine, [request(str(number)) for number in range(40)]))
+    pooling = pool(engine, 40)
     await asyncio.sleep(0.01)
     engine.streams[1].come.set()
     with pytest.raises(NoClassifier):
@@ -123,9 +136,29 @@ async def test_the_first_error_ends_all() -> None:
     assert len(submitted) < 40, "the others were never submitted"
 
 
+async def test_the_record_has_the_longest_waits() -> None:
+    engine: Any = FakeEngine()
+    record = RequestRecord("Embed")
+    pooling = pool(engine, 3, record)
+    await asyncio.sleep(0.01)
+    for stream, queue_s in zip(engine.streams, (0.1, 0.4, 0.2), strict=True):
+        stream.events[0] = Admitted(stream.request.request_id, "digest", queue_s, queue_s / 2)
+    await engine.answer()
+    await pooling
+    assert (record.queue_s, record.adapter_wait_s, record.waited_s) == (0.4, 0.2, None)
+    record = RequestRecord("Embed")
+    pooling = pool(engine, 1, record)
+    await asyncio.sleep(0.01)
+    engine.streams[-1].events = [RequestFailed("0", DeadlineExceeded("late"), 3.0, 2.0)]
+    await engine.answer()
+    with pytest.raises(DeadlineExceeded):
+        await pooling
+    assert (record.queue_s, record.adapter_wait_s, record.waited_s) == (None, 2.0, 3.0)
+
+
 async def test_a_caller_that_leaves_cancels_what_runs() -> None:
     engine: Any = FakeEngine()
-    pooling = asyncio.ensure_future(pool_all(engine, [request("0"), request("1")]))
+    pooling = pool(engine, 2)
     await asyncio.sleep(0.01)
     pooling.cancel()
     with pytest.raises(asyncio.CancelledError):

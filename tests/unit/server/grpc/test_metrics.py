@@ -241,3 +241,18 @@ def test_what_never_began_or_has_one_token_is_no_latency() -> None:
     metrics.ended(ended(num_prompt_tokens=9, queue_s=0.1, total_s=0.2))  # an embedding
     assert value(registry, "loraplex:request_prompt_tokens_count") == 2
     assert value(registry, "loraplex:time_to_first_token_seconds_count") == 1
+
+
+def test_waits_that_end_badly_count_too() -> None:
+    registry = new_registry()
+    metrics = WorkerMetrics(registry)
+    metrics.ended(ended(code="DEADLINE_EXCEEDED", waited_s=9.0, adapter_wait_s=8.0, total_s=9.1))
+    assert value(registry, "loraplex:request_queue_time_seconds_sum") == 9.0
+    assert value(registry, "loraplex:adapter_wait_seconds_sum") == 8.0
+    metrics.ended(ended(code="CANCELLED", total_s=3.0))  # its client left before the engine said anything
+    assert value(registry, "loraplex:request_queue_time_seconds_sum") == 12.0
+    metrics.ended(ended(code="NOT_FOUND", total_s=0.1))
+    watch = RequestRecord("WatchLoad", code="CANCELLED", total_s=900.0)
+    metrics.ended(watch)
+    assert value(registry, "loraplex:request_queue_time_seconds_count") == 2
+    assert value(registry, "loraplex:request_prompt_tokens_count") == 0

@@ -72,6 +72,24 @@ def test_each_request_finds_its_adapter_or_does_not() -> None:
     assert adapter_counts(harness) == (1, 12)
 
 
+def test_a_request_that_ends_in_the_queue_says_how_long_it_waited() -> None:
+    harness = Harness(load_polls=100)
+    harness.now = 1.0
+    late = harness.add(make_request("late", arrival_s=0.75, deadline_s=1.5), A)
+    cancelled = harness.add(make_request("cancelled", arrival_s=1.0), A)
+    runs = harness.add(make_request("runs", max_tokens=200, deadline_s=1.5))
+    for _ in range(52):
+        harness.turn()
+    harness.cancel("cancelled", Cancelled("the client went away"))
+    # Both have missed their adapter since the first turn, at 1.01 s.
+    assert late.waits_s is not None
+    queue_s, adapter_wait_s = late.waits_s
+    assert queue_s == pytest.approx(adapter_wait_s + 0.26)
+    assert 0.7 < queue_s < 0.77
+    assert cancelled.waits_s == (pytest.approx(0.52), pytest.approx(0.51))
+    assert runs.waits_s == (None, 0.0), "it had begun"
+
+
 def test_completions_and_members_of_a_mixture_count_as_one_request() -> None:
     harness = Harness(num_slots=2)
     harness.add(make_request("first", n=3), A)
