@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -165,12 +166,12 @@ class WorkerCollector:
     def _lora_requests_info(self, rows: Sequence[AdapterInfo], max_lora: int) -> Metric:
         """The metric that the Gateway API Inference Extension reads: label names and meaning are that protocol's. Idle
         adapters on the device count as running too: a gateway that routes by this must find them."""
-        on_device = [row.adapter_id for row in rows if row.tier == "device"]
-        waiting = [row.adapter_id for row in rows if row.state == "fetching"]
+        on_device = [row for row in rows if row.tier == "device"]
+        waiting = [row for row in rows if row.state == "fetching"]
         labels = {
             "max_lora": str(max_lora),
-            "running_lora_adapters": ",".join(on_device[:MAX_NAMES]),
-            "waiting_lora_adapters": ",".join(waiting[:MAX_NAMES]),
+            "running_lora_adapters": ",".join(_most_used(on_device)),
+            "waiting_lora_adapters": ",".join(_most_used(waiting)),
         }
         text = "Adapters on the device and waiting for it; the value is the time."
         return gauge("lora_requests_info", text, self._clock(), labels)
@@ -220,10 +221,17 @@ def _adapter_memory(usage: CacheUsage | None) -> Iterator[Metric]:
         yield gauges(name, text, ("tier",), [((tier,), value) for tier, value in values.items()])
 
 
+def _most_used(rows: Sequence[AdapterInfo]) -> list[str]:
+    """Names of the MAX_NAMES that were asked for most, in the order of the rows: another order would be another series
+    in Prometheus."""
+    most = heapq.nlargest(MAX_NAMES, range(len(rows)), key=lambda place: rows[place].num_uses)
+    return [rows[place].adapter_id for place in sorted(most)]
+
+
 def _residency(rows: Sequence[AdapterInfo]) -> Metric:
-    samples = Counter[tuple[str, str, str]]()
-    for number, row in enumerate(rows):
-        name = row.adapter_id if number < MAX_NAMES else OTHER
+    samples, named = Counter[tuple[str, str, str]](), frozenset(_most_used(rows))
+    for row in rows:
+        name = row.adapter_id if row.adapter_id in named else OTHER
         samples[name, row.tier, "true" if row.pinned else "false"] += 1
     labels = ("adapter", "tier", "pinned")
     return gauges("adapter_resident", "Adapters that this worker holds.", labels, list(samples.items()))

@@ -17,7 +17,7 @@ from loraplex_contracts.load import Load
 from loraplex_contracts.plan import Span, StepPlan
 from loraplex_runtime.metrics import new_registry
 from loraplex_runtime.request_record import RequestRecord
-from loraplex_runtime.usage import MAX_NAMES
+from loraplex_runtime.usage import MAX_NAMES, OTHER
 from loraplex_server.engine.client import EngineState
 from loraplex_server.engine.step_sizes import REPORT_EVERY_S, StepTally
 from loraplex_server.grpc.metrics import WorkerCollector, WorkerMetrics
@@ -121,6 +121,17 @@ def test_many_residents_are_counted_together() -> None:
     assert len(shown) == MAX_NAMES + 2
     assert sum(shown.values()) == 200
     assert value(registry, "loraplex:adapter_resident", adapter="other", tier="disk", pinned="false") == 70
+
+
+def test_the_residents_that_are_used_most_have_their_names() -> None:
+    registry = new_registry()
+    rows = [replace(info(f"a{number:03}"), num_uses=number) for number in range(MAX_NAMES + 2)]
+    WorkerCollector(registry, lambda: EngineState(Load(), listing=listing(rows)))
+    resident = samples(registry, "loraplex:adapter_resident")
+    names = {dict(labels)["adapter"] for labels in resident}
+    assert names == {OTHER, *(row.adapter_id for row in rows[2:])}
+    (labels,) = samples(registry, "loraplex:lora_requests_info")
+    assert dict(labels)["running_lora_adapters"].split(",") == [row.adapter_id for row in rows[2:]]
 
 
 def test_drafts_are_counted_by_proposer() -> None:
