@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # --- requests, as they end --------------------------------------------------------------------------------------------
 
-_TIMES_BOUNDS_S: Final = (0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_TIMES_BOUNDS_S: Final = (0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _PER_TOKEN_BOUNDS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
 _TOKENS_BOUNDS: Final = tuple(float(1 << power) for power in range(0, 18, 2))
 # Codes of requests that nobody waits for any more: where such a one never began, all its time was waiting.
