@@ -57,6 +57,7 @@ ServerOption = Annotated[
 ServerArgument = Annotated[
     str, typer.Argument(metavar="ADDR", envvar=_ADDRESS_VARIABLE, help="Address of a router or worker.")
 ]
+RouterArgument = Annotated[str, typer.Argument(metavar="ADDR", envvar=_ADDRESS_VARIABLE, help="Address of a router.")]
 HUB_TOKEN_HELP = (
     "Token for the Hub, in the place of the server's own. Better in the environment than on the command line, where "
     "others on this machine can read it."

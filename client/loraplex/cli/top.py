@@ -21,7 +21,7 @@ from loraplex import (
     WorkerStatus,
 )
 from loraplex.cli import terminal
-from loraplex.cli.options import DEFAULT_SERVER, Connection, JsonOption, ServerArgument
+from loraplex.cli.options import DEFAULT_SERVER, Connection, JsonOption, RouterArgument
 from loraplex_runtime.flags import with_flags
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ STATE_STYLES: Final = {"serving": "green", "starting": "green", "draining": "yel
 
 @with_flags
 def top(
-    server: ServerArgument = DEFAULT_SERVER,
+    server: RouterArgument = DEFAULT_SERVER,
     *,
     interval: Annotated[float, typer.Option("--interval", "-i", help="Seconds between two looks.")] = 2.0,
     prefix: Annotated[str, typer.Option(help="Only adapters whose names begin so.")] = "",
@@ -56,14 +56,15 @@ def top(
     """
     if not interval >= MIN_INTERVAL_S:
         raise InvalidArgument(f"--interval must be at least {MIN_INTERVAL_S:g}", field="--interval")
-    with replace(connection, retries=0).client(server) as client:  # it looks again anyway
+    watches = terminal.is_terminal() and not (as_json or once)
+    with (replace(connection, retries=0) if watches else connection).client(server) as client:  # it looks again anyway
         try:
             if as_json:
                 terminal.write_json(asdict(client.status(adapter_prefix=prefix)))
-            elif once or not terminal.is_terminal():
-                _print_once(client, prefix)
-            else:
+            elif watches:
                 _watch(client, prefix, interval)
+            else:
+                _print_once(client, prefix)
         except Unimplemented as error:
             raise Unimplemented(f"{server} has no status to show: it is a worker, or an old router") from error
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from loraplex import Client
 from loraplex.cli.main import main
 from loraplex.cli.top import screen, sparkline
-from loraplex_contracts.errors import PermissionDenied, Unimplemented
+from loraplex_contracts.errors import PermissionDenied, Unavailable, Unimplemented
 from loraplex_proto.v1 import status_pb2
 
 Capture = pytest.CaptureFixture[str]
@@ -107,6 +107,12 @@ def test_errors_are_one_sentence(fake: Any, capsys: Capture) -> None:
     assert main(["top", fake.address]) != 0
     assert capsys.readouterr().err == "error: this credential may not do that\n"
     assert main(["top", fake.address, "--interval", "nan"]) == 2
+
+
+def test_one_look_is_tried_again_as_often_as_was_asked(fake: Any, capsys: Capture) -> None:
+    fake.error = Unavailable("starting", retry_after_s=0.01)
+    assert main(["top", fake.address, "--retries", "2"]) == 1
+    assert len(fake.seen) == 3
 
 
 def test_a_worker_has_none(fake: Any, capsys: Capture) -> None:
