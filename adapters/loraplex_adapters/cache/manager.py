@@ -529,7 +529,9 @@ class AdapterManager:
             self._residency.refetched(fetch, found.key, now)
 
     def _take_failed_fetch(self, fetch: Fetch, error: LoraplexError, files: Fingerprint | None, now: float) -> None:
-        log.info("adapter %s: %s", shown_name(fetch.name), error)
+        # A wrong name is in the line of the request that had it, with its id.
+        level = logging.DEBUG if isinstance(error, AdapterNotFound) else logging.INFO
+        log.log(level, "adapter %s: %s", shown_name(fetch.name), error)
         if self._watch is not None:
             self._watch.failed(fetch.name, files, may_retry=error.retry_after_s is not None)
         if isinstance(fetch, FetchName):
