@@ -29,6 +29,8 @@ def test_requests_are_counted(role: Any, prefix: str) -> None:
     assert value(registry, f"{prefix}requests_total", method="GenerateStream", code="OK") == 1
     assert value(registry, f"{prefix}request_seconds_count", method="GenerateStream") == 2
     assert value(registry, f"{prefix}time_to_first_message_seconds_sum", method="GenerateStream") == 0.01
+    names = {sample.name for family in registry.collect() for sample in family.samples}
+    assert not {name for name in names if name.endswith("_created")}
 
 
 @pytest.mark.parametrize(("role", "prefix"), [("worker", "loraplex:"), ("router", "loraplex:router_")])

@@ -564,6 +564,21 @@ def test_templates_beside_an_adapter_are_reported_and_not_touched(
     assert "chat_template.jinja" in caplog.text
 
 
+def test_a_wrong_name_leaves_no_line_but_its_requests(
+    make_engine: Callable[..., Engine], root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (root / "broken").mkdir()
+    (root / "broken" / "adapter_config.json").write_text("{")
+    engine = make_engine()
+    with caplog.at_level(logging.INFO):
+        with pytest.raises(AdapterNotFound):
+            engine.resolve("missing")
+        assert "missing" not in caplog.text
+        with pytest.raises(AdapterInvalid):
+            engine.resolve("broken")
+        assert "adapter broken: " in caplog.text
+
+
 def test_counters(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
     key: AdapterKey = engine.resolve("a0")
