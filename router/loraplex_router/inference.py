@@ -146,6 +146,14 @@ def admit_pooling(cls: type[validate.PoolingRequest], raw: bytes, identity: Iden
     )
 
 
+def _known(cls: type[validate.M], raw: bytes) -> validate.M:
+    """The message in these bytes. Fields that this version does not know are refused, because they could name adapters
+    unseen. Raises InvalidArgument or Unimplemented."""
+    request = parse(cls, raw)
+    validate.refuse_unknown(request)
+    return request
+
+
 class InferenceRelay:
     """The handlers of loraplex.v1.InferenceService, from bytes to bytes."""
 
@@ -191,20 +199,23 @@ class InferenceRelay:
             raise resumption.loss from None
 
     async def tokenize(self, call: Call, raw: bytes) -> bytes:
-        request = parse(inference_pb2.TokenizeRequest, raw)
+        request = _known(inference_pb2.TokenizeRequest, raw)
         adapter_ids = (check_adapter_ref(request.adapter_id),) if request.adapter_id else ()
         current_identity().check_adapters(adapter_ids)
         call.ticket = self._quotas.take(current_identity())
         return await self._ask(call, "Tokenize", RelayedRequest(raw, adapter_ids=adapter_ids))
 
     async def detokenize(self, call: Call, raw: bytes) -> bytes:
+        _known(inference_pb2.DetokenizeRequest, raw)
         call.ticket = self._quotas.take(current_identity())
         return await self._ask(call, "Detokenize", RelayedRequest(raw))
 
     async def get_tokenizer_info(self, call: Call, raw: bytes) -> bytes:
+        _known(inference_pb2.GetTokenizerInfoRequest, raw)
         return await self._ask(call, "GetTokenizerInfo", RelayedRequest(raw))
 
     async def get_info(self, call: Call, raw: bytes) -> bytes:
+        _known(inference_pb2.GetInfoRequest, raw)
         info = inference_pb2.GetInfoResponse.FromString(await self._ask(call, "GetInfo", RelayedRequest(raw)))
         info.role = "router"
         return info.SerializeToString()

@@ -223,12 +223,21 @@ async def test_small_questions() -> None:
         assert (await stub(c.channel).Detokenize(inference_pb2.DetokenizeRequest(token_ids=[97, 98]))).text == "ab"
         tokenizer = await stub(c.channel).GetTokenizerInfo(inference_pb2.GetTokenizerInfoRequest())
         assert tokenizer.chat_template == "{{ x }}"
-        newer = inference_pb2.GetInfoRequest.FromString(b"\xa2\x7d\x01x")  # field 2004, a string
-        with pytest.raises(grpc.aio.AioRpcError, match="UNIMPLEMENTED"):
-            await stub(c.channel).GetInfo(newer)
         info = await stub(c.channel).GetInfo(inference_pb2.GetInfoRequest())
         assert (info.role, info.model_id, info.max_context_tokens) == ("router", "tiny", 2048)
         assert isinstance(await error_of(stub(c.channel).Tokenize(inference_pb2.TokenizeRequest())), InvalidArgument)
+
+
+@pytest.mark.parametrize("method", ["Tokenize", "Detokenize", "GetTokenizerInfo", "GetInfo"])
+async def test_fields_that_the_router_does_not_know_reach_no_worker(method: str) -> None:
+    """A newer worker would act on them, and the router cannot see whether the caller may."""
+    async with cluster(1) as c:
+        await c.workers[0].stop()  # what is relayed ends as NoWorker
+        call = c.channel.unary_unary(f"/loraplex.v1.InferenceService/{method}")
+        error = await error_of(call(b"\xa2\x7d\x01x"))  # field 2004, a string
+        assert isinstance(error, Unimplemented)
+        assert error.field == "#2004"
+        assert isinstance(await error_of(call(b"\x0a\xff")), InvalidArgument)
 
 
 async def test_embeddings_are_relayed_to_the_home_of_their_adapter() -> None:
