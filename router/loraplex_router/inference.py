@@ -62,6 +62,7 @@ class RelayedRequest:
     priority: int = 0
     draft_model: str | None = None  # that it speculates with; empty where any will do
     may_resume: bool = False  # on another worker, in the middle of its stream
+    task: str = ""  # as workers name it; empty for what all of them have
 
     @property
     def work_tokens(self) -> int:
@@ -121,6 +122,14 @@ def _num_given_tokens(request: inference_pb2.GenerateRequest | pooling_pb2.Pooli
     return num_chars // BYTES_PER_TOKEN + 1
 
 
+# As GetInfo has them.
+_TASKS: Final[Mapping[type[validate.PoolingRequest], str]] = {
+    pooling_pb2.EmbedRequest: "embed",
+    pooling_pb2.ClassifyRequest: "classify",
+    pooling_pb2.ScoreRequest: "score",
+}
+
+
 def admit_pooling(cls: type[validate.PoolingRequest], raw: bytes, identity: Identity) -> RelayedRequest:
     """Does what `admit_generate` does, for a request of PoolingService."""
     request = parse(cls, raw)
@@ -143,6 +152,7 @@ def admit_pooling(cls: type[validate.PoolingRequest], raw: bytes, identity: Iden
         num_texts=len(inputs),
         adapter_name=request.adapter_id,
         priority=request.priority,
+        task=_TASKS[cls],
     )
 
 
@@ -268,18 +278,22 @@ class InferenceRelay:
         resumption: Resumption | None = None,
     ) -> T:
         """Picks workers until one has answered, each once at most, overloaded ones never. Raises what the last one
-        said, NoWorker, or Overloaded where all are."""
+        said, NoWorker, or Overloaded where all are; that a worker lacks something only where no other one may have
+        it."""
         key = routing_key(request.adapter_ids)
         overloaded = self._overloaded(call, request)
         tried = set(overloaded)
         num_lost = 0
-        error: UpstreamFailure | LoraplexError | None = None
+        error: UpstreamFailure | None = None
         while True:
             route = Route(request.adapter_ids, self._replicas.work_in_flight_tokens(key))
-            views = self._replicas.views(tried, request.draft_model, time.monotonic())
+            views = self._replicas.views(tried, request.draft_model, time.monotonic(), request.task)
             choice = choose(route, views, self._config.policy, self._random)
             if choice is None:
-                raise error or min(overloaded.values(), key=_retry_after_s, default=None) or self._replicas.no_worker()
+                busy = min(overloaded.values(), key=_retry_after_s, default=None)
+                if error is not None and not error.is_unimplemented:
+                    raise error
+                raise busy or error or self._replicas.no_worker()
             worker_id = choice.worker_id
             if call.record.computes:
                 self._metrics.decided(choice.decision, is_retry=error is not None)
@@ -300,7 +314,8 @@ class InferenceRelay:
                 log.warning("%s; trying another worker", failure, extra={"request_id": call.request_id})
                 self._metrics.retried(failure.kind.value)
                 call.record.num_retries += 1
-                error = failure
+                if error is None or not failure.is_unimplemented:
+                    error = failure
             finally:
                 call.end_attempt()
                 self._replicas.end(flight)

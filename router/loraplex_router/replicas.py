@@ -105,6 +105,10 @@ class Replica:
         known = self.info.draft_models if self.info is not None else ()
         return name in known if name else bool(known)
 
+    def has_task(self, name: str) -> bool:
+        """True if it says that it has that task; one of before this was told says nothing."""
+        return self.info is not None and name in self.info.tasks
+
 
 class Replicas:
     """All workers, by id. `on_change` is called when the number of routable ones may have changed."""
@@ -161,11 +165,17 @@ class Replicas:
         return [replica for replica in self._replicas.values() if replica.is_connected]
 
     def views(
-        self, excluded: Collection[str] = (), draft_model: str | None = None, now_s: float = math.inf
+        self,
+        excluded: Collection[str] = (),
+        draft_model: str | None = None,
+        now_s: float = math.inf,
+        task: str = "",
     ) -> list[WorkerView]:
-        """Workers that can take a request. One for a draft model goes where that model is; if no worker has it, any can
-        say so."""
+        """Workers that can take a request. One for a draft model goes where that model is, one of a task where that is
+        known; if no worker has it, any can say so."""
         routable = self.routable()
+        if task:
+            routable = [replica for replica in routable if replica.has_task(task)] or routable
         if draft_model is not None:
             routable = [replica for replica in routable if replica.has_draft_model(draft_model)] or routable
         return [replica.view(now_s, self._slow_start_s) for replica in routable if replica.worker_id not in excluded]

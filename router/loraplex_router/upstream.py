@@ -30,6 +30,7 @@ from loraplex_contracts.errors import (
     Overloaded,
     QueueFull,
     ServerUnreachable,
+    Unimplemented,
     WorkerLost,
 )
 from loraplex_proto.status import DETAILS_KEY, from_rpc_error
@@ -57,8 +58,8 @@ CA_FLAG: Final = "--worker-ca"
 LOOKAHEAD_BYTES: Final = 64 << 10
 
 
-# What another worker may have: room, or a version that this one never loaded.
-_OF_ONE_WORKER: Final = (Overloaded, QueueFull, AdapterVersionNotFound)
+# What another worker may have: room, a version that this one never loaded, or a field or method of a newer release.
+_OF_ONE_WORKER: Final = (Overloaded, QueueFull, AdapterVersionNotFound, Unimplemented)
 
 
 class FailureKind(enum.Enum):
@@ -100,8 +101,15 @@ class UpstreamFailure(Exception):
                 return FailureKind.UNREACHED
             case ConnectionLost() | Cancelled():  # what this side cancels never comes here
                 return FailureKind.LOST
+            case Unimplemented():
+                return FailureKind.DECLINED
             case _:
                 return FailureKind.ANSWERED
+
+    @property
+    def is_unimplemented(self) -> bool:
+        """True where the worker lacks what the request needs, and will as long as it runs."""
+        return self.code is grpc.StatusCode.UNIMPLEMENTED
 
     @property
     def may_retry(self) -> bool:

@@ -15,7 +15,14 @@ import pytest
 from support.fake_workers import Chunk, Cluster, Generate, blocks, chunks, fails, until
 from support.http import Http, http_cluster
 
-from loraplex_contracts.errors import AdapterNotFound, EngineLost, LoraplexError, Overloaded, adapter_not_found
+from loraplex_contracts.errors import (
+    AdapterNotFound,
+    EngineLost,
+    LoraplexError,
+    Overloaded,
+    Unimplemented,
+    adapter_not_found,
+)
 from loraplex_proto.status import abort
 from loraplex_proto.v1 import adapter_pb2, inference_pb2
 from loraplex_router.config import HttpOptions, RouterConfig
@@ -413,6 +420,20 @@ async def test_wrong_fields_are_400_by_name(body: dict[str, Any], param: str) ->
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, param)
         assert param in error["message"]
+
+
+async def test_what_workers_of_an_older_release_do_not_know_is_501() -> None:
+    async with http_cluster() as (c, http):
+
+        async def older(request: Generate, context: Any) -> bytes:
+            await abort(context, Unimplemented("`output.#8` is not known; leave it out", field="output.#8"))
+
+        c.workers[0].unary = older
+        answer = await http.complete()
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (501, None, "not_implemented")
+        assert "#8" not in error["message"]
+        assert answer.headers["x-should-retry"] == "false"
 
 
 @pytest.mark.parametrize(

@@ -314,7 +314,7 @@ async def test_base_requests_are_spread() -> None:
 # --- retries ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [Draining("going"), EngineLost("gone")])
+@pytest.mark.parametrize("error", [Draining("going"), EngineLost("gone"), Unimplemented("newer", field="#8")])
 async def test_another_worker_takes_what_one_cannot(error: LoraplexError) -> None:
     async with cluster(2) as c:
         first, second = (c.by_address(a) for a in rendezvous_order("sql", [w.address for w in c.workers]))
@@ -338,6 +338,30 @@ async def test_every_worker_is_tried_once_and_the_last_word_counts() -> None:
         assert isinstance(error, Draining)
         assert error.retry_after_s == 1.5
         assert c.num_requests == [1, 1, 1, 1]
+
+
+async def test_what_no_worker_knows_is_said() -> None:
+    async with cluster(3) as c:
+        for worker in c.workers:
+            worker.stream = fails(Unimplemented("`#8` is not known", field="#8"))
+        error = await error_of(stub(c.channel).GenerateStream(Generate(text="x")))
+        assert isinstance(error, Unimplemented)
+        assert error.field == "#8"
+        assert c.num_requests == [1, 1, 1]
+
+
+@pytest.mark.parametrize("is_older_first", [False, True])
+async def test_a_worker_of_a_newer_release_that_is_full_is_waited_for(is_older_first: bool) -> None:
+    """That the older one does not know the request says nothing about the next try."""
+    async with cluster(2) as c:
+        older, newer = (c.by_address(a) for a in rendezvous_order("sql", [w.address for w in c.workers]))
+        if not is_older_first:
+            older, newer = newer, older
+        older.stream = fails(Unimplemented("newer", field="#8"))
+        newer.stream = fails(QueueFull("full", retry_after_s=1.0))
+        error = await error_of(stub(c.channel).GenerateStream(Generate(text="x", adapter_id="sql")))
+        assert isinstance(error, QueueFull)
+        assert c.num_requests == [1, 1]
 
 
 async def test_nothing_is_tried_again_after_the_first_token() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from support.fake_workers import FakeWorker, cluster, fails, until
+from support.fake_workers import FakeWorker, cluster, error_of, fails, until
 
-from loraplex_contracts.errors import NoWorker, Overloaded
+from loraplex_contracts.errors import NoWorker, Overloaded, Unimplemented
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
 from loraplex_router.server import Router
@@ -58,6 +58,15 @@ async def test_what_one_worker_refuses_another_may_take() -> None:
         for _ in range(8):
             assert [message async for message in stub.GenerateStream(request(adapter_id=""), timeout=10)]
         assert c.num_requests[1] == 8
+
+
+async def test_what_an_older_worker_lacks_is_no_answer_while_another_one_is_busy() -> None:
+    async with cluster(2) as c:
+        await overload(c.router, c.workers[0], 30.0)
+        c.workers[1].stream = fails(Unimplemented("newer", field="#8"))
+        call = inference_pb2_grpc.InferenceServiceStub(c.channel).GenerateStream(request(), timeout=10)
+        assert isinstance(await error_of(call), Overloaded)
+        assert c.num_requests == [0, 1]
 
 
 async def test_a_worker_that_takes_nothing_is_not_called_overloaded() -> None:

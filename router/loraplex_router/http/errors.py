@@ -20,11 +20,13 @@ from loraplex_contracts.errors import (
     MessageTooLarge,
     QuotaExceeded,
     RequestTimeout,
+    Unimplemented,
 )
 from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.validate import HANDLED
 
-# Status, type and code of OpenAI's error object. UNIMPLEMENTED is not 501: clients try again at 500 and above.
+# Status, type and code of OpenAI's error object. UNIMPLEMENTED is not 501 where a field of the request is at fault:
+# clients try again at 500 and above.
 _BY_CODE: Final[Mapping[Code, tuple[int, str, str]]] = {
     Code.INVALID_ARGUMENT: (400, "invalid_request_error", "invalid_value"),
     Code.UNIMPLEMENTED: (400, "invalid_request_error", "not_implemented"),
@@ -38,6 +40,7 @@ _BY_CODE: Final[Mapping[Code, tuple[int, str, str]]] = {
     Code.DEADLINE_EXCEEDED: (504, "timeout_error", "deadline_exceeded"),
 }
 _INTERNAL: Final = (500, "server_error", "internal_error")
+_OLD_WORKERS: Final = (501, "server_error", "not_implemented")
 
 # Fields of the wire, and their names in requests over HTTP: the first that a request has. Where it has none, it is the
 # first in OpenAI's form, and the last in that of LoRAX and TGI.
@@ -118,7 +121,11 @@ def field_name(path: str, given: Collection[str] = (), *, is_tgi: bool = False) 
 
 
 def with_names_of(error: LoraplexError, scope: Scope) -> LoraplexError:
-    """The error of a call, with names of fields as the request has them."""
+    """The error of a call, with names of fields as the request has them. Without a field where a worker does not know
+    what this version of the router asks it for: a field of the wire, by its number, or a method."""
+    if isinstance(error, Unimplemented) and (error.field is None or "#" in error.field or error.field == "method"):
+        what = "the workers are of an older version than this server and cannot do what the request needs"
+        return Unimplemented(what, metadata=error.metadata)
     given, is_tgi = scope.get("state", {}).get("fields", ()), dialect_of(scope) == "tgi"
     if error.field is not None:
         name = field_name(error.field, given, is_tgi=is_tgi)
@@ -168,12 +175,18 @@ def status_of(error: LoraplexError) -> int:
         case MessageTooLarge() | ListingTooLarge():
             return 413
         case _:
-            return _BY_CODE.get(error.code, _INTERNAL)[0]
+            return _row_of(error)[0]
+
+
+def _row_of(error: LoraplexError) -> tuple[int, str, str]:
+    if isinstance(error, Unimplemented) and error.field is None:
+        return _OLD_WORKERS
+    return _BY_CODE.get(error.code, _INTERNAL)
 
 
 def error_object(error: LoraplexError) -> dict[str, Any]:
     """`{"error": {message, type, param, code}}`."""
-    _, kind, code = _BY_CODE.get(error.code, _INTERNAL)
+    _, kind, code = _row_of(error)
     message = error.message
     if isinstance(error, ContextLengthExceeded):
         # Clients look for these words.
@@ -195,7 +208,7 @@ def error_headers(error: LoraplexError) -> dict[str, str]:
     if error.retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(max(0.0, error.retry_after_s)))
         headers["retry-after-ms"] = str(round(max(0.0, error.retry_after_s) * 1000))
-    if status_of(error) == 500 or (isinstance(error, QuotaExceeded) and error.retry_after_s is None):
+    if status_of(error) in (500, 501) or (isinstance(error, QuotaExceeded) and error.retry_after_s is None):
         headers["x-should-retry"] = "false"
     if error.code is Code.UNAUTHENTICATED:
         headers["www-authenticate"] = "Bearer"
@@ -230,6 +243,8 @@ def tgi_error(error: LoraplexError) -> tuple[int, dict[str, str]]:
             status, kind = 408, "validation"
         case MessageTooLarge() | ListingTooLarge():
             status, kind = 413, "validation"
+        case Unimplemented() if error.field is None:
+            status, kind = 501, "generation"
         case AdapterNotFound() if is_missing_model(error):
             message = f"the adapter `{error.resource or ''}` does not exist"
         case _:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from loraplex_contracts.errors import AdapterNotFound, InvalidAdapterId, InvalidArgument, LoraplexError, Unimplemented
-from loraplex_proto.v1 import inference_pb2
-from loraplex_proto.validate import MAX_COMPLETIONS, parse
-from loraplex_router.inference import admit_generate
+from loraplex_proto.v1 import inference_pb2, pooling_pb2
+from loraplex_proto.validate import MAX_COMPLETIONS, PoolingRequest, parse
+from loraplex_router.inference import admit_generate, admit_pooling
 from loraplex_runtime.auth import EVERYBODY, Identity
 
 Generate = inference_pb2.GenerateRequest
@@ -114,3 +114,15 @@ def test_the_draft_model_that_a_request_names() -> None:
     any_one = Generate(text="x", speculation={"draft_model": {}})
     assert admit_generate(any_one.SerializeToString(), EVERYBODY, 9).draft_model == ""
     assert admit_generate(Generate(text="x").SerializeToString(), EVERYBODY, 9).draft_model is None
+
+
+@pytest.mark.parametrize(
+    ("request_", "task"),
+    [
+        (pooling_pb2.EmbedRequest(), "embed"),
+        (pooling_pb2.ClassifyRequest(), "classify"),
+        (pooling_pb2.ScoreRequest(), "score"),
+    ],
+)
+def test_the_task_that_a_worker_must_have(request_: PoolingRequest, task: str) -> None:
+    assert admit_pooling(type(request_), request_.SerializeToString(), EVERYBODY).task == task

@@ -72,6 +72,16 @@ def test_a_request_for_a_draft_model_goes_where_that_is() -> None:
     assert views("other") == [A, B]
 
 
+def test_a_request_of_a_task_goes_where_that_is_known() -> None:
+    replicas = Replicas([A, B])
+    for worker_id, tasks in ((A, ["generate", "embed"]), (B, [])):  # B is of before workers said it
+        replicas.on_info(worker_id, inference_pb2.GetInfoResponse(tasks=tasks))
+        replicas.on_report(worker_id, report(), 1.0)
+    assert [view.worker_id for view in replicas.views(task="embed")] == [A]
+    assert [view.worker_id for view in replicas.views({A}, task="embed")] == []
+    assert [view.worker_id for view in replicas.views(task="score")] == [A, B]
+
+
 def test_what_was_sent_counts_until_a_report_knows_of_it() -> None:
     replicas = Replicas([A])
     replicas.on_report(A, report(100), 1.0)

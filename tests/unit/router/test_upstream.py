@@ -67,6 +67,7 @@ def from_transport(code: grpc.StatusCode, details: str) -> UpstreamFailure:
         (Internal("bug"), ANSWERED),
         (Draining("going"), DECLINED),
         (SourceUnavailable("hub"), DECLINED),
+        (Unimplemented("newer"), DECLINED),
         (EngineLost("gone"), LOST),
     ],
 )
@@ -92,7 +93,7 @@ def test_what_a_worker_said_is_passed_on(error: LoraplexError, kind: FailureKind
         (grpc.StatusCode.RESOURCE_EXHAUSTED, f"Stream removed (CLIENT: {OVER_LIMIT})", ANSWERED, MessageTooLarge),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, f"SERVER: {OVER_LIMIT}", ANSWERED, MessageTooLarge),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "what a proxy says", ANSWERED, ResourceExhausted),
-        (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", ANSWERED, Unimplemented),
+        (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", DECLINED, Unimplemented),
     ],
 )
 def test_what_the_transport_said_is_put_into_our_words(

@@ -17,6 +17,7 @@ from loraplex_router.http.errors import (
     model_not_found,
     naming_missing,
     status_of,
+    tgi_error,
     with_names_of,
 )
 from loraplex_router.http.grammars import GRAMMAR_FIELDS
@@ -29,7 +30,8 @@ from loraplex_router.http.pooling import ClassifyBody, EmbeddingsRequest, Rerank
     [
         (errors.InvalidArgument("x"), 400, "invalid_request_error", "invalid_value"),
         (errors.ContextLengthExceeded("x"), 400, "invalid_request_error", "context_length_exceeded"),
-        (errors.Unimplemented("x"), 400, "invalid_request_error", "not_implemented"),
+        (errors.Unimplemented("x", field="n"), 400, "invalid_request_error", "not_implemented"),
+        (errors.Unimplemented("x"), 501, "server_error", "not_implemented"),
         (errors.AdapterInvalid("x"), 400, "invalid_request_error", "failed_precondition"),
         (errors.Unauthenticated("x"), 401, "authentication_error", "invalid_api_key"),
         (errors.PermissionDenied("x"), 403, "permission_error", "permission_denied"),
@@ -97,6 +99,17 @@ def test_other_fields_in_a_message_are_named_too() -> None:
     assert error_object(named(error))["error"]["message"] == "`tool_choice` is not in `tools`"
     error = errors.InvalidArgument("chat.messages.role 'a b' is not a role", field="chat.messages.role")
     assert error_object(named(error))["error"]["message"] == "`messages` 'a b' is not a role"
+
+
+@pytest.mark.parametrize("field", ["#8", "output.#9", "chat.messages.#7", "method", None])
+def test_what_workers_do_not_know_is_no_fault_of_the_request(field: str | None) -> None:
+    error = named(errors.Unimplemented(f"`{field}` is not known", field=field, metadata={"request_id": "r"}))
+    content = error_object(error)["error"]
+    assert (status_of(error), content["param"]) == (501, None)
+    assert content["message"].startswith("the workers are of an older version")
+    assert error.metadata == {"request_id": "r"}
+    assert error_headers(error) == {"x-should-retry": "false"}
+    assert tgi_error(error) == (501, {"error": content["message"], "error_type": "generation"})
 
 
 OPENAI = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields, *GRAMMAR_FIELDS}
