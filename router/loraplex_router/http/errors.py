@@ -42,8 +42,8 @@ _BY_CODE: Final[Mapping[Code, tuple[int, str, str]]] = {
 _INTERNAL: Final = (500, "server_error", "internal_error")
 _OLD_WORKERS: Final = (501, "server_error", "not_implemented")
 
-# Fields of the wire, and their names in requests over HTTP: the first that a request has. Where it has none, it is the
-# first in OpenAI's form, and the last in that of LoRAX and TGI.
+# Fields of the wire, and their names in requests over HTTP, in all dialects; others have one name. Errors show the
+# first that a request has. Where it has none, it is the first in OpenAI's form, and the last in that of LoRAX and TGI.
 _DOCUMENTS: Final = ("documents", "texts", "text_2", "items", "data_2")
 _PROMPT: Final = ("prompt", "messages", "input", "text", "input_ids", *_DOCUMENTS, "inputs")
 _ADAPTER: Final = ("model", "lora_name", "lora_path", "adapter_id")
@@ -51,7 +51,7 @@ _GRAMMAR: Final = (
     *("response_format", "structured_outputs", "json_schema", "regex", "ebnf", "structural_tag", "text"),
     *("guided_json", "guided_json_object", "guided_regex", "guided_choice", "guided_grammar", "grammar"),
 )
-_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
+NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "adapter_id": _ADAPTER,
     "adapters": ("adapters", "merged_adapters"),
     "merge": ("merge", "merged_adapters"),
@@ -111,9 +111,9 @@ _NESTED: Final = frozenset({"adapters", "merge", "chat", "inputs", "query", "tru
 def field_name(path: str, given: Collection[str] = (), *, is_tgi: bool = False) -> str:
     """The name of a field of the wire in a request that has the fields `given`; of another field its own."""
     whole, root = path.partition("[")[0], path.partition(".")[0]
-    while whole not in _NAMES and root in _NESTED and "." in whole:
+    while whole not in NAMES and root in _NESTED and "." in whole:
         whole = whole.rpartition(".")[0]
-    if names := _NAMES.get(whole):
+    if names := NAMES.get(whole):
         return next((name for name in names if name in given), names[-1 if is_tgi else 0])
     if root in ("sampling", "stopping", "output"):
         return path.rpartition(".")[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any, Final, cast
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from loraplex_contracts.errors import AdapterNotFound, InvalidArgument
 from loraplex_contracts.mixtures import DEFAULT_WEIGHT
 from loraplex_proto.v1 import inference_pb2 as pb
-from loraplex_router.http.errors import model_not_found
+from loraplex_router.http.errors import NAMES, model_not_found
 
 # Prompts of one request, and texts that they ask for together.
 MAX_PROMPTS: Final = 128
@@ -21,8 +22,6 @@ MIN_LOGPROB: Final = -9999.0  # for minus infinity, which JSON cannot write
 # Field names in the header of ignored fields.
 MAX_IGNORED_NAMES: Final = 16
 MAX_IGNORED_CHARS: Final = 40
-# Sampling options that all dialects have under the wire's names.
-COMMON_NUMBERS: Final = ("top_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 # Fields that have no effect here and need none: for accounts, storage and billing.
 HARMLESS: Final = frozenset(
     {
@@ -182,16 +181,48 @@ def truncate_of(num_tokens: int, side: str | None) -> pb.Truncate:
     return pb.Truncate(max_tokens=max(0, num_tokens), keep_start=side == "right")
 
 
-def put_numbers(sampling: pb.Sampling, given: object, *names: str) -> None:
-    """Sets the sampling options of these names that `given` has."""
-    for name in names:
-        value: float | None = getattr(given, name)
-        if value is not None:
-            setattr(sampling, name, value)
+def put_options(request: pb.GenerateRequest, given: Fields) -> None:
+    """Puts the options of sampling and stopping that `given` has into the request.
+
+    Raises InvalidArgument for text that is not Unicode, and for a bias of what is no token id."""
+    for part, option, name in _options_of(type(given)):
+        message = getattr(request, part)
+        message.SetInParent()
+        if (value := getattr(given, name)) is not None:
+            _put_option(message, option, value, name)
 
 
-def put_logit_bias(sampling: pb.Sampling, biases: Mapping[str, float]) -> None:
-    """Puts the biases in. Raises InvalidArgument for what is no token id, and for one that is written in two ways."""
+@cache
+def _options_of(model: type[Fields]) -> tuple[tuple[str, str, str], ...]:
+    """The options that are fields of the model: part and field of the wire's request, and the name in the model."""
+    found: list[tuple[str, str, str]] = []
+    for part, message in (("sampling", pb.Sampling), ("stopping", pb.Stopping)):
+        for option in message.DESCRIPTOR.fields_by_name:
+            names = NAMES.get(f"{part}.{option}", (option,))
+            found += [(part, option, name) for name in names if name in model.model_fields][:1]
+    return tuple(found)
+
+
+def _put_option(part: Any, option: str, value: Any, name: str) -> None:
+    match option:
+        case "top_k":
+            part.top_k = max(0, value)  # -1 keeps all, too
+        case "seed":
+            part.seed = value % (1 << 64)
+        case "logit_bias":
+            _put_logit_bias(part, value)
+        case "stop":
+            texts = [value] if isinstance(value, str) else value
+            part.stop.extend(unicode_text(text, name) for text in texts if text)  # clients send "" for none
+        case "bad_words":
+            part.bad_words.extend(unicode_text(word, name) for word in value)
+        case "allowed_token_ids" | "stop_token_ids":
+            getattr(part, option).extend(value)
+        case _:
+            setattr(part, option, value)
+
+
+def _put_logit_bias(sampling: pb.Sampling, biases: Mapping[str, float]) -> None:
     for key, bias in biases.items():
         token_id = _token_id(key)
         if token_id in sampling.logit_bias:

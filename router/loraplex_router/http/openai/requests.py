@@ -13,13 +13,11 @@ from loraplex_proto.validate import check_generate
 from loraplex_router.http import dialects
 from loraplex_router.http.errors import naming_missing
 from loraplex_router.http.fields import (
-    COMMON_NUMBERS,
     MAX_CHOICES,
     adapter_in,
     json_text,
     prompts_of,
-    put_logit_bias,
-    put_numbers,
+    put_options,
     request_ids_of,
     speculation_of,
     truncate_of,
@@ -286,28 +284,13 @@ def _for_prompts(
 
 def _common(body: Generation, base_names: Sequence[str], defaults: pb.Sampling) -> pb.GenerateRequest:
     request = pb.GenerateRequest(n=body.n or 1)
-    sampling, stopping = request.sampling, request.stopping
     request.adapter_id = adapter_in(body.adapter_names(), base_names)
     put_mixture(request, base_names, members=body.adapters, merge=body.merge, merged=body.merged_adapters)
     put_origins(request, body, body.adapters)
-    sampling.CopyFrom(defaults)
-    if not sampling.HasField("temperature"):
-        sampling.temperature = 1.0  # the wire's own default is greedy
-    put_numbers(sampling, body, "temperature", "min_p", "typical_p", *COMMON_NUMBERS)
-    if body.top_k is not None:
-        sampling.top_k = max(0, body.top_k)  # -1 keeps all, too
-    if body.seed is not None:
-        sampling.seed = body.seed % (1 << 64)
-    put_logit_bias(sampling, body.logit_bias or {})
-    sampling.allowed_token_ids.extend(body.allowed_token_ids or ())
-    sampling.bad_words.extend(unicode_text(word, "bad_words") for word in body.bad_words or ())
-    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    stopping.stop.extend(unicode_text(text, "stop") for text in stop if text)  # clients send "" for none
-    stopping.stop_token_ids.extend(body.stop_token_ids or ())
-    if body.min_tokens:
-        stopping.min_tokens = body.min_tokens
-    stopping.ignore_eos = bool(body.ignore_eos)
-    stopping.include_stop = bool(body.include_stop_str_in_output)
+    request.sampling.CopyFrom(defaults)
+    if not request.sampling.HasField("temperature"):
+        request.sampling.temperature = 1.0  # the wire's own default is greedy
+    put_options(request, body)
     request.output.keep_special_tokens = body.skip_special_tokens is False
     if body.truncate_prompt_tokens is not None:
         request.truncate_prompt.CopyFrom(truncate_of(body.truncate_prompt_tokens, body.truncation_side))

@@ -12,13 +12,11 @@ from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_router.http import dialects
 from loraplex_router.http.errors import naming_missing
 from loraplex_router.http.fields import (
-    COMMON_NUMBERS,
     MAX_CHOICES,
     adapter_in,
     header_names,
     prompts_of,
-    put_logit_bias,
-    put_numbers,
+    put_options,
     request_ids_of,
     speculation_of,
     unicode_text,
@@ -123,22 +121,9 @@ def _request_ids(rid: str | Sequence[str] | None, request_id: str, num_prompts: 
 
 def _common(body: GenerateRequest, params: SamplingParams) -> pb.GenerateRequest:
     request = pb.GenerateRequest(n=params.n or 1)
-    sampling, stopping = request.sampling, request.stopping
-    sampling.temperature = 1.0 if params.temperature is None else params.temperature
-    put_numbers(sampling, params, "min_p", *COMMON_NUMBERS)
-    if params.top_k is not None:
-        sampling.top_k = max(0, params.top_k)
-    if params.sampling_seed is not None:
-        sampling.seed = params.sampling_seed % (1 << 64)
-    put_logit_bias(sampling, params.logit_bias or {})
-    stopping.max_tokens = DEFAULT_MAX_TOKENS if params.max_new_tokens is None else params.max_new_tokens
-    if params.min_new_tokens:
-        stopping.min_tokens = params.min_new_tokens
-    stop = [params.stop] if isinstance(params.stop, str) else params.stop or []
-    stopping.stop.extend(unicode_text(text, "stop") for text in stop if text)
-    stopping.stop_token_ids.extend(params.stop_token_ids or ())
-    stopping.ignore_eos = bool(params.ignore_eos)
-    stopping.include_stop = bool(params.no_stop_trim)
+    request.sampling.temperature = 1.0
+    request.stopping.max_tokens = DEFAULT_MAX_TOKENS
+    put_options(request, params)
     request.output.keep_special_tokens = params.skip_special_tokens is False
     request.priority = body.priority or 0
     request.cache_salt = unicode_text(body.cache_salt or "", "cache_salt")
@@ -147,9 +132,3 @@ def _common(body: GenerateRequest, params: SamplingParams) -> pb.GenerateRequest
     if params.speculation is not None:
         request.speculation.CopyFrom(speculation_of(params.speculation))
     return request
-
-
-# --- the server -----------------------------------------------------------------------------------------------------
-
-
-# --- answers --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from loraplex_contracts.errors import InvalidArgument, LoraplexError, Unimplemen
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_router.http import dialects
 from loraplex_router.http.errors import naming_missing
-from loraplex_router.http.fields import COMMON_NUMBERS, adapter_of, put_numbers, speculation_of, unicode_text
+from loraplex_router.http.fields import adapter_of, put_options, speculation_of, unicode_text
 from loraplex_router.http.grammars import grammar_of
 from loraplex_router.http.mixtures import put_mixture
 from loraplex_router.http.origins import BUCKET_SCHEME, S3, put_origins, put_tokenizer_origin
@@ -65,7 +65,10 @@ def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: s
         request.text = prompt
     if given.truncate:
         request.truncate_prompt.max_tokens = given.truncate
-    _put_sampling(request, given, is_sampled=is_sampled)
+    put_options(request, given)
+    if given.temperature is None:
+        request.sampling.temperature = 1.0 if is_sampled else 0.0
+    request.stopping.include_stop = True  # LoRAX and TGI leave the stop string in the text
     if grammar := grammar_of({"grammar": given.grammar, "response_format": given.response_format}):
         request.grammar.CopyFrom(grammar)
     if given.speculation is not None:
@@ -104,21 +107,6 @@ def tokenize_request(body: TokenizeRequest, adapter_id: str = "") -> pb.Tokenize
     request.omit_special_tokens = body.add_special_tokens is False
     put_tokenizer_origin(request, body.parameters or Parameters(), adapter_id)
     return request
-
-
-def _put_sampling(request: pb.GenerateRequest, given: Parameters, *, is_sampled: bool) -> None:
-    sampling, stopping = request.sampling, request.stopping
-    sampling.temperature = (1.0 if given.temperature is None else given.temperature) if is_sampled else 0.0
-    put_numbers(sampling, given, "typical_p", *COMMON_NUMBERS)
-    if given.top_k is not None:
-        sampling.top_k = max(0, given.top_k)
-    if given.seed is not None:
-        sampling.seed = given.seed
-    if given.max_new_tokens is not None:
-        stopping.max_tokens = given.max_new_tokens
-    stopping.ignore_eos = bool(given.ignore_eos_token)
-    stopping.stop.extend(unicode_text(text, "stop") for text in given.stop or () if text)
-    stopping.include_stop = True  # LoRAX and TGI leave the stop string in the text
 
 
 def _refuse(given: Parameters) -> None:

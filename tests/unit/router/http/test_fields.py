@@ -1,0 +1,35 @@
+"""Fields that dialects share."""
+
+from __future__ import annotations
+
+import pytest
+
+from loraplex_proto.v1 import inference_pb2 as pb
+from loraplex_router.http.errors import field_name
+from loraplex_router.http.fields import put_options
+from loraplex_router.http.openai.fields import ChatCompletionRequest, CompletionRequest
+from loraplex_router.http.sglang.fields import SamplingParams
+from loraplex_router.http.tgi.fields import Parameters
+
+
+def test_openai_s_requests_have_all_options_of_the_wire() -> None:
+    options = [f"sampling.{name}" for name in pb.Sampling.DESCRIPTOR.fields_by_name]
+    options += [f"stopping.{name}" for name in pb.Stopping.DESCRIPTOR.fields_by_name]
+    for model in (CompletionRequest, ChatCompletionRequest):
+        assert {field_name(option) for option in options} <= set(model.model_fields)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        CompletionRequest(max_tokens=3, seed=-1, top_k=-1, stop=["a", ""], min_tokens=2, ignore_eos=True),
+        SamplingParams(max_new_tokens=3, sampling_seed=-1, top_k=-1, stop="a", min_new_tokens=2, ignore_eos=True),
+        Parameters(max_new_tokens=3, seed=(1 << 64) - 1, top_k=0, stop=["a"], ignore_eos_token=True),
+    ],
+)
+def test_options_have_one_meaning_under_all_names(given: CompletionRequest | SamplingParams | Parameters) -> None:
+    request = pb.GenerateRequest()
+    put_options(request, given)
+    request.stopping.min_tokens = 2  # not TGI's
+    stopping = pb.Stopping(max_tokens=3, min_tokens=2, stop=["a"], ignore_eos=True)
+    assert request == pb.GenerateRequest(sampling=pb.Sampling(seed=(1 << 64) - 1, top_k=0), stopping=stopping)
