@@ -1,9 +1,9 @@
 """Validation of requests off the wire: bytes, known fields, allowed values, the model's limits.
 
 A worker validates a message in full: it must be one (`parse`), every field that is set must be one that this version
-acts on (`HANDLED`; any other is refused, never silently ignored), every value one that some model could take, and the
-whole must fit this model (`check_for_model`). A router checks the names only that it routes by (`check_names`). Owns
-the limits. Knows nothing of tokenizers, adapters' files or server state.
+knows (any other is refused, never silently ignored), every value one that some model could take, and the whole must fit
+this model (`check_for_model`). A router checks the names only that it routes by (`check_names`). Owns the limits. Knows
+nothing of tokenizers, adapters' files or server state.
 """
 
 from __future__ import annotations
@@ -75,74 +75,6 @@ class ModelLimits:
 
 # --- messages and their fields --------------------------------------------------------------------------------------
 
-# Every leaf that this version acts on, by request message. A set field that is in neither table is refused as well, so
-# a field that is added to the wire stays refused until it works and is written down here.
-_MESSAGE: Final = (
-    *("role", "content", "name", "tool_call_id", "reasoning"),
-    *("tool_calls.id", "tool_calls.name", "tool_calls.arguments_json"),
-)
-_CHAT: Final = (
-    *(f"chat.messages.{name}" for name in _MESSAGE),
-    *("chat.omit_generation_prompt", "chat.continue_final_message"),
-    *("chat.tools_json", "chat.documents_json", "chat.template_kwargs_json", "chat.template"),
-    *(f"chat.tool_choice.{kind}" for kind in ("none", "auto", "required", "name")),
-    "chat.parallel_tool_calls",
-)
-_PLACE: Final = ("hub.revision", "hub.token", "in_bucket")
-_POOLING: Final = (
-    *("inputs.text", "inputs.token_ids.ids", *(f"inputs.{path}" for path in _CHAT)),
-    *("adapter_id", "truncate_prompt.max_tokens", "truncate_prompt.keep_start", "omit_special_tokens"),
-    *("priority", "request_id", "cache_salt", *_PLACE),
-)
-HANDLED: Final[dict[str, frozenset[str]]] = {
-    "GenerateRequest": frozenset(
-        (
-            *("text", "token_ids.ids", "adapter_id", "adapters.id", "adapters.weight"),
-            *("adapters.hub.revision", "adapters.hub.token", "adapters.in_bucket"),
-            *("n", "priority", "request_id", "cache_salt", *_PLACE),
-            *("merge.strategy", "merge.density", "merge.majority_sign", "merge.seed"),
-            *_CHAT,
-            *(option.path for option in SAMPLING_OPTIONS.values()),
-            *("stopping.max_tokens", "stopping.min_tokens", "stopping.stop", "stopping.stop_token_ids"),
-            *("stopping.ignore_eos", "stopping.include_stop"),
-            *("speculation.off", "speculation.auto", "speculation.medusa.adapter_id", "speculation.draft_model.name"),
-            *("speculation.prompt_lookup.min_ngram", "speculation.prompt_lookup.max_ngram"),
-            *("speculation.max_draft_tokens", "speculation.fixed_length"),
-            *("output.logprobs", "output.top_logprobs", "output.prompt_logprobs", "output.echo"),
-            *("output.omit_token_ids", "output.prompt_tokens", "output.keep_special_tokens", "output.token_bytes"),
-            "output.parse_chat",
-            *("truncate_prompt.max_tokens", "truncate_prompt.keep_start", "omit_special_tokens"),
-            *("grammar.json_schema", "grammar.json_object", "grammar.regex", "grammar.choice.texts", "grammar.lark"),
-            *("grammar.gbnf", "grammar.structural_tag_json", "grammar.compact"),
-        )
-    ),
-    "TokenizeRequest": frozenset(("text", *_CHAT, "omit_special_tokens", "offsets", "adapter_id", *_PLACE)),
-    "DetokenizeRequest": frozenset({"token_ids", "omit_special_tokens"}),
-    "GetTokenizerInfoRequest": frozenset(),
-    "LoadAdapterRequest": frozenset(
-        {"adapter_id", "pin", "source", "revision", "expected_digest", "if_absent", "token"}
-    ),
-    "UnloadAdapterRequest": frozenset({"adapter_id", "if_unused"}),
-    "GetAdapterRequest": frozenset({"adapter_id"}),
-    "ListAdaptersRequest": frozenset({"include_unloaded", "page_size", "page_token", "prefix", "state"}),
-    "WatchLoadRequest": frozenset({"min_interval_s"}),
-    "EmbedRequest": frozenset((*_POOLING, "pooling", "dimensions", "omit_normalization")),
-    "ClassifyRequest": frozenset((*_POOLING, "logits")),
-    "ScoreRequest": frozenset(
-        (
-            *_POOLING,
-            *("query.text", "query.token_ids.ids", *(f"query.{path}" for path in _CHAT)),
-            *("method", "logits", "template", "true_token", "false_token", "pooling"),
-        )
-    ),
-    "GetInfoRequest": frozenset(),
-    "GetLoadRequest": frozenset(),
-    "GetStatusRequest": frozenset({"max_adapters", "adapter_prefix"}),
-}
-
-# What the wire has and this version refuses, with what to do instead. A path stands for everything below it.
-NOT_BUILT: Final[dict[str, dict[str, str]]] = {}
-
 
 def parse(cls: type[M], raw: bytes) -> M:
     """The message in these bytes. Raises InvalidArgument where there is none."""
@@ -154,14 +86,7 @@ def parse(cls: type[M], raw: bytes) -> M:
 
 
 def refuse_unhandled(request: Message) -> None:
-    """Raises Unimplemented for a field that is set and that this version does not act on, or has a value that it does
-    not know."""
-    handled, not_built = HANDLED[request.DESCRIPTOR.name], NOT_BUILT.get(request.DESCRIPTOR.name, {})
-    for path in set_paths(request, "", not_built):
-        if path in not_built:
-            raise _not_built(path, not_built)
-        if path not in handled:
-            raise _unknown(path)
+    """Raises Unimplemented for a field, or for a value of an enum, that this version does not know."""
     for path, number in _unknown_numbers(request, ""):
         raise Unimplemented(
             f"`{path}` has the value {number}, which this version of the server does not know", field=path
@@ -181,27 +106,8 @@ def refuse_unknown(request: Message) -> None:
             "out"
         )
     if num_bytes:
-        raise _unknown(next(_unknown_paths(request, "")))
-
-
-def _not_built(path: str, table: dict[str, str]) -> Unimplemented:
-    return Unimplemented(f"`{path}` is not available in this version: {table[path]}", field=path)
-
-
-def _unknown(path: str) -> Unimplemented:
-    return Unimplemented(f"`{path}` is not known to this version of the server; leave it out", field=path)
-
-
-def set_paths(message: Message, prefix: str, stop_at: dict[str, str]) -> Iterator[str]:
-    """The dotted path of every leaf that is set."""
-    for field, value in message.ListFields():
-        path = prefix + field.name
-        messages = _messages(field, value)
-        if messages is None or path in stop_at:
-            yield path
-            continue
-        for one in messages:
-            yield from set_paths(one, path + ".", stop_at)
+        path = next(_unknown_paths(request, ""))
+        raise Unimplemented(f"`{path}` is not known to this version of the server; leave it out", field=path)
 
 
 def _unknown_numbers(message: Message, prefix: str) -> Iterator[tuple[str, int]]:

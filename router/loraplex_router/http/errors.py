@@ -23,7 +23,6 @@ from loraplex_contracts.errors import (
     Unimplemented,
 )
 from loraplex_proto.v1 import inference_pb2
-from loraplex_proto.validate import HANDLED
 
 # Status, type and code of OpenAI's error object. UNIMPLEMENTED is not 501 where a field of the request is at fault:
 # clients try again at 500 and above.
@@ -94,7 +93,11 @@ NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "omit_normalization": ("normalize",),
     "logits": ("activation", "use_activation", "softmax", "raw_scores"),
     **dict.fromkeys(
-        ("grammar", "grammar.choice", *(path for path in HANDLED["GenerateRequest"] if path.startswith("grammar."))),
+        (
+            "grammar",
+            "grammar.choice.texts",
+            *(f"grammar.{one}" for one in inference_pb2.Grammar.DESCRIPTOR.fields_by_name),
+        ),
         _GRAMMAR,
     ),
 }

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import pytest
+from google.protobuf.message import Message
+from support.wire import leaves
 
 from loraplex_contracts import errors
 from loraplex_contracts.errors import LoraplexError
-from loraplex_proto.v1 import inference_pb2
-from loraplex_proto.validate import HANDLED
+from loraplex_proto.v1 import inference_pb2, pooling_pb2
 from loraplex_router.http.errors import (
     error_headers,
     error_object,
@@ -113,18 +114,18 @@ def test_what_workers_do_not_know_is_no_fault_of_the_request(field: str | None) 
 
 
 OPENAI = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields, *GRAMMAR_FIELDS}
-KINDS: dict[str, set[str]] = {
-    "GenerateRequest": OPENAI,
-    "TokenizeRequest": OPENAI,
-    "EmbedRequest": {*EmbeddingsRequest.model_fields, "messages", *OPENAI},
-    "ClassifyRequest": {*ClassifyBody.model_fields, *OPENAI},
-    "ScoreRequest": {*ScoreBody.model_fields, *RerankBody.model_fields, *OPENAI},
+KINDS: dict[type[Message], set[str]] = {
+    inference_pb2.GenerateRequest: OPENAI,
+    inference_pb2.TokenizeRequest: OPENAI,
+    pooling_pb2.EmbedRequest: {*EmbeddingsRequest.model_fields, "messages", *OPENAI},
+    pooling_pb2.ClassifyRequest: {*ClassifyBody.model_fields, *OPENAI},
+    pooling_pb2.ScoreRequest: {*ScoreBody.model_fields, *RerankBody.model_fields, *OPENAI},
 }
 
 
 def test_no_path_of_the_wire_is_left() -> None:
     for kind, names in KINDS.items():
-        for path in HANDLED[kind] - {"offsets", "text"}:
+        for path in set(leaves(kind.DESCRIPTOR)) - {"offsets", "text"}:
             name = field_name(path)
             assert name.removeprefix("speculation.") == name.rpartition(".")[2], path
             assert name.startswith("speculation.") or name in {*names, "input", "query"}, (kind, path, name)
