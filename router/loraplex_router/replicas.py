@@ -402,11 +402,8 @@ _GAUGES: Final[tuple[tuple[str, str, Callable[[Replica], float]], ...]] = (
 class WorkersCollector:
     """A sample per worker, read at the moment of a scrape."""
 
-    def __init__(
-        self, registry: CollectorRegistry, replicas: Replicas, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, registry: CollectorRegistry, replicas: Replicas) -> None:
         self._replicas = replicas
-        self._clock = clock
         registry.register(self)  # pyright: ignore[reportArgumentType]  # the protocol is `collect` alone
 
     def collect(self) -> Iterator[Metric]:
@@ -414,7 +411,7 @@ class WorkersCollector:
         for name, text, value in _GAUGES:
             samples = [((worker.worker_id,), float(value(worker))) for worker in workers]
             yield gauges(f"router_worker_{name}", text, ("worker",), samples)
-        now_s = self._clock()
+        now_s = time.monotonic()
         counts = Counter(self._replicas.state_of(worker, now_s) for worker in workers)
         text = "Workers, by what the router may do with them."
         yield gauges("router_workers", text, ("state",), [((state,), counts[state]) for state in STATES])

@@ -322,7 +322,7 @@ class World:
         residency = self.table.residency
         assert not residency.records
         assert not self.table.names
-        assert residency.host_used == residency.device_used == residency.num_slots_used == 0
+        assert residency.host_used == residency.device_used == 0
         assert not residency.is_due
         assert not self.on_device
         assert not self.on_host

@@ -50,10 +50,9 @@ class AcceleratorError(RuntimeError):
 
 @dataclass
 class FakeRunner:
-    """Samples `10 + position % 80`; `fail` may raise for a plan, `on_close` at the end."""
+    """Samples `10 + position % 80`; `fail` may raise for a plan."""
 
     fail: Callable[[StepPlan], None] = lambda plan: None
-    on_close: Callable[[], None] = lambda: None
     plans: list[StepPlan] = field(default_factory=list)
     overlaps: bool = False
 
@@ -68,8 +67,8 @@ class FakeRunner:
         }
         return Done(StepResult(plan.step, results))
 
-    def close(self) -> None:
-        self.on_close()
+    def check_integrity(self) -> None:
+        pass
 
 
 @dataclass

@@ -19,17 +19,17 @@ Prompt = str | Messages  # messages go through the tokenizer's chat template
 T = TypeVar("T")
 
 
-def read_prompts(path: Path, field: str = "--prompts") -> list[Prompt]:
+def read_prompts(path: Path) -> list[Prompt]:
     """One prompt per line: the line itself in a .txt, in a .jsonl a string or an object with `prompt` or `messages`.
 
-    Raises InvalidArgument, with `field` as the option that named the file.
+    Raises InvalidArgument, as does `read_texts`.
     """
-    return _read(path, field, _prompt)
+    return _read(path, "--prompts", _prompt)
 
 
-def read_texts(path: Path, field: str = "--texts") -> list[str]:
+def read_texts(path: Path) -> list[str]:
     """One text per line: the line itself in a .txt, in a .jsonl a string or an object with `text`."""
-    return _read(path, field, _text)
+    return _read(path, "--texts", _text)
 
 
 def without_duplicates(given: Sequence[T]) -> list[T]:

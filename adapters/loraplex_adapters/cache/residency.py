@@ -111,10 +111,6 @@ class ResidencyTable:
         self._reserved: dict[AdapterKey, KeyRecord] = {}  # weights that wait for the request that wanted them
         self._pinned: set[AdapterKey] = set()
 
-    @property
-    def num_slots_used(self) -> int:
-        return self.num_slots - len(self._free_slots)
-
     # --- names and holders ----------------------------------------------------------------------------------------
 
     def bind(

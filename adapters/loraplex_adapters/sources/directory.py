@@ -204,11 +204,8 @@ class DirectoryIndex:
     """Index of a root's adapters. `holds_adapter` says whether an open folder with these entries is the adapter of that
     name. For one thread."""
 
-    def __init__(
-        self, holds_adapter: Callable[[Folder, set[str], str], bool], now_ns: Callable[[], int] = time.time_ns
-    ) -> None:
+    def __init__(self, holds_adapter: Callable[[Folder, set[str], str], bool]) -> None:
         self._holds_adapter = holds_adapter
-        self._now_ns = now_ns
         self._root = _Known(inode=0)
         self._names: list[str] = []
         self._num_looks = 0
@@ -233,7 +230,7 @@ class DirectoryIndex:
         changed_ns = os.fstat(folder.fd).st_mtime_ns
         if known.changed_ns != changed_ns:
             self._read(folder, known, path, depth)
-            known.changed_ns = changed_ns if self._now_ns() - changed_ns > TIME_STEP_NS else None
+            known.changed_ns = changed_ns if time.time_ns() - changed_ns > TIME_STEP_NS else None
         prefix = path + "/" if path else ""
         for name, inner in known.inner.items():
             if inner.is_adapter and not (self._is_full_look and _has_other_time(folder.fd, name, inner)):

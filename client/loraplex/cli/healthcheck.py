@@ -14,24 +14,25 @@ import grpc
 from loraplex_proto.services import INFERENCE
 
 CHECK = "/grpc.health.v1.Health/Check"
+TIMEOUT_S: Final = 4.0
 SERVING = b"\x08\x01"  # HealthCheckResponse{status: SERVING}
 
 _STATUSES: Final = {SERVING: "SERVING", b"\x08\x02": "NOT_SERVING", b"\x08\x03": "SERVICE_UNKNOWN", b"": "UNKNOWN"}
 
 
-def health_of(address: str, service: str = INFERENCE, *, timeout_s: float = 4.0) -> str:
+def health_of(address: str, service: str = INFERENCE) -> str:
     """SERVING, another status of the health protocol, or why there is none."""
     name = service.encode()
     request = b"\x0a" + bytes([len(name)]) + name if name else b""
     with grpc.insecure_channel(address) as channel:
         check = channel.unary_unary(CHECK, request_serializer=bytes, response_deserializer=bytes)
         try:
-            return _STATUSES.get(check(request, timeout=timeout_s), "an answer that is none of the health protocol")
+            return _STATUSES.get(check(request, timeout=TIMEOUT_S), "an answer that is none of the health protocol")
         except grpc.RpcError as error:
             call: Any = cast("Any", error)
             match call.code():
                 case grpc.StatusCode.DEADLINE_EXCEEDED:
-                    return f"no answer within {timeout_s:g} s"
+                    return f"no answer within {TIMEOUT_S:g} s"
                 case grpc.StatusCode.NOT_FOUND:
                     return "the server does not know this service"
                 case grpc.StatusCode.UNIMPLEMENTED:

@@ -87,7 +87,7 @@ class Runner(Protocol):
     @property
     def execute(self) -> Execute: ...
 
-    def close(self) -> None: ...
+    def check_integrity(self) -> None: ...
 
 
 @dataclass
@@ -288,11 +288,12 @@ class Engine:
         return self._report() or Batch(load=self._load())
 
     def integrity_report(self) -> str:
-        """Blocks, slots and leases that are unaccounted for while idle; empty for none."""
+        """Blocks, slots, leases and states that are unaccounted for while idle; empty for none."""
         try:
             assert not self._accepted, f"requests without a terminal event: {list(self._accepted)}"
             self._scheduler.check_integrity()
             self._cache.check_integrity()
+            self._runner.check_integrity()
         except AssertionError as leak:
             return str(leak) or "an integrity check failed"
         return ""
@@ -301,7 +302,6 @@ class Engine:
         self._grammars.close()
         self._speculator.close()
         self._cache.close()
-        self._runner.close()
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

@@ -138,9 +138,8 @@ KILL_STALLED_S: Final = 10.0
 class Liveness:
     """Judges one pulse after another. Owns the last one, and for how long nothing has changed since."""
 
-    def __init__(self, cpu_seconds: Callable[[], float | None], silent_s: float = SILENT_S) -> None:
+    def __init__(self, cpu_seconds: Callable[[], float | None]) -> None:
         self._cpu_seconds = cpu_seconds
-        self._max_silent_s = silent_s
         self._last: Pulse | None = None
         self._last_cpu_s: float | None = None
         self._looked_s = 0.0
@@ -160,7 +159,7 @@ class Liveness:
             self._silent_s, self._last_cpu_s = 0.0, None
         else:
             self._silent_s += elapsed_s
-        if self._silent_s >= self._max_silent_s:
+        if self._silent_s >= SILENT_S:
             return f"its process has done nothing for {self._silent_s:.0f} s"
         if self._busy_s > pulse.allowed_s:
             return f"it has been in one step for {self._busy_s:.0f} s, and {pulse.allowed_s:.0f} s are allowed"

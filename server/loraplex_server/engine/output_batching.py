@@ -25,9 +25,8 @@ from loraplex_server.engine.pipe import Batch, FromEngine
 class OutputQueue:
     """Queue of messages for the front end. Until `throttle` is set, everything goes at once."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         self.throttle = SendThrottle(share=1.0, max_wait_s=0.0)
-        self._clock = clock
         self._changed = threading.Condition()
         self._messages: list[FromEngine] = []
         self._is_urgent = False  # a client waits for one of them
@@ -52,13 +51,13 @@ class OutputQueue:
         """Waits until something is to be sent, and returns all there is: nothing once it is closed and empty."""
         with self._changed:
             self._is_pausing = True
-            self._changed.wait_for(lambda: self._is_urgent, self._due_at_s - self._clock())
+            self._changed.wait_for(lambda: self._is_urgent, self._due_at_s - time.monotonic())
             self._is_pausing = False
             self._changed.wait_for(lambda: self._messages or self._is_closed)
             messages, self._messages, self._is_urgent = self._messages, [], self._is_closed
         messages = _join_batches(messages)
         num_messages = sum(len(message.events) for message in messages if isinstance(message, Batch))
-        self._due_at_s = self._clock() + self.throttle.pause_s(num_messages)
+        self._due_at_s = time.monotonic() + self.throttle.pause_s(num_messages)
         return messages
 
 

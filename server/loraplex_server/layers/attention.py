@@ -316,11 +316,12 @@ def probing_mask(*_: Any, mask_function: Any = None, **__: Any) -> Tensor:
     return mask
 
 
-def describe_mask(mask_function: Any, far: int = 1 << 20) -> Reach | str:
+def describe_mask(mask_function: Any) -> Reach | str:
     """The reach that a mask function of Transformers allows, or the kind of mask that it is instead.
 
     Evaluated at positions further out than windows and chunks are long.
     """
+    far = 1 << 20
     places = (far, far - 1, far // 2 + 3)
     try:
         first = [_first_seen(mask_function, place) for place in places]

@@ -265,8 +265,10 @@ class ModelRunner:
         with torch.inference_mode():
             self._cache.clear_blocks(block_ids)
 
-    def close(self) -> None:
-        """Does nothing: a runner has no thread of its own."""
+    def check_integrity(self) -> None:
+        """Raises AssertionError for a place of a state that is lost or used twice. Call it while no step runs."""
+        if self._states is not None:
+            self._states.check_integrity()
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 

@@ -83,9 +83,9 @@ class StateMemory:
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless each place is a slot's or spare. Call it while no step waits for `settle`."""
-        assert sorted(self._place_of + self._spare) == list(range(len(self._place_of) + len(self._spare)))
-        assert self._place_of[NO_STATE] == NO_STATE
-        assert all(len(tensor) == len(self._place_of) + len(self._spare) for tensor in self.tensors)
+        places = sorted(self._place_of + self._spare)
+        assert places == list(range(len(self.tensors[0]))), "a place of a state is lost or used twice"
+        assert self._place_of[NO_STATE] == NO_STATE, "the place of zeros is a sequence's"
 
 
 @dataclass(frozen=True, slots=True)

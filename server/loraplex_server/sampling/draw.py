@@ -513,19 +513,19 @@ def total_mass(scores: Tensor, tops: Tensor, temperature: Tensor) -> Tensor:
 # --- maxima of blocks -----------------------------------------------------------------------------------------------
 
 
-def block_max(values: Tensor, size: int = BLOCK) -> Tensor:
-    """Maxima of blocks, `[num_rows, ceil(num_values / size)]`. A block with a NaN gives NaN."""
+def block_max(values: Tensor) -> Tensor:
+    """Maxima of blocks, `[num_rows, ceil(num_values / BLOCK)]`. A block with a NaN gives NaN."""
     num_values = values.shape[1]
-    num_whole = num_values // size * size
-    whole = values[:, :num_whole].unflatten(1, (-1, size)).amax(-1)
+    num_whole = num_values // BLOCK * BLOCK
+    whole = values[:, :num_whole].unflatten(1, (-1, BLOCK)).amax(-1)
     if num_whole == num_values:
         return whole
     return torch.cat((whole, values[:, num_whole:].amax(-1, keepdim=True)), dim=1)
 
 
-def block_ids(blocks: Tensor, num_values: int, size: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """Indices of the values in blocks `[n, m]`, and a mask of those that exist: both `[n, m * size]`."""
-    ids = (blocks.unsqueeze(-1) * size + torch.arange(size, device=blocks.device)).flatten(1)
+def block_ids(blocks: Tensor, num_values: int) -> tuple[Tensor, Tensor]:
+    """Indices of the values in blocks `[n, m]`, and a mask of those that exist: both `[n, m * BLOCK]`."""
+    ids = (blocks.unsqueeze(-1) * BLOCK + torch.arange(BLOCK, device=blocks.device)).flatten(1)
     return ids.clamp(max=num_values - 1), ids < num_values
 
 

@@ -164,7 +164,6 @@ class Drafter:
 
     def close(self) -> None:
         self.rows.clear()
-        self.runner.close()
 
     # --- one ask ------------------------------------------------------------------------------------------------------
 

@@ -83,6 +83,14 @@ def test_a_request_runs_to_its_length() -> None:
     assert engine.integrity_report() == ""
 
 
+def test_what_the_runner_has_lost_is_reported() -> None:
+    class Losing(FakeRunner):
+        def check_integrity(self) -> None:
+            raise AssertionError("a place of a state is lost")
+
+    assert "place of a state" in make_engine(Losing()).integrity_report()
+
+
 def test_an_unknown_adapter_fails_its_request_only() -> None:
     engine = make_engine()
     engine.handle(Submit(request("bad", adapter_id="zzz")))

@@ -26,6 +26,7 @@ from loraplex_server.layers.linear import AdaptedLinear
 from loraplex_server.model import runner as module
 from loraplex_server.model.isolation import execute_isolated
 from loraplex_server.model.loader import adopt_model
+from loraplex_server.model.states import StateMemory, StateStep
 
 NUM_TOKENS = 8
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -228,6 +229,22 @@ def test_nothing_of_a_failed_step_counts(model: PreTrainedModel, rig: Rig) -> No
     result = rig.runner.execute(plan).result()
     assert result.spans["a"].token_ids == tuple(greedy(model, prompt, 1))
     assert rig.runner.mirror.block_ids(0) == [8, 9]
+
+
+def test_a_place_of_a_state_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, used = StateMemory.begin, list[StateMemory]()
+
+    def recorded(memory: StateMemory, spans: Sequence[Span]) -> StateStep:
+        used.append(memory)
+        return begin(memory, spans)
+
+    monkeypatch.setattr(StateMemory, "begin", recorded)
+    rig = make_rig(adopt_model(random_model("lfm2"), verify=False))
+    rig.run([Job(prompt, 4) for prompt in random_prompts(3, VOCAB_SIZE)])
+    rig.runner.check_integrity()
+    used[0].take(used[0].spare(0))
+    with pytest.raises(AssertionError, match="place of a state is lost"):
+        rig.runner.check_integrity()
 
 
 # --- rows and blocks --------------------------------------------------------------------------------------------------
