@@ -21,6 +21,7 @@ MAX_DRAFT_TOKENS: Final = 64  # per step; requests cannot ask for more either
 MAX_HUB_ACCESS_S: Final = 86_400.0
 MAX_LOOKUP_HISTORY: Final = 1 << 20  # tokens of one namespace
 CPU_KERNELS: Final = ("auto", "native", "torch")
+DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 QUANTIZE: Final = ("none", "int8", "int4")
 TOOL_FORMATS: Final = ("hermes", "qwen3_xml", "llama3_json", "mistral", "mistral_list", "deepseek", "json", "think")
 LORA_KERNELS: Final = ("auto", "triton", "punica", "reference")
@@ -301,7 +302,6 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         model, batch, adapters, drafts = self.model, self.batch, self.adapters, self.speculation
-        dtypes = ("auto", "float32", "bfloat16", "float16", "float64")
         _check(1 <= self.kv.block_size <= 256, "--kv-block-size", "must be 1 to 256")
         _check(batch.max_running >= 1, "--max-running", "must be at least 1")
         _check(
@@ -331,7 +331,7 @@ class EngineConfig:
         _check(self.lora_kernels in LORA_KERNELS, "--lora-kernels", f"must be {', '.join(LORA_KERNELS)}")
         _check(self.cpu_kernels in CPU_KERNELS, "--cpu-kernels", f"must be {', '.join(CPU_KERNELS)}")
         _check(model.quantize in QUANTIZE, "--quantize", f"must be {', '.join(QUANTIZE[:-1])} or {QUANTIZE[-1]}")
-        _check(model.dtype in dtypes, "--dtype", "must be auto, float32, bfloat16, float16 or float64")
+        _check(model.dtype in ("auto", *DTYPES), "--dtype", f"must be auto, {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
         _check(
             adapters.root is None or adapters.root.is_dir(),
             "--adapters",

@@ -146,17 +146,16 @@ def _run(
     dtype: str,
     device: str,
 ) -> tuple[Report, Decoded | None, str]:
-    from loraplex_server.model.loader import DTYPES, resolve_device
+    from loraplex_server.model.loader import dtype_of, resolve_device
     from loraplex_training.medusa import examples_of_prompts, examples_of_texts, train_medusa
     from loraplex_training.output import check_new
     from loraplex_training.progress import quiet_transformers, training_progress
     from loraplex_training.target import load_target
 
     check_new(out)
-    if dtype != "auto" and dtype not in DTYPES:
-        raise InvalidArgument(f"{dtype!r} is not a dtype; use auto or one of {', '.join(DTYPES)}", field="--dtype")
+    chosen = dtype_of(dtype)
     with training_progress(Console(stderr=True)) as progress, quiet_transformers():
-        target = load_target(base, adapter, dtype=DTYPES.get(dtype), device=resolve_device(device))
+        target = load_target(base, adapter, dtype=chosen, device=resolve_device(device))
         if prompts:
             examples = examples_of_prompts(target, prompts, recipe, progress)
         else:

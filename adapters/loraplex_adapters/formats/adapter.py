@@ -123,8 +123,15 @@ def _plan_lora(files: AdapterFiles, tensors: Sequence[TensorInfo], targets: Base
         )
     fields = parse_peft_fields(read_all(files.open(CONFIG_NAME), MAX_CONFIG_BYTES))
     by_name = {tensor.name: tensor for tensor in tensors}
-    if str(fields.get("peft_type")) in VARIANTS:
+    peft_type = fields.get("peft_type")
+    if peft_type is None:
+        raise AdapterInvalid(f"{CONFIG_NAME} has no peft_type; save the adapter with PEFT's save_pretrained")
+    if peft_type in VARIANTS:
         return plan_variant(fields, by_name, targets)  # which have no rows of tokens
+    if peft_type != "LORA":
+        raise AdapterUnsupported(
+            f"{CONFIG_NAME}: peft_type {ascii(peft_type)[:60]} is not served; LORA, {', '.join(VARIANTS)} are"
+        )
     config = parse_lora_config(fields)
     if config.classifies != "no" and not config.labels and MODEL_CONFIG_NAME in files.names:
         data = read_all(files.open(MODEL_CONFIG_NAME), MAX_CONFIG_BYTES)

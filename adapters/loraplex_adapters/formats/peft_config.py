@@ -151,14 +151,8 @@ def parse_peft_fields(data: bytes) -> dict[str, Any]:
 
 
 def parse_lora_config(fields: Mapping[str, Any]) -> PeftLoraConfig:
-    """The LoRA configuration of these fields. Raises AdapterInvalid or AdapterUnsupported, naming the field."""
-    peft_type = fields.get("peft_type")
-    if peft_type is None:
-        raise AdapterInvalid(f"{CONFIG_NAME} has no peft_type; save the adapter with PEFT's save_pretrained")
-    if peft_type != "LORA":
-        raise AdapterUnsupported(
-            f"{CONFIG_NAME}: peft_type {_shown(peft_type)} is not served; LORA, VERA, LOHA, LOKR, IA3, OFT and BOFT are"
-        )
+    """The configuration of these fields, whose `peft_type` is LORA. Raises AdapterInvalid or AdapterUnsupported, naming
+    the field."""
     _refuse_variants(fields)
     classifies = _CLASSIFIERS.get(str(fields.get("task_type")), "no")
     if fields.get("use_dora") and fields.get("lora_bias"):

@@ -77,7 +77,7 @@ _NAMES: Final[Mapping[str, frozenset[str]]] = {  # of a module's tensors
     "OFT": frozenset({"oft_R.weight"}),
     "BOFT": frozenset({"boft_R", "boft_s"}),
 }
-VARIANTS: Final = frozenset(_FIELDS)
+VARIANTS: Final = tuple(_FIELDS)
 _PLAIN_LINEARS: Final = frozenset({"LOHA", "LOKR", "OFT", "BOFT"})  # PEFT makes none for Conv1D
 _PROJECTIONS: Final = ("base_model.vera_A", "base_model.vera_B")
 

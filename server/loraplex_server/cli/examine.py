@@ -26,7 +26,7 @@ from loraplex_server.layers.experts import AdaptedRouter, ExpertLinear
 from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedHead
 from loraplex_server.model.language import absent_parts, make_language_model
 from loraplex_server.model.loaded_model import LoadedModel
-from loraplex_server.model.loader import DTYPES, adopt_model, reading, reading_files, resolve_device
+from loraplex_server.model.loader import DTYPES, adopt_model, dtype_of, reading, reading_files, resolve_device
 from loraplex_server.model.medusa_model import served_model
 from loraplex_server.model.mixers.install import install_mixers
 from loraplex_server.model.mxfp4 import is_mxfp4
@@ -71,8 +71,7 @@ class ModelReport(Answer, total=False):
 
 def examine_model(model: str, *, dtype: str = "auto", device: str = "auto") -> ModelReport:
     """The report on a model. Raises InvalidArgument for a path that is not there, or a bad option."""
-    if dtype != "auto" and dtype not in DTYPES:
-        raise InvalidArgument(f"{dtype!r} is not a dtype; use auto or one of {', '.join(DTYPES)}", field="--dtype")
+    chosen = dtype_of(dtype)
     if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
         raise InvalidArgument(f"{model} is not a directory", field="--model")
     backend = choose_backend(resolve_device(device))
@@ -83,7 +82,7 @@ def examine_model(model: str, *, dtype: str = "auto", device: str = "auto") -> M
         report["family"] = config.model_type
         refuse_config(config, model)
         refuse_class(config, model)
-        _examine(config, served.base, dtype, backend, report)
+        _examine(config, served.base, chosen, backend, report)
     except UnsupportedModel as refusal:
         report["reason"] = refusal.message
         if TRIAL_RAISED in refusal.message:  # perhaps because the copy is so small
@@ -91,14 +90,16 @@ def examine_model(model: str, *, dtype: str = "auto", device: str = "auto") -> M
     return report
 
 
-def _examine(config: PreTrainedConfig, folder: str, dtype: str, backend: Backend, report: ModelReport) -> None:
+def _examine(
+    config: PreTrainedConfig, folder: str, dtype: torch.dtype | None, backend: Backend, report: ModelReport
+) -> None:
     """Completes the report by loading the tiny copy. Raises UnsupportedModel."""
-    name = dtype if dtype != "auto" else str(_own_dtype(config)).removeprefix("torch.")
+    dtype = dtype or _own_dtype(config)
     try:
         tiny = tiny_config(config, Widths(_head_dim(config)))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = make_language_model(tiny, dtype=DTYPES[name])
+            model = make_language_model(tiny, dtype=dtype)
         report["architecture"] = type(model).__name__
         mixers = {mixer.class_name for mixer in install_mixers(copy.deepcopy(model), StepContext())}
     except Exception as error:  # of a family's own code, for sizes that it was not made for
@@ -111,8 +112,8 @@ def _examine(config: PreTrainedConfig, folder: str, dtype: str, backend: Backend
         loaded = adopt_model(model, model_id=report["model"], backend=backend)
     report["verdict"] = "served"
     report["parameters"] = num_parameters = _num_parameters(config)
-    report["bytes"] = num_parameters * DTYPES[name].itemsize
-    report["dtype"] = name
+    report["bytes"] = num_parameters * dtype.itemsize
+    report["dtype"] = str(dtype).removeprefix("torch.")
     report["weights"] = _weights(Path(folder))
     report["max_context_tokens"] = loaded.spec.max_context_tokens
     report["not_loaded"] = list(absent_parts(loaded.model))

@@ -94,7 +94,7 @@ class Accepted:
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Serves InferenceService. Owns the counter that makes the engine's request ids unique."""
+    """Serves InferenceService."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ _POSITIONS: Mapping[int, PooledPositions] = {
 
 
 class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
-    """Serves embeddings, classes and scores. Owns the counter that makes the engine's request ids unique."""
+    """Serves embeddings, classes and scores."""
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, UnsupportedModel
 from loraplex_contracts.sampling import SAMPLING_OPTIONS
 from loraplex_runtime.reports import Progress, no_progress
+from loraplex_server import config as settings
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.registry import plain_backend
 from loraplex_server.layers.attention import SERVING, ModelSpec, register_attention
@@ -40,13 +41,15 @@ from loraplex_server.model.weights_progress import telling_of_weights
 
 log = logging.getLogger(__name__)
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in settings.DTYPES}
 FALLBACK_CONTEXT_TOKENS = 4096  # of a model whose configuration names no limit
+
+
+def dtype_of(name: str) -> torch.dtype | None:
+    """The dtype of that name; None for `auto`. Raises InvalidArgument."""
+    if name != "auto" and name not in DTYPES:
+        raise InvalidArgument(f"{name!r} is not a dtype; use auto or one of {', '.join(DTYPES)}", field="--dtype")
+    return DTYPES.get(name)
 
 
 def load_model(
@@ -73,16 +76,15 @@ def load_model(
     refuse_class(config, model_id)
     _context_tokens(config, max_context_tokens)  # refused before the weights are read
     register_attention()
-    if dtype != "auto" and dtype not in DTYPES:
-        raise InvalidArgument(f"{dtype!r} is not a dtype; use auto or one of {', '.join(DTYPES)}", field="--dtype")
+    wanted = dtype_of(dtype) or dtype
     with reading_files(model_id, revision), telling_of_weights(progress) as how:
         model = read_language_model(
             model_id,
             copy.deepcopy(config),
             revision=revision,
-            dtype=DTYPES.get(dtype, dtype),
+            dtype=wanted,
             trust_remote_code=False,
-            **dequantising(config, DTYPES.get(dtype, dtype)),
+            **dequantising(config, wanted),
             **how,
         )
     if amend is not None:

@@ -137,12 +137,6 @@ def test_target_parameters_are_a_list_of_names() -> None:
         ("init_lora_weights", "lora_ga"),
         ("init_lora_weights", "something new"),
         ("init_lora_weights", ["pissa"]),
-        ("peft_type", "ADALORA"),
-        ("peft_type", "OFT"),
-        ("peft_type", "BOFT"),
-        ("peft_type", "TRAINABLE_TOKENS"),
-        ("peft_type", "LOHA"),
-        ("peft_type", ["LORA"]),
         ("a_field_of_tomorrow", 1),
         ("rank_pattern", {"(?=q)q_proj": 4}),
     ],
@@ -181,7 +175,6 @@ def test_initialisations_that_left_the_base_alone_are_accepted(init: Any) -> Non
         ("alpha_pattern", {"q_proj": 1e300}),
         ("target_modules", 7),
         ("target_modules", [1]),
-        ("peft_type", None),
     ],
 )
 def test_unusable_values_are_refused_by_name(field: str, value: Any) -> None:
