@@ -9,7 +9,7 @@ import pytest
 
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cpu.backend import CpuBackend
-from loraplex_server.backends.cuda.graphs import Shape, StepGraphs, capture_steps, graph_shapes
+from loraplex_server.backends.cuda.graphs import GraphShape, StepGraphs, capture_steps, graph_shapes
 from loraplex_server.engine import assembly as build
 from loraplex_server.layers.step import StepResources
 from loraplex_server.model.runner import ModelRunner
@@ -17,7 +17,7 @@ from support.replay import ReplayableReference, ReplayableTorch, calls_again
 
 
 def _capture_steps(
-    backend: Backend, steps: StepResources, shapes: Sequence[Shape], progress: Callable[[str], None]
+    backend: Backend, steps: StepResources, shapes: Sequence[GraphShape], progress: Callable[[str], None]
 ) -> StepGraphs | None:
     return capture_steps(steps, shapes, calls_again, progress)
 

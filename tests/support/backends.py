@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from loraplex_server.backends.backend import Backend
-from loraplex_server.backends.cuda.graphs import Capture, Shape, StepGraphs, capture_steps
+from loraplex_server.backends.cuda.graphs import Capture, GraphShape, StepGraphs, capture_steps
 from loraplex_server.backends.fusion import FusedOps, NormForm
 from loraplex_server.layers.experts import MakeExpertProducts
 from loraplex_server.layers.linear import BaseLinearFactory, PlainLinear
@@ -45,7 +45,7 @@ class PatchedBackend(Backend):
         return self._make_experts
 
     def capture_steps(
-        self, steps: StepResources, shapes: Sequence[Shape], progress: Callable[[str], None]
+        self, steps: StepResources, shapes: Sequence[GraphShape], progress: Callable[[str], None]
     ) -> StepGraphs | None:
         return None if self._capture is None else capture_steps(steps, shapes, self._capture, progress)
 

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_runtime.reports import Progress, no_progress
 from loraplex_server.backends.cpu.find_decoder import FoundStack
 from loraplex_server.backends.cpu.medusa import NativeGuesser
-from loraplex_server.backends.cpu.native.kernels import NativeKernels
-from loraplex_server.backends.cuda.graphs import Shape, StepGraphs
+from loraplex_server.backends.cuda.graphs import GraphShape, StepGraphs
 from loraplex_server.backends.fusion import FusedOps
 from loraplex_server.backends.reference import ReferenceDense, ReferenceOps, TorchPagedAttention
 from loraplex_server.layers.attention import AttentionSpec, ModelSpec, PagedAttention
@@ -48,10 +47,13 @@ class Implementation(NamedTuple):
 class AttentionRequirements:
     """Requirements of attention. None and () require nothing."""
 
-    device: torch.device | None = None
+    backend: Backend | None = None  # whose layers attend
     specs: tuple[AttentionSpec, ...] = ()
     dtype: torch.dtype | None = None
-    kernels: NativeKernels | None = None  # of the CPU, where they are in use
+
+    @property
+    def device(self) -> torch.device | None:
+        return self.backend.device if self.backend is not None else None
 
 
 class Backend:
@@ -60,7 +62,6 @@ class Backend:
     name: ClassVar[str] = "reference"
     # Linears that read one input become one product.
     merges_linears = False
-    kernels: NativeKernels | None = None
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
@@ -156,17 +157,32 @@ class Backend:
         """Guesses of Medusa heads before the model's own `head` in one call; None: tensor operations do it."""
         return None
 
-    def graph_shapes(self, max_running: int, max_drafted: int) -> list[Shape]:
+    def graph_shapes(self, max_running: int, max_drafted: int) -> list[GraphShape]:
         """Shapes of the steps to capture as graphs, for so many sequences and drafts of so many tokens."""
         return []
 
-    def graph_bytes(self, shapes: Sequence[Shape], spec: ModelSpec, dtype: torch.dtype) -> int:
+    def graph_bytes(self, shapes: Sequence[GraphShape], spec: ModelSpec, dtype: torch.dtype) -> int:
         """Estimate of the device memory that graphs of these shapes take at most."""
         return 0
 
-    def capture_steps(self, steps: StepResources, shapes: Sequence[Shape], progress: Progress) -> StepGraphs | None:
+    def capture_steps(
+        self, steps: StepResources, shapes: Sequence[GraphShape], progress: Progress
+    ) -> StepGraphs | None:
         """Captures steps of these shapes; None: every step is launched. `progress` is told what became of it."""
         return None
+
+    def describe_layers(self) -> str:
+        """Who computes the layers, in words, where `find_decoder` finds none."""
+        return "Transformers' layers"
+
+    def rounding(self, form: WeightFormat) -> Callable[[Tensor], None]:
+        """Rounds a weight in place to what so few bits hold."""
+        return form.round_
+
+    @property
+    def multiplies_few_bits(self) -> bool:
+        """True if products are made with weights of few bits as they are kept."""
+        return False
 
     def check_quantize(self, form: WeightFormat) -> None:
         """Raises Unimplemented where weights cannot be served in so few bits."""

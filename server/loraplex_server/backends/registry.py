@@ -53,9 +53,7 @@ def attention_kernels(
 ) -> list[Implementation]:
     """Every implementation of attention, best first, for the layers of a model in `dtype` on the back end's device.
     Without a back end: what this machine has."""
-    wanted = AttentionRequirements(dtype=dtype, specs=tuple(dict.fromkeys(specs)))
-    if backend is not None:
-        wanted = AttentionRequirements(backend.device, wanted.specs, dtype, backend.kernels)
+    wanted = AttentionRequirements(backend, tuple(dict.fromkeys(specs)), dtype)
     return [found for kind in BACKENDS for found in kind.attention_kernels(wanted)]
 
 

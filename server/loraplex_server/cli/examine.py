@@ -176,9 +176,7 @@ def _describe(spec: AttentionSpec) -> str:
 def _way(loaded: LoadedModel, backend: Backend) -> str:
     if loaded.decoder is not None:
         return "all layers in one native call"
-    if backend.kernels is not None:
-        return "Transformers' layers, with native linears and LoRA"
-    return "Transformers' layers, with merged linears" if backend.merges_linears else "Transformers' layers"
+    return backend.describe_layers()
 
 
 def _graphs(loaded: LoadedModel, backend: Backend) -> str:

@@ -26,7 +26,7 @@ from loraplex_contracts.adapters import S3_SOURCE
 from loraplex_runtime.reports import Progress
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cpu.cores import default_num_threads
-from loraplex_server.backends.cuda.graphs import Shape
+from loraplex_server.backends.cuda.graphs import GraphShape
 from loraplex_server.backends.registry import choose_backend, make_attention
 from loraplex_server.config import AdaptersConfig, EngineConfig, hub_token, reads_unsigned
 from loraplex_server.engine.engine import Engine
@@ -79,7 +79,7 @@ def build_engine(config: EngineConfig, progress: Progress, notify: Callable[[], 
     if form is not None:
         backend.check_quantize(form)
     progress(f"loading {config.model.model}{f', linears in {form.words}' if form is not None else ''}")
-    if form is not None and backend.kernels is None:
+    if form is not None and not backend.multiplies_few_bits:
         progress(
             f"without native CPU kernels --quantize {form.name} saves neither time nor memory: see loraplex doctor"
         )
@@ -232,7 +232,7 @@ def _grammars(served: ServedModel, spec: ModelSpec, notify: Callable[[], None]) 
     return Grammars(compiler, notify, Checker(serialized, spec.num_logits, spec.eos_token_ids))
 
 
-def captured_shapes(config: EngineConfig, backend: Backend) -> list[Shape]:
+def captured_shapes(config: EngineConfig, backend: Backend) -> list[GraphShape]:
     """The steps that are captured as CUDA graphs."""
     if not config.model.cuda_graphs:
         return []

@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -137,8 +136,7 @@ def adopt_model(
     digests: dict[str, str] = {}
     if form is not None:
         backend.check_quantize(form)
-        kernels = backend.kernels
-        digests = round_weights(model, form, partial(kernels.round_, form=form) if kernels is not None else None)
+        digests = round_weights(model, form, backend.rounding(form))
     progress("checking what the model computes")
     context = StepContext()
     rope = scale_by_token(model, context)

@@ -34,7 +34,7 @@ from loraplex_contracts.errors import (
 from loraplex_contracts.plan import NewSequence, PooledValues, Span, SpanResult, StepPlan, StepResult
 from loraplex_contracts.request import PositionLogprobs
 from loraplex_runtime.reports import Progress
-from loraplex_server.backends.cuda.graphs import Shape, StepGraphs
+from loraplex_server.backends.cuda.graphs import GraphShape, StepGraphs
 from loraplex_server.layers.adapter_slots import AdapterSlots, as_if_installed
 from loraplex_server.layers.attention import AttentionBatch, KvCache, PagedAttention
 from loraplex_server.layers.lora import PreparedSegments, ReplayableLora, Segment
@@ -205,7 +205,7 @@ class ModelRunner:
             self._settle(launched, results)
         return results
 
-    def capture(self, shapes: Sequence[Shape], progress: Progress) -> None:
+    def capture(self, shapes: Sequence[GraphShape], progress: Progress) -> None:
         """Captures steps of these shapes as graphs, which are replayed from then on. Before the first request only.
 
         What cannot be captured runs as before, and `progress` is told.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import ClassVar, Self
 
 import torch
@@ -82,7 +83,7 @@ class CpuBackend(Backend):
     def attention_kernels(cls, wanted: AttentionRequirements) -> list[Implementation]:
         if problem := _reason_against(wanted):
             return [Implementation("native", False, problem)]
-        kernels = wanted.kernels
+        kernels = _kernels_of(wanted)
         isa = load().status.isa if kernels is None else kernels.isa
         make = (lambda _: NativePagedAttention(kernels)) if kernels is not None else None
         return [Implementation("native", True, f"own kernels, for the CPU, {isa}", make)]
@@ -144,6 +145,17 @@ class CpuBackend(Backend):
     def medusa_guesser(self, head: nn.Module, dtype: torch.dtype) -> NativeGuesser | None:
         return native_guesser(self.kernels, head, dtype)
 
+    def describe_layers(self) -> str:
+        layers = super().describe_layers()
+        return layers if self.kernels is None else f"{layers}, with native linears and LoRA"
+
+    def rounding(self, form: WeightFormat) -> Callable[[Tensor], None]:
+        return super().rounding(form) if self.kernels is None else partial(self.kernels.round_, form=form)
+
+    @property
+    def multiplies_few_bits(self) -> bool:
+        return self.kernels is not None
+
 
 @contextmanager
 def _one_thread() -> Generator[None]:
@@ -155,11 +167,15 @@ def _one_thread() -> Generator[None]:
         torch.set_num_threads(before)
 
 
+def _kernels_of(wanted: AttentionRequirements) -> NativeKernels | None:
+    return wanted.backend.kernels if isinstance(wanted.backend, CpuBackend) else None
+
+
 def _reason_against(wanted: AttentionRequirements) -> str:
     """The reason that native kernels cannot attend; empty where they can."""
     if wanted.device is not None and wanted.device.type != "cpu":
         return f"it is for the CPU, not for {wanted.device.type}"
-    if wanted.kernels is None:
+    if _kernels_of(wanted) is None:
         if missing := load().status.reason:
             return f"the native CPU kernels are missing: {missing}"
         if wanted.device is not None:

@@ -19,7 +19,7 @@ from loraplex_runtime.reports import Progress
 from loraplex_server.backends.backend import AttentionRequirements, Backend, Implementation
 from loraplex_server.backends.cuda.graphs import (
     CudaCapture,
-    Shape,
+    GraphShape,
     StepGraphs,
     capture_steps,
     graph_bytes,
@@ -103,6 +103,9 @@ class CudaBackend(Backend):
 
         return TritonFused()
 
+    def describe_layers(self) -> str:
+        return f"{super().describe_layers()}, with merged linears"
+
     def noisy_argmax(self) -> NoisyArgmax | None:
         if _triton_problem():
             return None
@@ -110,13 +113,15 @@ class CudaBackend(Backend):
 
         return draw_noisy
 
-    def graph_shapes(self, max_running: int, max_drafted: int) -> list[Shape]:
+    def graph_shapes(self, max_running: int, max_drafted: int) -> list[GraphShape]:
         return graph_shapes(max_running, max_drafted)
 
-    def graph_bytes(self, shapes: Sequence[Shape], spec: ModelSpec, dtype: torch.dtype) -> int:
+    def graph_bytes(self, shapes: Sequence[GraphShape], spec: ModelSpec, dtype: torch.dtype) -> int:
         return graph_bytes(shapes, spec, dtype)
 
-    def capture_steps(self, steps: StepResources, shapes: Sequence[Shape], progress: Progress) -> StepGraphs | None:
+    def capture_steps(
+        self, steps: StepResources, shapes: Sequence[GraphShape], progress: Progress
+    ) -> StepGraphs | None:
         return capture_steps(steps, shapes, CudaCapture(self.device), progress)
 
 

@@ -118,7 +118,7 @@ REPORT_EVERY = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class GraphShape:
     """Up to `num_spans` spans of `query_len` tokens each."""
 
     num_spans: int
@@ -129,16 +129,16 @@ class Shape:
         return self.num_spans * self.query_len
 
 
-def graph_shapes(max_running: int, max_drafted: int) -> list[Shape]:
+def graph_shapes(max_running: int, max_drafted: int) -> list[GraphShape]:
     """Shapes to capture for up to `max_running` sequences and drafts of up to `max_drafted` tokens."""
-    shapes = [Shape(num_spans) for num_spans in _sizes(max_running)]
+    shapes = [GraphShape(num_spans) for num_spans in _sizes(max_running)]
     for query_len in [1 + length for length in _powers(min(max_drafted, MAX_GRAPH_DRAFT))]:
         fitting = [size for size in _powers(max_running) if size * query_len <= MAX_VERIFIED_TOKENS]
-        shapes += [Shape(num_spans, query_len) for num_spans in fitting]
+        shapes += [GraphShape(num_spans, query_len) for num_spans in fitting]
     return shapes
 
 
-def graph_bytes(shapes: Sequence[Shape], spec: ModelSpec, dtype: torch.dtype) -> int:
+def graph_bytes(shapes: Sequence[GraphShape], spec: ModelSpec, dtype: torch.dtype) -> int:
     """Estimate of the device memory that graphs of these shapes take at most, with and without adapters."""
     num_tokens = max((shape.num_tokens for shape in shapes), default=0)
     per_graph = GRAPH_BYTES_PER_LAYER * len(spec.layers)
@@ -190,7 +190,7 @@ def pad_step(staged: StagedStep, query_len: int) -> StagedStep | None:
 class _Bucket:
     """The graphs of one shape, and what they read."""
 
-    shape: Shape
+    shape: GraphShape
     attention: Any  # the back end's reserved plan
     segments: PreparedSegments | None = None
     plain: Replay | None = None  # without any adapter
@@ -221,7 +221,7 @@ class StepGraphs:
         self._buckets: dict[int, list[_Bucket]] = {}  # by query length, the smallest first
         self._query_lens: list[int] = []
 
-    def num_wanted(self, shapes: Sequence[Shape]) -> int:
+    def num_wanted(self, shapes: Sequence[GraphShape]) -> int:
         return len(shapes) * (1 if self._ops is None else 2)
 
     @property
@@ -234,7 +234,7 @@ class StepGraphs:
 
     # --- capturing ----------------------------------------------------------------------------------------------------
 
-    def capture(self, shapes: Sequence[Shape], capture: Capture, progress: Callable[[int], None]) -> None:
+    def capture(self, shapes: Sequence[GraphShape], capture: Capture, progress: Callable[[int], None]) -> None:
         """Captures steps of all shapes without adapters, then with: the largest first, whose memory the others use
         again.
 
@@ -256,7 +256,7 @@ class StepGraphs:
                 bucket.adapted = capture(lambda bucket=bucket: self._launch(bucket, adapted=True))
                 progress(self.num_graphs)
 
-    def _reserve(self, shape: Shape) -> _Bucket:
+    def _reserve(self, shape: GraphShape) -> _Bucket:
         cache, max_len = self._steps.cache, self._steps.tokens.shape[1]
         reserved = Reserved(shape.num_spans, shape.query_len, -(-max_len // cache.block_size))
         bucket = _Bucket(shape, self._attention.reserve(reserved, cache.block_size, cache.dtype, self._device))
@@ -377,7 +377,7 @@ class StepGraphs:
 
 
 def capture_steps(
-    steps: StepResources, shapes: Sequence[Shape], capture: Capture, progress: Progress
+    steps: StepResources, shapes: Sequence[GraphShape], capture: Capture, progress: Progress
 ) -> StepGraphs | None:
     """Captures what can be captured and reports it. None: every step runs eager."""
     if not shapes:

@@ -20,7 +20,7 @@ from loraplex_server.backends.cpu import backend as cpu_backend
 from loraplex_server.backends.cpu.backend import CpuBackend
 from loraplex_server.backends.cpu.native.library import Library, Loaded, NativeStatus
 from loraplex_server.backends.cuda.backend import CudaBackend
-from loraplex_server.backends.cuda.graphs import Shape, StepGraphs, capture_steps, graph_bytes, graph_shapes
+from loraplex_server.backends.cuda.graphs import GraphShape, StepGraphs, capture_steps, graph_bytes, graph_shapes
 from loraplex_server.backends.registry import choose_backend
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig
 from loraplex_server.engine import assembly as build
@@ -119,7 +119,7 @@ def test_steps_are_captured_on_a_gpu_unless_told_otherwise(loaded: LoadedModel) 
 
 def test_what_cannot_be_captured_is_said_at_the_start(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def capture(
-        backend: Backend, steps: StepResources, shapes: Sequence[Shape], progress: Callable[[str], None]
+        backend: Backend, steps: StepResources, shapes: Sequence[GraphShape], progress: Callable[[str], None]
     ) -> StepGraphs | None:
         return capture_steps(steps, shapes, calls_again, progress)
 
@@ -180,7 +180,7 @@ def test_cpu_kernels(
     monkeypatch.setattr(cpu_backend, "NativeKernels", lambda library, num_threads: object())
     said: list[str] = []
     backend = choose_backend(device, cpu_kernels=wanted, num_threads=1, progress=said.append)
-    assert (backend.kernels is not None) == is_used
+    assert backend.multiplies_few_bits == is_used
     assert said == [says] * bool(says)
 
 
@@ -207,7 +207,7 @@ def test_weights_of_few_bits_are_for_cpus(name: str) -> None:
 
 def test_a_gpu_needs_no_cpu_kernels() -> None:
     backend = choose_backend("cuda", cpu_kernels="native", num_threads=1, progress=lambda text: pytest.fail(text))
-    assert backend.kernels is None
+    assert not backend.multiplies_few_bits
 
 
 @pytest.fixture(scope="module")

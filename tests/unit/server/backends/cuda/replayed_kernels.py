@@ -21,7 +21,7 @@ from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.plan import AdapterUse
 from loraplex_server.backends.cuda.attention.paged import TritonPagedAttention
 from loraplex_server.backends.cuda.fused import TritonFused
-from loraplex_server.backends.cuda.graphs import Shape
+from loraplex_server.backends.cuda.graphs import GraphShape
 from loraplex_server.backends.cuda.lora.operation import TritonOps
 from loraplex_server.model.loader import adopt_model
 
@@ -52,7 +52,7 @@ def test_texts_from_replays_over_the_kernels() -> None:
         rig.free_blocks.remove(0)
         if replays:
             rig.cache.clear_blocks([0])
-            rig.runner.capture([Shape(3), Shape(3, 3)], lambda text: None)
+            rig.runner.capture([GraphShape(3), GraphShape(3, 3)], lambda text: None)
         install_ranks(rig)
         return rig, counted
 

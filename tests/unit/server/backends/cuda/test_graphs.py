@@ -26,7 +26,7 @@ from loraplex_adapters.weights import AdapterWeights, LoraFactors
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.plan import AdapterUse, NewSequence, Span, StepPlan
 from loraplex_contracts.request import OutputParams, SamplingParams
-from loraplex_server.backends.cuda.graphs import Capture, Shape, graph_shapes, pad_step
+from loraplex_server.backends.cuda.graphs import Capture, GraphShape, graph_shapes, pad_step
 from loraplex_server.layers.lora import Segment
 from loraplex_server.layers.step import StagedStep
 from loraplex_server.model.loader import adopt_model
@@ -57,7 +57,7 @@ class Replays:
 
 
 def rig_of(
-    model: PreTrainedModel, shapes: list[Shape] | None = None, capture: Capture | None = None, **fields: Any
+    model: PreTrainedModel, shapes: list[GraphShape] | None = None, capture: Capture | None = None, **fields: Any
 ) -> tuple[Rig, Replays]:
     """A rig that replays steps of these shapes; without shapes, one that runs everything eager."""
     replays, ops = Replays(), ReplayableReference()
@@ -130,7 +130,7 @@ def assert_same(replayed: Rig, eager: Rig, jobs: list[Job], want: list[Job], *, 
 def test_decode_steps_are_the_eager_ones_bit_by_bit(model: PreTrainedModel, max_chunk: int) -> None:
     """Steps replay in buckets with room to spare, beside eager steps where prompts come in chunks; the random draws are
     alike in both."""
-    shapes = [Shape(1), Shape(3), Shape(MAX_ROWS)]
+    shapes = [GraphShape(1), GraphShape(3), GraphShape(MAX_ROWS)]
     (eager, _), (replayed, replays) = rig_of(model, max_chunk=max_chunk), rig_of(model, shapes, max_chunk=max_chunk)
     want, jobs = mixed_jobs(), mixed_jobs()
     eager.run(want)
@@ -148,7 +148,7 @@ def test_drafts_of_all_lengths_share_a_replay(model: PreTrainedModel) -> None:
         dice = random.Random(sum(so_far))
         return [dice.randrange(2, VOCAB_SIZE) for _ in range(dice.randint(0, 4))]
 
-    shapes = [Shape(n, length) for n in (2, MAX_ROWS) for length in (1, 2, 3, 5)]
+    shapes = [GraphShape(n, length) for n in (2, MAX_ROWS) for length in (1, 2, 3, 5)]
     (eager, _), (replayed, replays) = rig_of(model, max_chunk=3), rig_of(model, shapes, max_chunk=3)
     want, jobs = mixed_jobs(propose), mixed_jobs(propose)
     eager.run(want)
@@ -160,7 +160,7 @@ def test_drafts_of_all_lengths_share_a_replay(model: PreTrainedModel) -> None:
 def test_drafts_that_are_right_are_accepted(model: PreTrainedModel) -> None:
     prompts = random_prompts(4, VOCAB_SIZE, seed=1)[1:]
     texts = [greedy(model, prompt, NUM_TOKENS) for prompt in prompts]
-    rig, replays = rig_of(model, [Shape(MAX_ROWS, length) for length in (1, 3)])
+    rig, replays = rig_of(model, [GraphShape(MAX_ROWS, length) for length in (1, 3)])
     jobs = [Job(prompt, NUM_TOKENS) for prompt in prompts]
     for job, text in zip(jobs, texts, strict=True):
         whole = job.prompt + text
@@ -173,7 +173,7 @@ def test_drafts_that_are_right_are_accepted(model: PreTrainedModel) -> None:
 
 def test_hidden_states_outlive_the_next_replay(model: PreTrainedModel) -> None:
     """The hidden states of a step under way are kept while another one is handed over."""
-    rig, replays = rig_of(model, [Shape(2)])
+    rig, replays = rig_of(model, [GraphShape(2)])
     prompt = random_prompts(2, VOCAB_SIZE, seed=2)[1]
     want = greedy(model, prompt, 4)
     rig.runner.overlaps = True
@@ -197,7 +197,7 @@ def test_hidden_states_outlive_the_next_replay(model: PreTrainedModel) -> None:
 def test_more_adapters_on_a_row_than_were_reserved(model: PreTrainedModel) -> None:
     uses = (AdapterUse(0), AdapterUse(1, 0.5), AdapterUse(3, 0.25))
     prompts = random_prompts(3, VOCAB_SIZE, seed=4)
-    (eager, _), (replayed, replays) = rig_of(model, max_chunk=1), rig_of(model, [Shape(MAX_ROWS)], max_chunk=1)
+    (eager, _), (replayed, replays) = rig_of(model, max_chunk=1), rig_of(model, [GraphShape(MAX_ROWS)], max_chunk=1)
     want, jobs = [[Job(p, NUM_TOKENS, uses) for p in prompts] for _ in range(2)]
     eager.run(want)
     replayed.run(jobs)
@@ -208,7 +208,7 @@ def test_more_adapters_on_a_row_than_were_reserved(model: PreTrainedModel) -> No
 def test_an_adapter_of_the_embedding_runs_eager(model: PreTrainedModel) -> None:
     """The adapter's embedding factors are looked up on the host. The neighbours' steps are replayed again when it has
     left."""
-    (eager, _), (replayed, replays) = rig_of(model, max_chunk=1), rig_of(model, [Shape(MAX_ROWS)], max_chunk=1)
+    (eager, _), (replayed, replays) = rig_of(model, max_chunk=1), rig_of(model, [GraphShape(MAX_ROWS)], max_chunk=1)
     factors = LoraFactors(torch.randn(2, VOCAB_SIZE).double(), torch.randn(32, 2).double(), 1.0)
     for rig in (eager, replayed):
         path = rig.loaded.embedding_path
@@ -228,7 +228,7 @@ def test_an_adapter_of_the_head_follows_a_replay(family: str, is_replayed: bool)
     """An adapter of the head is replayed where nothing is done to the logits behind the head; gemma2 caps them, so such
     steps run eager."""
     model = make_dense(random_model(family))
-    (eager, _), (replayed, replays) = rig_of(model, max_chunk=1), rig_of(model, [Shape(MAX_ROWS)], max_chunk=1)
+    (eager, _), (replayed, replays) = rig_of(model, max_chunk=1), rig_of(model, [GraphShape(MAX_ROWS)], max_chunk=1)
     prompts = random_prompts(4, VOCAB_SIZE, seed=9)
     want, jobs = [
         [Job(prompt, NUM_TOKENS, (AdapterUse(3),) if idx % 2 else ()) for idx, prompt in enumerate(prompts)]
@@ -244,7 +244,7 @@ def test_an_adapter_of_the_head_follows_a_replay(family: str, is_replayed: bool)
 
 
 def test_steps_without_adapters_launch_no_adapter_kernel(model: PreTrainedModel) -> None:
-    rig, replays = rig_of(model, [Shape(MAX_ROWS)], max_chunk=1)
+    rig, replays = rig_of(model, [GraphShape(MAX_ROWS)], max_chunk=1)
     ops = rig.slots.ops
     assert isinstance(ops, ReplayableReference)
     ops.num_applied = 0
@@ -258,7 +258,7 @@ def test_steps_without_adapters_launch_no_adapter_kernel(model: PreTrainedModel)
 
 def test_padding_disturbs_nobody(model: PreTrainedModel) -> None:
     """Whatever is in block 0, and in the row that missing spans read."""
-    rig, replays = rig_of(model, [Shape(MAX_ROWS)], max_chunk=1)
+    rig, replays = rig_of(model, [GraphShape(MAX_ROWS)], max_chunk=1)
     prompt = random_prompts(2, VOCAB_SIZE, seed=7)[1]
     want = greedy(model, prompt, NUM_TOKENS)
     for layer in rig.cache.layers:
@@ -286,7 +286,7 @@ def test_a_capture_that_fails_leaves_a_server_that_runs(model: PreTrainedModel, 
         return calls_again(launch)
 
     rig, _ = rig_of(model, capture=capture, max_chunk=1)
-    rig.runner.capture([Shape(MAX_ROWS), Shape(2)], said.append)
+    rig.runner.capture([GraphShape(MAX_ROWS), GraphShape(2)], said.append)
     which = f"steps that fit none of {num_before} captured graphs" if num_before else "steps"
     assert said[1:] == [f"{which} run without CUDA graphs: operation not permitted when stream is capturing"]
     assert rig.loaded.context.attention is None
@@ -300,7 +300,7 @@ def test_a_capture_that_fails_leaves_a_server_that_runs(model: PreTrainedModel, 
 def test_attention_that_cannot_be_captured_says_so(model: PreTrainedModel) -> None:
     rig = make_rig(adopt_model(copy.deepcopy(model), backend=PatchedBackend(capture=calls_again)))
     said: list[str] = []
-    rig.runner.capture([Shape(2)], said.append)
+    rig.runner.capture([GraphShape(2)], said.append)
     assert said == ["steps run without CUDA graphs, of which torch attention cannot be a part"]
 
 
@@ -308,7 +308,7 @@ def test_attention_that_cannot_be_captured_says_so(model: PreTrainedModel) -> No
 
 
 def test_shapes_follow_the_number_of_sequences() -> None:
-    assert graph_shapes(1, 0) == [Shape(1)]
+    assert graph_shapes(1, 0) == [GraphShape(1)]
     assert [shape.num_spans for shape in graph_shapes(64, 0)] == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
     assert [shape.num_spans for shape in graph_shapes(20, 0)] == [1, 2, 4, 8, 16, 20]
     large = [shape.num_spans for shape in graph_shapes(300, 0)]
@@ -317,7 +317,7 @@ def test_shapes_follow_the_number_of_sequences() -> None:
     verify = [shape for shape in graph_shapes(64, 16) if shape.query_len > 1]
     assert {shape.query_len for shape in verify} == {2, 3, 5, 9}
     assert max(shape.num_tokens for shape in verify) <= 256
-    assert Shape(8, 5) in verify
+    assert GraphShape(8, 5) in verify
     assert {shape.query_len for shape in graph_shapes(4, 6)} == {1, 2, 3, 5, 7}
     assert len(set(graph_shapes(64, 64))) == len(graph_shapes(64, 64)) < 50
 
