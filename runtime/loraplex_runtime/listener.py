@@ -201,8 +201,7 @@ class Drain:
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """grpc.health.v1 for the process (empty name: it lives, until its port closes) and for each of its services (it can
-    be used).
+    """grpc.health.v1 for the process (empty name: it lives) and for each of its services (it can be used).
 
     The library's servicer has watches that hold a server open for its whole grace period; these end with the server.
     """
@@ -216,7 +215,7 @@ class Health(health_pb2_grpc.HealthServicer):
     def set_ready(self, is_ready: bool) -> None:
         """Sets the health of all services. The process's own stays: a router without workers is alive."""
         if not self.is_draining:
-            self._set_services(SERVING if is_ready else NOT_SERVING)
+            self._set({name: SERVING if is_ready or not name else NOT_SERVING for name in self._statuses})
 
     @property
     def is_ready(self) -> bool:
@@ -224,10 +223,9 @@ class Health(health_pb2_grpc.HealthServicer):
         return all(status == SERVING for status in self._statuses.values())
 
     def begin_drain(self) -> None:
-        """Says NOT_SERVING of all services from here on. The process's own health stays: whoever ends what does not
-        live would cut off what still runs."""
+        """Says NOT_SERVING from here on, of the process too: many balancers ask for nothing else."""
         self.is_draining = True
-        self._set_services(NOT_SERVING)
+        self._set(dict.fromkeys(self._statuses, NOT_SERVING))
 
     def end_watches(self) -> None:
         """Ends watches once they have sent the last status."""
@@ -253,8 +251,7 @@ class Health(health_pb2_grpc.HealthServicer):
             else:
                 await changed.wait()
 
-    def _set_services(self, status: Any) -> None:
-        statuses = {name: status if name else SERVING for name in self._statuses}
+    def _set(self, statuses: dict[str, Any]) -> None:
         if statuses != self._statuses:
             self._statuses = statuses
             self._notify()
