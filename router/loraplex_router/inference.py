@@ -17,9 +17,10 @@ from typing import Final, TypeVar
 from loraplex_contracts.adapters import check_adapter_ref
 from loraplex_contracts.errors import LoraplexError, Overloaded
 from loraplex_proto import validate
+from loraplex_proto.estimates import estimated_tokens
 from loraplex_proto.services import INFERENCE, POOLING, path_of
 from loraplex_proto.v1 import inference_pb2, pooling_pb2
-from loraplex_proto.validate import MAX_CHAT_MESSAGES, MAX_COMPLETIONS, adapters_in, check_names, parse
+from loraplex_proto.validate import MAX_COMPLETIONS, adapters_in, check_names, parse
 from loraplex_router.activity import Activity
 from loraplex_router.calls import Call, RouterMetrics
 from loraplex_router.config import RouterConfig
@@ -40,9 +41,6 @@ _Answer = (
     | pooling_pb2.ClassifyResponse
     | pooling_pb2.ScoreResponse
 )
-
-# Text is not tokenized here; most tokenizers make about one token of four bytes.
-BYTES_PER_TOKEN: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,21 +103,8 @@ def admit_generate(raw: bytes, identity: Identity, max_context_tokens: int) -> R
 
 
 def _num_prompt_tokens(request: inference_pb2.GenerateRequest) -> int:
-    most = request.truncate_prompt.max_tokens
-    return min(_num_given_tokens(request), most) if most else _num_given_tokens(request)
-
-
-def _num_given_tokens(request: inference_pb2.GenerateRequest | pooling_pb2.PoolingInput) -> int:
-    match request.WhichOneof("input"):
-        case "token_ids":
-            return len(request.token_ids.ids)
-        case "chat":
-            chat = request.chat
-            num_chars = sum(len(message.content) for message in chat.messages[:MAX_CHAT_MESSAGES])
-            num_chars += len(chat.tools_json) + len(chat.documents_json)
-        case _:
-            num_chars = len(request.text)
-    return num_chars // BYTES_PER_TOKEN + 1
+    most, found = request.truncate_prompt.max_tokens, estimated_tokens(request)
+    return min(found, most) if most else found
 
 
 # As GetInfo has them.
@@ -141,9 +126,9 @@ def admit_pooling(cls: type[validate.PoolingRequest], raw: bytes, identity: Iden
         request_id = uuid.uuid4().hex
         raw += cls(request_id=request_id).SerializeToString()
     inputs = request.inputs[: validate.MAX_POOLING_INPUTS]
-    num_prompt_tokens = sum(map(_num_given_tokens, inputs))
+    num_prompt_tokens = sum(map(estimated_tokens, inputs))
     if isinstance(request, pooling_pb2.ScoreRequest):
-        num_prompt_tokens += len(inputs) * _num_given_tokens(request.query)
+        num_prompt_tokens += len(inputs) * estimated_tokens(request.query)
     return RelayedRequest(
         raw=raw,
         request_id=request_id,

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from loraplex_contracts.errors import ContextLengthExceeded, InvalidArgument, OutOfMemory, QueueFull, unexpected
+from loraplex_proto.estimates import TOKEN_BYTES
 from loraplex_proto.validate import ModelLimits, check_prompt_length
 from loraplex_server.frontend.tokenizer_process import Job, Maker, ProcessEnded, TokenizerProcess, safe_result
 from loraplex_server.text.control_tokens import SafeText, plain_tokenizer
@@ -37,7 +38,6 @@ HUNG_S: Final = 60.0
 SLOWEST_BYTES_PER_S: Final = 1 << 16
 BYTES_PER_S: Final = 1 << 20  # roughly what tokenizers do
 RETRY_AFTER_S: Final = 1.0
-TOKEN_CHARS: Final = 4
 
 
 class ShortestFirstSemaphore:
@@ -204,7 +204,7 @@ class Tokenizing:
     async def decode(self, token_ids: Sequence[int], *, keep_special: bool = False, field: str = "output.echo") -> str:
         """The text of token ids. Raises what `TextTokenizer.decode` raises."""
         decode = partial(self.tokenizer.decode, token_ids, keep_special=keep_special, field=field)
-        return await self.off_loop(len(token_ids) * TOKEN_CHARS, decode)
+        return await self.off_loop(len(token_ids) * TOKEN_BYTES, decode)
 
     async def off_loop(self, num_bytes: int, work: Callable[[], T]) -> T:
         """Runs work that takes about as long as tokenizing `num_bytes`, in a thread if that is long."""

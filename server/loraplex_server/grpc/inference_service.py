@@ -17,6 +17,7 @@ from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_contracts.request import Grammar, Request
 from loraplex_contracts.sampling import TokenizerView
 from loraplex_proto import validate
+from loraplex_proto.estimates import TOKEN_BYTES, estimated_tokens
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
 from loraplex_runtime import auth
 from loraplex_runtime.quotas import Ticket
@@ -25,7 +26,7 @@ from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.frontend.generation import Delta, Progress, generate
 from loraplex_server.frontend.templates import Templates, plain_format
-from loraplex_server.frontend.tokenizing import TOKEN_CHARS, Tokenizing
+from loraplex_server.frontend.tokenizing import Tokenizing
 from loraplex_server.grammars import calls
 from loraplex_server.grpc import protobuf
 from loraplex_server.grpc.middleware import (
@@ -271,7 +272,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             echo = await self._tokenizing.decode(prompt, keep_special=output.keep_special_tokens) if output.echo else ""
             to_tokens = partial(protobuf.prompt_tokens_to_pb, prompt, self._tokenizer, with_bytes=output.token_bytes)
             tokens = (
-                await self._tokenizing.off_loop(len(prompt) * TOKEN_CHARS, to_tokens) if output.prompt_tokens else []
+                await self._tokenizing.off_loop(len(prompt) * TOKEN_BYTES, to_tokens) if output.prompt_tokens else []
             )
             forced = message.chat.tool_choice.WhichOneof("kind") in ("required", "name")
             parsing = await self._parsing(message, prompt, version) if output.parse_chat or forced else None
@@ -299,7 +300,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     def _estimate(self, message: inference_pb2.GenerateRequest) -> tuple[int, int]:
         """Estimated tokens of the prompt before it is tokenized, and those that a completion may have at most."""
-        num_prompt = len(message.token_ids.ids) or (len(message.text) + message.chat.ByteSize()) // TOKEN_CHARS + 1
+        num_prompt = estimated_tokens(message)
         if (truncation := self._truncation(message)) is not None:
             num_prompt = min(num_prompt, truncation.max_tokens)
         room = max(1, self._info.max_context_tokens - num_prompt)

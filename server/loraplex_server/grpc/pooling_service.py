@@ -15,15 +15,17 @@ from loraplex_contracts.adapters import AdapterId, AdapterVersion
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, NoClassifier
 from loraplex_contracts.request import PooledPositions, PoolingParams, Request, SpeculationParams, StoppingParams
 from loraplex_proto import validate
+from loraplex_proto.estimates import estimated_tokens
 from loraplex_proto.v1 import inference_pb2, pooling_pb2, pooling_pb2_grpc
+from loraplex_proto.validate import PoolingRequest
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.frontend.pooling import PooledAnswer, embedding, pool_all, probabilities, sigmoid
 from loraplex_server.frontend.templates import Templates
-from loraplex_server.frontend.tokenizing import TOKEN_CHARS, Tokenizing
+from loraplex_server.frontend.tokenizing import Tokenizing
 from loraplex_server.grpc import protobuf
 from loraplex_server.grpc.middleware import RequestGate, begin_request, current_record, handles_errors
-from loraplex_server.grpc.prompts import PoolingRequest, Prompts, refuse_early, seconds_left, within
+from loraplex_server.grpc.prompts import Prompts, refuse_early, seconds_left, within
 
 Context = Any
 
@@ -205,7 +207,9 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
         arrival_s, left_s = time.monotonic(), seconds_left(context)
         identity = self._gate.admit(*validate.pooling_adapters_in(message))
         async with within(left_s):
-            num_estimated = _num_prompt_tokens(message, query)
+            num_estimated = sum(map(estimated_tokens, inputs))
+            if query is not None:
+                num_estimated += len(inputs) * estimated_tokens(query)
             flow = (identity.tenant, message.adapter_id)
             refuse_early(self._engine.state.load, flow, message.priority, num_estimated, 1, left_s)
             ticket = self._gate.take_pooling_quota(len(inputs), num_estimated)
@@ -268,12 +272,6 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
             prompt = await self._prompts.ids(pooling_pb2.PoolingInput(token_ids=ids), truncation, special=special)
         validate.check_prompt_length(len(prompt), limits, makes_tokens=False)
         return prompt
-
-
-def _num_prompt_tokens(message: PoolingRequest, query: pooling_pb2.PoolingInput | None) -> int:
-    """An estimate of the prompts' tokens before they are tokenized."""
-    parts = [*message.inputs] if query is None else [*message.inputs, *[query] * len(message.inputs)]
-    return sum(len(one.token_ids.ids) or (len(one.text) + one.chat.ByteSize()) // TOKEN_CHARS + 1 for one in parts)
 
 
 def _embeds(pooling: int) -> PoolingParams:

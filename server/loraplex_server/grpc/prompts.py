@@ -13,6 +13,7 @@ from loraplex_contracts.errors import DeadlineExceeded
 from loraplex_contracts.load import Load
 from loraplex_proto.status import answer_within_s
 from loraplex_proto.v1 import inference_pb2, pooling_pb2
+from loraplex_proto.validate import PoolingRequest
 from loraplex_runtime import auth
 from loraplex_server.frontend.templates import Templates
 from loraplex_server.frontend.tokenizing import Tokenizing
@@ -26,7 +27,6 @@ IDS_AT_ONCE = 1 << 14  # copied in one step
 MESSAGE_CHARS = 32  # a chat template's text around a message, and its rendering
 
 Prompt = inference_pb2.GenerateRequest | pooling_pb2.PoolingInput
-PoolingRequest = pooling_pb2.EmbedRequest | pooling_pb2.ClassifyRequest | pooling_pb2.ScoreRequest
 
 
 class Prompts:
