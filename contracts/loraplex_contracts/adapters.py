@@ -30,6 +30,17 @@ class AdapterKey:
     kind: AdapterKind
     digest: str  # 64 hexadecimal digits (SHA-256)
 
+    @property
+    def has_heads(self) -> bool:
+        """True if Medusa heads are in it, perhaps beside a LoRA."""
+        return self.kind != "lora"
+
+    @property
+    def changes_kv(self) -> bool:
+        """True if it changes the keys and values that a sequence leaves in the KV cache. Medusa heads alone do not:
+        they read the last hidden state and draft."""
+        return self.kind != "medusa"
+
     def __str__(self) -> str:
         return f"{self.kind}:{self.digest}"
 

@@ -760,6 +760,5 @@ def _broken_contract(span: Span, out: SpanResult) -> LoraplexError | None:
 
 
 def _adapter_alone(key: AdapterKey | None, adapted_from: int | None) -> tuple[WeightedKey, ...]:
-    """The adapter that a request without a mixture needs in a slot, or nothing. Medusa heads alone read the last hidden
-    state and change neither K nor V: they only draft."""
-    return ((key, 1.0),) if key is not None and key.kind != "medusa" and adapted_from is not None else ()
+    """The adapter that a request without a mixture needs in a slot, or nothing."""
+    return ((key, 1.0),) if key is not None and key.changes_kv and adapted_from is not None else ()

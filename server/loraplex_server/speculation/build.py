@@ -124,7 +124,7 @@ def bring_up_heads(cache: AdapterManager, adapter_id: AdapterId) -> AdapterKey:
     while key is None:
         key = cache.resolve(adapter_id, time.monotonic())
     cache.drop_hold(key, name=name_in(adapter_id))  # the operator's pin stays
-    if key.kind == "lora":
+    if not key.has_heads:
         raise InvalidArgument(
             f"--default-medusa names {adapter_id!a}, which is a LoRA without heads; name Medusa heads",
             field="--default-medusa",

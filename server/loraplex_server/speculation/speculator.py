@@ -96,7 +96,7 @@ class Speculator:
         for what this server does not have.
         """
         check_named_heads(request, medusa_key)
-        own_key = adapter_key if brings_heads(adapter_key) else None
+        own_key = adapter_key if adapter_key is not None and adapter_key.has_heads else None
         kind = request.speculation.kind
         wants_default = kind in ("medusa", "auto") or (kind is None and self._drafts_by_default)
         found = medusa_key or own_key or (self._default_heads if wants_default else None)
@@ -261,14 +261,10 @@ class Speculator:
         self.failures[failure] += 1
 
 
-def brings_heads(key: AdapterKey | None) -> bool:
-    return key is not None and key.kind != "lora"
-
-
 def check_named_heads(request: Request, medusa_key: AdapterKey | None) -> None:
     """Raises FailedPrecondition where `speculation.medusa.adapter_id` names an adapter without heads, which would draft
     nothing. `medusa_key`: of that adapter; None where nothing is named."""
-    if medusa_key is not None and not brings_heads(medusa_key):
+    if medusa_key is not None and not medusa_key.has_heads:
         adapter_id = request.speculation.medusa_id
         raise FailedPrecondition(
             f"`speculation.medusa.adapter_id` names {adapter_id!a}, which is a LoRA without Medusa heads; name an "

@@ -4,8 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from loraplex_contracts.adapters import check_adapter_id, check_adapter_ref, check_adapter_source, check_digest, name_in
+from loraplex_contracts.adapters import (
+    AdapterKey,
+    AdapterKind,
+    check_adapter_id,
+    check_adapter_ref,
+    check_adapter_source,
+    check_digest,
+    name_in,
+)
 from loraplex_contracts.errors import InvalidAdapterId, InvalidArgument, Unimplemented
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_heads", "changes_kv"), [("lora", False, True), ("medusa", True, False), ("combined", True, True)]
+)
+def test_what_a_kind_of_adapter_does(kind: AdapterKind, has_heads: bool, changes_kv: bool) -> None:
+    key = AdapterKey(kind, "0" * 64)
+    assert (key.has_heads, key.changes_kv) == (has_heads, changes_kv)
 
 
 @pytest.mark.parametrize("ref", ["sql", "acme/sql", "sql@0123abcd", "acme/sql@" + "a" * 64])
