@@ -302,7 +302,7 @@ def make_bench(
     if medusa is not None:
         speculator._proposers[MEDUSA] = medusa
     speculator._proposers |= {draft_key(name): one for name, one in (drafts or {}).items()}
-    speculator._draft_names += tuple(drafts or ())
+    speculator.draft_names += tuple(drafts or ())
     return Bench(engine)
 
 

@@ -57,6 +57,7 @@ from loraplex_server.scheduler.admission import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler
 from loraplex_server.speculation.build import Target, build_speculator
 from loraplex_server.speculation.medusa import HeadSlots
+from loraplex_server.speculation.speculator import Speculator
 from loraplex_server.speculation.step_costs import StepCosts, measure_runner
 from loraplex_server.text.tokenizer import TextTokenizer
 
@@ -186,7 +187,7 @@ def assemble(
         frozenset(spec.eos_token_ids),
         StatePool(num_slots) if num_slots else None,
     )
-    info = _model_info(loaded, config, served, max_context_tokens, speculator.kinds)
+    info = _model_info(loaded, config, served, max_context_tokens, speculator)
     return Engine(info, scheduler, manager, runner, speculator=speculator, grammars=grammars)
 
 
@@ -195,7 +196,7 @@ def _model_info(
     config: EngineConfig,
     served: ServedModel,
     max_context_tokens: int,
-    speculation: tuple[str, ...],
+    speculator: Speculator,
 ) -> ModelInfo:
     form = FORMATS.get(config.model.quantize)
     return ModelInfo(
@@ -207,7 +208,7 @@ def _model_info(
         max_context_tokens=max_context_tokens,
         max_lora_rank=config.adapters.max_rank,
         eos_token_ids=loaded.spec.eos_token_ids,
-        speculation=speculation,
+        speculation=speculator.kinds,
         base=served.base,
         base_revision=served.revision,
         own_adapters=() if served.heads is None else (MODEL_HEADS,),
@@ -215,6 +216,7 @@ def _model_info(
         kv_block_tokens=config.kv.block_size,
         max_device_adapters=config.adapters.num_device_slots,
         hidden_size=loaded.spec.hidden_size,
+        draft_models=speculator.draft_names,
     )
 
 

@@ -114,7 +114,7 @@ class ModelInfo:
     max_context_tokens: int
     max_lora_rank: int
     eos_token_ids: tuple[int, ...]
-    # What requests may draft with: "prompt_lookup", "medusa", "draft_model:NAME", ...
+    # Kinds of drafting that requests may name, but for draft models: "medusa", "prompt_lookup".
     speculation: tuple[str, ...] = ()
     # Where the base model's files are, its tokenizer among them: a directory or a Hub id.
     base: str = ""
@@ -126,6 +126,7 @@ class ModelInfo:
     kv_block_tokens: int = 0
     max_device_adapters: int = 0
     hidden_size: int = 0  # values of an embedding
+    draft_models: tuple[str, ...] = ()  # names of draft models
 
 
 @dataclass(frozen=True, slots=True)

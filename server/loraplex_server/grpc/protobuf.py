@@ -49,7 +49,6 @@ T = TypeVar("T")
 
 MAX_FLOWS = 256  # in a forecast
 TOKENS_AT_ONCE = 1 << 14  # while the interpreter's lock is held
-DRAFT_MODEL_PREFIX = "draft_model:"  # of a name in ModelInfo.speculation
 
 
 def sampling_params(message: inference_pb2.Sampling, tokenizer: TokenizerView) -> SamplingParams:
@@ -445,9 +444,9 @@ def tokenizer_info(tokenizer: TextTokenizer) -> inference_pb2.GetTokenizerInfoRe
     return info
 
 
-def speculation_kinds(available: Iterable[str]) -> list[str]:
-    """Kinds that a request may ask for: `off` always, `auto` where there is a proposer, and each proposer."""
-    proposers = list(available)
+def speculation_kinds(kinds: Iterable[str], draft_models: Iterable[str]) -> list[str]:
+    """What a request may ask for: `off` always, `auto` where there is a proposer, each kind and each draft model."""
+    proposers = [*kinds, *(f"draft_model:{name}" for name in draft_models)]
     return ["off", *(["auto"] if proposers else []), *proposers]
 
 
@@ -457,10 +456,6 @@ def generation_defaults(given: Mapping[str, float]) -> inference_pb2.Sampling:
     for name, value in given.items():
         setattr(message, name, int(value) if isinstance(SAMPLING_OPTIONS[name].default, int) else value)
     return message
-
-
-def draft_model_names(available: Iterable[str]) -> list[str]:
-    return [one.removeprefix(DRAFT_MODEL_PREFIX) for one in available if one.startswith(DRAFT_MODEL_PREFIX)]
 
 
 def adapter_to_pb(info: AdapterInfo) -> adapter_pb2.Adapter:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
 from loraplex_contracts.plan import Candidate, Draft, StepPlan, StepResult
-from loraplex_contracts.request import Request, SpeculationParams, Tokens
+from loraplex_contracts.request import Request, SpeculationKind, SpeculationParams, Tokens
 from loraplex_server.config import SpeculationConfig
 from loraplex_server.speculation.history import History
 from loraplex_server.speculation.policy import DraftedSequence, LeastCost, Option, Policy
@@ -56,8 +56,9 @@ class Speculator:
         max_step_tokens: int = 1 << 30,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`least_costs`: of draft models, as measured. `drafts_by_default`: whether requests that do not say use the
-        default heads. `num_token_ids`: token ids below it can go into the target and come out of it."""
+        """`draft_names`: of draft models, as requests have them. `least_costs`: theirs, as measured.
+        `drafts_by_default`: whether requests that do not say speculate, as they do where the configuration has a number
+        of draft tokens. `num_token_ids`: token ids below it can go into the target and come out of it."""
         self._config = config
         self._lookup = PromptLookupProposer(history=History(config.lookup_history))
         self._proposers: dict[str, Proposer] = {
@@ -68,7 +69,7 @@ class Speculator:
         self._policy = Policy(
             self._proposers, self._lookup, step_costs, least_costs or {}, max_step_tokens, clock, self._note_failure
         )
-        self._draft_names = tuple(draft_names)
+        self.draft_names = tuple(draft_names)
         self._default_heads = default_heads
         self._drafts_by_default = drafts_by_default or config.default_draft_tokens > 0
         self._num_token_ids = num_token_ids
@@ -83,9 +84,8 @@ class Speculator:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds that a request may name, for GetInfo."""
-        named = (MEDUSA, PROMPT_LOOKUP)
-        return (*named, *(name for name in self._proposers if name not in (*named, GRAMMAR)))
+        """The kinds that a request may name, but for draft models."""
+        return tuple(kind for kind in (MEDUSA, PROMPT_LOOKUP) if kind in self._proposers)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -96,11 +96,13 @@ class Speculator:
         for what this server does not have.
         """
         check_named_heads(request, medusa_key)
-        own_key = adapter_key if adapter_key is not None and adapter_key.has_heads else None
+        heads = medusa_key or (adapter_key if adapter_key is not None and adapter_key.has_heads else None)
         kind = request.speculation.kind
-        wants_default = kind in ("medusa", "auto") or (kind is None and self._drafts_by_default)
-        found = medusa_key or own_key or (self._default_heads if wants_default else None)
-        choice = choose(request, found, self._config, self._draft_names)
+        if kind is None:
+            kind = "auto" if heads is not None or self._drafts_by_default else "off"
+        if heads is None and kind in ("medusa", "auto"):
+            heads = self._default_heads
+        choice = choose(kind, request, heads, self._config, self.draft_names)
         if choice.proposers:
             self._requests[request.request_id] = choice
             self._num_unseen[request.request_id] = request.n
@@ -275,17 +277,18 @@ def check_named_heads(request: Request, medusa_key: AdapterKey | None) -> None:
 
 
 def choose(
-    request: Request, medusa_key: AdapterKey | None, config: SpeculationConfig, draft_names: Collection[str]
+    kind: SpeculationKind,
+    request: Request,
+    medusa_key: AdapterKey | None,
+    config: SpeculationConfig,
+    draft_names: Collection[str],
 ) -> Choice:
-    """The proposers that the request may use. `medusa_key`: its heads, perhaps those of its own adapter. Raises
-    FailedPrecondition or InvalidArgument for what this server does not have."""
+    """The proposers that the request may use. `kind`: its own, or the default. `medusa_key`: its heads, perhaps those
+    of its own adapter. Raises FailedPrecondition or InvalidArgument for what this server does not have."""
     params = request.speculation
-    kind = params.kind
-    if kind is None:
-        kind = "auto" if medusa_key is not None or config.default_draft_tokens > 0 else "off"
-    if kind == "off":
-        return Choice()
     match kind:
+        case "off":
+            return Choice()
         case "medusa":
             if medusa_key is None:
                 raise FailedPrecondition(
@@ -299,7 +302,7 @@ def choose(
             proposers = (PROMPT_LOOKUP,)
         case "draft_model":
             proposers = (draft_key(_draft_name(params, draft_names)),)
-        case _:
+        case "auto":
             proposers = (
                 *((GRAMMAR,) if request.grammar is not None else ()),
                 *((MEDUSA,) if medusa_key is not None else ()),

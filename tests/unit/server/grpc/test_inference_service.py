@@ -46,29 +46,29 @@ def service(engine: Any, info: ModelInfo, tokenizer: TextTokenizer) -> Inference
     return InferenceServicer(engine, info, Tokenizing(tokenizer, limits), RequestGate())
 
 
-def servicer(*speculation: str) -> InferenceServicer:
-    info = ModelInfo("m", "llama", "float32", "cpu", 100, 64, 8, (2,), speculation)
+def servicer(*speculation: str, draft_models: tuple[str, ...] = ()) -> InferenceServicer:
+    info = ModelInfo("m", "llama", "float32", "cpu", 100, 64, 8, (2,), speculation, draft_models=draft_models)
     return service(None, info, TextTokenizer(None))
 
 
 @pytest.mark.parametrize(
-    ("speculation", "kinds", "names"),
+    ("speculation", "names", "kinds"),
     [
-        ((), ["off"], []),
-        (("prompt_lookup", "medusa"), ["off", "auto", "prompt_lookup", "medusa"], []),
+        ((), (), ["off"]),
+        (("prompt_lookup", "medusa"), (), ["off", "auto", "prompt_lookup", "medusa"]),
         (
-            ("prompt_lookup", "draft_model:tiny", "draft_model:small"),
+            ("prompt_lookup",),
+            ("tiny", "small"),
             ["off", "auto", "prompt_lookup", "draft_model:tiny", "draft_model:small"],
-            ["tiny", "small"],
         ),
     ],
 )
 async def test_info_says_how_requests_may_speculate(
-    speculation: tuple[str, ...], kinds: list[str], names: list[str]
+    speculation: tuple[str, ...], names: tuple[str, ...], kinds: list[str]
 ) -> None:
-    info = await servicer(*speculation).GetInfo(inference_pb2.GetInfoRequest(), None)
+    info = await servicer(*speculation, draft_models=names).GetInfo(inference_pb2.GetInfoRequest(), None)
     assert list(info.speculation) == kinds
-    assert list(info.draft_models) == names
+    assert tuple(info.draft_models) == names
     assert (info.model_id, info.role) == ("m", "worker")
 
 

@@ -102,8 +102,6 @@ def test_a_chunk_names_its_proposer() -> None:
 
 
 def test_what_a_server_can_do() -> None:
-    available = ("prompt_lookup", "medusa", "draft_model:tiny", "draft_model:a:b")
-    assert convert.speculation_kinds(available) == ["off", "auto", *available]
-    assert convert.draft_model_names(available) == ["tiny", "a:b"]
-    assert convert.speculation_kinds(()) == ["off"], "nothing to pick from"
-    assert convert.draft_model_names(()) == []
+    kinds = convert.speculation_kinds(("prompt_lookup", "medusa"), ("tiny", "a:b"))
+    assert kinds == ["off", "auto", "prompt_lookup", "medusa", "draft_model:tiny", "draft_model:a:b"]
+    assert convert.speculation_kinds((), ()) == ["off"], "nothing to pick from"

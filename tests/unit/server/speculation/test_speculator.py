@@ -152,7 +152,8 @@ def wrong(ask: Ask) -> Any:
 
 
 def test_what_a_request_may_ask_for() -> None:
-    assert Table().speculator.kinds == (MEDUSA, PROMPT_LOOKUP, SMALL)
+    speculator = Table(others=("tiny",)).speculator
+    assert (speculator.kinds, speculator.draft_names) == ((MEDUSA, PROMPT_LOOKUP), ("small", "tiny"))
 
 
 @pytest.mark.parametrize(
