@@ -1,8 +1,8 @@
 """Requests, tokens and refusals by adapter and tenant, for a bounded number of names.
 
 A metric per name must not grow with the names that clients send. So the names that are asked for most have counts of
-their own, and what the others do is counted together, as "other". A name that did not get to any weights has no place:
-whoever invents names fills nothing.
+their own, and what the others do is counted together, as "(other)". A name that did not get to any weights has no
+place: whoever invents names fills nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 MAX_NAMES: Final = 100
-OTHER: Final = "other"
-BASE: Final = "(base)"  # no adapter has parentheses in its name
+# No name of an adapter or tenant has parentheses.
+OTHER: Final = "(other)"
+BASE: Final = "(base)"
 
 # Names whose use is known, for each that has a place, and uses after which older ones count half.
 _CANDIDATES: Final = 4
@@ -114,7 +115,9 @@ class UsageCollector:
     def add(self, record: RequestRecord) -> None:
         """Counts a request that computes, at its end."""
         is_known = not record.adapter or bool(record.adapter_digest) or record.code == "OK"
-        self.adapters.add(record.adapter or BASE, record, is_known=is_known)
+        # A client may send "(base)" as a name; there is no such adapter.
+        name = {"": BASE, BASE: OTHER}.get(record.adapter, record.adapter)
+        self.adapters.add(name, record, is_known=is_known)
         self.tenants.add(record.tenant, record, is_known=True)  # tenants are in the operator's file
 
     def collect(self) -> Iterator[Metric]:

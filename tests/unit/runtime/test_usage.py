@@ -6,7 +6,10 @@ import random
 from collections import Counter
 from typing import Any
 
-from loraplex_contracts.errors import AdapterNotFound
+import pytest
+
+from loraplex_contracts.adapters import check_adapter_id, check_id
+from loraplex_contracts.errors import AdapterNotFound, InvalidArgument
 from loraplex_runtime.metrics import new_registry
 from loraplex_runtime.request_record import RequestRecord
 from loraplex_runtime.usage import BASE, OTHER, UsageByName, UsageCollector
@@ -72,12 +75,31 @@ def test_invented_names_get_no_place() -> None:
     usage.add(record(""))
     assert set(counts(usage.adapters)) == {"sql", BASE, OTHER}
     name = "loraplex:adapter_refusals_total"
-    assert registry.get_sample_value(name, {"adapter": "other", "reason": "ADAPTER_NOT_FOUND"}) == 1000
+    assert registry.get_sample_value(name, {"adapter": OTHER, "reason": "ADAPTER_NOT_FOUND"}) == 1000
     # Known by now: its refusals count under its name.
     refused = record("sql", num_output_tokens=0)
     refused.fail(AdapterNotFound("no"))
     usage.add(refused)
     assert registry.get_sample_value(name, {"adapter": "sql", "reason": "ADAPTER_NOT_FOUND"}) == 1
+
+
+def test_no_name_of_an_adapter_or_tenant_is_that_of_a_sum() -> None:
+    registry = new_registry()
+    usage = UsageCollector(registry, "loraplex:")
+    usage.add(record("other"))
+    usage.add(record(""))
+    for name in ("invented", "(base)", "(other)"):
+        refused = record(name, num_output_tokens=0)
+        refused.fail(AdapterNotFound("no"))
+        usage.add(refused)
+    assert counts(usage.adapters) == {"other": 1, BASE: 1, OTHER: 3}
+    shown = [tuple(sample.labels.items()) for family in registry.collect() for sample in family.samples]
+    assert ("adapter", "other") in {label for labels in shown for label in labels}
+    for name in (BASE, OTHER):
+        with pytest.raises(InvalidArgument):
+            check_id(name, field="tenant")
+        with pytest.raises(InvalidArgument):
+            check_adapter_id(name)
 
 
 def test_an_error_behind_an_answer_is_no_refusal() -> None:

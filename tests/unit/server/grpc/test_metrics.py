@@ -120,7 +120,7 @@ def test_many_residents_are_counted_together() -> None:
     shown = samples(registry, "loraplex:adapter_resident")
     assert len(shown) == MAX_NAMES + 2
     assert sum(shown.values()) == 200
-    assert value(registry, "loraplex:adapter_resident", adapter="other", tier="disk", pinned="false") == 70
+    assert value(registry, "loraplex:adapter_resident", adapter="(other)", tier="disk", pinned="false") == 70
 
 
 def test_the_residents_that_are_used_most_have_their_names() -> None:
@@ -243,7 +243,7 @@ def test_what_never_began_or_has_one_token_is_no_latency() -> None:
     refused.fail(Overloaded("no"))
     metrics.ended(refused)
     assert value(registry, "loraplex:request_queue_time_seconds_count") == 0
-    assert value(registry, "loraplex:adapter_refusals_total", adapter="other", reason="OVERLOADED") == 1
+    assert value(registry, "loraplex:adapter_refusals_total", adapter="(other)", reason="OVERLOADED") == 1
     assert value(registry, "loraplex:tenant_refusals_total", tenant="acme", reason="OVERLOADED") == 1
     metrics.ended(ended(num_prompt_tokens=4, num_output_tokens=1, queue_s=0.0, first_token_s=0.1, total_s=0.1))
     assert value(registry, "loraplex:time_to_first_token_seconds_count") == 1
