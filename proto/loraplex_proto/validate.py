@@ -272,8 +272,9 @@ def _check_origin(message: HasOrigin, adapter_id: str, path: str = "") -> None:
 
 
 def adapter_name_in(request: inference_pb2.GenerateRequest) -> str:
-    """Name of the adapter or mixture that the request runs with, as in `Request.adapter_name`."""
-    return request.adapter_id or mixture_name(one.id for one in request.adapters)
+    """Name of the adapter or mixture that the request runs with, as in `Request.adapter_name`. Reads no more members
+    than a request may have, so it may come before the checks."""
+    return request.adapter_id or mixture_name(one.id for one in request.adapters[:MAX_MEMBERS])
 
 
 def adapters_in(request: inference_pb2.GenerateRequest) -> tuple[str, ...]:

@@ -75,7 +75,7 @@ class AdapterFanOut:
         self._listing = MergedListing()
 
     async def load(self, call: Call, raw: bytes) -> bytes:
-        adapter_id = _named(adapter_pb2.LoadAdapterRequest, raw)
+        adapter_id = _named(call, adapter_pb2.LoadAdapterRequest, raw)
         absent = self._replicas.absent_holders(adapter_id)  # before one comes back that has not been asked
         holders = await self._holders(call, adapter_id)
         answers = await self._load_at_homes(call, adapter_id, raw)
@@ -91,7 +91,7 @@ class AdapterFanOut:
         return answers.serialized()
 
     async def unload(self, call: Call, raw: bytes) -> bytes:
-        adapter_id = _named(adapter_pb2.UnloadAdapterRequest, raw)
+        adapter_id = _named(call, adapter_pb2.UnloadAdapterRequest, raw)
         if adapter_pb2.UnloadAdapterRequest.FromString(raw).if_unused:
             await self._check_unused(call, adapter_id)  # before the first worker forgets it
         absent = self._replicas.absent_holders(adapter_id, with_versions=True)
@@ -116,7 +116,7 @@ class AdapterFanOut:
             )
 
     async def get(self, call: Call, raw: bytes) -> bytes:
-        _named(adapter_pb2.GetAdapterRequest, raw)
+        _named(call, adapter_pb2.GetAdapterRequest, raw)
         return (await self._ask_all(call, raw)).serialized()
 
     async def list(self, call: Call, raw: bytes) -> bytes:
@@ -199,9 +199,10 @@ class AdapterFanOut:
         return answers
 
 
-def _named(cls: type[Named], raw: bytes) -> str:
+def _named(call: Call, cls: type[Named], raw: bytes) -> str:
     """The adapter that a request names and that the caller may use. Raises what the checks raise."""
     request = parse(cls, raw)
+    call.record.ask_for("", request.adapter_id)
     check_adapter_request(request)
     identity = current_identity()
     identity.check_adapters([request.adapter_id])

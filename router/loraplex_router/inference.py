@@ -68,10 +68,11 @@ class RelayedRequest:
         return self.num_prompt_tokens + self.num_output_tokens
 
 
-def admit_generate(raw: bytes, identity: Identity, max_context_tokens: int) -> RelayedRequest:
-    """A request for texts, as far as routing needs it. Pure. Raises what `check_names` raises, and AdapterNotFound for
-    adapters that are not this tenant's."""
-    request = parse(inference_pb2.GenerateRequest, raw)
+def admit_generate(
+    request: inference_pb2.GenerateRequest, raw: bytes, identity: Identity, max_context_tokens: int
+) -> RelayedRequest:
+    """A request for texts, parsed from `raw`, as far as routing needs it. Pure. Raises what `check_names` raises, and
+    AdapterNotFound for adapters that are not this tenant's."""
     check_names(request)
     adapter_ids = adapters_in(request)
     identity.check_adapters(adapter_ids)
@@ -115,16 +116,15 @@ _TASKS: Final[Mapping[type[validate.PoolingRequest], str]] = {
 }
 
 
-def admit_pooling(cls: type[validate.PoolingRequest], raw: bytes, identity: Identity) -> RelayedRequest:
+def admit_pooling(request: validate.PoolingRequest, raw: bytes, identity: Identity) -> RelayedRequest:
     """Does what `admit_generate` does, for a request of PoolingService."""
-    request = parse(cls, raw)
     validate.check_pooling_names(request)
     adapter_ids = validate.pooling_adapters_in(request)
     identity.check_adapters(adapter_ids)
     request_id = request.request_id
     if not request_id:
         request_id = uuid.uuid4().hex
-        raw += cls(request_id=request_id).SerializeToString()
+        raw += type(request)(request_id=request_id).SerializeToString()
     inputs = request.inputs[: validate.MAX_POOLING_INPUTS]
     num_prompt_tokens = sum(map(estimated_tokens, inputs))
     if isinstance(request, pooling_pb2.ScoreRequest):
@@ -137,7 +137,7 @@ def admit_pooling(cls: type[validate.PoolingRequest], raw: bytes, identity: Iden
         num_texts=len(inputs),
         adapter_name=request.adapter_id,
         priority=request.priority,
-        task=_TASKS[cls],
+        task=_TASKS[type(request)],
     )
 
 
@@ -227,7 +227,9 @@ class InferenceRelay:
     async def _pool(
         self, call: Call, raw: bytes, method: str, cls: type[validate.PoolingRequest], response: type[_Answer]
     ) -> bytes:
-        request = admit_pooling(cls, raw, current_identity())
+        asked = parse(cls, raw)
+        call.record.ask_for(asked.request_id, asked.adapter_id)
+        request = admit_pooling(asked, raw, current_identity())
         call.record.request_id, call.record.adapter = request.request_id, request.adapter_name
         call.ticket = self._quotas.take_pooling(current_identity(), request.num_texts, request.num_prompt_tokens)
         answer = await self._ask(call, method, request, service=POOLING)
@@ -237,7 +239,9 @@ class InferenceRelay:
     # --- one request -----------------------------------------------------------------------------------------------
 
     def _admit(self, call: Call, raw: bytes) -> RelayedRequest:
-        request = admit_generate(raw, current_identity(), self._replicas.max_context_tokens)
+        asked = parse(inference_pb2.GenerateRequest, raw)
+        call.record.ask_for(asked.request_id, validate.adapter_name_in(asked))
+        request = admit_generate(asked, raw, current_identity(), self._replicas.max_context_tokens)
         call.record.request_id, call.record.adapter = request.request_id, request.adapter_name
         if not request.shows_tokens:
             call.num_tokens_sent = None

@@ -7,12 +7,17 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from loraplex_contracts.adapters import MAX_ADAPTER_ID_CHARS, MAX_ID_CHARS
 from loraplex_contracts.errors import LoraplexError
 
 log = logging.getLogger("loraplex.requests")
 
-# Calls that compute; the others are questions about the server, and only their failures are logged.
+# Calls that compute, and calls that change what is served; the others are questions about the server, and only their
+# failures are logged.
 COMPUTING: Final = frozenset({"Generate", "GenerateStream", "Embed", "Classify", "Score"})
+CHANGING: Final = frozenset({"LoadAdapter", "UnloadAdapter"})
+
+_MAX_NAME_CHARS: Final = MAX_ADAPTER_ID_CHARS + 65  # with a version
 
 
 @dataclass(slots=True)
@@ -55,6 +60,10 @@ class RequestRecord:
         """Seconds from the first token to the end; None without a token."""
         return None if self.first_token_s is None else max(0.0, self.total_s - self.first_token_s)
 
+    def ask_for(self, request_id: str, adapter: str) -> None:
+        """Notes the names that a client sent, cut to the length of valid ones: they have not been checked yet."""
+        self.request_id, self.adapter = request_id[:MAX_ID_CHARS], adapter[:_MAX_NAME_CHARS]
+
     def elapsed_s(self) -> float:
         return time.monotonic() - self.started_s
 
@@ -95,7 +104,8 @@ def _rounded(**seconds: float | None) -> dict[str, float]:
 
 def log_end(record: RequestRecord) -> None:
     """One line for a request that has ended. Questions about the server that were answered get none."""
-    if not (record.computes or record.reason) or not log.isEnabledFor(logging.INFO):
+    is_question = not record.computes and record.method not in CHANGING
+    if (is_question and not record.reason) or not log.isEnabledFor(logging.INFO):
         return
     fields = record.fields()
     text = " ".join(f"{name}={value}" for name, value in fields.items() if name not in ("method", "code", "reason"))

@@ -237,7 +237,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def _accept(self, message: inference_pb2.GenerateRequest, context: Context) -> Accepted:
         """A valid request. Raises typed errors."""
-        request_id = begin_request(message.request_id, message.adapter_id)
+        request_id = begin_request(message.request_id, validate.adapter_name_in(message))
         validate.check_generate(message)
         current_record().adapter = validate.adapter_name_in(message)
         num_ids = len(message.token_ids.ids)

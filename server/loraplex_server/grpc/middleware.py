@@ -18,7 +18,6 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from loraplex_contracts.adapters import MAX_ADAPTER_ID_CHARS, MAX_ID_CHARS
 from loraplex_contracts.errors import Draining, InvalidArgument, LoraplexError, QuotaExceeded, as_typed
 from loraplex_proto import status
 from loraplex_proto.validate import parse
@@ -126,7 +125,7 @@ def begin_request(given: str, adapter: str = "") -> str:
     that it asks for."""
     request_id = given or uuid.uuid4().hex
     record = current_record()
-    record.request_id, record.adapter = request_id[:MAX_ID_CHARS], adapter[:MAX_ADAPTER_ID_CHARS]
+    record.ask_for(request_id, adapter)
     bind_request_id(record.request_id)
     return request_id
 

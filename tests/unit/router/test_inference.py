@@ -7,15 +7,19 @@ import pytest
 from loraplex_contracts.errors import AdapterNotFound, InvalidAdapterId, InvalidArgument, LoraplexError, Unimplemented
 from loraplex_proto.v1 import inference_pb2, pooling_pb2
 from loraplex_proto.validate import MAX_COMPLETIONS, PoolingRequest, parse
-from loraplex_router.inference import admit_generate, admit_pooling
+from loraplex_router.inference import RelayedRequest, admit_generate, admit_pooling
 from loraplex_runtime.auth import EVERYBODY, Identity
 
 Generate = inference_pb2.GenerateRequest
 
 
+def admitted_of(raw: bytes, identity: Identity, max_context_tokens: int) -> RelayedRequest:
+    return admit_generate(parse(Generate, raw), raw, identity, max_context_tokens)
+
+
 def test_a_request_with_an_id_stays_as_it_came() -> None:
     raw = Generate(text="hi", request_id="mine", adapter_id="sql").SerializeToString()
-    admitted = admit_generate(raw, EVERYBODY, 100)
+    admitted = admitted_of(raw, EVERYBODY, 100)
     assert admitted.raw is raw
     assert admitted.request_id == "mine"
     assert admitted.adapter_ids == ("sql",)
@@ -24,7 +28,7 @@ def test_a_request_with_an_id_stays_as_it_came() -> None:
 
 def test_an_id_is_added_and_nothing_else() -> None:
     request = Generate(text="hi")
-    admitted = admit_generate(request.SerializeToString(), EVERYBODY, 100)
+    admitted = admitted_of(request.SerializeToString(), EVERYBODY, 100)
     request.request_id = admitted.request_id
     assert len(admitted.request_id) == 32
     assert Generate.FromString(admitted.raw) == request
@@ -32,7 +36,7 @@ def test_an_id_is_added_and_nothing_else() -> None:
 
 def test_ids_are_not_used_twice() -> None:
     raw = Generate(text="hi").SerializeToString()
-    assert len({admit_generate(raw, EVERYBODY, 100).request_id for _ in range(50)}) == 50
+    assert len({admitted_of(raw, EVERYBODY, 100).request_id for _ in range(50)}) == 50
 
 
 @pytest.mark.parametrize(
@@ -47,7 +51,7 @@ def test_ids_are_not_used_twice() -> None:
     ],
 )
 def test_work_is_prompt_and_what_may_be_made(request_: Generate, prompt: int, output: int) -> None:
-    admitted = admit_generate(request_.SerializeToString(), EVERYBODY, 100)
+    admitted = admitted_of(request_.SerializeToString(), EVERYBODY, 100)
     assert (admitted.num_prompt_tokens, admitted.num_output_tokens) == (prompt, output)
     assert admitted.work_tokens == prompt + output
 
@@ -71,49 +75,47 @@ def test_bytes_that_are_no_request() -> None:
 )
 def test_names_are_checked(request_: Generate, error: type[LoraplexError]) -> None:
     with pytest.raises(error):
-        admit_generate(request_.SerializeToString(), EVERYBODY, 100)
+        admitted_of(request_.SerializeToString(), EVERYBODY, 100)
 
 
 def test_what_a_worker_refuses_makes_no_work_beyond_what_it_could() -> None:
     request = Generate(text="x", n=1 << 31)
-    admitted = admit_generate(request.SerializeToString(), EVERYBODY, 100)
+    admitted = admitted_of(request.SerializeToString(), EVERYBODY, 100)
     assert admitted.num_output_tokens == MAX_COMPLETIONS * 99
 
 
 def test_an_adapter_of_somebody_else_is_not_there() -> None:
     acme = Identity("acme", adapters=("acme/*",))
-    assert admit_generate(Generate(text="x", adapter_id="acme/a").SerializeToString(), acme, 9).adapter_ids == (
-        "acme/a",
-    )
-    assert admit_generate(Generate(text="x").SerializeToString(), acme, 9).adapter_ids == ()
+    assert admitted_of(Generate(text="x", adapter_id="acme/a").SerializeToString(), acme, 9).adapter_ids == ("acme/a",)
+    assert admitted_of(Generate(text="x").SerializeToString(), acme, 9).adapter_ids == ()
     with pytest.raises(AdapterNotFound):
-        admit_generate(Generate(text="x", adapter_id="other/a").SerializeToString(), acme, 9)
+        admitted_of(Generate(text="x", adapter_id="other/a").SerializeToString(), acme, 9)
 
 
 def test_heads_to_speculate_with_are_an_adapter_too() -> None:
     """Routing looks for a worker that has them, and somebody else's are not there."""
     request = Generate(text="x", adapter_id="acme/a", speculation={"medusa": {"adapter_id": "acme/heads"}})
     raw = request.SerializeToString()
-    assert admit_generate(raw, EVERYBODY, 9).adapter_ids == ("acme/a", "acme/heads")
+    assert admitted_of(raw, EVERYBODY, 9).adapter_ids == ("acme/a", "acme/heads")
     with pytest.raises(AdapterNotFound, match="acme/heads"):
-        admit_generate(raw, Identity("acme", adapters=("acme/a",)), 9)
+        admitted_of(raw, Identity("acme", adapters=("acme/a",)), 9)
 
 
 def test_every_member_of_a_mixture_is_the_callers() -> None:
     request = Generate(text="x", adapters=[{"id": "acme/b", "weight": 0.5}, {"id": "acme/a", "weight": 0.5}])
-    admitted = admit_generate(request.SerializeToString(), EVERYBODY, 9)
+    admitted = admitted_of(request.SerializeToString(), EVERYBODY, 9)
     assert admitted.adapter_ids == ("acme/b", "acme/a")
     assert admitted.adapter_name == "acme/a+acme/b"
     with pytest.raises(AdapterNotFound, match="acme/a"):
-        admit_generate(request.SerializeToString(), Identity("acme", adapters=("acme/b",)), 9)
+        admitted_of(request.SerializeToString(), Identity("acme", adapters=("acme/b",)), 9)
 
 
 def test_the_draft_model_that_a_request_names() -> None:
     named = Generate(text="x", speculation={"draft_model": {"name": "tiny"}})
-    assert admit_generate(named.SerializeToString(), EVERYBODY, 9).draft_model == "tiny"
+    assert admitted_of(named.SerializeToString(), EVERYBODY, 9).draft_model == "tiny"
     any_one = Generate(text="x", speculation={"draft_model": {}})
-    assert admit_generate(any_one.SerializeToString(), EVERYBODY, 9).draft_model == ""
-    assert admit_generate(Generate(text="x").SerializeToString(), EVERYBODY, 9).draft_model is None
+    assert admitted_of(any_one.SerializeToString(), EVERYBODY, 9).draft_model == ""
+    assert admitted_of(Generate(text="x").SerializeToString(), EVERYBODY, 9).draft_model is None
 
 
 @pytest.mark.parametrize(
@@ -125,4 +127,4 @@ def test_the_draft_model_that_a_request_names() -> None:
     ],
 )
 def test_the_task_that_a_worker_must_have(request_: PoolingRequest, task: str) -> None:
-    assert admit_pooling(type(request_), request_.SerializeToString(), EVERYBODY).task == task
+    assert admit_pooling(request_, request_.SerializeToString(), EVERYBODY).task == task

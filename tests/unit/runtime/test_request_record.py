@@ -80,6 +80,21 @@ def test_questions_are_logged_where_they_fail(stream: io.StringIO) -> None:
     assert stream.getvalue().count("\n") == 1
 
 
+@pytest.mark.parametrize("method", ["LoadAdapter", "UnloadAdapter"])
+def test_a_change_of_what_is_served_is_logged_where_it_succeeds(stream: io.StringIO, method: str) -> None:
+    setup_logging("info", "plain", stream)
+    log_end(ended(method, adapter_digest=""))
+    assert f"{method} ended: OK (tenant=acme adapter=sql total_s=0.0) request_id=r1\n" in stream.getvalue()
+
+
+def test_names_that_nobody_has_checked_are_cut() -> None:
+    record = RequestRecord("Generate")
+    record.ask_for("r" * 10_000, "acme/a@" + "0" * 64)
+    assert (record.request_id, record.adapter) == ("r" * 128, "acme/a@" + "0" * 64)
+    record.ask_for("", "a" * 10_000)
+    assert len(record.adapter) < 200
+
+
 def test_lines_of_requests_can_be_left_out(stream: io.StringIO) -> None:
     setup_logging("info", "plain", stream, requests=False)
     log_end(ended())

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.listings import ListingWorker, info, names_of
 
+from loraplex_contracts.adapters import AdapterInfo
 from loraplex_contracts.errors import ListingTooLarge, SourceUnavailable
 from loraplex_proto.paging import list_query
 from loraplex_proto.v1 import adapter_pb2
 from loraplex_runtime.auth import Identity
 from loraplex_server.grpc import adapter_service as listing
+from loraplex_server.grpc.middleware import RequestGate
 
 ACME = Identity("acme", adapters=("acme/*", "shared"))
 
@@ -116,3 +121,17 @@ async def test_listings_of_many_adapters_leave_the_event_loop_to_others() -> Non
     task.cancel()
     assert min(first_s) < 3 * 0.05
     assert longest_s < 3 * 0.1
+
+
+async def test_loads_and_unloads_are_logged_with_tenant_and_adapter(caplog: pytest.LogCaptureFixture) -> None:
+    async def done(*_: object, **__: object) -> list[AdapterInfo]:
+        return [info("sql")]
+
+    engine: Any = SimpleNamespace(load_adapter=done, unload_adapter=done, get_adapter=done)
+    one = listing.AdapterServicer(engine, RequestGate(), ListingWorker()._listing)
+    with caplog.at_level(logging.INFO, "loraplex.requests"):
+        await one.LoadAdapter(adapter_pb2.LoadAdapterRequest(adapter_id="sql"), None)
+        await one.GetAdapter(adapter_pb2.GetAdapterRequest(adapter_id="sql"), None)
+        await one.UnloadAdapter(adapter_pb2.UnloadAdapterRequest(adapter_id="sql"), None)
+    lines = [record.getMessage().partition(" total_s")[0] for record in caplog.records]
+    assert lines == [f"{method} ended: OK (tenant=default adapter=sql" for method in ("LoadAdapter", "UnloadAdapter")]
