@@ -111,7 +111,7 @@ class Call:
     context: CallContext
     task: asyncio.Task[Any]
     num_messages_sent: int = 0
-    num_tokens_sent: int | None = 0  # None where the answer does not show them
+    num_tokens_sent: int | None = 0  # None where the answer does not say it
     is_cut_off: bool = False
     ticket: Ticket | None = None  # its tenant's quotas
     span: RequestSpan | None = None

@@ -232,6 +232,7 @@ class InferenceRelay:
         request = admit_pooling(asked, raw, current_identity())
         call.record.request_id, call.record.adapter = request.request_id, request.adapter_name
         call.ticket = self._quotas.take_pooling(current_identity(), request.num_texts, request.num_prompt_tokens)
+        call.record.num_prompt_tokens = request.num_prompt_tokens
         answer = await self._ask(call, method, request, service=POOLING)
         self._settle(call, response, answer)
         return answer
@@ -253,6 +254,7 @@ class InferenceRelay:
             max_tokens=room if request.names_max_tokens else None,
             room=room,
         )
+        call.record.num_prompt_tokens = request.num_prompt_tokens
         return request
 
     async def _ask(self, call: Call, method: str, request: RelayedRequest, *, service: str = INFERENCE) -> bytes:
@@ -374,7 +376,9 @@ class InferenceRelay:
         call.num_messages_sent += 1
         ticket, record = call.ticket, call.record
         chunk = inference_pb2.GenerateStreamResponse.FromString(message)
-        num_tokens, has_end = len(chunk.token_ids), chunk.HasField("usage")
+        num_tokens, has_end = len(chunk.token_ids) or chunk.new_tokens, chunk.HasField("usage")
+        if chunk.new_tokens and call.num_tokens_sent is None:
+            call.num_tokens_sent = 0  # a worker of an older version says it at the end only
         record.adapter_digest = record.adapter_digest or chunk.adapter_digest
         if has_end:
             _note_usage(record, chunk.usage, chunk.timings)

@@ -32,13 +32,13 @@ class RequestRecord:
     adapter_digest: str = ""
     worker_id: str = ""  # that answered, in a router
     num_retries: int = 0  # on other workers
-    num_prompt_tokens: int = 0
+    num_prompt_tokens: int = 0  # in a router an estimate, until a worker has said it at the end of a completion
     num_cached_tokens: int = 0  # of the prompt, out of the prefix cache
     num_output_tokens: int = 0  # that the client got
     drafts: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])  # drafted, accepted
     # Seconds from the arrival; None where it did not come so far.
     queue_s: float | None = None
-    first_token_s: float | None = None
+    first_token_s: float | None = None  # in a router its first message
     adapter_wait_s: float = 0.0  # of `queue_s`, for its adapter's weights
     total_s: float = 0.0
     code: str = ""  # name of a gRPC status code, at the end
@@ -53,7 +53,7 @@ class RequestRecord:
     @property
     def was_refused(self) -> bool:
         """True if it ended with an error before its client got anything."""
-        return bool(self.reason) and not self.num_output_tokens
+        return bool(self.reason) and self.first_token_s is None
 
     @property
     def decode_s(self) -> float | None:

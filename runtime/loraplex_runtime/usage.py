@@ -47,7 +47,8 @@ class Usage:
         self.requests[record.code] += 1
         if record.was_refused:
             self.refusals[record.reason] += 1
-        self.prompt_tokens += record.num_prompt_tokens
+        else:
+            self.prompt_tokens += record.num_prompt_tokens
         self.output_tokens += record.num_output_tokens
         for proposer, (num_drafted, num_accepted) in record.drafts.items():
             self.drafted[proposer] += num_drafted
@@ -155,7 +156,11 @@ class UsageCollector:
 
 _Values = Callable[[Usage], Mapping[str, int]]
 _COUNTS: Final[tuple[tuple[str, str, _Values], ...]] = (
-    ("prompt_tokens", "Tokens of prompts of requests that have ended, by {}.", lambda one: {"": one.prompt_tokens}),
+    (
+        "prompt_tokens",
+        "Tokens of prompts of requests that have ended and were not refused, by {}.",
+        lambda one: {"": one.prompt_tokens},
+    ),
     ("generation_tokens", "Tokens that clients got, by {}.", lambda one: {"": one.output_tokens}),
 )
 _LABELLED: Final[tuple[tuple[str, str, str, _Values], ...]] = (

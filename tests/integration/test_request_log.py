@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_workers import Generate, blocks, cluster, error_of, fails, until
+from support.fake_workers import Chunk, Cluster, Generate, blocks, cluster, error_of, fails, until
 from support.http import http_cluster
 
-from loraplex_contracts.errors import AdapterNotFound, Overloaded
+from loraplex_contracts.errors import AdapterNotFound, Overloaded, WorkerLost
+from loraplex_proto.status import abort
+from loraplex_proto.v1 import adapter_pb2, pooling_pb2
 from loraplex_runtime.request_record import log
 
 SECRET = "nobody may read this"
@@ -63,6 +65,70 @@ async def test_streams_that_end_fail_and_are_cancelled(lines: Lines) -> None:
         ("gone", "GenerateStream", None, "CANCELLED", None, "default"),
     ]
     assert [one[0] for one in lines.fields("tokens")] == [3, 0, 1]
+
+
+def prompt_tokens(own: Cluster) -> dict[str, int]:
+    """Those that the router has counted, by adapter."""
+    return {name: usage.prompt_tokens for name, usage in own.router.calls.metrics.usage.adapters.items()}
+
+
+async def test_the_prompt_of_a_request_that_was_cut_off_counts(lines: Lines) -> None:
+    """By the router's estimate, a token for four characters; that of a refused one does not count."""
+    async with cluster(1) as own:
+        own.workers[0].stream = blocks(1)
+        stream = own.channel.unary_stream(STREAM)(request())
+        await stream.read()
+        stream.cancel()
+        await until(lambda: len(lines.records) == 1)
+        own.workers[0].stream = fails(Overloaded("busy", retry_after_s=1.0))
+        await error_of(own.channel.unary_stream(STREAM)(request()))
+        assert prompt_tokens(own) == {"(base)": 6}
+        own.workers[0].stream = fails(Overloaded("busy", retry_after_s=1.0), after=1)
+        await error_of(own.channel.unary_stream(STREAM)(request()))
+        assert prompt_tokens(own) == {"(base)": 12}
+    assert lines.fields("prompt_tokens") == [(6,)] * 3
+
+
+@pytest.mark.parametrize("new_tokens", [2, 0], ids=["counted", "of an older worker"])
+async def test_a_stream_without_token_ids_that_breaks_off_is_no_refusal(lines: Lines, new_tokens: int) -> None:
+    async def hidden(request: Generate, context: Any) -> AsyncIterator[bytes]:
+        yield Chunk(text_delta="t", new_tokens=new_tokens).SerializeToString()
+        await abort(context, WorkerLost("gone"))
+
+    async with cluster(1) as own:
+        own.workers[0].stream = hidden
+        await error_of(own.channel.unary_stream(STREAM)(request(output={"omit_token_ids": True})))
+        ((_, usage),) = own.router.calls.metrics.usage.tenants.items()
+    assert (usage.refusals.total(), usage.requests["UNAVAILABLE"]) == (0, 1)
+    assert usage.output_tokens == new_tokens
+    assert lines.fields("tokens", "reason") == [(new_tokens, "WORKER_LOST")]
+
+
+async def test_names_that_the_router_refuses_are_not_counted_as_the_base_model(lines: Lines) -> None:
+    async with cluster(1) as own:
+        for fields in (
+            {"adapter_id": "../etc", "request_id": "mine"},
+            {"adapters": [{"id": "../b", "weight": 1}, {"id": "a", "weight": 1}]},
+            {"adapters": [{"id": "m", "weight": 1}] * 1000},
+        ):
+            await error_of(own.channel.unary_stream(STREAM)(request(**fields)))
+        embed = own.channel.unary_unary("/loraplex.v1.PoolingService/Embed")
+        await error_of(embed(pooling_pb2.EmbedRequest(adapter_id="../etc").SerializeToString()))
+        (counted,) = own.router.calls.metrics.usage.adapters.items()
+    assert (counted[0], counted[1].requests.total()) == ("(other)", 4)
+    assert lines.fields("adapter") == [("../etc",), ("../b+a",), ("m",), ("../etc",)]
+    assert lines.fields("request_id")[0] == ("mine",)
+
+
+async def test_loads_and_unloads_have_a_line(lines: Lines) -> None:
+    async with cluster(1) as own:
+        for method in ("LoadAdapter", "GetAdapter", "UnloadAdapter"):
+            ask = own.channel.unary_unary(f"/loraplex.v1.AdapterService/{method}")
+            await ask(adapter_pb2.GetAdapterRequest(adapter_id="sql").SerializeToString())
+    assert lines.fields("method", "code", "tenant", "adapter") == [
+        ("LoadAdapter", "OK", "default", "sql"),
+        ("UnloadAdapter", "OK", "default", "sql"),
+    ]
 
 
 async def test_a_refusal_before_the_request_is_read_has_an_id(lines: Lines) -> None:

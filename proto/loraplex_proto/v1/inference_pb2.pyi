@@ -1169,6 +1169,7 @@ class GenerateStreamResponse(google.protobuf.message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
+    NEW_TOKENS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """On the first chunk only: request_id, adapter_digest, prompt_logprobs, prompt_tokens, seed."""
     adapter_digest: builtins.str
@@ -1183,6 +1184,8 @@ class GenerateStreamResponse(google.protobuf.message.Message):
     stop_string: builtins.str
     stop_token_id: builtins.int
     seed: builtins.int
+    new_tokens: builtins.int
+    """With Output.omit_token_ids: tokens since the last chunk."""
     @property
     def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]: ...
     @property
@@ -1227,9 +1230,10 @@ class GenerateStreamResponse(google.protobuf.message.Message):
         prompt_tokens: collections.abc.Iterable[Global___PromptToken] | None = ...,
         seed: builtins.int | None = ...,
         message: Global___ChatMessage | None = ...,
+        new_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_seed", b"_seed", "_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "message", b"message", "seed", b"seed", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "timings", b"timings", "usage", b"usage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "accepted_tokens", b"accepted_tokens", "adapter_digest", b"adapter_digest", "deltas", b"deltas", "drafted_tokens", b"drafted_tokens", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "message", b"message", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "proposer", b"proposer", "request_id", b"request_id", "seed", b"seed", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text_delta", b"text_delta", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "accepted_tokens", b"accepted_tokens", "adapter_digest", b"adapter_digest", "deltas", b"deltas", "drafted_tokens", b"drafted_tokens", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "message", b"message", "new_tokens", b"new_tokens", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "proposer", b"proposer", "request_id", b"request_id", "seed", b"seed", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text_delta", b"text_delta", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
     @typing.overload

@@ -266,6 +266,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             special = not message.omit_special_tokens
             prompt = await self._prompts.ids(message, self._truncation(message), special=special, version=version)
             ticket.set_prompt(len(prompt))
+            current_record().num_prompt_tokens = len(prompt)
             if is_cut or not num_ids:
                 validate.check_prompt_length(len(prompt), self._limits)
             output = message.output

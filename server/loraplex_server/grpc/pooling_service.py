@@ -180,7 +180,6 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
         record = current_record()
         answers = await pool_all(self._engine, requests, record)
         record.adapter_digest = answers[0].adapter_digest
-        record.num_prompt_tokens = sum(one.num_prompt_tokens for one in answers)
         record.num_cached_tokens = sum(one.num_cached_tokens for one in answers)
         return answers
 
@@ -220,7 +219,9 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
                 version = version or await self._prompts.version(one, message.adapter_id, origin)
                 prompts.append(await self._prompt(message, one, query, version))
                 await asyncio.sleep(0)  # short texts are tokenized on the event loop
-        ticket.set_prompt(sum(map(len, prompts)))
+        num_prompt_tokens = sum(map(len, prompts))
+        ticket.set_prompt(num_prompt_tokens)
+        current_record().num_prompt_tokens = num_prompt_tokens
         return [
             Request(
                 request_id=self._engine.unique_id(request_id),

@@ -373,6 +373,7 @@ def delta_to_pb(delta: Delta, *, with_token_ids: bool) -> inference_pb2.Generate
         index=delta.index,
         text_delta=delta.text,
         token_ids=delta.token_ids if with_token_ids else (),
+        new_tokens=0 if with_token_ids else len(delta.token_ids),
         logprobs=logprobs_to_pb(delta.logprobs),
         drafted_tokens=delta.num_drafted,
         accepted_tokens=delta.num_accepted,

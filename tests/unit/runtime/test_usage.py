@@ -105,7 +105,7 @@ def test_no_name_of_an_adapter_or_tenant_is_that_of_a_sum() -> None:
 def test_an_error_behind_an_answer_is_no_refusal() -> None:
     registry = new_registry()
     usage = UsageCollector(registry, "loraplex:router_")
-    broken = record(adapter_digest="d")
+    broken = record(adapter_digest="d", num_output_tokens=0, first_token_s=0.1)
     broken.code = ""
     broken.fail(AdapterNotFound("no"))
     usage.add(broken)
@@ -114,6 +114,17 @@ def test_an_error_behind_an_answer_is_no_refusal() -> None:
         == 1
     )
     assert not [one for family in registry.collect() for one in family.samples if "refusals" in one.name]
+    assert registry.get_sample_value("loraplex:router_adapter_prompt_tokens_total", {"adapter": "sql"}) == 3
+
+
+def test_prompts_count_of_what_began_and_not_of_refusals() -> None:
+    registry = new_registry()
+    usage = UsageCollector(registry, "loraplex:")
+    usage.add(record(code="CANCELLED", num_output_tokens=0))
+    refused = record(num_output_tokens=0)
+    refused.fail(AdapterNotFound("no"))
+    usage.add(refused)
+    assert registry.get_sample_value("loraplex:tenant_prompt_tokens_total", {"tenant": "acme"}) == 3
 
 
 def test_a_mean_of_first_tokens_by_name() -> None:

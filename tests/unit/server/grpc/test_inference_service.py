@@ -24,6 +24,7 @@ from loraplex_contracts.errors import (
     DeadlineExceeded,
     EngineLost,
     FailedPrecondition,
+    InvalidAdapterId,
     InvalidArgument,
     LoraplexError,
 )
@@ -487,3 +488,45 @@ async def test_a_lost_engine_is_told_with_what_was_sent_and_to_each_its_own() ->
         assert error.retry_after_s == 1.0
         assert int(error.metadata["messages_sent"]) == num_read[error.request_id or ""]
     assert [int(error.metadata["tokens_sent"]) > 0 for error in errors] == [True, True, False]
+
+
+async def test_chunks_without_token_ids_say_how_many_there_are() -> None:
+    async with fake_service() as one:
+        request = ask(output=inference_pb2.Output(omit_token_ids=True))
+        hidden = [chunk async for chunk in one.GenerateStream(request, FakeContext())]
+        shown = [chunk async for chunk in one.GenerateStream(ask(), FakeContext())]
+    assert sum(chunk.new_tokens for chunk in hidden) == hidden[-1].usage.completion_tokens == 3
+    assert not any(chunk.token_ids for chunk in hidden)
+    assert not any(chunk.new_tokens for chunk in shown)
+
+
+# --- what is counted --------------------------------------------------------------------------------------------------
+
+
+def prompt_tokens(one: InferenceServicer) -> dict[str, int]:
+    return {name: usage.prompt_tokens for name, usage in one._gate.metrics.usage.adapters.items()}
+
+
+async def test_the_prompt_of_a_stream_that_is_cancelled_counts() -> None:
+    engine = EngineClient(EngineConfig(ModelConfig("fake")))
+    await engine.start(inline=True, builder=build_slow)
+    one = service(engine, INFO, TextTokenizer(tiny_tokenizer("byte_level")))
+    stream = one.GenerateStream(long_request("gone"), FakeContext())
+    await anext(aiter(stream))
+    await stream.aclose()  # type: ignore[attr-defined]
+    await engine.stop()
+    assert prompt_tokens(one) == {"(base)": 2}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"adapter_id": "../etc"},
+        {"adapters": [inference_pb2.AdapterWeight(id=name, weight=1) for name in ("../etc", "sql")]},
+    ],
+)
+async def test_a_malformed_name_is_not_counted_as_the_base_model(names: dict[str, Any]) -> None:
+    one = servicer()
+    with pytest.raises(InvalidAdapterId):
+        await one.Generate(inference_pb2.GenerateRequest(text="x", **names), FakeContext())
+    assert prompt_tokens(one) == {"(other)": 0}
