@@ -24,7 +24,7 @@ What `--metrics-port` serves at `/metrics`, made by `scripts/metrics_page.py` fr
 Counters count since the process started. A histogram `x` is the series `x_bucket`, `x_sum` and `x_count`, a summary
 the last two. Metrics by `adapter` and by `tenant` name the hundred that are used most; what the others do is
 `(other)`, and requests without an adapter are `(base)`. A name that loses its place loses its series; rates stay right.
-Where no completion came to its end, a router counts the prompt by an estimate: a token for four characters.
+Where no completion came to its end, a router counts the prompt by an estimate: a token for four bytes.
 """
 WORKER = "\n## Worker\n\n"
 ROUTER = "\n## Router\n\n"

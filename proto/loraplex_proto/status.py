@@ -8,10 +8,7 @@ them apart by; words that are not known here leave a status as it is. Knows noth
 from __future__ import annotations
 
 import asyncio
-import copy
-import logging
 import re
-import uuid
 from collections.abc import Iterable
 from typing import Any, Final, NoReturn, cast
 
@@ -25,15 +22,12 @@ from grpc_status import rpc_status
 from loraplex_contracts import errors
 from loraplex_contracts.errors import Code, LoraplexError
 
-log = logging.getLogger("loraplex.requests")
-
 DOMAIN: Final = "loraplex.dev"
 DETAILS_KEY: Final = "grpc-status-details-bin"
 
 # A status travels in HTTP/2 trailers, which gRPC bounds at 8 KiB by default; a longer error would arrive as another.
 MAX_MESSAGE_BYTES: Final = 1024
 MAX_METADATA_BYTES: Final = 1024
-MAX_METHOD_CHARS: Final = 200
 
 # The part of a caller's wait that a hop leaves for its answer to arrive: so many seconds, and at most this share.
 MARGIN_S: Final = 0.05
@@ -131,35 +125,6 @@ async def abort_with(context: Any, code: grpc.StatusCode, details: str, trailing
     except grpc.aio.InternalError as error:
         raise asyncio.CancelledError from error
     raise AssertionError("abort returned")
-
-
-def refusing(error: LoraplexError) -> Any:
-    """A handler that ends the call with `error`, whatever kind of method was called: it never reads what it is sent.
-    Each refusal has an id, which is in the log."""
-
-    async def refuse(_requests: Any, context: Any) -> None:
-        own = copy.copy(error)
-        own.metadata = {**error.metadata, "request_id": uuid.uuid4().hex}
-        log.info(
-            "call refused: %s: %s",
-            *(own.code.name, own.message),
-            extra={"request_id": own.metadata["request_id"], "code": own.code.name, "reason": own.reason},
-        )
-        await abort(context, own)
-
-    return grpc.stream_stream_rpc_method_handler(refuse)
-
-
-class UnknownMethods(grpc.GenericRpcHandler):
-    """Answers calls of methods that a server does not have. To be added last."""
-
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        method = ascii(handler_call_details.method[:MAX_METHOD_CHARS])
-        return refusing(
-            errors.Unimplemented(
-                f"there is no method {method} here; it may be one of another version, or misspelt", field="method"
-            )
-        )
 
 
 def answer_within_s(remaining_s: float) -> float:

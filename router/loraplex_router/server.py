@@ -143,6 +143,7 @@ async def start_router(
         workers.update(members)
         registry = listener.registry or new_registry()
         describe_process(registry, "router", loraplex_proto.__version__)
+        listener.refusals.show_in(registry, "router")
         metrics = RouterMetrics(registry)
         activity = Activity(time.monotonic())
         calls = Calls(config.max_in_flight, metrics, replicas.adapter_names, activity, listener.tracing)
@@ -203,6 +204,7 @@ async def _start_http(
         registry=registry,
         served_names=config.served_model_names,
         options=config.http,
+        refusals=listener.refusals,
     )
     tls = None if config.tls_cert is None or config.tls_key is None else (config.tls_cert, config.tls_key)
     host = config.http_host or config.host

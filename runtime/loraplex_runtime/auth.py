@@ -34,7 +34,6 @@ from loraplex_contracts.errors import (
     no_such_folder,
 )
 from loraplex_proto.services import ADAPTERS, INFERENCE, POOLING, STATUS, WORKER, path_of
-from loraplex_proto.status import refusing
 from loraplex_runtime.reload import Reloader
 
 AUTHORIZATION_KEY: Final = "authorization"
@@ -195,7 +194,15 @@ class Credentials:
     def identify(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Identity:
         """The identity of a call of `method`. Raises Unauthenticated, PermissionDenied, InvalidArgument."""
         pairs = list(metadata)
-        identity = self._find(_single(pairs, AUTHORIZATION_KEY, Unauthenticated))
+        return self.acting_as(self.owner(pairs), method, pairs)
+
+    def owner(self, pairs: list[tuple[str, str | bytes]]) -> Identity:
+        """The identity that the call's credential belongs to. Raises Unauthenticated."""
+        return self._find(_single(pairs, AUTHORIZATION_KEY, Unauthenticated))
+
+    def acting_as(self, identity: Identity, method: str, pairs: list[tuple[str, str | bytes]]) -> Identity:
+        """The identity that a call of `method` by the credential of `identity` is for. Raises PermissionDenied,
+        InvalidArgument."""
         if identity.roles.isdisjoint(METHOD_ROLES.get(method, frozenset())):
             name = method.rpartition("/")[2]
             raise PermissionDenied(f"this credential may not call {name}; ask for one that has the role for it")
@@ -321,9 +328,12 @@ def _bad_file(path: Path, what: str) -> InvalidArgument:
 
 
 def admit(current: Callable[[], Credentials], method: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
-    """Sets what `current_identity` and `recheck_identity` answer in this task. Raises as `Credentials.identify`."""
-    pairs = list(metadata)
-    _identity.set(current().identify(method, pairs))
+    """Sets what `current_identity` and `recheck_identity` answer in this task. Raises as `Credentials.identify`; the
+    identity is set where the credential is known, although it may not call `method`."""
+    pairs, credentials = list(metadata), current()
+    owner = credentials.owner(pairs)
+    _identity.set(owner)  # of a refusal, too
+    _identity.set(credentials.acting_as(owner, method, pairs))
     _recheck.set(lambda: current().identify(method, pairs))
 
 
@@ -333,9 +343,11 @@ _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHan
 class ServerInterceptor(grpc.aio.ServerInterceptor):
     """Denies, or sets what `current_identity` returns in the handler. Without credentials it does nothing."""
 
-    def __init__(self, current: Callable[[], Credentials] | None) -> None:
-        """`current` returns the credentials that are in force at the time of a call."""
+    def __init__(self, current: Callable[[], Credentials] | None, refuse: Callable[[str, LoraplexError], Any]) -> None:
+        """`current` returns the credentials that are in force at the time of a call, `refuse` the handler of a call of
+        a method that is denied."""
         self._current = current
+        self._refuse = refuse
 
     async def intercept_service(
         self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -348,6 +360,6 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
             pairs = cast("Iterable[tuple[str, str | bytes]]", handler_call_details.invocation_metadata or ())
             admit(current, method, pairs)
         except LoraplexError as error:
-            return refusing(error)
+            return self._refuse(method, error)
         # The handler runs in the same task, and every call has a task of its own.
         return await continuation(handler_call_details)

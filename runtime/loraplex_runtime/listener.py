@@ -21,9 +21,9 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from loraplex_contracts.errors import FailedPrecondition, Unavailable
-from loraplex_proto.status import UnknownMethods, refusing
 from loraplex_runtime.auth import Credentials, ServerInterceptor, follow_credentials, one_router
 from loraplex_runtime.metrics import MetricsEndpoint, Role, new_registry
+from loraplex_runtime.refusals import Refusals
 from loraplex_runtime.reload import Reloader, server_credentials
 from loraplex_runtime.tracing import Tracing, open_tracing
 
@@ -74,6 +74,7 @@ class Listener:
     def __init__(self, files: Reloader, server: grpc.aio.Server, health: Health, handlers: _Handlers) -> None:
         self.files = files
         self.health = health
+        self.refusals = handlers.refusals
         self.address = ""
         self.credentials: Callable[[], Credentials] | None = None  # in force now; None where none are asked for
         self.registry: CollectorRegistry | None = None
@@ -106,10 +107,11 @@ class Listener:
         else:
             credentials = follow_credentials(files, config.auth_file)
         tls = server_credentials(files, config.tls_cert, config.tls_key)
-        interceptors = [] if credentials is None else [ServerInterceptor(credentials)]
+        refusals = Refusals()
+        interceptors = [] if credentials is None else [ServerInterceptor(credentials, refusals.handler)]
         options = [*arguments, ("grpc.so_reuseport", int(reuse_port))]
         server = grpc.aio.server(interceptors=interceptors, options=options)
-        listener = cls(files, server, Health(tuple(services)), _Handlers(what))
+        listener = cls(files, server, Health(tuple(services)), _Handlers(what, refusals))
         listener.credentials = credentials
         health_pb2_grpc.add_HealthServicer_to_server(listener.health, server)
         reflection.enable_server_reflection((*services, _HEALTH, reflection.SERVICE_NAME), server)
@@ -162,21 +164,19 @@ class Listener:
 class _Handlers(grpc.GenericRpcHandler):
     """Finds the handler of a call; added last, after health and reflection."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, refusals: Refusals) -> None:
         self.ready: tuple[grpc.GenericRpcHandler, ...] | None = None
-        self._starting = refusing(
-            Unavailable(f"this {what} is starting; try again in a moment", retry_after_s=RETRY_STARTING_S)
-        )
-        self._unknown = UnknownMethods()
+        self.refusals = refusals
+        self._starting = Unavailable(f"this {what} is starting; try again in a moment", retry_after_s=RETRY_STARTING_S)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         if self.ready is None:
-            return self._starting
+            return self.refusals.handler(handler_call_details.method, self._starting)
         for handler in self.ready:
             found = handler.service(handler_call_details)
             if found is not None:
                 return found
-        return self._unknown.service(handler_call_details)
+        return self.refusals.unknown_method(handler_call_details.method)
 
 
 class Drain:

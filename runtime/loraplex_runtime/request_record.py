@@ -45,6 +45,7 @@ class RequestRecord:
     reason: str = ""  # of an error
     error: str = ""  # its sentence
     waited_s: float | None = None  # in the place of `queue_s`, of one that ended before its first step
+    peer: str = ""  # the caller's address, of a call that no handler saw
 
     @property
     def computes(self) -> bool:
@@ -89,6 +90,7 @@ class RequestRecord:
             "adapter": self.adapter,
             "digest": self.adapter_digest,
             "worker": self.worker_id,
+            "peer": self.peer,
             "retries": self.num_retries,
         }
         found = {name: value for name, value in found.items() if value}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from support.http import http_cluster
 from loraplex_contracts.errors import AdapterNotFound, Overloaded, WorkerLost
 from loraplex_proto.status import abort
 from loraplex_proto.v1 import adapter_pb2, pooling_pb2
+from loraplex_runtime.auth import token_digest
 from loraplex_runtime.request_record import log
 
 SECRET = "nobody may read this"
@@ -73,7 +75,7 @@ def prompt_tokens(own: Cluster) -> dict[str, int]:
 
 
 async def test_the_prompt_of_a_request_that_was_cut_off_counts(lines: Lines) -> None:
-    """By the router's estimate, a token for four characters; that of a refused one does not count."""
+    """By the router's estimate, a token for four bytes; that of a refused one does not count."""
     async with cluster(1) as own:
         own.workers[0].stream = blocks(1)
         stream = own.channel.unary_stream(STREAM)(request())
@@ -151,7 +153,8 @@ async def test_refusals_without_a_handler_have_an_id(lines: Lines, tmp_path: Pat
         denied = await error_of(own.channel.unary_stream(STREAM)(request()))
         await error_of(own.channel.unary_unary("/loraplex.v1.Other/Method")(b""))
     assert denied.request_id
-    assert lines.fields("request_id", "code")[0] == (denied.request_id, "UNAUTHENTICATED")
+    fields = ("request_id", "method", "code")
+    assert lines.fields(*fields)[0] == (denied.request_id, "GenerateStream", "UNAUTHENTICATED")
     assert len(lines.records) == 2
 
 
@@ -170,6 +173,44 @@ async def test_a_request_over_http_has_one_line(lines: Lines, body: dict[str, ob
         assert answer.status_code == status
         await until(lambda: bool(lines.records))
     assert lines.fields("request_id", "code") == [("mine", code)]
+
+
+async def test_what_http_refuses_by_itself_is_counted(lines: Lines, tmp_path: Path) -> None:
+    auth_file = tmp_path / "auth.json"
+    row = {"sha256": token_digest("t"), "tenant": "acme"}
+    auth_file.write_text(json.dumps({"credentials": [row]}))
+    async with http_cluster(auth_file=auth_file, worker_token="w") as (_, http):
+        known = {"authorization": "Bearer t"}
+        answers = [
+            await http.post("/v1/completions", json={"prompt": SECRET}),
+            await http.post("/v1/completions", json={"prompt": SECRET}, headers={"authorization": "Bearer guess"}),
+            await http.post("/v1/load_lora_adapter", json={}, headers=known),
+            await http.post("/v1/completions", json={"prompt": SECRET, "max_tokens": "x"}, headers=known),
+            await http.get("/nowhere", headers=known),
+            await http.get("/v1/completions", headers=known),
+            await http.post("/health"),
+        ]
+        assert [answer.status_code for answer in answers] == [401, 401, 403, 400, 404, 405, 405]
+        page = (await http.get("/metrics")).text
+    for code, count in (
+        ("UNAUTHENTICATED", 2),
+        ("PERMISSION_DENIED", 1),
+        ("INVALID_ARGUMENT", 1),
+        ("UNIMPLEMENTED", 3),
+    ):
+        labels = f'{{code="{code}",reason="{code}"}}'
+        assert f"loraplex:router_requests_refused_total{labels} {count}.0" in page
+    assert lines.fields("method", "code", "tenant") == [
+        ("POST /v1/completions", "UNAUTHENTICATED", None),
+        ("POST /v1/completions", "UNAUTHENTICATED", None),
+        ("POST /v1/load_lora_adapter", "PERMISSION_DENIED", "acme"),
+        ("POST /v1/completions", "INVALID_ARGUMENT", "acme"),
+        ("GET /nowhere", "UNIMPLEMENTED", "acme"),
+        ("GET /v1/completions", "UNIMPLEMENTED", "acme"),
+        ("POST /health", "UNIMPLEMENTED", None),
+    ]
+    assert [one[0] for one in lines.fields("request_id")] == [answer.headers["x-request-id"] for answer in answers]
+    assert all(str(peer).startswith("127.0.0.1:") for (peer,) in lines.fields("peer"))
 
 
 async def test_a_workers_refusal_over_http_has_one_line(lines: Lines) -> None:

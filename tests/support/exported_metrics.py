@@ -20,6 +20,7 @@ from loraplex_router.calls import RouterMetrics
 from loraplex_router.http.metrics import EngineMetrics
 from loraplex_router.replicas import Replicas, WorkersCollector
 from loraplex_runtime.metrics import RequestMetrics, describe_process, new_registry
+from loraplex_runtime.refusals import Refusals
 from loraplex_runtime.request_record import RequestRecord
 from loraplex_server.engine.client import EngineState
 from loraplex_server.grpc.metrics import WorkerCollector, WorkerMetrics, describe_engine
@@ -83,6 +84,7 @@ def worker_registry() -> CollectorRegistry:
     state = EngineState(load, CacheUsage(*(0,) * 5), listing=listing)
     describe_process(registry, "worker", loraplex_proto.__version__)
     describe_engine(registry, _Engine())
+    Refusals().show_in(registry, "worker")
     WorkerCollector(registry, lambda: state)
     end_two(WorkerMetrics(registry))
     return registry
@@ -104,6 +106,7 @@ def router_registry() -> tuple[CollectorRegistry, Replicas]:
     replicas = Replicas(["worker:50051"])
     replicas.on_report("worker:50051", worker_pb2.Load(total_kv_blocks=8, free_kv_blocks=4), 0.0)
     describe_process(registry, "router", loraplex_proto.__version__)
+    Refusals().show_in(registry, "router")
     WorkersCollector(registry, replicas)
     metrics = RouterMetrics(registry)
     end_two(metrics)

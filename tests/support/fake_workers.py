@@ -22,6 +22,7 @@ from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2, worker_pb
 from loraplex_router.config import RouterConfig, WatchConfig
 from loraplex_router.server import Router, start_router
 from loraplex_runtime.auth import ServerInterceptor, follow_credentials, recheck_identity
+from loraplex_runtime.refusals import Refusals
 from loraplex_runtime.reload import Reloader, server_credentials
 
 Generate = inference_pb2.GenerateRequest
@@ -128,7 +129,7 @@ class FakeWorker:
 
     async def start(self, port: int = 0) -> FakeWorker:
         self._files = Reloader()
-        interceptor = ServerInterceptor(follow_credentials(self._files, self._auth_file))
+        interceptor = ServerInterceptor(follow_credentials(self._files, self._auth_file), Refusals().handler)
         server = grpc.aio.server(interceptors=[interceptor], options=[("grpc.so_reuseport", 0)])
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
         services: dict[str, dict[str, Any]] = {

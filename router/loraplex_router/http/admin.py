@@ -16,7 +16,7 @@ from loraplex_contracts.errors import (
 )
 from loraplex_proto.v1 import adapter_pb2
 from loraplex_router.adapters import is_bound
-from loraplex_router.http.errors import status_of
+from loraplex_router.http.errors import note_refusal, status_of
 from loraplex_router.http.fields import Fields, harmless_fields
 from loraplex_router.http.openai.fields import ignored_fields
 from loraplex_router.http.origins import source_of
@@ -87,6 +87,7 @@ class AdminRoutes:
         """400 for whatever is wrong with the adapter, as SGLang has it."""
         if status_of(error) not in (400, 404):
             raise error
+        note_refusal(error, request.scope)
         content = {"success": False, "error_message": error.message, "loaded_adapters": await self._names(request)}
         return JSONResponse(content, 400)
 

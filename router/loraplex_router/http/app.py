@@ -14,10 +14,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
-from loraplex_contracts.errors import InvalidArgument, LoraplexError
+from loraplex_contracts.errors import InvalidArgument, LoraplexError, Unimplemented
 from loraplex_proto import __version__
 from loraplex_router.http.admin import AdminRoutes
-from loraplex_router.http.errors import body_dialect, dialect_of, fields_in
+from loraplex_router.http.errors import body_dialect, dialect_of, fields_in, note_refusal
 from loraplex_router.http.middleware import HostNames, Middleware, error_response
 from loraplex_router.http.openai.routes import OpenAIRoutes
 from loraplex_router.http.operations import OperationRoutes
@@ -118,6 +118,7 @@ def make_app(router: RouterCalls, allowed_hosts: HostNames | None = None) -> ASG
             return error_response(InvalidArgument("the body is nested too deeply", field="body"), request.scope)
         kinds = {404: "there is no such route", 405: "this route takes another method"}
         message = kinds.get(error.status_code, "the body must be JSON")
+        note_refusal((Unimplemented if error.status_code in kinds else InvalidArgument)(message), request.scope)
         if dialect_of(request.scope) == "tgi":
             content: Any = {"error": message, "error_type": "validation"}
         else:
@@ -127,7 +128,7 @@ def make_app(router: RouterCalls, allowed_hosts: HostNames | None = None) -> ASG
     app.add_exception_handler(LoraplexError, on_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)
-    whole = Middleware(app, router.credentials, allowed_hosts or HostNames())
+    whole = Middleware(app, router.credentials, allowed_hosts or HostNames(), router.refusals)
     return _for_origins(whole, router.options.cors_origins) if router.options.cors_origins else whole
 
 

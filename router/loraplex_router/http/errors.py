@@ -23,6 +23,7 @@ from loraplex_contracts.errors import (
     Unimplemented,
 )
 from loraplex_proto.v1 import inference_pb2
+from loraplex_runtime.refusals import Refusals
 
 # Status, type and code of OpenAI's error object. UNIMPLEMENTED is not 501 where a field of the request is at fault:
 # clients try again at 500 and above.
@@ -216,6 +217,15 @@ def error_headers(error: LoraplexError) -> dict[str, str]:
     if error.code is Code.UNAUTHENTICATED:
         headers["www-authenticate"] = "Bearer"
     return headers
+
+
+def note_refusal(error: LoraplexError, scope: Scope) -> None:
+    """Counts and logs the error of an HTTP request, unless it or its cause is a call's, which has been counted and has
+    its line."""
+    causes = error, error.__cause__, error.__context__
+    if not any(isinstance(one, LoraplexError) and "request_id" in one.metadata for one in causes):
+        refusals: Refusals = scope["state"]["refusals"]
+        refusals.note(scope["state"]["record"], error)
 
 
 # --- LoRAX's and TGI's form -------------------------------------------------------------------------------------------

@@ -17,11 +17,12 @@ from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, MessageTooLarge, RequestTimeout, as_typed
 from loraplex_proto.services import ADAPTERS, INFERENCE, STATUS, path_of
 from loraplex_router.http import pooling
-from loraplex_router.http.errors import dialect_of, error_headers, error_object, status_of, tgi_error
+from loraplex_router.http.errors import dialect_of, error_headers, error_object, note_refusal, status_of, tgi_error
 from loraplex_router.http.page import is_page, page_response
-from loraplex_runtime.auth import Credentials, admit
-from loraplex_runtime.listener import is_public
-from loraplex_runtime.request_record import RequestRecord, log_end
+from loraplex_runtime.auth import Credentials, admit, current_identity
+from loraplex_runtime.listener import is_public, join_address
+from loraplex_runtime.refusals import MAX_METHOD_CHARS, Refusals, tenant_of
+from loraplex_runtime.request_record import RequestRecord
 
 MAX_BODY_BYTES: Final = 8 << 20
 BODY_TIMEOUT_S: Final = 60.0
@@ -97,17 +98,26 @@ def _is_address_or_local(name: str) -> bool:
 class Middleware:
     """Request id, host names, credentials, bounds on the body; every exception becomes an answer."""
 
-    def __init__(self, app: ASGIApp, credentials: Callable[[], Credentials] | None, allowed_hosts: HostNames) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        credentials: Callable[[], Credentials] | None,
+        allowed_hosts: HostNames,
+        refusals: Refusals,
+    ) -> None:
         self._app = app
         self._credentials = credentials
         self._allowed_hosts = allowed_hosts
+        self._refusals = refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return  # no websockets, no lifespan
         headers = Headers(scope=scope)
         request_id = _id_in(headers)
-        scope["state"] = {"request_id": request_id}
+        record = RequestRecord(f"{scope['method']} {scope['path'][:MAX_METHOD_CHARS]}", request_id=request_id)
+        record.peer = join_address(*scope["client"]) if scope.get("client") else ""
+        scope["state"] = {"request_id": request_id, "record": record, "refusals": self._refusals}
         has_begun = False
 
         async def send_with_id(message: Message) -> None:
@@ -125,7 +135,7 @@ class Middleware:
             if is_page(scope):
                 await page_response(scope["path"])(scope, receive, send_with_id)
                 return
-            self._admit(scope)
+            self._admit(scope, record)
             _check_encoding(headers)
             # A server leaves out the body of what it is asked for by HEAD. Every route that takes GET takes that, too.
             asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
@@ -135,12 +145,19 @@ class Middleware:
                 raise  # the connection is closed, which the client notices
             await error_response(error, scope)(scope, receive, send_with_id)
 
-    def _admit(self, scope: Scope) -> None:
+    def _admit(self, scope: Scope, record: RequestRecord) -> None:
+        """Checks the credential where one is asked for. The record gets the tenant of one that is known."""
         path: str = scope["path"]
-        if self._credentials is None or path in _OPEN_PATHS:
-            return
-        pairs = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in scope["headers"]]
-        admit(self._credentials, _METHODS.get(path, _ANY_ROLE), pairs)
+        if self._credentials is not None:
+            if path in _OPEN_PATHS:
+                return
+            pairs = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in scope["headers"]]
+            try:
+                admit(self._credentials, _METHODS.get(path, _ANY_ROLE), pairs)
+            except LoraplexError as error:
+                record.tenant = tenant_of(error)
+                raise
+        record.tenant = current_identity().tenant
 
 
 def _check_path(path: str) -> None:
@@ -196,18 +213,10 @@ def _id_in(headers: Headers) -> str:
     return uuid.uuid4().hex
 
 
-def _causes(error: Exception) -> tuple[BaseException | None, ...]:
-    """The error, and that of the call which it stands for."""
-    return error, error.__cause__, error.__context__
-
-
 def error_response(error: Exception, scope: Scope) -> Response:
-    """An error in the form of the request's dialect. Logged, unless it is a call's, which has its line already."""
+    """An error in the form of the request's dialect, counted and logged."""
     typed = as_typed(error, "answering an HTTP request")
-    if not any(isinstance(one, LoraplexError) and "request_id" in one.metadata for one in _causes(typed)):
-        record = RequestRecord(f"{scope['method']} {scope['path']}", request_id=scope["state"]["request_id"])
-        record.fail(typed)
-        log_end(record)
+    note_refusal(typed, scope)
     if dialect_of(scope) == "tgi":
         status, content = tgi_error(typed)
         return JSONResponse(content, status, headers=error_headers(typed))

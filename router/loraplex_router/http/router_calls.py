@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry
@@ -22,6 +22,7 @@ from loraplex_router.inference import InferenceRelay
 from loraplex_router.replicas import Replicas
 from loraplex_router.status import StatusService
 from loraplex_runtime.auth import Credentials
+from loraplex_runtime.refusals import Refusals
 
 PAGE_SIZE: Final = 500  # adapters
 # Models that clients of TGI and huggingface_hub name who mean the only one.
@@ -44,6 +45,7 @@ class RouterCalls:
     registry: CollectorRegistry
     served_names: tuple[str, ...] = ()
     options: HttpOptions = HttpOptions()  # frozen
+    refusals: Refusals = field(default_factory=Refusals)
 
     def base_names(self) -> tuple[str, ...]:
         """Names of the base model, the one for listings first: those that the operator gave, else its id. A shorter

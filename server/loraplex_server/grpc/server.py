@@ -195,6 +195,7 @@ def _serve(
     if listener.registry is not None:
         describe_process(listener.registry, "worker", loraplex_proto.__version__)
         describe_engine(listener.registry, engine)
+        listener.refusals.show_in(listener.registry, "worker")
         WorkerCollector(listener.registry, lambda: engine.state)
     gate = RequestGate(WorkerMetrics(listener.registry), TenantQuotas(config.quota_share), listener.tracing)
     tokenizing = Tokenizing(tokenizer, ModelLimits(info.vocab_size, info.max_context_tokens))

@@ -17,7 +17,6 @@ from loraplex_contracts import errors
 from loraplex_contracts.errors import Code, LoraplexError, by_reason
 from loraplex_proto.status import (
     DETAILS_KEY,
-    UnknownMethods,
     abort,
     from_rpc_error,
     from_status,
@@ -340,29 +339,6 @@ async def test_a_method_that_is_not_there(server: tuple[grpc.aio.Server, str]) -
     error = await error_of(server[1], method="Nothing")
     assert type(error) is errors.Unimplemented
     assert "different versions" in error.message
-
-
-@pytest.mark.parametrize("kind", ["unary_unary", "unary_stream", "stream_unary", "stream_stream"])
-async def test_a_server_names_the_method_that_it_does_not_have(kind: str) -> None:
-    running = new_server()
-    running.add_generic_rpc_handlers((UnknownMethods(),))
-    port = running.add_insecure_port("127.0.0.1:0")
-    await running.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        assert await channel.unary_unary("/t.T/Answer")(b"") == b"small"
-        call = getattr(channel, kind)("/t.Other/Thing")
-        given = [b""] if kind.startswith("stream") else b""
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            if kind.endswith("unary"):
-                await call(given, timeout=10)
-            else:
-                async for _ in call(given, timeout=10):
-                    pass
-    await running.stop(None)
-    error = from_rpc_error(caught.value)
-    assert (type(error), error.field) == (errors.Unimplemented, "method")
-    assert "'/t.Other/Thing'" in error.message
-    assert "grpc_code" not in error.metadata, "the server said it"
 
 
 async def test_a_server_that_goes_away_in_the_middle(server: tuple[grpc.aio.Server, str]) -> None:

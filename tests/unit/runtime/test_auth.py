@@ -32,6 +32,7 @@ from loraplex_runtime.auth import (
     one_router,
     token_digest,
 )
+from loraplex_runtime.refusals import Refusals
 from loraplex_runtime.reload import Reloader
 
 GENERATE = "/loraplex.v1.InferenceService/Generate"
@@ -329,7 +330,7 @@ async def health(request: bytes, context: Any) -> bytes:
 @pytest.fixture(params=[True, False])
 async def channel(request: pytest.FixtureRequest) -> AsyncIterator[tuple[grpc.aio.Channel, bool]]:
     """Channels to a server with credentials, and to one without."""
-    interceptor = ServerInterceptor((lambda: CREDENTIALS) if request.param else None)
+    interceptor = ServerInterceptor((lambda: CREDENTIALS) if request.param else None, Refusals().handler)
     server = grpc.aio.server(interceptors=[interceptor])
     unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
     for service, handlers in (
