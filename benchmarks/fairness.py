@@ -39,7 +39,7 @@ from loraplex_server.text.tokenizer import TextTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from support.adapter_files import Slots, base_targets, write_adapter
-from support.engine_fakes import INFO, FakeRunner
+from support.engine_fakes import INFO, FakeRunner, plain_speculator
 
 PROMPT, OUTPUT = 16, 40
 
@@ -72,7 +72,9 @@ def double(root: Path, rows: int, slots: int, step_s: float) -> EngineBuilder:
         )
         limits = SchedulerConfig(max_running=rows, max_step_tokens=1024, max_context_tokens=256)
         scheduler = Scheduler(limits, BlockPool(16 * rows + 64, 16), cache, frozenset())
-        return Engine(INFO, scheduler, cache, FakeRunner(lambda plan: time.sleep(step_s)), time.monotonic)
+        return Engine(
+            INFO, scheduler, cache, FakeRunner(lambda plan: time.sleep(step_s)), plain_speculator(), time.monotonic
+        )
 
     return build
 

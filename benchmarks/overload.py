@@ -34,7 +34,7 @@ from loraplex_server.scheduler.scheduler import Scheduler
 from loraplex_server.text.tokenizer import TextTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from support.engine_fakes import INFO, FakeCache, FakeRunner
+from support.engine_fakes import INFO, FakeCache, FakeRunner, plain_speculator
 
 VOCAB = range(3, 90)
 
@@ -60,7 +60,7 @@ class BuildDouble:
             FakeCache(),
             frozenset(),
         )
-        return Engine(INFO, scheduler, FakeCache(), FakeRunner(wait), time.monotonic)
+        return Engine(INFO, scheduler, FakeCache(), FakeRunner(wait), plain_speculator(), time.monotonic)
 
 
 @dataclass

@@ -16,10 +16,10 @@ from support.peft_files import SPECS
 from support.speculation import BLOCK_SIZE, World, loopy, make_bench, request
 from support.zoo import MAX_LEN, VOCAB_SIZE, random_model
 
-from loraplex_contracts.plan import Candidate, StepPlan
+from loraplex_contracts.plan import StepPlan
 from loraplex_contracts.request import OutputParams, Request, SamplingParams, SpeculationParams, StoppingParams
 from loraplex_server.model.isolation import StepHandle
-from loraplex_server.speculation.proposer import Ask
+from loraplex_server.speculation.proposer import DRAFT_MODEL, Ask, Proposer
 
 EOS = 48
 STOP = 39
@@ -113,10 +113,10 @@ NEVER_USED = {"empty", "nothing", "text", "raises", "one answer more"}
 ALWAYS_RIGHT = {"right", "a list", "does not forget", "an iterator", "raises at times"}
 
 
-class Adversary:
-    """Implements Proposer. Knows every request's text."""
+class Adversary(Proposer):
+    """Knows every request's text."""
 
-    name = "draft_model"
+    name = DRAFT_MODEL
 
     def __init__(self, kind: str, world: World) -> None:
         self.kind = kind
@@ -136,9 +136,6 @@ class Adversary:
                 return iter(answers)
             case _:
                 return answers
-
-    def num_behind(self, candidate: Candidate) -> int:
-        return 0
 
     def suspend(self, sequence_id: str) -> None:
         self.end(sequence_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -16,10 +17,12 @@ from support.scheduler_harness import Harness, RequestLog, make_request
 
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import Cancelled, DeadlineExceeded, OutOfMemory, Overloaded
-from loraplex_contracts.plan import Candidate, StepPlan
+from loraplex_contracts.plan import StepPlan
 from loraplex_contracts.request import CompletionEnd, Event, Request, RequestFailed, SpeculationParams, Tokens
 from loraplex_server.config import SpeculationConfig
-from loraplex_server.speculation.proposer import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP, Ask
+from loraplex_server.speculation.history import History
+from loraplex_server.speculation.prompt_lookup import PromptLookupProposer
+from loraplex_server.speculation.proposer import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP, Ask, Proposer
 from loraplex_server.speculation.speculator import Speculator
 from loraplex_server.speculation.step_costs import StepCosts
 
@@ -30,8 +33,8 @@ OPENINGS = [(1, 2, 3, 4, 5, 6, 7, 8, 9), (3, 4, 5, 3, 4, 5, 3, 4), (5,) * 10]
 MOODS = ("right", "right and on", "wrong", "random", "mixed", "stops", "too long", "no ids", "silent", "raising", "bad")
 
 
-class Moody:
-    """Implements Proposer, in a mood of its own or in any. Knows what is right, and whom it has been asked for."""
+class Moody(Proposer):
+    """Drafts in a mood of its own or in any. Knows what is right, and whom it has been asked for."""
 
     def __init__(self, name: str, mood: str, dice: Random) -> None:
         self.name = name
@@ -40,7 +43,7 @@ class Moody:
         self.harness: Speculating | None = None
         self._dice = dice
 
-    def propose(self, asks: list[Ask]) -> Any:
+    def propose(self, asks: Sequence[Ask]) -> Any:
         for ask in asks:
             self.known.add(ask.candidate.sequence_id)
             assert 1 <= ask.num_tokens <= ask.candidate.num_room
@@ -70,17 +73,8 @@ class Moody:
         }
         return answers.get(mood, ())
 
-    def num_behind(self, candidate: Candidate) -> int:
-        return 0
-
-    def suspend(self, sequence_id: str) -> None:
-        """Does nothing: the sequence may come back."""
-
     def end(self, sequence_id: str) -> None:
         self.known.discard(sequence_id)
-
-    def close(self) -> None:
-        """Nothing to end."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +120,13 @@ class Speculating(Harness):
             max_bypasses=3,
         )
         dice = Random(setting.seed)
+        lookup = PromptLookupProposer(history=History(SpeculationConfig().lookup_history))
         self.medusa = Moody(MEDUSA, setting.moods[0], dice)
         self.draft = Moody(DRAFT_MODEL, setting.moods[1], dice)
         self.medusa.harness = self.draft.harness = self
         self.speculator = Speculator(
             SpeculationConfig(setting.num_tokens, adaptive=setting.is_adaptive),
-            {MEDUSA: self.medusa, "draft_model:d": self.draft},  # type: ignore[dict-item]
+            {MEDUSA: self.medusa, PROMPT_LOOKUP: lookup, "draft_model:d": self.draft},
             StepCosts({1: 1.0, 101: 1.0 + 100 * setting.row_s}),
             draft_names=("d",),
             default_heads=HEADS,

@@ -25,12 +25,16 @@ from loraplex_contracts.adapters import (
 from loraplex_contracts.errors import AdapterNotFound, UnsupportedModel
 from loraplex_contracts.mixtures import Mixture
 from loraplex_contracts.plan import SpanResult, StepPlan, StepResult
-from loraplex_server.config import EngineConfig
+from loraplex_server.config import EngineConfig, SpeculationConfig
 from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.scheduler.admission import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler
+from loraplex_server.speculation.prompt_lookup import PromptLookupProposer
+from loraplex_server.speculation.proposer import GRAMMAR, PROMPT_LOOKUP, ForcedTokenProposer
+from loraplex_server.speculation.speculator import Speculator
+from loraplex_server.speculation.step_costs import StepCosts
 
 EOS = 1
 INFO = ModelInfo("fake", "fake", "float32", "cpu", 100, 256, 16, (EOS,))
@@ -208,7 +212,13 @@ def make_engine(
     cache = cache or FakeCache()
     config = SchedulerConfig(max_running=max_running, max_step_tokens=64, max_context_tokens=256, max_queued=max_queued)
     scheduler = Scheduler(config, BlockPool(64, 4), cache, frozenset({EOS}))
-    return Engine(info, scheduler, cache, runner or FakeRunner(), clock)
+    return Engine(info, scheduler, cache, runner or FakeRunner(), plain_speculator(), clock)
+
+
+def plain_speculator() -> Speculator:
+    """A speculator without heads and draft models."""
+    proposers = {PROMPT_LOOKUP: PromptLookupProposer(), GRAMMAR: ForcedTokenProposer()}
+    return Speculator(SpeculationConfig(), proposers, StepCosts({1: 1.0}))
 
 
 def build_fake(config: EngineConfig, progress: Callable[[str], None], notify: Callable[[], None]) -> Engine:

@@ -57,7 +57,7 @@ from loraplex_server.model.loader import adopt_model
 from loraplex_server.model.memory import state_slot_bytes
 from loraplex_server.scheduler.sequence_table import SequenceState
 from loraplex_server.speculation.draft_model import Drafter, DraftMemory, DraftModelProposer
-from loraplex_server.speculation.proposer import MEDUSA, Proposer, draft_key
+from loraplex_server.speculation.proposer import Proposer, draft_key
 from loraplex_server.speculation.speculator import Speculator
 from loraplex_server.speculation.step_costs import StepCosts
 from support.fitted_heads import fit_heads, text_states
@@ -275,7 +275,6 @@ def make_bench(
     prefix_caching: bool = True,
     num_slots: int = 8,
     drafts: Mapping[str, Proposer] | None = None,
-    medusa: Proposer | None = None,
     default_heads: str = "",
     step_costs: StepCosts | None = FLAT_COSTS,
     backend: Backend | None = None,
@@ -284,8 +283,7 @@ def make_bench(
     **speculation: Any,
 ) -> Bench:
     """An engine for a copy of `model`, with the adapters in `root`. `drafts`: proposers by the names that requests have
-    for draft models. `medusa` takes the place of the heads' own proposer. `speculation`: fields of its configuration.
-    Without `step_costs` those that it has measured."""
+    for draft models. `speculation`: fields of its configuration. Without `step_costs` those that it has measured."""
     loaded = adopt_model(copy.deepcopy(model), verify=False, backend=backend, form=form)
     block_bytes = max(1, kv_block_bytes(loaded.spec, BLOCK_SIZE, loaded.dtype.itemsize))  # none without attention
     num_states = num_states or 2 * max_running  # few snapshots, that they are evicted
@@ -299,8 +297,6 @@ def make_bench(
     )
     engine = assemble(loaded, config, lambda text: None, lambda: None, step_costs=step_costs)
     speculator = engine._speculator
-    if medusa is not None:
-        speculator._proposers[MEDUSA] = medusa
     speculator._proposers |= {draft_key(name): one for name, one in (drafts or {}).items()}
     speculator.draft_names += tuple(drafts or ())
     return Bench(engine)

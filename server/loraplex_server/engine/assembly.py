@@ -188,7 +188,7 @@ def assemble(
         StatePool(num_slots) if num_slots else None,
     )
     info = _model_info(loaded, config, served, max_context_tokens, speculator)
-    return Engine(info, scheduler, manager, runner, speculator=speculator, grammars=grammars)
+    return Engine(info, scheduler, manager, runner, speculator, grammars=grammars)
 
 
 def _model_info(

@@ -47,7 +47,6 @@ from loraplex_contracts.request import (
     RequestFailed,
     Tokens,
 )
-from loraplex_server.config import SpeculationConfig
 from loraplex_server.engine.pending import Pending
 from loraplex_server.engine.pipe import (
     Abandon,
@@ -65,7 +64,6 @@ from loraplex_server.grammars.matcher import Grammars, Matcher
 from loraplex_server.model.isolation import Execute, StepHandle, execute_isolated, start_isolated
 from loraplex_server.scheduler.scheduler import Scheduler
 from loraplex_server.speculation.speculator import Speculator
-from loraplex_server.speculation.step_costs import StepCosts
 
 log = logging.getLogger(__name__)
 
@@ -144,8 +142,8 @@ class Engine:
         scheduler: Scheduler,
         cache: AdapterManager,
         runner: Runner,
+        speculator: Speculator,
         clock: Callable[[], float] = time.monotonic,
-        speculator: Speculator | None = None,
         grammars: Grammars | None = None,
     ) -> None:
         self.info = info
@@ -155,7 +153,7 @@ class Engine:
         self._cache = cache
         self._runner = runner
         self._clock = clock
-        self._speculator = speculator or Speculator(SpeculationConfig(), {}, StepCosts({1: 1.0}))
+        self._speculator = speculator
         self._accepted: dict[str, _Accepted] = {}
         self._grammars = grammars or Grammars(None)
         # By tenant too, since each has its own bytes.

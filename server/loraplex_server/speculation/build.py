@@ -33,9 +33,19 @@ from loraplex_server.model.refusals import error_line
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.speculation.cross_tokenizer import UniversalProposer
 from loraplex_server.speculation.draft_model import Drafter, DraftMemory, DraftModelProposer
+from loraplex_server.speculation.history import History
 from loraplex_server.speculation.medusa import HeadSlots, MedusaProposer
 from loraplex_server.speculation.policy import LeastCost
-from loraplex_server.speculation.proposer import MEDUSA, UNIVERSAL, Proposer, draft_key
+from loraplex_server.speculation.prompt_lookup import PromptLookupProposer
+from loraplex_server.speculation.proposer import (
+    GRAMMAR,
+    MEDUSA,
+    PROMPT_LOOKUP,
+    UNIVERSAL,
+    ForcedTokenProposer,
+    Proposer,
+    draft_key,
+)
 from loraplex_server.speculation.speculator import Speculator
 from loraplex_server.speculation.step_costs import StepCosts
 from loraplex_server.text.tokenizer import TextTokenizer
@@ -65,9 +75,13 @@ def build_speculator(config: EngineConfig, target: Target, step_costs: StepCosts
     """The speculator that the configuration asks for. Raises the typed errors of loading draft models and default
     heads."""
     speculation = config.speculation
-    proposers: dict[str, Proposer] = {MEDUSA: MedusaProposer(target.runner, target.cache, target.heads)}
     drafts, least_costs = _draft_models(config, target, progress) if speculation.drafts else ({}, {})
-    proposers |= drafts
+    proposers: dict[str, Proposer] = {
+        MEDUSA: MedusaProposer(target.runner, target.cache, target.heads),
+        PROMPT_LOOKUP: PromptLookupProposer(history=History(speculation.lookup_history)),
+        GRAMMAR: ForcedTokenProposer(),
+        **drafts,
+    }
     heads_id = AdapterId(speculation.default_medusa or (MODEL_HEADS if target.served.heads is not None else ""))
     default_heads = None
     if heads_id:

@@ -227,6 +227,8 @@ def prefix_of(encoded: Sequence[int], plain: Sequence[int]) -> tuple[int, ...]:
 class UniversalProposer(DraftModelProposer):
     """Drafts by way of text: the draft model has another vocabulary. Both tokenizers have text."""
 
+    name = UNIVERSAL
+
     def __init__(
         self,
         drafter: Drafter,
@@ -245,10 +247,6 @@ class UniversalProposer(DraftModelProposer):
         self._draft_eos_ids = draft_tokenizer.eos_token_ids | frozenset(drafter.loaded.spec.eos_token_ids)
         self._draft_stop_ids = self._recoder.draft_specials | self._draft_eos_ids
         self._texts: dict[str, RecodedText | None] = {}  # None: recoding failed
-
-    @property
-    def name(self) -> str:
-        return UNIVERSAL
 
     def propose(self, asks: Sequence[Ask]) -> Sequence[tuple[int, ...]]:
         texts = [self._text(ask) for ask in asks]

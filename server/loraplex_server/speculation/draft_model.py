@@ -26,7 +26,7 @@ from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.memory import state_slot_bytes
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.sampling.sampler import Sampler
-from loraplex_server.speculation.proposer import DRAFT_MODEL, Ask
+from loraplex_server.speculation.proposer import DRAFT_MODEL, Ask, Proposer
 from loraplex_server.speculation.step_costs import StepCosts, measure_runner
 
 log = logging.getLogger(__name__)
@@ -567,18 +567,16 @@ def _first_difference(seq: DraftedSequence, request: DraftRequest) -> int:
     return start
 
 
-class DraftModelProposer:
-    """Implements Proposer, with a draft model of the target's token ids. Owns the drafter."""
+class DraftModelProposer(Proposer):
+    """Drafts by a draft model of the target's token ids. Owns the drafter."""
+
+    name = DRAFT_MODEL
 
     def __init__(self, drafter: Drafter, *, num_target_ids: int, eos_token_ids: Collection[int]) -> None:
         """`num_target_ids`: token ids below it are the target's. `eos_token_ids`: the target's."""
         self.drafter = drafter
         self._num_target_ids = num_target_ids
         self._eos_token_ids = frozenset(eos_token_ids)
-
-    @property
-    def name(self) -> str:
-        return DRAFT_MODEL
 
     def propose(self, asks: Sequence[Ask]) -> Sequence[tuple[int, ...]]:
         drafts = self.drafter.draft([self._request(ask) for ask in asks])

@@ -25,7 +25,6 @@ from torch import Tensor
 from loraplex_adapters.cache.manager import AdapterManager
 from loraplex_adapters.weights import AdapterWeights, MedusaHead
 from loraplex_contracts.adapters import AdapterKey
-from loraplex_contracts.plan import Candidate
 from loraplex_server.backends.cpu.medusa import BlockRows, GuessPlan, NativeGuesser
 from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.linear import AdaptedHead
@@ -35,7 +34,7 @@ from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.sampling.draw import row_argmax
 from loraplex_server.sampling.sampler import Argmax
-from loraplex_server.speculation.proposer import MEDUSA, Ask
+from loraplex_server.speculation.proposer import MEDUSA, OWN, Ask, Choice, Piece, Proposer, remember
 
 log = logging.getLogger(__name__)
 
@@ -345,23 +344,32 @@ def _numbers(best: Sequence[float], columns: Sequence[int]) -> list[int]:
     return [NOT_A_NUMBER if math.isnan(value) else column for value, column in zip(best, columns, strict=True)]
 
 
-class MedusaProposer:
-    """Implements Proposer. Keeps no state of sequences: a hidden state is all that heads read.
+class MedusaProposer(Proposer):
+    """Drafts by the heads of adapters. Keeps no state of sequences: a hidden state is all that heads read.
 
     Heads are adapters: the cache has them in device slots, and one is borrowed for the time of a `propose`, between two
     steps, when nothing moves. A sequence whose heads are not there yet gets no draft and runs on, and so does one of
     whose prompt the last token is still to be computed.
     """
 
+    name = MEDUSA
+    drafts_at_once = True
+
     def __init__(self, runner: ModelRunner, cache: AdapterManager, head_slots: HeadSlots) -> None:
         self._runner = runner
         self._cache = cache
         self._heads = head_slots
         self._missing: set[AdapterKey] = set()  # heads that cannot be borrowed, in the log already
+        self._num_heads: dict[AdapterKey, int] = {}  # as seen when they were borrowed
 
-    @property
-    def name(self) -> str:
-        return MEDUSA
+    def pieces(self, ask: Ask) -> Sequence[Piece]:
+        num_tokens = ask.num_tokens
+        if ask.medusa_key is not None:
+            num_tokens = min(num_tokens, self._num_heads.get(ask.medusa_key, num_tokens))
+        return (Piece(OWN, num_tokens),)
+
+    def rates_key(self, choice: Choice) -> AdapterKey | None:
+        return choice.medusa_key
 
     def propose(self, asks: Sequence[Ask]) -> Sequence[tuple[int, ...]]:
         slots = {key: self._borrow(key) for key in dict.fromkeys(ask.medusa_key for ask in asks) if key is not None}
@@ -377,19 +385,6 @@ class MedusaProposer:
                 drafts[idx] = guess
         return drafts
 
-    def num_behind(self, candidate: Candidate) -> int:
-        """Zero: heads read what the target has left."""
-        return 0
-
-    def suspend(self, sequence_id: str) -> None:
-        """Does nothing: no state of sequences is kept."""
-
-    def end(self, sequence_id: str) -> None:
-        """Does nothing: no state of sequences is kept."""
-
-    def close(self) -> None:
-        """Does nothing: there is nothing to end."""
-
     def _borrow(self, key: AdapterKey) -> int | None:
         """The slot of these heads; None where they are not there, also of heads that the cache does not have any more:
         default heads may be unloaded while they serve. Their requests draft in another way, or not at all."""
@@ -402,4 +397,6 @@ class MedusaProposer:
                 log.error("the heads %s cannot be used: %s", key, error, exc_info=error, extra=fields)
             return None
         self._missing.discard(key)
+        if slot is not None and key not in self._num_heads and (heads := self._heads.heads(slot)):
+            remember(self._num_heads, key, len(heads))
         return slot

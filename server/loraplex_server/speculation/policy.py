@@ -1,7 +1,7 @@
 """Speculation policy: proposer and draft length of each sequence in a step.
 
-The policy maximises expected tokens per second of the whole batch. An acceptance rate is kept per proposer (of heads
-per adapter, of lookup per source) and per level, as a running average over all sequences; one factor per sequence, on
+The policy maximises expected tokens per second of the whole batch. An acceptance rate is kept per proposer, per source
+of its drafts (of heads per adapter) and per level, as a running average over all sequences; one factor per sequence, on
 the odds, follows how its own drafts do. A step's time comes from a table measured at start-up, a draft's from a running
 average of the proposer's calls. Of several proposers a sequence gets the one that gains the most tokens beyond those
 which the time would have brought anyway. Then draft tokens of the whole batch are taken in order of the probability
@@ -10,27 +10,22 @@ for a while, then a probe of one token, each pause twice as long as the last one
 time. A proposer that has to read the text first is asked once the steps that it would have sped up had saved as much as
 reading takes.
 
-Pure but for the running averages that it owns. Knows neither tensors nor what a draft says.
+Pure but for the running averages that it owns. Knows neither tensors nor what a draft says, and of a proposer only what
+`Proposer` says of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.plan import Candidate
-from loraplex_server.speculation.prompt_lookup import STARTS, Piece, PromptLookupProposer, Source
-from loraplex_server.speculation.proposer import GRAMMAR, MEDUSA, PROMPT_LOOKUP, Choice, Proposer, forced_tokens
+from loraplex_server.speculation.proposer import Ask, Choice, Piece, Proposer, remember
 from loraplex_server.speculation.step_costs import StepCosts
 
-# Acceptance rates before anything is known, by level; the last one holds for all levels beyond. Hopeful: a proposer
-# that is never tried is never known. A lookup's first tokens are as likely as its match is long.
-PRIORS: Mapping[str, tuple[float, ...]] = {PROMPT_LOOKUP: (0.3, 0.4, 0.7, 0.8)}
-DEFAULT_PRIOR = (0.95,)
 # Trials that a prior is worth, and the most that a rate remembers.
 _PRIOR_TRIALS, _MOST_TRIALS = 4.0, 200.0
 _NUM_LEVELS = 32
@@ -42,8 +37,9 @@ _IDLE_DECAY = 0.97  # of that logarithm, per step without a draft: else what did
 _NO_CHANCE = math.log(50.0)
 _PROBE_SHARE = 0.01  # of the time
 _LEAST_PAUSE, MOST_PAUSE = 8, 128  # steps, powers of two: sequences probe together, and share the call
-# A sequence's lookups are made in every fourth step only while they are in a cooldown, or after eight in a row that did
-# not pay: at batch 32 that is 0.964x to 0.976x of the speed without speculation instead of 0.951x to 0.956x.
+# A proposer whose drafts begin in more than one way (lookup) is looked at in every fourth step only while it is in a
+# cooldown, or after eight offers in a row that did not pay: at batch 32 that is 0.964x to 0.976x of the speed without
+# speculation instead of 0.951x to 0.956x.
 _REST, _MANY_REFUSED = 4, 8
 _LONG_REST = 16  # steps until a proposer that did not pay is looked at again
 # What a call adds to the average of what calls take, which counts at most three times the average: a pause of the
@@ -51,7 +47,6 @@ _LONG_REST = 16  # steps until a proposer that did not pay is looked at again
 _LEARNING_RATE, _MOST_SURPRISE, _HALF_LIFE_S = 0.2, 3.0, 20.0
 _TOKEN_UNITS = 1.0 / 16.0
 _PACE_KEPT = 0.997  # of the average pace, from one sequence's step to the next
-MAX_KNOWN = 4096  # sets of heads of which something is remembered beyond their sequences
 
 
 class AcceptanceRates:
@@ -210,10 +205,19 @@ class RunningCost:
         self._seen_s = now_s
 
 
-def call_units(name: str, num_rounds: int, num_tokens: int) -> float:
-    """A call's cost in units of which a running average knows the time: a draft model runs one round for each token of
-    the longest draft, heads guess all tokens in one; sixteen tokens take as long as a round."""
-    return (min(num_rounds, 1) if name == MEDUSA else num_rounds) + num_tokens * _TOKEN_UNITS
+class CallCost(NamedTuple):
+    """The cost of a proposer's calls, in units of which a running average knows the time."""
+
+    unit_s: float = 0.0
+    drafts_at_once: bool = False
+
+    def units(self, num_rounds: int, num_tokens: int) -> float:
+        """The units of a call for `num_tokens` tokens, of which the longest draft has `num_rounds`: a draft model runs
+        a round for each of those, heads guess all in one, and sixteen tokens take as long as a round."""
+        return (1 if self.drafts_at_once and num_rounds else num_rounds) + num_tokens * _TOKEN_UNITS
+
+    def seconds(self, num_rounds: int, num_tokens: int) -> float:
+        return self.unit_s * self.units(num_rounds, num_tokens)
 
 
 class SurvivalCurve(NamedTuple):
@@ -231,24 +235,24 @@ def choose_lengths(
     num_tokens: int,
     budget: int,
     step_costs: StepCosts,
-    unit_costs: Mapping[str, float],
+    call_costs: Mapping[str, CallCost],
 ) -> list[int]:
     """The number of tokens to draft for each curve, `budget` in all at most: the most expected tokens per second of the
     whole step.
 
     `num_rows` and `num_tokens` are the step's without drafts: token rows, and tokens that come out of it.
-    `unit_costs`: seconds by proposer, see `call_units`. Each proposer takes its positions in order of survival, as many
-    as serve the step best beside those taken already, the cheapest proposer first.
+    `call_costs`: by proposer. Each proposer takes its positions in order of survival, as many as serve the step best
+    beside those taken already, the cheapest proposer first.
     """
     lengths = [len(curve.survival) if curve.fixed_length else 0 for curve in curves]
     num_taken = sum(lengths)
     gain = num_tokens + sum(sum(curve.survival) for curve in curves if curve.fixed_length)
-    names = sorted({curve.proposer for curve in curves}, key=lambda name: unit_costs.get(name, 0.0))
+    names = sorted({curve.proposer for curve in curves}, key=lambda name: call_costs[name].unit_s)
     fixed: dict[str, tuple[int, int]] = {}  # rounds and tokens
     for name in names:
         drafts = [num for curve, num in zip(curves, lengths, strict=True) if curve.proposer == name]
         fixed[name] = max(drafts), sum(drafts)
-    drafts_s = sum(unit_costs.get(name, 0.0) * call_units(name, *fixed[name]) for name in names)
+    drafts_s = sum(call_costs[name].seconds(*fixed[name]) for name in names)
     for name in names:
         positions = [
             (survival, depth, idx)
@@ -260,15 +264,15 @@ def choose_lengths(
         # Stable: where survival does not fall, what comes first in a draft stays first.
         positions.sort(key=itemgetter(0), reverse=True)
         times_s = step_costs.span(num_rows + num_taken, len(positions))
-        unit_s, (num_rounds, num_fixed) = unit_costs.get(name, 0.0), fixed[name]
-        others_s = drafts_s - unit_s * call_units(name, num_rounds, num_fixed)
+        cost, (num_rounds, num_fixed) = call_costs[name], fixed[name]
+        others_s = drafts_s - cost.seconds(num_rounds, num_fixed)
         num_best, best_gain, found = 0, gain, gain
         best_rate = gain / (times_s[0] + drafts_s)
         for num, (survival, depth, _) in enumerate(positions, start=1):
             found += survival
             if depth > num_rounds:
                 num_rounds = depth
-            taken_s = others_s + unit_s * call_units(name, num_rounds, num_fixed + num) if unit_s else others_s
+            taken_s = others_s + cost.seconds(num_rounds, num_fixed + num) if cost.unit_s else others_s
             rate = found / (times_s[num] + taken_s)
             if rate > best_rate:
                 num_best, best_rate, best_gain, drafts_s = num, rate, found, taken_s
@@ -291,11 +295,11 @@ class DraftedSequence:
 
     request_id: str
     choice: Choice
-    records: dict[tuple[str, Source], TrackRecord] = field(default_factory=dict[tuple[str, Source], TrackRecord])
+    records: dict[tuple[str, str], TrackRecord] = field(default_factory=dict[tuple[str, str], TrackRecord])  # by source
     rests: dict[str, int] = field(default_factory=dict[str, int])  # the step in which a proposer is looked at again
     failed: set[str] = field(default_factory=set[str])  # proposers that raised over it, and are left out
     asked: set[str] = field(default_factory=set[str])  # proposers that have seen it
-    num_refused: int = 0  # matches that did not pay, since the last one that was right
+    num_refused: dict[str, int] = field(default_factory=dict[str, int])  # offers that did not pay, since one was right
     missed_s: dict[str, float] = field(default_factory=dict[str, float])  # what one that is behind would have saved
     num_tokens: int = 0  # when it was last looked at
     # The fields below are those of the draft under way.
@@ -314,18 +318,16 @@ class Option(NamedTuple):
     sequence: DraftedSequence
     proposer: str
     survival: Sequence[float]
-    pieces: Sequence[Piece]  # of a lookup, what is copied
+    pieces: Sequence[Piece]
     num_behind: int = 0  # tokens that the proposer has to read first
 
 
 class Policy:
-    """Chooses proposers and draft lengths (see the module). `proposers` by the names that Choice has for them, `lookup`
-    among them."""
+    """Chooses proposers and draft lengths (see the module). `proposers` by the names that Choice has for them."""
 
     def __init__(
         self,
         proposers: Mapping[str, Proposer],
-        lookup: PromptLookupProposer,
         step_costs: StepCosts,
         least_costs: Mapping[str, LeastCost],
         max_step_tokens: int,
@@ -334,22 +336,20 @@ class Policy:
     ) -> None:
         """`on_failure`: told of a proposer that raised, of what it could not do, and of the error."""
         self._proposers = proposers
-        self._lookup = lookup
         self._step_costs = step_costs
         self._max_step_tokens = max_step_tokens
         self._clock = clock
         self._on_failure = on_failure
         self._unit_costs = {name: RunningCost(least.per_round_s) for name, least in least_costs.items()}
         self._read_costs = {name: RunningCost(least.per_read_token_s) for name, least in least_costs.items()}
-        self._rates: dict[tuple[str, Source, AdapterKey | None], AcceptanceRates] = {}
-        self._num_heads: dict[AdapterKey, int] = {}  # where a draft was shorter than asked for
+        self._rates: dict[tuple[str, str, Hashable], AcceptanceRates] = {}
         self._paces: dict[tuple[str, ...], float] = {}  # plain steps per token, by choice of proposers
         self._step = 0
         self._step_size = 1.0  # in plain steps, of the last one
         # The fields below are those of the present step.
         self._choices: Sequence[Choice | None] = ()
         self._pauses: dict[str, int] = {}
-        self._costs: dict[str, float] = {}
+        self._costs: dict[str, CallCost] = {}
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -389,7 +389,7 @@ class Policy:
             num_tokens=num_rows,
             budget=self._max_step_tokens - num_rows - num_drafted,
             step_costs=self._step_costs,
-            unit_costs={one.proposer: self._cost(one.proposer) for one in options},
+            call_costs={one.proposer: self._cost(one.proposer) for one in options},
         )
         for option, num in zip(options, lengths, strict=True):
             if num == 0:
@@ -402,15 +402,15 @@ class Policy:
         taken_s = self._step_costs.seconds(num_rows + sum(num for _, num in drafts))
         for name in {name for name, _ in drafts}:
             lengths = [num for one, num in drafts if one == name]
-            taken_s += self._call_s(name, max(lengths), sum(lengths))
+            taken_s += self._cost(name).seconds(max(lengths), sum(lengths))
         self._step_size = taken_s / self._step_costs.seconds(num_rows)
 
     # --- what is learned ----------------------------------------------------------------------------------------------
 
     def learn(self, sequence: DraftedSequence, num_drafted: int, num_accepted: int) -> None:
         """Learns from a verified draft. Each piece stands for its source, as far as those before it were right."""
-        if num_accepted and sequence.proposer == PROMPT_LOOKUP:
-            sequence.num_refused = 0
+        if num_accepted:
+            sequence.num_refused.pop(sequence.proposer, None)
         for source, num_tokens, evidence, _ in sequence.pieces:
             num = min(num_tokens, num_drafted)
             self._record(sequence, sequence.proposer, source).observe(self._step, num, min(num, num_accepted), evidence)
@@ -424,25 +424,21 @@ class Policy:
     ) -> None:
         """Learns the cost of a call, which was for so many tokens of each and gave these drafts. A prompt that is read
         for the first time is not what drafting costs, and neither are heads on their way, which give nothing."""
-        if name in (PROMPT_LOOKUP, GRAMMAR):
-            return  # made before it is asked
+        if self._proposers[name].is_free:
+            return
+        cost = self._cost(name)
         behind = [one for one, _ in asked if one.num_behind]
         num_read = sum(one.num_behind - self._proposers[name].num_behind(one.candidate) for one in behind)
         now_s = self._clock()
         if num_read > 0:
             lengths = [len(draft) for draft in drafts]
-            seconds -= self._call_s(name, max(lengths), sum(lengths))
+            seconds -= cost.seconds(max(lengths), sum(lengths))
             self._read_costs.setdefault(name, RunningCost()).observe(seconds / num_read, now_s)
         elif any(drafts) and all(name in one.sequence.asked for one, _ in asked):
-            units = call_units(name, max(num for _, num in asked), sum(num for _, num in asked))
+            units = cost.units(max(num for _, num in asked), sum(num for _, num in asked))
             self._unit_costs.setdefault(name, RunningCost()).observe(seconds / units, now_s)
-        for (option, num), draft in zip(asked, drafts, strict=True):
+        for option, _ in asked:
             option.sequence.asked.add(name)
-            medusa_key = option.sequence.choice.medusa_key
-            if name == MEDUSA and medusa_key is not None and 0 < len(draft) < num:
-                if medusa_key not in self._num_heads:
-                    _make_room(self._num_heads)
-                self._num_heads[medusa_key] = len(draft)  # no draft of these will be longer
 
     # --- the best proposer --------------------------------------------------------------------------------------------
 
@@ -493,28 +489,20 @@ class Policy:
         per_second = 1.0 / (pace * self._step_costs.seconds(num_rows))
         tokens = 1.0
         best = 1.0 - 1.0 / pace, tokens
+        cost = self._cost(option.proposer)
         for num, survival in enumerate(option.survival, start=1):
             tokens += survival
-            taken_s = self._step_costs.seconds(num_rows * (1 + num))
-            taken_s += self._call_s(option.proposer, num, num_rows * num)
+            taken_s = self._step_costs.seconds(num_rows * (1 + num)) + cost.seconds(num, num_rows * num)
             best = max(best, (tokens - per_second * taken_s, tokens))
         return best
 
     def _option(self, candidate: Candidate, sequence: DraftedSequence, name: str) -> Option | None:
         """The proposer's offer for the sequence; None where it has no draft to offer in this step."""
-        choice = sequence.choice
-        params, medusa_key = choice.params, choice.medusa_key
+        proposer, params = self._proposers[name], sequence.choice.params
         num_tokens = min(params.max_draft_tokens, candidate.num_room)
-        if name == PROMPT_LOOKUP:
-            pieces = self._lookup.pieces(candidate, params, num_tokens)
-            if not pieces:
-                return None
-        else:
-            if name == GRAMMAR and not (num_tokens := min(num_tokens, len(forced_tokens(candidate)))):
-                return None
-            if name == MEDUSA and medusa_key is not None:
-                num_tokens = min(num_tokens, self._num_heads.get(medusa_key, num_tokens))
-            pieces = (Piece("own", num_tokens),)
+        pieces = proposer.pieces(Ask(candidate, num_tokens, params, sequence.choice.medusa_key))
+        if not pieces:
+            return None
         max_pause = None if params.fixed_length else self._max_pause(name)
         survival: list[float] = []
         chance = 1.0
@@ -527,20 +515,21 @@ class Policy:
             chance = survival[-1]
         if not survival:
             step = (self._step // _REST + 1) * _REST
-            if max_pause is not None and name != PROMPT_LOOKUP:
-                step = self._record(sequence, name, "own").next_step(max_pause)
-            elif any(source in STARTS and not one.is_cooling for (_, source), one in sequence.records.items()):
-                return None  # the next match may be of another source
+            if max_pause is not None and not proposer.starts:
+                step = self._record(sequence, name, pieces[0].source).next_step(max_pause)
+            elif any(source in proposer.starts and not one.is_cooling for (_, source), one in sequence.records.items()):
+                return None  # the next draft may begin with another source
             sequence.rests[name] = step
             return None
-        return Option(candidate, sequence, name, survival, pieces, self._proposers[name].num_behind(candidate))
+        return Option(candidate, sequence, name, survival, pieces, proposer.num_behind(candidate))
 
     def _refuse(self, option: Option) -> None:
-        """Lets a proposer rest whose offer does not pay. A lookup rests after several such offers only: its next match
-        may be a better one."""
-        if option.proposer == PROMPT_LOOKUP:
-            option.sequence.num_refused += 1
-            if option.sequence.num_refused >= _MANY_REFUSED:
+        """Lets a proposer rest whose offer does not pay; after several such offers only where the next one may be a
+        better one."""
+        name, num_refused = option.proposer, option.sequence.num_refused
+        if self._proposers[name].starts:
+            num_refused[name] = num_refused.get(name, 0) + 1
+            if num_refused[name] >= _MANY_REFUSED:
                 self._rest(option, _REST)
         else:
             self._rest(option, _LONG_REST)
@@ -550,27 +539,27 @@ class Policy:
 
     # --- estimates ----------------------------------------------------------------------------------------------------
 
-    def _record(self, sequence: DraftedSequence, name: str, source: Source) -> TrackRecord:
+    def _record(self, sequence: DraftedSequence, name: str, source: str) -> TrackRecord:
         """The proposer's record in the sequence, one for each source: a match in an earlier output is not worth what
         one in the own text is."""
         record = sequence.records.get((name, source))
         if record is None:
-            place = (name, source, sequence.choice.medusa_key if name == MEDUSA else None)
+            proposer = self._proposers[name]
+            place = (name, source, proposer.rates_key(sequence.choice))
             rates = self._rates.get(place)
             if rates is None:
-                _make_room(self._rates)
-                rates = self._rates[place] = AcceptanceRates(PRIORS.get(name, DEFAULT_PRIOR))
+                rates = AcceptanceRates(proposer.prior)
+                remember(self._rates, place, rates)
             record = sequence.records[name, source] = TrackRecord(rates)
         return record
 
-    def _cost(self, name: str) -> float:
-        """Seconds of one of the proposer's units (see `call_units`), the same all through a step."""
-        if name not in self._costs:
-            self._costs[name] = self._unit_costs[name].seconds(self._clock()) if name in self._unit_costs else 0.0
-        return self._costs[name]
-
-    def _call_s(self, name: str, num_rounds: int, num_tokens: int) -> float:
-        return self._cost(name) * call_units(name, num_rounds, num_tokens)
+    def _cost(self, name: str) -> CallCost:
+        """The cost of the proposer's calls, the same all through a step."""
+        cost = self._costs.get(name)
+        if cost is None:
+            unit_s = self._unit_costs[name].seconds(self._clock()) if name in self._unit_costs else 0.0
+            cost = self._costs[name] = CallCost(unit_s, self._proposers[name].drafts_at_once)
+        return cost
 
     def _read_s(self, option: Option) -> float:
         if not option.num_behind or option.proposer not in self._read_costs:
@@ -582,7 +571,7 @@ class Policy:
         accepted."""
         if name not in self._pauses:
             num_users = sum(choice is not None and name in choice.proposers for choice in self._choices)
-            call_s = self._call_s(name, 1, num_users)
+            call_s = self._cost(name).seconds(1, num_users)
             self._pauses[name] = longest_pause(len(self._choices), num_users, self._step_costs, call_s)
         return self._pauses[name]
 
@@ -595,9 +584,3 @@ class Policy:
             kept = _PACE_KEPT**num_new
             self._paces[sequence.choice.proposers] = min(1.0, pace * kept + self._step_size / num_new * (1.0 - kept))
         sequence.num_tokens = num_tokens
-
-
-def _make_room(known: dict[Any, Any]) -> None:
-    """Drops the oldest entries where there are too many."""
-    if len(known) >= MAX_KNOWN:
-        del known[next(iter(known))]

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 from loraplex_contracts.plan import Candidate
 from loraplex_contracts.request import SpeculationParams
 from loraplex_server.speculation.history import MAX_MATCH, MIN_RUN, History, Outputs, Reader, Separators
-from loraplex_server.speculation.proposer import PROMPT_LOOKUP, Ask
+from loraplex_server.speculation.proposer import PROMPT_LOOKUP, Ask, Piece, Proposer
 
 # Measured on records whose answers copy names and numbers out of the prompt: nothing above 4 changes a draft, and a
 # floor of 2 misses the first token of most copies. Single tokens pay because of the rule in `Match`.
@@ -43,21 +43,8 @@ _FEW = 8
 # them that the sequence left a little before. Behind that: an earlier output behind a value, the prompt's value behind
 # a key, or the token that replaces a separator.
 Source = Literal["own", "history", "resumed", "behind", "value", "separator"]
-STARTS: frozenset[Source] = frozenset(("own", "history", "resumed"))
-
-
-class Piece(NamedTuple):
-    """Consecutive tokens of a draft from one source."""
-
-    source: Source
-    num_tokens: int
-    evidence: int = 0  # how many tokens agree before it
-    position: int = 0  # of its first token there
-
-    @property
-    def is_earlier(self) -> bool:
-        """True if positions are those of earlier outputs."""
-        return self.source in ("history", "resumed", "behind")
+_STARTS: frozenset[Source] = frozenset(("own", "history", "resumed"))
+_EARLIER: frozenset[Source] = frozenset(("history", "resumed", "behind"))  # whose positions are in earlier outputs
 
 
 class Known(NamedTuple):
@@ -83,37 +70,30 @@ class Match(NamedTuple):
     source: Source = "own"
 
 
-class PromptLookupProposer:
+class PromptLookupProposer(Proposer):
     """Drafts by copying. Owns an index per sequence that it has been asked for, and what those have written."""
+
+    name = PROMPT_LOOKUP
+    prior = (0.3, 0.4, 0.7, 0.8)  # a draft's first tokens are as likely as its match is long
+    is_free = True
+    starts = _STARTS
 
     def __init__(self, window: int = WINDOW, history: History | None = None) -> None:
         self._window = window
         self._history = history or History(0)
         self._texts: dict[str, _Text] = {}
 
-    @property
-    def name(self) -> str:
-        return PROMPT_LOOKUP
-
     def match(self, candidate: Candidate, params: SpeculationParams) -> Match | None:
         """The match that a draft would continue; None where there is no draft."""
         return self._text(candidate, params).match
 
-    def pieces(self, candidate: Candidate, params: SpeculationParams, num_tokens: int) -> tuple[Piece, ...]:
-        """The pieces of a draft of at most `num_tokens` tokens, for the policy."""
-        return self._composed(self._text(candidate, params), num_tokens)[1]
+    def pieces(self, ask: Ask) -> tuple[Piece, ...]:
+        return self._composed(self._text(ask.candidate, ask.params), ask.num_tokens)[1]
 
     def propose(self, asks: Sequence[Ask]) -> Sequence[tuple[int, ...]]:
         return [
             self._composed(self._text(ask.candidate, ask.params), ask.num_tokens)[0][: ask.num_tokens] for ask in asks
         ]
-
-    def num_behind(self, candidate: Candidate) -> int:
-        """Zero: new tokens are indexed when a match is looked for, whichever proposer drafts."""
-        return 0
-
-    def suspend(self, sequence_id: str) -> None:
-        """Keeps the sequence's index: the text is not finished."""
 
     def end(self, sequence_id: str) -> None:
         """Puts the sequence's output into the history."""
@@ -162,7 +142,7 @@ class PromptLookupProposer:
             while num_right < num_left and drafted[num_right] == token_ids[start + num_right]:
                 num_right += 1
             position, start = piece.position + num_right, start + num_right
-            if piece.is_earlier:
+            if piece.source in _EARLIER:
                 if num_right:
                     text.reader.move(position, start)
             elif (

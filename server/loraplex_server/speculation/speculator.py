@@ -18,16 +18,13 @@ from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
 from loraplex_contracts.plan import Candidate, Draft, StepPlan, StepResult
 from loraplex_contracts.request import Request, SpeculationKind, SpeculationParams, Tokens
 from loraplex_server.config import SpeculationConfig
-from loraplex_server.speculation.history import History
 from loraplex_server.speculation.policy import DraftedSequence, LeastCost, Option, Policy
-from loraplex_server.speculation.prompt_lookup import PromptLookupProposer
 from loraplex_server.speculation.proposer import (
     GRAMMAR,
     MEDUSA,
     PROMPT_LOOKUP,
     Ask,
     Choice,
-    ForcedTokenProposer,
     Proposer,
     draft_key,
 )
@@ -39,8 +36,7 @@ DEFAULT_NUM_TOKENS = 8  # per step at most, where neither request nor server say
 
 
 class Speculator:
-    """Drafts for the sequences of a step (see the module). `proposers` by the names that Choice has for them; prompt
-    lookup is its own."""
+    """Drafts for the sequences of a step (see the module). `proposers` by the names that Choice has for them."""
 
     def __init__(
         self,
@@ -60,14 +56,9 @@ class Speculator:
         `drafts_by_default`: whether requests that do not say speculate, as they do where the configuration has a number
         of draft tokens. `num_token_ids`: token ids below it can go into the target and come out of it."""
         self._config = config
-        self._lookup = PromptLookupProposer(history=History(config.lookup_history))
-        self._proposers: dict[str, Proposer] = {
-            **proposers,
-            PROMPT_LOOKUP: self._lookup,
-            GRAMMAR: ForcedTokenProposer(),
-        }
+        self._proposers = dict(proposers)
         self._policy = Policy(
-            self._proposers, self._lookup, step_costs, least_costs or {}, max_step_tokens, clock, self._note_failure
+            self._proposers, step_costs, least_costs or {}, max_step_tokens, clock, self._note_failure
         )
         self.draft_names = tuple(draft_names)
         self._default_heads = default_heads

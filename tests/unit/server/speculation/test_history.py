@@ -311,6 +311,11 @@ PROMPT = [40, 41, 42]
 OUTPUT = list(range(1, 21))  # nothing in it repeats
 
 
+def make_speculator(lookup_history: int = 1 << 14) -> Speculator:
+    lookup = PromptLookupProposer(history=History(lookup_history))
+    return Speculator(SpeculationConfig(), {PROMPT_LOOKUP: lookup}, FREE_ROWS)
+
+
 def run(
     speculator: Speculator, name: str, output: Sequence[int], *, kind: Literal["prompt_lookup", "auto"], tenant: str
 ) -> int:
@@ -339,7 +344,7 @@ def run(
 
 @pytest.mark.parametrize("kind", ["prompt_lookup", "auto"])
 def test_an_equal_request_is_drafted_from_the_first_ones_output(kind: Literal["prompt_lookup", "auto"]) -> None:
-    speculator = Speculator(SpeculationConfig(), {}, FREE_ROWS)
+    speculator = make_speculator()
     num_steps = len(OUTPUT) - 1
     assert run(speculator, "first", OUTPUT, kind=kind, tenant="t") == num_steps
     assert run(speculator, "elsewhere", OUTPUT, kind=kind, tenant="u") == num_steps
@@ -347,13 +352,13 @@ def test_an_equal_request_is_drafted_from_the_first_ones_output(kind: Literal["p
 
 
 def test_the_speculators_history_can_be_switched_off() -> None:
-    speculator = Speculator(SpeculationConfig(lookup_history=0), {}, FREE_ROWS)
+    speculator = make_speculator(lookup_history=0)
     for name in ("first", "again"):
         assert run(speculator, name, OUTPUT, kind="prompt_lookup", tenant="t") == len(OUTPUT) - 1
 
 
 def test_misses_in_earlier_outputs_say_nothing_about_the_own_text() -> None:
-    speculator = Speculator(SpeculationConfig(), {}, FREE_ROWS)
+    speculator = make_speculator()
     for idx in range(40):  # each begins like the one before, and goes on differently
         run(speculator, f"{idx}", [1, 2, 3, 100 + idx, 200 + idx], kind="prompt_lookup", tenant="t")
     assert {source for _, source, _ in speculator._policy._rates} == {"history"}

@@ -28,8 +28,9 @@ from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.lora import DenseTable, PreparedSegments, Segment, SegmentedDense, SegmentedLora
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import adopt_model
+from loraplex_server.speculation import proposer as module
 from loraplex_server.speculation.medusa import HeadAsk, HeadSlots, MedusaProposer
-from loraplex_server.speculation.proposer import MEDUSA, Ask, Proposer
+from loraplex_server.speculation.proposer import MEDUSA, Ask, Piece, Proposer
 
 NUM_TOKENS = 12
 MAX_DRAFT = 4
@@ -297,6 +298,24 @@ def test_one_loan_for_a_key_and_no_work_without_heads() -> None:
     assert list(proposer.propose([])) == []
     assert runner.rows == [1, 3]
     assert drafts[1] == expected_draft(heads, slots._head, runner.states[1], MAX_DRAFT)  # pyright: ignore[reportPrivateUsage]
+
+
+def test_no_more_is_promised_than_there_are_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number is known once they have been borrowed."""
+    monkeypatch.setattr(module, "MAX_KNOWN", 1)
+    slots, runner, cache, heads, key = small()
+    proposer = MedusaProposer(runner, cache, slots)
+    ask = ask_for(job_in(4), key)
+    assert list(proposer.pieces(ask)) == [Piece("own", MAX_DRAFT)]
+    (draft,) = proposer.propose([ask])
+    assert list(proposer.pieces(ask)) == [Piece("own", len(heads))] == [Piece("own", len(draft))]
+    assert list(proposer.pieces(ask._replace(num_tokens=1))) == [Piece("own", 1)]
+    more = head_weights("more", [random_head(32) for _ in range(3)])
+    slots.install(2, more)
+    cache.slots[more.key] = 2
+    proposer.propose([ask_for(job_in(4), more.key)])
+    assert list(proposer.pieces(ask_for(job_in(4), more.key))) == [Piece("own", 3)]
+    assert len(proposer._num_heads) == 1  # pyright: ignore[reportPrivateUsage]
 
 
 def test_bad_heads_and_bad_keys_cost_their_own_draft_only(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,22 +15,23 @@ from hypothesis import strategies as st
 
 from loraplex_server.speculation.policy import (
     MOST_PAUSE,
-    PRIORS,
     AcceptanceRates,
+    CallCost,
     LeastCost,
     RunningCost,
     SurvivalCurve,
     TrackRecord,
-    call_units,
     choose_lengths,
     longest_pause,
 )
+from loraplex_server.speculation.prompt_lookup import PromptLookupProposer
 from loraplex_server.speculation.proposer import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP
 from loraplex_server.speculation.step_costs import StepCosts
 
 # A model of 245M parameters on two cores: eight rows cost little more than one.
 CPU = StepCosts({1: 0.0135, 2: 0.0142, 4: 0.0145, 8: 0.0159, 16: 0.0184, 32: 0.0279, 64: 0.0454})
-COSTS = {PROMPT_LOOKUP: 0.0, MEDUSA: 0.0015, DRAFT_MODEL: 0.003}  # seconds of a unit
+COSTS = {PROMPT_LOOKUP: CallCost(), MEDUSA: CallCost(0.0015, drafts_at_once=True), DRAFT_MODEL: CallCost(0.003)}
+LOOKUP_PRIOR = PromptLookupProposer.prior
 MAX_TOKENS = 8
 
 curves = st.lists(st.floats(0.0, 1.0), max_size=6).map(lambda chances: sorted(chances, reverse=True))
@@ -42,7 +43,7 @@ class Decoding:
     """Sequences that decode together, drafted for by one proposer, on the clock of a cost table."""
 
     def __init__(self, proposer: str, num_sequences: int, seed: int = 0) -> None:
-        rates = AcceptanceRates(PRIORS.get(proposer, (0.9,)))
+        rates = AcceptanceRates(LOOKUP_PRIOR if proposer == PROMPT_LOOKUP else (0.9,))
         self.records = [TrackRecord(rates) for _ in range(num_sequences)]
         self.lengths: list[list[int]] = []
         self.num_tokens = 0
@@ -54,8 +55,7 @@ class Decoding:
     def run(self, num_steps: int, chance: float, evidence: Callable[[int], int] = lambda step: 0) -> None:
         """Runs decode steps in which every draft token is right by `chance`."""
         num_sequences = len(self.records)
-        call_s = self._cost * call_units(self._proposer, 1, num_sequences)
-        pause = longest_pause(num_sequences, num_sequences, CPU, call_s)
+        pause = longest_pause(num_sequences, num_sequences, CPU, self._cost.seconds(1, num_sequences))
         for _ in range(num_steps):
             step = 1000 + len(self.lengths)
             level = evidence(step)
@@ -65,9 +65,7 @@ class Decoding:
                 num_rows=num_sequences,
                 num_tokens=num_sequences,
             )
-            self.time_s += CPU.seconds(num_sequences + sum(lengths)) + self._cost * call_units(
-                self._proposer, max(lengths), sum(lengths)
-            )
+            self.time_s += CPU.seconds(num_sequences + sum(lengths)) + self._cost.seconds(max(lengths), sum(lengths))
             for record, length in zip(self.records, lengths, strict=True):
                 num_accepted = 0
                 while num_accepted < length and self._rng.random() < chance:
@@ -83,7 +81,7 @@ class Decoding:
 
 def choose(curves: Sequence[SurvivalCurve], num_rows: int, num_tokens: int, budget: int = 1000) -> list[int]:
     return choose_lengths(
-        curves, num_rows=num_rows, num_tokens=num_tokens, budget=budget, step_costs=CPU, unit_costs=COSTS
+        curves, num_rows=num_rows, num_tokens=num_tokens, budget=budget, step_costs=CPU, call_costs=COSTS
     )
 
 
@@ -93,7 +91,7 @@ def speed(curves: Sequence[SurvivalCurve], lengths: Sequence[int], num_rows: int
     seconds = CPU.seconds(num_rows + sum(lengths))
     for proposer, cost in COSTS.items():
         own = [n for curve, n in zip(curves, lengths, strict=True) if curve.proposer == proposer]
-        seconds += cost * call_units(proposer, max(own, default=0), sum(own))
+        seconds += cost.seconds(max(own, default=0), sum(own))
     return expected / seconds
 
 
@@ -209,7 +207,7 @@ def test_a_stretch_that_copies_is_noticed_after_a_dry_one(proposer: str) -> None
     num_before = decoding.num_tokens
     decoding.run(40, 0.95, lambda step: 1 + step - begin)  # a match that grows by at least a token in each step
     first = next(idx for idx, lengths in enumerate(decoding.lengths[300:]) if lengths[0] > 0)
-    assert first <= (3 if proposer == PROMPT_LOOKUP else longest_pause(1, 1, CPU, COSTS[proposer]))
+    assert first <= (3 if proposer == PROMPT_LOOKUP else longest_pause(1, 1, CPU, COSTS[proposer].unit_s))
     assert decoding.num_tokens - num_before > 100
 
 
@@ -230,7 +228,7 @@ def test_survival_falls_and_knows_the_prior() -> None:
     st.integers(0, 70),
 )
 def test_survival_is_a_chance_whatever_was_seen(seen: list[tuple[int, int, int, int]], evidence: int) -> None:
-    one = record(*PRIORS[PROMPT_LOOKUP])
+    one = record(*LOOKUP_PRIOR)
     step = 0
     for num_drafted, num_accepted, level, num_steps in seen:
         step += num_steps
@@ -269,7 +267,7 @@ def test_what_is_behind_the_first_rejection_says_nothing() -> None:
 
 
 def test_longer_matches_are_judged_by_themselves() -> None:
-    one = record(*PRIORS[PROMPT_LOOKUP])
+    one = record(*LOOKUP_PRIOR)
     before = one.survival(0, 1, 8, max_pause=None)[0]
     for step in range(10):
         one.observe(step, 4, 0, evidence=1)
@@ -332,7 +330,7 @@ def test_success_ends_a_pause_at_once() -> None:
 
 
 def test_a_long_match_gives_a_pause_an_end() -> None:
-    one = record(*PRIORS[PROMPT_LOOKUP])
+    one = record(*LOOKUP_PRIOR)
     step = 0
     while misses(one, step, evidence=2):
         step += 1
@@ -346,9 +344,11 @@ def test_a_long_match_gives_a_pause_an_end() -> None:
 
 
 def test_rounds_and_tokens_of_a_call() -> None:
-    assert call_units(MEDUSA, 4, 0) == 1
-    assert call_units(DRAFT_MODEL, 4, 16) == 5
-    assert call_units(MEDUSA, 0, 0) == call_units(DRAFT_MODEL, 0, 0) == 0
+    round_by_round, at_once = CallCost(2.0), CallCost(2.0, drafts_at_once=True)
+    assert at_once.units(4, 0) == 1
+    assert round_by_round.units(4, 16) == 5
+    assert round_by_round.seconds(4, 16) == 10
+    assert at_once.units(0, 0) == round_by_round.units(0, 0) == 0
 
 
 def test_what_was_never_seen_is_free_and_what_is_old_fades() -> None:

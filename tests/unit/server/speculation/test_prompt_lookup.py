@@ -17,12 +17,11 @@ from loraplex_server.speculation.prompt_lookup import (
     MAX_MATCH,
     Known,
     Match,
-    Piece,
     PromptLookupProposer,
     compose,
     continuation,
 )
-from loraplex_server.speculation.proposer import Ask, Proposer
+from loraplex_server.speculation.proposer import Ask, Piece, Proposer
 
 # Few different tokens, so that everything has been here before.
 token_ids = st.lists(st.integers(0, 3), max_size=40)
@@ -266,8 +265,9 @@ def test_pieces_say_where_each_token_comes_from(records: list[tuple[list[int], l
     for number, (prompt, output) in enumerate(records):
         for end in range(len(prompt), len(prompt) + len(output) + 1):
             asked = candidate([*prompt, *output][:end], len(prompt), f"s{number}")
-            pieces = proposer.pieces(asked, PARAMS, num_tokens)
-            (draft,) = proposer.propose([Ask(asked, num_tokens, PARAMS)])
+            ask = Ask(asked, num_tokens, PARAMS)
+            pieces = proposer.pieces(ask)
+            (draft,) = proposer.propose([ask])
             assert sum(piece.num_tokens for piece in pieces) == len(draft) <= num_tokens
             assert all(piece.num_tokens > 0 for piece in pieces)
             assert bool(pieces) == bool(draft)

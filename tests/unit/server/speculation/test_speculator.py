@@ -22,9 +22,21 @@ from loraplex_contracts.request import (
     Tokens,
 )
 from loraplex_server.config import SpeculationConfig
-from loraplex_server.speculation import policy as module
-from loraplex_server.speculation.prompt_lookup import Piece, PromptLookupProposer
-from loraplex_server.speculation.proposer import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP, Ask, draft_key
+from loraplex_server.speculation import proposer as module
+from loraplex_server.speculation.history import History
+from loraplex_server.speculation.prompt_lookup import PromptLookupProposer
+from loraplex_server.speculation.proposer import (
+    DRAFT_MODEL,
+    GRAMMAR,
+    MEDUSA,
+    PROMPT_LOOKUP,
+    Ask,
+    Choice,
+    ForcedTokenProposer,
+    Piece,
+    Proposer,
+    draft_key,
+)
 from loraplex_server.speculation.speculator import Speculator
 from loraplex_server.speculation.step_costs import StepCosts
 
@@ -46,8 +58,8 @@ class Clock:
 
 
 @dataclass
-class Fake:
-    """Implements Proposer. Drafts 1, 2, 3, ... unless told otherwise; each call takes `seconds`."""
+class Fake(Proposer):
+    """Drafts 1, 2, 3, ... unless told otherwise; each call takes `seconds`."""
 
     name: str
     clock: Clock
@@ -82,6 +94,15 @@ class Fake:
         return {ask.candidate.sequence_id: ask.num_tokens for ask in self.calls[-1]} if self.calls else {}
 
 
+class FakeHeads(Fake):
+    """Drafts by the heads that a request names."""
+
+    drafts_at_once = True
+
+    def rates_key(self, choice: Choice) -> AdapterKey | None:
+        return choice.medusa_key
+
+
 class Table:
     """A speculator with heads and a draft model, and requests of one sequence each."""
 
@@ -94,12 +115,20 @@ class Table:
     ) -> None:
         """`others`: draft models beside the small one."""
         self.clock = Clock()
-        self.medusa = Fake(MEDUSA, self.clock)
+        config = config or SpeculationConfig()
+        self.medusa = FakeHeads(MEDUSA, self.clock)
+        self.lookup = PromptLookupProposer(history=History(config.lookup_history))
         self.small = Fake(DRAFT_MODEL, self.clock)
         self.others = {name: Fake(DRAFT_MODEL, self.clock) for name in others}
         self.speculator = Speculator(
-            config or SpeculationConfig(),
-            {MEDUSA: self.medusa, SMALL: self.small, **{draft_key(name): one for name, one in self.others.items()}},
+            config,
+            {
+                MEDUSA: self.medusa,
+                PROMPT_LOOKUP: self.lookup,
+                GRAMMAR: ForcedTokenProposer(),
+                SMALL: self.small,
+                **{draft_key(name): one for name, one in self.others.items()},
+            },
             costs,
             draft_names=("small", *others),
             clock=self.clock,
@@ -256,7 +285,7 @@ def test_a_preempted_sequence_enters_the_lookup_history_once() -> None:
     table.begin("a", "prompt_lookup")
     output = [31, 32, 33, 34]
     table.propose("a", tokens=[7, 8, 9, *output])
-    history = table.speculator._lookup._history
+    history = table.lookup._history
     table.propose()
     assert history.num_tokens == 0
     table.propose("a", tokens=[7, 8, 9, *output, 35])
@@ -400,18 +429,34 @@ def test_the_budget_of_the_step_is_shared() -> None:
     assert sum(table.small.lengths.values()) == 2
 
 
-def test_heads_are_asked_for_as_many_tokens_as_they_have() -> None:
+def test_no_more_is_asked_for_than_a_draft_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pieces(ask: Ask) -> tuple[Piece, ...]:
+        return (Piece("own", min(ask.num_tokens, 2 if ask.medusa_key == BOTH else 99)),)
+
     table = Table()
-    table.medusa.answer = lambda ask: (1, 2) if ask.medusa_key == BOTH else (1, 2, 3, 4, 5, 6, 7, 8)[: ask.num_tokens]
+    monkeypatch.setattr(table.medusa, "pieces", pieces)
     table.begin("two", "medusa", BOTH, fixed_length=True)
     table.begin("many", "medusa", HEADS, fixed_length=True)
     table.propose("two", "many")
-    assert table.medusa.lengths == {"two": 8, "many": 8}
-    table.propose("two", "many")
     assert table.medusa.lengths == {"two": 2, "many": 8}
-    table.begin("another", "medusa", BOTH, fixed_length=True)
-    table.propose("another")
-    assert table.medusa.lengths == {"another": 2}
+
+
+class OneLegalToken:
+    """A grammar's matcher, as far as the speculator asks it."""
+
+    def num_legal(self, draft: Sequence[int]) -> int:
+        return 1
+
+
+def test_a_draft_that_a_grammar_cuts_makes_no_other_of_these_heads_shorter() -> None:
+    matcher: Any = OneLegalToken()
+    table = Table()
+    table.begin("cut", "medusa", BOTH, fixed_length=True)
+    table.begin("free", "medusa", BOTH, fixed_length=True)
+    drafts = table.speculator.propose([table.candidate("cut")._replace(matcher=matcher)])
+    assert drafts["cut"].token_ids == (1,)
+    table.propose("free")
+    assert table.medusa.lengths == {"free": 8}
 
 
 @pytest.mark.parametrize("is_fixed", [False, True])
@@ -419,11 +464,9 @@ def test_where_nothing_is_accepted_few_steps_look(monkeypatch: pytest.MonkeyPatc
     looked: list[int] = []
     pieces = PromptLookupProposer.pieces
 
-    def counted(
-        self: PromptLookupProposer, candidate: Candidate, params: SpeculationParams, num_tokens: int
-    ) -> tuple[Piece, ...]:
-        looked.append(len(candidate.token_ids))
-        return pieces(self, candidate, params, num_tokens)
+    def counted(self: PromptLookupProposer, ask: Ask) -> tuple[Piece, ...]:
+        looked.append(len(ask.candidate.token_ids))
+        return pieces(self, ask)
 
     monkeypatch.setattr(PromptLookupProposer, "pieces", counted)
     table = Table()
@@ -447,11 +490,9 @@ def test_lookups_that_never_pay_are_made_in_few_steps(monkeypatch: pytest.Monkey
     looked: list[int] = []
     pieces = PromptLookupProposer.pieces
 
-    def counted(
-        self: PromptLookupProposer, candidate: Candidate, params: SpeculationParams, num_tokens: int
-    ) -> tuple[Piece, ...]:
+    def counted(self: PromptLookupProposer, ask: Ask) -> tuple[Piece, ...]:
         looked.append(1)
-        return pieces(self, candidate, params, num_tokens)
+        return pieces(self, ask)
 
     monkeypatch.setattr(PromptLookupProposer, "pieces", counted)
     numbers: list[int] = []
@@ -696,12 +737,10 @@ def test_a_sequence_that_breaks_a_lookup_leaves_the_others_theirs(monkeypatch: p
     """The sequence gets its drafts in another way."""
     pieces = PromptLookupProposer.pieces
 
-    def broken(
-        self: PromptLookupProposer, candidate: Candidate, params: SpeculationParams, num_tokens: int
-    ) -> tuple[Piece, ...]:
-        if candidate.sequence_id == "a":
+    def broken(self: PromptLookupProposer, ask: Ask) -> tuple[Piece, ...]:
+        if ask.candidate.sequence_id == "a":
             raise RuntimeError("no")
-        return pieces(self, candidate, params, num_tokens)
+        return pieces(self, ask)
 
     monkeypatch.setattr(PromptLookupProposer, "pieces", broken)
     table = Table()
@@ -805,6 +844,4 @@ def test_what_is_known_of_heads_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     for idx in range(10):
         table.begin(f"{idx}", "medusa", AdapterKey("medusa", f"{idx:064x}"))
         table.step(f"{idx}")
-        table.medusa.answer = lambda ask: (1, 2)
     assert len(table.speculator._policy._rates) == 3
-    assert len(table.speculator._policy._num_heads) == 3
