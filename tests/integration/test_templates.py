@@ -25,6 +25,7 @@ from loraplex import (
     InvalidArgument,
     LoraplexError,
 )
+from loraplex_adapters.cache.states import AdapterTraits
 from loraplex_contracts.adapters import AdapterTemplates, AdapterVersion
 from loraplex_server.config import AdaptersConfig, BatchConfig, ChatConfig, EngineConfig, ModelConfig, WorkerConfig
 
@@ -185,7 +186,10 @@ ASKED: Any = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "
 
 
 async def test_an_adapters_own_response_template_reads_its_answers() -> None:
-    own = {"a": AdapterTemplates(response=json.dumps(READS)), "b": AdapterTemplates(response=json.dumps(SLOW))}
+    own = {
+        name: AdapterTraits(templates=AdapterTemplates(response=json.dumps(template)))
+        for name, template in (("a", READS), ("b", SLOW))
+    }
     engine = {"adapters": AdaptersConfig(templates=True)}
     async with (
         scripted_worker(ANSWER, FakeCache(own=own), engine=engine) as worker,

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from loraplex_adapters.cache.states import PLAIN_TRAITS, AdapterTraits
 from loraplex_contracts.adapters import (
     NOBODY,
     OWN_ORIGIN,
@@ -15,7 +16,6 @@ from loraplex_contracts.adapters import (
     AdapterKey,
     AdapterKind,
     AdapterOrigin,
-    AdapterTemplates,
     AdapterUser,
     CacheUsage,
     ListingChanges,
@@ -98,7 +98,7 @@ class FakeCache:
 
     known: tuple[str, ...] = ("a", "b")
     kinds: dict[str, AdapterKind] = field(default_factory=dict)
-    own: dict[str, AdapterTemplates] = field(default_factory=dict)
+    own: dict[str, AdapterTraits] = field(default_factory=dict)
     delay: int = 0
     num_slots: int = 64
     holds: dict[AdapterKey, int] = field(default_factory=dict)
@@ -125,17 +125,8 @@ class FakeCache:
         keys = [self.resolve(adapter_id, now) for adapter_id in mixture.adapter_ids]
         return tuple(key for key in keys if key is not None) if all(keys) else None
 
-    def classifier(self, key: AdapterKey) -> None:
-        return None
-
-    def invocation(self, key: AdapterKey) -> tuple[int, ...]:
-        return ()
-
-    def templates(self, key: AdapterKey) -> AdapterTemplates | None:
-        return self.own.get(key.digest[: len(key.digest) // 64])
-
-    def pooling(self, key: AdapterKey) -> str:
-        return ""
+    def traits(self, key: AdapterKey) -> AdapterTraits:
+        return self.own.get(key.digest[: len(key.digest) // 64], PLAIN_TRAITS)
 
     def drop_hold(self, key: AdapterKey, tenant: str = "", name: str = "") -> None:
         self.holds[key] -= 1

@@ -59,10 +59,8 @@ from loraplex_contracts.adapters import (
     AdapterInfo,
     AdapterKey,
     AdapterOrigin,
-    AdapterTemplates,
     AdapterUser,
     CacheUsage,
-    ClassifierInfo,
     ListingChanges,
     LoadOptions,
     ReadCount,
@@ -255,21 +253,9 @@ class AdapterManager:
         self._notify_if_due()
         return keys
 
-    def classifier(self, key: AdapterKey) -> ClassifierInfo | None:
-        """The classifier of an adapter that is held; None where it has none."""
-        return self._residency.records[key].traits.classifier
-
-    def invocation(self, key: AdapterKey) -> tuple[int, ...]:
-        """Tokens that activate an adapter that is held; empty where it always is."""
-        return self._residency.records[key].traits.invocation
-
-    def templates(self, key: AdapterKey) -> AdapterTemplates | None:
-        """The templates that a held adapter brings; None where it has none."""
-        return self._residency.records[key].traits.templates
-
-    def pooling(self, key: AdapterKey) -> str:
-        """The pooling that a held adapter's files name; empty where they name none."""
-        return self._residency.records[key].traits.pooling
+    def traits(self, key: AdapterKey) -> AdapterTraits:
+        """What the files of an adapter that is held tell."""
+        return self._residency.records[key].traits
 
     def drop_hold(self, key: AdapterKey, tenant: str = NOBODY.tenant, name: str = "") -> None:
         """Gives back the hold of this tenant's request that resolved the key: the request has ended. `name` is what it

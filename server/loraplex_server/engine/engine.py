@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 from loraplex_adapters.cache.manager import AdapterManager
+from loraplex_adapters.cache.states import AdapterTraits
 from loraplex_contracts.adapters import (
     AdapterId,
     AdapterKey,
@@ -23,14 +24,10 @@ from loraplex_contracts.adapters import (
     name_in,
 )
 from loraplex_contracts.errors import (
-    ClassifiesOnly,
     Code,
     DeadlineExceeded,
     Draining,
-    FailedPrecondition,
-    InvalidArgument,
     LoraplexError,
-    NoClassifier,
     Unavailable,
     unexpected,
 )
@@ -38,11 +35,9 @@ from loraplex_contracts.load import Forecast, Load
 from loraplex_contracts.mixtures import Mixture, sum_weights
 from loraplex_contracts.plan import GrammarMatcher, StepPlan, StepResult
 from loraplex_contracts.request import (
-    MAX_CLASS_VALUES,
     CompletionEnd,
     Event,
     Grammar,
-    PooledPositions,
     Request,
     RequestFailed,
     Tokens,
@@ -59,6 +54,7 @@ from loraplex_server.engine.pipe import (
     StopCompletion,
     Submit,
 )
+from loraplex_server.engine.pooling import pooled_as_told
 from loraplex_server.engine.step_sizes import StepTally
 from loraplex_server.grammars.matcher import Grammars, Matcher
 from loraplex_server.model.isolation import Execute, StepHandle, execute_isolated, start_isolated
@@ -69,8 +65,6 @@ log = logging.getLogger(__name__)
 
 FORECAST_EVERY_S = 0.05  # it takes time for each request that waits
 RESIDENCY_EVERY_S = 0.5  # while steps run: adapters' rows are listed anew
-# Positions by the mode that an adapter's files name; the empty mode is that of adapters that name none.
-POOLED_BY_MODE: Final[dict[str, PooledPositions]] = {"": "last", "lasttoken": "last", "mean": "mean"}
 # Ends of requests that were not served in time, or for want of room. The waits of those with a wrong name, which take
 # no time, would hide theirs.
 OF_WAITS: Final = frozenset({Code.CANCELLED, Code.DEADLINE_EXCEEDED, Code.RESOURCE_EXHAUSTED, Code.UNAVAILABLE})
@@ -395,7 +389,8 @@ class Engine:
         accepted.is_scheduled = True
         try:
             _check_version(accepted.request, adapter_key)
-            request = self._as_adapter_says(accepted.request, adapter_key)
+            traits = None if adapter_key is None else self._cache.traits(adapter_key)
+            request = pooled_as_told(accepted.request, traits)
             self._speculator.begin(request, adapter_key, accepted.medusa_key)
             keeps_hidden = self._speculator.needs_hidden_states(request.request_id)
             self._scheduler.add(
@@ -406,59 +401,13 @@ class Engine:
                 num_elsewhere=self._num_pending,
                 num_own_elsewhere=self._num_pending_of(request.tenant),
                 matcher=accepted.matcher,
-                adapted_from=self._adapted_from(request, adapter_key),
+                adapted_from=_adapted_from(request, traits),
                 mixture=sum_weights(keys, mixture.weights) if mixture is not None and is_sum else (),
                 fetch_s=accepted.fetch_s,
             )
         except LoraplexError as error:
             accepted.is_scheduled = False
             self._end(accepted.request.request_id, error)
-
-    def _adapted_from(self, request: Request, adapter_key: AdapterKey | None) -> int | None:
-        """The first token of the prompt that the adapter changes; None where it changes none, now or later."""
-        invocation = () if adapter_key is None else self._cache.invocation(adapter_key)
-        return start_of_last(invocation, request.prompt_token_ids) if invocation else 0
-
-    def _as_adapter_says(self, request: Request, adapter_key: AdapterKey | None) -> Request:
-        """The request with what its adapter says about pooled values. Raises NoClassifier, ClassifiesOnly where an
-        adapter with a classifier is asked for a text, FailedPrecondition for embeddings that are made otherwise, or
-        InvalidArgument for more than MAX_CLASS_VALUES."""
-        classifier = None if adapter_key is None else self._cache.classifier(adapter_key)
-        pooling = request.pooling
-        if pooling is not None and pooling.task == "classify":
-            if classifier is None:
-                name = f"adapter {request.adapter_id!a}" if adapter_key is not None else "the base model"
-                raise NoClassifier(
-                    f"{name} has no classifier: name an adapter that was trained to classify (task_type SEQ_CLS or "
-                    "TOKEN_CLS), or ask for embeddings or a text",
-                    field="adapter_id",
-                )
-            num_tokens, num_labels = len(request.prompt_token_ids), len(classifier.labels)
-            if classifier.per_token and num_tokens * num_labels > MAX_CLASS_VALUES:
-                raise InvalidArgument(
-                    f"adapter {request.adapter_id!a} gives each token {num_labels} values, and an input has "
-                    f"{num_tokens} tokens; {MAX_CLASS_VALUES} values may be asked for at once: shorten the input to "
-                    f"{MAX_CLASS_VALUES // num_labels} tokens, or split it",
-                    field="inputs",
-                )
-            positions = "each" if classifier.per_token else "last"
-            return replace(request, pooling=replace(pooling, positions=positions, labels=classifier.labels))
-        if classifier is not None and (pooling is None or pooling.task == "next_token"):
-            raise ClassifiesOnly(
-                f"adapter {request.adapter_id!a} was trained to classify and writes no text: ask Classify (over HTTP "
-                "/classify) for its labels, or name another adapter",
-                field="adapter_id",
-            )
-        if pooling is not None and pooling.task == "embed" and pooling.positions is None:
-            mode = "" if adapter_key is None else self._cache.pooling(adapter_key)
-            if mode not in POOLED_BY_MODE:
-                raise FailedPrecondition(
-                    f"adapter {request.adapter_id!a} makes embeddings by {mode!a}, which is not available here: ask "
-                    "for last_token or mean, if that is what you want",
-                    field="pooling",
-                )
-            return replace(request, pooling=replace(pooling, positions=POOLED_BY_MODE[mode]))
-        return request
 
     def _end(self, request_id: str, error: LoraplexError) -> None:
         """Ends a request with `error`, wherever it is; a request that has ended already is left alone."""
@@ -526,7 +475,7 @@ class Engine:
                 key = self._cache.resolve(adapter_id, now, command.user, command.options.origin)
                 if key is None:
                     return None
-                version = AdapterVersion(adapter_id, key.digest, self._cache.templates(key))
+                version = AdapterVersion(adapter_id, key.digest, self._cache.traits(key).templates)
                 self._cache.drop_hold(key, command.user.tenant, held_name(adapter_id, command.options.origin))
                 return Reply(number, version=version)
 
@@ -568,6 +517,13 @@ class Engine:
         if now >= self._forecast_due_s:
             self._forecast, self._forecast_due_s = self._scheduler.forecast(), now + FORECAST_EVERY_S
         return self._forecast
+
+
+def _adapted_from(request: Request, traits: AdapterTraits | None) -> int | None:
+    """The first token of the prompt that the adapter with these traits changes; None where it changes none, now or
+    later."""
+    invocation = () if traits is None else traits.invocation
+    return start_of_last(invocation, request.prompt_token_ids) if invocation else 0
 
 
 def start_of_last(wanted: Sequence[int], token_ids: Sequence[int]) -> int | None:

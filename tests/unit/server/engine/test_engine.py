@@ -7,7 +7,8 @@ import threading
 import pytest
 from support.engine_fakes import FakeCache, FakeRunner, make_engine
 
-from loraplex_contracts.adapters import AdapterKey, ClassifierInfo
+from loraplex_adapters.cache.states import AdapterTraits
+from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import (
     AdapterNotFound,
     Cancelled,
@@ -15,7 +16,6 @@ from loraplex_contracts.errors import (
     Draining,
     FailedPrecondition,
     Internal,
-    InvalidArgument,
     LoraplexError,
     OutOfMemory,
     QueueFull,
@@ -26,7 +26,6 @@ from loraplex_contracts.request import (
     CompletionEnd,
     Event,
     FinishReason,
-    PooledPositions,
     PoolingParams,
     Request,
     RequestFailed,
@@ -34,7 +33,7 @@ from loraplex_contracts.request import (
     StoppingParams,
     Tokens,
 )
-from loraplex_server.engine.engine import MAX_CLASS_VALUES, RESIDENCY_EVERY_S, Engine, start_of_last
+from loraplex_server.engine.engine import RESIDENCY_EVERY_S, Engine, start_of_last
 from loraplex_server.engine.pipe import Abandon, AdapterCommand, Cancel, Reply, StopCompletion, Submit
 
 
@@ -102,53 +101,16 @@ def test_an_unknown_adapter_fails_its_request_only() -> None:
     assert engine.integrity_report() == ""
 
 
-def test_a_classification_of_too_many_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    labels = tuple(map(str, range(MAX_CLASS_VALUES // 4)))
-    cache = FakeCache()
-    engine = make_engine(cache=cache)
-    for per_token, num_prompt, is_refused in ((True, 4, False), (True, 5, True), (False, 5, False)):
-        monkeypatch.setattr(cache, "classifier", lambda key, each=per_token: ClassifierInfo(labels, each))
-        engine.handle(Submit(request(num_prompt=num_prompt, adapter_id="a", pooling=PoolingParams("classify"))))
-        events, _ = run(engine, 3)
-        if is_refused:
-            error = failure(events, "r")
-            assert isinstance(error, InvalidArgument)
-            assert "shorten the input to 4 tokens" in str(error)
-        else:
-            assert any(isinstance(event, Admitted) for event in events)
-            engine.handle(Cancel("r", Cancelled("seen")))
-            run(engine, 1)
-
-
-@pytest.mark.parametrize(
-    ("asked", "own", "expected"),
-    [
-        (None, "", "last"),
-        (None, "lasttoken", "last"),
-        (None, "mean", "mean"),
-        ("last", "mean", "last"),
-        ("mean", "cls", "mean"),
-        (None, "cls", None),
-        (None, "mean+max", None),
-    ],
-)
-def test_embeddings_are_pooled_as_asked_or_as_the_adapter_says(
-    monkeypatch: pytest.MonkeyPatch, asked: PooledPositions | None, own: str, expected: PooledPositions | None
-) -> None:
-    cache, runner = FakeCache(), FakeRunner()
-    monkeypatch.setattr(cache, "pooling", lambda key: own)
+def test_an_adapters_files_say_how_its_embeddings_are_made() -> None:
+    cache, runner = FakeCache(own={"a": AdapterTraits(pooling="mean"), "b": AdapterTraits(pooling="cls")}), FakeRunner()
     engine = make_engine(runner, cache)
-    engine.handle(Submit(request(adapter_id="a", pooling=PoolingParams("embed", asked))))
+    for name in ("a", "b"):
+        engine.handle(Submit(request(name, adapter_id=name, pooling=PoolingParams("embed"))))
     events, _ = run(engine, 1)
-    if expected is None:
-        error = failure(events, "r")
-        assert isinstance(error, FailedPrecondition)
-        assert error.field == "pooling"
-        assert own in str(error)
-        return
+    assert isinstance(failure(events, "b"), FailedPrecondition)
     ((entered,),) = [plan.entered for plan in runner.plans]
-    assert entered.pooling == PoolingParams("embed", expected)
-    engine.handle(Cancel("r", Cancelled("seen")))
+    assert entered.pooling == PoolingParams("embed", "mean")
+    engine.handle(Cancel("a", Cancelled("seen")))
     run(engine, 1)
 
 
