@@ -3,4 +3,4 @@
 Knows nothing of models, batches or adapters' weights, and never imports torch.
 """
 
-__version__ = "0.1.0"  # of the distribution: pyproject.toml reads it here
+__version__ = "0.2.0.dev0"  # of the distribution: pyproject.toml reads it here
