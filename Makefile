@@ -99,6 +99,7 @@ proto: $(STAMP)  ## regenerate the committed *_pb2*.py
 # What `make check` compares the wire with. Replacing it in between would let a change pass that breaks users' stubs.
 wire-baseline: $(STAMP)  ## at a release only: take the wire as it is now for the one that users hold
 	$(BIN)/buf build --exclude-source-info -o proto/baseline.yaml
+	sed -i "1i # The wire of version $$($(BIN)/python -c 'import loraplex_proto; print(loraplex_proto.__version__)')" proto/baseline.yaml
 
 # In an environment of its own, whose tools nothing else needs. What it installs it asks of the package index, once.
 docs: .venv-docs/.installed  ## build the documentation's site in build/site; wrong links and anchors fail

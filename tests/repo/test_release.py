@@ -1,4 +1,4 @@
-"""Version of the checkout, beside the releases in the changelog."""
+"""Version of the checkout and image of the wire, beside the newest release."""
 
 from __future__ import annotations
 
@@ -22,3 +22,9 @@ def test_what_is_not_released_has_a_version_of_its_own() -> None:
     else:
         assert own == NEWEST_RELEASE
         assert "\n## Unreleased" not in CHANGELOG
+
+
+def test_the_image_of_the_wire_is_as_new_as_the_newest_release() -> None:
+    """An older one would let a field be removed that users of that release have."""
+    first_line = (ROOT / "proto/baseline.yaml").read_text().partition("\n")[0]
+    assert Version(first_line.removeprefix("# The wire of version ")) >= NEWEST_RELEASE
