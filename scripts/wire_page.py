@@ -22,7 +22,7 @@ INTRODUCTION = """\
 Every call and message of the gRPC interface, made by `scripts/wire_page.py` from `proto/loraplex_proto/v1/`. Servers
 answer reflection and the standard health service too. Errors are statuses with `google.rpc.ErrorInfo`, whose `reason`
 is one word, such as ADAPTER_NOT_FOUND. Fields are added, and none is removed or renumbered
-(`docs/operations.md` has the upgrades).
+(`docs/operations.md`, Upgrades).
 
 A field marked `optional` tells unset from its default; of fields marked with the same *one of*, at most one is set.
 """
