@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import os
 import random
 import shutil
@@ -23,6 +22,7 @@ import psutil
 import pytest
 import torch
 from peft import BOFTConfig, IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, PeftConfig, VeraConfig
+from support.credentials import credential, write_credentials
 from support.peft_files import save_variant
 from support.processes import Running, loraplex
 from support.world import TinyWorld, byte_tokenizer
@@ -30,7 +30,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from loraplex import AdapterInvalid, AdapterNotFound, AdapterNotMixed, Client, FailedPrecondition, LoraplexError
-from loraplex_runtime.auth import token_digest
 
 LINEARS = ["q_proj", "v_proj", "down_proj"]
 FORMATS: tuple[PeftConfig, ...] = (
@@ -122,13 +121,8 @@ def world(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Wo
             folder, content = root / tenant / f"a{number:03}", number % len(contents)
             shutil.copytree(contents[content], folder)
             names[tenant].append(Name(f"{tenant}/a{number:03}", folder, [content]))
-    auth_file = home / "auth.json"
-    rows = [
-        {"sha256": token_digest(tenant), "tenant": tenant, "adapters": [f"{tenant}/*"], "roles": ["user", "admin"]}
-        for tenant in TENANTS
-    ]
-    auth_file.write_text(json.dumps({"credentials": rows}))
-    return World(root, contents, expected, names, auth_file)
+    rows = [credential(tenant, tenant, f"{tenant}/*", roles=("user", "admin")) for tenant in TENANTS]
+    return World(root, contents, expected, names, write_credentials(home / "auth.json", *rows))
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx2
 import pytest
 from support.adapter_files import write_adapter
+from support.credentials import credential, write_credentials
 from support.fake_workers import router_for, until
 from support.inline_worker import inline_worker
 from support.world import TinyWorld
@@ -24,7 +25,6 @@ from loraplex import (
     InvalidAdapterId,
 )
 from loraplex_router.server import Router
-from loraplex_runtime.auth import token_digest
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
 
 pytestmark = pytest.mark.timeout(300)
@@ -155,12 +155,8 @@ async def test_near_names_are_the_callers_own(address: str, root: Path, tiny_wor
     """The worker suggests among all names; the router among those of its client, and over HTTP none are told."""
     for name in ("acme/orders", "globex/orders"):
         copy(tiny_world.adapters / tiny_world.names[0], root / name)
-    rows = [
-        {"sha256": token_digest(tenant), "tenant": tenant, "adapters": [f"{tenant}/*"], "roles": ["user", "admin"]}
-        for tenant in ("acme", "globex")
-    ]
-    auth_file = tmp_path / "auth.json"
-    auth_file.write_text(json.dumps({"credentials": rows}))
+    rows = [credential(tenant, tenant, f"{tenant}/*", roles=("user", "admin")) for tenant in ("acme", "globex")]
+    auth_file = write_credentials(tmp_path / "auth.json", *rows)
     async with router_for([address], auth_file=auth_file, worker_token="w", http_port=0) as (router, _):
         assert router.http is not None
         for tenant in ("acme", "globex"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import time
 from collections.abc import AsyncGenerator, Iterator
@@ -14,11 +13,11 @@ from typing import Any
 import psutil
 import pytest
 from support.certificates import new_pair
+from support.credentials import credential, write_credentials
 from support.fleet import HEAD, SECOND, Fleet, ray_is_missing, ray_nodes, runs, wait_for
 from support.world import TinyWorld
 
 from loraplex import AsyncClient, Client, LoraplexError, Tls, Unauthenticated
-from loraplex_runtime.auth import token_digest
 
 pytestmark = [
     pytest.mark.ray,
@@ -74,10 +73,9 @@ def test_a_fleet_comes_up_answers_and_leaves_nothing(tiny_world: TinyWorld, tmp_
 @pytest.mark.slow
 def test_a_fleet_with_credentials_and_tls(tiny_world: TinyWorld, tmp_path: Path) -> None:
     """A fleet set up as beyond loopback: workers take calls of its routers alone, and every connection has TLS."""
-    pair, token_file, auth_file = new_pair(tmp_path, "fleet", [HEAD]), tmp_path / "token", tmp_path / "auth.json"
+    pair, token_file = new_pair(tmp_path, "fleet", [HEAD]), tmp_path / "token"
     token_file.write_text("of the routers\n")
-    row = {"sha256": token_digest("alice"), "tenant": "a", "adapters": ["*"]}
-    auth_file.write_text(json.dumps({"credentials": [row]}))
+    auth_file = write_credentials(tmp_path / "auth.json", credential("alice", "a", "*"))
     spec = spec_of(tiny_world, tmp_path, count=1)
     spec["secrets"] = {"auth-file": str(auth_file), "worker-token-file": str(token_file)}
     spec["tls"] = {"cert": str(pair.cert), "key": str(pair.key), "ca": str(pair.cert)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import pytest
 import torch
 from peft import PeftModel
 from support.adapter_files import HIDDEN, write_adapter
+from support.credentials import credential, write_credentials
 from support.hostile_adapters import CASES
 from support.processes import Running, loraplex, wait_until
 from support.world import byte_tokenizer, make_world
@@ -37,7 +37,6 @@ from loraplex_contracts.errors import (
 from loraplex_proto import validate
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.v1 import adapter_pb2, adapter_pb2_grpc, inference_pb2, inference_pb2_grpc
-from loraplex_runtime.auth import token_digest
 
 pytestmark = pytest.mark.timeout(300)
 PROMPT = "Ask me anything"
@@ -88,16 +87,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     for folder, case in BAD.items():
         spoil, _ = CASES[case]
         spoil(root / folder)
-    auth_file = home / "auth.json"
-    rows = [
-        {"sha256": token_digest("acme"), "tenant": "acme", "adapters": ["acme/*"]},
-        {"sha256": token_digest("user"), "tenant": "mallory", "adapters": ["bad-*", "good", "nothing"]},
-        {
-            "sha256": token_digest("admin"), "tenant": "mallory", "adapters": ["bad-*", "good", "nothing"],
-            "roles": ["user", "admin"],
-        },
-    ]  # fmt: skip
-    auth_file.write_text(json.dumps({"credentials": rows}))
+    mallorys = ("mallory", "bad-*", "good", "nothing")
+    auth_file = write_credentials(
+        home / "auth.json",
+        credential("acme", "acme", "acme/*"),
+        credential("user", *mallorys),
+        credential("admin", *mallorys, roles=("user", "admin")),
+    )
     return World(made.model, root, auth_file, texts)
 
 

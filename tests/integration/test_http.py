@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from support.credentials import credential, write_credentials
 from support.fake_workers import Chunk, Cluster, Generate, blocks, chunks, fails, until
 from support.http import Http, http_cluster
 
@@ -42,7 +43,6 @@ from loraplex_router.http.openai.fields import (
 )
 from loraplex_router.http.openai.responses import ResponsesRequest
 from loraplex_router.server import start_router
-from loraplex_runtime.auth import token_digest
 
 CHAT = [{"role": "user", "content": "hi"}]
 COMPLETIONS = "/v1/completions"
@@ -582,13 +582,8 @@ def shared(request: pytest.FixtureRequest) -> Any:
 
 
 def auth_file(folder: Path) -> Path:
-    rows = [
-        {"sha256": token_digest("alice"), "tenant": "acme", "adapters": ["acme/*"]},
-        {"sha256": token_digest("root"), "tenant": "ops", "roles": ["admin"]},
-    ]
-    path = folder / "auth.json"
-    path.write_text(json.dumps({"credentials": rows}))
-    return path
+    rows = (credential("alice", "acme", "acme/*"), credential("root", "ops", roles=("admin",)))
+    return write_credentials(folder / "auth.json", *rows)
 
 
 async def test_credentials_hold_on_every_route(tmp_path: Path) -> None:

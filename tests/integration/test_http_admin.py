@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from support.credentials import credential, write_credentials
 from support.http import Http, http_cluster
 
 from loraplex_contracts.errors import AdapterInvalid, AdapterNotFound, AdapterOutsideRoot, LoraplexError
 from loraplex_proto.v1 import adapter_pb2
 from loraplex_router.config import HttpOptions
-from loraplex_runtime.auth import token_digest
 
 OPEN = HttpOptions(admin=True)
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -123,12 +122,8 @@ async def test_without_credentials_a_flag_must_allow_it() -> None:
 
 
 async def test_admins_only(tmp_path: Path) -> None:
-    rows = [
-        {"sha256": token_digest("alice"), "tenant": "acme", "adapters": ["*"]},
-        {"sha256": token_digest("root"), "tenant": "ops", "roles": ["admin"], "adapters": ["acme/*"]},
-    ]
-    path = tmp_path / "auth.json"
-    path.write_text(json.dumps({"credentials": rows}))
+    rows = (credential("alice", "acme", "*"), credential("root", "ops", "acme/*", roles=("admin",)))
+    path = write_credentials(tmp_path / "auth.json", *rows)
     async with http_cluster(auth_file=path, worker_token="w") as (c, http):
         alice, root = ({"authorization": f"Bearer {token}"} for token in ("alice", "root"))
         for route in (LOAD, UNLOAD, SGLANG_LOAD, SGLANG_UNLOAD):

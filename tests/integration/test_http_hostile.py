@@ -24,6 +24,7 @@ from fastapi.routing import APIRoute
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.routing import Route
+from support.credentials import credential, write_credentials
 from support.engine_fakes import FakeRunner, make_engine
 from support.fake_workers import Chunk, Cluster, Generate, blocks, fails, router_for, until
 from support.http import Http, http_cluster
@@ -202,13 +203,8 @@ async def test_no_route_answers_without_a_key(apps: list[FastAPI], tmp_path: Pat
 
 
 def auth_file(folder: Path) -> Path:
-    rows = [
-        {"sha256": token_digest("alice"), "tenant": "acme", "adapters": ["acme/*"]},
-        {"sha256": token_digest("root"), "tenant": "ops", "roles": ["admin"], "adapters": ["acme/*"]},
-    ]
-    path = folder / "auth.json"
-    path.write_text(json.dumps({"credentials": rows}))
-    return path
+    rows = (credential("alice", "acme", "acme/*"), credential("root", "ops", "acme/*", roles=("admin",)))
+    return write_credentials(folder / "auth.json", *rows)
 
 
 # --- adapters -------------------------------------------------------------------------------------------------------

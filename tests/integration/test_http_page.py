@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from support import browser
+from support.credentials import credential, write_credentials
 from support.fake_workers import Chunk, Generate, until
 from support.http import http_cluster
 
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_proto.status import abort
 from loraplex_proto.v1 import adapter_pb2, inference_pb2
-from loraplex_runtime.auth import token_digest
 
 HTML = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 FILES = {
@@ -59,10 +59,7 @@ async def test_programs_do_not_get_the_page() -> None:
         assert "text/html" not in (await http.post("/", headers=HTML, json={})).headers["content-type"]
 
 
-def auth_file(folder: Path) -> Path:
-    path = folder / "auth.json"
-    path.write_text(json.dumps({"credentials": [{"sha256": token_digest("alice"), "tenant": "a", "adapters": ["a*"]}]}))
-    return path
+ALICE = credential("alice", "a", "a*")
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -70,7 +67,7 @@ def bearer(token: str) -> dict[str, str]:
 
 
 async def test_the_page_needs_no_credentials_and_its_requests_do(tmp_path: Path) -> None:
-    async with http_cluster(auth_file=auth_file(tmp_path), worker_token="w") as (_, http):
+    async with http_cluster(auth_file=write_credentials(tmp_path / "auth.json", ALICE), worker_token="w") as (_, http):
         for path in FILES:
             assert (await http.get(path, headers=HTML)).status_code == 200
         for path in ("/", "/v1/models"):
@@ -127,7 +124,7 @@ def use(url: str) -> dict[str, Any]:
 @needs_chromium
 async def test_texts_names_and_errors_are_shown_as_text(tmp_path: Path) -> None:
     named = f"a{MARKUP}"
-    async with http_cluster(auth_file=auth_file(tmp_path), worker_token="w") as (c, http):
+    async with http_cluster(auth_file=write_credentials(tmp_path / "auth.json", ALICE), worker_token="w") as (c, http):
         (worker,) = c.workers
         for name in ("a-fails", named):
             worker.adapters[name] = adapter_pb2.Adapter(adapter_id=name, kind="lora")
@@ -189,10 +186,7 @@ def watch(url: str, token: str) -> dict[str, Any]:
 
 @needs_chromium
 async def test_the_status_page_shows_workers_adapters_and_errors_as_text(tmp_path: Path) -> None:
-    path = auth_file(tmp_path)
-    rows = json.loads(path.read_text())["credentials"]
-    rows.append({"sha256": token_digest("root"), "tenant": "ops", "roles": ["admin"], "adapters": ["*"]})
-    path.write_text(json.dumps({"credentials": rows}))
+    path = write_credentials(tmp_path / "auth.json", ALICE, credential("root", "ops", "*", roles=("admin",)))
     async with http_cluster(2, auth_file=path, worker_token="w") as (c, http):
         first, second = c.workers
         first.report(running_requests=2, max_running_requests=8, tiers={"sql": 4, MARKUP: 3})

@@ -12,12 +12,12 @@ from typing import Any
 
 import httpx2
 import pytest
+from support.credentials import credential, write_credentials
 from support.fake_workers import Cluster, cluster, until
 
 from loraplex_proto.v1 import pooling_pb2
 from loraplex_router.config import HttpOptions
 from loraplex_router.http.pooling import METHODS
-from loraplex_runtime.auth import token_digest
 
 
 @contextlib.asynccontextmanager
@@ -290,12 +290,8 @@ async def test_mistakes_are_named(path: str, fields: dict[str, Any], status: int
 
 
 async def test_credentials_and_another_tenants_adapter(tmp_path: Path) -> None:
-    auth = tmp_path / "auth.json"
-    rows = [
-        {"sha256": token_digest("user"), "tenant": "a", "adapters": ["a/*"]},
-        {"sha256": token_digest("admin"), "tenant": "b", "roles": ["admin"]},
-    ]
-    auth.write_text(json.dumps({"credentials": rows}))
+    rows = (credential("user", "a", "a/*"), credential("admin", "b", roles=("admin",)))
+    auth = write_credentials(tmp_path / "auth.json", *rows)
     async with http_cluster(auth_file=auth, worker_token="w") as (_, http):
         for path in METHODS:
             assert (await http.post(path, json={})).status_code == 401

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from support.credentials import credential, write_credentials
 from support.fake_workers import Chunk, Cluster, Generate, blocks, fails, until
 from support.http import Http, http_cluster
 
@@ -18,7 +19,6 @@ from loraplex_proto.status import abort
 from loraplex_proto.v1 import adapter_pb2
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_router.config import HttpOptions
-from loraplex_runtime.auth import token_digest
 
 GENERATE = ("/", "/generate", "/generate_stream")
 
@@ -284,9 +284,7 @@ async def test_errors_of_workers() -> None:
 
 
 async def test_credentials_hold_on_every_route(tmp_path: Path) -> None:
-    rows = [{"sha256": token_digest("alice"), "tenant": "acme", "adapters": ["acme/*"]}]
-    path = tmp_path / "auth.json"
-    path.write_text(json.dumps({"credentials": rows}))
+    path = write_credentials(tmp_path / "auth.json", credential("alice", "acme", "acme/*"))
     alice = {"authorization": "Bearer alice", "content-type": "application/json"}
     async with http_cluster(auth_file=path, worker_token="w") as (c, http):
         adapters_of(c, "acme/sql", "other/sql")

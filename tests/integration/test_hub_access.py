@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import time
@@ -13,6 +12,7 @@ import httpx2
 import huggingface_hub
 import pytest
 from safetensors.torch import load_file, save_file
+from support.credentials import credential, write_credentials
 from support.fake_workers import router_for
 from support.hub_server import COMMIT, HubServer, Repository, hub_server
 from support.inline_worker import inline_worker
@@ -80,18 +80,8 @@ def address(tiny_world: TinyWorld, hub: HubServer, tmp_path_factory: pytest.Temp
 
 @pytest.fixture
 def auth_file(tmp_path: Path) -> Path:
-    rows = [
-        {
-            "sha256": token_digest("acme"),
-            "tenant": "acme",
-            "adapters": ["org/*", "private"],
-            "roles": ["user", "admin"],
-        },
-        {"sha256": token_digest("other"), "tenant": "other", "adapters": ["other/*", "org/*"]},
-    ]
-    path = tmp_path / "auth.json"
-    path.write_text(json.dumps({"credentials": rows}))
-    return path
+    acme = credential("acme", "acme", "org/*", "private", roles=("user", "admin"))
+    return write_credentials(tmp_path / "auth.json", acme, credential("other", "other", "other/*", "org/*"))
 
 
 async def text(client: AsyncClient, adapter_id: str, hub: Hub | None = None) -> str:

@@ -16,6 +16,7 @@ import httpx2
 import pytest
 from prometheus_client import CollectorRegistry
 from support.adapter_files import Slots, base_targets, write_adapter
+from support.credentials import credential
 from support.engine_fakes import FakeRunner, build_slow, make_engine
 from support.fake_workers import error_of, router_for, until
 from support.light_worker import light_worker
@@ -32,8 +33,7 @@ from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.process import EngineBuilder
 
 Generate = inference_pb2.GenerateRequest
-ROW = {"sha256": token_digest("a"), "tenant": "acme", "adapters": ["*"]}
-OTHER = {"sha256": token_digest("b"), "tenant": "other", "adapters": ["*"]}
+ROW, OTHER = credential("a", "acme", "*"), credential("b", "other", "*")
 ACME, OTHERS = ((("authorization", f"Bearer {token}"),) for token in "ab")
 
 

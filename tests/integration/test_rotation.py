@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -19,6 +18,7 @@ import grpc
 import grpc.aio
 import pytest
 from support.certificates import Pair, certificate_of, new_pair
+from support.credentials import credential, write_credentials
 from support.fake_workers import FAST_WATCH, Chunk, FakeWorker, Generate, chunks, cluster, router_for, until
 from support.inline_worker import inline_worker
 from support.world import TinyWorld
@@ -29,7 +29,6 @@ from loraplex_proto.v1 import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from loraplex_router.config import RouterConfig
 from loraplex_router.server import Router, start_router
 from loraplex_runtime import reload
-from loraplex_runtime.auth import token_digest
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
 
 BOUND_S = 5.0
@@ -44,12 +43,10 @@ def bearer(token: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {token}"),)
 
 
-def write_credentials(path: Path, **roles: str) -> None:
+def replace_credentials(path: Path, **roles: str) -> None:
     """`roles` by token. Replaced by renaming, as the documentation says."""
-    rows = [{"sha256": token_digest(token), "tenant": "acme", "roles": [role]} for token, role in roles.items()]
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps({"credentials": rows}))
-    new.rename(path)
+    rows = [credential(token, "acme", roles=(role,)) for token, role in roles.items()]
+    write_credentials(path.with_suffix(".new"), *rows).rename(path)
 
 
 async def is_let_in(channel: grpc.aio.Channel, token: str) -> bool:
@@ -93,8 +90,8 @@ def files(tmp_path: Path) -> Files:
     pair, other = new_pair(tmp_path, "pair"), new_pair(tmp_path, "other")
     files = Files(*(tmp_path / name for name in ("worker.json", "router.json", "token")), pair, other, tmp_path / "ca")
     files.ca.write_bytes(pair.cert.read_bytes() + other.cert.read_bytes())
-    write_credentials(files.worker_auth, direct="user", hop="router")
-    write_credentials(files.router_auth, revoked="user", kept="user")
+    replace_credentials(files.worker_auth, direct="user", hop="router")
+    replace_credentials(files.router_auth, revoked="user", kept="user")
     files.token.write_text("hop")
     return files
 
@@ -151,8 +148,8 @@ async def test_rotation(
         # Everything at once: tokens go and come at both, the router gets another one, both get another certificate.
         old, new = files.pair.cert.read_text(), files.other.cert.read_text()
         files.other.copy_to(files.pair)
-        write_credentials(files.router_auth, kept="user", added="user")
-        write_credentials(files.worker_auth, hop="router", **{"next-hop": "router"})
+        replace_credentials(files.router_auth, kept="user", added="user")
+        replace_credentials(files.worker_auth, hop="router", **{"next-hop": "router"})
         files.token.write_text("next-hop")
 
         async def is_done() -> bool:
@@ -187,7 +184,7 @@ async def test_rotation(
         assert said.count("are not a certificate and its key") == 2, said  # the router's and the worker's
 
         # The token that the router showed before ends, and the reports that were opened with it.
-        write_credentials(files.worker_auth, **{"next-hop": "router"})
+        replace_credentials(files.worker_auth, **{"next-hop": "router"})
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             while True:
                 assert await asyncio.wait_for(reports.read(), 10)
@@ -210,15 +207,15 @@ async def test_a_stream_under_a_revoked_token_runs_to_its_end(tmp_path: Path) ->
             yield chunk
 
     auth_file, worker_auth, token = (tmp_path / name for name in ("auth.json", "worker.json", "token"))
-    write_credentials(auth_file, a="user")
-    write_credentials(worker_auth, hop="router")
+    replace_credentials(auth_file, a="user")
+    replace_credentials(worker_auth, hop="router")
     token.write_text("hop")
     async with cluster(1, auth_file=auth_file, worker_auth_file=worker_auth, worker_token_file=token) as c:
         c.workers[0].stream = stream
         stub: Any = inference_pb2_grpc.InferenceServiceStub(c.channel)
         call = stub.GenerateStream(Generate(text="x"), metadata=bearer("a"))
         await call.read()
-        write_credentials(auth_file, b="user")
+        replace_credentials(auth_file, b="user")
         assert await seconds_until(lambda: _not(is_let_in(c.channel, "a"))) < BOUND_S
         release.set()
         tokens = [(await call.read()).token_ids[0] for _ in range(2)]
@@ -235,10 +232,10 @@ async def test_a_router_whose_token_was_revoked_says_so_and_comes_back_with_a_ne
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker_auth, token = tmp_path / "worker.json", tmp_path / "token"
-    write_credentials(worker_auth, hop="router")
+    replace_credentials(worker_auth, hop="router")
     token.write_text("hop")
     async with cluster(1, worker_auth_file=worker_auth, worker_token_file=token) as c:
-        write_credentials(worker_auth, **{"next-hop": "router"})
+        replace_credentials(worker_auth, **{"next-hop": "router"})
         await until(lambda: c.router.replicas.num_routable == 0)
         assert "UNAUTHENTICATED: this credential is not known here" in caplog.text
         token.write_text("next-hop\n")

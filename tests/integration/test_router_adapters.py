@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.credentials import credential, write_credentials
 from support.fake_workers import Cluster, FakeWorker, Generate, cluster, error_of, router_for, until
 
 from loraplex_contracts.errors import (
@@ -29,7 +29,6 @@ from loraplex_contracts.errors import (
 )
 from loraplex_proto.v1 import adapter_pb2, adapter_pb2_grpc, inference_pb2_grpc
 from loraplex_router.policy import rendezvous_order
-from loraplex_runtime.auth import token_digest
 
 Load, Unload, Get = adapter_pb2.LoadAdapterRequest, adapter_pb2.UnloadAdapterRequest, adapter_pb2.GetAdapterRequest
 List = adapter_pb2.ListAdaptersRequest
@@ -283,23 +282,18 @@ def bearer(token: str, *more: tuple[str, str]) -> tuple[tuple[str, str], ...]:
 
 def shared_credential(folder: Path) -> tuple[Path, Path]:
     """The files of a router's token, and of the credentials of workers that believe it alone."""
-    token_file, worker_auth_file = folder / "router-token", folder / "worker-credentials.json"
+    token_file = folder / "router-token"
     token_file.write_text("router")
-    row = {"sha256": token_digest("router"), "tenant": "default", "roles": ["router"]}
-    worker_auth_file.write_text(json.dumps({"credentials": [row]}))
-    return token_file, worker_auth_file
+    row = credential("router", "default", roles=("router",))
+    return token_file, write_credentials(folder / "worker-credentials.json", row)
 
 
 @pytest.fixture
 async def guarded(tmp_path: Path) -> AsyncIterator[Cluster]:
     """A router that asks for credentials, in front of workers that believe it alone."""
     token_file, worker_auth_file = shared_credential(tmp_path)
-    rows = [
-        {"sha256": token_digest("a"), "tenant": "acme", "adapters": ["acme/*"]},
-        {"sha256": token_digest("o"), "tenant": "ops", "adapters": ["*"], "roles": ["admin"]},
-    ]
-    auth_file = tmp_path / "auth.json"
-    auth_file.write_text(json.dumps({"credentials": rows}))
+    rows = (credential("a", "acme", "acme/*"), credential("o", "ops", "*", roles=("admin",)))
+    auth_file = write_credentials(tmp_path / "auth.json", *rows)
     settings = {"auth_file": auth_file, "worker_token_file": token_file, "worker_auth_file": worker_auth_file}
     async with cluster(2, **settings) as c:
         yield c

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import pytest
+from support.credentials import credential, write_credentials
 from support.fake_workers import Chunk, Generate, blocks, cluster, error_of, fails, until
 from support.http import http_cluster
 
 from loraplex_contracts.errors import Overloaded, PermissionDenied, Unauthenticated
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc, status_pb2, status_pb2_grpc
-from loraplex_runtime.auth import token_digest
 
 
 async def drafts(request: Generate, context: Any) -> AsyncIterator[bytes]:
@@ -69,13 +68,8 @@ async def test_answers_in_one_piece_count_too() -> None:
 
 
 def auth_file(folder: Path) -> Path:
-    rows = [
-        {"sha256": token_digest("user"), "tenant": "a", "adapters": ["*"]},
-        {"sha256": token_digest("admin"), "tenant": "ops", "roles": ["admin"], "adapters": ["*"]},
-    ]
-    path = folder / "auth.json"
-    path.write_text(json.dumps({"credentials": rows}))
-    return path
+    rows = (credential("user", "a", "*"), credential("admin", "ops", "*", roles=("admin",)))
+    return write_credentials(folder / "auth.json", *rows)
 
 
 async def test_only_admins_see_it(tmp_path: Path) -> None:

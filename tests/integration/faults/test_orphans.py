@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import signal
@@ -16,12 +15,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.credentials import credential, write_credentials
 from support.faults import Stopwatch, fault
 from support.processes import wait_until
 from support.world import TinyWorld
 
 from loraplex import AsyncClient, Unavailable
-from loraplex_runtime.auth import token_digest
 from loraplex_runtime.listener import check_free
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -97,9 +96,7 @@ def started(folder: Path, *arguments: str, unread: bool = False) -> Iterator[Sta
 def serve(world: TinyWorld, folder: Path) -> tuple[str, ...]:
     """Arguments of `loraplex serve` with credentials, so that router and workers share a secret."""
     folder.mkdir()
-    auth_file = folder / "auth.json"
-    row = {"sha256": token_digest(TOKEN), "tenant": "tests", "adapters": ["*"]}
-    auth_file.write_text(json.dumps({"credentials": [row]}))
+    auth_file = write_credentials(folder / "auth.json", credential(TOKEN, "tests", "*"))
     return (
         "serve", str(world.model), "--adapters", str(world.adapters), "--port", "0", "--dtype", "float64",
         "--threads", "1", "--auth-file", str(auth_file),
