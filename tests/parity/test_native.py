@@ -7,7 +7,7 @@ bit of its logits, whatever else is in the batch and however it was drafted.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from peft import BOFTConfig, IA3Config, OFTConfig, PeftConfig, PeftModel
-from support.dense import dense_logits, generated_logits, make_dense
+from support.dense import check_logits, dense_logits, generated_logits, make_dense
 from support.driver import Job, Rig, make_rig, random_prompts
 from support.lora_cases import bits
 from support.native_kernels import best_first, isas, native_kernels, using
@@ -23,7 +23,7 @@ from support.native_models import NOT_STACKED, STACKED, native_model, native_rig
 from support.peft_files import RICH_SPECS, SPECS, LoraSpec, load_lora, save_adapter, save_variant
 from support.speculation import World, draft_proposer, loopy, make_bench, request
 from support.zoo import VOCAB_SIZE
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from loraplex_adapters.weights import AdapterWeights
@@ -49,16 +49,6 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 def best() -> Iterator[str]:
     with using(isas()[0]):
         yield isas()[0]
-
-
-def check_logits(got: Tensor, want: Tensor, tokens: Sequence[int], tolerance: float = 1e-4) -> None:
-    """Checks that logits are as far apart as rounding explains; a text may differ only where the two best are closer
-    than that."""
-    allowed = tolerance * float(want.abs().max())
-    torch.testing.assert_close(got, want, rtol=0, atol=allowed)
-    best = want.topk(2).values
-    for i, token in enumerate(tokens):
-        assert token == int(want[i].argmax()) or best[i, 0] - best[i, 1] < 2 * allowed
 
 
 # --- float32 against Transformers -------------------------------------------------------------------------------------

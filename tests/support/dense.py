@@ -51,6 +51,16 @@ def dense_logits(model: nn.Module, prompt: Sequence[int], tokens: Sequence[int])
     return logits[len(prompt) - 1 : -1]
 
 
+def check_logits(got: Tensor, want: Tensor, tokens: Sequence[int], tolerance: float = 1e-4) -> None:
+    """Checks that logits are as far apart as rounding explains; a text may differ only where the two best are closer
+    than that. `tolerance`: of the largest logit."""
+    allowed = tolerance * float(want.abs().max())
+    torch.testing.assert_close(got, want, rtol=0, atol=allowed)
+    best = want.topk(2).values
+    for i, token in enumerate(tokens):
+        assert token == int(want[i].argmax()) or best[i, 0] - best[i, 1] < 2 * allowed
+
+
 def generated_logits(model: nn.Module, prompt: Sequence[int], num_tokens: int) -> Tensor:
     """Logits of `generate()` [num_tokens, vocab], in float32; the whole text at once may give other logits."""
     forget_lengths(model)
