@@ -63,7 +63,7 @@ class Fake(
     address: str = ""
     hang_up: Callable[[], None] = lambda: None  # ends the server, whatever is under way
 
-    async def _arrived(self, method: str, request: Any, context: Context) -> None:
+    async def received(self, method: str, request: Any, context: Context) -> None:
         metadata = dict(context.invocation_metadata())
         self.seen.append(Seen(method, request, metadata, context.time_remaining()))
         self.arrived.set()
@@ -78,7 +78,7 @@ class Fake(
             await abort(context, self.error)
 
     async def Generate(self, request: Any, context: Context) -> inference_pb2.GenerateResponse:
-        await self._arrived("Generate", request, context)
+        await self.received("Generate", request, context)
         if self.generate_response is not None:
             return self.generate_response(request)
         usage = inference_pb2.Usage(prompt_tokens=3, completion_tokens=2)
@@ -103,7 +103,7 @@ class Fake(
     async def GenerateStream(
         self, request: Any, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateStreamResponse]:
-        await self._arrived("GenerateStream", request, context)
+        await self.received("GenerateStream", request, context)
         try:
             for index, chunk in enumerate(self.chunks):
                 if index == 0 and not chunk.request_id:
@@ -120,21 +120,21 @@ class Fake(
             await abort(context, error)
 
     async def Tokenize(self, request: Any, context: Context) -> inference_pb2.TokenizeResponse:
-        await self._arrived("Tokenize", request, context)
+        await self.received("Tokenize", request, context)
         offsets = {"starts": [0, 1], "ends": [1, 2], "rendered": "ab"} if request.offsets else {}
         return inference_pb2.TokenizeResponse(token_ids=[1, 2], tokens=["a", "b"], **offsets)
 
     async def Detokenize(self, request: Any, context: Context) -> inference_pb2.DetokenizeResponse:
-        await self._arrived("Detokenize", request, context)
+        await self.received("Detokenize", request, context)
         return inference_pb2.DetokenizeResponse(text="ab")
 
     async def GetTokenizerInfo(self, request: Any, context: Context) -> inference_pb2.GetTokenizerInfoResponse:
-        await self._arrived("GetTokenizerInfo", request, context)
+        await self.received("GetTokenizerInfo", request, context)
         eos = inference_pb2.SpecialToken(token_id=2, text="</s>")
         return inference_pb2.GetTokenizerInfoResponse(eos=eos, special_tokens=[eos], chat_template="{{ x }}")
 
     async def GetInfo(self, request: Any, context: Context) -> inference_pb2.GetInfoResponse:
-        await self._arrived("GetInfo", request, context)
+        await self.received("GetInfo", request, context)
         return inference_pb2.GetInfoResponse(
             model_id="m", model_type="llama", version="0", role="worker", max_context_tokens=64, vocab_size=100,
             dtype="float32", device="cpu", max_lora_rank=8, eos_token_ids=[2], has_chat_template=True,
@@ -144,7 +144,7 @@ class Fake(
         )  # fmt: skip
 
     async def Embed(self, request: Any, context: Context) -> pooling_pb2.EmbedResponse:
-        await self._arrived("Embed", request, context)
+        await self.received("Embed", request, context)
         return pooling_pb2.EmbedResponse(
             request_id=request.request_id,
             embeddings=[pooling_pb2.Embedding(values=[0.5, number]) for number in range(len(request.inputs))],
@@ -153,29 +153,29 @@ class Fake(
         )
 
     async def Classify(self, request: Any, context: Context) -> pooling_pb2.ClassifyResponse:
-        await self._arrived("Classify", request, context)
+        await self.received("Classify", request, context)
         row = pooling_pb2.LabelProbabilities(probabilities=[0.25, 0.75])
         found = [pooling_pb2.Classification(rows=[row], starts=[0], ends=[1]) for _ in request.inputs]
         return pooling_pb2.ClassifyResponse(labels=["no", "yes"], classifications=found, per_token=True)
 
     async def Score(self, request: Any, context: Context) -> pooling_pb2.ScoreResponse:
-        await self._arrived("Score", request, context)
+        await self.received("Score", request, context)
         return pooling_pb2.ScoreResponse(scores=range(len(request.inputs)))
 
     async def LoadAdapter(self, request: Any, context: Context) -> adapter_pb2.LoadAdapterResponse:
-        await self._arrived("LoadAdapter", request, context)
+        await self.received("LoadAdapter", request, context)
         return adapter_pb2.LoadAdapterResponse(adapters=self.adapters)
 
     async def UnloadAdapter(self, request: Any, context: Context) -> adapter_pb2.UnloadAdapterResponse:
-        await self._arrived("UnloadAdapter", request, context)
+        await self.received("UnloadAdapter", request, context)
         return adapter_pb2.UnloadAdapterResponse(adapters=self.adapters)
 
     async def GetAdapter(self, request: Any, context: Context) -> adapter_pb2.GetAdapterResponse:
-        await self._arrived("GetAdapter", request, context)
+        await self.received("GetAdapter", request, context)
         return adapter_pb2.GetAdapterResponse(adapters=self.adapters)
 
     async def ListAdapters(self, request: Any, context: Context) -> adapter_pb2.ListAdaptersResponse:
-        await self._arrived("ListAdapters", request, context)
+        await self.received("ListAdapters", request, context)
         rows = [row for row in self.adapters if row.adapter_id.startswith(request.prefix)]
         rows = [row for row in rows if request.state in (0, row.state)]
         begin = int(request.page_token or 0)
@@ -184,7 +184,7 @@ class Fake(
         return adapter_pb2.ListAdaptersResponse(adapters=rows[begin:end], next_page_token=token)
 
     async def GetStatus(self, request: Any, context: Context) -> status_pb2.GetStatusResponse:
-        await self._arrived("GetStatus", request, context)
+        await self.received("GetStatus", request, context)
         return self.status
 
 

@@ -61,7 +61,7 @@ def test_answers_in_order_with_errors_in_their_places(kind: str, fake: Any) -> N
 @BOTH
 def test_no_more_than_so_many_at_once(kind: str, fake: Any) -> None:
     running, most = 0, 0
-    arrived = fake._arrived
+    arrived = fake.received
 
     async def counted(*args: Any) -> None:
         nonlocal running, most
@@ -71,7 +71,7 @@ def test_no_more_than_so_many_at_once(kind: str, fake: Any) -> None:
         await arrived(*args)
         running -= 1
 
-    fake._arrived = counted
+    fake.received = counted
     assert len(many(kind, fake, ["x"] * 9, max_concurrency=3)) == 9
     assert 1 < most <= 3
 
@@ -92,7 +92,7 @@ def test_what_is_no_list_of_prompts(kind: str, fake: Any) -> None:
 def test_an_interrupt_ends_what_is_under_way(fake: Any, error: loraplex.LoraplexError | None) -> None:
     """Covers calls that wait for an answer, and those that wait for their next try."""
     echo(fake)
-    arrived = fake._arrived
+    arrived = fake.received
     two_wait = threading.Semaphore(0)
 
     async def only_some_are_answered(method: str, request: Any, context: Any) -> None:
@@ -106,7 +106,7 @@ def test_an_interrupt_ends_what_is_under_way(fake: Any, error: loraplex.Loraplex
         finally:
             fake.cancelled.set()
 
-    fake._arrived = only_some_are_answered
+    fake.received = only_some_are_answered
 
     def interrupt(done: int, total: int) -> None:
         assert all(two_wait.acquire(timeout=10) for _ in range(2))

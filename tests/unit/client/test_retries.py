@@ -87,13 +87,13 @@ BUSY = errors.Overloaded("busy", retry_after_s=0.01)
 
 def busy_for(fake: Any, num_calls: int, error: errors.LoraplexError = BUSY) -> None:
     """The server refuses so many calls."""
-    arrived = fake._arrived
+    arrived = fake.received
 
     async def refuse(method: str, request: Any, context: Any) -> None:
         fake.error = error if len(fake.seen) < num_calls else None
         await arrived(method, request, context)
 
-    fake._arrived = refuse
+    fake.received = refuse
 
 
 @BOTH

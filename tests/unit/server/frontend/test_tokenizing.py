@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
+from multiprocessing.process import BaseProcess
 
 import pytest
 from support.tiny_tokenizers import tiny_tokenizer
@@ -57,8 +58,17 @@ async def tokenizing() -> AsyncIterator[Tokenizing]:
     assert not children()
 
 
-def children() -> list[str]:
-    return [child.name for child in multiprocessing.active_children() if child.name == "loraplex-tokenizer"]
+def children() -> list[BaseProcess]:
+    return [child for child in multiprocessing.active_children() if child.name == "loraplex-tokenizer"]
+
+
+async def child() -> int:
+    """The process's id, as soon as there is one."""
+    while not children():
+        await asyncio.sleep(0.001)
+    (one,) = children()
+    assert one.pid is not None
+    return one.pid
 
 
 async def gone() -> None:
@@ -146,8 +156,7 @@ async def test_a_cancelled_text_ends_the_process_and_the_next_one_is_served(
 ) -> None:
     text = LONG * 30
     tasks = [asyncio.ensure_future(tokenizing.encode(text)) for _ in range(4)]
-    while not children():
-        await asyncio.sleep(0.01)
+    await child()
     for task in tasks:
         task.cancel()
     assert all(isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*tasks, return_exceptions=True))
@@ -160,25 +169,16 @@ async def test_a_cancelled_text_ends_the_process_and_the_next_one_is_served(
 
 async def test_a_process_that_dies_fails_its_text_and_no_other(tokenizing: Tokenizing) -> None:
     first, second = (asyncio.ensure_future(tokenizing.encode(LONG + suffix)) for suffix in "ab")
-    while tokenizing._process is None or tokenizing._process._process is None:
-        await asyncio.sleep(0.001)
-    tokenizing._process._process.kill()
+    os.kill(await child(), signal.SIGKILL)
     with pytest.raises(OutOfMemory):
         await first
     assert list(await second) == text_tokenizer().encode(LONG + "b")
 
 
-async def running(tokenizing: Tokenizing) -> int:
-    """The process's id, as soon as it has its text."""
-    while tokenizing._process is None or tokenizing._process._conn is None:
-        await asyncio.sleep(0.001)
-    return tokenizing._process._process.pid
-
-
 async def test_a_process_that_is_frozen_fails_its_text_and_no_other() -> None:
     one = Tokenizing(text_tokenizer(), LIMITS, hung_s=0.5)
     first, second = (asyncio.ensure_future(one.encode(LONG + suffix)) for suffix in "ab")
-    os.kill(await running(one), signal.SIGSTOP)
+    os.kill(await child(), signal.SIGSTOP)
     with pytest.raises(Internal):
         await first
     one._hung_s = HUNG_S
