@@ -237,12 +237,9 @@ def build_losing(config: EngineConfig, progress: Callable[[str], None], notify: 
 
     def fail(plan: StepPlan) -> None:
         if plan.step >= 3:
-            lost()
+            raise AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    def lost() -> None:
-        raise AcceleratorError("CUDA error: an illegal memory access was encountered")
-
-    return make_engine(FakeRunner(fail, lost), clock=time.monotonic)
+    return make_engine(FakeRunner(fail), clock=time.monotonic)
 
 
 def build_long_steps(config: EngineConfig, progress: Callable[[str], None], notify: Callable[[], None]) -> Engine:
