@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from loraplex_contracts.errors import AdapterNotFound, InvalidArgument
 from loraplex_contracts.mixtures import DEFAULT_WEIGHT
 from loraplex_proto.v1 import inference_pb2 as pb
-from loraplex_router.http.errors import NAMES, model_not_found
+from loraplex_router.http.errors import model_not_found
+from loraplex_router.http.names import NAMES
 
 # Prompts of one request, and texts that they ask for together.
 MAX_PROMPTS: Final = 128

@@ -5,25 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import pytest
-from google.protobuf.message import Message
-from support.wire import leaves
 
 from loraplex_contracts import errors
 from loraplex_contracts.errors import LoraplexError
-from loraplex_proto.v1 import inference_pb2, pooling_pb2
+from loraplex_proto.v1 import inference_pb2
 from loraplex_router.http.errors import (
     error_headers,
     error_object,
-    field_name,
     model_not_found,
     naming_missing,
     status_of,
     tgi_error,
     with_names_of,
 )
-from loraplex_router.http.grammars import GRAMMAR_FIELDS
-from loraplex_router.http.openai.fields import ChatCompletionRequest, CompletionRequest
-from loraplex_router.http.pooling import ClassifyBody, EmbeddingsRequest, RerankBody, ScoreBody
 
 
 @pytest.mark.parametrize(
@@ -111,24 +105,6 @@ def test_what_workers_do_not_know_is_no_fault_of_the_request(field: str | None) 
     assert error.metadata == {"request_id": "r"}
     assert error_headers(error) == {"x-should-retry": "false"}
     assert tgi_error(error) == (501, {"error": content["message"], "error_type": "generation"})
-
-
-OPENAI = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields, *GRAMMAR_FIELDS}
-KINDS: dict[type[Message], set[str]] = {
-    inference_pb2.GenerateRequest: OPENAI,
-    inference_pb2.TokenizeRequest: OPENAI,
-    pooling_pb2.EmbedRequest: {*EmbeddingsRequest.model_fields, "messages", *OPENAI},
-    pooling_pb2.ClassifyRequest: {*ClassifyBody.model_fields, *OPENAI},
-    pooling_pb2.ScoreRequest: {*ScoreBody.model_fields, *RerankBody.model_fields, *OPENAI},
-}
-
-
-def test_no_path_of_the_wire_is_left() -> None:
-    for kind, names in KINDS.items():
-        for path in set(leaves(kind.DESCRIPTOR)) - {"offsets", "text"}:
-            name = field_name(path)
-            assert name.removeprefix("speculation.") == name.rpartition(".")[2], path
-            assert name.startswith("speculation.") or name in {*names, "input", "query"}, (kind, path, name)
 
 
 def test_headers_say_when_to_try_again() -> None:

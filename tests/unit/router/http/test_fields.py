@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from loraplex_proto.v1 import inference_pb2 as pb
-from loraplex_router.http.errors import field_name
 from loraplex_router.http.fields import put_options
+from loraplex_router.http.names import field_name
 from loraplex_router.http.openai.fields import ChatCompletionRequest, CompletionRequest
 from loraplex_router.http.sglang.fields import SamplingParams
 from loraplex_router.http.tgi.fields import Parameters
