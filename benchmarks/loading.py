@@ -50,8 +50,8 @@ class TimedRunner:
         self.seconds += time.perf_counter() - start
         return TimedHandle(handle, self)
 
-    def close(self) -> None:
-        self._runner.close()
+    def check_integrity(self) -> None:
+        self._runner.check_integrity()
 
 
 @dataclass

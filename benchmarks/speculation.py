@@ -37,7 +37,6 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from workloads import read_workload
 
-from loraplex_contracts.plan import Candidate
 from loraplex_contracts.request import CompletionEnd, Request, RequestFailed, SpeculationParams, StoppingParams, Tokens
 from loraplex_demo.formats import FORMATS
 from loraplex_demo.world import MAX_NEW_TOKENS, Case, committed_world
@@ -53,8 +52,8 @@ from loraplex_server.engine.assembly import build_engine
 from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.pipe import Submit
 from loraplex_server.model import runner as runner_module
-from loraplex_server.speculation.prompt_lookup import Piece, PromptLookupProposer
-from loraplex_server.speculation.proposer import Ask
+from loraplex_server.speculation.prompt_lookup import PromptLookupProposer
+from loraplex_server.speculation.proposer import OWN, Ask, Piece
 
 Verify = Callable[[Sequence[int], Sequence[int]], tuple[int, ...]]
 OFF = SpeculationParams(kind="off")
@@ -233,11 +232,9 @@ def always_match() -> None:
     find = PromptLookupProposer.pieces
     propose = PromptLookupProposer.propose
 
-    def some_pieces(
-        self: PromptLookupProposer, candidate: Candidate, params: SpeculationParams, num_tokens: int
-    ) -> tuple[Piece, ...]:
-        found = find(self, candidate, params, num_tokens)
-        return (Piece("own", num_tokens, max(3, found[0].evidence if found else 0)),)
+    def some_pieces(self: PromptLookupProposer, ask: Ask) -> tuple[Piece, ...]:
+        found = find(self, ask)
+        return (Piece(OWN, ask.num_tokens, max(3, found[0].evidence if found else 0)),)
 
     def some_tokens(self: PromptLookupProposer, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
         drafts = propose(self, asks)

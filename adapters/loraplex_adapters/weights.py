@@ -88,6 +88,7 @@ class BaseTargets:
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Ids by token of the model's tokenizer; None where there is none that can be read.
     tokens: Callable[[], Mapping[str, int]] | None = field(default=None, compare=False, repr=False)
+    weight_format: str = ""  # of few bits, to which weights are rounded: contents made with them depend on it
 
     @property
     def digest(self) -> str:
@@ -103,6 +104,8 @@ class BaseTargets:
             "modules": [self.modules[path].facts() for path in sorted(self.modules)],
             "parameters": {path: dict(shapes) for path, shapes in self.parameters.items()},
         }
+        if self.weight_format:
+            facts["weight_format"] = self.weight_format
         return hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 

@@ -80,9 +80,8 @@ class Load:
     # not.
     num_adapter_hits: int = 0
     num_adapter_misses: int = 0
-    kv_wait_s: float = (
-        0.0  # in which the next request could not begin for want of KV blocks, or of a slot for its state
-    )
+    # In which the next request could not begin for want of KV blocks, or of a slot for its state.
+    kv_wait_s: float = 0.0
 
 
 def has_place(num_all: int, num_own: int, num_tenants: int, most: int) -> bool:

@@ -126,7 +126,7 @@ class VersionLog:
             if any(others.parent.glob(others.name)):
                 log.warning(
                     "no earlier version of an adapter (NAME@DIGEST) is known: those in %s, which stay, are of another "
-                    "base model, dtype, --max-lora-rank, --adapter-templates or release",
+                    "base model, dtype, --quantize, --max-lora-rank, --adapter-templates or release",
                     others,
                 )
             return

@@ -72,6 +72,7 @@ class LoadedModel:
     decoder: NativeStack | None = None  # computes all layers in one call, where there is one
     states: tuple[StateSpec, ...] = ()  # that mixers keep of each sequence
     digests: Mapping[str, str] = field(default_factory=dict[str, str])  # of weights as they were before rounding
+    weight_format: str = ""  # of few bits, to which weights are rounded
     direct: DirectForward | None = None  # in the place of the model's own forward pass, where it gives the same bits
 
     @property
@@ -135,6 +136,7 @@ class LoadedModel:
             parameters={path: place.parameters for path, place in self.norms.items()},
             embedding=self.embedding_path,
             head=next((path for path, module in self.targets.items() if isinstance(module, AdaptedHead)), ""),
+            weight_format=self.weight_format,
             tied_head=self._tied_head(),
             other_modules=frozenset(
                 path

@@ -182,6 +182,7 @@ def adopt_model(
         decoder=stack.stack if stack is not None else None,
         states=probe.states,
         digests=digests,
+        weight_format=form.name if form is not None else "",
     )
     if reference is not None:
         progress("comparing texts with those of Transformers")

@@ -211,6 +211,7 @@ FACTS = TargetModule(
 def test_the_digest_of_a_base_model_outlives_releases(targets: BaseTargets, digest: str) -> None:
     """A store finds versions of adapters by it: leave a new fact out where it is at its default."""
     assert targets.digest == digest
+    assert replace(targets, weight_format="int8").digest != digest, "contents made with rounded weights are others"
 
 
 class Watched:

@@ -248,6 +248,7 @@ def test_weights_of_few_bits(form: WeightFormat, stackable: Path, tmp_path: Path
     stack = engine._runner._loaded.decoder
     assert stack is not None
     assert stack.shape.format is form
+    assert engine._runner._loaded.base_targets(8).weight_format == form.name
 
 
 def test_weights_of_few_bits_without_native_kernels(stackable: Path, tmp_path: Path) -> None:

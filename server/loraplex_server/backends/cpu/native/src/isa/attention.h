@@ -122,7 +122,7 @@ struct VectorMemory {
         q((typename Multiplied<D>::T*)(alone + 4 * dim)), keys((typename Multiplied<D>::T*)(alone + (4 + kVectorRows) * dim)) {}
 };
 
-// Goes through the keys in blocks from a fixed grid, whose scores stay in the nearest cache, and whose sums go on from one
+// Goes through the keys in blocks from a fixed grid, whose scores stay in a core's caches, and whose sums go on from one
 // block to the next. What a block adds to a row depends on that row alone, and a row that sees nothing of it is left as
 // it is: a query's bits do not depend on which queries it is computed with.
 template <class D, bool kSpecial>
