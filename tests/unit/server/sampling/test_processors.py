@@ -16,6 +16,7 @@ from torch import Tensor
 
 from loraplex_contracts.plan import Span
 from loraplex_contracts.request import SamplingParams
+from loraplex_server.grammars import matcher as matcher_module
 from loraplex_server.layers.masks import RowMasks
 from loraplex_server.sampling import sampler as module
 from loraplex_server.sampling.draw import DrawRows, NoiseField, draw_open, row_argmax
@@ -160,8 +161,12 @@ class GivenMasks:
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["when they are wanted", "ahead"])
 @pytest.mark.parametrize("masked_argmax", [None, among], ids=["by scores", "by argmax"])
 @pytest.mark.parametrize("free_draws", [False, True], ids=["all special", "beside another"])
-def test_grammars_mask_each_draft_position(free_draws: bool, masked_argmax: Any, is_ahead: bool) -> None:
+def test_grammars_mask_each_draft_position(
+    free_draws: bool, masked_argmax: Any, is_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows 0 and 2 have one, row 0 with a draft of two tokens; row 1 is free, row 3's allows nothing."""
+    monkeypatch.setattr(matcher_module, "AT_ONCE_S", 60.0)  # the library's threads take its own matchers only,
+    monkeypatch.setattr(matcher_module, "SLOW_S", 60.0)  # and get those that were slow once
     dice = np.random.default_rng(4)
     is_allowed = dice.random((5, VOCAB)) < 0.1
     is_allowed[4] = False
