@@ -320,6 +320,16 @@ async def test_values_of_wrong_types_in_each_field() -> None:
                         await check_odd(http, request, {**request.body, outer: {name: value}})
 
 
+@pytest.mark.parametrize("value", [1, "a", [1], {"a": 1}, [CHAT]])
+async def test_messages_are_no_field_of_other_routes(value: Any) -> None:
+    async with open_cluster() as (_, http):
+        for request in REQUESTS:
+            if "messages" not in request.model.model_fields:
+                await check_odd(http, request, {**request.body, "messages": value})
+        answer = await post(http, "/score", {"text_1": "a", "text_2": "b", "messages": value})
+        assert (answer.status_code, answer.headers["x-loraplex-ignored"]) == (200, "messages")
+
+
 async def check_odd(http: Http, request: Request, body: Any) -> None:
     answer = await post(http, request.path, body)
     # 424 is a bug in the forms of LoRAX and TGI.
@@ -348,9 +358,8 @@ def shared() -> Iterator[tuple[asyncio.Runner, Http]]:
 @given(st.data(), st.sampled_from(REQUESTS))
 def test_no_body_is_a_server_error(shared: tuple[asyncio.Runner, Http], data: st.DataObject, request: Request) -> None:
     """Values of any kind in any fields: the request is answered, or refused with 4xx."""
-    names = st.sampled_from(sorted({*request.model.model_fields, *openai.REFUSED, *GRAMMAR_FIELDS})) | st.text(
-        max_size=9
-    )
+    known = {*request.model.model_fields, *openai.ChatCompletionRequest.model_fields}
+    names = st.sampled_from(sorted({*known, *openai.REFUSED, *GRAMMAR_FIELDS})) | st.text(max_size=9)
     inner = st.sampled_from(sorted({*tgi.Parameters.model_fields, *sglang.SamplingParams.model_fields}))
     options = st.dictionaries(inner, ANYTHING, max_size=3)
     body = {**request.body, **data.draw(st.dictionaries(names, ANYTHING | options, max_size=4))}

@@ -178,6 +178,23 @@ async def test_entities_of_tokens() -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
 
 
+@pytest.mark.parametrize("inputs", [[72, 73], [[72, 73]], ["as ADA", [72]]])
+async def test_token_ids_have_no_entities(inputs: Any) -> None:
+    async with http_cluster() as (c, http):
+        body = {"inputs": inputs, "parameters": {"adapter_id": "ner"}}
+        answer = await http.post("/classify_batch", json=body)
+        content = answer.json()
+        assert (answer.status_code, content["error_type"]) == (422, "validation")
+        assert "send texts as `inputs`, not token ids" in content["error"]
+        assert (await http.post("/classify", json={"model": "ner", "input": inputs})).status_code == 400
+        body["parameters"] = {"adapter_id": "cls"}  # of a text's classifier each is one row
+        answer = await http.post("/classify_batch", json=body)
+        assert [len(rows) for rows in answer.json()] == [1] * len(c.workers[0].pooling[-1].inputs)
+        page = (await http.get("/metrics")).text  # the calls went well: they have been counted
+        refused = 'loraplex:router_requests_refused_total{code="INVALID_ARGUMENT",reason="INVALID_ARGUMENT"}'
+        assert f"{refused} 0.0" in page
+
+
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
 async def test_scores(path: str) -> None:
     async with http_cluster() as (c, http):

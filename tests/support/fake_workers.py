@@ -253,7 +253,8 @@ class FakeWorker:
         ).SerializeToString()
 
     async def _classify(self, raw: bytes, context: Any) -> bytes:
-        """Classifies texts by three labels, the second the likeliest; for the adapter `ner`, labels each character."""
+        """Classifies texts by three labels, the second the likeliest; for the adapter `ner`, labels each character
+        or token id."""
         request = await _checked(pooling_pb2.ClassifyRequest, validate.check_pooling, raw, context)
         await self._find_adapter(request, context)
         self.pooling.append(request)
@@ -265,6 +266,8 @@ class FakeWorker:
                 found.rows.add(probabilities=[0.25, 0.5, 0.25])
                 continue
             before = " "
+            for _ in one.token_ids.ids:  # which have no places in a text
+                found.rows.add(probabilities=[0.8, 0.1, 0.1])
             for idx, char in enumerate(one.text):
                 label = 0 if char.islower() or char == " " else 2 if before.isupper() else 1
                 found.rows.add(probabilities=[0.8 if label == other else 0.1 for other in range(3)])

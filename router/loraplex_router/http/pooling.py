@@ -240,7 +240,9 @@ class PoolingRoutes:
             return JSONResponse(_entities(message, answer, 0), headers=_headers(message, ignored))
         if answer.per_token:
             raise InvalidArgument(
-                "the adapter classifies tokens: send a text as `inputs`, and get its entities", field="input"
+                "the adapter classifies tokens: send a text as `inputs`, and get its entities",
+                field="input",
+                metadata={"request_id": message.request_id},  # the call has its line
             )
         data: list[dict[str, Any]] = []
         for index, one in enumerate(answer.classifications):
@@ -495,13 +497,21 @@ def _entities(
     message: pooling_pb2.ClassifyRequest, answer: pooling_pb2.ClassifyResponse, index: int
 ) -> list[dict[str, Any]]:
     """LoRAX's rows. Neighbouring tokens of one label are one entity: tags like `B-PER` and `I-PER` are the label `PER`,
-    of which `B` begins another one; tokens of `O` are none. Of a text's classifier the one row is the whole text."""
+    of which `B` begins another one; tokens of `O` are none. Of a text's classifier the one row is the whole text.
+
+    Raises InvalidArgument for token ids that a token classifier has read."""
     one, text = answer.classifications[index], message.inputs[index].text
     if not answer.per_token:
         values = one.rows[0].probabilities
         best = max(range(len(values)), key=values.__getitem__)
         row = {"entity_group": answer.labels[best], "score": values[best], "word": text, "start": 0, "end": len(text)}
         return [row]
+    if message.inputs[index].WhichOneof("input") != "text":  # the worker says no places of its tokens
+        raise InvalidArgument(
+            "the adapter classifies tokens: its entities are parts of a text; send texts as `inputs`, not token ids",
+            field="inputs",
+            metadata={"request_id": message.request_id},
+        )
     found: list[dict[str, Any]] = []
     scores: list[float] = []
     group = ""

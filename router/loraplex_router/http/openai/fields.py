@@ -245,7 +245,8 @@ def ignored_fields(body: Fields) -> tuple[str, ...]:
         elif name not in HARMLESS and name not in GRAMMAR_FIELDS:
             names.append(name)
     names += unknown_parts(body.extras())
-    names += _unknown_in(getattr(body, "messages", None) or ())
+    if "messages" in type(body).model_fields:  # elsewhere it is one of the further fields, and may be anything
+        names += _unknown_in(cast("Any", body).messages or ())
     if isinstance(body, Generation) and body.stream_options is not None:
         names += [f"stream_options.{name}" for name in body.stream_options.extras()]
     return header_names(names)
