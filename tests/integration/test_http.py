@@ -42,6 +42,7 @@ from loraplex_router.http.openai.fields import (
     TokenizeRequest,
 )
 from loraplex_router.http.openai.responses import ResponsesRequest
+from loraplex_router.http.router_calls import RouterCalls
 from loraplex_router.server import start_router
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -787,6 +788,27 @@ async def test_a_fault_while_streaming_is_an_event(monkeypatch: pytest.MonkeyPat
         (event,) = events(answer)
         assert event["error"]["type"] == "server_error"
         assert answer.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/embed"])
+async def test_a_bug_is_answered_in_the_dialects_form(
+    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(*_: Any) -> Any:
+        raise RuntimeError("bug")
+
+    monkeypatch.setattr(RouterCalls, "names_for", fail)
+    async with http_cluster() as (_, http):
+        answer = await http.post(path, json={"prompt": "hi"} if path.startswith("/v1") else {"inputs": "hi"})
+    error = answer.json()
+    if path.startswith("/v1"):
+        assert (answer.status_code, error["error"]["code"]) == (500, "internal_error")
+    else:
+        assert (answer.status_code, error["error_type"]) == (424, "generation")
+    assert "the server's log says more" in answer.text
+    assert (answer.headers["x-should-retry"], "x-request-id" in answer.headers) == ("false", True)
+    (traced,) = (one for one in caplog.records if one.exc_info)  # uvicorn writes no second one
+    assert "while answering an HTTP request" in traced.getMessage()
 
 
 async def test_a_drain_refuses_new_requests_and_cuts_off_old_ones() -> None:

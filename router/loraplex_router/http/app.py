@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
-from loraplex_contracts.errors import InvalidArgument, LoraplexError, Unimplemented
+from loraplex_contracts.errors import InvalidArgument, LoraplexError, Unimplemented, unexpected
 from loraplex_proto import __version__
 from loraplex_router.http.admin import AdminRoutes
 from loraplex_router.http.errors import body_dialect, dialect_of, fields_in, note_refusal
@@ -49,13 +49,18 @@ class _StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route whose JSON bodies have each key once."""
+    """A route whose JSON bodies have each key once. What its handler raises is typed."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def strict(request: Request) -> Response:
-            return await handle(_StrictRequest(request.scope, request.receive))
+            try:
+                return await handle(_StrictRequest(request.scope, request.receive))
+            except (LoraplexError, RequestValidationError, HTTPException):
+                raise
+            except Exception as error:  # Starlette would answer by itself, with a plain text
+                raise unexpected(error, "answering an HTTP request") from error
 
         return strict
 
