@@ -97,9 +97,9 @@ def _structured(value: Any, name: str) -> pb.Grammar | None:
     """vLLM's structured_outputs."""
     found = {key: one for key, one in _expect(value, dict, name, "an object").items() if one is not None}
     is_compact = found.get("disable_any_whitespace") is True
-    for key in found.keys() - _STRUCTURED.keys():
+    for key, one in found.items():
         # Backends and what they may do. There is none to fall back to.
-        if found[key] is not False and (found[key] is not True or key not in _WHEN_TRUE):
+        if key not in _STRUCTURED and one is not False and (one is not True or key not in _WHEN_TRUE):
             shown = ascii(key[:40])[1:-1]
             raise Unimplemented(f"`{name}.{shown}` is not available: leave it out", field=f"{name}.{shown}")
     made = [(key, _STRUCTURED[key](one, f"{name}.{key}")) for key, one in found.items() if key in _STRUCTURED]

@@ -305,8 +305,8 @@ def _common(body: Generation, base_names: Sequence[str], defaults: pb.Sampling) 
 
 def refuse_chat_fields(given: ChatTemplateInput, *more: str) -> None:
     """Raises InvalidArgument for input of a chat template, or one of the fields `more`, beside a text."""
-    for name in (*(ChatTemplateInput.model_fields.keys() - {"add_generation_prompt"}), *more):
-        if getattr(given, name) not in (None, False, "", [], {}):
+    for name in (*ChatTemplateInput.model_fields, *more):
+        if name != "add_generation_prompt" and getattr(given, name) not in (None, False, "", [], {}):
             raise InvalidArgument(f"`{name}` goes with a chat: give `messages`, or leave it out", field=name)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loraplex_contracts.errors import LoraplexError
+from loraplex_contracts.errors import LoraplexError, Unimplemented
 from loraplex_router.http.grammars import GRAMMAR_FIELDS, grammar_of
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -97,6 +97,14 @@ def test_options_of_structured_outputs() -> None:
     regex = grammar_of({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}})
     assert regex is not None
     assert not regex.compact
+
+
+def test_of_several_unknown_options_the_first_is_named() -> None:
+    names = [f"option_{idx}" for idx in range(20)]
+    for given in (names, names[::-1]):
+        with pytest.raises(Unimplemented) as caught:
+            grammar_of({"structured_outputs": {"json": SCHEMA, **dict.fromkeys(given, 1)}})
+        assert caught.value.field == f"structured_outputs.{given[0]}"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -429,6 +430,22 @@ def test_tokenize() -> None:
     for field in ({"tools": [{}]}, {"chat_template": "x"}, {"continue_final_message": True}):
         with pytest.raises(InvalidArgument, match="goes with a chat"):
             requests.tokenize_request(TokenizeRequest.model_validate({"prompt": "hi", **field}))
+
+
+def test_of_several_fields_of_chats_the_first_is_named() -> None:
+    given = {
+        "continue_final_message": True,
+        "chat_template": "x",
+        "chat_template_kwargs": {"a": 1},
+        "documents": [{"a": 1}],
+        "reasoning_effort": "low",
+        "tools": [{}],
+    }
+    for pair in itertools.combinations(given, 2):
+        body = TokenizeRequest.model_validate({"prompt": "hi", **{name: given[name] for name in pair}})
+        with pytest.raises(InvalidArgument) as caught:
+            requests.tokenize_request(body)
+        assert caught.value.field == pair[0]
 
 
 def test_detokenize() -> None:
