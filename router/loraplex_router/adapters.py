@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -170,6 +171,10 @@ class AdapterFanOut:
             missing = wanted - answers.num_answered
             batch, order = order[:missing], order[missing:]
             await self._ask(call, raw, batch, into=answers)
+            for failure in answers.failures:
+                if failure.is_unimplemented:
+                    lacking = self._replicas.of_same_version(failure.worker_id)
+                    order = [one for one in order if one not in lacking]
             if any(failure.kind is FailureKind.ANSWERED for failure in answers.failures):
                 break  # about the adapter itself: the next worker would answer the same
         return answers
@@ -202,7 +207,7 @@ class AdapterFanOut:
 def _named(call: Call, cls: type[Named], raw: bytes) -> str:
     """The adapter that a request names and that the caller may use. Raises what the checks raise."""
     request = parse(cls, raw)
-    call.record.ask_for("", request.adapter_id)
+    call.record.ask_for(call.request_id or uuid.uuid4().hex, request.adapter_id)
     check_adapter_request(request)
     identity = current_identity()
     identity.check_adapters([request.adapter_id])

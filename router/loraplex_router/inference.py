@@ -268,14 +268,15 @@ class InferenceRelay:
         attempt: Callable[[Upstream, Flight], Awaitable[T]],
         resumption: Resumption | None = None,
     ) -> T:
-        """Picks workers until one has answered, each once at most, overloaded ones never. Raises what the last one
-        said, NoWorker, or Overloaded where all are; that a worker lacks something only where no other one may have
-        it."""
+        """Picks workers until one has answered, each once at most, overloaded ones never, and of those of one version
+        none after one that lacks what the request needs. Raises what the last one said, NoWorker, or Overloaded where
+        all are; that a worker lacks something only where no other one may have it."""
         key = routing_key(request.adapter_ids)
         overloaded = self._overloaded(call, request)
         tried = set(overloaded)
         num_lost = 0
         error: UpstreamFailure | None = None
+        last: UpstreamFailure | None = None
         while True:
             route = Route(request.adapter_ids, self._replicas.work_in_flight_tokens(key))
             views = self._replicas.views(tried, request.draft_model, time.monotonic(), request.task)
@@ -286,6 +287,9 @@ class InferenceRelay:
                     raise error
                 raise busy or error or self._replicas.no_worker()
             worker_id = choice.worker_id
+            if last is not None:
+                self._metrics.retried(last.kind.value)
+                call.record.num_retries += 1
             if call.record.computes:
                 self._metrics.decided(choice.decision, is_retry=error is not None)
             tried.add(worker_id)
@@ -302,9 +306,14 @@ class InferenceRelay:
                     raise
                 if is_seen and resumption is not None:
                     resumption.restart(failure)
-                log.warning("%s; trying another worker", failure, extra={"request_id": call.request_id})
-                self._metrics.retried(failure.kind.value)
-                call.record.num_retries += 1
+                # A request that no worker knows is the client's fault: no warning.
+                level = logging.INFO if failure.is_unimplemented else logging.WARNING
+                log.log(level, "%s; looking for another worker", failure, extra={"request_id": call.request_id})
+                last = failure
+                if failure.is_unimplemented:
+                    for one in self._replicas.of_same_version(worker_id):
+                        tried.add(one)
+                        overloaded.pop(one, None)  # it would say the same when it is free
                 if error is None or not failure.is_unimplemented:
                     error = failure
             finally:

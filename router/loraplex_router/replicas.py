@@ -217,6 +217,12 @@ class Replicas:
         """Sorted names of the adapters that workers hold, as far as their reports tell."""
         return sorted({name for replica in self.connected() for name in replica.tiers})
 
+    def of_same_version(self, worker_id: str) -> list[str]:
+        """Workers of this one's version, itself among them: what it lacks, they lack. Itself alone where its version is
+        not known."""
+        version = _version_of(self._replicas.get(worker_id))
+        return [worker_id] if not version else [one.worker_id for one in self.all() if _version_of(one) == version]
+
     def absent_holders(self, adapter_id: str, *, with_versions: bool = False) -> list[str]:
         """Members that had the adapter at their last report and may come back with it: lost or stalled ones, not those
         that have drained. `with_versions`: also those that had a version of it."""
@@ -358,6 +364,10 @@ class Replicas:
         replica.max_device_adapters, replica.waiting_adapters = 0, ()
         if was_routable:
             self.on_change()
+
+
+def _version_of(replica: Replica | None) -> str:
+    return "" if replica is None or replica.info is None else replica.info.version
 
 
 def _load(message: worker_pb2.Load) -> Load:

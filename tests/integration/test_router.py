@@ -41,7 +41,14 @@ from loraplex_contracts.errors import (
     WorkerLost,
 )
 from loraplex_proto.status import DETAILS_KEY, abort
-from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc, pooling_pb2, pooling_pb2_grpc
+from loraplex_proto.v1 import (
+    adapter_pb2,
+    adapter_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    pooling_pb2,
+    pooling_pb2_grpc,
+)
 from loraplex_router.config import PolicyConfig, ServerOptions, WatchConfig
 from loraplex_router.policy import rendezvous_order
 
@@ -348,6 +355,43 @@ async def test_what_no_worker_knows_is_said() -> None:
         assert isinstance(error, Unimplemented)
         assert error.field == "#8"
         assert c.num_requests == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("versions", "num_asked"), [(["2"] * 4, 1), (["1", "1", "2", "2"], 2), ([""] * 4, 4)])
+async def test_one_worker_of_each_version_is_asked_for_what_none_knows(
+    versions: list[str], num_asked: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    workers = [await FakeWorker(f"w{number}").start() for number in range(4)]
+    for worker, version in zip(workers, versions, strict=True):
+        worker.info["version"] = version
+        worker.stream = fails(Unimplemented("`#8` is not known", field="#8"))
+    caplog.set_level("INFO", "loraplex_router.inference")
+    async with router_for([worker.address for worker in workers], metrics_port=0) as (router, channel):
+        await until(lambda: all(one.info is not None for one in router.replicas.all()))
+        await until(lambda: router.replicas.num_routable == 4)
+        error = await error_of(stub(channel).GenerateStream(Generate(text="x", adapter_id="sql")))
+        assert (type(error), error.field) == (Unimplemented, "#8")
+        assert sum(len(worker.requests) for worker in workers) == num_asked
+    for worker in workers:
+        await worker.stop()
+    levels = [one.levelname for one in caplog.records if one.name == "loraplex_router.inference"]
+    assert levels == ["INFO"] * num_asked
+
+
+async def test_a_load_that_no_worker_knows_asks_no_more_workers_than_there_are_homes() -> None:
+    workers = [await FakeWorker(f"w{number}").start() for number in range(4)]
+    for worker in workers:
+        worker.info["version"] = "2"
+        worker.load_error = Unimplemented("`#8` is not known", field="#8")
+    policy = PolicyConfig(num_homes=2)
+    async with router_for([worker.address for worker in workers], policy=policy) as (router, channel):
+        await until(lambda: router.replicas.num_routable == 4)
+        load = adapter_pb2_grpc.AdapterServiceStub(channel).LoadAdapter
+        error = await error_of(load(adapter_pb2.LoadAdapterRequest(adapter_id="sql")))
+        assert isinstance(error, Unimplemented)
+    assert sum(worker.calls.count("LoadAdapter") for worker in workers) == 2
+    for worker in workers:
+        await worker.stop()
 
 
 @pytest.mark.parametrize("is_older_first", [False, True])

@@ -82,6 +82,16 @@ def test_a_request_of_a_task_goes_where_that_is_known() -> None:
     assert [view.worker_id for view in replicas.views(task="score")] == [A, B]
 
 
+def test_workers_of_one_version_lack_the_same() -> None:
+    replicas = Replicas([A, B, "c:1", "d:1"])
+    for worker_id, version in ((A, "1"), (B, "1"), ("c:1", "")):
+        replicas.on_info(worker_id, inference_pb2.GetInfoResponse(version=version))
+    assert replicas.of_same_version(A) == [A, B]
+    assert replicas.of_same_version("c:1") == ["c:1"]  # of before workers said it
+    assert replicas.of_same_version("d:1") == ["d:1"]  # has said nothing yet
+    assert replicas.of_same_version("gone:1") == ["gone:1"]
+
+
 def test_what_was_sent_counts_until_a_report_knows_of_it() -> None:
     replicas = Replicas([A])
     replicas.on_report(A, report(100), 1.0)
