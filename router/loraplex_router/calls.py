@@ -193,7 +193,8 @@ class Calls:
         async def handle(raw: bytes, context: CallContext) -> T:
             task = asyncio.current_task()
             assert task is not None, "handlers run in tasks"
-            record = RequestRecord(method, current_identity().tenant)
+            # Over HTTP a request has an id before it is read; its own replaces it.
+            record = RequestRecord(method, current_identity().tenant, request_id=getattr(context, "request_id", ""))
             call = Call(record, context, task)
             if self.tracing is not None and record.computes:
                 call.span = self.tracing.begin(record, context.invocation_metadata())

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from support.fake_workers import Chunk, Cluster, Generate, blocks, cluster, error_of, fails, until
 from support.http import http_cluster
 
 from loraplex_contracts.errors import AdapterNotFound, Overloaded, WorkerLost
 from loraplex_proto.status import abort
-from loraplex_proto.v1 import adapter_pb2, pooling_pb2
+from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2
+from loraplex_router.config import HttpOptions
 from loraplex_runtime.auth import token_digest
+from loraplex_runtime.quotas import TokenBucket
 from loraplex_runtime.request_record import log
 
 SECRET = "nobody may read this"
@@ -106,6 +110,41 @@ async def test_a_stream_without_token_ids_that_breaks_off_is_no_refusal(lines: L
     assert lines.fields("tokens", "reason") == [(new_tokens, "WORKER_LOST")]
 
 
+@pytest.mark.parametrize("new_tokens", [2, 0], ids=["counted", "of an older worker"])
+async def test_a_stream_without_token_ids_that_ends_well_is_charged_once(
+    lines: Lines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, new_tokens: int
+) -> None:
+    """An older worker says the number of its tokens at the end only, a newer one with each message as well."""
+    charges: list[float] = []
+    monkeypatch.setattr(TokenBucket, "take", lambda _, num_tokens: charges.append(num_tokens))
+    monkeypatch.setattr(TokenBucket, "give_back", lambda _, num_tokens: charges.append(-num_tokens))
+    row = {"sha256": token_digest("t"), "tenant": "acme"}
+    auth_file = tmp_path / "auth.json"
+    limits = {"acme": {"tokens_per_minute": 100_000}}
+    auth_file.write_text(json.dumps({"credentials": [row], "tenants": limits}))
+
+    async def hidden(request: Generate, context: Any) -> AsyncIterator[bytes]:
+        yield Chunk(text_delta="t", new_tokens=new_tokens).SerializeToString()
+        yield Chunk(
+            text_delta="t",
+            new_tokens=new_tokens,
+            finish_reason=inference_pb2.FINISH_REASON_STOP,
+            usage=inference_pb2.Usage(prompt_tokens=6, completion_tokens=4),
+        ).SerializeToString()
+
+    async with cluster(1, auth_file=auth_file, worker_token="w") as own:
+        own.workers[0].stream = hidden
+        call = own.channel.unary_stream(STREAM)(
+            request(output={"omit_token_ids": True}), metadata=(("authorization", "Bearer t"),)
+        )
+        assert len([message async for message in call]) == 2
+        await until(lambda: bool(lines.records))
+        ((_, usage),) = own.router.calls.metrics.usage.tenants.items()
+    assert (usage.output_tokens, usage.requests["OK"]) == (4, 1)
+    assert lines.fields("tokens", "code") == [(4, "OK")]
+    assert sum(charges) == 10
+
+
 async def test_names_that_the_router_refuses_are_not_counted_as_the_base_model(lines: Lines) -> None:
     async with cluster(1) as own:
         for fields in (
@@ -131,6 +170,17 @@ async def test_loads_and_unloads_have_a_line(lines: Lines) -> None:
         ("LoadAdapter", "OK", "default", "sql"),
         ("UnloadAdapter", "OK", "default", "sql"),
     ]
+    ids = {one[0] for one in lines.fields("request_id")}
+    assert len(ids) == 2
+    assert all(ids)
+
+
+async def test_a_load_over_http_has_the_id_of_its_request(lines: Lines) -> None:
+    async with http_cluster(http=HttpOptions(admin=True)) as (_, http):
+        body = {"lora_name": "sql", "lora_path": "sql"}
+        answer = await http.post("/v1/load_lora_adapter", json=body, headers={"x-request-id": "mine"})
+        assert answer.status_code == 200
+    assert ("mine", "LoadAdapter", "OK") in lines.fields("request_id", "method", "code")
 
 
 async def test_a_refusal_before_the_request_is_read_has_an_id(lines: Lines) -> None:
@@ -211,6 +261,26 @@ async def test_what_http_refuses_by_itself_is_counted(lines: Lines, tmp_path: Pa
     ]
     assert [one[0] for one in lines.fields("request_id")] == [answer.headers["x-request-id"] for answer in answers]
     assert all(str(peer).startswith("127.0.0.1:") for (peer,) in lines.fields("peer"))
+
+
+async def test_a_client_that_leaves_and_an_adapter_that_is_missing_are_no_refusals(lines: Lines) -> None:
+    async def waits(request: Generate, context: Any) -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+    async with http_cluster() as (own, http):
+        own.workers[0].unary = waits
+        with pytest.raises(httpx2.ReadTimeout):
+            await http.post("/v1/completions", json={"model": "sql", "prompt": SECRET}, timeout=0.2)
+        await until(lambda: len(lines.records) == 1)
+        own.workers[0].adapters["json"] = adapter_pb2.Adapter(adapter_id="json")
+        body = {"text": [SECRET, SECRET], "lora_path": ["json", "nope"], "stream": True}
+        assert (await http.post("/generate", json=body)).status_code == 404
+        page = (await http.get("/metrics")).text
+    assert lines.fields("method", "code") == [("Generate", "CANCELLED"), ("GetAdapter", "NOT_FOUND")]
+    refused = [line for line in page.splitlines() if line.startswith("loraplex:router_requests_refused_total{")]
+    assert refused
+    assert all(line.endswith(" 0.0") for line in refused)
 
 
 async def test_a_workers_refusal_over_http_has_one_line(lines: Lines) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, cast
 
 from starlette.types import Scope
@@ -139,12 +139,23 @@ def error_headers(error: LoraplexError) -> dict[str, str]:
 
 
 def note_refusal(error: LoraplexError, scope: Scope) -> None:
-    """Counts and logs the error of an HTTP request, unless it or its cause is a call's, which has been counted and has
-    its line."""
-    causes = error, error.__cause__, error.__context__
-    if not any(isinstance(one, LoraplexError) and "request_id" in one.metadata for one in causes):
+    """Counts and logs the error of an HTTP request, unless it or one that led to it is a call's, which has been counted
+    and has its line."""
+    if not any(isinstance(one, LoraplexError) and "request_id" in one.metadata for one in _causes(error)):
         refusals: Refusals = scope["state"]["refusals"]
         refusals.note(scope["state"]["record"], error)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those that it was raised from or while handling, however far back."""
+    found: dict[int, BaseException] = {}
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in found:
+            found[id(one)] = one
+            left += [one.__cause__, one.__context__]
+            yield one
 
 
 # --- LoRAX's and TGI's form -------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from loraplex_router.adapters import AdapterFanOut
 from loraplex_router.calls import Call, Calls
 from loraplex_router.config import HttpOptions
 from loraplex_router.http.errors import model_not_found, with_names_of
-from loraplex_router.http.streaming import FanOut, Handle, while_connected
+from loraplex_router.http.streaming import FanOut, Handle
 from loraplex_router.inference import InferenceRelay
 from loraplex_router.replicas import Replicas
 from loraplex_router.status import StatusService
@@ -103,7 +103,7 @@ class RouterCalls:
         """Unary calls of the router: their answers in order, or the first error. Raises as `ask`."""
         calls = FanOut(handle, raws, request)
         try:
-            return await while_connected(request.receive, calls.answers())
+            return await calls.while_connected(request.receive, calls.answers())
         finally:
             calls.cancel()
 
@@ -124,7 +124,7 @@ class RouterCalls:
         handle = self.handler("GenerateStream", self.relay.generate_stream)
         calls = FanOut(handle, [one.SerializeToString() for one in messages], request)
         try:
-            first = await while_connected(request.receive, calls.next())
+            first = await calls.while_connected(request.receive, calls.next())
             if first is None:
                 raise Internal("a worker has ended its answer without a message")
         except BaseException:

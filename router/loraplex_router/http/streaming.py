@@ -44,9 +44,10 @@ Message = tuple[int, bytes]  # index of the prompt, and the worker's bytes
 class HttpContext:
     """A call's client over HTTP, with the methods that the relay uses of gRPC's context."""
 
-    def __init__(self, metadata: Metadata, write: Callable[[bytes], Awaitable[None]]) -> None:
+    def __init__(self, metadata: Metadata, write: Callable[[bytes], Awaitable[None]], request_id: str = "") -> None:
         self._metadata = metadata
         self.write = write
+        self.request_id = request_id
 
     def time_remaining(self) -> float | None:
         """None: HTTP requests have no deadline."""
@@ -87,12 +88,14 @@ class FanOut:
 
     async def _call(self, handle: Handle, index: int, raw: bytes, metadata: Metadata) -> None:
         end: LoraplexError | None = None
+        request_id = self._scope["state"]["request_id"]
+        context = HttpContext(metadata, lambda message: self._queue.put((index, message)), request_id)
         try:
-            answer = await handle(raw, HttpContext(metadata, lambda message: self._queue.put((index, message))))
+            answer = await handle(raw, context)
             if isinstance(answer, bytes):
                 await self._queue.put((index, answer))
         except LoraplexError as error:
-            error.metadata.setdefault("request_id", self._scope["state"]["request_id"])
+            error.metadata.setdefault("request_id", request_id)
             end = error
         except Exception as error:
             end = unexpected(error, "relaying an HTTP request")
@@ -120,28 +123,33 @@ class FanOut:
             if num_bytes > MAX_ANSWER_BYTES:
                 self.cancel()
                 raise MessageTooLarge(
-                    f"answers to one request have at most {MAX_ANSWER_BYTES} bytes; ask for fewer prompts or logprobs"
+                    f"answers to one request have at most {MAX_ANSWER_BYTES} bytes; ask for fewer prompts or logprobs",
+                    metadata=self._own_id(),
                 )
         return [found[index] for index in range(len(self._tasks))]
+
+    async def while_connected(self, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which waits for these calls and ends when the client leaves. Raises Cancelled then, and
+        what `work` raises."""
+        working = asyncio.create_task(work)
+        watching = asyncio.create_task(_until_left(receive))
+        try:
+            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise Cancelled("the client has left", metadata=self._own_id())
+        finally:
+            for task in (working, watching):
+                task.cancel()
+            await asyncio.gather(working, watching, return_exceptions=True)
+
+    def _own_id(self) -> dict[str, str]:
+        """Metadata of an error that comes after the calls' own ends, which have been counted."""
+        return {"request_id": self._scope["state"]["request_id"]}
 
     def cancel(self) -> None:
         for task in self._tasks:
             task.cancel()
-
-
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which ends when the client leaves. Raises Cancelled then, and what `work` raises."""
-    working = asyncio.create_task(work)
-    watching = asyncio.create_task(_until_left(receive))
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise Cancelled("the client has left")
-    finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 async def _until_left(receive: Receive) -> None:

@@ -18,7 +18,7 @@ from loraplex_proto.v1 import adapter_pb2, adapter_pb2_grpc
 from loraplex_runtime.auth import Identity
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.grpc import protobuf
-from loraplex_server.grpc.middleware import RequestGate, current_record, handles_errors
+from loraplex_server.grpc.middleware import RequestGate, begin_request, handles_errors
 
 Context = Any
 SLICE = 256  # adapters; one or two milliseconds
@@ -163,7 +163,7 @@ class AdapterServicer(adapter_pb2_grpc.AdapterServiceServicer):
         return await self._listing.page(query, self._gate.admit())
 
     def _admit(self, request: validate.AdapterRequest) -> AdapterId:
-        current_record().ask_for("", request.adapter_id)
+        begin_request("", request.adapter_id)
         adapter_id = validate.check_adapter_request(request)
         identity = self._gate.admit(adapter_id)
         if isinstance(request, adapter_pb2.LoadAdapterRequest):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ from loraplex_router.http.errors import (
     error_object,
     model_not_found,
     naming_missing,
+    note_refusal,
     status_of,
     tgi_error,
     with_names_of,
@@ -132,6 +134,22 @@ def test_the_adapter_that_is_missing_is_named(resource: str, adapter_id: str, he
     error = naming_missing(errors.adapter_not_found(resource), adapter_id, request)
     assert error.field == param
     assert f"`{heads if param != 'model' else adapter_id}`" in error.message
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+@pytest.mark.parametrize(("metadata", "num_noted"), [({"request_id": "r"}, 0), ({}, 1)])
+def test_a_call_s_error_is_no_refusal_however_often_it_was_renamed(
+    depth: int, metadata: dict[str, str], num_noted: int
+) -> None:
+    error: LoraplexError = errors.AdapterNotFound("x", metadata=metadata)
+    error.__context__ = ValueError("handled before")
+    for _ in range(depth):
+        outer = model_not_found("sql")
+        outer.__cause__, error = error, outer
+    noted: list[object] = []
+    refusals = SimpleNamespace(note=lambda record, error: noted.append(error))  # pyright: ignore[reportUnknownLambdaType]
+    note_refusal(error, {"state": {"refusals": refusals, "record": None}})
+    assert len(noted) == num_noted
 
 
 def test_a_name_that_is_not_unicode_can_be_shown() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
+from loraplex_contracts.errors import Cancelled, MessageTooLarge
 from loraplex_router.http import streaming
 from loraplex_router.http.streaming import DONE, KEEP_ALIVE, FanOut, events_of
 
@@ -27,10 +28,38 @@ async def chunks_of(num_messages: int, pause_s: float, shown: set[int]) -> list[
     def of_error(error: Any) -> bytes:
         raise error
 
-    calls = FanOut(handle, [b""], Request({"type": "http", "path": "/", "headers": [], "state": {"request_id": "r1"}}))
+    calls = FanOut(handle, [b""], request())
     first = await calls.next()
     assert first is not None
     return [chunk async for chunk in events_of(calls, first, to_events, lambda: (), of_error)]
+
+
+def request() -> Request:
+    return Request({"type": "http", "path": "/", "headers": [], "state": {"request_id": "r1"}})
+
+
+async def test_a_client_that_leaves_ends_calls_that_have_been_counted() -> None:
+    async def handle(raw: bytes, context: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def left() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    calls = FanOut(handle, [b""], request())
+    with pytest.raises(Cancelled) as caught:
+        await calls.while_connected(left, calls.answers())
+    calls.cancel()
+    assert caught.value.metadata == {"request_id": "r1"}
+
+
+async def test_answers_that_are_too_large_have_been_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def handle(raw: bytes, context: Any) -> bytes:
+        return raw
+
+    monkeypatch.setattr(streaming, "MAX_ANSWER_BYTES", 3)
+    with pytest.raises(MessageTooLarge) as caught:
+        await FanOut(handle, [b"ab", b"cd"], request()).answers()
+    assert caught.value.metadata == {"request_id": "r1"}
 
 
 async def test_messages_without_events_send_nothing() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from support.listings import ListingWorker, info, names_of
@@ -135,3 +135,17 @@ async def test_loads_and_unloads_are_logged_with_tenant_and_adapter(caplog: pyte
         await one.UnloadAdapter(adapter_pb2.UnloadAdapterRequest(adapter_id="sql"), None)
     lines = [record.getMessage().partition(" total_s")[0] for record in caplog.records]
     assert lines == [f"{method} ended: OK (tenant=default adapter=sql" for method in ("LoadAdapter", "UnloadAdapter")]
+
+
+async def test_a_load_that_goes_well_has_a_request_id() -> None:
+    async def load_adapter(*_: Any, **__: Any) -> list[AdapterInfo]:
+        return [info("sql")]
+
+    gate = RequestGate()
+    servicer = listing.AdapterServicer(cast("Any", SimpleNamespace(load_adapter=load_adapter)), gate, cast("Any", None))
+    with gate.call("LoadAdapter") as call:
+        await cast("Any", servicer.LoadAdapter).__wrapped__(
+            servicer, adapter_pb2.LoadAdapterRequest(adapter_id="sql"), None
+        )
+    assert call.record.request_id
+    assert call.record.adapter == "sql"
