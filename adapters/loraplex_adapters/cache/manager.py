@@ -254,7 +254,7 @@ class AdapterManager:
         return keys
 
     def traits(self, key: AdapterKey) -> AdapterTraits:
-        """What the files of an adapter that is held tell."""
+        """Traits that the files of a held adapter give it. Raises KeyError for another."""
         return self._residency.records[key].traits
 
     def drop_hold(self, key: AdapterKey, tenant: str = NOBODY.tenant, name: str = "") -> None:

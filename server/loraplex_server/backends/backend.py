@@ -172,7 +172,7 @@ class Backend:
         return None
 
     def describe_layers(self) -> str:
-        """Who computes the layers, in words, where `find_decoder` finds none."""
+        """The code that computes the layers, in words, where `find_decoder` finds none."""
         return "Transformers' layers"
 
     def rounding(self, form: WeightFormat) -> Callable[[Tensor], None]:

@@ -1,4 +1,4 @@
-"""Proposers of draft tokens: what one is, and their names.
+"""Proposers of draft tokens: their interface and names.
 
 A draft only ever changes how soon a text comes: the target model samples every position itself and keeps what agrees
 (`verify_chain`). So a proposer may be wrong, slow to start or silent. It is called from the engine's loop, between two
@@ -77,7 +77,7 @@ class Proposer(ABC):
         return (Piece(OWN, ask.num_tokens),)
 
     def rates_key(self, choice: Choice) -> Hashable:
-        """What acceptance rates are kept apart by, beside the source: the weights, where requests bring their own."""
+        """Key of the acceptance rates beside the source: the weights, where requests bring their own."""
         return None
 
     def num_behind(self, candidate: Candidate) -> int:

@@ -5,22 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from support.openai_jobs import chat, completion
+
 from loraplex_proto.v1 import inference_pb2 as pb
-from loraplex_router.http.openai import answers, requests
-from loraplex_router.http.openai.fields import ChatCompletionRequest, CompletionRequest
-
-NAMES = ("org/base", "base")
-CHAT = [{"role": "user", "content": "hi"}]
-
-
-def completion(**fields: Any) -> requests.Job:
-    body = CompletionRequest.model_validate({"prompt": "hi", **fields})
-    return requests.completion_job(body, NAMES, "rid", 7)
-
-
-def chat(**fields: Any) -> requests.Job:
-    body = ChatCompletionRequest.model_validate({"messages": CHAT, **fields})
-    return requests.chat_job(body, NAMES, "rid", 7)
+from loraplex_router.http.openai import answers
 
 
 def row(token_id: int, text: str, logprob: float, *top: tuple[int, str, float]) -> pb.TokenLogprob:

@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
+from support.openai_jobs import CHAT, NAMES, chat, completion
 
 from loraplex_contracts.errors import AdapterNotFound, InvalidArgument, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
@@ -20,19 +21,6 @@ from loraplex_router.http.openai.fields import (
     TokenizeRequest,
     ignored_fields,
 )
-
-NAMES = ("org/base", "base")
-CHAT = [{"role": "user", "content": "hi"}]
-
-
-def completion(**fields: Any) -> requests.Job:
-    body = CompletionRequest.model_validate({"prompt": "hi", **fields})
-    return requests.completion_job(body, NAMES, "rid", 7)
-
-
-def chat(**fields: Any) -> requests.Job:
-    body = ChatCompletionRequest.model_validate({"messages": CHAT, **fields})
-    return requests.chat_job(body, NAMES, "rid", 7)
 
 
 def wire(**fields: Any) -> pb.GenerateRequest:
