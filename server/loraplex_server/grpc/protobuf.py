@@ -446,7 +446,7 @@ def tokenizer_info(tokenizer: TextTokenizer) -> inference_pb2.GetTokenizerInfoRe
 
 
 def speculation_kinds(kinds: Iterable[str], draft_models: Iterable[str]) -> list[str]:
-    """Kinds that a request may ask for: `off` always, `auto` where there is a proposer, each kind and each draft model."""
+    """Kinds for requests: `off` always, `auto` where there is a proposer, each kind and each draft model."""
     proposers = [*kinds, *(f"draft_model:{name}" for name in draft_models)]
     return ["off", *(["auto"] if proposers else []), *proposers]
 
