@@ -18,8 +18,12 @@ OWN_OFF = "loraplex, LoRA off"
 MIXED = "loraplex, mixed ranks"
 WORKER = "loraplex worker"
 ROUTER = "loraplex router"
+HTTP = "loraplex serve, HTTP"
+HTTP_OFF = "loraplex serve, HTTP, LoRA off"
 VLLM = "vLLM"
 VLLM_OFF = "vLLM, LoRA off"
+VLLM_HTTP = "vLLM, HTTP"
+VLLM_HTTP_OFF = "vLLM, HTTP, LoRA off"
 PEFT = "PEFT"
 BEFORE = ", before"  # behind the name of a system that another checkout has
 
@@ -31,7 +35,7 @@ def takes_part(system: str, workload: str) -> bool:
     is_base = workload.startswith("base-")
     system = system.removesuffix(BEFORE)
     match system:
-        case "loraplex, LoRA off" | "vLLM, LoRA off":
+        case _ if system.endswith("LoRA off"):
             return is_base
         case "loraplex, mixed ranks":
             return workload.startswith("distinct-")
@@ -122,17 +126,20 @@ def _pairs(workloads: Sequence[str]) -> list[_Pair]:
         if kind == "distinct":
             goal = (0.7, 0.85) if batch == "32" else (None, None)
             pairs.append(_Pair((OWN, workload), (VLLM_OFF, f"base-{batch}"), *goal))
+    pairs += [_Pair((HTTP_OFF, workload), (VLLM_HTTP_OFF, workload)) for workload in workloads]
+    pairs += [_Pair((HTTP, workload), (VLLM_HTTP, workload)) for workload in workloads]
     pairs += [_Pair((OWN, workload), (PEFT, workload)) for workload in workloads]
     pairs += [_Pair((OWN, workload), (OWN_OFF, workload), 0.98, 1.0) for workload in workloads]
     pairs += [_Pair((MIXED, workload), (OWN, workload), 0.95) for workload in workloads]
     # Nothing gets slower from one commit to the next.
     pairs += [
         _Pair((name, workload), (before(name), workload), 0.98)
-        for name in (OWN, OWN_OFF, WORKER, ROUTER)
+        for name in (OWN, OWN_OFF, WORKER, ROUTER, HTTP, HTTP_OFF)
         for workload in workloads
     ]
     pairs += [_Pair((WORKER, workload), (OWN, workload), 0.95) for workload in workloads]
     pairs += [_Pair((ROUTER, workload), (OWN, workload), 0.90) for workload in workloads]
+    pairs += [_Pair((HTTP, workload), (OWN, workload)) for workload in workloads]
     return pairs
 
 

@@ -2,7 +2,7 @@
 
     serving.py make OUT [--shape 245m]         makes inputs: model, adapters, workloads
     serving.py [run] IN_DIR WORKLOAD ...       the engine in process, quickly: a line of JSON for each
-    serving.py compare IN_DIR [WORKLOAD ...]   systems in turns, and their ratios
+    serving.py compare IN_DIR [WORKLOAD ...]   systems in turns, and their ratios; whole servers with `--through http`
     serving.py show RESULTS.json               ratios, tables and plot of an earlier `compare --json`
     serving.py open IN_DIR --rate 4            open-loop load on a worker: TTFT, TPOT, cold adapters
 
@@ -31,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,22 @@ import figures
 import openloop
 import systems
 import torch
-from compare import MIXED, OWN, OWN_OFF, PEFT, ROUTER, VLLM, VLLM_OFF, WORKER, Comparison, before
+from compare import (
+    HTTP,
+    HTTP_OFF,
+    MIXED,
+    OWN,
+    OWN_OFF,
+    PEFT,
+    ROUTER,
+    VLLM,
+    VLLM_HTTP,
+    VLLM_HTTP_OFF,
+    VLLM_OFF,
+    WORKER,
+    Comparison,
+    before,
+)
 from floor import Machine, Meter, floors, measure_size
 from inprocess import EngineSystem, build, worker_flags
 from inputs import SHAPES, make_inputs
@@ -184,7 +200,9 @@ def _start(
         progress("starting a worker")
         for checkout, named in _checkouts(args):
             found += _servers(args, stack, checkout, named)
-    if args.vllm_python is not None:
+    if "http" in args.through:
+        found += _http_servers(args, has_base, stack, progress)
+    if args.vllm_python is not None and args.through != ["http"]:
         start = args.vllm_python, args.vllm_preload, args.inputs
         if not args.lora_off:
             add(VLLM, systems.vllm_command(*start, lora=True, isa=args.isa, dtype=args.vllm_dtype, slots=args.slots))
@@ -220,6 +238,40 @@ def _servers(
             system = systems.StreamedSystem(named(name), address, args.inputs)
             stack.callback(system.close)
             found.append(system)
+    return found
+
+
+def _http_servers(
+    args: argparse.Namespace, has_base: bool, stack: ExitStack, progress: Callable[[str], None]
+) -> list[systems.System]:
+    """`loraplex serve`, and `vllm serve` where there is one, each once more without adapters for workloads of base."""
+    found: list[systems.System] = []
+
+    def add(start: Callable[[str], systems.HttpSystem], name: str) -> None:
+        progress(f"starting {name}")
+        system = start(name)
+        stack.callback(system.close)
+        found.append(system)
+
+    for lora, own, vllm in ((True, HTTP, VLLM_HTTP), (False, HTTP_OFF, VLLM_HTTP_OFF)):
+        if not lora and not has_base:
+            continue
+        for checkout, named in _checkouts(args):
+            store = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            flags = [*worker_flags(args.inputs, store, lora=lora), *args.flags]
+            add(partial(systems.http_server, inputs=args.inputs, flags=flags, checkout=checkout), named(own))
+        if args.vllm_python is not None:
+            options = {"lora": lora, "dtype": args.vllm_dtype, "slots": args.slots}
+            add(
+                partial(
+                    systems.vllm_http_server,
+                    python=args.vllm_python,
+                    preload=args.vllm_preload,
+                    inputs=args.inputs,
+                    **options,
+                ),
+                vllm,
+            )
     return found
 
 
@@ -282,7 +334,7 @@ def parser() -> argparse.ArgumentParser:
     compared.add_argument("inputs", type=Path)
     compared.add_argument("workloads", nargs="*", help="default: all, of those of one request base and identical")
     compared.add_argument("--rounds", type=int, default=5, help="that count; one more comes before them")
-    compared.add_argument("--through", nargs="+", choices=("engine", "worker", "router"), default=["engine"])
+    compared.add_argument("--through", nargs="+", choices=("engine", "worker", "router", "http"), default=["engine"])
     compared.add_argument("--variant", action="append", default=[], metavar="NAME=FLAGS", help="the engine once more")
     compared.add_argument("--against", type=Path, metavar="CHECKOUT", help="the same systems of another checkout, too")
     # Where memory is short of four large models at once.

@@ -11,6 +11,7 @@ import json
 import os
 import queue
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,9 @@ from loraplex import AsyncClient
 
 HERE = Path(__file__).resolve().parent
 READY = re.compile(r"ready on ([\w.:\[\]-]+:\d+)")
+HTTP_READY = re.compile(r"HTTP on ([\w.:\[\]-]+:\d+)")
+VLLM_SERVER = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2"}
+VLLM_READY = re.compile(r"Application startup complete")
 QUIT_S = 30.0
 
 
@@ -96,6 +100,16 @@ class Child:
         self.close()
         raise SystemExit(f"{self._what} ended with status {self.process.returncode}:\n{last_words}")
 
+    def hear_until(self, pattern: re.Pattern[str]) -> re.Match[str]:
+        """The first match in what it prints. Ends this program with the child's last words where none comes."""
+        heard = ""
+        while (found := pattern.search(heard)) is None:
+            try:
+                heard += self.hear()
+            except SystemExit as end:
+                raise SystemExit(f"{end}{heard[-3000:]}") from None
+        return found
+
     def close(self) -> None:
         """Ends the child. Closing twice is fine."""
         assert self.process.stdin is not None
@@ -161,10 +175,9 @@ def vllm_command(
     dtype: str = "bfloat16",
     slots: int | None = None,
 ) -> list[str]:
-    preloaded = [f"LD_PRELOAD={preload}"] if preload else []
     switch = [*(() if lora else ("--lora-off",)), *(() if isa is None else ("--isa", isa))]
     switch += [] if slots is None else ["--slots", str(slots)]
-    return ["env", *preloaded, str(python), str(HERE / "peers/with_vllm.py"), str(inputs), "--dtype", dtype, *switch]
+    return [*preloaded(preload), str(python), str(HERE / "peers/with_vllm.py"), str(inputs), "--dtype", dtype, *switch]
 
 
 def peft_command(python: Path, inputs: Path) -> list[str]:
@@ -178,13 +191,7 @@ class Server:
         """Starts `loraplex ARGUMENTS` and waits until it is ready; with a `checkout`, the code of the checkout."""
         command = [*python_of(checkout), "-m", "loraplex", *arguments, "--host", "127.0.0.1", "--port", "0"]
         self._child = Child(command, f"loraplex {arguments[0]}", merged=True)
-        heard = ""
-        while (found := READY.search(heard)) is None:
-            try:
-                heard += self._child.hear()
-            except SystemExit as end:
-                raise SystemExit(f"{end}{heard[-3000:]}") from None
-        self.address = found[1]
+        self.address = self._child.hear_until(READY)[1]
 
     @property
     def pid(self) -> int:
@@ -228,3 +235,118 @@ class StreamedSystem:
     def close(self) -> None:
         self._runner.run(self._client.close())
         self._runner.close()
+
+
+class HttpSystem:
+    """A server of the OpenAI routes: a stream on a connection of its own for each request, all at once.
+
+    Takes the number of tokens from the usage at the end of each stream and looks at nothing before it, so that the
+    client takes little of the cores that it shares with the server.
+    """
+
+    def __init__(self, name: str, child: Child, address: str, inputs: Path) -> None:
+        """`child`: the server, which listens on `address`. Owned from here on."""
+        self.name = name
+        self.versions: dict[str, str] = {}
+        self._child = child
+        self._inputs = inputs
+        self._host, _, port = address.rpartition(":")
+        self._port = int(port)
+        self._runner = asyncio.Runner()
+        models = json.loads(self._runner.run(self._exchange("GET", "/v1/models")))["data"]
+        self._base = models[0]["id"]
+
+    def run(self, workload: str) -> Run:
+        bodies = [self._body(item) for item in read_workload(self._inputs, workload)]
+        start = time.perf_counter()
+        num_tokens = self._runner.run(self._all(bodies))
+        return Run(time.perf_counter() - start, num_tokens)
+
+    def _body(self, item: WorkItem) -> bytes:
+        fields = {
+            "model": item.adapter_id or self._base,
+            "prompt": item.prompt_ids,
+            "max_tokens": item.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return json.dumps(fields).encode()
+
+    async def _all(self, bodies: Sequence[bytes]) -> int:
+        return sum(await asyncio.gather(*map(self._stream, bodies)))
+
+    async def _stream(self, body: bytes) -> int:
+        content = await self._exchange("POST", "/v1/completions", body)
+        events = [line for line in content.splitlines() if line.startswith(b"data: {")]
+        return json.loads(events[-1].removeprefix(b"data: "))["usage"]["completion_tokens"]
+
+    async def _exchange(self, method: str, path: str, body: bytes = b"") -> bytes:
+        """The answer to one request; of one in chunks, with the chunks' lengths among its lines."""
+        reader, writer = await asyncio.open_connection(self._host, self._port)
+        head = f"{method} {path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nConnection: close\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        answer = await reader.read()
+        writer.close()
+        head_bytes, _, content = answer.partition(b"\r\n\r\n")
+        if b" 200 " not in head_bytes.partition(b"\r\n")[0]:
+            raise SystemExit(f"{self.name} answered {answer[:1000].decode(errors='replace')}")
+        return content
+
+    def close(self) -> None:
+        self._runner.close()
+        self._child.close()
+
+
+def http_server(name: str, inputs: Path, flags: Sequence[str], checkout: Path | None = None) -> HttpSystem:
+    """`loraplex serve` with these flags. Its ports are free ones."""
+    ports = ["--host", "127.0.0.1", "--port", "0", "--http-port", "0"]
+    child = Child([*python_of(checkout), "-m", "loraplex", "serve", *flags, *ports], "loraplex serve", merged=True)
+    return HttpSystem(name, child, child.hear_until(HTTP_READY)[1], inputs)
+
+
+def vllm_http_server(
+    name: str,
+    python: Path,
+    preload: str,
+    inputs: Path,
+    *,
+    lora: bool,
+    dtype: str = "bfloat16",
+    slots: int | None = None,
+) -> HttpSystem:
+    """vLLM's server on a free port, with the settings of peers/with_vllm.py, in processes of its own."""
+    port, adapters = _free_port(), sorted((inputs / "adapters").iterdir())
+    settings = [f"{key}={value}" for key, value in VLLM_SERVER.items() if key not in os.environ]
+    settings.append(f"VLLM_CPU_OMP_THREADS_BIND=0-{(os.cpu_count() or 1) - 1}")
+    options = ["--served-model-name", "base", "--dtype", dtype, "--max-model-len", "1024", "--max-num-seqs", "32"]
+    options += ["--no-enable-prefix-caching", "--host", "127.0.0.1", "--port", str(port)]
+    if lora:
+        rank = max(json.loads((path / "adapter_config.json").read_text())["r"] for path in adapters)
+        options += ["--enable-lora", "--max-lora-rank", str(rank), "--max-cpu-loras", str(len(adapters))]
+        options += ["--max-loras", str(slots or 32), "--lora-modules", *(f"{path.name}={path}" for path in adapters)]
+    serve = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(inputs / "model"), *options]
+    child = Child([*preloaded(preload), *settings, *serve], "vllm serve", merged=True)
+    child.hear_until(VLLM_READY)
+    _wait_until_listening(port)
+    return HttpSystem(name, child, f"127.0.0.1:{port}", inputs)
+
+
+def preloaded(libraries: str) -> list[str]:
+    """The beginning of a command that loads these libraries first, separated by colons."""
+    return ["env", f"LD_PRELOAD={libraries}"] if libraries else ["env"]
+
+
+def _wait_until_listening(port: int) -> None:
+    """A server that says that it has started may listen a moment later."""
+    for _ in range(100):
+        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.1)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

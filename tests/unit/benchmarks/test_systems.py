@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -56,6 +57,50 @@ def test_the_last_words_of_one_that_ends(runner: list[str]) -> None:
 def test_one_that_cannot_begin() -> None:
     with pytest.raises(SystemExit, match="ended with status 1"):
         PipedSystem("thing", [sys.executable, "-c", "raise SystemExit(1)"])
+
+
+HTTP_SERVER = """
+import http.server, json
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer(json.dumps({"data": [{"id": "base"}, {"id": "a0"}]}).encode())
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert asked["stream_options"] == {"include_usage": True}
+        if asked["model"] == "a1":
+            self.send_error(404, "no such model")
+            return
+        usage = {"choices": [], "usage": {"completion_tokens": asked["max_tokens"]}}
+        events = [f"data: {json.dumps(one)}\\n\\n" for one in ({"choices": [{"text": "x"}]}, usage)]
+        self.answer("".join([*events, "data: [DONE]\\n\\n"]).encode())
+
+    def answer(self, content):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(content)
+
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+print(f"HTTP on 127.0.0.1:{server.server_port}", flush=True)
+server.serve_forever()
+"""
+
+
+def test_http_streams_count_their_tokens_by_usage(tmp_path: Path) -> None:
+    for folder in ("adapters/a0", "adapters/a1", "workloads"):
+        (tmp_path / folder).mkdir(parents=True)
+    rows = [{"prompt_ids": [1, 2], "max_tokens": 2 + row, "adapter": None if row else 0} for row in range(3)]
+    (tmp_path / "workloads/mixed-3.json").write_text(json.dumps(rows))
+    (tmp_path / "workloads/refused-1.json").write_text(json.dumps([{**rows[0], "adapter": 1}]))
+    child = systems.Child([sys.executable, "-c", HTTP_SERVER], "server", merged=True)
+    system = systems.HttpSystem("server", child, child.hear_until(systems.HTTP_READY)[1], tmp_path)
+    try:
+        assert system.run("mixed-3").num_tokens == 2 + 3 + 4
+        with pytest.raises(SystemExit, match=r"server answered HTTP/1\.0 404 no such model"):
+            system.run("refused-1")
+    finally:
+        system.close()
 
 
 def test_commands(tmp_path: Path) -> None:
