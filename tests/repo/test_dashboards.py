@@ -97,6 +97,12 @@ def test_every_metric_of_our_own_is_documented() -> None:
     assert all(f"`{name}`" in page for name in (*worker_metrics(), *router_metrics()))
 
 
+def test_every_alert_has_a_case_in_which_it_fires() -> None:
+    cases = yaml.safe_load((RULES.parent / "alerts_test.yaml").read_text())["tests"]
+    fired = {one["alertname"] for case in cases for one in case["alert_rule_test"] if one["exp_alerts"]}
+    assert {rule["alert"] for rule in rules()} == fired
+
+
 @PROMTOOL
 def test_the_rules_are_valid_and_fire() -> None:
     for arguments in (["check", "rules", RULES.name], ["test", "rules", "alerts_test.yaml"]):

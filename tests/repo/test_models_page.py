@@ -11,7 +11,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
-    ("page", "script_name"), [("models", "models_page"), ("adapters", "adapters_page"), ("metrics", "metrics_page")]
+    ("page", "script_name"),
+    [
+        ("models", "models_page"),
+        ("adapters", "adapters_page"),
+        ("metrics", "metrics_page"),
+        ("wire", "wire_page"),
+    ],
 )
 def test_the_page_is_what_the_script_makes(page: str, script_name: str) -> None:
     spec = importlib.util.spec_from_file_location(script_name, ROOT / f"scripts/{script_name}.py")
