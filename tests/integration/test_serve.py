@@ -16,7 +16,7 @@ import torch
 from support.processes import Running, loraplex, wait_until
 from support.world import TinyWorld
 
-from loraplex import AsyncClient, Client, LoraplexError
+from loraplex import AsyncClient, Client, ContextLengthExceeded, LoraplexError, MessageTooLarge
 
 pytestmark = pytest.mark.timeout(240)
 LONG = {"max_tokens": 450, "ignore_eos": True, "n": 8}  # seconds, even on a fast machine
@@ -33,7 +33,7 @@ def arguments(command: str, world: TinyWorld) -> tuple[str, ...]:
 def both(tiny_world: TinyWorld) -> Iterator[dict[str, Running]]:
     """A server with two workers, and a worker by itself, started together."""
     with ExitStack() as stack:
-        commands = {"serve": (*arguments("serve", tiny_world), "--workers", "2")}
+        commands = {"serve": (*arguments("serve", tiny_world), "--workers", "2", "--max-message", "16MiB")}
         commands["worker"] = arguments("worker", tiny_world)
         running = {
             name: stack.enter_context(loraplex(*command, wait_ready=False)) for name, command in commands.items()
@@ -88,6 +88,14 @@ def test_metrics_of_every_process(both: dict[str, Running], tiny_world: TinyWorl
             "loraplex:adapter_load_seconds_count 1.0",
         ):
             assert line + "\n" in text, line
+
+
+def test_router_and_workers_take_messages_of_the_size_that_is_given(both: dict[str, Running]) -> None:
+    text = "x" * (5 << 20)
+    with Client(both["serve"].address) as client, pytest.raises(ContextLengthExceeded):
+        client.generate(text, max_tokens=1)
+    with Client(both["worker"].address) as client, pytest.raises(MessageTooLarge, match="takes 4194304"):
+        client.generate(text, max_tokens=1)
 
 
 async def test_a_worker_that_dies_is_started_again(both: dict[str, Running], tiny_world: TinyWorld) -> None:

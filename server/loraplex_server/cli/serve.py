@@ -95,7 +95,7 @@ async def serving(
     from loraplex_router.config import ServerOptions  # late: printing help needs no gRPC
     from loraplex_router.server import bind_http_port, listen, start_router
 
-    listener = await listen(config, ServerOptions())
+    listener = await listen(config, ServerOptions(max_message_bytes=config.max_message_bytes))
     children = Children(spec, num_workers, on_progress)
     http_socket = None
     try:
