@@ -3,6 +3,7 @@
     nox                              # the ordinary suite, with each version
     nox -s tests-3.13 -- tests/unit  # a part of it with one
     nox -s light                     # client, command and router without torch
+    nox -s lowest                    # with the least version of each dependency that pyproject.toml allows
 
 A version whose interpreter is missing here is skipped by name.
 """
@@ -38,6 +39,15 @@ def tests(session: nox.Session) -> None:
     session.run("python", "-m", "loraplex_server.backends.cpu.native.build", "--if-stale", "--optional")
     chosen = session.posargs or ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     session.run("python", "-m", "pytest", *chosen)
+
+
+@nox.session(python=PYTHONS[0], venv_backend="uv")
+def lowest(session: nox.Session) -> None:
+    """Parts of the suite with the least versions of dependencies, but for torch's, which is that of the other tests."""
+    torch = Path("constraints.txt").read_text().split("\n", 1)[0]
+    session.install("--resolution", "lowest-direct", "-e", ".[dev]", torch)
+    session.run("python", "-m", "loraplex_server.backends.cpu.native.build", "--if-stale", "--optional")
+    session.run("python", "-m", "pytest", *(session.posargs or ["tests/unit", "tests/parity/test_lora.py"]))
 
 
 @nox.session(python=PYTHONS)

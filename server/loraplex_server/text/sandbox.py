@@ -49,7 +49,7 @@ def rendered(question: Mapping[str, Any]) -> dict[str, str]:
             add_generation_prompt=given.get("add_generation_prompt", True) and not goes_on,
             **given["arguments"],
         )
-    except MemoryError:
+    except (MemoryError, ImportError):  # no template's fault
         raise
     except TemplateSyntaxError as error:
         return {"fault": f"line {error.lineno}: {_reason(error)}"}

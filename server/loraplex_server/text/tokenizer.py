@@ -318,6 +318,8 @@ class TextTokenizer:
                 continue_final_message=continue_final_message,
                 **own,
             )
+        except ImportError:  # an installation that lacks something is no template's fault
+            raise
         except Exception as error:  # a template is a program, and may raise anything
             reason = str(error).strip().split("\n", 1)[0][:MAX_REASON_CHARS]
             raise InvalidArgument(f"the chat template refuses these messages: {reason}", field="chat") from error
