@@ -182,6 +182,18 @@ def test_kinds_that_reduce_to_low_rank_terms_equal_peft(family: str, tmp_path: P
     check_mixed_batch(World(base, peft, weights, rig), specs)
 
 
+def test_oft_with_blocks_of_one_input_equals_peft(tmp_path: Path) -> None:
+    """PEFT takes the nearest divisor of a linear's inputs: of 49 it is 1, and saves tensors without elements."""
+    base = make_dense(random_model("llama", torch.float64, changes={"intermediate_size": 49}))
+    config = OFTConfig(oft_block_size=4, target_modules=["q_proj", "down_proj"])
+    peft = [save_variant(base, config, tmp_path / "oft")]
+    loaded = adopt_model(copy.deepcopy(base), model_id="llama", backend=PatchedBackend(merges=True))
+    weights = [load_lora(tmp_path, "oft", loaded.base_targets(max_rank=64))]
+    rig = make_rig(loaded, ops=CpuOps(), seed=4, num_slots=1)
+    rig.slots.install(0, weights[0])
+    check_mixed_batch(World(base, peft, weights, rig), [LoraSpec("oft", 0, 0)])
+
+
 # The weights of modules, which PEFT adapts as they are kept: Conv1D's and embeddings' the other way round.
 PARAMETERS: dict[str, list[str]] = {
     "llama": ["q_proj.weight", "mlp.down_proj.weight", "embed_tokens.weight", "lm_head.weight"],

@@ -118,7 +118,9 @@ def _computed(module: PlannedModule, layout: AdapterLayout, reader: PieceReader)
 
 def _read(tensor: TensorInfo, reader: PieceReader, dtype: torch.dtype) -> Tensor:
     """A whole tensor, widened. Raises NonFinite, or what the file raises."""
-    return torch.cat([piece.to(dtype) for piece in reader.pieces(tensor)]).view(tensor.shape)
+    # One without elements has no pieces: a block of one input in OFT, which rotates nothing.
+    pieces = [piece.to(dtype) for piece in reader.pieces(tensor)] or [torch.empty(0, dtype=dtype)]
+    return torch.cat(pieces).view(tensor.shape)
 
 
 def _wide(dtype: str) -> torch.dtype:
