@@ -204,7 +204,8 @@ def _model_info(
         model_type=loaded.model_type,
         dtype=loaded.dtype_name + (f", linears in {form.name}" if form is not None else ""),
         device=str(loaded.device),
-        vocab_size=loaded.spec.vocab_size,
+        # Moshi embeds one token more than its head gives; options index scores by the tokens of a prompt.
+        vocab_size=min(loaded.spec.vocab_size, loaded.spec.num_logits),
         max_context_tokens=max_context_tokens,
         max_lora_rank=config.adapters.max_rank,
         eos_token_ids=loaded.spec.eos_token_ids,

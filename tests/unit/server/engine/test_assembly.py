@@ -11,6 +11,7 @@ import torch
 from support.native_kernels import native_kernels
 from support.native_models import native_model
 from support.replay import calls_again
+from support.sweep import default_config, make_model, shorten
 from support.zoo import MAX_LEN, random_model
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, OutOfMemory, Unimplemented
@@ -32,6 +33,7 @@ from loraplex_server.layers.step import StepResources
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.model.memory import CPU_KV_BYTES, step_bytes
+from loraplex_server.model.tiny import tiny_config
 
 BLOCK_SIZE = 16
 ADAPTERS = AdaptersConfig(device_bytes=1 << 20, host_bytes=1 << 20, disk_bytes=1 << 20, num_device_slots=2)
@@ -234,6 +236,16 @@ def test_the_attention_that_is_asked_for_is_the_one_that_runs(
         assert runner._attention.name == name
     finally:
         engine.close()
+
+
+def test_the_vocabulary_is_what_the_head_gives(tmp_path: Path) -> None:
+    """Moshi embeds one token more, at which a prompt's penalties would change another request's scores."""
+    model = make_model(tiny_config(default_config("moshi"), amend=shorten))
+    model.save_pretrained(tmp_path / "model")
+    engine = build.build_engine(config_on_cpu(tmp_path / "model", tmp_path, "auto"), lambda text: None, lambda: None)
+    engine.close()
+    num_embedded = engine._runner._loaded.spec.vocab_size
+    assert engine.info.vocab_size == model.config.vocab_size == num_embedded - 1
 
 
 @pytest.mark.parametrize("form", [INT8, INT4], ids=["int8", "int4"])
