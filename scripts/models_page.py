@@ -52,6 +52,10 @@ alone does it. Phi-3's `generate()` computes a text anew when it grows past that
 for each such text. Blocks of the prefix cache are shared where their keys are equal. Steps of these models run without
 CUDA graphs.
 
+The context is `max_position_embeddings`. With yarn it is `original_max_position_embeddings` times `factor` where that
+is more. With a linear factor `--max-context` may ask for as much as the limit times the factor, which many
+configurations have in their limit already.
+
 A window or a chunk of a single token is computed as the model's masks say. `generate()` computes something else there:
 its cache then keeps all tokens.
 

@@ -322,7 +322,7 @@ def describe_mask(mask_function: Any) -> Reach | str:
     Evaluated at positions further out than windows and chunks are long.
     """
     far = 1 << 20
-    places = (far, far - 1, far // 2 + 3)
+    places = (far, far - 1, far - 3)
     try:
         first = [_first_seen(mask_function, place) for place in places]
         if not any(first):

@@ -211,14 +211,24 @@ def _context_tokens(config: PreTrainedConfig, wanted: int | None) -> int:
     """The model's own limit, or a smaller one that was asked for."""
     text = config.get_text_config()
     own = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
-    parameters: Any = getattr(text, "rope_parameters", None) or {}
-    if own and parameters.get("rope_type") == "dynamic":  # which scales what is longer than in training
-        own = int(own * parameters["factor"])
+    rope: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
+    most = own and _scaled_context(int(own), rope)
     if wanted is None:
-        return int(own or FALLBACK_CONTEXT_TOKENS)
-    if wanted < 2 or (own and wanted > own):
-        raise InvalidArgument(f"--max-context must be 2 to {own or 'what fits the memory'}", field="--max-context")
+        # Configurations with a linear factor often have it in their limit already.
+        return int((own if rope.get("rope_type") == "linear" else most) or FALLBACK_CONTEXT_TOKENS)
+    if wanted < 2 or (most and wanted > most):
+        raise InvalidArgument(f"--max-context must be 2 to {most or 'what fits the memory'}", field="--max-context")
     return wanted
+
+
+def _scaled_context(own: int, rope: Mapping[str, Any]) -> int:
+    """The most tokens that scaled rotations are for, where the configuration's limit is `own`."""
+    kind, factor = rope.get("rope_type"), rope.get("factor")
+    if not isinstance(factor, int | float):
+        return own
+    if kind in ("dynamic", "linear"):
+        return int(own * factor)
+    return max(own, int(rope.get("original_max_position_embeddings", own) * factor)) if kind == "yarn" else own
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:

@@ -157,6 +157,26 @@ def test_options_are_checked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("rope", "usual", "most"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": MAX_LEN}, 4 * MAX_LEN, 4 * MAX_LEN),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": MAX_LEN // 4}, MAX_LEN, MAX_LEN),
+        ({"rope_type": "linear", "factor": 4.0}, MAX_LEN, 4 * MAX_LEN),
+        ({"rope_type": "dynamic", "factor": 2.0}, 2 * MAX_LEN, 2 * MAX_LEN),
+    ],
+    ids=["yarn", "yarn within", "linear", "dynamic"],
+)
+def test_contexts_of_scaled_rotations(tmp_path: Path, rope: dict[str, Any], usual: int, most: int) -> None:
+    random_model("llama", torch.float32, changes={"rope_parameters": {**rope, "rope_theta": 1e4}}).save_pretrained(
+        tmp_path
+    )
+    assert load_model(str(tmp_path), device="cpu").spec.max_context_tokens == usual
+    assert load_model(str(tmp_path), device="cpu", max_context_tokens=most).spec.max_context_tokens == most
+    with pytest.raises(InvalidArgument, match=f"must be 2 to {most}"):
+        load_model(str(tmp_path), device="cpu", max_context_tokens=most + 1)
+
+
+@pytest.mark.parametrize(
     ("family", "windows", "softcap"),
     [
         ("llama", (None, None), None),
@@ -259,6 +279,8 @@ def test_serving_builds_no_masks() -> None:
     [
         (lambda _b, _h, q, kv: kv <= q, Reach()),
         (lambda _b, _h, q, kv: (kv <= q) & (kv > q - 100), Reach(window=100)),
+        (lambda _b, _h, q, kv: (kv <= q) & (kv > q - 600_000), Reach(window=600_000)),
+        (lambda _b, _h, q, kv: (kv <= q) & (kv > q - 1_000_000), Reach(window=1_000_000)),
         (lambda _b, _h, q, kv: (kv <= q) & (kv // 64 == q // 64), Reach(chunk=64)),
         (lambda _b, _h, q, kv: (kv <= q) & (kv // 8192 == q // 8192), Reach(chunk=8192)),
         (lambda _b, _h, q, kv: (kv <= q) & (kv // 77 == q // 77), Reach(chunk=77)),
