@@ -253,7 +253,11 @@ class HttpSystem:
         self._host, _, port = address.rpartition(":")
         self._port = int(port)
         self._runner = asyncio.Runner()
-        models = json.loads(self._runner.run(self._exchange("GET", "/v1/models")))["data"]
+        try:
+            models = json.loads(self._runner.run(self._exchange("GET", "/v1/models")))["data"]
+        except BaseException:
+            self.close()
+            raise
         self._base = models[0]["id"]
 
     def run(self, workload: str) -> Run:
