@@ -192,10 +192,15 @@ MAX_DEPTH = 2  # NAME or ORG/NAME
 TIME_STEP_NS = 2_000_000_000
 
 
+# A folder's device, inode and time of the last change. Copied trees may have equal times, so time alone says nothing of
+# a folder that a link leads to.
+_State = tuple[int, int, int]
+
+
 @dataclass(slots=True)
 class _Known:
-    inode: int
-    changed_ns: int | None = None  # None: read it again
+    entry: tuple[int, int]  # the device of the folder that it is in, and its inode there: a link's own
+    state: _State | None = None  # when it was read; None: read it again
     is_adapter: bool = False
     inner: dict[str, _Known] = field(default_factory=dict[str, "_Known"])  # where it is not an adapter
 
@@ -206,7 +211,7 @@ class DirectoryIndex:
 
     def __init__(self, holds_adapter: Callable[[Folder, set[str], str], bool]) -> None:
         self._holds_adapter = holds_adapter
-        self._root = _Known(inode=0)
+        self._root = _Known(entry=(0, 0))
         self._names: list[str] = []
         self._num_looks = 0
         self._is_full_look = True
@@ -227,26 +232,27 @@ class DirectoryIndex:
 
     def _look_into(self, folder: Folder, known: _Known, path: str, depth: int) -> None:
         checkpoint()
-        changed_ns = os.fstat(folder.fd).st_mtime_ns
-        if known.changed_ns != changed_ns:
-            self._read(folder, known, path, depth)
-            known.changed_ns = changed_ns if time.time_ns() - changed_ns > TIME_STEP_NS else None
+        state = _state(os.fstat(folder.fd))
+        if known.state != state:
+            device, _, changed_ns = state
+            self._read(folder, known, path, depth, device)
+            known.state = state if time.time_ns() - changed_ns > TIME_STEP_NS else None
         prefix = path + "/" if path else ""
         for name, inner in known.inner.items():
-            if inner.is_adapter and not (self._is_full_look and _has_other_time(folder.fd, name, inner)):
+            if inner.is_adapter and not (self._is_full_look and _differs(folder.fd, name, inner)):
                 continue
             try:
                 opened = folder.open_folder(name)
             except (OSError, BadPath):  # gone, not to be read, or a link that leads out
                 self._has_changed |= inner.is_adapter or bool(inner.inner)
-                known.inner[name] = _Known(inner.inode)  # the same key: the iteration goes on
+                known.inner[name] = _Known(inner.entry)  # the same key: the iteration goes on
                 continue
             try:
                 self._look_into(opened, inner, prefix + name, depth + 1)
             finally:
                 opened.close()
 
-    def _read(self, folder: Folder, known: _Known, path: str, depth: int) -> None:
+    def _read(self, folder: Folder, known: _Known, path: str, depth: int, device: int) -> None:
         """Reads the folder: its kind, and the folders in it; those that are known already are kept."""
         entries = {entry.name: entry for entry in itertools.islice(_entries(folder.fd), MAX_LISTED)}
         is_adapter = depth > 0 and self._holds_adapter(folder, set(entries), path)
@@ -256,8 +262,8 @@ class DirectoryIndex:
             for name, entry in entries.items():
                 if not _is_folder(entry, prefix):
                     continue
-                before = known.inner.get(name)
-                inner[name] = before if before and before.inode == entry.inode() else _Known(entry.inode())
+                before, place = known.inner.get(name), (device, entry.inode())
+                inner[name] = before if before and before.entry == place else _Known(place)
         self._has_changed |= is_adapter != known.is_adapter or inner != known.inner
         known.is_adapter, known.inner = is_adapter, inner
 
@@ -275,11 +281,15 @@ def _is_folder(entry: os.DirEntry[str], prefix: str) -> bool:
     return False
 
 
-def _has_other_time(fd: int, name: str, folder: _Known) -> bool:
-    """True if a folder was changed since it was read. A link's own time differs from its target's, so it is followed
+def _state(found: os.stat_result) -> _State:
+    return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
+def _differs(fd: int, name: str, folder: _Known) -> bool:
+    """True if a folder was changed since it was read. A link's own inode differs from its target's, so it is followed
     anew each time."""
     try:
-        return os.stat(name, dir_fd=fd, follow_symlinks=False).st_mtime_ns != folder.changed_ns
+        return _state(os.stat(name, dir_fd=fd, follow_symlinks=False)) != folder.state
     except OSError:
         return True
 

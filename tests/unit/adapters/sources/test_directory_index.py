@@ -119,6 +119,30 @@ def test_links_are_followed_inside_and_looked_after(tmp_path: Path, make: Callab
     assert [index.look() for _ in range(FULL_LOOK_EVERY)][-1] == ["org/b", "other/b"]
 
 
+def test_links_to_folders_with_equal_times(tmp_path: Path, make: Callable[[str], Path]) -> None:
+    """Unpacked archives and images may give all folders and links one time."""
+    for name in ("v1/one", "v2/one", "v2/two", "v2/other/inner"):
+        make(name)
+
+    def point(link: Path, target: str) -> None:
+        (tmp_path / "fresh").symlink_to(target)
+        (tmp_path / "fresh").rename(link)
+        for path in [tmp_path, *tmp_path.rglob("*")]:
+            os.utime(path, (LONG_AGO_S, LONG_AGO_S), follow_symlinks=False)
+
+    point(tmp_path / "current", "v1")
+    index = Index(tmp_path / "current")
+    assert index.look() == ["one"]
+    point(tmp_path / "current", "v2")
+    point(tmp_path / "v2" / "link", "one")
+    assert index.look() == ["link", "one", "other/inner", "two"]
+    index.look()
+    assert index.read == []
+    point(tmp_path / "v2" / "link", "other")  # the folder that it is in has its time of before
+    looks = [index.look() for _ in range(FULL_LOOK_EVERY)]
+    assert looks[-1] == ["link/inner", "one", "other/inner", "two"]
+
+
 @pytest.fixture
 def watch(tmp_path: Path, make: Callable[[str], Path]) -> Iterator[SourceWatch]:
     make("root/a")
