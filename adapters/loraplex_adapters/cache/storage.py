@@ -96,12 +96,13 @@ class RecentImports:
         self._memory = memory
         self._lock = threading.Lock()
         self._imported: OrderedDict[AdapterKey, HostCopy] = OrderedDict()  # the oldest first
+        self._num_bytes = 0  # of all of them
 
     def allocate(self, num_bytes: int) -> Tensor | None:
         """Memory for the next import, in place of the oldest. None where it is too large, or there is no memory."""
         with self._lock:
-            while self._imported and self._num_bytes() + num_bytes > MAX_RECENT_BYTES:
-                self._imported.popitem(last=False)  # no variable keeps its memory
+            while self._imported and self._num_bytes + num_bytes > MAX_RECENT_BYTES:
+                self._remove_locked(next(iter(self._imported)))  # no variable keeps its memory
         if not 0 < num_bytes <= MAX_RECENT_BYTES:
             return None
         try:
@@ -111,14 +112,12 @@ class RecentImports:
 
     def keep(self, imported: HostCopy) -> None:
         with self._lock:
+            self._remove_locked(imported.key)
             self._imported[imported.key] = imported
-            self._imported.move_to_end(imported.key)
+            self._num_bytes += imported.layout.num_bytes
             # Several threads may have allocated before any of them came here.
-            while len(self._imported) > 1 and self._num_bytes() > MAX_RECENT_BYTES:
-                self._imported.popitem(last=False)
-
-    def _num_bytes(self) -> int:
-        return sum(imported.layout.num_bytes for imported in self._imported.values())
+            while len(self._imported) > 1 and self._num_bytes > MAX_RECENT_BYTES:
+                self._remove_locked(next(iter(self._imported)))
 
     def find(self, key: AdapterKey) -> HostCopy | None:
         """The adapter, which is left here; None where it is not among the last."""
@@ -128,12 +127,19 @@ class RecentImports:
     def take(self, key: AdapterKey) -> HostCopy | None:
         """The adapter, which the caller owns from here on; None where it is not among the last."""
         with self._lock:
-            return self._imported.pop(key, None)
+            return self._remove_locked(key)
 
     def clear(self) -> None:
         """Frees all imported adapters."""
         with self._lock:
             self._imported.clear()
+            self._num_bytes = 0
+
+    def _remove_locked(self, key: AdapterKey) -> HostCopy | None:
+        removed = self._imported.pop(key, None)
+        if removed is not None:
+            self._num_bytes -= removed.layout.num_bytes
+        return removed
 
 
 class CudaMemory:

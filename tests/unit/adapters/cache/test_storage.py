@@ -364,6 +364,19 @@ def test_without_memory_nothing_lands(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recent.allocate(NUM_BYTES) is None
 
 
+def test_the_bound_counts_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After imports that were taken, freed, displaced, and landed again, as much is kept as at the start."""
+    monkeypatch.setattr(storage_module, "MAX_RECENT_BYTES", 3 * NUM_BYTES)
+    recent = RecentImports(SpareMemory())
+    for digit in "aabcd":
+        imported(recent, digit)
+    recent.take(AdapterKey("lora", "c" * 64))
+    recent.take(AdapterKey("lora", "c" * 64))
+    recent.clear()
+    keys = [imported(recent, digit).key for digit in "efgh"]
+    assert [recent.find(key) is not None for key in keys] == [False, True, True, True]
+
+
 def test_one_that_lands_again_is_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage_module, "MAX_RECENT_BYTES", 3 * NUM_BYTES)
     recent = RecentImports(SpareMemory())
