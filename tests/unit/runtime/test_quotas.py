@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loraplex_contracts.errors import (
@@ -333,6 +333,7 @@ def test_completions_that_ended_whole_count_and_the_others_by_their_time() -> No
 # --- all together -----------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_whatever_calls_do_a_tenant_gets_no_more_than_its_quotas(data: st.DataObject) -> None:
     """Every call names `max_tokens`, some end early, some are cancelled unseen."""
