@@ -17,7 +17,7 @@ from loraplex_contracts.adapters import AdapterOrigin
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
-# Share of the time spent looking, where that takes long.
+# Share of a core for looking, where that takes long.
 MAX_SHARE = 0.05
 CLOSE_TIMEOUT_S = 1.0
 # Longer than the steps in which file systems count time: another write within one may not show.
@@ -44,10 +44,11 @@ class Looks:
     def _run(self) -> None:
         with throttled(Throttle()):
             while not self._closed.is_set():
-                started_s = time.monotonic()
+                started_s, cpu_started_s = time.monotonic(), time.thread_time()
                 self._look()
-                took_s = time.monotonic() - started_s
-                self._closed.wait(max(self._interval_s, took_s / MAX_SHARE))
+                took_s, worked_s = time.monotonic() - started_s, time.thread_time() - cpu_started_s
+                # The throttle's pauses and waiting for a core are no work. A slow file system gets as long a rest.
+                self._closed.wait(max(self._interval_s, took_s, worked_s / MAX_SHARE))
 
 
 class SourceWatch:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.adapter_files import Engine, write_adapter
 
 from loraplex_adapters.sources import watch
 from loraplex_adapters.sources.directory import DirectorySource, Fingerprint
-from loraplex_adapters.sources.watch import RETRY_S, ReplacedFolders
+from loraplex_adapters.sources.watch import RETRY_S, Looks, ReplacedFolders
 from loraplex_contracts.adapters import OWN_ORIGIN, AdapterId, AdapterInfo, AdapterOrigin, LoadOptions
 
 WEIGHTS = "adapter_model.safetensors"
@@ -77,6 +79,36 @@ def test_names_without_a_folder_are_not_looked_at() -> None:
     assert folders.origins() == {"mine": AdapterOrigin("v1")}
     folders.forget("mine")
     assert not folders.origins()
+
+
+# --- looks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("works", [False, True])
+def test_a_look_is_followed_by_a_rest_for_what_it_worked(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look that is paused, or waits for a core, soon comes again."""
+    rests_s: list[float] = []
+    closed = threading.Event()
+
+    def rest(seconds: float) -> bool:
+        rests_s.append(seconds)
+        closed.set()
+        return True
+
+    def look() -> None:
+        if not works:
+            time.sleep(0.1)
+        started_s = time.thread_time()
+        while works and time.thread_time() < started_s + 0.1:
+            pass
+
+    monkeypatch.setattr(closed, "wait", rest)
+    monkeypatch.setattr(watch, "threading", SimpleNamespace(Event=lambda: closed, Thread=threading.Thread))
+    looks = Looks("looks", look, interval_s=0.01)
+    looks._thread.join(10)  # pyright: ignore[reportPrivateUsage]
+    (rest_s,) = rests_s
+    assert (rest_s > 0.5) == works
+    assert rest_s >= 0.1
 
 
 # --- fingerprints -----------------------------------------------------------------------------------------------------
