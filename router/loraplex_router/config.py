@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Final, Literal
 
 from loraplex_contracts.errors import InvalidArgument
-from loraplex_proto.services import DEFAULT_PORT
 from loraplex_router.grpc_library import import_with
 from loraplex_router.membership import is_address, open_membership, parse_members
-from loraplex_runtime.flags import HTTP, LOGS, NETWORK, STARTING, option
+from loraplex_runtime.flags import HTTP, LOGS, NETWORK, check, option
+from loraplex_runtime.listen_config import ListenConfig
 
 _ORIGIN: Final = re.compile(r"([a-z][a-z0-9+.-]*)://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([1-9][0-9]{0,4}))?")
 
@@ -22,7 +22,6 @@ _spread = partial(option, panel="Spreading requests")
 _network = partial(option, panel=NETWORK)
 _http = partial(option, panel=HTTP)
 _logs = partial(option, panel=LOGS)
-_ending = partial(option, panel=STARTING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +37,10 @@ class PolicyConfig:
     slow_start_s: float = 20.0
 
     def __post_init__(self) -> None:
-        _check(self.num_homes >= 1, "--homes", "must be at least 1")
-        _check(self.load_factor >= 1.0, "load_factor", "must be at least 1: no worker is below less than the mean")
-        _check(self.free_work_tokens >= 0, "free_work_tokens", "must not be negative")
-        _check(self.slow_start_s >= 0, "slow_start_s", "must not be negative")
+        check(self.num_homes >= 1, "--homes", "must be at least 1")
+        check(self.load_factor >= 1.0, "load_factor", "must be at least 1: no worker is below less than the mean")
+        check(self.free_work_tokens >= 0, "free_work_tokens", "must not be negative")
+        check(self.slow_start_s >= 0, "slow_start_s", "must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +57,9 @@ class WatchConfig:
     max_backoff_s: float = 3.0
 
     def __post_init__(self) -> None:
-        _check(0 < self.min_interval_s <= 60, "min_interval_s", "must be above 0 and at most 60")
-        _check(self.stale_after_s > 0, "stale_after_s", "must be above 0")
-        _check(
+        check(0 < self.min_interval_s <= 60, "min_interval_s", "must be above 0 and at most 60")
+        check(self.stale_after_s > 0, "stale_after_s", "must be above 0")
+        check(
             0 < self.min_backoff_s <= self.max_backoff_s, "min_backoff_s", "must be above 0 and at most max_backoff_s"
         )
 
@@ -69,14 +68,10 @@ class WatchConfig:
 class ServerOptions:
     """gRPC settings of the router's own port, and of its connections to workers."""
 
-    max_message_bytes: int = _network(4 << 20, "Largest request that is accepted.", "--max-message", is_bytes=True)
     # Bound on workers' answers. They may be larger than requests: logprobs of a long prompt.
     max_answer_bytes: int = 64 << 20
     # Off: a second router on a taken port must fail, not steal half the clients.
     reuse_port: bool = _network(False, "Let several routers share the port (SO_REUSEPORT).", "--reuse-port")
-
-    def __post_init__(self) -> None:
-        _check(self.max_message_bytes >= 1024, "--max-message", "must be at least 1024 bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +115,13 @@ class HttpOptions:
     )
 
     def __post_init__(self) -> None:
-        _check(
+        check(
             self.metrics_names in ("loraplex", "vllm"),
             "--metrics-names",
             f"takes loraplex or vllm, not {self.metrics_names!a}",
         )
         for origin in self.cors_origins:
-            _check(
+            check(
                 origin == "*" or _is_origin(origin),
                 "--http-cors-origin",
                 "takes '*', or an origin as browsers write it, such as https://app.example or http://localhost:3000 "
@@ -134,8 +129,8 @@ class HttpOptions:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class ServerFlags:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFlags(ListenConfig):
     """Flags of `loraplex router` and of `loraplex http`."""
 
     served_model_names: tuple[str, ...] = _http(
@@ -143,31 +138,13 @@ class ServerFlags:
         "Name of the base model over HTTP; repeat it for more, the first one is listed. Default: the model's id.",
         "--served-model-name",
     )
-    auth_file: Path | None = option(
-        None, "Credentials (JSON or TOML). Default: everybody may do everything.", "--auth-file"
-    )
-    quota_share: float = _network(
-        1.0,
-        "Share of each tenant's quotas in --auth-file that this server gives: 0.5 where two servers share the load.",
-        "--quota-share",
-    )
-    tls_cert: Path | None = _network(None, "TLS certificate chain (PEM).", "--tls-cert")
-    tls_key: Path | None = _network(None, "TLS key (PEM).", "--tls-key")
     max_in_flight: int = _spread(
         8192,
         "Requests that are relayed at the same time; more are refused with a hint when to retry.",
         "--max-in-flight",
     )
-    drain_s: float = _ending(30.0, "Seconds that running requests get to end on shutdown.", "--drain")
     log_level: str = _logs("info", "debug, info, warning or error.", "--log-level")
     log_format: Literal["plain", "json"] = _logs("plain", "plain or json, an object a line.", "--log-format")
-    request_log: bool = _logs(True, "Log a line for each request that ends.", "--request-log")
-    otlp_traces_endpoint: str | None = _logs(
-        None,
-        "Send traces of requests to this OpenTelemetry collector, such as http://HOST:4318 (OTLP over HTTP). Default: "
-        "off.",
-        "--otlp-traces-endpoint",
-    )
     http: HttpOptions = field(default_factory=HttpOptions)
 
 
@@ -187,12 +164,6 @@ class RouterConfig(ServerFlags):
         "dns:HOST:PORT with all addresses of the host.",
         "--workers-from",
     )
-    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", "--host")
-    port: int = option(DEFAULT_PORT, "Port to listen on; 0 takes a free one.", "--port")
-    metrics_port: int | None = _logs(
-        None, "Serve Prometheus metrics on this port; 0 takes a free one. Default: off.", "--metrics-port"
-    )
-    metrics_host: str | None = _logs(None, "Address to serve metrics on. Default: that of --host.", "--metrics-host")
     http_port: int | None = option(
         None, "Serve OpenAI's HTTP routes on this port; 0 takes a free one. Default: off.", "--http-port"
     )
@@ -211,38 +182,31 @@ class RouterConfig(ServerFlags):
         "adapter gives the same tokens.",
         "--resume",
     )
-    announce_s: float = _ending(
-        2.0, "On SIGTERM or SIGHUP, seconds of NOT_SERVING before requests are refused.", "--announce"
-    )
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     server: ServerOptions = field(default_factory=ServerOptions)
 
     def __post_init__(self) -> None:
-        _check(not (self.workers and self.workers_from), "--workers-from", "and --worker exclude each other")
+        check(not (self.workers and self.workers_from), "--workers-from", "and --worker exclude each other")
         try:
             parse_members(self.workers)
         except InvalidArgument as error:
             raise InvalidArgument(f"--worker takes [NAME=]HOST:PORT: {error}", field="--worker") from None
         if self.workers_from:
             open_membership(self.workers_from)
-        _check(0 <= self.port <= 65535, "--port", "must be 0 (any free port) to 65535")
-        _check(self.metrics_port is None or 0 <= self.metrics_port <= 65535, "--metrics-port", "must be 0 to 65535")
-        _check(self.http_port is None or 0 <= self.http_port <= 65535, "--http-port", "must be 0 to 65535")
-        _check(all(self.served_model_names), "--served-model-name", "must not be empty")
-        _check((self.tls_cert is None) == (self.tls_key is None), "--tls-cert", "and --tls-key come together")
-        _check(self.max_in_flight >= 1, "--max-in-flight", "must be at least 1")
-        _check(0 < self.quota_share <= 1, "--quota-share", "must be above 0 and at most 1")
-        _check(self.max_lost_workers >= 1, "max_lost_workers", "must be at least 1")
-        _check(self.log_format in ("plain", "json"), "--log-format", f"takes plain or json, not {self.log_format!a}")
-        _check(self.announce_s >= 0 and self.drain_s >= 0, "--drain", "must be a number from 0 on")
-        _check(
+        ListenConfig.__post_init__(self)
+        check(self.http_port is None or 0 <= self.http_port <= 65535, "--http-port", "must be 0 to 65535")
+        check(all(self.served_model_names), "--served-model-name", "must not be empty")
+        check(self.max_in_flight >= 1, "--max-in-flight", "must be at least 1")
+        check(self.max_lost_workers >= 1, "max_lost_workers", "must be at least 1")
+        check(self.log_format in ("plain", "json"), "--log-format", f"takes plain or json, not {self.log_format!a}")
+        check(
             self.auth_file is None or self.worker_token_file is not None or bool(self.worker_token),
             "--auth-file",
             "needs --worker-token-file: workers tell tenants apart only where the router shows its own credential",
         )
         # The last check: `loraplex config show` tells of every other fault without a worker, too.
-        _check(
+        check(
             bool(self.workers or self.workers_from),
             "--worker",
             "must be given at least once, as [NAME=]HOST:PORT; or --workers-from",
@@ -254,8 +218,11 @@ class HttpServerConfig(ServerFlags):
     """The HTTP port as a process of its own, in front of a server that runs."""
 
     server: str = option("", "The server's host:port (`loraplex serve`, a router or a worker).", "--server")
-    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", "--host")
     port: int = option(8000, "Port to listen on; 0 takes a free one.", "--port")
+    # No flags: clients do not call this process by gRPC, and its metrics are on the HTTP port.
+    max_message_bytes: int = 4 << 20
+    metrics_port: int | None = None
+    metrics_host: str | None = None
     server_token_file: Path | None = _network(
         None, "The token (role router) that is shown to the server.", "--server-token-file"
     )
@@ -264,16 +231,17 @@ class HttpServerConfig(ServerFlags):
     )
 
     def __post_init__(self) -> None:
-        _check(0 <= self.port <= 65535, "--port", "must be 0 (any free port) to 65535")
-        _check(
+        ListenConfig.__post_init__(self)
+        check(
             self.auth_file is None or self.server_token_file is not None,
             "--auth-file",
             "needs --server-token-file: a server tells tenants apart only where it is shown a credential",
         )
-        _check(is_address(self.server), "--server", f"must be given as host:port, not {self.server!a}")
+        check(is_address(self.server), "--server", f"must be given as host:port, not {self.server!a}")
 
     def router(self) -> RouterConfig:
         """Configuration of a router whose one worker is the server, and whose gRPC port only this machine can reach."""
+        shared = {one.name for one in fields(ServerFlags)} - {"host", "port"}
         return RouterConfig(
             workers=(self.server,),
             port=0,
@@ -281,18 +249,13 @@ class HttpServerConfig(ServerFlags):
             http_port=self.port,
             worker_token_file=self.server_token_file,
             worker_ca=self.server_ca,
-            **{one.name: getattr(self, one.name) for one in fields(ServerFlags)},
+            **{name: getattr(self, name) for name in shared},
         )
 
 
 def import_grpc(log_format: str = "plain") -> None:
     """Imports gRPC as a router wants it; before anything else does."""
     import_with(os.environ, is_silent=log_format == "json")
-
-
-def _check(is_ok: bool, name: str, rule: str) -> None:
-    if not is_ok:
-        raise InvalidArgument(f"{name} {rule}", field=name)
 
 
 def _is_origin(text: str) -> bool:

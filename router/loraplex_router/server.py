@@ -20,7 +20,7 @@ from loraplex_proto.services import ADAPTERS, INFERENCE, POOLING, STATUS, WORKER
 from loraplex_router.activity import Activity
 from loraplex_router.adapters import AdapterFanOut
 from loraplex_router.calls import Call, Calls, RouterMetrics
-from loraplex_router.config import RouterConfig, ServerOptions
+from loraplex_router.config import RouterConfig
 from loraplex_router.inference import InferenceRelay
 from loraplex_router.load_service import LoadService
 from loraplex_router.membership import open_membership, parse_members
@@ -29,7 +29,8 @@ from loraplex_router.status import StatusService
 from loraplex_router.upstream import Upstream, follow_worker_credentials
 from loraplex_router.watch import Watcher
 from loraplex_router.workers import Workers
-from loraplex_runtime.listener import ListenConfig, Listener, exposure_warnings, server_options
+from loraplex_runtime.listen_config import ListenConfig
+from loraplex_runtime.listener import Listener, exposure_warnings, server_options
 from loraplex_runtime.metrics import describe_process, new_registry
 from loraplex_runtime.shutdown import HOW_TO_HURRY, Ending
 
@@ -95,17 +96,17 @@ class Router:
         await self._workers.stop()
 
 
-async def listen(config: ListenConfig, options: ServerOptions) -> Listener:
+async def listen(config: ListenConfig, *, reuse_port: bool = False) -> Listener:
     """The router's port. Until `start_router` has it, calls are refused with a retry hint.
 
     Raises InvalidArgument (files) and FailedPrecondition (ports)."""
     return await Listener.open(
         config,
         (INFERENCE, POOLING, ADAPTERS, WORKER, STATUS),
-        server_options(options.max_message_bytes, max_age_s=MAX_AGE_S, max_age_grace_s=MAX_AGE_GRACE_S),
+        server_options(config.max_message_bytes, max_age_s=MAX_AGE_S, max_age_grace_s=MAX_AGE_GRACE_S),
         what="server",
         role="router",
-        reuse_port=options.reuse_port,
+        reuse_port=reuse_port,
     )
 
 
@@ -126,7 +127,7 @@ async def start_router(
 
     Raises InvalidArgument (files) and FailedPrecondition (ports)."""
     if listener is None:
-        listener = await listen(config, config.server)
+        listener = await listen(config, reuse_port=config.server.reuse_port)
     health = listener.health
     workers: Workers | None = None
     try:

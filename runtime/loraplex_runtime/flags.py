@@ -65,10 +65,18 @@ def parse_bytes(text: str, flag: str = "") -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
+def check(is_ok: bool, flag: str, rule: str) -> None:
+    """Raises InvalidArgument, which names the flag, where the rule does not hold."""
+    if not is_ok:
+        raise InvalidArgument(f"{flag} {rule}", field=flag)
+
+
 def flags_of(cls: type, prefix: tuple[str, ...] = ()) -> Iterator[Flag]:
-    """Every field with a flag, depth first, in the order of the source."""
+    """Every field with a flag, depth first, in the order of the source; a class's own go before those of its bases."""
     hints = typing.get_type_hints(cls)
-    for one in dataclasses.fields(cls):
+    own = [inspect.get_annotations(base) for base in cls.__mro__]
+    place = {one: next(idx for idx, names in enumerate(own) if one.name in names) for one in dataclasses.fields(cls)}
+    for one in sorted(place, key=place.__getitem__):
         kind = hints[one.name]
         if "flag" in one.metadata:
             yield dataclasses.replace(one.metadata["flag"], path=(*prefix, one.name), type=kind, default=one.default)

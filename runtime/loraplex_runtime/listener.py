@@ -11,8 +11,7 @@ import ipaddress
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -22,6 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from loraplex_contracts.errors import FailedPrecondition, Unavailable
 from loraplex_runtime.auth import Credentials, ServerInterceptor, follow_credentials, one_router
+from loraplex_runtime.listen_config import ListenConfig
 from loraplex_runtime.metrics import MetricsEndpoint, Role, new_registry
 from loraplex_runtime.refusals import Refusals
 from loraplex_runtime.reload import Reloader, server_credentials
@@ -42,27 +42,6 @@ SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN: Final = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 _HEALTH: Final = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-
-
-class ListenConfig(Protocol):
-    """Fields that the configurations of router and worker have in common."""
-
-    @property
-    def host(self) -> str: ...
-    @property
-    def port(self) -> int: ...
-    @property
-    def metrics_port(self) -> int | None: ...
-    @property
-    def metrics_host(self) -> str | None: ...
-    @property
-    def auth_file(self) -> Path | None: ...
-    @property
-    def tls_cert(self) -> Path | None: ...
-    @property
-    def tls_key(self) -> Path | None: ...
-    @property
-    def otlp_traces_endpoint(self) -> str | None: ...
 
 
 class Listener:

@@ -14,8 +14,8 @@ from typing import Final, Literal
 
 from loraplex_contracts.adapters import check_adapter_id, check_id
 from loraplex_contracts.errors import InvalidArgument
-from loraplex_proto.services import DEFAULT_PORT
-from loraplex_runtime.flags import LOGS, NETWORK, STARTING, option
+from loraplex_runtime.flags import LOGS, NETWORK, STARTING, check, option
+from loraplex_runtime.listen_config import ListenConfig
 
 MAX_DRAFT_TOKENS: Final = 64  # per step; requests cannot ask for more either
 MAX_HUB_ACCESS_S: Final = 86_400.0
@@ -302,52 +302,52 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         model, batch, adapters, drafts = self.model, self.batch, self.adapters, self.speculation
-        _check(1 <= self.kv.block_size <= 256, "--kv-block-size", "must be 1 to 256")
-        _check(batch.max_running >= 1, "--max-running", "must be at least 1")
-        _check(
+        check(1 <= self.kv.block_size <= 256, "--kv-block-size", "must be 1 to 256")
+        check(batch.max_running >= 1, "--max-running", "must be at least 1")
+        check(
             batch.max_step_tokens >= batch.max_running,
             "--max-step-tokens",
             "must be at least --max-running, so that every running request gets its token",
         )
-        _check(batch.max_queued >= 1, "--max-queued", "must be at least 1")
-        _check(batch.max_queue_wait_s >= 0, "--max-queue-wait", "must be a number from 0 on")
-        _check(adapters.num_device_slots >= 1, "--adapter-slots", "must be at least 1")
-        _check(adapters.device_bytes >= 1, "--adapter-device-memory", "must be at least 1 byte")
-        _check(adapters.host_bytes >= 1, "--adapter-host-memory", "must be at least 1 byte")
-        _check(adapters.disk_bytes >= 1, "--adapter-disk", "must be at least 1 byte")
+        check(batch.max_queued >= 1, "--max-queued", "must be at least 1")
+        check(batch.max_queue_wait_s >= 0, "--max-queue-wait", "must be a number from 0 on")
+        check(adapters.num_device_slots >= 1, "--adapter-slots", "must be at least 1")
+        check(adapters.device_bytes >= 1, "--adapter-device-memory", "must be at least 1 byte")
+        check(adapters.host_bytes >= 1, "--adapter-host-memory", "must be at least 1 byte")
+        check(adapters.disk_bytes >= 1, "--adapter-disk", "must be at least 1 byte")
         for endpoint in adapters.hub_endpoints:
-            _check(
+            check(
                 bool(_ENDPOINT.match(endpoint)),
                 "--hub-endpoint",
                 f"must be an address such as https://HOST, not {endpoint!a}",
             )
-        _check(1 <= adapters.hub_access_s <= MAX_HUB_ACCESS_S, "--hub-access-ttl", "must be 1 second to a day")
-        _check(adapters.hub or not adapters.hub_endpoints, "--hub-endpoint", "is of use with --hub-adapters only")
-        _check(adapters.root is not None or not adapters.watch, "--watch-adapters", "is of use with --adapters only")
-        _check(1 <= adapters.max_rank <= 4096, "--max-lora-rank", "must be 1 to 4096")
-        _check(self.num_threads is None or self.num_threads >= 1, "--threads", "must be at least 1")
-        _check(self.step_timeout_s is None or self.step_timeout_s > 0, "--step-timeout", "must be a number above 0")
-        _check(self.take_over_s is None or self.take_over_s >= 0, "--take-over", "must be a number from 0 on")
-        _check(self.lora_kernels in LORA_KERNELS, "--lora-kernels", f"must be {', '.join(LORA_KERNELS)}")
-        _check(self.cpu_kernels in CPU_KERNELS, "--cpu-kernels", f"must be {', '.join(CPU_KERNELS)}")
-        _check(model.quantize in QUANTIZE, "--quantize", f"must be {', '.join(QUANTIZE[:-1])} or {QUANTIZE[-1]}")
-        _check(model.dtype in ("auto", *DTYPES), "--dtype", f"must be auto, {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
-        _check(
+        check(1 <= adapters.hub_access_s <= MAX_HUB_ACCESS_S, "--hub-access-ttl", "must be 1 second to a day")
+        check(adapters.hub or not adapters.hub_endpoints, "--hub-endpoint", "is of use with --hub-adapters only")
+        check(adapters.root is not None or not adapters.watch, "--watch-adapters", "is of use with --adapters only")
+        check(1 <= adapters.max_rank <= 4096, "--max-lora-rank", "must be 1 to 4096")
+        check(self.num_threads is None or self.num_threads >= 1, "--threads", "must be at least 1")
+        check(self.step_timeout_s is None or self.step_timeout_s > 0, "--step-timeout", "must be a number above 0")
+        check(self.take_over_s is None or self.take_over_s >= 0, "--take-over", "must be a number from 0 on")
+        check(self.lora_kernels in LORA_KERNELS, "--lora-kernels", f"must be {', '.join(LORA_KERNELS)}")
+        check(self.cpu_kernels in CPU_KERNELS, "--cpu-kernels", f"must be {', '.join(CPU_KERNELS)}")
+        check(model.quantize in QUANTIZE, "--quantize", f"must be {', '.join(QUANTIZE[:-1])} or {QUANTIZE[-1]}")
+        check(model.dtype in ("auto", *DTYPES), "--dtype", f"must be auto, {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
+        check(
             adapters.root is None or adapters.root.is_dir(),
             "--adapters",
             f"names {adapters.root}, which is not a directory",
         )
-        _check(
+        check(
             1 <= drafts.max_draft_tokens <= MAX_DRAFT_TOKENS, "--max-draft-tokens", f"must be 1 to {MAX_DRAFT_TOKENS}"
         )
-        _check(drafts.default_draft_tokens >= 0, "--speculate", "must be at least 0")
-        _check(
+        check(drafts.default_draft_tokens >= 0, "--speculate", "must be at least 0")
+        check(
             drafts.default_draft_tokens <= drafts.max_draft_tokens,
             "--speculate",
             f"must be at most --max-draft-tokens, {drafts.max_draft_tokens}",
         )
-        _check(drafts.draft_kv_bytes >= 1, "--draft-kv-memory", "must be at least 1 byte")
-        _check(
+        check(drafts.draft_kv_bytes >= 1, "--draft-kv-memory", "must be at least 1 byte")
+        check(
             0 <= drafts.lookup_history <= MAX_LOOKUP_HISTORY, "--lookup-history", f"must be 0 to {MAX_LOOKUP_HISTORY}"
         )
         for name in adapters.preload:
@@ -386,32 +386,17 @@ class ChatConfig:
 
     def __post_init__(self) -> None:
         known = ("auto", "none", *TOOL_FORMATS)
-        _check(self.tool_format in known, "--tool-format", f"must be one of {', '.join(known)}")
+        check(self.tool_format in known, "--tool-format", f"must be one of {', '.join(known)}")
         for path, flag in ((self.template, "--chat-template"), (self.response_template, "--response-template")):
-            _check(path is None or path.is_file(), flag, f"names {path}, which is not a file")
+            check(path is None or path.is_file(), flag, f"names {path}, which is not a file")
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerConfig:
+class WorkerConfig(ListenConfig):
     """One worker: an engine and the gRPC server in front of it."""
 
     engine: EngineConfig
     chat: ChatConfig = field(default_factory=ChatConfig)
-    host: str = option("127.0.0.1", "Address to listen on.", "--host")
-    port: int = option(DEFAULT_PORT, "Port to listen on; 0 takes a free one.", "--port")
-    metrics_port: int | None = _logs(
-        None, "Serve Prometheus metrics on this port; 0 takes a free one. Default: off.", "--metrics-port"
-    )
-    metrics_host: str | None = _logs(None, "Address to serve metrics on. Default: that of --host.", "--metrics-host")
-    auth_file: Path | None = option(None, "Credentials file; without it everybody may do everything.", "--auth-file")
-    quota_share: float = _network(
-        1.0,
-        "Share of each tenant's quotas in --auth-file that this server gives: 0.5 where two servers share the load.",
-        "--quota-share",
-    )
-    tls_cert: Path | None = _network(None, "TLS certificate (PEM).", "--tls-cert")
-    tls_key: Path | None = _network(None, "TLS key (PEM).", "--tls-key")
-    max_message_bytes: int = _network(4 << 20, "Largest message that is accepted.", "--max-message", is_bytes=True)
     max_unread_tokens: int = _network(16384, "Tokens buffered for a slow reader before it is cut off.", "--max-unread")
     max_stream_wait_s: float = _network(
         0.2,
@@ -419,36 +404,13 @@ class WorkerConfig:
         "too much of the CPU; 0 sends them as they come.",
         "--stream-wait",
     )
-    drain_s: float = _ending(30.0, "Seconds that running requests get to end on shutdown.", "--drain")
-    announce_s: float = _ending(
-        2.0, "On SIGTERM or SIGHUP, seconds of NOT_SERVING before requests are refused.", "--announce"
-    )
-    request_log: bool = _logs(True, "Log a line for each request that ends.", "--request-log")
-    otlp_traces_endpoint: str | None = _logs(
-        None,
-        "Send traces of requests to this OpenTelemetry collector, such as http://HOST:4318 (OTLP over HTTP). Default: "
-        "off.",
-        "--otlp-traces-endpoint",
-    )
     # SHA-256 of the token of the one router that may call, in the place of a credentials file.
     router_digest: str = ""
 
     def __post_init__(self) -> None:
-        _check(0 <= self.port <= 65535, "--port", "must be 0 (any free port) to 65535")
-        _check(self.metrics_port is None or 0 <= self.metrics_port <= 65535, "--metrics-port", "must be 0 to 65535")
-        _check((self.tls_cert is None) == (self.tls_key is None), "--tls-cert", "and --tls-key come together")
-        _check(self.max_message_bytes >= 1024, "--max-message", "must be at least 1024 bytes")
-        _check(0 < self.quota_share <= 1, "--quota-share", "must be above 0 and at most 1")
-        _check(self.max_unread_tokens >= 1, "--max-unread", "must be at least 1")
-        _check(self.max_stream_wait_s >= 0, "--stream-wait", "must be a number from 0 on")
-        _check(self.drain_s >= 0, "--drain", "must be a number from 0 on")
-        _check(self.announce_s >= 0, "--announce", "must be a number from 0 on")
-
-
-def _check(is_ok: bool, flag: str, rule: str) -> None:
-    """Raises InvalidArgument where the rule does not hold."""
-    if not is_ok:
-        raise InvalidArgument(f"{flag} {rule}", field=flag)
+        ListenConfig.__post_init__(self)
+        check(self.max_unread_tokens >= 1, "--max-unread", "must be at least 1")
+        check(self.max_stream_wait_s >= 0, "--stream-wait", "must be a number from 0 on")
 
 
 def hub_token() -> str | None:

@@ -202,7 +202,7 @@ async def test_a_bug_in_a_worker_shows_nothing_of_it() -> None:
 
 
 async def test_malformed_and_oversized_requests() -> None:
-    async with cluster(1, server=ServerOptions(max_message_bytes=10_000)) as c:
+    async with cluster(1, max_message_bytes=10_000) as c:
         error = await error_of(c.channel.unary_stream(STREAM)(b"\x0a\xff"))
         assert isinstance(error, InvalidArgument)
         error = await error_of(stub(c.channel).GenerateStream(Generate(text="x" * 20_000)))

@@ -12,7 +12,7 @@ import secrets
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +24,7 @@ from loraplex_router.config import HttpOptions
 from loraplex_runtime.child_processes import Children, ChildSpec
 from loraplex_runtime.config import explained, with_settings
 from loraplex_runtime.flags import HTTP, configure, flags_of, with_raw_flags
+from loraplex_runtime.listen_config import ListenConfig
 from loraplex_runtime.open_files import raise_file_limit
 from loraplex_runtime.reports import Progress
 from loraplex_runtime.shutdown import Ending
@@ -35,18 +36,7 @@ if TYPE_CHECKING:
     from loraplex_adapters.io.source_files import AdapterSource
 
 # The router listens, authenticates and terminates TLS; the workers behind it take the rest of the flags.
-ROUTER_ONLY = {
-    "host",
-    "port",
-    "metrics_port",
-    "metrics_host",
-    "auth_file",
-    "quota_share",
-    "tls_cert",
-    "tls_key",
-    "announce",
-    "request_log",
-}
+ROUTER_ONLY = {flag.parameter for flag in flags_of(ListenConfig)} - {"drain", "max_message", "otlp_traces_endpoint"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +82,9 @@ async def serving(
     None when the end was asked for before everything ran. Raises what the router raises when it cannot listen, and what
     the first start of a worker raised.
     """
-    from loraplex_router.config import ServerOptions  # late: printing help needs no gRPC
-    from loraplex_router.server import bind_http_port, listen, start_router
+    from loraplex_router.server import bind_http_port, listen, start_router  # late: printing help needs no gRPC
 
-    listener = await listen(config, ServerOptions(max_message_bytes=config.max_message_bytes))
+    listener = await listen(config)
     children = Children(spec, num_workers, on_progress)
     http_socket = None
     try:
@@ -160,17 +149,7 @@ def _router_config(config: WorkerConfig, addresses: list[str], worker_token: str
     return RouterConfig(
         workers=tuple(addresses),
         worker_token=worker_token,
-        host=config.host,
-        port=config.port,
-        metrics_port=config.metrics_port,
-        metrics_host=config.metrics_host,
-        auth_file=config.auth_file,
-        quota_share=config.quota_share,
-        tls_cert=config.tls_cert,
-        tls_key=config.tls_key,
-        drain_s=config.drain_s,
-        announce_s=config.announce_s,
-        otlp_traces_endpoint=config.otlp_traces_endpoint,
+        **{one.name: getattr(config, one.name) for one in fields(ListenConfig)},
         http_port=http.port,
         http_host=http.host,
         served_model_names=http.names,

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from loraplex_contracts.errors import InvalidArgument
-from loraplex_router.config import HttpOptions, PolicyConfig, RouterConfig, WatchConfig
+from loraplex_router.config import HttpOptions, HttpServerConfig, PolicyConfig, RouterConfig, WatchConfig
+from loraplex_runtime.flags import flags_of
 
 ONE = ("127.0.0.1:50051",)
 
@@ -32,6 +33,9 @@ ONE = ("127.0.0.1:50051",)
         ({"max_in_flight": 0}, "--max-in-flight"),
         ({"max_lost_workers": 0}, "max_lost_workers"),
         ({"drain_s": -1.0}, "--drain"),
+        ({"announce_s": -1.0}, "--announce"),
+        ({"max_message_bytes": 1023}, "--max-message"),
+        ({"quota_share": 0.0}, "--quota-share"),
     ],
 )
 def test_what_is_refused(fields: dict[str, Any], flag: str) -> None:
@@ -39,6 +43,21 @@ def test_what_is_refused(fields: dict[str, Any], flag: str) -> None:
         RouterConfig(**{"workers": ONE, **fields})
     assert caught.value.field == flag
     assert flag in caught.value.message
+
+
+def test_an_http_port_by_itself_has_a_router_that_only_this_machine_reaches() -> None:
+    router = HttpServerConfig(server=ONE[0], host="0.0.0.0", port=1, announce_s=3.0, max_in_flight=5).router()
+    assert (router.host, router.port) == ("127.0.0.1", 0)
+    assert (router.workers, router.http_host, router.http_port) == (ONE, "0.0.0.0", 1)
+    assert (router.announce_s, router.max_in_flight) == (3.0, 5)
+    with pytest.raises(InvalidArgument, match="--port"):
+        HttpServerConfig(server=ONE[0], port=-1)
+
+
+def test_an_http_port_by_itself_has_no_flags_for_a_grpc_port() -> None:
+    flags = {cls: {flag.flag for flag in flags_of(cls)} for cls in (HttpServerConfig, RouterConfig)}
+    assert flags[RouterConfig] - flags[HttpServerConfig] >= {"--max-message", "--metrics-port", "--metrics-host"}
+    assert flags[HttpServerConfig] - flags[RouterConfig] == {"--server", "--server-token-file", "--server-ca"}
 
 
 @pytest.mark.parametrize("address", ["worker-1:50051", "10.0.0.1:1", "[::1]:50051", "a.b_c:65535"])

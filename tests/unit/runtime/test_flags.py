@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from loraplex_contracts.errors import InvalidArgument
-from loraplex_runtime.flags import arguments_of, option, with_flags
+from loraplex_runtime.flags import arguments_of, flags_of, option, with_flags
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,20 @@ class Room:
     number: int = 7
 
 
+@dataclass(frozen=True)
+class Brush:
+    hair: str = option("hog", "Hair.", "--hair")
+    width: int = option(2, "Width.", "--width")
+    length: int = option(9, "Length.", "--length")
+
+
+@dataclass(frozen=True)
+class WideBrush(Brush):
+    width: int = option(8, "Width.", "--width")
+    length: int = 3  # no flag here
+    frame: Frame = field(default_factory=Frame)
+
+
 def run(*arguments: str, env: dict[str, str] | None = None) -> dict[str, Any]:
     seen: dict[str, Any] = {}
 
@@ -90,6 +104,12 @@ def test_every_kind_of_value() -> None:
     seen = run("wall", "-s", "4x5", "--inner", "1x1", "-n", "a", "--name", "b", "--memory", "2KiB", "--twice")
     assert seen["room"] == Room(Frame(Size(4, 5), Size(1, 1), ("a", "b"), 2048))
     assert seen["twice"] is True
+
+
+def test_flags_of_a_class_go_before_those_of_its_base() -> None:
+    flags = list(flags_of(WideBrush))
+    assert [flag.flag for flag in flags] == ["--width", "--size", "--inner", "--name", "--memory", "--hair"]
+    assert flags[0].default == 8
 
 
 def test_arguments_make_the_same_configuration_again() -> None:
