@@ -354,6 +354,7 @@ class MedusaProposer(Proposer):
 
     name = MEDUSA
     drafts_at_once = True
+    reads_hidden = True
 
     def __init__(self, runner: ModelRunner, cache: AdapterManager, head_slots: HeadSlots) -> None:
         self._runner = runner

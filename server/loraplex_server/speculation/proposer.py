@@ -59,6 +59,8 @@ class Proposer(ABC):
     is_free: bool = False
     # All tokens of a draft are made in one round, however many they are.
     drafts_at_once: bool = False
+    # Drafts from a sequence's last hidden state (`ModelRunner.last_hidden`), which is kept only for such proposers.
+    reads_hidden: bool = False
     # Sources that a draft may begin with, where the next one may begin with another or with more evidence, so that what
     # became of the last says little about it. Empty where all drafts begin alike.
     starts: frozenset[str] = frozenset()
@@ -124,10 +126,6 @@ class Choice:
     proposers: tuple[str, ...] = ()
     params: SpeculationParams = SpeculationParams(kind="off")  # defaults filled in
     medusa_key: AdapterKey | None = None  # its Medusa heads
-
-    @property
-    def uses_heads(self) -> bool:
-        return MEDUSA in self.proposers
 
 
 MAX_KNOWN = 4096  # adapters of which something is remembered beyond their sequences

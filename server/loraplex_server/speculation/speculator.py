@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import get_args
 
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
@@ -76,7 +77,7 @@ class Speculator:
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds that a request may name, but for draft models."""
-        return tuple(kind for kind in (MEDUSA, PROMPT_LOOKUP) if kind in self._proposers)
+        return tuple(kind for kind in get_args(SpeculationKind) if kind in self._proposers)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -99,9 +100,9 @@ class Speculator:
             self._num_unseen[request.request_id] = request.n
 
     def needs_hidden_states(self, request_id: str) -> bool:
-        """True if the runner has to keep the last hidden state of the request's sequences: its heads read them."""
+        """True if the runner has to keep the last hidden state of the request's sequences: a proposer reads them."""
         choice = self._requests.get(request_id)
-        return choice is not None and choice.uses_heads
+        return choice is not None and any(self._proposers[name].reads_hidden for name in choice.proposers)
 
     def end(self, request_id: str) -> None:
         """Forgets the sequences of a request that is over. Harmless for one that did not speculate."""

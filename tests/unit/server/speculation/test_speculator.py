@@ -98,6 +98,7 @@ class FakeHeads(Fake):
     """Drafts by the heads that a request names."""
 
     drafts_at_once = True
+    reads_hidden = True
 
     def rates_key(self, choice: Choice) -> AdapterKey | None:
         return choice.medusa_key
