@@ -13,22 +13,19 @@ from typing import Any, Final, TypeVar, cast
 
 from loraplex.options import near_option, taken_by
 from loraplex.types import (
+    PROPOSERS,
     AdapterState,
-    AnySpeculation,
     CallOptions,
     ChatOptions,
-    DraftModel,
     GenerateOptions,
     Grammar,
     Hub,
-    Medusa,
     Member,
     Merge,
     Message,
     PoolingInputs,
     PoolingKind,
     PoolingOptions,
-    PromptLookup,
     ScoreMethod,
     Speculation,
     ToolCall,
@@ -38,6 +35,7 @@ from loraplex_contracts.adapters import check_adapter_ref, check_adapter_source,
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_contracts.sampling import SAMPLING_OPTIONS
 from loraplex_proto.enums import ADAPTER_STATES
+from loraplex_proto.speculation import put_kind
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2, status_pb2
 
 _AboutAdapter = TypeVar(
@@ -98,9 +96,6 @@ _SCORE_METHODS: Final = {
     "next_token": pooling_pb2.SCORE_METHOD_NEXT_TOKEN,
 }
 _POOLING_FIELDS: Final = ("adapter_id", "omit_special_tokens", "priority", "request_id", "cache_salt")
-
-# Class of parameters -> field of the message, with fields of the same names.
-_PROPOSERS: Final[dict[type, str]] = {Medusa: "medusa", PromptLookup: "prompt_lookup", DraftModel: "draft_model"}
 
 
 def generate_request(prompt: str | None, options: GenerateOptions) -> inference_pb2.GenerateRequest:
@@ -453,22 +448,11 @@ def _with_speculation(given: dict[str, Any]) -> dict[str, Any]:
     return rest
 
 
-def _put_speculation(message: inference_pb2.Speculation, wanted: AnySpeculation) -> None:
-    kind = wanted if isinstance(wanted, str) else _PROPOSERS.get(type(wanted), "")
-    if kind in ("off", "auto"):
-        setattr(message, kind, True)
-    elif kind in _PROPOSERS.values():
-        parameters = getattr(message, kind)
-        parameters.SetInParent()
-        for one in () if isinstance(wanted, str) else fields(wanted):
-            value = getattr(wanted, one.name)
-            _assign(parameters, one.name, value, shown_as=f"speculation.{kind}.{one.name}")
-    else:
-        raise InvalidArgument(
-            f"speculation cannot be {_shown(wanted)}: use 'off', 'auto', 'medusa', 'prompt_lookup', 'draft_model' "
-            "or an object of one of their classes",
-            field="speculation",
-        )
+def _put_speculation(message: inference_pb2.Speculation, wanted: Any) -> None:
+    kind = PROPOSERS.get(type(wanted))
+    parameters = put_kind(message, kind or wanted)
+    for one in fields(wanted) if kind else ():
+        _assign(parameters, one.name, getattr(wanted, one.name), shown_as=f"speculation.{kind}.{one.name}")
 
 
 # Kind of grammar -> field of the message.

@@ -21,6 +21,7 @@ from loraplex_contracts.errors import InvalidArgument
 from loraplex_contracts.mixtures import MAX_MEMBERS
 from loraplex_contracts.sampling import SAMPLING_OPTIONS
 from loraplex_proto import validate
+from loraplex_proto.speculation import TEXTS
 
 # Names of other libraries -> the option here.
 ELSEWHERE: Final = {
@@ -91,7 +92,7 @@ _RANGES: Final = {
     "seed": "0 to 2^64 - 1",
     "messages": f"1 to {validate.MAX_CHAT_MESSAGES} messages",
     "tool_choice": "'none', 'auto', 'required' or a function's name as in OpenAI's API",
-    "speculation": "'off', 'auto', 'medusa', 'prompt_lookup', 'draft_model' or an object with parameters",
+    "speculation": f"{TEXTS}, or an object with parameters",
 }
 
 

@@ -9,11 +9,12 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from typing import Any, Literal, Required, TypedDict
+from typing import Any, Final, Literal, Required, TypedDict
 
 from loraplex_contracts.adapters import AdapterState, AdapterTier, check_hub_token
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_contracts.request import FinishReason, TokenLogprob
+from loraplex_contracts.request import SpeculationKind as SpeculationKind
 from loraplex_contracts.request import TopLogprob as TopLogprob
 
 # --- requests -------------------------------------------------------------------------------------------------------
@@ -85,20 +86,21 @@ class DraftModel:
     name: str = ""  # one of ServerInfo.draft_models; empty: the only one
 
 
-SpeculationKind = Literal["off", "auto", "medusa", "prompt_lookup", "draft_model"]
-"""Kinds of speculation. "auto" leaves the choice to the server, as the other kinds do for their parameters."""
+# The classes above by their fields of the wire, with parameters of the same names.
+PROPOSERS: Final[dict[type, str]] = {Medusa: "medusa", PromptLookup: "prompt_lookup", DraftModel: "draft_model"}
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
     """Parameters of speculation in one value. They change the speed, never the text."""
 
-    kind: SpeculationKind | Medusa | PromptLookup | DraftModel | None = None  # None: the default of server and adapter
+    # A kind as a text may have a name behind it, as in ServerInfo.speculation. None: the default of server and adapter.
+    kind: SpeculationKind | str | Medusa | PromptLookup | DraftModel | None = None
     max_draft_tokens: int | None = None  # like the options `max_draft_tokens` and `fixed_draft_length`
     fixed_length: bool | None = None
 
 
-AnySpeculation = SpeculationKind | Medusa | PromptLookup | DraftModel | Speculation
+AnySpeculation = SpeculationKind | str | Medusa | PromptLookup | DraftModel | Speculation
 """Values of the option `speculation`."""
 
 

@@ -13,6 +13,8 @@ from loraplex_contracts.mixtures import Mixture, mixture_name
 from loraplex_contracts.sampling import SamplingParams
 
 SpeculationKind = Literal["off", "auto", "medusa", "prompt_lookup", "draft_model"]
+"""Kinds of speculation. "auto" leaves the choice to the server, as the other kinds do for their parameters."""
+
 PoolingTask = Literal["embed", "classify", "next_token"]
 PooledPositions = Literal["last", "mean", "each"]
 

@@ -22,11 +22,9 @@ from loraplex import (
     AsyncClient,
     CallRecord,
     Client,
-    DraftModel,
     GenerateOptions,
     InvalidArgument,
     LoraplexError,
-    Medusa,
     Tls,
 )
 from loraplex.cli import terminal
@@ -34,6 +32,8 @@ from loraplex.config import DEFAULT_SERVER as DEFAULT_SERVER
 from loraplex.config import RETRIES_VARIABLE, SERVER_VARIABLE, TOKEN_VARIABLE
 from loraplex_contracts.mixtures import DEFAULT_WEIGHT
 from loraplex_contracts.sampling import SAMPLING_OPTIONS
+from loraplex_proto.speculation import KINDS, put_kind
+from loraplex_proto.v1 import inference_pb2
 from loraplex_runtime.flags import configure, flags_of, option
 
 _connection = partial(option, panel="Connection")
@@ -41,7 +41,6 @@ _sampling = partial(option, panel="Sampling")
 _drafting = partial(option, panel="Speculation: the same text, sooner")
 
 _ADDRESS_VARIABLE = SERVER_VARIABLE
-_SPECULATION = ("off", "auto", "prompt_lookup", "medusa", "draft_model")
 _TAB_S = 2.0  # somebody has pressed Tab and waits
 
 ServerOption = Annotated[
@@ -157,7 +156,7 @@ NameArgument = Annotated[
 
 
 def _complete_speculation(ctx: typer.Context, incomplete: str) -> list[str]:
-    return [kind for kind in _SPECULATION if kind.startswith(incomplete)]
+    return [kind for kind in KINDS if kind.startswith(incomplete)]
 
 
 def _read_pem(path: Path, flag: str) -> bytes:
@@ -177,20 +176,8 @@ def _tell_of_retry(record: CallRecord) -> None:
 
 def parse_speculation(text: str) -> AnySpeculation:
     """KIND or KIND:NAME. Raises InvalidArgument."""
-    kind, has_name, name = text.partition(":")
-    match kind, bool(has_name):
-        case ("off" | "auto" | "prompt_lookup" | "medusa" | "draft_model") as known, False:
-            return known
-        case "medusa", True if name:
-            return Medusa(name)
-        case "draft_model", True if name:
-            return DraftModel(name)
-        case _:
-            raise InvalidArgument(
-                f"--speculation takes off, auto, prompt_lookup, medusa, medusa:ADAPTER, draft_model or "
-                f"draft_model:NAME, not {text!a}",
-                field="--speculation",
-            )
+    put_kind(inference_pb2.Speculation(), text)
+    return text
 
 
 def parse_members(text: str) -> dict[str, float]:
@@ -283,8 +270,8 @@ class Drafting:
     speculation: AnySpeculation | None = _drafting(
         None,
         "Who guesses the tokens that the model then checks: prompt_lookup (copies from the text so far), medusa (extra "
-        "heads; with medusa:ADAPTER those of that adapter), draft_model (a smaller model; with draft_model:NAME one of "
-        "several), auto or off. Default: as the server and the adapter have it.",
+        "heads; with medusa:ADAPTER_ID those of that adapter), draft_model (a smaller model; with draft_model:NAME one "
+        "of several), auto or off. Default: as the server and the adapter have it.",
         "--speculation",
         metavar="KIND[:NAME]",
         parse=parse_speculation,

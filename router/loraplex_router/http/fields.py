@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Final, cast
 
+from google.protobuf.message import Message
 from pydantic import BaseModel, ConfigDict, Field
 
 from loraplex_contracts.errors import AdapterNotFound, InvalidArgument
 from loraplex_contracts.mixtures import DEFAULT_WEIGHT
+from loraplex_proto.speculation import put_kind
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_router.http.errors import model_not_found
 from loraplex_router.http.names import NAMES
@@ -238,37 +240,19 @@ def _token_id(key: str) -> int:
 
 
 def speculation_of(value: Any) -> pb.Speculation:
-    """The speculation of "auto", "draft_model:NAME", or {"kind": "prompt_lookup", "max_ngram": 4, ...}."""
+    """The speculation of a kind as `put_kind` takes it, or of {"kind": "prompt_lookup", "max_ngram": 4, ...}."""
     options: dict[str, Any] = cast("dict[str, Any]", dict(value)) if isinstance(value, dict) else {"kind": value}
     kind: Any = options.pop("kind", None)
     found = pb.Speculation()
-    where = "speculation"
-    kinds = {"medusa": ("adapter_id",), "prompt_lookup": ("min_ngram", "max_ngram"), "draft_model": ("name",)}
-    if isinstance(kind, str) and kind.startswith("draft_model:"):
-        options["name"] = kind.partition(":")[2]
-        kind = "draft_model"
+    places: dict[str, Message] = {"max_draft_tokens": found, "fixed_length": found}
+    if kind is not None and (parameters := put_kind(found, kind)) is not None:
+        places |= dict.fromkeys(parameters.DESCRIPTOR.fields_by_name, parameters)
     try:
-        if kind in ("off", "auto"):
-            setattr(found, kind, True)
-        elif isinstance(kind, str) and kind in kinds:
-            part: Any = getattr(found, kind)
-            part.SetInParent()
-            for name in kinds[kind]:
-                if options.get(name) is not None:
-                    setattr(part, name, options[name])
-                options.pop(name, None)
-        elif kind is not None:
-            raise InvalidArgument(
-                "`speculation` takes off, auto, medusa, prompt_lookup, draft_model or draft_model:NAME, or an object "
-                "with such a `kind`",
-                field=where,
-            )
-        for name in ("max_draft_tokens", "fixed_length"):
-            if options.get(name) is not None:
-                setattr(found, name, options[name])
-            options.pop(name, None)
+        for name, place in places.items():
+            if (given := options.pop(name, None)) is not None:
+                setattr(place, name, given)
     except (TypeError, ValueError) as error:  # of protobuf
-        raise InvalidArgument("`speculation` has a value of a wrong type or size", field=where) from error
+        raise InvalidArgument("`speculation` has a value of a wrong type or size", field="speculation") from error
     if options:
         name = ascii(str(next(iter(options)))[:40])[1:-1]
         raise InvalidArgument(f"`speculation.{name}` is not known for this kind", field=f"speculation.{name}")

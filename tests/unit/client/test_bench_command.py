@@ -85,7 +85,7 @@ def test_failures_are_listed_with_their_codes(fake: Any, capsys: Capture) -> Non
         (["--output-tokens", "0"], "--output-tokens takes a number"),
         (["--prompts", "no/such/file"], "cannot read no/such/file"),
         (["--base", "-a", "x"], "leave out --adapter"),
-        (["--speculation", "fast"], "--speculation takes off"),
+        (["--speculation", "fast"], "`speculation` takes off"),
         (["--adapters-prefix", "zz"], "no adapter that begins with 'zz'"),
         (["--rate", "0.001", "--cv", "0", "--duration", "1"], "no request arrives"),
     ],

@@ -346,11 +346,11 @@ def test_the_length_of_drafts(fake: Any) -> None:
     assert fake.seen[0].request.speculation == inference_pb2.Speculation(max_draft_tokens=5, fixed_length=True)
 
 
-@pytest.mark.parametrize("given", ["fast", "", "off:x", "auto:", "prompt_lookup:3", "Medusa", ":tiny", "medusa:"])
+@pytest.mark.parametrize("given", ["fast", "", "medusa:"])
 def test_speculation_that_there_is_not(fake: Any, capsys: Capture, given: str) -> None:
     assert main(["generate", "x", "-s", fake.address, "--speculation", given]) == 2
     err = capsys.readouterr().err
-    assert "--speculation takes off, auto" in err
+    assert "`speculation` takes off, auto" in err
     assert repr(given) in err
     assert fake.seen == []
 

@@ -54,16 +54,11 @@ function showCount(numFound, numShown) {
 
 // --- one answer ----------------------------------------------------------------------------------------------------
 
-function speculationOf(name) {
-  const [kind, rest] = [name.split(":")[0], name.slice(name.indexOf(":") + 1)];
-  return kind === "medusa" && name.includes(":") ? { kind, adapter_id: rest } : name;
-}
-
 function bodyOf(model, speculation) {
   const prompt = byId("prompt").value;
   const number = (id) => Number(byId(id).value);
   const common = {
-    model, speculation: speculationOf(speculation), max_tokens: number("max-tokens"), seed: number("seed"),
+    model, speculation, max_tokens: number("max-tokens"), seed: number("seed"),
     temperature: number("temperature"), stream: true, stream_options: { include_usage: true }, return_token_ids: true,
   };
   return byId("chat").checked
