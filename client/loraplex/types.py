@@ -687,7 +687,7 @@ class WorkerStatus:
     total_kv_blocks: int
     free_kv_blocks: int
     requests_in_flight: int  # of the router, at this worker
-    adapters: int
+    adapters: int  # in its report: those nearest to the device, 1024 at most
     device_adapters: int
     max_device_adapters: int
     activity: Activity
@@ -729,7 +729,7 @@ class RouterStatus(Answer):
     requests_in_flight: int
     workers: tuple[WorkerStatus, ...]
     adapters: tuple[AdapterPlaces, ...]
-    total_adapters: int
+    total_adapters: int  # in the workers' reports, with the prefix
     activity: Activity
     tokens_by_second: tuple[int, ...]  # the oldest first
     errors: tuple[FailedCall, ...]  # the newest first

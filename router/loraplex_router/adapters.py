@@ -149,8 +149,8 @@ class AdapterFanOut:
     async def _holders(self, call: Call, adapter_id: str) -> list[str]:
         """The workers that have bound the name, homes or not: requests spill over when an adapter is in demand.
 
-        They are asked, because reports come late and list the most recently used adapters only; a report counts where
-        the worker does not answer. Raises a worker's failure that says nothing about the name."""
+        They are asked, because reports come late and list only the 1,024 adapters nearest to the device; a report
+        counts where the worker does not answer. Raises a worker's failure that says nothing about the name."""
         views = {view.worker_id: view for view in self._replicas.views()}
         question = adapter_pb2.GetAdapterRequest(adapter_id=adapter_id).SerializeToString()
         answers = await self._ask(call, question, list(views), method="GetAdapter")

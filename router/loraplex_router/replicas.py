@@ -405,7 +405,11 @@ _GAUGES: Final[tuple[tuple[str, str, Callable[[Replica], float]], ...]] = (
     ("work_tokens", "Tokens of work ahead, as routing sees it.", lambda worker: worker.work_tokens),
     ("running", "Requests that the worker runs.", lambda worker: worker.load.num_running),
     ("queued", "Requests that wait at the worker.", lambda worker: worker.load.num_queued),
-    ("adapters", "Adapters that the worker holds.", lambda worker: len(worker.tiers)),
+    (
+        "adapters",
+        "Adapters that the worker reports: those nearest to the device, 1,024 at most.",
+        lambda worker: len(worker.tiers),
+    ),
 )
 
 

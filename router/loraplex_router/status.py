@@ -119,8 +119,8 @@ class StatusService:
 def adapter_rows(
     replicas: Sequence[Replica], work: dict[str, int], is_wanted: Callable[[str], bool], most: int
 ) -> tuple[list[status_pb2.AdapterStatus], int]:
-    """The `most` adapters that an operator looks for first, and how many there are: those with work, those that are
-    waited for, those nearest to a device."""
+    """The `most` adapters that an operator looks for first, and of how many: those with work, those that are waited
+    for, those nearest to a device. A report names 1,024 of its worker at most."""
     tiers: dict[str, list[int]] = defaultdict(lambda: [0] * len(replicas))
     for idx, replica in enumerate(replicas):
         for name, tier in replica.tiers.items():

@@ -97,7 +97,9 @@ class GetStatusResponse(google.protobuf.message.Message):
     draining: builtins.bool
     requests_in_flight: builtins.int
     total_adapters: builtins.int
-    """That any worker reports, those left out of `adapters` included; with the prefix."""
+    """That any worker reports, those left out of `adapters` included; with the prefix. A worker reports those nearest to
+    its device, 1024 at most.
+    """
     @property
     def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @property
@@ -169,6 +171,7 @@ class WorkerStatus(google.protobuf.message.Message):
     requests_in_flight: builtins.int
     """Of this router, at this worker."""
     adapters: builtins.int
+    """That it reports: those nearest to its device, 1024 at most."""
     device_adapters: builtins.int
     max_device_adapters: builtins.int
     @property
