@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import stat
 import time
@@ -36,6 +37,8 @@ from loraplex_contracts.errors import (
     adapter_not_found,
     no_such_folder,
 )
+
+log = logging.getLogger(__name__)
 
 # A folder's state. For each file that serving may read: name, bytes, time of the last change, inode.
 Fingerprint = tuple[tuple[str, int, int, int], ...]
@@ -188,6 +191,7 @@ def _holds_adapter(folder: Folder, names: set[str], adapter_id: str) -> bool:
 FULL_LOOK_EVERY = 16
 MAX_LISTED = 100_000  # folders in one
 MAX_DEPTH = 2  # NAME or ORG/NAME
+MAX_MISNAMED = 100  # folders that are logged
 # Another change within this time may leave the modification time as it was: file systems count in steps.
 TIME_STEP_NS = 2_000_000_000
 
@@ -216,6 +220,7 @@ class DirectoryIndex:
         self._num_looks = 0
         self._is_full_look = True
         self._has_changed = True
+        self._misnamed: set[str] = set()  # paths of folders that were logged
 
     def look(self, root: Folder) -> Sequence[str]:
         """The present names, sorted; the same object as before where nothing has changed."""
@@ -260,12 +265,24 @@ class DirectoryIndex:
         if not is_adapter and depth < MAX_DEPTH:
             prefix = path + "/" if path else ""
             for name, entry in entries.items():
-                if not _is_folder(entry, prefix):
+                if not _is_folder(entry) or not self._may_be_named(prefix + name):
                     continue
                 before, place = known.inner.get(name), (device, entry.inode())
                 inner[name] = before if before and before.entry == place else _Known(place)
         self._has_changed |= is_adapter != known.is_adapter or inner != known.inner
         known.is_adapter, known.inner = is_adapter, inner
+
+    def _may_be_named(self, path: str) -> bool:
+        """True where an adapter id leads to the folder. Another one is logged once, unless it is hidden."""
+        try:
+            check_adapter_id(path, field="the folder")
+        except InvalidAdapterId as error:
+            is_hidden = path.rpartition("/")[2].startswith(".")
+            if not is_hidden and path not in self._misnamed and len(self._misnamed) < MAX_MISNAMED:
+                self._misnamed.add(path)
+                log.warning("left out of the adapters: %s", error)
+            return False
+        return True
 
 
 def _entries(fd: int) -> Iterator[os.DirEntry[str]]:
@@ -273,10 +290,9 @@ def _entries(fd: int) -> Iterator[os.DirEntry[str]]:
         yield from entries
 
 
-def _is_folder(entry: os.DirEntry[str], prefix: str) -> bool:
+def _is_folder(entry: os.DirEntry[str]) -> bool:
     """True if the entry may be an adapter or hold some. A link counts: its target shows when it is opened."""
-    with contextlib.suppress(OSError, InvalidAdapterId):
-        check_adapter_id(prefix + entry.name)
+    with contextlib.suppress(OSError):
         return entry.is_dir(follow_symlinks=False) or entry.is_symlink()
     return False
 

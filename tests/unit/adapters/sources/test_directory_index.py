@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from loraplex_adapters.io.confined_folder import Folder
-from loraplex_adapters.sources.directory import FULL_LOOK_EVERY, DirectoryIndex, DirectorySource
+from loraplex_adapters.sources.directory import FULL_LOOK_EVERY, MAX_MISNAMED, DirectoryIndex, DirectorySource
 from loraplex_adapters.sources.watch import SourceWatch
 from loraplex_contracts.errors import SourceUnavailable
 
@@ -141,6 +141,25 @@ def test_links_to_folders_with_equal_times(tmp_path: Path, make: Callable[[str],
     point(tmp_path / "v2" / "link", "other")  # the folder that it is in has its time of before
     looks = [index.look() for _ in range(FULL_LOOK_EVERY)]
     assert looks[-1] == ["link/inner", "one", "other/inner", "two"]
+
+
+def test_folders_whose_names_are_no_ids_are_logged_once(
+    tmp_path: Path, make: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("sql", "my adapter", "org/-x", "new\nline", "a" * 129, ".hidden", "org/..data"):
+        make(name)
+    (tmp_path / "read me").touch()
+    index = Index(tmp_path)
+    for seconds in range(3):
+        os.utime(tmp_path, (LONG_AGO_S, LONG_AGO_S + seconds))  # read anew
+        assert index.look() == ["sql"]
+    names = [record.getMessage().partition(" the folder ")[2].partition(" is not ")[0] for record in caplog.records]
+    assert sorted(names) == sorted(["'my adapter'", "'org/-x'", r"'new\nline'", f"'{'a' * 40}'..."])
+    caplog.clear()
+    for number in range(2 * MAX_MISNAMED):
+        (tmp_path / f"no id {number}").mkdir()
+    assert index.look() == ["sql"]
+    assert len(names) + len(caplog.records) == MAX_MISNAMED
 
 
 @pytest.fixture
