@@ -37,6 +37,9 @@ KEEPALIVE_TIMEOUT_S: Final = 10.0
 _FOREVER_S: Final = 1e6
 # Clients may ping this often; gRPC's own default closes connections that ping more often than every five minutes.
 MIN_PING_S: Final = 10.0
+# Calls that the event loop has not accepted yet, and seconds that they may wait: gRPC would end those above 1,000, and
+# those of 30 s, as CANCELLED without a reason. Accepted calls are refused with a reason, and deadlines hold throughout.
+_UNBOUNDED: Final = 1 << 20
 
 SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -254,6 +257,9 @@ def server_options(max_message_bytes: int, *, max_age_s: float, max_age_grace_s:
         ("grpc.http2.min_ping_interval_without_data_ms", int(MIN_PING_S * 1000)),
         ("grpc.max_connection_age_ms", int(max_age_s * 1000)),
         ("grpc.max_connection_age_grace_ms", int(max_age_grace_s * 1000)),
+        ("grpc.server.max_pending_requests", _UNBOUNDED),
+        ("grpc.server.max_pending_requests_hard_limit", _UNBOUNDED),
+        ("grpc.server_max_unrequested_time_in_server", _UNBOUNDED),
     ]
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from loraplex_runtime.listener import (
     exposure_warnings,
     is_public,
     join_address,
+    server_options,
 )
 
 
@@ -44,8 +46,8 @@ class Config:
 
 
 @asynccontextmanager
-async def listening(**given: Any) -> AsyncIterator[Listener]:
-    listener = await Listener.open(Config(**given), ["a.Service"], [], what="worker", role="worker")
+async def listening(arguments: Sequence[tuple[str, int]] = (), **given: Any) -> AsyncIterator[Listener]:
+    listener = await Listener.open(Config(**given), ["a.Service"], arguments, what="worker", role="worker")
     try:
         yield listener
     finally:
@@ -108,6 +110,19 @@ async def test_the_port_is_taken_and_answers_before_anything_is_served() -> None
             assert await call(channel, "Answer") == b"answer"
             assert isinstance(await call(channel, "Other"), Unimplemented)
             assert (await health.Check(ask(service="a.Service"))).status == SERVING
+
+
+@pytest.mark.parametrize("stall_s", [0.5, pytest.param(33.0, marks=pytest.mark.slow)])
+async def test_calls_that_come_while_the_loop_is_busy_are_answered(stall_s: float) -> None:
+    """gRPC ends those above a bound, or too old, without a reason."""
+    arguments = server_options(1 << 20, max_age_s=600.0, max_age_grace_s=600.0)
+    async with listening(arguments) as listener:
+        with grpc.insecure_channel(listener.address) as channel:
+            check = channel.unary_unary("/grpc.health.v1.Health/Check")
+            calls = [check.future(b"", timeout=60.0) for _ in range(1500)]
+            time.sleep(stall_s)  # the loop is busy
+            codes = await asyncio.to_thread(lambda: {call.code() for call in calls})
+    assert codes == {grpc.StatusCode.OK}
 
 
 # --- health -----------------------------------------------------------------------------------------------------------
