@@ -17,11 +17,14 @@ import grpc
 import grpc.aio
 
 from loraplex_contracts.errors import (
+    AdapterLoadsBusy,
+    AdapterMemoryFull,
     AdapterVersionNotFound,
     Cancelled,
     Code,
     ConnectionLost,
     DeadlineExceeded,
+    DiskFull,
     EngineLost,
     Internal,
     InvalidArgument,
@@ -59,7 +62,15 @@ LOOKAHEAD_BYTES: Final = 64 << 10
 
 
 # What another worker may have: room, a version that this one never loaded, or a field or method of a newer release.
-_OF_ONE_WORKER: Final = (Overloaded, QueueFull, AdapterVersionNotFound, Unimplemented)
+_OF_ONE_WORKER: Final = (
+    Overloaded,
+    QueueFull,
+    AdapterLoadsBusy,
+    AdapterMemoryFull,
+    DiskFull,
+    AdapterVersionNotFound,
+    Unimplemented,
+)
 
 
 class FailureKind(enum.Enum):
@@ -95,7 +106,9 @@ class UpstreamFailure(Exception):
             if isinstance(self.typed, (EngineLost, WorkerLost)):
                 return FailureKind.LOST
             is_declined = self.typed.code is Code.UNAVAILABLE or isinstance(self.typed, _OF_ONE_WORKER)
-            return FailureKind.DECLINED if is_declined else FailureKind.ANSWERED
+            # Too large for an empty worker: each of the others would fetch it to say the same.
+            never_fits = self.typed.metadata.get("can_ever_fit") == "false"
+            return FailureKind.DECLINED if is_declined and not never_fits else FailureKind.ANSWERED
         match self._error:
             case ServerUnreachable():
                 return FailureKind.UNREACHED

@@ -28,6 +28,7 @@ from support.fake_workers import (
 from loraplex_contracts.errors import (
     AdapterInvalid,
     DeadlineExceeded,
+    DiskFull,
     Draining,
     EngineLost,
     InvalidAdapterId,
@@ -321,7 +322,9 @@ async def test_base_requests_are_spread() -> None:
 # --- retries ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [Draining("going"), EngineLost("gone"), Unimplemented("newer", field="#8")])
+@pytest.mark.parametrize(
+    "error", [Draining("going"), EngineLost("gone"), Unimplemented("newer", field="#8"), DiskFull("the store is full")]
+)
 async def test_another_worker_takes_what_one_cannot(error: LoraplexError) -> None:
     async with cluster(2) as c:
         first, second = (c.by_address(a) for a in rendezvous_order("sql", [w.address for w in c.workers]))
@@ -337,12 +340,13 @@ async def test_another_worker_takes_what_one_cannot(error: LoraplexError) -> Non
         assert (len(first.requests), len(second.requests)) == (2, 2)
 
 
-async def test_every_worker_is_tried_once_and_the_last_word_counts() -> None:
+@pytest.mark.parametrize("refusal", [Draining, DiskFull])
+async def test_every_worker_is_tried_once_and_the_last_word_counts(refusal: type[LoraplexError]) -> None:
     async with cluster(4) as c:
         for worker in c.workers:
-            worker.stream = fails(Draining("going", retry_after_s=1.5))
+            worker.stream = fails(refusal("not now", retry_after_s=1.5))
         error = await error_of(stub(c.channel).GenerateStream(Generate(text="x")))
-        assert isinstance(error, Draining)
+        assert isinstance(error, refusal)
         assert error.retry_after_s == 1.5
         assert c.num_requests == [1, 1, 1, 1]
 

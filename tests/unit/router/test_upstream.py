@@ -12,8 +12,11 @@ import pytest
 from grpc_status import rpc_status
 
 from loraplex_contracts.errors import (
+    AdapterLoadsBusy,
+    AdapterMemoryFull,
     AdapterNotFound,
     DeadlineExceeded,
+    DiskFull,
     Draining,
     EngineLost,
     Internal,
@@ -63,6 +66,11 @@ def from_transport(code: grpc.StatusCode, details: str) -> UpstreamFailure:
         (AdapterNotFound("no"), ANSWERED),
         (QueueFull("full"), DECLINED),
         (Overloaded("busy"), DECLINED),
+        (AdapterLoadsBusy("full"), DECLINED),
+        (AdapterMemoryFull("pinned", metadata={"can_ever_fit": "true"}), DECLINED),
+        (AdapterMemoryFull("large", metadata={"can_ever_fit": "false"}), ANSWERED),
+        (DiskFull("in use", metadata={"can_ever_fit": "true"}), DECLINED),
+        (DiskFull("large", metadata={"can_ever_fit": "false"}), ANSWERED),
         (DeadlineExceeded("late"), ANSWERED),
         (Internal("bug"), ANSWERED),
         (Draining("going"), DECLINED),
