@@ -88,6 +88,10 @@ RELOAD = LoadOptions(is_reload=True)
 # Errors of a source after which no other one is asked.
 _FINAL = (AdapterOutsideRoot, AdapterVersionNotFound)
 
+# For which "there is no such adapter" is remembered where directories alone are asked: it takes them milliseconds to
+# look again, and the adapter may have come.
+ABSENT_TTL_S = 1.0
+
 CLOSE_TIMEOUT_S = 5.0
 REMOTE_THREADS = 4
 TEMPORARY_STORE = "loraplex-store-"
@@ -521,7 +525,9 @@ class AdapterManager:
         if self._watch is not None:
             self._watch.failed(fetch.name, files, may_retry=error.retry_after_s is not None)
         if isinstance(fetch, FetchName):
-            self._table.name_failed(fetch.name, fetch.ticket, error, now)
+            is_absent = isinstance(error, AdapterNotFound) and not isinstance(error, _FINAL)
+            ttl_s = ABSENT_TTL_S if is_absent and self._remote is None else None
+            self._table.name_failed(fetch.name, fetch.ticket, error, now, ttl_s)
         else:
             self._residency.refetch_failed(fetch, error, now)
         if is_recipe_name(fetch.name) and isinstance(error, SourceUnavailable):

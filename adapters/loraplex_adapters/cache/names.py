@@ -325,7 +325,8 @@ class AdapterTable:
         operation.bound_round = self.residency.round
         self.residency.set_pinned(key, name, is_pinned)
 
-    def name_failed(self, name: str, ticket: int, error: Exception, now: float) -> None:
+    def name_failed(self, name: str, ticket: int, error: Exception, now: float, ttl_s: float | None = None) -> None:
+        """`ttl_s`: for how long the error is remembered at most; None: as long as the table remembers any."""
         self._end_fetch(ticket)
         record = self.names.get(name)
         if record is None or record.ticket != ticket:
@@ -336,7 +337,7 @@ class AdapterTable:
             record.step(NameEvent.FAIL)
             self._fetch_again(record, operation.user.tenant)
             return
-        self._fail(record, error, now, is_of_load=record.fetched_from != record.origin)
+        self._fail(record, error, now, is_of_load=record.fetched_from != record.origin, ttl_s=ttl_s)
 
     # --- listings -------------------------------------------------------------------------------------------------
 
@@ -584,7 +585,9 @@ class AdapterTable:
         if previous is not None and previous != key:
             self.residency.unbind(previous, record.name)
 
-    def _fail(self, record: NameRecord, error: Exception, now: float, *, is_of_load: bool) -> None:
+    def _fail(
+        self, record: NameRecord, error: Exception, now: float, *, is_of_load: bool, ttl_s: float | None = None
+    ) -> None:
         """`is_of_load`: the error is of what a load asked for, such as another place. It is listed, and requests look
         at the name's own place."""
         record.step(NameEvent.FAIL)
@@ -597,7 +600,8 @@ class AdapterTable:
         if record.key is not None:
             self.residency.changed.add(record.key)
             return
-        record.failed_until_s = now if is_of_load else now + remembered_s(error, self._failure_ttl_s)
+        ttl_s = self._failure_ttl_s if ttl_s is None else min(ttl_s, self._failure_ttl_s)
+        record.failed_until_s = now if is_of_load else now + remembered_s(error, ttl_s)
         failures = self._unknown if _is_unknown(record) else self._failures
         failures[record.name] = None
         if len(failures) > MAX_REMEMBERED_FAILURES:

@@ -235,6 +235,25 @@ def test_a_bad_adapter_is_read_once_in_a_while(
     assert source.opened == ["a0", "a0"]
 
 
+@pytest.mark.parametrize(("has_remote", "ttl_s"), [(False, manager_module.ABSENT_TTL_S), (True, 30.0)])
+def test_an_adapter_that_was_not_there_is_looked_for_again(
+    make_engine: Callable[..., Engine], source: CountingSource, root: Path, has_remote: bool, ttl_s: float
+) -> None:
+    """A directory is asked again after a moment. A Hub is not."""
+    (root.parent / "hub").mkdir()
+    engine = make_engine(failure_ttl_s=30.0, remote=DirectorySource(root.parent / "hub") if has_remote else None)
+    with pytest.raises(AdapterNotFound):
+        engine.resolve("late")
+    write_adapter(root / "late")
+    began_s = engine.now
+    engine.now = began_s + ttl_s - 0.5
+    with pytest.raises(AdapterNotFound):
+        engine.resolve("late")
+    assert source.opened == ["late"]
+    engine.now = began_s + ttl_s + 0.5
+    assert engine.resolve("late")
+
+
 def test_load_storm(make_engine: Callable[..., Engine], source: CountingSource) -> None:
     engine = make_engine(max_pending_loads=4)
     resident = engine.resolve("a0")
