@@ -103,6 +103,7 @@ class FakeCache:
     num_slots: int = 64
     holds: dict[AdapterKey, int] = field(default_factory=dict)
     held_names: Counter[tuple[AdapterKey, str]] = field(default_factory=Counter[tuple[AdapterKey, str]])
+    uses: Counter[str] = field(default_factory=Counter[str])  # by name, as the listing counts them
     leases: dict[AdapterKey, int] = field(default_factory=dict)
     num_polls: int = 0
     has_changes: bool = False  # of the listing, since `take_changes`
@@ -117,6 +118,7 @@ class FakeCache:
         key = AdapterKey(self.kinds.get(adapter_id, "lora"), adapter_id * 64)
         self.holds[key] = self.holds.get(key, 0) + 1
         self.held_names[key, held_name(adapter_id, origin)] += 1
+        self.uses[adapter_id] += 1
         return key
 
     def resolve_mixture(
@@ -128,10 +130,11 @@ class FakeCache:
     def traits(self, key: AdapterKey) -> AdapterTraits:
         return self.own.get(key.digest[: len(key.digest) // 64], PLAIN_TRAITS)
 
-    def drop_hold(self, key: AdapterKey, tenant: str = "", name: str = "") -> None:
+    def drop_hold(self, key: AdapterKey, tenant: str = "", name: str = "", *, was_used: bool = True) -> None:
         self.holds[key] -= 1
         assert self.held_names[key, name] > 0, f"{key} is not held by {name!r}"
         self.held_names[key, name] -= 1
+        self.uses[name] -= not was_used
 
     def acquire(self, key: AdapterKey) -> int | None:
         self.leases[key] = self.leases.get(key, 0) + 1
@@ -162,7 +165,7 @@ class FakeCache:
         key = self.resolve(adapter_id, now)
         if key is None:
             return None
-        self.drop_hold(key, name=adapter_id)
+        self.drop_hold(key, name=adapter_id, was_used=False)
         return self.get(adapter_id)
 
     def unload(self, adapter_id: str, if_unused: bool = False) -> AdapterInfo:

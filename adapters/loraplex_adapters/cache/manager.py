@@ -261,10 +261,10 @@ class AdapterManager:
         """Traits that the files of a held adapter give it. Raises KeyError for another."""
         return self._residency.records[key].traits
 
-    def drop_hold(self, key: AdapterKey, tenant: str = NOBODY.tenant, name: str = "") -> None:
+    def drop_hold(self, key: AdapterKey, tenant: str = NOBODY.tenant, name: str = "", *, was_used: bool = True) -> None:
         """Gives back the hold of this tenant's request that resolved the key: the request has ended. `name` is what it
-        resolved, as `held_name` has it; empty for a merge."""
-        self._residency.drop_hold(key, tenant, name)
+        resolved, as `held_name` has it; empty for a merge. Without `was_used` it does not count as a use."""
+        self._residency.drop_hold(key, tenant, name, was_used=was_used)
         self._notify_if_due()
 
     def load(

@@ -258,9 +258,13 @@ class AdapterTable:
             recipe = Recipe(mixture.without_tokens, tuple(found), mixture.merge)
         finally:
             for key, name in () if is_kept else zip(found, names, strict=True):
-                self.residency.drop_hold(key, user.tenant, name)
+                self.residency.drop_hold(key, user.tenant, name, was_used=False)
         merged = self._resolve_merge(recipe, now, user)
-        return None if merged is None else (merged,)
+        if merged is None:
+            return None
+        for key, name in zip(found, names, strict=True):
+            self.residency.count_use(key, name)
+        return (merged,)
 
     def _resolve_merge(self, recipe: Recipe, now: float, user: AdapterUser) -> AdapterKey | None:
         """Does what `resolve` does, for an adapter that is made of others."""

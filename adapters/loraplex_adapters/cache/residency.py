@@ -177,19 +177,29 @@ class ResidencyTable:
         self.changed.add(key)
         self._touch(record)
 
-    def drop_hold(self, key: AdapterKey, tenant: str = NOBODY.tenant, name: str = "") -> None:
+    def drop_hold(self, key: AdapterKey, tenant: str = NOBODY.tenant, name: str = "", *, was_used: bool = True) -> None:
+        """Gives a hold back. Without `was_used` it does not count as a use."""
         record = self._get(key)
         if not record.holds[name]:
             raise IllegalTransition(f"{key} is not held" + (f" by the name {name!a}" if name else ""))
         self.use.drop_hold(tenant, key)
         record.num_holds -= 1
         record.holds[name] -= 1
+        if not was_used:
+            record.uses[name] -= 1
         if not record.holds[name]:
             del record.holds[name]
         self.changed.add(key)
         self.end_use_if_left(key)
         self._withdraw_if_unneeded(record)
         self._forget_if_idle(record)
+
+    def count_use(self, key: AdapterKey, name: str) -> None:
+        """Counts a use of a content that is not held itself: a request has a merge of it."""
+        record = self.records.get(key)
+        if record is not None:
+            record.uses[name] += 1
+            self.changed.add(key)
 
     def make_room_for(self, user: AdapterUser, key: AdapterKey, num_bytes: int) -> None:
         """Evicts idle adapters of the tenant where these bytes would be more than it may have. Raises QuotaExceeded."""

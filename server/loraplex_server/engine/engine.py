@@ -476,7 +476,8 @@ class Engine:
                 if key is None:
                     return None
                 version = AdapterVersion(adapter_id, key.digest, self._cache.traits(key).templates)
-                self._cache.drop_hold(key, command.user.tenant, held_name(adapter_id, command.options.origin))
+                name = held_name(adapter_id, command.options.origin)
+                self._cache.drop_hold(key, command.user.tenant, name, was_used=False)
                 return Reply(number, version=version)
 
     # --- reporting ----------------------------------------------------------------------------------------------------

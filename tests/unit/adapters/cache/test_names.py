@@ -7,9 +7,9 @@ from support.residency import fetch_of, turn
 
 from loraplex_adapters.cache.names import ABANDONED_S, MAX_REMEMBERED_FAILURES, AdapterTable
 from loraplex_adapters.cache.residency import AdapterCacheConfig
-from loraplex_adapters.cache.states import FetchName, Promote
+from loraplex_adapters.cache.states import Fetch, FetchName, Promote
 from loraplex_adapters.cache.versions import MAX_VERSIONS
-from loraplex_contracts.adapters import OWN_ORIGIN, AdapterKey, AdapterOrigin, AdapterUser, LoadOptions
+from loraplex_contracts.adapters import OWN_ORIGIN, AdapterId, AdapterKey, AdapterOrigin, AdapterUser, LoadOptions
 from loraplex_contracts.errors import (
     AdapterInUse,
     AdapterInvalid,
@@ -23,6 +23,7 @@ from loraplex_contracts.errors import (
     InvalidArgument,
     LoraplexError,
 )
+from loraplex_contracts.mixtures import Member, Merge, Mixture
 
 TTL_S = 30.0
 
@@ -347,6 +348,23 @@ def test_uses_are_counted_anew_once_a_name_is_gone_with_its_requests() -> None:
     table.unload("x")
     bound(table, "x", OLD)
     assert table.row("x").num_uses == 0
+
+
+@pytest.mark.parametrize("merge", [None, Merge("linear")])
+def test_a_request_for_a_mixture_is_one_use_of_each_member(merge: Merge | None) -> None:
+    table = make_table()
+    mixture = Mixture((Member(AdapterId("x"), 1.0), Member(AdapterId("y"), 1.0)), merge)
+    fetches: list[Fetch] = []
+    for content in range(1, 4 if merge else 3):  # one member comes after the other, then the merged adapter
+        assert table.resolve_members(mixture, 0.0) is None
+        fetches += table.take_fetches()
+        fetch = fetches.pop(0)
+        assert isinstance(fetch, FetchName)
+        table.name_fetched(fetch.name, fetch.ticket, key_of(content), 100, 4, 0.0)
+    assert [table.row(name).num_uses for name in ("x", "y")] == [0, 0]
+    for num_requests in (1, 2):
+        assert table.resolve_members(mixture, 0.0) is not None
+        assert [table.row(name).num_uses for name in ("x", "y")] == [num_requests, num_requests]
 
 
 def test_requests_for_a_version_use_the_name() -> None:

@@ -309,6 +309,18 @@ def test_adapter_operations_answer_once() -> None:
     assert [info.adapter_id for info in by_id[3].adapters] == ["b"]
 
 
+def test_a_look_at_templates_is_no_use_of_the_adapter() -> None:
+    cache = FakeCache()
+    engine = make_engine(cache=cache)
+    engine.handle(AdapterCommand(1, "templates", "a"))
+    _, replies = run(engine, 5)
+    assert replies[0].version is not None
+    assert cache.uses["a"] == 0
+    engine.handle(Submit(request(adapter_id="a")))
+    run(engine)
+    assert cache.uses["a"] == 1
+
+
 def test_shutdown_ends_everything_once() -> None:
     engine = make_engine(cache=FakeCache(delay=1000))
     engine.handle(Submit(request("waiting", adapter_id="a")))
