@@ -104,6 +104,7 @@ class FakeCache:
     holds: dict[AdapterKey, int] = field(default_factory=dict)
     held_names: Counter[tuple[AdapterKey, str]] = field(default_factory=Counter[tuple[AdapterKey, str]])
     uses: Counter[str] = field(default_factory=Counter[str])  # by name, as the listing counts them
+    load_calls: set[int] = field(default_factory=set[int])
     leases: dict[AdapterKey, int] = field(default_factory=dict)
     num_polls: int = 0
     has_changes: bool = False  # of the listing, since `take_changes`
@@ -161,7 +162,9 @@ class FakeCache:
         now: float,
         user: AdapterUser = NOBODY,
         options: LoadOptions = PLAIN_LOAD,
+        call: int = 0,
     ) -> AdapterInfo | None:
+        self.load_calls.add(call)
         key = self.resolve(adapter_id, now)
         if key is None:
             return None

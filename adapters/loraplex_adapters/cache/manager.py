@@ -274,12 +274,14 @@ class AdapterManager:
         now: float,
         user: AdapterUser = NOBODY,
         options: LoadOptions = PLAIN_LOAD,
+        call: int = 0,
     ) -> AdapterInfo | None:
         """Reads the source anew, binds the name to what it finds and brings it up to the device where there is room.
 
-        None while under way: call again after `poll`. Raises as `resolve`, and DigestMismatch.
+        None while under way: call again after `poll`. `call` tells it from other loads that are under way: equal ones
+        share what is read after the last of them came. Raises as `resolve`, and DigestMismatch.
         """
-        key = self._table.load(adapter_id, pin, now, user, options)
+        key = self._table.load(adapter_id, pin, now, user, options, call)
         self._start_fetches()
         self._notify_if_due()
         return None if key is None else self._table.row(adapter_id)

@@ -155,31 +155,41 @@ class AdapterTable:
         return record.key
 
     def load(
-        self, name: str, pin: bool, now: float, user: AdapterUser = NOBODY, options: LoadOptions = PLAIN_LOAD
+        self,
+        name: str,
+        pin: bool,
+        now: float,
+        user: AdapterUser = NOBODY,
+        options: LoadOptions = PLAIN_LOAD,
+        call: int = 0,
     ) -> AdapterKey | None:
-        """Advances one LoadAdapter; called until it returns the bound key or raises. Calls are made in the order in
-        which they came; one with other options waits for those before it."""
+        """Advances one LoadAdapter; called until it returns the bound key or raises. `call` tells it from others.
+
+        Equal calls that are there when a fetch begins share it. Any other waits for those before it: the files may have
+        changed since that fetch began."""
         record = self.names.get(name)
         operation = record.load if record is not None else None
         if operation is not None and operation.ended_s is not None and now - operation.ended_s > ABANDONED_S:
             operation = None
-        if record is not None and operation is not None and (operation.pin, operation.options) != (pin, options):
+        if record is not None and operation is not None and not self._shares(operation, call, pin, user, options):
             if not self._has_result(record, operation):
                 return None
-            operation = None  # abandoned: its own caller would have taken the result by now
+            operation = None  # abandoned: its own callers would have taken the result by now
         if record is None or operation is None:
-            operation = LoadOperation(pin, user, options)
+            operation = LoadOperation(pin, user, options, calls={call}, asked_round=self.residency.round)
             self._start_load(name, record, operation)
             if record is None or operation.error is None:
                 return None
             # Refused at once: nothing has been queued that would wake an idle engine for another call.
-        if operation.error is not None:
+        if not self._has_result(record, operation):
+            return None
+        operation.calls.discard(call)
+        if not operation.calls:
             self._end_load(record)
+        if operation.error is not None:
             raise fresh(operation.error)
         key = record.key
-        if key is None or not self._has_result(record, operation):
-            return None
-        self._end_load(record)
+        assert key is not None, "a load that has succeeded has bound the name"
         error = self.residency.failure(key)
         if error is not None:
             raise fresh(error)
@@ -495,6 +505,14 @@ class AdapterTable:
         self._unknown.pop(record.name, None)
         self._failures.pop(record.name, None)
         self._fetch(record, tenant, origin)
+
+    def _shares(self, operation: LoadOperation, call: int, pin: bool, user: AdapterUser, options: LoadOptions) -> bool:
+        """True if the operation is this call's: it asks for the same, and was there before the fetch began."""
+        if (operation.pin, operation.user, operation.options) != (pin, user, options):
+            return False
+        if operation.is_behind or operation.asked_round == self.residency.round:
+            operation.calls.add(call)
+        return call in operation.calls
 
     def _start_load(self, name: str, record: NameRecord | None, operation: LoadOperation) -> None:
         if record is not None and operation.options.if_absent and record.key is not None:

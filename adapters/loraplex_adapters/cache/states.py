@@ -99,7 +99,7 @@ IN_TRANSIT = frozenset({KeyState.STAGING, KeyState.PROMOTING, KeyState.REFETCHIN
 
 @dataclass(slots=True)
 class LoadOperation:
-    """One LoadAdapter on a name, from the first call to the one that takes the result."""
+    """LoadAdapter on a name, for equal calls: from the first of them to the last that takes the result."""
 
     pin: bool
     user: AdapterUser = NOBODY
@@ -109,6 +109,8 @@ class LoadOperation:
     error: Exception | None = None
     bound_round: int = -1  # the table's round in which the name was bound
     ended_s: float | None = None  # when a result was there to be taken
+    calls: set[int] = field(default_factory=set[int])  # that were there before its fetch and have not taken its result
+    asked_round: int = -1  # the table's round of the first call
 
 
 @dataclass(slots=True)

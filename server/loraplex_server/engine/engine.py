@@ -465,7 +465,7 @@ class Engine:
         number, adapter_id = command.operation_id, command.adapter_id
         match command.verb:
             case "load":
-                info = self._cache.load(adapter_id, command.pin, now, command.user, command.options)
+                info = self._cache.load(adapter_id, command.pin, now, command.user, command.options, number)
                 return None if info is None else Reply(number, (info,))
             case "unload":
                 return Reply(number, (self._cache.unload(adapter_id, command.if_unused),))

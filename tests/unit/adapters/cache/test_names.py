@@ -22,6 +22,7 @@ from loraplex_contracts.errors import (
     IllegalTransition,
     InvalidArgument,
     LoraplexError,
+    QuotaExceeded,
 )
 from loraplex_contracts.mixtures import Member, Merge, Mixture
 
@@ -290,6 +291,67 @@ def test_loads_with_other_options_take_turns() -> None:
     assert table.load("x", False, 0.0, options=first) == OLD
     assert table.load("x", False, 0.0, options=second) is None
     assert fetch_of(table).origin.source == "b"
+
+
+def test_equal_loads_share_a_fetch_that_begins_after_they_came() -> None:
+    table = make_table()
+    for call in (1, 2, 3):
+        assert table.load("x", False, 0.0, call=call) is None
+    first = fetch_of(table)
+    turn(table)
+    assert table.load("x", False, 0.0, call=4) is None  # the files may have changed since
+    table.name_fetched("x", first.ticket, OLD, 100, 4, 0.0)
+    turn(table)
+    # The first was given up meanwhile.
+    assert [table.load("x", False, 0.0, call=call) for call in (2, 3, 4, 5)] == [OLD, OLD, None, None]
+    end_fetch(table, NEW)
+    turn(table)
+    assert [table.load("x", False, 0.0, call=call) for call in (4, 5)] == [NEW, NEW]
+    assert table.names["x"].load is None
+    assert not table.take_fetches()
+
+
+def test_equal_loads_share_an_error() -> None:
+    table = make_table()
+    for call in (1, 2):
+        assert table.load("x", False, 0.0, call=call) is None
+    fail_fetch(table, AdapterInvalid("broken"))
+    turn(table)
+    for call in (1, 2):
+        with pytest.raises(AdapterInvalid):
+            table.load("x", False, 0.0, call=call)
+    assert not table.take_fetches()
+
+
+def test_loads_that_wait_for_an_older_fetch_share_the_next() -> None:
+    table = make_table()
+    assert table.resolve("x", 0.0) is None
+    older = fetch_of(table)
+    for call in (1, 2):
+        assert table.load("x", False, 0.0, call=call) is None
+        turn(table)
+    table.name_fetched("x", older.ticket, OLD, 100, 4, 0.0)
+    turn(table)
+    assert [table.load("x", False, 0.0, call=call) for call in (1, 2, 3)] == [None, None, None]
+    end_fetch(table, NEW)
+    turn(table)
+    assert [table.load("x", False, 0.0, call=call) for call in (1, 2, 3)] == [NEW, NEW, None]
+
+
+def test_loads_of_other_tenants_share_nothing() -> None:
+    """Each is refused or counted by its own limits."""
+    table = make_table()
+    small, large = AdapterUser("small", 50), AdapterUser("large", 500)
+    assert table.load("x", False, 0.0, small, call=1) is None
+    assert table.load("x", False, 0.0, large, call=2) is None
+    end_fetch(table, OLD)
+    turn(table)
+    with pytest.raises(QuotaExceeded):
+        table.load("x", False, 0.0, small, call=1)
+    assert table.load("x", False, 0.0, large, call=2) is None
+    end_fetch(table, OLD)
+    turn(table)
+    assert table.load("x", False, 0.0, large, call=2) == OLD
 
 
 def test_an_abandoned_load_does_not_hold_up_one_with_other_options() -> None:

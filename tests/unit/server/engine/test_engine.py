@@ -309,6 +309,15 @@ def test_adapter_operations_answer_once() -> None:
     assert [info.adapter_id for info in by_id[3].adapters] == ["b"]
 
 
+def test_each_load_is_told_from_the_others() -> None:
+    cache = FakeCache(delay=5)
+    engine = make_engine(cache=cache)
+    for operation_id in (1, 2):
+        engine.handle(AdapterCommand(operation_id, "load", "a"))
+    run(engine, 10)
+    assert cache.load_calls == {1, 2}
+
+
 def test_a_look_at_templates_is_no_use_of_the_adapter() -> None:
     cache = FakeCache()
     engine = make_engine(cache=cache)
