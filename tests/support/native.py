@@ -15,20 +15,11 @@ extern "C" __attribute__((visibility("default"))) const char* lp_source_hash() {
     static const char marked[] = "lp_source_hash=" LP_SOURCE_HASH;
     return marked + 15;
 }
-extern "C" __attribute__((visibility("default"))) int lp_has_kernels() {
-#ifdef LP_HAVE_AVX512
-    return 1;
-#else
-    return 0;
-#endif
-}
-extern "C" __attribute__((visibility("default"))) const char* lp_isa() {
-#ifdef LP_HAVE_AVX512
-    return "avx512";
-#else
-    return "none";
-#endif
-}
+#define NAME(name) , #name
+static const char* const names[] = {"none" LP_VARIANTS(NAME)};
+constexpr int best = sizeof names / sizeof *names - 1;
+extern "C" __attribute__((visibility("default"))) int lp_has_kernels() { return best > 0; }
+extern "C" __attribute__((visibility("default"))) const char* lp_isa() { return names[best]; }
 """
 # Says its own name, and by which flags it was compiled: what no flag can define but the compiler itself.
 PROBE = """

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
+from loraplex_server.backends.cpu.native.build import this_machine
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.backends.cpu.native.library import Library, Loaded, load
-
-VARIANTS = ("neon", "neonbf16", "avx2", "avx512", "avx512bf16", "amx")  # from the least to the best
 
 
 @cache
@@ -36,7 +35,7 @@ def isas() -> tuple[str, ...]:
         return ("",)
     best = library.isa
     try:
-        usable = [name for name in VARIANTS if _use(library, name) and library.functions.lp_has_kernels()]
+        usable = [name for name in this_machine().variants if _use(library, name)]
     finally:
         _use(library, best)
     return tuple(reversed(usable))

@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
@@ -90,7 +91,7 @@ class Compiler:
     command: tuple[str, ...]
     version: str
     machine: Machine
-    variants: tuple[str, ...]  # those of the machine whose flags it knows
+    variants: tuple[str, ...]  # those of the machine before the first whose flags it does not know
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,18 +135,22 @@ def find_compiler(
             continue
         found = _call([*candidate, "--version"])
         if found.returncode == 0:
-            variants = (name for name, flags in machine.variants.items() if _knows(candidate, machine.baseline + flags))
-            return Compiler(candidate, found.stdout.partition("\n")[0], machine, tuple(variants))
+            return Compiler(candidate, found.stdout.partition("\n")[0], machine, _known_variants(candidate, machine))
     if command:
         raise CannotBuild(f"the C++ compiler that CXX names does not run: {' '.join(command)}")
     raise CannotBuild(f"no C++ compiler ({' or '.join(COMPILERS)}); install one, or name it in CXX")
 
 
-def _knows(command: tuple[str, ...], flags: tuple[str, ...]) -> bool:
+def _known_variants(command: tuple[str, ...], machine: Machine) -> tuple[str, ...]:
     with tempfile.TemporaryDirectory() as folder:
         probe = Path(folder) / "probe.cpp"
         probe.write_text("#if defined(__x86_64__)\n#include <immintrin.h>\n#endif\n")
-        return _call([*command, *flags, "-c", str(probe), "-o", str(probe.with_suffix(".o"))]).returncode == 0
+
+        def is_known(name: str) -> bool:
+            flags = (*machine.baseline, *machine.variants[name])
+            return _call([*command, *flags, "-c", str(probe), "-o", str(probe.with_suffix(".o"))]).returncode == 0
+
+        return tuple(takewhile(is_known, machine.variants))
 
 
 def source_hash(sources: Path = SOURCES) -> str:
@@ -203,14 +208,14 @@ def build(
 def _objects(files: Sequence[Path], sources: Path, compiler: Compiler) -> list[_Object]:
     """Calls of the compiler: for any CPU first, then for one instruction set after the other."""
     baseline = (*COMMON, *compiler.machine.baseline, f"-I{sources}")
-    have = tuple(f"-DLP_HAVE_{name.upper()}=1" for name in compiler.variants)
+    variants = f"-DLP_VARIANTS(X)={''.join(f'X({name})' for name in compiler.variants)}"
     identity = (f'-DLP_SOURCE_HASH="{source_hash(sources)}"',)
     plain = [path for path in files if path.suffix == ".cpp" and path.parent == sources]
     per_isa = [path for path in files if path.suffix == ".cpp" and path.parent == sources / "isa"]
     # Only one file gets the hash, or every edit would compile all of them.
-    found = [_Object(path, (*baseline, *have, *(identity if path.name == "version.cpp" else ()))) for path in plain]
+    found = [_Object(path, (*baseline, variants, *(identity if path.name == "version.cpp" else ()))) for path in plain]
     for name in compiler.variants:
-        flags = (*baseline, *compiler.machine.variants[name], f"-DLP_ISA={name}", f"-DLP_ISA_{name.upper()}=1")
+        flags = (*baseline, *compiler.machine.variants[name], f"-DLP_ISA={name}")
         found += [_Object(path, flags) for path in per_isa]
     return found
 

@@ -5,47 +5,14 @@ namespace lp {
 
 int isa_level();
 
-#ifdef LP_HAVE_AMX
-const Kernels* kernels_amx();
-#endif
-#ifdef LP_HAVE_AVX512BF16
-const Kernels* kernels_avx512bf16();
-#endif
-#ifdef LP_HAVE_AVX512
-const Kernels* kernels_avx512();
-#endif
-#ifdef LP_HAVE_AVX2
-const Kernels* kernels_avx2();
-#endif
-#ifdef LP_HAVE_NEON
-const Kernels* kernels_neon();
-#endif
-#ifdef LP_HAVE_NEONBF16
-const Kernels* kernels_neonbf16();
-#endif
+#define LP_DECLARE(name) const Kernels* kernels_##name();
+LP_VARIANTS(LP_DECLARE)
 
 const Kernels* current_kernels() {
-  switch (isa_level()) {
-#ifdef LP_HAVE_AMX
-    case 4: return kernels_amx();
-#endif
-#ifdef LP_HAVE_AVX512BF16
-    case 3: return kernels_avx512bf16();
-#endif
-#ifdef LP_HAVE_AVX512
-    case 2: return kernels_avx512();
-#endif
-#ifdef LP_HAVE_AVX2
-    case 1: return kernels_avx2();
-#endif
-#ifdef LP_HAVE_NEONBF16
-    case 2: return kernels_neonbf16();
-#endif
-#ifdef LP_HAVE_NEON
-    case 1: return kernels_neon();
-#endif
-    default: return nullptr;
-  }
+#define LP_ENTRY(name) kernels_##name,
+  static const Kernels* (*const variants[])() = {LP_VARIANTS(LP_ENTRY) nullptr};  // from level 1 on
+  const int level = isa_level();
+  return level == 0 ? nullptr : variants[level - 1]();
 }
 
 }  // namespace lp

@@ -1,7 +1,8 @@
 // What the library is and what the machine can run of it: versions, and the choice of the instruction set.
 //
 // Compiled with baseline flags, like every file in this folder: code here runs before it is known what the CPU has. The
-// build script defines LP_SOURCE_HASH, and LP_HAVE_<NAME> for each variant of isa/ that the compiler could make.
+// build script defines LP_SOURCE_HASH, and LP_VARIANTS(X) as an X(name) for each variant of isa/ that the compiler could
+// make, in the order of its table. None before the last is missing.
 
 #include <atomic>
 #include <cstdint>
@@ -24,37 +25,10 @@ namespace lp {
 // Raise it when a function changes its arguments or meaning, together with ABI_VERSION in library.py.
 constexpr int kAbiVersion = 10;
 
-#if defined(__x86_64__)
-
-// Levels, each including those below it. 0 is a CPU that none of the variants runs on.
-constexpr int kNone = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAmx = 4, kNumLevels = 5;
-constexpr const char* kNames[kNumLevels] = {"none", "avx2", "avx512", "avx512bf16", "amx"};
-
-constexpr bool kBuilt[kNumLevels] = {
-    true,
-#ifdef LP_HAVE_AVX2
-    true,
-#else
-    false,
-#endif
-#ifdef LP_HAVE_AVX512
-    true,
-#else
-    false,
-#endif
-#ifdef LP_HAVE_AVX512BF16
-    true,
-#else
-    false,
-#endif
-#ifdef LP_HAVE_AMX
-    true,
-#else
-    false,
-#endif
-};
-
 namespace {
+
+// What this CPU has of the variant's instruction set beyond that of the one before it.
+#if defined(__x86_64__)
 
 bool has_all(uint32_t word, std::initializer_list<int> bits) {
     for (int bit : bits)
@@ -62,58 +36,44 @@ bool has_all(uint32_t word, std::initializer_list<int> bits) {
     return true;
 }
 
-uint64_t enabled_states() {  // XCR0: the register files that the operating system saves
+struct Leaf {
+    uint32_t eax = 0, ebx = 0, ecx = 0, edx = 0;
+    Leaf(uint32_t number, uint32_t part) { __get_cpuid_count(number, part, &eax, &ebx, &ecx, &edx); }
+};
+
+bool saves(uint64_t wanted) {  // XCR0: the register files that the operating system saves
+    if (!has_all(Leaf(1, 0).ecx, {27})) return false;  // osxsave
     uint32_t low, high;
     __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-    return (uint64_t(high) << 32) | low;
+    return (((uint64_t(high) << 32) | low) & wanted) == wanted;
 }
 
-// Linux hands out the tile registers only to processes that ask (8 KiB more per thread's saved state).
-[[maybe_unused]] bool may_use_tiles() {
+[[maybe_unused]] bool has_avx2() {
+    return has_all(Leaf(1, 0).ecx, {12, 28}) && saves(0x6) && has_all(Leaf(7, 0).ebx, {5});  // fma avx; xmm ymm
+}
+
+[[maybe_unused]] bool has_avx512() {  // masks zmm; f16c; f dq bw vl
+    return saves(0xe6) && has_all(Leaf(1, 0).ecx, {29}) && has_all(Leaf(7, 0).ebx, {16, 17, 30, 31});
+}
+
+[[maybe_unused]] bool has_avx512bf16() { return Leaf(7, 0).eax >= 1 && has_all(Leaf(7, 1).eax, {5}); }
+
+[[maybe_unused]] bool has_amx() {
+#ifdef LP_EMULATES_TILES  // as a test does
+    return true;
+#else
+    // Linux hands out the tile registers only to processes that ask (8 KiB more per thread's saved state).
     constexpr long kRequestPermission = 0x1023, kTileData = 18;
-    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-}
-
-int highest_level() {
-    uint32_t eax, ebx, ecx, edx, subleaves;
-    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !has_all(ecx, {12, 27, 28})) return kNone;  // fma osxsave avx
-    const bool has_f16c = has_all(ecx, {29});
-    const uint64_t states = enabled_states();
-    if ((states & 0x6) != 0x6) return kNone;  // xmm ymm
-    if (!__get_cpuid_count(7, 0, &subleaves, &ebx, &ecx, &edx) || !has_all(ebx, {5})) return kNone;  // avx2
-    [[maybe_unused]] const uint32_t tiles = edx;
-    if ((states & 0xe6) != 0xe6 || !has_f16c || !has_all(ebx, {16, 17, 30, 31})) return kAvx2;  // masks zmm; f dq bw vl
-    if (subleaves < 1 || !__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) || !has_all(eax, {5})) return kAvx512;
-#ifndef LP_EMULATES_TILES  // as a test does
-    if ((states & 0x60000) != 0x60000 || !has_all(tiles, {22, 24}) || !may_use_tiles()) return kAvx512Bf16;
+    return saves(0x60000) && has_all(Leaf(7, 0).edx, {22, 24}) &&
+           syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #endif
-    return kAmx;
 }
-
-}  // namespace
 
 #elif defined(__aarch64__)
 
-constexpr int kNone = 0, kNeon = 1, kNeonBf16 = 2, kNumLevels = 3;
-constexpr const char* kNames[kNumLevels] = {"none", "neon", "neonbf16"};
+[[maybe_unused]] bool has_neon() { return true; }  // every such CPU
 
-constexpr bool kBuilt[kNumLevels] = {
-    true,
-#ifdef LP_HAVE_NEON
-    true,
-#else
-    false,
-#endif
-#ifdef LP_HAVE_NEONBF16
-    true,
-#else
-    false,
-#endif
-};
-
-namespace {
-
-bool has_bf16() {
+[[maybe_unused]] bool has_neonbf16() {
 #if defined(__linux__)
     constexpr unsigned long kBf16 = 1UL << 14;  // HWCAP2_BF16, which old headers lack
     return (getauxval(AT_HWCAP2) & kBf16) != 0;
@@ -126,17 +86,20 @@ bool has_bf16() {
 #endif
 }
 
-int highest_level() { return has_bf16() ? kNeonBf16 : kNeon; }  // every such CPU has NEON
-
-}  // namespace
-
 #endif
 
-namespace {
+// Levels, each including those below it. 0 is a CPU that none of the variants runs on.
+struct Level {
+    const char* name;
+    bool (*is_here)();
+};
+#define LP_LEVEL(name) , {#name, has_##name}
+constexpr Level kLevels[] = {{"none", nullptr} LP_VARIANTS(LP_LEVEL)};
+constexpr int kNumLevels = sizeof kLevels / sizeof *kLevels;
 
 int highest_usable() {
-    int level = highest_level();
-    while (!kBuilt[level]) --level;
+    int level = 0;
+    while (level + 1 < kNumLevels && kLevels[level + 1].is_here()) ++level;
     return level;
 }
 
@@ -158,12 +121,12 @@ LP_EXPORT const char* lp_source_hash() {
     return marked + sizeof("lp_source_hash=") - 1;
 }
 
-LP_EXPORT const char* lp_isa() { return lp::kNames[lp::isa_level()]; }
+LP_EXPORT const char* lp_isa() { return lp::kLevels[lp::isa_level()].name; }
 
 // Runs another variant from here on, for tests and measurements: 0, or -1 where it is not built or not for this CPU.
 LP_EXPORT int lp_use_isa(const char* name) {
-    for (int level = lp::kNone + 1; level <= lp::best; ++level)
-        if (std::strcmp(name, lp::kNames[level]) == 0 && lp::kBuilt[level]) {
+    for (int level = 1; level <= lp::best; ++level)
+        if (std::strcmp(name, lp::kLevels[level].name) == 0) {
             lp::current.store(level, std::memory_order_relaxed);
             return 0;
         }

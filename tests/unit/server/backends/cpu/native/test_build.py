@@ -45,10 +45,11 @@ def test_only_what_is_ours_can_be_seen(compiler: Compiler, sources: Path, tmp_pa
         _ = library.clash
 
 
-def test_flags_that_the_compiler_does_not_know_leave_a_variant_out(
+def test_flags_that_the_compiler_does_not_know_leave_a_variant_and_those_after_it_out(
     compiler: Compiler, sources: Path, tmp_path: Path
 ) -> None:
-    variants = {"avx512": compiler.machine.variants["avx512"], "future": ("-mno-such-instructions",)}
+    known = compiler.machine.variants["avx512"]
+    variants = {"avx512": known, "future": ("-mno-such-instructions",), "beyond": known}
     older = find_compiler(compiler.command, Machine(compiler.machine.baseline, variants))
     assert older.variants == ("avx512",)
     library = ctypes.CDLL(str(build.build(tmp_path / "out.so", sources=sources, compiler=older)))
@@ -56,6 +57,13 @@ def test_flags_that_the_compiler_does_not_know_leave_a_variant_out(
     assert library.lp_isa() == b"avx512"
     with pytest.raises(AttributeError):
         _ = library.lp_probe_future
+
+
+def test_a_variant_that_no_cpu_is_asked_for_does_not_compile(compiler: Compiler, tmp_path: Path) -> None:
+    machine = replace(compiler.machine, variants={**compiler.machine.variants, "future": ()})
+    (tmp_path / "version.cpp").write_bytes((build.SOURCES / "version.cpp").read_bytes())
+    with pytest.raises(BuildError, match="has_future"):
+        build.build(tmp_path / "out.so", sources=tmp_path, compiler=find_compiler(compiler.command, machine))
 
 
 def test_the_library_names_its_sources(compiler: Compiler, sources: Path, tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import math
 
 import pytest
 
+from loraplex_server.backends.cpu.native.build import MACHINES
 from loraplex_server.backends.cpu.native.library import load
-from loraplex_server.backends.cpu.native.report import cpu_flags, examine_cpu, unused_isa, unused_threads
+from loraplex_server.backends.cpu.native.report import ABILITIES, cpu_flags, examine_cpu, unused_isa, unused_threads
 
 AVX512 = "avx2 fma f16c avx512f avx512dq avx512bw avx512vl"
 
@@ -20,6 +21,11 @@ def test_flags_are_those_of_the_first_cpu() -> None:
     assert flags("avx2 fma") == {"fpu", "avx2", "fma"}
     assert cpu_flags("processor\t: 0\nFeatures\t: fp asimd bf16\n") == {"fp", "asimd", "bf16"}
     assert cpu_flags("model name : none\n") == frozenset()
+
+
+def test_abilities_are_those_of_all_variants() -> None:
+    for machine in MACHINES.values():
+        assert [isa for isa in ABILITIES if isa in machine.variants] == [*machine.variants][::-1]
 
 
 @pytest.mark.parametrize(
