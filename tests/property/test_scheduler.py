@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -29,7 +30,7 @@ def requests(draw: st.DrawFn, request_id: str) -> tuple[Request, AdapterKey | No
     prompt = opening[: draw(st.integers(1, len(opening)))] + tuple(
         draw(st.lists(st.integers(1, VOCAB_SIZE - 1), max_size=3))
     )
-    max_tokens = draw(st.integers(1, 14))
+    max_tokens = draw(st.integers(1, 14) | st.just(30))
     request = make_request(
         request_id,
         prompt,
@@ -222,6 +223,41 @@ class Life(RuleBasedStateMachine):
 
 TestLife = Life.TestCase
 TestLife.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    depth=st.sampled_from([1, 2]),
+    max_running=st.sampled_from([1, 1, 2]),
+    slice_s=st.sampled_from([0.03, 0.05]),
+    # Turns before the next one, its output tokens, the time that it has.
+    short=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 8), st.floats(0.02, 0.2)), min_size=1, max_size=9),
+)
+def test_short_ones_with_little_time(
+    depth: int, max_running: int, slice_s: float, short: list[tuple[int, int, float]]
+) -> None:
+    """Long sequences have all rows, and give them to short ones that can still end in time."""
+    harness = Harness(depth=depth, max_running=max_running, slice_s=slice_s)
+    for number in range(max_running):
+        harness.add(make_request(f"long{number}", max_tokens=60))
+    for _ in range(12):  # until it is known how long steps take
+        harness.turn()
+    for number, (num_turns, max_tokens, deadline_s) in enumerate(short):
+        now = harness.now
+        with suppress(Overloaded):
+            harness.add(make_request(f"s{number}", max_tokens=max_tokens, arrival_s=now, deadline_s=now + deadline_s))
+        for _ in range(num_turns):
+            harness.turn()
+    harness.run()
+    for request_id, log in harness.logs.items():
+        if log.error is None:
+            harness.check_output(request_id)
+        else:
+            assert isinstance(log.error, DeadlineExceeded)
+    if harness.scheduler.load().num_preemptions:
+        event("preempted")
+    if any("could not be met any more" in str(log.error) for log in harness.logs.values()):
+        event("too late")
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -150,13 +150,13 @@ class Admission:
         for seq in self._queue():
             if not seq.is_waiting:
                 continue  # the prompt that it was to share was released during this walk
-            if step.num_left <= 0 or self._table.num_free_rows == 0:
-                # It lacks only a row or budget: its adapter is fetched and kept.
+            if step.num_left <= 0 or self._table.num_free_rows == 0 or seq.last_plan is not None:
+                # It lacks only a row, budget or, preempted just now, a result: its adapter is fetched and kept.
                 step.is_full = True
                 if self._lease_adapter(seq, scan, now):
                     self._keep_lease(seq)
                 break
-            if seq.request.phase is RequestPhase.QUEUED and self._limits.is_too_late(seq.request, now):
+            if self._is_too_late(seq, now):
                 scan.failed[seq.request] = DeadlineExceeded(
                     "the request waited for so long that its deadline could not be met any more; allow more time"
                 )
@@ -176,6 +176,9 @@ class Admission:
             # Not in the order in which they were missed: a tenant with many adapters would make the others wait.
             self._table.put_first(list(scan.missing))
         return scan.failed
+
+    def _is_too_late(self, seq: SequenceState, now: float) -> bool:
+        return seq.request.phase is RequestPhase.QUEUED and self._limits.is_too_late(seq.request, now)
 
     def _queue(self) -> Iterable[SequenceState]:
         first, self._preempted_for = self._preempted_for, None
@@ -200,6 +203,8 @@ class Admission:
                 return
             if MUCH_SHORTER * seq.max_total_tokens > longest.num_left or not self._would_fit(seq, longest):
                 continue
+            if self._is_too_late(seq, now):
+                continue  # it fails when it is its turn: the row would be taken in vain
             if self._lease_adapter(seq, _Scan(), now):
                 self._keep_lease(seq)
                 self._table.preempt(longest)

@@ -6,6 +6,9 @@ import pytest
 from support.scheduler_fakes import adapter
 from support.scheduler_harness import Harness, make_request
 
+from loraplex_contracts.errors import DeadlineExceeded
+from loraplex_server.scheduler.overload import WaitLimits
+
 
 def preempted(harness: Harness) -> list[str]:
     """The sequences that entered more than once, in the order of re-entry."""
@@ -76,6 +79,41 @@ def test_a_shorter_one_enters_at_once_where_nothing_else_runs(depth: int) -> Non
     assert [new.sequence_id.split("#")[0] for new in plan.entered] == ["short"]
     harness.run()
     harness.check_outputs()
+    assert preempted(harness) == ["long"]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_one_that_is_too_late_takes_no_row(depth: int) -> None:
+    """It would fail at once, and the only row go back to the sequence that had it."""
+    harness = Harness(max_running=1, depth=depth, slice_s=0.05)
+    harness.add(make_request("long", (1, 2, 3), max_tokens=90))
+    for _ in range(20):
+        harness.turn()
+    harness.add(make_request("late", (4, 5, 6), max_tokens=8, deadline_s=harness.now + 0.09))
+    harness.run()
+    assert isinstance(harness.logs["late"].error, DeadlineExceeded)
+    harness.check_output("long")
+    assert preempted(harness) == []
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_one_that_is_preempted_waits_for_the_result_of_its_last_step(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shorter one seems to be too late only when its row is free: the other is first in the queue at once."""
+    harness = Harness(max_running=1, depth=depth, slice_s=0.05)
+    harness.add(make_request("long", (1, 2, 3), max_tokens=60))
+    for _ in range(8):
+        harness.turn()
+    harness.add(make_request("short", (4, 5, 6), max_tokens=2))
+    monkeypatch.setattr(
+        WaitLimits,
+        "is_too_late",
+        lambda self, state, now: state.request.request_id == "short" and not self.table.running,
+    )
+    harness.run()
+    assert isinstance(harness.logs["short"].error, DeadlineExceeded)
+    harness.check_output("long")
     assert preempted(harness) == ["long"]
 
 
