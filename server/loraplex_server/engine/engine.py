@@ -251,7 +251,7 @@ class Engine:
         speculator = self._speculator
         if not speculator.is_wanted:
             return False
-        if any(map(speculator.speculates, self._scheduler.decoding_requests())) and speculator.may_draft():
+        if speculator.may_draft(self._scheduler.decoding_sequences()):
             return True
         speculator.skip()
         return False

@@ -243,9 +243,14 @@ class Scheduler:
             self._fail(state, error, now)
         return plan
 
-    def decoding_requests(self) -> list[str]:
-        """Ids of the requests with a sequence that decodes in the next step, once the steps under way have ended."""
-        return [seq.request.request.request_id for seq in self._table.running if seq.num_tokens - seq.num_computed == 1]
+    def decoding_sequences(self) -> list[tuple[str, str]]:
+        """Sequences that decode in the next step, once the steps under way have ended: the ids of each and of its
+        request."""
+        return [
+            (seq.sequence_id, seq.request.request.request_id)
+            for seq in self._table.running
+            if seq.num_tokens - seq.num_computed == 1
+        ]
 
     def candidates(self) -> list[Candidate]:
         """Running sequences that decode in the next step and may have a draft, first in the order first."""

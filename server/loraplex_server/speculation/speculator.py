@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import get_args
@@ -68,7 +68,6 @@ class Speculator:
         self._clock = clock
         self._requests: dict[str, Choice] = {}  # those that speculate
         self._sequences: dict[str, DraftedSequence] = {}
-        self._num_unseen: dict[str, int] = {}  # sequences that have not been candidates yet, by request
         self._active: set[str] = set()  # sequences that were candidates in the last step with `propose`
         self.failures: Counter[tuple[str, str, type[Exception]]] = Counter()  # proposer, what it could not do, error
         self.drafted: Counter[str] = Counter()  # tokens by the proposer's own name, since the start
@@ -97,7 +96,6 @@ class Speculator:
         choice = choose(kind, request, heads, self._config, self.draft_names)
         if choice.proposers:
             self._requests[request.request_id] = choice
-            self._num_unseen[request.request_id] = request.n
 
     def needs_hidden_states(self, request_id: str) -> bool:
         """True if the runner has to keep the last hidden state of the request's sequences: a proposer reads them."""
@@ -108,7 +106,6 @@ class Speculator:
         """Forgets the sequences of a request that is over. Harmless for one that did not speculate."""
         if self._requests.pop(request_id, None) is None:
             return
-        self._num_unseen.pop(request_id, None)
         for sequence_id in [name for name, one in self._sequences.items() if one.request_id == request_id]:
             self._active.discard(sequence_id)
             sequence = self._sequences.pop(sequence_id)
@@ -121,17 +118,16 @@ class Speculator:
         """True if any request speculates."""
         return bool(self._requests)
 
-    def speculates(self, request_id: str) -> bool:
-        return request_id in self._requests
-
-    def may_draft(self) -> bool:
-        """True if `propose` may give a draft for the next step; False while all sequences that speculate are in a
-        cooldown. Pure and cheap. Before each step the engine calls either `propose` or, where this is False, `skip`,
-        and need not wait for the step under way."""
-        if any(self._num_unseen.values()):
-            return True
+    def may_draft(self, decoding: Iterable[tuple[str, str]]) -> bool:
+        """True if `propose` may give a draft for the next step, in which these sequences decode (ids of each and of its
+        request); False while all of them that speculate are in a cooldown. Pure and cheap. Before each step the engine
+        calls either `propose` or, where this is False, `skip`, and need not wait for the step under way."""
         step = self._policy.step + 1
-        return any(self._sequences[sequence_id].may_draft(step) for sequence_id in self._active)
+        for sequence_id, request_id in decoding:
+            sequence = self._sequences.get(sequence_id)
+            if request_id in self._requests and (sequence is None or sequence.may_draft(step)):
+                return True
+        return False
 
     def skip(self) -> None:
         """Counts a step that is planned without drafts. Cooldowns go on."""
@@ -201,9 +197,7 @@ class Speculator:
                 continue
             active.add(candidate.sequence_id)
             if candidate.sequence_id not in self._sequences:
-                request_id = candidate.request.request_id
-                self._sequences[candidate.sequence_id] = DraftedSequence(request_id, choice)
-                self._num_unseen[request_id] -= 1
+                self._sequences[candidate.sequence_id] = DraftedSequence(candidate.request.request_id, choice)
         for sequence_id in self._active - active:
             for name in self._sequences[sequence_id].choice.proposers:
                 with self._guarded(name, "could not suspend a sequence"):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from random import Random
 
 import pytest
 import torch
-from support.engine_fakes import Done, FakeCache, FakeRunner, make_engine
+from support.engine_fakes import EOS, Done, FakeCache, FakeRunner, make_engine
 from support.zoo import VOCAB_SIZE, random_model
 
 from loraplex_contracts.errors import Cancelled, Draining
-from loraplex_contracts.plan import StepPlan, StepResult
+from loraplex_contracts.plan import SpanResult, StepPlan, StepResult
 from loraplex_contracts.request import (
     CompletionEnd,
     Event,
@@ -122,12 +123,44 @@ def test_one_that_speculates_and_waits_costs_the_others_nothing() -> None:
 
 def test_steps_overlap_while_nothing_may_be_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps overlap, for example, in a cooldown after drafts that were rejected."""
-    monkeypatch.setattr(Speculator, "may_draft", lambda self: False)
+    monkeypatch.setattr(Speculator, "may_draft", lambda self, decoding: False)
     runner = LateRunner()
     engine = make_engine(runner)
     engine.handle(Submit(request("drafts", max_tokens=6, speculation=SpeculationParams(kind="prompt_lookup"))))
     run(engine)
     assert all(runner.log.index(f"execute {n + 1}") < runner.log.index(f"result {n}") for n in range(1, 6))
+
+
+@dataclass
+class GuessedWrong(LateRunner):
+    """Samples what prompt lookup guesses wrong too often; a request's second completion ends with its first token."""
+
+    random: Random = field(default_factory=lambda: Random(1))
+
+    def execute(self, plan: StepPlan) -> _Late:  # type: ignore[override]
+        self.log.append(f"execute {plan.step}")
+        results = {
+            span.sequence_id: SpanResult((EOS if "#1@" in span.sequence_id else self.random.choice((2, 3)),))
+            for span in plan.spans
+        }
+        return _Late(self, Done(StepResult(plan.step, results)))
+
+
+@pytest.mark.parametrize(("n", "waiting"), [(1, False), (1, True), (2, False)])
+def test_steps_overlap_in_a_cooldown_whoever_was_never_drafted_for(n: int, waiting: bool) -> None:
+    """A request that waits for the only row, and a completion that ended before it could have a draft."""
+    runner = GuessedWrong()
+    engine = make_engine(runner, max_running=n)
+    prompt = tuple(Random(2).choices((2, 3), k=30))
+    speculation = SpeculationParams("prompt_lookup")
+    engine.handle(Submit(Request("r", prompt, StoppingParams(100), speculation=speculation, n=n)))
+    if waiting:
+        engine.handle(Submit(Request("waits", prompt, StoppingParams(1), speculation=speculation)))
+    run(engine)
+    num_steps = sum(entry.startswith("execute") for entry in runner.log)
+    places = [(runner.log.index(f"execute {step + 1}"), runner.log.index(f"result {step}")) for step in range(1, 90)]
+    assert num_steps > 90
+    assert sum(following < result for following, result in places) > 20
 
 
 def test_a_shutdown_waits_for_the_step_under_way() -> None:

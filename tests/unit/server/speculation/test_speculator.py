@@ -156,6 +156,9 @@ class Table:
     def propose(self, *names: str, **fields: Any) -> dict[str, Draft]:
         return self.speculator.propose([self.candidate(name, **fields) for name in names])
 
+    def may_draft(self, *names: str) -> bool:
+        return self.speculator.may_draft([(name, name) for name in names])
+
     def step(self, *names: str, num_accepted: int = 0, **fields: Any) -> dict[str, Draft]:
         """Drafts, and their verification: that many tokens of each are right."""
         drafts = self.propose(*names, **fields)
@@ -315,24 +318,26 @@ def test_completions_of_a_request_are_apart() -> None:
 def test_who_does_not_speculate_never_holds_up_a_step() -> None:
     table = Table()
     table.begin("a", "off")
-    assert not table.speculator.may_draft()
+    assert not table.may_draft("a")
     table.begin("b", "draft_model")
-    assert table.speculator.may_draft()  # its sequence has not come yet
-    table.propose("b")
-    assert table.speculator.may_draft()
-    table.propose()
-    assert not table.speculator.may_draft()  # it waits
+    assert not table.may_draft("a")  # the other waits
+    assert table.may_draft("a", "b")
+    table.propose("a", "b")
+    assert table.may_draft("a", "b")
+    assert not table.may_draft("a")
     table.speculator.end("b")
-    assert not table.speculator.may_draft()
+    assert not table.may_draft("a", "b")
 
 
 def test_in_a_cooldown_steps_are_skipped_and_counted() -> None:
-    """Drafts that are accepted again after a while are noticed, though most steps were planned without drafts."""
+    """Drafts that are accepted again after a while are noticed, though most steps were planned without drafts. One that
+    has not been drafted for yet ends no other's cooldown while it waits."""
     table = Table()
     table.begin("a", "draft_model", max_draft_tokens=4)
+    table.begin("waits", "draft_model")
     num_skipped = 0
     for _ in range(200):
-        if table.speculator.may_draft():
+        if table.may_draft("a"):
             table.step("a")
         else:
             table.speculator.skip()
@@ -340,8 +345,8 @@ def test_in_a_cooldown_steps_are_skipped_and_counted() -> None:
     assert num_skipped > 100
     num_drafts = 0
     for _ in range(200):
-        assert table.speculator.may_draft() == table.speculator.may_draft()
-        if table.speculator.may_draft():
+        assert table.may_draft("a") == table.may_draft("a")
+        if table.may_draft("a"):
             num_drafts += bool(table.step("a", num_accepted=4))
         else:
             table.speculator.skip()
