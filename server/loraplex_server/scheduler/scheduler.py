@@ -70,6 +70,7 @@ from loraplex_server.scheduler.sequence_table import (
     SequenceState,
     SequenceStatus,
     SequenceTable,
+    Snapshot,
 )
 
 MAX_PLANS_IN_FLIGHT = 2
@@ -421,7 +422,7 @@ class Scheduler:
         """Makes the plan, and moves the view of every sequence in it on."""
         # Base rows first, then slot by slot: rows of one adapter are contiguous, so that segments merge.
         step.spans.sort(key=lambda entry: (entry[0].adapter_slots, entry[0].row))
-        snapshots: list[tuple[SequenceState, int, int]] = []
+        snapshots: list[Snapshot] = []
         flight_spans = [
             (seq, _span(seq, num_tokens, draft, self._state_use(seq, num_tokens, draft, snapshots)))
             for seq, num_tokens, draft in step.spans
@@ -458,7 +459,7 @@ class Scheduler:
     # --- states -------------------------------------------------------------------------------------------------------
 
     def _state_use(
-        self, seq: SequenceState, num_tokens: int, draft: Draft | None, snapshots: list[tuple[SequenceState, int, int]]
+        self, seq: SequenceState, num_tokens: int, draft: Draft | None, snapshots: list[Snapshot]
     ) -> StateUse | None:
         """The state slots of a span; adds snapshots that it is to take to `snapshots`."""
         states, start, end = self._table.states, seq.num_computed, seq.num_computed + num_tokens
@@ -483,7 +484,7 @@ class Scheduler:
                 break
             slot = states.take()
             copies.append((position, slot))
-            snapshots.append((seq, slot, block_idx))
+            snapshots.append(Snapshot(seq, seq.chain, block_idx, slot))
         return StateUse(source, seq.state_slot, tuple(sorted(copies)))
 
     def _snapshot_positions(self, seq: SequenceState, start: int, end: int) -> list[int]:
@@ -518,14 +519,13 @@ class Scheduler:
                 self._commit_span(seq, span, out)
         for adapter_key in flight.ended_leases:
             self._table.release_adapter(adapter_key)
-        for seq, slot, block_idx in flight.snapshots:
-            self._take_snapshot(seq, slot, block_idx, result)
+        for snapshot in flight.snapshots:
+            self._take_snapshot(snapshot, result)
 
-    def _take_snapshot(self, seq: SequenceState, slot: int, block_idx: int, result: StepResult) -> None:
+    def _take_snapshot(self, snapshot: Snapshot, result: StepResult) -> None:
         """Publishes a state that the step has left behind a block."""
-        states, chain = self._table.states, seq.chain
+        states, (seq, chain, block_idx, slot) = self._table.states, snapshot
         assert states is not None
-        assert chain is not None
         out = result.spans.get(seq.sequence_id)
         if out is not None and out.error is None and len(seq.token_ids) >= (block_idx + 1) * self._blocks.block_size:
             states.publish(slot, chain.key(block_idx, seq.token_ids))

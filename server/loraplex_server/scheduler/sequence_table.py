@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import IllegalTransition
@@ -68,6 +68,15 @@ class StepSize:
     is_full: bool  # somebody had to wait for a row, for blocks or for the step's budget
 
 
+class Snapshot(NamedTuple):
+    """A state that a plan leaves behind a block, for the prefix cache."""
+
+    seq: SequenceState
+    chain: KeyChain  # of that time: a text that outgrows its rotations gets another before the result is taken in
+    block_idx: int
+    slot: int  # one reference, until the result has come
+
+
 @dataclass(slots=True, eq=False)
 class InFlight:
     """A plan whose result has not come yet. Owned by the scheduler, filled when the plan is made."""
@@ -77,9 +86,7 @@ class InFlight:
     spans: list[tuple[SequenceState, Span]]
     # Adapter leases that end when the plan has run: until then the device reads the slot.
     ended_leases: list[AdapterKey] = field(default_factory=list[AdapterKey])
-    # State slots that the plan fills at block borders, with the sequence and the index of the block before. One
-    # reference on each, until the result has come.
-    snapshots: list[tuple[SequenceState, int, int]] = field(default_factory=list["tuple[SequenceState, int, int]"])
+    snapshots: list[Snapshot] = field(default_factory=list[Snapshot])
     size: StepSize = field(default_factory=lambda: StepSize(0, 0, False))
 
 
@@ -669,7 +676,7 @@ class SequenceTable:
             slots.update(seq.state_source for seq in self.running if seq.state_source != NO_STATE)
             shared = (request.shared_state for request in self.requests.values())
             slots.update(slot for slot in shared if slot != NO_STATE)
-            slots.update(slot for flight in flights for _, slot, _ in flight.snapshots)
+            slots.update(snapshot.slot for flight in flights for snapshot in flight.snapshots)
             self.states.check_integrity(slots)
         if not self.requests:
             left = (len(self.running), len(self.waiting), len(self.shared_prompts))

@@ -10,6 +10,7 @@ from support.scheduler_harness import Harness, make_request, num_cached_blocks
 
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.plan import StepPlan
+from loraplex_server.kv.rope import RopeScaling
 
 PROMPT = tuple(range(1, 13))  # three full blocks of four
 
@@ -123,6 +124,18 @@ def test_it_can_be_switched_off() -> None:
     harness.run()
     assert first_start(harness, "second") == 0
     assert num_cached_blocks(harness.blocks) == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_state_keeps_the_key_of_the_text_that_it_was_computed_in(depth: int) -> None:
+    """The first token takes the text past the length at which its rotations change, and the prompt's state is published
+    with that token's result. The fake runner compares what a span begins with."""
+    harness = Harness(num_states=8, rope=RopeScaling(9, has_one_set=True, restarts=True), depth=depth)
+    for seed in range(3):
+        harness.add(make_request(f"r{seed}", range(1, 10), max_tokens=8, seed=seed))
+        harness.run()
+    harness.check_outputs()
+    assert first_start(harness, "r1") == first_start(harness, "r2") == 8
 
 
 def test_a_cache_full_of_old_prompts_gives_way() -> None:
