@@ -207,6 +207,7 @@ class AdapterManager:
     def put_first(self, wants: Sequence[AdapterKey | tuple[AdapterKey, ...]]) -> None:
         """Puts the loads of these, where they are wanted, before others, in this order."""
         self._residency.put_first(wants)
+        self._notify_if_due()
 
     def release(self, key: AdapterKey) -> None:
         """Gives one lease back."""

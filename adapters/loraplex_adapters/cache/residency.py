@@ -250,11 +250,14 @@ class ResidencyTable:
     def put_first(self, wants: Sequence[AdapterKey | Group]) -> None:
         """Serves those of these that are wanted before other wants, in this order; what the operator has pinned comes
         before them."""
+        first = next(iter(self.wants), None)
         for want in reversed(wants[: self.num_slots]):  # no more are served at a time
             if want in self.wants:
                 self.wants.move_to_end(want, last=False)
         for key in [key for key in self._pinned if key in self.wants]:
             self.wants.move_to_end(key, last=False)
+        # The one before may have waited, and the new first one need not.
+        self.is_due |= next(iter(self.wants), None) != first
 
     def release(self, key: AdapterKey) -> None:
         record = self._get(key)
@@ -540,7 +543,7 @@ class ResidencyTable:
             if not record.pinned_names:
                 self.wants.pop(record.key, None)
             self.end_use_if_left(record.key)
-        self.is_due = self.is_due or bool(self.wants)
+        self.is_due |= bool(self.wants or self._prefetches)  # that may have waited for the key
 
     def _never(self, record: KeyRecord) -> AdapterMemoryFull | None:
         """The error where no waiting brings the adapter to the device; None where waiting may."""

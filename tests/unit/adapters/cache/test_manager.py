@@ -660,6 +660,27 @@ def test_a_copy_under_way_holds_up_only_who_wants_it(
     engine.close()
 
 
+def test_a_want_that_is_put_first_wakes_the_engine(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(device_bytes=5 * RANK_4_BYTES // 2)
+    largest = engine.resolve("a2")
+    engine.acquire(largest)
+    larger = engine.resolve("a1")
+    assert engine.cache.acquire(larger) is None  # there is no room
+    engine.settle()
+    small = engine.resolve("a0")
+    assert engine.cache.acquire(small) is None  # it would fit, but came later
+    engine.settle()
+    assert engine.cache.acquire(small) is None
+    engine.cache.put_first([small])
+    assert engine.turn()
+    engine.acquire(small)
+    for key in (largest, small):
+        engine.cache.release(key)
+    for key, name in ((largest, "a2"), (larger, "a1"), (small, "a0")):
+        engine.cache.drop_hold(key, name=name)
+    engine.close()
+
+
 def test_a_remote_source_that_hangs_holds_up_no_local_one(source: CountingSource, tmp_path: Path) -> None:
     """The remote source is asked for what the local one does not have; four names wait for it, and the fifth local one
     loads."""

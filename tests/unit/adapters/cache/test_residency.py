@@ -47,6 +47,25 @@ def test_wants_that_are_put_first_are_served_first() -> None:
     table.check_integrity()
 
 
+def test_one_that_is_put_before_a_want_that_waits_is_served_at_once() -> None:
+    table = make_table(device=300, num_slots=3)
+    held(table, A, 200)
+    bring_up(table, A)
+    held(table, B, 250)
+    held(table, C, 50)
+    assert table.acquire(B) is None
+    assert table.acquire(C) is None
+    table.advance(0.0)
+    assert table.moves == [Stage(B)]  # under way
+    table.moves.clear()
+    table.put_first([B])
+    assert not table.is_due
+    table.put_first([C])
+    assert table.is_due
+    table.advance(0.0)
+    assert table.moves == [Promote(C, 1)]
+
+
 def test_a_mixture_is_leased_as_a_whole() -> None:
     table = make_table(num_slots=2)
     for key in (A, B, C):
@@ -195,6 +214,24 @@ def test_a_withdrawn_want_frees_the_queue() -> None:
     assert table.acquire(C) is None
     table.drop_hold(B)
     assert [m for m in run_round(table) if isinstance(m, Promote)] == [Promote(C, 1)]
+
+
+def test_a_withdrawn_want_lets_prefetches_go_on() -> None:
+    table = make_table(device=300, num_slots=3)
+    held(table, A, 200)
+    bring_up(table, A)
+    held(table, B, 250)
+    assert table.acquire(B) is None
+    table.bind(C, "c", 50, 4)
+    table.prefetch(C)
+    table.advance(0.0)
+    assert table.moves == [Stage(B)]  # under way
+    table.moves.clear()
+    assert not table.is_due
+    table.drop_hold(B)
+    assert table.is_due
+    table.advance(0.0)
+    assert table.moves == [Promote(C, 1)]
 
 
 def test_two_wants_for_one_slot_do_not_push_each_other_out() -> None:
