@@ -115,11 +115,12 @@ class Report:
             await asyncio.sleep(CHECK_S)
 
     def draining(self, num_requests: int) -> None:
+        """Says so in the log: a print would wait for a reader that has stopped, and requests that run with it."""
         if self._as_json:
             write_report(event="draining")
         else:
             what = "1 request" if num_requests == 1 else f"{num_requests} requests"
-            self._print(f"{self._what} is draining: {what} under way ({HOW_TO_HURRY})")
+            log.info("%s is draining: %s under way (%s)", self._what, what, HOW_TO_HURRY)
 
     def failed(self, error: LoraplexError) -> int:
         """Prints the reason and returns the exit status."""

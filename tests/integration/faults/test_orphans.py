@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
@@ -141,12 +142,14 @@ def servers(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> 
     with ExitStack() as stack:
         running = {
             name: stack.enter_context(started(root / name, *serve(tiny_world, root / name), unread=True))
-            for name in ("hung up", "loading")
+            for name in ("hung up", "loading", "full")
         }
         for one in running.values():
             one.wait_ready()
-            assert one.process.stderr is not None
-            one.process.stderr.close()
+        for name in ("hung up", "loading"):
+            stderr = running[name].process.stderr
+            assert stderr is not None
+            stderr.close()
         yield running
 
 
@@ -164,6 +167,38 @@ async def test_a_terminal_that_closes_drains(servers: dict[str, Started], stopwa
         stopwatch.start()
         for _ in range(2):  # kernel and shell
             running.process.send_signal(signal.SIGHUP)
+        chunks = [chunk async for chunk in stream]
+        assert chunks[-1].finish_reason == "length"
+    assert await asyncio.to_thread(running.process.wait, 30) == 0
+    await family.end()
+    stopwatch.stop()
+    family.check_left()
+
+
+def fill(pipe: IO[str]) -> None:
+    """Writes into the pipe, by its end that is read, until nothing more goes in."""
+    writer = os.open(f"/proc/self/fd/{pipe.fileno()}", os.O_WRONLY | os.O_NONBLOCK)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x")
+    os.close(writer)
+
+
+@fault(
+    "reader of the output of `serve` frozen: its pipe is full; SIGTERM",
+    clients_see="running requests end well; status 0",
+    within_s=20,
+)
+async def test_a_full_pipe_holds_no_drain_up(servers: dict[str, Started], stopwatch: Stopwatch) -> None:
+    running = servers["full"]
+    family = Family.of(running)
+    assert running.process.stderr is not None
+    async with AsyncClient(running.address, token=TOKEN) as client:
+        stream = client.stream("hello", max_tokens=60, ignore_eos=True)
+        await anext(stream)
+        fill(running.process.stderr)
+        stopwatch.start()
+        running.process.send_signal(signal.SIGTERM)
         chunks = [chunk async for chunk in stream]
         assert chunks[-1].finish_reason == "length"
     assert await asyncio.to_thread(running.process.wait, 30) == 0

@@ -25,16 +25,18 @@ def say_all(report: Report) -> int:
     return report.failed(ERROR)
 
 
-def test_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
-    assert say_all(Report("worker", as_json=False)) == ERROR.exit_code
+def test_for_a_person(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert say_all(Report("worker", as_json=False)) == ERROR.exit_code
     output, errors = capsys.readouterr()
     assert output == ""
     assert errors.splitlines() == [
         "worker: loading [m]",
         "worker ready on 127.0.0.1:5, serving [m], metrics on 9, 10, HTTP on 127.0.0.1:8000 (Ctrl-C ends it)",
-        "worker is draining: 2 requests under way (Ctrl-C again ends it at once)",
         "error: the model [m] is too odd",
     ]
+    # In the log, which never waits for its reader.
+    assert caplog.messages == ["worker is draining: 2 requests under way (Ctrl-C again ends it at once)"]
 
 
 def test_hints_come_below_the_address(capsys: pytest.CaptureFixture[str]) -> None:
