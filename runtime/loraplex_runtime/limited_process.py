@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Final
 
+from loraplex_runtime.child_folder import child_folder
 from loraplex_runtime.shutdown import SIGNALS
 
 START_S: Final = 60.0
@@ -130,6 +131,7 @@ class LimitedProcess:
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     env=self._environment,
+                    cwd=child_folder(),
                 )
             self._conn = conn
         conn.send_bytes(json.dumps(self._first).encode())

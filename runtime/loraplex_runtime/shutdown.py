@@ -24,6 +24,7 @@ from multiprocessing import resource_tracker
 from typing import Any, Final, NoReturn
 
 from loraplex_contracts.errors import InvalidArgument
+from loraplex_runtime.child_folder import in_child_folder
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HOW_TO_HURRY: Final = "Ctrl-C again ends it at once"
@@ -92,12 +93,13 @@ def continue_when_parent_dies() -> None:
 
 def start_shielded(process: Any) -> None:
     """Starts a process of multiprocessing with the signals blocked that reach a whole process group: the child ignores
-    them first, then unblocks them."""
+    them first, then unblocks them. Raises OSError where the system gives no process."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         resource_tracker.ensure_running()  # unblocks some of them where it starts
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        process.start()
+        with in_child_folder():
+            process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

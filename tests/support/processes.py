@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
@@ -51,14 +52,17 @@ class Running:
 
 
 @contextlib.contextmanager
-def loraplex(*arguments: str, wait_ready: bool = True, timeout_s: float = 90) -> Iterator[Running]:
-    """`loraplex ARGUMENTS…` as a child; killed at the end if it still runs."""
+def loraplex(
+    *arguments: str, wait_ready: bool = True, timeout_s: float = 90, folder: Path | None = None
+) -> Iterator[Running]:
+    """`loraplex ARGUMENTS…` as a child, in `folder`; killed at the end if it still runs."""
     process = subprocess.Popen(
         [sys.executable, "-m", "loraplex", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        cwd=folder,
     )
     running = Running(process)
     is_ready = threading.Event()

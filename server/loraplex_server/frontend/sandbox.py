@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from loraplex_contracts.errors import AdapterInvalid
+from loraplex_contracts.errors import AdapterInvalid, Unavailable
 from loraplex_runtime.limited_process import LimitedProcess, LimitExceeded, Limits, ProcessFailed
 from loraplex_server.config import bare_environment
 from loraplex_server.frontend.tokenizing import MAX_WAITING_BYTES, ShortestFirstSemaphore
@@ -59,14 +59,15 @@ class Sandbox:
 
     async def render(self, owner: Owner, template: str, given: Mapping[str, Any], num_bytes: int) -> str:
         """The text that a template makes. `given`: of `TextTokenizer.template_input`, about `num_bytes`. Raises
-        TemplateFault, QueueFull."""
+        TemplateFault, QueueFull, Unavailable."""
         answer = await self.ask(owner, {"do": "render", "template": template, "given": given}, num_bytes)
         if (refusal := answer.get("refusal")) is not None:
             raise TemplateFault(str(refusal), is_refusal=True)
         return str(answer["text"])
 
     async def ask(self, owner: Owner, question: Mapping[str, Any], num_bytes: int) -> dict[str, Any]:
-        """The child's answer. Raises TemplateFault, and QueueFull where too much waits."""
+        """The child's answer. Raises TemplateFault, QueueFull where too much waits, and Unavailable where there is no
+        process to answer."""
         of_adapter, of_tenant = (self._turns.setdefault(one, asyncio.Lock()) for one in (owner, owner[0]))
         async with of_adapter, of_tenant:
             await self._use.acquire(num_bytes)
@@ -94,7 +95,9 @@ class Sandbox:
                 return {"fault": f"it takes more than {timeout_s:.3g} s"}
             return {"fault": "it takes more memory than it may have"}
         except ProcessFailed as failure:
-            return {"fault": f"the process for it has failed ({failure}); try again"}
+            raise Unavailable(
+                f"the process that runs templates has failed ({failure}); try again", retry_after_s=1.0
+            ) from None
 
     def _release(self, future: asyncio.Future[Any]) -> None:
         self._use.release()
@@ -117,7 +120,7 @@ class UserReader:
 
     async def push(self, text: str, *, is_end: bool = False) -> list[MessagePart]:
         """The parts that this text made certain; at the end also those that were held back. Raises AdapterInvalid,
-        QueueFull."""
+        QueueFull, Unavailable."""
         if not text and not is_end:
             return []
         question = {"do": "read", "id": self._id, "start": len(self._text), "text": text, "is_end": is_end}

@@ -162,7 +162,7 @@ class Templates:
     ) -> str | SafeText:
         """The text that a template makes; tenants take turns. `read` gives the parameters of
         `TextTokenizer.render_chat`, in about `num_bytes`. Raises InvalidArgument, AdapterInvalid, QueueFull,
-        FailedPrecondition without a tokenizer."""
+        Unavailable, FailedPrecondition without a tokenizer."""
         tokenizer = self._tokenizing.tokenizer
         of_users = self._of_adapters if template.adapter_id else self._of_requests
         sandbox = self._of_long_chats if template.is_base else of_users

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from loraplex_contracts.adapters import AdapterId
 from loraplex_contracts.errors import EngineLost, InvalidArgument, LoraplexError
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2, worker_pb2
 from loraplex_proto.validate import ModelLimits
+from loraplex_runtime.child_folder import child_folder
 from loraplex_runtime.listener import Listener, server_options
 from loraplex_runtime.metrics import describe_process
 from loraplex_runtime.quotas import TenantQuotas
@@ -111,6 +113,13 @@ async def start_worker(
     """Listens, then starts the engine; serves once it is ready.
 
     Raises the typed error of whatever cannot be had (model, port, files)."""
+    # Before the port is open: it raises where there is no shared memory.
+    engine = EngineClient(
+        config.engine,
+        max_unread_tokens=config.max_unread_tokens,
+        # The CPU time of sending cannot be told from that of an engine in this process.
+        max_stream_wait_s=0.0 if inline else config.max_stream_wait_s,
+    )
     listener = await Listener.open(
         config,
         SERVICE_NAMES,
@@ -119,16 +128,12 @@ async def start_worker(
         role="worker",
         router_digest=config.router_digest,
     )
-    engine = EngineClient(
-        config.engine,
-        max_unread_tokens=config.max_unread_tokens,
-        # The CPU time of sending cannot be told from that of an engine in this process.
-        max_stream_wait_s=0.0 if inline else config.max_stream_wait_s,
-    )
     source: SourceWatch | None = None
     try:
         if builder is None:
             await asyncio.to_thread(check_places, config.engine)
+            if (folder := child_folder()) is not None:
+                os.chdir(folder)  # no path is relative here, and Transformers is not imported where there is none
         source = SourceWatch(make_source(config.engine.adapters.root))  # the Hub cannot be listed
         info = await engine.start(on_progress, inline=inline, builder=builder)
         if tokenizer is None:  # in a thread: health checks are answered meanwhile

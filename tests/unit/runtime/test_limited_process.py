@@ -6,8 +6,10 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from loraplex_runtime.limited_process import LimitedProcess, LimitExceeded, Limits, ProcessFailed
@@ -73,3 +75,15 @@ def test_a_process_that_cannot_start() -> None:
     with pytest.raises(ProcessFailed, match="before it was ready"):
         process.call("x", 5.0)
     assert process.pid is None
+
+
+def test_a_parent_whose_folder_is_gone(
+    process: LimitedProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    process.call("x", 5.0)
+    assert process.pid is not None
+    assert psutil.Process(process.pid).cwd() == "/"

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from loraplex_contracts.errors import Unavailable
+from loraplex_runtime.limited_process import LimitedProcess, ProcessFailed
 from loraplex_server.frontend.sandbox import Sandbox, TemplateFault
 
 pytestmark = pytest.mark.slow  # it starts processes
@@ -74,3 +76,15 @@ async def test_a_caller_that_leaves_holds_nothing_up(sandbox: Sandbox) -> None:
     await asyncio.sleep(0.05)
     leaving.cancel()
     assert await sandbox.render(("", "a"), "z", GIVEN, 0) == "z"
+
+
+async def test_a_process_that_does_not_start_is_no_fault_of_the_template(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(process: LimitedProcess) -> None:
+        raise ProcessFailed("no more processes")
+
+    monkeypatch.setattr(LimitedProcess, "start", start)
+    with pytest.raises(Unavailable, match="no more processes") as caught:
+        await sandbox.render(("", "a"), "x", GIVEN, 0)
+    assert caught.value.retry_after_s == 1.0
