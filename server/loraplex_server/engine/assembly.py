@@ -23,6 +23,7 @@ from loraplex_adapters.sources.s3 import S3Source
 from loraplex_adapters.store import check_store
 from loraplex_adapters.weights import AdapterWeights
 from loraplex_contracts.adapters import S3_SOURCE
+from loraplex_contracts.errors import OutOfMemory
 from loraplex_runtime.reports import Progress
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cpu.cores import default_num_threads
@@ -38,6 +39,7 @@ from loraplex_server.kv.states import StatePool
 from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.attention import KvCache, ModelSpec, kv_block_bytes
 from loraplex_server.layers.quantization import FORMATS
+from loraplex_server.model.isolation import is_out_of_memory
 from loraplex_server.model.loader import LoadedModel, generation_defaults, load_model, resolve_device
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel, served_model
 from loraplex_server.model.memory import (
@@ -145,7 +147,7 @@ def assemble(
     max_context_tokens = _max_context_tokens(spec.max_context_tokens, num_blocks, block_size, progress)
     runner = ModelRunner(
         loaded,
-        KvCache(spec, num_blocks, block_size, loaded.dtype, loaded.device),
+        _kv_cache(loaded, num_blocks, block_size),
         make_attention(config.model.attention, backend, spec.layers, loaded.dtype),
         slots,
         Sampler(
@@ -189,6 +191,19 @@ def assemble(
     )
     info = _model_info(loaded, config, served, max_context_tokens, speculator)
     return Engine(info, scheduler, manager, runner, speculator, grammars=grammars)
+
+
+def _kv_cache(loaded: LoadedModel, num_blocks: int, block_size: int) -> KvCache:
+    """Raises OutOfMemory where the system does not give the memory, such as under a limit of the address space."""
+    try:
+        return KvCache(loaded.spec, num_blocks, block_size, loaded.dtype, loaded.device)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        num_bytes = num_blocks * kv_block_bytes(loaded.spec, block_size, loaded.dtype.itemsize)
+        raise OutOfMemory(
+            f"the system does not give the {num_bytes / 2**20:.0f} MiB of the KV cache; name fewer with --kv-memory"
+        ) from error
 
 
 def _model_info(

@@ -28,7 +28,15 @@ from loraplex_contracts.adapters import (
     CacheUsage,
     LoadOptions,
 )
-from loraplex_contracts.errors import ClientTooSlow, Draining, EngineLost, Internal, LoraplexError, WorkerLost
+from loraplex_contracts.errors import (
+    ClientTooSlow,
+    Draining,
+    EngineLost,
+    FailedPrecondition,
+    Internal,
+    LoraplexError,
+    WorkerLost,
+)
 from loraplex_contracts.load import Load
 from loraplex_contracts.request import CompletionEnd, Event, Request, RequestFailed, Tokens
 from loraplex_runtime.auth import current_identity
@@ -188,20 +196,22 @@ class EngineClient:
         Raises what the engine's start raised. A wait that fails or is cancelled ends the process too.
         """
         self._on_progress = on_progress
+        if not inline:
+            self._scratch = Scratch()
         context = multiprocessing.get_context("spawn")
         self._conn, theirs = context.Pipe(duplex=True)
         self._commands = CommandWriter(self._conn)
         args = (theirs, self._config, self._max_stream_wait_s, self._liveness.heartbeat, builder)
-        if inline:
+        if self._scratch is None:
             self._worker = threading.Thread(target=serve_engine, args=args, name="engine", daemon=True)
             self._worker.start()
         else:
-            self._scratch = Scratch()
-            self._worker = context.Process(
+            process = context.Process(
                 target=engine_process, args=(*args, self._scratch.path), name="loraplex-engine", daemon=True
             )
-            start_shielded(self._worker)
-            theirs.close()
+            with theirs:
+                self._start_process(process)
+            self._worker = process
         loop = asyncio.get_running_loop()
         self._started = loop.create_future()
         loop.add_reader(self._conn.fileno(), self._on_readable)
@@ -212,6 +222,19 @@ class EngineClient:
             raise
         self._liveness.start(self.pid)
         return info
+
+    def _start_process(self, process: Any) -> None:
+        """Raises FailedPrecondition where the system gives no process; nothing is left of the engine then."""
+        assert self._commands is not None
+        try:
+            start_shielded(process)
+        except OSError as error:
+            self._commands.close()
+            self._remove_scratch()
+            raise FailedPrecondition(
+                f"the engine's process cannot be started: {error.strerror or error}; look at the limits of this user "
+                "and container for processes, open files and memory"
+            ) from error
 
     @property
     def pid(self) -> int | None:

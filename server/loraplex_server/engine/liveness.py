@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from loraplex_contracts.errors import FailedPrecondition
+
 log = logging.getLogger(__name__)
 
 # Between two beats, in seconds.
@@ -71,7 +73,13 @@ class Heartbeat:
     """The shared numbers. Passed to the engine's process when it is spawned; only the engine writes."""
 
     def __init__(self) -> None:
-        self._numbers = multiprocessing.get_context("spawn").RawArray("d", 3)
+        """Raises FailedPrecondition where there is no shared memory."""
+        try:
+            self._numbers = multiprocessing.get_context("spawn").RawArray("d", 3)
+        except OSError as error:
+            raise FailedPrecondition(
+                f"there is no shared memory ({error}); let this user write to /dev/shm, in a container by a tmpfs there"
+            ) from error
 
     def read(self) -> Pulse:
         num_beats, busy_since_s, allowed_s = self._numbers

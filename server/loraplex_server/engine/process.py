@@ -23,7 +23,7 @@ from pickle import dumps
 from typing import TYPE_CHECKING, Final
 
 from loraplex_adapters.store import LOCK_NAME, remove_abandoned
-from loraplex_contracts.errors import Internal, LoraplexError
+from loraplex_contracts.errors import FailedPrecondition, Internal, LoraplexError
 from loraplex_runtime.logs import setup_logging
 from loraplex_runtime.shutdown import begin_shielded, exit_at_once
 from loraplex_server.config import EngineConfig
@@ -199,10 +199,16 @@ class Scratch:
     """Owner of the folder for the engine's temporary files, in the front end."""
 
     def __init__(self) -> None:
-        """Makes the folder. Raises OSError where there is no room for temporary files."""
-        remove_abandoned(Path(tempfile.gettempdir()), PREFIX)
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        self._lock_fd = _hold(self.path)
+        """Makes the folder. Raises FailedPrecondition where there is no room for temporary files."""
+        try:
+            remove_abandoned(Path(tempfile.gettempdir()), PREFIX)
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+            self._lock_fd = _hold(self.path)
+        except OSError as error:
+            raise FailedPrecondition(
+                f"there is no place for temporary files ({error.strerror or error}); name a folder that can be written "
+                "with the variable TMPDIR, or make room"
+            ) from error
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

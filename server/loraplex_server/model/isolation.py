@@ -103,7 +103,7 @@ def _typed(error: Exception) -> LoraplexError:
     """The typed error for what a step raised."""
     if isinstance(error, LoraplexError):
         return error
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         return OutOfMemory("this request's step did not fit the memory; try a shorter prompt", retry_after_s=1.0)
     return unexpected(error, "running a step")
 
@@ -115,12 +115,15 @@ def _all_failed(plan: StepPlan, error: Exception) -> StepResult:
 
 def _raise_if_lost(error: Exception) -> None:
     """Raises errors of a lost device: after an illegal access or a failed assertion every call raises the same."""
-    if _is_of_the_device(error) and not _is_out_of_memory(error):
+    if _is_of_the_device(error) and not is_out_of_memory(error):
         raise error
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
+    """True if the host or the device had no memory for what was asked."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # of torch's allocator for CPUs
         return True
     # ALLOC_FAILED: a library could not allocate its handle.
     return _is_of_the_device(error) and any(part in str(error) for part in ("out of memory", "ALLOC_FAILED"))

@@ -81,6 +81,11 @@ def test_two_blocks_are_too_few(loaded: LoadedModel, block_bytes: int) -> None:
         blocks(config_of(3 * block_bytes - 1), loaded)
 
 
+def test_a_cache_that_the_system_does_not_give(loaded: LoadedModel) -> None:
+    with pytest.raises(OutOfMemory, match=r"does not give the \d+ MiB of the KV cache; name fewer with --kv-memory"):
+        build._kv_cache(loaded, 1 << 40, BLOCK_SIZE)
+
+
 def test_a_cpu_gives_a_quarter_of_what_is_free(loaded: LoadedModel, block_bytes: int) -> None:
     config = config_of(None)
     assert blocks(config, loaded, 4 * 9 * block_bytes + ADAPTERS.device_bytes) == 9

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 
 import pytest
 from support.engine_fakes import build_fake, build_for_ever, build_losing, build_slow
@@ -17,6 +20,7 @@ from loraplex_contracts.errors import (
     Cancelled,
     ClientTooSlow,
     EngineLost,
+    FailedPrecondition,
     LoraplexError,
     UnsupportedModel,
 )
@@ -31,6 +35,7 @@ from loraplex_contracts.request import (
     Tokens,
 )
 from loraplex_server.config import EngineConfig, ModelConfig
+from loraplex_server.engine import client as client_module
 from loraplex_server.engine import process as process_module
 from loraplex_server.engine.client import EngineClient, RequestStream
 from loraplex_server.engine.process import EngineBuilder
@@ -100,6 +105,19 @@ async def test_a_start_that_is_given_up_leaves_no_engine() -> None:
     with pytest.raises(EngineLost):
         client.submit(request())
     await client.stop()
+
+
+async def test_a_process_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(process: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(client_module, "start_shielded", start)
+    client = EngineClient(CONFIG)
+    with pytest.raises(FailedPrecondition, match="cannot be started: Resource temporarily unavailable"):
+        await client.start(builder=build_fake)
+    await asyncio.wait_for(client.stop(), 1)
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_progress_is_reported() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import multiprocessing
 import os
 import time
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from itertools import count
 
 import pytest
 
+from loraplex_contracts.errors import FailedPrecondition
 from loraplex_server.engine.liveness import (
     KILL_STALLED_S,
     LOOK_S,
@@ -169,3 +172,12 @@ def test_the_cpu_of_a_process() -> None:
     while cpu_seconds(os.getpid()) == before_s:
         sum(range(100_000))
     assert cpu_seconds(None) is None
+
+
+def test_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "/dev/shm/pym-1")
+
+    monkeypatch.setattr(multiprocessing.get_context("spawn"), "RawArray", refuse)
+    with pytest.raises(FailedPrecondition, match=r"Read-only file system: '/dev/shm/pym-1'.*tmpfs"):
+        Heartbeat()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import queue
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from loraplex_adapters.store import LOCK_NAME
+from loraplex_contracts.errors import FailedPrecondition
 from loraplex_server.engine.pipe import Abandon, Command, SendCost, Shutdown, Wake
 from loraplex_server.engine.process import ORPHAN_END_S, PREFIX, SHUTDOWN_END_S, Scratch, _read, _take
 
@@ -132,3 +134,12 @@ def test_what_killed_processes_left_goes_with_the_next_start(temporary: Path) ->
     assert sorted(temporary.iterdir()) == sorted([running.path, another.path]), "not the one that is in use"
     running.remove()
     another.remove()
+
+
+def test_no_place_for_temporary_files(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", refuse)
+    with pytest.raises(FailedPrecondition, match=r"No usable temporary directory found in \['/tmp'\].*TMPDIR"):
+        Scratch()
