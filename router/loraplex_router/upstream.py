@@ -106,9 +106,7 @@ class UpstreamFailure(Exception):
             if isinstance(self.typed, (EngineLost, WorkerLost)):
                 return FailureKind.LOST
             is_declined = self.typed.code is Code.UNAVAILABLE or isinstance(self.typed, _OF_ONE_WORKER)
-            # Too large for an empty worker: each of the others would fetch it to say the same.
-            never_fits = self.typed.metadata.get("can_ever_fit") == "false"
-            return FailureKind.DECLINED if is_declined and not never_fits else FailureKind.ANSWERED
+            return FailureKind.DECLINED if is_declined else FailureKind.ANSWERED
         match self._error:
             case ServerUnreachable():
                 return FailureKind.UNREACHED
