@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -89,12 +89,13 @@ class LimitedProcess:
         return self._ask(question, timeout_s)
 
     def _ask(self, question: Any, timeout_s: float) -> Any:
-        conn = self.start()
+        process, conn = self.start()
+        is_late = threading.Event()
         try:
-            conn.send_bytes(json.dumps(question).encode())
-            if not conn.poll(timeout_s):
-                raise LimitExceeded("time")
-            answer = json.loads(conn.recv_bytes(MAX_ANSWER_BYTES))
+            with _killed_after(timeout_s, process, is_late):
+                conn.send_bytes(json.dumps(question).encode())
+                said = conn.recv_bytes(MAX_ANSWER_BYTES)
+            answer = json.loads(said)
             if answer is None:
                 raise EOFError  # of memory
             if "failure" in answer:
@@ -104,29 +105,31 @@ class LimitedProcess:
             self.kill()
             if self._is_closed:
                 raise ProcessFailed("it has been closed") from None
-            raise LimitExceeded("memory") from None
-        except (LimitExceeded, ProcessFailed):
+            raise LimitExceeded("time" if is_late.is_set() else "memory") from None
+        except ProcessFailed:
             self.kill()
             raise
 
-    def start(self) -> Any:
-        """Starts the process where there is none, and waits until it is ready. Raises ProcessFailed, and there is none
-        then."""
+    def start(self) -> tuple[subprocess.Popen[bytes], Any]:
+        """Starts the process where there is none, and waits until it is ready. Returns it, and its connection. Raises
+        ProcessFailed, and there is none then."""
+        is_late = threading.Event()
         try:
-            return self._started()
+            return self._started(is_late)
         except (EOFError, OSError) as error:
             self.kill()
-            raise ProcessFailed(str(error) or "it ended before it was ready") from None
+            why = f"it was not ready within {START_S:g} s" if is_late.is_set() else str(error)
+            raise ProcessFailed(why or "it ended before it was ready") from None
 
-    def _started(self) -> Any:
+    def _started(self, is_late: threading.Event) -> tuple[subprocess.Popen[bytes], Any]:
         with self._lock:
-            if self._conn is not None:
-                return self._conn
+            if self._process is not None:
+                return self._process, self._conn
             if self._is_closed:
                 raise EOFError("it has been closed")
             conn, theirs = Pipe()
             with theirs:
-                self._process = subprocess.Popen(
+                process = self._process = subprocess.Popen(
                     [sys.executable, "-m", "loraplex_runtime.limited_process", str(theirs.fileno())],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
@@ -134,11 +137,10 @@ class LimitedProcess:
                     cwd=child_folder(),
                 )
             self._conn = conn
-        conn.send_bytes(json.dumps(self._first).encode())
-        if not conn.poll(START_S):
-            raise EOFError(f"it was not ready within {START_S:g} s")
-        conn.recv_bytes()
-        return conn
+        with _killed_after(START_S, process, is_late):
+            conn.send_bytes(json.dumps(self._first).encode())
+            conn.recv_bytes()
+        return process, conn
 
     def kill(self) -> None:
         """Kills the child, from any thread. A call under way fails as one whose process ends, see `call`."""
@@ -153,6 +155,24 @@ class LimitedProcess:
         """Kills the process for good."""
         self._is_closed = True
         self.kill()
+
+
+@contextlib.contextmanager
+def _killed_after(seconds: float, process: subprocess.Popen[bytes], is_late: threading.Event) -> Generator[None]:
+    """Kills the process where the block lasts longer, and sets `is_late`: what the block sends to it or waits for from
+    it fails then. A frozen process reads nothing, and what a pipe does not hold would be sent for ever."""
+
+    def kill() -> None:
+        is_late.set()
+        process.kill()
+
+    timer = threading.Timer(seconds, kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def main(fd: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from loraplex_runtime import limited_process
 from loraplex_runtime.limited_process import LimitedProcess, LimitExceeded, Limits, ProcessFailed
 from loraplex_server.config import bare_environment
 
@@ -24,6 +26,9 @@ def answering(setup: Any) -> Callable[[Any], Any]:
     def answer(question: Any) -> Any:
         match question:
             case "hang":
+                time.sleep(60)
+            case "begin":
+                os.write(int(sys.argv[1]), b"\0\0\0\7{")  # a length, and the first byte
                 time.sleep(60)
             case "memory":
                 return len(bytearray(1 << 30))
@@ -57,7 +62,8 @@ def test_bounds(process: LimitedProcess) -> None:
     pid = process.pid
     assert process.call("secret", 5.0) is None
     assert process.pid == pid
-    for question, timeout_s, what in (("hang", 0.2, "time"), ("die", 5.0, "memory"), ("memory", 5.0, "memory")):
+    calls = (("hang", 0.2, "time"), ("begin", 0.2, "time"), ("die", 5.0, "memory"), ("memory", 5.0, "memory"))
+    for question, timeout_s, what in calls:
         with pytest.raises(LimitExceeded, match=what):
             process.call(question, timeout_s)
         assert process.pid is None
@@ -68,6 +74,35 @@ def test_bounds(process: LimitedProcess) -> None:
     process.close()
     with pytest.raises(ProcessFailed, match="closed"):
         process.call("closed", 5.0)
+
+
+MORE_THAN_A_PIPE_HOLDS = "x" * (1 << 20)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("question", ["short", MORE_THAN_A_PIPE_HOLDS], ids=["short", "long"])
+def test_a_frozen_process_is_killed_whatever_it_is_asked(process: LimitedProcess, question: str) -> None:
+    process.call("first", 5.0)
+    pid = process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(LimitExceeded, match="time"):
+        process.call(question, 0.3)
+    assert process.call(question, 5.0) == [{"a": 1}, question]
+    assert process.pid not in (pid, None)
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_reads_nothing_at_its_start_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(limited_process, "START_S", 0.3)
+    process = LimitedProcess(f"{__name__}:answering", MORE_THAN_A_PIPE_HOLDS, LIMITS, bare_environment())
+    with pytest.raises(ProcessFailed, match=r"not ready within 0\.3 s"):
+        process.call("x", 5.0)
+    assert process.pid is None
 
 
 def test_a_process_that_cannot_start() -> None:
