@@ -22,6 +22,7 @@ RESTART_DELAYS_S: Final = (1.0, 2.0, 5.0, 10.0, 30.0)
 # Checks are counted, so that a pause of this process is not taken for the worker's.
 CHECK_S: Final = 5.0
 MAX_SILENT_CHECKS: Final = 6
+MAX_SILENT_LINE_CHECKS: Final = 3  # of one that writes lines: while it is frozen, its part of a shared port waits
 # A child that starts and says nothing for so long is killed: imports alone may take minutes from a cold disk.
 START_SILENT_S: Final = 300.0
 # Longer lines of a child are cut.
@@ -63,6 +64,7 @@ class Children:
         self._on_progress = on_progress
         self._children: list[_Child] = []
         self._starting: list[asyncio.subprocess.Process] = []
+        self._is_stopping = False
 
     @property
     def metrics_ports(self) -> list[int]:
@@ -100,6 +102,7 @@ class Children:
 
         `heard_s` tells when the child at an address was last heard, by any clock. Without it children are heard by the
         lines that they write."""
+        max_checks = MAX_SILENT_LINE_CHECKS if heard_s is None else MAX_SILENT_CHECKS
         last: list[float] = [-1.0] * len(self._children)
         num_silent_checks = [0] * len(self._children)
         while True:
@@ -109,19 +112,25 @@ class Children:
                 is_silent = child.process.returncode is None and heard == last[index]
                 num_silent_checks[index] = num_silent_checks[index] + 1 if is_silent else 0
                 last[index] = heard
-                if num_silent_checks[index] >= MAX_SILENT_CHECKS:
+                if num_silent_checks[index] >= max_checks:
                     log.error("%s is silent and is killed", self._name(index))
                     child.process.kill()
                     num_silent_checks[index] = 0
 
     async def stop(self, drain_s: float, grace_s: float = 10.0) -> None:
-        """SIGTERM to all, `drain_s` and `grace_s` for all to end, then SIGKILL. Returns when every process is reaped.
+        """Has all of them drain, `drain_s` and `grace_s` for all to end, then SIGKILL. Returns when every process is
+        reaped.
 
-        A second call signals them again, and they end at once."""
-        processes = [child.process for child in self._children] + self._starting
-        for process in processes:
+        A second call has them end at once."""
+        # What starts has nothing to drain. What serves may get systemd's SIGTERM beside ours: see `Ending.ask`.
+        drains = signal.SIGINT if self._is_stopping else signal.SIGHUP
+        self._is_stopping = True
+        signals = [(child.process, drains) for child in self._children]
+        signals += [(process, signal.SIGTERM) for process in self._starting]
+        processes = [process for process, _ in signals]
+        for process, number in signals:
             with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
+                process.send_signal(number)
         try:
             async with asyncio.timeout(drain_s + grace_s):
                 await asyncio.gather(*(process.wait() for process in processes))

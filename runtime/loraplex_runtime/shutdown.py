@@ -1,6 +1,6 @@
 """Shutdown of a process: signals, death of the parent, exit, unread output.
 
-The first SIGTERM, SIGINT or SIGHUP asks a server to drain, the second to end at once.
+The first SIGTERM, SIGINT or SIGHUP asks a server to drain, a second SIGTERM or SIGINT to end at once.
 
 A child sees its parent's death as the end of a pipe whose other end only the parent holds: the engine by its own
 pipe, a worker by its standard input. A stopped child (SIGSTOP) cannot see it, so on Linux the kernel wakes it.
@@ -38,6 +38,7 @@ class Ending:
         self.asked = asyncio.Event()
         self._at_once = asyncio.Event()
         self._first: signal.Signals | None = None
+        self._was_told = False  # by other than a SIGHUP
 
     def listen(self) -> None:
         for number in SIGNALS:
@@ -46,11 +47,15 @@ class Ending:
             asyncio.get_running_loop().add_signal_handler(number, self.ask, number)
 
     def ask(self, number: signal.Signals | None = None) -> None:
+        """The first asks for a drain, the second to hurry. A SIGHUP hurries nobody: kernel and shell both send one when
+        a terminal closes. Nor does a SIGTERM beside it: systemd tells a supervisor and its children at once, and the
+        supervisor tells the children by a SIGHUP, in either order."""
         if not self.asked.is_set():
             self._first = number
             self.asked.set()
-        elif number is not signal.SIGHUP:  # kernel and shell both send one when a terminal closes
+        elif number is not signal.SIGHUP and (number is not signal.SIGTERM or self._was_told):
             self._at_once.set()
+        self._was_told = self._was_told or number is not signal.SIGHUP
 
     @property
     def status(self) -> int:

@@ -180,33 +180,6 @@ async def test_several_processes_on_one_port() -> None:
             assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-PATIENCE = """
-import sys
-from loraplex.cli.main import main
-from loraplex_router import processes
-from loraplex_runtime import child_processes
-processes.ALIVE_S, child_processes.CHECK_S = 0.1, 0.3
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-async def test_one_of_several_processes_that_is_frozen_is_replaced() -> None:
-    """A frozen process is replaced, as it would keep its part of the connections for ever."""
-    async with cluster(1) as c:
-        flags = ["--worker", c.workers[0].address, "--port", "0", "--processes", "2", "--announce", "0", "--json"]
-        async with child("-c", PATIENCE, "router", *flags) as process:
-            ready = json.loads(await line_of(process))
-            pids = children_of(process.pid)
-            os.kill(pids[0], signal.SIGSTOP)
-            await until(lambda: pids[0] not in children_of(process.pid), 30)
-            await until(lambda: len(children_of(process.pid)) == 2, 30)
-            assert pids[1] in children_of(process.pid)
-            assert await all_served(ready["address"])
-            process.send_signal(signal.SIGTERM)
-            await asyncio.wait_for(process.communicate(), 20)
-            assert process.returncode == 0
-
-
 def children_of(pid: int) -> list[int]:
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

@@ -141,7 +141,7 @@ async def test_each_of_several_workers_is_told_its_place(tmp_path: Path) -> None
 
 async def test_workers_that_ignore_the_end_are_killed_at_one_deadline(tmp_path: Path) -> None:
     path = tmp_path / "worker"
-    ignore = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    ignore = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
     path.write_text(f"#!{sys.executable}\n{ignore}{READY}import time\ntime.sleep(60)")
     path.chmod(0o755)
     children = Children(ChildSpec((str(path),)), 3, lambda text: None)
@@ -151,6 +151,25 @@ async def test_workers_that_ignore_the_end_are_killed_at_one_deadline(tmp_path: 
     await children.stop(0.0, grace_s=2.0)
     assert 2.0 <= time.monotonic() - begin_s < 4.0, "one grace time, not one for each"
     assert not any(map(_is_running, pids))
+
+
+async def test_a_second_stop_hurries(tmp_path: Path) -> None:
+    """The first one drains, whatever else signals the children: systemd sends SIGTERM to all processes of a unit."""
+    path = tmp_path / "worker"
+    says = f"signal.signal(signal.SIGHUP, lambda *_: open({str(tmp_path / 'drains')!r}, 'w'))\n"
+    hurries = "signal.signal(signal.SIGINT, lambda *_: os._exit(5))\n"
+    path.write_text(f"#!{sys.executable}\nimport os, signal, time\n{says}{hurries}{READY}while True: time.sleep(60)")
+    path.chmod(0o755)
+    children = Children(ChildSpec((str(path),)), 1, lambda text: None)
+    await children.start(asyncio.Event())
+    (child,) = children._children
+    stopping = asyncio.ensure_future(children.stop(60.0))
+    await until((tmp_path / "drains").exists)
+    assert child.process.returncode is None
+    stopping.cancel()
+    await asyncio.gather(stopping, return_exceptions=True)
+    await children.stop(0.0, grace_s=5.0)
+    assert child.process.returncode == 5
 
 
 def _is_running(pid: int) -> bool:

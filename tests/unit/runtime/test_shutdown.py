@@ -77,9 +77,33 @@ async def test_a_terminal_that_closes_hurries_nobody() -> None:
     ending.ask(signal.SIGHUP)
     await ending.drain(drains.gently(), drains.at_once)
     assert drains.said == ["gently", "done"]
-    ending.ask(signal.SIGTERM)
+    ending.ask(signal.SIGINT)
     await ending.drain(drains.gently(), drains.at_once)
     assert drains.said[-1] == "at once"
+
+
+HUP, INT, TERM = signal.SIGHUP, signal.SIGINT, signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("numbers", "last"),
+    [
+        ((HUP, TERM), "done"),  # a supervisor's, and systemd's to all processes of the unit
+        ((TERM, HUP), "done"),
+        ((HUP, TERM, HUP), "done"),
+        ((HUP, TERM, TERM), "at once"),
+        ((TERM, HUP, INT), "at once"),
+        ((TERM, TERM), "at once"),
+        ((INT, INT), "at once"),
+        ((INT, TERM), "at once"),
+    ],
+)
+async def test_who_hurries(numbers: tuple[signal.Signals, ...], last: str) -> None:
+    drains, ending = Drains(0.01), Ending()
+    for number in numbers:
+        ending.ask(number)
+    await ending.drain(drains.gently(), drains.at_once)
+    assert drains.said[-1] == last
 
 
 @pytest.fixture
