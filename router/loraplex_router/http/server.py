@@ -75,9 +75,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         is_last = not self.pipeline
         super().on_response_complete()
-        if is_last and not self._is_in_head:
+        if is_last:
             # uvicorn's own timer ends with any byte, be it of a body that is not read or a line's end.
-            self._close_after(KEEP_ALIVE_S)
+            self._close_after(HEAD_TIMEOUT_S if self._is_in_head else KEEP_ALIVE_S)
 
     def data_received(self, data: bytes) -> None:
         self._request_bytes += len(data)
@@ -94,7 +94,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _await_head(self) -> None:
         self._is_in_head = True
-        self._close_after(HEAD_TIMEOUT_S)
+        if not self.cycle or self.cycle.response_complete:  # else from the end of the answer on
+            self._close_after(HEAD_TIMEOUT_S)
 
     def _close_after(self, seconds: float) -> None:
         self._end_timer()

@@ -15,21 +15,29 @@ from support.certificates import Pair, certificate_of, new_pair
 from support.fake_workers import until
 
 from loraplex_contracts.errors import InvalidArgument
+from loraplex_router.http import server as http_server
 from loraplex_router.http.server import CANCEL_S, MAX_HEAD_BYTES, HttpServer, bind_http
 from loraplex_runtime import reload
 from loraplex_runtime.reload import Reloader
 
 ENDLESS = b"x" * 10_000
+SHORT_S = 0.2
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Answers with the number of bytes in the body, /endless without an end."""
+    """Answers with the number of bytes in the body, /endless without an end, /slow in two halves."""
     if scope["path"] == "/endless":
         await send({"type": "http.response.start", "status": 200, "headers": []})
         is_gone = asyncio.ensure_future(receive_disconnect(receive))
         while not is_gone.done():
             await send({"type": "http.response.body", "body": ENDLESS, "more_body": True})
             await asyncio.sleep(0)
+        return
+    if scope["path"] == "/slow":
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"8")]})
+        await send({"type": "http.response.body", "body": b"half", "more_body": True})
+        await asyncio.sleep(3 * SHORT_S)
+        await send({"type": "http.response.body", "body": b"half"})
         return
     num_bytes, is_whole = 0, False
     while not is_whole:
@@ -87,6 +95,21 @@ async def test_a_head_behind_another_request_has_its_bound() -> None:
                     await asyncio.sleep(0.01)
                 assert await reader.read() == b""
         writer.close()
+
+
+async def test_a_part_of_a_head_behind_a_running_answer_does_not_cut_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time for the head begins when the answer has ended, that of the last one where several are asked for."""
+    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", SHORT_S)
+    slow = b"GET /slow HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    async with serving() as address:
+        for num_requests in (1, 2):
+            reader, writer = await asyncio.open_connection(*address.split(":"))
+            writer.write(slow * num_requests + b"GET /v1/mod")
+            async with asyncio.timeout(10.0):
+                for _ in range(num_requests):
+                    await reader.readuntil(b"halfhalf")
+                assert await reader.read() == b""
+            writer.close()
 
 
 async def test_the_end_does_not_wait_for_a_client_that_does_not_read(caplog: pytest.LogCaptureFixture) -> None:
