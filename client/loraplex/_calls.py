@@ -73,7 +73,7 @@ _LOG = logging.getLogger("loraplex")
 _MAX_INT: Final = 2**31 - 1  # of a channel's options
 
 # host:port, of which either part may be missing; an IPv6 address has brackets.
-_ADDRESS = re.compile(r"([^\s:/\[\]]+|\[[0-9A-Fa-f:.]+(?:%\w+)?\])(?::([0-9]{1,5}))?\Z")
+_ADDRESS = re.compile(r"([^\s:/\[\]]+|\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\])(?::([0-9]{1,5}))?\Z")
 _OF_GRPC = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):\S+\Z")  # schemes of its names
 _HEADER = re.compile(r"[A-Za-z0-9._-]+\Z")
 _TOKEN = re.compile(r"[\x21-\x7e]+\Z")

@@ -29,7 +29,7 @@ FILE_INTERVAL_S: Final = 1.0
 DNS_INTERVAL_S: Final = 5.0
 REVERSE_TIMEOUT_S: Final = 2.0  # for the name of an address
 MAX_FILE_BYTES: Final = 1 << 20
-_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})\Z")
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[A-Za-z0-9._-]+):([0-9]{1,5})\Z")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 
 

@@ -24,6 +24,7 @@ CALLS = Calls("localhost", None, None, False)
         ("10.0.0.1", "10.0.0.1:50051"),
         ("host:1234", "host:1234"),
         ("[::1]:50051", "[::1]:50051"),
+        ("[fe80::1%br-1.2]:50051", "[fe80::1%br-1.2]:50051"),
         ("dns:///service.local:50051", "dns:///service.local:50051"),
         ("unix:/run/loraplex.sock", "unix:/run/loraplex.sock"),
     ],

@@ -48,12 +48,14 @@ def members(*texts: str) -> tuple[Member, ...]:
 def test_a_member_has_a_name_of_its_own_or_its_address() -> None:
     assert parse_member("10.0.0.1:5") == Member("10.0.0.1:5", "10.0.0.1:5")
     assert parse_member("w-1=[::1]:50051") == Member("w-1", "[::1]:50051")
+    assert parse_member("[fe80::1%br-1.2]:5").address == "[fe80::1%br-1.2]:5"
     assert parse_member("10.0.0.1:5").worker_id == "10.0.0.1:5"
     assert parse_member("w1=h:5").worker_id == "w1=h:5"
 
 
 @pytest.mark.parametrize(
-    "text", ["", "h", "h:", "h:0", "h:70000", ":5", "=h:5", "a b=h:5", "a=b=h:5", "x" * 65 + "=h:5", "h:5\n"]
+    "text",
+    ["", "h", "h:", "h:0", "h:70000", ":5", "=h:5", "a b=h:5", "a=b=h:5", "x" * 65 + "=h:5", "h:5\n", "[::1%]:5"],
 )
 def test_what_is_no_member(text: str) -> None:
     with pytest.raises(InvalidArgument, match="HOST:PORT"):
