@@ -80,8 +80,9 @@ _TOKEN = re.compile(r"[\x21-\x7e]+\Z")
 
 CHANNEL_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (
     ("grpc.primary_user_agent", f"loraplex/{loraplex_proto.__version__}"),
-    # A dead peer is noticed within 40 s of silence. Servers must allow pings that often: Loraplex's do, a stock gRPC
-    # server closes the connection of a client that pings more than every five minutes.
+    # A machine that is gone is noticed within 40 s of silence, a frozen process within 90 s: gRPC 1.85 waits a minute
+    # for the answer to a ping. Servers must allow pings that often: Loraplex's do, a stock gRPC server closes the
+    # connection of a client that pings more than every five minutes.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     # Only while a call is open: balancers in between may count pings on idle connections as abuse.

@@ -30,7 +30,10 @@ from loraplex_runtime.tracing import Tracing, open_tracing
 log = logging.getLogger(__name__)
 
 RETRY_STARTING_S: Final = 1.0
-# A dead connection is noticed after the sum of these, on both of its sides.
+# Seconds of silence until a ping, and until TCP gives up a peer that acknowledges nothing: a machine that is gone is
+# noticed after their sum, on both sides of a connection. For the answer to a ping gRPC 1.85 waits a minute, whatever
+# the second says, so a frozen process is noticed after 90 s at most. Shorter waits (grpc.http2.ping_timeout_ms) cut
+# streams on slow networks, where the answer stands behind data: with 10 s those of 10 kB/s at 64 kbit/s.
 KEEPALIVE_S: Final = 30.0
 KEEPALIVE_TIMEOUT_S: Final = 10.0
 # Grace of a server that another call ends: longer than any drain.

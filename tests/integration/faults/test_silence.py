@@ -14,12 +14,14 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import grpc
+import pytest
 from support.fake_workers import Chunk, FakeWorker, Generate, chunks, router_for, until
 from support.faults import Stopwatch, fault
 from support.fleet import free_port
 from support.tcp_proxy import tcp_proxy
 
-from loraplex_contracts.errors import LoraplexError, WorkerLost
+from loraplex import AsyncClient
+from loraplex_contracts.errors import ConnectionLost, LoraplexError, WorkerLost
 from loraplex_proto.status import from_rpc_error
 from loraplex_router.config import WatchConfig
 
@@ -121,6 +123,22 @@ async def test_a_frozen_front_end(stopwatch: Stopwatch) -> None:
             process.send_signal(signal.SIGCONT)
             await until(lambda: router.replicas.num_routable == 2)
     await healthy.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@fault("server frozen (SIGSTOP) in mid-stream, asked without a router", clients_see="CONNECTION_LOST", within_s=95)
+async def test_a_frozen_server_is_noticed_by_its_client(stopwatch: Stopwatch) -> None:
+    with worker_process() as (address, process):
+        async with AsyncClient(address, retries=0, timeout_s=None) as client:
+            stream = client.stream("hello")
+            await anext(stream)
+            process.send_signal(signal.SIGSTOP)
+            stopwatch.start()
+            with pytest.raises(ConnectionLost):
+                async for _ in stream:
+                    pass
+            stopwatch.stop()
 
 
 @fault(
