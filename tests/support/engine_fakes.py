@@ -32,7 +32,7 @@ from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.scheduler.admission import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler
 from loraplex_server.speculation.prompt_lookup import PromptLookupProposer
-from loraplex_server.speculation.proposer import GRAMMAR, PROMPT_LOOKUP, ForcedTokenProposer
+from loraplex_server.speculation.proposer import GRAMMAR, MEDUSA, PROMPT_LOOKUP, ForcedTokenProposer
 from loraplex_server.speculation.speculator import Speculator
 from loraplex_server.speculation.step_costs import StepCosts
 
@@ -213,8 +213,9 @@ def make_engine(
 
 
 def plain_speculator() -> Speculator:
-    """A speculator without heads and draft models."""
-    proposers = {PROMPT_LOOKUP: PromptLookupProposer(), GRAMMAR: ForcedTokenProposer()}
+    """A speculator without draft models, with heads that draft nothing."""
+    forced = ForcedTokenProposer()
+    proposers = {PROMPT_LOOKUP: PromptLookupProposer(), GRAMMAR: forced, MEDUSA: forced}
     return Speculator(SpeculationConfig(), proposers, StepCosts({1: 1.0}))
 
 
