@@ -203,8 +203,8 @@ def check_adapter_id(adapter_id: str, *, field: str = "adapter_id") -> AdapterId
     """
     if len(adapter_id) > MAX_ADAPTER_ID_CHARS or ".." in adapter_id or not _ADAPTER_ID.match(adapter_id):
         raise InvalidAdapterId(
-            f"{field} {_shown(adapter_id)} is not a valid name: use letters, digits, '.', '_' and '-', with at most "
-            f"one '/', {MAX_ADAPTER_ID_CHARS} characters at most",
+            f"{field} {_shown(adapter_id)} is not a valid name: use ASCII letters, digits, '.', '_' and '-' (none of "
+            f"these three first, no '.' last or twice in a row), at most one '/' and {MAX_ADAPTER_ID_CHARS} characters",
             field=field,
         )
     return AdapterId(adapter_id)

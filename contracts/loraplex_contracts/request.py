@@ -13,7 +13,7 @@ from loraplex_contracts.mixtures import Mixture, mixture_name
 from loraplex_contracts.sampling import SamplingParams
 
 SpeculationKind = Literal["off", "auto", "medusa", "prompt_lookup", "draft_model"]
-"""Kinds of speculation. "auto" leaves the choice to the server, as the other kinds do for their parameters."""
+"""Kinds of speculation. With "auto" the server chooses the kind; with any kind it fills in parameters left out."""
 
 PoolingTask = Literal["embed", "classify", "next_token"]
 PooledPositions = Literal["last", "mean", "each"]

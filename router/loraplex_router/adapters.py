@@ -63,7 +63,7 @@ class Answers:
     def raise_unless_answered(self) -> None:
         """Raises a failure when no worker has answered: a verdict on the adapter before a missing worker."""
         if not self.num_answered and self.failures:
-            raise min(self.failures, key=lambda failure: failure.kind is not FailureKind.ANSWERED)
+            raise max(self.failures, key=lambda failure: failure.weight)
 
 
 class AdapterFanOut:

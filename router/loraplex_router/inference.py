@@ -314,7 +314,7 @@ class InferenceRelay:
                     for one in self._replicas.of_same_version(worker_id):
                         tried.add(one)
                         overloaded.pop(one, None)  # it would say the same when it is free
-                if error is None or not failure.is_unimplemented:
+                if error is None or failure.weight >= error.weight:
                     error = failure
             finally:
                 call.end_attempt()

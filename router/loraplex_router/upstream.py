@@ -123,6 +123,15 @@ class UpstreamFailure(Exception):
         return self.code is grpc.StatusCode.UNIMPLEMENTED
 
     @property
+    def weight(self) -> int:
+        """Of several workers' failures the client is told the one with the most: a verdict on the request weighs more
+        than a worker that is missing, and that more than one that lacks what the request needs."""
+        if self.is_unimplemented:
+            return 0
+        is_missing = self.kind in (FailureKind.LOST, FailureKind.UNREACHED)
+        return 1 if is_missing or self.code is grpc.StatusCode.UNAVAILABLE else 2
+
+    @property
     def may_retry(self) -> bool:
         """True if another worker may have this request, provided that the client has seen nothing of it."""
         return self.kind in RETRY_CAUSES

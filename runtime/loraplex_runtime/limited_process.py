@@ -168,7 +168,10 @@ def _killed_after(seconds: float, process: subprocess.Popen[bytes], is_late: thr
 
     timer = threading.Timer(seconds, kill)
     timer.daemon = True
-    timer.start()
+    try:
+        timer.start()
+    except RuntimeError as error:  # limits of processes count threads, too
+        raise OSError(str(error)) from None
     try:
         yield
     finally:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import select
+import sys
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 from loraplex_contracts.errors import FailedPrecondition, LoraplexError, by_reason
 from loraplex_runtime.shutdown import unread_output_is_lost
@@ -53,9 +55,18 @@ def report_of(line: bytes) -> dict[str, Any]:
 
 
 def write_report(**fields: str | list[int]) -> None:
-    """Prints a report, one line. Output that nobody reads is lost."""
+    """Prints a report, one line. Output that nobody reads is lost, also where a full pipe would wait for its reader."""
     with unread_output_is_lost():
-        print(json.dumps(fields), flush=True)
+        if _has_room(sys.stdout):
+            print(json.dumps(fields), flush=True)
+
+
+def _has_room(stream: TextIO) -> bool:
+    """True if a line may be written without waiting; a pipe that takes anything takes 4 KiB."""
+    try:
+        return bool(select.select([], [stream], [], 0)[1])
+    except (OSError, ValueError):  # no descriptor, or one that is closed
+        return True
 
 
 def failure_of(report: dict[str, Any]) -> LoraplexError:

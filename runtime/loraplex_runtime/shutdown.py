@@ -159,7 +159,7 @@ def _wait_and_end(drain_s: float) -> None:
     time.sleep(drain_s)
     killing_at_s = time.monotonic() + END_S
     while time.monotonic() < killing_at_s:
-        os.kill(me, signal.SIGTERM)  # the first asks for the end; the next ones hurry it
+        os.kill(me, signal.SIGTERM)  # the first may be systemd's; the second hurries
         time.sleep(HURRY_EVERY_S)
     for child in multiprocessing.active_children():
         child.kill()  # a front end that still works then ends and leaves no files

@@ -351,6 +351,16 @@ async def test_every_worker_is_tried_once_and_the_last_word_counts(refusal: type
         assert c.num_requests == [1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("idx", range(3))
+async def test_a_verdict_counts_more_than_a_worker_that_is_going(idx: int) -> None:
+    async with cluster(3) as c:
+        for place, address in enumerate(rendezvous_order("sql", [w.address for w in c.workers])):
+            c.by_address(address).stream = fails(Draining("going") if place == idx else DiskFull("full"))
+        error = await error_of(stub(c.channel).GenerateStream(Generate(text="x", adapter_id="sql")))
+        assert isinstance(error, DiskFull)
+        assert c.num_requests == [1, 1, 1]
+
+
 async def test_what_no_worker_knows_is_said() -> None:
     async with cluster(3) as c:
         for worker in c.workers:

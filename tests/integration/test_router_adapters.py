@@ -85,6 +85,15 @@ async def test_a_load_that_leaves_the_old_content_somewhere_is_no_success(place:
         assert len((await stub(c.channel).LoadAdapter(Load(adapter_id="sql"))).adapters) == 2
 
 
+async def test_a_refused_load_is_told_before_a_worker_that_is_going() -> None:
+    async with cluster(3) as c:
+        first, *others = homes(c, "sql")
+        first.load_error = Draining("going")
+        for worker in others:
+            worker.load_error = AdapterMemoryFull("too large", metadata={"can_ever_fit": "false"})
+        assert isinstance(await error_of(stub(c.channel).LoadAdapter(Load(adapter_id="sql"))), AdapterMemoryFull)
+
+
 async def test_a_worker_that_had_it_and_is_lost_did_not_load_it() -> None:
     async with cluster(3) as c:
         worker = homes(c, "sql")[2]

@@ -231,9 +231,9 @@ class World(Harness):
         """Each request ended once with its own text, or with an error that is its own."""
         assert not self._replies
         assert self.engine.integrity_report() == ""
+        assert all(log.is_over for log in self.logs.values())
         for request_id in self._keys:
             log = self.logs[request_id]
-            assert log.is_over
             for index in range(log.request.n):
                 expected, tokens = self.expected(request_id, index), tuple(log.tokens[index])
                 assert expected.token_ids[: len(tokens)] == tokens, "a token that is not the request's own"

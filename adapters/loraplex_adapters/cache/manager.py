@@ -88,8 +88,8 @@ RELOAD = LoadOptions(is_reload=True)
 # Errors of a source after which no other one is asked.
 _FINAL = (AdapterOutsideRoot, AdapterVersionNotFound)
 
-# For which "there is no such adapter" is remembered where directories alone are asked: it takes them milliseconds to
-# look again, and the adapter may have come.
+# Seconds for which "there is no such adapter" is remembered where directories alone are asked: it takes them
+# milliseconds to look again, and the adapter may have come.
 ABSENT_TTL_S = 1.0
 
 CLOSE_TIMEOUT_S = 5.0

@@ -171,7 +171,7 @@ class AdapterTable:
         operation = record.load if record is not None else None
         if operation is not None and operation.ended_s is not None and now - operation.ended_s > ABANDONED_S:
             operation = None
-        if record is not None and operation is not None and not self._shares(operation, call, pin, user, options):
+        if record is not None and operation is not None and not self._join(operation, call, pin, user, options):
             if not self._has_result(record, operation):
                 return None
             operation = None  # abandoned: its own callers would have taken the result by now
@@ -506,8 +506,9 @@ class AdapterTable:
         self._failures.pop(record.name, None)
         self._fetch(record, tenant, origin)
 
-    def _shares(self, operation: LoadOperation, call: int, pin: bool, user: AdapterUser, options: LoadOptions) -> bool:
-        """True if the operation is this call's: it asks for the same, and was there before the fetch began."""
+    def _join(self, operation: LoadOperation, call: int, pin: bool, user: AdapterUser, options: LoadOptions) -> bool:
+        """Adds the call to the operation where it asks for the same and was there before the fetch began. False for
+        another."""
         if (operation.pin, operation.user, operation.options) != (pin, user, options):
             return False
         if operation.is_behind or operation.asked_round == self.residency.round:

@@ -249,8 +249,13 @@ def speculation_of(value: Any) -> pb.Speculation:
         places |= dict.fromkeys(parameters.DESCRIPTOR.fields_by_name, parameters)
     try:
         for name, place in places.items():
-            if (given := options.pop(name, None)) is not None:
-                setattr(place, name, given)
+            if (given := options.pop(name, None)) is None:
+                continue
+            if place is not found and getattr(place, name) and getattr(place, name) != given:
+                raise InvalidArgument(
+                    f"`speculation.kind` has another `{name}`: say it once", field=f"speculation.{name}"
+                )
+            setattr(place, name, given)
     except (TypeError, ValueError) as error:  # of protobuf
         raise InvalidArgument("`speculation` has a value of a wrong type or size", field="speculation") from error
     if options:

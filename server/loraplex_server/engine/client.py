@@ -12,7 +12,8 @@ import multiprocessing
 import os
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -199,7 +200,8 @@ class EngineClient:
         if not inline:
             self._scratch = Scratch()
         context = multiprocessing.get_context("spawn")
-        self._conn, theirs = context.Pipe(duplex=True)
+        with self._starting():
+            self._conn, theirs = context.Pipe(duplex=True)
         self._commands = CommandWriter(self._conn)
         args = (theirs, self._config, self._max_stream_wait_s, self._liveness.heartbeat, builder)
         if self._scratch is None:
@@ -209,8 +211,8 @@ class EngineClient:
             process = context.Process(
                 target=engine_process, args=(*args, self._scratch.path), name="loraplex-engine", daemon=True
             )
-            with theirs:
-                self._start_process(process)
+            with theirs, self._starting():
+                start_shielded(process)
             self._worker = process
         loop = asyncio.get_running_loop()
         self._started = loop.create_future()
@@ -223,13 +225,14 @@ class EngineClient:
         self._liveness.start(self.pid)
         return info
 
-    def _start_process(self, process: Any) -> None:
-        """Raises FailedPrecondition where the system gives no process; nothing is left of the engine then."""
-        assert self._commands is not None
+    @contextmanager
+    def _starting(self) -> Generator[None]:
+        """Raises FailedPrecondition where the system gives no pipe or process; nothing is left of the engine then."""
         try:
-            start_shielded(process)
+            yield
         except OSError as error:
-            self._commands.close()
+            if self._commands is not None:
+                self._commands.close()
             self._remove_scratch()
             raise FailedPrecondition(
                 f"the engine's process cannot be started: {error.strerror or error}; look at the limits of this user "

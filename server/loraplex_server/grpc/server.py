@@ -133,7 +133,12 @@ async def start_worker(
         if builder is None:
             await asyncio.to_thread(check_places, config.engine)
             if (folder := child_folder()) is not None:
-                os.chdir(folder)  # no path is relative here, and Transformers is not imported where there is none
+                # Transformers is not imported where there is none.
+                log.warning(
+                    "the working directory is gone or closed to this user: relative paths lead nowhere, so give "
+                    "absolute ones"
+                )
+                os.chdir(folder)
         source = SourceWatch(make_source(config.engine.adapters.root))  # the Hub cannot be listed
         info = await engine.start(on_progress, inline=inline, builder=builder)
         if tokenizer is None:  # in a thread: health checks are answered meanwhile

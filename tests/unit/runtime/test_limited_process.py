@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,6 +104,18 @@ def test_a_process_that_reads_nothing_at_its_start_is_killed(tmp_path: Path, mon
     with pytest.raises(ProcessFailed, match=r"not ready within 0\.3 s"):
         process.call("x", 5.0)
     assert process.pid is None
+
+
+def test_where_no_thread_can_start_no_process_is_left(process: LimitedProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Timer) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Timer, "start", refuse)
+        with pytest.raises(ProcessFailed):
+            process.call("x", 5.0)
+        assert process.pid is None
+    assert process.call("x", 5.0) == [{"a": 1}, "x"]
 
 
 def test_a_process_that_cannot_start() -> None:

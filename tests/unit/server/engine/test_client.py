@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -107,12 +108,17 @@ async def test_a_start_that_is_given_up_leaves_no_engine() -> None:
     await client.stop()
 
 
-async def test_a_process_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(process: object) -> None:
+@pytest.mark.parametrize(
+    ("owner", "name"), [(client_module, "start_shielded"), (type(multiprocessing.get_context("spawn")), "Pipe")]
+)
+async def test_a_process_that_cannot_be_started(
+    owner: object, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: object, **__: object) -> None:
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(client_module, "start_shielded", start)
+    monkeypatch.setattr(owner, name, start)
     client = EngineClient(CONFIG)
     with pytest.raises(FailedPrecondition, match="cannot be started: Resource temporarily unavailable"):
         await client.start(builder=build_fake)

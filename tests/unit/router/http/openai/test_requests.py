@@ -206,7 +206,7 @@ def test_speculation(value: Any, expected: pb.Speculation) -> None:
 @pytest.mark.parametrize(
     "value", [1, [], "fast", {"kind": ["off"]}, {"kind": "auto", "name": "x"}, {"max_draft_tokens": "4"},
               {"kind": "prompt_lookup", "max_ngram": -1}, {"kind": "medusa", "adapter_id": "\ud800"},
-              "draft_model:\ud800"],
+              "draft_model:\ud800", {"kind": "draft_model:a", "name": "b"}],
 )  # fmt: skip
 def test_speculation_of_a_wrong_form_is_refused(value: Any) -> None:
     with pytest.raises(InvalidArgument, match="speculation"):
