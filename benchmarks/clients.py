@@ -19,7 +19,6 @@ import itertools
 import json
 import math
 import os
-import re
 import shutil
 import statistics
 import subprocess
@@ -32,14 +31,12 @@ from pathlib import Path
 from typing import Any
 
 from results import Record, add_json_option, recording
-from systems import Child
+from systems import HTTP_READY, READY, Child
 
 from loraplex import AsyncClient
 from loraplex.bench import LoadSpec, Popularity, Selection, Session, parse_lengths
 
-HTTP = re.compile(r"HTTP on ([\d.]+:\d+)")
 GUIDELLM_S = 900.0  # of one run, at most
-READY = re.compile(r"ready on ([\d.]+:\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +92,9 @@ class ServedWithHttp:
     def __init__(self, *arguments: str) -> None:
         command = ["loraplex", "serve", *arguments, "--host", "127.0.0.1", "--port", "0", "--http-port", "0"]
         self._child = Child(command, "loraplex serve", merged=True)
-        heard = ""
-        while (http := HTTP.search(heard)) is None or (grpc := READY.search(heard)) is None:
-            heard += self._child.hear()
+        http = self._child.hear_until(HTTP_READY)  # on the line that names the port for gRPC first
+        grpc = READY.search(http.string)
+        assert grpc is not None
         self.address, self.url = grpc[1], f"http://{http[1]}"
 
     def close(self) -> None:

@@ -34,9 +34,9 @@ def takes_part(system: str, workload: str) -> bool:
     """True if a system is asked to run a workload."""
     is_base = workload.startswith("base-")
     system = system.removesuffix(BEFORE)
+    if system.endswith("LoRA off"):
+        return is_base
     match system:
-        case _ if system.endswith("LoRA off"):
-            return is_base
         case "loraplex, mixed ranks":
             return workload.startswith("distinct-")
         case "PEFT":

@@ -31,7 +31,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -247,9 +246,7 @@ def _http_servers(
     """`loraplex serve`, and `vllm serve` where there is one, each once more without adapters for workloads of base."""
     found: list[systems.System] = []
 
-    def add(start: Callable[[str], systems.HttpSystem], name: str) -> None:
-        progress(f"starting {name}")
-        system = start(name)
+    def keep(system: systems.HttpSystem) -> None:
         stack.callback(system.close)
         found.append(system)
 
@@ -257,21 +254,14 @@ def _http_servers(
         if not lora and not has_base:
             continue
         for checkout, named in _checkouts(args):
+            progress(f"starting {named(own)}")
             store = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             flags = [*worker_flags(args.inputs, store, lora=lora), *args.flags]
-            add(partial(systems.http_server, inputs=args.inputs, flags=flags, checkout=checkout), named(own))
+            keep(systems.http_server(named(own), args.inputs, flags, checkout))
         if args.vllm_python is not None:
-            options = {"lora": lora, "dtype": args.vllm_dtype, "slots": args.slots}
-            add(
-                partial(
-                    systems.vllm_http_server,
-                    python=args.vllm_python,
-                    preload=args.vllm_preload,
-                    inputs=args.inputs,
-                    **options,
-                ),
-                vllm,
-            )
+            progress(f"starting {vllm}")
+            start = args.vllm_python, args.vllm_preload, args.inputs
+            keep(systems.vllm_http_server(vllm, *start, lora=lora, dtype=args.vllm_dtype, slots=args.slots))
     return found
 
 

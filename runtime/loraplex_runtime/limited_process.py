@@ -116,7 +116,7 @@ class LimitedProcess:
         is_late = threading.Event()
         try:
             return self._started(is_late)
-        except (EOFError, OSError) as error:
+        except (EOFError, OSError, ProcessFailed) as error:
             self.kill()
             why = f"it was not ready within {START_S:g} s" if is_late.is_set() else str(error)
             raise ProcessFailed(why or "it ended before it was ready") from None
@@ -171,7 +171,7 @@ def _killed_after(seconds: float, process: subprocess.Popen[bytes], is_late: thr
     try:
         timer.start()
     except RuntimeError as error:  # limits of processes count threads, too
-        raise OSError(str(error)) from None
+        raise ProcessFailed(str(error)) from None
     try:
         yield
     finally:

@@ -133,7 +133,7 @@ async def start_worker(
         if builder is None:
             await asyncio.to_thread(check_places, config.engine)
             if (folder := child_folder()) is not None:
-                # Transformers is not imported where there is none.
+                # Importing Transformers needs a working directory.
                 log.warning(
                     "the working directory is gone or closed to this user: relative paths lead nowhere, so give "
                     "absolute ones"

@@ -153,26 +153,31 @@ def servers(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> 
         yield running
 
 
-@fault(
-    "`serve` loses its terminal (SIGHUP), nobody reads its output",
-    clients_see="running requests end well; status 0",
-    within_s=10,
-)
-async def test_a_terminal_that_closes_drains(servers: dict[str, Started], stopwatch: Stopwatch) -> None:
-    running = servers["hung up"]
+async def check_drain(running: Started, stopwatch: Stopwatch, *signals: signal.Signals) -> None:
+    """A stream that runs when the signals come ends well, then the server with status 0, and nothing is left."""
     family = Family.of(running)
     async with AsyncClient(running.address, token=TOKEN) as client:
         stream = client.stream("hello", max_tokens=60, ignore_eos=True)
         await anext(stream)
         stopwatch.start()
-        for _ in range(2):  # kernel and shell
-            running.process.send_signal(signal.SIGHUP)
+        for number in signals:
+            running.process.send_signal(number)
         chunks = [chunk async for chunk in stream]
         assert chunks[-1].finish_reason == "length"
     assert await asyncio.to_thread(running.process.wait, 30) == 0
     await family.end()
     stopwatch.stop()
     family.check_left()
+
+
+@fault(
+    "`serve` loses its terminal (SIGHUP), nobody reads its output",
+    clients_see="running requests end well; status 0",
+    within_s=10,
+)
+async def test_a_terminal_that_closes_drains(servers: dict[str, Started], stopwatch: Stopwatch) -> None:
+    hang_up = (signal.SIGHUP, signal.SIGHUP)  # of kernel and shell
+    await check_drain(servers["hung up"], stopwatch, *hang_up)
 
 
 def fill(pipe: IO[str]) -> None:
@@ -191,20 +196,9 @@ def fill(pipe: IO[str]) -> None:
 )
 async def test_a_full_pipe_holds_no_drain_up(servers: dict[str, Started], stopwatch: Stopwatch) -> None:
     running = servers["full"]
-    family = Family.of(running)
     assert running.process.stderr is not None
-    async with AsyncClient(running.address, token=TOKEN) as client:
-        stream = client.stream("hello", max_tokens=60, ignore_eos=True)
-        await anext(stream)
-        fill(running.process.stderr)
-        stopwatch.start()
-        running.process.send_signal(signal.SIGTERM)
-        chunks = [chunk async for chunk in stream]
-        assert chunks[-1].finish_reason == "length"
-    assert await asyncio.to_thread(running.process.wait, 30) == 0
-    await family.end()
-    stopwatch.stop()
-    family.check_left()
+    fill(running.process.stderr)
+    await check_drain(running, stopwatch, signal.SIGTERM)
 
 
 @fault(

@@ -112,10 +112,14 @@ def test_where_no_thread_can_start_no_process_is_left(process: LimitedProcess, m
 
     with monkeypatch.context() as limited:
         limited.setattr(threading.Timer, "start", refuse)
-        with pytest.raises(ProcessFailed):
+        with pytest.raises(ProcessFailed, match="new thread"):
             process.call("x", 5.0)
         assert process.pid is None
     assert process.call("x", 5.0) == [{"a": 1}, "x"]
+    monkeypatch.setattr(threading.Timer, "start", refuse)
+    with pytest.raises(ProcessFailed, match="new thread"):
+        process.call("x", 5.0)
+    assert process.pid is None
 
 
 def test_a_process_that_cannot_start() -> None:

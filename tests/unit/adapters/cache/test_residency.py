@@ -34,6 +34,16 @@ def test_a_want_is_promoted_and_then_hit() -> None:
     assert (table.host_used, table.device_used) == (100, 100)
 
 
+def with_a_want_that_waits() -> ResidencyTable:
+    """A is on the device, and B, which does not fit beside it, is wanted."""
+    table = make_table(device=300, num_slots=3)
+    held(table, A, 200)
+    bring_up(table, A)
+    held(table, B, 250)
+    assert table.acquire(B) is None
+    return table
+
+
 def test_wants_that_are_put_first_are_served_first() -> None:
     table = make_table(num_slots=1)
     for key in (A, B, C):
@@ -48,12 +58,8 @@ def test_wants_that_are_put_first_are_served_first() -> None:
 
 
 def test_one_that_is_put_before_a_want_that_waits_is_served_at_once() -> None:
-    table = make_table(device=300, num_slots=3)
-    held(table, A, 200)
-    bring_up(table, A)
-    held(table, B, 250)
+    table = with_a_want_that_waits()
     held(table, C, 50)
-    assert table.acquire(B) is None
     assert table.acquire(C) is None
     table.advance(0.0)
     assert table.moves == [Stage(B)]  # under way
@@ -205,23 +211,15 @@ def test_nobody_overtakes_a_want_while_it_is_staged() -> None:
 
 
 def test_a_withdrawn_want_frees_the_queue() -> None:
-    table = make_table(device=300, num_slots=3)
-    held(table, A, 200)
-    bring_up(table, A)
-    held(table, B, 250)
+    table = with_a_want_that_waits()
     held(table, C, 50)
-    assert table.acquire(B) is None
     assert table.acquire(C) is None
     table.drop_hold(B)
     assert [m for m in run_round(table) if isinstance(m, Promote)] == [Promote(C, 1)]
 
 
 def test_a_withdrawn_want_lets_prefetches_go_on() -> None:
-    table = make_table(device=300, num_slots=3)
-    held(table, A, 200)
-    bring_up(table, A)
-    held(table, B, 250)
-    assert table.acquire(B) is None
+    table = with_a_want_that_waits()
     table.bind(C, "c", 50, 4)
     table.prefetch(C)
     table.advance(0.0)
