@@ -1,4 +1,4 @@
-"""Whole engines on a CUDA device against float64 on the CPU."""
+"""Whole engines on a CUDA device against float64."""
 
 from __future__ import annotations
 

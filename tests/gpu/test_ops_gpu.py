@@ -205,8 +205,9 @@ def test_a_branch_of_a_graph_adds_what_is_added_behind_the_base() -> None:
     with torch.cuda.graph(graph):
         got = chain()
     assert ops._branch is not None  # type: ignore[attr-defined]
-    for popularity in POPULARITIES * 5:
-        ops.refill(reserved, random_segments(popularity, num_rows, num_slots))  # type: ignore[attr-defined]
+    for popularity, idle_rows in itertools.product(POPULARITIES * 3, (False, True)):
+        segments = random_segments(popularity, num_rows, num_slots, idle_rows=idle_rows)
+        ops.refill(reserved, segments)  # type: ignore[attr-defined]
         got.fill_(float("nan"))
         graph.replay()
         found = got.clone()

@@ -94,13 +94,20 @@ class Answer:
 
 @dataclass
 class World:
-    """A model, its adapters on disk, and what is right."""
+    """A model, its adapters on disk, and what is right. References run on `device`: float32 sines of rotary embeddings
+    differ between devices."""
 
     model: PreTrainedModel
     dtype: torch.dtype
     root: Path
     loras: dict[str, RandomLora] = field(default_factory=dict[str, RandomLora])
+    device: str = "cpu"
     _merged: dict[str, PreTrainedModel] = field(default_factory=dict[str, PreTrainedModel])
+
+    @staticmethod
+    def of(settings: Settings, root: Path) -> World:
+        model = random_model(settings.dtype, settings.hidden_size)
+        return World(model, settings.dtype, root, device=settings.device)
 
     def add(self, rank: int, seed: int) -> str:
         name = f"r{rank}-{seed}"
@@ -112,11 +119,12 @@ class World:
         """Logprobs [num_tokens, vocab] that the answer's tokens should have been drawn from."""
         name = answer.request.adapter_id
         if name not in self._merged:
-            self._merged[name] = self.loras[name].merged_into(self.model) if name else self.model
-        ids = torch.tensor([[*answer.request.prompt_token_ids, *answer.tokens]])
+            merged = self.loras[name].merged_into(self.model) if name else copy.deepcopy(self.model)
+            self._merged[name] = merged.to(self.device)  # type: ignore[arg-type]
+        ids = torch.tensor([[*answer.request.prompt_token_ids, *answer.tokens]], device=self.device)
         with torch.inference_mode():
             logits = self._merged[name](input_ids=ids, use_cache=False).logits[0]
-        return torch.log_softmax(logits[len(answer.request.prompt_token_ids) - 1 : -1].double(), -1)
+        return torch.log_softmax(logits[len(answer.request.prompt_token_ids) - 1 : -1].double(), -1).cpu()
 
     def check(self, answers: Mapping[str, Answer]) -> None:
         for name, answer in answers.items():
@@ -218,7 +226,7 @@ def make_requests(adapters: Sequence[str], num: int, num_tokens: int, seed: int 
 
 def check_mixed_batch(settings: Settings, root: Path) -> None:
     """Adapters of many ranks and the base in one batch."""
-    world = World(random_model(settings.dtype, settings.hidden_size), settings.dtype, root)
+    world = World.of(settings, root)
     names = ["", *(world.add(rank, rank) for rank in (1, 8, 13, 16, 64))]
     engine = make_engine(world, settings)
     answers = run(engine, make_requests(names, 14, 16), random.Random(1))
@@ -234,7 +242,7 @@ def check_mixed_batch(settings: Settings, root: Path) -> None:
 def check_speculation(settings: Settings, root: Path) -> None:
     """Checks that drafts of several lengths in one batch, right and wrong ones, leave answers as right as without.
     Lookup finds right ones in what the same requests were answered the first time, and wrong ones in every text."""
-    world = World(random_model(settings.dtype, settings.hidden_size), settings.dtype, root)
+    world = World.of(settings, root)
     names = ["", world.add(8, 1), world.add(16, 2)]
     engine = make_engine(world, settings, max_draft_tokens=6)
     plain = make_requests(names, 12, 40)
@@ -259,7 +267,7 @@ def check_speculation(settings: Settings, root: Path) -> None:
 
 def check_churn(settings: Settings, root: Path) -> None:
     """Many more adapters than slots, loaded and evicted while others run, some of them again."""
-    world = World(random_model(settings.dtype, settings.hidden_size), settings.dtype, root)
+    world = World.of(settings, root)
     names = ["", *(world.add((2, 8, 16)[idx % 3], 10 + idx) for idx in range(15))]
     engine = make_engine(world, settings, num_slots=3, max_running=6)
     requests = make_requests(names, 40, 8)
