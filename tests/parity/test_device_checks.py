@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ from support.device_checks import (
     random_model,
     run,
 )
+from support.device_kinds import check_family, check_formats, check_pooling
+from support.zoo import HYBRIDS, ON_DEVICES
 
 
 @pytest.mark.parametrize(
@@ -27,6 +31,43 @@ from support.device_checks import (
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_a_cpu(check: str, dtype: torch.dtype, tmp_path: Path) -> None:
     CHECKS[check](Settings("cpu", dtype), tmp_path)
+
+
+def slowly(quick: Sequence[str], names: Sequence[str]) -> list[Any]:
+    """Parameters, of which some are for the fast tests."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("family", slowly(("deepseek_v3", "bamba"), ON_DEVICES))
+def test_families_on_a_cpu(family: str, tmp_path: Path) -> None:
+    check_family(Settings("cpu", torch.float32), tmp_path, family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "gpt2", "lfm2", "bamba"])
+def test_families_in_bfloat16(family: str, tmp_path: Path) -> None:
+    check_family(Settings("cpu", torch.bfloat16), tmp_path, family)
+
+
+@pytest.mark.parametrize("family", slowly(("qwen2", "gemma2"), [one for one in ON_DEVICES if one not in HYBRIDS]))
+def test_families_as_on_cuda(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_as_on_cuda(monkeypatch)
+    replays: Counter[str] = Counter()
+    check_family(Settings("cpu", torch.float32, replays=replays), tmp_path, family)
+    assert replays["plain replayed"] > 0, replays
+    assert replays["adapted replayed"] > 5, replays
+
+
+@pytest.mark.parametrize("family", slowly((), ("llama", "qwen2", "gpt2")))
+def test_kinds_of_adapters_as_on_cuda(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_as_on_cuda(monkeypatch)
+    replays: Counter[str] = Counter()
+    check_formats(Settings("cpu", torch.float32, replays=replays), tmp_path, family)
+    assert replays["adapted replayed"] > 5, replays
+
+
+def test_pooled_values_on_a_cpu(tmp_path: Path) -> None:
+    check_pooling(Settings("cpu", torch.float32), tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)

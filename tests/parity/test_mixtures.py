@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import random
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
-from peft import IA3Config, LoHaConfig, LoraModel, PeftModel, VeraConfig
+from peft import IA3Config, LoHaConfig, PeftModel, VeraConfig
 from support.dense import dense_logits, greedy, make_dense
-from support.peft_files import SPECS, LoraSpec, save_adapter, save_variant
+from support.peft_files import SPECS, LoraSpec, save_adapter, save_variant, weighted
 from support.speculation import Bench, World, draft_proposer, make_bench, request
 from support.zoo import random_model
 from torch import Tensor
@@ -41,27 +39,6 @@ SUMS: dict[str, Sequence[tuple[str, float]]] = {
 
 def mixture(members: Sequence[tuple[str, float]]) -> Mixture:
     return Mixture(tuple(Member(AdapterId(name), weight) for name, weight in members))
-
-
-def weighted(
-    model: PreTrainedModel, root: Path, members: Sequence[tuple[str, float]], how: Any, **more: Any
-) -> PeftModel:
-    """PEFT's own mixture of the adapters in `root`."""
-    names = list(dict.fromkeys(name for name, _ in members))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        peft = PeftModel.from_pretrained(copy.deepcopy(model), str(root / names[0]), adapter_name=_plain(names[0]))
-        for name in names[1:]:
-            peft.load_adapter(str(root / name), adapter_name=_plain(name))
-        cast(LoraModel, peft.base_model).add_weighted_adapter(
-            [_plain(name) for name, _ in members], [weight for _, weight in members], "mixed", how, **more
-        )
-        peft.set_adapter("mixed")
-    return peft.eval()
-
-
-def _plain(name: str) -> str:
-    return name.replace("-", "_")
 
 
 def check_texts(bench: Bench, asked: dict[str, tuple[Request, PeftModel | PreTrainedModel]], seed: int) -> None:

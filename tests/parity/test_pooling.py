@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from support.dense import greedy, make_dense
-from support.peft_files import SPECS, linear_names, save_adapter
+from support.peft_files import SPECS, save_adapter
+from support.pooling_models import classifier, feature_extraction, hidden_states
 from support.zoo import VOCAB_SIZE, random_model
 from torch import nn
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedModel
+from transformers import PreTrainedModel
 
 from loraplex_contracts.adapters import AdapterId
 from loraplex_contracts.errors import ClassifiesOnly, Code, NoClassifier
@@ -71,51 +71,6 @@ def values_of(events: Sequence[Event]) -> np.ndarray:
     """The values of a request [num_rows, num_columns]."""
     (found,) = [event for event in events if isinstance(event, Pooled)]
     return np.frombuffer(found.values).reshape(-1, found.num_columns)
-
-
-def hidden_states(model: nn.Module, prompt: Sequence[int]) -> np.ndarray:
-    """Hidden states [num_tokens, hidden] behind the last norm, by the model's own code."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    backbone = getattr(base, base.base_model_prefix) if hasattr(base, "lm_head") else base
-    with torch.no_grad():
-        return backbone(input_ids=torch.tensor([list(prompt)])).last_hidden_state[0].numpy()
-
-
-def feature_extraction(base: PreTrainedModel, folder: Path) -> PeftModel:
-    """PEFT's model over the base model without its head; its files are in `folder` afterwards."""
-    torch.manual_seed(7)
-    backbone = copy.deepcopy(getattr(base, base.base_model_prefix))
-    config = LoraConfig(
-        task_type=TaskType.FEATURE_EXTRACTION,
-        r=3,
-        target_modules=linear_names(base)[0],
-        init_lora_weights=False,
-        fan_in_fan_out=base.config.model_type == "gpt2",
-    )
-    peft = get_peft_model(backbone, config)
-    peft.save_pretrained(folder)
-    return peft.eval()
-
-
-def classifier(base: PreTrainedModel, folder: Path, num_labels: int, *, per_token: bool = False) -> PeftModel:
-    """PEFT's model over the base model with a classifier in the place of its head."""
-    torch.manual_seed(num_labels)
-    config = copy.deepcopy(base.config)
-    config.num_labels = num_labels
-    kind = AutoModelForTokenClassification if per_token else AutoModelForSequenceClassification
-    model = kind.from_config(config).to(torch.float64)
-    prefix = base.base_model_prefix
-    getattr(model, prefix).load_state_dict(getattr(base, prefix).state_dict())
-    lora = LoraConfig(
-        task_type=TaskType.TOKEN_CLS if per_token else TaskType.SEQ_CLS,
-        r=2,
-        target_modules=linear_names(base)[0],
-        init_lora_weights=False,
-        fan_in_fan_out=base.config.model_type == "gpt2",
-    )
-    peft = get_peft_model(model, lora)
-    peft.save_pretrained(folder)
-    return peft.eval()
 
 
 def engine_for(base: PreTrainedModel, root: Path, *, num_slots: int, kv_bytes: int = 1 << 20) -> Engine:

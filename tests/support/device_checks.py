@@ -155,11 +155,11 @@ def make_engine(
     )
     engine = assemble(loaded, config, lambda text: None, lambda: None)
     if settings.replays is not None:
-        _count_replays(engine, settings.replays)
+        count_replays(engine, settings.replays)
     return engine
 
 
-def _count_replays(engine: Engine, replays: Counter[str]) -> None:
+def count_replays(engine: Engine, replays: Counter[str]) -> None:
     """Counts steps by whether they came from a graph, with adapters or without."""
     graphs: Any = getattr(engine._runner, "_graphs", None)
     replays["graphs"] += graphs.num_graphs if graphs is not None else 0

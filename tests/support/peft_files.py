@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import LoraConfig, LoraModel, PeftConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -172,6 +173,27 @@ def save_initialised(model: PreTrainedModel, config: LoraConfig, folder: Path, s
             peft.save_pretrained(converted, path_initial_model_for_weight_conversion=str(start))
         peft.peft_config["default"].init_lora_weights = init
         peft.save_pretrained(folder)
+
+
+def weighted(
+    model: PreTrainedModel, root: Path, members: Sequence[tuple[str, float]], how: Any, **more: Any
+) -> PeftModel:
+    """PEFT's own mixture of the adapters in `root`."""
+    names = list(dict.fromkeys(name for name, _ in members))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft = PeftModel.from_pretrained(copy.deepcopy(model), str(root / names[0]), adapter_name=_plain(names[0]))
+        for name in names[1:]:
+            peft.load_adapter(str(root / name), adapter_name=_plain(name))
+        cast(LoraModel, peft.base_model).add_weighted_adapter(
+            [_plain(name) for name, _ in members], [weight for _, weight in members], "mixed", how, **more
+        )
+        peft.set_adapter("mixed")
+    return peft.eval()
+
+
+def _plain(name: str) -> str:
+    return name.replace("-", "_")
 
 
 def load_lora(root: Path, name: str, targets: BaseTargets) -> AdapterWeights:

@@ -28,6 +28,7 @@ from loraplex_contracts.request import (
     CompletionEnd,
     Event,
     FinishReason,
+    Pooled,
     PositionLogprobs,
     PromptLogprobs,
     Request,
@@ -99,6 +100,7 @@ class Outcome:
     tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     logprobs: dict[int, list[PositionLogprobs]] = field(default_factory=lambda: defaultdict(list))
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    pooled: Pooled | None = None
     ends: dict[int, CompletionEnd] = field(default_factory=dict)
     error: LoraplexError | None = None
     is_admitted: bool = False
@@ -124,6 +126,9 @@ class Outcome:
             case PromptLogprobs():
                 assert not self.prompt_logprobs
                 self.prompt_logprobs = event.logprobs
+            case Pooled():
+                assert self.pooled is None
+                self.pooled = event
             case Tokens():
                 assert self.is_admitted
                 assert event.index not in self.ends
@@ -280,11 +285,12 @@ def make_bench(
     backend: Backend | None = None,
     form: WeightFormat | None = None,
     num_states: int = 0,
+    verify: bool = False,
     **speculation: Any,
 ) -> Bench:
     """An engine for a copy of `model`, with the adapters in `root`. `drafts`: proposers by the names that requests have
     for draft models. `speculation`: fields of its configuration. Without `step_costs` those that it has measured."""
-    loaded = adopt_model(copy.deepcopy(model), verify=False, backend=backend, form=form)
+    loaded = adopt_model(copy.deepcopy(model), verify=verify, backend=backend, form=form)
     block_bytes = max(1, kv_block_bytes(loaded.spec, BLOCK_SIZE, loaded.dtype.itemsize))  # none without attention
     num_states = num_states or 2 * max_running  # few snapshots, that they are evicted
     num_places = num_states + min(num_states, max_running)

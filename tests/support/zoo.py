@@ -476,6 +476,13 @@ LORA_FAMILIES = (
     *("falcon-alibi", "gpt_oss", "llama4-chunks", "deepseek_v2", "deepseek_v3", "gemma4", "bloom", "mpt", "falcon"),
 )
 SLOW_LORA = LORA_FAMILIES[-8:]  # of which the fast tests take one way of computing it
+# Families that are checked on a device too: one for each way of computing attention (biases, windows, caps, sinks, keys
+# of other layers, latent keys, biases by position), experts, linears and heads, and recurrent states.
+ON_DEVICES = (
+    *("qwen2", "gemma2", "gemma3", "gemma4", "phi3", "gpt2", "bloom", "llama4-chunks"),
+    *("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"),
+    *("lfm2", "qwen3_5", "kimi_linear", "mamba2", "bamba", "mamba", "minimax"),
+)
 
 
 def random_model(
