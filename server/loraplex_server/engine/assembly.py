@@ -57,7 +57,7 @@ from loraplex_server.model.runner import ModelRunner
 from loraplex_server.sampling.sampler import Sampler
 from loraplex_server.scheduler.admission import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler
-from loraplex_server.speculation.build import Target, build_speculator
+from loraplex_server.speculation.build import Target, build_speculator, load_drafts
 from loraplex_server.speculation.medusa import HeadSlots
 from loraplex_server.speculation.speculator import Speculator
 from loraplex_server.speculation.step_costs import StepCosts, measure_runner
@@ -135,6 +135,7 @@ def assemble(
         loaded, slots, backend.dense(), argmax=argmax, guesser=backend.medusa_guesser(loaded.head, loaded.dtype)
     )
     has_adapters = config.adapters.root is not None or config.adapters.hub or served.heads is not None
+    drafts = load_drafts(config, loaded, served, progress)  # the KV cache takes most of what they leave
     free_bytes = free_memory_bytes(loaded.device)
     num_slots = state_slots(config, loaded, free_bytes, has_adapters=has_adapters)
     num_spare = num_spare_states(num_slots, batch.max_running)
@@ -167,7 +168,7 @@ def assemble(
     manager = _manager(loaded, config.adapters, slots, heads, notify, served.heads)
     speculator = build_speculator(
         config,
-        Target(loaded, served, runner, manager, heads),
+        Target(loaded, served, runner, manager, heads, drafts),
         step_costs
         or measure_runner(
             runner, max_rows=batch.max_running, num_blocks=num_blocks, block_size=block_size, progress=progress

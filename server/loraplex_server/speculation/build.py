@@ -6,7 +6,7 @@ import logging
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -61,6 +61,14 @@ _MAX_DIFFERENCE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
+class Drafts:
+    """Draft models by the speculator's names, and their least costs."""
+
+    proposers: dict[str, Proposer] = field(default_factory=dict[str, Proposer])
+    least_costs: dict[str, LeastCost] = field(default_factory=dict[str, LeastCost])
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
     """Facts about the target model, for proposers."""
 
@@ -69,18 +77,17 @@ class Target:
     runner: ModelRunner
     cache: AdapterManager
     heads: HeadSlots
+    drafts: Drafts
 
 
 def build_speculator(config: EngineConfig, target: Target, step_costs: StepCosts, progress: Progress) -> Speculator:
-    """The speculator that the configuration asks for. Raises the typed errors of loading draft models and default
-    heads."""
+    """The speculator that the configuration asks for. Raises the typed errors of loading default heads."""
     speculation = config.speculation
-    drafts, least_costs = _draft_models(config, target, progress) if speculation.drafts else ({}, {})
     proposers: dict[str, Proposer] = {
         MEDUSA: MedusaProposer(target.runner, target.cache, target.heads),
         PROMPT_LOOKUP: PromptLookupProposer(history=History(speculation.lookup_history)),
         GRAMMAR: ForcedTokenProposer(),
-        **drafts,
+        **target.drafts.proposers,
     }
     heads_id = AdapterId(speculation.default_medusa or (MODEL_HEADS if target.served.heads is not None else ""))
     default_heads = None
@@ -92,7 +99,7 @@ def build_speculator(config: EngineConfig, target: Target, step_costs: StepCosts
         proposers,
         step_costs,
         draft_names=tuple(draft.name for draft in speculation.drafts),
-        least_costs=least_costs,
+        least_costs=target.drafts.least_costs,
         default_heads=default_heads,
         drafts_by_default=target.served.heads is not None,
         num_token_ids=min(target.loaded.spec.vocab_size, target.loaded.spec.num_logits),
@@ -100,17 +107,15 @@ def build_speculator(config: EngineConfig, target: Target, step_costs: StepCosts
     )
 
 
-def _draft_models(
-    config: EngineConfig, target: Target, progress: Progress
-) -> tuple[dict[str, Proposer], dict[str, LeastCost]]:
-    """The draft models by the speculator's names, and their least costs. They run where the target does, in a dtype of
-    their own."""
-    loaded = target.loaded
-    tokenizer = TextTokenizer.from_pretrained(target.served.base, revision=target.served.revision)
+def load_drafts(config: EngineConfig, loaded: LoadedModel, served: ServedModel, progress: Progress) -> Drafts:
+    """The draft models for `loaded`, with all the memory that they take. They run where it does, in a dtype of their
+    own. Raises what `load_draft` raises."""
+    drafts = Drafts()
+    if not config.speculation.drafts:
+        return drafts
+    tokenizer = TextTokenizer.from_pretrained(served.base, revision=served.revision)
     draft_target = DraftTarget(loaded.spec, tokenizer)
     memory = DraftMemory(config.batch.max_running, config.speculation.draft_kv_bytes, config.kv.block_size)
-    proposers: dict[str, Proposer] = {}
-    least_costs: dict[str, LeastCost] = {}
     for draft in config.speculation.drafts:
         progress(f"loading draft model {draft.name}")
         proposer = load_draft(draft, draft_target, memory, device=str(loaded.device), backend=loaded.backend)
@@ -119,8 +124,9 @@ def _draft_models(
             proposer.drafter.runner.capture(shapes, progress)
         num_rounds = MIN_ROUNDS if proposer.name == UNIVERSAL else 1.0
         key = draft_key(draft.name)
-        proposers[key], least_costs[key] = proposer, LeastCost.of(proposer.drafter.measure(), num_rounds)
-    return proposers, least_costs
+        drafts.proposers[key] = proposer
+        drafts.least_costs[key] = LeastCost.of(proposer.drafter.measure(), num_rounds)
+    return drafts
 
 
 def bring_up_heads(cache: AdapterManager, adapter_id: AdapterId) -> AdapterKey:

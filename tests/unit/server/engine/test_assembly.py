@@ -16,6 +16,7 @@ from support.zoo import MAX_LEN, random_model
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, OutOfMemory, Unimplemented
 from loraplex_contracts.request import CompletionEnd, Request, StoppingParams, Tokens
+from loraplex_runtime.reports import Progress
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cpu import backend as cpu_backend
 from loraplex_server.backends.cpu.backend import CpuBackend
@@ -32,8 +33,10 @@ from loraplex_server.layers.quantization import FORMATS, INT4, INT8, WeightForma
 from loraplex_server.layers.step import StepResources
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import adopt_model
+from loraplex_server.model.medusa_model import ServedModel
 from loraplex_server.model.memory import CPU_KV_BYTES, step_bytes
 from loraplex_server.model.tiny import tiny_config
+from loraplex_server.speculation.build import Drafts
 
 BLOCK_SIZE = 16
 ADAPTERS = AdaptersConfig(device_bytes=1 << 20, host_bytes=1 << 20, disk_bytes=1 << 20, num_device_slots=2)
@@ -113,6 +116,22 @@ def test_a_gpu_keeps_room_for_the_largest_step(max_step_tokens: int, loaded: Loa
     assert graphs > 0
     free = ADAPTERS.device_bytes + step_bytes(loaded, max_step_tokens, 64) + graphs + 100 * block_bytes
     assert blocks(config, on_cuda(loaded), free) == 90
+
+
+def test_the_cache_gets_its_share_of_what_draft_models_leave(
+    loaded: LoadedModel, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = [4 * 9 * block_bytes]
+
+    def load(config: EngineConfig, loaded: LoadedModel, served: ServedModel, progress: Progress) -> Drafts:
+        free[0] -= 4 * 3 * block_bytes
+        return Drafts()
+
+    monkeypatch.setattr(build, "load_drafts", load)
+    monkeypatch.setattr(build, "free_memory_bytes", lambda device: free[0])
+    said: list[str] = []
+    build.assemble(loaded, config_of(None), said.append, lambda: None).close()
+    assert said[0].startswith(f"{6 * BLOCK_SIZE} tokens of KV cache")
 
 
 def test_steps_are_captured_on_a_gpu_unless_told_otherwise(loaded: LoadedModel) -> None:
