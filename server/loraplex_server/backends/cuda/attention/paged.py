@@ -42,7 +42,8 @@ from loraplex_server.layers.attention import AttentionBatch, AttentionSpec, Laye
 LOG2_E = tl.constexpr(1.4426950408889634)  # softmax by powers of two
 
 
-@triton.jit
+# Slots begin anywhere in the plan's buffer.
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def write_kernel(
     key_ptr,  # [num_tokens, kv_heads, k_dim], last dimension contiguous
     value_ptr,  # [num_tokens, kv_heads, v_dim], likewise

@@ -31,7 +31,7 @@ TYPES = {
 }
 FLOATS = ("scale", "softcap")
 # What launches pass with other values than multiples of 16.
-RAGGED = ("count_at", "pieces_at", "tables_at", "partials_at", "window", "chunk", *FLOATS)
+RAGGED = ("count_at", "pieces_at", "tables_at", "partials_at", "slots_ptr", "window", "chunk", *FLOATS)
 
 
 def compile_kernel(kernel: Any, dtype: str, arch: int, constants: dict[str, Any], **options: int) -> Any:
@@ -122,3 +122,10 @@ def test_the_others_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nam
     constants = {"K_DIM": 128, "V_DIM": 128, "BLOCK_K": 128, "BLOCK_V": 128, "BLOCK_PARTS": 8}
     constants["HAS_SINKS"] = True
     assert compile_kernel(getattr(triton_kernels, name), dtype, arch, constants).asm["cubin"]
+
+
+def test_where_slots_begin_compiles_nothing_anew() -> None:
+    """They follow the counts of pieces, of which there are as many as sizes of blocks."""
+    from loraplex_server.backends.cuda.attention.paged import write_kernel
+
+    assert [one.name for one in write_kernel.params if one.do_not_specialize_on_alignment] == ["slots_ptr"]
