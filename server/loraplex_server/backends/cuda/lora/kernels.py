@@ -1,6 +1,6 @@
 """Triton kernels of segmented LoRA and of dense products.
 
-Few rows per adapter: factors are read once, as wide as memory gives them, and no tensor core is asked.
+Few rows per adapter: a program for each row reads factors as wide as memory gives them, and asks no tensor core.
 
     shrink_rows   inner[split, position, term] = x[row] @ a.T over one split of the inputs
     expand_rows   y[row] += sum over terms of weight * scale * (sum over splits of inner) @ b.T
@@ -54,8 +54,16 @@ def sum_of_ranks(ranks_ptr, term_slots_ptr, first_term, num_terms):
 @triton.jit
 def block_at(blocks_ptr, block):
     """A block's first position, number of rows, first term, number of terms."""
-    at = blocks_ptr + block * 4
+    at = blocks_ptr + block * 6
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@triton.jit
+def firsts_at(blocks_ptr, block):
+    """A block's first row and the slot of its first term, which most blocks have alone. In their lists they would be
+    found a load later, and everything else waits for them."""
+    at = blocks_ptr + block * 6
+    return tl.load(at + 4), tl.load(at + 5)
 
 
 @triton.jit
@@ -79,8 +87,7 @@ def member_of(column_block, end_0, end_1, out_features, BLOCK_OUT: tl.constexpr)
 def shrink_rows_kernel(
     x_ptr,  # [num_rows, in_features], last dimension contiguous
     inner_ptr,  # float32 [members, splits, num_positions, inner_stride]
-    rows_ptr,  # int32 [num_positions]
-    blocks_ptr,  # int32 [num_blocks, 4]
+    blocks_ptr,  # int32 [num_blocks, 6]
     term_slots_ptr,  # int32 [num_terms]
     a_ptrs,  # int64 [members, num_slots]
     ranks_ptr,  # int32 [members, num_slots]
@@ -99,13 +106,17 @@ def shrink_rows_kernel(
     split = tl.program_id(1)
     lane = tl.program_id(2) % NUM_LANES
     member = tl.program_id(2) // NUM_LANES
-    first, num_rows, first_term, num_terms = block_at(blocks_ptr, tl.program_id(0))
+    position, num_rows, first_term, num_terms = block_at(blocks_ptr, tl.program_id(0))
+    row, slot = firsts_at(blocks_ptr, tl.program_id(0))
     if num_rows == 0:
         return
     k = split * BLOCK_IN + tl.arange(0, BLOCK_IN)
+    # 64-bit: rows times features pass 2**31 in long steps of wide modules.
+    x_at = x_ptr + row.to(tl.int64) * x_stride + k
+    inner_row = ((member * NUM_SPLITS + split) * num_positions + position).to(tl.int64)
     term = 0
     while term < num_terms:
-        at = member * table_stride + tl.load(term_slots_ptr + first_term + term)
+        at = member * table_stride + slot
         rank = tl.load(ranks_ptr + at)
         a_ptr = pointer_to(tl.load(a_ptrs + at), x_ptr, IS_ALIGNED)
         start = lane * BLOCK_RANK
@@ -113,17 +124,12 @@ def shrink_rows_kernel(
             r = start + tl.arange(0, BLOCK_RANK)
             a_mask = (r < rank)[:, None] & (k < in_features)[None, :]
             a = tl.load(a_ptr + r[:, None] * in_features + k[None, :], mask=a_mask, other=0.0).to(tl.float32)
-            m = 0
-            while m < num_rows:
-                # 64-bit: rows times features pass 2**31 in long steps of wide modules.
-                row = tl.load(rows_ptr + first + m).to(tl.int64)
-                x = tl.load(x_ptr + row * x_stride + k, mask=k < in_features, other=0.0).to(tl.float32)
-                inner_row = ((member * NUM_SPLITS + split) * num_positions + first + m).to(tl.int64)
-                inner_at = inner_ptr + inner_row * inner_stride + term * max_rank + r
-                tl.store(inner_at, tl.sum(a * x[None, :], axis=1), mask=r < rank)
-                m += 1
+            x = tl.load(x_at, mask=k < in_features, other=0.0).to(tl.float32)
+            inner_at = inner_ptr + inner_row * inner_stride + term * max_rank + r
+            tl.store(inner_at, tl.sum(a * x[None, :], axis=1), mask=r < rank)
             start += NUM_LANES * BLOCK_RANK
         term += 1
+        slot = tl.load(term_slots_ptr + first_term + term, mask=term < num_terms, other=0)
 
 
 @triton.jit
@@ -157,8 +163,7 @@ def add_columns(
 def expand_rows_kernel(
     y_ptr,  # [num_rows, out_features], last dimension contiguous
     inner_ptr,  # float32 [members, NUM_SPLITS, num_positions, inner_stride]
-    rows_ptr,  # int32 [num_positions]
-    blocks_ptr,  # int32 [num_blocks, 4]
+    blocks_ptr,  # int32 [num_blocks, 6]
     term_slots_ptr,  # int32 [num_terms]
     term_weights_ptr,  # float32 [num_terms]
     b_ptrs,  # int64 [members, num_slots]
@@ -178,50 +183,48 @@ def expand_rows_kernel(
     BLOCK_OUT: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
 ):
-    first, num_rows, first_term, num_terms = block_at(blocks_ptr, tl.program_id(0))
+    position, num_rows, first_term, num_terms = block_at(blocks_ptr, tl.program_id(0))
+    row, slot = firsts_at(blocks_ptr, tl.program_id(0))
     if num_rows == 0:
         return
     member, column_block, out_start, out_end = member_of(tl.program_id(1), end_0, end_1, out_features, BLOCK_OUT)
-    table = member * table_stride
-    if sum_of_ranks(ranks_ptr + table, term_slots_ptr, first_term, num_terms) == 0:
-        return
     n = column_block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     n_mask = n < out_end - out_start
+    # Asked for at once, while the factors are on their way. 64-bit: see above.
+    y_at = y_ptr + row.to(tl.int64) * y_stride + out_start + n
+    y = tl.load(y_at, mask=n_mask, other=0.0).to(tl.float32)
     split_stride = num_positions.to(tl.int64) * inner_stride
-    m = 0
-    while m < num_rows:
-        # Asked for at once, while the factors are on their way. 64-bit: see above.
-        row = tl.load(rows_ptr + first + m).to(tl.int64)
-        y_at = y_ptr + row * y_stride + out_start + n
-        y = tl.load(y_at, mask=n_mask, other=0.0).to(tl.float32)
-        inner_row = (member * NUM_SPLITS * num_positions + first + m).to(tl.int64)
-        total = tl.zeros((BLOCK_OUT,), dtype=tl.float32)
-        term = 0
-        while term < num_terms:
-            at = table + tl.load(term_slots_ptr + first_term + term)
-            rank = tl.load(ranks_ptr + at)
-            b_ptr = pointer_to(tl.load(b_ptrs + at), y_ptr, IS_ALIGNED)
-            inner_at = inner_ptr + inner_row * inner_stride + term * max_rank
-            acc = tl.zeros((BLOCK_OUT,), dtype=tl.float32)
-            # The compiler loads a row of b in one piece where it knows the rank to be a multiple of 8. More ranks at a
-            # time would take registers from all programs: half as many would run at once.
-            if rank % 8 != 0:
-                acc = add_columns(acc, b_ptr, n, n_mask, inner_at, split_stride, rank, NUM_SPLITS, SPLITS, BLOCK_RANK)
-            else:
-                even = (rank // 8) * 8
-                acc = add_columns(acc, b_ptr, n, n_mask, inner_at, split_stride, even, NUM_SPLITS, SPLITS, BLOCK_RANK)
-            total += tl.load(term_weights_ptr + first_term + term) * tl.load(scales_ptr + at) * acc
-            term += 1
-        tl.store(y_at, (y + total).to(y_ptr.dtype.element_ty), mask=n_mask)
-        m += 1
+    inner_row = (member * NUM_SPLITS * num_positions + position).to(tl.int64)
+    total = tl.zeros((BLOCK_OUT,), dtype=tl.float32)
+    num_ranks = 0
+    term = 0
+    while term < num_terms:
+        at = member * table_stride + slot
+        rank = tl.load(ranks_ptr + at)
+        b_ptr = pointer_to(tl.load(b_ptrs + at), y_ptr, IS_ALIGNED)
+        factor = tl.load(term_weights_ptr + first_term + term) * tl.load(scales_ptr + at)
+        inner_at = inner_ptr + inner_row * inner_stride + term * max_rank
+        acc = tl.zeros((BLOCK_OUT,), dtype=tl.float32)
+        # The compiler loads a row of b in one piece where it knows the rank to be a multiple of 8. More ranks at a time
+        # would take registers from all programs: half as many would run at once.
+        if rank % 8 != 0:
+            acc = add_columns(acc, b_ptr, n, n_mask, inner_at, split_stride, rank, NUM_SPLITS, SPLITS, BLOCK_RANK)
+        else:
+            even = (rank // 8) * 8
+            acc = add_columns(acc, b_ptr, n, n_mask, inner_at, split_stride, even, NUM_SPLITS, SPLITS, BLOCK_RANK)
+        total += factor * acc
+        num_ranks += rank
+        term += 1
+        slot = tl.load(term_slots_ptr + first_term + term, mask=term < num_terms, other=0)
+    # Where the terms' adapters leave this module alone, y stays: even adding nothing turns a -0.0 into 0.0.
+    tl.store(y_at, (y + total).to(y_ptr.dtype.element_ty), mask=n_mask & (num_ranks > 0))
 
 
 @triton.jit(do_not_specialize=["table_stride", "end_0", "end_1"])
 def fused_rows_kernel(
     y_ptr,  # [num_rows, out_features], last dimension contiguous
     x_ptr,  # [num_rows, in_features], last dimension contiguous
-    rows_ptr,  # int32 [num_positions]
-    blocks_ptr,  # int32 [num_blocks, 4]
+    blocks_ptr,  # int32 [num_blocks, 6]
     term_slots_ptr,  # int32 [num_terms]
     term_weights_ptr,  # float32 [num_terms]
     a_ptrs,  # int64 [members, num_slots]
@@ -242,7 +245,8 @@ def fused_rows_kernel(
     NUM_STAGES: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
 ):
-    first, num_rows, first_term, num_terms = block_at(blocks_ptr, tl.program_id(0))
+    _, num_rows, first_term, num_terms = block_at(blocks_ptr, tl.program_id(0))
+    row, slot = firsts_at(blocks_ptr, tl.program_id(0))
     if num_rows == 0:
         return
     member, column_block, out_start, out_end = member_of(tl.program_id(1), end_0, end_1, out_features, BLOCK_OUT)
@@ -252,40 +256,37 @@ def fused_rows_kernel(
     k = tl.arange(0, BLOCK_IN)
     n = column_block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     n_mask = n < out_end - out_start
-    m = 0
-    while m < num_rows:
-        row = tl.load(rows_ptr + first + m).to(tl.int64)
-        x_at = x_ptr + row * x_stride + k
-        y_at = y_ptr + row * y_stride + out_start + n
-        y = tl.load(y_at, mask=n_mask, other=0.0).to(tl.float32)
-        total = tl.zeros((BLOCK_OUT,), dtype=tl.float32)
-        term = 0
-        while term < num_terms:
-            at = table + tl.load(term_slots_ptr + first_term + term)
-            rank = tl.load(ranks_ptr + at)
-            a_ptr = pointer_to(tl.load(a_ptrs + at), x_ptr, IS_ALIGNED)
-            b_ptr = pointer_to(tl.load(b_ptrs + at), x_ptr, IS_ALIGNED)
-            factor = tl.load(term_weights_ptr + first_term + term) * tl.load(scales_ptr + at)
-            start = 0
-            while start < rank:
-                r = start + tl.arange(0, BLOCK_RANK)
-                products = tl.zeros((BLOCK_RANK, BLOCK_IN), dtype=tl.float32)
-                for step in tl.range(NUM_STEPS, num_stages=NUM_STAGES):
-                    inside = step * BLOCK_IN + k < in_features
-                    a_at = a_ptr + r[:, None] * in_features + (step * BLOCK_IN + k)[None, :]
-                    a = tl.load(a_at, mask=(r < rank)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-                    x = tl.load(x_at + step * BLOCK_IN, mask=inside, other=0.0).to(tl.float32)
-                    products += a * x[None, :]
-                inner = tl.sum(products, axis=1)
-                # Ranks behind the last have a row of zeros in a; times an infinity in x that is no zero.
-                inner = tl.where(r < rank, inner, 0.0)
-                b_mask = n_mask[:, None] & (r < rank)[None, :]
-                b = tl.load(b_ptr + n[:, None] * rank + r[None, :], mask=b_mask, other=0.0).to(tl.float32)
-                total += factor * tl.sum(b * inner[None, :], axis=1)
-                start += BLOCK_RANK
-            term += 1
-        tl.store(y_at, (y + total).to(y_ptr.dtype.element_ty), mask=n_mask)
-        m += 1
+    x_at = x_ptr + row.to(tl.int64) * x_stride + k
+    y_at = y_ptr + row.to(tl.int64) * y_stride + out_start + n
+    y = tl.load(y_at, mask=n_mask, other=0.0).to(tl.float32)
+    total = tl.zeros((BLOCK_OUT,), dtype=tl.float32)
+    term = 0
+    while term < num_terms:
+        at = table + slot
+        rank = tl.load(ranks_ptr + at)
+        a_ptr = pointer_to(tl.load(a_ptrs + at), x_ptr, IS_ALIGNED)
+        b_ptr = pointer_to(tl.load(b_ptrs + at), x_ptr, IS_ALIGNED)
+        factor = tl.load(term_weights_ptr + first_term + term) * tl.load(scales_ptr + at)
+        start = 0
+        while start < rank:
+            r = start + tl.arange(0, BLOCK_RANK)
+            products = tl.zeros((BLOCK_RANK, BLOCK_IN), dtype=tl.float32)
+            for step in tl.range(NUM_STEPS, num_stages=NUM_STAGES):
+                inside = step * BLOCK_IN + k < in_features
+                a_at = a_ptr + r[:, None] * in_features + (step * BLOCK_IN + k)[None, :]
+                a = tl.load(a_at, mask=(r < rank)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+                x = tl.load(x_at + step * BLOCK_IN, mask=inside, other=0.0).to(tl.float32)
+                products += a * x[None, :]
+            inner = tl.sum(products, axis=1)
+            # Ranks behind the last have a row of zeros in a; times an infinity in x that is no zero.
+            inner = tl.where(r < rank, inner, 0.0)
+            b_mask = n_mask[:, None] & (r < rank)[None, :]
+            b = tl.load(b_ptr + n[:, None] * rank + r[None, :], mask=b_mask, other=0.0).to(tl.float32)
+            total += factor * tl.sum(b * inner[None, :], axis=1)
+            start += BLOCK_RANK
+        term += 1
+        slot = tl.load(term_slots_ptr + first_term + term, mask=term < num_terms, other=0)
+    tl.store(y_at, (y + total).to(y_ptr.dtype.element_ty), mask=n_mask)
 
 
 # --- many rows --------------------------------------------------------------------------------------------------------
@@ -296,7 +297,7 @@ def shrink_tiles_kernel(
     x_ptr,  # [num_rows, in_features], last dimension contiguous
     inner_ptr,  # float32 [members, splits, num_positions, inner_stride]
     rows_ptr,  # int32 [num_positions]
-    blocks_ptr,  # int32 [num_blocks, 4]
+    blocks_ptr,  # int32 [num_blocks, 6]
     term_slots_ptr,  # int32 [num_terms]
     a_ptrs,  # int64 [members, num_slots]
     ranks_ptr,  # int32 [members, num_slots]
@@ -357,7 +358,7 @@ def expand_tiles_kernel(
     y_ptr,  # [num_rows, out_features], last dimension contiguous
     inner_ptr,  # float32 [members, NUM_SPLITS, num_positions, inner_stride]
     rows_ptr,  # int32 [num_positions]
-    blocks_ptr,  # int32 [num_blocks, 4]
+    blocks_ptr,  # int32 [num_blocks, 6]
     term_slots_ptr,  # int32 [num_terms]
     term_weights_ptr,  # float32 [num_terms]
     b_ptrs,  # int64 [members, num_slots]
@@ -437,8 +438,7 @@ def product_kernel(
     y_ptr,  # [num_rows, columns], last dimension contiguous
     x_ptr,  # [num_rows, in_features], last dimension contiguous
     rows_ptr,  # int32 [num_positions]
-    blocks_ptr,  # int32 [num_blocks, 4]: first position, number of rows, first term, 1
-    term_slots_ptr,  # int32 [num_terms]
+    blocks_ptr,  # int32 [num_blocks, 6]
     weight_ptrs,  # int64 [num_slots], 0 where there is none
     bias_ptrs,  # int64 [num_slots], 0 where there is none
     sizes_ptr,  # int32 [num_slots]: outputs
@@ -454,12 +454,11 @@ def product_kernel(
 ):
     block = tl.program_id(0)
     out_start = tl.program_id(1) * BLOCK_OUT
-    slot = tl.load(term_slots_ptr + tl.load(blocks_ptr + block * 4 + 2))
+    first, num_rows, _, _ = block_at(blocks_ptr, block)
+    _, slot = firsts_at(blocks_ptr, block)
     size = tl.load(sizes_ptr + slot)
     if out_start >= size:
         return
-    first = tl.load(blocks_ptr + block * 4)
-    num_rows = tl.load(blocks_ptr + block * 4 + 1)
     dtype = y_ptr.dtype.element_ty
     weight_ptr = pointer_to(tl.load(weight_ptrs + slot), y_ptr, IS_ALIGNED)
     bias_address = tl.load(bias_ptrs + slot)

@@ -258,12 +258,12 @@ def _launch(call: Call, y: Tensor) -> None:
 def shrink(call: Call, inner: Tensor) -> None:
     """The first half: x @ a.T into `inner`, which `Call.inner` makes."""
     plan, launch, table = call.plan, call.launch, call.tables[0]
-    kernel, options = _shrink_rows, {}
+    kernel, rows, options = _shrink_rows, (), {}
     if launch.variant == "tiles":
-        kernel, options = _shrink_tiles, {**call.tile_options(), "NUM_STEPS": launch.num_steps}
+        kernel, rows, options = _shrink_tiles, (plan.rows,), {**call.tile_options(), "NUM_STEPS": launch.num_steps}
         options["num_stages"] = launch.num_stages
     kernel[(plan.num_blocks, launch.num_splits, launch.num_lanes * len(call.tables))](
-        *(call.x, inner, plan.rows, plan.blocks, plan.term_slots, table.a_ptrs, table.ranks, table.in_features),
+        *(call.x, inner, *rows, plan.blocks, plan.term_slots, table.a_ptrs, table.ranks, table.in_features),
         *(call.x.stride(0), *call.sizes()),
         NUM_LANES=launch.num_lanes,
         BLOCK_IN=launch.block_in,
@@ -276,13 +276,13 @@ def shrink(call: Call, inner: Tensor) -> None:
 def expand(call: Call, y: Tensor, inner: Tensor) -> None:
     """The second half: adds inner @ b.T to y [num_rows, sum of outputs]."""
     plan, launch, table = call.plan, call.launch, call.tables[0]
-    kernel, options = _expand_rows, {"SPLITS": next_power(launch.num_splits)}
+    kernel, rows, options = _expand_rows, (), {"SPLITS": next_power(launch.num_splits)}
     if launch.variant == "tiles":
         # Pipelined, Hopper's wgmma with its left operand in registers (inner, narrowed here) is miscompiled by ptxas
         # before 13.3.
-        kernel, options = _expand_tiles, {**call.tile_options(), "num_stages": 1}
+        kernel, rows, options = _expand_tiles, (plan.rows,), {**call.tile_options(), "num_stages": 1}
     kernel[(plan.num_blocks, call.num_column_blocks())](
-        *(y, inner, plan.rows, plan.blocks, plan.term_slots, plan.term_weights),
+        *(y, inner, *rows, plan.blocks, plan.term_slots, plan.term_weights),
         *(table.b_ptrs, table.ranks, table.scales, *call.ends(), y.stride(0), *call.sizes()),
         BLOCK_OUT=launch.block_out,
         num_warps=launch.expand_warps,
@@ -294,7 +294,7 @@ def expand(call: Call, y: Tensor, inner: Tensor) -> None:
 def _fuse(call: Call, y: Tensor) -> None:
     plan, launch, table = call.plan, call.launch, call.tables[0]
     _fused_rows[(plan.num_blocks, call.num_column_blocks())](
-        *(y, call.x, plan.rows, plan.blocks, plan.term_slots, plan.term_weights),
+        *(y, call.x, plan.blocks, plan.term_slots, plan.term_weights),
         *(table.a_ptrs, table.b_ptrs, table.ranks, table.scales, table.in_features, *call.ends()),
         *(call.x.stride(0), y.stride(0), call.table_stride), NUM_STEPS=launch.num_steps,
         BLOCK_RANK=launch.block_rank, BLOCK_IN=launch.block_in, BLOCK_OUT=launch.block_out,
@@ -347,7 +347,7 @@ class TritonDense:
             x = x.contiguous()
         launch = choose_dense_launch(plan.block_rows, x.element_size())
         _product[(plan.num_blocks, triton.cdiv(pointers.max_size, launch.block_out))](
-            y, x, plan.rows, plan.blocks, plan.term_slots, pointers.weights, pointers.biases, pointers.sizes,
+            y, x, plan.rows, plan.blocks, pointers.weights, pointers.biases, pointers.sizes,
             table.in_features, x.stride(0), y.stride(0), NUM_STEPS=triton.cdiv(table.in_features, launch.block_in),
             BLOCK_ROWS=plan.block_rows, BLOCK_OUT=launch.block_out, BLOCK_IN=launch.block_in,
             IS_ALIGNED=pointers.is_aligned, UPCAST=INTERPRETED, num_stages=launch.num_stages,

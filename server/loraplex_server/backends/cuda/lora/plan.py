@@ -27,6 +27,7 @@ ALIGN_BYTES = 16  # of the kernels' widest load
 MAX_TERMS = 4
 # Blocks in a reserved plan beyond what its slots can need, for mixtures: every one is a set of slots of its own.
 SPARE_BLOCKS = 8
+BLOCK_INTS = 6
 
 Terms = tuple[tuple[int, float], ...]  # (slot, weight) in order: equal sets add up in the same order everywhere
 Words = npt.NDArray[np.int32]
@@ -47,7 +48,8 @@ class KernelPlan:
     block_rows: int
     max_terms: int  # adapters on one row, at most
     words: Tensor  # int32
-    blocks: Tensor  # int32 [num_blocks, 4]: first position, number of rows, first term, number of terms
+    # int32 [num_blocks, 6]: first position, number of rows, first term, number of terms, first row, first term's slot
+    blocks: Tensor
     rows: Tensor  # int32 [num_positions]
     term_slots: Tensor  # int32 [num_terms]
     term_weights: Tensor  # float32 [num_terms]
@@ -66,7 +68,7 @@ class KernelPlan:
 class HostPlan:
     """A kernel plan on the host, by its parts."""
 
-    blocks: Words  # [num_blocks, 4]
+    blocks: Words  # [num_blocks, 6], see KernelPlan
     rows: Words
     term_slots: Words
     term_weights: npt.NDArray[np.float32]
@@ -158,15 +160,18 @@ def _host_plan(groups: Sequence[tuple[Terms, list[tuple[int, int]]]], block_rows
     num_blocks = -(-num_rows // block_rows)
     of_block = np.repeat(np.arange(len(groups)), num_blocks)
     offset = _within(num_blocks) * block_rows  # of each block in its group
-    blocks = np.empty((len(of_block), 4), dtype=np.int32)
+    term_slots = np.array([slot for terms, _ in groups for slot, _ in terms], dtype=np.int32)
+    blocks = np.empty((len(of_block), BLOCK_INTS), dtype=np.int32)
     blocks[:, 0] = (np.cumsum(num_rows) - num_rows)[of_block] + offset
     blocks[:, 1] = np.minimum(block_rows, num_rows[of_block] - offset)
     blocks[:, 2] = (np.cumsum(num_terms) - num_terms)[of_block]
     blocks[:, 3] = num_terms[of_block]
+    blocks[:, 4] = rows[blocks[:, 0]]
+    blocks[:, 5] = term_slots[blocks[:, 2]]
     return HostPlan(
         blocks=blocks,
         rows=rows.astype(np.int32),
-        term_slots=np.array([slot for terms, _ in groups for slot, _ in terms], dtype=np.int32),
+        term_slots=term_slots,
         term_weights=np.array([weight for terms, _ in groups for _, weight in terms], dtype=np.float32),
         max_terms=int(num_terms.max(initial=0)),
     )
@@ -181,7 +186,7 @@ def _within(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 def _spans(num_blocks: int, num_positions: int, num_terms: int) -> list[int]:
     """Words of each part, in the order in which they lie. Multiples of 16 bytes: Triton compiles a kernel once more for
     pointers that are none."""
-    return [-(-size // 4) * 4 for size in (4 * num_blocks, num_positions, num_terms, num_terms)]
+    return [-(-size // 4) * 4 for size in (BLOCK_INTS * num_blocks, num_positions, num_terms, num_terms)]
 
 
 def _write(host: HostPlan, words: Words, sizes: tuple[int, int, int]) -> None:
@@ -210,7 +215,7 @@ def _view(
         block_rows=block_rows,
         max_terms=max_terms,
         words=words,
-        blocks=blocks.view(num_blocks, 4),
+        blocks=blocks[: BLOCK_INTS * num_blocks].view(num_blocks, BLOCK_INTS),
         rows=rows[:num_positions],
         term_slots=term_slots[:num_terms],
         term_weights=term_weights[:num_terms].view(torch.float32),
@@ -221,7 +226,7 @@ def _view(
 
 # fused   One launch. Every program computes the rows' A products itself and adds its columns of B to them: a launch and
 #         a round trip through memory are saved, and A is read once per block of columns.
-# rows    Two launches, for few rows per adapter: a program keeps one tile of A in registers while rows pass by.
+# rows    Two launches, for few rows per adapter: a program multiplies one tile of a factor by one row.
 # tiles   Two launches, for many rows per adapter: products of tiles on the tensor cores.
 #
 # Figures measured on an H200 say so. The others are derived from its data sheet and from what is known of other
@@ -232,16 +237,15 @@ Variant = Literal["fused", "rows", "tiles"]
 
 # Rows per block. A program that takes several rows one after the other waits for x, for what is between the halves and
 # for y each time (some 0.5 us), so up to MAX_ONE rows each has programs of its own, and a popular adapter's factors
-# come from L2 again and again: 32 rows x 256 KB (rank 16, 4,096 x 4,096) are 1.5 us of its 5.5 TB/s. Beyond that FEW.
-# SOME is the least that a tensor core takes: a tile costs the same for 1 row and for 16. Verified drafts of a full
-# batch are hundreds of rows; prompts want large tiles, so that B is read less often.
+# come from L2 again and again. On an H200 eight verified drafts of five tokens took 0.94 of what they took in blocks of
+# four rows, and 64 rows of one adapter 0.97. SOME is the least that a tensor core takes: a tile costs the same for 1
+# row and for 16. Verified drafts of a full batch are hundreds of rows; prompts want large tiles, so that B is read less
+# often.
 ONE_ROW = 1
-FEW_ROWS = 4
 SOME_ROWS = 16
 MANY_ROWS = 64
-# Largest number of rows (of one adapter, or of a reserved step) for ONE_ROW, FEW_ROWS and SOME_ROWS.
-MAX_ONE = 32
-MAX_FEW = 64
+# Largest number of rows (of one adapter, or of a reserved step) for ONE_ROW and SOME_ROWS.
+MAX_ONE = 64
 MAX_SOME = 512
 
 # A fused program reads all of A: up to so many elements of A (16 x 2048 in bfloat16 are 64 KB) that is as fast as the
@@ -249,7 +253,7 @@ MAX_SOME = 512
 MAX_FUSED_A = 16 * 2048
 # All programs of a fused launch together should be on the device at once (132 SMs).
 MAX_FUSED_PROGRAMS = 264
-# Blocks of few rows up to which programs share an adapter's ranks.
+# Blocks of one row up to which programs share an adapter's ranks.
 MAX_SHARED_BLOCKS = 16
 
 
@@ -278,10 +282,8 @@ class DenseLaunch(NamedTuple):
 
 def choose_block_rows(num_rows: int, variant: Variant | None = None) -> int:
     """Rows per block where the most popular adapters of a step have `num_rows`; with a variant, what that can take."""
-    if variant is None:
-        variant = "rows" if num_rows <= MAX_FEW else "tiles"
-    if variant != "tiles":
-        return ONE_ROW if num_rows <= MAX_ONE else FEW_ROWS
+    if variant != "tiles" and (variant is not None or num_rows <= MAX_ONE):
+        return ONE_ROW
     return SOME_ROWS if num_rows <= MAX_SOME else MANY_ROWS
 
 
@@ -297,7 +299,7 @@ def choose_launch(
 ) -> Launch:
     """The launch for blocks of so many rows, in a module of this shape with ranks up to `max_rank`. A variant that is
     asked for is taken, if blocks of so many rows have it."""
-    if block_rows > FEW_ROWS:
+    if block_rows > ONE_ROW:
         return _tiles(block_rows, in_features, max_rank, element_bytes)
     # Longer pieces of A make fewer programs and fewer terms in the second half's sum; shorter ones more that load at
     # once. 16 ranks x 512 inputs are 64 elements for each of 128 threads, all asked for before the first is used.

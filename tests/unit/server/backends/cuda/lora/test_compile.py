@@ -94,11 +94,11 @@ def launch_options(name: str, launch: Any) -> dict[str, int]:
 @pytest.mark.parametrize("name", ["shrink_rows", "expand_rows", "fused_rows"])
 def test_kernels_for_few_rows(name: str, dtype: str, arch: int) -> None:
     from loraplex_server.backends.cuda.lora import kernels
-    from loraplex_server.backends.cuda.lora.plan import FEW_ROWS, choose_launch
+    from loraplex_server.backends.cuda.lora.plan import ONE_ROW, choose_launch
 
     kernel = getattr(kernels, f"{name}_kernel")
     variant = "fused" if name == "fused_rows" else "rows"
-    constants = constants_of(choose_launch(FEW_ROWS, 8, 4096, 4096, 64, BYTES[dtype], variant), FEW_ROWS)
+    constants = constants_of(choose_launch(ONE_ROW, 8, 4096, 4096, 64, BYTES[dtype], variant), ONE_ROW)
     ptx = compiled(kernel, constants, dtype, arch).asm["ptx"]
     assert has_wide_loads(ptx)
     assert "mma" not in ptx
@@ -137,10 +137,10 @@ def test_no_kernel_of_a_served_model_spills(max_rank: int, arch: int, tmp_path: 
     """Every kernel that the tables choose for a model in bfloat16, whatever the step. What does not fit the registers
     goes through memory, several times as slowly."""
     from loraplex_server.backends.cuda.lora import kernels
-    from loraplex_server.backends.cuda.lora.plan import FEW_ROWS, MANY_ROWS, ONE_ROW, SOME_ROWS, choose_launch
+    from loraplex_server.backends.cuda.lora.plan import MANY_ROWS, ONE_ROW, SOME_ROWS, choose_launch
 
     done: set[tuple[Any, ...]] = set()
-    steps = ((ONE_ROW, 8), (ONE_ROW, 64), (FEW_ROWS, 64), (SOME_ROWS, 64), (MANY_ROWS, 64))
+    steps = ((ONE_ROW, 8), (ONE_ROW, 64), (SOME_ROWS, 64), (MANY_ROWS, 64))
     for (num_in, num_out), (block_rows, num_blocks) in itertools.product(SHAPES, steps):
         launch = choose_launch(block_rows, num_blocks, num_in, num_out, max_rank, 2)
         assert launch.variant != "fused", "A is too large for that"

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from loraplex_server.backends.cuda.lora.plan import (
-    FEW_ROWS,
     MANY_ROWS,
     MAX_TERMS,
     ONE_ROW,
@@ -39,10 +38,11 @@ def found_in(plan: KernelPlan) -> Found:
     """Every row with each of its terms, read as a kernel does."""
     found: Found = Counter()
     seen: list[int] = []
-    for first, num_rows, first_term, num_terms in plan.blocks.tolist():
+    for first, num_rows, first_term, num_terms, first_row, first_slot in plan.blocks.tolist():
         assert 0 <= num_rows <= plan.block_rows
         rows = plan.rows[first : first + num_rows].tolist()
         assert len(rows) == num_rows
+        assert num_rows == 0 or (first_row, first_slot) == (rows[0], plan.term_slots[first_term])
         seen += rows
         assert num_rows == 0 or 0 < num_terms <= plan.max_terms
         terms = slice(first_term, first_term + num_terms)
@@ -81,7 +81,7 @@ def test_blocks_hold_every_term_once_and_every_row_in_one_place(seed: int) -> No
 
 def test_scattered_rows_of_one_adapter_share_a_block() -> None:
     plan = plan_of([Segment(0, 1, 5), Segment(1, 2, 3), Segment(4, 6, 5)])
-    assert plan.blocks.tolist() == [[0, 1, 0, 1], [1, 3, 1, 1]]
+    assert plan.blocks.tolist() == [[0, 1, 0, 1, 1, 3], [1, 3, 1, 1, 0, 5]]
     assert plan.rows.tolist() == [1, 0, 4, 5]
     assert plan.term_slots.tolist() == [3, 5]
     assert plan.slots == (3, 5)
@@ -91,7 +91,7 @@ def test_rows_with_the_same_mixture_share_a_block() -> None:
     segments = [Segment(0, 4, 1, 0.5), Segment(0, 4, 0, 0.5), Segment(4, 5, 1), Segment(7, 8, 0, 0.5)]
     plan = plan_of([*segments, Segment(7, 8, 1, 0.5)])
     assert plan.rows.tolist() == [0, 1, 2, 3, 7, 4]
-    assert plan.blocks.tolist() == [[0, 5, 0, 2], [5, 1, 2, 1]]
+    assert plan.blocks.tolist() == [[0, 5, 0, 2, 0, 0], [5, 1, 2, 1, 4, 1]]
     assert plan.term_slots.tolist() == [0, 1, 1]
     assert plan.term_weights.tolist() == [0.5, 0.5, 1.0]
 
@@ -178,7 +178,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
 WIDTHS = (1, 48, 512, 576, 1000, 2048, 4096, 14336, 53248)
 
 
-@pytest.mark.parametrize("block_rows", [ONE_ROW, FEW_ROWS, SOME_ROWS, MANY_ROWS])
+@pytest.mark.parametrize("block_rows", [ONE_ROW, SOME_ROWS, MANY_ROWS])
 def test_every_launch_covers_all_inputs_and_fits_the_hardware(block_rows: int) -> None:
     for in_features, out_features, max_rank, num_blocks, element_bytes in itertools.product(
         WIDTHS, WIDTHS, (1, 13, 16, 64, 256, 4096), (1, 8, 500), (2, 4)
@@ -186,7 +186,7 @@ def test_every_launch_covers_all_inputs_and_fits_the_hardware(block_rows: int) -
         launch = choose_launch(block_rows, num_blocks, in_features, out_features, max_rank, element_bytes)
         assert launch.num_splits * launch.num_steps * launch.block_in >= in_features
         assert launch.num_lanes in (1, 4)
-        assert (launch.variant == "tiles") == (block_rows > FEW_ROWS)
+        assert (launch.variant == "tiles") == (block_rows > ONE_ROW)
         sizes = (launch.block_in, launch.block_rank, launch.block_out)
         assert all(size & (size - 1) == 0 for size in sizes)  # Triton's own rule
         if launch.variant == "tiles":
@@ -196,13 +196,13 @@ def test_every_launch_covers_all_inputs_and_fits_the_hardware(block_rows: int) -
 
 
 def test_decode_gets_small_blocks_and_prompts_large_ones() -> None:
-    assert [choose_block_rows(n) for n in (0, 1, 32, 33, 64, 65, 512, 513, 8192)] == [1, 1, 1, 4, 4, 16, 16, 64, 64]
+    assert [choose_block_rows(n) for n in (0, 1, 64, 65, 512, 513, 8192)] == [1, 1, 1, 16, 16, 64, 64]
     assert [choose_dense_rows(n) for n in (1, 16, 17)] == [16, 16, 64]
 
 
 def test_splits_say_nothing_of_the_step() -> None:
     """A row's sum is taken in the same order whatever else is in the step."""
-    for block_rows in (FEW_ROWS, SOME_ROWS):
+    for block_rows in (ONE_ROW, SOME_ROWS):
         launches = {choose_launch(block_rows, n, 4096, 4096, 256, 2)._replace(num_lanes=1) for n in (1, 7, 64, 300)}
         assert len(launches) == 1
 
@@ -213,18 +213,18 @@ def test_ranks_are_shared_by_programs_where_these_are_few() -> None:
 
 
 def test_one_launch_where_a_is_small_and_programs_are_few() -> None:
-    assert choose_launch(FEW_ROWS, 4, 1024, 1024, 16, 2).variant == "fused"
-    assert choose_launch(FEW_ROWS, 64, 1024, 8192, 16, 2).variant == "rows"  # A would be read too often
-    assert choose_launch(FEW_ROWS, 4, 4096, 4096, 16, 2).variant == "rows"  # A is too large for one program
-    assert choose_launch(FEW_ROWS, 4, 1024, 1024, 256, 2).variant == "rows"
+    assert choose_launch(ONE_ROW, 4, 1024, 1024, 16, 2).variant == "fused"
+    assert choose_launch(ONE_ROW, 64, 1024, 8192, 16, 2).variant == "rows"  # A would be read too often
+    assert choose_launch(ONE_ROW, 4, 4096, 4096, 16, 2).variant == "rows"  # A is too large for one program
+    assert choose_launch(ONE_ROW, 4, 1024, 1024, 256, 2).variant == "rows"
 
 
 def test_a_variant_can_be_asked_for() -> None:
-    assert choose_block_rows(1000, "rows") == FEW_ROWS
+    assert choose_block_rows(1000, "rows") == ONE_ROW
     assert choose_block_rows(1, "fused") == ONE_ROW
     assert choose_block_rows(1, "tiles") == SOME_ROWS
     for variant in ("rows", "fused"):
-        assert choose_launch(FEW_ROWS, 4, 1024, 1024, 16, 2, variant).variant == variant
+        assert choose_launch(ONE_ROW, 4, 1024, 1024, 16, 2, variant).variant == variant
 
 
 def test_dense_pieces_are_as_many_bytes_in_every_dtype() -> None:
