@@ -16,6 +16,9 @@ from typing import Any, ClassVar, Final
 
 log = logging.getLogger(__name__)
 
+# What the texts of torch's and Triton's errors of a device begin with.
+_DEVICE_ERRORS: Final = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]")
+
 
 class Code(IntEnum):
     """gRPC status codes, by number (https://grpc.io/docs/guides/status-codes/)."""
@@ -336,6 +339,19 @@ def unexpected(error: BaseException, doing: str) -> Internal:
 def as_typed(error: BaseException, doing: str) -> LoraplexError:
     """`error` itself where it is one of ours. Anything else is a bug, and what `unexpected` makes of it."""
     return error if isinstance(error, LoraplexError) else unexpected(error, doing)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if the host or the device had no memory for what was asked. Judged by name and text: torch is not imported
+    here, and what its parts, Triton and the driver raise has no type of its own."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    text = str(error)
+    if isinstance(error, RuntimeError) and "can't allocate memory" in text:  # of torch's allocator for CPUs
+        return True
+    is_of_device = type(error).__name__ == "AcceleratorError" or text.startswith(_DEVICE_ERRORS)
+    # ALLOC_FAILED: a library could not allocate its handle.
+    return is_of_device and any(part in text for part in ("out of memory", "ALLOC_FAILED"))
 
 
 def without_frames(error: LoraplexError) -> LoraplexError:

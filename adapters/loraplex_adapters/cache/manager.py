@@ -76,6 +76,7 @@ from loraplex_contracts.errors import (
     LoraplexError,
     SourceUnavailable,
     adapter_version_not_found,
+    is_out_of_memory,
     unexpected,
     without_frames,
 )
@@ -629,7 +630,7 @@ def _typed(error: BaseException, what: str) -> LoraplexError:
     """The typed error for a background job's exception. An unknown one is opaque outside and explained in the log."""
     if isinstance(error, LoraplexError):
         return error
-    if isinstance(error, MemoryError):
+    if is_out_of_memory(error):
         return AdapterMemoryFull(f"no memory for {what}; try again later", retry_after_s=5.0)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(f"the disk is full while {what}; make room on it", resource="disk", retry_after_s=5.0)
@@ -638,8 +639,6 @@ def _typed(error: BaseException, what: str) -> LoraplexError:
         return SourceUnavailable(
             f"{what} failed ({error.strerror or 'input or output'}); try again later", retry_after_s=5.0
         )
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, on the device
-        return AdapterMemoryFull(f"no device memory for {what}; try again later", retry_after_s=5.0)
     return unexpected(error, what)
 
 

@@ -23,7 +23,7 @@ from loraplex_adapters.sources.s3 import S3Source
 from loraplex_adapters.store import check_store
 from loraplex_adapters.weights import AdapterWeights
 from loraplex_contracts.adapters import S3_SOURCE
-from loraplex_contracts.errors import OutOfMemory
+from loraplex_contracts.errors import OutOfMemory, is_out_of_memory
 from loraplex_runtime.reports import Progress
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cpu.cores import default_num_threads
@@ -39,7 +39,6 @@ from loraplex_server.kv.states import StatePool
 from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.attention import KvCache, ModelSpec, kv_block_bytes
 from loraplex_server.layers.quantization import FORMATS
-from loraplex_server.model.isolation import is_out_of_memory
 from loraplex_server.model.loader import LoadedModel, generation_defaults, load_model, resolve_device
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel, served_model
 from loraplex_server.model.memory import (

@@ -10,7 +10,7 @@ import logging
 from dataclasses import dataclass
 from typing import Protocol
 
-from loraplex_contracts.errors import LoraplexError, OutOfMemory, unexpected
+from loraplex_contracts.errors import LoraplexError, OutOfMemory, is_out_of_memory, unexpected
 from loraplex_contracts.plan import SpanResult, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
@@ -119,18 +119,7 @@ def _raise_if_lost(error: Exception) -> None:
         raise error
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """True if the host or the device had no memory for what was asked."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # of torch's allocator for CPUs
-        return True
-    # ALLOC_FAILED: a library could not allocate its handle.
-    return _is_of_the_device(error) and any(part in str(error) for part in ("out of memory", "ALLOC_FAILED"))
-
-
 def _is_of_the_device(error: Exception) -> bool:
-    """True if the device raised the error. Judged by name and text: older versions of torch raise a plain
-    RuntimeError."""
+    """True if torch says that the device raised the error. Older versions of torch raise a plain RuntimeError."""
     is_plain = isinstance(error, RuntimeError) and str(error).startswith("CUDA error")
     return is_plain or type(error).__name__ == "AcceleratorError"

@@ -465,13 +465,16 @@ def test_a_bug_is_opaque(
     assert engine.resolve("a1")  # the thread lives
 
 
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError("2 GiB"), RuntimeError("CUDA error: out of memory")], ids=repr
+)
 def test_a_copy_that_fails_is_that_adapters_failure(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    error: Exception, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine()
 
     def no_memory(*args: object) -> AdapterWeights:
-        raise MemoryError
+        raise error
 
     with monkeypatch.context() as patched:
         patched.setattr(Storage, "promote", no_memory)

@@ -72,6 +72,8 @@ def test_without_its_copies_no_span_runs() -> None:
         OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
         AcceleratorError("CUDA error: out of memory"),
         RuntimeError("CUDA error: out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA driver error: out of memory"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ],
     ids=lambda error: f"{type(error).__name__} {error}"[:40],
