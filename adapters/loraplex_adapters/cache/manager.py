@@ -97,7 +97,8 @@ CLOSE_TIMEOUT_S = 5.0
 REMOTE_THREADS = 4
 TEMPORARY_STORE = "loraplex-store-"
 
-# Puts weights into a device slot of every module (None: clears it). Called between steps only.
+# Puts weights into a device slot of every module (None: clears it, which takes no memory). Called between steps only.
+# May raise where the memory is full, with the slot to be cleared then.
 InstallFn = Callable[[int, AdapterWeights | None], None]
 # Run by `poll` in the engine's thread: takes one job's outcome into the table.
 Outcome = Callable[[float], None]
@@ -591,20 +592,29 @@ class AdapterManager:
             self._finish(lambda now: self._residency.lost(key, now))
             return
         copy = host
-        self._finish(lambda now: self._take_moved(move, copy, weights, started_s))
+        self._finish(lambda now: self._take_moved(move, copy, weights, started_s, now))
 
     def _take_moved(
-        self, move: Stage | Promote, host: HostCopy, weights: AdapterWeights | None, started_s: float
+        self, move: Stage | Promote, host: HostCopy, weights: AdapterWeights | None, started_s: float, now: float
     ) -> None:
         self._count(started_s, 1 if weights is not None else 0)
         self._host[move.key] = host
-        if isinstance(move, Promote) and weights is not None:
-            self._storage.hand_over(weights)
-            self._device[move.key] = weights
-            self._install(move.slot, weights)
-            self._residency.promoted(move.key)
-        else:
+        if not isinstance(move, Promote) or weights is None:
             self._residency.staged(move.key)
+            return
+        self._storage.hand_over(weights)
+        try:
+            self._install(move.slot, weights)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._install(move.slot, None)
+            self._discard(weights)
+            failure = without_frames(_typed(error, "putting an adapter into its slot"))
+            self._residency.failed(move.key, failure, now)
+        else:
+            self._device[move.key] = weights
+            self._residency.promoted(move.key)
 
 
 def _flow(fetch: Fetch) -> str:

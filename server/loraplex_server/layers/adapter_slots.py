@@ -88,7 +88,7 @@ class AdapterSlots:
         )
 
     def install(self, slot: int, weights: AdapterWeights | None) -> None:
-        """Puts an adapter into `slot` of all modules, or clears it. Between steps only."""
+        """Puts an adapter into `slot` of all modules, or clears it, which takes no memory. Between steps only."""
         if weights is not None:
             strangers = [path for path in weights.factors if path not in self.targets]
             strangers += [path for path in weights.saved if path not in self.targets and path not in self._norms]
@@ -108,6 +108,9 @@ class AdapterSlots:
                 rows[idx] = factors.a.data_ptr(), factors.b.data_ptr(), factors.rank, factors.scale
         read = self._a_ptrs, self._b_ptrs, self._ranks, self._scales
         for idx, tensor in enumerate(read):
+            if weights is None:
+                tensor[:, slot].zero_()
+                continue
             tensor[:, slot] = upload(torch.tensor([row[idx] for row in rows], dtype=tensor.dtype), tensor.device)
         self._installed[slot] = weights
         self._install_saved(slot, weights.saved if weights is not None else {})

@@ -128,9 +128,10 @@ class HeadSlots:
         for idx, head in enumerate(heads):
             self._check(idx, head)
         self._layouts.clear()
-        for idx in range(max(len(heads), len(self.heads(slot)))):
+        num_units = max(len(heads), len(self.heads(slot)))
+        self._installed[slot] = weights  # first: where the memory is full, what was put in is cleared again
+        for idx in range(num_units):
             self._put(self._unit(slot, idx), heads[idx] if idx < len(heads) else None)
-        self._installed[slot] = weights
         self._places[slot] = [
             (-len(head.layers), head.projection is not None, self._unit(slot, idx)) for idx, head in enumerate(heads)
         ]

@@ -487,6 +487,29 @@ def test_a_copy_that_fails_is_that_adapters_failure(
     assert engine.acquire(key) is not None
 
 
+def test_an_adapter_for_which_its_slot_has_no_memory_fails_alone(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    slot = engine.acquire(engine.resolve("a1"))
+
+    def install(slot: int, weights: AdapterWeights | None) -> None:
+        engine.slots.install(slot, weights)
+        if weights is not None:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 MiB")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.cache, "_install", install)
+        key = engine.resolve("a0")
+        assert engine.cache.acquire(key) is None
+        assert isinstance(engine.until(lambda: engine.cache.failure(key)), AdapterMemoryFull)
+    assert set(engine.slots.installed) == {slot}
+    assert engine.cache.usage().device_bytes == engine.slots.installed[slot].num_bytes
+    engine.now += 31
+    engine.cache.poll(engine.now)
+    assert engine.acquire(key) is not None
+
+
 def test_pinned_adapters_stay(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(num_device_slots=2)
     assert engine.load("a0", pin=True).pinned

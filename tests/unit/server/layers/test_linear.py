@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from loraplex_adapters.weights import AdapterWeights, LoraFactors
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_server.backends.reference import ReferenceOps
+from loraplex_server.layers import adapter_slots
 from loraplex_server.layers import linear as module
 from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.attention import register_attention
@@ -249,6 +250,33 @@ def test_slots_show_kernels_what_is_installed() -> None:
     assert table.ranks.tolist() == [0, 0, 0]
     assert table.a_ptrs.data_ptr() == address
     assert not any(module.num_installed for module in loaded.targets.values())
+
+
+def test_a_slot_is_cleared_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that was filled in part, when the memory was full."""
+    three = Three()
+    paths = tuple(three.slots.targets)
+    for num_uploads in range(4):
+        left = num_uploads
+
+        def upload(host: Tensor, device: torch.device) -> Tensor:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise torch.OutOfMemoryError
+            return host
+
+        monkeypatch.setattr(adapter_slots, "upload", upload)
+        with pytest.raises(torch.OutOfMemoryError):
+            three.install(*paths)
+        three.slots.install(1, None)
+        assert three.slots.max_rank == 0
+        for target in three.slots.targets.values():
+            assert target.num_installed == 0
+            assert target.table is not None
+            assert target.table.factors[1] is None
+            assert not target.table.a_ptrs.any()
+            assert not target.table.ranks.any()
 
 
 def test_slots_refuse_what_the_model_lacks() -> None:
