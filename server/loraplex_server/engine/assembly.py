@@ -23,7 +23,6 @@ from loraplex_adapters.sources.s3 import S3Source
 from loraplex_adapters.store import check_store
 from loraplex_adapters.weights import AdapterWeights
 from loraplex_contracts.adapters import S3_SOURCE
-from loraplex_contracts.errors import OutOfMemory, is_out_of_memory
 from loraplex_runtime.reports import Progress
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cpu.cores import default_num_threads
@@ -43,6 +42,7 @@ from loraplex_server.model.loader import LoadedModel, generation_defaults, load_
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel, served_model
 from loraplex_server.model.memory import (
     STATE_SHARE,
+    fitting,
     free_memory_bytes,
     kv_budget_bytes,
     num_kv_blocks,
@@ -63,6 +63,12 @@ from loraplex_server.speculation.step_costs import StepCosts, measure_runner
 from loraplex_server.text.tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
+
+# What helps where the memory is full.
+NO_ROOM_FOR_MODEL = "make room, choose another with --device, or serve a smaller model"
+NO_ROOM_FOR_STEPS = (
+    "give the cache less with --kv-memory, or make steps smaller: --max-step-tokens, --max-running"
+)
 
 
 def build_engine(config: EngineConfig, progress: Progress, notify: Callable[[], None]) -> Engine:
@@ -90,18 +96,19 @@ def build_engine(config: EngineConfig, progress: Progress, notify: Callable[[], 
         served_model(config.model.model, config.model.revision) as served,
         reaching_hub([(served.base, served.revision)]),  # which heads may name
     ):
-        loaded = load_model(
-            served.base,
-            dtype=config.model.dtype,
-            device=config.model.device,
-            revision=served.revision,
-            max_context_tokens=config.model.max_context_tokens,
-            backend=backend,
-            # The native decoder does its own attention and would ignore another choice.
-            replaces_decoder=config.model.attention in ("auto", "native"),
-            form=form,
-            progress=progress,
-        )
+        with fitting(f"the model {config.model.model}", device, NO_ROOM_FOR_MODEL):
+            loaded = load_model(
+                served.base,
+                dtype=config.model.dtype,
+                device=config.model.device,
+                revision=served.revision,
+                max_context_tokens=config.model.max_context_tokens,
+                backend=backend,
+                # The native decoder does its own attention and would ignore another choice.
+                replaces_decoder=config.model.attention in ("auto", "native"),
+                form=form,
+                progress=progress,
+            )
         if loaded.decoder is not None:
             # Torch has little left to do, and its threads would spin on the cores that the kernels need.
             torch.set_num_threads(1)
@@ -145,35 +152,32 @@ def assemble(
         fewer = f"; so no more than {num_slots} completions run at a time" if num_slots < batch.max_running else ""
         progress(f"{num_slots} slots for recurrent states, {state_slot_bytes(loaded) / 2**20:.1f} MiB each{fewer}")
     max_context_tokens = _max_context_tokens(spec.max_context_tokens, num_blocks, block_size, progress)
-    runner = ModelRunner(
-        loaded,
-        _kv_cache(loaded, num_blocks, block_size),
-        make_attention(config.model.attention, backend, spec.layers, loaded.dtype),
-        slots,
-        Sampler(
-            batch.max_running,
-            spec.num_logits,
-            loaded.device,
-            argmax=argmax,
-            masked_argmax=backend.masked_argmax(),
-            noisy_argmax=backend.noisy_argmax(),
-        ),
-        max_rows=batch.max_running,
-        states=loaded.state_memory(num_slots, num_spare),
-    )
-    if loaded.device.type == "cuda":
-        runner.warm_up(batch.max_step_tokens, progress)
-    runner.capture(captured_shapes(config, backend), progress)
-    manager = _manager(loaded, config.adapters, slots, heads, notify, served.heads)
-    speculator = build_speculator(
-        config,
-        Target(loaded, served, runner, manager, heads, drafts),
-        step_costs
-        or measure_runner(
+    with fitting("steps beside the KV cache", loaded.device, NO_ROOM_FOR_STEPS):
+        runner = ModelRunner(
+            loaded,
+            _kv_cache(loaded, num_blocks, block_size),
+            make_attention(config.model.attention, backend, spec.layers, loaded.dtype),
+            slots,
+            Sampler(
+                batch.max_running,
+                spec.num_logits,
+                loaded.device,
+                argmax=argmax,
+                masked_argmax=backend.masked_argmax(),
+                noisy_argmax=backend.noisy_argmax(),
+            ),
+            max_rows=batch.max_running,
+            states=loaded.state_memory(num_slots, num_spare),
+        )
+        if loaded.device.type == "cuda":
+            runner.warm_up(batch.max_step_tokens, progress)
+        runner.capture(captured_shapes(config, backend), progress)
+        step_costs = step_costs or measure_runner(
             runner, max_rows=batch.max_running, num_blocks=num_blocks, block_size=block_size, progress=progress
-        ),
-        progress,
-    )
+        )
+    manager = _manager(loaded, config.adapters, slots, heads, notify, served.heads)
+    target = Target(loaded, served, runner, manager, heads, drafts)
+    speculator = build_speculator(config, target, step_costs, progress)
     scheduler = Scheduler(
         SchedulerConfig(
             max_running=batch.max_running,
@@ -195,15 +199,9 @@ def assemble(
 
 def _kv_cache(loaded: LoadedModel, num_blocks: int, block_size: int) -> KvCache:
     """Raises OutOfMemory where the system does not give the memory, such as under a limit of the address space."""
-    try:
+    num_bytes = num_blocks * kv_block_bytes(loaded.spec, block_size, loaded.dtype.itemsize)
+    with fitting(f"{num_bytes / 2**20:,.0f} MiB of KV cache", loaded.device, "name fewer with --kv-memory"):
         return KvCache(loaded.spec, num_blocks, block_size, loaded.dtype, loaded.device)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        num_bytes = num_blocks * kv_block_bytes(loaded.spec, block_size, loaded.dtype.itemsize)
-        raise OutOfMemory(
-            f"the system does not give the {num_bytes / 2**20:.0f} MiB of the KV cache; name fewer with --kv-memory"
-        ) from error
 
 
 def _model_info(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from loraplex_contracts.errors import is_out_of_memory
 from loraplex_runtime.reports import Progress, no_progress
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cpu.find_decoder import FoundStack
@@ -282,6 +283,8 @@ def _difference(model: PreTrainedModel, probe: Probe, context: StepContext, kind
     try:
         got = run_again(model, probe, context)
     except Exception as failure:  # model-specific code
+        if is_out_of_memory(failure):
+            raise
         return f"{type(failure).__name__}: {failure}"
     finally:
         context.clear()

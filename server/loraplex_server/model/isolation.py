@@ -95,21 +95,21 @@ def _run_apart(execute: Execute, plan: StepPlan, error: Exception) -> StepResult
             results[span.sequence_id] = execute(StepPlan(plan.step, (span,))).result().spans[span.sequence_id]
         except Exception as error:
             _raise_if_lost(error)
-            results[span.sequence_id] = SpanResult(error=_typed(error))
+            results[span.sequence_id] = SpanResult(error=typed_error(error))
     return StepResult(plan.step, results)
 
 
-def _typed(error: Exception) -> LoraplexError:
-    """The typed error for what a step raised."""
+def typed_error(error: Exception, doing: str = "running a step") -> LoraplexError:
+    """The typed error for what a step, or a part of one, raised."""
     if isinstance(error, LoraplexError):
         return error
     if is_out_of_memory(error):
         return OutOfMemory("this request's step did not fit the memory; try a shorter prompt", retry_after_s=1.0)
-    return unexpected(error, "running a step")
+    return unexpected(error, doing)
 
 
 def _all_failed(plan: StepPlan, error: Exception) -> StepResult:
-    failed = SpanResult(error=_typed(error))
+    failed = SpanResult(error=typed_error(error))
     return StepResult(plan.step, {span.sequence_id: failed for span in plan.spans})
 
 

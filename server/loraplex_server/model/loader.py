@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from loraplex_contracts.errors import InvalidArgument, LoraplexError, UnsupportedModel
+from loraplex_contracts.errors import InvalidArgument, LoraplexError, UnsupportedModel, is_out_of_memory
 from loraplex_contracts.sampling import SAMPLING_OPTIONS
 from loraplex_runtime.reports import Progress, no_progress
 from loraplex_server import config as settings
@@ -263,8 +263,10 @@ def reading(model_id: str) -> Generator[None]:
     is."""
     try:
         yield
-    except (LoraplexError, MemoryError, torch.OutOfMemoryError):
+    except LoraplexError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         log.debug("%s cannot be loaded", model_id, exc_info=error)
         raise UnsupportedModel(f"{model_id} cannot be loaded: {error_line(error)}") from error

@@ -7,12 +7,14 @@ need depends on kernels, so callers leave some slack.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 import torch
 
-from loraplex_contracts.errors import OutOfMemory
+from loraplex_contracts.errors import OutOfMemory, is_out_of_memory
 from loraplex_runtime import cgroups
 from loraplex_server.backends.reference import MAX_GROUP_TOKENS
 from loraplex_server.layers.experts import ExpertLinear
@@ -103,6 +105,24 @@ def num_kv_blocks(budget_bytes: int, block_bytes: int, max_blocks: int, remedy: 
     if num_blocks < MIN_BLOCKS:
         raise OutOfMemory(f"{budget_bytes / 2**20:.0f} MiB of KV cache hold less than three blocks; {remedy}")
     return num_blocks
+
+
+@contextmanager
+def fitting(what: str, device: torch.device, remedy: str) -> Generator[None]:
+    """Raises OutOfMemory where the block finds the memory full. `what` did not fit; `remedy` says what helps."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(f"{device} has no memory for {what}{_words_of_free(device)}; {remedy}") from error
+
+
+def _words_of_free(device: torch.device) -> str:
+    try:
+        return f" ({free_memory_bytes(device) / 2**20:,.0f} MiB are free)"
+    except RuntimeError:  # there is not even room for what a process needs to ask
+        return ""
 
 
 def free_memory_bytes(device: torch.device) -> int:

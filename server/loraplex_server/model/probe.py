@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from loraplex_contracts.errors import UnsupportedModel
+from loraplex_contracts.errors import UnsupportedModel, is_out_of_memory
 from loraplex_server.backends.equivalence import compare_peaks
 from loraplex_server.layers.attention import HANDLE, PROBING, REACH, AttentionSpec, Reach
 from loraplex_server.layers.context import StepContext
@@ -338,9 +338,11 @@ def trial_run(
         with torch.inference_mode():
             rows = torch.tensor(kept, device=ids.device)
             logits: Tensor = model(input_ids=ids, position_ids=positions, logits_to_keep=rows, **options).logits
-    except (Refusal, torch.OutOfMemoryError):
+    except Refusal:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise Refusal(f"{TRIAL_RAISED} {type(error).__name__}: {error}") from error
     finally:
         for module in modules:

@@ -29,7 +29,6 @@ from loraplex_contracts.errors import (
     InvalidArgument,
     LoraplexError,
     NonFinite,
-    unexpected,
 )
 from loraplex_contracts.plan import NewSequence, PooledValues, Span, SpanResult, StepPlan, StepResult
 from loraplex_contracts.request import PositionLogprobs
@@ -41,7 +40,7 @@ from loraplex_server.layers.lora import PreparedSegments, ReplayableLora, Segmen
 from loraplex_server.layers.step import Row, StagedStep, StepResources
 from loraplex_server.layers.transfer import Download, download, upload
 from loraplex_server.model.batch import BatchMirror
-from loraplex_server.model.isolation import FinishedStep
+from loraplex_server.model.isolation import FinishedStep, typed_error
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.states import StateMemory, StateStep
 from loraplex_server.sampling.sampler import (
@@ -293,7 +292,7 @@ class ModelRunner:
             self.mirror.enter(sequence)
             self._sampler.set_row(sequence.row, sequence)
         except Exception as error:
-            self._refused[sequence.row] = unexpected(error, f"sequence {sequence.sequence_id} entered its row")
+            self._refused[sequence.row] = typed_error(error, f"sequence {sequence.sequence_id} entered its row")
 
     def _reason_against(self, span: Span) -> LoraplexError | None:
         if span.row in self._refused:

@@ -29,6 +29,7 @@ from loraplex_server.layers.attention import ModelSpec
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import load_model
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel
+from loraplex_server.model.memory import fitting
 from loraplex_server.model.refusals import error_line
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.speculation.cross_tokenizer import UniversalProposer
@@ -58,6 +59,8 @@ MIN_ROUNDS = 0.5
 # The share of token ids that may differ between two vocabularies that count as the same: added tokens differ within
 # one family of models. A token that differs is a draft that is not accepted.
 _MAX_DIFFERENCE = 0.01
+# What helps where the memory is full.
+NO_ROOM = "give it less with --draft-kv-memory, or leave it out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +121,15 @@ def load_drafts(config: EngineConfig, loaded: LoadedModel, served: ServedModel, 
     memory = DraftMemory(config.batch.max_running, config.speculation.draft_kv_bytes, config.kv.block_size)
     for draft in config.speculation.drafts:
         progress(f"loading draft model {draft.name}")
-        proposer = load_draft(draft, draft_target, memory, device=str(loaded.device), backend=loaded.backend)
-        if config.model.cuda_graphs:
-            shapes = loaded.backend.graph_shapes(config.batch.max_running, max_drafted=0)
-            proposer.drafter.runner.capture(shapes, progress)
-        num_rounds = MIN_ROUNDS if proposer.name == UNIVERSAL else 1.0
-        key = draft_key(draft.name)
-        drafts.proposers[key] = proposer
-        drafts.least_costs[key] = LeastCost.of(proposer.drafter.measure(), num_rounds)
+        with fitting(f"draft model {draft.name}", loaded.device, NO_ROOM):
+            proposer = load_draft(draft, draft_target, memory, device=str(loaded.device), backend=loaded.backend)
+            if config.model.cuda_graphs:
+                shapes = loaded.backend.graph_shapes(config.batch.max_running, max_drafted=0)
+                proposer.drafter.runner.capture(shapes, progress)
+            num_rounds = MIN_ROUNDS if proposer.name == UNIVERSAL else 1.0
+            key = draft_key(draft.name)
+            drafts.proposers[key] = proposer
+            drafts.least_costs[key] = LeastCost.of(proposer.drafter.measure(), num_rounds)
     return drafts
 
 

@@ -12,7 +12,9 @@ from support.native_kernels import native_kernels
 from support.native_models import native_model
 from support.replay import calls_again
 from support.sweep import default_config, make_model, shorten
+from support.world import TinyWorld
 from support.zoo import MAX_LEN, random_model
+from torch import nn
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, OutOfMemory, Unimplemented
 from loraplex_contracts.request import CompletionEnd, Request, StoppingParams, Tokens
@@ -24,19 +26,21 @@ from loraplex_server.backends.cpu.native.library import Library, Loaded, NativeS
 from loraplex_server.backends.cuda.backend import CudaBackend
 from loraplex_server.backends.cuda.graphs import GraphShape, StepGraphs, capture_steps, graph_bytes, graph_shapes
 from loraplex_server.backends.registry import choose_backend
-from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig
+from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, SpeculationConfig
 from loraplex_server.engine import assembly as build
 from loraplex_server.engine.pipe import Submit
 from loraplex_server.layers.attention import kv_block_bytes, num_blocks_for
 from loraplex_server.layers.linear import AdaptedHead
 from loraplex_server.layers.quantization import FORMATS, INT4, INT8, WeightFormat
 from loraplex_server.layers.step import StepResources
+from loraplex_server.model import loader, self_test
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.model.medusa_model import ServedModel
 from loraplex_server.model.memory import CPU_KV_BYTES, step_bytes
 from loraplex_server.model.tiny import tiny_config
 from loraplex_server.speculation.build import Drafts
+from loraplex_server.speculation.draft_model import Drafter
 
 BLOCK_SIZE = 16
 ADAPTERS = AdaptersConfig(device_bytes=1 << 20, host_bytes=1 << 20, disk_bytes=1 << 20, num_device_slots=2)
@@ -85,8 +89,38 @@ def test_two_blocks_are_too_few(loaded: LoadedModel, block_bytes: int) -> None:
 
 
 def test_a_cache_that_the_system_does_not_give(loaded: LoadedModel) -> None:
-    with pytest.raises(OutOfMemory, match=r"does not give the \d+ MiB of the KV cache; name fewer with --kv-memory"):
+    with pytest.raises(
+        OutOfMemory,
+        match=r"cpu has no memory for [\d,]+ MiB of KV cache \([\d,]+ MiB are free\); name",
+    ):
         build._kv_cache(loaded, 1 << 40, BLOCK_SIZE)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError(""), RuntimeError("CUDA error: out of memory")], ids=repr
+)
+@pytest.mark.parametrize(
+    ("owner", "name", "said"),
+    [
+        (nn.Module, "to", "cpu has no memory for the model .* --device, or serve a smaller model"),
+        (loader, "probe_model", "cpu has no memory for the model .* --device, or serve a smaller model"),
+        (self_test, "compare", "cpu has no memory for the model"),
+        (Drafter, "__init__", "cpu has no memory for draft model small .* --draft-kv-memory"),
+        (build, "measure_runner", "cpu has no memory for steps beside the KV cache .* --kv-memory, or make steps"),
+    ],
+)
+def test_where_the_memory_is_full_at_the_start(
+    error: Exception, owner: object, name: str, said: str, tiny_world: TinyWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    model = str(tiny_world.model)
+    speculation = SpeculationConfig(draft_models=(f"small={model}",))
+    config = EngineConfig(ModelConfig(model, device="cpu"), cpu_kernels="torch", speculation=speculation)
+    monkeypatch.setattr(owner, name, fail)
+    with pytest.raises(OutOfMemory, match=said):
+        build.build_engine(config, lambda text: None, lambda: None)
 
 
 def test_a_cpu_gives_a_quarter_of_what_is_free(loaded: LoadedModel, block_bytes: int) -> None:
