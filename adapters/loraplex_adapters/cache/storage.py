@@ -143,7 +143,10 @@ class RecentImports:
 
 
 class CudaMemory:
-    """Memory of a device that cannot read the host's. Owns the copy stream."""
+    """Memory of a device that cannot read the host's. Owns the copy stream.
+
+    A thread's current device is the first one unless it is told otherwise, and some calls would take memory there.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -151,22 +154,24 @@ class CudaMemory:
 
     def allocate_host(self, num_bytes: int) -> Tensor:
         """Page-locked host memory uint8 [num_bytes] from which `fetch` copies."""
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        with torch.cuda.device(self._device):
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def fetch(self, pieces: Sequence[Tensor], num_bytes: int) -> Tensor:
         """The pieces as one tensor uint8 [num_bytes] on the device, complete. Steps run meanwhile."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        with torch.cuda.stream(self._stream):
-            storage = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            start = 0
-            for piece in pieces:
-                target = storage[start : start + len(piece)]
-                target.copy_(piece[: len(target)], non_blocking=True)
-                start += len(piece)
-            done = torch.cuda.Event(blocking=True)  # sleeps instead of taking a core from the steps
-            done.record(self._stream)
-        done.synchronize()
+        with torch.cuda.device(self._device):
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self._device)
+            with torch.cuda.stream(self._stream):
+                storage = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+                start = 0
+                for piece in pieces:
+                    target = storage[start : start + len(piece)]
+                    target.copy_(piece[: len(target)], non_blocking=True)
+                    start += len(piece)
+                done = torch.cuda.Event(blocking=True)  # sleeps instead of taking a core from the steps
+                done.record(self._stream)
+            done.synchronize()
         return storage
 
     def hand_over(self, storage: Tensor) -> None:

@@ -66,9 +66,7 @@ log = logging.getLogger(__name__)
 
 # What helps where the memory is full.
 NO_ROOM_FOR_MODEL = "make room, choose another with --device, or serve a smaller model"
-NO_ROOM_FOR_STEPS = (
-    "give the cache less with --kv-memory, or make steps smaller: --max-step-tokens, --max-running"
-)
+NO_ROOM_FOR_STEPS = "give the cache less with --kv-memory, or make steps smaller: --max-step-tokens, --max-running"
 
 
 def build_engine(config: EngineConfig, progress: Progress, notify: Callable[[], None]) -> Engine:

@@ -10,6 +10,7 @@ import os
 import resource
 import sys
 from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,31 @@ def test_through_pinned_pieces_to_the_device(tmp_path: Path, monkeypatch: pytest
     for path in (Q_PROJ, DOWN_PROJ):
         assert torch.equal(weights.factors[path].a, expected[f"{PREFIX}{path}.lora_A.weight"])
         assert torch.equal(weights.factors[path].b, expected[f"{PREFIX}{path}.lora_B.weight"])
+
+
+def test_copies_to_a_device_touch_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins with the first device as its current one, and some calls would take memory there."""
+    log: list[str] = []
+
+    @contextmanager
+    def entered(what: object) -> Generator[None]:
+        log.append(f"in {what}")
+        yield
+        log.append(f"out of {what}")
+
+    class Event:
+        def __init__(self, blocking: bool) -> None: ...
+        def record(self, stream: str) -> None: ...
+        def synchronize(self) -> None:
+            log.append("waited")
+
+    fakes = {"device": entered, "stream": entered, "Stream": lambda device: "stream", "Event": Event}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    memory = storage_module.CudaMemory(torch.device("cpu"))
+    pieces = [torch.full((4,), 1, dtype=torch.uint8), torch.full((4,), 2, dtype=torch.uint8)]
+    assert memory.fetch(pieces, 6).tolist() == [1, 1, 1, 1, 2, 2]
+    assert log == ["in cpu", "in stream", "out of stream", "waited", "out of cpu"]
 
 
 @pytest.mark.parametrize("num_bytes", [1, 64 << 10, (64 << 10) + 1, 600_000, 5 << 20, 84_000_000])

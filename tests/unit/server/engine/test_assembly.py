@@ -96,9 +96,7 @@ def test_a_cache_that_the_system_does_not_give(loaded: LoadedModel) -> None:
         build._kv_cache(loaded, 1 << 40, BLOCK_SIZE)
 
 
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError(""), RuntimeError("CUDA error: out of memory")], ids=repr
-)
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(""), RuntimeError("CUDA error: out of memory")], ids=repr)
 @pytest.mark.parametrize(
     ("owner", "name", "said"),
     [
