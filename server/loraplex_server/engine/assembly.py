@@ -169,6 +169,8 @@ def assemble(
         )
         if loaded.device.type == "cuda":
             runner.warm_up(batch.max_step_tokens, progress)
+            if has_adapters:
+                heads.warm_up()
         runner.capture(captured_shapes(config, backend), progress)
         step_costs = step_costs or measure_runner(
             runner, max_rows=batch.max_running, num_blocks=num_blocks, block_size=block_size, progress=progress

@@ -55,6 +55,8 @@ from loraplex_server.sampling.sampler import (
 log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 5.0  # of compiling kernels
+# Tokens of a context that attention on CUDA cuts into ranges, whatever the model's heads.
+LONG_CONTEXT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,11 +227,12 @@ class ModelRunner:
         request waits for a compiler. Before the first request only.
 
         Runs one text of each length that is a power of two, and the longest step that there may be: so each size of
-        block comes up that attention and adapters choose among. Adapter kernels run over segments without adapters.
-        Writes to unused KV blocks. `progress` is told where it takes long, as it does the first time.
+        block comes up that attention and adapters choose among. Then one token behind a long context, whose attention
+        is put together from parts. Adapter kernels run over segments without adapters. Writes to unused KV blocks.
+        `progress` is told where it takes long, as it does the first time.
         """
-        num_positions = self._cache.num_blocks * self._cache.block_size
-        longest = min(max_tokens, num_positions, self._loaded.spec.max_context_tokens)
+        num_positions = min(self._cache.num_blocks * self._cache.block_size, self._loaded.spec.max_context_tokens)
+        longest = min(max_tokens, num_positions)
         lengths = [*(1 << exponent for exponent in range((longest - 1).bit_length())), longest]
         start_s = said_s = time.perf_counter()
         with torch.inference_mode(), as_if_installed(self._loaded.targets):
@@ -238,24 +241,25 @@ class ModelRunner:
                 if (now_s := time.perf_counter()) - said_s > REPORT_EVERY_S:
                     progress(f"compiling kernels: {done + 1} of {len(lengths)} lengths of steps")
                     said_s = now_s
+            self._run_empty(1, min(num_positions, LONG_CONTEXT) - 1)
             self._sampler.warm_up()
         if said_s > start_s:
             progress(f"kernels compiled in {time.perf_counter() - start_s:.0f} s; the next start finds them on disk")
 
-    def _run_empty(self, num_tokens: int) -> None:
+    def _run_empty(self, num_tokens: int, num_before: int = 0) -> None:
         context, cache, slots, device = self._context, self._cache, self._slots, self._device
-        length = np.array([num_tokens], dtype=np.int64)
-        tables = np.arange(-(-num_tokens // cache.block_size), dtype=np.int64)[None, :]
-        places = torch.arange(num_tokens, device=device)
+        query_lens = np.array([num_tokens], dtype=np.int64)
+        tables = np.arange(-(-(num_before + num_tokens) // cache.block_size), dtype=np.int64)[None, :]
+        places = torch.arange(num_before, num_before + num_tokens, device=device)
         try:
-            batch = AttentionBatch(length, length, tables, cache.block_size, places)
+            batch = AttentionBatch(query_lens, query_lens + num_before, tables, cache.block_size, places)
             context.attention = self._attention.plan(batch, cache.dtype, device)
             if isinstance(slots.ops, ReplayableLora):
                 context.token_segments = slots.ops.reserve(num_tokens, slots.num_slots, device)
             ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
             if self._states is not None:
                 context.states = self._states.begin([Span("", 0, 0, num_tokens, 0)])
-            self._loaded.logits(ids, places.unsqueeze(0), places[-1:])
+            self._loaded.logits(ids, places.unsqueeze(0), places[-1:] - num_before)
         finally:
             context.clear()
 

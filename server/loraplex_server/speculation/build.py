@@ -123,6 +123,8 @@ def load_drafts(config: EngineConfig, loaded: LoadedModel, served: ServedModel, 
         progress(f"loading draft model {draft.name}")
         with fitting(f"draft model {draft.name}", loaded.device, NO_ROOM):
             proposer = load_draft(draft, draft_target, memory, device=str(loaded.device), backend=loaded.backend)
+            if loaded.device.type == "cuda":
+                proposer.drafter.runner.warm_up(memory.max_prompt_tokens, progress)
             if config.model.cuda_graphs:
                 shapes = loaded.backend.graph_shapes(config.batch.max_running, max_drafted=0)
                 proposer.drafter.runner.capture(shapes, progress)

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 NOT_A_NUMBER = -1  # in the place of a token id
 MAX_LAYOUTS = 64
+# Rows for which the kernels on CUDA have blocks of each size, and a width that is a multiple of 16, as models' are.
+WARM_ROWS, WARM_OUTPUTS = (1, 64), 16
 
 
 class HeadAsk(NamedTuple):
@@ -172,6 +174,17 @@ class HeadSlots:
             raise ValueError(f"Medusa head {idx} has token ids for another number of rows than its projection")
         if any(tensor.dtype != self._dtype for tensor in tensors):
             raise ValueError(f"Medusa head {idx} has another dtype than the model ({self._dtype})")
+
+    def warm_up(self) -> None:
+        """Compiles the products of heads, where they are compiled, so that no request waits for it."""
+        table = DenseTable(self._hidden_size)
+        weight = torch.zeros(WARM_OUTPUTS, self._hidden_size, dtype=self._dtype, device=self._device)
+        table.set(0, DenseWeight(weight))
+        with torch.inference_mode():
+            for num_rows in WARM_ROWS:
+                prepared = self._dense.prepare([Segment(0, num_rows, 0)], num_rows, 1, self._device)
+                x = weight.new_zeros(num_rows, self._hidden_size)
+                self._dense.apply(x.new_empty(num_rows, WARM_OUTPUTS), x, table, prepared)
 
     # --- guessing -----------------------------------------------------------------------------------------------------
 

@@ -401,9 +401,11 @@ class Planned(TorchPagedAttention):
     def __init__(self) -> None:
         super().__init__()
         self.lengths: list[int] = []
+        self.contexts: list[int] = []
 
     def plan(self, batch, dtype, device):  # type: ignore[no-untyped-def]
         self.lengths += batch.query_lens.tolist()
+        self.contexts += batch.context_lens.tolist()
         return super().plan(batch, dtype, device)
 
 
@@ -413,9 +415,10 @@ def test_every_size_of_block_comes_up(max_tokens: int, lengths: list[int]) -> No
     rig = make_rig(adopt_model(random_model("llama")), ops=ops, attention=attention)
     said: list[str] = []
     rig.runner.warm_up(max_tokens, said.append)
-    assert attention.lengths == lengths
+    assert attention.lengths == [*lengths, 1]
+    assert attention.contexts == [*lengths, MAX_LEN]
     num_linears = sum(isinstance(target, AdaptedLinear) for target in rig.loaded.targets.values())
-    assert ops.num_applied == len(lengths) * (num_linears - 1)  # the head's adapters are another matter
+    assert ops.num_applied == (len(lengths) + 1) * (num_linears - 1)  # the head's adapters are another matter
     assert said == []
 
 
@@ -423,10 +426,10 @@ def test_no_longer_than_the_cache_or_the_context() -> None:
     attention = Planned()
     rig = make_rig(adopt_model(random_model("llama"), max_context_tokens=50), attention=attention, num_blocks=3)
     rig.runner.warm_up(1000, lambda text: None)
-    assert attention.lengths[-1] == 12
+    assert (attention.lengths[-2], attention.contexts[-1]) == (12, 12)
     rig = make_rig(adopt_model(random_model("llama"), max_context_tokens=50), attention=attention)
     rig.runner.warm_up(1000, lambda text: None)
-    assert attention.lengths[-1] == 50
+    assert (attention.lengths[-2], attention.contexts[-1]) == (50, 50)
 
 
 def test_what_takes_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from support.dense import greedy, make_dense
 from support.drafting import ask
 from support.tiny_tokenizers import tiny_tokenizer
 from support.world import TinyWorld, byte_tokenizer
+from support.zoo import random_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from loraplex_contracts.errors import (
@@ -25,8 +27,11 @@ from loraplex_contracts.errors import (
     UnsafeFormat,
     UnsupportedModel,
 )
-from loraplex_server.config import DraftModelConfig
+from loraplex_server.config import DraftModelConfig, EngineConfig, ModelConfig, SpeculationConfig
 from loraplex_server.layers.attention import ModelSpec
+from loraplex_server.model.loader import adopt_model
+from loraplex_server.model.medusa_model import ServedModel
+from loraplex_server.speculation import build
 from loraplex_server.speculation.build import (
     DraftTarget,
     have_same_ids,
@@ -34,6 +39,7 @@ from loraplex_server.speculation.build import (
 )
 from loraplex_server.speculation.draft_model import DraftMemory, DraftModelProposer
 from loraplex_server.speculation.proposer import DRAFT_MODEL, UNIVERSAL
+from loraplex_server.speculation.step_costs import StepCosts
 from loraplex_server.text.tokenizer import TextTokenizer
 
 MEMORY = DraftMemory(max_rows=4, kv_bytes=1 << 20)
@@ -75,6 +81,23 @@ def load(
     config: DraftModelConfig, target: DraftTarget, memory: DraftMemory = MEMORY, dtype: str = "auto"
 ) -> DraftModelProposer:
     return load_draft(config, target, memory, dtype=dtype, device="cpu")
+
+
+def test_the_kernels_of_draft_models_on_a_gpu_are_compiled_first(
+    tiny_world: TinyWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[object, ...]] = []
+    runner = SimpleNamespace(
+        warm_up=lambda *given: asked.append(("warm up", given[0])), capture=lambda *_: asked.append(("capture",))
+    )
+    drafter = SimpleNamespace(runner=runner, measure=lambda: StepCosts({1: 1.0, 2: 2.0}))
+    monkeypatch.setattr(build, "load_draft", lambda *_, **__: SimpleNamespace(name=DRAFT_MODEL, drafter=drafter))
+    loaded = replace(adopt_model(random_model("llama")), device=torch.device("cuda"))
+    model = str(tiny_world.model)
+    config = EngineConfig(ModelConfig(model), speculation=SpeculationConfig(draft_models=(f"small={model}",)))
+    drafts = build.load_drafts(config, loaded, ServedModel(model), lambda text: None)
+    assert list(drafts.proposers) == list(drafts.least_costs) == ["draft_model:small"]
+    assert asked == [("warm up", 512), ("capture",)]
 
 
 # --- which proposer fits ----------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.plan import AdapterUse, Candidate, StepPlan
 from loraplex_contracts.request import Request, SpeculationParams, StoppingParams
 from loraplex_server.backends.cpu.torch_lora import CpuDense, CpuOps
+from loraplex_server.backends.cuda.lora.plan import MANY_ROWS, SOME_ROWS, choose_dense_rows
 from loraplex_server.backends.reference import ReferenceDense, ReferenceOps
 from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.lora import DenseTable, PreparedSegments, Segment, SegmentedDense, SegmentedLora
@@ -257,6 +258,21 @@ def small() -> tuple[HeadSlots, FakeRunner, FakeCache, list[MedusaHead], Adapter
 
 def job_in(row: int) -> Job:
     return Job([3, 4], 9, row=row, tokens=[5])
+
+
+def test_every_size_of_block_of_the_products_comes_up() -> None:
+    loaded = adopt_model(random_model("llama"))
+    sizes: list[int] = []
+
+    class Dense(CpuDense):
+        def apply(self, y: Tensor, x: Tensor, table: DenseTable, prepared: PreparedSegments) -> None:
+            super().apply(y, x, table, prepared)
+            assert not y.any()
+            sizes.append(choose_dense_rows(len(x)))
+
+    slots = HeadSlots(loaded, make_rig(loaded).slots, Dense())
+    slots.warm_up()
+    assert sizes == [SOME_ROWS, MANY_ROWS]
 
 
 def test_it_is_a_proposer_without_memory() -> None:
