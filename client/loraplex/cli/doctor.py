@@ -45,6 +45,11 @@ EXTRAS: Final[dict[str, dict[str, str]]] = {
     },
     "demo": {"loraplex-demo": "loraplex_demo"},
 }
+# What a server of an extra imports: a package may be there and not load.
+SERVERS: Final = {
+    "router": ("loraplex_router.server", "loraplex_router.http.app"),
+    "server": ("loraplex_server.engine.assembly", "loraplex_server.grpc.server"),
+}
 PACKAGES: Final = ("grpcio", "protobuf", "torch", "transformers", "peft", "safetensors", "tokenizers", "triton")
 
 
@@ -64,6 +69,7 @@ class Report(TypedDict):
     platform: str
     packages: dict[str, str]  # only those that are installed
     missing: dict[str, list[str]]  # by extra
+    broken: dict[str, str]  # by extra that is there and does not load: why
     devices: list[Row]
     cpu_kernels: list[Row]
     lora_operations: list[Row]
@@ -124,15 +130,17 @@ def _words(value: object) -> str:
 
 def examine() -> Report:
     installed = {name: found for name in PACKAGES if (found := _version(name))}
+    missing = {
+        extra: [name for name, module in needs.items() if find_spec(module) is None] for extra, needs in EXTRAS.items()
+    }
+    loads = {extra: _problem(modules) for extra, modules in SERVERS.items() if not missing[extra]}
     return {
         "loraplex": loraplex_proto.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": installed,
-        "missing": {
-            extra: [name for name, module in needs.items() if find_spec(module) is None]
-            for extra, needs in EXTRAS.items()
-        },
+        "missing": missing,
+        "broken": {extra: problem for extra, problem in loads.items() if problem},
         "devices": _devices(),
         "cpu_kernels": _or_reason(_cpu_kernels, "native"),
         "lora_operations": _or_reason(_lora_operations),
@@ -145,6 +153,16 @@ def _version(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
+
+
+def _problem(modules: Iterable[str]) -> str:
+    """The reason that one of these modules does not load; empty where all do."""
+    try:
+        for module in modules:
+            import_module(module)
+    except Exception as error:
+        return _first_line(error)
+    return ""
 
 
 def _devices() -> list[Row]:
@@ -218,8 +236,9 @@ def _print(report: Report) -> None:
         *((name, found, "") for name, found in report["packages"].items()),
     ]
     for extra, missing in report["missing"].items():
-        state = "missing" if missing else "complete"
-        rows.append((f"extra {extra}", state, f"pip install 'loraplex[{extra}]'" if missing else ""))
+        problem = report["broken"].get(extra, "")
+        state = "missing" if missing else "broken" if problem else "complete"
+        rows.append((f"extra {extra}", state, f"pip install 'loraplex[{extra}]'" if missing else problem))
     titled: tuple[tuple[str, list[Row]], ...] = (
         ("device", report["devices"]),
         ("cpu kernels", report["cpu_kernels"]),

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from loraplex.cli import terminal
+from loraplex.cli import doctor, terminal
 from loraplex.cli.main import main
 from loraplex_contracts import errors
 from loraplex_contracts.sampling import SAMPLING_OPTIONS
@@ -471,6 +471,7 @@ def test_doctor(capsys: Capture) -> None:
     report = json.loads(capsys.readouterr().out)
     assert report["packages"]["grpcio"]
     assert report["missing"] == {"router": [], "server": [], "demo": []}
+    assert report["broken"] == {}
     assert report["devices"][0]["name"] == "cpu"
     assert report["devices"][0]["usable"]
     (native,) = report["cpu_kernels"]
@@ -485,6 +486,18 @@ def test_doctor_in_words(capsys: Capture) -> None:
     out = capsys.readouterr().out
     assert "extra server\tcomplete" in out
     assert "attention torch\tusable" in out
+
+
+def test_doctor_loads_what_servers_load(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package may be there without what it needs itself."""
+    monkeypatch.delitem(sys.modules, "loraplex_router.http.app", raising=False)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: name)
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["missing"]["router"] == []
+    assert set(report["broken"]) == {"router"}
+    assert "fastapi" in report["broken"]["router"]
 
 
 def test_a_name_without_an_address_is_named(capsys: Capture) -> None:
