@@ -1,4 +1,4 @@
-"""Families of models, kinds of adapters and pooled values on a CUDA device against Transformers and PEFT."""
+"""Families, kinds of adapters and pooling on CUDA against Transformers and PEFT."""
 
 from __future__ import annotations
 

@@ -26,6 +26,6 @@ def build_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     for backend in (Backend, CpuBackend):
         monkeypatch.setattr(backend, "lora", lambda *_: ReplayableReference())
     monkeypatch.setattr(build, "make_attention", lambda *_: ReplayableTorch())
-    monkeypatch.setattr(Backend, "graph_shapes", lambda _, *sizes: graph_shapes(*sizes))
+    monkeypatch.setattr(Backend, "graph_shapes", lambda _, *sizes, **named: graph_shapes(*sizes, **named))
     monkeypatch.setattr(Backend, "capture_steps", _capture_steps)
     monkeypatch.setattr(build, "ModelRunner", partial(ModelRunner, overlaps=True))

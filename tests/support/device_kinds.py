@@ -60,7 +60,7 @@ def device_bench(model: PreTrainedModel, settings: Settings, root: Path, **optio
     """An engine for a copy of `model` as a server would have it."""
     served = copy.deepcopy(model).to(settings.dtype).to(settings.device)  # type: ignore[arg-type]
     if settings.dtype != torch.float64:
-        served.set_experts_implementation(None)  # Transformers' own choice
+        served.set_experts_implementation(None)  # type: ignore[arg-type]  # Transformers' own choice
     bench = make_bench(served, root, verify=True, max_step_tokens=24, max_running=6, max_draft_tokens=3, **options)
     if settings.replays is not None:
         count_replays(bench.engine, settings.replays)
