@@ -1004,6 +1004,7 @@ class Completion(google.protobuf.message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: builtins.int
     USAGE_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
+    DELTAS_FIELD_NUMBER: builtins.int
     index: builtins.int
     text: builtins.str
     finish_reason: Global___FinishReason.ValueType
@@ -1020,6 +1021,12 @@ class Completion(google.protobuf.message.Message):
     def message(self) -> Global___ChatMessage:
         """With Output.parse_chat; the role is "assistant"."""
 
+    @property
+    def deltas(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChatDelta]:
+        """The parts of that message in their order. Empty where all reasoning comes before the content, and that before all
+        calls.
+        """
+
     def __init__(
         self,
         *,
@@ -1032,9 +1039,10 @@ class Completion(google.protobuf.message.Message):
         stop_token_id: builtins.int | None = ...,
         usage: Global___Usage | None = ...,
         message: Global___ChatMessage | None = ...,
+        deltas: collections.abc.Iterable[Global___ChatDelta] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "message", b"message", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "usage", b"usage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "message", b"message", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "deltas", b"deltas", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "message", b"message", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_stop_string", b"_stop_string"]) -> typing.Literal["stop_string"] | None: ...
     @typing.overload

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from loraplex_adapters.cache.listing import Resident
@@ -281,20 +282,21 @@ def _message_to_pb(message: ParsedMessage) -> inference_pb2.ChatMessage:
 
 def _parts_to_pb(parts: Sequence[MessagePart]) -> list[inference_pb2.ChatDelta]:
     deltas: list[inference_pb2.ChatDelta] = []
-    for part in parts:
-        match part.kind:
-            case "content" | "reasoning":
-                if not (deltas and deltas[-1].WhichOneof("kind") == part.kind):
-                    deltas.append(inference_pb2.ChatDelta())
-                setattr(deltas[-1], part.kind, getattr(deltas[-1], part.kind) + part.text)
+    for (kind, index), group in groupby(parts, lambda part: (part.kind, part.index)):
+        same = list(group)
+        text = "".join(part.text for part in same)
+        match kind:
+            case "content":
+                deltas.append(inference_pb2.ChatDelta(content=text))
+            case "reasoning":
+                deltas.append(inference_pb2.ChatDelta(reasoning=text))
             case "call":
-                call = inference_pb2.ToolCallDelta(index=part.index, id=part.id, name=part.name)
+                call = inference_pb2.ToolCallDelta(index=index, id=same[0].id, name=same[0].name)
                 deltas.append(inference_pb2.ChatDelta(tool_call=call))
             case "arguments":
-                if not (deltas and deltas[-1].HasField("tool_call") and deltas[-1].tool_call.index == part.index):
-                    call = inference_pb2.ToolCallDelta(index=part.index)
-                    deltas.append(inference_pb2.ChatDelta(tool_call=call))
-                deltas[-1].tool_call.arguments_json += part.text
+                if not (deltas and deltas[-1].HasField("tool_call") and deltas[-1].tool_call.index == index):
+                    deltas.append(inference_pb2.ChatDelta(tool_call=inference_pb2.ToolCallDelta(index=index)))
+                deltas[-1].tool_call.arguments_json += text
     return deltas
 
 
@@ -412,6 +414,10 @@ def completion_to_pb(
         usage=usage_to_pb(summary),
     )
     _fill_end(message, summary)
+    parts = [part for delta in deltas for part in delta.parts]
+    ranks = [{"reasoning": 0, "content": 1}.get(part.kind, 2) for part in parts]
+    if ranks != sorted(ranks):
+        message.deltas.extend(_parts_to_pb(parts))
     return message
 
 

@@ -285,15 +285,14 @@ class Answer(dialects.Answer[Job]):
         return response_of(self.job, answers)
 
     def events(self, prompt: int, raw: bytes) -> Iterator[bytes]:
-        return map(data_event, self.chunks(prompt, raw))
+        return map(data_event, self.chunks(prompt, pb.GenerateStreamResponse.FromString(raw)))
 
     def end(self) -> Iterator[bytes]:
         """The event with usage, where it was asked for."""
         return map(data_event, self.end_chunks())
 
-    def chunks(self, prompt: int, raw: bytes) -> Iterator[dict[str, Any]]:
+    def chunks(self, prompt: int, message: pb.GenerateStreamResponse) -> Iterator[dict[str, Any]]:
         """Chunks of one message."""
-        message = pb.GenerateStreamResponse.FromString(raw)
         if self.job.is_prompt_only:
             _drop_new(message)
         self._tally.begin(prompt, message)

@@ -17,6 +17,7 @@ from loraplex_router.http.fields import Fields
 from loraplex_router.http.openai import answers
 from loraplex_router.http.openai.fields import ChatCompletionRequest, StreamOptions
 from loraplex_router.http.openai.requests import Job, not_a_text
+from loraplex_router.http.openai.tools import parts_of
 
 # Fields that need state which this server does not keep, and the values that need none.
 _STATE: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -190,16 +191,20 @@ def _tool_choice(choice: Any) -> Any:
 # --- answers --------------------------------------------------------------------------------------------------------
 
 
-def response_of(body: ResponsesRequest, job: Job, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The response object of a chat's `answer`."""
-    (choice,) = answer["choices"]
-    message: dict[str, Any] = choice["message"]
-    output = Output(job.request_id)
-    for _ in output.add(message | {"logprobs": choice["logprobs"]}):
+def response_of(body: ResponsesRequest, job: Job, answer: pb.GenerateResponse) -> dict[str, Any]:
+    """The response object of the answer to a chat."""
+    chat = answers.response_of(job, [answer])
+    (choice,), (completion,) = chat["choices"], answer.completions
+    output = Output(job)
+    for _ in output.add(parts_of(completion), _rows(choice)):
         pass
     for _ in output.close(is_cut=choice["finish_reason"] == "length"):
         pass
-    return _response(body, job, output.items, choice["finish_reason"], answer)
+    return _response(body, job, output.items, choice["finish_reason"], chat)
+
+
+def _rows(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [] if choice["logprobs"] is None else choice["logprobs"]["content"]
 
 
 def _response(
@@ -253,22 +258,29 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Output:
-    """Items of a response's output, from a chat's message or its deltas, with the events that tell of them."""
+    """Items of a response's output, from the parts of a chat's message, with the events that tell of them."""
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, job: Job) -> None:
         self.items: list[dict[str, Any]] = []
-        self._request_id = request_id
+        self._request_id = job.request_id
+        self._has_reasoning = bool(job.reasoning_fields)
         self._is_open = False  # the last item
+        self._rows: list[Any] = []  # logprobs that are in no message yet
 
-    def add(self, delta: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Takes a delta of a chat, or a whole message."""
-        if thought := delta.get("reasoning"):
-            yield from self._extend("reasoning", thought, [])
-        if text := delta.get("content"):
-            logprobs = (delta.get("logprobs") or {}).get("content") or []
-            yield from self._extend("message", text, logprobs)
-        for call in delta.get("tool_calls") or ():
-            yield from self._call(call)
+    def add(self, parts: Iterable[pb.ChatDelta], logprobs: list[Any]) -> Iterator[dict[str, Any]]:
+        """Takes the next parts of the message, in their order."""
+        self._rows += logprobs
+        for part in parts:
+            match part.WhichOneof("kind"):
+                case "content":
+                    rows, self._rows = self._rows, []
+                    yield from self._extend("message", part.content, rows)
+                case "reasoning" if self._has_reasoning:
+                    yield from self._extend("reasoning", part.reasoning, [])
+                case "tool_call":
+                    yield from self._call(part.tool_call)
+                case _:
+                    pass
 
     def close(self, *, is_cut: bool = False) -> Iterator[dict[str, Any]]:
         """Ends the last item. `is_cut`: the answer has no more tokens to go on with."""
@@ -316,16 +328,15 @@ class Output:
         else:
             yield {"type": "response.reasoning_text.delta", **at, "delta": text}
 
-    def _call(self, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        function: Mapping[str, Any] = call.get("function") or {}
-        if call.get("id"):
-            item = {"type": "function_call", "call_id": call["id"], "name": function.get("name"), "arguments": ""}
+    def _call(self, call: pb.ToolCallDelta) -> Iterator[dict[str, Any]]:
+        if call.id:
+            item = {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": ""}
             yield from self._open(item, "fc", shown={})
-        if fragment := function.get("arguments"):
+        if call.arguments_json:
             item = self.items[-1]
-            item["arguments"] += fragment
+            item["arguments"] += call.arguments_json
             at = {"item_id": item["id"], "output_index": len(self.items) - 1}
-            yield {"type": "response.function_call_arguments.delta", **at, "delta": fragment}
+            yield {"type": "response.function_call_arguments.delta", **at, "delta": call.arguments_json}
 
     def _open(self, item: dict[str, Any], prefix: str, shown: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from self.close()
@@ -344,25 +355,31 @@ class Answer(dialects.Answer[Job]):
         super().__init__(job)
         self._body = body
         self._chat = answers.Answer(job)
-        self._output = Output(job.request_id)
+        self._output = Output(job)
         self._finish_reason: str | None = None
         self._last: dict[str, Any] = {}
         self._number = -1
 
     def whole(self, answers: Sequence[pb.GenerateResponse]) -> dict[str, Any]:
-        return response_of(self._body, self.job, self._chat.whole(answers))
+        return response_of(self._body, self.job, answers[0])
 
     def events(self, prompt: int, raw: bytes) -> Iterator[bytes]:
         if self._number < 0:
             begun = _response(self._body, self.job, [], None, {})
             yield self._event({"type": "response.created", "response": begun})
             yield self._event({"type": "response.in_progress", "response": begun})
-        for chunk in self._chat.chunks(prompt, raw):
-            yield from self._of_chunk(chunk)
+        message = pb.GenerateStreamResponse.FromString(raw)
+        rows: list[dict[str, Any]] = []
+        for chunk in self._chat.chunks(prompt, message):
+            self._last = chunk
+            for choice in cast("Iterable[dict[str, Any]]", chunk["choices"]):
+                rows += _rows(choice)
+                self._finish_reason = choice["finish_reason"] or self._finish_reason
+        yield from map(self._event, self._output.add(message.deltas, rows))
 
     def end(self) -> Iterator[bytes]:
         for chunk in self._chat.end_chunks():
-            yield from self._of_chunk(chunk)
+            self._last = chunk
         yield from map(self._event, self._output.close(is_cut=self._finish_reason == "length"))
         response = _response(self._body, self.job, self._output.items, self._finish_reason or "stop", self._last)
         yield self._event({"type": f"response.{response['status']}", "response": response})
@@ -370,12 +387,6 @@ class Answer(dialects.Answer[Job]):
     def error(self, error: LoraplexError) -> bytes:
         content = error_object(error)["error"]
         return self._event({"type": "error", **{name: content[name] for name in ("code", "message", "param")}})
-
-    def _of_chunk(self, chunk: dict[str, Any]) -> Iterator[bytes]:
-        self._last = chunk
-        for choice in cast("Iterable[dict[str, Any]]", chunk["choices"]):
-            yield from map(self._event, self._output.add(choice["delta"] | {"logprobs": choice["logprobs"]}))
-            self._finish_reason = choice["finish_reason"] or self._finish_reason
 
     def _event(self, content: dict[str, Any]) -> bytes:
         self._number += 1

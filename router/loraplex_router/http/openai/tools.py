@@ -61,6 +61,22 @@ def message_of(completion: pb.Completion, reasoning_fields: Sequence[str]) -> di
     return found
 
 
+def parts_of(completion: pb.Completion) -> Sequence[pb.ChatDelta]:
+    """The parts of a completion's message in their order."""
+    if completion.deltas:
+        return completion.deltas
+    message = completion.message if completion.HasField("message") else pb.ChatMessage(content=completion.text)
+    parts = [pb.ChatDelta(reasoning=message.reasoning), pb.ChatDelta(content=message.content)]
+    calls = (
+        pb.ToolCallDelta(index=index, id=call.id, name=call.name, arguments_json=call.arguments_json)
+        for index, call in enumerate(message.tool_calls)
+    )
+    return [
+        *(part for part in parts if part.reasoning or part.content),
+        *(pb.ChatDelta(tool_call=call) for call in calls),
+    ]
+
+
 def delta_of(chunk: pb.GenerateStreamResponse, reasoning_fields: Sequence[str]) -> dict[str, Any]:
     """A chunk's delta: all parts that came together."""
     found: dict[str, Any] = {}

@@ -13,6 +13,7 @@ from loraplex_proto.v1.inference_pb2 import GenerateRequest, ProposerUsage, Spec
 from loraplex_proto.validate import check_generate
 from loraplex_server.frontend.generation import CompletionSummary, Delta, Drafts
 from loraplex_server.grpc import protobuf as convert
+from loraplex_server.text.responses import MessagePart
 
 
 def request_of(message: GenerateRequest) -> Request:
@@ -99,6 +100,24 @@ def test_a_chunk_names_its_proposer() -> None:
     assert (chunk.drafted_tokens, chunk.accepted_tokens, chunk.proposer) == (4, 1, "medusa")
     last = convert.delta_to_pb(Delta(0, end=summary(0, Drafts("medusa", 4, 1))), with_token_ids=True)
     assert (last.proposer, last.usage.proposers[0].name) == ("", "medusa")
+
+
+def test_parts_of_a_whole_message_that_are_not_in_the_usual_order() -> None:
+    call = [MessagePart("call", id="c", name="f"), MessagePart("arguments", "{"), MessagePart("arguments", "}")]
+    begin, end = MessagePart("content", "a"), MessagePart("content", "b")
+    thought = MessagePart("reasoning", "hm")
+
+    def parts_in(*parts: MessagePart) -> list[inference_pb2.ChatDelta]:
+        deltas = [Delta(0, parts=parts[:2]), Delta(0, parts=parts[2:], end=summary(0))]
+        return list(convert.completion_to_pb(summary(0), deltas, prefix="", with_token_ids=False).deltas)
+
+    assert parts_in(thought, begin, end, *call, *(replace(part, index=1) for part in call)) == []
+    assert parts_in(begin, end, thought, *call, end) == [
+        inference_pb2.ChatDelta(content="ab"),
+        inference_pb2.ChatDelta(reasoning="hm"),
+        inference_pb2.ChatDelta(tool_call=inference_pb2.ToolCallDelta(id="c", name="f", arguments_json="{}")),
+        inference_pb2.ChatDelta(content="b"),
+    ]
 
 
 def test_what_a_server_can_do() -> None:

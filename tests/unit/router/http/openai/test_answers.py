@@ -31,7 +31,7 @@ def test_usage_of_chats_has_the_tokens_of_the_reasoning() -> None:
     assert found["completion_tokens_details"] == {"reasoning_tokens": 2}
     streamed = answers.Answer(chat(stream=True, stream_options={"include_usage": True}))
     last = pb.GenerateStreamResponse(finish_reason=pb.FINISH_REASON_EOS, usage=usage)
-    assert list(streamed.chunks(0, last.SerializeToString()))
+    assert list(streamed.chunks(0, last))
     assert next(streamed.end_chunks())["usage"] == found
 
 

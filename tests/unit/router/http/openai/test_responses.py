@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import check_generate
-from loraplex_router.http.openai import answers, requests, responses
+from loraplex_router.http.openai import requests, responses
 from loraplex_router.http.openai.responses import ResponsesRequest
 
 
@@ -126,8 +127,8 @@ def test_an_answer() -> None:
     job = job_of(body)
     usage = pb.Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1, reasoning_tokens=1)
     completion = pb.Completion(text="hello", finish_reason=pb.FINISH_REASON_LENGTH, usage=usage)
-    chat = answers.response_of(job, [pb.GenerateResponse(completions=[completion], usage=usage)])
-    found = responses.response_of(body, job, chat)
+    answer = pb.GenerateResponse(completions=[completion], usage=usage)
+    found = responses.response_of(body, job, answer)
     assert (found["id"], found["status"]) == ("resp_rid", "incomplete")
     assert found["incomplete_details"] == {"reason": "max_output_tokens"}
     (item,) = found["output"]
@@ -139,19 +140,23 @@ def test_an_answer() -> None:
     }  # fmt: skip
     assert found["parallel_tool_calls"]
     single = request(parallel_tool_calls=False)
-    assert not responses.response_of(single, job_of(single), chat)["parallel_tool_calls"]
+    assert not responses.response_of(single, job_of(single), answer)["parallel_tool_calls"]
     assert (found["store"], found["metadata"], found["temperature"]) == (False, {"a": "b"}, 1.0)
 
 
+def call(index: int, arguments: str = "", name: str = "") -> pb.ChatDelta:
+    """The next part of a call; the first one has its name."""
+    call_id = f"c{index}" if name else ""
+    return pb.ChatDelta(tool_call=pb.ToolCallDelta(index=index, id=call_id, name=name, arguments_json=arguments))
+
+
 def test_thoughts_calls_and_texts_are_items() -> None:
-    output = responses.Output("rid")
-    deltas: list[dict[str, Any]] = [
-        {"role": "assistant", "content": ""},
-        {"reasoning": "h"}, {"reasoning": "m"}, {"content": "a"}, {"content": "b"},
-        {"tool_calls": [{"index": 0, "id": "c1", "type": "function", "function": {"name": "add", "arguments": ""}}]},
-        {"tool_calls": [{"index": 0, "function": {"arguments": "{}"}}]},
+    output = responses.Output(job_of(request()))
+    parts = [
+        *(pb.ChatDelta(reasoning=text) for text in "hm"), *(pb.ChatDelta(content=text) for text in "ab"),
+        call(0, name="add"), call(0, "{}"),
     ]  # fmt: skip
-    found = [event["type"].removeprefix("response.") for delta in deltas for event in output.add(delta)]
+    found = [event["type"].removeprefix("response.") for part in parts for event in output.add([part], [])]
     found += [event["type"].removeprefix("response.") for event in output.close()]
     assert found == [
         "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta",
@@ -163,9 +168,68 @@ def test_thoughts_calls_and_texts_are_items() -> None:
     assert [item["type"] for item in output.items] == ["reasoning", "message", "function_call"]
     assert output.items[1]["content"][0]["text"] == "ab"
     assert output.items[2] == {
-        "type": "function_call", "call_id": "c1", "name": "add", "arguments": "{}", "id": "fc_rid_2",
+        "type": "function_call", "call_id": "c0", "name": "add", "arguments": "{}", "id": "fc_rid_2",
         "status": "completed",
     }  # fmt: skip
+
+
+def streamed(body: ResponsesRequest, *messages: pb.GenerateStreamResponse) -> list[dict[str, Any]]:
+    answer = responses.Answer(job_of(body), body)
+    raw = [event for message in messages for event in answer.events(0, message.SerializeToString())]
+    return [json.loads(event.split(b"data: ")[1]) for event in (*raw, *answer.end())]
+
+
+def shown(response: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Type, text and status of each item."""
+    return [
+        (one["type"], one["arguments"] if "arguments" in one else one["content"][0]["text"], one["status"])
+        for one in response["output"]
+    ]
+
+
+@pytest.mark.parametrize("include_reasoning", [True, False])
+@pytest.mark.parametrize("sizes", [(5, 3), (1, 1, 1, 1, 1, 1, 1, 1), (8,)])
+def test_items_are_in_the_order_of_the_parts_however_they_come(sizes: tuple[int, ...], include_reasoning: bool) -> None:
+    text, thought = (lambda text: pb.ChatDelta(content=text)), (lambda text: pb.ChatDelta(reasoning=text))
+    parts = [
+        text("a"),
+        call(0, name="f"),
+        call(0, "{"),
+        call(0, "}"),
+        text("\nb"),
+        thought("h"),
+        thought("m"),
+        text("\nc"),
+    ]
+    body = request(stream=True, include_reasoning=include_reasoning)
+    end = pb.FINISH_REASON_LENGTH
+    chunks: list[pb.GenerateStreamResponse] = []
+    for begin, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
+        chunks.append(pb.GenerateStreamResponse(deltas=parts[begin : begin + size]))
+    last = streamed(body, *chunks, pb.GenerateStreamResponse(finish_reason=end))[-1]
+    items = [("message", "a", "completed"), ("function_call", "{}", "completed")]
+    if include_reasoning:
+        items += [("message", "\nb", "completed"), ("reasoning", "hm", "completed"), ("message", "\nc", "incomplete")]
+    else:
+        items += [("message", "\nb\nc", "incomplete")]
+    assert (last["type"], shown(last["response"])) == ("response.incomplete", items)
+    message = pb.ChatMessage(
+        content="a\nb\nc", reasoning="hm", tool_calls=[pb.ToolCall(id="c0", name="f", arguments_json="{}")]
+    )
+    completion = pb.Completion(message=message, deltas=parts, finish_reason=end)
+    whole = responses.response_of(body, job_of(body), pb.GenerateResponse(completions=[completion]))
+    assert shown(whole) == items
+
+
+def test_a_whole_answer_in_the_usual_order() -> None:
+    """It has no parts."""
+    calls = [pb.ToolCall(id=f"c{index}", name="f", arguments_json="{}") for index in range(2)]
+    message = pb.ChatMessage(reasoning="hm", content="a", tool_calls=calls)
+    body = request()
+    answer = pb.GenerateResponse(completions=[pb.Completion(message=message, finish_reason=pb.FINISH_REASON_EOS)])
+    found = responses.response_of(body, job_of(body), answer)
+    assert [kind for kind, _, _ in shown(found)] == ["reasoning", "message", "function_call", "function_call"]
+    assert [one["call_id"] for one in found["output"][2:]] == ["c0", "c1"]
 
 
 def test_an_error_in_a_stream_is_its_last_event() -> None:
