@@ -215,7 +215,8 @@ async def _start_http(
         ):
             log.warning("%s", sentence)
     allowed_hosts = HostNames(config.http.allowed_hosts, host)
-    return await HttpServer.start(make_app(calls, allowed_hosts), http_socket, host, listener.files, tls)
+    app = make_app(calls, allowed_hosts)
+    return await HttpServer.start(app, http_socket, host, listener.files, tls, listener.refusals)
 
 
 async def run_router(config: RouterConfig, on_ready: Callable[[Router], None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 import ssl
@@ -11,14 +12,17 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Final
 
+import httptools
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from loraplex_contracts.errors import FailedPrecondition
+from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
 from loraplex_router.http.middleware import MAX_BODY_BYTES
 from loraplex_runtime.listener import bound_socket, join_address
+from loraplex_runtime.refusals import Refusals
 from loraplex_runtime.reload import Reloader, load_pair
+from loraplex_runtime.request_record import RequestRecord
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +49,10 @@ class BoundedProtocol(HttpToolsProtocol):
     _has_ended = False  # a message has, in the bytes that are being read
     _timer: asyncio.TimerHandle | None = None
 
+    def __init__(self, *args: Any, refusals: Refusals, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._refusals = refusals
+
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._await_head()
@@ -63,12 +71,16 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # `_parse` reads this head again
         self._is_in_head = False
         self._head_bytes = 0
         self._end_timer()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._has_ended = True
         super().on_message_complete()
 
@@ -85,12 +97,44 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
             return
         self._has_ended = False
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(memoryview(data))
+        except httptools.HttpParserError:
+            self._refuse()
+            return
         # How many of these bytes belong to the next head is unknown; there are no more than asyncio reads at a time.
         if self._is_in_head and not self._has_ended:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self.transport.close()
+
+    def _parse(self, data: memoryview) -> None:
+        """Parses. A request to upgrade is answered as the one of HTTP/1.1 that it is (RFC 9110, 7.8). httptools ends it
+        behind its head, so that its body would be read as the next request, which may be another client's behind a
+        proxy: a new parser reads the head again, without that header. Raises HttpParserError."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as stop:
+                data = data[stop.args[0] :]
+            method = self.parser.get_method()
+            if method == b"CONNECT":  # upgrades without the header
+                raise httptools.HttpParserInvalidMethodError
+            lines = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
+            lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+            self.parser = httptools.HttpRequestParser(self)
+            with contextlib.suppress(AttributeError):  # of httptools before 0.6.3; uvicorn does the same
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
+
+    def _refuse(self) -> None:
+        """Answers what cannot be read, whose sender has no credential."""
+        said = "Invalid HTTP request received."
+        peer = join_address(*self.client) if self.client else ""
+        self._refusals.note(RequestRecord("HTTP request", peer=peer), InvalidArgument(said))
+        self.send_400_response(said)
 
     def _await_head(self) -> None:
         self._is_in_head = True
@@ -139,12 +183,19 @@ class HttpServer:
 
     @classmethod
     async def start(
-        cls, app: ASGIApp, bound: socket.socket, host: str, files: Reloader, tls: tuple[Path, Path] | None
+        cls,
+        app: ASGIApp,
+        bound: socket.socket,
+        host: str,
+        files: Reloader,
+        tls: tuple[Path, Path] | None,
+        refusals: Refusals,
     ) -> HttpServer:
-        """Serves `app` on `bound`. `tls`: certificate and key, which are read again when they change."""
+        """Serves `app` on `bound`. `tls`: certificate and key, which are read again when they change. `refusals` counts
+        and logs what is no HTTP."""
         config = uvicorn.Config(
             app,
-            http=BoundedProtocol,
+            http=functools.partial(BoundedProtocol, refusals=refusals),  # pyright: ignore[reportArgumentType]
             ws="none",
             lifespan="off",
             loop="none",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 from support.certificates import Pair, certificate_of, new_pair
 from support.fake_workers import until
 
@@ -18,6 +19,7 @@ from loraplex_contracts.errors import InvalidArgument
 from loraplex_router.http import server as http_server
 from loraplex_router.http.server import CANCEL_S, MAX_HEAD_BYTES, HttpServer, bind_http
 from loraplex_runtime import reload
+from loraplex_runtime.refusals import MAX_LINES, Refusals
 from loraplex_runtime.reload import Reloader
 
 ENDLESS = b"x" * 10_000
@@ -53,11 +55,11 @@ async def receive_disconnect(receive: Any) -> None:
 
 
 @asynccontextmanager
-async def serving(shown: Pair | None = None) -> AsyncIterator[str]:
+async def serving(shown: Pair | None = None, refusals: Refusals | None = None) -> AsyncIterator[str]:
     files = Reloader()
     with closing(bind_http("127.0.0.1", 0)) as bound:
         tls = None if shown is None else (shown.cert, shown.key)
-        server = await HttpServer.start(app, bound, "127.0.0.1", files, tls)
+        server = await HttpServer.start(app, bound, "127.0.0.1", files, tls, refusals or Refusals())
         files.start()
         try:
             yield server.address
@@ -110,6 +112,78 @@ async def test_a_part_of_a_head_behind_a_running_answer_does_not_cut_it(monkeypa
                     await reader.readuntil(b"halfhalf")
                 assert await reader.read() == b""
             writer.close()
+
+
+UPGRADE = HEAD + b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAE\r\n"
+BODY = b"GET /slow HTTP/1.1\r\nhost: localhost\r\n\r\n"  # a request of its own, if it is taken for one
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\nupgrade: h2c\r\n\r\n" % (len(BODY), BODY)
+PLAIN = b"content-length: %d\r\n\r\n" % len(BODY) + BODY
+
+
+@pytest.mark.parametrize(
+    ("request_", "num_bytes"),
+    [
+        (UPGRADE + PLAIN, len(BODY)),
+        (UPGRADE + CHUNKED, len(BODY)),
+        (UPGRADE + b"\r\n", 0),
+        (UPGRADE + b"upgrade: websocket\r\ncontent-length: 0\r\n\r\n", 0),
+        (HEAD + b"upgrade: h2c\r\n" + PLAIN, len(BODY)),  # without the header `connection`
+        (HEAD + b"connection: upgrade\r\n" + CHUNKED, len(BODY)),
+    ],
+)
+async def test_a_request_to_upgrade_is_answered_as_any_other(request_: bytes, num_bytes: int) -> None:
+    """Its body is no request of its own, wherever reads end, and it says nothing of the requests behind it."""
+    async with serving() as address, asyncio.timeout(20.0):
+        for part_bytes in (1, 7, len(request_) // 2, len(request_), 3 * len(request_)):
+            reader, writer = await asyncio.open_connection(*address.split(":"))
+            sent = 3 * request_ + HEAD + b"content-length: 3\r\n\r\nabc"
+            for start in range(0, len(sent), part_bytes):
+                writer.write(sent[start : start + part_bytes])
+                await asyncio.sleep(0)  # the server reads it
+            for expected in (num_bytes, num_bytes, num_bytes, 3):
+                answer = await reader.readuntil(b"\r\n\r\n") + await reader.readexactly(8)
+                assert answer.startswith(b"HTTP/1.1 200")
+                assert int(answer[-8:]) == expected
+            writer.close()
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"CONNECT localhost:80 HTTP/1.1\r\nhost: localhost\r\n" + PLAIN,
+        UPGRADE + b"transfer-encoding: gzip\r\n\r\n" + BODY,
+        UPGRADE + b"content-length: 1\r\n" + CHUNKED,
+    ],
+)
+async def test_nothing_is_read_behind_a_request_of_unknown_length(request_: bytes) -> None:
+    async with serving() as address, asyncio.timeout(10.0):
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(request_ + HEAD + b"\r\n")
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert answer.count(b"HTTP/1.1") == 1
+        writer.close()
+
+
+async def test_callers_without_a_credential_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    refusals = Refusals()
+    refusals.show_in(CollectorRegistry(), "router")
+    async with serving(refusals=refusals) as address, asyncio.timeout(20.0):
+        for _ in range(MAX_LINES + 5):
+            reader, writer = await asyncio.open_connection(*address.split(":"))
+            writer.write(b"garbage\r\n\r\n")
+            assert (await reader.read()).startswith(b"HTTP/1.1 400")
+            writer.close()
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        for _ in range(MAX_LINES + 5):
+            writer.write(UPGRADE + b"\r\n")
+            await reader.readuntil(b"%8d" % 0)
+        writer.close()
+    assert len(caplog.records) == MAX_LINES
+    assert "peer=127.0.0.1:" in caplog.text
+    (family,) = refusals.collect()
+    assert max(sample.value for sample in family.samples) == MAX_LINES + 5
 
 
 async def test_the_end_does_not_wait_for_a_client_that_does_not_read(caplog: pytest.LogCaptureFixture) -> None:
