@@ -138,7 +138,8 @@ def assemble(
     heads = HeadSlots(
         loaded, slots, backend.dense(), argmax=argmax, guesser=backend.medusa_guesser(loaded.head, loaded.dtype)
     )
-    has_adapters = config.adapters.root is not None or config.adapters.hub or served.heads is not None
+    places = config.adapters
+    has_adapters = bool(places.root or places.hub or places.buckets) or served.heads is not None
     drafts = load_drafts(config, loaded, served, progress)  # the KV cache takes most of what they leave
     free_bytes = free_memory_bytes(loaded.device)
     num_slots = state_slots(config, loaded, free_bytes, has_adapters=has_adapters)

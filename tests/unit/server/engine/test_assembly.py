@@ -166,6 +166,29 @@ def test_the_cache_gets_its_share_of_what_draft_models_leave(
     assert said[0].startswith(f"{6 * BLOCK_SIZE} tokens of KV cache")
 
 
+@pytest.mark.parametrize(
+    ("adapters", "has_any"),
+    [
+        (ADAPTERS, False),
+        (replace(ADAPTERS, root=Path()), True),
+        (replace(ADAPTERS, hub=True), True),
+        (replace(ADAPTERS, s3_buckets=("a-bucket",)), True),
+    ],
+)
+def test_where_adapters_may_come_from(
+    adapters: AdaptersConfig, has_any: bool, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def blocks(*_: object, has_adapters: bool) -> int:
+        asked.append(has_adapters)
+        return 8
+
+    monkeypatch.setattr(build, "kv_blocks", blocks)
+    build.assemble(loaded, config_of(None, adapters=adapters), lambda text: None, lambda: None).close()
+    assert asked == [has_any]
+
+
 def test_steps_are_captured_on_a_gpu_unless_told_otherwise(loaded: LoadedModel) -> None:
     config = config_of(None, max_running=8)
     assert build.captured_shapes(config, CpuBackend()) == []
