@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final
@@ -23,12 +24,17 @@ _FINISH_REASONS: Final = {
 }
 
 
+# The worker's text may lack a space that a token's bytes begin with, or have one more, and it has U+FFFD for each byte
+# of a run that is not UTF-8 as a whole: workers hold 64 bytes of a run at most.
+_LOOSE: Final = re.compile("[ \ufffd]{0,64}")
+
+
 class Tokens:
     """Tokens of one completion, each with the text that it adds: those of tokens that are not special, concatenated,
     are the completion's text.
 
-    A token is held back while its text can still change: behind a part of a character, and behind a stop string, which
-    is the last token unless the worker says otherwise."""
+    A token is held back until the worker has sent its text, and while that can still change: behind a part of a
+    character, and behind a stop string, which is the last token unless the worker says otherwise."""
 
     def __init__(self, job: Job, special_ids: Collection[int]) -> None:
         self.text = ""
@@ -37,20 +43,49 @@ class Tokens:
         self._stops = tuple(job.request.stopping.stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._num_shown = 0  # characters of `text` in tokens that were given out
-        self._held: list[dict[str, Any]] = []
+        self._held: list[dict[str, Any]] = []  # their texts are those of their bytes yet
 
     def push(self, rows: Sequence[pb.TokenLogprob], text: str, *, is_end: bool) -> list[dict[str, Any]]:
         """The tokens that are complete now. `text` is what is new in the completion's text."""
         self.text += text
         self._held += [self._token(row) for row in rows]
-        num_ready = len(self._held)
-        if is_end:
-            self._fit()
-        elif self._decoder.getstate()[0] or (self._stops and self.text.endswith(self._stops)):
-            num_ready = max((i for i, token in enumerate(self._held) if not token["special"]), default=num_ready)
-        ready, self._held = self._held[:num_ready], self._held[num_ready:]
-        self._num_shown += sum(len(token["text"]) for token in ready if not token["special"])
+        last = max((index for index, token in enumerate(self._held) if not token["special"]), default=None)
+        ends: list[int] = []  # of the tokens in the text
+        end = self._num_shown
+        for index, token in enumerate(self._held):
+            if is_end and index == last:
+                end = len(self.text)
+            elif not token["special"]:
+                found = self._end_of(token["text"], end)
+                if found is None and not is_end:
+                    break
+                end = min(len(self.text), end + len(token["text"])) if found is None else found
+            ends.append(end)
+        else:
+            may_change = self._decoder.getstate()[0] or end < len(self.text) or self.text.endswith(self._stops)
+            if may_change and last is not None and not is_end:
+                ends = ends[:last]
+        ready, self._held = self._held[: len(ends)], self._held[len(ends) :]
+        for token, end in zip(ready, ends, strict=True):
+            if not token["special"]:
+                token["text"] = self.text[self._num_shown : end]
+                self._num_shown = end
         return ready
+
+    def _end_of(self, piece: str, begin: int) -> int | None:
+        """The end in the text of a token that begins there; None where the worker has not sent it. `piece`: what the
+        token's bytes alone say."""
+        text = self.text
+        if text.startswith(piece, begin):
+            return begin + len(piece)
+        loose = _LOOSE.match(text, begin)
+        at = begin if loose is None else loose.end()
+        core = piece.lstrip(" ")
+        if not core:
+            return None if at == len(text) else min(at, begin + len(piece))
+        is_there = core.startswith(text[at : at + len(core)])  # or its beginning
+        end = at + len(core) if is_there else begin + len(piece)
+        return end if end <= len(text) else None
 
     def _token(self, row: pb.TokenLogprob) -> dict[str, Any]:
         token: dict[str, Any] = {
@@ -76,17 +111,6 @@ class Tokens:
                 for one in row.top[: self._job.num_top]
             ]
         return token
-
-    def _fit(self) -> None:
-        """Makes the held tokens end as the worker's text does: cut behind a stop string, U+FFFD for part of a
-        character."""
-        plain = [token for token in self._held if not token["special"]]
-        rest = self.text[self._num_shown :]
-        for token in plain[:-1]:
-            token["text"] = rest[: len(token["text"])]
-            rest = rest[len(token["text"]) :]
-        if plain:
-            plain[-1]["text"] = rest
 
 
 def response_of(job: Job, answer: pb.GenerateResponse, special_ids: Collection[int] = ()) -> dict[str, Any]:

@@ -80,9 +80,42 @@ def test_the_token_of_a_stop_string_waits_for_the_end() -> None:
     first, second, third = streamed(
         job(stop=["bc"]), message(b"a", b"b", text="a"), message(b"cd", text="bc"), message(reason=STOP)
     )
-    assert [one["token"]["text"] for one in first] == ["a", "b"]
-    assert second == []
+    assert [one["token"]["text"] for one in first] == ["a"]
+    assert [one["token"]["text"] for one in second] == ["b"]
     assert [(one["token"]["text"], one["generated_text"]) for one in third] == [("c", "abc")]
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+@pytest.mark.parametrize(
+    ("pieces", "texts", "shown"),
+    [
+        pytest.param([b"a", b"b", b"c", b"d"], ["a", "", "", "b"], ["a", "b", "", ""], id="stop string in a run"),
+        pytest.param([b" a", b" b"], ["a", " b"], ["a", " b"], id="first space left out"),
+        pytest.param([b" ", b" ", b"b"], ["", "", " b"], [" ", "", "b"], id="first token is a space"),
+        pytest.param([b" b", b"n", b" ve", b","], ["b", " n", "ve", ","], ["b", " n", "ve", ","], id="suffixes"),
+        pytest.param(
+            [b"\xe3", b"\x80", b"\x82", b"\xff", b" a"], ["", "", "", "", "\ufffd" * 4 + " a"],
+            ["", "", "\ufffd", "\ufffd", "\ufffd\ufffd a"], id="run of bytes that is not UTF-8",
+        ),
+        pytest.param([b"\xa9", b"b", b"c"], ["é", "b", "c"], ["é", "b", "c"], id="character that the prompt began"),
+    ],
+)  # fmt: skip
+def test_texts_are_the_workers(pieces: list[bytes], texts: list[str], shown: list[str], is_streamed: bool) -> None:
+    text = "".join(texts)
+    if is_streamed:
+        *found, last = streamed(
+            job(), *(message(piece, text=one) for piece, one in zip(pieces, texts, strict=True)), message(reason=EOS)
+        )
+        sent = [event["token"] for events in (*found, last) for event in events if not event["token"]["special"]]
+        so_far = ["".join(one["token"]["text"] for events in found[:n] for one in events) for n in range(len(texts))]
+        assert all("".join(texts[:n]).startswith(one) for n, one in enumerate(so_far)), "nothing before the worker"
+        assert last[-1]["generated_text"] == text
+    else:
+        completion = pb.Completion(text=text, logprobs=map(row, pieces), finish_reason=EOS)
+        answer = pb.GenerateResponse(completions=[completion])
+        sent = answers.response_of(job(is_streamed=False), answer)["details"]["tokens"]
+    assert "".join(one["text"] for one in sent) == text
+    assert [one["text"] for one in sent] == shown
 
 
 def test_a_part_of_a_character_waits_for_the_rest() -> None:
