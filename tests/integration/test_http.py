@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from loraplex_contracts.errors import (
     EngineLost,
     LoraplexError,
     Overloaded,
+    QueueFull,
     Unimplemented,
     adapter_not_found,
 )
@@ -388,6 +390,39 @@ async def test_errors_before_and_after_the_first_token() -> None:
         first, last = events(after)
         assert first["choices"][0]["text"] == "t0 "
         assert last["error"]["code"] == "unavailable"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "hi"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/generate", {"text": "hi"}),
+    ],
+)
+async def test_an_error_after_a_long_wait_is_an_event_as_behind_a_token(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def waits(request: Generate, context: Any) -> AsyncIterator[bytes]:
+        await asyncio.sleep(0.3)
+        async for message in fails(full)(request, context):
+            yield message
+
+    full = QueueFull("no place for 60 s", retry_after_s=2.0)
+    async with http_cluster() as (c, http):
+        c.workers[0].stream = fails(full, after=1)
+        after_a_token = (await http.post(path, json={**body, "stream": True})).text
+        monkeypatch.setattr(http_streaming, "KEEP_ALIVE_S", 0.1)
+        c.workers[0].stream = waits
+        answer = await http.post(path, json={**body, "stream": True})
+    assert answer.status_code == 200
+    assert answer.text.startswith(": keep-alive\n\n")
+    said, expected = (
+        re.sub(r'"sequence_number":\d+', "", text[text.rindex("\n\n", 0, text.index("no place")) :])
+        for text in (answer.text, after_a_token)
+    )
+    assert said == expected
 
 
 @pytest.mark.parametrize(

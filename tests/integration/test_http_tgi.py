@@ -19,6 +19,7 @@ from loraplex_proto.status import abort
 from loraplex_proto.v1 import adapter_pb2
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_router.config import HttpOptions
+from loraplex_router.http import streaming as http_streaming
 
 GENERATE = ("/", "/generate", "/generate_stream")
 
@@ -259,7 +260,7 @@ async def test_other_methods_and_bodies_that_are_not_json() -> None:
         assert (answer.status_code, answer.json()["error_type"]) == (422, "validation")
 
 
-async def test_errors_of_workers() -> None:
+async def test_errors_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     async def busy(request: Generate, context: Any) -> bytes:
         await abort(context, Overloaded("busy", retry_after_s=1.5))
         return b""
@@ -268,6 +269,11 @@ async def test_errors_of_workers() -> None:
         async for chunk in stream(request, context):
             yield chunk
             await abort(context, lost)
+
+    async def fails_late(request: Generate, context: Any) -> AsyncIterator[bytes]:
+        await asyncio.sleep(0.3)
+        async for chunk in fails(lost)(request, context):
+            yield chunk
 
     lost = EngineLost("the engine ended", retry_after_s=2.0)
     async with http_cluster() as (c, http):
@@ -281,6 +287,13 @@ async def test_errors_of_workers() -> None:
         assert (set(last), last["error_type"]) == ({"error", "error_type"}, "unavailable")
         c.workers[0].stream = fails(lost)
         assert (await ask(http, "/generate_stream")).status_code == 503
+        # So late that a comment has begun the stream.
+        monkeypatch.setattr(http_streaming, "KEEP_ALIVE_S", 0.1)
+        c.workers[0].stream = fails_late
+        answer = await ask(http, "/generate_stream")
+        *comments, late = answer.text.split("\n\n")[:-1]
+        assert set(comments) == {": keep-alive"}
+        assert json.loads(late.removeprefix("data: ")) == last
 
 
 async def test_credentials_hold_on_every_route(tmp_path: Path) -> None:

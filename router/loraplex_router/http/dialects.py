@@ -63,8 +63,8 @@ class Answer(ABC, Generic[JobT]):
 
 
 async def respond(router: RouterCalls, answer: Answer[JobT], request: Request, headers: dict[str, str]) -> Response:
-    """Runs the job's calls. `headers` are the answer's in any case. Raises the error of a call before the first
-    message; a later one is an event of the stream."""
+    """Runs the job's calls. `headers` are the answer's in any case. Raises the error of a call before the answer has
+    begun; a later one is an event of the stream."""
     job = answer.job
     try:
         if not job.is_streamed:

@@ -10,14 +10,14 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 
 from loraplex_contracts.adapters import check_adapter_ref
-from loraplex_contracts.errors import AdapterNotFound, Internal, InvalidAdapterId, InvalidArgument
+from loraplex_contracts.errors import AdapterNotFound, InvalidAdapterId, InvalidArgument
 from loraplex_proto.v1 import adapter_pb2
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_router.adapters import AdapterFanOut
 from loraplex_router.calls import Call, Calls
 from loraplex_router.config import HttpOptions
 from loraplex_router.http.errors import model_not_found, with_names_of
-from loraplex_router.http.streaming import FanOut, Handle
+from loraplex_router.http.streaming import FanOut, Handle, Message
 from loraplex_router.inference import InferenceRelay
 from loraplex_router.replicas import Replicas
 from loraplex_router.status import StatusService
@@ -116,17 +116,15 @@ class RouterCalls:
 
     async def generate_stream(
         self, messages: Sequence[pb.GenerateRequest], request: Request
-    ) -> tuple[FanOut, tuple[int, bytes]]:
-        """Calls that run, and their first message: an error before it is raised here, so that it has its real
-        status."""
+    ) -> tuple[FanOut, Message | None]:
+        """Calls that run, and their first message where it comes soon (`FanOut.first`): an error in its place is raised
+        here, so that it has its real status."""
         self._check_room(messages, request)
         await self._check_adapters(messages, request)
         handle = self.handler("GenerateStream", self.relay.generate_stream)
         calls = FanOut(handle, [one.SerializeToString() for one in messages], request)
         try:
-            first = await calls.while_connected(request.receive, calls.next())
-            if first is None:
-                raise Internal("a worker has ended its answer without a message")
+            first = await calls.first(request.receive)
         except BaseException:
             calls.cancel()
             raise

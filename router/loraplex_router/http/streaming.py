@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from loraplex_contracts.errors import Cancelled, LoraplexError, MessageTooLarge, as_typed, unexpected
+from loraplex_contracts.errors import Cancelled, Internal, LoraplexError, MessageTooLarge, as_typed, unexpected
 from loraplex_proto.status import from_rpc_error
 from loraplex_router.calls import CallContext
 from loraplex_router.http.errors import with_names_of
@@ -113,6 +113,14 @@ class FanOut:
             self._num_open -= 1
         return None
 
+    async def first(self, receive: Receive) -> Message | None:
+        """The first message, None where there is none within KEEP_ALIVE_S: a stream can begin by a comment then. Raises
+        what `next` raises, Cancelled when the client leaves, and Internal where all calls end without a message."""
+        try:
+            return _there(await self.while_connected(receive, self.next(), KEEP_ALIVE_S))
+        except TimeoutError:
+            return None
+
     async def answers(self) -> list[bytes]:
         """Answers of unary calls, in the order of their requests. Raises MessageTooLarge."""
         found: dict[int, bytes] = {}
@@ -128,15 +136,19 @@ class FanOut:
                 )
         return [found[index] for index in range(len(self._tasks))]
 
-    async def while_connected(self, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which waits for these calls and ends when the client leaves. Raises Cancelled then, and
-        what `work` raises."""
+    async def while_connected(
+        self, receive: Receive, work: Coroutine[Any, Any, T], timeout_s: float | None = None
+    ) -> T:
+        """The result of `work`, which waits for these calls and ends when the client leaves. Raises Cancelled then,
+        TimeoutError after `timeout_s`, and what `work` raises."""
         working = asyncio.create_task(work)
         watching = asyncio.create_task(_until_left(receive))
         try:
-            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({working, watching}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 return working.result()
+            if not watching.done():
+                raise TimeoutError
             raise Cancelled("the client has left", metadata=self._own_id())
         finally:
             for task in (working, watching):
@@ -152,13 +164,20 @@ class FanOut:
             task.cancel()
 
 
+def _there(message: Message | None) -> Message:
+    """The first message of calls. Raises Internal where they have ended without one."""
+    if message is None:
+        raise Internal("a worker has ended its answer without a message")
+    return message
+
+
 async def _until_left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of calls that have begun to answer. The calls end with the response, in whatever way."""
+    """Server-sent events of calls. The calls end with the response, in whatever way."""
 
     def __init__(self, calls: FanOut, events: AsyncIterator[bytes], headers: dict[str, str]) -> None:
         # Proxies keep such an answer otherwise, until it is complete.
@@ -196,19 +215,20 @@ def data_event(content: dict[str, Any]) -> bytes:
 
 async def events_of(
     calls: FanOut,
-    first: Message,
+    first: Message | None,
     to_events: Callable[[int, bytes], Iterable[bytes]],
     at_end: Callable[[], Iterable[bytes]],
     of_error: Callable[[LoraplexError], bytes],
     done: bytes = DONE,
 ) -> AsyncIterator[bytes]:
-    """The events of a stream whose `first` message is here; an error of a call is the last event before `done`."""
-    message: Message | None = first
+    """The events of a stream. Without a `first` message, for which its client has waited KEEP_ALIVE_S, it begins with a
+    comment. An error of a call is the last event before `done`."""
     clock = asyncio.get_running_loop().time
-    quiet_until_s = clock() + KEEP_ALIVE_S
+    quiet_until_s = clock() + (KEEP_ALIVE_S if first is not None else 0.0)
+    message, has_begun = first, first is not None
     try:
-        while message is not None:
-            if events := b"".join(to_events(*message)):
+        while True:
+            if message is not None and (events := b"".join(to_events(*message))):
                 yield events
                 quiet_until_s = clock() + KEEP_ALIVE_S
             while True:
@@ -219,6 +239,9 @@ async def events_of(
                 except TimeoutError:
                     yield KEEP_ALIVE
                     quiet_until_s = clock() + KEEP_ALIVE_S
+            if message is None and has_begun:
+                break
+            message, has_begun = _there(message), True
         if last := b"".join(at_end()) + done:
             yield last
     except Exception as error:  # after the first byte there is no other way to say it
