@@ -86,6 +86,8 @@ class Router:
             if self.http is not None:
                 self.http.leave_port()
             await asyncio.sleep(LEAVE_S)  # for requests that were sent before their clients heard of it
+            if self.http is not None:
+                self.http.close_idle()
         grace_s = self.config.drain_s if drain_s is None else drain_s
         await self.calls.drain(grace_s)
         if num_cut_off := self.calls.cut_off():

@@ -48,6 +48,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _is_in_head = True
     _has_ended = False  # a message has, in the bytes that are being read
     _timer: asyncio.TimerHandle | None = None
+    _is_last = False  # the next answer, or the one under way
 
     def __init__(self, *args: Any, refusals: Refusals, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -77,6 +78,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._end_timer()
         super().on_headers_complete()
+        self.cycle.keep_alive &= not self._is_last
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
@@ -90,6 +92,12 @@ class BoundedProtocol(HttpToolsProtocol):
         if is_last:
             # uvicorn's own timer ends with any byte, be it of a body that is not read or a line's end.
             self._close_after(HEAD_TIMEOUT_S if self._is_in_head else KEEP_ALIVE_S)
+
+    def end_with_an_answer(self) -> None:
+        """Has one more answer sent at most, which says `connection: close`."""
+        self._is_last = True
+        if self.cycle:
+            self.cycle.keep_alive = False
 
     def data_received(self, data: bytes) -> None:
         self._request_bytes += len(data)
@@ -221,10 +229,16 @@ class HttpServer:
         return cls(server, task, address)
 
     def leave_port(self) -> None:
-        """Stops listening, and closes each connection once its answer has been sent: clients connect again, and reach
-        another process on the port."""
+        """Stops listening, and has each connection end with its next answer: clients connect again, and reach another
+        process on the port."""
         for listening in self._server.servers:
             listening.close()
+        for connection in self._server.server_state.connections:
+            assert isinstance(connection, BoundedProtocol)
+            connection.end_with_an_answer()
+
+    def close_idle(self) -> None:
+        """Closes each connection without a request, and the others once their answers have been sent."""
         for connection in list(self._server.server_state.connections):
             connection.shutdown()
 

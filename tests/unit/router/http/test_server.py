@@ -198,6 +198,34 @@ async def test_the_end_does_not_wait_for_a_client_that_does_not_read(caplog: pyt
     writer.transport.abort()
 
 
+async def test_a_port_that_is_left_answers_each_connection_once_more() -> None:
+    """A proxy may have sent a request when it hears of the end; one that has heard sends no more."""
+    with closing(bind_http("127.0.0.1", 0)) as bound:
+        server = await HttpServer.start(app, bound, "127.0.0.1", Reloader(), None, Refusals())
+        connections = [await asyncio.open_connection(*server.address.split(":")) for _ in range(3)]
+        async with asyncio.timeout(10.0):
+            for reader, writer in connections:
+                writer.write(HEAD + b"content-length: 0\r\n\r\n")
+                assert b"connection: close" not in await reader.readuntil(b"%8d" % 0)
+            (idle, _), (used, use), (slow, wait) = connections
+            wait.write(b"GET /slow HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            await slow.readuntil(b"half")
+            server.leave_port()
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection(*server.address.split(":"))
+            use.write(HEAD + b"content-length: 2\r\n\r\nab")
+            answer = await used.read()
+            assert answer.startswith(b"HTTP/1.1 200")
+            assert b"connection: close" in answer
+            assert not idle.at_eof()
+            server.close_idle()
+            assert await idle.read() == b""
+            assert await slow.read() == b"half"
+        for _, writer in connections:
+            writer.close()
+        await server.stop()
+
+
 async def shown_by(address: str, ciphers: str = "") -> str:
     return await asyncio.to_thread(certificate_of, address, ciphers)
 
