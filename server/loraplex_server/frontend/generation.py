@@ -25,6 +25,7 @@ from loraplex_contracts.request import (
     TopLogprob,
 )
 from loraplex_runtime.request_record import RequestRecord
+from loraplex_server.text.detokenizer import REPLACEMENT
 from loraplex_server.text.responses import AsyncReader, MessagePart, ParsedMessage, ResponseParsing
 from loraplex_server.text.tokenizer import TextTokenizer
 
@@ -189,15 +190,28 @@ class CompletionAssembler:
             if self._is_parsed:
                 self.starts.append(self._num_chars)
                 self._num_chars += len(new)
-            text += self._through_stops(new, num_before=num_kept)
+            # In an invalid run of byte tokens the text has U+FFFD even for a byte that is a newline.
+            read = new[:-1] + self._tokenizer.token_text(token_id)[-1:] if new.endswith(REPLACEMENT) else ""
+            text += self._through_stops(new, num_kept, read)
+            if not new:
+                text += self._stop_without_text(num_kept)
             if self.is_stopped:
                 return text, num_kept
         return text, len(token_ids)
 
-    def _through_stops(self, text: str, num_before: int = 0) -> str:
+    def _stop_without_text(self, num_before: int) -> str:
+        """The rest of the text, where a token without text completes a stop string that the detokenizer still holds."""
+        if self._stops is None or self._detokenizer is None:
+            return ""
+        pending, num_tokens = self._detokenizer.pending(), self._num_tokens + num_before
+        if not self._stops.ends_with(pending, num_tokens=num_tokens):
+            return ""
+        return self._through_stops(self._detokenizer.finish(), num_before)
+
+    def _through_stops(self, text: str, num_before: int = 0, read: str = "") -> str:
         if self._stops is None:
             return text
-        safe = self._stops.push(text, num_tokens=self._num_tokens + num_before)
+        safe = self._stops.push(text, num_tokens=self._num_tokens + num_before, read=read)
         self.is_stopped = self._stops.matched is not None
         return safe
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from loraplex_server.text.vocabulary import Vocabulary
 
@@ -28,7 +28,7 @@ MAX_HELD_BYTES = 64
 # Tokens whose text ends in U+FFFD and may yet become something else, for decoders of unknown kind: a character has at
 # most four bytes.
 _MAX_HELD_TOKENS = 4
-_REPLACEMENT = "\ufffd"
+REPLACEMENT: Final = "\ufffd"
 
 
 class Detokenizer(Protocol):
@@ -36,6 +36,10 @@ class Detokenizer(Protocol):
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens made certain."""
+        ...
+
+    def pending(self) -> str:
+        """The text held back, where it is whole characters, which an invalid byte may yet make unreadable."""
         ...
 
     def finish(self) -> str:
@@ -64,11 +68,14 @@ class _ByteLevelDetokenizer:
             if len(tail) >= 4:
                 break
         self._decoder.decode(tail)
-        self._shown = _REPLACEMENT if self._decoder.getstate()[0] else ""
+        self._shown = REPLACEMENT if self._decoder.getstate()[0] else ""
 
     def push(self, token_ids: Sequence[int]) -> str:
         kept = (token_id for token_id in token_ids if token_id not in self._dropped_ids)
         return self._new(self._decoder.decode(b"".join(map(self._vocabulary.bytes, kept))))
+
+    def pending(self) -> str:
+        return ""  # whole characters go out at once
 
     def finish(self) -> str:
         return self._new(self._decoder.decode(b"", final=True))
@@ -97,6 +104,11 @@ class _PieceDetokenizer:
         kept = (token_id for token_id in token_ids if token_id not in self._dropped_ids)
         return "".join([self._push(token_id) for token_id in kept if self._vocabulary.is_visible(token_id)])
 
+    def pending(self) -> str:
+        if not self._held or self._run.num_unfinished:
+            return ""
+        return _without_common_prefix(self._added(), self._shown)
+
     def finish(self) -> str:
         return self._release() if self._held else ""
 
@@ -107,7 +119,7 @@ class _PieceDetokenizer:
         self._run = _ByteRun()
         self._held.append(token_id)
         text = self._added()
-        if text.endswith(_REPLACEMENT) and len(self._held) < _MAX_HELD_TOKENS:
+        if text.endswith(REPLACEMENT) and len(self._held) < _MAX_HELD_TOKENS:
             return ""
         return self._emit(text, context=[token_id])
 
@@ -117,7 +129,7 @@ class _PieceDetokenizer:
         self._held.append(token_id)
         if was_invalid:
             # Each byte of such a run is shown as U+FFFD, whatever follows.
-            return self._emit(_REPLACEMENT * len(self._held), context=[token_id])
+            return self._emit(REPLACEMENT * len(self._held), context=[token_id])
         if self._run.is_invalid:
             return self._release()
         if len(self._held) < MAX_HELD_BYTES:
@@ -199,7 +211,8 @@ class StopMatcher:
     the same character, the longest. Text is held back only while it could be the beginning of one.
 
     The text ends before the stop string (after it with `include_stop`). The token that completed the stop string is the
-    completion's last, so token ids may hold more than the text does. The caller drops the tokens after it.
+    completion's last, so token ids may hold more than the text does. The caller drops the tokens after it. `ends_with`
+    finds one that ends in text which is still to come.
 
     A stop string may begin in the first `min_tokens` tokens, but has to end after them.
     """
@@ -209,26 +222,44 @@ class StopMatcher:
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._held = ""  # could be the beginning of a stop string
+        self._looked_at = ""  # text to be pushed next, in which no stop string may end
         self.matched: str | None = None
 
-    def push(self, text: str, *, num_tokens: int) -> str:
-        """Text that is safe to show. `num_tokens`: of the completion, with the one that brought this text."""
+    def push(self, text: str, *, num_tokens: int, read: str = "") -> str:
+        """Text that is safe to show. `num_tokens`: of the completion, with the one that brought this text. `read`: as
+        many characters in its place, in which stop strings are looked for."""
         if self.matched is not None:
             return ""
-        may_match = num_tokens > self._min_tokens or self._min_tokens == 0
-        for end, char in enumerate(text, start=1):
+        may_match = self._may_match(num_tokens)
+        num_looked_at = len(self._looked_at) if text.startswith(self._looked_at) else 0
+        for end, char in enumerate(read or text, start=1):
             found = [pattern.text for pattern in self._patterns if pattern.push(char)]
-            if found and may_match:
+            if found and may_match and end > num_looked_at:
                 return self._stop(max(found, key=len), self._held + text[:end])
+        if text:
+            self._looked_at = ""
         unsafe = max((pattern.num_matched for pattern in self._patterns), default=0)
         text = self._held + text
         safe, self._held = text[: len(text) - unsafe], text[len(text) - unsafe :]
         return safe
 
+    def ends_with(self, pending: str, *, num_tokens: int) -> bool:
+        """True if a stop string ends where `pending` does: the text to be pushed next, if nothing changes it. It grows
+        by a character at a time, and none is looked at twice, so that each counts for the token that brought it."""
+        if pending == self._looked_at:
+            return False
+        if self._may_match(num_tokens) and any(pattern.ends_with(pending) for pattern in self._patterns):
+            return True
+        self._looked_at = pending
+        return False
+
     def finish(self) -> str:
         """The text held back, as no stop string came."""
         held, self._held = self._held, ""
         return held
+
+    def _may_match(self, num_tokens: int) -> bool:
+        return num_tokens > self._min_tokens or self._min_tokens == 0
 
     def _stop(self, stop: str, text: str) -> str:
         self.matched, self._held = stop, ""
@@ -259,3 +290,7 @@ class _Pattern:
         is_complete = matched == len(text)
         self.num_matched = self._fallback[matched] if is_complete else matched
         return is_complete
+
+    def ends_with(self, pending: str) -> bool:
+        """True if the pattern ends where `pending` does, behind the text so far."""
+        return (self.text[: self.num_matched] + pending).endswith(self.text)

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from typing import Any
 
 import pytest
+import torch
 from support.engine_fakes import FakeCache, build_fake, build_slow, make_engine
+from support.tiny_tokenizers import tiny_tokenizer
+from transformers import StopStringCriteria
 
 from loraplex_contracts.errors import AdapterNotFound, DeadlineExceeded
-from loraplex_contracts.request import CompletionEnd, FinishReason, PositionLogprobs, Request, StoppingParams, Tokens
+from loraplex_contracts.request import (
+    CompletionEnd,
+    FinishReason,
+    OutputParams,
+    PositionLogprobs,
+    Request,
+    StoppingParams,
+    Tokens,
+)
 from loraplex_server.config import EngineConfig, ModelConfig
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.engine import Engine
@@ -30,6 +43,9 @@ class Letters:
         text = self._held + "".join(chr(ord("a") + (i - 10) % 26) for i in token_ids)
         self._held = text[-1:]
         return text[:-1]
+
+    def pending(self) -> str:
+        return ""
 
     def finish(self) -> str:
         held, self._held = self._held, ""
@@ -162,6 +178,101 @@ def test_what_piled_up_is_one_delta_per_proposer() -> None:
         0: [((1, 3, 4, 5), "medusa", 4, 2), ((6, 7), "prompt_lookup", 2, 1)],
         1: [((2, 8), "medusa", 4, 2)],
     }
+
+
+def assembled(
+    kind: str,
+    ids: Sequence[int],
+    *stops: str,
+    prompt: Sequence[int] = (),
+    chunk: int = 1,
+    keep_special: bool = False,
+    **more: Any,
+) -> tuple[str, int, str | None]:
+    """Text, number of tokens, and stop string of a completion that brings `chunk` tokens at a time."""
+    tokenizer = tiny_tokenizer(kind)
+    prompt = tuple(prompt) or tuple(tokenizer.backend_tokenizer.encode("a", add_special_tokens=False).ids)
+    stopping = StoppingParams(max_tokens=len(ids), stop=stops, **more)
+    request = Request("r", prompt, stopping, output=OutputParams(keep_special_tokens=keep_special))
+    one = CompletionAssembler(request, 0, TextTokenizer(tokenizer), (tokenizer.eos_token_id,))
+    text = "".join(one.push(tokens(*ids[at : at + chunk])).text for at in range(0, len(ids), chunk))
+    last = one.end(END)
+    assert last.end is not None
+    return text + last.text, last.end.num_completion_tokens, last.end.stop_string
+
+
+class TestByteRuns:
+    """Stop strings in runs of byte tokens: a newline is `<0x0A>` in Llama 2's vocabulary and in Mistral's."""
+
+    backend = tiny_tokenizer("llama_bpe").backend_tokenizer
+
+    def ids(self, text: str) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def run(self, data: bytes) -> list[int]:
+        found = [self.backend.token_to_id(f"<0x{value:02X}>") for value in data]
+        assert None not in found
+        return found
+
+    def found(self, ids: Sequence[int], *stops: str, **more: Any) -> tuple[str, int, str | None]:
+        return assembled("llama_bpe", ids, *stops, **more)
+
+    @pytest.mark.parametrize("chunk", [1, 3, 100])
+    def test_the_text_ends_with_the_token_that_completes_one(self, chunk: int) -> None:
+        fox = self.ids("fox")
+        ids = [*fox, *self.run(b"\n\n"), *fox]
+        assert self.found(ids, "\n", chunk=chunk) == (" fox", len(fox) + 1, "\n")
+        assert self.found(ids, "x\n", chunk=chunk) == (" fo", len(fox) + 1, "x\n")
+        assert self.found(ids, "\n\n", chunk=chunk) == (" fox", len(fox) + 2, "\n\n")
+        assert self.found(ids, "\n", chunk=chunk, include_stop=True) == (" fox\n", len(fox) + 1, "\n")
+        ids = self.run("漢字。後".encode())
+        assert self.found(ids, "字。", chunk=chunk) == ("漢", 9, "字。")
+        assert self.found([*ids, *fox], "後 fo", chunk=chunk)[0] == "漢字。"
+
+    @pytest.mark.parametrize("min_tokens", range(6))
+    def test_each_character_counts_for_the_token_that_brought_it(self, min_tokens: int) -> None:
+        newline, turn = self.run(b"\n")[0], self.backend.token_to_id("<|turn|>")
+        letter = self.ids("fox")[-1]
+        ids = [letter, newline, turn, newline, letter]
+        found = self.found(ids, "\n", min_tokens=min_tokens)
+        if min_tokens < 4:
+            num_tokens = 2 if min_tokens < 2 else 4
+            assert found[1:] == (num_tokens, "\n")
+            assert found[0].count("\n") == num_tokens // 2 - 1
+        else:
+            assert found[1:] == (5, None)
+
+    def test_a_run_that_becomes_invalid_behind_it(self) -> None:
+        assert self.found(self.run(b"A\n\xff"), "\n") == ("A", 2, "\n")
+        # Before min_tokens it was no stop string, and the text has none later.
+        assert self.found(self.run(b"A\n\xff"), "\n", min_tokens=2) == ("\ufffd" * 3, 3, None)
+
+    def test_a_run_that_is_invalid_already(self) -> None:
+        """The text has U+FFFD for each byte of such a run, but a newline ends it."""
+        assert self.found(self.run(b"\xf0\x9fA\nB"), "\n") == ("\ufffd" * 3, 4, "\n")
+        assert self.found(self.run(b"\xf0\n"), "\n") == ("\ufffd", 2, "\n")
+        assert self.found(self.run(b"\xff\n\n"), "\n\n") == ("\ufffd", 3, "\n\n")
+
+    def test_a_prompt_that_ends_in_a_run(self) -> None:
+        prompt = self.run("\n漢".encode())
+        assert self.found([*self.run(b"\n"), 5], "\n", prompt=prompt) == ("", 1, "\n")
+        assert self.found(self.run("字".encode()), "漢", prompt=prompt) == ("字", 3, None)
+        assert self.found([prompt[-1], 5], "漢", prompt=prompt[1:-1]) == ("", 1, "漢")
+
+    def test_as_in_transformers(self) -> None:
+        """Texts of words, newlines, other characters and broken ones end with the same token as those of `generate`."""
+        rng, num_stopped = random.Random(5), 0
+        parts = [self.ids("The quick"), self.run(b"\n"), self.run("é漢😀".encode()), self.ids("fox"), self.run(b"\xf0")]
+        for stops in (["\n"], ["\n\n"], ["fox\n"], ["\nThe", "k\nf"]):
+            criterion = StopStringCriteria(tiny_tokenizer("llama_bpe"), stops)
+            for _ in range(60):
+                ids = [token_id for _ in range(12) for token_id in rng.choice(parts)]
+                ends = (count for count in range(1, len(ids) + 1) if criterion(torch.tensor([ids[:count]]), None))
+                num_expected = next(ends, len(ids))
+                found = self.found(ids, *stops)
+                assert found[1] == num_expected, (stops, ids)
+                num_stopped += found[2] is not None
+        assert num_stopped > 80
 
 
 async def test_a_slow_reader_still_gets_the_last_word() -> None:
