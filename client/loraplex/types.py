@@ -238,7 +238,7 @@ class GenerateOptions(ChatOptions, total=False):
     min_tokens: int | None
     """New tokens at least."""
     stop: str | Sequence[str] | None
-    """The text ends before the first of these strings."""
+    """The text ends before the first of these strings, also before a special token whose text is one of them."""
     stop_token_ids: Sequence[int] | None
     """The text ends with the first of these tokens."""
     ignore_eos: bool | None

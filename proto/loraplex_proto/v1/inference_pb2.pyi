@@ -619,10 +619,12 @@ class Stopping(google.protobuf.message.Message):
     ignore_eos: builtins.bool
     """Go on past the model's end-of-sequence tokens."""
     include_stop: builtins.bool
-    """Leave the stop string that was met in the text."""
+    """Leave the stop string that was met in the text. A special token has no text without output.keep_special_tokens."""
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The text ends before the first of these strings. 16 at most, 1 to 256 bytes each."""
+        """The text ends before the first of these strings, also before a special token whose text is one of them. 16 at most,
+        1 to 256 bytes each.
+        """
 
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:

@@ -98,7 +98,7 @@ class CompletionAssembler:
         self._index = index
         self._detokenizer = tokenizer.new_detokenizer(request.prompt_token_ids, dropped, keep_special=keep_special)
         self._reader = None if parsing is None or parsing.new_user_reader is not None else parsing.reader()
-        self._stops = tokenizer.new_stop_matcher(stopping)
+        self._stops = tokenizer.new_stop_matcher(stopping, ending)
         self._is_parsed = parsing is not None
         self._tokenizer = tokenizer
         self._with_bytes = request.output.token_bytes
@@ -194,19 +194,25 @@ class CompletionAssembler:
             read = new[:-1] + self._tokenizer.token_text(token_id)[-1:] if new.endswith(REPLACEMENT) else ""
             text += self._through_stops(new, num_kept, read)
             if not new:
-                text += self._stop_without_text(num_kept)
+                text += self._stop_without_text(token_id, num_kept)
             if self.is_stopped:
                 return text, num_kept
         return text, len(token_ids)
 
-    def _stop_without_text(self, num_before: int) -> str:
-        """The rest of the text, where a token without text completes a stop string that the detokenizer still holds."""
+    def _stop_without_text(self, token_id: int, num_before: int) -> str:
+        """The rest of the text, where a token without text ends it: one that is a stop string, or that completes one
+        which the detokenizer still holds."""
         if self._stops is None or self._detokenizer is None:
             return ""
-        pending, num_tokens = self._detokenizer.pending(), self._num_tokens + num_before
-        if not self._stops.ends_with(pending, num_tokens=num_tokens):
+        num_tokens = self._num_tokens + num_before
+        is_stop = self._stops.is_stop(token_id, num_tokens=num_tokens)
+        if not is_stop and not self._stops.ends_with(self._detokenizer.pending(), num_tokens=num_tokens):
             return ""
-        return self._through_stops(self._detokenizer.finish(), num_before)
+        text = self._through_stops(self._detokenizer.finish(), num_before)
+        if not self.is_stopped:
+            text += self._stops.stop_at(token_id)
+            self.is_stopped = True
+        return text
 
     def _through_stops(self, text: str, num_before: int = 0, read: str = "") -> str:
         if self._stops is None:

@@ -19,7 +19,7 @@ prompt left unfinished, gives nothing after an invalid byte, and raises on some 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
 from loraplex_server.text.vocabulary import Vocabulary
@@ -215,11 +215,22 @@ class StopMatcher:
     finds one that ends in text which is still to come.
 
     A stop string may begin in the first `min_tokens` tokens, but has to end after them.
+
+    `stops_of_tokens` has stop strings that are special tokens, by token id: such a token ends the text even where it
+    has no text.
     """
 
-    def __init__(self, stops: Sequence[str], *, include_stop: bool = False, min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        stops: Sequence[str],
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        stops_of_tokens: Mapping[int, str] | None = None,
+    ) -> None:
         self._patterns = [_Pattern(stop) for stop in dict.fromkeys(stops) if stop]
         self._include_stop = include_stop
+        self._stops_of_tokens = stops_of_tokens or {}
         self._min_tokens = min_tokens
         self._held = ""  # could be the beginning of a stop string
         self._looked_at = ""  # text to be pushed next, in which no stop string may end
@@ -252,6 +263,15 @@ class StopMatcher:
             return True
         self._looked_at = pending
         return False
+
+    def is_stop(self, token_id: int, *, num_tokens: int) -> bool:
+        """True if the token, the completion's `num_tokens`-th, is a stop string by itself."""
+        return token_id in self._stops_of_tokens and self._may_match(num_tokens)
+
+    def stop_at(self, token_id: int) -> str:
+        """The text held back, as this token is the stop string."""
+        self.matched = self._stops_of_tokens[token_id]
+        return self.finish()
 
     def finish(self) -> str:
         """The text held back, as no stop string came."""

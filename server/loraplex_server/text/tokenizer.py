@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -429,13 +429,25 @@ class TextTokenizer:
             return None
         return new_detokenizer(self._all_visible if keep_special else self._vocabulary, prompt_ids, dropped_ids)
 
-    def new_stop_matcher(self, stopping: StoppingParams) -> StopMatcher | None:
-        """A stop matcher for one completion; None if it has no stop strings. Raises FailedPrecondition without a
-        tokenizer."""
+    def new_stop_matcher(
+        self, stopping: StoppingParams, ending_ids: Collection[int] = frozenset()
+    ) -> StopMatcher | None:
+        """A stop matcher for one completion; None if it has no stop strings. `ending_ids`: tokens by which the engine
+        itself ends it. Raises FailedPrecondition without a tokenizer."""
         if not any(stopping.stop):
             return None
         self._require("stopping.stop")
-        return StopMatcher(stopping.stop, include_stop=stopping.include_stop, min_tokens=stopping.min_tokens)
+        ids = {stop: self._backend.token_to_id(stop) for stop in stopping.stop}
+        return StopMatcher(
+            stopping.stop,
+            include_stop=stopping.include_stop,
+            min_tokens=stopping.min_tokens,
+            stops_of_tokens={
+                token_id: stop
+                for stop, token_id in ids.items()
+                if token_id is not None and token_id not in ending_ids and self.is_special(token_id)
+            },
+        )
 
     def _require(self, field: str) -> PreTrainedTokenizerFast:
         if self._tokenizer is None:

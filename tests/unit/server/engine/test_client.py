@@ -345,7 +345,7 @@ async def test_a_stop_string_is_met_without_waiting(monkeypatch: pytest.MonkeyPa
 
     tokenizer = TextTokenizer(None)
     monkeypatch.setattr(tokenizer, "new_detokenizer", lambda *given, **options: Letters())
-    monkeypatch.setattr(tokenizer, "new_stop_matcher", lambda stopping: StopMatcher(stopping.stop))
+    monkeypatch.setattr(tokenizer, "new_stop_matcher", lambda stopping, ending_ids: StopMatcher(stopping.stop))
 
     async with reluctant(monkeypatch, build_slow, 600.0) as client:
         deltas: list[Delta] = []

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import pytest
 import torch
 from support.engine_fakes import FakeCache, build_fake, build_slow, make_engine
-from support.tiny_tokenizers import tiny_tokenizer
+from support.tiny_tokenizers import KINDS, tiny_tokenizer
 from transformers import StopStringCriteria
 
 from loraplex_contracts.errors import AdapterNotFound, DeadlineExceeded
@@ -61,7 +61,9 @@ class LetterTokenizer(TextTokenizer):
     ) -> Letters:
         return Letters()
 
-    def new_stop_matcher(self, stopping: StoppingParams) -> StopMatcher | None:
+    def new_stop_matcher(
+        self, stopping: StoppingParams, ending_ids: Collection[int] = frozenset()
+    ) -> StopMatcher | None:
         return StopMatcher(stopping.stop) if stopping.stop else None
 
     def token_text(self, token_id: int) -> str:
@@ -273,6 +275,39 @@ class TestByteRuns:
                 assert found[1] == num_expected, (stops, ids)
                 num_stopped += found[2] is not None
         assert num_stopped > 80
+
+
+@pytest.mark.parametrize("kind", KINDS)
+class TestSpecialTokens:
+    """A stop string that is a special token's text ends a completion where that token has no text."""
+
+    def ids(self, kind: str) -> list[int]:
+        backend = tiny_tokenizer(kind).backend_tokenizer
+        turn, end = (backend.token_to_id(text) for text in ("<|turn|>", "</s>"))
+        before, behind = (backend.encode(text, add_special_tokens=False).ids for text in ("The quick", "fox"))
+        return [*before, turn, *behind, end, turn, *behind]
+
+    def test_the_text_ends_before_it(self, kind: str) -> None:
+        ids = self.ids(kind)
+        num_tokens = ids.index(tiny_tokenizer(kind).convert_tokens_to_ids("<|turn|>")) + 1
+        text, _, _ = assembled(kind, ids[: num_tokens - 1])
+        for more in ((), ("quick brown", text[-2:] + "fox")):  # what could begin others is text
+            assert assembled(kind, ids, "<|turn|>", *more) == (text, num_tokens, "<|turn|>")
+        assert assembled(kind, ids, "<|turn|>", include_stop=True) == (text, num_tokens, "<|turn|>")
+        assert assembled(kind, ids, "<|turn|>", min_tokens=num_tokens - 1)[1] == num_tokens
+        assert assembled(kind, ids, "<|turn|>", min_tokens=num_tokens)[1] == len(ids) - ids[::-1].index(
+            ids[num_tokens - 1]
+        )
+        kept = assembled(kind, ids, "<|turn|>", include_stop=True, keep_special=True)
+        assert kept[0].endswith("<|turn|>")
+        assert kept[1:] == (num_tokens, "<|turn|>")
+
+    def test_the_engine_ends_it_by_its_own_tokens(self, kind: str) -> None:
+        """The end of a sequence is reported as such, unless it is ignored."""
+        ids = self.ids(kind)
+        end = ids.index(tiny_tokenizer(kind).eos_token_id) + 1
+        assert assembled(kind, ids[:end], "</s>")[1:] == (end, None)
+        assert assembled(kind, ids, "</s>", ignore_eos=True)[1:] == (end, "</s>")
 
 
 async def test_a_slow_reader_still_gets_the_last_word() -> None:
