@@ -198,6 +198,14 @@ def test_linears_of_single_experts_equal_peft(
     check(world, jobs, [0, None, 0], 1e-9)
 
 
+def test_experts_of_an_older_transformers() -> None:
+    """In 5.17 experts had neither a norm of their own nor shards, nor a word about them."""
+    base = random_model("qwen3_moe", torch.float64)
+    experts = base.model.layers[0].mlp.experts
+    del experts.has_post_expert_norm, experts._is_expert_parallel
+    assert AdaptedExperts.fits(experts, torch.float64, 3, 3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_float32(family: str, tmp_path: Path) -> None:

@@ -309,31 +309,33 @@ def attend(
     return handle(query, key, value, attention_mask, options), None
 
 
-def probing_mask(*_: Any, mask_function: Any = None, **__: Any) -> Tensor:
+def probing_mask(*_: Any, mask_function: Any = None, device: torch.device | str = "cpu", **__: Any) -> Tensor:
     """A mask as small as it can be that carries what kind of mask it is: the truth about how far a layer sees."""
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-    setattr(mask, REACH, describe_mask(mask_function) if mask_function is not None else "a mask without a function")
+    reach = "a mask without a function" if mask_function is None else describe_mask(mask_function, device)
+    setattr(mask, REACH, reach)
     return mask
 
 
-def describe_mask(mask_function: Any) -> Reach | str:
+def describe_mask(mask_function: Any, device: torch.device | str = "cpu") -> Reach | str:
     """The reach that a mask function of Transformers allows, or the kind of mask that it is instead.
 
-    Evaluated at positions further out than windows and chunks are long.
+    Evaluated at positions further out than windows and chunks are long, on `device`, where a function may have tensors
+    of its own (Llama 4's has).
     """
     far = 1 << 20
     places = (far, far - 1, far - 3)
     try:
-        first = [_first_seen(mask_function, place) for place in places]
+        first = [_first_seen(mask_function, place, device) for place in places]
         if not any(first):
             return Reach()
         windows = {place - seen + 1 for place, seen in zip(places, first, strict=True)}
         if len(windows) == 1:
             return Reach(window=windows.pop())
-        chunk = first[0] - _first_seen(mask_function, max(0, first[0] - 1)) or far
+        chunk = first[0] - _first_seen(mask_function, max(0, first[0] - 1), device) or far
         found = Reach(chunk=chunk)
         places = (*places, first[0], chunk - 1, chunk, 2 * chunk - 1, 3 * chunk)
-        seen = [_first_seen(mask_function, place) for place in places]
+        seen = [_first_seen(mask_function, place, device) for place in places]
     except _NoReach as reason:
         return str(reason)
     return found if seen == found.first_keys(np.array(places)).tolist() else "a mask that is neither window nor chunks"
@@ -343,12 +345,12 @@ class _NoReach(Exception):
     """A mask that no reach describes."""
 
 
-def _first_seen(mask_function: Any, position: int) -> int:
+def _first_seen(mask_function: Any, position: int, device: torch.device | str) -> int:
     """The first key that a query at this position sees. Raises _NoReach where it does not see all from there on."""
-    kv = torch.arange(position + 2)
-    zero = torch.zeros((), dtype=torch.int64)
+    kv = torch.arange(position + 2, device=device)
+    zero = torch.zeros((), dtype=torch.int64, device=device)
     try:
-        allowed = mask_function(zero, zero, torch.tensor(position), kv)
+        allowed = mask_function(zero, zero, torch.tensor(position, device=device), kv)
     except Exception as error:  # model-specific code
         raise _NoReach(f"a mask that cannot be evaluated ({type(error).__name__})") from error
     allowed = torch.as_tensor(allowed).expand(kv.shape)

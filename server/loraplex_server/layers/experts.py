@@ -162,10 +162,10 @@ class AdaptedExperts(_Wrapper):
         weights = [getattr(module, name, None) for name in (UP, DOWN)]
         biases = [getattr(module, f"{name}_bias", None) for name in (UP, DOWN)] if _has_bias(module) else []
         is_known = getattr(module, "has_gate", False) and hasattr(module, "_apply_gate")
-        others = ("has_post_expert_norm", "_is_expert_parallel")
+        others = ("has_post_expert_norm", "_is_expert_parallel")  # which older versions do not know
         return (
             is_known
-            and not any(getattr(module, name, True) for name in others)
+            and not any(getattr(module, name, False) for name in others)
             and all(isinstance(one, Tensor) and one.dim() == 3 and one.dtype == dtype for one in weights)
             and all(isinstance(one, Tensor) and one.dim() == 2 for one in biases)
         )

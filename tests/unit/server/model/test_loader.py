@@ -20,6 +20,7 @@ from loraplex_server.layers.attention import (
     ModelSpec,
     Reach,
     describe_mask,
+    probing_mask,
     kv_block_bytes,
 )
 from loraplex_server.model.loader import adopt_model, generation_defaults, load_model, resolve_device
@@ -293,6 +294,18 @@ def test_serving_builds_no_masks() -> None:
 def test_masks_are_told_apart(function: Any, found: object) -> None:
     told = describe_mask(function)
     assert told.startswith(found) if isinstance(found, str) and isinstance(told, str) else told == found
+
+
+def test_masks_are_evaluated_where_the_model_is() -> None:
+    """A function's own tensors are there: on a GPU they do not mix with tensors of the CPU."""
+    seen: list[str] = []
+
+    def function(*places: Tensor) -> Tensor:
+        seen.extend(one.device.type for one in places)
+        raise RuntimeError("a tensor of this device cannot be read")
+
+    probing_mask(mask_function=function, device="meta")
+    assert seen == ["meta"] * 4
 
 
 def test_a_gpu_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
