@@ -20,8 +20,8 @@ from loraplex_server.layers.attention import (
     ModelSpec,
     Reach,
     describe_mask,
-    probing_mask,
     kv_block_bytes,
+    probing_mask,
 )
 from loraplex_server.model.loader import adopt_model, generation_defaults, load_model, resolve_device
 
