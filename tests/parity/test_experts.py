@@ -21,6 +21,7 @@ from support.zoo import MIXTURES, VOCAB_SIZE, random_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from loraplex_adapters.io.safetensors import PIECE_BYTES
 from loraplex_adapters.weights import AdapterWeights
 from loraplex_contracts.plan import AdapterUse
 from loraplex_server.backends.backend import Backend
@@ -213,6 +214,20 @@ def test_float32(family: str, tmp_path: Path) -> None:
     world = make_world(tmp_path, family, ADAPTERS, torch.float32)
     adapters = [None, *range(len(ADAPTERS)), None]
     check(world, run(world, adapters), adapters, 1e-3)
+
+
+def test_tensors_of_several_pieces_equal_peft(tmp_path: Path) -> None:
+    """Factors of all experts, of more values than the reader reads at once."""
+    base = make_dense(random_model("mixtral", torch.float32, changes={"intermediate_size": 2080}))
+    fields: dict[str, Any] = {"target_modules": [], "target_parameters": EXPERTS[1:], "r": 8}
+    with torch.no_grad():
+        for name, parameter in base.named_parameters():
+            if name.endswith(EXPERTS[1]):
+                parameter.mul_(0.2)
+    peft = save(base, tmp_path / "large", 0, **fields)
+    assert max(one.numel() for name, one in peft.named_parameters() if "lora_" in name) * 4 > PIECE_BYTES
+    world = rigged(tmp_path, "mixtral", base, [peft], ["large"])
+    check(world, run(world, [0, None]), [0, None], 1e-3)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])

@@ -39,6 +39,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from loraplex_adapters.formats.peft_loftq import NF4, NF4_BLOCK
+from loraplex_adapters.io.safetensors import PIECE_BYTES
 from loraplex_adapters.weights import AdapterWeights
 from loraplex_contracts.errors import AdapterInvalid
 from loraplex_contracts.plan import AdapterUse
@@ -472,6 +473,42 @@ def test_float32(family: str, ops: str, tmp_path: Path) -> None:
         best = want.topk(2).values
         for i, token in enumerate(job.tokens):
             assert token == int(want[i].argmax()) or best[i, 0] - best[i, 1] < 1e-4
+
+
+# Each with a tensor of more values than the reader reads at once in float32, of which others are computed.
+LARGE: dict[str, PeftConfig] = {
+    "dora": LoraConfig(r=32, use_dora=True, target_modules=["q_proj", "down_proj"]),
+    "pissa": LoraConfig(r=32, init_lora_weights="pissa", target_modules=["down_proj"]),
+    "vera": VeraConfig(r=32, target_modules=["q_proj", "down_proj"]),
+    "oft": OFTConfig(oft_block_size=260, target_modules=["down_proj"]),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_tensors_of_several_pieces_equal_peft(name: str, tmp_path: Path) -> None:
+    inputs = 2080
+    assert 32 * inputs * 4 > PIECE_BYTES
+    base = make_dense(random_model("llama", torch.float32, changes={"intermediate_size": inputs}))
+    with torch.no_grad():  # as many inputs, and the hidden states stay as large
+        for layer in base.model.layers:
+            layer.mlp.down_proj.weight.mul_(0.2)
+    torch.manual_seed(0)
+    peft = get_peft_model(copy.deepcopy(base), copy.deepcopy(LARGE[name]))
+    with torch.no_grad():
+        for parameter in peft.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+    peft.save_pretrained(tmp_path / name)
+    peft = PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path / name)).eval()
+    loaded = adopt_model(copy.deepcopy(base), model_id="llama", backend=PatchedBackend(merges=True))
+    weights = load_lora(tmp_path, name, loaded.base_targets(max_rank=64))
+    rig = make_rig(loaded, ops=CpuOps(), num_slots=1)
+    rig.slots.install(0, weights)
+    job = Job([3, 4, 5, 6], NUM_TOKENS, (AdapterUse(0),))
+    rig.run([job])
+    want = dense_logits(peft, job.prompt, job.tokens)
+    torch.testing.assert_close(rig.logits(job), want, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(want, dense_logits(base, job.prompt, job.tokens), atol=1e-3)
 
 
 @pytest.mark.parametrize("ops", OPS)

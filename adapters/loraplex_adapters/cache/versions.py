@@ -22,9 +22,10 @@ log = logging.getLogger(__name__)
 
 MAX_VERSIONS: Final = 16  # of one name, that may be asked for by digest
 SPARE_LINES: Final = 4096  # out of date, before the file is written anew
-# The number is the format's: another one is another file, so that a release leaves those of later ones alone.
+# Another number is another file, so that a release leaves those of later ones alone. It goes up with the format, and
+# where contents computed before may be wrong: up to 1, those of large tensors on float32 and float64 base models.
 _PREFIX: Final = "versions"
-_FORMAT: Final = "1"
+_FORMAT: Final = "2"
 _LINE: Final = re.compile(r"([^\s:@]+) (?:(lora|medusa|combined)-([0-9a-f]{64})|-)\Z")
 
 # A name's latest content, or None where its versions are forgotten.

@@ -54,7 +54,7 @@ def write_saved(plan: LoraPlan, layout: AdapterLayout, out: PieceWriter, reader:
     for saved, placed in zip(plan.saved, layout.saved, strict=True):
         out.pad_to(placed.offset)
         if saved.made is not None:
-            made = saved.made(partial(_read, reader=reader, dtype=_wide(layout.dtype)))
+            made = saved.made(partial(reader.whole, dtype=_wide(layout.dtype)))
             out.write(_narrow(made, layout.dtype, saved.shape.path))
             continue
         for piece in reader.pieces(saved.tensor):
@@ -106,7 +106,7 @@ def _computed(module: PlannedModule, layout: AdapterLayout, reader: PieceReader)
     placed = next(placed for placed in layout.factors if placed.shape.path == path)
     made = None
     if module.made is not None:
-        made = a, b = module.made(partial(_read, reader=reader, dtype=_wide(layout.dtype)))
+        made = a, b = module.made(partial(reader.whole, dtype=_wide(layout.dtype)))
         yield placed.a_offset, _narrow(a, layout.dtype, path)
         yield placed.b_offset, _narrow(b, layout.dtype, path)
     gain, shift = rescaling(module, layout.dtype, reader, made)
@@ -114,13 +114,6 @@ def _computed(module: PlannedModule, layout: AdapterLayout, reader: PieceReader)
         yield placed.gain_offset, _narrow(gain, layout.dtype, path)
     if shift is not None:
         yield placed.shift_offset, _narrow(shift, layout.dtype, path)
-
-
-def _read(tensor: TensorInfo, reader: PieceReader, dtype: torch.dtype) -> Tensor:
-    """A whole tensor, widened. Raises NonFinite, or what the file raises."""
-    # One without elements has no pieces: a block of one input in OFT, which rotates nothing.
-    pieces = [piece.to(dtype) for piece in reader.pieces(tensor)] or [torch.empty(0, dtype=dtype)]
-    return torch.cat(pieces).view(tensor.shape)
 
 
 def _wide(dtype: str) -> torch.dtype:
@@ -137,14 +130,14 @@ def rescaling(
     what the file raises.
     """
     wide = _wide(dtype)
-    gain = None if module.gain is None else _read(module.gain, reader, wide).flatten()
+    gain = None if module.gain is None else reader.whole(module.gain, wide).flatten()
     if module.shape.is_plain or (gain is not None and not module.shape.has_shift):
         return gain, None
     assert module.target.weights is not None, "targets of a loaded model have their weights"
     weight, base_bias = module.target.weights()
 
     def read(tensor: TensorInfo | None) -> Tensor | None:
-        return None if tensor is None else _read(tensor, reader, wide).to(weight.device)
+        return None if tensor is None else reader.whole(tensor, wide).to(weight.device)
 
     magnitude, lora_bias, bias = read(module.magnitude), read(module.lora_bias), read(module.bias)
     gain = None if gain is None else gain.to(weight.device)

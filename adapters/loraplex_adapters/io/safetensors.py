@@ -199,6 +199,15 @@ class PieceReader:
             checkpoint()
             start += num
 
+    def whole(self, tensor: TensorInfo, dtype: torch.dtype) -> Tensor:
+        """All of the tensor in memory of its own, converted and then widened to `dtype`. Raises as `pieces` does."""
+        found = torch.empty(tensor.shape, dtype=dtype)
+        flat, start = found.view(-1), 0
+        for piece in self.pieces(tensor):
+            flat[start : start + piece.numel()] = piece
+            start += piece.numel()
+        return found
+
     def sha256(self, tensor: TensorInfo) -> str:
         """SHA-256 of the tensor's converted bytes: comparable with TargetModule.weight_sha256."""
         digest = hashlib.sha256()

@@ -16,7 +16,7 @@ def key(number: int) -> AdapterKey:
     return AdapterKey("lora", f"{number:064x}"[::-1])
 
 
-LOG_NAME = "versions-1-base"
+LOG_NAME = "versions-2-base"
 
 
 def opened(folder: Path, base: str = "base") -> VersionLog:
@@ -70,13 +70,21 @@ def test_each_base_model_has_its_own(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 def test_a_file_of_a_later_format_stays(tmp_path: Path) -> None:
-    later = tmp_path / "versions-2-base"
+    later = tmp_path / "versions-3-base"
     later.write_text("something else")
     log = opened(tmp_path)
     log.versions.remember("a", key(1))
     log.save()
     log.close()
     assert later.read_text() == "something else"
+
+
+def test_contents_that_may_be_wrong_are_not_known(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "versions-1-base").write_text(f"a lora-{key(1).digest}")
+    log = opened(tmp_path)
+    assert list(log.versions) == []
+    assert "no earlier version of an adapter" in caplog.text
+    log.close()
 
 
 def test_lines_that_were_cut_spoil_no_others(tmp_path: Path) -> None:

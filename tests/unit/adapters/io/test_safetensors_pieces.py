@@ -33,6 +33,25 @@ def test_all_elements_in_order(file_dtype: str, dtype: str, offset: int) -> None
     assert torch.equal(torch.cat(some), values[1000 : 1000 + num].to(DTYPES[dtype]))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+def test_a_whole_tensor_has_memory_of_its_own(dtype: str, wide: torch.dtype) -> None:
+    """The pieces share theirs."""
+    values = torch.randn(3 * PIECE_BYTES // 4 + 77)
+    file, info = file_of(values, "F32", 8)
+    reader = PieceReader({"f": file}, dtype)
+    found = reader.whole(info, wide)
+    reader.whole(info, wide).zero_()
+    assert found.dtype == wide
+    assert torch.equal(found, values.to(DTYPES[dtype]).to(wide))
+
+
+def test_a_tensor_without_elements() -> None:
+    """A block of one input in OFT is one."""
+    info = TensorInfo("x", "F32", (4, 0), 0, 0, "f")
+    assert PieceReader({"f": BytesFile(b"")}, "float32").whole(info, torch.float32).shape == (4, 0)
+
+
 def test_a_piece_ends_with_a_page() -> None:
     """A piece ends with a page where the tensor lies on whole elements of it; and no piece is large."""
     file, info = file_of(torch.zeros(PIECE_BYTES), "F32", 8 * 101)
