@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -47,7 +48,7 @@ def response_of(job: Job, answers: Sequence[pb.GenerateResponse]) -> dict[str, A
             else:
                 choice["text"] = completion.text
                 choice |= of_prompt
-            choice["logprobs"] = Logprobs(job, answer.prompt_tokens).add(completion.logprobs)
+            choice["logprobs"] = Logprobs(job, answer.prompt_tokens).add(completion.logprobs, completion.text)
             _end(choice, completion)
             if job.with_token_ids:
                 choice["token_ids"] = list(completion.token_ids)
@@ -217,32 +218,58 @@ class Tally:
         return seeds[0] if len(set(seeds)) == 1 else seeds or None
 
 
+def _num_spaces(text: str) -> int:
+    """Number of spaces at the beginning."""
+    return len(text) - len(text.lstrip(" "))
+
+
 class Logprobs:
-    """Logprobs of one choice in OpenAI's two forms; keeps the offset in the text."""
+    """Logprobs of one choice in OpenAI's two forms; keeps the offset in the text.
+
+    Offsets count the characters that the bytes of the tokens make: a part of a character has the offset of the whole.
+    At the beginning of a text, tokenizers leave out the space that its first token has elsewhere."""
 
     def __init__(self, job: Job, prompt: Sequence[pb.PromptToken] = ()) -> None:
         """The tokens of `prompt` come first where the job wants an echo; the first of them has no logprob."""
         self._job = job
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
+        # Text of the tokens and of the choice, until the latter has more than spaces.
+        self._begin: tuple[str, str] | None = ("", "")
         self._prompt = prompt if job.echo else ()
 
-    def add(self, rows: Sequence[pb.TokenLogprob]) -> dict[str, Any] | None:
-        """Logprobs of the next tokens; None where none were asked for."""
+    def add(self, rows: Sequence[pb.TokenLogprob], text: str = "") -> dict[str, Any] | None:
+        """Logprobs of the next tokens; None where none were asked for. `text`: what is new in the choice's text."""
         if self._job.num_top_logprobs is None:
             return None
         if self._job.is_chat:
             return {"content": [self._chat_row(row) for row in rows], "refusal": None}
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         prompt, self._prompt = self._prompt, ()
-        for row in (*prompt, *rows):
+        all_rows = (*prompt, *rows)
+        pieces = [self._piece(row) for row in all_rows]
+        if self._begin is not None:
+            of_tokens, of_text = self._begin[0] + "".join(map("".join, pieces)), self._begin[1] + text
+            self._begin = of_tokens, of_text
+            if of_text.lstrip(" "):
+                self._offset -= _num_spaces(of_tokens) > _num_spaces(of_text)
+                self._begin = None
+        for row, (before, piece) in zip(all_rows, pieces, strict=True):
             name, top = self._name(row), self._top(row)
             found["tokens"].append(name)
             found["token_logprobs"].append(None if top is None else top[name])
             found["top_logprobs"].append(top)
-            found["text_offset"].append(self._offset)
-            if not row.is_special or self._job.requests[0].output.keep_special_tokens:
-                self._offset += len(row.text)
+            self._offset += len(before)
+            found["text_offset"].append(max(0, self._offset))
+            self._offset += len(piece)
         return found
+
+    def _piece(self, row: pb.TokenLogprob | pb.PromptToken) -> tuple[str, str]:
+        """What a token adds to the text: U+FFFD for a character that it leaves unfinished, and its own text."""
+        if row.is_special and not self._job.requests[0].output.keep_special_tokens:
+            return "", ""
+        goes_on = row.bytes[:1] and row.bytes[0] & 0xC0 == 0x80
+        return "" if goes_on else self._decoder.decode(b"", final=True), self._decoder.decode(row.bytes)
 
     def _top(self, row: pb.TokenLogprob | pb.PromptToken) -> dict[str, float] | None:
         """The likeliest tokens, and the row's own in any case, which comes last."""
@@ -319,7 +346,7 @@ class Answer(dialects.Answer[Job]):
         else:
             choice["text"] = message.text_delta
             choice |= of_prompt
-        choice["logprobs"] = rows.add(message.logprobs) if has_rows else None
+        choice["logprobs"] = rows.add(message.logprobs, message.text_delta) if has_rows else None
         _end(choice, message)
         if self.job.with_token_ids:
             choice["token_ids"] = list(message.token_ids)

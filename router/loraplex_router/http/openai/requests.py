@@ -139,7 +139,6 @@ def chat_job(
     num_top = (body.top_logprobs or 0) if body.logprobs else None
     if num_top is not None:
         _ask_logprobs(request.output, num_top)
-        request.output.token_bytes = True
     job = _job(body, request, (chat_of(body.messages, body),), request_id, created, num_top, ignored=ignored)
     put_tools(job.requests[0], body)
     _prefer_tool(job.requests[0], body)
@@ -177,7 +176,7 @@ def _ask_best_of(request: pb.GenerateRequest, best_of: int, *, is_streamed: bool
 
 
 def _ask_logprobs(output: pb.Output, num_top: int) -> None:
-    output.logprobs = True
+    output.logprobs = output.token_bytes = True
     output.top_logprobs = max(num_top, output.top_logprobs)
 
 

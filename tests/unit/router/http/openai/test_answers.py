@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from support.openai_jobs import chat, completion
 
 from loraplex_proto.v1 import inference_pb2 as pb
@@ -70,9 +71,13 @@ def test_an_answer_to_several_prompts() -> None:
 
 
 PROMPT = [
-    pb.PromptToken(token_id=9, text="<s>", is_special=True),
-    pb.PromptToken(token_id=1, text="one", logprob=-2.0, top=[pb.TopLogprob(token_id=5, text="five", logprob=-0.5)]),
-    pb.PromptToken(token_id=2, text=" two", logprob=-1.0, top=[pb.TopLogprob(token_id=2, text=" two", logprob=-1.0)]),
+    pb.PromptToken(token_id=9, text="<s>", bytes=b"<s>", is_special=True),
+    pb.PromptToken(
+        token_id=1, text="one", bytes=b"one", logprob=-2.0, top=[pb.TopLogprob(token_id=5, text="five", logprob=-0.5)]
+    ),
+    pb.PromptToken(
+        token_id=2, text=" two", bytes=b" two", logprob=-1.0, top=[pb.TopLogprob(token_id=2, text=" two", logprob=-1.0)]
+    ),
 ]
 
 
@@ -101,6 +106,35 @@ def test_logprobs_with_the_echoed_prompt() -> None:
     found = answers.response_of(job, [echoed()])["choices"][0]["logprobs"]
     assert found["text_offset"] == [0, 3, 6, 10]
     assert found["tokens"] == ["token_id:9", "token_id:1", "token_id:2", "token_id:3"]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "text", "offsets"),
+    [
+        pytest.param(["a", b"\xe4", b"\xbd", b"\xa0", "b"], "a你b", [0, 1, 1, 1, 2], id="parts of a character"),
+        pytest.param(["a", b"\xe4", "b", "c"], "a\ufffdbc", [0, 1, 2, 3], id="one that stays unfinished"),
+        pytest.param([" a", " b", " c"], "a b c", [0, 1, 3], id="first space left out"),
+        pytest.param([" ", " a", " b"], " a b", [0, 0, 2], id="first space left out of two"),
+        pytest.param([" a", " b", "c"], " a b", [0, 2, 4], id="first space is there"),
+        pytest.param(["  ", "a"], "  a", [0, 2], id="two spaces"),
+    ],
+)
+def test_offsets_in_the_text(pieces: list[str | bytes], text: str, offsets: list[int]) -> None:
+    """The same in a stream, whose text may come later than the tokens."""
+    raw = [piece.encode() if isinstance(piece, str) else piece for piece in pieces]
+    rows = [pb.TokenLogprob(text=piece.decode(errors="replace"), bytes=piece) for piece in raw]
+    answer = pb.GenerateResponse(completions=[pb.Completion(text=text, logprobs=rows)])
+    whole = answers.response_of(completion(logprobs=0), [answer])["choices"][0]["logprobs"]
+    assert whole["text_offset"] == offsets
+    prompt = [pb.PromptToken(text=row.text, bytes=row.bytes) for row in rows]
+    echoed_whole = pb.GenerateResponse(completions=[pb.Completion(text=text + "!")], prompt_tokens=prompt)
+    echo = answers.response_of(completion(echo=True, logprobs=0), [echoed_whole])["choices"][0]["logprobs"]
+    assert echo["text_offset"] == offsets
+    chunk = pb.GenerateStreamResponse
+    messages = chunk(logprobs=rows[:1]), chunk(logprobs=rows[1:], text_delta=text)
+    found = events(answers.Answer(completion(logprobs=0, stream=True)), *((0, one) for one in messages))
+    logprobs = [one["choices"][0]["logprobs"] for one in found]
+    assert [offset for one in logprobs if one for offset in one["text_offset"]] == offsets
 
 
 def test_stop_reasons() -> None:

@@ -82,7 +82,9 @@ def test_every_field_reaches_the_wire() -> None:
             max_tokens=5, min_tokens=2, stop=["END"], stop_token_ids=[9], ignore_eos=True, include_stop=True
         ),
         speculation=pb.Speculation(off=True),
-        output=pb.Output(logprobs=True, top_logprobs=2, prompt_logprobs=True, prompt_tokens=True, echo=True),
+        output=pb.Output(
+            logprobs=True, top_logprobs=2, prompt_logprobs=True, prompt_tokens=True, echo=True, token_bytes=True
+        ),
     )  # fmt: skip
     assert request == expected
     assert wire(top_k=-1).sampling.top_k == 0
@@ -350,7 +352,9 @@ def test_the_prompt() -> None:
 
 def test_logprobs_of_the_prompt() -> None:
     request = wire(prompt_logprobs=5, logprobs=2)
-    assert request.output == pb.Output(logprobs=True, top_logprobs=5, prompt_tokens=True, prompt_logprobs=True)
+    assert request.output == pb.Output(
+        logprobs=True, top_logprobs=5, prompt_tokens=True, prompt_logprobs=True, token_bytes=True
+    )
     with pytest.raises(InvalidArgument, match="prompt_logprobs"):
         completion(prompt_logprobs=1, stream=True)
 
