@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -128,13 +129,24 @@ def _has_tokens(choice: dict[str, Any]) -> bool:
 
 def _end(choice: dict[str, Any], completion: pb.Completion | pb.GenerateStreamResponse) -> None:
     choice["finish_reason"] = _FINISH_REASONS.get(completion.finish_reason)
-    if completion.message.tool_calls and choice["finish_reason"] == "stop":
-        choice["finish_reason"] = "tool_calls"
+    calls = completion.message.tool_calls
+    if calls and choice["finish_reason"] == "stop":
+        # A stop string may end a text in the middle of a call, as a length does.
+        is_cut = completion.HasField("stop_string") and not _is_json(calls[-1].arguments_json)
+        choice["finish_reason"] = "stop" if is_cut else "tool_calls"
     choice["stop_reason"] = None
     if completion.HasField("stop_string"):
         choice["stop_reason"] = completion.stop_string
     elif completion.HasField("stop_token_id") and completion.finish_reason == pb.FINISH_REASON_STOP:
         choice["stop_reason"] = completion.stop_token_id
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 @dataclass(slots=True)

@@ -145,6 +145,21 @@ def test_stop_reasons() -> None:
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", expected)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "stop_string", "reason"),
+    [('{"a": 1}', None, "tool_calls"), ('{"a": 1}', "x", "tool_calls"), ('{"a": ', "x", "stop"), ("", "x", "stop")],
+)
+def test_a_call_that_a_stop_string_cuts_is_not_for_the_client_to_run(
+    arguments: str, stop_string: str | None, reason: str
+) -> None:
+    message = pb.ChatMessage(tool_calls=[pb.ToolCall(id="c", name="f", arguments_json=arguments)])
+    end: dict[str, Any] = {"message": message, "finish_reason": pb.FINISH_REASON_STOP, "stop_string": stop_string}
+    (choice,) = answers.response_of(chat(), [pb.GenerateResponse(completions=[pb.Completion(**end)])])["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == (reason, stop_string)
+    *_, last = events(answers.Answer(chat(stream=True)), (0, pb.GenerateStreamResponse(**end)))
+    assert last["choices"][0]["finish_reason"] == reason
+
+
 def test_the_prompt_alone() -> None:
     body = answers.response_of(completion(echo=True, logprobs=1, max_tokens=0, return_token_ids=True), [echoed()])
     (choice,) = body["choices"]
