@@ -215,6 +215,7 @@ OTHER_INPUTS: dict[str, PeftConfig] = {
     "ia3": IA3Config(target_modules=["k_proj", "up_proj", "down_proj"], feedforward_modules=["up_proj", "down_proj"]),
     "oft": OFTConfig(oft_block_size=8, target_modules=["q_proj", "v_proj", "down_proj"], num_cayley_neumann_terms=6),
     "oft-shared": OFTConfig(oft_block_size=4, target_modules=["o_proj", "gate_proj"], block_share=True),
+    "oft-of-one": OFTConfig(oft_block_size=1, target_modules=["q_proj", "down_proj"], block_share=True),
     "boft": BOFTConfig(boft_block_size=8, target_modules=["q_proj", "down_proj"]),
 }
 

@@ -22,7 +22,7 @@ from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, ShapeM
 
 Read = Callable[[TensorInfo], Tensor]
 
-PARAMETER: Final = "input_rotation"  # [blocks, size, size]; one block stands for all that fit
+PARAMETER: Final = "input_rotation"  # [blocks, size, size]; one block of two inputs or more stands for all that fit
 MAX_TERMS: Final = 16  # of Neumann's series, each a product of whole blocks; PEFT takes 5
 
 
@@ -64,6 +64,8 @@ class Rotation:
             raise ShapeMismatch(
                 f"{tensor.where} has shape {list(tensor.shape)}, which makes no blocks for {target.in_features} inputs"
             )
+        if size == 1:
+            num_blocks = target.in_features  # native kernels take blocks of one input for a gain of each
 
         def make(read: Read) -> Tensor:
             values = read(tensor)
