@@ -204,7 +204,7 @@ class OwnRows(NamedTuple):
     values: Tensor | None = None  # as the base's weight, or [num_rows, in]
     rows: Tensor | None = None  # [num_rows] int64; None: all
     input_gain: Tensor | None = None  # [in], which the base's product takes the input times
-    input_rotation: Tensor | None = None  # [blocks, size, size], of OFT; one block of two inputs or more stands for all that fit
+    input_rotation: Tensor | None = None  # [blocks, size, size], of OFT; one of size 2 or more stands for all that fit
 
     def addresses(self) -> tuple[int, int, int, int]:
         """A slot's column of FactorTable.own: addresses and sizes. Not for weights of some rows only."""
