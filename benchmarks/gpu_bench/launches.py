@@ -93,7 +93,9 @@ class Modules:
         ops = operation.TritonOps(MAX_RANK, "rows")
         reserved = ops.reserve(self.batch, MAX_SLOTS, self.x.device)
         ops.refill(reserved, [Segment(row, row + 1, slot) for row, slot in enumerate(self.slots)])
-        calls = [operation.Call(self.x, one, reserved.data, MAX_RANK, True, half.launch) for one in self.tables]
+        stride = operation.table_stride(self.x, self.tables[0])
+        assert stride is not None
+        calls = [operation.Call(self.x, one, reserved.data, MAX_RANK, True, half.launch, stride) for one in self.tables]
         inner = calls[0].inner().normal_()
 
         def run() -> None:

@@ -85,6 +85,7 @@ class Call:
     max_rank: int
     is_aligned: bool
     launch: Launch
+    stride: int  # from one table to the next, in entries
 
     def inner(self) -> Tensor:
         """The tensor between the two halves. It is not zeroed: a kernel reads only what the other wrote."""
@@ -94,10 +95,6 @@ class Call:
     @property
     def inner_stride(self) -> int:
         return self.plan.max_terms * self.max_rank
-
-    @property
-    def table_stride(self) -> int:
-        return _spacing(self.tables) if len(self.tables) > 1 else 0
 
     def ends(self) -> tuple[int, int, int]:
         """The ends of the merged modules' columns; missing modules have none."""
@@ -113,7 +110,7 @@ class Call:
         return {"BLOCK_ROWS": self.plan.block_rows, "UPCAST": INTERPRETED}
 
     def sizes(self) -> tuple[int, int, int, int]:
-        return self.plan.num_positions, self.max_rank, self.inner_stride, self.table_stride
+        return self.plan.num_positions, self.max_rank, self.inner_stride, self.stride
 
     def num_column_blocks(self) -> int:
         return sum(-(-table.out_features // self.launch.block_out) for table in self.tables)
@@ -149,15 +146,15 @@ class TritonOps(ReplayableLora):
     def apply(self, y: Tensor, x: Tensor, table: FactorTable, prepared: PreparedSegments) -> None:
         if x.dtype not in SUPPORTED:
             self._reference.apply(y, x, table, prepared)
-        elif (call := self._call(x, [table], prepared.data)) is not None:
+        elif (call := self._call(x, [table], prepared.data, 0)) is not None:
             _launch(call, y)
 
     def apply_merged(self, y: Tensor, x: Tensor, tables: Sequence[FactorTable], prepared: PreparedSegments) -> None:
         """Adds the terms of all members in as few launches as one module takes, where the tables are evenly spaced
         (AdapterSlots makes them so)."""
-        if not _is_one_launch(x, tables):
+        if (stride := table_stride(x, tables)) is None:
             super().apply_merged(y, x, tables, prepared)
-        elif (call := self._call(x, tables, prepared.data)) is not None:
+        elif (call := self._call(x, tables, prepared.data, stride)) is not None:
             _launch(call, y)
 
     def apply_over(
@@ -167,7 +164,8 @@ class TritonOps(ReplayableLora):
         base's product, which waits for memory. The branch is recorded behind the product: recorded in front of it, it
         held the product up. Without a graph there is no branch: there the host is what takes time."""
         is_captured = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        call = self._call(x, tables, prepared.data) if is_captured and _is_one_launch(x, tables) else None
+        stride = table_stride(x, tables) if is_captured else None
+        call = None if stride is None else self._call(x, tables, prepared.data, stride)
         if call is None or call.launch.variant == "fused":
             return super().apply_over(base, x, tables, prepared)
         stream = torch.cuda.current_stream(x.device)
@@ -185,7 +183,7 @@ class TritonOps(ReplayableLora):
     def _block_rows(self, num_rows: int) -> int:
         return choose_block_rows(num_rows, self._variant)
 
-    def _call(self, x: Tensor, tables: Sequence[FactorTable], plan: KernelPlan) -> Call | None:
+    def _call(self, x: Tensor, tables: Sequence[FactorTable], plan: KernelPlan, stride: int) -> Call | None:
         """The arguments of the launches; None where nothing is to be added."""
         if plan.num_blocks == 0:
             return None
@@ -213,7 +211,7 @@ class TritonOps(ReplayableLora):
             x.element_size(),
             self._variant,
         )
-        return Call(x, tables, plan, max_rank, is_aligned, launch)
+        return Call(x, tables, plan, max_rank, is_aligned, launch, stride)
 
 
 def _known(table: FactorTable) -> _Known:
@@ -241,8 +239,11 @@ def _spacing(tables: Sequence[FactorTable]) -> int:
     return found.pop() if len(found) == 1 and min(found) > 0 else 0
 
 
-def _is_one_launch(x: Tensor, tables: Sequence[FactorTable]) -> bool:
-    return x.dtype in SUPPORTED and (len(tables) == 1 or (len(tables) <= MAX_MERGED and _spacing(tables) > 0))
+def table_stride(x: Tensor, tables: Sequence[FactorTable]) -> int | None:
+    """The distance of the tables where one launch takes them all, which it does of one table; else None."""
+    if x.dtype not in SUPPORTED or len(tables) > MAX_MERGED:
+        return None
+    return 0 if len(tables) == 1 else _spacing(tables) or None
 
 
 def _launch(call: Call, y: Tensor) -> None:
@@ -296,7 +297,7 @@ def _fuse(call: Call, y: Tensor) -> None:
     _fused_rows[(plan.num_blocks, call.num_column_blocks())](
         *(y, call.x, plan.blocks, plan.term_slots, plan.term_weights),
         *(table.a_ptrs, table.b_ptrs, table.ranks, table.scales, table.in_features, *call.ends()),
-        *(call.x.stride(0), y.stride(0), call.table_stride), NUM_STEPS=launch.num_steps,
+        *(call.x.stride(0), y.stride(0), call.stride), NUM_STEPS=launch.num_steps,
         BLOCK_RANK=launch.block_rank, BLOCK_IN=launch.block_in, BLOCK_OUT=launch.block_out,
         NUM_STAGES=launch.num_stages, IS_ALIGNED=call.is_aligned,
     )  # fmt: skip
