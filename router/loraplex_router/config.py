@@ -71,7 +71,9 @@ class ServerOptions:
     # Bound on workers' answers. They may be larger than requests: logprobs of a long prompt.
     max_answer_bytes: int = 64 << 20
     # Off: a second router on a taken port must fail, not steal half the clients.
-    reuse_port: bool = _network(False, "Let several routers share the port (SO_REUSEPORT).", "--reuse-port")
+    reuse_port: bool = _network(
+        False, "Let several routers share the port (SO_REUSEPORT); one that drains closes it.", "--reuse-port"
+    )
 
 
 @dataclass(frozen=True, slots=True)
