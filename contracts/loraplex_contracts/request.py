@@ -42,6 +42,7 @@ class OutputParams:
     prompt_logprobs: bool = False
     keep_special_tokens: bool = False  # the front end makes the text, and adds the bytes
     token_bytes: bool = False
+    echo: bool = False  # the front end puts the prompt's text in front
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,8 @@ class CompletionAssembler:
             dropped, keep_special = dropped | parsing.unread_ids, True  # it looks for some of them
         self._index = index
         self._detokenizer = tokenizer.new_detokenizer(request.prompt_token_ids, dropped, keep_special=keep_special)
+        if request.output.echo and self._detokenizer is not None:
+            self._detokenizer.take_unfinished()  # it is left out of the echo
         self._reader = None if parsing is None or parsing.new_user_reader is not None else parsing.reader()
         self._stops = tokenizer.new_stop_matcher(stopping, ending)
         self._is_parsed = parsing is not None

@@ -270,7 +270,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             if is_cut or not num_ids:
                 validate.check_prompt_length(len(prompt), self._limits)
             output = message.output
-            echo = await self._tokenizing.decode(prompt, keep_special=output.keep_special_tokens) if output.echo else ""
+            to_echo = partial(self._tokenizer.echo, prompt, keep_special=output.keep_special_tokens)
+            echo = await self._tokenizing.off_loop(len(prompt) * TOKEN_BYTES, to_echo) if output.echo else ""
             to_tokens = partial(protobuf.prompt_tokens_to_pb, prompt, self._tokenizer, with_bytes=output.token_bytes)
             tokens = (
                 await self._tokenizing.off_loop(len(prompt) * TOKEN_BYTES, to_tokens) if output.prompt_tokens else []

@@ -93,6 +93,7 @@ def to_request(
             prompt_logprobs=output.prompt_logprobs,
             keep_special_tokens=output.keep_special_tokens,
             token_bytes=output.token_bytes,
+            echo=output.echo,
         ),
         speculation=SpeculationParams(
             kind=kind,

@@ -42,6 +42,11 @@ class Detokenizer(Protocol):
         """The text held back, where it is whole characters, which an invalid byte may yet make unreadable."""
         ...
 
+    def take_unfinished(self) -> str:
+        """The end of the prompt's own text that stands for an unfinished character: U+FFFD, if not empty. From now on
+        it belongs to the completion, whose text is whole then. Before the first `push` only."""
+        ...
+
     def finish(self) -> str:
         """The text held back; an unfinished character as U+FFFD."""
         ...
@@ -77,6 +82,10 @@ class _ByteLevelDetokenizer:
     def pending(self) -> str:
         return ""  # whole characters go out at once
 
+    def take_unfinished(self) -> str:
+        shown, self._shown = self._shown, ""
+        return shown
+
     def finish(self) -> str:
         return self._new(self._decoder.decode(b"", final=True))
 
@@ -108,6 +117,12 @@ class _PieceDetokenizer:
         if not self._held or self._run.num_unfinished:
             return ""
         return _without_common_prefix(self._added(), self._shown)
+
+    def take_unfinished(self) -> str:
+        if not self._run.num_unfinished:
+            return ""
+        shown, self._shown = self._shown, ""
+        return shown
 
     def finish(self) -> str:
         return self._release() if self._held else ""

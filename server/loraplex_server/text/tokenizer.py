@@ -409,6 +409,13 @@ class TextTokenizer:
         # In a batch the library gives the interpreter's lock back.
         return self._backend.decode_batch([list(token_ids)], skip_special_tokens=not keep_special)[0]
 
+    def echo(self, prompt_ids: Sequence[int], *, keep_special: bool = False) -> str:
+        """The text of a prompt in front of its completions, without a character that it leaves unfinished: they begin
+        with that. Raises FailedPrecondition without a tokenizer."""
+        text = self.decode(prompt_ids, keep_special=keep_special)
+        detokenizer = self.new_detokenizer(prompt_ids, keep_special=keep_special)
+        return text if detokenizer is None else text.removesuffix(detokenizer.take_unfinished())
+
     def token_text(self, token_id: int) -> str:
         """A token's text within a text, for logprobs, as `Vocabulary.text`. Empty without a tokenizer."""
         return "" if self._vocabulary is None else self._vocabulary.text(token_id)

@@ -47,6 +47,9 @@ class Letters:
     def pending(self) -> str:
         return ""
 
+    def take_unfinished(self) -> str:
+        return ""
+
     def finish(self) -> str:
         held, self._held = self._held, ""
         return held
@@ -275,6 +278,25 @@ class TestByteRuns:
                 assert found[1] == num_expected, (stops, ids)
                 num_stopped += found[2] is not None
         assert num_stopped > 80
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_echo_and_its_completion_are_the_whole_text(kind: str) -> None:
+    """Wherever the prompt ends, within a character too, and whether or not the completion goes on with that."""
+    tokenizer = TextTokenizer(tiny_tokenizer(kind))
+    backend = tiny_tokenizer(kind).backend_tokenizer
+    ids = backend.encode("The a💩b né漢", add_special_tokens=False).ids
+    (letter,) = backend.encode("a", add_special_tokens=False).ids[-1:]
+    for cut in range(1, len(ids)):
+        prompt = tuple(ids[:cut])
+        for output in (ids[cut:], [letter], [backend.token_to_id("</s>")]):
+            request = Request("r", prompt, StoppingParams(max_tokens=99), output=OutputParams(echo=True))
+            one = CompletionAssembler(request, 0, tokenizer, (2,))
+            text = one.push(tokens(*output)).text
+            assert tokenizer.echo(prompt) + text + one.end(END).text == backend.decode([*prompt, *output]), (
+                cut,
+                output,
+            )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -404,6 +404,21 @@ async def test_the_prompt_token_by_token() -> None:
     assert not any(message.prompt_tokens for message in messages[1:])
 
 
+async def test_an_echo_ends_before_an_unfinished_character() -> None:
+    tiny = tiny_tokenizer("byte_level")
+    prompt = tiny.backend_tokenizer.encode("a💩", add_special_tokens=False).ids[:-1]
+    request = inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=prompt),
+        stopping=inference_pb2.Stopping(max_tokens=3),
+        output=inference_pb2.Output(echo=True),
+    )
+    async with fake_service(replace(INFO, vocab_size=len(tiny))) as one:
+        (whole,) = (await one.Generate(request, FakeContext())).completions
+        messages = [message async for message in one.GenerateStream(request, FakeContext())]
+    assert whole.text == tiny.backend_tokenizer.decode([*prompt, *whole.token_ids])
+    assert "".join(message.text_delta for message in messages) == whole.text
+
+
 @pytest.mark.parametrize(
     ("truncate", "kept"),
     [
