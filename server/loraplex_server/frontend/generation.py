@@ -110,6 +110,7 @@ class CompletionAssembler:
         self._num_steps = 0
         self._drafts: dict[str, Drafts] = {}
         self.is_stopped = False  # by a stop string; only `end` is still to come
+        self.has_ended = False
 
     def push(self, event: Tokens) -> Delta:
         """The delta of new tokens. When they complete a stop string, the tokens after it are dropped and `is_stopped`
@@ -139,6 +140,7 @@ class CompletionAssembler:
     def end(self, event: CompletionEnd) -> Delta:
         """The delta at the engine's end of the completion, with the text held back, unless a stop string had ended it
         before."""
+        self.has_ended = True
         text, stop_string = "", None
         if not self.is_stopped and self._detokenizer is not None:
             text = self._through_stops(self._detokenizer.finish())
@@ -242,7 +244,8 @@ async def generate(
 ) -> AsyncGenerator[list[Delta], None]:
     """Yields the deltas of the events since the last ones, until every completion has ended.
 
-    Raises the request's typed error, and AdapterInvalid where an adapter's response template comes to its limits.
+    Raises the request's typed error, unless stop strings had ended what was still open, and AdapterInvalid where an
+    adapter's response template comes to its limits.
     `progress` is filled before the first yield that it concerns.
     """
     assemblers = [CompletionAssembler(request, index, tokenizer, eos_token_ids, parsing) for index in range(request.n)]
@@ -260,7 +263,7 @@ async def generate(
             if deltas:
                 yield deltas
             # Events before a failure are delivered before it.
-            if isinstance(events[-1], RequestFailed):
+            if isinstance(events[-1], RequestFailed) and not all(one.has_ended for one in assemblers):
                 raise events[-1].error
             if stream.is_read:
                 return
@@ -298,10 +301,7 @@ def _take(
                 if assembler.is_stopped and not was_stopped:
                     engine.stop_completion(stream, event.index)
             case CompletionEnd():
-                ended = assemblers[event.index].end(event)
-                deltas.append(ended)
-                if ended.end is not None:
-                    _note_end(record, ended.end)
+                deltas.append(_ended(assemblers[event.index], event, record))
             case Admitted():
                 record.adapter_digest = event.adapter_digest
                 record.queue_s, record.adapter_wait_s = event.queue_s, event.adapter_wait_s
@@ -310,15 +310,32 @@ def _take(
             case RequestFailed():  # always the last; `generate` raises it
                 if event.queue_s is not None:
                     record.waited_s, record.adapter_wait_s = event.queue_s, event.adapter_wait_s
+                deltas += _ends_behind_stops(stream.request, assemblers, record)
             case Pooled():
                 pass  # of other requests
     return deltas
 
 
-def _note_end(record: RequestRecord, end: CompletionSummary) -> None:
-    record.num_prompt_tokens, record.num_cached_tokens = end.num_prompt_tokens, end.num_cached_tokens
-    for one in end.drafts:
-        record.add_drafts(one.proposer, one.num_drafted, one.num_accepted)
+def _ends_behind_stops(request: Request, assemblers: list[CompletionAssembler], record: RequestRecord) -> list[Delta]:
+    """The ends of a request that failed when stop strings had ended what was still open of it: what failed is a step
+    behind them, which the engine took before it heard of them. None of another one."""
+    if not all(one.is_stopped or one.has_ended for one in assemblers):
+        return []
+    num_prompt = len(request.prompt_token_ids)
+    return [
+        _ended(one, CompletionEnd(request.request_id, index, FinishReason.STOP, None, num_prompt, 0), record)
+        for index, one in enumerate(assemblers)
+        if not one.has_ended
+    ]
+
+
+def _ended(assembler: CompletionAssembler, event: CompletionEnd, record: RequestRecord) -> Delta:
+    delta = assembler.end(event)
+    if (end := delta.end) is not None:
+        record.num_prompt_tokens, record.num_cached_tokens = end.num_prompt_tokens, end.num_cached_tokens
+        for one in end.drafts:
+            record.add_drafts(one.proposer, one.num_drafted, one.num_accepted)
+    return delta
 
 
 def _coalesce(deltas: list[Delta]) -> list[Delta]:

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,18 +16,20 @@ from support.engine_fakes import FakeCache, build_fake, build_slow, make_engine
 from support.tiny_tokenizers import KINDS, tiny_tokenizer
 from transformers import StopStringCriteria
 
-from loraplex_contracts.errors import AdapterNotFound, DeadlineExceeded
+from loraplex_contracts.errors import AdapterNotFound, DeadlineExceeded, InvalidArgument
 from loraplex_contracts.request import (
     CompletionEnd,
+    Event,
     FinishReason,
     OutputParams,
     PositionLogprobs,
     Request,
+    RequestFailed,
     StoppingParams,
     Tokens,
 )
 from loraplex_server.config import EngineConfig, ModelConfig
-from loraplex_server.engine.client import EngineClient
+from loraplex_server.engine.client import EngineClient, RequestStream
 from loraplex_server.engine.engine import Engine
 from loraplex_server.frontend.generation import CompletionAssembler, Delta, Drafts, Progress, _coalesce, generate
 from loraplex_server.text.detokenizer import StopMatcher
@@ -349,6 +352,57 @@ async def test_a_slow_reader_still_gets_the_last_word() -> None:
             assert mine[-1].end is not None
     finally:
         await client.stop()
+
+
+class FailingEngine:
+    """An engine whose request fails as soon as its stop strings were met, or when nothing is left of `events`."""
+
+    def __init__(self, *events: Event) -> None:
+        self._events = events
+
+    def submit(self, request: Request) -> RequestStream:
+        self.stream = RequestStream(request, lambda stream, error: None, 99)
+        for event in self._events:
+            self.stream.push(event)
+        self.num_open = request.n
+        if not request.stopping.stop:
+            self._fail()
+        return self.stream
+
+    def stop_completion(self, stream: RequestStream, index: int) -> None:
+        self.num_open -= 1
+        if self.num_open == 0:
+            self._fail()
+
+    def _fail(self) -> None:
+        self.stream.push(RequestFailed("r", InvalidArgument("leave no token", field="bad_words")))
+
+
+@pytest.mark.parametrize("num_ended", [0, 1])
+async def test_a_step_that_fails_behind_the_stop_strings_takes_no_answer_away(num_ended: int) -> None:
+    events: list[Event] = [tokens(10, 11, 12), replace(tokens(10, 11, 12), index=1)]
+    if num_ended:
+        events.insert(1, END)
+    request = Request("r", (1, 2, 3), StoppingParams(max_tokens=9, stop=("b",)), n=2)
+    deltas: list[Delta] = []
+    engine: Any = FailingEngine(*events)
+    progress = Progress()
+    async for batch in generate(engine, request, TOKENIZER, (), progress):
+        deltas += batch
+    ends = [delta.end for delta in deltas if delta.end is not None]
+    assert [(end.index, end.reason, end.stop_string) for end in ends] == [
+        (index, FinishReason.STOP, "b") for index in (0, 1)
+    ]
+    assert [end.num_completion_tokens for end in ends] == [3, 3]
+    assert progress.record.num_prompt_tokens == 3
+
+
+async def test_a_failure_before_all_have_ended_is_raised() -> None:
+    request = Request("r", (1, 2, 3), StoppingParams(max_tokens=9), n=2)
+    engine: Any = FailingEngine(tokens(10, 11, 12), END)
+    with pytest.raises(InvalidArgument):
+        async for _ in generate(engine, request, TOKENIZER, (), Progress()):
+            pass
 
 
 async def test_leaving_early_cancels_and_failures_raise() -> None:
