@@ -28,6 +28,7 @@ from peft import (
 )
 from peft.tuners.lora.config import CordaConfig
 from peft.tuners.lora.corda import preprocess_corda
+from safetensors.torch import load_file, save_file
 from support.backends import PatchedBackend
 from support.dense import dense_logits, greedy, make_dense
 from support.driver import Job, Rig, make_rig, random_prompts
@@ -246,6 +247,33 @@ def test_saved_embeddings_of_tied_models_equal_peft(family: str, embedding: str,
         )
         for name in names
     ]
+    loaded = adopt_model(copy.deepcopy(base), model_id=family, backend=PatchedBackend(merges=True))
+    rig = make_rig(loaded, ops=CpuOps(), seed=4, num_slots=len(names))
+    weights = [load_lora(tmp_path, name, loaded.base_targets(max_rank=8)) for name in names]
+    for slot, lora in enumerate(weights):
+        rig.slots.install(slot, lora)
+    check_mixed_batch(World(base, peft, weights, rig), [LoraSpec(name, 0, 0) for name in names])
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_weights_under_adapters_that_are_not_the_bases_equal_peft(family: str, target: str, tmp_path: Path) -> None:
+    """PEFT writes the weight of an embedding or head that it adapts, and loads it into the base model: a tied one into
+    both, and DoRA goes by its norms."""
+    base = make_dense(random_model(family, torch.float64))
+    assert base.config.tie_word_embeddings == (family == "qwen2")
+    names, peft = ["lora", "dora"], []
+    for name in names:
+        folder = tmp_path / name
+        config = LoraConfig(r=2, target_modules=["q_proj", target], use_dora=name == "dora")
+        save_variant(base, config, folder)
+        tensors = load_file(folder / "adapter_model.safetensors")
+        (own,) = (key for key in tensors if key.endswith("base_layer.weight"))
+        tensors[own] += torch.randn_like(tensors[own]) * 0.2
+        save_file(tensors, folder / "adapter_model.safetensors")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of tied weights
+            peft.append(PeftModel.from_pretrained(copy.deepcopy(base), str(folder)).eval())
     loaded = adopt_model(copy.deepcopy(base), model_id=family, backend=PatchedBackend(merges=True))
     rig = make_rig(loaded, ops=CpuOps(), seed=4, num_slots=len(names))
     weights = [load_lora(tmp_path, name, loaded.base_targets(max_rank=8)) for name in names]

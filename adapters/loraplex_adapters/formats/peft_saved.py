@@ -159,8 +159,8 @@ def _tied(
     saved: list[PlannedSaved], originals: list[PlannedSaved], config: PeftLoraConfig, targets: BaseTargets
 ) -> list[PlannedSaved]:
     """The saved parameters, with those that stand for two because the base model ties its head to its embedding: rows
-    of tokens, where the configuration says so (ensure_weight_tying) whole weights, and the original of a saved one,
-    which is the other's own."""
+    of tokens, where the configuration says so (ensure_weight_tying) whole weights, those that PEFT loads into the base
+    model, and the original of a saved one, which is the other's own."""
     if not targets.tied_head:
         return saved
     by_path = {one.shape.path: one for one in saved if one.shape.name == "weight"}
@@ -177,8 +177,8 @@ def _tied(
                 "whose bias PEFT leaves out then; that is not served"
             )
         is_whole = one.shape.token_ids is None
-        is_tied = is_whole and config.ties_weights and here.rpartition(".")[2] in _TIED_BY_PEFT
-        if other is None and (has_rows or is_tied):
+        is_tied = config.ties_weights and here.rpartition(".")[2] in _TIED_BY_PEFT
+        if other is None and (has_rows or (is_whole and (is_tied or _is_of_base(one, config)))):
             saved = [*saved, _moved(one, there)]
         elif other is None:
             found = [_moved(each, there) for each in originals if each.shape.path == here]
@@ -188,6 +188,12 @@ def _tied(
             saved = [each for each in saved if each is not other]
             saved.append(_in_rows(other, _moved(rows, there)))
     return saved
+
+
+def _is_of_base(one: PlannedSaved, config: PeftLoraConfig) -> bool:
+    """True if PEFT loads the weight into the base model's own, and not into a copy beside it."""
+    wrapper = saved_name(one.tensor)[1]
+    return wrapper == "base_layer" or (not wrapper and not config.names_saved(one.shape.path))
 
 
 def _moved(one: PlannedSaved, path: str) -> PlannedSaved:

@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from loraplex_adapters.formats.peft_plan import LoraPlan, PlannedClassifier, PlannedModule
+from loraplex_adapters.formats.peft_plan import LoraPlan, PlannedClassifier, PlannedModule, PlannedSaved
 from loraplex_adapters.io.safetensors import DTYPE_BYTES, DTYPES, PieceReader, PieceWriter, TensorInfo
 from loraplex_adapters.io.throttle import checkpoint
-from loraplex_adapters.weights import AdapterLayout
+from loraplex_adapters.weights import AdapterLayout, TargetModule
 from loraplex_contracts.errors import NonFinite
 
 # Bytes of a base weight that are widened at once.
@@ -21,9 +21,10 @@ _BLOCK_BYTES = 8 << 20
 
 def write_lora(plan: LoraPlan, layout: AdapterLayout, out: PieceWriter, reader: PieceReader) -> None:
     """Writes the factors from the beginning of the layout on. Raises NonFinite, or what the file raises."""
+    own = {one.shape.path: one for one in plan.saved if one.shape.name == "weight" and one.shape.token_ids is None}
     for run in _runs(plan, layout):
         if isinstance(run, PlannedModule):
-            for place, tensor in _computed(run, layout, reader):
+            for place, tensor in _computed(run, layout, reader, own.get(run.target.path)):
                 out.pad_to(place)
                 out.write(tensor)
             continue
@@ -100,8 +101,11 @@ def _runs(plan: LoraPlan, layout: AdapterLayout) -> Iterator[_Run | PlannedModul
         yield run
 
 
-def _computed(module: PlannedModule, layout: AdapterLayout, reader: PieceReader) -> Iterator[tuple[int, Tensor]]:
-    """Places and values that are computed of a module's tensors, in the order of the places."""
+def _computed(
+    module: PlannedModule, layout: AdapterLayout, reader: PieceReader, own: PlannedSaved | None
+) -> Iterator[tuple[int, Tensor]]:
+    """Places and values that are computed of a module's tensors, in the order of the places. `own`: the weight that
+    takes the place of the base model's."""
     path = module.shape.path
     placed = next(placed for placed in layout.factors if placed.shape.path == path)
     made = None
@@ -109,7 +113,7 @@ def _computed(module: PlannedModule, layout: AdapterLayout, reader: PieceReader)
         made = a, b = module.made(partial(reader.whole, dtype=_wide(layout.dtype)))
         yield placed.a_offset, _narrow(a, layout.dtype, path)
         yield placed.b_offset, _narrow(b, layout.dtype, path)
-    gain, shift = rescaling(module, layout.dtype, reader, made)
+    gain, shift = _rescaling(module, layout.dtype, reader, made, own)
     if gain is not None:
         yield placed.gain_offset, _narrow(gain, layout.dtype, path)
     if shift is not None:
@@ -120,11 +124,15 @@ def _wide(dtype: str) -> torch.dtype:
     return torch.float64 if dtype == "float64" else torch.float32
 
 
-def rescaling(
-    module: PlannedModule, dtype: str, reader: PieceReader, made: tuple[Tensor, Tensor] | None = None
+def _rescaling(
+    module: PlannedModule,
+    dtype: str,
+    reader: PieceReader,
+    made: tuple[Tensor, Tensor] | None,
+    own: PlannedSaved | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(gain [out], shift [out]) of y = gain * (W x + bias + scale * B A x) + shift, in float32 at least. `made`: A and
-    B, where they are not the module's own tensors.
+    B, where they are not the module's own tensors. `own`: W, where it is not the base model's.
 
     DoRA (arXiv 2402.09353): gain is the magnitude over the norm of each row of W + scale * B A. Raises NonFinite, or
     what the file raises.
@@ -142,6 +150,8 @@ def rescaling(
     magnitude, lora_bias, bias = read(module.magnitude), read(module.lora_bias), read(module.bias)
     gain = None if gain is None else gain.to(weight.device)
     if magnitude is not None:
+        if own is not None:
+            weight = _weight(own, module.target, reader, DTYPES[dtype]).to(weight.device)
         a, b = (read(module.a), read(module.b)) if made is None else (one.to(weight.device) for one in made)
         assert a is not None, "a magnitude has its factors"
         assert b is not None
@@ -161,6 +171,13 @@ def rescaling(
     if lora_bias is not None:
         shift += module.shape.scale * lora_bias
     return gain, shift
+
+
+def _weight(own: PlannedSaved, target: TargetModule, reader: PieceReader, dtype: torch.dtype) -> Tensor:
+    """A saved weight as TargetModule.weights gives the base model's."""
+    read = partial(reader.whole, dtype=dtype)
+    weight = read(own.tensor) if own.made is None else own.made(read)
+    return weight.mT if target.kind == "embedding" or target.is_conv1d else weight
 
 
 def _narrow(tensor: Tensor, dtype: str, path: str) -> Tensor:
