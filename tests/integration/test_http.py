@@ -7,6 +7,7 @@ import contextlib
 import gzip
 import json
 import re
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -764,6 +765,48 @@ async def test_bodies_are_bounded() -> None:
         reader, writer = await connect(http)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999\r\n\r\n")
         assert (await reader.readline()).split()[1] == b"413"
+        writer.close()
+
+
+def ask_and_send(address: str, request: bytes) -> bytes:
+    """The answer as a client gets it that sends the whole request before it reads."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=20.0) as client:
+        client.sendall(request)
+        answer = b""
+        while part := client.recv(1 << 16):
+            answer += part
+    return answer
+
+
+async def test_an_answer_without_the_body_reaches_a_client_that_still_sends(tmp_path: Path) -> None:
+    """Also where the connection is closed behind it."""
+    async with http_cluster(auth_file=auth_file(tmp_path), worker_token="w") as (c, http):
+        assert c.router.http is not None
+        address = c.router.http.address
+        for path, token, num_bytes, status in (
+            (COMPLETIONS, "nobody", 7 << 20, b"401"),
+            ("/nothing", "alice", 7 << 20, b"404"),
+            (COMPLETIONS, "alice", 25 << 20, b"413"),
+        ):
+            for line in ("HTTP/1.0", "HTTP/1.1\r\nconnection: close"):
+                head = f"POST {path} {line}\r\nhost: localhost\r\nauthorization: Bearer {token}\r\n"
+                head += f"content-length: {num_bytes}\r\n\r\n"
+                answer = await asyncio.to_thread(ask_and_send, address, head.encode() + b"x" * num_bytes)
+                assert answer[9:12] == status
+                assert answer.endswith(b"}")
+        assert (await http.get("/health")).status_code == 200
+
+
+async def test_a_slow_body_holds_neither_its_answer_nor_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_middleware, "DROP_S", 1.0)
+    async with http_cluster() as (_, http):
+        reader, writer = await connect(http)
+        async with asyncio.timeout(0.9):
+            writer.write(b"POST /nothing HTTP/1.0\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n")
+            assert (await reader.readuntil(b"}}")).split()[1] == b"404"
+        async with asyncio.timeout(5):
+            assert await reader.read() == b""
         writer.close()
 
 

@@ -547,6 +547,7 @@ async def read_into(said: bytearray, reader: asyncio.StreamReader) -> None:
 async def test_heads_and_bodies_that_drip_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.3)
     monkeypatch.setattr(http_middleware, "BODY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(http_middleware, "DROP_S", 0.3)
     monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 0.3)
     async with open_cluster() as (c, http):
         get = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"

@@ -26,6 +26,8 @@ from loraplex_runtime.request_record import RequestRecord
 
 MAX_BODY_BYTES: Final = 8 << 20
 BODY_TIMEOUT_S: Final = 60.0
+# Seconds in which the rest of a body may come behind an answer that did not wait for it.
+DROP_S: Final = 5.0
 
 # The method of gRPC whose roles a route asks for. Other routes need a credential of any role.
 _METHODS: Final[Mapping[str, str]] = {
@@ -118,7 +120,13 @@ class Middleware:
         record = RequestRecord(f"{scope['method']} {scope['path'][:MAX_METHOD_CHARS]}", request_id=request_id)
         record.peer = join_address(*scope["client"]) if scope.get("client") else ""
         scope["state"] = {"request_id": request_id, "record": record, "refusals": self._refusals}
-        has_begun = False
+        has_begun = is_whole = False
+
+        async def receive_noted() -> Message:
+            nonlocal is_whole
+            message = await receive()
+            is_whole = not message.get("more_body", False)  # or the connection has ended
+            return message
 
         async def send_with_id(message: Message) -> None:
             nonlocal has_begun
@@ -127,23 +135,31 @@ class Middleware:
                 sent = MutableHeaders(scope=message)
                 for name, value in {"x-request-id": request_id, **_HEADERS}.items():
                     sent.setdefault(name, value)
+            elif not is_whole and not message.get("more_body", False):
+                # Closing a connection on which bytes are unread destroys the answer on its way (a proxy says 502).
+                await send({**message, "more_body": True})
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(DROP_S):
+                        while not is_whole:
+                            await receive_noted()
+                message = {"type": "http.response.body"}
             await send(message)
 
         try:
             self._allowed_hosts.check(headers.get("host"))
             _check_path(scope["path"])
             if is_page(scope):
-                await page_response(scope["path"])(scope, receive, send_with_id)
+                await page_response(scope["path"])(scope, receive_noted, send_with_id)
                 return
             self._admit(scope, record)
             _check_encoding(headers)
             # A server leaves out the body of what it is asked for by HEAD. Every route that takes GET takes that, too.
             asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
-            await self._app(asked, _bounded(headers, receive), send_with_id)
+            await self._app(asked, _bounded(headers, receive_noted), send_with_id)
         except Exception as error:
             if has_begun:
                 raise  # the connection is closed, which the client notices
-            await error_response(error, scope)(scope, receive, send_with_id)
+            await error_response(error, scope)(scope, receive_noted, send_with_id)
 
     def _admit(self, scope: Scope, record: RequestRecord) -> None:
         """Checks the credential where one is asked for. The record gets the tenant of one that is known."""
