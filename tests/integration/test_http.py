@@ -83,6 +83,20 @@ async def test_a_completion() -> None:
         assert (request.adapter_id, request.sampling.temperature, request.request_id) == ("sql", 1.0, "mine")
 
 
+async def test_a_slash_at_the_end_is_another_path() -> None:
+    """No redirect, whose address would be without TLS behind a proxy that has it."""
+    async with http_cluster() as (c, http):
+        for slashes in ("/", "//"):
+            answer = await http.post(COMPLETIONS + slashes, json={"prompt": "hi"})
+            assert (answer.status_code, "location" in answer.headers) == (404, False)
+            assert answer.json()["error"]["message"] == (
+                f"there is no such route; there is {COMPLETIONS}, without the slash at the end"
+            )
+        for path in ("/nothing/", "/nothing"):
+            assert (await http.get(path)).json()["error"]["message"] == "there is no such route", path
+        assert c.num_requests == [0]
+
+
 async def test_several_prompts_are_one_answer_or_one_error() -> None:
     async with http_cluster(2) as (c, http):
         body = (await http.complete(prompt=["a", "b", "c"])).json()

@@ -12,7 +12,8 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp
+from starlette.routing import Match
+from starlette.types import ASGIApp, Scope
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, Unimplemented, unexpected
 from loraplex_proto import __version__
@@ -101,7 +102,15 @@ def make_app(router: RouterCalls, allowed_hosts: HostNames | None = None) -> ASG
     """The ASGI application of the port."""
     # Documents that load scripts from elsewhere stay off.
     errors: dict[int | str, dict[str, Any]] = {"default": {"description": "An error, in the form of the dialect"}}
-    app = FastAPI(title="Loraplex", version=__version__, docs_url=None, redoc_url=None, responses=errors)
+    # A redirect would have a client send its prompt again, behind a proxy with TLS in clear text.
+    app = FastAPI(
+        title="Loraplex",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses=errors,
+    )
     app.router.route_class = StrictRoute
     dialects = OpenAIRoutes(router), TgiRoutes(router), SglangRoutes(router)
     others = OperationRoutes(router), PoolingRoutes(router), AdminRoutes(router), SharedRoutes(*dialects)
@@ -123,6 +132,8 @@ def make_app(router: RouterCalls, allowed_hosts: HostNames | None = None) -> ASG
             return error_response(InvalidArgument("the body is nested too deeply", field="body"), request.scope)
         kinds = {404: "there is no such route", 405: "this route takes another method"}
         message = kinds.get(error.status_code, "the body must be JSON")
+        if error.status_code == 404 and (path := _without_slash(app, request.scope)):
+            message += f"; there is {path}, without the slash at the end"
         note_refusal((Unimplemented if error.status_code in kinds else InvalidArgument)(message), request.scope)
         if dialect_of(request.scope) == "tgi":
             content: Any = {"error": message, "error_type": "validation"}
@@ -147,6 +158,13 @@ def _for_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_headers=("*",),
         expose_headers=_EXPOSED_HEADERS,
     )
+
+
+def _without_slash(app: FastAPI, scope: Scope) -> str:
+    """The path without slashes at its end, where it has any and that is a route's; else empty."""
+    path = scope["path"].rstrip("/")
+    is_route = any(route.matches({**scope, "path": path})[0] is not Match.NONE for route in app.routes)
+    return path if path != scope["path"] and is_route else ""
 
 
 def _invalid(error: RequestValidationError) -> InvalidArgument:
