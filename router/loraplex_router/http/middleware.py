@@ -58,6 +58,7 @@ _OPEN_PATHS: Final = frozenset({"/health", "/ping", "/health_generate", "/versio
 _HEADERS: Final = {
     "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
+    "cache-control": "no-store",
 }
 
 

@@ -56,7 +56,7 @@ class OperationRoutes:
         content = json_format.MessageToJson(
             found, preserving_proto_field_name=True, always_print_fields_with_no_presence=True, indent=None
         )
-        return Response(content, media_type="application/json", headers={"cache-control": "no-store"})
+        return Response(content, media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
         if not self._router.options.shows_metrics:
