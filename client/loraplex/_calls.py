@@ -54,6 +54,7 @@ from loraplex_contracts.errors import (
     DeadlineExceeded,
     InvalidArgument,
     LoraplexError,
+    MessageTooLarge,
     ServerUnreachable,
 )
 from loraplex_proto.services import ADAPTERS, DEFAULT_PORT, INFERENCE, POOLING, STATUS, path_of
@@ -195,6 +196,9 @@ def _checked_target(target: str) -> str:
 
 # --- calls ------------------------------------------------------------------------------------------------------------
 
+# Bytes of a request, of --max-message.
+DEFAULT_MAX_MESSAGE_BYTES: Final = 4 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[_Answer]):
@@ -223,8 +227,11 @@ class Call(Generic[_Answer]):
         return span.run(partial(method, metadata=(*metadata, *span.headers)))
 
     def after(self, error: grpc.RpcError, *, may_retry: bool = True) -> tuple[float, Call[_Answer]]:
-        """Seconds to wait, and the next try. Raises the typed error where there is none."""
+        """Seconds to wait, and the next try; `may_retry`: nothing of the answer has come. Raises the typed error where
+        there is none."""
         typed = self.error(error)
+        if may_retry and isinstance(typed, ConnectionLost):
+            typed = self._too_large(typed) or typed
         now = time.monotonic()
         remaining_s = None if self.timeout_s is None else self.timeout_s - (now - self.started_s)
         wait_s = None
@@ -293,6 +300,17 @@ class Call(Generic[_Answer]):
             case _:
                 return error
         return type(error)(message, retry_after_s=error.retry_after_s, metadata=metadata)
+
+    def _too_large(self, error: ConnectionLost) -> MessageTooLarge | None:
+        """The error of a request that servers refuse by default. HAProxy cancels such a call and does not pass on why."""
+        if error.metadata.get("grpc_code") != "CANCELLED" or len(self.request) <= DEFAULT_MAX_MESSAGE_BYTES:
+            return None
+        return MessageTooLarge(
+            f"the call was cut off; the request has {len(self.request)} bytes, and the server takes "
+            f"{DEFAULT_MAX_MESSAGE_BYTES} by default; send less, or start the server with a larger --max-message",
+            field="request",
+            metadata=error.metadata,
+        )
 
     def _is_overdue(self) -> bool:
         return self.timeout_s is not None and time.monotonic() - self.started_s >= self.timeout_s - CLOCK_SLACK_S

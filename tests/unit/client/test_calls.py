@@ -8,11 +8,14 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 
 from loraplex import Client, Hub, Tls
-from loraplex._calls import Calls, Settings, _with_remedy, checked_timeout
-from loraplex_contracts.errors import InvalidArgument
+from loraplex._calls import DEFAULT_MAX_MESSAGE_BYTES, Call, Calls, Settings, _with_remedy, checked_timeout
+from loraplex_contracts.errors import ConnectionLost, InvalidArgument, LoraplexError, MessageTooLarge
+from loraplex_runtime.listen_config import ListenConfig
 
 CALLS = Calls("localhost", None, None, False)
 
@@ -159,6 +162,29 @@ def test_certificates_that_are_none(name: str) -> None:
     for pem in (b"\x30\x82", "-----BEGIN CERTIFICATE-----"):
         with pytest.raises(InvalidArgument, match=rf"Tls\({name}=...\) takes the bytes of a PEM file"):
             replace(Tls(), **{name: pem})
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "code", "may_retry", "kind"),
+    [
+        (5 << 20, grpc.StatusCode.CANCELLED, True, MessageTooLarge),
+        (5 << 20, grpc.StatusCode.CANCELLED, False, ConnectionLost),
+        (5 << 20, grpc.StatusCode.INTERNAL, True, ConnectionLost),
+        (1 << 20, grpc.StatusCode.CANCELLED, True, ConnectionLost),
+    ],
+)
+def test_a_large_request_that_haproxy_cuts_off_is_too_large(
+    num_bytes: int, code: grpc.StatusCode, may_retry: bool, kind: type[LoraplexError]
+) -> None:
+    words = "Stream removed (RST_STREAM (Received RST_STREAM with error code 8))"
+    error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), words)
+    call = Call("/a/B", b"x" * num_bytes, bytes, (), None, Settings("host:1", retries=0))
+    with pytest.raises(kind) as caught:
+        call.after(error, may_retry=may_retry)
+    if kind is MessageTooLarge:
+        assert caught.value.retry_after_s is None
+        assert f"{num_bytes} bytes, and the server takes 4194304" in caught.value.message
+    assert DEFAULT_MAX_MESSAGE_BYTES == ListenConfig(port=0).max_message_bytes
 
 
 def test_the_sdk_needs_no_torch() -> None:
