@@ -302,7 +302,7 @@ class Call(Generic[_Answer]):
         return type(error)(message, retry_after_s=error.retry_after_s, metadata=metadata)
 
     def _too_large(self, error: ConnectionLost) -> MessageTooLarge | None:
-        """The error of a request that servers refuse by default. HAProxy cancels such a call and does not pass on why."""
+        """The error of a request that servers refuse by default. HAProxy cancels such a call and does not say why."""
         if error.metadata.get("grpc_code") != "CANCELLED" or len(self.request) <= DEFAULT_MAX_MESSAGE_BYTES:
             return None
         return MessageTooLarge(
