@@ -34,6 +34,8 @@ class Rotation:
     is_constrained: bool = False
     eps: float = 6e-5
     num_terms: int = 5  # of the series; 0: Cayley's transform
+    block_size: int = 0  # 0: num_blocks counts
+    num_blocks: int = 0
 
     @staticmethod
     def parsed(fields: Mapping[str, Any]) -> Rotation:
@@ -52,20 +54,22 @@ class Rotation:
             bool(fields.get("coft")),
             float(eps),
             num_terms if fields.get("use_cayley_neumann", True) else 0,
+            *parse_blocks(fields, "oft_block_size", "r", 32),
         )
 
     def plan(self, tensor: TensorInfo, target: TargetModule) -> PlannedSaved:
         """The planned rotation of oft_R [blocks, size * (size - 1) / 2], the values above the diagonals. Raises
         ShapeMismatch."""
-        num_blocks, num_values = tensor.shape if len(tensor.shape) == 2 else (0, 0)
-        size = (1 + int((1 + 8 * num_values) ** 0.5)) // 2
-        is_whole = num_blocks * size == target.in_features or (self.is_shared and target.in_features % size == 0)
-        if not is_whole or (self.is_shared and num_blocks != 1) or size * (size - 1) // 2 != num_values:
-            raise ShapeMismatch(
-                f"{tensor.where} has shape {list(tensor.shape)}, which makes no blocks for {target.in_features} inputs"
-            )
+        inputs = target.in_features
+        size = (
+            near_divisor(inputs, self.block_size)
+            if self.block_size
+            else inputs // near_divisor(inputs, self.num_blocks)
+        )
+        num_blocks = 1 if self.is_shared else inputs // size
+        check_shape(tensor, (num_blocks, size * (size - 1) // 2))
         if size == 1:
-            num_blocks = target.in_features  # native kernels take blocks of one input for a gain of each
+            num_blocks = inputs  # native kernels take blocks of one input for a gain of each
 
         def make(read: Read) -> Tensor:
             values = read(tensor)
@@ -104,18 +108,40 @@ class Rotation:
 NO_ROTATION: Final = Rotation()
 
 
-def plan_boft(parts: Mapping[str, TensorInfo], target: TargetModule) -> tuple[PlannedSaved, TensorInfo]:
+def parse_blocks(fields: Mapping[str, Any], size_name: str, num_name: str, size: int) -> tuple[int, int]:
+    """Size and number of blocks, one of which is 0, in the fields of these names; `size` where they are not there.
+    Raises AdapterInvalid."""
+    found = fields.get(size_name, size), fields.get(num_name, 0)
+    if not all(type(one) is int and one >= 0 for one in found) or (found[0] > 0) is (found[1] > 0):
+        raise AdapterInvalid(f"{CONFIG_NAME}: one of {size_name} and {num_name} must be a number above 0, the other 0")
+    return found
+
+
+def near_divisor(inputs: int, wanted: int) -> int:
+    """PEFT's divisor near a wanted one: the nearest, but for wanted ones above `inputs`."""
+    if wanted >= inputs:
+        return inputs
+    above = next(one for one in range(wanted, inputs + 1) if inputs % one == 0)
+    below = next(one for one in range(wanted, 0, -1) if inputs % one == 0)
+    return below if wanted - below <= above - wanted else above
+
+
+def plan_boft(
+    parts: Mapping[str, TensorInfo], target: TargetModule, block_size: int, num_blocks: int
+) -> tuple[PlannedSaved, TensorInfo]:
     """The planned rotation of boft_R [1, blocks, size, size], and the scale boft_s [out, 1]. Raises AdapterUnsupported
-    for more than one butterfly factor, or ShapeMismatch."""
+    for more than one butterfly factor, or ShapeMismatch. One of `block_size` and `num_blocks` is 0."""
     matrices, scale = parts["boft_R"], parts["boft_s"]
-    num_factors, num_blocks, size, _ = matrices.shape if len(matrices.shape) == 4 else (0, 0, 0, 0)
+    num_factors = matrices.shape[0] if len(matrices.shape) == 4 else 0
     if num_factors > 1:
         raise AdapterUnsupported(
             f"{matrices.where} has {num_factors} butterfly factors (boft_n_butterfly_factor), of which one is served"
         )
-    if num_blocks * size != target.in_features:
+    size = block_size or target.in_features // num_blocks
+    num_blocks = num_blocks or target.in_features // size
+    if size * num_blocks != target.in_features:
         raise ShapeMismatch(
-            f"{matrices.where} has shape {list(matrices.shape)}, which makes no blocks for {target.in_features} inputs"
+            f"{matrices.where}: {CONFIG_NAME} makes no blocks for the {target.in_features} inputs of {target.path!a}"
         )
     check_shape(matrices, (1, num_blocks, size, size))
     check_shape(scale, (target.out_features, 1))

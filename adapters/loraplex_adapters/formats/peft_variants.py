@@ -11,6 +11,7 @@ The ranks are those of the terms: LoHa of rank 8 becomes a LoRA of rank 64, and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,12 +21,19 @@ from torch import Tensor
 
 from loraplex_adapters.formats.files import CONFIG_NAME, WEIGHTS_NAME
 from loraplex_adapters.formats.peft_config import PEFT_DEFAULT, alpha, compiled_patterns, rank, refuse_unknown
-from loraplex_adapters.formats.peft_patterns import Budget, ModulePattern, compile_budget, match_budget
+from loraplex_adapters.formats.peft_patterns import (
+    Budget,
+    ModulePattern,
+    WholePattern,
+    compile_budget,
+    compile_whole,
+    match_budget,
+)
 from loraplex_adapters.formats.peft_places import PREFIX, Places, no_such_module
 from loraplex_adapters.formats.peft_plan import LoraPlan, PlannedModule, PlannedSaved, check_shape, not_named
-from loraplex_adapters.formats.peft_rotations import NO_ROTATION, Rotation, plan_boft
+from loraplex_adapters.formats.peft_rotations import NO_ROTATION, Rotation, parse_blocks, plan_boft
 from loraplex_adapters.formats.peft_saved import saved_name
-from loraplex_adapters.formats.peft_targets import TargetChoice
+from loraplex_adapters.formats.peft_targets import TargetChoice, parse_targets
 from loraplex_adapters.io.safetensors import TensorInfo, check_float, weight_sha256
 from loraplex_adapters.weights import BaseTargets, FactorShape, SavedShape, TargetModule
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, RankLimit, ShapeMismatch
@@ -79,6 +87,7 @@ _NAMES: Final[Mapping[str, frozenset[str]]] = {  # of a module's tensors
 }
 VARIANTS: Final = tuple(_FIELDS)
 _PLAIN_LINEARS: Final = frozenset({"LOHA", "LOKR", "OFT", "BOFT"})  # PEFT makes none for Conv1D
+_VERA_RANK: Final = 256  # PEFT's default
 _PROJECTIONS: Final = ("base_model.vera_A", "base_model.vera_B")
 
 
@@ -92,13 +101,28 @@ class _Config:
     rank_pattern: tuple[tuple[ModulePattern, int], ...]
     alpha_pattern: tuple[tuple[ModulePattern, float], ...]
     rotation: Rotation = NO_ROTATION
+    blocks: tuple[int, int] = (0, 0)  # of BOFT: size and number, one of which is 0
+    decompose_both: bool = False  # of LoKr
+    decompose_factor: int = -1
+    scales_inputs: frozenset[str] | WholePattern | None = None  # of IA3: the modules; None: the tensors tell
 
-    def scale(self, path: str, budget: Budget) -> float:
-        """Scale of a module of LoHa or LoKr."""
-        own_rank = next((value for pattern, value in self.rank_pattern if pattern.matches(path, budget)), self.r)
+    def rank_and_scale(self, path: str, budget: Budget) -> tuple[int, float]:
+        """A module's rank in the tensors, and the scale of its term."""
+        rank = next((value for pattern, value in self.rank_pattern if pattern.matches(path, budget)), self.r)
+        if self.kind == "VERA":
+            return rank, 1.0
         own = next((value for pattern, value in self.alpha_pattern if pattern.matches(path, budget)), self.alpha)
         # PEFT has LoHa's in float32.
-        return own / own_rank if self.kind != "LOHA" else torch.tensor(own / own_rank, dtype=torch.float32).item()
+        return rank, own / rank if self.kind != "LOHA" else torch.tensor(own / rank, dtype=torch.float32).item()
+
+    def is_input_scaled(self, path: str, budget: Budget) -> bool | None:
+        """Whether IA3 scales the inputs of a module; None where the configuration does not tell."""
+        if self.scales_inputs is None:
+            return None
+        if isinstance(self.scales_inputs, WholePattern):
+            budget.spend(self.scales_inputs.cost(path))
+            return self.scales_inputs.matches(path)
+        return any(path.endswith(name) for name in self.scales_inputs)  # as in PEFT, not by whole words
 
 
 def plan_variant(fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], targets: BaseTargets) -> LoraPlan:
@@ -141,23 +165,23 @@ def plan_variant(fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], t
                 f"{first.where} adapts a module of another kind than a linear, which is not served"
             )
         if config.kind == "IA3":
-            _plan_scaling(first, target, modules, saved)
+            _plan_scaling(first, target, config.is_input_scaled(path, budget), modules, saved)
             continue
         if config.kind == "OFT":
             saved.append(config.rotation.plan(first, target))
             continue
         if config.kind == "BOFT":
             _all_of(parts, ("boft_R", "boft_s"))
-            rotation, scale = plan_boft(parts, target)
+            rotation, scale = plan_boft(parts, target, *config.blocks)
             saved.append(rotation)
             modules.append(_scaling(scale, target, has_shift=target.has_bias))
             continue
-        factors, num_ranks = _MAKERS[config.kind](parts, target, projections)
+        rank, scale = config.rank_and_scale(path, budget)
+        factors, num_ranks = _MAKERS[config.kind]({**parts, **projections}, target, rank, config)
         if num_ranks > targets.max_rank:
             raise RankLimit(
                 f"{first.where} makes a term of rank {num_ranks}; this server takes ranks up to {targets.max_rank}"
             )
-        scale = 1.0 if config.kind == "VERA" else config.scale(path, budget)
         shape = FactorShape(target.path, num_ranks, target.in_features, target.out_features, scale)
         modules.append(PlannedModule(shape, target, None, None, made=factors))
     copies = tuple(_head_copy(tensor, places, targets) for tensor in heads)
@@ -198,30 +222,52 @@ def _parsed(fields: Mapping[str, Any]) -> _Config:
     refuse_unknown(fields, _COMMON | _FIELDS[kind])
     if fields.get("fan_in_fan_out") and kind != "IA3":
         raise AdapterUnsupported(f"{CONFIG_NAME}: {kind} on other modules than linears is not served")
-    if kind in ("IA3", "BOFT"):
-        return _Config(kind, 0, 0.0, (), ())
+    if kind == "IA3":
+        return _Config(kind, 0, 0.0, (), (), scales_inputs=_scaled_inputs(fields.get("feedforward_modules")))
+    if kind == "BOFT":
+        return _Config(kind, 0, 0.0, (), (), blocks=parse_blocks(fields, "boft_block_size", "boft_block_num", 4))
     if kind == "OFT":
         return _Config(kind, 0, 0.0, (), (), Rotation.parsed(fields))
     budget = compile_budget()
     ranks, alphas = (compiled_patterns(fields, name, budget) for name in ("rank_pattern", "alpha_pattern"))
     return _Config(
         kind,
-        rank(fields.get("r", PEFT_DEFAULT), "r"),
+        rank(fields.get("r", _VERA_RANK if kind == "VERA" else PEFT_DEFAULT), "r"),
         1.0 if kind == "VERA" else alpha(fields.get("alpha", PEFT_DEFAULT), "alpha"),
         tuple((pattern, rank(value, "rank_pattern")) for pattern, value in ranks),
         tuple((pattern, alpha(value, "alpha_pattern")) for pattern, value in alphas),
+        decompose_both=bool(fields.get("decompose_both")),
+        decompose_factor=_decompose_factor(fields),
     )
 
 
+def _decompose_factor(fields: Mapping[str, Any]) -> int:
+    factor = fields.get("decompose_factor", -1)
+    if type(factor) is not int:
+        raise AdapterInvalid(f"{CONFIG_NAME}: decompose_factor must be a whole number")
+    return factor
+
+
+def _scaled_inputs(value: Any) -> frozenset[str] | WholePattern | None:
+    return compile_whole(value) if isinstance(value, str) else parse_targets(value, "feedforward_modules")
+
+
 def _plan_scaling(
-    tensor: TensorInfo, target: TargetModule, modules: list[PlannedModule], saved: list[PlannedSaved]
+    tensor: TensorInfo,
+    target: TargetModule,
+    is_of_inputs: bool | None,
+    modules: list[PlannedModule],
+    saved: list[PlannedSaved],
 ) -> None:
-    """IA3's vector is a column where it scales outputs, a row where it scales inputs."""
-    if tensor.shape == (target.out_features, 1):
-        modules.append(_scaling(tensor, target))
-    else:
-        check_shape(tensor, (1, target.in_features))
+    """IA3's vector is a column where it scales outputs, a row where it scales inputs. `is_of_inputs`: None where only
+    the tensor tells."""
+    if is_of_inputs is None:
+        is_of_inputs = tensor.shape != (target.out_features, 1)
+    check_shape(tensor, (1, target.in_features) if is_of_inputs else (target.out_features, 1))
+    if is_of_inputs:
         saved.append(PlannedSaved(SavedShape(target.path, "input_gain", (target.in_features,)), tensor))
+    else:
+        modules.append(_scaling(tensor, target))
 
 
 def _scaling(tensor: TensorInfo, target: TargetModule, *, has_shift: bool = False) -> PlannedModule:
@@ -235,29 +281,28 @@ def _scaling(tensor: TensorInfo, target: TargetModule, *, has_shift: bool = Fals
 Made = tuple[Callable[[Read], Factors], int]  # how they are made when the tensors are read, and their rank
 
 
-def _vera(parts: Mapping[str, TensorInfo], target: TargetModule, projections: Mapping[str, TensorInfo]) -> Made:
-    whole_a, whole_b = (projections[name] for name in _PROJECTIONS)
+def _vera(parts: Mapping[str, TensorInfo], target: TargetModule, rank: int, config: _Config) -> Made:
     by_out, by_rank = _all_of(parts, ("vera_lambda_b", "vera_lambda_d"))
-    num_ranks = whole_a.shape[0] if len(whole_a.shape) == 2 else 0
-    check_shape(by_rank, (num_ranks,))
+    whole_a, whole_b = (parts[name] for name in _PROJECTIONS)
+    for whole, of_ranks, least in ((whole_a, 0, target.in_features), (whole_b, 1, target.out_features)):
+        if len(whole.shape) != 2 or whole.shape[of_ranks] != rank:
+            raise ShapeMismatch(f"{whole.where} has shape {list(whole.shape)}, but r in {CONFIG_NAME} is {rank}")
+        if whole.shape[1 - of_ranks] < least:
+            raise ShapeMismatch(f"{whole.where} has shape {list(whole.shape)}, too small for {target.path!a}")
+    check_shape(by_rank, (rank,))
     check_shape(by_out, (target.out_features,))
-    is_large = len(whole_b.shape) == 2 and whole_b.shape[1] == num_ranks
-    if not is_large or whole_a.shape[1] < target.in_features or whole_b.shape[0] < target.out_features:
-        raise ShapeMismatch(f"{whole_a.where} or {whole_b.where} is too small for {target.path!a}")
 
     def make(read: Read) -> Factors:
         a = read(whole_a)[:, : target.in_features] * read(by_rank)[:, None]
         return a, read(whole_b)[: target.out_features] * read(by_out)[:, None]
 
-    return make, num_ranks
+    return make, rank
 
 
-def _loha(parts: Mapping[str, TensorInfo], target: TargetModule, projections: Mapping[str, TensorInfo]) -> Made:
+def _loha(parts: Mapping[str, TensorInfo], target: TargetModule, rank: int, config: _Config) -> Made:
     wanted = _all_of(parts, ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"))
-    ranks = [tensor.shape[1] if len(tensor.shape) == 2 else 0 for tensor in wanted[::2]]
     for idx, tensor in enumerate(wanted):
-        own = ranks[idx // 2]
-        check_shape(tensor, (own, target.in_features) if idx % 2 else (target.out_features, own))
+        check_shape(tensor, (rank, target.in_features) if idx % 2 else (target.out_features, rank))
 
     def make(read: Read) -> Factors:
         one_b, one_a, other_b, other_a = map(read, wanted)
@@ -265,15 +310,30 @@ def _loha(parts: Mapping[str, TensorInfo], target: TargetModule, projections: Ma
         b = (one_b[:, :, None] * other_b[:, None, :]).flatten(1)
         return (one_a[:, None, :] * other_a[None, :, :]).flatten(0, 1), b
 
-    return make, ranks[0] * ranks[1]
+    return make, rank * rank
 
 
-def _lokr(parts: Mapping[str, TensorInfo], target: TargetModule, projections: Mapping[str, TensorInfo]) -> Made:
-    sides = [_side(parts, name) for name in ("lokr_w1", "lokr_w2")]
-    outs, ins = [side[0].shape[0] for side in sides], [side[-1].shape[-1] for side in sides]
-    if outs[0] * outs[1] != target.out_features or ins[0] * ins[1] != target.in_features:
-        raise ShapeMismatch(f"{sides[0][0].where} and its neighbours do not make up {target.path!a}")
-    ranks = [side[0].shape[1] if len(side) == 2 else min(side[0].shape) for side in sides]
+def _lokr(parts: Mapping[str, TensorInfo], target: TargetModule, rank: int, config: _Config) -> Made:
+    outs, ins = (factorized(size, config.decompose_factor) for size in (target.out_features, target.in_features))
+    # Which of the two matrices PEFT has in two factors.
+    has_factors = (
+        config.decompose_both and rank < max(outs[0], ins[0]) / 2,
+        rank < max(outs[1], ins[1]) / 2,
+    )
+    shapes = [
+        {f"{name}_a": (num_out, rank), f"{name}_b": (rank, num_in)} if is_split else {name: (num_out, num_in)}
+        for name, is_split, num_out, num_in in zip(("lokr_w1", "lokr_w2"), has_factors, outs, ins, strict=True)
+    ]
+    wanted = {name: shape for side in shapes for name, shape in side.items()}
+    if strange := sorted(parts.keys() - wanted.keys()):
+        raise ShapeMismatch(
+            f"{parts[strange[0]].where} is there, where base model and {CONFIG_NAME} make {', '.join(wanted)}"
+        )
+    tensors = dict(zip(wanted, _all_of(parts, wanted), strict=True))
+    for name, shape in wanted.items():
+        check_shape(tensors[name], shape)
+    sides = [[tensors[name] for name in side] for side in shapes]
+    ranks = [rank if is_split else min(side[0].shape) for side, is_split in zip(sides, has_factors, strict=True)]
 
     def make(read: Read) -> Factors:
         factors = [_two_factors([read(tensor) for tensor in side]) for side in sides]
@@ -282,14 +342,14 @@ def _lokr(parts: Mapping[str, TensorInfo], target: TargetModule, projections: Ma
     return make, ranks[0] * ranks[1]
 
 
-def _side(parts: Mapping[str, TensorInfo], name: str) -> list[TensorInfo]:
-    """A matrix of LoKr: itself, or its two factors."""
-    found = [parts[name]] if name in parts else list(_all_of(parts, (f"{name}_a", f"{name}_b")))
-    if any(len(tensor.shape) != 2 or 0 in tensor.shape for tensor in found):
-        raise ShapeMismatch(f"{found[0].where} is not a matrix")
-    if len(found) == 2:
-        check_shape(found[1], (found[0].shape[1], found[1].shape[1]))
-    return found
+def factorized(size: int, factor: int) -> tuple[int, int]:
+    """Two numbers whose product is `size`, as LoKr in PEFT chooses them: `factor` and another, or with the smaller one
+    as large as `factor` lets it be. -1 sets no limit."""
+    if factor > 0 and size % factor == 0:
+        return factor, size // factor
+    most = math.isqrt(size) if factor == -1 else min(math.isqrt(size), factor)
+    smaller = next((one for one in range(most, 1, -1) if size % one == 0), 1)
+    return smaller, size // smaller
 
 
 def _two_factors(matrices: list[Tensor]) -> Factors:

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft.tuners.lokr.layer import factorization
+from peft.tuners.oft.layer import OFTLayer
 from safetensors.torch import save
 from support.adapter_files import HIDDEN, VOCAB, BytesFile, base_targets
 
+from loraplex_adapters.formats.peft_rotations import near_divisor
 from loraplex_adapters.formats.peft_saved import without_base_copies
-from loraplex_adapters.formats.peft_variants import plan_variant
+from loraplex_adapters.formats.peft_variants import factorized, plan_variant
 from loraplex_adapters.io.safetensors import PieceReader, TensorInfo, read_header, weight_sha256
 from loraplex_adapters.weights import BaseTargets
 from loraplex_contracts.errors import (
@@ -35,6 +38,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "OFT": {"oft_block_size": 8},
     "BOFT": {},
 }
+LOKR = {"lokr_w1": (4, 4), "lokr_w2": (4, 4)}
+OFT = {"oft_R.weight": (HIDDEN // 8, 28)}
 BOFT = {"boft_R": (1, HIDDEN // 4, 4, 4), "boft_s": (HIDDEN, 1)}
 
 
@@ -60,10 +65,17 @@ def of_q(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         ("LOHA", of_q(LOHA), {"r": 0}, AdapterInvalid, "rank"),
         ("LOHA", {f"base_model.model.no.such.{n}": s for n, s in LOHA.items()}, {}, BaseMismatch, "no.such"),
         ("LOHA", {}, {}, AdapterInvalid, "no tensors of LOHA"),
-        ("LOKR", of_q({"lokr_w1": (4, 4), "lokr_w2": (HIDDEN, HIDDEN)}), {}, ShapeMismatch, "do not make up"),
-        ("LOKR", of_q({"lokr_w1": (4, 4), "lokr_w2_a": (HIDDEN // 4, 2)}), {}, AdapterInvalid, "no lokr_w2_b"),
-        ("LOKR", of_q({"lokr_w1": (4,), "lokr_w2": (2, 2)}), {}, ShapeMismatch, "not a matrix"),
-        ("LOKR", of_q({"lokr_w1": (HIDDEN, HIDDEN), "lokr_w2": (1, 1)}), {}, RankLimit, f"rank {HIDDEN}"),
+        ("LOKR", of_q(LOKR | {"lokr_w2": (4, 5)}), {}, ShapeMismatch, r"lokr_w2' has shape .* make it \[4, 4\]"),
+        ("LOKR", of_q({"lokr_w1": (4, 4), "lokr_w2_a": (4, 1)}), {"r": 1}, AdapterInvalid, "no lokr_w2_b"),
+        ("LOKR", of_q(LOKR | {"lokr_w1": (4,)}), {}, ShapeMismatch, r"lokr_w1' has shape \[4\]"),
+        ("LOKR", of_q(LOKR), {}, RankLimit, f"rank {HIDDEN}"),
+        (
+            "LOKR",
+            of_q(LOKR | {"lokr_w1_a": (4, 1)}),
+            {},
+            ShapeMismatch,
+            "lokr_w1_a' is there, where .* lokr_w1, lokr_w2",
+        ),
         ("IA3", of_q({"ia3_l": (HIDDEN + 1, 1)}), {}, ShapeMismatch, "ia3_l"),
         (
             "IA3",
@@ -79,14 +91,14 @@ def of_q(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
             AdapterUnsupported,
             "vision_tower.*part for images",
         ),
-        ("OFT", of_q({"oft_R.weight": (HIDDEN // 8, 27)}), {}, ShapeMismatch, "makes no blocks"),
-        ("OFT", of_q({"oft_R.weight": (1, 28)}), {}, ShapeMismatch, "makes no blocks"),
-        ("OFT", of_q({"oft_R.weight": (2, 28)}), {"block_share": True}, ShapeMismatch, "makes no blocks"),
+        ("OFT", of_q({"oft_R.weight": (HIDDEN // 8, 27)}), {}, ShapeMismatch, r"make it \[2, 28\]"),
+        ("OFT", of_q({"oft_R.weight": (1, 28)}), {}, ShapeMismatch, r"make it \[2, 28\]"),
+        ("OFT", of_q({"oft_R.weight": (2, 28)}), {"block_share": True}, ShapeMismatch, r"make it \[1, 28\]"),
         ("OFT", of_q({"oft_R": (HIDDEN // 8, 28)}), {}, AdapterUnsupported, "not a tensor of OFT"),
         ("OFT", of_q({"oft_R.weight": (HIDDEN // 8, 28)}), {"num_cayley_neumann_terms": 99}, AdapterInvalid, "terms"),
         ("OFT", of_q({"oft_R.weight": (HIDDEN // 8, 28)}), {"eps": float("nan")}, AdapterInvalid, "eps"),
         ("BOFT", of_q(BOFT | {"boft_R": (2, HIDDEN // 4, 4, 4)}), {}, AdapterUnsupported, "2 butterfly factors"),
-        ("BOFT", of_q(BOFT | {"boft_R": (1, 3, 4, 4)}), {}, ShapeMismatch, "makes no blocks"),
+        ("BOFT", of_q(BOFT | {"boft_R": (1, 3, 4, 4)}), {}, ShapeMismatch, r"make it \[1, 4, 4, 4\]"),
         ("BOFT", of_q(BOFT | {"boft_R": (1, HIDDEN // 4, 4, 5)}), {}, ShapeMismatch, "boft_R"),
         ("BOFT", of_q({"boft_s": (HIDDEN, 1)}), {}, AdapterInvalid, "no boft_R"),
         ("IA3", of_q({"ia3_l": (HIDDEN, 1), "base_layer.weight": (HIDDEN, HIDDEN)}), {}, AdapterUnsupported, "no copy"),
@@ -101,6 +113,58 @@ def test_what_does_not_fit_is_refused_by_name(
     with pytest.raises(error, match=named) as raised:
         plan_variant({"peft_type": kind, **FIELDS[kind], **fields}, header(shapes), base_targets(max_rank=HIDDEN - 1))
     assert type(raised.value) is error
+
+
+@pytest.mark.parametrize(
+    ("kind", "shapes", "fields", "error", "named"),
+    [
+        ("VERA", of_q(VERA) | PROJECTIONS, {"r": 2}, ShapeMismatch, "vera_A' has shape .* but r in .* is 2"),
+        ("VERA", of_q(VERA) | PROJECTIONS | {"base_model.vera_A": (3, HIDDEN)}, {}, ShapeMismatch, "vera_A' has shape"),
+        ("VERA", of_q(VERA) | PROJECTIONS | {"base_model.vera_B": (HIDDEN, 5)}, {}, ShapeMismatch, "vera_B' has shape"),
+        ("LOHA", of_q(LOHA), {"r": 3}, ShapeMismatch, r"hada_w1_a' .* make it \[16, 3\]"),
+        ("LOHA", of_q(LOHA), {"rank_pattern": {"q_proj": 1}}, ShapeMismatch, r"hada_w1_a' .* make it \[16, 1\]"),
+        ("LOHA", of_q(LOHA | {"hada_w2_a": (HIDDEN, 1)}), {}, ShapeMismatch, r"hada_w2_a' .* make it \[16, 2\]"),
+        ("LOKR", of_q(LOKR), {"r": 1}, ShapeMismatch, "lokr_w2' is there, where .* lokr_w1, lokr_w2_a, lokr_w2_b"),
+        ("LOKR", of_q(LOKR), {"r": 4, "decompose_factor": 2}, ShapeMismatch, r"lokr_w1' .* make it \[2, 2\]"),
+        ("LOKR", of_q(LOKR), {"r": 1, "decompose_both": True}, ShapeMismatch, "lokr_w1' is there"),
+        ("LOKR", of_q(LOKR), {"decompose_factor": "4"}, AdapterInvalid, "decompose_factor must be a whole number"),
+        ("OFT", of_q(OFT), {"oft_block_size": 4}, ShapeMismatch, r"make it \[4, 6\]"),
+        ("OFT", of_q(OFT), {"oft_block_size": 0, "r": 4}, ShapeMismatch, r"make it \[4, 6\]"),
+        ("OFT", of_q(OFT), {"r": 2}, AdapterInvalid, "one of oft_block_size and r must be"),
+        ("BOFT", of_q(BOFT), {"boft_block_size": 8}, ShapeMismatch, r"make it \[1, 2, 8, 8\]"),
+        ("BOFT", of_q(BOFT), {"boft_block_size": 0, "boft_block_num": 2}, ShapeMismatch, r"make it \[1, 2, 8, 8\]"),
+        ("BOFT", of_q(BOFT), {"boft_block_size": 3}, ShapeMismatch, "makes no blocks for the 16 inputs"),
+        ("IA3", of_q({"ia3_l": (HIDDEN, 1)}), {"feedforward_modules": ["q_proj"]}, ShapeMismatch, r"make it \[1, 16\]"),
+        ("IA3", of_q({"ia3_l": (HIDDEN, 1)}), {"feedforward_modules": ".*_proj"}, ShapeMismatch, r"make it \[1, 16\]"),
+        ("IA3", of_q({"ia3_l": (1, HIDDEN)}), {"feedforward_modules": []}, ShapeMismatch, r"make it \[16, 1\]"),
+    ],
+)
+def test_a_configuration_of_other_tensors_is_refused(
+    kind: str, shapes: dict[str, tuple[int, ...]], fields: dict[str, Any], error: type[LoraplexError], named: str
+) -> None:
+    """PEFT fails to load such an adapter, too."""
+    with pytest.raises(error, match=named) as raised:
+        plan_variant({"peft_type": kind, **FIELDS[kind], **fields}, header(shapes), base_targets())
+    assert type(raised.value) is error
+
+
+def test_sizes_are_pefts() -> None:
+    for size in range(1, 200):
+        for wanted in range(1, 60):
+            assert near_divisor(size, wanted) == OFTLayer.adjust_oft_parameters(None, size, wanted)
+            assert factorized(size, wanted) == factorization(size, wanted)
+        for factor in (-2, -1, 0):
+            assert factorized(size, factor) == factorization(size, factor)
+
+
+def test_fields_that_are_left_out_are_as_in_peft() -> None:
+    shapes = of_q(VERA | {"vera_lambda_d": (256,)})
+    shapes |= {"base_model.vera_A": (256, HIDDEN), "base_model.vera_B": (HIDDEN, 256)}
+    (module,) = plan_variant({"peft_type": "VERA"}, header(shapes), base_targets(max_rank=256)).modules
+    assert module.shape.rank == 256
+    for shape in ((HIDDEN, 1), (1, HIDDEN)):  # without feedforward_modules the tensor tells
+        found = plan_variant({"peft_type": "IA3"}, header(of_q({"ia3_l": shape})), base_targets())
+        assert (len(found.modules), len(found.saved)) == ((1, 0) if shape[1] == 1 else (0, 1))
 
 
 def with_head_bias(targets: BaseTargets, head: torch.Tensor, bias: torch.Tensor) -> BaseTargets:
