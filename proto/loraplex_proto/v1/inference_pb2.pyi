@@ -1025,8 +1025,8 @@ class Completion(google.protobuf.message.Message):
 
     @property
     def deltas(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChatDelta]:
-        """The parts of that message in their order. Empty where all reasoning comes before the content, and that before all
-        calls.
+        """The parts of that message in their order. Without Output.logprobs, empty where all reasoning comes before the
+        content, and that before all calls.
         """
 
     def __init__(
@@ -1110,8 +1110,15 @@ class ChatDelta(google.protobuf.message.Message):
     CONTENT_FIELD_NUMBER: builtins.int
     REASONING_FIELD_NUMBER: builtins.int
     TOOL_CALL_FIELD_NUMBER: builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: builtins.int
+    END_TOKEN_FIELD_NUMBER: builtins.int
     content: builtins.str
     reasoning: builtins.str
+    first_token: builtins.int
+    """With Output.logprobs, of content: the completion's tokens that have its text, from this one on up to the one before
+    `end_token`, counted from 0.
+    """
+    end_token: builtins.int
     @property
     def tool_call(self) -> Global___ToolCallDelta: ...
     def __init__(
@@ -1120,9 +1127,11 @@ class ChatDelta(google.protobuf.message.Message):
         content: builtins.str = ...,
         reasoning: builtins.str = ...,
         tool_call: Global___ToolCallDelta | None = ...,
+        first_token: builtins.int = ...,
+        end_token: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["content", b"content", "kind", b"kind", "reasoning", b"reasoning", "tool_call", b"tool_call"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["content", b"content", "kind", b"kind", "reasoning", b"reasoning", "tool_call", b"tool_call"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "end_token", b"end_token", "first_token", b"first_token", "kind", b"kind", "reasoning", b"reasoning", "tool_call", b"tool_call"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["content", "reasoning", "tool_call"] | None: ...
 
 Global___ChatDelta: typing_extensions.TypeAlias = ChatDelta

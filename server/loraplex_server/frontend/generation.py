@@ -26,7 +26,7 @@ from loraplex_contracts.request import (
 )
 from loraplex_runtime.request_record import RequestRecord
 from loraplex_server.text.detokenizer import REPLACEMENT
-from loraplex_server.text.responses import AsyncReader, MessagePart, ParsedMessage, ResponseParsing
+from loraplex_server.text.responses import AsyncReader, MessagePart, ParsedMessage, ResponseParsing, with_tokens
 from loraplex_server.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:  # the process that tokenizes long texts loads no torch
@@ -104,6 +104,7 @@ class CompletionAssembler:
         self._is_parsed = parsing is not None
         self._tokenizer = tokenizer
         self._with_bytes = request.output.token_bytes
+        self._with_logprobs = request.output.logprobs
         self._num_tokens = 0
         self._num_chars = 0  # out of the detokenizer
         self.starts: list[int] = []  # of the tokens of an answer that is parsed, in those characters
@@ -134,7 +135,7 @@ class CompletionAssembler:
             num_drafted=event.num_drafted,
             num_accepted=num_accepted,
             proposer=event.proposer if event.num_drafted else "",
-            parts=() if self._reader is None else tuple(self._reader.push(text)),
+            parts=() if self._reader is None else self.located(self._reader.push(text)),
         )
 
     def end(self, event: CompletionEnd) -> Delta:
@@ -164,7 +165,11 @@ class CompletionAssembler:
             message=None if self._reader is None else self._reader.message(),
             num_reasoning_tokens=0 if self._reader is None else self._reader.num_reasoning_tokens(self.starts),
         )
-        return Delta(self._index, text=text, parts=tuple(parts), end=summary)
+        return Delta(self._index, text=text, parts=self.located(parts), end=summary)
+
+    def located(self, parts: Sequence[MessagePart]) -> tuple[MessagePart, ...]:
+        """The parts, with their tokens where the request asks for logprobs."""
+        return tuple(with_tokens(parts, self.starts) if self._with_logprobs else parts)
 
     def with_text(self, logprobs: PositionLogprobs) -> TokenLogprob:
         token_id = logprobs.token_id
@@ -257,9 +262,7 @@ async def generate(
             events = await stream.next()
             deltas = _coalesce(_take(engine, stream, assemblers, events, progress))
             if readers:
-                deltas = [
-                    await _with_parts(delta, readers[delta.index], assemblers[delta.index].starts) for delta in deltas
-                ]
+                deltas = [await _with_parts(delta, readers[delta.index], assemblers[delta.index]) for delta in deltas]
             if deltas:
                 yield deltas
             # Events before a failure are delivered before it.
@@ -272,11 +275,11 @@ async def generate(
             engine.cancel(stream, Cancelled("the client went away"))
 
 
-async def _with_parts(delta: Delta, reader: AsyncReader, starts: Sequence[int]) -> Delta:
-    parts = tuple(await reader.push(delta.text, is_end=delta.end is not None))
+async def _with_parts(delta: Delta, reader: AsyncReader, assembler: CompletionAssembler) -> Delta:
+    parts = assembler.located(await reader.push(delta.text, is_end=delta.end is not None))
     if delta.end is None:
         return replace(delta, parts=parts)
-    num_reasoning_tokens = reader.num_reasoning_tokens(starts)
+    num_reasoning_tokens = reader.num_reasoning_tokens(assembler.starts)
     end = replace(delta.end, message=reader.message(), num_reasoning_tokens=num_reasoning_tokens)
     return replace(delta, parts=parts, end=end)
 

@@ -288,7 +288,8 @@ def _parts_to_pb(parts: Sequence[MessagePart]) -> list[inference_pb2.ChatDelta]:
         text = "".join(part.text for part in same)
         match kind:
             case "content":
-                deltas.append(inference_pb2.ChatDelta(content=text))
+                first, end = (same[0].tokens or (0, 0))[0], (same[-1].tokens or (0, 0))[1]
+                deltas.append(inference_pb2.ChatDelta(content=text, first_token=first, end_token=end))
             case "reasoning":
                 deltas.append(inference_pb2.ChatDelta(reasoning=text))
             case "call":
@@ -417,7 +418,7 @@ def completion_to_pb(
     _fill_end(message, summary)
     parts = [part for delta in deltas for part in delta.parts]
     ranks = [{"reasoning": 0, "content": 1}.get(part.kind, 2) for part in parts]
-    if ranks != sorted(ranks):
+    if ranks != sorted(ranks) or any(part.tokens for part in parts):
         message.deltas.extend(_parts_to_pb(parts))
     return message
 

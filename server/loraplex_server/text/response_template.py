@@ -145,8 +145,8 @@ class ResponseFormat:
 
 class Regions(ResponseParser):
     """The library's parser. Its events also say what an opening mark has captured, the raw text of a region that
-    closes, whether text is stripped, and where it begins in the answer. A region that cannot be read is closed without
-    a value, and the text behind it read as usual."""
+    closes and where that ends, whether text is stripped, and where it begins in the answer. A region that cannot be
+    read is closed without a value, and the text behind it read as usual."""
 
     _start = 0
     _end_of_prefix = 0
@@ -200,7 +200,7 @@ class Regions(ResponseParser):
             self._reset_to_implicit()
             events.append({"type": "region_close", "field": field, "value": None})
         for event in events[num_before:]:
-            event["raw"] = raw
+            event["raw"], event["end"] = raw, self._pos - self._end_of_prefix
 
 
 def _with_types(tool: Mapping[str, Any]) -> dict[str, Any]:

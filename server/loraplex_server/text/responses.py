@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
 
 from loraplex_contracts.adapters import check_id
@@ -49,13 +49,17 @@ class ParsedMessage:
 @dataclass(frozen=True, slots=True)
 class MessagePart:
     """The next part of a message: text of its content or reasoning, the beginning of call number `index` (its id and
-    name), or text of that call's arguments."""
+    name), or text of that call's arguments. Content and reasoning also say what of the answer they are: characters from
+    `begin` to `end`."""
 
     kind: Literal["content", "reasoning", "call", "arguments"]
     text: str = ""
     index: int = 0
     id: str = ""
     name: str = ""
+    begin: int = 0
+    end: int = 0
+    tokens: tuple[int, int] | None = None  # the same in tokens, where logprobs were asked for
 
 
 class AsyncReader(Protocol):
@@ -106,6 +110,7 @@ class ResponseReader:
         self._max_calls = parsing.max_calls
         self._made: list[MessagePart] = []
         self._num_calls = 0  # those left out as well
+        self._content_end = 0  # of the content so far in the text, in characters, with what is held
         # Where reasoning begins and ends in the text, in characters.
         self._reasoned: list[tuple[int, int]] = []
         self._content = _PartText()
@@ -118,16 +123,17 @@ class ResponseReader:
             self._content.forget()
             self._reasoning.forget()
             self._reasoned.clear()
-            self._num_calls = 0
+            self._content_end = self._num_calls = 0
             self._open_calls = None  # a call that the prompt began comes when it is complete
 
     def push(self, text: str) -> list[MessagePart]:
         """The parts that this text made certain."""
         if not text:
             return []
-        return self._keep(
-            [MessagePart("content", text)] if self._parser is None else self._parts(self._parser.feed(text))
-        )
+        if self._parser is not None:
+            return self._keep(self._parts(self._parser.feed(text)))
+        begin, self._content_end = self._content_end, self._content_end + len(text)
+        return self._keep([MessagePart("content", text, begin=begin, end=self._content_end)])
 
     def finish(self) -> list[MessagePart]:
         """The parts that were held back."""
@@ -135,7 +141,8 @@ class ResponseReader:
             return []
         parts = self._parts(self._parser.end())
         if held := self._content.held:
-            parts.append(MessagePart("content", held))
+            end = self._content_end
+            parts.append(MessagePart("content", held, begin=end - len(held), end=end))
         return self._keep(parts)
 
     def message(self) -> ParsedMessage:
@@ -169,11 +176,14 @@ class ResponseReader:
                     if field == "tool_calls" and self._format is not None and self._format.call_text is not None:
                         self._open_calls = _OpenCalls(self._format.call_text, event["captures"])
                 case "region_chunk", "content":
-                    self._add(parts, "content", event["text"], event["is_stripped"])
+                    end = event["start"] + len(event["text"])
+                    self._add(parts, "content", event["text"], end, event["is_stripped"])
                 case "region_chunk", field if field in _REASONING_FIELDS:
-                    self._note_reasoning(event["start"], event["start"] + len(event["text"]))
-                    self._add(parts, "reasoning", event["text"], event["is_stripped"])
+                    end = event["start"] + len(event["text"])
+                    self._note_reasoning(event["start"], end)
+                    self._add(parts, "reasoning", event["text"], end, event["is_stripped"])
                 case "region_chunk", "tool_calls" if self._open_calls is not None:
+                    self._open_calls.end = event["start"] + len(event["text"])
                     for name, arguments in self._open_calls.push(event["text"]):
                         self._add_call(parts, name, arguments)
                 case "region_close", "tool_calls":
@@ -185,12 +195,25 @@ class ResponseReader:
         return parts
 
     def _add(
-        self, parts: list[MessagePart], kind: Literal["content", "reasoning"], text: str, is_stripped: bool = True
+        self,
+        parts: list[MessagePart],
+        kind: Literal["content", "reasoning"],
+        text: str,
+        end: int,
+        is_stripped: bool = True,
     ) -> None:
+        """Adds text that ends there in the answer."""
+        if kind == "content":
+            self._content_end = end
+        num_chars = len(text)
         if is_stripped:
-            text = (self._content if kind == "content" else self._reasoning).push(text)
+            of_kind = self._content if kind == "content" else self._reasoning
+            was_beginning = of_kind.is_beginning
+            text = of_kind.push(text)
+            end -= len(of_kind.held)
+            num_chars = len(text.lstrip() if was_beginning else text)
         if text:
-            parts.append(MessagePart(kind, text))
+            parts.append(MessagePart(kind, text, begin=end - num_chars, end=end))
 
     def _close_calls(self, parts: list[MessagePart], event: Mapping[str, Any]) -> None:
         begun, self._open_calls = self._open_calls, None
@@ -200,9 +223,9 @@ class ResponseReader:
         except Exception:  # JSON of any kind, from a model
             if begun is None or not num_begun:
                 self._content.come_back()
-                self._add(parts, "content", event["raw"])
+                self._add(parts, "content", event["raw"], event["end"])
             else:
-                self._add(parts, "content", begun.rest)
+                self._add(parts, "content", begun.rest, begun.end)
             return
         for name, arguments in calls:
             self._add_call(parts, name, arguments)
@@ -225,6 +248,7 @@ class _OpenCalls:
 
     def __init__(self, form: CallText, captures: Mapping[str, str]) -> None:
         self.num_calls = 0
+        self.end = 0  # of their text so far in the answer
         self._form = form
         self._captures = captures
         self._behind = ""  # text before or behind arguments
@@ -311,6 +335,18 @@ def message_of(parts: Sequence[MessagePart]) -> ParsedMessage:
             if part.kind == "call"
         ),
     )
+
+
+def with_tokens(parts: Sequence[MessagePart], starts: Sequence[int]) -> list[MessagePart]:
+    """The parts, those of content with their tokens: all that have characters of them. `starts` as in
+    `num_reasoning_tokens`."""
+    found: list[MessagePart] = []
+    for part in parts:
+        if part.kind == "content" and starts:
+            before = starts[max(0, bisect_right(starts, part.begin) - 1)]  # tokens of one character begin alike
+            part = replace(part, tokens=(bisect_left(starts, before), bisect_left(starts, part.end)))
+        found.append(part)
+    return found
 
 
 def num_reasoning_tokens(reasoned: Sequence[tuple[int, int]], starts: Sequence[int]) -> int:

@@ -265,7 +265,8 @@ class Output:
         self._request_id = job.request_id
         self._has_reasoning = bool(job.reasoning_fields)
         self._is_open = False  # the last item
-        self._rows: list[Any] = []  # logprobs that are in no message yet
+        self._rows: list[Any] = []  # logprobs of all tokens so far
+        self._num_passed = 0  # of these, those in messages and before the last of them
 
     def add(self, parts: Iterable[pb.ChatDelta], logprobs: list[Any]) -> Iterator[dict[str, Any]]:
         """Takes the next parts of the message, in their order."""
@@ -273,7 +274,9 @@ class Output:
         for part in parts:
             match part.WhichOneof("kind"):
                 case "content":
-                    rows, self._rows = self._rows, []
+                    # A message has the rows of its own tokens.
+                    first = self._num_passed if self._goes_on("message") else max(self._num_passed, part.first_token)
+                    rows, self._num_passed = self._rows[first : part.end_token], max(first, part.end_token)
                     yield from self._extend("message", part.content, rows)
                 case "reasoning" if self._has_reasoning:
                     yield from self._extend("reasoning", part.reasoning, [])
@@ -307,8 +310,11 @@ class Output:
                 yield {"type": "response.content_part.done", **at, "content_index": 0, "part": part}
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
 
+    def _goes_on(self, kind: str) -> bool:
+        return self._is_open and self.items[-1]["type"] == kind
+
     def _extend(self, kind: str, text: str, logprobs: list[Any]) -> Iterator[dict[str, Any]]:
-        if not (self._is_open and self.items[-1]["type"] == kind):
+        if not self._goes_on(kind):
             if kind == "message":
                 part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
                 item = {"type": kind, "role": "assistant", "content": [part]}
@@ -323,7 +329,7 @@ class Output:
         part["text"] += text
         at = {"item_id": item["id"], "output_index": len(self.items) - 1, "content_index": 0}
         if kind == "message":
-            part["logprobs"] = [*part["logprobs"], *logprobs]
+            part["logprobs"] += logprobs
             yield {"type": "response.output_text.delta", **at, "delta": text, "logprobs": logprobs}
         else:
             yield {"type": "response.reasoning_text.delta", **at, "delta": text}

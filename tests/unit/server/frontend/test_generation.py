@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -33,6 +34,8 @@ from loraplex_server.engine.client import EngineClient, RequestStream
 from loraplex_server.engine.engine import Engine
 from loraplex_server.frontend.generation import CompletionAssembler, Delta, Drafts, Progress, _coalesce, generate
 from loraplex_server.text.detokenizer import StopMatcher
+from loraplex_server.text.response_template import ResponseFormat
+from loraplex_server.text.responses import ResponseParsing
 from loraplex_server.text.tokenizer import TextTokenizer
 
 
@@ -333,6 +336,26 @@ class TestSpecialTokens:
         end = ids.index(tiny_tokenizer(kind).eos_token_id) + 1
         assert assembled(kind, ids[:end], "</s>")[1:] == (end, None)
         assert assembled(kind, ids, "</s>", ignore_eos=True)[1:] == (end, "</s>")
+
+
+@pytest.mark.parametrize("logprobs", [True, False])
+def test_content_has_its_tokens_where_logprobs_are_asked_for(logprobs: bool) -> None:
+    tokenizer = tiny_tokenizer("byte_level")
+    ids = tokenizer.backend_tokenizer.encode("<think>hm</think> a\u4f60b", add_special_tokens=False).ids
+    request = Request("r", (1,), StoppingParams(max_tokens=99), output=OutputParams(logprobs=logprobs))
+    parsing = ResponseParsing(ResponseFormat.named("think"))
+    one = CompletionAssembler(request, 0, TextTokenizer(tokenizer), (), parsing)
+    parts = [part for token_id in ids for part in one.push(tokens(token_id)).parts] + list(one.end(END).parts)
+    content = [part for part in parts if part.kind == "content"]
+    assert "".join(part.text for part in content) == "a\u4f60b"
+    if not logprobs:
+        assert not any(part.tokens for part in parts)
+        return
+    spans = [part.tokens for part in content if part.tokens is not None]
+    assert len(spans) == len(content)
+    assert all(end == begin for (_, end), (begin, _) in pairwise(spans)), "each token once"
+    text = tokenizer.backend_tokenizer.decode(ids[spans[0][0] : spans[-1][1]])
+    assert (text.strip(), spans[-1][1]) == ("a\u4f60b", len(ids))
 
 
 async def test_a_slow_reader_still_gets_the_last_word() -> None:

@@ -120,6 +120,15 @@ def test_parts_of_a_whole_message_that_are_not_in_the_usual_order() -> None:
     ]
 
 
+def test_tokens_of_parts() -> None:
+    parts = [MessagePart("reasoning", "hm"), *(MessagePart("content", "a", tokens=(at, at + 1)) for at in (3, 4))]
+    (thought, content) = convert.delta_to_pb(Delta(0, parts=tuple(parts)), with_token_ids=True).deltas
+    assert thought == inference_pb2.ChatDelta(reasoning="hm")
+    assert content == inference_pb2.ChatDelta(content="aa", first_token=3, end_token=5)
+    whole = convert.completion_to_pb(summary(0), [Delta(0, parts=tuple(parts))], prefix="", with_token_ids=True)
+    assert list(whole.deltas) == [thought, content], "in any order"
+
+
 def test_what_a_server_can_do() -> None:
     kinds = convert.speculation_kinds(("prompt_lookup", "medusa"), ("tiny", "a:b"))
     assert kinds == ["off", "auto", "prompt_lookup", "medusa", "draft_model:tiny", "draft_model:a:b"]

@@ -14,7 +14,7 @@ from transformers.utils.chat_parsing import parse_response
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_server.config import TOOL_FORMATS
 from loraplex_server.text.response_template import ResponseFormat
-from loraplex_server.text.responses import MessagePart, ParsedCall, ParsedMessage, ResponseParsing
+from loraplex_server.text.responses import MessagePart, ParsedCall, ParsedMessage, ResponseParsing, with_tokens
 
 FORMATS = {name: ResponseFormat.named(name) for name in TOOL_FORMATS}
 BAR, LOW = "\uff5c", "\u2581"
@@ -96,6 +96,11 @@ def read(name: str, *pieces: str, prefix: str = "", with_calls: bool = True, **h
     parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
     message = reader.message()
     assert message == put_together(parts)
+    text = "".join(pieces)
+    for part in parts:
+        if part.kind in ("content", "reasoning"):
+            assert text[part.begin : part.end].endswith(part.text.lstrip()), "the characters it is of"
+            assert len(part.text) - (part.end - part.begin) in (0, 1), "it may begin a line"
     return message
 
 
@@ -298,10 +303,20 @@ def test_at_most_so_many_calls() -> None:
 
 def test_without_a_format_all_is_content() -> None:
     reader = ResponseParsing(with_calls=True).reader()
-    assert reader.push("<think>a") == [MessagePart("content", "<think>a")]
+    assert reader.push("<think>a") == [MessagePart("content", "<think>a", begin=0, end=8)]
     assert reader.push("") == []
+    assert reader.push("b") == [MessagePart("content", "b", begin=8, end=9)]
     assert reader.finish() == []
-    assert reader.message() == ParsedMessage("<think>a")
+    assert reader.message() == ParsedMessage("<think>ab")
+
+
+def test_tokens_of_the_content() -> None:
+    """All that have characters of it; those of one character begin alike."""
+    parts = ResponseParsing(FORMATS["think"]).reader().push("<think>y</think> a\u4f60b")
+    thought, content = with_tokens(parts, [0, 7, 8, 9, 16, 18, 18, 18, 19])
+    assert (thought.text, thought.tokens) == ("y", None)
+    assert (content.text, content.tokens) == ("a\u4f60b", (4, 9))
+    assert with_tokens(parts, []) == parts
 
 
 @pytest.mark.parametrize(

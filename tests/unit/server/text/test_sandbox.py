@@ -108,7 +108,9 @@ def test_the_number_of_readers_is_bounded() -> None:
     for number in range(MAX_READERS + 1):
         readers.read({**asked, "id": str(number), "how": HOW})
     assert readers.read({**asked, "id": "0", "start": 1}) == {"is_unknown": True}
-    assert readers.read({**asked, "id": "1", "start": 1}) == {"parts": [["content", "x", 0, "", ""]], "reasoned": []}
+    assert readers.read({**asked, "id": "1", "start": 1}) == {
+        "parts": [["content", "x", 0, "", "", 1, 2, None]], "reasoned": [],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("template", ["[", "[]", '{"fields": {"x": {"open_pattern": "("}}}', "[" * 100_000])

@@ -232,6 +232,32 @@ def test_a_whole_answer_in_the_usual_order() -> None:
     assert [one["call_id"] for one in found["output"][2:]] == ["c0", "c1"]
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 9])
+def test_messages_have_the_logprobs_of_their_own_tokens(size: int) -> None:
+    """Tokens of thoughts and calls have none, and parts may come later than their tokens."""
+    text = "Tt-aéé-Cb$"
+    rows = [pb.TokenLogprob(text=one, logprob=-1.0, bytes=one.encode()) for one in text]
+    parts = [
+        pb.ChatDelta(reasoning="t"), pb.ChatDelta(content="a", first_token=3, end_token=4),
+        pb.ChatDelta(content="é", first_token=4, end_token=6), call(0, "{}", "f"),
+        pb.ChatDelta(content="\nb", first_token=8, end_token=9),
+    ]  # fmt: skip
+    body = request(stream=True, include=["message.output_text.logprobs"])
+    chunk, end = pb.GenerateStreamResponse, pb.FINISH_REASON_EOS
+    messages = [chunk(logprobs=rows[begin : begin + size]) for begin in range(0, len(rows), size)]
+    late = [parts[begin : begin + size] for begin in range(0, len(parts), size)]
+    for message, part in zip(messages[-len(late) :], late, strict=True):
+        message.deltas.extend(part)
+    found = streamed(body, *messages, chunk(finish_reason=end))
+    completion = pb.Completion(message=pb.ChatMessage(content="aé\nb"), deltas=parts, logprobs=rows, finish_reason=end)
+    whole = responses.response_of(body, job_of(body), pb.GenerateResponse(completions=[completion]))
+    for response in (found[-1]["response"], whole):
+        texts = [one["content"][0] for one in response["output"] if one["type"] == "message"]
+        assert [[row["token"] for row in one["logprobs"]] for one in texts] == [["a", "é", "é"], ["b"]]
+    in_events = [row["token"] for one in found if one["type"].endswith("text.delta") for row in one.get("logprobs", ())]
+    assert in_events == ["a", "é", "é", "b"]
+
+
 def test_an_error_in_a_stream_is_its_last_event() -> None:
     body = request(stream=True)
     event = responses.Answer(job_of(body), body).error(LoraplexError("x"))
