@@ -314,6 +314,29 @@ def test_initialisations_that_change_the_base_equal_peft(family: str, targets: l
     check_mixed_batch(world, [LoraSpec(name, 0, 0) for name in names], tolerance=1e-5)
 
 
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_initialisations_of_more_ranks_than_the_weight_has_equal_peft(init: str, tmp_path: Path) -> None:
+    """PEFT saves as many ranks as there are, and divides alpha by those of the configuration."""
+    base = random_model("llama", torch.float32)
+    config = LoraConfig(r=50, lora_alpha=6, init_lora_weights=init, target_modules=["q_proj", "down_proj"])
+    torch.manual_seed(0)
+    made = get_peft_model(copy.deepcopy(base), config)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    made.save_pretrained(tmp_path / init)
+    peft = make_dense(PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path / init)).double()).eval()
+    loaded = adopt_model(
+        make_dense(copy.deepcopy(base).double()), model_id="llama", backend=PatchedBackend(merges=True)
+    )
+    weights = load_lora(tmp_path, init, loaded.base_targets(max_rank=64))
+    rig = make_rig(loaded, ops=CpuOps(), seed=4, num_slots=1)
+    rig.slots.install(0, weights)
+    world = World(make_dense(base.double()), [peft], [weights], rig)
+    check_mixed_batch(world, [LoraSpec(init, 0, 0)], tolerance=1e-5)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_loftq_equals_peft_on_the_quantized_base(family: str, tmp_path: Path) -> None:
     """PEFT quantizes the base model when it loads such an adapter, with bitsandbytes on a GPU. Here a model whose

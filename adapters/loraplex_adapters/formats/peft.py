@@ -226,6 +226,8 @@ def _module(
         if not is_parameter and (field := config.targets.field_against(path)):
             raise not_named(a, field)
         rank, scale = config.rank_and_scale(f"{path}.weight" if is_parameter else path, budget)
+        if config.init in ("pissa", "olora"):
+            rank = min(rank, module.in_features, module.out_features)  # of what PEFT takes out of the weight
         check_rank(max(rank, a.shape[0] if a.shape else 0), a, targets)
         if is_transposed:
             made = partial(_transposed, a=a, b=b)
@@ -267,13 +269,10 @@ def _transposed(read: Callable[[TensorInfo], Tensor], a: TensorInfo, b: TensorIn
 
 
 def _with_init(init: Init, module: PlannedModule, max_rank: int) -> PlannedModule:
-    """The module with what PEFT takes out of the base model at load as further ranks. Raises RankLimit or
-    ShapeMismatch."""
+    """The module with what PEFT takes out of the base model at load as further ranks. Raises RankLimit."""
     a, b, shape = module.a, module.b, module.shape
     if a is None or b is None:
         return module
-    if shape.rank > min(shape.in_features, shape.out_features):
-        raise ShapeMismatch(f"{a.where} has rank {shape.rank}, more than its module's weight")
     if 2 * shape.rank > max_rank:
         raise RankLimit(
             f"{a.where} has rank {shape.rank} and makes with init_lora_weights {init!a} a term of rank "

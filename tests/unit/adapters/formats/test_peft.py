@@ -82,8 +82,11 @@ def test_an_initialisation_that_peft_repeats_takes_as_many_ranks_again() -> None
     assert {(m.shape.rank, m.shape.scale, m.a) for m in found.modules} == {(8, 2.0, None)}
     with pytest.raises(RankLimit, match="a term of rank 18"):
         plan(lora_tensors(rank=9), rank=9, init_lora_weights="olora")
-    with pytest.raises(ShapeMismatch, match="rank 17, more than its module's weight"):
-        plan(lora_tensors(rank=17), replace(base_targets(), max_rank=64), rank=17, init_lora_weights="pissa")
+    large = replace(base_targets(), max_rank=64)
+    found = plan(lora_tensors(rank=HIDDEN, paths=[Q_PROJ]), large, rank=17, init_lora_weights="olora")
+    assert {(m.shape.rank, m.shape.scale) for m in found.modules} == {(2 * HIDDEN, 2.0)}
+    with pytest.raises(ShapeMismatch, match=r"lora_A.* has shape \[17, .* make it \[16, "):
+        plan(lora_tensors(rank=17), large, rank=17, init_lora_weights="pissa")
     tied = replace(base_targets(), tied_head="lm_head")
     with pytest.raises(AdapterUnsupported, match=r"'lm_head' .the head, whose weight is the embedding's"):
         plan(lora_tensors(paths=["lm_head"]), tied, init_lora_weights="pissa")
