@@ -31,7 +31,7 @@ from support.device_checks import Settings, count_replays
 from support.exact_states import exact
 from support.parity import FORMATS, INVOCATION, LIVE, Names
 from support.peft_files import RICH_SPECS, SPECS, save_adapter, save_initialised, save_variant, weighted
-from support.pooling_models import classifier, feature_extraction
+from support.pooling_models import classifier, feature_extraction, hidden_states
 from support.speculation import Bench, Outcome, make_bench, request
 from support.world import byte_tokenizer
 from support.zoo import MIXTURES, random_model
@@ -252,10 +252,7 @@ def check_pooling(settings: Settings, root: Path) -> None:
 def _pooled(model: nn.Module, prompt: Sequence[int], params: PoolingParams) -> np.ndarray:
     """Values [num_rows, num_columns] by the model's own code."""
     if params.task == "embed":
-        inner = model.get_base_model() if isinstance(model, PeftModel) else model
-        backbone = getattr(inner, getattr(inner, "base_model_prefix", ""), inner)
-        with torch.no_grad():
-            states = backbone(input_ids=torch.tensor([list(prompt)])).last_hidden_state[0].numpy()
+        states = hidden_states(model, prompt)
         return (states[-1] if params.positions == "last" else states.mean(axis=0))[None]
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([list(prompt)])).logits

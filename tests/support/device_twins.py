@@ -12,8 +12,8 @@ import ctypes
 import json
 import random
 import shutil
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -182,17 +182,12 @@ def write_all_heads(files: TinyWorld, known: Mapping[str, Sequence[tuple[Sequenc
     base = make_dense(AutoModelForCausalLM.from_pretrained(files.model, dtype=torch.float64))
     lora = PeftModel.from_pretrained(base, str(files.adapters / BOTH))
     for name, texts in known.items():
-        with lora.disable_adapter() if not name else _nothing():
+        with lora.disable_adapter() if not name else nullcontext():
             examples = [(text_states(lora, prompt, text).double(), text) for prompt, text in texts]
         head = None if name else base.lm_head.weight.detach()
         heads = fit_heads(examples, 3, vocab_size=base.config.vocab_size, base_head=head)
         tensors = {path: value.float() for path, value in heads.items()}
         write_heads(files.adapters / (name or HEADS), tensors, medusa_config(base_model_name_or_path="llama"))
-
-
-@contextmanager
-def _nothing() -> Generator[None]:
-    yield
 
 
 def check_drafts(settings: Settings, root: Path) -> None:

@@ -21,7 +21,7 @@ from support.peft_files import linear_names
 def hidden_states(model: nn.Module, prompt: Sequence[int]) -> np.ndarray:
     """Hidden states [num_tokens, hidden] behind the last norm, by the model's own code."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    backbone = getattr(base, base.base_model_prefix) if hasattr(base, "lm_head") else base
+    backbone = getattr(base, base.base_model_prefix, base)
     with torch.no_grad():
         return backbone(input_ids=torch.tensor([list(prompt)])).last_hidden_state[0].numpy()
 

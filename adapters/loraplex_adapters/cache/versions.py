@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 MAX_VERSIONS: Final = 16  # of one name, that may be asked for by digest
 SPARE_LINES: Final = 4096  # out of date, before the file is written anew
 # Another number is another file, so that a release leaves those of later ones alone. It goes up with the format, and
-# where contents computed before may be wrong: up to 1, those of large tensors on float32 and float64 base models.
+# where contents computed before may be wrong: up to 1, those of large tensors on float32 and float64 base models, of
+# rotations that share a block of one input, and of DoRA or ties beside a weight that is not the base's.
 _PREFIX: Final = "versions"
 _FORMAT: Final = "2"
 _LINE: Final = re.compile(r"([^\s:@]+) (?:(lora|medusa|combined)-([0-9a-f]{64})|-)\Z")

@@ -204,8 +204,9 @@ class PieceReader:
         found = torch.empty(tensor.shape, dtype=dtype)
         flat, start = found.view(-1), 0
         for piece in self.pieces(tensor):
-            flat[start : start + piece.numel()] = piece
-            start += piece.numel()
+            for part in piece.split(SERIAL_ELEMENTS):
+                flat[start : start + part.numel()] = part
+                start += part.numel()
         return found
 
     def sha256(self, tensor: TensorInfo) -> str:

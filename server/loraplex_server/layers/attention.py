@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from loraplex_contracts.errors import is_out_of_memory
 from loraplex_server.kv.rope import RopeScaling
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.transfer import large_pages, upload
@@ -352,6 +353,8 @@ def _first_seen(mask_function: Any, position: int, device: torch.device | str) -
     try:
         allowed = mask_function(zero, zero, torch.tensor(position, device=device), kv)
     except Exception as error:  # model-specific code
+        if is_out_of_memory(error):
+            raise
         raise _NoReach(f"a mask that cannot be evaluated ({type(error).__name__})") from error
     allowed = torch.as_tensor(allowed).expand(kv.shape)
     seen = allowed.nonzero().flatten()

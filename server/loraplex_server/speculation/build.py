@@ -21,6 +21,7 @@ from loraplex_contracts.errors import (
     InvalidArgument,
     UnsafeFormat,
     UnsupportedModel,
+    is_out_of_memory,
 )
 from loraplex_runtime.reports import Progress
 from loraplex_server.backends.backend import Backend
@@ -274,6 +275,8 @@ def _merge(model: PreTrainedModel, name: str, folder: Path) -> PreTrainedModel:
             peft = PeftModel.from_pretrained(model, str(folder))
             merged = peft.merge_and_unload(safe_merge=True)
     except Exception as error:  # whatever its readers and layers raise
+        if is_out_of_memory(error):
+            raise
         raise AdapterInvalid(
             f"PEFT cannot merge the adapter in {folder} into draft model {name}: {error_line(error)}", field=flag
         ) from error

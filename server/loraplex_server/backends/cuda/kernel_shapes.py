@@ -6,6 +6,7 @@ from typing import Final
 
 import torch
 
+# Anything else (float64, of checks) is computed by the reference: a tensor core would narrow it.
 SUPPORTED: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -15,6 +15,7 @@ from support.sweep import default_config, make_model, shorten
 from support.world import TinyWorld
 from support.zoo import MAX_LEN, random_model
 from torch import nn
+from transformers import masking_utils
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, OutOfMemory, Unimplemented
 from loraplex_contracts.request import CompletionEnd, Request, StoppingParams, Tokens
@@ -103,6 +104,7 @@ def test_a_cache_that_the_system_does_not_give(loaded: LoadedModel) -> None:
         (nn.Module, "to", "cpu has no memory for the model .* --device, or serve a smaller model"),
         (loader, "probe_model", "cpu has no memory for the model .* --device, or serve a smaller model"),
         (self_test, "compare", "cpu has no memory for the model"),
+        (masking_utils, "causal_mask_function", "cpu has no memory for the model"),
         (Drafter, "__init__", "cpu has no memory for draft model small .* --draft-kv-memory"),
         (build, "measure_runner", "cpu has no memory for steps beside the KV cache .* --kv-memory, or make steps"),
     ],

@@ -232,3 +232,15 @@ def test_a_model_that_is_not_there(target: DraftTarget, tmp_path: Path) -> None:
 def test_a_dtype_that_does_not_exist(tiny_world: TinyWorld, target: DraftTarget) -> None:
     with pytest.raises(InvalidArgument, match="dtype"):
         load(DraftModelConfig("small", str(tiny_world.model)), target, dtype="int4")
+
+
+def test_full_memory_is_no_fault_of_an_adapter(
+    tiny_world: TinyWorld, target: DraftTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(PeftModel, "from_pretrained", fail)
+    folder = tiny_world.adapters / tiny_world.names[0]
+    with pytest.raises(torch.OutOfMemoryError):  # which `load_drafts` tells of
+        load(DraftModelConfig("small", str(tiny_world.model), adapter=str(folder)), target)

@@ -310,7 +310,6 @@ _attend: Any = attend_kernel
 _combine: Any = combine_kernel
 _write: Any = write_kernel
 
-# Anything else (float64, of checks) is computed by the reference: a tensor core would narrow it.
 # Triton decides when it decorates, that is at import. The interpreter's dot cannot take bfloat16: it answers garbage.
 INTERPRETED: bool = bool(knobs.runtime.interpret)
 # Keys and values of one tile.

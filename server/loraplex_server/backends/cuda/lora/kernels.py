@@ -433,7 +433,8 @@ def expand_tiles_kernel(
 # --- dense products ---------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+# A table's pointers lie behind those of its weights, however many these are.
+@triton.jit(do_not_specialize_on_alignment=["bias_ptrs"])
 def product_kernel(
     y_ptr,  # [num_rows, columns], last dimension contiguous
     x_ptr,  # [num_rows, in_features], last dimension contiguous

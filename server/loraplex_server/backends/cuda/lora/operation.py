@@ -57,7 +57,6 @@ _shrink_tiles: Any = shrink_tiles_kernel
 _expand_tiles: Any = expand_tiles_kernel
 _product: Any = product_kernel
 
-# Anything else (float64, of checks) is computed by the reference: a tensor core would narrow it.
 MAX_MERGED = 3
 
 # Triton decides when it decorates, that is at import. The interpreter's dot cannot take bfloat16: it answers garbage.

@@ -38,9 +38,9 @@ class KernelPlan:
     """A step's blocks of rows on the device. Positions list the rows of every block one after the other; a row is in
     one block at most.
 
-    Rows need no order in the step: blocks reach them through `rows`, so that activations are not permuted. A block of
-    no rows is a program that ends at once. All four tensors are parts of `words`. Of a reserved plan the contents
-    change, of others nothing.
+    Rows need no order in the step: blocks name theirs, of several through `rows`, so that activations are not permuted.
+    A block of no rows is a program that ends at once. All four tensors are parts of `words`. Of a reserved plan the
+    contents change, of others nothing.
     """
 
     slots: tuple[int, ...] | None  # distinct, for the host's own look at ranks; None: reserved, they change
@@ -224,8 +224,8 @@ def _view(
 
 # --- choice of kernel and tile sizes ----------------------------------------------------------------------------------
 
-# fused   One launch. Every program computes the rows' A products itself and adds its columns of B to them: a launch and
-#         a round trip through memory are saved, and A is read once per block of columns.
+# fused   One launch. Every program computes its row's A product itself and adds its columns of B to it: a launch and a
+#         round trip through memory are saved, and A is read once per row and block of columns.
 # rows    Two launches, for few rows per adapter: a program multiplies one tile of a factor by one row.
 # tiles   Two launches, for many rows per adapter: products of tiles on the tensor cores.
 #

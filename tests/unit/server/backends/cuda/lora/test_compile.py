@@ -187,3 +187,10 @@ def test_dense_kernel(block_rows: int, dtype: str, arch: int) -> None:
     ptx = compiled(product_kernel, constants, dtype, arch, num_stages=launch.num_stages).asm["ptx"]
     assert ("mma" in ptx) == (dtype != "fp32")
     assert has_wide_loads(ptx)
+
+
+def test_how_many_weights_there_are_compiles_nothing_anew() -> None:
+    """The pointers of biases follow those of the weights."""
+    from loraplex_server.backends.cuda.lora.kernels import product_kernel
+
+    assert [one.name for one in product_kernel.params if one.do_not_specialize_on_alignment] == ["bias_ptrs"]
