@@ -266,7 +266,7 @@ class Output:
         self._has_reasoning = bool(job.reasoning_fields)
         self._is_open = False  # the last item
         self._rows: list[Any] = []  # logprobs of all tokens so far
-        self._num_passed = 0  # of these, those in messages and before the last of them
+        self._num_passed = 0  # number of these up to the last one of a message
 
     def add(self, parts: Iterable[pb.ChatDelta], logprobs: list[Any]) -> Iterator[dict[str, Any]]:
         """Takes the next parts of the message, in their order."""
@@ -274,9 +274,9 @@ class Output:
         for part in parts:
             match part.WhichOneof("kind"):
                 case "content":
-                    # A message has the rows of its own tokens.
-                    first = self._num_passed if self._goes_on("message") else max(self._num_passed, part.first_token)
-                    rows, self._num_passed = self._rows[first : part.end_token], max(first, part.end_token)
+                    # A message has the rows of its own tokens. Workers of 0.1 do not say which these are.
+                    first, end = max(self._num_passed, part.first_token), part.end_token or len(self._rows)
+                    rows, self._num_passed = self._rows[first:end], max(first, end)
                     yield from self._extend("message", part.content, rows)
                 case "reasoning" if self._has_reasoning:
                     yield from self._extend("reasoning", part.reasoning, [])
@@ -310,11 +310,8 @@ class Output:
                 yield {"type": "response.content_part.done", **at, "content_index": 0, "part": part}
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
 
-    def _goes_on(self, kind: str) -> bool:
-        return self._is_open and self.items[-1]["type"] == kind
-
     def _extend(self, kind: str, text: str, logprobs: list[Any]) -> Iterator[dict[str, Any]]:
-        if not self._goes_on(kind):
+        if not (self._is_open and self.items[-1]["type"] == kind):
             if kind == "message":
                 part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
                 item = {"type": kind, "role": "assistant", "content": [part]}

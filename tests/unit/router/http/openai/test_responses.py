@@ -234,13 +234,15 @@ def test_a_whole_answer_in_the_usual_order() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 9])
 def test_messages_have_the_logprobs_of_their_own_tokens(size: int) -> None:
-    """Tokens of thoughts and calls have none, and parts may come later than their tokens."""
-    text = "Tt-aéé-Cb$"
+    """Tokens of thoughts and calls have none, nor have those of a call that is dropped within a message. Parts may come
+    later than their tokens."""
+    text = "Tt-aéé-CbDe$"
     rows = [pb.TokenLogprob(text=one, logprob=-1.0, bytes=one.encode()) for one in text]
     parts = [
         pb.ChatDelta(reasoning="t"), pb.ChatDelta(content="a", first_token=3, end_token=4),
         pb.ChatDelta(content="é", first_token=4, end_token=6), call(0, "{}", "f"),
         pb.ChatDelta(content="\nb", first_token=8, end_token=9),
+        pb.ChatDelta(content="\ne", first_token=10, end_token=11),
     ]  # fmt: skip
     body = request(stream=True, include=["message.output_text.logprobs"])
     chunk, end = pb.GenerateStreamResponse, pb.FINISH_REASON_EOS
@@ -249,13 +251,21 @@ def test_messages_have_the_logprobs_of_their_own_tokens(size: int) -> None:
     for message, part in zip(messages[-len(late) :], late, strict=True):
         message.deltas.extend(part)
     found = streamed(body, *messages, chunk(finish_reason=end))
-    completion = pb.Completion(message=pb.ChatMessage(content="aé\nb"), deltas=parts, logprobs=rows, finish_reason=end)
+    completion = pb.Completion(
+        message=pb.ChatMessage(content="aé\nb\ne"), deltas=parts, logprobs=rows, finish_reason=end
+    )
     whole = responses.response_of(body, job_of(body), pb.GenerateResponse(completions=[completion]))
     for response in (found[-1]["response"], whole):
         texts = [one["content"][0] for one in response["output"] if one["type"] == "message"]
-        assert [[row["token"] for row in one["logprobs"]] for one in texts] == [["a", "é", "é"], ["b"]]
+        assert [[row["token"] for row in one["logprobs"]] for one in texts] == [["a", "é", "é"], ["b", "e"]]
     in_events = [row["token"] for one in found if one["type"].endswith("text.delta") for row in one.get("logprobs", ())]
-    assert in_events == ["a", "é", "é", "b"]
+    assert in_events == ["a", "é", "é", "b", "e"]
+
+
+def test_parts_that_do_not_say_their_tokens_have_the_logprobs_so_far() -> None:
+    output = responses.Output(job_of(request()))
+    for text in "ab":
+        assert list(output.add([pb.ChatDelta(content=text)], [text]))[-1]["logprobs"] == [text]
 
 
 def test_an_error_in_a_stream_is_its_last_event() -> None:
