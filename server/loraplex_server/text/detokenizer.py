@@ -272,7 +272,7 @@ class StopMatcher:
     def ends_with(self, pending: str, *, num_tokens: int) -> bool:
         """True if a stop string ends where `pending` does: the text to be pushed next, if nothing changes it. It grows
         by a character at a time, and none is looked at twice, so that each counts for the token that brought it."""
-        if pending == self._looked_at:
+        if not pending or pending == self._looked_at:
             return False
         if self._may_match(num_tokens) and any(pattern.ends_with(pending) for pattern in self._patterns):
             return True

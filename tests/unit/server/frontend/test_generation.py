@@ -258,6 +258,11 @@ class TestByteRuns:
         # Before min_tokens it was no stop string, and the text has none later.
         assert self.found(self.run(b"A\n\xff"), "\n", min_tokens=2) == ("\ufffd" * 3, 3, None)
 
+    @pytest.mark.parametrize("num_letters", [61, 62])
+    def test_text_that_goes_out_within_a_character_is_not_looked_at_again(self, num_letters: int) -> None:
+        text = "S" + "x" * num_letters + "漢"
+        assert self.found(self.run(text.encode()), "S", min_tokens=1) == (text, num_letters + 4, None)
+
     def test_a_run_that_is_invalid_already(self) -> None:
         """The text has U+FFFD for each byte of such a run, but a newline ends it."""
         assert self.found(self.run(b"\xf0\x9fA\nB"), "\n") == ("\ufffd" * 3, 4, "\n")
