@@ -142,7 +142,12 @@ class BoundedProtocol(HttpToolsProtocol):
         said = "Invalid HTTP request received."
         peer = join_address(*self.client) if self.client else ""
         self._refusals.note(RequestRecord("HTTP request", peer=peer), InvalidArgument(said))
-        self.send_400_response(said)
+        cycle = self.cycle
+        is_in_body = cycle and cycle.more_body and not (cycle.response_started or self.pipeline)
+        if not cycle or cycle.response_complete or is_in_body:
+            self.send_400_response(said)
+        else:
+            self.transport.close()  # the client of the request under way would take a 400 for that one's answer
 
     def _await_head(self) -> None:
         self._is_in_head = True

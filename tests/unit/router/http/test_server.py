@@ -165,6 +165,29 @@ async def test_nothing_is_read_behind_a_request_of_unknown_length(request_: byte
         writer.close()
 
 
+SLOW = b"GET /slow HTTP/1.1\r\nhost: localhost\r\n\r\n"
+NO_CHUNK = b"transfer-encoding: chunked\r\n\r\nno size\r\n"
+
+
+@pytest.mark.parametrize("behind", [b"garbage\r\n\r\n", SLOW + b"garbage\r\n\r\n", HEAD + NO_CHUNK])
+async def test_what_is_no_http_behind_a_running_answer_is_not_answered_in_it(behind: bytes) -> None:
+    async with serving() as address, asyncio.timeout(10.0):
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(SLOW)
+        await reader.readuntil(b"half")
+        writer.write(behind)
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_a_body_that_is_no_http_is_answered() -> None:
+    async with serving() as address, asyncio.timeout(10.0):
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(HEAD + NO_CHUNK)
+        assert (await reader.read()).startswith(b"HTTP/1.1 400")
+        writer.close()
+
+
 async def test_callers_without_a_credential_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     refusals = Refusals()
