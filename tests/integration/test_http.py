@@ -277,9 +277,9 @@ async def test_unknown_fields_are_counted_or_refused() -> None:
 async def test_what_browsers_are_told() -> None:
     async with http_cluster() as (_, http):
         answers = [await http.get(path) for path in ("/health", "/load", "/metrics", "/v1/models", "/info", "/version")]
-        answers += [await http.complete(), await http.get("/nothing")]
+        answers += [await http.complete(), await http.complete(stream=True), await http.get("/nothing")]
         assert {answer.headers["cache-control"] for answer in answers} == {"no-store"}
-        for answer in (*answers, await http.complete(stream=True)):
+        for answer in answers:
             assert answer.headers["content-security-policy"] == "default-src 'none'; frame-ancestors 'none'"
             assert answer.headers["x-content-type-options"] == "nosniff"
             assert not [name for name in answer.headers if name.startswith("access-control")]

@@ -117,7 +117,7 @@ class FanOut:
         """The first message, None where there is none within KEEP_ALIVE_S: a stream can begin by a comment then. Raises
         what `next` raises, Cancelled when the client leaves, and Internal where all calls end without a message."""
         try:
-            return _there(await self.while_connected(receive, self.next(), KEEP_ALIVE_S))
+            return _required(await self.while_connected(receive, self.next(), KEEP_ALIVE_S))
         except TimeoutError:
             return None
 
@@ -164,7 +164,7 @@ class FanOut:
             task.cancel()
 
 
-def _there(message: Message | None) -> Message:
+def _required(message: Message | None) -> Message:
     """The first message of calls. Raises Internal where they have ended without one."""
     if message is None:
         raise Internal("a worker has ended its answer without a message")
@@ -181,7 +181,7 @@ class EventStream(StreamingResponse):
 
     def __init__(self, calls: FanOut, events: AsyncIterator[bytes], headers: dict[str, str]) -> None:
         # Proxies keep such an answer otherwise, until it is complete.
-        headers = {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
+        headers = {**headers, "x-accel-buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._calls = calls
 
@@ -241,7 +241,7 @@ async def events_of(
                     quiet_until_s = clock() + KEEP_ALIVE_S
             if message is None and has_begun:
                 break
-            message, has_begun = _there(message), True
+            message, has_begun = _required(message), True
         if last := b"".join(at_end()) + done:
             yield last
     except Exception as error:  # after the first byte there is no other way to say it
