@@ -196,7 +196,7 @@ def _checked_target(target: str) -> str:
 
 # --- calls ------------------------------------------------------------------------------------------------------------
 
-# Bytes of a request, of --max-message.
+# The default of servers' --max-message, in bytes.
 DEFAULT_MAX_MESSAGE_BYTES: Final = 4 << 20
 
 
