@@ -22,6 +22,7 @@ from support.device_checks import (
     run,
 )
 from support.device_kinds import check_family, check_formats, check_pooling
+from support.device_server import check_server
 from support.zoo import HYBRIDS, ON_DEVICES
 
 
@@ -96,3 +97,8 @@ def test_the_reference_notices_another_adapter(tmp_path: Path) -> None:
     wrong = Answer(answer.request, [*answer.tokens[:-1], (answer.tokens[-1] + 1) % 256], answer.logprobs)
     with pytest.raises(AssertionError, match="worse than the best"):
         world.check({"wrong": wrong})
+
+
+@pytest.mark.slow
+def test_a_server_on_a_cpu(tmp_path: Path) -> None:
+    check_server("cpu", tmp_path)
