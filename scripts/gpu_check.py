@@ -1,7 +1,7 @@
 """Tests and benchmarks on a machine with a GPU, without downloads.
 
-Needs torch, triton, transformers, safetensors and numpy; uses pytest, peft, google-re2 and llguidance where they are
-installed.
+Needs torch, triton, transformers, safetensors and numpy; uses pytest, peft, google-re2, llguidance and what servers
+need where they are installed.
 
     python scripts/gpu_check.py tests [--out DIR]    # the tests of tests/gpu, in processes of their own
     python scripts/gpu_check.py bench [--out DIR]    # decode steps of Llama-3.1-8B's shape, against the bars

@@ -132,6 +132,18 @@ def check_mixed_batch(world: World, specs: Sequence[LoraSpec], tolerance: float 
             assert not torch.allclose(want, dense_logits(world.base, job.prompt, job.tokens), atol=1e-3), name
 
 
+def check_by_name(
+    root: Path, family: str, base: PreTrainedModel, peft: Sequence[PeftModel], names: Sequence[str]
+) -> None:
+    """The adapters in the folders of these names below `root`, in one engine, are PEFT's."""
+    loaded = adopt_model(copy.deepcopy(base), model_id=family, backend=PatchedBackend(merges=True))
+    rig = make_rig(loaded, ops=CpuOps(), seed=4, num_slots=len(names))
+    weights = [load_lora(root, name, loaded.base_targets(max_rank=8)) for name in names]
+    for slot, lora in enumerate(weights):
+        rig.slots.install(slot, lora)
+    check_mixed_batch(World(base, list(peft), weights, rig), [LoraSpec(name, 0, 0) for name in names])
+
+
 @pytest.mark.parametrize(
     ("family", "ops", "joins"),
     [
@@ -247,12 +259,7 @@ def test_saved_embeddings_of_tied_models_equal_peft(family: str, embedding: str,
         )
         for name in names
     ]
-    loaded = adopt_model(copy.deepcopy(base), model_id=family, backend=PatchedBackend(merges=True))
-    rig = make_rig(loaded, ops=CpuOps(), seed=4, num_slots=len(names))
-    weights = [load_lora(tmp_path, name, loaded.base_targets(max_rank=8)) for name in names]
-    for slot, lora in enumerate(weights):
-        rig.slots.install(slot, lora)
-    check_mixed_batch(World(base, peft, weights, rig), [LoraSpec(name, 0, 0) for name in names])
+    check_by_name(tmp_path, family, base, peft, names)
 
 
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
@@ -274,12 +281,7 @@ def test_weights_under_adapters_that_are_not_the_bases_equal_peft(family: str, t
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of tied weights
             peft.append(PeftModel.from_pretrained(copy.deepcopy(base), str(folder)).eval())
-    loaded = adopt_model(copy.deepcopy(base), model_id=family, backend=PatchedBackend(merges=True))
-    rig = make_rig(loaded, ops=CpuOps(), seed=4, num_slots=len(names))
-    weights = [load_lora(tmp_path, name, loaded.base_targets(max_rank=8)) for name in names]
-    for slot, lora in enumerate(weights):
-        rig.slots.install(slot, lora)
-    check_mixed_batch(World(base, peft, weights, rig), [LoraSpec(name, 0, 0) for name in names])
+    check_by_name(tmp_path, family, base, peft, names)
 
 
 INITS: dict[str, LoraConfig] = {

@@ -30,16 +30,7 @@ def feature_extraction(base: PreTrainedModel, folder: Path) -> PeftModel:
     """PEFT's model over the base model without its head; its files are in `folder` afterwards."""
     torch.manual_seed(7)
     backbone = copy.deepcopy(getattr(base, base.base_model_prefix))
-    config = LoraConfig(
-        task_type=TaskType.FEATURE_EXTRACTION,
-        r=3,
-        target_modules=linear_names(base)[0],
-        init_lora_weights=False,
-        fan_in_fan_out=base.config.model_type == "gpt2",
-    )
-    peft = get_peft_model(backbone, config)
-    peft.save_pretrained(folder)
-    return peft.eval()
+    return _saved(backbone, base, TaskType.FEATURE_EXTRACTION, 3, folder)
 
 
 def classifier(base: PreTrainedModel, folder: Path, num_labels: int, *, per_token: bool = False) -> PeftModel:
@@ -51,13 +42,18 @@ def classifier(base: PreTrainedModel, folder: Path, num_labels: int, *, per_toke
     model = kind.from_config(config).to(torch.float64)
     prefix = base.base_model_prefix
     getattr(model, prefix).load_state_dict(getattr(base, prefix).state_dict())
-    lora = LoraConfig(
-        task_type=TaskType.TOKEN_CLS if per_token else TaskType.SEQ_CLS,
-        r=2,
+    return _saved(model, base, TaskType.TOKEN_CLS if per_token else TaskType.SEQ_CLS, 2, folder)
+
+
+def _saved(model: PreTrainedModel, base: PreTrainedModel, task: TaskType, rank: int, folder: Path) -> PeftModel:
+    """PEFT's model over one with the linears of `base`."""
+    config = LoraConfig(
+        task_type=task,
+        r=rank,
         target_modules=linear_names(base)[0],
         init_lora_weights=False,
         fan_in_fan_out=base.config.model_type == "gpt2",
     )
-    peft = get_peft_model(model, lora)
+    peft = get_peft_model(model, config)
     peft.save_pretrained(folder)
     return peft.eval()

@@ -116,7 +116,7 @@ class _Config:
         return rank, own / rank if self.kind != "LOHA" else torch.tensor(own / rank, dtype=torch.float32).item()
 
     def is_input_scaled(self, path: str, budget: Budget) -> bool | None:
-        """Whether IA3 scales the inputs of a module; None where the configuration does not tell."""
+        """True if IA3 scales a module's inputs, False if its outputs; None where the configuration does not tell."""
         if self.scales_inputs is None:
             return None
         if isinstance(self.scales_inputs, WholePattern):

@@ -113,7 +113,7 @@ def build_speculator(config: EngineConfig, target: Target, step_costs: StepCosts
 
 def load_drafts(config: EngineConfig, loaded: LoadedModel, served: ServedModel, progress: Progress) -> Drafts:
     """The draft models for `loaded`, with all the memory that they take. They run where it does, in a dtype of their
-    own. Raises what `load_draft` raises."""
+    own. Raises what `load_draft` raises, and OutOfMemory."""
     drafts = Drafts()
     if not config.speculation.drafts:
         return drafts

@@ -277,7 +277,7 @@ class Logprobs:
         return found
 
     def _piece(self, row: pb.TokenLogprob | pb.PromptToken) -> tuple[str, str]:
-        """What a token adds to the text: U+FFFD for a character that it leaves unfinished, and its own text."""
+        """A token's part of the text: U+FFFD for a character that it leaves unfinished, and its own characters."""
         if row.is_special and not self._job.requests[0].output.keep_special_tokens:
             return "", ""
         goes_on = row.bytes[:1] and row.bytes[0] & 0xC0 == 0x80
