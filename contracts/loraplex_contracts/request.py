@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
@@ -31,6 +32,10 @@ class StoppingParams:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     include_stop: bool = False
+
+    def ending_ids(self, eos_token_ids: Collection[int]) -> frozenset[int]:
+        """The tokens that end a completion of a model with these ends of sequence."""
+        return self.stop_token_ids if self.ignore_eos else self.stop_token_ids.union(eos_token_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class CompletionAssembler:
         """Assembles completion `index`. Raises FailedPrecondition for stop strings without a tokenizer."""
         stopping = request.stopping
         # The token that ends a completion is not part of its text.
-        ending = stopping.stop_token_ids | (frozenset() if stopping.ignore_eos else frozenset(eos_token_ids))
+        ending = stopping.ending_ids(eos_token_ids)
         dropped = frozenset[int]() if stopping.include_stop else ending
         keep_special = request.output.keep_special_tokens
         if parsing is not None and not keep_special and parsing.is_parsed:

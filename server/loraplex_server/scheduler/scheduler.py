@@ -378,14 +378,14 @@ class Scheduler:
         adapted_from: int | None,
         mixture: tuple[WeightedKey, ...],
     ) -> RequestState:
-        stopping, num_prompt_tokens = request.stopping, len(request.prompt_token_ids)
+        num_prompt_tokens = len(request.prompt_token_ids)
         state = RequestState(
             request=request,
             adapters=mixture or _adapter_alone(adapter_key, adapted_from),
             adapter_digest=mixture_digest(mixture) if mixture else adapter_key.digest if adapter_key else "",
             max_total_tokens=self._max_total_tokens(request),
             num_prompt_tokens=num_prompt_tokens,
-            stop_ids=stopping.stop_token_ids | (frozenset() if stopping.ignore_eos else self._eos_token_ids),
+            stop_ids=request.stopping.ending_ids(self._eos_token_ids),
             adapted_from=adapted_from,
         )
         for index in range(request.n):

@@ -307,7 +307,7 @@ class UniversalProposer(DraftModelProposer):
             self._give_up(ask.candidate.sequence_id, error)
             return ()
         if ends and (found or not spoken):
-            found += sorted(self._stop_ids(ask.candidate) & self._eos_token_ids)[:1]
+            found += sorted(ask.candidate.request.stopping.ending_ids(self._eos_token_ids) & self._eos_token_ids)[:1]
         return self._within_vocabulary(found)[: num_tokens_of(ask)]
 
     def _give_up(self, sequence_id: str, error: Exception) -> None:

@@ -603,7 +603,7 @@ class DraftModelProposer(Proposer):
             num_prompt_tokens=candidate.num_prompt_tokens,
             sampling=candidate.sampling,
             min_tokens=request.stopping.min_tokens,
-            stop_ids=self._stop_ids(candidate),
+            stop_ids=request.stopping.ending_ids(self._eos_token_ids),
             tenant=request.tenant,
             cache_salt=request.cache_salt,
         )
@@ -615,11 +615,6 @@ class DraftModelProposer(Proposer):
             if token_id >= self._num_target_ids:
                 return tuple(draft[:idx])
         return tuple(draft)
-
-    def _stop_ids(self, candidate: Candidate) -> frozenset[int]:
-        """The tokens that end the completion, as in the scheduler."""
-        stopping = candidate.request.stopping
-        return stopping.stop_token_ids | (frozenset() if stopping.ignore_eos else self._eos_token_ids)
 
 
 def num_tokens_of(ask: Ask) -> int:
