@@ -180,7 +180,6 @@ class SpanResult:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()  # one per token_id, when asked for
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()  # of prompt positions start+1 .. start+num_tokens
-    num_drafted: int = 0
     pooled: PooledValues | None = None  # of a span that ends pooling
     error: LoraplexError | None = None  # of this sequence alone
 

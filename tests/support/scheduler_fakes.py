@@ -366,7 +366,6 @@ class FakeRunner:
             token_ids=tuple(sampled),
             logprobs=tuple(_logprob(states[first + nth], token_id) for nth, token_id in enumerate(sampled)),
             prompt_logprobs=logprobs,
-            num_drafted=len(span.draft),
         )
 
 

@@ -167,7 +167,7 @@ class ModelRunner:
                 if error is None:
                     spans.append(span)
                 else:
-                    results[span.sequence_id] = SpanResult(num_drafted=len(span.draft), error=error)
+                    results[span.sequence_id] = SpanResult(error=error)
             if spans:
                 launched = self._launch(spans)
                 if self.overlaps:
@@ -463,15 +463,14 @@ class ModelRunner:
 def _span_result(
     row: Row, span: Span, sampled: HostSampled, start: int, end: int, prompt: tuple[PositionLogprobs, ...]
 ) -> SpanResult:
-    num_drafted = len(span.draft)
     token_ids = verify_chain(span.draft, sampled.token_ids[start:end]) if end > start else ()
     # Errors behind the first token that disagrees with the draft do not count.
     came = slice(start, start + len(token_ids))
     if any(sampled.is_bad[came]) or any(math.isnan(entry.logprob) for entry in prompt):
         has_none = not sampled.without_token.isdisjoint(range(came.start, came.stop))
-        return SpanResult(num_drafted=num_drafted, error=_no_token(row) if has_none else _not_finite(row))
+        return SpanResult(error=_no_token(row) if has_none else _not_finite(row))
     logprobs = tuple(entry for entry in sampled.logprobs[came] if entry is not None)
-    return SpanResult(token_ids, logprobs, prompt, num_drafted)
+    return SpanResult(token_ids, logprobs, prompt)
 
 
 def _pooled_results(staged: StagedStep, pooled: _Pooled) -> dict[str, SpanResult]:

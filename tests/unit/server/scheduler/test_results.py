@@ -43,7 +43,7 @@ def step(scheduler: Scheduler, *tokens: int, draft: tuple[int, ...] = ()) -> tup
     assert plan is not None
     assert plan.spans[0].sequence_id == FIRST
     logprobs = tuple(PositionLogprobs(token_id, -0.5) for token_id in tokens)
-    result = SpanResult(tokens, logprobs, num_drafted=len(plan.spans[0].draft))
+    result = SpanResult(tokens, logprobs)
     return plan, scheduler.apply(plan, StepResult(plan.step, {plan.spans[0].sequence_id: result}), 0.0)
 
 

@@ -334,7 +334,7 @@ def run(
         while num_right < len(token_ids) and token_ids[num_right] == left[num_right]:
             num_right += 1
         span = Span(name, 0, 0, 1 + len(token_ids), 1 + len(token_ids), draft=token_ids, proposer=PROMPT_LOOKUP)
-        result = SpanResult(tuple(left[: num_right + 1]), num_drafted=len(token_ids))
+        result = SpanResult(tuple(left[: num_right + 1]))
         tokens += left[: num_right + 1]
         speculator.observe(StepPlan(num_steps, (span,)), StepResult(num_steps, {name: result}))
         num_steps += 1

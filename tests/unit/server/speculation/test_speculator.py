@@ -173,7 +173,7 @@ class Table:
             spans.append(
                 Span(name, 0, 3, 1 + num_drafted, 1 + num_drafted, draft=draft.token_ids, proposer=draft.proposer)
             )
-            results[name] = SpanResult((5,) * (1 + min(num_accepted, num_drafted)), num_drafted=num_drafted)
+            results[name] = SpanResult((5,) * (1 + min(num_accepted, num_drafted)))
         self.speculator.observe(StepPlan(1, tuple(spans)), StepResult(1, results))
 
 
@@ -823,7 +823,7 @@ def test_failed_spans_and_those_without_drafts_teach_nothing() -> None:
         Span("a", 0, 3, 5, 5, draft=draft.token_ids, proposer=DRAFT_MODEL),
         Span("unknown", 1, 3, 5, 5, draft=draft.token_ids, proposer=DRAFT_MODEL),
     )
-    failed = SpanResult(num_drafted=4, error=Internal("no"))
+    failed = SpanResult(error=Internal("no"))
     table.speculator.observe(StepPlan(1, spans), StepResult(1, {"a": failed}))
     table.speculator.observe(StepPlan(1, spans), StepResult(1, {}))
     table.speculator.observe(StepPlan(1, (Span("a", 0, 3, 1, 1),)), StepResult(1, {"a": SpanResult((5,))}))
