@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Final, cast
@@ -285,3 +286,9 @@ def json_text(value: Any, name: str) -> str:
 def finite(logprob: float) -> float:
     """The log probability as JSON can write it."""
     return max(logprob, MIN_LOGPROB)
+
+
+def mean_logprob(completion: pb.Completion) -> float:
+    """Mean logprob of a completion's tokens; minus infinity where there are none."""
+    rows = completion.logprobs
+    return sum(row.logprob for row in rows) / len(rows) if rows else -math.inf

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import json
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -12,7 +11,7 @@ from typing import Any, Final
 from loraplex_proto import __version__
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_router.http import dialects
-from loraplex_router.http.fields import MIN_LOGPROB, finite
+from loraplex_router.http.fields import MIN_LOGPROB, finite, mean_logprob
 from loraplex_router.http.mixtures import recipe_of
 from loraplex_router.http.openai.requests import Job
 from loraplex_router.http.openai.tools import delta_of, message_of
@@ -69,12 +68,6 @@ def _best(completions: Iterable[pb.Completion], n: int) -> list[pb.Completion]:
     for index, completion in enumerate(best):
         completion.index = index
     return best
-
-
-def mean_logprob(completion: pb.Completion) -> float:
-    """Mean logprob of a completion's tokens; minus infinity where there are none."""
-    rows = completion.logprobs
-    return sum(row.logprob for row in rows) / len(rows) if rows else -math.inf
 
 
 def prompt_fields(job: Job, tokens: Sequence[pb.PromptToken]) -> dict[str, Any]:

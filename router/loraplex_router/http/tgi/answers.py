@@ -12,7 +12,7 @@ from loraplex_contracts.errors import LoraplexError
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_router.http import dialects
 from loraplex_router.http.errors import tgi_error
-from loraplex_router.http.fields import finite
+from loraplex_router.http.fields import finite, mean_logprob
 from loraplex_router.http.origins import source_word
 from loraplex_router.http.streaming import data_event
 from loraplex_router.http.tgi.requests import Job
@@ -115,7 +115,7 @@ class Tokens:
 
 def response_of(job: Job, answer: pb.GenerateResponse, special_ids: Collection[int] = ()) -> dict[str, Any]:
     """The body of an answer that is not streamed: of `best_of` texts, that with the highest mean logprob."""
-    ranked = sorted(answer.completions, key=_mean_logprob, reverse=True)
+    ranked = sorted(answer.completions, key=mean_logprob, reverse=True)
     body: dict[str, Any] = {"generated_text": job.prefix + ranked[0].text}
     if job.has_details:
         sequences = [_sequence(job, answer, one, special_ids) for one in ranked]
@@ -126,11 +126,6 @@ def response_of(job: Job, answer: pb.GenerateResponse, special_ids: Collection[i
                 for one, sequence in zip(ranked[1:], sequences[1:], strict=True)
             ]
     return body
-
-
-def _mean_logprob(completion: pb.Completion) -> float:
-    rows = completion.logprobs
-    return sum(row.logprob for row in rows) / max(1, len(rows))
 
 
 def _sequence(

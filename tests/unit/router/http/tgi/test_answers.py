@@ -165,14 +165,16 @@ def test_the_best_of_some() -> None:
         completions=[
             pb.Completion(index=0, text="a", logprobs=[row(b"a", -3.0)], finish_reason=EOS),
             pb.Completion(index=1, text="bb", logprobs=[row(b"b", -2.0), row(b"b", -1.0)], finish_reason=LENGTH),
+            pb.Completion(index=2, text="", finish_reason=EOS),  # no text has no likelihood: it is the last
         ],
         usage=pb.Usage(prompt_tokens=4),
         seed=5,
     )
-    found = answers.response_of(job(is_streamed=False, best_of=2, do_sample=True), answer)
+    found = answers.response_of(job(is_streamed=False, best_of=3, do_sample=True), answer)
     assert found["generated_text"] == "bb"
     assert (found["details"]["finish_reason"], found["details"]["seed"]) == ("length", 5)
-    (other,) = found["details"]["best_of_sequences"]
+    other, last = found["details"]["best_of_sequences"]
+    assert last["generated_text"] == ""
     assert (other["generated_text"], other["finish_reason"], other["prompt_tokens"]) == ("a", "eos_token", 4)
 
 
