@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 from loraplex_contracts.adapters import check_adapter_ref
 from loraplex_contracts.errors import LoraplexError, Overloaded
 from loraplex_proto import validate
-from loraplex_proto.estimates import estimated_tokens
+from loraplex_proto.estimates import estimated_pooling_tokens, estimated_work
 from loraplex_proto.services import INFERENCE, POOLING, path_of
 from loraplex_proto.v1 import inference_pb2, pooling_pb2
 from loraplex_proto.validate import MAX_COMPLETIONS, adapters_in, check_names, parse
@@ -81,10 +81,7 @@ def admit_generate(
         # Two serialized messages in a row are their merge: nothing is encoded again.
         request_id = uuid.uuid4().hex
         raw += inference_pb2.GenerateRequest(request_id=request_id).SerializeToString()
-    num_prompt_tokens = _num_prompt_tokens(request)
-    room = max(1, max_context_tokens - num_prompt_tokens)
-    names_max_tokens = request.stopping.HasField("max_tokens")
-    wanted = request.stopping.max_tokens if names_max_tokens else room
+    num_prompt_tokens, num_output_tokens = estimated_work(request, max_context_tokens)
     num_texts = min(max(1, request.n), MAX_COMPLETIONS)
     speculation = request.speculation
     return RelayedRequest(
@@ -92,20 +89,15 @@ def admit_generate(
         request_id=request_id,
         adapter_ids=adapter_ids,
         num_prompt_tokens=num_prompt_tokens,
-        num_output_tokens=min(wanted, room) * num_texts,
+        num_output_tokens=num_output_tokens * num_texts,
         num_texts=num_texts,
-        names_max_tokens=names_max_tokens,
+        names_max_tokens=request.stopping.HasField("max_tokens"),
         shows_tokens=not request.output.omit_token_ids,
         adapter_name=validate.adapter_name_in(request),
         priority=request.priority,
         draft_model=speculation.draft_model.name if speculation.WhichOneof("kind") == "draft_model" else None,
         may_resume=may_resume(request),
     )
-
-
-def _num_prompt_tokens(request: inference_pb2.GenerateRequest) -> int:
-    most, found = request.truncate_prompt.max_tokens, estimated_tokens(request)
-    return min(found, most) if most else found
 
 
 # As GetInfo has them.
@@ -126,14 +118,12 @@ def admit_pooling(request: validate.PoolingRequest, raw: bytes, identity: Identi
         request_id = uuid.uuid4().hex
         raw += type(request)(request_id=request_id).SerializeToString()
     inputs = request.inputs[: validate.MAX_POOLING_INPUTS]
-    num_prompt_tokens = sum(map(estimated_tokens, inputs))
-    if isinstance(request, pooling_pb2.ScoreRequest):
-        num_prompt_tokens += len(inputs) * estimated_tokens(request.query)
+    query = request.query if isinstance(request, pooling_pb2.ScoreRequest) else None
     return RelayedRequest(
         raw=raw,
         request_id=request_id,
         adapter_ids=adapter_ids,
-        num_prompt_tokens=num_prompt_tokens,
+        num_prompt_tokens=estimated_pooling_tokens(inputs, query),
         num_texts=len(inputs),
         adapter_name=request.adapter_id,
         priority=request.priority,

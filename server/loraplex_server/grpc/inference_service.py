@@ -17,7 +17,7 @@ from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_contracts.request import Grammar, Request
 from loraplex_contracts.sampling import TokenizerView
 from loraplex_proto import validate
-from loraplex_proto.estimates import TOKEN_BYTES, estimated_tokens
+from loraplex_proto.estimates import TOKEN_BYTES, estimated_work
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
 from loraplex_runtime import auth
 from loraplex_runtime.quotas import Ticket
@@ -248,7 +248,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             num_checked = num_ids if is_cut else min(num_ids, self._limits.max_context_tokens)
             await self._tokenizing.off_loop(num_checked, partial(validate.check_for_model, message, self._limits))
             identity = self._gate.admit(*validate.adapters_in(message))
-            num_prompt, num_outputs = self._estimate(message)
+            num_prompt, num_outputs = estimated_work(message, self._info.max_context_tokens)
             flow = (identity.tenant, validate.adapter_name_in(message))
             refuse_early(self._engine.state.load, flow, message.priority, num_prompt, num_outputs, remaining_s)
             ticket = self._gate.take_quota(
@@ -299,15 +299,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             max_adapter_bytes=identity.limits.max_resident_adapter_bytes,
         )
         return Accepted(request, ticket, echo, tokens, parsing if output.parse_chat else None)
-
-    def _estimate(self, message: inference_pb2.GenerateRequest) -> tuple[int, int]:
-        """Estimated tokens of the prompt before it is tokenized, and those that a completion may have at most."""
-        num_prompt = estimated_tokens(message)
-        if (truncation := self._truncation(message)) is not None:
-            num_prompt = min(num_prompt, truncation.max_tokens)
-        room = max(1, self._info.max_context_tokens - num_prompt)
-        wanted = message.stopping.max_tokens if message.stopping.HasField("max_tokens") else room
-        return num_prompt, min(wanted, room)
 
     async def _parsing(
         self,

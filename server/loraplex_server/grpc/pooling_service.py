@@ -15,7 +15,7 @@ from loraplex_contracts.adapters import AdapterId, AdapterVersion
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, NoClassifier
 from loraplex_contracts.request import PooledPositions, PoolingParams, Request, SpeculationParams, StoppingParams
 from loraplex_proto import validate
-from loraplex_proto.estimates import estimated_tokens
+from loraplex_proto.estimates import estimated_pooling_tokens
 from loraplex_proto.v1 import inference_pb2, pooling_pb2, pooling_pb2_grpc
 from loraplex_proto.validate import PoolingRequest
 from loraplex_server.engine.client import EngineClient
@@ -206,9 +206,7 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
         arrival_s, left_s = time.monotonic(), seconds_left(context)
         identity = self._gate.admit(*validate.pooling_adapters_in(message))
         async with within(left_s):
-            num_estimated = sum(map(estimated_tokens, inputs))
-            if query is not None:
-                num_estimated += len(inputs) * estimated_tokens(query)
+            num_estimated = estimated_pooling_tokens(inputs, query)
             flow = (identity.tenant, message.adapter_id)
             refuse_early(self._engine.state.load, flow, message.priority, num_estimated, 1, left_s)
             ticket = self._gate.take_pooling_quota(len(inputs), num_estimated)

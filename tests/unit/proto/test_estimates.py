@@ -1,11 +1,11 @@
-"""Estimated tokens of prompts."""
+"""Estimated tokens of requests."""
 
 from __future__ import annotations
 
 import pytest
 
-from loraplex_proto.estimates import estimated_tokens
-from loraplex_proto.v1.inference_pb2 import Chat, ChatMessage, GenerateRequest, TokenIds, ToolCall
+from loraplex_proto.estimates import estimated_pooling_tokens, estimated_tokens, estimated_work
+from loraplex_proto.v1.inference_pb2 import Chat, ChatMessage, GenerateRequest, Stopping, TokenIds, ToolCall, Truncate
 from loraplex_proto.v1.pooling_pb2 import PoolingInput
 
 
@@ -27,3 +27,31 @@ def test_all_parts_of_a_chat_count_but_its_template() -> None:
         assert 300 < estimated_tokens(GenerateRequest(chat=chat)) < 320
         chat.template = "ü" * 4000
         assert 300 < estimated_tokens(GenerateRequest(chat=chat)) < 320
+
+
+@pytest.mark.parametrize(
+    ("truncation", "max_tokens", "wanted"),
+    [
+        (None, 20, (300, 1)),
+        (Truncate(max_tokens=40), 20, (40, 20)),
+        (Truncate(max_tokens=40), None, (40, 60)),
+        (Truncate(max_tokens=400), 20, (300, 1)),
+        # As many as fit: the worker cuts so too.
+        (Truncate(), 20, (80, 20)),
+        (Truncate(), None, (99, 1)),
+        (Truncate(), 100, (1, 99)),
+    ],
+)
+def test_the_work_of_a_request_is_that_of_its_prompt_as_it_is_cut(
+    truncation: Truncate | None, max_tokens: int | None, wanted: tuple[int, int]
+) -> None:
+    ids, stopping = TokenIds(ids=range(300)), Stopping(max_tokens=max_tokens)
+    request = GenerateRequest(token_ids=ids, truncate_prompt=truncation, stopping=stopping)
+    assert estimated_work(request, 100) == wanted
+
+
+def test_each_input_of_a_score_has_the_query_in_front() -> None:
+    inputs = [PoolingInput(text="x" * 400), PoolingInput(token_ids=TokenIds(ids=range(9)))]
+    assert estimated_pooling_tokens(inputs) == 110
+    assert estimated_pooling_tokens(inputs, PoolingInput(text="y" * 40)) == 132
+    assert estimated_pooling_tokens([], PoolingInput(text="y" * 40)) == 0
