@@ -14,7 +14,8 @@ import math
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 
-from loraplex_server.speculation.draft_model import Drafter, DraftModelProposer, DraftRequest, num_tokens_of
+from loraplex_server.speculation.draft_model import Drafter, DraftModelProposer, num_tokens_of
+from loraplex_server.speculation.draft_rows import DraftRequest
 from loraplex_server.speculation.proposer import UNIVERSAL, Ask
 from loraplex_server.text.tokenizer import TextTokenizer
 from loraplex_server.text.vocabulary import Vocabulary

@@ -24,7 +24,8 @@ from loraplex_contracts.request import SamplingParams, StoppingParams
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.speculation import cross_tokenizer
 from loraplex_server.speculation.cross_tokenizer import RecodedText, Recoder, UniversalProposer, prefix_of
-from loraplex_server.speculation.draft_model import Drafter, DraftMemory, DraftRequest
+from loraplex_server.speculation.draft_model import Drafter, DraftMemory
+from loraplex_server.speculation.draft_rows import DraftRequest
 from loraplex_server.text.tokenizer import TextTokenizer
 from loraplex_server.text.vocabulary import Vocabulary
 
