@@ -38,13 +38,13 @@ from loraplex_proto.v1 import adapter_pb2
 from loraplex_router.config import HttpOptions
 from loraplex_router.http import app as http_app
 from loraplex_router.http import middleware as http_middleware
-from loraplex_router.http import pooling
 from loraplex_router.http import server as http_server
 from loraplex_router.http.admin import LoadRequest, UnloadRequest
 from loraplex_router.http.fields import Fields
 from loraplex_router.http.grammars import GRAMMAR_FIELDS
 from loraplex_router.http.openai import fields as openai
 from loraplex_router.http.openai.responses import ResponsesRequest
+from loraplex_router.http.pooling import fields as pooling
 from loraplex_router.http.sglang import fields as sglang
 from loraplex_router.http.tgi import fields as tgi
 from loraplex_runtime.auth import token_digest

@@ -17,7 +17,7 @@ from support.fake_workers import Cluster, cluster, until
 
 from loraplex_proto.v1 import pooling_pb2
 from loraplex_router.config import HttpOptions
-from loraplex_router.http.pooling import METHODS
+from loraplex_router.http.pooling.routes import METHODS
 
 
 @contextlib.asynccontextmanager

@@ -22,7 +22,7 @@ from loraplex_router.http.errors import body_dialect, dialect_of, fields_in, not
 from loraplex_router.http.middleware import HostNames, Middleware, error_response
 from loraplex_router.http.openai.routes import OpenAIRoutes
 from loraplex_router.http.operations import OperationRoutes
-from loraplex_router.http.pooling import PoolingRoutes
+from loraplex_router.http.pooling.routes import PoolingRoutes
 from loraplex_router.http.router_calls import RouterCalls
 from loraplex_router.http.sglang.routes import SglangRoutes
 from loraplex_router.http.shared_routes import SharedRoutes

@@ -16,9 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, MessageTooLarge, RequestTimeout, as_typed
 from loraplex_proto.services import ADAPTERS, INFERENCE, STATUS, path_of
-from loraplex_router.http import pooling
 from loraplex_router.http.errors import dialect_of, error_headers, error_object, note_refusal, status_of, tgi_error
 from loraplex_router.http.page import is_page, page_response
+from loraplex_router.http.pooling import routes as pooling_routes
 from loraplex_runtime.auth import Credentials, admit, current_identity
 from loraplex_runtime.listener import is_public, join_address
 from loraplex_runtime.refusals import MAX_METHOD_CHARS, Refusals, tenant_of
@@ -42,7 +42,7 @@ _METHODS: Final[Mapping[str, str]] = {
     "/detokenize": path_of(INFERENCE, "Detokenize"),
     "/v1/detokenize": path_of(INFERENCE, "Detokenize"),
     "/tokenizer_info": path_of(INFERENCE, "GetTokenizerInfo"),
-    **pooling.METHODS,
+    **pooling_routes.METHODS,
     "/v1/load_lora_adapter": path_of(ADAPTERS, "LoadAdapter"),
     "/load_lora_adapter": path_of(ADAPTERS, "LoadAdapter"),
     "/v1/unload_lora_adapter": path_of(ADAPTERS, "UnloadAdapter"),

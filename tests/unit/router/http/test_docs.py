@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from loraplex_router.http import pooling
 from loraplex_router.http.admin import LoadRequest
 from loraplex_router.http.fields import HARMLESS, Fields
 from loraplex_router.http.grammars import GRAMMAR_FIELDS
@@ -22,6 +21,7 @@ from loraplex_router.http.openai.fields import (
     TokenizeRequest,
 )
 from loraplex_router.http.openai.responses import ResponsesRequest
+from loraplex_router.http.pooling import fields as pooling
 from loraplex_router.http.sglang import fields as sglang
 from loraplex_router.http.tgi import fields as tgi
 

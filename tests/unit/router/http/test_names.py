@@ -9,7 +9,7 @@ from loraplex_proto.v1 import inference_pb2, pooling_pb2
 from loraplex_router.http.grammars import GRAMMAR_FIELDS
 from loraplex_router.http.names import field_name
 from loraplex_router.http.openai.fields import ChatCompletionRequest, CompletionRequest
-from loraplex_router.http.pooling import ClassifyBody, EmbeddingsRequest, RerankBody, ScoreBody
+from loraplex_router.http.pooling.fields import ClassifyBody, EmbeddingsRequest, RerankBody, ScoreBody
 
 OPENAI = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields, *GRAMMAR_FIELDS}
 KINDS: dict[type[Message], set[str]] = {

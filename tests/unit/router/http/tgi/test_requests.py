@@ -9,7 +9,7 @@ import pytest
 from loraplex_contracts.errors import AdapterNotFound, InvalidArgument, LoraplexError, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import check_generate
-from loraplex_router.http import pooling
+from loraplex_router.http.pooling import fields as pooling
 from loraplex_router.http.tgi.fields import GenerateRequest, Parameters
 from loraplex_router.http.tgi.requests import Job, generate_job
 
