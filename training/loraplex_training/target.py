@@ -23,7 +23,7 @@ from loraplex_contracts.errors import (
     UnsupportedModel,
 )
 from loraplex_server.model.language import read_language_model
-from loraplex_server.model.loader import reading_files
+from loraplex_server.model.loader import eos_token_ids_of, reading_files
 from loraplex_server.model.mxfp4 import dequantising
 from loraplex_server.model.refusals import error_line, refuse_class, refuse_config
 from loraplex_training.adapted import check_files, with_adapter
@@ -153,7 +153,7 @@ def load_target(base: str, adapter: Path | None, *, dtype: torch.dtype | None, d
         limit = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 4096)
     with out_of_memory():
         model.to(device)
-    eos_token_ids = _eos_token_ids(model)
+    eos_token_ids = eos_token_ids_of(model)
     head = model.get_output_embeddings()
     if head is None:
         raise UnsupportedModel(f"{base} has no language modelling head, so there is nothing to draft")
@@ -195,15 +195,6 @@ def _run(model: Any, head: nn.Module, token_ids: Tensor, *, with_logits: bool) -
             hook.remove()
     hidden, raw = seen
     return hidden, (raw, logits.float())
-
-
-def _eos_token_ids(model: Any) -> tuple[int, ...]:
-    found = model.generation_config.eos_token_id if model.generation_config is not None else None
-    if found is None:
-        found = getattr(model.config.get_text_config(), "eos_token_id", None)
-    if found is None:
-        return ()
-    return (found,) if isinstance(found, int) else tuple(found)
 
 
 @contextmanager

@@ -164,7 +164,7 @@ def adopt_model(
         num_logits=probe.num_logits,
         hidden_size=cast(Tensor, head.weight).shape[-1],
         max_context_tokens=context_tokens,
-        eos_token_ids=_eos_token_ids(model),
+        eos_token_ids=eos_token_ids_of(model),
         rope=rope,
     )
     loaded = LoadedModel(
@@ -231,7 +231,8 @@ def _scaled_context(own: int, rope: Mapping[str, Any]) -> int:
     return max(own, int(rope.get("original_max_position_embeddings", own) * factor)) if kind == "yarn" else own
 
 
-def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+def eos_token_ids_of(model: PreTrainedModel) -> tuple[int, ...]:
+    """Ends of sequence by the generation config, else by the model's own; none where neither names any."""
     for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
         found = getattr(config, "eos_token_id", None)
         if found is not None:
