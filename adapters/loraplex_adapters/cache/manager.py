@@ -446,8 +446,7 @@ class AdapterManager:
         except TakesLong:
             self._maker.submit(lambda: self._fetch(fetch, source, then, may_take_long=True), _flow(fetch))
         except Exception as error:
-            is_elsewhere = isinstance(error, AdapterNotFound) and not isinstance(error, _FINAL)
-            if then is not None and is_elsewhere:
+            if then is not None and _is_absent(error):
                 self._remote_fetcher.submit(lambda: self._fetch(fetch, then), _flow(fetch))
                 return
             name = shown_name(fetch.name)
@@ -530,8 +529,7 @@ class AdapterManager:
         if self._watch is not None:
             self._watch.failed(fetch.name, files, may_retry=error.retry_after_s is not None)
         if isinstance(fetch, FetchName):
-            is_absent = isinstance(error, AdapterNotFound) and not isinstance(error, _FINAL)
-            ttl_s = ABSENT_TTL_S if is_absent and self._remote is None else None
+            ttl_s = ABSENT_TTL_S if _is_absent(error) and self._remote is None else None
             self._table.name_failed(fetch.name, fetch.ticket, error, now, ttl_s)
         else:
             self._residency.refetch_failed(fetch, error, now)
@@ -619,6 +617,11 @@ class AdapterManager:
 
 def _flow(fetch: Fetch) -> str:
     return fetch.tenant if isinstance(fetch, FetchName) else ""
+
+
+def _is_absent(error: Exception) -> bool:
+    """True if the source has no such adapter, and another one may have it."""
+    return isinstance(error, AdapterNotFound) and not isinstance(error, _FINAL)
 
 
 def _about(adapter_id: str, error: LoraplexError) -> LoraplexError:

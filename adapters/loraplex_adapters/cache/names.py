@@ -98,16 +98,15 @@ class AdapterTable:
     def resolve(self, name: str, now: float, user: AdapterUser = NOBODY) -> AdapterKey | None:
         """The key the name is bound to, held once more; None while it is fetched. Raises the remembered error, and
         QuotaExceeded."""
-        base, _, digits = name.partition("@")
-        if digits:
-            version = self.versions.find(base, digits)
-            if version is None:  # it may be the content that the source has now
-                bound = self._ask(base, now, user.tenant)
-                if bound.state is NameState.BOUND:
-                    raise adapter_version_not_found(name)
-                return None
-            if (bound := self.names.get(base)) is None or bound.key != version:
-                return self._hold(self._ask(f"{base}@{version.digest}", now, user.tenant, version), user)
+        base = name_in(name)
+        try:
+            version = self._version_of(name)
+        except AdapterVersionNotFound:  # it may be the content that the source has now
+            if self._ask(base, now, user.tenant).state is NameState.BOUND:
+                raise
+            return None
+        if version is not None and ((bound := self.names.get(base)) is None or bound.key != version):
+            return self._hold(self._ask(f"{base}@{version.digest}", now, user.tenant, version), user)
         return self._hold(self._ask(base, now, user.tenant), user)
 
     def resolve_at(self, origin: AdapterOrigin, now: float, user: AdapterUser = NOBODY) -> AdapterKey | None:
@@ -121,6 +120,14 @@ class AdapterTable:
         for surplus in self._accesses.use(name, user.tenant):
             self._forget(surplus)
         return self._hold(self._ask(name, now, user.tenant, origin=origin), user)
+
+    def _version_of(self, name: str) -> AdapterKey | None:
+        """The content that a name with a version means; None for a name without one. Raises AdapterVersionNotFound."""
+        base, _, digits = name.partition("@")
+        found = self.versions.find(base, digits) if digits else None
+        if digits and found is None:
+            raise adapter_version_not_found(name)
+        return found
 
     def _is_lost(self, key: AdapterKey) -> bool:
         """True if the store has dropped the key's bytes and its names could not bring them back."""
@@ -199,11 +206,9 @@ class AdapterTable:
         """Forgets the name; the key's weights go with their last holder. None for a name that could not be loaded.
         Raises AdapterNotFound, and with `if_unused` AdapterInUse where a request for the name holds the key. Without a
         version in the name its versions are forgotten too."""
-        base, _, digits = name.partition("@")
-        if digits:
-            version = self.versions.find(base, digits)
-            if version is None or (name := f"{base}@{version.digest}") not in self.names:
-                raise adapter_version_not_found(name)
+        base, version = name_in(name), self._version_of(name)
+        if version is not None and (name := f"{base}@{version.digest}") not in self.names:
+            raise adapter_version_not_found(name)
         record = self.names.get(name)
         if record is None or _is_unknown(record) or (record.key is None and record.state is not NameState.FAILED):
             raise adapter_not_found(name)
@@ -217,7 +222,7 @@ class AdapterTable:
                 f"{num_holds} requests use adapter {name!a}; unload it later, or without `if_unused` to let them end",
                 resource=name,
             )
-        if not digits:
+        if version is None:
             for version in self.versions.forget(name):
                 self._forget(f"{name}@{version.digest}")
         key = record.key
@@ -309,7 +314,7 @@ class AdapterTable:
         if record is None or record.ticket != ticket:
             return
         operation = record.load
-        if operation is not None and operation.ended_s is None and not operation.is_behind:
+        if operation is not None and operation.is_of_fetch:
             refusal = self._refusal(record, operation, key, num_bytes)
             if refusal is not None:
                 could_fit = self.residency.too_large(num_bytes) is None
@@ -325,7 +330,7 @@ class AdapterTable:
         is_pinned = operation is not None and self._will_be_pinned(record, operation)
         is_wanted = not is_reload or (before is not None and before.is_resident)
         self._bind(record, key, num_bytes, rank, traits)
-        is_loading = operation is not None and operation.ended_s is None and not operation.is_behind
+        is_loading = operation is not None and operation.is_of_fetch
         if operation is not None and is_loading and not is_reload:
             self.residency.use.use(operation.user.tenant, key, num_holds=0)
         if is_wanted and (is_loading or not record.is_asked_within_limits):  # else it counts for no tenant yet
@@ -339,7 +344,7 @@ class AdapterTable:
         operation.bound_round = self.residency.round
         self.residency.set_pinned(key, name, is_pinned)
 
-    def name_failed(self, name: str, ticket: int, error: Exception, now: float, ttl_s: float | None = None) -> None:
+    def name_failed(self, name: str, ticket: int, error: LoraplexError, now: float, ttl_s: float | None = None) -> None:
         """`ttl_s`: for how long the error is remembered at most; None: as long as the table remembers any."""
         self._end_fetch(ticket)
         record = self.names.get(name)
@@ -357,11 +362,8 @@ class AdapterTable:
 
     def row(self, name: str) -> AdapterInfo:
         """The listing's row of a name. Raises AdapterNotFound."""
-        base, _, digits = name.partition("@")
-        if digits:
-            version = self.versions.find(base, digits)
-            if version is None:
-                raise adapter_version_not_found(name)
+        base, version = name_in(name), self._version_of(name)
+        if version is not None:
             bound = self.names.get(base)
             name = base if bound is not None and bound.key == version else f"{base}@{version.digest}"
             if name not in self.names:
@@ -472,9 +474,8 @@ class AdapterTable:
 
     def _fetch(self, record: NameRecord, tenant: str, origin: AdapterOrigin = OWN_ORIGIN) -> None:
         operation = record.load
-        is_asked = operation is not None and operation.ended_s is None and not operation.is_behind
         own = origin if origin.source else record.origin
-        asked = operation.options.origin if operation is not None and is_asked else own
+        asked = operation.options.origin if operation is not None and operation.is_of_fetch else own
         asked = asked if asked.source else own
         record.fetched_from = asked.without_token
         if record.key is None:
@@ -609,7 +610,7 @@ class AdapterTable:
             self.residency.unbind(previous, record.name)
 
     def _fail(
-        self, record: NameRecord, error: Exception, now: float, *, is_of_load: bool, ttl_s: float | None = None
+        self, record: NameRecord, error: LoraplexError, now: float, *, is_of_load: bool, ttl_s: float | None = None
     ) -> None:
         """`is_of_load`: the error is of what a load asked for, such as another place. It is listed, and requests look
         at the name's own place."""
@@ -686,6 +687,6 @@ def check_member(adapter_id: str, record: KeyRecord) -> None:
         )
 
 
-def fresh(error: Exception) -> Exception:
+def fresh(error: LoraplexError) -> LoraplexError:
     """A copy to raise: an exception that is raised again and again would collect tracebacks."""
     return copy.copy(error)

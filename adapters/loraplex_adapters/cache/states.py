@@ -112,6 +112,11 @@ class LoadOperation:
     calls: set[int] = field(default_factory=set[int])  # that were there before its fetch and have not taken its result
     asked_round: int = -1  # the table's round of the first call
 
+    @property
+    def is_of_fetch(self) -> bool:
+        """True if it waits for the outcome of the fetch under way."""
+        return self.ended_s is None and not self.is_behind
+
 
 @dataclass(slots=True)
 class NameRecord:
