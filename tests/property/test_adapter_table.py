@@ -412,9 +412,9 @@ def test_illegal_calls_change_nothing() -> None:
         lambda: residency.staged(key),
         lambda: residency.promoted(key),
         lambda: residency.lost(key, 0.0),
-        lambda: residency.failed(key, ValueError(), 0.0),
+        lambda: residency.failed(key, AdapterInvalid("bad"), 0.0),
         lambda: residency.refetched(Refetch(key, "n0"), key_of(1), 0.0),
-        lambda: residency.refetch_failed(Refetch(key, "n0"), ValueError(), 0.0),
+        lambda: residency.refetch_failed(Refetch(key, "n0"), AdapterInvalid("bad"), 0.0),
     ):
         with pytest.raises(IllegalTransition):
             illegal()

@@ -12,7 +12,7 @@ from support.scheduler_harness import Harness, make_request
 from loraplex_adapters.cache.residency import ResidencyTable
 from loraplex_adapters.cache.states import KeyState, Promote, Stage
 from loraplex_contracts.adapters import AdapterKey
-from loraplex_contracts.errors import Cancelled
+from loraplex_contracts.errors import Cancelled, LoraplexError
 
 NUM_SLOTS = 3
 KEYS = tuple(adapter(name) for name in "abcde")
@@ -45,7 +45,7 @@ class TableResidency(FakeResidency):
     def release(self, key: AdapterKey) -> None:
         self.table.release(key)
 
-    def failure(self, *keys: AdapterKey) -> Exception | None:
+    def failure(self, *keys: AdapterKey) -> LoraplexError | None:
         return self.table.failure(*keys)
 
     def poll(self) -> None:

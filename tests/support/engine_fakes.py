@@ -22,7 +22,7 @@ from loraplex_contracts.adapters import (
     LoadOptions,
     held_name,
 )
-from loraplex_contracts.errors import AdapterNotFound, UnsupportedModel
+from loraplex_contracts.errors import AdapterNotFound, LoraplexError, UnsupportedModel
 from loraplex_contracts.mixtures import Mixture
 from loraplex_contracts.plan import SpanResult, StepPlan, StepResult
 from loraplex_server.config import EngineConfig, SpeculationConfig
@@ -152,7 +152,7 @@ class FakeCache:
         self.leases[key] -= 1
         self.has_changes = True
 
-    def failure(self, *keys: AdapterKey) -> Exception | None:
+    def failure(self, *keys: AdapterKey) -> LoraplexError | None:
         return None
 
     def load(

@@ -36,7 +36,7 @@ class FakeResidency:
         self.num_slots = num_slots
         self.load_polls = load_polls
         self.offer_polls = offer_polls
-        self.failures: dict[AdapterKey, Exception] = {}
+        self.failures: dict[AdapterKey, LoraplexError] = {}
         self.slots: dict[AdapterKey, int] = {}
         self.refs: dict[AdapterKey, int] = {}
         self._idle: OrderedDict[AdapterKey, None] = OrderedDict()
@@ -75,7 +75,7 @@ class FakeResidency:
             del self.refs[key]
             self._idle[key] = None
 
-    def failure(self, *keys: AdapterKey) -> Exception | None:
+    def failure(self, *keys: AdapterKey) -> LoraplexError | None:
         return next((self.failures[key] for key in keys if key in self.failures), None)
 
     def poll(self) -> None:

@@ -83,8 +83,8 @@ def version_row(name: str, key: AdapterKey) -> AdapterInfo:
     )  # fmt: skip
 
 
-def _reason(error: Exception | None) -> str:
-    return error.reason if isinstance(error, LoraplexError) else ""
+def _reason(error: LoraplexError | None) -> str:
+    return "" if error is None else error.reason
 
 
 def listing_order(row: AdapterInfo) -> tuple[str, bool, str]:

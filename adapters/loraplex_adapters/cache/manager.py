@@ -227,7 +227,7 @@ class AdapterManager:
         self._notify_if_due()
         return slot
 
-    def failure(self, *keys: AdapterKey) -> Exception | None:
+    def failure(self, *keys: AdapterKey) -> LoraplexError | None:
         """The reason that keeps these keys from the device for good (source gone, no room for all), or None."""
         error = self._residency.failure(*keys)
         return None if error is None else fresh(error)

@@ -46,6 +46,7 @@ from loraplex_contracts.errors import (
     FailedPrecondition,
     IllegalTransition,
     InvalidArgument,
+    LoraplexError,
     SourceUnavailable,
     adapter_version_not_found,
 )
@@ -288,7 +289,7 @@ class ResidencyTable:
         self._prefetches[key] = None
         self.is_due = True
 
-    def failure(self, *keys: AdapterKey) -> Exception | None:
+    def failure(self, *keys: AdapterKey) -> LoraplexError | None:
         for key in keys:
             record = self.records.get(key)
             error = None if record is None else record.error if record.state is KeyState.FAILED else self._never(record)
@@ -353,7 +354,7 @@ class ResidencyTable:
             )
             self.refetch_failed(fetch, changed, now)
 
-    def refetch_failed(self, fetch: Refetch, error: Exception, now: float) -> None:
+    def refetch_failed(self, fetch: Refetch, error: LoraplexError, now: float) -> None:
         """Takes in a refetch that failed. The content is looked for under its other names before its requests fail."""
         record = self._get(fetch.key)
         record.check(KeyEvent.FAIL)
@@ -374,7 +375,7 @@ class ResidencyTable:
             self.refetches.append(Refetch(record.key, left[0], tried=tried | {left[0]}))
         return bool(left)
 
-    def failed(self, key: AdapterKey, error: Exception, now: float) -> None:
+    def failed(self, key: AdapterKey, error: LoraplexError, now: float) -> None:
         record = self._get(key)
         record.check(KeyEvent.FAIL)
         self._fail(record, error, now)
@@ -589,7 +590,7 @@ class ResidencyTable:
         if record.pinned_names:
             self._want(record)
 
-    def _fail(self, record: KeyRecord, error: Exception, now: float) -> None:
+    def _fail(self, record: KeyRecord, error: LoraplexError, now: float) -> None:
         self._give_back(record)
         self._step(record, KeyEvent.FAIL)
         record.error = error

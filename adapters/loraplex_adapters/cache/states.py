@@ -106,7 +106,7 @@ class LoadOperation:
     options: LoadOptions = PLAIN_LOAD
     # The fetch under way began before this load was asked for and may have read older files: another one follows.
     is_behind: bool = False
-    error: Exception | None = None
+    error: LoraplexError | None = None
     bound_round: int = -1  # the table's round in which the name was bound
     ended_s: float | None = None  # when a result was there to be taken
     calls: set[int] = field(default_factory=set[int])  # that were there before its fetch and have not taken its result
@@ -130,7 +130,7 @@ class NameRecord:
     origin: AdapterOrigin = OWN_ORIGIN  # of its key; without one, where requests look for it
     fetched_from: AdapterOrigin = OWN_ORIGIN  # of the last fetch
     base: str = ""  # that its files name
-    error: Exception | None = None  # of the last fetch or load, until one succeeds
+    error: LoraplexError | None = None  # of the last fetch or load, until one succeeds
     failed_until_s: float = 0.0
     load: LoadOperation | None = None
     is_asked_within_limits: bool = False  # by a tenant whose bytes are limited, since the last fetch began
@@ -181,7 +181,7 @@ class KeyRecord:
     names: set[str] = field(default_factory=set[str])
     pinned_names: set[str] = field(default_factory=set[str])  # by the operator
     last_name: str = ""
-    error: Exception | None = None
+    error: LoraplexError | None = None
     failed_until_s: float = 0.0
     reserved_rounds: int = 0  # for which it still waits for the request that it was brought up for
     used_round: int = 0  # the table's round in which it was last asked for or given back
@@ -219,9 +219,9 @@ class KeyRecord:
         self.state = self.check(event)
 
 
-def remembered_s(error: Exception, failure_ttl_s: float) -> float:
+def remembered_s(error: LoraplexError, failure_ttl_s: float) -> float:
     """Seconds for which a failure is answered from memory: no longer than the error itself says that it lasts."""
-    hint = error.retry_after_s if isinstance(error, LoraplexError) else None
+    hint = error.retry_after_s
     return failure_ttl_s if hint is None else min(failure_ttl_s, hint)
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from loraplex_contracts.adapters import AdapterKey
-from loraplex_contracts.errors import DeadlineExceeded, Internal, LoraplexError
+from loraplex_contracts.errors import DeadlineExceeded, LoraplexError
 from loraplex_contracts.load import MUCH_SHORTER
 from loraplex_contracts.plan import BlockCopy, Draft, NewSequence
 from loraplex_contracts.request import Admitted, Event
@@ -311,7 +311,7 @@ class Admission:
             return True
         failure = self._table.adapter_failure(keys)
         if failure is not None:
-            scan.failed[request] = _typed(failure)
+            scan.failed[request] = failure
             return False
         scan.missing[keys] = None
         self._note_miss(request, now)
@@ -426,9 +426,3 @@ class Admission:
 def _begin_wait(request: RequestState, now: float) -> None:
     if request.adapter_missed_s is None:
         request.adapter_missed_s = now
-
-
-def _typed(failure: Exception) -> LoraplexError:
-    if isinstance(failure, LoraplexError):
-        return failure
-    return Internal("the adapter could not be brought to the device; the server's log says why")

@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from loraplex_contracts.adapters import AdapterKey
-from loraplex_contracts.errors import IllegalTransition
+from loraplex_contracts.errors import IllegalTransition, LoraplexError
 from loraplex_contracts.load import Flow
 from loraplex_contracts.mixtures import WeightedKey
 from loraplex_contracts.plan import AdapterUse, BlockCopy, GrammarMatcher, NewSequence, Span, StepPlan
@@ -244,7 +244,7 @@ class AdapterLeases(Protocol):
         """Puts these loads first among those that are wanted, in this order."""
         ...
 
-    def failure(self, *keys: AdapterKey) -> Exception | None:
+    def failure(self, *keys: AdapterKey) -> LoraplexError | None:
         """The reason that keeps these keys from the device for good (source gone, no room for all), or None."""
         ...
 
@@ -577,7 +577,7 @@ class SequenceTable:
     def put_first(self, wants: Sequence[tuple[AdapterKey, ...]]) -> None:
         self._adapters.put_first([keys[0] if len(keys) == 1 else keys for keys in wants])
 
-    def adapter_failure(self, keys: tuple[AdapterKey, ...]) -> Exception | None:
+    def adapter_failure(self, keys: tuple[AdapterKey, ...]) -> LoraplexError | None:
         return self._adapters.failure(*keys)
 
     # --- checks -------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 from support.scheduler_fakes import adapter
 from support.scheduler_harness import Harness, make_request
 
-from loraplex_contracts.errors import AdapterInvalid, Cancelled, Internal
+from loraplex_contracts.errors import AdapterInvalid, Cancelled
 
 A, B, C = adapter("a"), adapter("b"), adapter("c")
 
@@ -114,15 +114,6 @@ def test_a_failing_adapter_fails_its_requests_and_no_other() -> None:
     assert harness.logs["bad"].error is error
     assert harness.logs["worse"].error is error
     harness.check_output("good")
-
-
-def test_an_unknown_failure_is_internal_and_says_nothing_of_the_inside() -> None:
-    harness = Harness()
-    harness.residency.failures[A] = OSError("/secret/path")
-    harness.add(make_request("bad"), A)
-    harness.run()
-    assert isinstance(harness.logs["bad"].error, Internal)
-    assert "secret" not in str(harness.logs["bad"].error)
 
 
 def test_a_failure_that_comes_while_a_sibling_runs_ends_both() -> None:
