@@ -96,6 +96,14 @@ class MergedAdapters(Fields):
     majority_sign_method: str | None = None
 
 
+class MixtureFields(OriginFields):
+    """Fields of a mixture, ours or LoRAX's, and of its adapters' origin."""
+
+    adapters: list[Member] | None = None
+    merge: Merge | None = None
+    merged_adapters: MergedAdapters | None = None
+
+
 def harmless_fields(body: Fields) -> tuple[str, ...]:
     """Names of the fields that are given and need no effect."""
     return tuple(name for name in body.extras() if name in HARMLESS)

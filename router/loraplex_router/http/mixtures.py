@@ -8,7 +8,7 @@ from typing import Any, Final
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_contracts.mixtures import DEFAULT_WEIGHT, MAX_MEMBERS
 from loraplex_proto.v1 import inference_pb2 as pb
-from loraplex_router.http.fields import Fields, Member, Merge, MergedAdapters, adapter_of, unicode_text
+from loraplex_router.http.fields import Fields, Member, Merge, MergedAdapters, MixtureFields, adapter_of, unicode_text
 
 # Options of each of LoRAX's strategies; other options are left aside, as there.
 _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -21,15 +21,9 @@ _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
 EXACT: Final = "cat"  # PEFT's name of the exact sum
 
 
-def put_mixture(
-    request: pb.GenerateRequest,
-    base_names: Sequence[str],
-    *,
-    members: Sequence[Member] | None = None,
-    merge: Merge | None = None,
-    merged: MergedAdapters | None = None,
-) -> None:
+def put_mixture(request: pb.GenerateRequest, given: MixtureFields, base_names: Sequence[str]) -> None:
     """Puts the mixture into the request. Raises InvalidArgument, with the field's name. A worker checks the rest."""
+    members, merge, merged = given.adapters, given.merge, given.merged_adapters
     if merged is not None:
         if members or merge is not None:
             raise InvalidArgument("give `merged_adapters` or `adapters`, not both", field="merged_adapters")

@@ -10,7 +10,8 @@ from loraplex_contracts.adapters import HUB_SOURCE, S3_SOURCE, check_adapter_sou
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import HasOrigin
-from loraplex_router.http.fields import OriginFields, unicode_text
+from loraplex_router.http.fields import MixtureFields, OriginFields, unicode_text
+from loraplex_router.http.mixtures import put_mixture
 
 LOCAL: Final = "local"
 HUB: Final = "hub"
@@ -38,13 +39,14 @@ def put_origin(request: HasOrigin, given: OriginFields, adapter_id: str) -> None
         request.hub.token = unicode_text(given.api_token or "", "api_token")
 
 
-def put_origins(request: pb.GenerateRequest, given: OriginFields, members: Sequence[OriginFields] | None) -> None:
-    """Puts the source of the adapter into the request, or of each adapter of its mixture: its own where it says one,
-    else the request's. Raises what `put_origin` raises."""
+def put_adapters(request: pb.GenerateRequest, given: MixtureFields, base_names: Sequence[str]) -> None:
+    """Puts the mixture into a request that has its `adapter_id`, then the origin of that adapter or of each in the
+    mixture: its own where it says one, else the request's. Raises what `put_mixture` and `put_origin` raise."""
+    put_mixture(request, given, base_names)
     if not request.adapters:
         put_origin(request, given, request.adapter_id)
     for idx, adapter in enumerate(request.adapters):
-        own = members[idx] if members else OriginFields()
+        own = given.adapters[idx] if given.adapters else OriginFields()
         origin = OriginFields(
             adapter_source=own.adapter_source or given.adapter_source,
             adapter_revision=own.adapter_revision or (None if own.adapter_source else given.adapter_revision),

@@ -19,9 +19,7 @@ from loraplex_router.http.fields import (
     HARMLESS,
     AdapterFields,
     Fields,
-    Member,
-    Merge,
-    MergedAdapters,
+    MixtureFields,
     NameFields,
     Uint32,
     header_names,
@@ -99,12 +97,9 @@ class StreamOptions(Fields):
     continuous_usage_stats: bool | None = None
 
 
-class Generation(AdapterFields):
+class Generation(AdapterFields, MixtureFields):
     """Fields that completions and chat completions have in common."""
 
-    adapters: list[Member] | None = None
-    merge: Merge | None = None
-    merged_adapters: MergedAdapters | None = None
     max_tokens: Uint32 | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -24,7 +24,6 @@ from loraplex_router.http.fields import (
     unicode_text,
 )
 from loraplex_router.http.grammars import grammar_of
-from loraplex_router.http.mixtures import put_mixture
 from loraplex_router.http.openai.fields import (
     REFUSED_IN_MESSAGES,
     THOUGHTS,
@@ -39,7 +38,7 @@ from loraplex_router.http.openai.fields import (
     ignored_fields,
 )
 from loraplex_router.http.openai.tools import put_tools
-from loraplex_router.http.origins import put_origins, put_tokenizer_origin
+from loraplex_router.http.origins import put_adapters, put_tokenizer_origin
 
 DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's, of completions
 NO_DEFAULTS: Final = pb.Sampling()
@@ -284,8 +283,7 @@ def _for_prompts(
 def _common(body: Generation, base_names: Sequence[str], defaults: pb.Sampling) -> pb.GenerateRequest:
     request = pb.GenerateRequest(n=body.n or 1)
     request.adapter_id = adapter_in(body.adapter_names(), base_names)
-    put_mixture(request, base_names, members=body.adapters, merge=body.merge, merged=body.merged_adapters)
-    put_origins(request, body, body.adapters)
+    put_adapters(request, body, base_names)
     request.sampling.CopyFrom(defaults)
     if not request.sampling.HasField("temperature"):
         request.sampling.temperature = 1.0  # the wire's own default is greedy

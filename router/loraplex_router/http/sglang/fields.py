@@ -9,7 +9,7 @@ from pydantic import Field
 
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.validate import MAX_COMPLETIONS, MAX_TOP_LOGPROBS
-from loraplex_router.http.fields import HARMLESS, Fields, Member, Merge, MergedAdapters, OriginFields, Uint32
+from loraplex_router.http.fields import HARMLESS, Fields, MixtureFields, Uint32
 from loraplex_router.http.grammars import GRAMMAR_FIELDS
 from loraplex_router.http.openai.fields import REFUSED as OTHERS_REFUSED
 from loraplex_router.http.openai.fields import ChatCompletionRequest, CompletionRequest
@@ -70,7 +70,7 @@ class SamplingParams(Fields):
     speculation: Any = None
 
 
-class GenerateRequest(OriginFields):
+class GenerateRequest(MixtureFields):
     """Body of POST /generate that has `text` or `input_ids`. Mixtures are our own field, and count for all prompts."""
 
     text: Any = None
@@ -79,9 +79,6 @@ class GenerateRequest(OriginFields):
     lora_path: str | list[str | None] | None = None
     model: str | None = None
     adapter_id: str | None = None
-    adapters: list[Member] | None = None
-    merge: Merge | None = None
-    merged_adapters: MergedAdapters | None = None
     stream: bool | None = None
     rid: str | list[str] | None = None
     return_logprob: bool | None = None

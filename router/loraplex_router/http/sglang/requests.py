@@ -22,8 +22,7 @@ from loraplex_router.http.fields import (
     unicode_text,
 )
 from loraplex_router.http.grammars import grammar_of
-from loraplex_router.http.mixtures import put_mixture
-from loraplex_router.http.origins import put_origins
+from loraplex_router.http.origins import put_adapters
 from loraplex_router.http.sglang.fields import GenerateRequest, SamplingParams, further_fields
 
 DEFAULT_MAX_TOKENS: Final = 128  # SGLang's
@@ -82,8 +81,7 @@ def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: s
         one.CopyFrom(common)
         one.request_id = one_id
         one.adapter_id = adapter_name
-        put_mixture(one, base_names, members=body.adapters, merge=body.merge, merged=body.merged_adapters)
-        put_origins(one, body, body.adapters)
+        put_adapters(one, body, base_names)
         if isinstance(prompt, str):
             one.text = unicode_text(prompt, "text")
         else:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_proto.validate import MAX_COMPLETIONS, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
-from loraplex_router.http.fields import HARMLESS, Fields, Member, Merge, MergedAdapters, OriginFields, header_names
+from loraplex_router.http.fields import HARMLESS, Fields, MixtureFields, header_names
 from loraplex_router.http.grammars import GRAMMAR_FIELDS, unknown_parts
 from loraplex_router.http.openai.fields import REFUSED, ChatCompletionRequest, CompletionRequest
 
@@ -31,13 +31,10 @@ TASKS: Final[Mapping[str, str]] = {
 }
 
 
-class Parameters(OriginFields):
+class Parameters(MixtureFields):
     """`parameters` of a request: LoRAX's, TGI's, and `speculation`."""
 
     adapter_id: str | None = None
-    adapters: list[Member] | None = None
-    merge: Merge | None = None
-    merged_adapters: MergedAdapters | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = None
     temperature: float | None = None
     top_k: Annotated[int, Field(ge=-1, le=(1 << 32) - 1)] | None = None

@@ -11,8 +11,7 @@ from loraplex_router.http import dialects
 from loraplex_router.http.errors import naming_missing
 from loraplex_router.http.fields import adapter_of, put_options, speculation_of, unicode_text
 from loraplex_router.http.grammars import grammar_of
-from loraplex_router.http.mixtures import put_mixture
-from loraplex_router.http.origins import BUCKET_SCHEME, S3, put_origins, put_tokenizer_origin
+from loraplex_router.http.origins import BUCKET_SCHEME, S3, put_adapters, put_tokenizer_origin
 from loraplex_router.http.tgi.fields import BASE_MODEL, GenerateRequest, Parameters, TokenizeRequest, ignored_in
 
 
@@ -57,8 +56,7 @@ def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: s
     if given.decoder_input_details and is_streamed:
         raise InvalidArgument("`decoder_input_details` is not available in streams", field="decoder_input_details")
     request = pb.GenerateRequest(request_id=request_id, n=best_of, adapter_id=adapter_id_of(adapter_name, base_names))
-    put_mixture(request, base_names, members=given.adapters, merge=given.merge, merged=given.merged_adapters)
-    put_origins(request, given, given.adapters)
+    put_adapters(request, given, base_names)
     if given.apply_chat_template:
         request.chat.messages.add(role="user", content=prompt)
     else:
