@@ -20,7 +20,6 @@ import logging
 import mmap
 import os
 import re
-import shutil
 import stat
 import threading
 import time
@@ -45,8 +44,6 @@ RETRY_FULL_S = 5.0
 _SUFFIX = ".adapter"
 _TEMPORARY = ".incoming-"
 LOCK_NAME = "lock"
-# A folder this young may belong to a process that is about to lock it.
-_ABANDONED_S = 60.0
 _NAME = re.compile(r"(lora|medusa|combined)-([0-9a-f]{64})\.adapter\Z")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 # Errors that say that there is no such file. With others the file may be good.
@@ -341,28 +338,6 @@ def _open_locked(root: Path) -> int:
             f"the adapter store {root} is used by another process; give each worker a directory of its own"
         ) from None
     return fd
-
-
-def remove_abandoned(parent: Path, prefix: str) -> None:
-    """Removes this user's stores in `parent` whose process is gone without having removed them (killed)."""
-    for root in parent.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):
-            _remove_if_abandoned(root)
-
-
-def _remove_if_abandoned(root: Path) -> None:
-    """Removes a store of this user whose process is gone. Raises OSError where there is no store, or it is in use."""
-    status = root.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        return
-    fd = os.open(root / LOCK_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        if time.time() - os.fstat(fd).st_mtime < _ABANDONED_S:
-            return
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(root, ignore_errors=True)
-    finally:
-        os.close(fd)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -42,6 +42,7 @@ from loraplex_contracts.load import Load
 from loraplex_contracts.request import CompletionEnd, Event, Request, RequestFailed, Tokens
 from loraplex_runtime.auth import current_identity
 from loraplex_runtime.reports import Progress, no_progress
+from loraplex_runtime.scratch_folder import Scratch
 from loraplex_runtime.shutdown import start_shielded
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine.liveness import LivenessMonitor
@@ -67,10 +68,12 @@ from loraplex_server.engine.pipe import (
     Stopped,
     Submit,
 )
-from loraplex_server.engine.process import EngineBuilder, Scratch, engine_process, serve_engine
+from loraplex_server.engine.process import EngineBuilder, engine_process, serve_engine
 from loraplex_server.engine.step_sizes import StepSizes
 
 log = logging.getLogger(__name__)
+
+SCRATCH_PREFIX: Final = "loraplex-engine-"
 
 
 class ChangeSignal:
@@ -198,7 +201,7 @@ class EngineClient:
         """
         self._on_progress = on_progress
         if not inline:
-            self._scratch = Scratch()
+            self._scratch = Scratch(SCRATCH_PREFIX)
         context = multiprocessing.get_context("spawn")
         with self._starting():
             self._conn, theirs = context.Pipe(duplex=True)

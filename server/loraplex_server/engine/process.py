@@ -7,13 +7,11 @@ that neither a slow front end nor pickling delays a step. Owns inbox, outputs an
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import queue
 import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -22,9 +20,9 @@ from pathlib import Path
 from pickle import dumps
 from typing import TYPE_CHECKING, Final
 
-from loraplex_adapters.store import LOCK_NAME, remove_abandoned
-from loraplex_contracts.errors import FailedPrecondition, Internal, LoraplexError
+from loraplex_contracts.errors import Internal, LoraplexError
 from loraplex_runtime.logs import setup_logging
+from loraplex_runtime.scratch_folder import use_scratch
 from loraplex_runtime.shutdown import begin_shielded, exit_at_once
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine.liveness import Heartbeat, StepBound, TurnTimer
@@ -190,41 +188,3 @@ def _write(conn: Connection, outputs: OutputQueue) -> None:
                 conn.send_bytes(dumps(message))
     except (BrokenPipeError, OSError):
         return  # the front end is gone; the reader sees it too and ends the loop
-
-
-PREFIX: Final = "loraplex-engine-"
-
-
-class Scratch:
-    """Owner of the folder for the engine's temporary files, in the front end."""
-
-    def __init__(self) -> None:
-        """Makes the folder. Raises FailedPrecondition where there is no room for temporary files."""
-        try:
-            remove_abandoned(Path(tempfile.gettempdir()), PREFIX)
-            self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-            self._lock_fd = _hold(self.path)
-        except OSError as error:
-            raise FailedPrecondition(
-                f"there is no place for temporary files ({error.strerror or error}); name a folder that can be written "
-                "with the variable TMPDIR, or make room"
-            ) from error
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
-
-
-def use_scratch(path: Path) -> None:
-    """Makes this process, the engine's, put its temporary files in `path`."""
-    _hold(path)
-    tempfile.tempdir = str(path)
-
-
-def _hold(path: Path) -> int:
-    """Takes a shared lock on the folder. Removing an abandoned folder needs the exclusive one."""
-    fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(fd, fcntl.LOCK_SH)
-    return fd

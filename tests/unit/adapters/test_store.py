@@ -15,7 +15,6 @@ from loraplex_adapters.store import (
     WriteFn,
     check_store,
     header_content,
-    remove_abandoned,
 )
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import DiskFull, FailedPrecondition, NonFinite, Unavailable
@@ -326,25 +325,6 @@ def test_a_smaller_budget_after_a_restart(tmp_path: Path) -> None:
     again = AdapterStore(tmp_path, 2 * FILE_BYTES)
     assert again.keys() == keys[1:]
     assert len(files(tmp_path)) == 2
-
-
-def test_stores_of_killed_processes_are_removed_and_nothing_else(tmp_path: Path) -> None:
-    names = ["killed", "running", "young", "new"]
-    for name in names[:3]:
-        store = AdapterStore(tmp_path / f"store-{name}", 1 << 20)
-        put(store, 1)
-        if name != "running":
-            store.close()
-        if name != "young":
-            os.utime(tmp_path / f"store-{name}" / "lock", (1.0, 1.0))
-    (tmp_path / "store-new").mkdir()  # not locked yet
-    (tmp_path / "other-killed").mkdir()
-    (tmp_path / "store-link").symlink_to(tmp_path / "store-running")
-    (tmp_path / "store-file").write_text("no folder")
-    remove_abandoned(tmp_path, "store-")
-    left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == ["other-killed", "store-file", "store-link", "store-new", "store-running", "store-young"]
-    assert len(files(tmp_path / "store-running")) == 1
 
 
 def test_the_order_of_use_survives_a_restart_however_quick_it_was(tmp_path: Path) -> None:

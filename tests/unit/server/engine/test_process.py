@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import multiprocessing
-import os
 import queue
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
-from loraplex_adapters.store import LOCK_NAME
-from loraplex_contracts.errors import FailedPrecondition
 from loraplex_server.engine.pipe import Abandon, Command, SendCost, Shutdown, Wake
-from loraplex_server.engine.process import ORPHAN_END_S, PREFIX, SHUTDOWN_END_S, Scratch, _read, _take
+from loraplex_server.engine.process import ORPHAN_END_S, SHUTDOWN_END_S, _read, _take
 
 
 def inbox_of(*commands: Command) -> queue.SimpleQueue[Command]:
@@ -91,55 +83,3 @@ def test_an_engine_has_a_time_to_end_whether_it_is_told_or_alone(is_told: bool) 
     _read(ours, inbox, killed_after_s.append)
     assert _take(inbox, 0.0) == [Shutdown()]
     assert killed_after_s == [SHUTDOWN_END_S if is_told else ORPHAN_END_S]
-
-
-KILLED = """
-import os, signal
-from loraplex_server.engine.process import Scratch
-print(Scratch().path, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
-
-
-def age(folder: Path) -> None:
-    """Sets the lock's age to an hour: a young folder may belong to a process that has not locked it yet."""
-    status = (folder / LOCK_NAME).stat()
-    os.utime(folder / LOCK_NAME, (status.st_atime, status.st_mtime - 3600))
-
-
-def test_it_is_removed_whole(temporary: Path) -> None:
-    scratch = Scratch()
-    (scratch.path / "store").mkdir()
-    (scratch.path / "store" / "file").write_text("x")
-    scratch.remove()
-    scratch.remove()
-    assert list(temporary.iterdir()) == []
-
-
-def test_what_killed_processes_left_goes_with_the_next_start(temporary: Path) -> None:
-    environment = {**os.environ, "TMPDIR": str(temporary)}
-    said = subprocess.run([sys.executable, "-c", KILLED], env=environment, stdout=subprocess.PIPE, text=True).stdout
-    left = Path(said.strip())
-    assert left.name.startswith(PREFIX)
-    age(left)
-    running = Scratch()
-    age(running.path)
-    another = Scratch()
-    assert sorted(temporary.iterdir()) == sorted([running.path, another.path]), "not the one that is in use"
-    running.remove()
-    another.remove()
-
-
-def test_no_place_for_temporary_files(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> str:
-        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
-
-    monkeypatch.setattr(tempfile, "gettempdir", refuse)
-    with pytest.raises(FailedPrecondition, match=r"No usable temporary directory found in \['/tmp'\].*TMPDIR"):
-        Scratch()
