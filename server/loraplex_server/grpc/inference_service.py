@@ -5,30 +5,28 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import loraplex_proto
-from loraplex_contracts.adapters import AdapterVersion
-from loraplex_contracts.errors import InvalidArgument, LoraplexError
-from loraplex_contracts.request import Grammar, Request
+from loraplex_contracts.errors import LoraplexError
+from loraplex_contracts.request import Request
 from loraplex_contracts.sampling import TokenizerView
 from loraplex_proto import validate
 from loraplex_proto.estimates import TOKEN_BYTES, estimated_work
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
-from loraplex_runtime import auth
 from loraplex_runtime.quotas import Ticket
 from loraplex_runtime.request_record import RequestRecord
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.frontend.generation import Delta, Progress, generate
-from loraplex_server.frontend.templates import Templates, plain_format
+from loraplex_server.frontend.templates import Templates
 from loraplex_server.frontend.tokenizing import Tokenizing
-from loraplex_server.grammars import calls
 from loraplex_server.grpc import protobuf
+from loraplex_server.grpc.answer_forms import AnswerForms
 from loraplex_server.grpc.middleware import (
     RequestGate,
     begin_request,
@@ -37,17 +35,11 @@ from loraplex_server.grpc.middleware import (
     handles_stream_errors,
 )
 from loraplex_server.grpc.prompts import Prompts, copied_ids, refuse_early, seconds_left, within
-from loraplex_server.text.call_forms import FORMS, PLAIN, CallForm
-from loraplex_server.text.call_reading import form_of
 from loraplex_server.text.responses import ResponseParsing
 from loraplex_server.text.tokenizer import SHORT_CHARS, Truncation
 
-if TYPE_CHECKING:  # imports Transformers
-    from loraplex_server.text.response_template import ResponseFormat
-
 Context = Any  # grpc.aio.ServicerContext, which is generic over messages in its stubs
 
-PROMPT_END_TOKENS = 1 << 12  # in which the answer's beginning is looked for
 TASKS = ("generate", "embed", "classify", "score")
 
 
@@ -107,13 +99,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         self._engine = engine
         self._templates = templates or Templates(tokenizing)
-        vocabulary = tokenizing.tokenizer.vocabulary
-        self._special_ids = {} if vocabulary is None else vocabulary.special_ids
-        plain_ids = {} if vocabulary is None else vocabulary.plain_mark_ids
-        self._mark_tokens = calls.MarkTokens(self._special_ids, plain_ids)
-        self._ends = tuple(text for text, one in self._special_ids.items() if one in info.eos_token_ids)
-        self._form_of = lru_cache(maxsize=64)(partial(form_of, ends=self._ends))
-        self._form_of(self._templates.trusted_format(None))
+        self._forms = AnswerForms(tokenizing, self._templates, info.eos_token_ids)
         self._info = info
         self._tokenizing = tokenizing
         self._tokenizer = tokenizing.tokenizer
@@ -237,9 +223,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def _accept(self, message: inference_pb2.GenerateRequest, context: Context) -> Accepted:
         """A valid request. Raises typed errors."""
-        request_id = begin_request(message.request_id, validate.adapter_name_in(message))
+        adapter_name = validate.adapter_name_in(message)
+        request_id = begin_request(message.request_id, adapter_name)
         validate.check_generate(message)
-        current_record().adapter = validate.adapter_name_in(message)
+        current_record().adapter = adapter_name
         num_ids = len(message.token_ids.ids)
         arrival_s, remaining_s = time.monotonic(), seconds_left(context)
         async with within(remaining_s):
@@ -249,7 +236,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             await self._tokenizing.off_loop(num_checked, partial(validate.check_for_model, message, self._limits))
             identity = self._gate.admit(*validate.adapters_in(message))
             num_prompt, num_outputs = estimated_work(message, self._info.max_context_tokens)
-            flow = (identity.tenant, validate.adapter_name_in(message))
+            flow = (identity.tenant, adapter_name)
             refuse_early(self._engine.state.load, flow, message.priority, num_prompt, num_outputs, remaining_s)
             ticket = self._gate.take_quota(
                 message.n or 1,
@@ -276,13 +263,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             tokens = (
                 await self._tokenizing.off_loop(len(prompt) * TOKEN_BYTES, to_tokens) if output.prompt_tokens else []
             )
-            forced = message.chat.tool_choice.WhichOneof("kind") in ("required", "name")
-            parsing = await self._parsing(message, prompt, version) if output.parse_chat or forced else None
-            answers_json = message.grammar.WhichOneof("kind") in ("json_schema", "json_object")
-            if parsing is not None and (forced or (parsing.with_calls and (grammar is None or answers_json))):
-                form, parsing = await self._call_form(message, parsing, prompt, version, is_demanded=forced)
-                if form is not None:
-                    grammar = await self._call_grammar(message, parsing, form, grammar) or grammar
+            parsing, grammar = await self._forms.of(message, prompt, version, grammar)
             to_params = partial(protobuf.sampling_params, message.sampling, self._tokenizer_view)
             sampling = await self._tokenizing.off_loop(message.sampling.ByteSize(), to_params)
         request = protobuf.to_request(
@@ -298,72 +279,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             adapter_digest="" if version is None else version.digest,
             max_adapter_bytes=identity.limits.max_resident_adapter_bytes,
         )
-        return Accepted(request, ticket, echo, tokens, parsing if output.parse_chat else None)
-
-    async def _parsing(
-        self,
-        message: inference_pb2.GenerateRequest,
-        prompt: tuple[int, ...],
-        version: AdapterVersion | None,
-        format: ResponseFormat | None = None,
-    ) -> ResponseParsing:
-        """The parsing of the answer by `format`, else as the model or its adapter marks its answers. Raises
-        InvalidArgument for tools that are not a list of objects."""
-        end = await self._tokenizing.decode(prompt[-PROMPT_END_TOKENS:], keep_special=True, field="output.parse_chat")
-        chosen = format or self._templates.response_format(version)
-        tenant = auth.current_identity().tenant
-        new_reader = None if version is None else partial(self._templates.new_user_reader, version, tenant)
-        read = partial(protobuf.parsing_of, message, chosen, end, self._special_ids, new_reader, self._ends)
-        return await self._tokenizing.off_loop(len(message.chat.tools_json), read)
-
-    async def _call_form(
-        self,
-        message: inference_pb2.GenerateRequest,
-        parsing: ResponseParsing,
-        prompt: tuple[int, ...],
-        version: AdapterVersion | None,
-        *,
-        is_demanded: bool,
-    ) -> tuple[CallForm | None, ResponseParsing]:
-        """The form of calls that a grammar is made of, and how answers in it are read; no form where calls are neither
-        demanded, nor those of strict tools, nor come in the place of an answer with a grammar. Raises
-        AdapterInvalid."""
-        has_grammar = message.grammar.WhichOneof("kind") is not None
-        if not is_demanded and not has_grammar and not calls.has_strict(parsing.tools):
-            return None, parsing
-        if parsing.new_user_reader is None:
-            form = self._form_of(parsing.format)
-        else:
-            form, closing = await parsing.new_user_reader().call_form()
-            parsing = replace(parsing, user_closing=closing)
-        if form is None and is_demanded:
-            return FORMS[PLAIN], await self._parsing(message, prompt, version, plain_format())
-        return form, parsing
-
-    async def _call_grammar(
-        self,
-        message: inference_pb2.GenerateRequest,
-        parsing: ResponseParsing,
-        form: CallForm,
-        answer: Grammar | None,
-    ) -> Grammar | None:
-        """The grammar of the calls that are demanded, else of an answer in JSON or calls (None where they cannot be
-        told apart), else of the calls of strict tools. Raises InvalidArgument."""
-        choice = message.chat.tool_choice
-        to_grammar: Callable[[], Grammar | None]
-        if choice.WhichOneof("kind") in ("required", "name"):
-            to_grammar = partial(calls.tool_calls, form, parsing, self._mark_tokens, choice.name)
-        elif answer is not None:
-            to_grammar = partial(calls.answer_or_calls, form, parsing, self._mark_tokens, answer)
-        else:
-            to_grammar = partial(calls.strict_calls, form, parsing, self._mark_tokens)
-        grammar = await self._tokenizing.off_loop(len(message.chat.tools_json), to_grammar)
-        if message.stopping.ignore_eos:
-            raise InvalidArgument(
-                "`stopping.ignore_eos` would go on behind the end of calls that must hold; leave it out",
-                field="stopping.ignore_eos",
-            )
-        return grammar
+        return Accepted(request, ticket, echo, tokens, parsing)
 
     def _truncation(self, message: inference_pb2.GenerateRequest) -> Truncation | None:
         stopping = message.stopping
