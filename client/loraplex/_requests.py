@@ -289,7 +289,7 @@ def load_request(adapter_id: str, how: Mapping[str, object]) -> adapter_pb2.Load
     if request.source:
         check_adapter_source(request.source)
     if request.expected_digest:
-        check_digest(request.expected_digest, field="expected_digest")
+        check_digest(request.expected_digest)
     return naming(request, adapter_id)
 
 

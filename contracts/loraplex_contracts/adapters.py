@@ -299,11 +299,12 @@ def check_hub_token(token: str, *, field: str) -> str:
     return token
 
 
-def check_digest(digest: str, *, field: str) -> str:
+def check_digest(digest: str) -> str:
     """Returns a well-formed digest of an adapter. Raises InvalidArgument."""
     if not _DIGEST.match(digest):
         raise InvalidArgument(
-            f"`{field}` {_shown(digest)} is not a digest: give all 64 hexadecimal digits, in lower case", field=field
+            f"`expected_digest` {_shown(digest)} is not a digest: give all 64 hexadecimal digits, in lower case",
+            field="expected_digest",
         )
     return digest
 

@@ -221,8 +221,8 @@ class Pooled:
     request_id: str
     values: array[float]
     num_columns: int
-    labels: tuple[str, ...] = ()  # of a classifier's columns
-    per_token: bool = False
+    labels: tuple[str, ...]  # of a classifier's columns
+    per_token: bool
 
 
 @dataclass(frozen=True, slots=True)

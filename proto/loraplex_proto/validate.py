@@ -598,7 +598,7 @@ def check_adapter_request(request: AdapterRequest) -> AdapterId:
             check_on_hub(request.source, field="token")
             check_hub_token(request.token, field="token")
         if request.expected_digest:
-            check_digest(request.expected_digest, field="expected_digest")
+            check_digest(request.expected_digest)
         return check_adapter_id(request.adapter_id)  # a load makes versions
     return check_adapter_ref(request.adapter_id)
 

@@ -19,7 +19,7 @@ EXPERIMENTS: Final = "GRPC_EXPERIMENTS"
 EVENT_ENGINE: Final = ("event_engine_client", "event_engine_listener")
 
 
-def import_with(environment: MutableMapping[str, str], *, is_silent: bool = False) -> None:
+def import_with(environment: MutableMapping[str, str], *, is_silent: bool) -> None:
     """Imports gRPC, which reads the process's environment then and never again: child processes get it as it was, and
     what an operator has set stays in force. `is_silent`: it writes no lines. Has no effect once gRPC is imported."""
     # Its lines would stand between those of our log; errors may, where people read it.

@@ -21,7 +21,7 @@ def choose_device_evictions(
     excess_slots: int,
     now_round: int,
     is_borrow: bool,
-    spared: Collection[AdapterKey] = (),
+    spared: Collection[AdapterKey],
 ) -> list[KeyRecord] | None:
     """The least recently used adapters that make room on the device for another one: as few as it takes.
 

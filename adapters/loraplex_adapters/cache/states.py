@@ -15,7 +15,6 @@ from enum import Enum, auto
 from loraplex_contracts.adapters import (
     NOBODY,
     OWN_ORIGIN,
-    PLAIN_LOAD,
     AdapterKey,
     AdapterOrigin,
     AdapterTemplates,
@@ -102,15 +101,15 @@ class LoadOperation:
     """LoadAdapter on a name, for equal calls: from the first of them to the last that takes the result."""
 
     pin: bool
-    user: AdapterUser = NOBODY
-    options: LoadOptions = PLAIN_LOAD
+    user: AdapterUser
+    options: LoadOptions
+    calls: set[int]  # that were there before its fetch and have not taken its result
+    asked_round: int  # the table's round of the first call
     # The fetch under way began before this load was asked for and may have read older files: another one follows.
     is_behind: bool = False
     error: LoraplexError | None = None
     bound_round: int = -1  # the table's round in which the name was bound
     ended_s: float | None = None  # when a result was there to be taken
-    calls: set[int] = field(default_factory=set[int])  # that were there before its fetch and have not taken its result
-    asked_round: int = -1  # the table's round of the first call
 
     @property
     def is_of_fetch(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from loraplex_adapters.formats.files import CONFIG_NAME, MAX_CONFIG_BYTES
@@ -83,17 +83,17 @@ class PeftLoraConfig:
     alpha_pattern: tuple[tuple[ModulePattern, float], ...]
     targets: TargetChoice
     base_model: str  # informative only: shapes decide
-    classifies: Classifies = "no"  # by a module that is saved with the adapter
-    labels: tuple[str, ...] = ()  # empty where the configuration has none
-    use_dora: bool = False
-    lora_bias: bool = False
-    modules_to_save: frozenset[str] = frozenset()
-    token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by module; "": of the embedding
-    ties_weights: bool = False
-    init: Init | None = None  # that PEFT repeats at load
-    loftq: LoftqConfig | None = None  # where that is `init`
-    invocation: tuple[int, ...] = ()  # tokens that activate it; empty: it always is
-    target_parameters: frozenset[str] = frozenset()
+    classifies: Classifies  # by a module that is saved with the adapter
+    labels: tuple[str, ...]  # empty where the configuration has none
+    use_dora: bool
+    lora_bias: bool
+    modules_to_save: frozenset[str]
+    token_indices: Mapping[str, tuple[int, ...]]  # by module; "": of the embedding
+    ties_weights: bool
+    init: Init | None  # that PEFT repeats at load
+    loftq: LoftqConfig | None  # where that is `init`
+    invocation: tuple[int, ...]  # tokens that activate it; empty: it always is
+    target_parameters: frozenset[str]
 
     @property
     def options(self) -> list[str]:

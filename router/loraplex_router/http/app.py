@@ -98,7 +98,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def make_app(router: RouterCalls, allowed_hosts: HostNames | None = None) -> ASGIApp:
+def make_app(router: RouterCalls, allowed_hosts: HostNames) -> ASGIApp:
     """The ASGI application of the port."""
     # Documents that load scripts from elsewhere stay off.
     errors: dict[int | str, dict[str, Any]] = {"default": {"description": "An error, in the form of the dialect"}}
@@ -144,7 +144,7 @@ def make_app(router: RouterCalls, allowed_hosts: HostNames | None = None) -> ASG
     app.add_exception_handler(LoraplexError, on_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)
-    whole = Middleware(app, router.credentials, allowed_hosts or HostNames(), router.refusals)
+    whole = Middleware(app, router.credentials, allowed_hosts, router.refusals)
     return _for_origins(whole, router.options.cors_origins) if router.options.cors_origins else whole
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry
@@ -43,9 +43,9 @@ class RouterCalls:
     is_ready: Callable[[], bool]
     credentials: Callable[[], Credentials] | None
     registry: CollectorRegistry
-    served_names: tuple[str, ...] = ()
-    options: HttpOptions = HttpOptions()  # frozen
-    refusals: Refusals = field(default_factory=Refusals)
+    served_names: tuple[str, ...]
+    options: HttpOptions
+    refusals: Refusals
 
     def base_names(self) -> tuple[str, ...]:
         """Names of the base model, the one for listings first: those that the operator gave, else its id. A shorter

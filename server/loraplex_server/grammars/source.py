@@ -120,7 +120,7 @@ def gbnf(text: str) -> Grammar:
         raise _refused("grammar.gbnf", str(error) or type(error).__name__) from error
 
 
-def structural_tag(text: str, *, compact: bool = False) -> Grammar:
+def structural_tag(text: str, *, compact: bool) -> Grammar:
     """A grammar for free text, in which each trigger begins one of the structures `{"begin", "schema", "end"}`. Raises
     InvalidArgument."""
     field = "grammar.structural_tag_json"

@@ -95,11 +95,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         info: ModelInfo,
         tokenizing: Tokenizing,
         gate: RequestGate,
-        templates: Templates | None = None,
+        templates: Templates,
     ) -> None:
         self._engine = engine
-        self._templates = templates or Templates(tokenizing)
-        self._forms = AnswerForms(tokenizing, self._templates, info.eos_token_ids)
+        self._templates = templates
+        self._forms = AnswerForms(tokenizing, templates, info.eos_token_ids)
         self._info = info
         self._tokenizing = tokenizing
         self._tokenizer = tokenizing.tokenizer

@@ -56,7 +56,7 @@ _TIMES: Final = {
 class WorkerMetrics(RequestMetrics):
     """Metrics of requests: those of every server, and where the time of requests went."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+    def __init__(self, registry: CollectorRegistry | None) -> None:
         from prometheus_client import Histogram
 
         registry = new_registry() if registry is None else registry

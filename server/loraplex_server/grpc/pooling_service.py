@@ -44,7 +44,7 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
         info: ModelInfo,
         tokenizing: Tokenizing,
         gate: RequestGate,
-        templates: Templates | None = None,
+        templates: Templates,
     ) -> None:
         self._engine = engine
         self._info = info

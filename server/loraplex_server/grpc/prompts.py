@@ -32,9 +32,9 @@ Prompt = inference_pb2.GenerateRequest | pooling_pb2.PoolingInput
 class Prompts:
     """Makes token ids of messages that have been validated."""
 
-    def __init__(self, tokenizing: Tokenizing, templates: Templates | None = None) -> None:
+    def __init__(self, tokenizing: Tokenizing, templates: Templates) -> None:
         self._tokenizing = tokenizing
-        self._templates = templates or Templates(tokenizing)
+        self._templates = templates
 
     async def version(
         self, message: Prompt | inference_pb2.TokenizeRequest, adapter_id: str, origin: AdapterOrigin = OWN_ORIGIN

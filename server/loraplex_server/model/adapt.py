@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from loraplex_contracts.errors import is_out_of_memory
-from loraplex_runtime.reports import Progress, no_progress
+from loraplex_runtime.reports import Progress
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cpu.find_decoder import FoundStack
 from loraplex_server.backends.equivalence import Comparison, Kind, compare, compare_all
@@ -37,7 +37,6 @@ from loraplex_server.layers.experts import (
     AddTerms,
     MakeExpertProducts,
     ScaledExperts,
-    add_terms,
 )
 from loraplex_server.layers.linear import (
     AdaptedEmbedding,
@@ -73,10 +72,10 @@ def adapt_model(
     dtype: torch.dtype,
     backend: Backend,
     *,
-    replaces_decoder: bool = True,
-    form: WeightFormat | None = None,
-    keeps_head: bool = True,
-    progress: Progress = no_progress,
+    replaces_decoder: bool,
+    form: WeightFormat | None,
+    keeps_head: bool,
+    progress: Progress,
 ) -> Adapted:
     """Adapts the model in place. Arguments are those of `loader.adopt_model` and `adapt_modules`."""
     make_base, stack = backend.linears(form), None
@@ -153,8 +152,8 @@ def adapt_experts(
     probe: Probe,
     context: StepContext,
     dtype: torch.dtype,
-    make_products: MakeExpertProducts | None = None,
-    terms: AddTerms = add_terms,
+    make_products: MakeExpertProducts | None,
+    terms: AddTerms,
 ) -> dict[str, AdaptedModule]:
     """Puts experts and routers that may carry an adapter in the place of the model's. Returns these by path, experts by
     the path of their parameters. What does not compute the same, of all the step's rows in order, stays as it was.

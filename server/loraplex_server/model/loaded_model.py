@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -68,11 +68,11 @@ class LoadedModel:
     attention: tuple[AttentionLayer, ...]
     targets: dict[str, AdaptedModule]
     embedding_path: str
-    norms: Mapping[str, NormPlace] = field(default_factory=dict[str, NormPlace])  # by path: given all tokens of a step
-    decoder: NativeStack | None = None  # computes all layers in one call, where there is one
-    states: tuple[StateSpec, ...] = ()  # that mixers keep of each sequence
-    digests: Mapping[str, str] = field(default_factory=dict[str, str])  # of weights as they were before rounding
-    weight_format: str = ""  # of few bits, to which weights are rounded
+    norms: Mapping[str, NormPlace]  # by path: given all tokens of a step
+    decoder: NativeStack | None  # computes all layers in one call, where there is one
+    states: tuple[StateSpec, ...]  # that mixers keep of each sequence
+    digests: Mapping[str, str]  # of weights as they were before rounding
+    weight_format: str  # empty, or of few bits, to which weights are rounded
     direct: DirectForward | None = None  # in the place of the model's own forward pass, where it gives the same bits
 
     @property

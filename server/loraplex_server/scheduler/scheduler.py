@@ -685,7 +685,7 @@ def _choose_drafts(
     step: PlanBuilder,
     going: Iterable[SequenceState],
     drafts: Mapping[str, Draft],
-    rope: RopeScaling | None = None,
+    rope: RopeScaling | None,
     *,
     has_more_work: bool,
 ) -> dict[str, Draft]:

@@ -276,9 +276,7 @@ class Prefix:
 class SequenceTable:
     """Owns requests and sequences, rows, block references and adapter leases. Every method leaves them consistent."""
 
-    def __init__(
-        self, max_running: int, blocks: BlockPool, adapters: AdapterLeases, states: StatePool | None = None
-    ) -> None:
+    def __init__(self, max_running: int, blocks: BlockPool, adapters: AdapterLeases, states: StatePool | None) -> None:
         """`states`: of a model whose layers keep some; each running sequence has a slot."""
         self.blocks = blocks
         self.states = states

@@ -82,4 +82,4 @@ def test_addresses_are_refused_as_sources() -> None:
 @pytest.mark.parametrize("digest", ["", "a" * 63, "A" * 64, "g" * 64, "a" * 64 + "\n"])
 def test_what_is_no_digest(digest: str) -> None:
     with pytest.raises(InvalidArgument):
-        check_digest(digest, field="expected_digest")
+        check_digest(digest)

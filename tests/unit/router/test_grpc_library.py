@@ -28,7 +28,7 @@ assert "grpc" not in sys.modules
 from loraplex_router import grpc_library
 if sys.argv[1:]:
     grpc_library.EVENT_ENGINE = tuple(sys.argv[1:])
-grpc_library.import_with(os.environ)
+grpc_library.import_with(os.environ, is_silent=False)
 print(json.dumps([seen["at import"], os.environ.get("GRPC_EXPERIMENTS"), "grpc" in sys.modules]))
 """
 

@@ -35,16 +35,17 @@ from loraplex_proto.validate import ModelLimits
 from loraplex_server.config import EngineConfig, ModelConfig
 from loraplex_server.engine.client import EngineClient, EngineState
 from loraplex_server.engine.pipe import ModelInfo
+from loraplex_server.frontend.templates import Templates
 from loraplex_server.frontend.tokenizing import NUM_THREADS, Tokenizing
 from loraplex_server.grpc.inference_service import InferenceServicer
 from loraplex_server.grpc.middleware import RequestGate
-from loraplex_server.grpc.prompts import Prompts
 from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer, Truncation
 
 
 def service(engine: Any, info: ModelInfo, tokenizer: TextTokenizer) -> InferenceServicer:
     limits = ModelLimits(info.vocab_size, info.max_context_tokens)
-    return InferenceServicer(engine, info, Tokenizing(tokenizer, limits), RequestGate())
+    tokenizing = Tokenizing(tokenizer, limits)
+    return InferenceServicer(engine, info, tokenizing, RequestGate(), Templates(tokenizing))
 
 
 def servicer(*speculation: str, draft_models: tuple[str, ...] = ()) -> InferenceServicer:
@@ -114,7 +115,7 @@ async def test_long_texts_and_chats_leave_the_event_loop_alone(given: dict[str, 
     assert len(response.tokens) == len(response.token_ids)
     assert (threading.get_ident() not in tokenizer.threads) == is_long
     tokenizer.threads.clear()
-    assert await Prompts(one._tokenizing).ids(inference_pb2.GenerateRequest(**given), None) == tuple(response.token_ids)
+    assert await one._prompts.ids(inference_pb2.GenerateRequest(**given), None) == tuple(response.token_ids)
     assert (threading.get_ident() not in tokenizer.threads) == is_long
     await one._tokenizing.close()
 
