@@ -1,11 +1,11 @@
-"""Flags of a worker, and its placement on GPUs and cores."""
+"""Placement of workers on GPUs and cores."""
 
 from __future__ import annotations
 
 import pytest
 
 from loraplex_contracts.errors import InvalidArgument
-from loraplex_server.cli.worker import Placement, parse_placement, place
+from loraplex_server.cli.placement import Placement, parse_placement, place
 
 CORES = [frozenset({cpu, cpu + 8}) for cpu in range(8)]  # two threads each
 

@@ -1,4 +1,4 @@
-"""Hints of a server that is ready: adapters, and how to try it."""
+"""First steps with a server that is ready."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.adapter_files import safetensors_bytes
 
-from loraplex_server.cli.serve import first_steps
+from loraplex_server.cli.first_steps import first_steps
 from loraplex_server.config import AdaptersConfig, EngineConfig, ModelConfig, WorkerConfig
 
 
