@@ -186,6 +186,6 @@ def _place(row: AdapterInfo) -> tuple[AdapterTier, tuple[str, bool, str]]:
     return row.tier, listing_order(row)
 
 
-def is_bound(rows: Sequence[AdapterInfo]) -> bool:
+def has_binding(rows: Sequence[AdapterInfo]) -> bool:
     """True if one of a name's rows is its present content; the others drain."""
     return any(row.state != "draining" for row in rows)

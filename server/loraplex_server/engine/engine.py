@@ -54,7 +54,7 @@ from loraplex_server.engine.pipe import (
     StopCompletion,
     Submit,
 )
-from loraplex_server.engine.pooling import pooled_as_told
+from loraplex_server.engine.pooling import resolve_pooling
 from loraplex_server.engine.step_sizes import StepTally
 from loraplex_server.grammars.matcher import Grammars, Matcher
 from loraplex_server.model.isolation import Execute, StepHandle, execute_isolated, start_isolated
@@ -390,7 +390,7 @@ class Engine:
         try:
             _check_version(accepted.request, adapter_key)
             traits = None if adapter_key is None else self._cache.traits(adapter_key)
-            request = pooled_as_told(accepted.request, traits)
+            request = resolve_pooling(accepted.request, traits)
             self._speculator.begin(request, adapter_key, accepted.medusa_key)
             keeps_hidden = self._speculator.needs_hidden_states(request.request_id)
             self._scheduler.add(

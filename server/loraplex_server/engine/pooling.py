@@ -13,7 +13,7 @@ from loraplex_contracts.request import MAX_CLASS_VALUES, PooledPositions, Reques
 POOLED_BY_MODE: Final[dict[str, PooledPositions]] = {"": "last", "lasttoken": "last", "mean": "mean"}
 
 
-def pooled_as_told(request: Request, traits: AdapterTraits | None) -> Request:
+def resolve_pooling(request: Request, traits: AdapterTraits | None) -> Request:
     """The request with what its adapter says about pooled values. `traits`: the adapter's, None without one.
 
     Raises NoClassifier, ClassifiesOnly where an adapter with a classifier is asked for a text, FailedPrecondition for

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from loraplex_adapters.cache.listing import Listing, is_bound, names_after
+from loraplex_adapters.cache.listing import Listing, has_binding, names_after
 from loraplex_adapters.sources.watch import SourceWatch
 from loraplex_contracts.adapters import AdapterId, AdapterOrigin, LoadOptions
 from loraplex_contracts.errors import AdapterNotFound, SourceUnavailable
@@ -89,7 +89,7 @@ class AdapterListing:
         if not held:
             return (protobuf.unloaded_to_pb(adapter_id),)
         rows = [protobuf.adapter_to_pb(info) for info in held if query.state in (0, ADAPTER_STATES[info.state])]
-        if is_found and not is_bound(held):
+        if is_found and not has_binding(held):
             rows.insert(0, protobuf.unloaded_to_pb(adapter_id))
         return rows
 

@@ -17,7 +17,7 @@ from loraplex_contracts.request import (
     Request,
     StoppingParams,
 )
-from loraplex_server.engine.pooling import pooled_as_told
+from loraplex_server.engine.pooling import resolve_pooling
 
 LABELS = ("good", "bad")
 OF_TEXTS = AdapterTraits(classifier=ClassifierInfo(LABELS))
@@ -42,7 +42,7 @@ def test_what_an_adapter_was_not_made_for(
     traits: AdapterTraits | None, task: PoolingTask | None, error: type[LoraplexError]
 ) -> None:
     with pytest.raises(error, match="the base model" if traits is None else "adapter 'a'") as raised:
-        pooled_as_told(request(task), traits)
+        resolve_pooling(request(task), traits)
     assert raised.value.field == "adapter_id"
 
 
@@ -50,22 +50,22 @@ def test_what_an_adapter_was_not_made_for(
 @pytest.mark.parametrize("traits", [None, PLAIN_TRAITS, AdapterTraits(pooling="cls")])
 def test_other_requests_stay_as_they_are(traits: AdapterTraits | None, task: PoolingTask | None) -> None:
     asked = request(task)
-    assert pooled_as_told(asked, traits) is asked
+    assert resolve_pooling(asked, traits) is asked
 
 
 @pytest.mark.parametrize(("traits", "positions"), [(OF_TEXTS, "last"), (OF_TOKENS, "each")])
 def test_labels_are_the_classifiers(traits: AdapterTraits, positions: PooledPositions) -> None:
-    told = pooled_as_told(request("classify"), traits)
+    told = resolve_pooling(request("classify"), traits)
     assert told == replace(request("classify"), pooling=PoolingParams("classify", positions, labels=LABELS))
 
 
 def test_a_classification_of_too_many_values_is_refused() -> None:
     labels = tuple(map(str, range(MAX_CLASS_VALUES // 4)))
     of_texts, of_tokens = (AdapterTraits(classifier=ClassifierInfo(labels, each)) for each in (False, True))
-    pooled_as_told(request("classify", num_prompt=5), of_texts)
-    pooled_as_told(request("classify", num_prompt=4), of_tokens)
+    resolve_pooling(request("classify", num_prompt=5), of_texts)
+    resolve_pooling(request("classify", num_prompt=4), of_tokens)
     with pytest.raises(InvalidArgument, match="shorten the input to 4 tokens"):
-        pooled_as_told(request("classify", num_prompt=5), of_tokens)
+        resolve_pooling(request("classify", num_prompt=5), of_tokens)
 
 
 @pytest.mark.parametrize(
@@ -83,11 +83,11 @@ def test_embeddings_are_pooled_as_asked_or_as_the_adapter_says(
     asked: PooledPositions | None, own: str | None, expected: PooledPositions
 ) -> None:
     traits = None if own is None else AdapterTraits(pooling=own)
-    assert pooled_as_told(request("embed", asked), traits).pooling == PoolingParams("embed", expected)
+    assert resolve_pooling(request("embed", asked), traits).pooling == PoolingParams("embed", expected)
 
 
 @pytest.mark.parametrize("own", ["cls", "mean+max"])
 def test_embeddings_that_are_made_otherwise_are_refused(own: str) -> None:
     with pytest.raises(FailedPrecondition, match=own.replace("+", r"\+")) as raised:
-        pooled_as_told(request("embed"), AdapterTraits(pooling=own))
+        resolve_pooling(request("embed"), AdapterTraits(pooling=own))
     assert raised.value.field == "pooling"
