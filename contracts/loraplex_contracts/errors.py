@@ -293,6 +293,11 @@ class Draining(Unavailable, reason="DRAINING"):
     """The server is shutting down and takes no new work."""
 
 
+def draining() -> Draining:
+    """The error of requests to a worker that is about to end."""
+    return Draining("this worker is shutting down; send the request to another one", retry_after_s=1.0)
+
+
 class NoWorker(Unavailable, reason="NO_HEALTHY_WORKER"):
     """The router knows no healthy worker."""
 

@@ -31,12 +31,12 @@ from loraplex_contracts.adapters import (
 )
 from loraplex_contracts.errors import (
     ClientTooSlow,
-    Draining,
     EngineLost,
     FailedPrecondition,
     Internal,
     LoraplexError,
     WorkerLost,
+    draining,
 )
 from loraplex_contracts.load import Load
 from loraplex_contracts.request import CompletionEnd, Event, Request, RequestFailed, Tokens
@@ -319,7 +319,7 @@ class EngineClient:
             return
         self._stopping = True
         self._liveness.stop()  # from here on the end of the engine is bounded below
-        error = Draining("this worker is shutting down; send the request to another one", retry_after_s=1.0)
+        error = draining()
         for stream in list(self._streams.values()):
             self.cancel(stream, error)
         self._send(Shutdown())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
@@ -26,9 +26,9 @@ from loraplex_contracts.adapters import (
 from loraplex_contracts.errors import (
     Code,
     DeadlineExceeded,
-    Draining,
     LoraplexError,
     Unavailable,
+    draining,
     unexpected,
 )
 from loraplex_contracts.load import Forecast, Load
@@ -42,7 +42,7 @@ from loraplex_contracts.request import (
     RequestFailed,
     Tokens,
 )
-from loraplex_server.engine.pending import Pending
+from loraplex_server.engine.pending import Found, Pending
 from loraplex_server.engine.pipe import (
     Abandon,
     AdapterCommand,
@@ -173,9 +173,8 @@ class Engine:
         self._under_way: _UnderWay | None = None
         self._num_steps = 0
         self._tally = StepTally()
-        self.can_step = (
-            True  # whether another turn now is likely to do work; the first one reports limits and residency
-        )
+        # Whether another turn now is likely to do work; the first one reports limits and residency.
+        self.can_step = True
         self._residency_changed = True
         self._residency_due_s = 0.0
         self._num_queued_reported = 0
@@ -272,7 +271,7 @@ class Engine:
     def abort_all(self) -> Batch:
         """Ends every request as Draining. Returns the last batch."""
         self._end_step()
-        error = Draining("the server is shutting down; send the request to another worker", retry_after_s=1.0)
+        error = draining()
         for request_id in list(self._accepted):
             self._end(request_id, error)
         self._replies += [Reply(operation_id, error=error) for operation_id in self._operations]
@@ -361,24 +360,29 @@ class Engine:
 
     def _admit_resolved(self, has_changes: bool, now: float) -> None:
         has_grammar = self._grammars.poll()
-        for waiting in self._waiting:
-            is_grammar = waiting is self._pending_grammars
-            for request in waiting.take_expired(now):
-                error = DeadlineExceeded(f"the deadline passed while {waiting.doing}; allow more time")
-                self._end(request.request_id, error)
-            for request, outcome in waiting.take_resolved(has_grammar if is_grammar else has_changes, now):
-                accepted = self._accepted[request.request_id]
-                if isinstance(outcome, LoraplexError):
-                    self._end(request.request_id, outcome)
-                    continue
-                if is_grammar:
-                    accepted.matcher = outcome
-                elif waiting is self._pending:
-                    accepted.note_fetch(now)
-                    accepted.adapter_keys = outcome
-                else:
-                    accepted.medusa_key = outcome
-                self._resolve(accepted)
+        for accepted, matcher in self._resolved(self._pending_grammars, has_grammar, now):
+            accepted.matcher = matcher
+            self._resolve(accepted)
+        for accepted, keys in self._resolved(self._pending, has_changes, now):
+            accepted.note_fetch(now)
+            accepted.adapter_keys = keys
+            self._resolve(accepted)
+        for accepted, key in self._resolved(self._pending_heads, has_changes, now):
+            accepted.medusa_key = key
+            self._resolve(accepted)
+
+    def _resolved(
+        self, waiting: Pending[Any, Found], has_changes: bool, now: float
+    ) -> Iterator[tuple[_Accepted, Found]]:
+        """Requests that wait no longer, each with what was found. Ends those that have failed or are too late."""
+        for request in waiting.take_expired(now):
+            error = DeadlineExceeded(f"the deadline passed while {waiting.doing}; allow more time")
+            self._end(request.request_id, error)
+        for request, outcome in waiting.take_resolved(has_changes, now):
+            if isinstance(outcome, LoraplexError):
+                self._end(request.request_id, outcome)
+            else:
+                yield self._accepted[request.request_id], outcome
 
     def _schedule(self, accepted: _Accepted) -> None:
         # A mixture has no classifier, no templates and no heads of its own.

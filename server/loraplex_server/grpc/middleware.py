@@ -18,7 +18,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from loraplex_contracts.errors import Draining, InvalidArgument, LoraplexError, QuotaExceeded, as_typed
+from loraplex_contracts.errors import InvalidArgument, LoraplexError, QuotaExceeded, as_typed, draining
 from loraplex_proto import status
 from loraplex_proto.validate import parse
 from loraplex_runtime import auth
@@ -87,7 +87,7 @@ class RequestGate:
     def admit(self, *adapter_ids: str) -> auth.Identity:
         """The caller's identity. Raises Draining, and AdapterNotFound for an adapter that is not the caller's."""
         if self._drain.has_begun:
-            raise Draining("this worker is shutting down; send the request to another one", retry_after_s=1.0)
+            raise draining()
         identity = auth.current_identity()
         identity.check_adapters(adapter_ids)
         return identity
