@@ -20,7 +20,7 @@ from loraplex_proto import __version__
 from loraplex_proto.services import DEFAULT_PORT
 from loraplex_router.config import RouterConfig
 from loraplex_router.membership import is_address
-from loraplex_runtime.flags import Flag, configure, flags_of
+from loraplex_runtime.flags import Flag, configure, flag_arguments, flags_of
 from loraplex_server.config import WorkerConfig
 
 AUTO: Final = "auto"
@@ -412,7 +412,8 @@ class _Section:
             if name in own:
                 raise _wrong(at, f"is given by {own[name]}")
             values[flag.parameter] = _flag_value(flag, value, at)
-            arguments += _arguments(flag, value)
+            # A relative path is one of the nodes, not of this machine.
+            arguments += flag_arguments(flag, str(value) if isinstance(value, Path) else value)
         try:
             check(known, values)
         except LoraplexError as error:
@@ -445,12 +446,6 @@ def _flag_value(flag: Flag, value: Any, at: str) -> Any:
 
 
 _WORDS: Final = {int: "a whole number", float: "a number", str: "a text", Path: "a path", bool: "true or false"}
-
-
-def _arguments(flag: Flag, value: Any) -> list[str]:
-    if isinstance(value, bool):
-        return [flag.flag if value else flag.off or f"--no-{flag.flag[2:]}"]
-    return [part for one in (value if isinstance(value, list) else [value]) for part in (flag.flag, str(one))]
 
 
 def _try_worker(flags: list[Flag], given: dict[str, Any]) -> None:

@@ -133,13 +133,19 @@ def arguments_of(config: Any) -> list[str]:
     arguments: list[str] = []
     for flag in flags_of(type(config)):
         value = functools.reduce(getattr, flag.path, config)
-        if value == flag.default:
-            continue
-        if isinstance(value, bool):
-            arguments.append(flag.flag if value else flag.off or f"--no-{flag.flag[2:]}")
-            continue
-        for one in value if _is_repeated(flag) else [value]:
-            arguments += [flag.flag, str(one.absolute() if isinstance(one, Path) else one)]
+        if value != flag.default:
+            arguments += flag_arguments(flag, value)
+    return arguments
+
+
+def flag_arguments(flag: Flag, value: Any) -> list[str]:
+    """The flag with its value on a command line: a path becomes absolute, and a repeated flag is there once for each of
+    its values."""
+    if isinstance(value, bool):
+        return [flag.flag if value else flag.off or f"--no-{flag.flag[2:]}"]
+    arguments: list[str] = []
+    for one in value if _is_repeated(flag) else [value]:
+        arguments += [flag.flag, str(one.absolute() if isinstance(one, Path) else one)]
     return arguments
 
 

@@ -12,7 +12,6 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +20,7 @@ from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_router.config import HttpOptions
 from loraplex_runtime.child_processes import Children, ChildSpec
 from loraplex_runtime.config import explained, with_settings
-from loraplex_runtime.flags import HTTP, configure, flags_of, with_raw_flags
+from loraplex_runtime.flags import HTTP, configure, flag_arguments, flags_of, with_raw_flags
 from loraplex_runtime.listen_config import ListenConfig
 from loraplex_runtime.open_files import raise_file_limit
 from loraplex_runtime.reports import Progress
@@ -126,14 +125,9 @@ def worker_arguments(model: str, given: Mapping[str, Any]) -> list[str]:
     arguments += ["--metrics-host", given["metrics_host"] or given["host"]]
     for flag in FLAGS:
         value = given[flag.parameter]
-        if flag.parameter in ROUTER_ONLY or value is None:
-            continue
-        if isinstance(value, bool):
-            if value is not flag.default:
-                arguments.append(flag.flag if value else f"--no-{flag.flag[2:]}")
-            continue
-        for one in value if isinstance(value, (list, tuple)) else [value]:
-            arguments += [flag.flag, str(one.absolute() if isinstance(one, Path) else one)]
+        is_default_switch = isinstance(value, bool) and value is flag.default
+        if flag.parameter not in ROUTER_ONLY and value is not None and not is_default_switch:
+            arguments += flag_arguments(flag, value)
     return arguments
 
 
