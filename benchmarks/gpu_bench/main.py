@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gpu_bench import kernels, peft_batch, profile
+from gpu_bench import kernels, peft_batch, profile, prompts
 from gpu_bench.adapters import linears
 from gpu_bench.deadline import Deadline
 from gpu_bench.floors import adapter_bytes, weight_bytes
@@ -40,6 +40,7 @@ class Bench:
             "rank": shape.rank,
             "max_rank": shape.max_rank or DEFAULT_MAX_RANK,
             "context": shape.context,
+            "prompts": [],
             "kernels": [],
             "profiles": {},
             "peft": None,
@@ -91,6 +92,10 @@ class Bench:
         with self._part("steps"):
             for figure in all_steps(stepper, bandwidth, self.deadline, self.say):
                 self.figures.append(figure)
+                self.save()
+        with self._part("prompts"):
+            for prompt in prompts.all_prompts(stepper, self.deadline, self.say):
+                self.report["prompts"].append(asdict(prompt))
                 self.save()
         with self._part("kernels"):
             for kernel in kernels.all_kernels(stepper, bandwidth, self.deadline, self.say):
@@ -150,6 +155,14 @@ def text_of(report: dict[str, Any]) -> str:
                 "min_ms": "min", "max_ms": "max", "ratio": "ratio", "floor_ms": "floor", "times_floor": "x floor",
             },
             report["steps"],
+        ),
+        _rows(
+            "Prompts (milliseconds of a step, from graphs and launched one by one)",
+            {
+                "num_prompts": "prompts", "num_tokens": "tokens", "scenario": "scenario", "graph_ms": "graph",
+                "eager_ms": "eager", "ratio": "ratio",
+            },
+            report["prompts"],
         ),
         _rows(
             "Kernels",

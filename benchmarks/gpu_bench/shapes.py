@@ -24,12 +24,18 @@ class Shape:
     batches: tuple[int, ...] = (8, 32, 1, 64)
     num_draft_tokens: int = 4
     verify_batch: int = 8
+    prompts: tuple[tuple[int, int], ...] = ((1, 100), (1, 512), (2, 512))  # of one step: how many, tokens of each
     num_rounds: int = 7
     num_steps: int = 16  # of a round, the untimed first ones come on top
 
     @property
     def max_batch(self) -> int:
         return max(*self.batches, self.verify_batch)
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Tokens of the longest step."""
+        return max(self.max_batch * (self.num_draft_tokens + 1), *(num * tokens for num, tokens in self.prompts))
 
     @property
     def max_context(self) -> int:
@@ -64,6 +70,7 @@ SHAPES = {
         rank=4,
         batches=(8, 2),
         verify_batch=2,
+        prompts=((1, 24), (2, 20)),
         num_rounds=2,
         num_steps=3,
     ),

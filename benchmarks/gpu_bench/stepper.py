@@ -1,7 +1,8 @@
 """Steps of the real runner, with plans made by the benchmark.
 
-Owns rows, blocks and positions, as the scheduler does otherwise. KV pages hold random numbers: no prompt is run.
-Timed is everything between one step's plan and the next: planning, staging, the model, sampling, the tokens' way back.
+Owns rows, blocks and positions, as the scheduler does otherwise. KV pages hold random numbers: decode steps follow no
+prompt. Timed is everything between one step's plan and the next: planning, staging, the model, sampling, the tokens'
+way back.
 """
 
 # pyright: reportPrivateUsage=false
@@ -11,7 +12,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpu_bench.adapters import make_adapter
 from gpu_bench.machine import synchronize
@@ -79,7 +80,7 @@ class Stepper:
         config = EngineConfig(
             ModelConfig(shape.name, device=str(loaded.device), dtype=loaded.dtype_name),
             KvConfig(BLOCK_SIZE, num_blocks * kv_block_bytes(loaded.spec, BLOCK_SIZE, loaded.dtype.itemsize), False),
-            BatchConfig(shape.max_batch, max_step_tokens=shape.max_batch * (shape.num_draft_tokens + 1)),
+            BatchConfig(shape.max_batch, max_step_tokens=shape.max_step_tokens),
             AdaptersConfig(num_device_slots=shape.max_batch, max_rank=shape.max_rank or DEFAULT_MAX_RANK),
             SpeculationConfig(shape.num_draft_tokens, max_draft_tokens=shape.num_draft_tokens),
         )
@@ -126,6 +127,33 @@ class Stepper:
         self._run(rows, scenario, num_steps)
         synchronize(self.loaded.device)
         return (time.perf_counter() - start) / num_steps
+
+    def time_prompts(
+        self, num_prompts: int, num_tokens: int, slot: int | None, num_steps: int, *, replays: bool
+    ) -> float:
+        """Seconds per step of so many new prompts of `num_tokens` tokens each, from the plan to the first tokens on the
+        host. `replays`: from graphs; else every kernel is launched."""
+        scenario = Scenario("prompts", (slot,) * num_prompts)
+        graphs = self.runner._graphs
+        self.runner._graphs = graphs if replays else None
+        try:
+            self._run_prompts(scenario, num_tokens)
+            synchronize(self.loaded.device)
+            start = time.perf_counter()
+            for _ in range(num_steps):
+                self._run_prompts(scenario, num_tokens)
+            return (time.perf_counter() - start) / num_steps
+        finally:
+            self.runner._graphs = graphs
+
+    def _run_prompts(self, scenario: Scenario, num_tokens: int) -> None:
+        rows = [replace(row, num_known=num_tokens) for row in self._rows(scenario)]
+        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        spans = tuple(Span(row.sequence_id, row.row, 0, num_tokens, 1, tuple(row.blocks[:num_blocks])) for row in rows)
+        self._num_steps += 1
+        released = tuple(range(self.shape.max_batch))
+        plan = StepPlan(self._num_steps, spans, self._entered(rows, scenario), released)
+        self._take(rows, self.runner.execute(plan), is_known=True)
 
     def _rows(self, scenario: Scenario) -> list[_Row]:
         """Rows of a scenario, each with blocks of its own; block 0 is nobody's."""

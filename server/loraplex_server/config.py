@@ -62,9 +62,7 @@ class ModelConfig:
         "Attention over the paged KV cache: auto (the best for device and model), or one that loraplex doctor names.",
         "--attention",
     )
-    cuda_graphs: bool = _model(
-        True, "On a GPU, capture decode and verification steps as CUDA graphs at the start.", "--cuda-graphs"
-    )
+    cuda_graphs: bool = _model(True, "On a GPU, capture steps as CUDA graphs at the start.", "--cuda-graphs")
     max_context_tokens: int | None = option(
         None, "Prompt plus output tokens of one request at most. Default: what the model was made for.", "--max-context"
     )

@@ -137,15 +137,24 @@ def test_pages_beyond_31_bits(name: str) -> None:
         torch.testing.assert_close(pages[shift:], wanted, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("query_len", [1, 5])
+# Tokens in front of each span of a step, and ragged steps.
+PASTS = [[3, 4000, 130, 0, 17, 511, 512, 1], [5], [2500, 2500], list(range(7))]
+RAGGED = [[(4000, 1), (3, 1), (0, 300)], [(0, 700)], [(5, 1), (2500, 2), (2500, 40), (17, 600)], [(9, 33)]]
+
+
+@pytest.mark.parametrize(
+    ("name", "query_len"), [*((name, query_len) for name in NAMES for query_len in (1, 5)), ("triton", None)]
+)
 @pytest.mark.parametrize("window", [None, 300])
-def test_a_captured_plan_takes_one_step_after_another(name: str, query_len: int, window: int | None) -> None:
+def test_a_captured_plan_takes_one_step_after_another(name: str, query_len: int | None, window: int | None) -> None:
+    """Spans of one length, or (None) ragged ones."""
     spec, num_spans, cuda = layer(window=window), 8, torch.device("cuda")
     backend = backend_of(name, spec)
     assert isinstance(backend, ReplayableAttention)
-    num_tokens, max_blocks = num_spans * query_len, 260
-    plan = backend.reserve(Reserved(num_spans, query_len, max_blocks), 16, torch.bfloat16, cuda)
+    max_blocks = 260
+    bounds = Reserved(num_spans, query_len or 1, max_blocks, 0 if query_len else 700)
+    num_tokens = bounds.num_tokens
+    plan = backend.reserve(bounds, 16, torch.bfloat16, cuda)
     pages = [torch.zeros(num_spans * max_blocks, 16, 8, 128, dtype=torch.bfloat16, device=cuda) for _ in range(2)]
     kv = LayerKv(*pages)
     query = torch.zeros(num_tokens, 32, 128, dtype=torch.bfloat16, device=cuda)
@@ -159,8 +168,9 @@ def test_a_captured_plan_takes_one_step_after_another(name: str, query_len: int,
     with torch.cuda.graph(graph):
         out = backend.run(query, key, value, kv, spec, plan)
     assert not any(bool(one.any()) for one in pages), "nothing is written for a span that is empty"
-    for pasts in ([3, 4000, 130, 0, 17, 511, 512, 1], [5], [2500, 2500], list(range(7))):
-        problem = problem_of([(past, query_len) for past in pasts], spec, torch.bfloat16, name)
+    uniform = [[(past, query_len or 0) for past in pasts] for pasts in PASTS]
+    for step in uniform if query_len else RAGGED:
+        problem = problem_of(step, spec, torch.bfloat16, name)
         count = len(problem.query)
         for ours, theirs in zip(pages, problem.pages, strict=True):
             ours[: len(theirs)] = theirs

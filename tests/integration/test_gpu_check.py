@@ -121,7 +121,7 @@ def test_what_there_is_no_time_for_is_left_out_and_said(tmp_path: Path, monkeypa
     check = importlib.import_module("gpu_check")
     assert check.run_bench("tiny", "cpu", tmp_path, limit_s=0.0) == 0  # no bar was missed
     report = json.loads((tmp_path / "bench.json").read_text())
-    assert report["steps"] == report["kernels"] == []
+    assert report["steps"] == report["prompts"] == report["kernels"] == []
     assert all(bar["is_reached"] is None for bar in report["bars"])
     assert any("decode steps at batch 8" in what for what in report["left_out"])
     assert any("PEFT" in what for what in report["left_out"])
@@ -167,6 +167,8 @@ def test_the_benchmark_as_on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert report["problems"] == []
     assert report["num_graphs"] > 10
     assert report["max_rank"] == 8
+    prompts = [(row["num_prompts"], row["num_tokens"], row["scenario"]) for row in report["prompts"]]
+    assert prompts == [(num, size, name) for num, size in ((1, 24), (2, 20)) for name in ("base", "adapter")]
     assert any("reserved" in row["kernel"] for row in report["kernels"])
     of_base = {row["case"]: row["calls"] for row in report["kernels"] if row["kernel"] == "base product"}
     sizes = ("64->64+32+32", "64->64", "64->128+128", "128->64")

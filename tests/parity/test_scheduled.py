@@ -96,7 +96,7 @@ def check_scheduling(family: str, ahead: bool, tmp_path: Path, oracle: Oracle, s
     rig = make_rig(loaded, num_blocks=NUM_BLOCKS, max_rows=5, ops=ops, attention=attention, num_states=NUM_STATES)
     if ahead:
         rig.runner.overlaps = True
-        rig.runner.capture(graph_shapes(5, 4), lambda text: None)
+        rig.runner.capture(graph_shapes(5, 4, 64), lambda text: None)
     for idx in ADAPTERS:
         references[idx] = save_adapter(base, SPECS[idx], tmp_path / SPECS[idx].name, seed=idx)
         rig.slots.install(idx, load_lora(tmp_path, SPECS[idx].name, loaded.base_targets(16)))

@@ -84,13 +84,15 @@ class ReservedPlan:
 class ReplayableTorch(TorchPagedAttention):
     """Implements ReplayableAttention. A missing span gives zeros; for what is not written there is block 0."""
 
+    replays_ragged = True
+
     def reserve(self, reserved: Reserved, block_size: int, dtype: torch.dtype, device: torch.device) -> ReservedPlan:
         return ReservedPlan(reserved, dtype, device)
 
     def refill(self, plan: ReservedPlan, batch: AttentionBatch) -> None:
         if len(batch.query_lens) > plan.bounds.num_spans or batch.block_tables.shape[1] > plan.bounds.max_blocks:
             raise ValueError("more than was reserved")
-        assert (batch.query_lens == plan.bounds.query_len).all()
+        assert plan.bounds.is_ragged or (batch.query_lens == plan.bounds.query_len).all()
         assert (batch.context_lens >= batch.query_lens).all()
         plan.num_filled = int(batch.query_lens.sum())
         assert len(batch.slots) == plan.num_filled

@@ -157,7 +157,7 @@ class Backend:
         """Guesses of Medusa heads before the model's own `head` in one call; None: tensor operations do it."""
         return None
 
-    def graph_shapes(self, max_running: int, max_drafted: int) -> list[GraphShape]:
+    def graph_shapes(self, max_running: int, max_drafted: int, max_step_tokens: int) -> list[GraphShape]:
         """Shapes of the steps to capture as graphs, for so many sequences and drafts of so many tokens."""
         return []
 

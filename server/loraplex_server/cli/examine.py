@@ -180,9 +180,11 @@ def _way(loaded: LoadedModel, backend: Backend) -> str:
 
 
 def _graphs(loaded: LoadedModel, backend: Backend) -> str:
-    if not backend.graph_shapes(1, 1):
+    if not backend.graph_shapes(1, 1, 1):
         return f"none: not on this device ({backend.device.type})"
-    return "none: its mixers keep states" if loaded.states else "decode and verification steps"
+    if loaded.states:
+        return "none: its mixers keep states"
+    return "steps of decoding and drafts, and with triton attention of prompts"
 
 
 def _adapted(loaded: LoadedModel) -> list[str]:

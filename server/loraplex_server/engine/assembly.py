@@ -45,6 +45,7 @@ from loraplex_server.model.memory import (
     fitting,
     free_memory_bytes,
     kv_budget_bytes,
+    layer_bytes,
     num_kv_blocks,
     num_spare_states,
     num_state_slots,
@@ -253,7 +254,8 @@ def captured_shapes(config: EngineConfig, backend: Backend) -> list[GraphShape]:
     """The steps that are captured as CUDA graphs."""
     if not config.model.cuda_graphs:
         return []
-    return backend.graph_shapes(config.batch.max_running, config.speculation.max_draft_tokens)
+    batch = config.batch
+    return backend.graph_shapes(batch.max_running, config.speculation.max_draft_tokens, batch.max_step_tokens)
 
 
 def _manager(
@@ -318,7 +320,10 @@ def _kv_budget_bytes(config: EngineConfig, loaded: LoadedModel, free_bytes: int,
     reserved = config.adapters.device_bytes if has_adapters else 0
     if loaded.device.type != "cpu":
         reserved += step_bytes(loaded, config.batch.max_step_tokens, config.batch.max_running)
-        reserved += loaded.backend.graph_bytes(captured_shapes(config, loaded.backend), loaded.spec, loaded.dtype)
+        shapes = captured_shapes(config, loaded.backend)
+        reserved += loaded.backend.graph_bytes(shapes, loaded.spec, loaded.dtype)
+        # Graphs share memory of their own, beside that of eager steps.
+        reserved += layer_bytes(loaded, max((shape.num_tokens for shape in shapes), default=0))
     return kv_budget_bytes(loaded.device.type, free_bytes, reserved)
 
 

@@ -190,15 +190,21 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Bounds of the steps that a plan with fixed addresses takes: up to `num_spans` spans of `query_len` tokens."""
+    """Bounds of the steps that a plan with fixed addresses takes: up to `num_spans` spans of `query_len` tokens each,
+    or ragged ones, of any lengths with up to `ragged_tokens` in all."""
 
     num_spans: int
-    query_len: int
+    query_len: int  # of spans that are not ragged
     max_blocks: int  # of any span
+    ragged_tokens: int = 0
+
+    @property
+    def is_ragged(self) -> bool:
+        return self.ragged_tokens > 0
 
     @property
     def num_tokens(self) -> int:
-        return self.num_spans * self.query_len
+        return self.ragged_tokens or self.num_spans * self.query_len
 
 
 class PagedAttention(Protocol):
@@ -227,6 +233,11 @@ class PagedAttention(Protocol):
 @runtime_checkable
 class ReplayableAttention(PagedAttention, Protocol):
     """An implementation whose launches can be captured once and replayed for other steps of the same shape."""
+
+    @property
+    def replays_ragged(self) -> bool:
+        """True if `reserve` takes ragged bounds."""
+        ...
 
     def reserve(self, reserved: Reserved, block_size: int, dtype: torch.dtype, device: torch.device) -> Any:
         """A plan with buffers at fixed addresses, for steps within `reserved`.

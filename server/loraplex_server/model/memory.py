@@ -44,20 +44,26 @@ MIN_BLOCKS: Final = 3  # one for padding, two for a sequence
 UNKNOWN_FREE_BYTES: Final = 4 << 30  # where the system does not tell: a size that a desktop can bear
 
 
-def step_bytes(loaded: LoadedModel, num_tokens: int, max_rows: int) -> int:
-    """Bytes of a step: `num_tokens` tokens that may all want logits, and up to `max_rows` sequences that draw."""
-    spec, itemsize = loaded.spec, loaded.dtype.itemsize
+def layer_bytes(loaded: LoadedModel, num_tokens: int) -> int:
+    """Bytes of what decoder layers compute for so many tokens."""
+    hidden_size = loaded.spec.hidden_size
     linears = [one for one in loaded.targets.values() if isinstance(one, AdaptedLinear)]
     wide = [linear.out_features for linear in linears if not isinstance(linear, AdaptedHead)]
     wide += [one.out_features for one in loaded.targets.values() if isinstance(one, ExpertLinear)]
     # Every token goes through so many experts at once.
     num_experts: int = getattr(loaded.model.config.get_text_config(), "num_experts_per_tok", None) or 1
-    num_elements = NUM_HIDDEN * spec.hidden_size + NUM_WIDE * num_experts * max(wide, default=spec.hidden_size)
+    num_elements = NUM_HIDDEN * hidden_size + NUM_WIDE * num_experts * max(wide, default=hidden_size)
+    return num_tokens * num_elements * loaded.dtype.itemsize
+
+
+def step_bytes(loaded: LoadedModel, num_tokens: int, max_rows: int) -> int:
+    """Bytes of a step: `num_tokens` tokens that may all want logits, and up to `max_rows` sequences that draw."""
+    spec, itemsize = loaded.spec, loaded.dtype.itemsize
     num_context_tokens = min(MAX_GROUP_TOKENS, max_rows * spec.max_context_tokens)
     num_context_elements = max((layer.num_kv_heads * (layer.k_dim + layer.v_dim) for layer in spec.layers), default=0)
     num_scores = max(min(max_rows, num_tokens) * spec.num_logits, min(num_tokens * spec.num_logits, NUM_LOGPROBS))
     return (
-        num_tokens * num_elements * itemsize
+        layer_bytes(loaded, num_tokens)
         + NUM_CONTEXTS * num_context_tokens * num_context_elements * itemsize
         + num_tokens * spec.num_logits * itemsize
         + num_scores * SCORE_BYTES

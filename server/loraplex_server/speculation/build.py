@@ -127,7 +127,7 @@ def load_drafts(config: EngineConfig, loaded: LoadedModel, served: ServedModel, 
             if loaded.device.type == "cuda":
                 proposer.drafter.runner.warm_up(memory.max_prompt_tokens, progress)
             if config.model.cuda_graphs:
-                shapes = loaded.backend.graph_shapes(config.batch.max_running, max_drafted=0)
+                shapes = loaded.backend.graph_shapes(config.batch.max_running, 0, memory.max_prompt_tokens)
                 proposer.drafter.runner.capture(shapes, progress)
             num_rounds = MIN_ROUNDS if proposer.name == UNIVERSAL else 1.0
             key = draft_key(draft.name)

@@ -113,8 +113,8 @@ class CudaBackend(Backend):
 
         return draw_noisy
 
-    def graph_shapes(self, max_running: int, max_drafted: int) -> list[GraphShape]:
-        return graph_shapes(max_running, max_drafted)
+    def graph_shapes(self, max_running: int, max_drafted: int, max_step_tokens: int) -> list[GraphShape]:
+        return graph_shapes(max_running, max_drafted, max_step_tokens)
 
     def graph_bytes(self, shapes: Sequence[GraphShape], spec: ModelSpec, dtype: torch.dtype) -> int:
         return graph_bytes(shapes, spec, dtype)

@@ -1,13 +1,13 @@
 """CUDA graphs of whole steps, by shape, and their capture.
 
 A graph repeats kernels with the arguments that they were captured with, so everything that differs from step to step is
-in buffers at fixed addresses, which are refilled before a replay. There is a graph for each *bucket*: so many spans of
-so many tokens, with or without adapters. Which adapters those are is in the buffers too, so loading and evicting them
-changes no graph.
+in buffers at fixed addresses, which are refilled before a replay. There is a graph for each *bucket*, with and without
+adapters: so many spans of so many tokens for decoding and verification, or so many tokens in ragged spans for steps
+with prompts. Which adapters those are is in the buffers too, so loading and evicting them changes no graph.
 
-A step smaller than its bucket is padded: missing spans have no context, no adapter and no place in the KV cache; a
-short span gets known tokens of its own in front, which are run again and not written. So drafts of different lengths
-share a replay. Logits of padding are not used.
+A step smaller than its bucket is padded: missing spans have no context, no adapter and no place in the KV cache; where
+spans have one length, a short one gets known tokens of its own in front, which are run again and not written. So drafts
+of different lengths share a replay. Logits of padding are not used.
 
 Owns buffers and graphs. The function that captures is an argument: `CudaCapture`, or in tests one that calls the
 captured function again. A step that fits no bucket is run eager by the runner.
@@ -16,6 +16,7 @@ captured function again. A step that fits no bucket is run eager by the runner.
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import time
 import warnings
@@ -111,6 +112,9 @@ log = logging.getLogger(__name__)
 MAX_VERIFIED_TOKENS = 256
 # Drafts longer than this are rare: their steps run eager.
 MAX_GRAPH_DRAFT = 8
+# A step with prompts of 512 tokens takes 10 ms on an H200 and its launches take the host 34, with an adapter 67; from
+# some 2,048 tokens on the device takes longer than the host. Below the least number the weights are waited for.
+MIN_RAGGED_TOKENS, MAX_RAGGED_TOKENS = 64, 2048
 # Bytes that a graph keeps on the device, by layer: its nodes, and buffers of its own.
 GRAPH_BYTES_PER_LAYER = 256 << 10
 
@@ -119,35 +123,55 @@ REPORT_EVERY = 16
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """Up to `num_spans` spans of `query_len` tokens each."""
+    """Up to `num_spans` spans of `query_len` tokens each, or ragged ones, with up to `ragged_tokens` in all."""
 
     num_spans: int
-    query_len: int = 1
+    query_len: int = 1  # of spans that are not ragged
+    ragged_tokens: int = 0
+
+    @property
+    def is_ragged(self) -> bool:
+        return self.ragged_tokens > 0
 
     @property
     def num_tokens(self) -> int:
-        return self.num_spans * self.query_len
+        return self.ragged_tokens or self.num_spans * self.query_len
+
+    @property
+    def num_head_rows(self) -> int:
+        """Tokens that get logits. Few tokens of prompts want them; each one of a draft does."""
+        return min(self.num_tokens, max(self.num_spans, MAX_VERIFIED_TOKENS)) if self.is_ragged else self.num_tokens
 
 
-def graph_shapes(max_running: int, max_drafted: int) -> list[GraphShape]:
-    """Shapes to capture for up to `max_running` sequences and drafts of up to `max_drafted` tokens."""
+def graph_shapes(max_running: int, max_drafted: int, max_step_tokens: int) -> list[GraphShape]:
+    """Shapes to capture for up to `max_running` sequences, drafts of up to `max_drafted` tokens and steps with prompts
+    of up to `max_step_tokens` tokens."""
     shapes = [GraphShape(num_spans) for num_spans in _sizes(max_running)]
     for query_len in [1 + length for length in _powers(min(max_drafted, MAX_GRAPH_DRAFT))]:
         fitting = [size for size in _powers(max_running) if size * query_len <= MAX_VERIFIED_TOKENS]
         shapes += [GraphShape(num_spans, query_len) for num_spans in fitting]
-    return shapes
+    sizes = [size for size in _half_powers(MIN_RAGGED_TOKENS, MAX_RAGGED_TOKENS) if size < max_step_tokens]
+    sizes.append(min(max_step_tokens, MAX_RAGGED_TOKENS))
+    return shapes + [GraphShape(max_running, ragged_tokens=size) for size in dict.fromkeys(sizes)]
 
 
 def graph_bytes(shapes: Sequence[GraphShape], spec: ModelSpec, dtype: torch.dtype) -> int:
     """Estimate of the device memory that graphs of these shapes take at most, with and without adapters."""
-    num_tokens = max((shape.num_tokens for shape in shapes), default=0)
+    num_rows = max((shape.num_head_rows for shape in shapes), default=0)
     per_graph = GRAPH_BYTES_PER_LAYER * len(spec.layers)
-    return 2 * len(shapes) * per_graph + num_tokens * (spec.num_logits + spec.hidden_size) * dtype.itemsize
+    return 2 * len(shapes) * per_graph + num_rows * (spec.num_logits + spec.hidden_size) * dtype.itemsize
 
 
 def _powers(largest: int) -> list[int]:
     """1, 2, 4, ... and the largest itself; nothing up to 0."""
     return sorted({*(1 << exponent for exponent in range(largest.bit_length())), largest} - {0})
+
+
+def _half_powers(smallest: int, largest: int) -> list[int]:
+    """Powers of two, and between each two of them their middle; `smallest` and `largest` are powers of two."""
+    powers = _powers(largest)
+    middles = [power * 3 // 2 for power in powers[:-1]]
+    return sorted(size for size in powers + middles if size >= smallest)
 
 
 def _sizes(largest: int) -> list[int]:
@@ -200,8 +224,8 @@ class _Bucket:
 class StepGraphs:
     """Captured steps of one model."""
 
-    def __init__(self, steps: StepResources, attention: ReplayableAttention, max_tokens: int) -> None:
-        """`attention`: that of `steps`. `max_tokens`: of any captured step."""
+    def __init__(self, steps: StepResources, attention: ReplayableAttention, shapes: Sequence[GraphShape]) -> None:
+        """`attention`: that of `steps`. `shapes`: of the steps to capture."""
         self._steps = steps
         self._attention = attention
         self._device = steps.tokens.device
@@ -213,52 +237,60 @@ class StepGraphs:
         self._head = next((module for module in targets if isinstance(module, AdaptedHead)), None)
         self._is_head_last = False  # what the head computes is the model's answer
         # A step's inputs, one after the other: places of its tokens in the mirror, positions, rows that reach the head.
-        self._inputs = torch.zeros(3 * max_tokens, dtype=torch.int64, device=self._device)
-        # [max_tokens, num_logits] and [max_tokens, hidden]: what all graphs put their results into.
+        num_inputs = max(2 * shape.num_tokens + shape.num_head_rows for shape in shapes)
+        self._inputs = torch.zeros(num_inputs, dtype=torch.int64, device=self._device)
+        # [max_rows, num_logits] and [max_rows, hidden]: what all graphs put their results into.
         self._logits: Tensor | None = None
         self._hidden: Tensor | None = None
-        self._max_tokens = max_tokens
-        self._buckets: dict[int, list[_Bucket]] = {}  # by query length, the smallest first
+        self._max_rows = max(shape.num_head_rows for shape in shapes)
+        self._shapes = shapes
+        self._buckets: dict[int, list[_Bucket]] = {}  # of spans of one length, by it; the smallest first
         self._query_lens: list[int] = []
+        self._ragged: list[_Bucket] = []  # the smallest first
 
-    def num_wanted(self, shapes: Sequence[GraphShape]) -> int:
-        return len(shapes) * (1 if self._ops is None else 2)
+    @property
+    def num_wanted(self) -> int:
+        return len(self._shapes) * (1 if self._ops is None else 2)
 
     @property
     def num_graphs(self) -> int:
-        return sum(
-            (bucket.plain is not None) + (bucket.adapted is not None)
-            for found in self._buckets.values()
-            for bucket in found
-        )
+        buckets = [*itertools.chain.from_iterable(self._buckets.values()), *self._ragged]
+        return sum((bucket.plain is not None) + (bucket.adapted is not None) for bucket in buckets)
 
     # --- capturing ----------------------------------------------------------------------------------------------------
 
-    def capture(self, shapes: Sequence[GraphShape], capture: Capture, progress: Callable[[int], None]) -> None:
-        """Captures steps of all shapes without adapters, then with: the largest first, whose memory the others use
-        again.
+    def capture(self, capture: Capture, progress: Callable[[int], None]) -> None:
+        """Captures the steps. First those without prompts, which are most; of a kind those without adapters, then with;
+        of these the largest first, whose memory the others use again.
 
         Raises what a failing capture raises; graphs made before it stay usable. `progress` gets the number of graphs.
         """
-        ordered = sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_spans), reverse=True)
-        buckets: list[_Bucket] = []
+        ordered = sorted(self._shapes, key=lambda shape: (shape.num_tokens, shape.num_spans), reverse=True)
         with torch.inference_mode():
-            for shape in ordered:
-                bucket = self._reserve(shape)
-                if self._logits is None:
-                    self._look_at_head(bucket)
-                bucket.plain = capture(lambda bucket=bucket: self._launch(bucket, adapted=False))
-                buckets.append(bucket)
-                self._buckets.setdefault(shape.query_len, []).insert(0, bucket)
-                self._query_lens = sorted(self._buckets)
-                progress(self.num_graphs)
-            for bucket in buckets if self._ops is not None else ():
-                bucket.adapted = capture(lambda bucket=bucket: self._launch(bucket, adapted=True))
-                progress(self.num_graphs)
+            for kind in (False, True):
+                buckets = [self._reserve(shape) for shape in ordered if shape.is_ragged is kind]
+                for bucket in buckets:
+                    if self._logits is None:
+                        self._look_at_head(bucket)
+                    bucket.plain = capture(lambda bucket=bucket: self._launch(bucket, adapted=False))
+                    self._add(bucket)
+                    progress(self.num_graphs)
+                for bucket in buckets if self._ops is not None else ():
+                    bucket.adapted = capture(lambda bucket=bucket: self._launch(bucket, adapted=True))
+                    progress(self.num_graphs)
+
+    def _add(self, bucket: _Bucket) -> None:
+        """Makes a bucket known that is smaller than all others of its kind."""
+        if bucket.shape.is_ragged:
+            self._ragged.insert(0, bucket)
+        else:
+            self._buckets.setdefault(bucket.shape.query_len, []).insert(0, bucket)
+            self._query_lens = sorted(self._buckets)
 
     def _reserve(self, shape: GraphShape) -> _Bucket:
         cache, max_len = self._steps.cache, self._steps.tokens.shape[1]
-        reserved = Reserved(shape.num_spans, shape.query_len, -(-max_len // cache.block_size))
+        max_blocks = -(-max_len // cache.block_size)
+        reserved = Reserved(shape.num_spans, shape.query_len, max_blocks, shape.ragged_tokens)
         bucket = _Bucket(shape, self._attention.reserve(reserved, cache.block_size, cache.dtype, self._device))
         if self._ops is not None:
             bucket.segments = self._ops.reserve(shape.num_tokens, self._steps.slots.num_slots, self._device)
@@ -267,9 +299,8 @@ class StepGraphs:
     def _launch(self, bucket: _Bucket, adapted: bool) -> Tensor:
         """Runs the step on what is in the buffers. Returns the model's own logits, of which there is a copy in the
         buffer."""
-        steps, num_tokens = self._steps, bucket.shape.num_tokens
-        context = steps.context
-        places, positions, head_rows = self._inputs[: 3 * num_tokens].view(3, num_tokens)
+        steps, context = self._steps, self._steps.context
+        places, positions, head_rows = self._inputs_of(bucket.shape)
         with as_if_installed(steps.slots.targets if adapted else {}):
             try:
                 context.capture_head_input = True
@@ -286,6 +317,11 @@ class StepGraphs:
                 return out.logits
             finally:
                 context.clear()
+
+    def _inputs_of(self, shape: GraphShape) -> tuple[Tensor, ...]:
+        """Places and positions of tokens, and rows that reach the head."""
+        sizes = shape.num_tokens, shape.num_tokens, shape.num_head_rows
+        return self._inputs[: sum(sizes)].split(sizes)
 
     def _look_at_head(self, bucket: _Bucket) -> None:
         """Finds out whether the head's output is the logits, so that its adapters' terms can be added afterwards."""
@@ -305,8 +341,8 @@ class StepGraphs:
     def _keep(self, logits: Tensor, hidden: Tensor) -> None:
         """Copies results to fixed memory: graphs share the memory of everything else."""
         if self._logits is None or self._hidden is None:  # the first run, which nothing captures
-            self._logits = logits.new_zeros(self._max_tokens, logits.shape[1])
-            self._hidden = hidden.new_zeros(self._max_tokens, hidden.shape[1])
+            self._logits = logits.new_zeros(self._max_rows, logits.shape[1])
+            self._hidden = hidden.new_zeros(self._max_rows, hidden.shape[1])
         self._logits[: len(logits)].copy_(logits)
         self._hidden[: len(hidden)].copy_(hidden)
 
@@ -316,15 +352,14 @@ class StepGraphs:
         """Replays the step. Logits [num_head_rows, num_logits] and the head's input [num_head_rows, hidden]; the next
         call overwrites both. None where the step fits no graph: nothing was run then.
         """
-        bucket = self._find(staged)
-        replay = None if bucket is None else bucket.adapted if staged.token_segments else bucket.plain
         changes_head = self._changes([self._head] if self._head is not None else [], staged)
-        if bucket is None or replay is None or (changes_head and not self._is_head_last):
+        if changes_head and not self._is_head_last:
             return None
         if self._changes(self._embeddings, staged) or not self._steps.slots.are_plain(staged.token_segments):
             return None  # what the host does cannot be replayed
-        step = pad_step(staged, bucket.shape.query_len)
-        if step is None:
+        bucket, step = self._fit(staged)
+        replay = None if bucket is None else bucket.adapted if staged.token_segments else bucket.plain
+        if bucket is None or replay is None:
             return None
         try:
             self._refill(bucket, step)
@@ -343,8 +378,15 @@ class StepGraphs:
             )
         return logits, hidden
 
+    def _fit(self, staged: StagedStep) -> tuple[_Bucket | None, StagedStep]:
+        """The smallest bucket that the step fits, and the step in spans as the bucket has them. None where it fits
+        none."""
+        bucket = self._find(staged)
+        if bucket is not None and (padded := pad_step(staged, bucket.shape.query_len)) is not None:
+            return bucket, padded
+        return self._find_ragged(staged), staged
+
     def _find(self, staged: StagedStep) -> _Bucket | None:
-        """The smallest bucket that the step fits; None where it fits none."""
         longest, num_spans = int(staged.query_lens[-1]), len(staged.spans)  # spans are ordered by length
         query_len = next((length for length in self._query_lens if length >= longest), None)
         if query_len is None:
@@ -352,6 +394,13 @@ class StepGraphs:
         buckets = self._buckets[query_len]
         idx = bisect_left(buckets, num_spans, key=lambda bucket: bucket.shape.num_spans)
         return buckets[idx] if idx < len(buckets) else None
+
+    def _find_ragged(self, staged: StagedStep) -> _Bucket | None:
+        wanted = staged.num_tokens, len(staged.head_rows)
+        shapes = ((bucket, bucket.shape) for bucket in self._ragged)
+        return next(
+            (bucket for bucket, s in shapes if s.num_tokens >= wanted[0] and s.num_head_rows >= wanted[1]), None
+        )
 
     def _changes(self, modules: Sequence[AdaptedModule], staged: StagedStep) -> bool:
         """True if an adapter of the step has a part in one of these modules."""
@@ -362,7 +411,7 @@ class StepGraphs:
         )
 
     def _refill(self, bucket: _Bucket, step: StagedStep) -> None:
-        """Refills the bucket's buffers with a step. Missing spans read the first token of the first row, at position 0.
+        """Refills the bucket's buffers with a step. Padding reads the first token of the first row, at position 0.
         Raises ValueError for what does not fit."""
         slots = torch.from_numpy(np.ascontiguousarray(step.tokens[2]))
         self._attention.refill(bucket.attention, step.attention(slots))
@@ -370,10 +419,11 @@ class StepGraphs:
             assert self._ops is not None
             assert bucket.segments is not None
             self._ops.refill(bucket.segments, step.token_segments)
-        packed = np.zeros((3, bucket.shape.num_tokens), dtype=np.int64)
-        packed[:2, : step.tokens.shape[1]] = step.tokens[:2]
-        packed[2, : len(step.head_rows)] = step.head_rows
-        refill(self._inputs[: packed.size], torch.from_numpy(packed).view(-1))
+        shape = bucket.shape
+        packed = np.zeros(2 * shape.num_tokens + shape.num_head_rows, dtype=np.int64)
+        packed[: 2 * shape.num_tokens].reshape(2, -1)[:, : step.num_tokens] = step.tokens[:2]
+        packed[2 * shape.num_tokens :][: len(step.head_rows)] = step.head_rows
+        refill(self._inputs[: packed.size], torch.from_numpy(packed))
 
 
 def capture_steps(
@@ -385,8 +435,10 @@ def capture_steps(
     if not isinstance(steps.attention, ReplayableAttention):
         progress(f"steps run without CUDA graphs, of which {steps.attention.name} attention cannot be a part")
         return None
-    graphs = StepGraphs(steps, steps.attention, max(shape.num_tokens for shape in shapes))
-    start_s, num_wanted = time.perf_counter(), graphs.num_wanted(shapes)
+    if not steps.attention.replays_ragged:
+        shapes = [shape for shape in shapes if not shape.is_ragged]
+    graphs = StepGraphs(steps, steps.attention, shapes)
+    start_s, num_wanted = time.perf_counter(), graphs.num_wanted
     progress(f"capturing {num_wanted} CUDA graphs")
 
     def report(num_graphs: int) -> None:
@@ -394,7 +446,7 @@ def capture_steps(
             progress(f"captured {num_graphs} of {num_wanted} CUDA graphs")
 
     try:
-        graphs.capture(shapes, capture, report)
+        graphs.capture(capture, report)
     except Exception as error:  # whatever a model's code, kernels and driver raise; eager steps do without them all
         log.warning("a step could not be captured", exc_info=error)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -38,7 +38,7 @@ from loraplex_server.model import loader, self_test
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.model.medusa_model import ServedModel
-from loraplex_server.model.memory import CPU_KV_BYTES, step_bytes
+from loraplex_server.model.memory import CPU_KV_BYTES, layer_bytes, step_bytes
 from loraplex_server.model.tiny import tiny_config
 from loraplex_server.speculation.build import Drafts
 from loraplex_server.speculation.draft_model import Drafter
@@ -148,6 +148,7 @@ def test_a_gpu_keeps_room_for_the_largest_step(max_step_tokens: int, loaded: Loa
     config = config_of(None, max_running=64, max_step_tokens=max_step_tokens)
     graphs = graph_bytes(build.captured_shapes(config, CudaBackend()), loaded.spec, loaded.dtype)
     assert graphs > 0
+    graphs += layer_bytes(loaded, min(max_step_tokens, 2048))
     free = ADAPTERS.device_bytes + step_bytes(loaded, max_step_tokens, 64) + graphs + 100 * block_bytes
     assert blocks(config, on_cuda(loaded), free) == 90
 
@@ -194,7 +195,8 @@ def test_where_adapters_may_come_from(
 def test_steps_are_captured_on_a_gpu_unless_told_otherwise(loaded: LoadedModel) -> None:
     config = config_of(None, max_running=8)
     assert build.captured_shapes(config, CpuBackend()) == []
-    assert build.captured_shapes(config, CudaBackend()) == graph_shapes(8, config.speculation.max_draft_tokens)
+    wanted = graph_shapes(8, config.speculation.max_draft_tokens, config.batch.max_step_tokens)
+    assert build.captured_shapes(config, CudaBackend()) == wanted
     without = replace(config, model=replace(config.model, cuda_graphs=False))
     assert build.captured_shapes(without, CudaBackend()) == []
     assert graph_bytes([], loaded.spec, loaded.dtype) == 0
@@ -206,7 +208,7 @@ def test_what_cannot_be_captured_is_said_at_the_start(loaded: LoadedModel, monke
     ) -> StepGraphs | None:
         return capture_steps(steps, shapes, calls_again, progress)
 
-    monkeypatch.setattr(Backend, "graph_shapes", lambda *_: graph_shapes(2, 0))
+    monkeypatch.setattr(Backend, "graph_shapes", lambda *_: graph_shapes(2, 0, 64))
     monkeypatch.setattr(Backend, "capture_steps", capture)
     said: list[str] = []
     build.assemble(loaded, config_of(1 << 20, max_running=2), said.append, lambda: None).close()

@@ -192,6 +192,30 @@ def test_a_reserved_plan_takes_one_step_after_another(query_len: int, window: in
 
 
 @only_triton
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_ragged_plan_takes_one_step_after_another(window: int | None) -> None:
+    spec = spec_of(window=window, num_heads=6, sinks=sinks_of(6))
+    backend = make("triton", spec)
+    assert isinstance(backend, ReplayableAttention)
+    num_tokens = 40
+    plan = backend.reserve(Reserved(4, 1, 90, num_tokens), 4, torch.float32, CPU)
+    address = plan.buffer.data_ptr()
+    for spans in ([(3, 1), (300, 1), (0, 17)], [(130, 40)], [(5, 1), (250, 2), (9, 5), (260, 30)], [(0, 1)]):
+        problem = make_problem(spans, spec, torch.float32)
+        count = len(problem.query)
+        padded = [
+            torch.cat([tensor, torch.full((num_tokens - count, *tensor.shape[1:]), float("nan"))])
+            for tensor in (problem.query, problem.key, problem.value)
+        ]
+        backend.refill(plan, problem.batch)
+        got = backend.run(*padded, problem.kv, spec, plan)
+        problem.check(got[:count])
+        assert (got[count:] == 0).all()
+        assert torch.equal(got[:count], problem.run(backend)), "a replay computes what a launch does"
+    assert plan.buffer.data_ptr() == address
+
+
+@only_triton
 def test_as_reserved_nothing_is_written_and_the_output_is_zero() -> None:
     spec = spec_of()
     backend = make("triton", spec)

@@ -107,5 +107,5 @@ def test_dynamic_frequencies_are_for_texts_longer_than_in_training() -> None:
 
 def test_steps_run_without_graphs() -> None:
     told: list[str] = []
-    make_rig(adopt_model(random_model("phi3-longrope"))).runner.capture(graph_shapes(4, 2), told.append)
+    make_rig(adopt_model(random_model("phi3-longrope"))).runner.capture(graph_shapes(4, 2, 64), told.append)
     assert "rotations depend on the lengths of texts" in told[0]

@@ -75,6 +75,7 @@ class FlashInferAttention:
 
     name = "flashinfer"
     needs_clean_blocks = True
+    replays_ragged = False  # its wrappers take short and long spans apart
 
     def __init__(self, specs: Sequence[AttentionSpec], flashinfer: Any, write: WritePages) -> None:
         """`write` stores keys and values, and leaves out tokens whose slot is -1."""

@@ -324,6 +324,7 @@ class TritonPagedAttention:
 
     name = "triton"
     needs_clean_blocks = True
+    replays_ragged = True
 
     def __init__(self, specs: Sequence[AttentionSpec]) -> None:
         self._specs = tuple(dict.fromkeys(specs))

@@ -6,7 +6,7 @@ A piece is a block of one span's queries against a range of its keys. Long conte
 results a second kernel puts together in order. How a span is cut depends on the span alone, so its result
 does not depend on its neighbours. Knows no tensors of the model and imports no triton.
 
-Spans are ragged block tables and slots, with empty spans up to a fixed number where a plan is reserved. Slots follow
+Spans are ragged block tables and slots, padded with empty spans where a plan is reserved. Slots follow
 from the block tables, so nothing is read from the device; only for a reserved plan, whose slots are on the host, it is
 looked up which tokens are not written. FlashInfer's plans begin with the same spans.
 
@@ -33,6 +33,7 @@ Ints = npt.NDArray[np.int64]
 # The integers of a piece: first token, number of queries, position of the first, first key, end of the keys, start of
 # the block table, first partial or -1 for a result that is complete, unused.
 PIECE_INTS = 8
+NO_PIECES: Ints = np.zeros((0, PIECE_INTS), np.int64)
 PARTIAL_INTS = 3
 # Key ranges begin at multiples of this; tiles of keys are as large at most.
 KEY_ALIGN = 64
@@ -42,6 +43,8 @@ ROW_BYTES = 32 << 10  # of a block of queries
 MIN_SPLIT_KEYS, SPLIT_KEYS_PER_ROW = 128, 8
 # Pieces that a span is cut into at most in order to fill a GPU.
 MAX_SPLIT_PIECES = 64
+# Chunks of prompts behind long contexts that a reserved plan has room for.
+MAX_SPLIT_CHUNKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +75,10 @@ def read_spans(batch: AttentionBatch, reserved: Reserved | None = None) -> Spans
     tables = batch.block_tables[places < num_blocks[:, None]]
     table_starts = np.cumsum(num_blocks) - num_blocks
     if reserved is not None:
-        missing = reserved.num_spans - len(query_lens)
-        if missing < 0 or (query_lens != reserved.query_len).any() or (num_blocks > reserved.max_blocks).any():
-            raise ValueError(
-                f"{len(query_lens)} spans of up to {query_lens.max(initial=0)} tokens and {num_blocks.max(initial=0)} "
-                f"blocks do not fit into {reserved}"
-            )
-        query_lens = np.concatenate([query_lens, np.full(missing, reserved.query_len)])
-        context_lens = np.concatenate([context_lens, np.zeros(missing, np.int64)])
-        table_starts = np.concatenate([table_starts, np.zeros(missing, np.int64)])
+        empty_lens = _empty_lens(query_lens, num_blocks, reserved)
+        query_lens = np.concatenate([query_lens, empty_lens])
+        context_lens = np.concatenate([context_lens, np.zeros_like(empty_lens)])
+        table_starts = np.concatenate([table_starts, np.zeros_like(empty_lens)])
     first_tokens = np.cumsum(query_lens) - query_lens
     num_tokens = int(query_lens.sum())
     owners = np.repeat(np.arange(len(query_lens)), query_lens)  # [num_tokens] span of each token
@@ -92,6 +90,22 @@ def read_spans(batch: AttentionBatch, reserved: Reserved | None = None) -> Spans
     if is_kept is not None:
         slots[: len(is_kept)][is_kept] = -1
     return Spans(query_lens, context_lens, first_tokens, table_starts, tables, slots)
+
+
+def _empty_lens(query_lens: Ints, num_blocks: Ints, reserved: Reserved) -> Ints:
+    """Query lengths of the empty spans that a step is padded with; a ragged one has one of them at most. Raises
+    ValueError where the step does not fit."""
+    num_spans = reserved.num_spans - len(query_lens)
+    num_tokens = reserved.num_tokens - int(query_lens.sum())
+    has_right_lens = reserved.is_ragged or (query_lens == reserved.query_len).all()
+    if num_spans < 0 or num_tokens < 0 or not has_right_lens or (num_blocks > reserved.max_blocks).any():
+        raise ValueError(
+            f"{len(query_lens)} spans of up to {query_lens.max(initial=0)} tokens and {num_blocks.max(initial=0)} "
+            f"blocks do not fit into {reserved}"
+        )
+    if reserved.is_ragged:
+        return np.full(min(1, num_tokens), num_tokens)
+    return np.full(num_spans, reserved.query_len)
 
 
 def no_spans(block_size: int) -> AttentionBatch:
@@ -190,15 +204,11 @@ def reserve_plan(
     reserved: Reserved, block_size: int, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device
 ) -> KernelPlan:
     """A plan for steps of up to `reserved.num_spans` spans, all of them empty."""
+    room = _ragged_room if reserved.is_ragged else _uniform_room
     sizes: dict[Shape, dict[int, int]] = {}
     partials: dict[Shape, int] = {}
     for shape in shapes:
-        rows = int(_block_rows(np.array([reserved.query_len]), shape)[0])
-        num_blocks = -(-reserved.query_len // (rows // shape.num_groups))
-        most = -(-reserved.max_blocks * block_size // _min_split(np.array([rows]))[0])
-        num_splits = int(min(most, max(1, MAX_SPLIT_PIECES // num_blocks)))
-        sizes[shape] = {rows: reserved.num_spans * num_blocks * num_splits}
-        partials[shape] = reserved.num_tokens * num_splits if num_splits > 1 else 0
+        sizes[shape], partials[shape] = room(reserved, shape, reserved.max_blocks * block_size)
     plan = _lay_out(sizes, partials, reserved.num_tokens, block_size, dtype)
     buffer = torch.zeros(plan.tables_at + reserved.num_spans * reserved.max_blocks, dtype=torch.int32, device=device)
     plan = replace(plan, buffer=buffer, reserved=reserved)
@@ -206,12 +216,51 @@ def reserve_plan(
     return plan
 
 
+def _uniform_room(reserved: Reserved, shape: Shape, num_keys: int) -> tuple[dict[int, int], int]:
+    """The most pieces by rows, and the most partial results, of spans of one length before up to `num_keys` keys."""
+    rows = int(_block_rows(np.array([reserved.query_len]), shape)[0])
+    num_blocks = -(-reserved.query_len // (rows // shape.num_groups))
+    num_splits = min(_most_splits(rows, num_keys), max(1, MAX_SPLIT_PIECES // num_blocks))
+    num_partials = reserved.num_tokens * num_splits if num_splits > 1 else 0
+    return {rows: reserved.num_spans * num_blocks * num_splits}, num_partials
+
+
+def _ragged_room(reserved: Reserved, shape: Shape, num_keys: int) -> tuple[dict[int, int], int]:
+    """The same of ragged spans. Partial results are large, and few steps have many: there is room for those of all
+    spans as decode steps, and of MAX_SPLIT_CHUNKS chunks of prompts."""
+    num_spans, num_tokens = reserved.num_spans, reserved.num_tokens
+    rows, tallest = (int(rows) for rows in _block_rows(np.array([1, num_tokens]), shape))
+    num_partials = MAX_SPLIT_PIECES * (num_spans + MAX_SPLIT_CHUNKS * (tallest // shape.num_groups))
+    most_splits = min(_most_splits(rows, num_keys), MAX_SPLIT_PIECES)
+    num_partials = min(num_partials, num_tokens * most_splits) if most_splits > 1 else 0
+    sizes: dict[int, int] = {}
+    least_len = 1  # of a span whose blocks have so many rows
+    while rows <= tallest:
+        most_spans = min(num_spans, num_tokens // least_len)
+        num_blocks = 1 + most_spans  # the first: of the span that is padding
+        if rows == shape.max_rows:
+            num_blocks += num_tokens // (rows // shape.num_groups)
+        num_splits = min(_most_splits(rows, num_keys), MAX_SPLIT_PIECES)
+        sizes[rows] = min(num_blocks * num_splits, num_blocks + most_spans * MAX_SPLIT_PIECES)
+        least_len = rows // shape.num_groups + 1
+        rows *= 2
+    return sizes, num_partials
+
+
+def _most_splits(block_rows: int, num_keys: int) -> int:
+    return int(-(-num_keys // _min_split(np.array([block_rows]))[0]))
+
+
 def refill_plan(plan: KernelPlan, batch: AttentionBatch) -> None:
     """Puts a step into a reserved plan. Raises ValueError when it does not fit."""
     reserved = plan.reserved
     assert reserved is not None
     spans = read_spans(batch, reserved)
-    host = _fill(plan, spans, {shape: cut_spans(spans, shape) for shape in plan.works}, plan.buffer.device)
+    cuts = {shape: cut_spans(spans, shape) for shape in plan.works}
+    for shape, work in plan.works.items():
+        if cuts[shape].num_partials > work.num_partials:
+            raise ValueError(f"{cuts[shape].num_partials} partial results do not fit into {work.num_partials}")
+    host = _fill(plan, spans, cuts, plan.buffer.device)
     plan.buffer[: len(host)].copy_(host, non_blocking=True)
 
 
@@ -318,8 +367,9 @@ def _fill(plan: KernelPlan, spans: Spans, cuts: dict[Shape, Cut], device: torch.
     for shape, work in plan.works.items():
         cut = cuts[shape]
         view[work.partials_at : work.partials_at + cut.partials.size] = cut.partials.ravel()
+        assert cut.pieces.keys() <= {launch.block_rows for launch in work.launches}
         for launch in work.launches:
-            pieces = cut.pieces[launch.block_rows]
+            pieces = cut.pieces.get(launch.block_rows, NO_PIECES)
             assert len(pieces) <= launch.max_pieces
             view[launch.count_at] = len(pieces)
             view[launch.pieces_at : launch.pieces_at + pieces.size] = pieces.ravel()

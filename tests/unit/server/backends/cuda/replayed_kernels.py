@@ -10,6 +10,7 @@ import copy
 import random
 from collections.abc import Callable
 
+import pytest
 import torch
 from support.backends import PatchedBackend
 from support.driver import Job, Rig, make_rig, random_prompts
@@ -26,7 +27,8 @@ from loraplex_server.backends.cuda.lora.operation import TritonOps
 from loraplex_server.model.loader import adopt_model
 
 
-def test_texts_from_replays_over_the_kernels() -> None:
+@pytest.mark.parametrize("shapes", [[GraphShape(3), GraphShape(3, 3)], [GraphShape(3, ragged_tokens=12)]], ids=str)
+def test_texts_from_replays_over_the_kernels(shapes: list[GraphShape]) -> None:
     """Ranks that differ, rows without adapters, a mixture, drafts of different lengths, modules left alone."""
     torch.set_num_threads(1)
     model = random_model("llama", dtype=torch.float32)
@@ -52,7 +54,7 @@ def test_texts_from_replays_over_the_kernels() -> None:
         rig.free_blocks.remove(0)
         if replays:
             rig.cache.clear_blocks([0])
-            rig.runner.capture([GraphShape(3), GraphShape(3, 3)], lambda text: None)
+            rig.runner.capture(shapes, lambda text: None)
         install_ranks(rig)
         return rig, counted
 
@@ -61,6 +63,7 @@ def test_texts_from_replays_over_the_kernels() -> None:
     eager.run(want)
     replayed.run(jobs)
     assert len(counted) > replayed.num_steps // 2
+    assert len(counted) == replayed.num_steps or not shapes[0].is_ragged
     for job, other in zip(jobs, want, strict=True):
         assert job.error is None
         assert job.tokens == other.tokens

@@ -33,6 +33,7 @@ from loraplex_server.model.loader import adopt_model
 
 NUM_TOKENS = 7
 MAX_ROWS = 5
+DECODE, RAGGED = GraphShape(MAX_ROWS, 2), GraphShape(MAX_ROWS, ragged_tokens=300)
 
 
 @pytest.fixture(scope="module")
@@ -144,13 +145,9 @@ def test_drafts_of_all_lengths_share_a_replay(model: PreTrainedModel) -> None:
     """Rows with drafts and rows without any share a replay; attention sees more queries than eager, so the last bits
     may differ."""
 
-    def propose(so_far: list[int]) -> list[int]:
-        dice = random.Random(sum(so_far))
-        return [dice.randrange(2, VOCAB_SIZE) for _ in range(dice.randint(0, 4))]
-
     shapes = [GraphShape(n, length) for n in (2, MAX_ROWS) for length in (1, 2, 3, 5)]
     (eager, _), (replayed, replays) = rig_of(model, max_chunk=3), rig_of(model, shapes, max_chunk=3)
-    want, jobs = mixed_jobs(propose), mixed_jobs(propose)
+    want, jobs = mixed_jobs(propose_at_random), mixed_jobs(propose_at_random)
     eager.run(want)
     replayed.run(jobs)
     assert replays.num > replayed.num_steps // 2
@@ -169,6 +166,47 @@ def test_drafts_that_are_right_are_accepted(model: PreTrainedModel) -> None:
     assert replays.num
     assert [job.tokens for job in jobs] == texts
     assert sum(job.num_accepted for job in jobs) > 6
+
+
+def propose_at_random(so_far: list[int]) -> list[int]:
+    dice = random.Random(sum(so_far))
+    return [dice.randrange(2, VOCAB_SIZE) for _ in range(dice.randint(0, 4))]
+
+
+@pytest.mark.parametrize("drafting", [None, propose_at_random], ids=["decode", "drafts"])
+def test_steps_with_prompts_are_the_eager_ones_bit_by_bit(
+    model: PreTrainedModel, drafting: Callable[[list[int]], list[int]] | None
+) -> None:
+    """Chunks of prompts, decode steps and drafts of all lengths share a ragged replay."""
+    shapes = [GraphShape(MAX_ROWS, ragged_tokens=size) for size in (4, 12, 40)]
+    (eager, _), (replayed, replays) = rig_of(model, max_chunk=7), rig_of(model, shapes, max_chunk=7)
+    want, jobs = mixed_jobs(drafting), mixed_jobs(drafting)
+    eager.run(want)
+    replayed.run(jobs)
+    assert replays.num == replayed.num_steps
+    assert_same(replayed, eager, jobs, want, bits=True)
+
+
+@pytest.mark.parametrize(
+    ("lens", "starts", "num_head_rows", "want"),
+    [
+        ([1, 2], [5, 7], 1, DECODE),
+        ([1, 2], [0, 7], 1, RAGGED),  # nothing is known in front of the first span
+        ([1, 3], [5, 0], 1, RAGGED),
+        ([1, 298], [5, 0], 256, RAGGED),
+        ([1, 298], [5, 0], 257, None),  # logprobs of a prompt
+        ([1, 300], [5, 0], 1, None),
+    ],
+)
+def test_the_graph_of_a_step(
+    model: PreTrainedModel, lens: list[int], starts: list[int], num_head_rows: int, want: GraphShape | None
+) -> None:
+    rig, _ = rig_of(model, [RAGGED, DECODE])
+    graphs = rig.runner._graphs  # pyright: ignore[reportPrivateUsage]
+    assert graphs is not None
+    step = staged(lens, starts, (), list(range(num_head_rows)))
+    bucket, _ = graphs._fit(step)  # pyright: ignore[reportPrivateUsage]
+    assert (None if bucket is None else bucket.shape) == want
 
 
 def test_hidden_states_outlive_the_next_replay(model: PreTrainedModel) -> None:
@@ -256,9 +294,10 @@ def test_steps_without_adapters_launch_no_adapter_kernel(model: PreTrainedModel)
     assert ops.num_applied == 2 * num_linears, "modules that the adapter leaves alone must be launched too"
 
 
-def test_padding_disturbs_nobody(model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("shape", [GraphShape(MAX_ROWS), GraphShape(MAX_ROWS, ragged_tokens=9)], ids=str)
+def test_padding_disturbs_nobody(model: PreTrainedModel, shape: GraphShape) -> None:
     """Whatever is in block 0, and in the row that missing spans read."""
-    rig, replays = rig_of(model, [GraphShape(MAX_ROWS)], max_chunk=1)
+    rig, replays = rig_of(model, [shape], max_chunk=1)
     prompt = random_prompts(2, VOCAB_SIZE, seed=7)[1]
     want = greedy(model, prompt, NUM_TOKENS)
     for layer in rig.cache.layers:
@@ -273,7 +312,7 @@ def test_padding_disturbs_nobody(model: PreTrainedModel) -> None:
 # --- what cannot be captured ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_before", [0, 1, 3])
+@pytest.mark.parametrize("num_before", [0, 1, 3, 5])
 def test_a_capture_that_fails_leaves_a_server_that_runs(model: PreTrainedModel, num_before: int) -> None:
     """The server runs with the graphs captured before the failure, or with none; the failure is reported once."""
     replays, said = Replays(), list[str]()
@@ -286,7 +325,7 @@ def test_a_capture_that_fails_leaves_a_server_that_runs(model: PreTrainedModel, 
         return calls_again(launch)
 
     rig, _ = rig_of(model, capture=capture, max_chunk=1)
-    rig.runner.capture([GraphShape(MAX_ROWS), GraphShape(2)], said.append)
+    rig.runner.capture([GraphShape(9, ragged_tokens=50), GraphShape(MAX_ROWS), GraphShape(2)], said.append)
     which = f"steps that fit none of {num_before} captured graphs" if num_before else "steps"
     assert said[1:] == [f"{which} run without CUDA graphs: operation not permitted when stream is capturing"]
     assert rig.loaded.context.attention is None
@@ -308,18 +347,37 @@ def test_attention_that_cannot_be_captured_says_so(model: PreTrainedModel) -> No
 
 
 def test_shapes_follow_the_number_of_sequences() -> None:
-    assert graph_shapes(1, 0) == [GraphShape(1)]
-    assert [shape.num_spans for shape in graph_shapes(64, 0)] == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
-    assert [shape.num_spans for shape in graph_shapes(20, 0)] == [1, 2, 4, 8, 16, 20]
-    large = [shape.num_spans for shape in graph_shapes(300, 0)]
+    assert uniform(1, 0) == [GraphShape(1)]
+    assert [shape.num_spans for shape in uniform(64, 0)] == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert [shape.num_spans for shape in uniform(20, 0)] == [1, 2, 4, 8, 16, 20]
+    large = [shape.num_spans for shape in uniform(300, 0)]
     assert large[-1] == 300
     assert all(b - a <= max(8, b // 8) for a, b in itertools.pairwise(large[3:]))
-    verify = [shape for shape in graph_shapes(64, 16) if shape.query_len > 1]
+    verify = [shape for shape in uniform(64, 16) if shape.query_len > 1]
     assert {shape.query_len for shape in verify} == {2, 3, 5, 9}
     assert max(shape.num_tokens for shape in verify) <= 256
     assert GraphShape(8, 5) in verify
-    assert {shape.query_len for shape in graph_shapes(4, 6)} == {1, 2, 3, 5, 7}
-    assert len(set(graph_shapes(64, 64))) == len(graph_shapes(64, 64)) < 50
+    assert {shape.query_len for shape in uniform(4, 6)} == {1, 2, 3, 5, 7}
+    assert len(set(uniform(64, 64))) == len(uniform(64, 64)) < 50
+
+
+def uniform(max_running: int, max_drafted: int) -> list[GraphShape]:
+    return [shape for shape in graph_shapes(max_running, max_drafted, 512) if not shape.is_ragged]
+
+
+@pytest.mark.parametrize(
+    ("max_step_tokens", "sizes"),
+    [
+        (5, [5]),
+        (64, [64]),
+        (100, [64, 96, 100]),
+        (1024, [64, 96, 128, 192, 256, 384, 512, 768, 1024]),
+        (9999, [64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]),
+    ],
+)
+def test_shapes_of_steps_with_prompts(max_step_tokens: int, sizes: list[int]) -> None:
+    ragged = [shape for shape in graph_shapes(5, 4, max_step_tokens) if shape.is_ragged]
+    assert ragged == [GraphShape(5, ragged_tokens=size) for size in sizes]
 
 
 def staged(lens: list[int], starts: list[int], segments: tuple[Segment, ...], head_rows: list[int]) -> StagedStep:

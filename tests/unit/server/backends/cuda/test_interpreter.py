@@ -41,7 +41,7 @@ def test_every_suite_over_the_kernels(step: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_replays_over_the_kernels() -> None:
-    assert passed_over_the_kernels(HERE / "replayed_kernels.py", step=1) == 1
+    assert passed_over_the_kernels(HERE / "replayed_kernels.py", step=1) == 2
 
 
 def passed_over_the_kernels(*suites: Path, step: int) -> int:

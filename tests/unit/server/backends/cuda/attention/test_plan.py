@@ -20,6 +20,7 @@ from loraplex_server.backends.cuda.attention.plan import (
     build_plan,
     cut_spans,
     read_spans,
+    refill_plan,
     reserve_plan,
     shape_of,
 )
@@ -136,3 +137,57 @@ def test_what_is_reserved_holds_the_worst_step(query_len: int, window: int | Non
     assert most <= launch.max_pieces
     if window is None:
         assert most >= launch.max_pieces // 2, "far more is reserved than is ever needed"
+
+
+@pytest.mark.parametrize(("num_groups", "max_rows"), [(1, 128), (4, 128), (4, 16), (20, 32)])
+@pytest.mark.parametrize("window", [None, 1000])
+def test_what_is_reserved_holds_ragged_steps(num_groups: int, max_rows: int, window: int | None) -> None:
+    """Random steps of prompts, drafts and decoding, and the worst: all spans of one length behind long contexts. Only
+    partial results may be more than there is room for."""
+    max_blocks, block_size, num_spans, num_tokens = 300, 16, 9, 400
+    shape = Shape(Reach(window), num_groups, max_rows)
+    reserved = Reserved(num_spans, 1, max_blocks, num_tokens)
+    plan = reserve_plan(reserved, block_size, [shape], torch.bfloat16, CPU)
+    work = plan.works[shape]
+    room = {launch.block_rows: launch.max_pieces for launch in work.launches}
+    dice = random.Random(5)
+    steps = [[length] * num_spans for length in (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 44)]
+    steps += [[1, 1, 1, 1, 1, 1, 1, 1, 392], [400], [1] * 8 + [33], [44] * 9]
+    for _ in range(300):
+        lens = [dice.choice((1, 1, 2, 5, 30, dice.randint(1, 300))) for _ in range(dice.randint(1, num_spans))]
+        if sum(lens) <= num_tokens:
+            steps.append(sorted(lens))
+    refused = 0
+    for lens in steps:
+        most = max_blocks * block_size
+        pasts = [dice.choice((0, dice.randint(0, most - n), most - n)) for n in lens]
+        batch = batch_of(list(zip(pasts, lens, strict=True)))
+        cut = cut_spans(read_spans(batch, reserved), shape)
+        assert all(len(pieces) <= room[rows] for rows, pieces in cut.pieces.items())
+        try:
+            refill_plan(plan, batch)
+        except ValueError:
+            assert cut.num_partials > work.num_partials
+            refused += 1
+            continue
+        words = plan.buffer.numpy()
+        for launch in work.launches:
+            pieces = cut.pieces.get(launch.block_rows, np.zeros((0, 8)))
+            assert words[launch.count_at] == len(pieces)
+            got = words[launch.pieces_at : launch.pieces_at + 8 * len(pieces)]
+            assert got.tolist() == pieces.ravel().tolist()
+    assert refused < len(steps) // 4
+
+
+def test_ragged_padding_writes_nothing() -> None:
+    batch = batch_of([(5, 1), (0, 20)])
+    spans = read_spans(batch, Reserved(4, 1, 10, 30))
+    assert spans.query_lens.tolist() == [1, 20, 9]
+    assert spans.context_lens.tolist() == [6, 20, 0]
+    assert (spans.slots[21:] == -1).all()
+    assert (spans.slots[:21] >= 0).all()
+    full = read_spans(batch, Reserved(2, 1, 10, 21))
+    assert full.query_lens.tolist() == [1, 20]
+    for too_small in (Reserved(1, 1, 10, 30), Reserved(4, 1, 10, 20), Reserved(4, 1, 1, 30)):
+        with pytest.raises(ValueError, match="do not fit"):
+            read_spans(batch, too_small)
