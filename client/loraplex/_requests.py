@@ -141,10 +141,7 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
     _put_truncation(request, given)
     if "speculation" in given:
         _put_speculation(request.speculation, given["speculation"])
-    if request.adapter_id:
-        check_adapter_ref(request.adapter_id)  # it also goes into a header
-    if not request.request_id:
-        request.request_id = uuid.uuid4().hex  # known even when no answer comes
+    _put_ids(request)
     return request
 
 
@@ -197,11 +194,23 @@ def _pooling_request(request: _Pooling, inputs: PoolingInputs, options: PoolingO
             _assign(request, name, given[name])
     _put_origin(request, given)
     _put_truncation(request, given)
+    _put_ids(request)
+    return request
+
+
+def _put_ids(
+    request: (
+        inference_pb2.GenerateRequest
+        | pooling_pb2.EmbedRequest
+        | pooling_pb2.ClassifyRequest
+        | pooling_pb2.ScoreRequest
+    ),
+) -> None:
+    """Checks the adapter's name and gives the request an id, where it has none."""
     if request.adapter_id:
         check_adapter_ref(request.adapter_id)  # it also goes into a header
     if not request.request_id:
-        request.request_id = uuid.uuid4().hex
-    return request
+        request.request_id = uuid.uuid4().hex  # known even when no answer comes
 
 
 def _put_input(message: pooling_pb2.PoolingInput, given: Any, field: str) -> None:

@@ -76,11 +76,7 @@ def admit_generate(
     check_names(request)
     adapter_ids = adapters_in(request)
     identity.check_adapters(adapter_ids)
-    request_id = request.request_id
-    if not request_id:
-        # Two serialized messages in a row are their merge: nothing is encoded again.
-        request_id = uuid.uuid4().hex
-        raw += inference_pb2.GenerateRequest(request_id=request_id).SerializeToString()
+    request_id, raw = _identified(request, raw)
     num_prompt_tokens, num_output_tokens = estimated_work(request, max_context_tokens)
     num_texts = min(max(1, request.n), MAX_COMPLETIONS)
     speculation = request.speculation
@@ -100,6 +96,15 @@ def admit_generate(
     )
 
 
+def _identified(request: inference_pb2.GenerateRequest | validate.PoolingRequest, raw: bytes) -> tuple[str, bytes]:
+    """The id of a request, a new one where its client gave none, and `raw` with that id."""
+    if request.request_id:
+        return request.request_id, raw
+    request_id = uuid.uuid4().hex
+    # Two serialized messages in a row are their merge: nothing is encoded again.
+    return request_id, raw + type(request)(request_id=request_id).SerializeToString()
+
+
 # As GetInfo has them.
 _TASKS: Final[Mapping[type[validate.PoolingRequest], str]] = {
     pooling_pb2.EmbedRequest: "embed",
@@ -113,10 +118,7 @@ def admit_pooling(request: validate.PoolingRequest, raw: bytes, identity: Identi
     validate.check_pooling_names(request)
     adapter_ids = validate.pooling_adapters_in(request)
     identity.check_adapters(adapter_ids)
-    request_id = request.request_id
-    if not request_id:
-        request_id = uuid.uuid4().hex
-        raw += type(request)(request_id=request_id).SerializeToString()
+    request_id, raw = _identified(request, raw)
     inputs = request.inputs[: validate.MAX_POOLING_INPUTS]
     query = request.query if isinstance(request, pooling_pb2.ScoreRequest) else None
     return RelayedRequest(
