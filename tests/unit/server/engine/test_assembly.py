@@ -146,9 +146,12 @@ def test_the_budget_of_adapters_is_kept_free_only_where_there_are_any(loaded: Lo
 @pytest.mark.parametrize("max_step_tokens", [64, 4096])
 def test_a_gpu_keeps_room_for_the_largest_step(max_step_tokens: int, loaded: LoadedModel, block_bytes: int) -> None:
     config = config_of(None, max_running=64, max_step_tokens=max_step_tokens)
-    graphs = graph_bytes(build.captured_shapes(config, CudaBackend()), loaded.spec, loaded.dtype)
+    shapes = build.captured_shapes(config, CudaBackend())
+    graphs = graph_bytes(shapes, loaded.spec, loaded.dtype)
     assert graphs > 0
-    graphs += layer_bytes(loaded, min(max_step_tokens, 2048))
+    largest = max(shape.num_tokens for shape in shapes)
+    assert largest == (256 if max_step_tokens == 64 else 2048)
+    graphs += layer_bytes(loaded, largest)
     free = ADAPTERS.device_bytes + step_bytes(loaded, max_step_tokens, 64) + graphs + 100 * block_bytes
     assert blocks(config, on_cuda(loaded), free) == 90
 
