@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_runtime.reports import Progress, no_progress
-from loraplex_server.backends.cpu.find_decoder import FoundStack
-from loraplex_server.backends.cpu.medusa import NativeGuesser
 from loraplex_server.backends.cuda.graphs import GraphShape, StepGraphs
 from loraplex_server.backends.fusion import FusedOps
 from loraplex_server.backends.reference import ReferenceDense, ReferenceOps, TorchPagedAttention
@@ -30,6 +28,9 @@ from loraplex_server.sampling.sampler import Argmax, MaskedArgmax
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from loraplex_server.backends.cpu.find_decoder import FoundStack
+    from loraplex_server.backends.cpu.medusa import NativeGuesser
 
 MakeAttention = Callable[[Sequence[AttentionSpec]], PagedAttention]
 
