@@ -65,6 +65,7 @@ def _word_tokens(words: Sequence[str], tokenizer: TokenizerView) -> tuple[tuple[
 
 
 MAX_TOP_K: Final = (1 << 31) - 1  # what an int32 tensor holds
+MIN_TEMPERATURE: Final = 1e-5  # but for 0: below that, logits / temperature leaves float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +117,8 @@ class SamplingParams:
     temperature: float = _option(
         0.0,
         "0, the default, takes the likeliest token; higher varies more.",
-        # Below that, logits / temperature leaves float32.
         "must be 0 (greedy) or 0.00001 to 100",
-        lambda value: value == 0 or 1e-5 <= value <= 100,
+        lambda value: value == 0 or MIN_TEMPERATURE <= value <= 100,
     )
     top_k: int = _option(
         0,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, UnsupportedModel, is_out_of_memory
-from loraplex_contracts.sampling import SAMPLING_OPTIONS
+from loraplex_contracts.sampling import MIN_TEMPERATURE, SAMPLING_OPTIONS
 from loraplex_runtime.reports import Progress, no_progress
 from loraplex_server import config as settings
 from loraplex_server.backends.backend import Backend
@@ -242,13 +242,18 @@ def eos_token_ids_of(model: PreTrainedModel) -> tuple[int, ...]:
 
 def generation_defaults(model: PreTrainedModel) -> dict[str, float]:
     """Sampling options that the model's generation config sets to values which a request could send: temperature 0
-    where it says not to sample."""
+    where it says not to sample, or names one that is as good as 0. Others are named in the log."""
     config = getattr(model, "generation_config", None)
     said: dict[str, Any] = {} if config is None else config.to_diff_dict()
     found = {name: said[name] for name in SAMPLING_OPTIONS if isinstance(said.get(name), (int, float))}
     if said.get("do_sample") is False:
         found = {name: value for name, value in found.items() if name.endswith("_penalty")} | {"temperature": 0.0}
-    return {name: value for name, value in found.items() if value >= 0 and SAMPLING_OPTIONS[name].is_ok(value)}
+    if 0 < found.get("temperature", 0) < MIN_TEMPERATURE:
+        found["temperature"] = 0.0
+    usable = {name: value for name, value in found.items() if value >= 0 and SAMPLING_OPTIONS[name].is_ok(value)}
+    for name in found.keys() - usable.keys():
+        log.warning("the generation config has %s = %s, which cannot be used: the default holds", name, found[name])
+    return usable
 
 
 @contextmanager

@@ -242,15 +242,19 @@ def test_kv_block_bytes_counts_every_layer() -> None:
     assert kv_block_bytes(spec, 16, 2) == 16 * 2 * (2 * (16 + 8) + 4 * (4 + 4))
 
 
-def test_what_the_generation_config_recommends() -> None:
+def test_what_the_generation_config_recommends(caplog: pytest.LogCaptureFixture) -> None:
     model = random_model("llama")
     assert generation_defaults(model) == {}
     for name, value in {"temperature": 0.6, "top_k": 20, "top_p": 2.0, "min_p": -0.5, "num_beams": 1}.items():
         setattr(model.generation_config, name, value)
     assert generation_defaults(model) == {"temperature": 0.6, "top_k": 20}, "and nothing that a request could not send"
+    assert all(f"has {one}, which cannot be used" in caplog.text for one in ("top_p = 2.0", "min_p = -0.5"))
     model.generation_config.repetition_penalty = 1.1
     model.generation_config.do_sample = False
     assert generation_defaults(model) == {"temperature": 0.0, "repetition_penalty": 1.1}
+    model.generation_config.do_sample = True
+    model.generation_config.temperature = 1e-6
+    assert generation_defaults(model)["temperature"] == 0.0, "not the default of HTTP's routes, which is 1"
 
 
 def test_loading_from_a_directory_keeps_weights_and_dtype(tmp_path: Path) -> None:
