@@ -65,7 +65,8 @@ def _word_tokens(words: Sequence[str], tokenizer: TokenizerView) -> tuple[tuple[
 
 
 MAX_TOP_K: Final = (1 << 31) - 1  # what an int32 tensor holds
-MIN_TEMPERATURE: Final = 1e-5  # but for 0: below that, logits / temperature leaves float32
+# Below that, logits / temperature leaves float32. Clients send 1e-6 and the like for 0.
+MIN_TEMPERATURE: Final = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +118,9 @@ class SamplingParams:
     temperature: float = _option(
         0.0,
         "0, the default, takes the likeliest token; higher varies more.",
-        "must be 0 (greedy) or 0.00001 to 100",
-        lambda value: value == 0 or MIN_TEMPERATURE <= value <= 100,
+        "must be from 0 to 100; below 0.00001 it counts as 0",
+        lambda value: 0 <= value <= 100,
+        from_wire=lambda value, tokenizer: value if value >= MIN_TEMPERATURE else 0.0,
     )
     top_k: int = _option(
         0,

@@ -528,7 +528,7 @@ class Sampling(google.protobuf.message.Message):
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: builtins.int
     BAD_WORDS_FIELD_NUMBER: builtins.int
     temperature: builtins.float
-    """0 is greedy, otherwise 0.00001 to 100. Default 0."""
+    """0 to 100; 0 is greedy, and so is what is below 0.00001. Default 0."""
     top_k: builtins.int
     """Keep the k most likely tokens; 0 keeps all, and so does more than there are. Default 0."""
     top_p: builtins.float

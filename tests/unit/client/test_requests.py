@@ -491,7 +491,7 @@ def test_pin_is_a_switch() -> None:
     [
         ("max_tokens", -3, "max_tokens takes int, 1 to "),
         ("max_tokens", "3", "max_tokens takes int, 1 to "),
-        ("temperature", "hot", "temperature takes float, 0 (greedy) or "),
+        ("temperature", "hot", "temperature takes float, from 0 to 100; "),
         ("stop", 3, "stop takes "),
     ],
 )

@@ -37,3 +37,8 @@ def test_errors_of_the_tokenizer_name_the_option() -> None:
 def test_a_seed_is_drawn_where_none_is_given() -> None:
     assert sampling_params({}, LETTERS).seed != sampling_params({}, LETTERS).seed
     assert sampling_params({"seed": 0}, LETTERS).seed == 0
+
+
+def test_a_temperature_next_to_zero_is_greedy() -> None:
+    for temperature, is_greedy in ((0.0, True), (1e-300, True), (1e-6, True), (1e-5, False), (1.0, False)):
+        assert sampling_params({"temperature": temperature}, LETTERS).is_greedy == is_greedy, temperature
