@@ -288,6 +288,8 @@ def _common(body: Generation, base_names: Sequence[str], defaults: pb.Sampling) 
     if not request.sampling.HasField("temperature"):
         request.sampling.temperature = 1.0  # the wire's own default is greedy
     put_options(request, body)
+    if body.seed == -1:  # clients of vLLM and llama.cpp mean a random one
+        request.sampling.ClearField("seed")
     request.output.keep_special_tokens = body.skip_special_tokens is False
     if body.truncate_prompt_tokens is not None:
         request.truncate_prompt.CopyFrom(truncate_of(body.truncate_prompt_tokens, body.truncation_side))

@@ -65,10 +65,15 @@ def test_null_counts_as_absent() -> None:
     assert completion(**dict.fromkeys(names)).ignored == ()
 
 
+def test_a_seed_of_minus_one_is_a_random_one() -> None:
+    assert wire(seed=-1) == wire()
+    assert wire(seed=0) != wire()
+
+
 def test_every_field_reaches_the_wire() -> None:
     request = wire(
         temperature=0, top_p=0.5, top_k=4, min_p=0.1, typical_p=0.9, repetition_penalty=1.1, frequency_penalty=0.2,
-        presence_penalty=0.3, seed=-1, logit_bias={"5": -100}, allowed_token_ids=[1, 5], bad_words=["no"], n=3,
+        presence_penalty=0.3, seed=-2, logit_bias={"5": -100}, allowed_token_ids=[1, 5], bad_words=["no"], n=3,
         stop="END", stop_token_ids=[9], min_tokens=2, max_tokens=5, ignore_eos=True, include_stop_str_in_output=True,
         priority=-7, request_id="mine", cache_salt="salt", speculation="off", logprobs=2, echo=True,
     )  # fmt: skip
@@ -76,7 +81,7 @@ def test_every_field_reaches_the_wire() -> None:
         text="hi", n=3, priority=7, request_id="mine", cache_salt="salt",
         sampling=pb.Sampling(
             temperature=0, top_p=0.5, top_k=4, min_p=0.1, typical_p=0.9, repetition_penalty=1.1, frequency_penalty=0.2,
-            presence_penalty=0.3, seed=(1 << 64) - 1, logit_bias={5: -100}, allowed_token_ids=[1, 5], bad_words=["no"],
+            presence_penalty=0.3, seed=(1 << 64) - 2, logit_bias={5: -100}, allowed_token_ids=[1, 5], bad_words=["no"],
         ),
         stopping=pb.Stopping(
             max_tokens=5, min_tokens=2, stop=["END"], stop_token_ids=[9], ignore_eos=True, include_stop=True
