@@ -50,6 +50,12 @@ MAX_NUMBER: Final = 2**53 - 1
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 # Keywords of JSON Schema before draft 4: llguidance takes them for comments.
 _OLD_KEYWORDS: Final = ("disallow", "divisibleBy", "extends")
+# Keywords by values with which they demand nothing: libraries write them, and llguidance refuses the keywords.
+_IDLE: Final[Mapping[str, tuple[Any, ...]]] = {
+    "uniqueItems": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),  # zod's, of a record
+    **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), ({},)),
+}
 # Characters of a text that a regular expression takes for more, or Lark for the end of one.
 _SPECIAL: Final = re.compile(r"[^\w]", re.ASCII)
 # Characters without a short escape: llguidance would drop them.
@@ -196,6 +202,8 @@ def _checked(schema: dict[str, Any], compact: bool, field: str) -> tuple[str, li
     """The schema with our options, as JSON, and all schemas in it. Changes it. Raises InvalidArgument."""
     try:
         parts = schemas_in(schema)
+        for part in parts:
+            _drop_idle(part)
         _check_references(schema, parts, field)
         for part in parts:
             if reason := _unenforced(part):
@@ -217,6 +225,16 @@ def _checked(schema: dict[str, Any], compact: bool, field: str) -> tuple[str, li
 
 def _options(compact: bool) -> dict[str, Any]:
     return {**_OPTIONS, **(_COMPACT if compact else _SPACED)}
+
+
+def _drop_idle(schema: dict[str, Any]) -> None:
+    """Drops the keywords of a schema that demand nothing. `contains` alone demands one item, whatever it is."""
+    for name, values in _IDLE.items():
+        if name in schema and schema[name] in values:
+            del schema[name]
+    if schema.get("minContains") == 0 and "maxContains" not in schema:
+        del schema["minContains"]
+        schema.pop("contains", None)
 
 
 def _unenforced(schema: dict[str, Any]) -> str:

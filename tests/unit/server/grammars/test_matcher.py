@@ -112,6 +112,27 @@ def test_a_schema_without_a_type_that_tells_of_properties_is_one_of_an_object(gr
 
 
 @pytest.mark.parametrize(
+    ("idle", "demanding"),
+    [
+        ({"propertyNames": {"type": "string"}}, {"propertyNames": {"type": "string", "maxLength": 3}}),
+        ({"propertyNames": True}, {"propertyNames": False}),
+        ({"uniqueItems": False, "dependentRequired": {}, "dependentSchemas": {}}, {"uniqueItems": True}),
+        ({"contains": {"const": 1}, "minContains": 0}, {"contains": True}),
+        ({"minContains": 0}, {"contains": True, "minContains": 0, "maxContains": 2}),
+    ],
+)
+def test_keywords_that_demand_nothing_are_dropped(
+    grammars: Compiler, idle: Mapping[str, object], demanding: Mapping[str, object]
+) -> None:
+    schema = {"type": ["object", "array"], "additionalProperties": {"type": "integer"}}
+    nested = [{"type": "object", "properties": {"a": {**schema, **more}}} for more in ({}, idle)]
+    plain, same = (source.json_schema(json.dumps(one)) for one in nested)
+    assert same == plain
+    with pytest.raises(InvalidArgument, match=next(iter(demanding))):
+        grammars.compile(source.json_schema(json.dumps({**schema, **demanding})))
+
+
+@pytest.mark.parametrize(
     ("pattern", "wanted"),
     [
         ('^[^"]$', "\\\n!a]-é"),
