@@ -40,7 +40,7 @@ from loraplex_adapters.cache.states import (
     remembered_s,
 )
 from loraplex_adapters.cache.tenants import TenantUse
-from loraplex_contracts.adapters import NOBODY, AdapterKey, AdapterUser
+from loraplex_contracts.adapters import NOBODY, AdapterKey, AdapterUser, name_in
 from loraplex_contracts.errors import (
     AdapterMemoryFull,
     FailedPrecondition,
@@ -346,7 +346,7 @@ class ResidencyTable:
             self._step(record, KeyEvent.REFETCHED)
             self._forget_if_idle(record)
         elif record.names and all("@" in name for name in record.names):
-            self.refetch_failed(fetch, adapter_version_not_found(record.last_name), now)
+            self.refetch_failed(fetch, adapter_version_not_found(min(record.names)), now)
         else:
             changed = FailedPrecondition(
                 "the files of the adapter have changed and the version in use is no longer in the store; call "
@@ -360,7 +360,9 @@ class ResidencyTable:
         record.check(KeyEvent.FAIL)
         if self._refetch(record, fetch.tried):
             return
-        if len(record.names) > 1:  # the error is about one of the names, and others may be other tenants'
+        known_by = {*map(name_in, record.names), *record.holds}
+        asked = {name_in(fetch.name), "" if is_internal_name(fetch.name) else name_in(fetch.name)}
+        if known_by - asked:  # the error is about the name that was asked, and others may be other tenants'
             error = SourceUnavailable(
                 "the adapter's weights are gone from the store, and its files have changed or cannot be read; call "
                 "LoadAdapter"
@@ -555,7 +557,6 @@ class ResidencyTable:
         return AdapterMemoryFull(
             f"the adapter takes {record.num_bytes} bytes, and pinned adapters leave no such room on the device; unload "
             "one of them",
-            resource=None if is_internal_name(record.last_name) else record.last_name,
             retry_after_s=RETRY_AFTER_S,
             metadata={"can_ever_fit": "true"},
         )

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.residency import bring_up, key_of, make_table, run_round
 
 from loraplex_adapters.cache.residency import RESERVED_ROUNDS, ResidencyTable
-from loraplex_adapters.cache.states import DropDevice, DropHost, KeyState, Promote, Stage
+from loraplex_adapters.cache.states import DropDevice, DropHost, KeyState, Promote, Refetch, Stage
 from loraplex_contracts.adapters import AdapterKey
-from loraplex_contracts.errors import AdapterMemoryFull, FailedPrecondition, SourceUnavailable
+from loraplex_contracts.errors import (
+    AdapterInvalid,
+    AdapterMemoryFull,
+    AdapterVersionNotFound,
+    FailedPrecondition,
+    SourceUnavailable,
+)
 
 A, B, C, D = key_of(1), key_of(2), key_of(3), key_of(4)
 
@@ -301,7 +309,9 @@ def test_pinned_adapters_stay_and_their_room_is_gone_for_others() -> None:
     assert not table.can_pin(B, 101)
     assert table.can_pin(B, 100)
     held(table, B, 101)
-    assert isinstance(table.failure(B), AdapterMemoryFull)
+    error = table.failure(B)
+    assert isinstance(error, AdapterMemoryFull)
+    assert error.resource is None, "each of its names may be another tenant's"
     held(table, C, 100)
     assert table.failure(C) is None
     bring_up(table, C)
@@ -383,7 +393,8 @@ def test_a_failed_move_is_tried_again_when_it_says_so() -> None:
 
 def test_lost_bytes_come_back_from_the_source_only_if_they_are_the_same() -> None:
     table = make_table()
-    held(table, A)
+    table.bind(A, "mine", 100, rank=4)
+    table.hold(A, name="mine")
     assert table.acquire(A) is None
     table.advance(0.0)
     table.lost(A, 0.0)
@@ -424,6 +435,40 @@ def test_bytes_lost_under_every_name_fail_without_naming_one() -> None:
     assert isinstance(error, SourceUnavailable)
     assert "name-1" not in str(error)
     assert "other" not in str(error)
+
+
+def lose(table: ResidencyTable, key: AdapterKey) -> Refetch:
+    """Loses the bytes of a key that is wanted. Returns the fetch that follows."""
+    assert table.acquire(key) is None
+    table.advance(0.0)
+    table.lost(key, 0.0)
+    return table.refetches.pop()
+
+
+def test_an_error_is_for_requests_of_the_name_that_it_is_about() -> None:
+    """A request may hold a content that its own name has left; the names that are there may be other tenants'."""
+    table = make_table()
+    table.bind(A, "acme/x", 100, rank=4)
+    table.bind(A, "globex/secret", 100, rank=4)
+    table.hold(A, name="acme/x")
+    table.unbind(A, "acme/x")
+    cut = AdapterInvalid("adapter 'globex/secret': adapter_model.safetensors is cut short", resource="globex/secret")
+    table.refetch_failed(lose(table, A), cut, 0.0)
+    error = table.failure(A)
+    assert isinstance(error, SourceUnavailable)
+    assert (error.resource, "globex" in str(error)) == (None, False)
+
+
+def test_a_version_that_is_gone_is_named_to_requests_of_its_name_only() -> None:
+    for held_by, is_own in (("globex/secret", True), ("acme/x", False)):
+        table = make_table()
+        table.bind(A, "globex/secret@1234", 100, rank=4)
+        table.hold(A, name=held_by)
+        fetch = lose(table, A)
+        table.refetched(replace(fetch, name="globex/secret"), B, 0.0)
+        error = table.failure(A)
+        assert isinstance(error, AdapterVersionNotFound) is is_own
+        assert ("globex/secret@1234" in str(error)) is is_own
 
 
 def test_lost_bytes_of_an_unloaded_adapter_are_a_failure() -> None:
