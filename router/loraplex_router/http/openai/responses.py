@@ -122,7 +122,7 @@ def _messages(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
         return
     turn: dict[str, Any] | None = None  # of the assistant: what it thought, said and called is one message
     for index, item in enumerate(body.input):
-        kind = item.get("type", "message")
+        kind = item.get("type") or "message"
         where = f"input[{index}]"
         if kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant"):
             if turn is None or (kind == "message" and ("content" in turn or "tool_calls" in turn)):

@@ -32,6 +32,7 @@ def messages(**fields: Any) -> list[tuple[str, str]]:
 def test_inputs_become_messages() -> None:
     assert messages() == [("user", "hi")]
     assert messages(instructions="brief") == [("system", "brief"), ("user", "hi")]
+    assert messages(input=[{"role": "user", "content": "hi", "type": None}]) == [("user", "hi")]
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
     refusal = [{"type": "refusal", "refusal": "no"}]
     assert messages(input=[{"role": "assistant", "content": refusal}]) == [("assistant", "no")]
