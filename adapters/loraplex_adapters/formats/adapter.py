@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from loraplex_adapters.formats.files import (
     CONFIG_NAME,
+    MAX_BASE_CHARS,
     MAX_CONFIG_BYTES,
     MEDUSA_WEIGHTS_NAME,
     MODEL_CONFIG_NAME,
@@ -140,9 +141,6 @@ def _plan_lora(files: AdapterFiles, tensors: Sequence[TensorInfo], targets: Base
     plan = plan_lora(config, by_name, targets)
     check_tokens(files, plan, targets)
     return plan
-
-
-MAX_BASE_CHARS = 256
 
 
 def declared_base(files: AdapterFiles) -> str:

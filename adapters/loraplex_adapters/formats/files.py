@@ -12,6 +12,7 @@ from loraplex_adapters.io.source_files import AdapterFiles, parse_object, read_a
 from loraplex_contracts.errors import AdapterInvalid, UnsafeFormat
 
 MAX_CONFIG_BYTES = 1 << 20
+MAX_BASE_CHARS = 256  # of a base model's name, for people to read
 CONFIG_NAME = "adapter_config.json"
 MODEL_CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"

@@ -32,6 +32,8 @@ from loraplex_adapters.formats.peft_plan import (
     check_shape,
     check_vocabulary,
     not_named,
+    not_together,
+    rank_limit,
 )
 from loraplex_adapters.formats.peft_saved import ORIGINAL, plan_saved, saved_name
 from loraplex_adapters.formats.peft_targets import path_ends
@@ -39,7 +41,7 @@ from loraplex_adapters.io.safetensors import TensorInfo, check_float
 from loraplex_adapters.io.throttle import checkpoint
 from loraplex_adapters.weights import BaseTargets, ClassifierShape, FactorShape, SavedShape
 from loraplex_contracts.adapters import ClassifierInfo
-from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, RankLimit, ShapeMismatch
+from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, ShapeMismatch
 
 # The tensor of a module by the part of a key that names it. Embeddings have names of their own.
 _LINEAR_FACTORS: Mapping[str, Factor] = {"lora_A": "a", "lora_B": "b"}
@@ -99,15 +101,15 @@ def plan_lora(config: PeftLoraConfig, tensors: Mapping[str, TensorInfo], targets
         _check_activated(config, modules, own, targets)
     modules.sort(key=lambda module: module.shape)
     return LoraPlan(
-        tuple(modules),
-        tuple(sorted(own, key=lambda one: (one.shape.path, one.shape.name))),
-        tuple(_warnings(config, targets, found, passed_over)),
-        None if config.classifies == "no" else _classifier(config, saved, targets),
-        config.invocation,
-        ", ".join(config.options),
-        config.base_model,
-        config.init or "",
-        tuple(doubles),
+        modules=tuple(modules),
+        saved=tuple(sorted(own, key=lambda one: (one.shape.path, one.shape.name))),
+        warnings=tuple(_warnings(config, targets, found, passed_over)),
+        classifier=None if config.classifies == "no" else _classifier(config, saved, targets),
+        invocation=config.invocation,
+        format=", ".join(config.options),
+        base_model=config.base_model,
+        init=config.init or "",
+        doubles=tuple(doubles),
     )
 
 
@@ -243,9 +245,9 @@ def _module(
             ("lora_bias", config.lora_bias and module.kind == "linear", "lora_bias"),
         ):
             if is_wanted is not (which in entry):
-                raise AdapterInvalid(
+                raise not_together(
                     f"{a.where} has {'no' if is_wanted else 'a'} {which.replace('_', ' ')} beside it, but {name} in "
-                    f"{CONFIG_NAME} is {str(is_wanted).lower()}: the two files do not belong together"
+                    f"{CONFIG_NAME} is {str(is_wanted).lower()}"
                 )
     for which in ("magnitude", "lora_bias", "bias"):
         if which in entry and module.kind == "router":
@@ -274,10 +276,8 @@ def _with_init(init: Init, module: PlannedModule, max_rank: int) -> PlannedModul
     if a is None or b is None:
         return module
     if 2 * shape.rank > max_rank:
-        raise RankLimit(
-            f"{a.where} has rank {shape.rank} and makes with init_lora_weights {init!a} a term of rank "
-            f"{2 * shape.rank}; this server takes ranks up to {max_rank}"
-        )
+        what = f"{a.where} has rank {shape.rank} and makes with init_lora_weights {init!a} a term of"
+        raise rank_limit(what, 2 * shape.rank, max_rank)
     made = restored(init, module.target, a, b, shape.scale)
     return replace(module, shape=replace(shape, rank=2 * shape.rank), a=None, b=None, made=made)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from loraplex_adapters.formats.files import CONFIG_NAME, MAX_CONFIG_BYTES
+from loraplex_adapters.formats.files import CONFIG_NAME, MAX_BASE_CHARS, MAX_CONFIG_BYTES
 from loraplex_adapters.formats.peft_inits import HOW_TO_CONVERT, Init
 from loraplex_adapters.formats.peft_loftq import LoftqConfig, parse_loftq
 from loraplex_adapters.formats.peft_patterns import Budget, ModulePattern, compile_budget, compile_pattern
@@ -183,7 +183,7 @@ def parse_lora_config(fields: Mapping[str, Any]) -> PeftLoraConfig:
         rank_pattern=tuple((pattern, rank(value, "rank_pattern")) for pattern, value in rank_pattern),
         alpha_pattern=tuple((pattern, alpha(value, "alpha_pattern")) for pattern, value in alpha_pattern),
         targets=TargetChoice(chosen),
-        base_model=base_model[:256] if isinstance(base_model, str) else "",
+        base_model=base_model[:MAX_BASE_CHARS] if isinstance(base_model, str) else "",
         classifies=classifies,
         labels=() if classifies == "no" else parse_labels(fields, CONFIG_NAME),
         use_dora=_flag(fields, "use_dora"),

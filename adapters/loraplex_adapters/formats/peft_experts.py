@@ -11,7 +11,7 @@ from loraplex_adapters.formats.files import CONFIG_NAME, WEIGHTS_NAME
 from loraplex_adapters.formats.peft_config import PeftLoraConfig
 from loraplex_adapters.formats.peft_patterns import Budget
 from loraplex_adapters.formats.peft_places import LAYER, Places, renamed
-from loraplex_adapters.formats.peft_plan import Found, PlannedModule, check_rank, check_shape, not_named
+from loraplex_adapters.formats.peft_plan import Found, PlannedModule, check_rank, check_shape, not_named, not_together
 from loraplex_adapters.io.safetensors import TensorInfo, check_float
 from loraplex_adapters.weights import BaseTargets, FactorShape
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported
@@ -90,9 +90,9 @@ def _plan_fused(
     if not names:
         raise not_named(first, "target_parameters")
     if sorted(layers) != list(range(len(names))):
-        raise AdapterInvalid(
+        raise not_together(
             f"{first.where}: {CONFIG_NAME} names the parameters {', '.join(names)} of {module!a}, and {WEIGHTS_NAME} "
-            f"has tensors for {len(layers)}: the two files do not belong together"
+            f"has tensors for {len(layers)}"
         )
     for name, at in zip(names, sorted(layers, reverse=True), strict=True):
         a, b = _a_and_b(layers[at])

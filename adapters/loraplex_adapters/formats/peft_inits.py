@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from loraplex_adapters.formats.files import CONFIG_NAME
+from loraplex_adapters.formats.peft_plan import Read
 from loraplex_adapters.io.safetensors import TensorInfo
 from loraplex_adapters.weights import BaseTargets, TargetModule
 from loraplex_contracts.errors import AdapterUnsupported
 
 Init = Literal["pissa", "olora", "loftq"]
-Read = Callable[[TensorInfo], Tensor]
 # Limit for all decompositions of an adapter, in out * in * min(out, in): some ten minutes. Measured on two cores in
 # float32: the one of 2048 x 2048 takes 4.7 s, which is 0.55 ns for each of these.
 MAX_WORK: Final = 1 << 40

@@ -13,6 +13,7 @@ from loraplex_adapters.io.safetensors import TensorInfo
 from loraplex_adapters.weights import BaseTargets, ClassifierShape, FactorShape, SavedShape, TargetModule
 from loraplex_contracts.errors import AdapterInvalid, RankLimit, ShapeMismatch
 
+Read = Callable[[TensorInfo], Tensor]
 Factor = Literal["a", "b", "magnitude", "lora_bias", "bias"]
 
 
@@ -29,7 +30,7 @@ class PlannedModule:
     bias: TensorInfo | None = None  # in the place of the base model's [out]
     gain: TensorInfo | None = None  # of IA3 and BOFT [out, 1]
     # Makes A [rank, in] and B [out, rank] of an adapter that has them in another form, from tensors that it reads.
-    made: Callable[[Callable[[TensorInfo], Tensor]], tuple[Tensor, Tensor]] | None = None
+    made: Callable[[Read], tuple[Tensor, Tensor]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class PlannedSaved:
     tensor: TensorInfo
     weight_sha256: str = ""  # of the base model's: a mere copy of it is left out
     # Makes it of the tensor, from tensors that it reads, where the file has another form of it.
-    made: Callable[[Callable[[TensorInfo], Tensor]], Tensor] | None = None
+    made: Callable[[Read], Tensor] | None = None
     rows: PlannedSaved | None = None  # for some tokens, in the place of its own, which are left of a mere copy
     same_as: TensorInfo | None = None  # the file has it twice
 
@@ -83,7 +84,11 @@ def check_shape(tensor: TensorInfo, expected: tuple[int, ...]) -> None:
 
 def check_rank(rank: int, tensor: TensorInfo, targets: BaseTargets) -> None:
     if rank > targets.max_rank:
-        raise RankLimit(f"{tensor.shown} has rank {rank}; this server takes ranks up to {targets.max_rank}")
+        raise rank_limit(f"{tensor.shown} has", rank, targets.max_rank)
+
+
+def rank_limit(what: str, rank: int, max_rank: int) -> RankLimit:
+    return RankLimit(f"{what} rank {rank}; this server takes ranks up to {max_rank}")
 
 
 def check_vocabulary(tensor: TensorInfo, dim: int, module: TargetModule, targets: BaseTargets) -> None:
@@ -99,6 +104,9 @@ def check_vocabulary(tensor: TensorInfo, dim: int, module: TargetModule, targets
 
 def not_named(tensor: TensorInfo, field: str) -> AdapterInvalid:
     says = "leaves its module out" if field == "exclude_modules" else "does not name its module"
-    return AdapterInvalid(
-        f"{tensor.where} is there, but {field} in {CONFIG_NAME} {says}: the two files do not belong together"
-    )
+    return not_together(f"{tensor.where} is there, but {field} in {CONFIG_NAME} {says}")
+
+
+def not_together(why: str) -> AdapterInvalid:
+    """The error of weights and a configuration of two adapters."""
+    return AdapterInvalid(f"{why}: the two files do not belong together")

@@ -7,7 +7,7 @@ which the blocks are made (Cayley's transform, or a truncated Neumann series in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from loraplex_adapters.formats.files import CONFIG_NAME
-from loraplex_adapters.formats.peft_plan import PlannedSaved, check_shape
+from loraplex_adapters.formats.peft_plan import PlannedSaved, Read, check_shape
 from loraplex_adapters.io.safetensors import TensorInfo
 from loraplex_adapters.weights import SavedShape, TargetModule
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, ShapeMismatch
-
-Read = Callable[[TensorInfo], Tensor]
 
 PARAMETER: Final = "input_rotation"  # [blocks, size, size]; one block of two inputs or more stands for all that fit
 MAX_TERMS: Final = 16  # of Neumann's series, each a product of whole blocks; PEFT takes 5

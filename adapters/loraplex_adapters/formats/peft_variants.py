@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from loraplex_adapters.formats.files import CONFIG_NAME, WEIGHTS_NAME
+from loraplex_adapters.formats.files import CONFIG_NAME, MAX_BASE_CHARS, WEIGHTS_NAME
 from loraplex_adapters.formats.peft_config import PEFT_DEFAULT, alpha, compiled_patterns, rank, refuse_unknown
 from loraplex_adapters.formats.peft_patterns import (
     Budget,
@@ -30,15 +30,22 @@ from loraplex_adapters.formats.peft_patterns import (
     match_budget,
 )
 from loraplex_adapters.formats.peft_places import PREFIX, Places, no_such_module
-from loraplex_adapters.formats.peft_plan import LoraPlan, PlannedModule, PlannedSaved, check_shape, not_named
+from loraplex_adapters.formats.peft_plan import (
+    LoraPlan,
+    PlannedModule,
+    PlannedSaved,
+    Read,
+    check_shape,
+    not_named,
+    rank_limit,
+)
 from loraplex_adapters.formats.peft_rotations import NO_ROTATION, Rotation, parse_blocks, plan_boft
 from loraplex_adapters.formats.peft_saved import saved_name
 from loraplex_adapters.formats.peft_targets import TargetChoice, parse_targets
 from loraplex_adapters.io.safetensors import TensorInfo, check_float, weight_sha256
 from loraplex_adapters.weights import BaseTargets, FactorShape, SavedShape, TargetModule
-from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, RankLimit, ShapeMismatch
+from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, ShapeMismatch
 
-Read = Callable[[TensorInfo], Tensor]
 Factors = tuple[Tensor, Tensor]  # A [rank, in] and B [out, rank]
 
 _COMMON: Final = frozenset({
@@ -179,15 +186,13 @@ def plan_variant(fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], t
         rank, scale = config.rank_and_scale(path, budget)
         factors, num_ranks = _MAKERS[config.kind]({**parts, **projections}, target, rank, config)
         if num_ranks > targets.max_rank:
-            raise RankLimit(
-                f"{first.where} makes a term of rank {num_ranks}; this server takes ranks up to {targets.max_rank}"
-            )
+            raise rank_limit(f"{first.where} makes a term of", num_ranks, targets.max_rank)
         shape = FactorShape(target.path, num_ranks, target.in_features, target.out_features, scale)
         modules.append(PlannedModule(shape, target, None, None, made=factors))
     copies = tuple(_head_copy(tensor, places, targets) for tensor in heads)
     modules.sort(key=lambda module: module.shape)
     saved.sort(key=lambda one: one.shape.path)
-    base_model = str(fields.get("base_model_name_or_path") or "")[:256]
+    base_model = str(fields.get("base_model_name_or_path") or "")[:MAX_BASE_CHARS]
     return LoraPlan(tuple(modules), tuple(saved), (), format=config.kind, base_model=base_model, copies=copies)
 
 
