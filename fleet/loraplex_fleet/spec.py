@@ -6,7 +6,6 @@ and `loraplex router`, and pass through the same checks; files and folders are t
 
 from __future__ import annotations
 
-import difflib
 import re
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -21,6 +20,7 @@ from loraplex_proto.services import DEFAULT_PORT
 from loraplex_router.config import RouterConfig
 from loraplex_router.membership import is_address
 from loraplex_runtime.flags import Flag, configure, flag_arguments, flags_of
+from loraplex_runtime.near_words import did_you_mean
 from loraplex_server.config import WorkerConfig
 
 AUTO: Final = "auto"
@@ -492,8 +492,8 @@ def _ray_address(text: str) -> str:
 
 
 def _near(key: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    question = did_you_mean(key, known)
+    return f" ({question})" if question else ""
 
 
 def _required(key: str) -> str:

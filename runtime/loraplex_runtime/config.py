@@ -6,7 +6,6 @@ The command line goes before the environment, the environment before the file, t
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import re
@@ -19,6 +18,7 @@ import typer
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_runtime.flags import with_signature
+from loraplex_runtime.near_words import did_you_mean
 
 # Commands with settings: sections of the file.
 COMMANDS: Final = ("serve", "worker", "router", "http")
@@ -244,7 +244,5 @@ def _is_of_kubernetes(name: str, value: str) -> bool:
 
 def near_name(name: str, known: Iterable[str]) -> str:
     known = list(known)
-    found = difflib.get_close_matches(name, known, n=1)
-    if found:
-        return f"did you mean {found[0]}?"
-    return f"there are {', '.join(known)}" if len(known) <= len(COMMANDS) else "--help lists the options"
+    instead = f"there are {', '.join(known)}" if len(known) <= len(COMMANDS) else "--help lists the options"
+    return did_you_mean(name, known) or instead

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +16,7 @@ from loraplex.types import AdapterState
 from loraplex_contracts.adapters import HUB_SOURCE
 from loraplex_proto.enums import ADAPTER_STATES
 from loraplex_runtime.flags import parse_bytes, with_flags
+from loraplex_runtime.near_words import did_you_mean
 
 adapters = typer.Typer(
     help="List, load, unload, verify and convert adapters.\n\n"
@@ -29,8 +29,7 @@ def check_state(state: str | None) -> None:
     """Raises InvalidArgument for a state that there is not, with the one that it may stand for."""
     if state is None or state in ADAPTER_STATES:
         return
-    near = difflib.get_close_matches(state, ADAPTER_STATES, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(ADAPTER_STATES)}"
+    hint = did_you_mean(state, ADAPTER_STATES) or f"there are {', '.join(ADAPTER_STATES)}"
     raise InvalidArgument(f"--state: there is no state {state!a}; {hint}", field="--state")
 
 

@@ -5,7 +5,6 @@ Lines that begin with a slash are for the command: they switch adapter and specu
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from loraplex.cli.options import (
     parse_speculation,
 )
 from loraplex_runtime.flags import option, with_flags
+from loraplex_runtime.near_words import did_you_mean
 
 _HELP: Final = {
     "/adapter": "/adapter NAME: answer with this adapter from now on; without a name, with the base model",
@@ -136,8 +136,7 @@ class Conversation:
                 for sentence in _HELP.values():
                     _note(sentence)
             case _:
-                near = difflib.get_close_matches(verb, _HELP, n=1)
-                hint = f"did you mean {near[0]}?" if near else "/help lists what there is"
+                hint = did_you_mean(verb, _HELP) or "/help lists what there is"
                 raise InvalidArgument(f"there is no {verb}; {hint}", field=verb)
         return True
 
