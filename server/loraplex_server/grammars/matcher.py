@@ -357,10 +357,7 @@ class Grammars:
         """A matcher at the grammar's beginning; None while it is compiled, which the first call starts. Raises
         InvalidArgument for a grammar that cannot be enforced, FailedPrecondition where there are none."""
         if self._compiler is None:
-            raise FailedPrecondition(
-                "the base model has no tokenizer that grammars could be enforced with; leave `grammar` out",
-                field="grammar",
-            )
+            raise _unavailable(grammar)
         with self._lock:
             if self._clock() >= self._retry_s.get(grammar, math.inf):
                 self._drop(grammar)
@@ -434,6 +431,16 @@ class Grammars:
         del self._done[grammar]
         self._retry_s.pop(grammar, None)
         self._num_bytes -= len(grammar.text)
+
+
+def _unavailable(grammar: Grammar) -> FailedPrecondition:
+    """The error where there are no grammars, with the field that asks for one: a grammar, or calls of tools."""
+    is_of_calls = grammar.field.startswith("chat.")
+    field = grammar.field if is_of_calls else "grammar"
+    leave_out = "`strict` out of `chat.tools_json`" if field == "chat.tools_json" else f"`{field}` out"
+    return FailedPrecondition(
+        f"the base model has no tokenizer that grammars could be enforced with; leave {leave_out}", field=field
+    )
 
 
 def _tokenizer(serialized: str, num_logits: int, eos_token_ids: Collection[int]) -> tuple[TokenSet, LLTokenizer]:

@@ -508,6 +508,20 @@ class StuckCheck:
     def close(self) -> None: ...
 
 
+@pytest.mark.parametrize(
+    ("asked", "field", "leave_out"),
+    [
+        ("grammar.regex", "grammar", "`grammar` out"),
+        ("chat.tool_choice.required", "chat.tool_choice.required", "`chat.tool_choice.required` out"),
+        ("chat.tools_json", "chat.tools_json", "`strict` out of `chat.tools_json`"),
+    ],
+)
+def test_a_model_without_grammars_names_what_asks_for_one(asked: str, field: str, leave_out: str) -> None:
+    with pytest.raises(FailedPrecondition, match=f"leave {leave_out}$") as caught:
+        Grammars(None).resolve(Grammar(asked, "x"))
+    assert caught.value.field == field
+
+
 def test_grammars_that_nobody_waits_for_are_not_compiled() -> None:
     done, check = threading.Event(), StuckCheck()
     grammars = Grammars(COMPILER, done.set, check)
