@@ -149,9 +149,10 @@ async def test_a_response() -> None:
         assert (body["object"], body["status"], body["model"]) == ("response", "completed", "sql")
         assert body["output"][0]["content"][0]["text"] == "hello"
         assert [one.content for one in c.workers[0].requests[0].chat.messages] == ["be brief", "hi"]
-        unread = {"reasoning": {"effort": None, "summary": "auto"}, "text": {"foo": 1}, "include": ["x y"]}
+        unread: dict[str, Any] = {"reasoning": {"effort": None, "summary": "auto"}, "text": {"foo": 1}}
+        unread |= {"include": ["x y"], "tools": [{"type": "web_search"}]}
         answer = await http.post("/v1/responses", json={**asked, **unread})
-        assert answer.headers["x-loraplex-ignored"] == "text.foo,reasoning.summary,include.x?y"
+        assert answer.headers["x-loraplex-ignored"] == "text.foo,reasoning.summary,tools.web_search,include.x?y"
         answer = await http.post("/v1/responses", json={**asked, "stream": True})
         parts = [part.split("\n") for part in answer.text.split("\n\n") if part]
         found = [json.loads(data.removeprefix("data: ")) for _, data in parts]
@@ -170,7 +171,7 @@ async def test_a_response() -> None:
             {"previous_response_id": "x"},
             {"background": True},
             {"n": 2},
-            {"tools": [{"type": "web_search"}]},
+            {"tool_choice": {"type": "web_search"}},
         ):
             answer = await http.post("/v1/responses", json={**asked, **wrong})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, *wrong), wrong

@@ -85,8 +85,7 @@ def chat_request(body: ResponsesRequest) -> ChatCompletionRequest:
     text_format: Any = (body.text or {}).get("format")
     if isinstance(text_format, dict):
         own["response_format"] = _response_format(cast("dict[str, Any]", text_format))
-    if body.tools:
-        own["tools"] = [_tool(tool) for tool in body.tools]
+    own["tools"] = _functions(body) or None
     own["tool_choice"] = None if body.tool_choice is None else _tool_choice(body.tool_choice)
     for name, value in own.items():
         if value is None:
@@ -111,6 +110,7 @@ def ignored_parts(body: ResponsesRequest) -> list[str]:
         for key, one in (given or {}).items()
         if key not in known and one is not None
     ]
+    names += dict.fromkeys(f"tools.{kind}" for tool in body.tools or () if (kind := tool.get("type")) != "function")
     return names + [f"include.{one}" for one in body.include or () if one != _LOGPROBS]
 
 
@@ -176,10 +176,24 @@ def _response_format(text_format: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {key: one for key, one in text_format.items() if key != "type"}}
 
 
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise Unimplemented("`tools` takes functions: this server runs no tools itself", field="tools")
-    return {"type": "function", "function": {key: one for key, one in tool.items() if key != "type"}}
+def _functions(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """The tools that are functions. Others are left out, because clients send them with every request: `ignored_parts`
+    names them. Raises Unimplemented where one of those is demanded."""
+    functions: list[dict[str, Any]] = []
+    for tool in body.tools or ():
+        kind = tool.get("type")
+        if kind == "function":
+            functions.append({"type": kind, "function": {key: one for key, one in tool.items() if key != "type"}})
+        elif not isinstance(kind, str):
+            raise Unimplemented("`tools` takes functions, with `type`: function", field="tools")
+    choice = body.tool_choice
+    kind = cast("dict[str, Any]", choice).get("type") if isinstance(choice, dict) else None
+    if (kind or "function") != "function" or (choice == "required" and body.tools and not functions):
+        raise Unimplemented(
+            "`tool_choice` takes auto, none, required or a function: this server runs no tools itself",
+            field="tool_choice",
+        )
+    return functions
 
 
 def _tool_choice(choice: Any) -> Any:

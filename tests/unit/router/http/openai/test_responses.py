@@ -101,6 +101,20 @@ def test_a_demanded_call_goes_before_the_format() -> None:
     assert (one.chat.tool_choice.name, one.HasField("grammar")) == ("add", False)
 
 
+def test_tools_that_are_no_functions_are_left_out() -> None:
+    add = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+    hosted = [{"type": "web_search"}, {"type": "namespace", "name": "crm", "tools": [add]}, {"type": "web_search"}]
+    for choice in (None, "auto", "required", {"type": "function", "name": "add"}):
+        body = request(tools=[*hosted, add], tool_choice=choice)
+        assert job_of(body).requests == job_of(request(tools=[add], tool_choice=choice)).requests
+        assert responses.ignored_parts(body) == ["tools.web_search", "tools.namespace"]
+    assert job_of(request(tools=hosted, tool_choice="auto")).requests == job_of(request()).requests
+    for choice in ("required", {"type": "web_search"}, {"type": "allowed_tools", "mode": "auto", "tools": []}):
+        with pytest.raises(Unimplemented, match="takes auto, none, required or a function") as caught:
+            job_of(request(tools=hosted, tool_choice=choice))
+        assert caught.value.field == "tool_choice"
+
+
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
@@ -112,7 +126,7 @@ def test_a_demanded_call_goes_before_the_format() -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"), ({"input": [{"type": ["x"]}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]"),
         ({"input": [{"type": "function_call", "name": 5}]}, "input"), ({"temperature": "hot"}, "temperature"),
-        ({"tools": [{"type": "web_search"}]}, "tools"), ({"metadata": {"a": "\ud800"}}, "metadata"),
+        ({"tools": [{"type": None}]}, "tools"), ({"metadata": {"a": "\ud800"}}, "metadata"),
         ({"metadata": {"a": float("nan")}}, "metadata"), ({"reasoning": {"effort": "\ud800"}}, "reasoning"),
          ({"reasoning": {"effort": 5}}, "reasoning_effort"),
     ],
