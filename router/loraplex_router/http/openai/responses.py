@@ -140,9 +140,16 @@ def _messages(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
             output = _content(item.get("output"), f"{where}.output")
             yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
         else:
-            raise Unimplemented(f"`{where}` has a type that is not available: send messages and calls", field=where)
+            raise Unimplemented(f"`{where}` has the type {ascii(kind)[:40]}: {_instead_of(kind)}", field=where)
     if turn is not None:
         yield turn
+
+
+def _instead_of(kind: Any) -> str:
+    """What to send in the place of an item of a kind that is not available."""
+    if kind == "item_reference":
+        return "nothing is kept here: set `store` to false in the client, and send the items themselves"
+    return "it is not available, send messages, reasoning and calls of functions"
 
 
 def _add_to_turn(turn: dict[str, Any], kind: Any, item: dict[str, Any], where: str) -> None:

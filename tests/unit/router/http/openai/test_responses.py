@@ -116,6 +116,15 @@ def test_tools_that_are_no_functions_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "told"),
+    [("item_reference", "set `store` to false in the client"), ("computer_call", "send messages, reasoning and calls")],
+)
+def test_an_item_that_is_not_available_is_told_with_what_to_do(kind: str, told: str) -> None:
+    with pytest.raises(Unimplemented, match=rf"`input\[1\]` has the type '{kind}': .*{told}"):
+        job_of(request(input=[{"role": "user", "content": "hi"}, {"type": kind, "id": "x"}]))
+
+
+@pytest.mark.parametrize(
     ("fields", "name"),
     [
         ({"previous_response_id": "x"}, "previous_response_id"), ({"n": 2}, "n"),
