@@ -1,9 +1,9 @@
 """AdapterService of the router: calls to all workers concerned, answers merged.
 
 A load goes to the adapter's home workers and to those that have bound the name already, an unload to all; neither
-succeeds where a worker that has the name cannot be reached now. A listing shows a row per worker. A page of a listing
-is asked for by the adapter before it, so that a worker that comes or goes between two pages neither breaks a token nor
-repeats an adapter.
+succeeds where a worker that has the name cannot be reached now, nor a load that a worker refuses or that leaves workers
+with different contents. A listing shows a row per worker. A page of a listing is asked for by the adapter before it, so
+that a worker that comes or goes between two pages neither breaks a token nor repeats an adapter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TypeVar
 
-from loraplex_contracts.errors import AdapterInUse, AdapterNotFound, Draining, Internal, WorkerLost
+from loraplex_contracts.errors import AdapterInUse, AdapterNotFound, DigestMismatch, Draining, Internal, WorkerLost
 from loraplex_proto.paging import MAX_PAGE_SIZE, ListQuery, Page, last_of_page, visible_part
 from loraplex_proto.services import ADAPTERS, path_of
 from loraplex_proto.v1 import adapter_pb2
@@ -84,12 +84,28 @@ class AdapterFanOut:
         asked = {row.worker for row in answers.rows} | {failure.worker_id for failure in answers.failures}
         await self._ask(call, raw, [one for one in holders if one not in asked], into=answers)
         for failure in answers.failures:
-            # The name would stay bound to the files as they were before, where requests do reach it.
-            if failure.worker_id in holders and not isinstance(failure.typed, Draining):
+            # A holder would stay bound to the files as they were before. A worker that refuses the adapter would refuse
+            # the requests that reach it, or serve them what its own files are.
+            is_verdict = failure.kind is FailureKind.ANSWERED or failure.worker_id in holders
+            if is_verdict and not isinstance(failure.typed, Draining):
                 raise failure
         if not adapter_pb2.LoadAdapterRequest.FromString(raw).if_absent:
             _raise_for_absent(absent, adapter_id, answers)
+            self._raise_for_contents(adapter_id, answers.rows)
         return answers.serialized()
+
+    def _raise_for_contents(self, adapter_id: str, rows: Sequence[adapter_pb2.Adapter]) -> None:
+        """Raises DigestMismatch where workers that compute alike have bound the name to different contents."""
+        found: dict[tuple[str, ...], tuple[str, str]] = {}
+        for row in rows:
+            if row.digest and row.state != adapter_pb2.ADAPTER_STATE_DRAINING:
+                digest, worker = found.setdefault(self._replicas.build_of(row.worker), (row.digest, row.worker))
+                if digest != row.digest:
+                    raise DigestMismatch(
+                        f"adapter {adapter_id!a} has the digest {digest} at {worker} and {row.digest} at {row.worker}; "
+                        "see that their files are the same and load it again",
+                        resource=adapter_id,
+                    )
 
     async def unload(self, call: Call, raw: bytes) -> bytes:
         adapter_id = _named(call, adapter_pb2.UnloadAdapterRequest, raw)

@@ -223,6 +223,14 @@ class Replicas:
         version = _version_of(self._replicas.get(worker_id))
         return [worker_id] if not version else [one.worker_id for one in self.all() if _version_of(one) == version]
 
+    def build_of(self, worker_id: str) -> tuple[str, ...]:
+        """What the digests of a worker's adapters depend on beside their files, as far as it is known: its release,
+        number format and device. Itself for one that has left."""
+        replica = self._replicas.get(worker_id)
+        if replica is None or replica.info is None:
+            return (worker_id,)
+        return replica.info.version, replica.info.dtype, replica.info.device
+
     def absent_holders(self, adapter_id: str, *, with_versions: bool = False) -> list[str]:
         """Members that had the adapter at their last report and may come back with it: lost or stalled ones, not those
         that have drained. `with_versions`: also those that had a version of it."""

@@ -16,6 +16,7 @@ from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterMemoryFull,
     AdapterNotFound,
+    DigestMismatch,
     Draining,
     EngineLost,
     InvalidAdapterId,
@@ -111,6 +112,40 @@ async def test_what_is_wrong_with_an_adapter_is_not_asked_for_twice() -> None:
         assert isinstance(error, AdapterInvalid)
         assert error.resource == "sql"
         assert sum(worker.calls.count("LoadAdapter") for worker in c.workers) == 2
+
+
+async def test_a_load_that_one_home_refuses_is_no_success() -> None:
+    async with cluster(3) as c:
+        first, second, _ = homes(c, "sql")
+        first.load_error = DigestMismatch("other files", resource="sql")
+        load = Load(adapter_id="sql", expected_digest="a" * 64)
+        error = await error_of(stub(c.channel).LoadAdapter(load))
+        assert isinstance(error, DigestMismatch)
+        assert second.adapters, "the other one has loaded it"
+        first.load_error = AdapterNotFound("no such folder", resource="sql")
+        assert isinstance(await error_of(stub(c.channel).LoadAdapter(Load(adapter_id="sql"))), AdapterNotFound)
+
+
+async def test_a_load_that_leaves_workers_with_different_contents_is_no_success() -> None:
+    async with cluster(3) as c:
+        first, second, _ = homes(c, "sql")
+        first.digest, second.digest = "1" * 64, "2" * 64
+        error = await error_of(stub(c.channel).LoadAdapter(Load(adapter_id="sql")))
+        assert isinstance(error, DigestMismatch)
+        assert all(worker.address in error.message for worker in (first, second))
+        # Names that are bound stay as they are.
+        await stub(c.channel).LoadAdapter(Load(adapter_id="sql", if_absent=True))
+
+
+async def test_workers_of_two_releases_may_have_different_digests_of_one_adapter() -> None:
+    async with cluster(2) as c:
+        first, second = c.workers
+        first.digest, second.digest = "1" * 64, "2" * 64
+        first.info["version"], second.info["version"] = "0.1.0", "0.2.0"
+        for worker in c.workers:
+            worker.end_watches()
+        await until(lambda: {one.info.version for one in c.router.replicas.all() if one.info} == {"0.1.0", "0.2.0"})
+        assert len((await stub(c.channel).LoadAdapter(Load(adapter_id="sql"))).adapters) == 2
 
 
 async def test_an_unload_goes_to_all() -> None:

@@ -108,6 +108,7 @@ class FakeWorker:
         self.unknown: frozenset[str] = frozenset()  # adapters that no call finds
         self.adapter_error: LoraplexError | None = None  # of every call
         self.load_error: LoraplexError | None = None  # of LoadAdapter alone
+        self.digest = ""  # of what it loads
         self.may_load: asyncio.Event | None = None  # LoadAdapter waits for it
         self.raw_requests: list[bytes] = []
         self.metadata: list[dict[str, str | bytes]] = []
@@ -334,7 +335,9 @@ class FakeWorker:
                 tier = adapter_pb2.ADAPTER_TIER_DEVICE
                 self.loads.append(adapter_pb2.LoadAdapterRequest.FromString(raw))
                 source = self.loads[-1].source
-                self.adapters[adapter_id] = adapter_pb2.Adapter(adapter_id=adapter_id, tier=tier, source=source)
+                self.adapters[adapter_id] = adapter_pb2.Adapter(
+                    adapter_id=adapter_id, tier=tier, source=source, digest=self.digest
+                )
             if adapter_id not in self.adapters:
                 await abort(context, AdapterNotFound(f"no {adapter_id}", resource=adapter_id))
             rows = [self.adapters[adapter_id]]
