@@ -43,6 +43,7 @@ from loraplex_adapters.cache.tenants import TenantUse
 from loraplex_contracts.adapters import NOBODY, AdapterKey, AdapterUser, name_in
 from loraplex_contracts.errors import (
     AdapterMemoryFull,
+    DiskFull,
     FailedPrecondition,
     IllegalTransition,
     InvalidArgument,
@@ -358,23 +359,20 @@ class ResidencyTable:
         """Takes in a refetch that failed. The content is looked for under its other names before its requests fail."""
         record = self._get(fetch.key)
         record.check(KeyEvent.FAIL)
-        if self._refetch(record, fetch.tried):
+        passing = fetch.passing if error.retry_after_s is None else error
+        if self._refetch(record, fetch.tried, passing):
             return
         known_by = {*map(name_in, record.names), *record.holds}
         asked = {name_in(fetch.name), "" if is_internal_name(fetch.name) else name_in(fetch.name)}
-        if known_by - asked:  # the error is about the name that was asked, and others may be other tenants'
-            error = SourceUnavailable(
-                "the adapter's weights are gone from the store, and its files have changed or cannot be read; call "
-                "LoadAdapter"
-            )
-        self.failed(fetch.key, error, now)
+        # The error is about the name that was asked, and others may be other tenants'.
+        self.failed(fetch.key, _about_no_name(passing or error) if known_by - asked else error, now)
 
-    def _refetch(self, record: KeyRecord, tried: frozenset[str]) -> bool:
+    def _refetch(self, record: KeyRecord, tried: frozenset[str], passing: LoraplexError | None = None) -> bool:
         """Asks for the content under the first of its names that was not tried; False where none is left. Names of
         callers' own accesses are not asked: their tokens are not kept."""
         left = sorted(name for name in record.names - tried if not is_access_name(name))
         if left:
-            self.refetches.append(Refetch(record.key, left[0], tried=tried | {left[0]}))
+            self.refetches.append(Refetch(record.key, left[0], tried=tried | {left[0]}, passing=passing))
         return bool(left)
 
     def failed(self, key: AdapterKey, error: LoraplexError, now: float) -> None:
@@ -699,3 +697,21 @@ def _gone(record: KeyRecord) -> SourceUnavailable:
             retry_after_s=0.0,
         )
     return SourceUnavailable("the weights are gone from the store, and their name was unloaded")
+
+
+def _about_no_name(error: LoraplexError) -> LoraplexError:
+    """The error of weights that have left the store, for requests of any name: of `error`, which may name an adapter,
+    its kind and how long it lasts."""
+    hint = error.retry_after_s
+    if isinstance(error, DiskFull | AdapterMemoryFull):
+        advice = "; the server's log says more" if hint is None else " at the moment; try again shortly"
+        return type(error)(
+            f"the adapter's weights have left the store, and there is no room to fetch them again{advice}",
+            retry_after_s=hint,
+            metadata=error.metadata,
+        )
+    if hint is not None:
+        why = "and its source cannot give them out at the moment; try again shortly"
+    else:
+        why = "and its files have changed or cannot be read; call LoadAdapter"
+    return SourceUnavailable(f"the adapter's weights are gone from the store, {why}", retry_after_s=hint)

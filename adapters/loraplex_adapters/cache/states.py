@@ -247,6 +247,7 @@ class Refetch:
     name: str
     origin: AdapterOrigin = OWN_ORIGIN
     tried: frozenset[str] = frozenset()  # of the content's names, this one included
+    passing: LoraplexError | None = None  # that another name ended with: waiting helps
 
 
 @dataclass(frozen=True, slots=True)

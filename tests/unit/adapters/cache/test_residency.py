@@ -14,8 +14,11 @@ from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterMemoryFull,
     AdapterVersionNotFound,
+    DiskFull,
     FailedPrecondition,
+    LoraplexError,
     SourceUnavailable,
+    adapter_not_found,
 )
 
 A, B, C, D = key_of(1), key_of(2), key_of(3), key_of(4)
@@ -441,6 +444,7 @@ def lose(table: ResidencyTable, key: AdapterKey) -> Refetch:
     """Loses the bytes of a key that is wanted. Returns the fetch that follows."""
     assert table.acquire(key) is None
     table.advance(0.0)
+    table.moves.clear()
     table.lost(key, 0.0)
     return table.refetches.pop()
 
@@ -457,6 +461,40 @@ def test_an_error_is_for_requests_of_the_name_that_it_is_about() -> None:
     error = table.failure(A)
     assert isinstance(error, SourceUnavailable)
     assert (error.resource, "globex" in str(error)) == (None, False)
+
+
+FULL = DiskFull("there is no room for 'a'", resource="a", retry_after_s=5.0, metadata={"can_ever_fit": "true"})
+HICCUP = SourceUnavailable("the Hub did not give out 'a'", resource="a", retry_after_s=3.0)
+
+
+@pytest.mark.parametrize("passing", [FULL, HICCUP])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_passes_keeps_its_kind_and_its_hint_where_several_names_are_left(
+    passing: LoraplexError, is_first: bool
+) -> None:
+    table = make_table()
+    for name in ("a", "b"):
+        table.bind(A, name, 100, rank=4)
+    table.hold(A, name="a")
+    absent = adapter_not_found("a")
+    table.refetch_failed(lose(table, A), passing if is_first else absent, 0.0)
+    table.refetch_failed(table.refetches.pop(), absent if is_first else passing, 0.0)
+    error = table.failure(A)
+    assert error is not None
+    assert (type(error), error.retry_after_s) == (type(passing), passing.retry_after_s)
+    assert (error.resource, "'a'" in str(error), "LoadAdapter" in str(error)) == (None, False, False)
+    run_round(table, now=passing.retry_after_s or 0.0)
+    assert table.failure(A) is None, "tried again as soon as it says"
+
+
+def test_a_name_and_its_version_are_one_name_to_an_error() -> None:
+    table = make_table()
+    for name in ("a", "a@1234"):
+        table.bind(A, name, 100, rank=4)
+    table.hold(A, name="a")
+    table.refetch_failed(lose(table, A), FULL, 0.0)
+    table.refetch_failed(replace(table.refetches.pop(), name="a"), FULL, 0.0)
+    assert table.failure(A) is FULL
 
 
 def test_a_version_that_is_gone_is_named_to_requests_of_its_name_only() -> None:
