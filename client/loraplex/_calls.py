@@ -57,6 +57,7 @@ from loraplex_contracts.errors import (
     MessageTooLarge,
     ServerUnreachable,
 )
+from loraplex_proto.paging import MAX_PAGE_SIZE
 from loraplex_proto.services import ADAPTERS, DEFAULT_PORT, INFERENCE, POOLING, STATUS, path_of
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.v1 import adapter_pb2, inference_pb2
@@ -68,7 +69,6 @@ DEFAULT_CONNECT_TIMEOUT_S: Final = 10.0
 MIN_TIMEOUT_S: Final = 0.001  # of a late page of a listing, which then ends with DeadlineExceeded
 MAX_TIMEOUT_S: Final = 1e9  # 32 years; above there is no deadline: gRPC's clock, 63 bits of nanoseconds, ends in 2262
 CLOCK_SLACK_S: Final = 0.05  # both sides end a call at its deadline, each by its own timer
-MAX_PAGE_SIZE: Final = 1000  # the largest that servers give
 
 _LOG = logging.getLogger("loraplex")
 _MAX_INT: Final = 2**31 - 1  # of a channel's options

@@ -34,7 +34,7 @@ from loraplex.types import (
 from loraplex_contracts.adapters import check_adapter_ref, check_adapter_source, check_digest
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_contracts.sampling import SAMPLING_OPTIONS
-from loraplex_proto.enums import ADAPTER_STATES
+from loraplex_proto.enums import ADAPTER_STATES, POOLINGS, SCORE_METHODS
 from loraplex_proto.speculation import put_kind
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2, status_pb2
 
@@ -89,12 +89,6 @@ _OTHER_OPTIONS: Final = _CHAT_OPTIONS | frozenset(
     }
 )
 
-_POOLING_KINDS: Final = {"last_token": pooling_pb2.POOLING_LAST_TOKEN, "mean": pooling_pb2.POOLING_MEAN}
-_SCORE_METHODS: Final = {
-    "classifier": pooling_pb2.SCORE_METHOD_CLASSIFIER,
-    "cosine": pooling_pb2.SCORE_METHOD_COSINE,
-    "next_token": pooling_pb2.SCORE_METHOD_NEXT_TOKEN,
-}
 _POOLING_FIELDS: Final = ("adapter_id", "omit_special_tokens", "priority", "request_id", "cache_salt")
 
 
@@ -151,7 +145,7 @@ def embed_request(
     request = _pooling_request(pooling_pb2.EmbedRequest(), inputs, options)
     _assign(request, "dimensions", dimensions)
     request.omit_normalization = not normalize
-    _put_choice(request, "pooling", pooling, _POOLING_KINDS)
+    _put_choice(request, "pooling", pooling, POOLINGS)
     return request
 
 
@@ -174,8 +168,8 @@ def score_request(
     _put_input(request.query, query, "query")
     for name, value in how.items():
         _assign(request, name, value)
-    _put_choice(request, "method", method, _SCORE_METHODS)
-    _put_choice(request, "pooling", pooling, _POOLING_KINDS)
+    _put_choice(request, "method", method, SCORE_METHODS)
+    _put_choice(request, "pooling", pooling, POOLINGS)
     return request
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar, Unpack
 import grpc
 import grpc.aio
 
-from loraplex._calls import DEFAULT_CONNECT_TIMEOUT_S, DEFAULT_TIMEOUT_S, MAX_PAGE_SIZE, Call, Calls
+from loraplex._calls import DEFAULT_CONNECT_TIMEOUT_S, DEFAULT_TIMEOUT_S, Call, Calls
 from loraplex.chat import AsyncChat
 from loraplex.many import DEFAULT_CONCURRENCY, Progress, Prompt, items_of, progress_of
 from loraplex.types import (
@@ -40,6 +40,7 @@ from loraplex.types import (
     TokenizerInfo,
 )
 from loraplex_contracts.errors import FailedPrecondition, LoraplexError
+from loraplex_proto.paging import MAX_PAGE_SIZE
 
 _Answer = TypeVar("_Answer")
 

@@ -19,6 +19,7 @@ from loraplex import types
 from loraplex.types import CallOptions, ChatOptions, GenerateOptions
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_contracts.mixtures import MAX_MEMBERS
+from loraplex_contracts.request import MAX_DRAFT_TOKENS
 from loraplex_contracts.sampling import SAMPLING_OPTIONS
 from loraplex_proto import validate
 from loraplex_proto.speculation import TEXTS
@@ -87,7 +88,7 @@ _RANGES: Final = {
     "stop_token_ids": f"at most {validate.MAX_STOP_TOKEN_IDS} ids",
     "n": f"1 to {validate.MAX_COMPLETIONS}",
     "top_logprobs": f"0 to {validate.MAX_TOP_LOGPROBS}",
-    "max_draft_tokens": f"0 to {validate.MAX_DRAFT_TOKENS}; 0: the server's choice",
+    "max_draft_tokens": f"0 to {MAX_DRAFT_TOKENS}; 0: the server's choice",
     "priority": "-100 to 100",
     "seed": "0 to 2^64 - 1",
     "messages": f"1 to {validate.MAX_CHAT_MESSAGES} messages",

@@ -19,6 +19,7 @@ SpeculationKind = Literal["off", "auto", "medusa", "prompt_lookup", "draft_model
 PoolingTask = Literal["embed", "classify", "next_token"]
 PooledPositions = Literal["last", "mean", "each"]
 
+MAX_DRAFT_TOKENS = 64  # per step, in requests and by --max-draft-tokens
 MAX_CLASS_VALUES = 1 << 20  # of the tokens of one input, and of one call: 8 MiB, copied and sent between steps
 
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from loraplex_contracts.adapters import AdapterState, AdapterTier
 from loraplex_contracts.request import FinishReason
-from loraplex_proto.v1 import adapter_pb2, inference_pb2
+from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2
 
 ADAPTER_STATES: Final[dict[AdapterState, adapter_pb2.AdapterState.ValueType]] = {
     "known": adapter_pb2.ADAPTER_STATE_KNOWN,
@@ -26,4 +26,13 @@ FINISH_REASONS: Final[dict[FinishReason, inference_pb2.FinishReason.ValueType]] 
     FinishReason.EOS: inference_pb2.FINISH_REASON_EOS,
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+}
+POOLINGS: Final[dict[str, pooling_pb2.Pooling.ValueType]] = {
+    "last_token": pooling_pb2.POOLING_LAST_TOKEN,
+    "mean": pooling_pb2.POOLING_MEAN,
+}
+SCORE_METHODS: Final[dict[str, pooling_pb2.ScoreMethod.ValueType]] = {
+    "classifier": pooling_pb2.SCORE_METHOD_CLASSIFIER,
+    "cosine": pooling_pb2.SCORE_METHOD_COSINE,
+    "next_token": pooling_pb2.SCORE_METHOD_NEXT_TOKEN,
 }

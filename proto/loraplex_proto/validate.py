@@ -32,6 +32,7 @@ from loraplex_contracts.adapters import (
 )
 from loraplex_contracts.errors import ContextLengthExceeded, InvalidAdapterId, InvalidArgument, Unimplemented
 from loraplex_contracts.mixtures import MAJORITY_SIGNS, MAX_MEMBERS, MAX_WEIGHT, MERGE_STRATEGIES, mixture_name
+from loraplex_contracts.request import MAX_DRAFT_TOKENS
 from loraplex_contracts.sampling import SAMPLING_OPTIONS, SamplingOption
 from loraplex_proto.paging import ListQuery, list_query
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2, status_pb2, worker_pb2
@@ -53,7 +54,6 @@ DEFAULT_WATCH_INTERVAL_S: Final = 0.2
 DEFAULT_STATUS_ADAPTERS: Final = 100
 MAX_STATUS_ADAPTERS: Final = 1000
 HEARTBEAT_INTERVALS: Final = 10  # of a watch in which nothing changes
-MAX_DRAFT_TOKENS: Final = 64  # per step
 MAX_NGRAM: Final = 64
 MAX_UNKNOWN_BYTES: Final = 1 << 16  # of fields that each get a look
 _IDS_AT_ONCE: Final = 1 << 14
@@ -140,7 +140,7 @@ def _messages(field: FieldDescriptor, value: Any) -> Sequence[Message] | None:
 # --- values that no model takes -------------------------------------------------------------------------------------
 
 
-# Path, least and most of a number, and what is said of it beside.
+# Path, least and most of a number, and the end of the error's sentence.
 _BOUNDS: Final = (
     ("n", 0, MAX_COMPLETIONS, ""),
     ("priority", -100, 100, ""),

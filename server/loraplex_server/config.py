@@ -14,10 +14,10 @@ from typing import Final, Literal
 
 from loraplex_contracts.adapters import check_adapter_id, check_id
 from loraplex_contracts.errors import InvalidArgument
+from loraplex_contracts.request import MAX_DRAFT_TOKENS
 from loraplex_runtime.flags import LOGS, NETWORK, STARTING, check, option
 from loraplex_runtime.listen_config import ListenConfig
 
-MAX_DRAFT_TOKENS: Final = 64  # per step; requests cannot ask for more either
 MAX_HUB_ACCESS_S: Final = 86_400.0
 MAX_LOOKUP_HISTORY: Final = 1 << 20  # tokens of one namespace
 CPU_KERNELS: Final = ("auto", "native", "torch")

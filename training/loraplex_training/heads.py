@@ -15,10 +15,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from loraplex_adapters.formats.files import MEDUSA_WEIGHTS_NAME
+from loraplex_adapters.formats.files import MEDUSA_WEIGHTS_NAME, MODEL_CONFIG_NAME
 from loraplex_training.output import write_bytes
-
-CONFIG_NAME = "config.json"
 
 
 class MedusaHeads(nn.Module):
@@ -64,13 +62,13 @@ def write_heads(folder: Path, heads: MedusaHeads, *, base_name: str, dtype: torc
         "version": "2",
     }
     write_bytes(folder / MEDUSA_WEIGHTS_NAME, save(heads.tensors(dtype), metadata={"format": "pt"}))
-    write_bytes(folder / CONFIG_NAME, (json.dumps(config, indent=2) + "\n").encode())
+    write_bytes(folder / MODEL_CONFIG_NAME, (json.dumps(config, indent=2) + "\n").encode())
 
 
 def read_heads(folder: Path) -> MedusaHeads:
     """Reads the files of `write_heads`, in their dtype."""
     tensors = load_file(folder / MEDUSA_WEIGHTS_NAME)
-    config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    config = json.loads((folder / MODEL_CONFIG_NAME).read_text(encoding="utf-8"))
     num_heads, num_layers = config["medusa_num_heads"], config["medusa_num_layers"]
     first = tensors["0.0.linear.weight"]
     heads = MedusaHeads(num_heads, num_layers, first.shape[0]).to(first.dtype)

@@ -29,7 +29,7 @@ from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, Lorap
 from loraplex_contracts.plan import GrammarMatcher
 from loraplex_contracts.request import Grammar
 from loraplex_runtime import cgroups
-from loraplex_server.text.vocabulary import IN_ANGLES, byte_level_spelling
+from loraplex_server.text.vocabulary import BYTE_TOKEN, IN_ANGLES, byte_level_spelling
 
 if TYPE_CHECKING:  # imported late: an engine runs without it, and then has no grammars
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -39,7 +39,6 @@ Jobs = Sequence[tuple[GrammarMatcher, int, Sequence[int]]]  # see `allowed_token
 
 # Others add spaces between tokens. Metaspace and Strip drop one at a text's begin, which is in the prompt.
 _PLAIN_DECODERS: Final = frozenset({"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"})
-_BYTE_TOKEN: Final = re.compile("<0x[0-9A-F]{2}>")
 MAX_COMPILED: Final = 256
 MAX_COMPILED_BYTES: Final = 16 << 20  # of their texts; refusals count as well
 # After a compilation without a verdict, the time for which it counts as one.
@@ -478,7 +477,7 @@ def _as_library_reads(serialized: str) -> str:
         one["special"] |= text != tokenizer.decode(context) + one["content"]
     _make_marks_plain(made, is_byte_level=kinds == {"ByteLevel"})
     if "Metaspace" in kinds:
-        if "ByteFallback" not in kinds and any(map(_BYTE_TOKEN.fullmatch, tokenizer.get_vocab())):
+        if "ByteFallback" not in kinds and any(map(BYTE_TOKEN.fullmatch, tokenizer.get_vocab())):
             raise ValueError("it has tokens of single bytes, which its decoder writes as their names")
         plain = [
             {"type": "Replace", "pattern": {"String": one["replacement"]}, "content": " "}

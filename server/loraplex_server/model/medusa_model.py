@@ -14,7 +14,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
-from loraplex_adapters.formats.files import MEDUSA_WEIGHTS_NAME
+from loraplex_adapters.formats.files import MEDUSA_WEIGHTS_NAME, MODEL_CONFIG_NAME, MODEL_INDEX_NAME, MODEL_WEIGHTS_NAME
 from loraplex_adapters.formats.medusa import MedusaModel, describe_medusa_model
 from loraplex_adapters.sources.directory import open_folder
 from loraplex_contracts.errors import LoraplexError, UnsupportedModel
@@ -23,8 +23,7 @@ log = logging.getLogger(__name__)
 
 # The adapter id of the model's own heads.
 MODEL_HEADS = "model-heads"
-_SMALL_FILES = ("config.json", "model.safetensors.index.json", MEDUSA_WEIGHTS_NAME)
-_INDEX = "model.safetensors.index.json"
+_SMALL_FILES = (MODEL_CONFIG_NAME, MODEL_INDEX_NAME, MEDUSA_WEIGHTS_NAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ def _small_files(model: str, revision: str | None, folder: Path) -> Path | None:
     except Exception as error:
         log.warning("whether %s comes with Medusa heads cannot be seen (%s); it is served without", model, error)
         return None
-    return folder if (folder / "config.json").exists() else None
+    return folder if (folder / MODEL_CONFIG_NAME).exists() else None
 
 
 def _fetch(model: str, revision: str | None, folder: Path, names: tuple[str, ...]) -> None:
@@ -91,8 +90,8 @@ def _fetch(model: str, revision: str | None, folder: Path, names: tuple[str, ...
 
 
 def _shards_with_heads(folder: Path) -> tuple[str, ...]:
-    index = folder / _INDEX
+    index = folder / MODEL_INDEX_NAME
     if not index.exists():
-        return ("model.safetensors", *_SMALL_FILES)
+        return (MODEL_WEIGHTS_NAME, *_SMALL_FILES)
     weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     return tuple({file for name, file in weight_map.items() if name.startswith("medusa_head")})

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from loraplex_adapters.formats.files import CONFIG_NAME, MODEL_CONFIG_NAME
 from loraplex_contracts.errors import AdapterNotFound, UnsupportedModel
 from loraplex_server.config import EngineConfig
 
@@ -22,8 +23,6 @@ Model = tuple[str, str | None]  # directory or Hub id, and revision
 
 HUB_ID: Final = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")
 MAX_WAIT_S: Final = 4.0
-MODEL_FILE: Final = "config.json"
-ADAPTER_FILE: Final = "adapter_config.json"
 
 
 def check_places(config: EngineConfig) -> None:
@@ -78,10 +77,10 @@ def reaching_hub(models: Iterable[Model]) -> Generator[None]:
 
 def _refuse_adapter(folder: Path) -> None:
     """Raises UnsupportedModel for the folder of an adapter that is given as a model."""
-    if not (folder / ADAPTER_FILE).is_file() or (folder / MODEL_FILE).exists():
+    if not (folder / CONFIG_NAME).is_file() or (folder / MODEL_CONFIG_NAME).exists():
         return
     try:
-        base = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))["base_model_name_or_path"]
+        base = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, LookupError, TypeError):
         base = None
     raise UnsupportedModel(
@@ -95,7 +94,7 @@ def _is_folder(name: str) -> bool:
     neither."""
     path = Path(name)
     if path.is_dir():
-        if not any((path / file).exists() for file in (MODEL_FILE, ADAPTER_FILE)):
+        if not any((path / file).exists() for file in (MODEL_CONFIG_NAME, CONFIG_NAME)):
             raise UnsupportedModel(f"{name} cannot be loaded: this directory has no config.json")
         return True
     if path.exists():
@@ -109,7 +108,7 @@ def _near_folder(name: str) -> str:
     """A question for the end of a sentence: the folder of a model that the name may be meant for, if there is one."""
     path = Path(name)
     with contextlib.suppress(OSError):
-        beside = [one.name for one in path.parent.iterdir() if (one / MODEL_FILE).is_file()]
+        beside = [one.name for one in path.parent.iterdir() if (one / MODEL_CONFIG_NAME).is_file()]
         for found in difflib.get_close_matches(path.name, beside, n=1):
             return f"; did you mean {path.parent / found}?"
     return ""
@@ -118,7 +117,7 @@ def _near_folder(name: str) -> str:
 def _is_cached(name: str, revision: str | None) -> bool:
     from huggingface_hub import try_to_load_from_cache
 
-    files = (MODEL_FILE, ADAPTER_FILE)
+    files = (MODEL_CONFIG_NAME, CONFIG_NAME)
     return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 IN_ANGLES: Final = re.compile("<.*>", re.DOTALL)
 
 
@@ -105,7 +105,7 @@ class Vocabulary:
         """The value of a token that stands for one byte (SentencePiece's byte fallback)."""
         if not self._has_byte_tokens:
             return None
-        match = _BYTE_TOKEN.fullmatch(self.content(token_id) or "")
+        match = BYTE_TOKEN.fullmatch(self.content(token_id) or "")
         return int(match[1], 16) if match else None
 
     def bytes(self, token_id: int) -> bytes:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final, TypeVar, cast
 
 from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
+from loraplex_proto.enums import POOLINGS, SCORE_METHODS
 from loraplex_proto.v1 import inference_pb2, pooling_pb2
 from loraplex_proto.validate import MAX_POOLING_INPUTS
 from loraplex_router.http.fields import OriginFields, are_token_ids, truncate_of, unicode_text
@@ -16,16 +16,6 @@ from loraplex_router.http.tgi.fields import BASE_MODEL
 
 # LoRAX's names of the base model, beside its id.
 _LORAX_BASE: Final = ("", BASE_MODEL)
-POOLINGS: Final[Mapping[str | None, pooling_pb2.Pooling.ValueType]] = {
-    None: pooling_pb2.POOLING_UNSPECIFIED,
-    "last_token": pooling_pb2.POOLING_LAST_TOKEN,
-    "mean": pooling_pb2.POOLING_MEAN,
-}
-_SCORE_METHODS: Final[Mapping[str, pooling_pb2.ScoreMethod.ValueType]] = {
-    "classifier": pooling_pb2.SCORE_METHOD_CLASSIFIER,
-    "cosine": pooling_pb2.SCORE_METHOD_COSINE,
-    "next_token": pooling_pb2.SCORE_METHOD_NEXT_TOKEN,
-}
 
 PoolingRequest = TypeVar(
     "PoolingRequest", pooling_pb2.EmbedRequest, pooling_pb2.ClassifyRequest, pooling_pb2.ScoreRequest
@@ -99,11 +89,12 @@ def put_fields(message: PoolingRequest, body: PoolingFields, request_id: str) ->
 
 def put_score_fields(message: pooling_pb2.ScoreRequest, body: ScoringFields) -> None:
     if body.method is not None:
-        message.method = _SCORE_METHODS[body.method]
+        message.method = SCORE_METHODS[body.method]
     for name in ("template", "true_token", "false_token"):
         setattr(message, name, unicode_text(getattr(body, name) or "", name))
     message.logits = False in (body.activation, body.use_activation)
-    message.pooling = POOLINGS[body.pooling]
+    if body.pooling is not None:
+        message.pooling = POOLINGS[body.pooling]
 
 
 def lorax_adapter(parameters: Parameters | None) -> str | None:

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, Unimplemented
+from loraplex_proto.enums import POOLINGS
 from loraplex_proto.services import POOLING, path_of
 from loraplex_proto.v1 import inference_pb2, pooling_pb2
 from loraplex_router.calls import Call
@@ -39,7 +40,6 @@ from loraplex_router.http.pooling.fields import (
     ScoringFields,
 )
 from loraplex_router.http.pooling.requests import (
-    POOLINGS,
     PoolingRequest,
     document_text,
     input_of,
@@ -87,7 +87,8 @@ class PoolingRoutes:
         await self._put_fields(message, body, request)
         message.dimensions = body.dimensions or 0
         message.omit_normalization = body.normalize is False
-        message.pooling = POOLINGS[body.pooling]
+        if body.pooling is not None:
+            message.pooling = POOLINGS[body.pooling]
         answer = await self._embed(message, request)
         to_json = to_base64 if body.encoding_format == "base64" else floats
         beside = {

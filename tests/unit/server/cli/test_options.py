@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 from loraplex.cli.main import main
 from loraplex_contracts.errors import InvalidArgument
-from loraplex_proto import validate
 from loraplex_runtime.flags import configure, flags_of, option, parse_bytes, with_raw_flags
 from loraplex_server import config as config_module
 from loraplex_server.cli.serve import ROUTER_ONLY, worker_arguments
@@ -144,10 +143,6 @@ def test_an_alias_of_a_switch_has_its_opposite_too() -> None:
     for argument in ("--no-light", "--light", "--no-lamp"):
         assert CliRunner().invoke(app, [argument]).exit_code == 0
     assert seen == [Switches(False), Switches(True), Switches(False)]
-
-
-def test_requests_cannot_ask_for_more_than_the_flag_can_allow() -> None:
-    assert config_module.MAX_DRAFT_TOKENS == validate.MAX_DRAFT_TOKENS
 
 
 def test_flags_are_unique_and_explained() -> None:
