@@ -7,6 +7,7 @@ library, because the engine runs without gRPC.
 
 from __future__ import annotations
 
+import errno
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
@@ -357,6 +358,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     is_of_device = type(error).__name__ == "AcceleratorError" or text.startswith(_DEVICE_ERRORS)
     # ALLOC_FAILED: a library could not allocate its handle.
     return is_of_device and any(part in text for part in ("out of memory", "ALLOC_FAILED"))
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """True if there was no room on a disk, or none within the quota of it."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def without_frames(error: LoraplexError) -> LoraplexError:

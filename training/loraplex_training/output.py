@@ -5,7 +5,6 @@ Temporary folders lie beside the result on the same file system, so that the las
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import tempfile
@@ -13,9 +12,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from loraplex_contracts.errors import DiskFull, InvalidArgument
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+from loraplex_contracts.errors import DiskFull, InvalidArgument, is_disk_full
 
 
 def check_new(out: Path) -> None:
@@ -81,7 +78,7 @@ def disk_errors(path: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
+        if is_disk_full(error):
             raise DiskFull(
                 f"the disk of {path.parent} is full; free some space or name another --out", resource=str(path.parent)
             ) from error

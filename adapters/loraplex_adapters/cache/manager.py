@@ -9,7 +9,6 @@ put their outcomes in a queue that `poll` empties, and `notify` wakes the engine
 
 from __future__ import annotations
 
-import errno
 import logging
 import queue
 import shutil
@@ -76,6 +75,7 @@ from loraplex_contracts.errors import (
     LoraplexError,
     SourceUnavailable,
     adapter_version_not_found,
+    is_disk_full,
     is_out_of_memory,
     unexpected,
     without_frames,
@@ -645,7 +645,7 @@ def _typed(error: BaseException, what: str) -> LoraplexError:
         return error
     if is_out_of_memory(error):
         return AdapterMemoryFull(f"no memory for {what}; try again later", retry_after_s=5.0)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_disk_full(error):
         return DiskFull(f"the disk is full while {what}; make room on it", resource="disk", retry_after_s=5.0)
     if isinstance(error, OSError):
         log.warning("%s: %s", what, error)

@@ -7,7 +7,6 @@ whole model's names are fetched only when its configuration says that the model 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import logging
 import re
@@ -26,7 +25,7 @@ from loraplex_adapters.formats.files import MODEL_INDEX_NAME, detect_kind
 from loraplex_adapters.io.confined_folder import Folder
 from loraplex_adapters.io.source_files import AdapterFiles
 from loraplex_adapters.sources.directory import open_folder
-from loraplex_contracts.errors import AdapterInvalid, DiskFull, LoraplexError, SourceUnavailable
+from loraplex_contracts.errors import AdapterInvalid, DiskFull, LoraplexError, SourceUnavailable, is_disk_full
 
 TIMEOUT_S: Final = 20.0  # of each read
 START_S: Final = 60.0  # for descriptions, and of a download beside the time for its bytes
@@ -229,7 +228,7 @@ def _check_room(total_bytes: int, max_bytes: int, folder: Path, where: str) -> N
 def _translated(error: Exception, name: str, server: str) -> LoraplexError:
     if isinstance(error, TooSlow):
         return unavailable(f"{name!a} came too slowly from {server}")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_disk_full(error):
         return DiskFull(
             f"the disk is full for now, so that {name!a} cannot be fetched from {server}; make room in the folder of "
             "temporary files",

@@ -38,10 +38,15 @@ def check_places(config: EngineConfig) -> None:
     from loraplex_server.model.medusa_model import MODEL_HEADS  # late: it imports torch
 
     if heads != MODEL_HEADS:
-        raise AdapterNotFound(
-            f"there are no Medusa heads {heads!a} (--default-medusa); name a folder under --adapters",
-            field="--default-medusa",
-        )
+        raise no_heads(heads)
+
+
+def no_heads(name: str) -> AdapterNotFound:
+    """The error of default heads that are nowhere."""
+    return AdapterNotFound(
+        f"there are no Medusa heads {name!a} (--default-medusa); name a folder under --adapters",
+        field="--default-medusa",
+    )
 
 
 def models_of(config: EngineConfig) -> list[Model]:

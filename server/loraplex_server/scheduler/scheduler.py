@@ -137,7 +137,8 @@ class Scheduler:
         adapters = mixture or _adapter_alone(adapter_key, adapted_from)
         self.check(request, now, num_elsewhere, num_own_elsewhere, [key for key, _ in adapters])
         self._num_added += 1
-        state = self._new_state(request, adapter_key, matcher, adapted_from, mixture)
+        digest = mixture_digest(mixture) if mixture else adapter_key.digest if adapter_key else ""
+        state = self._new_state(request, adapters, digest, matcher, adapted_from)
         state.keeps_hidden = keeps_hidden
         state.adapter_wait_s = fetch_s
         state.queued_s = now
@@ -373,16 +374,16 @@ class Scheduler:
     def _new_state(
         self,
         request: Request,
-        adapter_key: AdapterKey | None,
+        adapters: tuple[WeightedKey, ...],
+        adapter_digest: str,
         matcher: GrammarMatcher | None,
         adapted_from: int | None,
-        mixture: tuple[WeightedKey, ...],
     ) -> RequestState:
         num_prompt_tokens = len(request.prompt_token_ids)
         state = RequestState(
             request=request,
-            adapters=mixture or _adapter_alone(adapter_key, adapted_from),
-            adapter_digest=mixture_digest(mixture) if mixture else adapter_key.digest if adapter_key else "",
+            adapters=adapters,
+            adapter_digest=adapter_digest,
             max_total_tokens=self._max_total_tokens(request),
             num_prompt_tokens=num_prompt_tokens,
             stop_ids=request.stopping.ending_ids(self._eos_token_ids),

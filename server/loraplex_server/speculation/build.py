@@ -31,6 +31,7 @@ from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import load_model
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel
 from loraplex_server.model.memory import fitting
+from loraplex_server.model.places import no_heads
 from loraplex_server.model.refusals import error_line
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.speculation.cross_tokenizer import UniversalProposer
@@ -143,10 +144,7 @@ def bring_up_heads(cache: AdapterManager, adapter_id: AdapterId) -> AdapterKey:
             cache.poll(time.monotonic())
             time.sleep(POLL_S)
     except AdapterNotFound:
-        raise AdapterNotFound(
-            f"there are no Medusa heads {adapter_id!a} (--default-medusa); name a folder under --adapters",
-            field="--default-medusa",
-        ) from None
+        raise no_heads(adapter_id) from None
     key = None
     while key is None:
         key = cache.resolve(adapter_id, time.monotonic())

@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 from loraplex_server.speculation.draft_model import Drafter, DraftModelProposer, num_tokens_of
 from loraplex_server.speculation.draft_rows import DraftRequest
 from loraplex_server.speculation.proposer import UNIVERSAL, Ask
+from loraplex_server.text.detokenizer import REPLACEMENT
 from loraplex_server.text.tokenizer import TextTokenizer
 from loraplex_server.text.vocabulary import Vocabulary
 
@@ -30,7 +31,6 @@ _CONTEXT = 48
 # Known tokens by which the place of a draft is recognised, and how far from where it should be.
 _MATCH = 3
 _MAX_HELD = 8  # tokens without text
-_REPLACEMENT = "\ufffd"
 _Spans = list[tuple[int, int, int]]
 
 
@@ -143,7 +143,7 @@ class RecodedText:
             return ""
         vocabulary, out, held = self._recoder.target, self._out, [*self._held, *fresh]
         num_out, text = len(held), added_text(vocabulary, out, held)
-        if vocabulary.decode([*out, *held]).endswith(_REPLACEMENT):
+        if vocabulary.decode([*out, *held]).endswith(REPLACEMENT):
             # Bytes of a character that is not finished. They may hide those in front of them, so the tokens before
             # them are what has the most text.
             shorter = range(len(held), max(0, len(held) - _MAX_HELD) - 1, -1)
@@ -194,8 +194,8 @@ class RecodedText:
 
 def added_text(vocabulary: Vocabulary, before: Sequence[int], token_ids: Sequence[int]) -> str:
     """The text that tokens add to the text of those before them, without an incomplete character at its end."""
-    start = vocabulary.decode(before).rstrip(_REPLACEMENT)
-    text = vocabulary.decode([*before, *token_ids]).rstrip(_REPLACEMENT)
+    start = vocabulary.decode(before).rstrip(REPLACEMENT)
+    text = vocabulary.decode([*before, *token_ids]).rstrip(REPLACEMENT)
     return text[len(start) :] if text.startswith(start) else ""
 
 

@@ -33,7 +33,7 @@ MAX_MATCH = 64
 MAX_SKIP = 64
 
 _END = -1  # of an output; no token
-_TOKEN_BITS = 32
+TOKEN_BITS = 32  # of a token's id, in keys of several
 MAX_SEPARATORS = 2048  # tokens of which something is remembered, some 100 bytes each; then it begins anew
 _WRITTEN = -1
 
@@ -168,7 +168,7 @@ class Outputs:
         gaps = array("i", bytes(added.itemsize * len(added)))
         latest, base = self._latest, self._base + len(self._tokens)
         for idx in range(first - begin, len(added) - 1):
-            key = added[idx - 2] << _TOKEN_BITS | added[idx - 1]
+            key = added[idx - 2] << TOKEN_BITS | added[idx - 1]
             before = latest.get(key)
             if before is not None:
                 gaps[idx] = base + idx - before
@@ -180,7 +180,7 @@ class Outputs:
         """The longest run, of two tokens at least, that ends the sequence and stood here; of its places the latest."""
         if len(token_ids) < MIN_RUN:
             return None
-        position = self._latest.get(token_ids[-2] << _TOKEN_BITS | token_ids[-1])
+        position = self._latest.get(token_ids[-2] << TOKEN_BITS | token_ids[-1])
         if position is None:
             return None
         known, base, gaps = self._tokens, self._base, self._gaps
@@ -251,7 +251,7 @@ class Outputs:
             return
         known, base, latest = self._tokens, self._base, self._latest
         for idx in range(MIN_RUN, min(num_tokens + MIN_RUN, len(known))):
-            key = known[idx - 2] << _TOKEN_BITS | known[idx - 1]
+            key = known[idx - 2] << TOKEN_BITS | known[idx - 1]
             if latest.get(key) == base + idx:
                 del latest[key]
         del self._tokens[:num_tokens]

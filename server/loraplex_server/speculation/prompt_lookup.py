@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 from loraplex_contracts.plan import Candidate
 from loraplex_contracts.request import SpeculationParams
-from loraplex_server.speculation.history import MAX_MATCH, MIN_RUN, History, Outputs, Reader, Separators
+from loraplex_server.speculation.history import MAX_MATCH, MIN_RUN, TOKEN_BITS, History, Outputs, Reader, Separators
 from loraplex_server.speculation.proposer import PROMPT_LOOKUP, Ask, Piece, Proposer
 
 # Measured on records whose answers copy names and numbers out of the prompt: nothing above 4 changes a draft, and a
@@ -35,7 +35,6 @@ WINDOW = 16_384
 # A copy of so many tokens is not by chance: the prompt's next token is a separator then.
 MIN_COPIED = 3
 
-_TOKEN_BITS = 32
 _FEW = 8
 
 
@@ -259,7 +258,7 @@ class _Index:
         end = len(token_ids)
         num_tokens, position, key = 0, 0, 0
         for length in range(1, min(self._longest, end - 1) + 1):
-            key |= token_ids[end - length] << (_TOKEN_BITS * (length - 1))
+            key |= token_ids[end - length] << (TOKEN_BITS * (length - 1))
             if length < self._shortest:
                 continue
             if length == 1:
@@ -291,7 +290,7 @@ class _Index:
             # The sequence's first positions have no run of that length before them.
             first = max(begin, length)
             added = token_ids[first - length : end - length]
-            shift = _TOKEN_BITS * (length - 1)
+            shift = TOKEN_BITS * (length - 1)
             keys = [key | token_id << shift for key, token_id in zip(keys[-len(added) :], added, strict=True)]
             if length >= self._shortest:
                 self._young[length].update(zip(keys, islice(positions, first - begin, None), strict=True))
@@ -301,7 +300,7 @@ class _Index:
         for position in range(begin, end):
             key = token_ids[position - 1]
             for length in range(2, min(self._longest, position) + 1):
-                key |= token_ids[position - length] << (_TOKEN_BITS * (length - 1))
+                key |= token_ids[position - length] << (TOKEN_BITS * (length - 1))
                 if length >= self._shortest:
                     self._young[length][key] = position
 
