@@ -62,7 +62,10 @@ class SourceFile:
     def check_unchanged(self) -> None:
         """Raises SourceUnavailable when the file was written to since it was opened."""
         now, then = os.fstat(self._fd), self._opened
-        if (now.st_size, now.st_mtime_ns, now.st_ino) != (then.st_size, then.st_mtime_ns, then.st_ino):
+        # `cp -p` puts the time of modification back. That of the last change also moves where the name was given to
+        # another file, and then the count of links does.
+        is_changed = now.st_ctime_ns != then.st_ctime_ns and now.st_nlink == then.st_nlink
+        if is_changed or (now.st_size, now.st_mtime_ns, now.st_ino) != (then.st_size, then.st_mtime_ns, then.st_ino):
             raise SourceUnavailable(
                 f"{self.name} was written to while it was read; replace files by renaming, and load the adapter again",
                 retry_after_s=1.0,

@@ -40,8 +40,10 @@ from loraplex_contracts.errors import (
 
 log = logging.getLogger(__name__)
 
-# A folder's state. For each file that serving may read: name, bytes, time of the last change, inode.
-Fingerprint = tuple[tuple[str, int, int, int], ...]
+# A folder's state. For each file that serving may read: name, bytes, inode, times of the last modification and change.
+# Copies may set the former (`cp -p`, `tar -x`); the latter is the file system's own.
+FileState = tuple[str, int, int, int, int]
+Fingerprint = tuple[FileState, ...]
 _READ_NAMES = frozenset({*WANTED_NAMES, *TEMPLATE_NAMES, MODEL_INDEX_NAME})
 
 
@@ -82,7 +84,7 @@ class DirectorySource:
         try:
             folder = self._open_folder(adapter_id, origin)
         except BadPath as error:
-            return ((error.why, 0, 0, 0),)
+            return ((error.why, 0, 0, 0, 0),)
         except (OSError, LoraplexError):
             return None
         try:
@@ -151,7 +153,7 @@ def open_folder(folder: Path, adapter_id: str = "") -> AdapterFiles:
     return AdapterFiles(named, adapter_id)
 
 
-def _fingerprints(folder: Folder) -> Iterator[tuple[str, int, int, int]]:
+def _fingerprints(folder: Folder) -> Iterator[FileState]:
     for entry in itertools.islice(_entries(folder.fd), MAX_FILES):
         if entry.name not in _READ_NAMES and not entry.name.endswith(".safetensors"):
             continue
@@ -167,10 +169,10 @@ def _fingerprints(folder: Folder) -> Iterator[tuple[str, int, int, int]]:
                     found = os.fstat(fd)
                     num_bytes = found.st_size
                     os.close(fd)
-            yield entry.name, num_bytes, found.st_mtime_ns, found.st_ino
+            yield entry.name, num_bytes, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
     with contextlib.suppress(OSError):  # most have none
         found = os.stat(POOLING_NAME, dir_fd=folder.fd)
-        yield POOLING_NAME, found.st_size, found.st_mtime_ns, found.st_ino
+        yield POOLING_NAME, found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _holds_adapter(folder: Folder, names: set[str], adapter_id: str) -> bool:

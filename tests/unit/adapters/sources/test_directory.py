@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -211,6 +212,20 @@ def test_a_file_that_is_replaced_is_read_as_it_was(root: Path) -> None:
         (root / "sql" / "new").write_bytes(b"other")
         (root / "sql" / "new").replace(root / "sql" / "adapter_config.json")
         assert read_all(file, 1 << 20) == before
+        file.check_unchanged()
+
+
+def test_a_file_that_is_written_to_is_told_by_more_than_its_size_and_time(root: Path) -> None:
+    weights = root / "sql" / "adapter_model.safetensors"
+    os.utime(weights, ns=(5, 5))
+    with DirectorySource(root).open("sql") as files:
+        file = files.open(weights.name)
+        time.sleep(0.02)  # file systems count time in steps
+        with weights.open("r+b") as opened:
+            opened.write(b"other")
+        os.utime(weights, ns=(5, 5))
+        with pytest.raises(SourceUnavailable, match="written to"):
+            file.check_unchanged()
 
 
 def test_a_large_small_file_is_refused(root: Path) -> None:

@@ -20,9 +20,9 @@ from loraplex_adapters.sources.watch import RETRY_S, Looks, ReplacedFolders
 from loraplex_contracts.adapters import OWN_ORIGIN, AdapterId, AdapterInfo, AdapterOrigin, LoadOptions
 
 WEIGHTS = "adapter_model.safetensors"
-OLD: Fingerprint = ((WEIGHTS, 10, 1, 1),)
-NEW: Fingerprint = ((WEIGHTS, 10, 2, 1),)
-NEWER: Fingerprint = ((WEIGHTS, 11, 2, 1),)
+OLD: Fingerprint = ((WEIGHTS, 10, 1, 1, 1),)
+NEW: Fingerprint = ((WEIGHTS, 10, 1, 2, 2),)
+NEWER: Fingerprint = ((WEIGHTS, 11, 1, 2, 3),)
 
 
 class Folder:
@@ -135,6 +135,22 @@ def test_fingerprints(tmp_path: Path) -> None:
     assert source.fingerprint("sql") != before
     assert source.fingerprint("sql", AdapterOrigin("/etc")) is None
     assert source.fingerprint("../sql") is None
+
+
+def test_a_file_with_the_size_and_time_of_the_one_before_is_another_one(tmp_path: Path) -> None:
+    """`cp -p` of a build with fixed times, for one."""
+    source, weights = DirectorySource(tmp_path), write_adapter(tmp_path / "sql") / WEIGHTS
+    os.utime(weights, ns=(5, 5))
+    before, found = source.fingerprint("sql"), weights.stat()
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    time.sleep(0.02)  # file systems count time in steps
+    with weights.open("r+b") as file:
+        file.write(content)
+    os.utime(weights, ns=(5, 5))
+    now = weights.stat()
+    assert (now.st_size, now.st_mtime_ns, now.st_ino) == (found.st_size, found.st_mtime_ns, found.st_ino)
+    assert source.fingerprint("sql") != before
 
 
 def test_fingerprints_of_links(tmp_path: Path) -> None:
