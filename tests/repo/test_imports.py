@@ -53,7 +53,7 @@ ORDER = {
     ),
     "loraplex_router.http": (
         *("page", "metrics", "names", "errors", "streaming", "router_calls", "dialects", "fields", "grammars"),
-        *("mixtures", "origins", "openai", "tgi", "sglang", "shared_routes", "pooling", "admin", "operations"),
+        *("mixtures", "origins", "prompt_only", "openai", "tgi", "sglang", "shared_routes", "pooling", "admin", "operations"),
         *("middleware", "server", "app"),
     ),
 }

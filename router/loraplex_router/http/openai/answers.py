@@ -15,6 +15,7 @@ from loraplex_router.http.fields import MIN_LOGPROB, finite, mean_logprob
 from loraplex_router.http.mixtures import recipe_of
 from loraplex_router.http.openai.requests import Job
 from loraplex_router.http.openai.tools import delta_of, message_of
+from loraplex_router.http.prompt_only import drop_new
 from loraplex_router.http.streaming import data_event
 
 _FINISH_REASONS: Final = {
@@ -38,7 +39,7 @@ def response_of(job: Job, answers: Sequence[pb.GenerateResponse]) -> dict[str, A
         if job.is_prompt_only:
             answer.usage.completion_tokens = 0
             for completion in answer.completions:
-                _drop_new(completion)
+                drop_new(completion)
         tally.add_answer(answer)
         of_prompt = {"prompt_logprobs": None, **prompt_fields(job, answer.prompt_tokens)}
         for completion in _best(answer.completions, job.n):
@@ -91,15 +92,6 @@ def _prompt_row(token: pb.PromptToken, num_top: int) -> dict[str, Any] | None:
     own = {"logprob": finite(token.logprob), "rank": None, "decoded_token": token.text}
     rows.setdefault(str(token.token_id), own)
     return rows
-
-
-def _drop_new(completion: pb.Completion | pb.GenerateStreamResponse) -> None:
-    """Drops the token that was made, which has no text: the prompt alone is left."""
-    for name in ("token_ids", "logprobs", "stop_string", "stop_token_id"):
-        completion.ClearField(name)
-    if completion.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
-        completion.finish_reason = pb.FINISH_REASON_LENGTH
-        completion.usage.completion_tokens = 0
 
 
 def _head(job: Job, kind: str, digest: str) -> dict[str, Any]:
@@ -326,7 +318,7 @@ class Answer(dialects.Answer[Job]):
     def chunks(self, prompt: int, message: pb.GenerateStreamResponse) -> Iterator[dict[str, Any]]:
         """Chunks of one message."""
         if self.job.is_prompt_only:
-            _drop_new(message)
+            drop_new(message)
         self._tally.begin(prompt, message)
         of_prompt: dict[str, Any] = {}
         if prompt not in self._prompts:

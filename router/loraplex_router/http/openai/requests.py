@@ -9,7 +9,6 @@ from typing import Any, Final, cast
 from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
-from loraplex_proto.validate import check_generate
 from loraplex_router.http import dialects
 from loraplex_router.http.errors import naming_missing
 from loraplex_router.http.fields import (
@@ -39,6 +38,7 @@ from loraplex_router.http.openai.fields import (
 )
 from loraplex_router.http.openai.tools import put_tools
 from loraplex_router.http.origins import put_adapters, put_tokenizer_origin
+from loraplex_router.http.prompt_only import leave_out_new_text
 
 DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's, of completions
 NO_DEFAULTS: Final = pb.Sampling()
@@ -103,9 +103,8 @@ def completion_job(
     prompts = prompts_of(body.prompt)
     job = _job(body, request, prompts, request_id, created, body.logprobs, ignored=ignored)
     if is_prompt_only:
-        check_generate(job.requests[0])  # what is left out next is refused as in any other request
         for one in job.requests:
-            _leave_out_new_text(one)
+            leave_out_new_text(one)
     if body.add_special_tokens is False:
         for one in job.requests:
             one.omit_special_tokens = one.HasField("text")  # ids have what they have
@@ -154,13 +153,6 @@ def _prefer_tool(request: pb.GenerateRequest, body: ChatCompletionRequest) -> No
         request.ClearField("grammar")
         if (grammar := grammar_of(fields)) is not None:
             request.grammar.CopyFrom(grammar)
-
-
-def _leave_out_new_text(request: pb.GenerateRequest) -> None:
-    """Makes the request's one new token one that is no part of the text, whatever the tokenizer is."""
-    request.sampling.CopyFrom(pb.Sampling(temperature=0, allowed_token_ids=[0]))
-    request.stopping.CopyFrom(pb.Stopping(max_tokens=1, stop_token_ids=[0]))
-    request.ClearField("grammar")
 
 
 def _ask_best_of(request: pb.GenerateRequest, best_of: int, *, is_streamed: bool) -> None:

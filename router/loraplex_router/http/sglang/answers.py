@@ -11,6 +11,7 @@ from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_router.http import dialects
 from loraplex_router.http.fields import finite
 from loraplex_router.http.mixtures import recipe_of
+from loraplex_router.http.prompt_only import drop_new
 from loraplex_router.http.sglang.requests import Job
 from loraplex_router.http.streaming import data_event
 
@@ -34,6 +35,8 @@ def response_of(job: Job, answers: Sequence[pb.GenerateResponse], elapsed_s: flo
     found: list[dict[str, Any]] = []
     for prompt, answer in enumerate(answers):
         for one in sorted(answer.completions, key=lambda one: one.index):
+            if job.is_prompt_only:
+                drop_new(one)
             text = Text(one.text, list(one.token_ids), list(one.logprobs))
             meta = _meta(job, prompt, answer.prompt_tokens, text, answer.adapter_digest)
             meta |= {**_usage(one, answer.usage), "finish_reason": _finish_reason(one), "e2e_latency": elapsed_s}
@@ -58,6 +61,8 @@ class Answer(dialects.Answer[Job]):
 
     def events(self, prompt: int, raw: bytes) -> Iterator[bytes]:
         message = pb.GenerateStreamResponse.FromString(raw)
+        if self.job.is_prompt_only:
+            drop_new(message)
         head = self._heads.setdefault(prompt, message)
         text = self._texts.setdefault((prompt, message.index), Text())
         text.text += message.text_delta

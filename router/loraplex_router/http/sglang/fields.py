@@ -44,7 +44,7 @@ _OTHER_NAMES: Final = {
 class SamplingParams(Fields):
     """`sampling_params`, with `speculation`."""
 
-    max_new_tokens: Annotated[int, Field(ge=1, le=(1 << 32) - 1)] | None = None
+    max_new_tokens: Uint32 | None = None
     min_new_tokens: Uint32 | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[Uint32] | None = None

@@ -23,6 +23,7 @@ from loraplex_router.http.fields import (
 )
 from loraplex_router.http.grammars import grammar_of
 from loraplex_router.http.origins import put_adapters
+from loraplex_router.http.prompt_only import leave_out_new_text
 from loraplex_router.http.sglang.fields import GenerateRequest, SamplingParams, further_fields
 
 DEFAULT_MAX_TOKENS: Final = 128  # SGLang's
@@ -42,6 +43,7 @@ class Job(dialects.Job):
     prompt_start: int | None  # of the logprobs of the prompt; None: none
     num_top: int
     with_texts: bool
+    is_prompt_only: bool  # the one token that the wire makes is dropped
 
     def named(self, error: LoraplexError) -> LoraplexError:
         names = [name for name in self.adapter_names if name]
@@ -86,6 +88,8 @@ def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: s
             one.text = unicode_text(prompt, "text")
         else:
             one.token_ids.ids.extend(prompt)
+        if params.max_new_tokens == 0:
+            leave_out_new_text(one)
         requests.append(one)
     return Job(
         requests=tuple(requests),
@@ -98,6 +102,7 @@ def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: s
         prompt_start=start if common.output.prompt_logprobs else None,
         num_top=body.top_logprobs_num or 0,
         with_texts=bool(body.return_text_in_logprobs),
+        is_prompt_only=params.max_new_tokens == 0,
         ignored=ignored,
     )
 
@@ -122,6 +127,7 @@ def _common(body: GenerateRequest, params: SamplingParams) -> pb.GenerateRequest
     request.sampling.temperature = 1.0
     request.stopping.max_tokens = DEFAULT_MAX_TOKENS
     put_options(request, params)
+    request.stopping.max_tokens = max(1, request.stopping.max_tokens)  # the wire makes at least one
     request.output.keep_special_tokens = params.skip_special_tokens is False
     request.priority = body.priority or 0
     request.cache_salt = unicode_text(body.cache_salt or "", "cache_salt")

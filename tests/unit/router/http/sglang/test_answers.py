@@ -52,6 +52,26 @@ def test_an_answer() -> None:
     assert isinstance(answers.response_of(job(text=["a"]), [answer], 0.5), list)
 
 
+def test_an_answer_of_the_prompt_alone() -> None:
+    """As `select` of SGLang's frontend asks for it."""
+    fields = {"sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0}
+    prompt = [pb.PromptToken(token_id=1), pb.PromptToken(token_id=2, logprob=-2.0)]
+    usage = pb.Usage(prompt_tokens=2, completion_tokens=1)
+    end: dict[str, Any] = {"finish_reason": pb.FINISH_REASON_STOP, "stop_token_id": 0, "usage": usage}
+    row = pb.TokenLogprob(logprob=-9.0)
+    whole = pb.GenerateResponse(
+        completions=[pb.Completion(token_ids=[0], logprobs=[row], **end)], usage=usage, prompt_tokens=prompt
+    )
+    last = pb.GenerateStreamResponse(token_ids=[0], logprobs=[row], prompt_tokens=prompt, **end)
+    (event,) = answers.Answer(job(stream=True, **fields)).events(0, last.SerializeToString())
+    for found in (answers.response_of(job(**fields), [whole], 0.5), json.loads(event.removeprefix(b"data: "))):
+        assert (found["text"], found["output_ids"]) == ("", [])
+        meta = found["meta_info"]
+        assert meta["input_token_logprobs"] == [[None, 1, None], [-2.0, 2, None]]
+        assert (meta["output_token_logprobs"], meta["prompt_tokens"], meta["completion_tokens"]) == ([], 2, 0)
+        assert meta["finish_reason"] == {"type": "length", "length": 0}
+
+
 def test_events_have_the_text_so_far() -> None:
     events = answers.Answer(job(stream=True))
     first = pb.GenerateStreamResponse(text_delta="a", token_ids=[1])

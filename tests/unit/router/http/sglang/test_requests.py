@@ -66,6 +66,19 @@ def test_every_parameter_arrives() -> None:
     )  # fmt: skip
 
 
+def test_no_new_token() -> None:
+    asked = job(text=["a", "b"], sampling_params={"max_new_tokens": 0, "temperature": 2, "regex": "a", "stop": "x"})
+    assert asked.is_prompt_only
+    for request in asked.requests:
+        check_generate(request)
+        assert request.sampling == pb.Sampling(temperature=0, allowed_token_ids=[0])
+        assert request.stopping == pb.Stopping(max_tokens=1, stop_token_ids=[0])
+        assert not request.HasField("grammar")
+    assert not job(sampling_params={"max_new_tokens": 1}).is_prompt_only
+    with pytest.raises(InvalidArgument, match="top_p"):
+        job(sampling_params={"max_new_tokens": 0, "top_p": 2})
+
+
 def test_grammars() -> None:
     assert wire(regex="a+").grammar == pb.Grammar(regex="a+")
     assert wire(json_schema="{}").grammar == pb.Grammar(json_schema="{}")
