@@ -53,8 +53,8 @@ ORDER = {
     ),
     "loraplex_router.http": (
         *("page", "metrics", "names", "errors", "streaming", "router_calls", "dialects", "fields", "grammars"),
-        *("mixtures", "origins", "prompt_only", "openai", "tgi", "sglang", "shared_routes", "pooling", "admin", "operations"),
-        *("middleware", "server", "app"),
+        *("mixtures", "origins", "prompt_only", "openai", "tgi", "sglang", "shared_routes", "pooling", "admin"),
+        *("operations", "middleware", "server", "app"),
     ),
 }
 TORCH_FREE = (
