@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -259,18 +259,22 @@ class Compiler:
     def __init__(self, serialized: str, num_logits: int, eos_token_ids: Collection[int]) -> None:
         """`serialized`: the tokenizer (`tokenizer.json`). `num_logits`: token ids below it can be drawn. Raises what
         the library raises on tokenizers that it does not know, and ImportError without it."""
-        self._tokens, self._tokenizer = _tokenizer(serialized, num_logits, eos_token_ids)
+        self._tokens, self._tokenizer, self._special = _tokenizer(serialized, num_logits, eos_token_ids)
 
     def compile(self, grammar: Grammar) -> Matcher:
         """A matcher for the grammar. Raises InvalidArgument."""
         from llguidance import LLMatcher, LLParserLimits
 
-        from loraplex_server.grammars.source import refusal
+        from loraplex_server.grammars.source import refusal, with_ids
 
         limits = LLParserLimits(**_LIMITS, verbose_errors=False)
-        inner = LLMatcher(self._tokenizer, grammar.text, log_level=0, limits=limits)
+        text = with_ids(grammar, self._special)
+        inner = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         if inner.is_error():
-            raise refusal(grammar, inner.get_error())
+            reason = inner.get_error()
+            for content, token_id in self._special.items():
+                reason = reason.replace(_content_in_no_text(token_id), content)
+            raise refusal(grammar, reason)
         # Once here, because the first mask builds a part of the lexer: copies share it.
         mask = inner.compute_bitmask()
         if inner.is_error():
@@ -442,25 +446,29 @@ def _unavailable(grammar: Grammar) -> FailedPrecondition:
     )
 
 
-def _tokenizer(serialized: str, num_logits: int, eos_token_ids: Collection[int]) -> tuple[TokenSet, LLTokenizer]:
-    """The token set and the library's tokenizer. Raises ValueError for a tokenizer that does not spell a text by
-    putting its tokens' bytes together."""
+def _tokenizer(
+    serialized: str, num_logits: int, eos_token_ids: Collection[int]
+) -> tuple[TokenSet, LLTokenizer, Mapping[str, int]]:
+    """The token set, the library's tokenizer, and the special tokens (ids by text) that it has under other names.
+    Raises ValueError for a tokenizer that does not spell a text by putting its tokens' bytes together."""
     from llguidance import LLTokenizer
 
-    tokenizer = Tokenizer.from_str(_as_library_reads(serialized))
+    made, renamed = _as_library_reads(serialized)
+    tokenizer = Tokenizer.from_str(made)
     num_tokens = _num_tokens(tokenizer)
     eos = {token_id for token_id in eos_token_ids if token_id < num_tokens}
     end_id = None
     if not eos:  # the library wants one
-        tokenizer.add_special_tokens([AddedToken("<|end of grammar|>", special=True)])
         end_id = num_tokens
+        tokenizer.add_special_tokens([AddedToken(_content_in_no_text(end_id), special=True)])
         eos, num_tokens = {end_id}, _num_tokens(tokenizer)
     tokens = TokenSet(max(num_logits, num_tokens), frozenset((*eos, *eos_token_ids)), end_id)
-    return tokens, LLTokenizer(tokenizer.to_str(), n_vocab=tokens.num_ids, eos_token=sorted(eos))
+    return tokens, LLTokenizer(tokenizer.to_str(), n_vocab=tokens.num_ids, eos_token=sorted(eos)), renamed
 
 
-def _as_library_reads(serialized: str) -> str:
-    """The tokenizer as the library spells it right. Raises ValueError."""
+def _as_library_reads(serialized: str) -> tuple[str, Mapping[str, int]]:
+    """The tokenizer as the library spells it right, and its special tokens (ids by text) that have another content
+    there. Raises ValueError."""
     made: Any = json.loads(serialized)
     decoder: Any = made["decoder"] or {"type": None}
     steps: list[Any] = decoder.get("decoders", [decoder])
@@ -468,13 +476,16 @@ def _as_library_reads(serialized: str) -> str:
     if not kinds <= _PLAIN_DECODERS:
         raise ValueError(f"its decoder is {', '.join(sorted(map(str, kinds)))}")
     tokenizer = Tokenizer.from_str(serialized)
+    renamed = _rename_special(made)
     # The library takes an added token for its content, though a normalizer or the decoder may write it otherwise. Those
     # become special here: no text is made of them.
     before = next((one for one in range(tokenizer.get_vocab_size()) if tokenizer.decode([one]).isalnum()), None)
     for one in made["added_tokens"]:
+        if one["special"]:
+            continue
         context = [] if before is None else [before]
         text = tokenizer.decode([*context, one["id"]], skip_special_tokens=False)
-        one["special"] |= text != tokenizer.decode(context) + one["content"]
+        one["special"] = text != tokenizer.decode(context) + one["content"]
     _make_marks_plain(made, is_byte_level=kinds == {"ByteLevel"})
     if "Metaspace" in kinds:
         if "ByteFallback" not in kinds and any(map(BYTE_TOKEN.fullmatch, tokenizer.get_vocab())):
@@ -488,7 +499,39 @@ def _as_library_reads(serialized: str) -> str:
         # ByteFallback tells the library that tokens are not spelled as ByteLevel spells them.
         added = [] if "ByteFallback" in kinds else [{"type": "ByteFallback"}, {"type": "Fuse"}]
         made["decoder"] = {"type": "Sequence", "decoders": [*plain, *added]}
-    return json.dumps(made)
+    return json.dumps(made), renamed
+
+
+def _rename_special(made: Any) -> Mapping[str, int]:
+    """Gives special tokens contents that are in no text, except for those that merges have. The library would find them
+    in the text that a grammar demands, and allow nothing but the token. Changes the tokenizer; returns the ids of those
+    tokens by their texts."""
+    model: Any = made["model"]
+    renamed: dict[str, int] = {one["content"]: one["id"] for one in made["added_tokens"] if one["special"]}
+    renamed.pop("", None)  # the library passes over such a token
+    for merge in model.get("merges") or ():
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
+        for piece in (left, right, left + right):
+            renamed.pop(piece, None)
+
+    def name(content: Any) -> Any:
+        return _content_in_no_text(renamed[content]) if content in renamed else content
+
+    for one in made["added_tokens"]:
+        one["content"] = name(one["content"])
+    vocabulary: Any = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {name(piece): token_id for piece, token_id in cast("dict[str, int]", vocabulary).items()}
+    elif vocabulary:
+        model["vocab"] = [[name(piece), score] for piece, score in vocabulary]
+    if "unk_token" in model:
+        model["unk_token"] = name(model["unk_token"])
+    return renamed
+
+
+def _content_in_no_text(token_id: int) -> str:
+    """The content of a special token that is read in no text, of private characters."""
+    return f"\U000f0002{token_id}\U000f0003"
 
 
 def _make_marks_plain(made: Any, *, is_byte_level: bool) -> None:

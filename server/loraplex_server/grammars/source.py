@@ -61,8 +61,9 @@ _SPECIAL: Final = re.compile(r"[^\w]", re.ASCII)
 # Characters without a short escape: llguidance would drop them.
 _NO_ESCAPE: Final = "\\x00-\\x07\\x0b\\x0e-\\x1f\\x7f"
 _CONTROL: Final = re.compile(f"[{_NO_ESCAPE}]")
-# Parts of Lark: a string, a regular expression, a comment, or what stands before a JSON schema.
-_LARK_PART: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*|%json')
+_TOKEN: Final = re.compile(r"<[^<>\s]+>")
+# Parts of Lark: a string, a regular expression, a comment, what stands before a JSON schema, or a special token.
+_LARK_PART: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*|%json|' + _TOKEN.pattern)
 _SPACE: Final = re.compile(r"\s*")
 # Parts of a regular expression: an escape, a class of Unicode, the beginning of a class, or a single character.
 _REGEX_PART: Final = re.compile(r"\\[pP](?:\{[^}]*\}|.)|\\.|\[\^?\]?|.", re.DOTALL)
@@ -114,6 +115,14 @@ def lark(text: str) -> Grammar:
         found += text[end : begin.end()], checked
         end = behind
     return Grammar(field, LLMatcher.grammar_from_lark("".join((*found, text[end:]))))
+
+
+def with_ids(grammar: Grammar, special_ids: Mapping[str, int]) -> str:
+    """The text of a grammar that names special tokens by their ids (by text) instead, such as `<[2]>`."""
+    if grammar.field != "grammar.lark":  # the others name none
+        return grammar.text
+    spellings = {text: f"<[{token_id}]>" for text, token_id in special_ids.items() if _TOKEN.fullmatch(text)}
+    return _LARK_PART.sub(lambda part: spellings.get(part[0], part[0]), grammar.text)
 
 
 def gbnf(text: str) -> Grammar:

@@ -63,7 +63,7 @@ def text_of(token_ids: Sequence[int]) -> str:
 
 def allowed(matcher: Matcher, draft: Sequence[int] = ()) -> list[list[int]]:
     bits = allowed_tokens([(matcher, 0, draft)], len(draft) + 1)
-    unpacked = np.unpackbits(bits.view(np.uint8), axis=1, count=NUM_LOGITS, bitorder="little")
+    unpacked = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
     return [np.flatnonzero(row).tolist() for row in unpacked]
 
 
@@ -385,6 +385,63 @@ def test_added_tokens_in_angle_brackets_are_text_unless_they_are_special(kind: s
     matcher = grammars.compile(source.regex("<think>[a-z]+"))
     assert made.decode(matcher.forced()) == "<think>"
     assert made.decode(grammars.compile(source.regex(r"\[tool\][a-z]+")).forced()) == "[tool]"
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama_bpe", "gemma_bpe"])
+@pytest.mark.parametrize("text", ["</s>", "<s>", "<|turn|>"])
+def test_texts_of_special_tokens_are_texts(kind: str, text: str) -> None:
+    """Forced or drawn, the grammar's text is written, and no special token."""
+    made = tiny_tokenizer(kind)
+    grammars = Compiler(made.backend_tokenizer.to_str(), len(made), [made.eos_token_id])
+    schema: dict[str, object] = {"type": "object", "properties": {text: {"enum": [text, f"x{text}"]}}}
+    for grammar in (
+        source.json_schema(json.dumps({**schema, "required": [text]}), compact=True),
+        source.choice([f"a{text}", f"b{text}"]),
+        source.lark(f'start: /[ab]/ "{text}" /[0-9]/'),
+    ):
+        matcher, drawn, is_over = grammars.compile(grammar).copy(), list[int](), False
+        while not is_over:
+            drawn.append(random.Random(0).choice(allowed(matcher)[0]))
+            is_over = matcher.advance(drawn[-1])
+        assert not matcher.error
+        assert text in made.decode(drawn, skip_special_tokens=True)
+
+
+def test_texts_of_special_tokens_are_texts_of_a_unigram() -> None:
+    made = Tokenizer(models.Unigram([(one, -1.0) for one in ("<unk>", "<s>", "<", "s", ">", "</s>", "a")], unk_id=0))
+    made.decoder = decoders.Metaspace()
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    matcher = Compiler(made.to_str(), 7, [5]).compile(source.choice(["a<s>", "s<s>"])).copy()
+    for token_id in (6, 2, 3):
+        assert token_id in allowed(matcher)[0]
+        assert not matcher.advance(token_id)
+    assert matcher.advance(4)
+
+
+@pytest.mark.parametrize("content", ["th", "the"])
+def test_special_tokens_of_merges_stay_as_they_are(content: str) -> None:
+    made = Tokenizer(models.BPE({"t": 0, "h": 1, "e": 2, "th": 3, "the": 4, "</s>": 5}, [("t", "h"), ("th", "e")]))
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([content, "</s>"])
+    matcher = Compiler(made.to_str(), 6, [5]).compile(source.lark('start: "e" </s>'))
+    assert not matcher.advance(2)
+    assert allowed(matcher)[0] == [5]
+
+
+def test_grammars_name_special_tokens_by_their_texts() -> None:
+    made = tiny_tokenizer("byte_level")
+    turn = made.convert_tokens_to_ids("<|turn|>")
+    grammars = Compiler(made.backend_tokenizer.to_str(), len(made), [made.eos_token_id])
+    lark = 'start: "<|turn|>" <|turn|> /<\\|turn\\|>/ %json {"const": "<|turn|>"} // <|turn|>'
+    matcher = grammars.compile(source.lark(lark)).copy()
+    text = [made.convert_tokens_to_ids(one) for one in "<|turn|>"]
+    quote = made.convert_tokens_to_ids('"')
+    for token_id in (*text, turn, *text, quote, *text):
+        assert token_id in allowed(matcher)[0]
+        assert not matcher.advance(token_id)
+    assert matcher.advance(quote)
+    with pytest.raises(InvalidArgument, match=r'unknown special token: "<none>".* available: .*<pad>'):
+        grammars.compile(source.lark('start: "a" <none>'))
 
 
 TEXTS = ["a b", 'né "x"', " a", "b ", '{"a": 1}']
