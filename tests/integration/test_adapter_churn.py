@@ -23,6 +23,7 @@ import pytest
 import torch
 from peft import BOFTConfig, IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, PeftConfig, VeraConfig
 from support.credentials import credential, write_credentials
+from support.dense import greedy
 from support.peft_files import save_variant
 from support.processes import Running, loraplex
 from support.world import TinyWorld, byte_tokenizer
@@ -79,13 +80,8 @@ class World:
     auth_file: Path
 
 
-def greedy(model: nn.Module, prompt: str) -> list[int]:
-    ids: list[int] = byte_tokenizer().encode(prompt)
-    with torch.no_grad():
-        out = model.generate(  # type: ignore[operator]
-            input_ids=torch.tensor([ids]), max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, do_sample=False
-        )
-    return out[0, len(ids) :].tolist()
+def text_of(model: nn.Module, prompt: str) -> list[int]:
+    return greedy(model, byte_tokenizer().encode(prompt), NUM_TOKENS, min_tokens=NUM_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +97,7 @@ def world(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Wo
             contents.append(home / "contents" / str(index))
             model = save_variant(base, config, contents[index], seed)
             for prompt in PROMPTS:
-                expected[(index,), prompt] = greedy(model, prompt)  # type: ignore[arg-type]
+                expected[(index,), prompt] = text_of(model, prompt)  # type: ignore[arg-type]
             if index < NUM_MIXABLE:
                 merged = model.merge_and_unload().state_dict()  # type: ignore[operator]
                 changes.append({name: merged[name] - weight for name, weight in base.state_dict().items()})
@@ -112,7 +108,7 @@ def world(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Wo
         ):
             weight += sum(share * delta for share, delta in zip(WEIGHTS, deltas, strict=True))
         for prompt in PROMPTS:
-            expected[pair, prompt] = greedy(mixed, prompt)
+            expected[pair, prompt] = text_of(mixed, prompt)
     root = home / "adapters"
     names: dict[str, list[Name]] = {}
     for tenant in TENANTS:

@@ -13,12 +13,12 @@ from typing import cast
 import pytest
 import torch
 from peft import LoraConfig, LoraModel, PeftConfig, PeftModel
+from support.dense import greedy
 from support.inline_worker import inline_worker
 from support.parity import FORMATS, INSIDE, LIVE, Names, is_mixable
 from support.peft_files import save_initialised, save_variant
 from support.world import byte_tokenizer
 from support.zoo import random_model
-from torch import nn
 from transformers import PreTrainedModel
 
 from loraplex import AdapterNotMixed, Client
@@ -95,13 +95,7 @@ def _mixed(base: PreTrainedModel, root: Path, name: str) -> PeftModel:
 
 
 def _greedy(client: Client, model: PeftModel, prompt: str) -> list[int]:
-    ids = list(client.tokenize(prompt).token_ids)
-    assert isinstance(model, nn.Module)
-    with torch.no_grad():
-        out = model.generate(
-            input_ids=torch.tensor([ids]), max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, do_sample=False
-        )
-    return out[0, len(ids) :].tolist()
+    return greedy(model, client.tokenize(prompt).token_ids, NUM_TOKENS, min_tokens=NUM_TOKENS)
 
 
 def tokens(served: Served, one: str, prompt: str, speculation: str = "off") -> list[int]:

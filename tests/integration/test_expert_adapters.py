@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 from peft import LoraConfig
+from support.dense import greedy
 from support.inline_worker import inline_worker
 from support.peft_files import save_variant
 from support.world import byte_tokenizer
@@ -46,12 +46,8 @@ def test_through_a_worker_equals_peft(tmp_path: Path) -> None:
         expected: dict[tuple[str, str], list[int]] = {}
         for name, model in {**models, "": base}.items():
             for prompt in PROMPTS:
-                ids = torch.tensor([client.tokenize(prompt).token_ids])
-                with torch.no_grad():
-                    out = model.generate(
-                        input_ids=ids, max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, do_sample=False
-                    )
-                expected[name, prompt] = out[0, ids.shape[1] :].tolist()
+                ids = client.tokenize(prompt).token_ids
+                expected[name, prompt] = greedy(model, ids, NUM_TOKENS, min_tokens=NUM_TOKENS)
         assert len({tuple(found) for found in expected.values()}) > len(expected) - 3
 
         def tokens(name: str, prompt: str, speculation: str) -> list[int]:

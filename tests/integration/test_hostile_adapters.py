@@ -15,6 +15,7 @@ import torch
 from peft import PeftModel
 from support.adapter_files import HIDDEN, write_adapter
 from support.credentials import credential, write_credentials
+from support.dense import greedy
 from support.hostile_adapters import CASES
 from support.processes import Running, loraplex, wait_until
 from support.world import byte_tokenizer, make_world
@@ -75,14 +76,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
             (root / "acme").mkdir(parents=True, exist_ok=True)
             folder = (home / "made" / adapter.removeprefix("acme/")).rename(root / adapter)
             model = PeftModel.from_pretrained(model, folder, autocast_adapter_dtype=False)
-        with torch.no_grad():
-            out = model.generate(
-                input_ids=torch.tensor([ids]),
-                max_new_tokens=NUM_TOKENS,
-                min_new_tokens=NUM_TOKENS,
-                do_sample=False,
-            )
-        texts[adapter] = out[0, len(ids) :].tolist()
+        texts[adapter] = greedy(model, ids, NUM_TOKENS, min_tokens=NUM_TOKENS)
     write_adapter(root / "good", seed=5)
     for folder, case in BAD.items():
         spoil, _ = CASES[case]

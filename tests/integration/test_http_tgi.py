@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 from support.credentials import credential, write_credentials
-from support.fake_workers import Chunk, Cluster, Generate, blocks, fails, until
+from support.fake_workers import Chunk, Cluster, Generate, fails
 from support.http import Http, http_cluster
 
 from loraplex_contracts.errors import AdapterNotFound, EngineLost, Overloaded
@@ -313,15 +313,3 @@ async def test_credentials_hold_on_every_route(tmp_path: Path) -> None:
             assert (answer.status_code, answer.json()["error_type"]) == (404, "adapter_not_found")
             body["parameters"] = {"adapter_id": "acme/sql"}
             assert (await http.post(route, json=body, headers=alice)).status_code == 200
-
-
-async def test_a_client_that_leaves_ends_its_call() -> None:
-    async with http_cluster() as (c, http):
-        worker = c.workers[0]
-        worker.stream = blocks(after=1)
-        async with http.stream("POST", "/generate_stream", json={"inputs": "hi"}) as running:
-            assert running.status_code == 200
-            assert len(c.router.calls) == 1
-        async with asyncio.timeout(5):
-            await worker.ended.wait()
-        await until(lambda: len(c.router.calls) == 0)

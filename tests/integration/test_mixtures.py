@@ -12,6 +12,7 @@ import httpx2
 import pytest
 import torch
 from peft import LoraModel, PeftModel
+from support.dense import greedy
 from support.processes import loraplex
 from support.world import CHAT_TEMPLATE, RANKS, TinyWorld, make_world
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -53,9 +54,7 @@ def wanted(world: TinyWorld, members: Sequence[tuple[str, float]], how: str, **m
         cast(LoraModel, peft.base_model).add_weighted_adapter(names, weights, "mixed", cast(Any, how), **more)
         peft.set_adapter("mixed")
     tokenizer = AutoTokenizer.from_pretrained(world.model)
-    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
-    out = peft.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False)
-    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    return tokenizer.decode(greedy(peft, tokenizer(PROMPT).input_ids, NUM_TOKENS), skip_special_tokens=True)
 
 
 def test_sums(served: Served) -> None:

@@ -22,7 +22,6 @@ import loraplex.cli.healthcheck
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
 TARGETS = ("router", "worker", "all")
-COMPOSE = ("compose.yaml", "compose.gpu.yaml")
 SERVERS = ("serve", "worker", "router")
 
 

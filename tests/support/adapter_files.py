@@ -43,16 +43,14 @@ def base_targets(dtype: str = "float32", max_rank: int = 16, weight_sha256: str 
     return BaseTargets({m.path: m for m in modules}, "tiny-base", dtype, max_rank, HIDDEN, VOCAB, other_modules=others)
 
 
-def lora_tensors(
-    rank: int = 4, seed: int = 0, paths: Iterable[str] = (Q_PROJ, DOWN_PROJ), dtype: torch.dtype = torch.float32
-) -> dict[str, Tensor]:
+def lora_tensors(rank: int = 4, seed: int = 0, paths: Iterable[str] = (Q_PROJ, DOWN_PROJ)) -> dict[str, Tensor]:
     """Random factors under the names that PEFT gives them."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for path in paths:
         module = base_targets().modules[path]
-        a = torch.randn(rank, module.in_features, generator=generator, dtype=torch.float64).to(dtype)
-        b = torch.randn(module.out_features, rank, generator=generator, dtype=torch.float64).to(dtype)
+        a = torch.randn(rank, module.in_features, generator=generator, dtype=torch.float64).float()
+        b = torch.randn(module.out_features, rank, generator=generator, dtype=torch.float64).float()
         if module.kind == "embedding":
             tensors |= {f"{PREFIX}{path}.lora_embedding_A": a, f"{PREFIX}{path}.lora_embedding_B": b}
         else:

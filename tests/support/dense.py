@@ -80,11 +80,14 @@ def forget_lengths(model: nn.Module) -> None:
             module.inv_freq = module.original_inv_freq.clone()
 
 
-def greedy(model: nn.Module, prompt: Sequence[int], num_tokens: int, allowed: Sequence[int] = ()) -> list[int]:
+def greedy(
+    model: nn.Module, prompt: Sequence[int], num_tokens: int, allowed: Sequence[int] = (), *, min_tokens: int = 0
+) -> list[int]:
     """`generate()` without sampling: the new tokens, of those allowed where some are named."""
     forget_lengths(model)
     ids = torch.tensor([list(prompt)])
     options: dict[str, Any] = {"prefix_allowed_tokens_fn": lambda *_: list(allowed)} if allowed else {}
+    options |= {"min_new_tokens": min_tokens} if min_tokens else {}
     out = model.generate(  # type: ignore[operator]
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, **options
     )

@@ -205,9 +205,9 @@ def run(engine: Engine, requests: Sequence[Request], dice: random.Random | None 
     return answers
 
 
-def make_requests(adapters: Sequence[str], num: int, num_tokens: int, seed: int = 0) -> list[Request]:
+def make_requests(adapters: Sequence[str], num: int, num_tokens: int) -> list[Request]:
     """Adapters in turns; prompts from one token to a few chunks."""
-    dice = random.Random(seed)
+    dice = random.Random(0)
     return [
         Request(
             f"{idx}-{adapters[idx % len(adapters)] or 'base'}",

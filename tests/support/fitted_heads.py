@@ -27,12 +27,10 @@ def fit_heads(
     vocab_size: int,
     base_head: Tensor | None = None,
     num_layers: int = 1,
-    num_steps: int = 150,
-    seed: int = 0,
 ) -> dict[str, Tensor]:
     """Heads as files have them that know these texts by heart: `examples` are the states and tokens of each. With
     `base_head` [vocab, hidden] they go through that, else each has a projection of its own."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     hidden = examples[0][0].shape[1]
     tensors: dict[str, Tensor] = {}
     for idx in range(num_heads):
@@ -45,7 +43,7 @@ def fit_heads(
         projection = torch.zeros(vocab_size, hidden, dtype=x.dtype) if base_head is None else base_head
         trained = [tensor for block in blocks for tensor in block] + ([projection] if base_head is None else [])
         optimizer = torch.optim.Adam([tensor.requires_grad_() for tensor in trained], lr=0.05)
-        for _ in range(num_steps):
+        for _ in range(150):
             z = x
             for weight, bias in blocks:
                 z = z + F.silu(F.linear(z, weight, bias))

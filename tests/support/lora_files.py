@@ -57,15 +57,13 @@ class RandomLora:
         (folder / "adapter_config.json").write_text(json.dumps({**fields, "target_modules": targets, "bias": "none"}))
 
 
-def random_lora(
-    model: PreTrainedModel, name: str, rank: int, seed: int, linears: tuple[str, ...] = LINEARS, size: float = 0.25
-) -> RandomLora:
+def random_lora(model: PreTrainedModel, name: str, rank: int, seed: int, size: float) -> RandomLora:
     """Strong enough that a text changes."""
     generator = torch.Generator().manual_seed(seed)
     a: dict[str, Tensor] = {}
     b: dict[str, Tensor] = {}
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and path.endswith(linears):
+        if isinstance(module, nn.Linear) and path.endswith(LINEARS):
             num_out, num_in = module.weight.shape
             a[path] = torch.randn(rank, num_in, generator=generator, dtype=torch.float64) * size
             b[path] = torch.randn(num_out, rank, generator=generator, dtype=torch.float64) * size

@@ -32,18 +32,17 @@ def sequential_tensors(
     prefix: str = "",
     seed: int = 0,
     hidden: int = HIDDEN,
-    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
     """`{head}.{layer}.linear.*`; with `rows` a projection of that many rows behind the blocks of each head."""
     tensors: dict[str, Tensor] = {}
     for head in range(num_heads):
         for layer in range(num_layers):
             at = seed + 1000 * head + 10 * layer
-            tensors[f"{prefix}{head}.{layer}.linear.weight"] = random_tensor(hidden, hidden, seed=at, dtype=dtype)
-            tensors[f"{prefix}{head}.{layer}.linear.bias"] = random_tensor(hidden, seed=at + 1, dtype=dtype)
+            tensors[f"{prefix}{head}.{layer}.linear.weight"] = random_tensor(hidden, hidden, seed=at)
+            tensors[f"{prefix}{head}.{layer}.linear.bias"] = random_tensor(hidden, seed=at + 1)
         if rows is not None:
             at = seed + 1000 * head + 500
-            tensors[f"{prefix}{head}.{num_layers}.weight"] = random_tensor(rows, hidden, seed=at, dtype=dtype)
+            tensors[f"{prefix}{head}.{num_layers}.weight"] = random_tensor(rows, hidden, seed=at)
     return tensors
 
 
@@ -130,13 +129,13 @@ def write_shards(folder: Path, shards: list[Mapping[str, Tensor]], config: Mappi
     return folder
 
 
-def base_tensors(seed: int = 7) -> dict[str, Tensor]:
+def base_tensors() -> dict[str, Tensor]:
     """A few of a whole model's own."""
     return {
-        "model.embed_tokens.weight": random_tensor(VOCAB, HIDDEN, seed=seed),
-        "model.layers.0.self_attn.q_proj.weight": random_tensor(HIDDEN, HIDDEN, seed=seed + 1),
+        "model.embed_tokens.weight": random_tensor(VOCAB, HIDDEN, seed=7),
+        "model.layers.0.self_attn.q_proj.weight": random_tensor(HIDDEN, HIDDEN, seed=8),
         "model.norm.weight": torch.ones(HIDDEN),
-        "lm_head.weight": random_tensor(VOCAB, HIDDEN, seed=seed + 2),
+        "lm_head.weight": random_tensor(VOCAB, HIDDEN, seed=9),
     }
 
 
