@@ -438,11 +438,6 @@ class AdapterManager:
                     found = self._merge(*merge, source)
                 else:
                     found = self._import(name, source, fetch.origin, may_take_long=may_take_long)
-            if files is not None and self._look(fetch) != files:
-                raise SourceUnavailable(
-                    "its files were replaced while they were read; they are read again once they stay unchanged",
-                    retry_after_s=1.0,
-                )
         except TakesLong:
             self._maker.submit(lambda: self._fetch(fetch, source, then, may_take_long=True), _flow(fetch))
         except Exception as error:
@@ -458,7 +453,7 @@ class AdapterManager:
             self._finish(lambda now: self._take_fetched(fetch, found, started_s, files, now))
 
     def _look(self, fetch: Fetch) -> Fingerprint | None:
-        """The files that the fetch reads, where their folder is watched."""
+        """The files that the fetch is about to read, where their folder is watched."""
         is_of_store = isinstance(fetch, Refetch) or fetch.version is not None or is_recipe_name(fetch.name)
         return None if self._watch is None or is_of_store else self._watch.fingerprint(fetch.name, fetch.origin)
 

@@ -34,6 +34,7 @@ from loraplex_contracts.errors import (
     AdapterOutsideRoot,
     InvalidAdapterId,
     LoraplexError,
+    SourceUnavailable,
     adapter_not_found,
     no_such_folder,
 )
@@ -73,7 +74,7 @@ class DirectorySource:
 
     def open(self, adapter_id: str, origin: AdapterOrigin = OWN_ORIGIN) -> AdapterFiles:
         try:
-            return AdapterFiles(self._open_folder(adapter_id, origin), adapter_id)
+            return DirectoryFiles(self._open_folder(adapter_id, origin), adapter_id)
         except (OSError, BadPath) as error:
             failed = open_error(error, adapter_id, "its folder")
             raise (no_such_place(adapter_id, origin) if type(failed) is AdapterNotFound else failed) from error
@@ -88,7 +89,7 @@ class DirectorySource:
         except (OSError, LoraplexError):
             return None
         try:
-            return tuple(sorted(_fingerprints(folder)))
+            return _fingerprint(folder)
         except OSError:
             return None
         finally:
@@ -151,6 +152,37 @@ def open_folder(folder: Path, adapter_id: str = "") -> AdapterFiles:
     except OSError as error:
         raise source_unavailable(f"the folder of {adapter_id!a} cannot be opened", error) from error
     return AdapterFiles(named, adapter_id)
+
+
+class DirectoryFiles(AdapterFiles):
+    """The files of an adapter in a directory, whose owner may replace one after the other while they are read."""
+
+    def __init__(self, folder: Folder, adapter_id: str) -> None:
+        """Takes over the folder, also where this raises."""
+        self._confined = folder
+        try:
+            self._before = _fingerprint(folder)
+        except BaseException:
+            folder.close()
+            raise
+        super().__init__(folder, adapter_id)
+
+    def check_unchanged(self) -> None:
+        """Raises SourceUnavailable when there are other files than at first: those that were read may not belong
+        together."""
+        super().check_unchanged()
+        try:
+            is_unchanged = _fingerprint(self._confined) == self._before
+        except OSError as error:
+            raise source_unavailable("the adapter's folder cannot be read", error) from error
+        if not is_unchanged:
+            raise SourceUnavailable(
+                "its files were replaced while they were read; try again once they stay as they are", retry_after_s=1.0
+            )
+
+
+def _fingerprint(folder: Folder) -> Fingerprint:
+    return tuple(sorted(_fingerprints(folder)))
 
 
 def _fingerprints(folder: Folder) -> Iterator[FileState]:

@@ -215,6 +215,28 @@ def test_a_file_that_is_replaced_is_read_as_it_was(root: Path) -> None:
         file.check_unchanged()
 
 
+def test_files_that_are_replaced_one_by_one_do_not_belong_together(root: Path) -> None:
+    """As rsync does it: each by a rename."""
+    with DirectorySource(root).open("sql") as files:
+        files.open("adapter_config.json")
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            shutil.copy(root / "sql" / name, root / "new")
+            (root / "new").replace(root / "sql" / name)
+        files.open("adapter_model.safetensors")
+        with pytest.raises(SourceUnavailable, match="replaced while") as raised:
+            files.check_unchanged()
+    assert raised.value.retry_after_s
+
+
+def test_a_folder_that_is_replaced_is_read_as_it_was(root: Path) -> None:
+    with DirectorySource(root).open("sql") as files:
+        files.open("adapter_config.json")
+        (root / "sql").rename(root / "old")
+        write_adapter(root / "sql", seed=1)
+        files.open("adapter_model.safetensors")
+        files.check_unchanged()
+
+
 def test_a_file_that_is_written_to_is_told_by_more_than_its_size_and_time(root: Path) -> None:
     weights = root / "sql" / "adapter_model.safetensors"
     os.utime(weights, ns=(5, 5))
