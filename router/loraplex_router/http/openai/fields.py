@@ -29,6 +29,18 @@ from loraplex_router.http.grammars import GRAMMAR_FIELDS, unknown_parts
 _NO_TOOLS: Final = "tools go with chats"
 _BY_MODEL: Final = "name the adapter in `model`"
 _BESIDE: Final = "options stand beside the prompt"
+_TEXT_ONLY: Final = "prompts are text or token ids"
+_OTHERS: Final = "it is another server's"
+# Values that ask for nothing.
+ABSENT: Final = (None, False, 0, -1, "", [], {})
+# SGLang's fields that would change the answer, on all of its routes, and what to do instead.
+REFUSED_OF_SGLANG: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("input_embeds", "image_data", "video_data", "audio_data"), _TEXT_ONLY),
+    **dict.fromkeys(("positional_embed_overrides", "mm_hashes", "mm_content_hashes"), _TEXT_ONLY),
+    **dict.fromkeys(("custom_logit_processor", "session_params", "return_hidden_states"), _OTHERS),
+    **dict.fromkeys(("return_routed_experts", "return_entropy", "return_sampling_mask", "custom_params"), _OTHERS),
+    **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room", "max_thinking_tokens"), _OTHERS),
+}
 # Fields that would change the answer and are not available: the values that change nothing, and what to do instead.
 REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "stop_regex": ((), "use `stop`"),
@@ -42,9 +54,9 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "suffix": (("",), "text is only written behind the prompt"),
     "prompt_embeds": ((), "send text or token ids"),
     "logits_processors": (([],), "use `logit_bias`, `allowed_token_ids` or `bad_words`"),
-    "vllm_xargs": (({},), "it is another server's"),
-    "kv_transfer_params": ((), "it is another server's"),
-    "ec_transfer_params": ((), "it is another server's"),
+    "vllm_xargs": (({},), _OTHERS),
+    "kv_transfer_params": ((), _OTHERS),
+    "ec_transfer_params": ((), _OTHERS),
     "thinking_token_budget": ((), "use `max_tokens`"),
     "include_reasoning": ((True,), "only answers of chats are separated from their reasoning"),
     "verbosity": (("medium",), "use `chat_template_kwargs`"),
@@ -77,6 +89,9 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "sampling_seed": ((), "use `seed`"),
     "ignore_eos_token": ((False,), "use `ignore_eos`"),
     "no_stop_trim": ((False,), "use `include_stop_str_in_output`"),
+    "token_ids_logprob": (([],), "use `top_logprobs`, which are those of the likeliest tokens"),
+    "input_ids": (([],), "send messages, or token ids as `prompt` of completions"),
+    **{name: (ABSENT, instead) for name, instead in REFUSED_OF_SGLANG.items()},
 }
 
 # Fields of a chat's messages whose input would be lost, and what to do instead. Others that are not known are ignored:
@@ -184,6 +199,7 @@ class ChatTemplateInput(Fields):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
+    reasoning: dict[str, Any] | None = None  # its `effort`, as in Responses
 
 
 class ChatCompletionRequest(Generation, ChatTemplateInput):
@@ -242,6 +258,10 @@ def ignored_fields(body: Fields) -> tuple[str, ...]:
     names += unknown_parts(body.extras())
     if "messages" in type(body).model_fields:  # elsewhere it is one of the further fields, and may be anything
         names += _unknown_in(cast("Any", body).messages or ())
+    if isinstance(body, ChatTemplateInput) and body.reasoning is not None:
+        names += [
+            f"reasoning.{name}" for name, value in body.reasoning.items() if name != "effort" and value is not None
+        ]
     if isinstance(body, Generation) and body.stream_options is not None:
         names += [f"stream_options.{name}" for name in body.stream_options.extras()]
     return header_names(names)

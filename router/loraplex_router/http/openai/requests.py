@@ -315,8 +315,8 @@ def chat_of(messages: Iterable[ChatMessage], given: ChatTemplateInput) -> pb.Cha
     if given.chat_template is not None:
         chat.template = unicode_text(given.chat_template, "chat_template")
     arguments = dict(given.chat_template_kwargs or {})
-    if given.reasoning_effort is not None:
-        arguments.setdefault("reasoning_effort", given.reasoning_effort)
+    if (effort := _effort_of(given)) is not None:
+        arguments.setdefault("reasoning_effort", effort)
     if arguments:
         chat.template_kwargs_json = json_text(arguments, "chat_template_kwargs")
     if given.documents:
@@ -324,6 +324,17 @@ def chat_of(messages: Iterable[ChatMessage], given: ChatTemplateInput) -> pb.Cha
     for index, message in enumerate(messages):
         chat.messages.append(_message(message, f"messages[{index}]"))
     return chat
+
+
+def _effort_of(given: ChatTemplateInput) -> str | None:
+    effort: Any = (given.reasoning or {}).get("effort")
+    if effort is None:
+        return given.reasoning_effort
+    if not isinstance(effort, str):
+        raise InvalidArgument("`reasoning.effort` must be a text", field="reasoning.effort")
+    if given.reasoning_effort not in (None, effort):
+        raise InvalidArgument("`reasoning_effort` is said in another way, too: leave it out", field="reasoning_effort")
+    return effort
 
 
 def _message(message: ChatMessage, where: str) -> pb.ChatMessage:

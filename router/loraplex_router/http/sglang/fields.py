@@ -11,20 +11,15 @@ from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.validate import MAX_COMPLETIONS, MAX_TOP_LOGPROBS
 from loraplex_router.http.fields import HARMLESS, Fields, MixtureFields, Uint32
 from loraplex_router.http.grammars import GRAMMAR_FIELDS
+from loraplex_router.http.openai.fields import ABSENT, REFUSED_OF_SGLANG, ChatCompletionRequest, CompletionRequest
 from loraplex_router.http.openai.fields import REFUSED as OTHERS_REFUSED
-from loraplex_router.http.openai.fields import ChatCompletionRequest, CompletionRequest
 from loraplex_router.http.tgi.fields import Parameters
 
-_ABSENT: Final = (None, False, 0, -1, "", [], {})  # values that ask for nothing
-_TEXT_ONLY: Final = "prompts are text or token ids"
-_OTHERS: Final = "it is another server's"
 # Fields that would change the answer, and what to do instead. Refused unless their value asks for nothing.
 REFUSED: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("input_embeds", "image_data", "video_data", "audio_data", "modalities"), _TEXT_ONLY),
-    **dict.fromkeys(("positional_embed_overrides", "mm_hashes", "mm_content_hashes"), _TEXT_ONLY),
-    **dict.fromkeys(("custom_logit_processor", "session_params", "lora_id", "return_hidden_states"), _OTHERS),
-    **dict.fromkeys(("return_routed_experts", "return_entropy", "return_sampling_mask", "custom_params"), _OTHERS),
-    **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room", "max_thinking_tokens"), _OTHERS),
+    **REFUSED_OF_SGLANG,
+    "modalities": "prompts are text or token ids",
+    "lora_id": "use `lora_path`",
     "stop_regex": "use `stop`",
     "token_ids_logprob": "use `top_logprobs_num`",
     "background": "ask for a stream",
@@ -94,12 +89,12 @@ class GenerateRequest(MixtureFields):
 def further_fields(fields: Fields) -> Iterator[str]:
     for name, value in fields.extras().items():
         if name in REFUSED:
-            if value not in _ABSENT:
+            if value not in ABSENT:
                 raise Unimplemented(f"`{name}` is not available: {REFUSED[name]}", field=name)
         elif name in SamplingParams.model_fields:  # beside them
             raise InvalidArgument(f"`{name}` belongs in `sampling_params`", field=name)
         elif name in _OTHER_NAMES:
-            if value not in _ABSENT and (name not in OTHERS_REFUSED or value not in OTHERS_REFUSED[name][0]):
+            if value not in ABSENT and (name not in OTHERS_REFUSED or value not in OTHERS_REFUSED[name][0]):
                 raise InvalidArgument(f"`{name}` is not a field of this route", field=name)
         else:
             yield name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import pytest
@@ -63,6 +64,36 @@ def test_null_counts_as_absent() -> None:
     names = set(CompletionRequest.model_fields) - {"prompt"} | set(REFUSED) | {"user", "unheard_of"}
     assert wire(**dict.fromkeys(names)) == wire()
     assert completion(**dict.fromkeys(names)).ignored == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "neutral", "value"),
+    [
+        ("custom_logit_processor", "", "x"), ("session_params", {}, {"id": "s"}), ("token_ids_logprob", [], [5]),
+        ("return_hidden_states", False, True), ("input_ids", [], [1, 2]), ("bootstrap_room", -1, 3),
+    ],
+)  # fmt: skip
+def test_what_sglang_would_answer_otherwise_is_refused(name: str, neutral: Any, value: Any) -> None:
+    for made in (chat, completion):
+        assert made(**{name: neutral}) == made()
+        with pytest.raises(Unimplemented) as caught:
+            made(**{name: value})
+        assert caught.value.field == name
+
+
+def test_the_effort_of_a_chat_s_reasoning() -> None:
+    effort = chat(reasoning_effort="low")
+    assert json.loads(effort.requests[0].chat.template_kwargs_json) == {"reasoning_effort": "low"}
+    for fields in ({"reasoning_effort": None}, {"reasoning_effort": "low"}):
+        assert chat(reasoning={"effort": "low"}, **fields) == effort
+    assert chat(reasoning={"effort": None, "summary": "auto", "exclude": None}).ignored == ("reasoning.summary",)
+    for fields, name in (
+        ({"reasoning": {"effort": 5}}, "reasoning.effort"),
+        ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning_effort"),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            chat(**fields)
+        assert caught.value.field == name
 
 
 def test_a_seed_of_minus_one_is_a_random_one() -> None:
