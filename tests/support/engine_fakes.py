@@ -22,7 +22,7 @@ from loraplex_contracts.adapters import (
     LoadOptions,
     held_name,
 )
-from loraplex_contracts.errors import AdapterNotFound, LoraplexError, UnsupportedModel
+from loraplex_contracts.errors import AdapterNotFound, LoraplexError, UnsupportedModel, adapter_version_not_found
 from loraplex_contracts.mixtures import Mixture
 from loraplex_contracts.plan import SpanResult, StepPlan, StepResult
 from loraplex_server.config import EngineConfig, SpeculationConfig
@@ -101,6 +101,7 @@ class FakeCache:
     own: dict[str, AdapterTraits] = field(default_factory=dict)
     delay: int = 0
     num_slots: int = 64
+    old_digests: tuple[str, ...] = ()  # of versions that every name has beside its own
     holds: dict[AdapterKey, int] = field(default_factory=dict)
     held_names: Counter[tuple[AdapterKey, str]] = field(default_factory=Counter[tuple[AdapterKey, str]])
     uses: Counter[str] = field(default_factory=Counter[str])  # by name, as the listing counts them
@@ -112,14 +113,17 @@ class FakeCache:
     def resolve(
         self, adapter_id: str, now: float, user: AdapterUser = NOBODY, origin: AdapterOrigin = OWN_ORIGIN
     ) -> AdapterKey | None:
-        if adapter_id not in self.known:
+        name, _, digest = adapter_id.partition("@")
+        if name not in self.known:
             raise AdapterNotFound(f"there is no adapter {adapter_id!r}", resource=adapter_id)
+        if digest not in ("", name * 64, *self.old_digests):
+            raise adapter_version_not_found(adapter_id)
         if self.num_polls < self.delay:
             return None
-        key = AdapterKey(self.kinds.get(adapter_id, "lora"), adapter_id * 64)
+        key = AdapterKey(self.kinds.get(name, "lora"), digest or name * 64)
         self.holds[key] = self.holds.get(key, 0) + 1
         self.held_names[key, held_name(adapter_id, origin)] += 1
-        self.uses[adapter_id] += 1
+        self.uses[name] += 1
         return key
 
     def resolve_mixture(

@@ -24,6 +24,7 @@ from loraplex_contracts.adapters import (
     name_in,
 )
 from loraplex_contracts.errors import (
+    AdapterVersionNotFound,
     Code,
     DeadlineExceeded,
     LoraplexError,
@@ -154,7 +155,7 @@ class Engine:
         self._pending = Pending[tuple[AdapterId | Mixture, AdapterUser, AdapterOrigin], tuple[AdapterKey, ...]](
             "fetching an adapter",
             self._resolve_adapters,
-            lambda request: (request.mixture or request.adapter_id, request.adapter_user, request.adapter_origin),
+            lambda request: (request.mixture or _adapter_of(request), request.adapter_user, request.adapter_origin),
         )
         self._pending_heads = Pending[tuple[AdapterId, AdapterUser], AdapterKey](
             "fetching Medusa heads",
@@ -379,7 +380,9 @@ class Engine:
             error = DeadlineExceeded(f"the deadline passed while {waiting.doing}; allow more time")
             self._end(request.request_id, error)
         for request, outcome in waiting.take_resolved(has_changes, now):
-            if isinstance(outcome, LoraplexError):
+            if isinstance(outcome, AdapterVersionNotFound) and request.adapter_digest:
+                self._end(request.request_id, _other_version(request))
+            elif isinstance(outcome, LoraplexError):
                 self._end(request.request_id, outcome)
             else:
                 yield self._accepted[request.request_id], outcome
@@ -539,11 +542,23 @@ def start_of_last(wanted: Sequence[int], token_ids: Sequence[int]) -> int | None
     return None if found < 0 else len(token_ids) - found - len(wanted)
 
 
+def _adapter_of(request: Request) -> AdapterId:
+    """The adapter that the request names, in the version whose template made its prompt. Versions of a caller's own
+    access are not known."""
+    if not request.adapter_digest or request.adapter_origin.source:
+        return request.adapter_id
+    return AdapterId(f"{name_in(request.adapter_id)}@{request.adapter_digest}")
+
+
 def _check_version(request: Request, adapter_key: AdapterKey | None) -> None:
-    """Raises Unavailable where the adapter was loaded anew since its template made the prompt."""
+    """Raises Unavailable where the adapter is not the one whose template made the prompt."""
     if request.adapter_digest and (adapter_key is None or adapter_key.digest != request.adapter_digest):
-        raise Unavailable(
-            f"adapter {request.adapter_id!a} was loaded anew while its template made the prompt; send it again",
-            resource=request.adapter_id,
-            retry_after_s=0.0,
-        )
+        raise _other_version(request)
+
+
+def _other_version(request: Request) -> Unavailable:
+    return Unavailable(
+        f"adapter {request.adapter_id!a} was loaded anew while its template made the prompt; send it again",
+        resource=request.adapter_id,
+        retry_after_s=0.0,
+    )

@@ -330,6 +330,21 @@ def test_a_look_at_templates_is_no_use_of_the_adapter() -> None:
     assert cache.uses["a"] == 1
 
 
+@pytest.mark.parametrize("adapter_id", ["a", "a@" + "c" * 8])
+def test_a_prompt_is_answered_by_the_version_whose_template_made_it(adapter_id: str) -> None:
+    """Also where the adapter was loaded anew meanwhile."""
+    engine = make_engine(cache=FakeCache(old_digests=("c" * 64,)))
+    engine.handle(Submit(request("old", adapter_id=adapter_id, adapter_digest="c" * 64)))
+    engine.handle(Submit(request("new", adapter_id="a", adapter_digest="a" * 64)))
+    engine.handle(Submit(request("gone", adapter_id=adapter_id, adapter_digest="d" * 64)))
+    events, _ = run(engine)
+    admitted = {event.request_id: event.adapter_digest for event in events if isinstance(event, Admitted)}
+    assert admitted == {"old": "c" * 64, "new": "a" * 64}
+    error = failure(events, "gone")
+    assert (error.reason, error.retry_after_s) == ("UNAVAILABLE", 0.0)
+    assert engine.integrity_report() == ""
+
+
 def test_shutdown_ends_everything_once() -> None:
     engine = make_engine(cache=FakeCache(delay=1000))
     engine.handle(Submit(request("waiting", adapter_id="a")))
