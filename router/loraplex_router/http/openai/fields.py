@@ -59,7 +59,7 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "ec_transfer_params": ((), _OTHERS),
     "thinking_token_budget": ((), "use `max_tokens`"),
     "include_reasoning": ((True,), "only answers of chats are separated from their reasoning"),
-    "verbosity": (("medium",), "use `chat_template_kwargs`"),
+    "verbosity": (("medium",), "it is for the templates of chats"),
     "chat_template": ((), "templates go with chats"),
     "tool_prompt": ((), "the chat template decides how tools are described"),
     "modalities": ((["text"],), "answers are text"),
@@ -200,6 +200,7 @@ class ChatTemplateInput(Fields):
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
     reasoning: dict[str, Any] | None = None  # its `effort`, as in Responses
+    verbosity: str | None = None
 
 
 class ChatCompletionRequest(Generation, ChatTemplateInput):

@@ -317,6 +317,8 @@ def chat_of(messages: Iterable[ChatMessage], given: ChatTemplateInput) -> pb.Cha
     arguments = dict(given.chat_template_kwargs or {})
     if (effort := _effort_of(given)) is not None:
         arguments.setdefault("reasoning_effort", effort)
+    if given.verbosity is not None:
+        arguments.setdefault("verbosity", given.verbosity)
     if arguments:
         chat.template_kwargs_json = json_text(arguments, "chat_template_kwargs")
     if given.documents:

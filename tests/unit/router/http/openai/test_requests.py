@@ -96,6 +96,15 @@ def test_the_effort_of_a_chat_s_reasoning() -> None:
         assert caught.value.field == name
 
 
+def test_the_template_is_told_of_the_verbosity() -> None:
+    for fields in ({}, {"chat_template_kwargs": {"verbosity": "low"}, "verbosity": "high"}):
+        request = chat(**{"verbosity": "low", **fields}).requests[0]
+        assert json.loads(request.chat.template_kwargs_json) == {"verbosity": "low"}
+    assert wire(verbosity="medium") == wire()
+    with pytest.raises(Unimplemented, match="`verbosity`"):
+        wire(verbosity="low")
+
+
 def test_a_seed_of_minus_one_is_a_random_one() -> None:
     assert wire(seed=-1) == wire()
     assert wire(seed=0) != wire()

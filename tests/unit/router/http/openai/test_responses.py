@@ -75,9 +75,9 @@ def test_what_is_said_twice_must_agree(name: str, value: Any, own: dict[str, Any
 def test_a_chats_own_names_hold_where_nothing_else_says_it() -> None:
     assert job_of(request(max_completion_tokens=3)).requests[0].stopping.max_tokens == 3
     assert job_of(request(max_completion_tokens=3, max_output_tokens=3)).requests[0].stopping.max_tokens == 3
-    with pytest.raises(Unimplemented, match="`verbosity`"):
-        job_of(request(verbosity="low"))
-    assert job_of(request(text={"verbosity": "medium"})).ignored == ()
+    for fields in ({"verbosity": "low"}, {"text": {"verbosity": "low"}}):
+        (one,) = job_of(request(**fields)).requests
+        assert json.loads(one.chat.template_kwargs_json) == {"verbosity": "low"}
 
 
 def test_options() -> None:
@@ -128,7 +128,7 @@ def test_an_item_that_is_not_available_is_told_with_what_to_do(kind: str, told: 
     ("fields", "name"),
     [
         ({"previous_response_id": "x"}, "previous_response_id"), ({"n": 2}, "n"),
-        ({"text": {"verbosity": "low"}}, "verbosity"),
+        ({"text": {"verbosity": 5}}, "verbosity"),
         ({"input": []}, "input"), ({"input": [{"role": "user"}]}, "input[0]"),
         ({"input": [{"role": 5, "content": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}]}, "input[0]"),
