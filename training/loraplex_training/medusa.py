@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 from rich.progress import Progress
 
-from loraplex_adapters.formats.files import CONFIG_NAME as ADAPTER_CONFIG_NAME
-from loraplex_adapters.formats.files import WEIGHTS_NAME as ADAPTER_WEIGHTS_NAME
+from loraplex_adapters.formats.files import MEDUSA_WEIGHTS_NAME, MODEL_CONFIG_NAME, TEMPLATE_NAMES, WANTED_NAMES
 from loraplex_contracts.errors import DiskFull, InvalidArgument
 from loraplex_training.corpus import Prompt
 from loraplex_training.fitting import Accuracy, FitRecipe, fit_heads, measure, num_steps
@@ -114,10 +113,17 @@ def train_medusa(
         write_heads(folder, saved, base_name=base_name, dtype=dtype or target.dtype)
         if combine_with is not None:
             with disk_errors(out):
-                for name in (ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME):
-                    shutil.copyfile(combine_with / name, folder / name)
+                _copy_adapter(combine_with, folder)
     num_skipped = (num_given or len(examples)) - len(usable)
     return Report(train.num_rows, num_skipped, accuracy, tuple(usable[idx] for idx in sorted(chosen)))
+
+
+def _copy_adapter(adapter: Path, folder: Path) -> None:
+    """Copies all that a server reads of the adapter, but for the two files that the heads have written there."""
+    for name in {*WANTED_NAMES, *TEMPLATE_NAMES} - {MEDUSA_WEIGHTS_NAME, MODEL_CONFIG_NAME}:
+        if (adapter / name).is_file():
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(adapter / name, folder / name)
 
 
 def _check_room(scratch: Path, examples: Sequence[Example], target: Target, recipe: MedusaRecipe) -> None:

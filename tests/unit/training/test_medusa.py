@@ -78,6 +78,20 @@ def test_heads_of_an_adapter_beside_its_copy(tiny_world: TinyWorld, tmp_path: Pa
     assert report.num_skipped == 0
 
 
+def test_a_combined_adapter_has_all_that_the_lora_brings(tiny_world: TinyWorld, tmp_path: Path) -> None:
+    lora = Path(shutil.copytree(tiny_world.adapters / "a001", tmp_path / "lora"))
+    brought = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json", "added_tokens.json")
+    for name in (*brought, "1_Pooling/config.json", "config.json", "medusa_lm_head.safetensors", "optimizer.pt"):
+        (lora / name).parent.mkdir(exist_ok=True)
+        (lora / name).write_text(f"the LoRA's {name}")
+    target = load(tiny_world)
+    train(target, tmp_path / "out", examples_of_texts(target, ["one long text", "another text"]), combine_with=lora)
+    for name in (*brought, "1_Pooling/config.json"):
+        assert (tmp_path / "out" / name).read_text() == f"the LoRA's {name}"
+    assert read_heads(tmp_path / "out").num_heads == 2
+    assert not (tmp_path / "out" / "optimizer.pt").exists()
+
+
 def test_texts_are_taken_as_they_are(tiny_world: TinyWorld, tmp_path: Path) -> None:
     target = load(tiny_world)
     texts = [*("ab" * length for length in range(8, 28)), "", "x" * 2000, "ababababababab" * 2]
