@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 SERVER = HERE.parents[1]
 SUITES = (
     SERVER / "backends/test_lora_operations.py",
-    SERVER / "layers/test_lora.py",
+    SERVER / "backends/test_dense_operations.py",
     HERE / "lora/kernel_grid.py",
     SERVER / "layers/test_attention.py",
     HERE / "fused_kernels.py",
