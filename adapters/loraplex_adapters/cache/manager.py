@@ -522,7 +522,8 @@ class AdapterManager:
         level = logging.DEBUG if isinstance(error, AdapterNotFound) else logging.INFO
         log.log(level, "adapter %s: %s", shown_name(fetch.name), error)
         if self._watch is not None:
-            self._watch.failed(fetch.name, files, may_retry=error.retry_after_s is not None)
+            may_retry = error.retry_after_s is not None
+            self._watch.failed(fetch.name, fetch.origin.without_token, files, may_retry=may_retry)
         if isinstance(fetch, FetchName):
             ttl_s = ABSENT_TTL_S if _is_absent(error) and self._remote is None else None
             self._table.name_failed(fetch.name, fetch.ticket, error, now, ttl_s)

@@ -101,10 +101,11 @@ class ReplacedFolders:
         if files is not None:
             self._folders[name] = _Folder(origin, files)
 
-    def failed(self, name: str, files: Fingerprint | None, *, may_retry: bool) -> None:
-        """Takes in that a load of these files has failed; the name goes on with what it is bound to."""
+    def failed(self, name: str, origin: AdapterOrigin, files: Fingerprint | None, *, may_retry: bool) -> None:
+        """Takes in that a load of these files has failed; the name goes on with what it is bound to. Of another origin
+        than its own the files say nothing."""
         folder = self._folders.get(name)
-        if folder is not None and files is not None:
+        if folder is not None and files is not None and origin == folder.origin:
             folder.files = files
             if not may_retry:
                 folder.retry_s = math.inf
@@ -142,9 +143,9 @@ class FolderWatch:
         with self._lock:
             self._folders.loaded(name, origin, files)
 
-    def failed(self, name: str, files: Fingerprint | None, *, may_retry: bool) -> None:
+    def failed(self, name: str, origin: AdapterOrigin, files: Fingerprint | None, *, may_retry: bool) -> None:
         with self._lock:
-            self._folders.failed(name, files, may_retry=may_retry)
+            self._folders.failed(name, origin, files, may_retry=may_retry)
 
     def forget(self, name: str) -> None:
         with self._lock:

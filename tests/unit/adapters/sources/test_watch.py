@@ -18,6 +18,7 @@ from loraplex_adapters.sources import watch
 from loraplex_adapters.sources.directory import DirectorySource, Fingerprint
 from loraplex_adapters.sources.watch import RETRY_S, Looks, ReplacedFolders
 from loraplex_contracts.adapters import OWN_ORIGIN, AdapterId, AdapterInfo, AdapterOrigin, LoadOptions
+from loraplex_contracts.errors import AdapterInvalid
 
 WEIGHTS = "adapter_model.safetensors"
 OLD: Fingerprint = ((WEIGHTS, 10, 1, 1, 1),)
@@ -54,19 +55,25 @@ def test_a_folder_that_is_gone_changes_nothing() -> None:
 def test_what_has_failed_is_tried_again_when_it_changes() -> None:
     folder = Folder()
     assert folder.due((0, NEW), (3, NEW)) == [3]
-    folder.folders.failed("sql", NEW, may_retry=False)
+    folder.folders.failed("sql", OWN_ORIGIN, NEW, may_retry=False)
     assert folder.due((4, NEW), (1000, NEW), (1001, NEWER), (1004, NEWER)) == [1004]
-    folder.folders.failed("sql", NEWER, may_retry=False)
+    folder.folders.failed("sql", OWN_ORIGIN, NEWER, may_retry=False)
     assert folder.due((1005, OLD), (1008, OLD)) == [1008]  # put back: the error in the listing ends
 
 
 def test_what_may_succeed_later_is_tried_again_later() -> None:
     folder = Folder()
     assert folder.due((0, NEW), (3, NEW)) == [3]
-    folder.folders.failed("sql", NEW, may_retry=True)
+    folder.folders.failed("sql", OWN_ORIGIN, NEW, may_retry=True)
     assert folder.due((4, NEW), (3 + RETRY_S, NEW), (4 + RETRY_S, NEW)) == [3 + RETRY_S]
     folder.folders.loaded("sql", OWN_ORIGIN, NEW)
     assert folder.due((200, NEW), (300, NEW)) == []
+
+
+def test_a_load_from_elsewhere_that_has_failed_says_nothing_of_the_folder() -> None:
+    folder = Folder()
+    folder.folders.failed("sql", AdapterOrigin("v2"), NEW, may_retry=False)
+    assert folder.due((0, OLD), (10, OLD), (11, NEW), (14, NEW)) == [14]
 
 
 def test_names_without_a_folder_are_not_looked_at() -> None:
@@ -74,7 +81,7 @@ def test_names_without_a_folder_are_not_looked_at() -> None:
     folders.loaded("org/sql", OWN_ORIGIN, None)  # from the Hub
     assert not folders.origins()
     assert not folders.is_due("org/sql", NEW, 0.0)
-    folders.failed("org/sql", NEW, may_retry=True)
+    folders.failed("org/sql", OWN_ORIGIN, NEW, may_retry=True)
     folders.loaded("mine", AdapterOrigin("v1"), OLD)
     assert folders.origins() == {"mine": AdapterOrigin("v1")}
     folders.forget("mine")
@@ -272,6 +279,21 @@ def test_the_place_of_a_name_stays(engine: Engine, root: Path) -> None:
     assert engine.cache.get("mine").digest == old.digest
     replace(root, seed=3, name="v1")
     assert until_reloaded(engine, "mine", old.digest).source == "v1"
+
+
+def test_a_load_from_elsewhere_that_has_failed_leads_to_no_other(
+    engine: Engine, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "loraplex.audit")
+    old = engine.load("sql")
+    write_adapter(root / "bad", seed=1)
+    os.truncate(root / "bad" / WEIGHTS, 100)
+    with pytest.raises(AdapterInvalid):
+        engine.load("sql", options=LoadOptions(AdapterOrigin("bad")))
+    look_again(engine)
+    row = engine.cache.get(AdapterId("sql"))
+    assert (row.digest, row.last_error_reason) == (old.digest, "ADAPTER_INVALID")
+    assert "was replaced" not in caplog.text
 
 
 def test_an_unloaded_name_is_not_loaded(engine: Engine, root: Path) -> None:
