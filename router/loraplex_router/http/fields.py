@@ -9,7 +9,7 @@ from functools import cache
 from typing import Annotated, Any, Final, cast
 
 from google.protobuf.message import Message
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from loraplex_contracts.errors import AdapterNotFound, InvalidArgument
 from loraplex_contracts.mixtures import DEFAULT_WEIGHT
@@ -37,9 +37,19 @@ Uint32 = Annotated[int, Field(ge=0, le=(1 << 32) - 1)]
 
 
 class Fields(BaseModel):
-    """Fields off HTTP. Null counts as absent; numbers are not read out of strings."""
+    """Fields off HTTP. Null counts as absent; numbers are not read out of strings. A whole number may be written with a
+    point: languages with one type of numbers do so."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_integers(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        fields = cast("dict[str, Any]", given)
+        whole = {name: int(one) for name, one in fields.items() if type(one) is float and one.is_integer()}
+        return {**fields, **whole} if whole else fields
 
     def extras(self) -> dict[str, Any]:
         """Further fields that are not null."""

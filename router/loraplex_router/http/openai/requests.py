@@ -221,7 +221,7 @@ def _job(
             field="n",
         )
     request_id = request_id if body.request_id is None else check_id(body.request_id, field="request_id")
-    if body.stream_options is not None and not body.stream:
+    if not body.stream and body.stream_options is not None and any(body.stream_options.model_dump().values()):
         raise InvalidArgument("`stream_options` goes with `stream`: true", field="stream_options")
     if body.prompt_logprobs is not None:
         if body.stream:

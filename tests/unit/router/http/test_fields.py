@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_router.http.fields import put_options
@@ -10,6 +11,16 @@ from loraplex_router.http.names import field_name
 from loraplex_router.http.openai.fields import ChatCompletionRequest, CompletionRequest
 from loraplex_router.http.sglang.fields import SamplingParams
 from loraplex_router.http.tgi.fields import Parameters
+
+
+def test_integers_may_be_written_with_a_point() -> None:
+    body = CompletionRequest.model_validate(
+        {"max_tokens": 4.0, "seed": -2.0, "temperature": 1.0, "length_penalty": 1.0}
+    )
+    assert (body.max_tokens, body.seed, body.temperature, body.extras()) == (4, -2, 1.0, {"length_penalty": 1})
+    for field, wrong in (("max_tokens", 4.5), ("max_tokens", "4"), ("max_tokens", 1e300), ("echo", 1.0)):
+        with pytest.raises(ValidationError):
+            CompletionRequest.model_validate({field: wrong})
 
 
 def test_openai_s_requests_have_all_options_of_the_wire() -> None:

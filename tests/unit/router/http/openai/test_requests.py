@@ -449,6 +449,8 @@ def test_options_that_need_others_are_refused_without_them() -> None:
         chat(top_logprobs=3)
     with pytest.raises(InvalidArgument, match="stream_options"):
         completion(stream_options={"include_usage": True})
+    for nothing in ({}, {"include_usage": False, "continuous_usage_stats": None}):
+        assert completion(stream_options=nothing) == completion()
 
 
 def test_tokenize() -> None:
