@@ -86,6 +86,7 @@ log = logging.getLogger(__name__)
 audit = logging.getLogger("loraplex.audit")
 
 RELOAD = LoadOptions(is_reload=True)
+MAX_RELOADS = 8  # of replaced adapters at a time
 # Errors of a source after which no other one is asked.
 _FINAL = (AdapterOutsideRoot, AdapterVersionNotFound)
 
@@ -182,7 +183,7 @@ class AdapterManager:
         self._remote_fetcher = BackgroundThreads("adapter-remote", REMOTE_THREADS if remote else 0)
         self._maker = BackgroundThreads("adapter-maker")
         self._mover = BackgroundThreads("adapter-mover")
-        self._replaced: dict[str, None] = {}  # names to be loaded anew; the first one is under way
+        self._replaced: dict[str, None] = {}  # names to be loaded anew; the first ones are under way
         self._watch = None if watched is None else FolderWatch(watched, self._on_replaced)
 
     # --- device slots -----------------------------------------------------------------------------------------------
@@ -537,7 +538,9 @@ class AdapterManager:
         self._finish(lambda now: self._replaced.setdefault(name))
 
     def _reload_replaced(self, now: float) -> None:
-        """Loads replaced adapters anew, one at a time: they must not fill the queue."""
+        """Loads replaced adapters anew, a few at a time: they must not fill the queue, and one whose name waits for
+        another load must not hold up the others."""
+        num_under_way = 0
         for name in list(self._replaced):
             record = self._table.names.get(name)
             if record is not None and (before := record.key) is not None:  # else it was unloaded meanwhile
@@ -550,7 +553,10 @@ class AdapterManager:
                     )  # fmt: skip
                 else:
                     if key is None:
-                        return
+                        num_under_way += 1
+                        if num_under_way == MAX_RELOADS:
+                            return
+                        continue
                     audit.info("adapter %s was replaced in its folder and loaded: digest %s", name, key.digest)
             del self._replaced[name]
 

@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 from support.adapter_files import Engine, write_adapter
 
+from loraplex_adapters.io.source_files import AdapterFiles
 from loraplex_adapters.sources import watch
-from loraplex_adapters.sources.directory import DirectorySource, Fingerprint
+from loraplex_adapters.sources.directory import DirectorySource, Fingerprint, FolderSource
 from loraplex_adapters.sources.watch import RETRY_S, Looks, ReplacedFolders
 from loraplex_contracts.adapters import OWN_ORIGIN, AdapterId, AdapterInfo, AdapterOrigin, LoadOptions
 from loraplex_contracts.errors import AdapterInvalid
@@ -294,6 +295,39 @@ def test_a_load_from_elsewhere_that_has_failed_leads_to_no_other(
     row = engine.cache.get(AdapterId("sql"))
     assert (row.digest, row.last_error_reason) == (old.digest, "ADAPTER_INVALID")
     assert "was replaced" not in caplog.text
+
+
+class HangingSource(FolderSource):
+    """A source that answers late: it has no adapter."""
+
+    def __init__(self) -> None:
+        super().__init__("none", Path())
+        self.gate = threading.Event()
+
+    def open(self, adapter_id: str, origin: AdapterOrigin = OWN_ORIGIN) -> AdapterFiles:
+        self.gate.wait(10)
+        return super().open(adapter_id, origin)
+
+
+def test_a_name_that_waits_for_another_load_holds_up_no_other(root: Path) -> None:
+    write_adapter(root / "a", seed=1)  # looked at before `sql`
+    remote = HangingSource()
+    engine = Engine(DirectorySource(root), remote=remote, watched=DirectorySource(root))
+    try:
+        for name in ("a", "sql"):
+            engine.load(name)
+        old = engine.cache.get(AdapterId("sql"))
+        from_hub = LoadOptions(AdapterOrigin("hub:org/a"))
+        assert engine.cache.load(AdapterId("a"), False, engine.now, options=from_hub) is None
+        replace(root, seed=2, name="a")
+        replaced = engine.cache._replaced  # pyright: ignore[reportPrivateUsage]
+        engine.until(lambda: True if "a" in replaced else None)
+        replace(root, seed=3)
+        until_reloaded(engine, "sql", old.digest)
+        assert not remote.gate.is_set()
+    finally:
+        remote.gate.set()
+        engine.cache.close()
 
 
 def test_an_unloaded_name_is_not_loaded(engine: Engine, root: Path) -> None:
