@@ -13,9 +13,9 @@ from dataclasses import asdict, astuple
 from typing import Any, Final
 
 from jinja2 import TemplateSyntaxError
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from loraplex_contracts.errors import InvalidArgument
+from loraplex_server.text import chat_template
 from loraplex_server.text.call_reading import MAX_FORM_CHARS, form_of
 from loraplex_server.text.response_template import ResponseFormat
 from loraplex_server.text.responses import ResponseParsing, ResponseReader
@@ -33,22 +33,10 @@ def serving(setup: Any) -> Callable[[Any], Any]:
 
 
 def rendered(question: Mapping[str, Any]) -> dict[str, str]:
-    """The text of `template` over `given`, the parameters of `TextTokenizer.render_chat`, arguments with the
-    tokenizer's special tokens among them. Gives `text`; else `refusal`, where it raises, or `fault`, where it cannot be
-    used."""
-    template, given = question["template"], question["given"]
-    messages = [{name: value for name, value in one.items() if value is not None} for one in given["messages"]]
-    goes_on = bool(given.get("continue_final_message"))
+    """The text of `template` over `given`, as `chat_template.rendered` takes them. Gives `text`; else `refusal`, where
+    it raises, or `fault`, where it cannot be used."""
     try:
-        (text,), _ = render_jinja_template(
-            [messages],
-            tools=given.get("tools") or None,
-            documents=given.get("documents") or None,
-            chat_template=template,
-            continue_final_message=goes_on,
-            add_generation_prompt=given.get("add_generation_prompt", True) and not goes_on,
-            **given["arguments"],
-        )
+        text = chat_template.rendered(question["template"], question["given"])
     except (MemoryError, ImportError):  # no template's fault
         raise
     except TemplateSyntaxError as error:

@@ -18,6 +18,7 @@ from tokenizers import Encoding, Tokenizer
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, NoChatTemplate, UnsupportedModel
 from loraplex_contracts.request import StoppingParams
+from loraplex_server.text.chat_template import rendered
 from loraplex_server.text.control_tokens import ControlTokens, Edges, NormalizedControlTokens, SafeText
 from loraplex_server.text.detokenizer import Detokenizer, StopMatcher, new_detokenizer
 from loraplex_server.text.vocabulary import Vocabulary
@@ -309,21 +310,19 @@ class TextTokenizer:
         own = arguments or {}
         _check_arguments(own)
         try:
-            rendered = tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=tools or None,
-                documents=documents or None,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                continue_final_message=continue_final_message,
-                **own,
-            )
+            template: Any = tokenizer.get_chat_template(None, tools or None)
+            given = {
+                "messages": messages, "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": continue_final_message, "tools": tools, "documents": documents,
+                "arguments": {**tokenizer.special_tokens_map, **own},
+            }  # fmt: skip
+            text = rendered(template, given)
         except ImportError:  # an installation that lacks something is no template's fault
             raise
         except Exception as error:  # a template is a program, and may raise anything
             reason = str(error).strip().split("\n", 1)[0][:MAX_REASON_CHARS]
             raise InvalidArgument(f"the chat template refuses these messages: {reason}", field="chat") from error
-        if len(text := cast(str, rendered)) > MAX_RENDERED_CHARS:
+        if len(text) > MAX_RENDERED_CHARS:
             raise InvalidArgument(
                 f"the chat template makes {len(text)} characters of these messages; {MAX_RENDERED_CHARS} are read: "
                 "send fewer",

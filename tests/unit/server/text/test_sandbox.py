@@ -35,7 +35,14 @@ def test_rendered_as_transformers_does(how: dict[str, Any]) -> None:
     tokenizer = TextTokenizer(tiny)
     given = {"messages": MESSAGES, **how}
     asked = {"do": "render", "template": TEMPLATE, "given": tokenizer.template_input(given)}
-    assert serving(None)(json.loads(json.dumps(asked))) == {"text": tokenizer.render_chat(**given)}
+    text = tokenizer.render_chat(**given)
+    assert serving(None)(json.loads(json.dumps(asked))) == {"text": text}
+    own = how.get("arguments", {})
+    beside = {"add_generation_prompt": True, **how, **own}
+    if beside.get("continue_final_message"):
+        beside["add_generation_prompt"] = False
+    beside.pop("arguments", None)
+    assert text == tiny.apply_chat_template(MESSAGES, tokenize=False, **beside)
     assert "{{ 7*7 }}" in rendered(asked)["text"]
 
 

@@ -115,6 +115,17 @@ def test_template_that_fails_on_its_own(with_template: TextTokenizer) -> None:
         encode_chat(with_template, [{"role": "user", "content": "x"}])
 
 
+@pytest.mark.parametrize("city", ["Ghent", "<|turn|>"])
+def test_earlier_calls_in_a_template_that_writes_their_arguments_as_text(city: str) -> None:
+    """Control tokens in them stay texts."""
+    tiny = copy.copy(tiny_tokenizer("byte_level"))
+    tiny.chat_template = "<|turn|>{{ messages[0].tool_calls[0].function.arguments + '!' }}"
+    call = {"type": "function", "function": {"name": "f", "arguments": {"city": city}}}
+    found = TextTokenizer(tiny).chat_text({"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]})
+    assert (found if isinstance(found, str) else found.plain) == f'<|turn|>{{"city": "{city}"}}!'
+    assert isinstance(found, str) or found.num_controls == 1
+
+
 def test_no_template() -> None:
     tokenizer = TextTokenizer(tiny_tokenizer("byte_level"))
     assert not tokenizer.has_chat_template

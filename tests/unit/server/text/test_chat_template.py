@@ -1,0 +1,62 @@
+"""Chat templates over earlier calls: values or texts for arguments, and messages that are calls alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from loraplex_server.text.chat_template import rendered
+
+VALUE: dict[str, Any] = {"city": "Gänt", "days": [1, 2.0]}
+TEXT = '{"city": "Gänt", "days": [1, 2.0]}'
+# As in DeepSeek V3's, and in V3.1's.
+BY_CONTENT = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' and m['content'] is none %}"
+    "{% for c in m['tool_calls'] %}<{{ c['function']['name'] }}{{ '|' + c['function']['arguments'] }}>{% endfor %}"
+    "{% endif %}{% if m['content'] is not none %}[{{ m['content'] }}]{% endif %}{% endfor %}"
+)
+AS_TEXT = (
+    "{% for m in messages %}{{ m['content'] }}{% for c in m['tool_calls'] or [] %}"
+    "{{ '|' + c['function']['arguments'] }}{% endfor %}{% endfor %}"
+)
+
+
+def assistant(arguments: Any, content: str = "") -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def text(template: str, *messages: dict[str, Any], **given: Any) -> str:
+    return rendered(template, {"messages": [{"role": "user", "content": "a"}, *messages], "arguments": {}, **given})
+
+
+@pytest.mark.parametrize("arguments", [VALUE, TEXT])
+def test_arguments_are_texts_where_a_template_fails_on_values(arguments: Any) -> None:
+    assert text(AS_TEXT, assistant(arguments)) == f"a|{TEXT}"
+    assert text(AS_TEXT, assistant(arguments, "b")) == f"ab|{TEXT}"
+
+
+def test_arguments_are_values_else() -> None:
+    template = "{% for c in messages[1].tool_calls %}{{ c.function.arguments.city }}{% endfor %}"
+    assert text(template, assistant(VALUE)) == "Gänt"
+
+
+@pytest.mark.parametrize("arguments", [VALUE, TEXT])
+def test_what_a_template_refuses_with_both_has_the_first_reason(arguments: Any) -> None:
+    template = (
+        "{{ raise_exception('no ' + ('text' if messages[1].tool_calls[0].function.arguments is string else '1')) }}"
+    )
+    with pytest.raises(Exception, match="no text" if arguments is TEXT else "no 1"):
+        text(template, assistant(arguments))
+
+
+def test_a_template_that_asks_for_no_content_gets_none_beside_calls() -> None:
+    empty = {"role": "assistant", "content": ""}
+    assert text(BY_CONTENT, assistant(VALUE), empty) == f"[a]<f|{TEXT}>[]"
+    assert text(BY_CONTENT.replace("m['content']", "m.content"), assistant(VALUE)) == f"[a]<f|{TEXT}>"
+    assert text(BY_CONTENT, assistant(VALUE), assistant(VALUE), continue_final_message=True) == f"[a]<f|{TEXT}>["
+
+
+def test_other_templates_get_an_empty_content() -> None:
+    assert text("{% for m in messages %}[{{ m.content }}]{% endfor %}", assistant(VALUE)) == "[a][]"
