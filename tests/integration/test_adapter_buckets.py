@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 from safetensors.torch import load_file, save_file
 from support.fake_workers import router_for
-from support.inline_worker import inline_worker
+from support.inline_worker import inline_worker, small_engine
 from support.s3_server import KEYS, S3Server, s3_server
 from support.world import TinyWorld
 
@@ -27,7 +27,7 @@ from loraplex import (
 )
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
-from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
+from loraplex_server.config import AdaptersConfig, WorkerConfig
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -51,16 +51,11 @@ def address(tiny_world: TinyWorld, bucket: S3Server, tmp_path_factory: pytest.Te
     weights = root / "same-rank" / "adapter_model.safetensors"
     save_file({name: one.flip(0) for name, one in load_file(weights).items()}, weights)
     buckets = (f"models={bucket.endpoint}", "away=http://127.0.0.1:9")
-    engine = EngineConfig(
-        ModelConfig(str(tiny_world.model), dtype="float64"),
-        KvConfig(memory_bytes=4 << 20),
-        BatchConfig(max_running=8, max_queued=64),
-        AdaptersConfig(root=root, num_device_slots=4, s3_buckets=buckets),
-    )
+    adapters = AdaptersConfig(root=root, num_device_slots=4, s3_buckets=buckets)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in KEYS.items():
             patch.setenv(name, value)
-        with inline_worker(WorkerConfig(engine, port=0)) as worker:
+        with inline_worker(WorkerConfig(small_engine(tiny_world.model, adapters), port=0)) as worker:
             yield worker.address
 
 

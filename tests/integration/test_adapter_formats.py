@@ -14,7 +14,7 @@ import pytest
 import torch
 from peft import LoraConfig, LoraModel, PeftConfig, PeftModel
 from support.dense import greedy
-from support.inline_worker import inline_worker
+from support.inline_worker import inline_worker, small_engine
 from support.parity import FORMATS, INSIDE, LIVE, Names, is_mixable
 from support.peft_files import save_initialised, save_variant
 from support.world import byte_tokenizer
@@ -22,7 +22,7 @@ from support.zoo import random_model
 from transformers import PreTrainedModel
 
 from loraplex import AdapterNotMixed, Client
-from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
+from loraplex_server.config import AdaptersConfig, WorkerConfig
 
 pytestmark = pytest.mark.timeout(300)
 FAST = ("llama",)
@@ -57,13 +57,11 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     modules = Names.of(base)
     models = {one: _saved(base, FORMATS[one](modules), root / "adapters" / name) for one, name in names.items()}
     _saved(base, LoraConfig(r=2, lora_alpha=3, target_modules=modules.linears), root / "adapters" / PARTNER, seed=9)
-    engine = EngineConfig(
-        ModelConfig(str(root / "model"), dtype="float64"),
-        KvConfig(memory_bytes=4 << 20),
-        BatchConfig(max_running=8, max_queued=64),
-        AdaptersConfig(root=root / "adapters", num_device_slots=min(4, len(names) - 1)),
-    )
-    with inline_worker(WorkerConfig(engine, port=0)) as worker, Client(worker.address) as client:
+    adapters = AdaptersConfig(root=root / "adapters", num_device_slots=min(4, len(names) - 1))
+    with (
+        inline_worker(WorkerConfig(small_engine(root / "model", adapters), port=0)) as worker,
+        Client(worker.address) as client,
+    ):
         expected = {
             (one, prompt): _greedy(client, model, prompt) for one, model in models.items() for prompt in PROMPTS
         }

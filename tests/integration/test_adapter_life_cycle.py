@@ -12,7 +12,7 @@ import pytest
 from support.adapter_files import write_adapter
 from support.credentials import credential, write_credentials
 from support.fake_workers import router_for, until
-from support.inline_worker import inline_worker
+from support.inline_worker import inline_worker, small_engine
 from support.world import TinyWorld
 
 from loraplex import (
@@ -25,7 +25,7 @@ from loraplex import (
     InvalidAdapterId,
 )
 from loraplex_router.server import Router
-from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
+from loraplex_server.config import AdaptersConfig, WorkerConfig
 
 pytestmark = pytest.mark.timeout(300)
 PROMPT = "the same beginning of a prompt, for the prefix cache " * 2
@@ -48,13 +48,7 @@ def copy(folder: Path, to: Path) -> None:
 
 
 def worker_config(tiny_world: TinyWorld, adapters: AdaptersConfig) -> WorkerConfig:
-    engine = EngineConfig(
-        ModelConfig(str(tiny_world.model), dtype="float64"),
-        KvConfig(memory_bytes=4 << 20),
-        BatchConfig(max_running=8, max_queued=64),
-        adapters,
-    )
-    return WorkerConfig(engine, port=0)
+    return WorkerConfig(small_engine(tiny_world.model, adapters), port=0)
 
 
 @pytest.fixture(scope="module")

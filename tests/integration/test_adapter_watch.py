@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 from support.fake_workers import router_for
-from support.inline_worker import inline_worker
+from support.inline_worker import inline_worker, small_engine
 from support.world import TinyWorld
 
 from loraplex import AsyncClient
 from loraplex.types import Adapter
 from loraplex_adapters.sources import watch
-from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
+from loraplex_server.config import AdaptersConfig, WorkerConfig
 
 pytestmark = pytest.mark.timeout(300)
 PROMPT = "the same beginning of a prompt, for the prefix cache " * 2
@@ -31,16 +31,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def address(tiny_world: TinyWorld, root: Path) -> Iterator[str]:
     for number, name in enumerate(tiny_world.names[:3], start=1):
         shutil.copytree(tiny_world.adapters / name, root / f"v{number}")
-    engine = EngineConfig(
-        ModelConfig(str(tiny_world.model), dtype="float64"),
-        KvConfig(memory_bytes=4 << 20),
-        BatchConfig(max_running=8, max_queued=64),
-        AdaptersConfig(root=root, num_device_slots=4, watch=True),
-    )
+    adapters = AdaptersConfig(root=root, num_device_slots=4, watch=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watch, "INTERVAL_S", 0.02)
         patch.setattr(watch, "QUIET_S", 0.2)
-        with inline_worker(WorkerConfig(engine, port=0)) as worker:
+        with inline_worker(WorkerConfig(small_engine(tiny_world.model, adapters), port=0)) as worker:
             yield worker.address
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import httpx2
 import pytest
 from support.credentials import credential, write_credentials
-from support.fake_workers import Chunk, Cluster, Generate, blocks, chunks, fails, until
-from support.http import Http, http_cluster
+from support.fake_workers import Chunk, Generate, blocks, chunks, fails, until
+from support.http import Http, adapters_of, http_cluster
 
 from loraplex_contracts.errors import (
     AdapterNotFound,
@@ -28,7 +28,7 @@ from loraplex_contracts.errors import (
     adapter_not_found,
 )
 from loraplex_proto.status import abort
-from loraplex_proto.v1 import adapter_pb2, inference_pb2
+from loraplex_proto.v1 import inference_pb2
 from loraplex_router.config import HttpOptions, RouterConfig
 from loraplex_router.http import middleware as http_middleware
 from loraplex_router.http import server as http_server
@@ -50,12 +50,6 @@ from loraplex_router.server import start_router
 
 CHAT = [{"role": "user", "content": "hi"}]
 COMPLETIONS = "/v1/completions"
-
-
-def adapters_of(c: Cluster, *names: str) -> None:
-    for worker in c.workers:
-        for name in names:
-            worker.adapters[name] = adapter_pb2.Adapter(adapter_id=name, digest=name[:1] * 64, kind="lora", rank=8)
 
 
 def events(response: httpx2.Response) -> list[Any]:

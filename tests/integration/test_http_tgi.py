@@ -11,12 +11,11 @@ from typing import Any
 import httpx2
 import pytest
 from support.credentials import credential, write_credentials
-from support.fake_workers import Chunk, Cluster, Generate, fails
-from support.http import Http, http_cluster
+from support.fake_workers import Chunk, Generate, fails
+from support.http import Http, adapters_of, http_cluster
 
 from loraplex_contracts.errors import AdapterNotFound, EngineLost, Overloaded
 from loraplex_proto.status import abort
-from loraplex_proto.v1 import adapter_pb2
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_router.config import HttpOptions
 from loraplex_router.http import streaming as http_streaming
@@ -49,12 +48,6 @@ def events(response: httpx2.Response) -> list[Any]:
     parts = [part for part in response.text.split("\n\n") if part]
     assert all(part.startswith("data: ") for part in parts)
     return [json.loads(part.removeprefix("data: ")) for part in parts]
-
-
-def adapters_of(c: Cluster, *names: str) -> None:
-    for worker in c.workers:
-        for name in names:
-            worker.adapters[name] = adapter_pb2.Adapter(adapter_id=name, digest="0" * 64, kind="lora", rank=8)
 
 
 async def ask(http: Http, path: str = "/generate", body: Any = None, **parameters: Any) -> httpx2.Response:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from support.credentials import credential, write_credentials
 from support.fake_workers import router_for
 from support.hub_server import COMMIT, HubServer, Repository, hub_server
-from support.inline_worker import inline_worker
+from support.inline_worker import inline_worker, small_engine
 from support.world import TinyWorld
 
 from loraplex import (
@@ -31,7 +31,7 @@ from loraplex import (
     Unimplemented,
 )
 from loraplex_runtime.auth import token_digest
-from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
+from loraplex_server.config import AdaptersConfig, WorkerConfig
 
 pytestmark = pytest.mark.timeout(300)
 TTL_S = 1.5
@@ -65,16 +65,15 @@ def address(tiny_world: TinyWorld, hub: HubServer, tmp_path_factory: pytest.Temp
     shutil.copytree(tiny_world.adapters / tiny_world.names[0], root / "org" / "same-rank")
     weights = root / "org" / "same-rank" / "adapter_model.safetensors"
     save_file({name: one.flip(0) for name, one in load_file(weights).items()}, weights)
-    engine = EngineConfig(
-        ModelConfig(str(tiny_world.model), dtype="float64"),
-        KvConfig(memory_bytes=4 << 20),
-        BatchConfig(max_running=8, max_queued=64),
-        AdaptersConfig(root=root, num_device_slots=4, hub=True, hub_endpoints=(hub.endpoint,), hub_access_s=TTL_S),
+    adapters = AdaptersConfig(
+        root=root, num_device_slots=4, hub=True, hub_endpoints=(hub.endpoint,), hub_access_s=TTL_S
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         patch.delenv("HF_TOKEN", raising=False)
-        with inline_worker(WorkerConfig(engine, port=0, router_digest=token_digest("w"))) as worker:
+        with inline_worker(
+            WorkerConfig(small_engine(tiny_world.model, adapters), port=0, router_digest=token_digest("w"))
+        ) as worker:
             yield worker.address
 
 

@@ -409,14 +409,15 @@ async def until(is_so: Callable[[], bool], timeout_s: float = 10.0) -> None:
             await asyncio.sleep(0.002)
 
 
+async def endless(request: Generate, context: Any) -> AsyncIterator[bytes]:
+    """A stream that never ends, and brings nothing after two messages."""
+    for chunk in chunks(2):
+        yield chunk
+    await asyncio.Event().wait()
+
+
 async def _main() -> None:
     """One worker whose streams never end, its address on the first line of standard output."""
-
-    async def endless(request: Generate, context: Any) -> AsyncIterator[bytes]:
-        for chunk in chunks(2):
-            yield chunk
-        await asyncio.Event().wait()
-
     worker = FakeWorker("process")
     worker.stream = endless
     await worker.start()

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx2
 
+from loraplex_proto.v1 import adapter_pb2
 from support.fake_workers import Cluster, cluster, until
 
 
@@ -25,3 +26,10 @@ async def http_cluster(num_workers: int = 1, **options: Any) -> AsyncGenerator[t
         await until(lambda: c.router.replicas.num_routable == num_workers)
         async with Http(base_url=f"http://{c.router.http.address}", timeout=20, trust_env=False) as client:
             yield c, client
+
+
+def adapters_of(c: Cluster, *names: str) -> None:
+    """Gives all workers these adapters."""
+    for worker in c.workers:
+        for name in names:
+            worker.adapters[name] = adapter_pb2.Adapter(adapter_id=name, digest=name[:1] * 64, kind="lora", rank=8)

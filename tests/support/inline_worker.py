@@ -6,9 +6,20 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
-from loraplex_server.config import WorkerConfig
+from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
 from loraplex_server.grpc.server import Worker, start_worker
+
+
+def small_engine(model: Path, adapters: AdaptersConfig) -> EngineConfig:
+    """In float64, with little memory."""
+    return EngineConfig(
+        ModelConfig(str(model), dtype="float64"),
+        KvConfig(memory_bytes=4 << 20),
+        BatchConfig(max_running=8, max_queued=64),
+        adapters,
+    )
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 import pytest
-from support.fake_workers import Chunk, FakeWorker, Generate, chunks, router_for, until
+from support.fake_workers import Chunk, FakeWorker, Generate, chunks, endless, router_for, until
 from support.faults import Stopwatch, fault
 from support.fleet import free_port
 from support.tcp_proxy import tcp_proxy
@@ -147,11 +147,6 @@ async def test_a_frozen_server_is_noticed_by_its_client(stopwatch: Stopwatch) ->
     within_s=10,
 )
 async def test_a_network_that_forwards_nothing(stopwatch: Stopwatch) -> None:
-    async def endless(request: Generate, context: Any) -> AsyncIterator[bytes]:
-        for chunk in chunks(2):
-            yield chunk
-        await asyncio.Event().wait()
-
     healthy, far = await FakeWorker("healthy").start(), await FakeWorker("far").start()
     far.stream = endless
     async with (
