@@ -1,9 +1,10 @@
 """AdapterService of the router: calls to all workers concerned, answers merged.
 
-A load goes to the adapter's home workers and to those that have bound the name already, an unload to all; neither
-succeeds where a worker that has the name cannot be reached now, nor a load that a worker refuses or that leaves workers
-with different contents. A listing shows a row per worker. A page of a listing is asked for by the adapter before it, so
-that a worker that comes or goes between two pages neither breaks a token nor repeats an adapter.
+A load goes to the adapter's home workers and to those that have bound the name already, one from a `source` to all:
+others would take the name for that of a folder. An unload goes to all. Neither succeeds where a worker that has the
+name cannot be reached now, nor a load that a worker refuses or that leaves workers with different contents. A listing
+shows a row per worker. A page of a listing is asked for by the adapter before it, so that a worker that comes or goes
+between two pages neither breaks a token nor repeats an adapter.
 """
 
 from __future__ import annotations
@@ -77,19 +78,25 @@ class AdapterFanOut:
 
     async def load(self, call: Call, raw: bytes) -> bytes:
         adapter_id = _named(call, adapter_pb2.LoadAdapterRequest, raw)
+        request = adapter_pb2.LoadAdapterRequest.FromString(raw)
         absent = self._replicas.absent_holders(adapter_id)  # before one comes back that has not been asked
         holders = await self._holders(call, adapter_id)
-        answers = await self._load_at_homes(call, adapter_id, raw)
-        answers.raise_unless_answered()
-        asked = {row.worker for row in answers.rows} | {failure.worker_id for failure in answers.failures}
-        await self._ask(call, raw, [one for one in holders if one not in asked], into=answers)
+        if (only := _only_holders(request, holders)) is not None:
+            answers = await self._ask(call, raw, only)
+            answers.raise_unless_answered()
+        else:
+            is_everywhere = request.source not in ("", adapter_id)
+            answers = await self._load_at_homes(call, adapter_id, raw, is_everywhere=is_everywhere)
+            answers.raise_unless_answered()
+            asked = {row.worker for row in answers.rows} | {failure.worker_id for failure in answers.failures}
+            await self._ask(call, raw, [one for one in holders if one not in asked], into=answers)
         for failure in answers.failures:
             # A holder would stay bound to the files as they were before. A worker that refuses the adapter would refuse
             # the requests that reach it, or serve them what its own files are.
             is_verdict = failure.kind is FailureKind.ANSWERED or failure.worker_id in holders
             if is_verdict and not isinstance(failure.typed, Draining):
                 raise failure
-        if not adapter_pb2.LoadAdapterRequest.FromString(raw).if_absent:
+        if not request.if_absent:
             _raise_for_absent(absent, adapter_id, answers)
             self._raise_for_contents(adapter_id, answers.rows)
         return answers.serialized()
@@ -162,8 +169,9 @@ class AdapterFanOut:
         answers.raise_unless_answered()
         return answers
 
-    async def _holders(self, call: Call, adapter_id: str) -> list[str]:
-        """The workers that have bound the name, homes or not: requests spill over when an adapter is in demand.
+    async def _holders(self, call: Call, adapter_id: str) -> dict[str, str]:
+        """The workers that have bound the name, homes or not (requests spill over when an adapter is in demand), each
+        with the name's source there; empty where that is its own.
 
         They are asked, because reports come late and list only the 1,024 adapters nearest to the device; a report
         counts where the worker does not answer. Raises a worker's failure that says nothing about the name."""
@@ -173,15 +181,20 @@ class AdapterFanOut:
         for failure in answers.failures:
             if failure.kind is FailureKind.ANSWERED and not isinstance(failure.typed, AdapterNotFound):
                 raise failure
-        found = {row.worker for row in answers.rows if is_bound(row)}
+        found = dict.fromkeys((row.worker for row in answers.rows if is_bound(row)), "")
+        found |= {row.worker: row.source for row in answers.rows if row.digest and row.source not in ("", adapter_id)}
+        keepers = self._replicas.keepers([adapter_id]) or set()
         gone = {failure.worker_id for failure in answers.failures if failure.may_retry}
-        return [one for one, view in views.items() if one in found or (one in gone and adapter_id in view.tiers)]
+        for one in gone & views.keys():
+            if one in keepers or adapter_id in views[one].tiers:
+                found[one] = "not known" if one in keepers else ""
+        return found
 
-    async def _load_at_homes(self, call: Call, adapter_id: str, raw: bytes) -> Answers:
-        """Asks as many workers as an adapter has homes; the next in order replaces one that is not there."""
+    async def _load_at_homes(self, call: Call, adapter_id: str, raw: bytes, *, is_everywhere: bool) -> Answers:
+        """Asks as many workers as an adapter has homes; the next in order replaces one that is not there. Or all."""
         by_name = {view.hash_name: view.worker_id for view in self._views()}
         order = [by_name[name] for name in rendezvous_order(routing_key([adapter_id]), by_name)]
-        wanted = min(self._policy.num_homes, len(order))
+        wanted = len(order) if is_everywhere else min(self._policy.num_homes, len(order))
         answers = Answers()
         while order and answers.num_answered < wanted:
             missing = wanted - answers.num_answered
@@ -230,6 +243,16 @@ def _named(call: Call, cls: type[Named], raw: bytes) -> str:
     if isinstance(request, adapter_pb2.LoadAdapterRequest):
         identity.check_source(request.source, request.adapter_id)
     return request.adapter_id
+
+
+def _only_holders(request: adapter_pb2.LoadAdapterRequest, holders: Mapping[str, str]) -> list[str] | None:
+    """The only workers that a load goes to: without a source those that keep to the one of an earlier load, which the
+    others do not know; with `if_absent` those that have the name from elsewhere. None: other workers may have it too.
+    `holders` are workers that have the name, with its source there."""
+    if not request.source:
+        return [one for one, source in holders.items() if source] or None
+    is_elsewhere = any(source != request.source for source in holders.values())
+    return [*holders] if request.if_absent and is_elsewhere else None
 
 
 def _raise_for_absent(absent: Sequence[str], adapter_id: str, answers: Answers) -> None:

@@ -271,13 +271,15 @@ class InferenceRelay:
         last: UpstreamFailure | None = None
         while True:
             route = Route(request.adapter_ids, self._replicas.work_in_flight_tokens(key))
-            views = self._replicas.views(tried, request.draft_model, time.monotonic(), request.task)
+            views = self._replicas.views(
+                tried, request.draft_model, time.monotonic(), request.task, request.adapter_ids
+            )
             choice = choose(route, views, self._config.policy, self._random)
             if choice is None:
                 busy = min(overloaded.values(), key=_retry_after_s, default=None)
                 if error is not None and not error.is_unimplemented:
                     raise error
-                raise busy or error or self._replicas.no_worker()
+                raise busy or error or self._replicas.no_worker(request.adapter_ids)
             worker_id = choice.worker_id
             if last is not None:
                 self._metrics.retried(last.kind.value)

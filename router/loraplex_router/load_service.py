@@ -16,10 +16,11 @@ from loraplex_contracts.errors import LoraplexError
 from loraplex_proto import validate
 from loraplex_proto.status import abort
 from loraplex_proto.v1 import worker_pb2
-from loraplex_router.replicas import Replica, Replicas
+from loraplex_router.replicas import TIER_SOURCE, Replica, Replicas
 from loraplex_runtime.auth import Identity, current_identity, recheck_identity
 
 MAX_ADAPTERS: Final = 1024  # of a message; those nearest to a device
+MAX_SOURCED: Final = 1024  # further ones, of a source of their own
 MAX_WAITING: Final = 100
 
 
@@ -34,6 +35,9 @@ def total_load(
         for name, tier in worker.tiers.items():
             tiers[name] = max(tier, tiers.get(name, 0))
     nearest = nlargest(MAX_ADAPTERS, (item for item in tiers.items() if may_see(item[0])), key=lambda item: item[1])
+    sourced = {name for worker in workers for name in worker.sourced if may_see(name)}
+    others = sorted(sourced.difference(name for name, _ in nearest))[:MAX_SOURCED]
+    listed = [*nearest, *((name, tiers.get(name, TIER_SOURCE)) for name in others)]
     waiting = {name for worker in workers for name in worker.waiting_adapters if may_see(name)}
     loads = [worker.load for worker in workers]
     return worker_pb2.Load(
@@ -49,7 +53,9 @@ def total_load(
         max_running_requests=sum(load.max_running for load in loads),
         max_device_adapters=sum(worker.max_device_adapters for worker in workers),
         waiting_adapter_ids=sorted(waiting)[:MAX_WAITING],
-        adapters=[worker_pb2.ResidentAdapter(adapter_id=name, tier=tier) for name, tier in nearest],
+        adapters=[
+            worker_pb2.ResidentAdapter(adapter_id=name, tier=tier, has_source=name in sourced) for name, tier in listed
+        ],
         draining=draining,
         stalled=not workers,
     )

@@ -16,9 +16,10 @@ from typing import Final, Literal
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
+from loraplex_contracts.adapters import name_in
 from loraplex_contracts.errors import NoWorker
 from loraplex_contracts.load import Forecast, Load
-from loraplex_proto.v1 import inference_pb2, worker_pb2
+from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_router.policy import WorkerView, adapters_of
 from loraplex_runtime.metrics import gauges
 
@@ -27,6 +28,7 @@ REPORT_LAG_S: Final = 0.05
 # Context length taken for granted until a worker has said its own; only estimates of work depend on it.
 ASSUMED_CONTEXT_TOKENS: Final = 4096
 RETRY_WITHOUT_WORKERS_S: Final = 1.0
+TIER_SOURCE: Final = adapter_pb2.ADAPTER_TIER_SOURCE  # of adapters that are bound, and whose bytes are gone
 
 
 # "starting": it gets less than its share, because its caches are cold.
@@ -68,6 +70,8 @@ class Replica:
     load: Load = field(default_factory=Load)  # as it last reported
     tiers: Mapping[str, int] = field(default_factory=dict[str, int])  # of adapters, by id
     last_names: Collection[str] = ()  # of adapters in its last report, also where it is lost since
+    # Names that a load has bound to a source of their own, in its last report, also where it is lost since.
+    sourced: frozenset[str] = frozenset()
     max_device_adapters: int = 0
     waiting_adapters: tuple[str, ...] = ()
     num_in_flight: int = 0
@@ -170,10 +174,14 @@ class Replicas:
         draft_model: str | None = None,
         now_s: float = math.inf,
         task: str = "",
+        adapter_ids: Collection[str] = (),
     ) -> list[WorkerView]:
-        """Workers that can take a request. One for a draft model goes where that model is, one of a task where that is
-        known; if no worker has it, any can say so."""
+        """Workers that can take a request. One for adapters that were loaded from a source of their own goes where they
+        are, one for a draft model where that model is, one of a task where that is known; if no worker has a model or
+        task, any can say so."""
         routable = self.routable()
+        if (keepers := self.keepers(adapter_ids)) is not None:
+            routable = [replica for replica in routable if replica.worker_id in keepers]
         if task:
             routable = [replica for replica in routable if replica.has_task(task)] or routable
         if draft_model is not None:
@@ -223,6 +231,20 @@ class Replicas:
         version = _version_of(self._replicas.get(worker_id))
         return [worker_id] if not version else [one.worker_id for one in self.all() if _version_of(one) == version]
 
+    def keepers(self, adapter_ids: Collection[str]) -> set[str] | None:
+        """Members that have all those of the adapters which any member has from a source of its own: another worker
+        would serve something else under the name, or nothing. None where no member has such a one."""
+        found: set[str] | None = None
+        for name in map(name_in, adapter_ids):
+            holders = {one.worker_id for one in self._replicas.values() if name in one.sourced and self._counts(one)}
+            if holders:
+                found = holders if found is None else found & holders
+        return found
+
+    def _counts(self, replica: Replica) -> bool:
+        """False for one that is leaving and gets no more requests."""
+        return not replica.is_leaving or replica in self.routable()
+
     def build_of(self, worker_id: str) -> tuple[str, ...]:
         """What the digests of a worker's adapters depend on beside their files, as far as it is known: its release,
         number format and device. Itself for one that has left."""
@@ -246,8 +268,15 @@ class Replicas:
             )
         ]
 
-    def no_worker(self) -> NoWorker:
-        """The error where no member can take a request. Details of each worker are in the log only."""
+    def no_worker(self, adapter_ids: Collection[str] = ()) -> NoWorker:
+        """The error where no member can take a request, for these adapters where there are any. Details of each worker
+        are in the log only."""
+        if self.num_routable and self.keepers(adapter_ids) is not None:
+            return NoWorker(
+                f"no worker can take requests that has {' and '.join(map(ascii, adapter_ids))} from where it was "
+                "loaded (its `source`); try again, or load it again with that source",
+                retry_after_s=RETRY_WITHOUT_WORKERS_S,
+            )
         members = [replica for replica in self._replicas.values() if not replica.is_leaving]
         if not members:
             return NoWorker("the router has no workers yet; try again", retry_after_s=RETRY_WITHOUT_WORKERS_S)
@@ -343,8 +372,9 @@ class Replicas:
         replica.is_stalled = report.stalled
         replica.last_error = ""
         replica.load = _load(report)
-        replica.tiers = {adapter.adapter_id: adapter.tier for adapter in report.adapters}
-        replica.last_names = replica.tiers.keys()
+        replica.tiers = {one.adapter_id: one.tier for one in report.adapters if one.tier != TIER_SOURCE}
+        replica.sourced = frozenset(one.adapter_id for one in report.adapters if one.has_source)
+        replica.last_names = replica.tiers.keys() | replica.sourced
         replica.max_device_adapters = report.max_device_adapters
         replica.waiting_adapters = tuple(report.waiting_adapter_ids)
         replica.ended_tokens = 0
@@ -362,7 +392,7 @@ class Replicas:
         was_routable = replica.is_routable
         replica.last_view = self._routable = None
         if replica.is_draining:  # its process ends, and another one binds names to what their files say then
-            replica.last_names = ()
+            replica.last_names, replica.sourced = (), frozenset()
         replica.is_connected = False
         replica.is_draining = False
         replica.is_stalled = False

@@ -148,6 +148,46 @@ async def test_workers_of_two_releases_may_have_different_digests_of_one_adapter
         assert len((await stub(c.channel).LoadAdapter(Load(adapter_id="sql"))).adapters) == 2
 
 
+async def test_a_load_from_a_source_goes_to_all_and_a_later_one_without_it_to_those_that_have_it() -> None:
+    async with cluster(4) as c:
+        newcomer, *others = homes(c, "sql")
+        for worker in c.workers:
+            worker.digest = "1" * 64
+        newcomer.load_error = AdapterMemoryFull("full")
+        rows = (await stub(c.channel).LoadAdapter(Load(adapter_id="sql", source="v1"))).adapters
+        assert {row.worker for row in rows} == {worker.address for worker in others}
+        newcomer.load_error = None
+        # Where the name came from is not known there: it would take the folder of that name.
+        await stub(c.channel).LoadAdapter(Load(adapter_id="sql"))
+        await stub(c.channel).LoadAdapter(Load(adapter_id="sql", source="v2", if_absent=True))
+        assert newcomer.adapters == {}
+        assert [len(worker.loads) for worker in others] == [3, 3, 3]
+        await stub(c.channel).LoadAdapter(Load(adapter_id="sql", source="v1", if_absent=True))
+        assert newcomer.adapters["sql"].source == "v1"
+        # That of its own name is what every worker takes by itself.
+        await stub(c.channel).LoadAdapter(Load(adapter_id="own", source="own"))
+        assert sum("own" in worker.adapters for worker in c.workers) == 2
+
+
+async def test_requests_for_an_adapter_from_a_source_go_to_workers_that_have_it() -> None:
+    async with cluster(4) as c:
+        *others, keeper = homes(c, "sql")
+        generate = inference_pb2_grpc.InferenceServiceStub(c.channel).Generate
+        for worker in others:
+            worker.unknown = frozenset({"sql"})
+        keeper.report(tiers={"sql": 4}, sourced=["sql"])
+        await until(lambda: c.router.replicas[keeper.address].sourced == {"sql"})
+        for adapter_id in ("sql", "sql@" + "0" * 8):
+            await generate(Generate(text="x", adapter_id=adapter_id))
+        assert len(keeper.raw_requests) == 2
+        keeper.report(tiers={"sql": 4}, sourced=["sql"], stalled=True)
+        await until(lambda: c.router.replicas.num_routable == 3)
+        error = await error_of(generate(Generate(text="x", adapter_id="sql")))
+        assert isinstance(error, NoWorker)
+        assert "'sql'" in error.message
+        assert sum(c.num_requests) == 2
+
+
 async def test_an_unload_goes_to_all() -> None:
     async with cluster(3) as c:
         for worker in c.workers[:2]:

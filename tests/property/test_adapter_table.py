@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraplex_adapters.cache.listing import Listing, key_row, listing_order
+from loraplex_adapters.cache.listing import Listing, has_source, key_row, listing_order
 from loraplex_adapters.cache.names import AdapterTable
 from loraplex_adapters.cache.residency import RESERVED_ROUNDS, AdapterCacheConfig
 from loraplex_adapters.cache.states import (
@@ -294,7 +294,10 @@ class World:
         expected = rows(self.table)
         assert list(self.listing.rows()) == expected, "a change that nobody heard of"
         resident = [row for tier in ("device", "host", "disk") for row in expected if row.tier == tier]
-        assert list(self.listing.nearest()) == [(row.tier, row.adapter_id, row.digest) for row in resident]
+        resident += [row for row in expected if row.tier == "source" and has_source(row)]
+        assert list(self.listing.nearest()) == [
+            (row.tier, row.adapter_id, row.digest, has_source(row)) for row in resident
+        ]
 
     def drain(self) -> None:
         """Whatever happened: every request that is left is served or told why not, and in the end nothing is left."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -176,11 +176,13 @@ class FakeWorker:
             self._files.stop()
 
     def report(self, **fields: Any) -> None:
-        """A new load for those who watch; `tiers` is adapter id -> tier."""
+        """A new load for those who watch; `tiers` is adapter id -> tier, `sourced` has names that a load bound to a
+        source of their own."""
         tiers: Mapping[str, int] = fields.pop("tiers", {})
+        sourced: Collection[str] = fields.pop("sourced", ())
         self.load = worker_pb2.Load(**fields)
         for adapter_id, tier in tiers.items():
-            self.load.adapters.add(adapter_id=adapter_id, tier=tier)
+            self.load.adapters.add(adapter_id=adapter_id, tier=tier, has_source=adapter_id in sourced)
         self._loads.set()
         self._loads = asyncio.Event()
 
@@ -334,10 +336,12 @@ class FakeWorker:
             if method == "LoadAdapter":
                 tier = adapter_pb2.ADAPTER_TIER_DEVICE
                 self.loads.append(adapter_pb2.LoadAdapterRequest.FromString(raw))
-                source = self.loads[-1].source
-                self.adapters[adapter_id] = adapter_pb2.Adapter(
-                    adapter_id=adapter_id, tier=tier, source=source, digest=self.digest
-                )
+                before = self.adapters.get(adapter_id)
+                source = self.loads[-1].source or ("" if before is None else before.source)
+                if before is None or not self.loads[-1].if_absent:
+                    self.adapters[adapter_id] = adapter_pb2.Adapter(
+                        adapter_id=adapter_id, tier=tier, source=source, digest=self.digest
+                    )
             if adapter_id not in self.adapters:
                 await abort(context, AdapterNotFound(f"no {adapter_id}", resource=adapter_id))
             rows = [self.adapters[adapter_id]]

@@ -15,6 +15,7 @@ from loraplex_contracts.adapters import AdapterInfo, AdapterKey, AdapterState, A
 from loraplex_contracts.errors import LoraplexError
 
 MAX_NEAREST = 1024  # residents that a router is told of; bounds its messages
+MAX_SOURCED = 1024  # further ones, of a source of their own
 MAX_FETCHING = 100  # likewise
 # The tiers of residents, the nearest to the device first.
 _NEAREST_FIRST: tuple[AdapterTier, ...] = ("device", "host", "disk")
@@ -100,11 +101,12 @@ def names_after(names: Sequence[str], after: str, prefix: str, limit: int) -> Se
 
 
 class Resident(NamedTuple):
-    """An adapter that is at least on disk, as routers are told."""
+    """An adapter that is at least on disk, or bound to another source than its own, as routers are told."""
 
     tier: AdapterTier
     adapter_id: str
     digest: str
+    has_source: bool = False
 
 
 class Listing:
@@ -115,6 +117,7 @@ class Listing:
         self._rows: dict[str, list[AdapterInfo]] = {}  # by name, each in order
         self._names: list[str] = []  # sorted
         self._tiers: dict[AdapterTier, list[tuple[str, bool, str]]] = {tier: [] for tier in _NEAREST_FIRST}
+        self._sourced: list[tuple[str, AdapterTier, str]] = []  # of rows that have a source of their own, sorted
         self._nearest: tuple[Resident, ...] | None = None  # None: to be made anew
         self._fetching: list[str] = []  # names of the rows in that state, sorted
 
@@ -143,13 +146,19 @@ class Listing:
         return chain.from_iterable(map(self._rows.__getitem__, self._names))
 
     def nearest(self) -> Sequence[Resident]:
-        """MAX_NEAREST residents at most, the nearest to the device first. The same object until one of them changes."""
+        """MAX_NEAREST residents at most, the nearest to the device first; behind them MAX_SOURCED others at most that
+        have a source of their own. The same object until one of them changes."""
         if self._nearest is None:
             found: list[Resident] = []
+            sourced = {(name, digest) for name, _, digest in self._sourced}
             for tier in _NEAREST_FIRST:
                 found += [
-                    Resident(tier, name, digest) for name, _, digest in self._tiers[tier][: MAX_NEAREST - len(found)]
+                    Resident(tier, name, digest, (name, digest) in sourced)
+                    for name, _, digest in self._tiers[tier][: MAX_NEAREST - len(found)]
                 ]
+            sourced -= {(one.adapter_id, one.digest) for one in found}
+            others = [Resident(tier, name, digest, True) for name, tier, digest in self._sourced]
+            found += [one for one in others if (one.adapter_id, one.digest) in sourced][:MAX_SOURCED]
             self._nearest = tuple(found)
         return self._nearest
 
@@ -168,6 +177,8 @@ class Listing:
             insort(self._fetching, row.adapter_id)
         if row.tier != "source":
             insort(self._tiers[row.tier], listing_order(row))
+        if has_source(row):
+            insort(self._sourced, (row.adapter_id, row.tier, row.digest))
 
     def _remove(self, row: AdapterInfo) -> None:
         rows = self._rows[row.adapter_id]
@@ -180,10 +191,17 @@ class Listing:
         if row.tier != "source":
             places = self._tiers[row.tier]
             del places[bisect_left(places, listing_order(row))]
+        if has_source(row):
+            del self._sourced[bisect_left(self._sourced, (row.adapter_id, row.tier, row.digest))]
 
 
-def _place(row: AdapterInfo) -> tuple[AdapterTier, tuple[str, bool, str]]:
-    return row.tier, listing_order(row)
+def _place(row: AdapterInfo) -> tuple[AdapterTier, tuple[str, bool, str], bool]:
+    return row.tier, listing_order(row), has_source(row)
+
+
+def has_source(row: AdapterInfo) -> bool:
+    """True where a load has bound the name to another source than its own: no other worker knows that."""
+    return bool(row.digest) and row.source not in ("", row.adapter_id)
 
 
 def has_binding(rows: Sequence[AdapterInfo]) -> bool:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eloraplex_proto/v1/worker.proto\x12\x0bloraplex.v1\"\xbf\x04\n\x04Load\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x16\n\x0epending_tokens\x18\x03 \x01(\x04\x12\x17\n\x0ftotal_kv_blocks\x18\x04 \x01(\r\x12\x16\n\x0e\x66ree_kv_blocks\x18\x05 \x01(\r\x12\x1c\n\x14max_running_requests\x18\x06 \x01(\r\x12.\n\x08\x61\x64\x61pters\x18\x07 \x03(\x0b\x32\x1c.loraplex.v1.ResidentAdapter\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x1c\n\x14\x64\x65vice_adapter_bytes\x18\t \x01(\x04\x12#\n\x1b\x64\x65vice_adapter_budget_bytes\x18\n \x01(\x04\x12\x1a\n\x12host_adapter_bytes\x18\x0b \x01(\x04\x12!\n\x19host_adapter_budget_bytes\x18\x0c \x01(\x04\x12\x0f\n\x07stalled\x18\r \x01(\x08\x12\'\n\x08\x66orecast\x18\x0e \x01(\x0b\x32\x15.loraplex.v1.Forecast\x12\x1b\n\x13max_device_adapters\x18\x0f \x01(\r\x12\x1b\n\x13waiting_adapter_ids\x18\x10 \x03(\t\x12\x17\n\x0fkv_block_tokens\x18\x11 \x01(\r\x12\x19\n\x11total_state_slots\x18\x12 \x01(\x04\x12\x18\n\x10\x66ree_state_slots\x18\x13 \x01(\x04\x12\x17\n\x0fstate_snapshots\x18\x14 \x01(\x04\"\xad\x01\n\x08\x46orecast\x12$\n\x05waits\x18\x01 \x03(\x0b\x32\x15.loraplex.v1.FlowWait\x12\x18\n\x10max_queue_wait_s\x18\x02 \x01(\x01\x12\x16\n\x0eprompt_token_s\x18\x03 \x01(\x01\x12\x18\n\x10token_interval_s\x18\x04 \x01(\x01\x12\x17\n\x0f\x65nd_probability\x18\x05 \x01(\x01\x12\x16\n\x0elongest_tokens\x18\x06 \x01(\x04\">\n\x08\x46lowWait\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nadapter_id\x18\x02 \x01(\t\x12\x0e\n\x06wait_s\x18\x03 \x01(\x01\"C\n\x0fResidentAdapter\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0c\n\x04tier\x18\x03 \x01(\r\"\x10\n\x0eGetLoadRequest\"2\n\x0fGetLoadResponse\x12\x1f\n\x04load\x18\x01 \x01(\x0b\x32\x11.loraplex.v1.Load\"*\n\x10WatchLoadRequest\x12\x16\n\x0emin_interval_s\x18\x01 \x01(\x01\"4\n\x11WatchLoadResponse\x12\x1f\n\x04load\x18\x01 \x01(\x0b\x32\x11.loraplex.v1.Load2\xa3\x01\n\rWorkerService\x12\x44\n\x07GetLoad\x12\x1b.loraplex.v1.GetLoadRequest\x1a\x1c.loraplex.v1.GetLoadResponse\x12L\n\tWatchLoad\x12\x1d.loraplex.v1.WatchLoadRequest\x1a\x1e.loraplex.v1.WatchLoadResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eloraplex_proto/v1/worker.proto\x12\x0bloraplex.v1\"\xbf\x04\n\x04Load\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x16\n\x0epending_tokens\x18\x03 \x01(\x04\x12\x17\n\x0ftotal_kv_blocks\x18\x04 \x01(\r\x12\x16\n\x0e\x66ree_kv_blocks\x18\x05 \x01(\r\x12\x1c\n\x14max_running_requests\x18\x06 \x01(\r\x12.\n\x08\x61\x64\x61pters\x18\x07 \x03(\x0b\x32\x1c.loraplex.v1.ResidentAdapter\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x1c\n\x14\x64\x65vice_adapter_bytes\x18\t \x01(\x04\x12#\n\x1b\x64\x65vice_adapter_budget_bytes\x18\n \x01(\x04\x12\x1a\n\x12host_adapter_bytes\x18\x0b \x01(\x04\x12!\n\x19host_adapter_budget_bytes\x18\x0c \x01(\x04\x12\x0f\n\x07stalled\x18\r \x01(\x08\x12\'\n\x08\x66orecast\x18\x0e \x01(\x0b\x32\x15.loraplex.v1.Forecast\x12\x1b\n\x13max_device_adapters\x18\x0f \x01(\r\x12\x1b\n\x13waiting_adapter_ids\x18\x10 \x03(\t\x12\x17\n\x0fkv_block_tokens\x18\x11 \x01(\r\x12\x19\n\x11total_state_slots\x18\x12 \x01(\x04\x12\x18\n\x10\x66ree_state_slots\x18\x13 \x01(\x04\x12\x17\n\x0fstate_snapshots\x18\x14 \x01(\x04\"\xad\x01\n\x08\x46orecast\x12$\n\x05waits\x18\x01 \x03(\x0b\x32\x15.loraplex.v1.FlowWait\x12\x18\n\x10max_queue_wait_s\x18\x02 \x01(\x01\x12\x16\n\x0eprompt_token_s\x18\x03 \x01(\x01\x12\x18\n\x10token_interval_s\x18\x04 \x01(\x01\x12\x17\n\x0f\x65nd_probability\x18\x05 \x01(\x01\x12\x16\n\x0elongest_tokens\x18\x06 \x01(\x04\">\n\x08\x46lowWait\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nadapter_id\x18\x02 \x01(\t\x12\x0e\n\x06wait_s\x18\x03 \x01(\x01\"W\n\x0fResidentAdapter\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0c\n\x04tier\x18\x03 \x01(\r\x12\x12\n\nhas_source\x18\x04 \x01(\x08\"\x10\n\x0eGetLoadRequest\"2\n\x0fGetLoadResponse\x12\x1f\n\x04load\x18\x01 \x01(\x0b\x32\x11.loraplex.v1.Load\"*\n\x10WatchLoadRequest\x12\x16\n\x0emin_interval_s\x18\x01 \x01(\x01\"4\n\x11WatchLoadResponse\x12\x1f\n\x04load\x18\x01 \x01(\x0b\x32\x11.loraplex.v1.Load2\xa3\x01\n\rWorkerService\x12\x44\n\x07GetLoad\x12\x1b.loraplex.v1.GetLoadRequest\x1a\x1c.loraplex.v1.GetLoadResponse\x12L\n\tWatchLoad\x12\x1d.loraplex.v1.WatchLoadRequest\x1a\x1e.loraplex.v1.WatchLoadResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,15 +38,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FLOWWAIT']._serialized_start=801
   _globals['_FLOWWAIT']._serialized_end=863
   _globals['_RESIDENTADAPTER']._serialized_start=865
-  _globals['_RESIDENTADAPTER']._serialized_end=932
-  _globals['_GETLOADREQUEST']._serialized_start=934
-  _globals['_GETLOADREQUEST']._serialized_end=950
-  _globals['_GETLOADRESPONSE']._serialized_start=952
-  _globals['_GETLOADRESPONSE']._serialized_end=1002
-  _globals['_WATCHLOADREQUEST']._serialized_start=1004
-  _globals['_WATCHLOADREQUEST']._serialized_end=1046
-  _globals['_WATCHLOADRESPONSE']._serialized_start=1048
-  _globals['_WATCHLOADRESPONSE']._serialized_end=1100
-  _globals['_WORKERSERVICE']._serialized_start=1103
-  _globals['_WORKERSERVICE']._serialized_end=1266
+  _globals['_RESIDENTADAPTER']._serialized_end=952
+  _globals['_GETLOADREQUEST']._serialized_start=954
+  _globals['_GETLOADREQUEST']._serialized_end=970
+  _globals['_GETLOADRESPONSE']._serialized_start=972
+  _globals['_GETLOADRESPONSE']._serialized_end=1022
+  _globals['_WATCHLOADREQUEST']._serialized_start=1024
+  _globals['_WATCHLOADREQUEST']._serialized_end=1066
+  _globals['_WATCHLOADRESPONSE']._serialized_start=1068
+  _globals['_WATCHLOADRESPONSE']._serialized_end=1120
+  _globals['_WORKERSERVICE']._serialized_start=1123
+  _globals['_WORKERSERVICE']._serialized_end=1286
 # @@protoc_insertion_point(module_scope)

@@ -68,7 +68,9 @@ class Load(google.protobuf.message.Message):
     """Free ones that hold a state for prompts that begin alike."""
     @property
     def adapters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ResidentAdapter]:
-        """Adapters that are at least on disk, with their tier; those nearest to the device first, 1024 at most."""
+        """Adapters that are at least on disk, with their tier; those nearest to the device first, 1024 at most. Behind them up
+        to 1024 others with has_source.
+        """
 
     @property
     def forecast(self) -> Global___Forecast:
@@ -174,18 +176,24 @@ class ResidentAdapter(google.protobuf.message.Message):
     ADAPTER_ID_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     TIER_FIELD_NUMBER: builtins.int
+    HAS_SOURCE_FIELD_NUMBER: builtins.int
     adapter_id: builtins.str
     digest: builtins.str
     tier: builtins.int
-    """Values of loraplex.v1.AdapterTier: 2 disk, 3 host, 4 device."""
+    """Values of loraplex.v1.AdapterTier: 2 disk, 3 host, 4 device; 1 source, with has_source alone."""
+    has_source: builtins.bool
+    """A load has bound the name to another source than its own. A worker without such a load would serve something else
+    under this name, or nothing: requests go to workers that say this, as soon as one does.
+    """
     def __init__(
         self,
         *,
         adapter_id: builtins.str = ...,
         digest: builtins.str = ...,
         tier: builtins.int = ...,
+        has_source: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "digest", b"digest", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "digest", b"digest", "has_source", b"has_source", "tier", b"tier"]) -> None: ...
 
 Global___ResidentAdapter: typing_extensions.TypeAlias = ResidentAdapter
 

@@ -509,8 +509,8 @@ def unloaded_to_pb(adapter_id: str) -> adapter_pb2.Adapter:
 def residents_to_pb(nearest: Iterable[Resident]) -> list[worker_pb2.ResidentAdapter]:
     """The resident adapters that `Listing.nearest` gives, in its order."""
     return [
-        worker_pb2.ResidentAdapter(adapter_id=name, digest=digest, tier=ADAPTER_TIERS[tier])
-        for tier, name, digest in nearest
+        worker_pb2.ResidentAdapter(adapter_id=name, digest=digest, tier=ADAPTER_TIERS[tier], has_source=has_source)
+        for tier, name, digest, has_source in nearest
     ]
 
 

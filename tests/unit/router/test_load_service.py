@@ -67,6 +67,15 @@ def test_the_nearest_adapters_fit_into_a_message() -> None:
     assert len(total.waiting_adapter_ids) == 81 <= MAX_WAITING
 
 
+def test_names_with_a_source_of_their_own_are_told_behind_the_nearest() -> None:
+    one, two = load(tiers={f"near{index}": 4 for index in range(MAX_ADAPTERS)}), load(tiers={"own": 2})
+    two.adapters.add(adapter_id="near0", tier=2, has_source=True)
+    two.adapters.add(adapter_id="gone", tier=1, has_source=True)
+    total = total_load(replicas(one, two).all(), draining=False)
+    assert [(row.adapter_id, row.tier) for row in total.adapters[MAX_ADAPTERS:]] == [("gone", 1)]
+    assert {row.adapter_id for row in total.adapters if row.has_source} == {"near0", "gone"}
+
+
 def test_workers_that_take_nothing_do_not_count() -> None:
     total = total_load(
         replicas(

@@ -57,6 +57,39 @@ def test_excluded_workers_are_no_candidates() -> None:
     assert [view.worker_id for view in replicas.views(excluded={A})] == [B]
 
 
+def sourced(*names: str, **fields: bool) -> worker_pb2.Load:
+    load = worker_pb2.Load(**fields)
+    for name in names:
+        load.adapters.add(adapter_id=name, tier=4, has_source=True)
+    return load
+
+
+def test_an_adapter_from_a_source_of_its_own_stays_with_the_workers_that_have_it() -> None:
+    replicas = Replicas([A, B, "c:1"])
+    replicas.on_report(A, sourced("sql"), 1.0)
+    replicas.on_report(B, report(sql=4, json=2), 1.0)  # one that has answered from the folder of that name
+    replicas.on_report("c:1", sourced("sql", "both"), 1.0)
+
+    def views(*adapter_ids: str) -> list[str]:
+        return [view.worker_id for view in replicas.views(adapter_ids=adapter_ids)]
+
+    assert views("sql") == views(f"sql@{'0' * 8}") == views("json", "sql") == [A, "c:1"]
+    assert views("sql", "both") == ["c:1"]
+    assert views() == views("json") == [A, B, "c:1"]
+    # A worker that cannot be reached keeps it: it may come back, and the others have something else.
+    replicas.on_report(A, sourced("sql", stalled=True), 1.0)
+    replicas.on_lost("c:1", "gone")
+    assert views("sql") == []
+    assert "that has 'sql'" in replicas.no_worker(["sql"]).message
+    replicas.leave("c:1")
+    replicas.on_report("c:1", report(), 1.0)
+    # One that has drained, or starts without it, does not.
+    replicas.on_report(A, sourced("sql", draining=True), 1.0)
+    assert views("sql") == []
+    replicas.on_lost(A, "gone")
+    assert views("sql") == [B]
+
+
 def test_a_request_for_a_draft_model_goes_where_that_is() -> None:
     replicas = Replicas([A, B])
     for worker_id, names in ((A, ["tiny"]), (B, [])):

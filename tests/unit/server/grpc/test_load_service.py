@@ -234,3 +234,24 @@ def test_of_too_many_adapters_the_nearest_are_listed() -> None:
     listed = convert.residents_to_pb(listing.nearest())
     assert len(listed) == 1024
     assert [adapter.adapter_id for adapter in listed[:3]] == ["z", "y", "0000"]
+
+
+def test_names_with_a_source_of_their_own_are_listed_behind_the_nearest_and_without_bytes_too() -> None:
+    listing = Listing()
+    listing.apply_changes({str(number): (row(str(number)),) for number in range(1024)})
+    before = listing.nearest()
+    sourced = replace(row("sql", "disk"), source="v1")
+    own = replace(row("own", "disk"), source="own")
+    unbound = replace(row("fetching", "source"), source="v1", digest="")
+    listing.apply_changes(
+        {"sql": (sourced,), "own": (own,), "fetching": (unbound,), "3": (replace(row("3"), source="v"),)}
+    )
+    listed = convert.residents_to_pb(listing.nearest())
+    assert listing.nearest() is not before
+    assert [one.adapter_id for one in listed[1024:]] == ["sql"]
+    assert {one.adapter_id for one in listed if one.has_source} == {"sql", "3"}
+    gone = replace(sourced, tier="source", num_uses=1)
+    listing.apply_changes({"sql": (gone,)})
+    assert listing.nearest()[-1] == ("source", "sql", "0" * 64, True)
+    listing.apply_changes({"sql": (), "3": (row("3"),)})
+    assert not any(one.has_source for one in listing.nearest())
