@@ -1,4 +1,4 @@
-"""Process that tokenizes long texts.
+"""Process that tokenizes long texts, and chats with control tokens in their texts.
 
 The library cannot be interrupted, and a text may take it seconds and a gigabyte: the process can be killed. It loads
 neither torch nor Transformers, takes one text at a time, and ends when the other end of its pipe is closed.
@@ -78,6 +78,11 @@ class TokenizerProcess:
         except (EOFError, OSError) as error:
             raise ProcessEnded(self.end()) from error
 
+    @property
+    def is_killed(self) -> bool:
+        """True once it was killed, or has ended by itself."""
+        return self._is_killed
+
     def kill(self) -> None:
         """Kills the process. Does not wait for its end."""
         with self._lock:
@@ -126,7 +131,7 @@ def tokenize_jobs(conn: Connection) -> None:
         if job.controls is None:
             conn.send(_result(tokenizer, vocabulary, job))
         else:
-            conn.send(safe_result(plain_tokenizer(serialized, job.controls), vocabulary, job))
+            conn.send(_safe_result(plain_tokenizer(serialized, job.controls), vocabulary, job))
 
 
 def _read(conn: Connection, inbox: queue.SimpleQueue[Job]) -> None:
@@ -139,7 +144,7 @@ def _read(conn: Connection, inbox: queue.SimpleQueue[Job]) -> None:
         os._exit(0)
 
 
-def safe_result(tokenizer: PlainTokenizer, vocabulary: Vocabulary, job: Job) -> array[int] | bytes:
+def _safe_result(tokenizer: PlainTokenizer, vocabulary: Vocabulary, job: Job) -> array[int] | bytes:
     """The result of a job whose text has control tokens' words as plain text."""
     if job.make is None:
         return array("I", tokenizer.encode(job.text))

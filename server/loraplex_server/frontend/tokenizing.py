@@ -1,7 +1,8 @@
 """Tokenization beside the event loop, in threads or a process.
 
 Short texts are tokenized on the event loop; longer ones in threads, where the library gives the interpreter's lock
-back; the longest in a process, which is killed when its caller goes away. The number at once is bounded, and so are the
+back; the longest, and chats with control tokens in their texts, in a process, which is killed when its caller goes
+away. The number at once is bounded, and so are the
 bytes that wait. The ids are those of `TextTokenizer` in each case. Owns the threads, the process
 (`tokenizer_process.py`) and their queues.
 """
@@ -21,8 +22,8 @@ from typing import Any, Final, TypeVar
 from loraplex_contracts.errors import ContextLengthExceeded, InvalidArgument, OutOfMemory, QueueFull, unexpected
 from loraplex_proto.estimates import TOKEN_BYTES
 from loraplex_proto.validate import ModelLimits, check_prompt_length
-from loraplex_server.frontend.tokenizer_process import Job, Maker, ProcessEnded, TokenizerProcess, safe_result
-from loraplex_server.text.control_tokens import SafeText, plain_tokenizer
+from loraplex_server.frontend.tokenizer_process import Job, Maker, ProcessEnded, TokenizerProcess
+from loraplex_server.text.control_tokens import SafeText
 from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer, Truncation, num_bytes_of
 from loraplex_server.text.vocabulary import max_bytes_per_token
 
@@ -156,22 +157,20 @@ class Tokenizing:
         num_bytes = num_bytes_of(safe.text)
         if truncation is None:
             self._check_length(num_bytes_of(safe.plain))
-        serialized = self._serialized_for_chats()
-        if num_bytes <= LONG_BYTES:
-            ids = await self.off_loop(max(num_bytes, SHORT_CHARS), partial(_encoded_safe, serialized, safe))
-        else:
-            ids = await self._in_process(num_bytes, Job(safe.text, False, controls=safe.controls))
-        assert isinstance(ids, (array, list))
+        ids = await self._in_process(num_bytes, self._safe_job(safe))
+        assert isinstance(ids, array)
         return ids if truncation is None else truncation.cut(ids)
 
-    def _serialized_for_chats(self) -> str:
+    def _safe_job(self, safe: SafeText, make: Maker | None = None, *, with_offsets: bool = False) -> Job:
+        """For the process, however short the text is: copying a tokenizer of 260,000 tokens holds the interpreter's
+        lock for seconds."""
         if self._serialized is None:
             raise InvalidArgument(
                 "the messages hold control tokens of the model, which this tokenizer cannot write as text; leave them "
                 "out",
                 field="chat",
             )
-        return self._serialized
+        return Job(safe.text, False, make=make, with_offsets=with_offsets, controls=safe.controls)
 
     async def tokenize(
         self,
@@ -185,12 +184,8 @@ class Tokenizing:
         """The result of `make` for the ids of a text of any length, and their offsets; `truncation`: of a text that is
         no chat. Raises QueueFull, and what `TextTokenizer.encode` raises."""
         if isinstance(text, SafeText):
-            serialized, num_bytes = self._serialized_for_chats(), num_bytes_of(text.text)
-            if num_bytes <= LONG_BYTES:
-                made = partial(_made_safe, serialized, text, make, self.tokenizer, with_offsets)
-                return await self.off_loop(max(num_bytes, SHORT_CHARS), made)
-            job = Job(text.text, False, make=make, with_offsets=with_offsets, controls=text.controls)
-            answer = await self._in_process(num_bytes, job)
+            job = self._safe_job(text, make, with_offsets=with_offsets)
+            answer = await self._in_process(num_bytes_of(text.text), job)
             assert isinstance(answer, bytes)
             return answer
         num_bytes = num_bytes_of(text)
@@ -258,14 +253,20 @@ class Tokenizing:
                 ) from error
             raise unexpected(error, "tokenizing a long text") from error
         except BaseException as error:  # the caller left, or the process hangs
-            self._process = None
-            process.kill()
+            if hung.expired() or num_bytes > LONG_BYTES:
+                self._process = None
+                process.kill()
+            else:  # soon done; to start anew would take longer than many a caller waits
+                self._end_when_idle()
             if hung.expired() and isinstance(error, TimeoutError):
                 raise unexpected(error, "waiting for the process that tokenizes long texts") from error
             raise
-        # The next text is not sent before this, and cancels it.
-        self._idle = asyncio.get_running_loop().call_later(self._idle_s, self._end_idle_process)
+        self._end_when_idle()
         return result
+
+    def _end_when_idle(self) -> None:
+        """The next text that is sent cancels this."""
+        self._idle = asyncio.get_running_loop().call_later(self._idle_s, self._end_idle_process)
 
     async def _work(self, semaphore: ShortestFirstSemaphore, work: Callable[[], T]) -> T:
         """Runs `work` in a thread. The semaphore is released when the thread is done, even if the caller has left."""
@@ -281,7 +282,7 @@ class Tokenizing:
     def _take_process(self) -> TokenizerProcess:
         if self._idle is not None:
             self._idle.cancel()
-        if self._process is None:
+        if self._process is None or self._process.is_killed:
             assert self._serialized is not None
             self._process = TokenizerProcess(self._serialized)
         return self._process
@@ -296,15 +297,3 @@ def _release(semaphore: ShortestFirstSemaphore, future: asyncio.Future[Any]) -> 
     semaphore.release()
     if not future.cancelled():
         future.exception()  # retrieved, so that asyncio does not log it: nothing waits for this work
-
-
-def _encoded_safe(serialized: str, safe: SafeText) -> list[int]:
-    return plain_tokenizer(serialized, safe.controls).encode(safe.text)
-
-
-def _made_safe(serialized: str, safe: SafeText, make: Maker, tokenizer: TextTokenizer, with_offsets: bool) -> bytes:
-    assert tokenizer.vocabulary is not None, "there are ids of a text"
-    job = Job(safe.text, False, make=make, with_offsets=with_offsets)
-    made = safe_result(plain_tokenizer(serialized, safe.controls), tokenizer.vocabulary, job)
-    assert isinstance(made, bytes)
-    return made

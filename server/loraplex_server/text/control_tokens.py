@@ -9,6 +9,7 @@ with what the template writes around them, or when the tokenizer normalizes them
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,8 +47,7 @@ class ControlTokens:
 
     def __init__(self, contents: Iterable[str]) -> None:
         self.contents = tuple(dict.fromkeys(contents))
-        # The longest first, which takes priority over those that it contains.
-        either = "|".join(re.escape(one) for one in sorted(self.contents, key=len, reverse=True)) or "(?!)"
+        either = _either(self.contents)
         self._any = re.compile(either)
         self._written = re.compile(f"{_BEGIN}(?:{either}){_END}|({either})")
         self._numbers = {content: number for number, content in enumerate(self.contents)}
@@ -91,6 +91,27 @@ class ControlTokens:
 
     def _placeholder(self, found: re.Match[str]) -> str:
         return found[0] if found[1] is None else f"{_OPEN}{self._numbers[found[1]]}{_CLOSE}"
+
+
+def _either(contents: Iterable[str]) -> str:
+    """Pattern of any of the contents; where several fit, the longest. As a tree of their beginnings: alternatives one
+    by one would all be tried at each `<` of a text, a thousand of them in some vocabularies."""
+    words = sorted(set(contents))
+    return _branches(words) if words else "(?!)"
+
+
+def _branches(words: Sequence[str]) -> str:
+    """The pattern of sorted words that differ."""
+    branches: list[str] = []
+    for _, group in itertools.groupby(filter(None, words), key=lambda word: word[0]):
+        same = list(group)
+        # Of sorted words what the first and the last share, all share.
+        pairs = zip(same[0], same[-1], strict=False)
+        num_shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        branches.append(re.escape(same[0][:num_shared]) + _branches([word[num_shared:] for word in same]))
+    if not branches:
+        return ""
+    return f"(?:{'|'.join(branches)}){'' if words[0] else '?'}"
 
 
 # Filters and methods by which templates leave out the middle of a text.
@@ -157,8 +178,7 @@ def _beginnings(contents: Sequence[str], template: str) -> re.Pattern[str]:
     literals = (re.search(f"[{heads}].+", one or other) for one, other in _LITERAL.findall(template))
     looked_for = list(dict.fromkeys(found[0] for found in literals if found is not None))[:_MAX_LITERALS]
     apart = (one for one in looked_for if not any(one in content or content in one for content in contents))
-    whole = "|".join(re.escape(one) for one in sorted({*contents, *apart}, key=len, reverse=True))
-    return re.compile(f"{whole}|([{heads}])")
+    return re.compile(f"{_either((*contents, *apart))}|([{heads}])")
 
 
 class NormalizedControlTokens:
@@ -217,9 +237,9 @@ class PlainTokenizer:
         return ids, [(plain(start), plain(end)) for start, end in encoding.offsets]
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def plain_tokenizer(serialized: str, controls: tuple[str, ...]) -> PlainTokenizer:
-    """The tokenizer with placeholders for these controls. The last one is kept."""
+    """The tokenizer with placeholders for these controls. Those of two templates are kept."""
     return PlainTokenizer(serialized, controls)
 
 

@@ -34,6 +34,7 @@ from loraplex_server.frontend.tokenizing import (
     Tokenizing,
 )
 from loraplex_server.grpc.protobuf import tokenize_response
+from loraplex_server.text.control_tokens import SafeText
 from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer, Truncation
 
 SHORT, MIDDLE = "The quick brown fox ", "The quick brown fox " * (SHORT_CHARS // 20 + 1)
@@ -165,6 +166,24 @@ async def test_a_cancelled_text_ends_the_process_and_the_next_one_is_served(
     del tasks, task
     gc.collect()
     assert not caplog.records
+
+
+async def test_a_short_chat_that_is_cancelled_leaves_the_process(tokenizing: Tokenizing) -> None:
+    """The process takes longer to start than many a caller waits."""
+    safe = tokenizing.tokenizer.chat_text({"messages": [{"role": "user", "content": "a<|turn|>b"}]})
+    assert isinstance(safe, SafeText)
+    first = asyncio.ensure_future(tokenizing.encode(safe))
+    pid = await child()
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert len(await tokenizing.encode(safe)) > 3
+    assert await child() == pid
+    os.kill(pid, signal.SIGKILL)
+    await gone()
+    with pytest.raises(OutOfMemory):
+        await tokenizing.encode(safe)
+    assert len(await tokenizing.encode(safe)) > 3
 
 
 async def test_a_process_that_dies_fails_its_text_and_no_other(tokenizing: Tokenizing) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import random
+import re
 import unicodedata
 from collections import Counter
 from typing import Any
@@ -17,7 +19,8 @@ from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.validate import ModelLimits
 from loraplex_server.frontend.tokenizing import LONG_BYTES, Tokenizing
 from loraplex_server.grpc.protobuf import tokenize_response
-from loraplex_server.text.control_tokens import ControlTokens, PlainTokenizer, SafeText
+from loraplex_server.text import control_tokens
+from loraplex_server.text.control_tokens import ControlTokens, PlainTokenizer, SafeText, plain_tokenizer
 from loraplex_server.text.tokenizer import TextTokenizer, Truncation
 
 TEMPLATE = (
@@ -40,26 +43,24 @@ def given(*messages: tuple[str, str], **beside: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("role", ["user", "system", "tool"])
-async def test_control_tokens_of_users_are_plain_text(kind: str, role: str) -> None:
+def test_control_tokens_of_users_are_plain_text(kind: str, role: str) -> None:
     tokenizer = text_tokenizer(kind)
-    tokenizing = Tokenizing(tokenizer, ModelLimits(10_000, 1 << 20))
     assert tokenizer.vocabulary is not None
     control = {*tokenizer.vocabulary.special_ids.values(), tokenizer.vocabulary.pieces["[tool]"]}
     safe = tokenizer.chat_text(given((role, HOSTILE)))
     assert isinstance(safe, SafeText)
-    ids = list(await tokenizing.encode(safe, special=False))
+    plain = PlainTokenizer(tokenizer.serialized() or "", safe.controls)
+    ids = plain.encode(safe.text)
     harmless = tokenizer.encode(str(tokenizer.chat_text(given((role, "a")))), add_special_tokens=False)
     unknown = {tokenizer.vocabulary.special_ids["<unk>"]}
     powerful = [one for one in ids if one in control - unknown]
     assert powerful == [one for one in harmless if one in control - unknown], "the template's own, and no other"
     assert safe.plain == tokenizer.render_chat(**given((role, PLAIN)))
 
-    raw = await tokenizing.tokenize(safe, tokenize_response, special=False, with_offsets=True)
-    answer = inference_pb2.TokenizeResponse.FromString(raw)
-    assert list(answer.token_ids) == ids
+    same, offsets = plain.encode_with_offsets(safe.text)
+    assert same == ids
     turns = [idx for idx, one in enumerate(ids) if one == tokenizer.vocabulary.special_ids["<|turn|>"]]
-    assert [safe.plain[answer.starts[idx] : answer.ends[idx]] for idx in turns] == ["<|turn|>"] * 2
-    await tokenizing.close()
+    assert [safe.plain[slice(*offsets[idx])] for idx in turns] == ["<|turn|>"] * 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -117,19 +118,47 @@ def test_torn_marks_do_not_join_their_neighbours() -> None:
     assert not ControlTokens([]).are_in(["<s>", {"a": 1.5}, None])
 
 
-async def test_long_chats() -> None:
-    """Long chats are encoded in the process for long texts."""
+@pytest.mark.parametrize("num_words", [3, LONG_BYTES])
+async def test_chats_of_any_length_are_encoded_in_the_process(num_words: int) -> None:
+    """The copy of the tokenizer is made there: making it holds the interpreter's lock for seconds."""
     tokenizer = text_tokenizer("byte_level")
     tokenizing = Tokenizing(tokenizer, ModelLimits(10_000, 1 << 24))
-    long = tokenizer.chat_text(given(("user", "</s>" + " x" * LONG_BYTES)))
-    assert isinstance(long, SafeText)
-    ids = list(await tokenizing.encode(long, special=False))
-    assert ids == PlainTokenizer(tokenizer.serialized() or "", long.controls).encode(long.text)
-    cut = await tokenizing.encode(long, special=False, truncation=Truncation(9))
+    safe = tokenizer.chat_text(given(("user", "</s>" + " x" * num_words)))
+    assert isinstance(safe, SafeText)
+    before = plain_tokenizer.cache_info().misses
+    ids = list(await tokenizing.encode(safe, special=False))
+    assert plain_tokenizer.cache_info().misses == before
+    plain = PlainTokenizer(tokenizer.serialized() or "", safe.controls)
+    assert ids == plain.encode(safe.text)
+    cut = await tokenizing.encode(safe, special=False, truncation=Truncation(9))
     assert list(cut) == ids[-9:]
-    raw = await tokenizing.tokenize(long, tokenize_response, special=False)
-    assert list(inference_pb2.TokenizeResponse.FromString(raw).token_ids) == ids
+    raw = await tokenizing.tokenize(safe, tokenize_response, special=False, with_offsets=True)
+    answer = inference_pb2.TokenizeResponse.FromString(raw)
+    assert list(answer.token_ids) == ids
+    assert list(zip(answer.starts, answer.ends, strict=True)) == plain.encode_with_offsets(safe.text)[1]
     await tokenizing.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_longest_control_token_is_found(seed: int) -> None:
+    dice = random.Random(seed)
+
+    def word(longest: int) -> str:
+        return "".join(dice.choice("<|a.>") for _ in range(dice.randint(1, longest)))
+
+    for _ in range(200):
+        contents = {word(5) for _ in range(dice.randint(1, 12))}
+        text = word(60)
+        one_by_one = "|".join(map(re.escape, sorted(contents, key=len, reverse=True)))
+        assert ControlTokens(contents).in_text(text) == re.findall(one_by_one, text)
+
+
+def test_control_tokens_that_begin_alike_are_one_branch() -> None:
+    """A long text of `<` would be compared with each of a thousand special tokens otherwise."""
+    contents = [f"<{name}_{number}>" for name in ("SPECIAL", "unused", "|im") for number in range(300)]
+    pattern = control_tokens._either([*contents, "[INST]"])  # pyright: ignore[reportPrivateUsage]
+    assert pattern.count("<") == 1
+    assert ControlTokens(contents).in_text("<<unused_12>" * 2 + "<unused_300>") == ["<unused_12>"] * 2
 
 
 def test_placeholders_in_vocabularies_of_every_kind() -> None:
@@ -180,9 +209,13 @@ def model_tokenizer(kind: str, template: str, normalizer: str = "") -> TextToken
     return TextTokenizer(wrapped)
 
 
-async def powers(tokenizer: TextTokenizer, chat: dict[str, Any]) -> Counter[int]:
+def powers(tokenizer: TextTokenizer, chat: dict[str, Any]) -> Counter[int]:
     """Control tokens of a chat's prompt, by id."""
-    ids = await Tokenizing(tokenizer, ModelLimits(10_000, 1 << 20)).encode(tokenizer.chat_text(chat), special=False)
+    text = tokenizer.chat_text(chat)
+    if isinstance(text, SafeText):
+        ids = plain_tokenizer(tokenizer.serialized() or "", text.controls).encode(text.text)
+    else:
+        ids = tokenizer.encode(text, add_special_tokens=False)
     vocabulary = tokenizer.vocabulary
     assert vocabulary is not None
     control = {number for text, number in vocabulary.special_ids.items() if text != "<unk>"}
@@ -195,31 +228,31 @@ HALVES = [("<|im_", "start|>"), ("<", "/s>"), ("a <|im_end|", "> b"), ("<", "s>"
 
 @pytest.mark.parametrize("template", MODEL_TEMPLATES)
 @pytest.mark.parametrize("halves", HALVES, ids="".join)
-async def test_callers_cannot_join_halves(template: str, halves: tuple[str, str]) -> None:
+def test_callers_cannot_join_halves(template: str, halves: tuple[str, str]) -> None:
     tokenizer, (first, second) = model_tokenizer("byte_level", template), halves
-    harmless = await powers(tokenizer, {"messages": [{"role": "user", "name": "a", "content": "b"}] * 2})
+    harmless = powers(tokenizer, {"messages": [{"role": "user", "name": "a", "content": "b"}] * 2})
     for one, other in ((first, second), (f"x {first}", f"{second} y"), (f"{first} ", f" \n{second}")):
         for messages in (
             [{"role": "user", "name": one, "content": other}, {"role": "user", "name": "a", "content": "b"}],
             [{"role": "user", "name": "a", "content": one}, {"role": "user", "name": other, "content": "b"}],
             [{"role": "user", "content": one, "name": ""}, {"role": "user", "name": "", "content": other}],
         ):
-            assert await powers(tokenizer, {"messages": messages}) == harmless, messages
+            assert powers(tokenizer, {"messages": messages}) == harmless, messages
     three = [{"role": "user", "name": "", "content": text} for text in ("<|", "im_start", "|>")]
-    harmless = await powers(tokenizer, {"messages": [{"role": "user", "name": "", "content": "b"}] * 3})
-    assert await powers(tokenizer, {"messages": three}) == harmless
+    harmless = powers(tokenizer, {"messages": [{"role": "user", "name": "", "content": "b"}] * 3})
+    assert powers(tokenizer, {"messages": three}) == harmless
 
 
 @pytest.mark.parametrize("left_out", ["/think", "/no_think", "/no_/thinkthink"])
-async def test_halves_do_not_join_where_a_template_leaves_out_what_is_between(left_out: str) -> None:
+def test_halves_do_not_join_where_a_template_leaves_out_what_is_between(left_out: str) -> None:
     tokenizer = model_tokenizer("byte_level", "nemotron")
     for role in ("user", "system", "tool"):
-        harmless = await powers(tokenizer, {"messages": [{"role": role, "content": "b"}]})
+        harmless = powers(tokenizer, {"messages": [{"role": role, "content": "b"}]})
         for token in ("<|im_end|>", "<|im_start|>", "</s>"):
             for cut in range(1, len(token)):
                 for before in ("", "a ", "<|", "</s", token):
                     text = f"{before}{token[:cut]}{left_out}{token[cut:]} c"
-                    found = await powers(tokenizer, {"messages": [{"role": role, "content": text}]})
+                    found = powers(tokenizer, {"messages": [{"role": role, "content": text}]})
                     assert found == harmless, text
 
 
@@ -239,19 +272,19 @@ def test_what_a_template_leaves_out_of_harmless_texts(role: str, text: str, expe
     assert f"<|im_start|>{role}\n{expected}<|im_end|>" in str(found)
 
 
-async def test_callers_cannot_fill_a_template_s_brackets() -> None:
+def test_callers_cannot_fill_a_template_s_brackets() -> None:
     tokenizer = model_tokenizer("byte_level", "bare")
-    harmless = await powers(tokenizer, {"messages": [{"role": "tool", "content": "b"}]})
+    harmless = powers(tokenizer, {"messages": [{"role": "tool", "content": "b"}]})
     for text in ("s", "/s", "|im_end|"):
-        assert await powers(tokenizer, {"messages": [{"role": "tool", "content": text}]}) == harmless, text
+        assert powers(tokenizer, {"messages": [{"role": "tool", "content": text}]}) == harmless, text
     # But a role may be part of one.
     phi = model_tokenizer("byte_level", "phi3")
-    assert (await powers(phi, {"messages": [{"role": "user", "content": "s"}]})).total() == 3
+    assert (powers(phi, {"messages": [{"role": "user", "content": "s"}]})).total() == 3
 
 
 @pytest.mark.parametrize("normalizer", ["NFKC", "Lowercase"])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_normalized_texts_hold_none(kind: str, normalizer: str) -> None:
+def test_normalized_texts_hold_none(kind: str, normalizer: str) -> None:
     def wide(text: str) -> str:
         changed = text.upper() if normalizer == "Lowercase" else "".join(chr(ord(one) + 0xFEE0) for one in text)
         assert unicodedata.normalize("NFKC", changed).lower() == text.lower()
@@ -261,12 +294,12 @@ async def test_normalized_texts_hold_none(kind: str, normalizer: str) -> None:
         tokenizer = model_tokenizer(kind, template, normalizer)
         # A normalizer that puts a space in front lets the template's own be found only where they are placeholders.
         chats: Any = [{"messages": [{"role": "user", "content": text}] * 2} for text in ("é", "</s>")]
-        harmless = [await powers(tokenizer, chat) for chat in chats]
+        harmless = [powers(tokenizer, chat) for chat in chats]
         for text in (*(one for one in MODEL_TOKENS if one in MODEL_TEMPLATES[template]), "</s>"):
             cut = len(text) // 2
             for halves in ((wide(text), "é"), (text[:1] + wide(text[1:]), "é"), (wide(text[:cut]), wide(text[cut:]))):
                 messages = [{"role": "user", "content": half} for half in halves]
-                assert await powers(tokenizer, {"messages": messages}) in harmless, messages
+                assert powers(tokenizer, {"messages": messages}) in harmless, messages
 
 
 @pytest.mark.parametrize("template", MODEL_TEMPLATES)
