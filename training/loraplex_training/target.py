@@ -16,6 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from loraplex_adapters.formats.templates import read_templates
+from loraplex_adapters.sources.directory import open_folder
+from loraplex_contracts.adapters import AdapterTemplates
 from loraplex_contracts.errors import (
     InvalidArgument,
     NoChatTemplate,
@@ -69,6 +72,7 @@ class Target:
     tokenizer: Any
     eos_token_ids: tuple[int, ...]
     max_context_tokens: int
+    templates: AdapterTemplates = AdapterTemplates()  # the adapter's own
 
     @property
     def device(self) -> torch.device:
@@ -86,10 +90,13 @@ class Target:
         """The prompt's tokens. Raises NoChatTemplate, and InvalidArgument for messages that the template refuses."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if not self.tokenizer.chat_template:
+        own = self.templates.chat_for(has_tools=False) or None
+        if not own and not self.tokenizer.chat_template:
             raise NoChatTemplate("the tokenizer has no chat template; give plain prompts instead of messages")
         try:
-            made = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+            made = self.tokenizer.apply_chat_template(
+                prompt, chat_template=own, add_generation_prompt=True, tokenize=False
+            )
         except Exception as error:  # whatever templates raise
             raise InvalidArgument(
                 f"the chat template cannot render messages of --prompts: {error_line(error)}", field="--prompts"
@@ -137,10 +144,14 @@ class Target:
 
 
 def load_target(base: str, adapter: Path | None, *, dtype: torch.dtype | None, device: torch.device) -> Target:
-    """The frozen model. `base` is a directory or a Hub id; without `dtype` it is loaded as it is stored. Raises
-    UnsupportedModel, AdapterNotFound and AdapterInvalid."""
+    """The frozen model. `base` is a directory or a Hub id; without `dtype` it is loaded as it is stored. Messages go
+    through the adapter's own chat template, where it brings one. Raises UnsupportedModel, AdapterNotFound and
+    AdapterInvalid."""
+    templates = None
     if adapter is not None:
         check_files(adapter)
+        with open_folder(adapter, adapter.name) as files:
+            templates = read_templates(files)
     with reading_files(base):
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
         tokenizer: Any = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
@@ -165,7 +176,7 @@ def load_target(base: str, adapter: Path | None, *, dtype: torch.dtype | None, d
         head = model.get_base_model().get_output_embeddings()  # perhaps wrapped now
     model.eval().requires_grad_(False)
     frozen = FrozenHead(head, _logit_scale(model, head), num_logits, hidden_size, head_dtype, device)
-    return Target(model, frozen, tokenizer, eos_token_ids, limit)
+    return Target(model, frozen, tokenizer, eos_token_ids, limit, templates or AdapterTemplates())
 
 
 @torch.inference_mode()

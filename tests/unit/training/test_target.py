@@ -172,6 +172,17 @@ def test_messages_need_a_chat_template(tiny_world: TinyWorld) -> None:
         assert refused.value.field == "--prompts"
 
 
+def test_messages_go_through_the_adapters_own_template(tiny_world: TinyWorld, tmp_path: Path) -> None:
+    adapter = copy_of(tiny_world, tmp_path)
+    (adapter / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    target = load_target(str(tiny_world.model), adapter, dtype=None, device=CPU)
+    messages = [{"role": "user", "content": "hi"}]
+    assert target.tokenizer.decode(target.encode(messages)) == "<hi>"
+    target.tokenizer.chat_template = "the base's"
+    assert target.tokenizer.decode(target.encode(messages)) == "<hi>"
+    assert target.encode("hi") == load(tiny_world).encode("hi")
+
+
 def test_the_longest_come_first() -> None:
     assert list(in_batches([3, 9, 1, 7, 5], 2)) == [[1, 3], [4, 0], [2]]
 
