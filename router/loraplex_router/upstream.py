@@ -143,7 +143,8 @@ class UpstreamFailure(Exception):
         """
         if self.typed is not None:
             return None
-        sent = f"{num_messages_sent} messages" if num_tokens_sent is None else f"{num_tokens_sent} tokens"
+        shown = f"{num_messages_sent} messages" if num_tokens_sent is None else f"{num_tokens_sent} tokens"
+        when = f"after {shown} of the answer" if num_messages_sent else "before the answer"
         metadata = {"messages_sent": str(num_messages_sent)}
         if num_tokens_sent is not None:
             metadata["tokens_sent"] = str(num_tokens_sent)
@@ -151,12 +152,12 @@ class UpstreamFailure(Exception):
             return NoWorker("no worker could be reached; try again", retry_after_s=1.0)
         if self.kind is FailureKind.LOST:
             return WorkerLost(
-                f"the worker went away after {sent} of the answer; send the request again",
+                f"the worker went away {when}; send the request again",
                 retry_after_s=0.0,
                 metadata=metadata,
             )
         if self.code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return DeadlineExceeded(f"the deadline passed after {sent} of the answer", metadata=metadata)
+            return DeadlineExceeded(f"the deadline passed {when}", metadata=metadata)
         if isinstance(self._error, Internal):
             # Not an error that a worker meant to send: it may quote secrets.
             return Internal(self._logged())

@@ -159,10 +159,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         validate.check_tokenize(request)
         self._gate.admit(*((request.adapter_id,) if request.adapter_id else ()))
         self._gate.take_quota()
-        async with within(seconds_left(context)):
+        async with within(seconds_left(context)) as wait:
             origin = protobuf.adapter_origin(request, request.adapter_id)
-            await self._templates.check_adapter(request.adapter_id, origin)
-            version = await self._prompts.version(request, request.adapter_id, origin)
+            with wait.fetch():
+                await self._templates.check_adapter(request.adapter_id, origin)
+                version = await self._prompts.version(request, request.adapter_id, origin)
             text, special = await self._prompts.text(request, version)
             special = special and not request.omit_special_tokens
             raw = await self._tokenizing.tokenize(
@@ -229,7 +230,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         current_record().adapter = adapter_name
         num_ids = len(message.token_ids.ids)
         arrival_s, remaining_s = time.monotonic(), seconds_left(context)
-        async with within(remaining_s):
+        async with within(remaining_s) as wait:
             # A prompt that is too long is refused before its tokens are checked, unless it is shortened.
             is_cut = message.HasField("truncate_prompt")
             num_checked = num_ids if is_cut else min(num_ids, self._limits.max_context_tokens)
@@ -249,7 +250,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 num_bytes = max(num_bytes, SHORT_CHARS)  # its parser takes a hundred times as long as others
             grammar = await self._tokenizing.off_loop(num_bytes, partial(protobuf.grammar, message.grammar))
             origin = protobuf.adapter_origin(message, message.adapter_id)
-            version = await self._prompts.version(message, message.adapter_id, origin)
+            with wait.fetch():
+                version = await self._prompts.version(message, message.adapter_id, origin)
             special = not message.omit_special_tokens
             prompt = await self._prompts.ids(message, self._truncation(message), special=special, version=version)
             ticket.set_prompt(len(prompt))

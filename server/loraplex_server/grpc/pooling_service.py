@@ -205,7 +205,7 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
         """The engine's requests, one for each input. Raises typed errors."""
         arrival_s, left_s = time.monotonic(), seconds_left(context)
         identity = self._gate.admit(*validate.pooling_adapters_in(message))
-        async with within(left_s):
+        async with within(left_s) as wait:
             num_estimated = estimated_pooling_tokens(inputs, query)
             flow = (identity.tenant, message.adapter_id)
             refuse_early(self._engine.state.load, flow, message.priority, num_estimated, 1, left_s)
@@ -214,7 +214,8 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
             version: AdapterVersion | None = None
             origin = protobuf.adapter_origin(message, message.adapter_id)
             for one in inputs:
-                version = version or await self._prompts.version(one, message.adapter_id, origin)
+                with wait.fetch():
+                    version = version or await self._prompts.version(one, message.adapter_id, origin)
                 prompts.append(await self._prompt(message, one, query, version))
                 await asyncio.sleep(0)  # short texts are tokenized on the event loop
         num_prompt_tokens = sum(map(len, prompts))

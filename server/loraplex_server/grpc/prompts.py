@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from functools import partial
 from typing import Any
 
@@ -122,17 +122,31 @@ def seconds_left(context: Context) -> float | None:
     return answer_within_s(left_s)
 
 
+class Wait:
+    """What is waited for until a deadline."""
+
+    def __init__(self) -> None:
+        self.before = "the text was tokenized"
+
+    @contextlib.contextmanager
+    def fetch(self) -> Generator[None]:
+        """For a block that waits for the adapter. What is waited for stays where the block is cut off."""
+        usual, self.before = self.before, "the adapter was fetched"
+        yield
+        self.before = usual
+
+
 @contextlib.asynccontextmanager
-async def within(left_s: float | None) -> AsyncGenerator[None]:
+async def within(left_s: float | None) -> AsyncGenerator[Wait]:
     """Raises DeadlineExceeded when the block takes longer."""
-    timeout = asyncio.timeout(left_s)
+    timeout, wait = asyncio.timeout(left_s), Wait()
     try:
         async with timeout:
-            yield
+            yield wait
     except TimeoutError:
         if not timeout.expired():
             raise
-        raise DeadlineExceeded("the deadline passed before the text was tokenized; give it more time") from None
+        raise DeadlineExceeded(f"the deadline passed before {wait.before}; give it more time") from None
 
 
 def copied_ids(ids: Sequence[int]) -> tuple[int, ...]:

@@ -118,6 +118,20 @@ def test_what_the_transport_said_is_put_into_our_words(
         assert error.metadata == {"tokens_sent": "5", "messages_sent": "6"}
 
 
+@pytest.mark.parametrize(
+    ("code", "details"),
+    [(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"), (grpc.StatusCode.UNAVAILABLE, "Socket closed")],
+)
+def test_tokens_are_told_where_there_are_some(code: grpc.StatusCode, details: str) -> None:
+    """A load of an adapter has none."""
+    failure = from_transport(code, details)
+    before, after = failure.for_client(), failure.for_client(5, 6)
+    assert before is not None
+    assert after is not None
+    assert "before the answer" in before.message
+    assert "after 5 tokens of the answer" in after.message
+
+
 def test_whose_limit_it_was_is_said() -> None:
     """The router's own limits are not at fault."""
     error = from_transport(grpc.StatusCode.RESOURCE_EXHAUSTED, f"SERVER: {OVER_LIMIT}").for_client()

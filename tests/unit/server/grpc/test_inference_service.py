@@ -319,6 +319,27 @@ async def test_a_text_that_waits_for_its_turn_is_answered_just_before_the_deadli
     await one._tokenizing.close()
 
 
+@pytest.mark.parametrize("method", ["Generate", "Tokenize"])
+async def test_a_chat_that_waits_for_its_adapter_says_so_at_the_deadline(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = SimpleNamespace(state=EngineState(Load()))
+    one = service(engine, INFO, TextTokenizer(None))
+
+    async def version(*given: object) -> None:
+        await asyncio.sleep(20)
+
+    monkeypatch.setattr(one._templates, "version", version)
+    chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="hi")])
+    requests = {
+        "Generate": inference_pb2.GenerateRequest(chat=chat, adapter_id="sql"),
+        "Tokenize": inference_pb2.TokenizeRequest(chat=chat, adapter_id="sql"),
+    }
+    with pytest.raises(DeadlineExceeded, match="before the adapter was fetched"):
+        await getattr(one, method)(requests[method], FakeContext(0.2))
+    await one._tokenizing.close()
+
+
 async def test_every_streamed_completion_begins_with_the_prompt() -> None:
     engine = EngineClient(EngineConfig(ModelConfig("fake")))
     await engine.start(inline=True, builder=build_fake)
