@@ -47,7 +47,10 @@ FORMS: Final[Mapping[str, CallForm]] = {
         is_inline=True,
     ),
     "llama3_json": CallForm(
-        '{"name": "NAME", "parameters": ', "}", mark='{"name":', mark_pattern=r'\{\s{0,8}"name"\s{0,8}:'
+        '{"name": "NAME", "parameters": ',
+        "}",
+        mark='{"name":',
+        mark_pattern=r'\{\s{0,8}(?:"type"\s{0,8}:\s{0,8}"function"\s{0,8},\s{0,8})?"name"\s{0,8}:',
     ),
     "mistral": CallForm("[TOOL_CALLS]NAME[ARGS]", "", "", mark="[TOOL_CALLS]"),
     "mistral_list": CallForm('{"name": "NAME", "arguments": ', "}", ", ", "[TOOL_CALLS] [", "]", mark="[TOOL_CALLS]"),

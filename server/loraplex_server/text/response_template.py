@@ -36,6 +36,7 @@ _TRACES: Final = (
     ("<function=", "qwen3_xml"),
     ("<tool_call>", "hermes"),
     ("<|python_tag|>", "llama3_json"),
+    ('"parameters": dictionary of argument', "llama3_json"),  # Llama 3.2's
     ("<think>", "think"),
 )
 MAX_HELD_CHARS: Final = 512  # longer than any mark
@@ -245,7 +246,9 @@ def _call_text(field: Any) -> CallText | None:
 def _in_objects(name: str, arguments: str, *, is_list: bool) -> CallText:
     """The form of calls that are objects in which the name comes first and the arguments next."""
     value = r'"(?P<name>(?:[^"\\]|\\.){1,256})"'
-    head = rf'\{{{_SPACE}"{name}"{_SPACE}:{_SPACE}{value}{_SPACE},{_SPACE}"(?:{arguments})"{_SPACE}:{_SPACE}(?=\{{)'
+    kind = rf'(?:"type"{_SPACE}:{_SPACE}"function"{_SPACE},{_SPACE})?'  # Llama 3 often writes it
+    named = rf'{kind}"{name}"{_SPACE}:{_SPACE}{value}'
+    head = rf'\{{{_SPACE}{named}{_SPACE},{_SPACE}"(?:{arguments})"{_SPACE}:{_SPACE}(?=\{{)'
     if not is_list:
         return CallText(re.compile(_SPACE + head), None, re.compile(r"\s*\}?\s*"))
     first, following = (re.compile(f"{_SPACE}{mark}{_SPACE}{head}") for mark in (r"\[", rf"\}}{_SPACE},"))

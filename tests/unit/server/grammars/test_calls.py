@@ -302,6 +302,15 @@ def test_strict_tools_hold_where_they_are_called(name: str) -> None:
         assert not is_legal(found.text, text), text
 
 
+def test_strict_tools_hold_in_calls_that_begin_with_their_type() -> None:
+    parsing = ResponseParsing(ResponseFormat.named("llama3_json"), "", STRICT, with_calls=True)
+    grammar = strict_calls(FORMS["llama3_json"], parsing, MarkTokens()).text
+    for x, is_ok in ((22, True), (3, False)):
+        text = f'so {{"type": "function", "name": "f", "parameters": {{"x": {x}}}}}'
+        assert [call.name for call in read(parsing, text).calls] == ["f"]
+        assert is_legal(grammar, text) == is_ok
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_random_texts_keep_to_strict_tools(name: str) -> None:
     """The model may write the mark of a call at any moment, in any spelling that is read."""

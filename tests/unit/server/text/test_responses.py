@@ -49,6 +49,7 @@ CASES: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
     ),
     ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}', "", "", [("f", {"a": 1})]),
     ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', "", "", [("f", {"a": 1})]),
+    ("llama3_json", '{"type": "function", "name": "f", "parameters": {"a": 1}}', "", "", [("f", {"a": 1})]),
     ("llama3_json", 'so {"x": 1}', 'so {"x": 1}', "", []),
     ("mistral", 'Hm [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}', "Hm", "", [("f", {"a": 1}), ("g", {})]),
     (
@@ -142,6 +143,7 @@ BEGUN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": { "x":1}, "id": 1}</tool_call> y', "y", [("f", '{ "x":1}')]),
     ("hermes", '<tool_call>{"arguments": { "x":1}, "name": "f"}</tool_call>', "", [("f", '{"x": 1}')]),
     ("llama3_json", '{"name": "f", "parameters": {"a": [1', "", [("f", '{"a": [1')]),
+    ("llama3_json", 'so {"type" : "function","name": "f", "parameters": {"a": [1', "so", [("f", '{"a": [1')]),
     ("mistral", '[TOOL_CALLS]f[ARGS] {"a": 1} so [TOOL_CALLS]g[ARGS]{"b"', "so", [("f", '{"a": 1}'), ("g", '{"b"')]),
     ("mistral_list", '[TOOL_CALLS] [{"name": "f", "arguments": {"a":1}} , {"name": "g", "arguments": {"b"', "",
      [("f", '{"a":1}'), ("g", '{"b"')]),
@@ -362,6 +364,7 @@ def test_as_transformers_reads_it() -> None:
         ("..<tool_call>\n<function=..", "qwen3_xml"),
         ("..<tool_call>..", "hermes"),
         ("<|python_tag|>", "llama3_json"),
+        ("""{"name": function name, "parameters": dictionary of argument name and its value}""", "llama3_json"),
         ("[TOOL_CALLS]..[ARGS]", "mistral"),
         ("[TOOL_CALLS]", "mistral_list"),
         (mark("tool calls begin"), "deepseek"),
