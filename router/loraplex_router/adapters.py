@@ -262,7 +262,7 @@ def _raise_for_absent(absent: Sequence[str], adapter_id: str, answers: Answers) 
     if missing:
         more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
         raise WorkerLost(
-            f"{', '.join(missing[:MAX_SHOWN])}{more} had adapter {adapter_id!a} and cannot be reached; the other "
+            f"{', '.join(missing[:MAX_SHOWN])}{more} may have adapter {adapter_id!a} and cannot be reached; the other "
             "workers have made the change: send it again when it is back, or take it out of the router's list",
             resource=adapter_id,
         )

@@ -84,6 +84,12 @@ class Replica:
     last_view: WorkerView | None = None
 
     @property
+    def may_have_any(self) -> bool:
+        """True for a worker that has never reported and may be there: frozen, or cut off from this router. One whose
+        address refuses connections has no process that has bound a name. gRPC tells that by words alone."""
+        return not self.has_reported and "Connection refused" not in self.last_error
+
+    @property
     def is_routable(self) -> bool:
         return self.is_healthy and not self.is_leaving
 
@@ -255,7 +261,8 @@ class Replicas:
 
     def absent_holders(self, adapter_id: str, *, with_versions: bool = False) -> list[str]:
         """Members that had the adapter at their last report and may come back with it: lost or stalled ones, not those
-        that have drained. `with_versions`: also those that had a version of it."""
+        that have drained; and those of which this router has never heard. `with_versions`: also those that had a
+        version of it."""
         base, _, digits = adapter_id.partition("@")
         absent = [one for one in self._replicas.values() if one.is_stalled or not one.is_connected]
         return [
@@ -263,7 +270,8 @@ class Replicas:
             for replica in absent
             if not replica.is_leaving
             and (
-                adapter_id in replica.last_names
+                replica.may_have_any
+                or adapter_id in replica.last_names
                 or (with_versions and any(name.startswith(f"{base}@{digits}") for name in replica.last_names))
             )
         ]

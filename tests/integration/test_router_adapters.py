@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.credentials import credential, write_credentials
-from support.fake_workers import Cluster, FakeWorker, Generate, cluster, error_of, router_for, until
+from support.fake_workers import FAST_WATCH, Cluster, FakeWorker, Generate, cluster, error_of, router_for, until
 
 from loraplex_contracts.errors import (
     AdapterInvalid,
@@ -236,6 +238,25 @@ async def test_a_change_that_an_absent_worker_would_come_back_without_is_no_succ
         await stub(c.channel).LoadAdapter(Load(adapter_id="other"))
         assert isinstance(await error_of(stub(c.channel).UnloadAdapter(Unload(adapter_id="sql"))), WorkerLost)
         assert not any("sql" in worker.adapters for worker in others)
+
+
+async def test_a_change_that_a_worker_may_have_missed_that_never_answered_this_router_is_no_success() -> None:
+    frozen = socket.create_server(("127.0.0.1", 0))  # it takes connections and says nothing
+    worker = await FakeWorker("w").start()
+    address = f"127.0.0.1:{frozen.getsockname()[1]}"
+    watch = replace(FAST_WATCH, stale_after_s=0.2)
+    with frozen:
+        async with router_for([worker.address, address], watch=watch) as (router, channel):
+            await until(lambda: router.replicas.num_routable == 1)
+            for call in (stub(channel).LoadAdapter, stub(channel).UnloadAdapter):
+                error = await error_of(call(Load(adapter_id="sql")))
+                assert isinstance(error, WorkerLost)
+                assert address in error.message
+    # Nothing runs where connections are refused.
+    async with router_for([worker.address, address], watch=watch) as (router, channel):
+        await until(lambda: router.replicas.num_routable == 1 and "refused" in router.replicas[address].last_error)
+        await stub(channel).LoadAdapter(Load(adapter_id="sql"))
+    await worker.stop()
 
 
 async def test_a_worker_that_drains_is_asked_nothing(caplog: pytest.LogCaptureFixture) -> None:

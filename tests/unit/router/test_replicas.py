@@ -292,3 +292,16 @@ def test_newcomers_are_those_that_join_others() -> None:
     assert [view.share for view in replicas.views(now_s=12.5)] == [1.0, 1.0, 0.75]
     assert [view.share for view in replicas.views(now_s=99.0)] == [1.0, 1.0, 1.0]
     assert [view.hash_name for view in replicas.views()] == [A, B, "c"]
+
+
+def test_a_worker_that_was_never_heard_may_have_any_adapter_unless_nothing_is_there() -> None:
+    replicas = Replicas([A, B])
+    replicas.on_report(B, report(), 1.0)
+    assert replicas.absent_holders("sql") == [A]
+    replicas.on_lost(A, "UNAVAILABLE: failed to connect to all addresses; connect: Connection refused (111)")
+    assert replicas.absent_holders("sql", with_versions=True) == []
+    replicas.on_lost(A, "silent for 10 s")
+    assert replicas.absent_holders("sql", with_versions=True) == [A]
+    replicas.on_report(A, report(), 2.0)
+    replicas.on_lost(A, "gone")
+    assert replicas.absent_holders("sql") == []
