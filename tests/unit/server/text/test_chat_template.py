@@ -1,4 +1,4 @@
-"""Chat templates over earlier calls: values or texts for arguments, and messages that are calls alone."""
+"""Chat templates over earlier calls: values or texts as arguments, and calls alone."""
 
 from __future__ import annotations
 
