@@ -169,6 +169,7 @@ class Engine:
             self._forget_grammar,
         )
         self._operations: dict[int, AdapterCommand] = {}
+        self._unasked_operations: set[int] = set()  # that came since the last turn
         self._events: list[Event] = []
         self._replies: list[Reply] = []
         self._under_way: _UnderWay | None = None
@@ -205,6 +206,7 @@ class Engine:
                 self._take(self._scheduler.stop_completion(request_id, index))
             case AdapterCommand():
                 self._operations[command.operation_id] = command
+                self._unasked_operations.add(command.operation_id)
             case Abandon(operation_id):
                 self._operations.pop(operation_id, None)
             case _:
@@ -216,7 +218,7 @@ class Engine:
         has_changes = self._cache.poll(now)
         self._residency_changed |= has_changes
         self._admit_resolved(has_changes, now)
-        self._run_operations(now)
+        self._run_operations(has_changes, now)
         self._run_step(now)
         return self._report()
 
@@ -454,8 +456,15 @@ class Engine:
 
     # --- adapter operations -------------------------------------------------------------------------------------------
 
-    def _run_operations(self, now: float) -> None:
+    def _run_operations(self, has_changes: bool, now: float) -> None:
+        unasked, self._unasked_operations = self._unasked_operations, set()
+        waited_for: set[tuple[AdapterId, AdapterUser, AdapterOrigin]] = set()  # for their templates
         for operation_id, command in list(self._operations.items()):
+            # Thousands of chats may wait for the templates of one adapter: it is asked for once, and on news only.
+            asked = (command.adapter_id, command.user, command.options.origin)
+            is_template = command.verb == "templates"
+            if is_template and (asked in waited_for or not (has_changes or operation_id in unasked)):
+                continue
             try:
                 reply = self._run_operation(command, now)
             except LoraplexError as error:
@@ -463,6 +472,8 @@ class Engine:
             except Exception as error:
                 reply = Reply(operation_id, error=unexpected(error, f"running the adapter operation {command.verb}"))
             if reply is None:
+                if is_template:
+                    waited_for.add(asked)
                 continue  # under way; looked at again after the next poll
             del self._operations[operation_id]
             self._residency_changed = True

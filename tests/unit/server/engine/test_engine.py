@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from support.engine_fakes import FakeCache, FakeRunner, make_engine
 
 from loraplex_adapters.cache.states import AdapterTraits
-from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.adapters import AdapterId, AdapterKey
 from loraplex_contracts.errors import (
     AdapterNotFound,
     Cancelled,
@@ -328,6 +330,31 @@ def test_a_look_at_templates_is_no_use_of_the_adapter() -> None:
     engine.handle(Submit(request(adapter_id="a")))
     run(engine)
     assert cache.uses["a"] == 1
+
+
+def test_looks_at_templates_that_wait_for_one_adapter_ask_for_it_once() -> None:
+    """And on news only: thousands of chats would slow the steps of other requests down."""
+
+    @dataclass
+    class CountingCache(FakeCache):
+        num_asked: int = 0
+
+        def resolve(self, *given: Any, **more: Any) -> AdapterKey | None:
+            self.num_asked += 1
+            return super().resolve(*given, **more)
+
+    cache = CountingCache(delay=20)
+    engine = make_engine(cache=cache)
+    for operation_id in range(100):
+        engine.handle(AdapterCommand(operation_id, "templates", AdapterId("a")))
+    run(engine, 10)
+    assert cache.num_asked == 1
+    engine.handle(AdapterCommand(100, "templates", AdapterId("a")))
+    engine.handle(AdapterCommand(101, "load", AdapterId("a")))
+    engine.handle(AdapterCommand(102, "templates", AdapterId("b")))
+    _, replies = run(engine, 15)
+    assert {reply.operation_id for reply in replies} == set(range(103))
+    assert engine.integrity_report() == ""
 
 
 @pytest.mark.parametrize("adapter_id", ["a", "a@" + "c" * 8])
