@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 from tokenizers import Tokenizer
@@ -119,9 +120,19 @@ class Vocabulary:
 
 
 def unread_ids(template: str, special_ids: Mapping[str, int]) -> frozenset[int]:
-    """Special tokens (ids by text) that a response template (JSON) does not look for."""
-    source = template.replace("\\", "")  # of patterns, too
+    """Special tokens (ids by text) that a response template (JSON) does not look for in answers."""
+    source = _read_in_answers(template)
     return frozenset(token_id for text, token_id in special_ids.items() if text not in source)
+
+
+@lru_cache(maxsize=256)
+def _read_in_answers(template: str) -> str:
+    """The part of a response template that reads answers, without its escapes: anchors are in prompts."""
+    try:
+        fields: Any = json.loads(template)["fields"]
+    except (ValueError, RecursionError, TypeError, KeyError):  # it reads nothing
+        return ""
+    return json.dumps(fields, ensure_ascii=False).replace("\\", "")  # of patterns, too
 
 
 def byte_level_bytes(content: str) -> bytes:

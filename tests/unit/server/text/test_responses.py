@@ -15,6 +15,7 @@ from loraplex_contracts.errors import InvalidArgument
 from loraplex_server.config import TOOL_FORMATS
 from loraplex_server.text.response_template import ResponseFormat
 from loraplex_server.text.responses import MessagePart, ParsedCall, ParsedMessage, ResponseParsing, with_tokens
+from loraplex_server.text.vocabulary import unread_ids
 
 FORMATS = {name: ResponseFormat.named(name) for name in TOOL_FORMATS}
 BAR, LOW = "\uff5c", "\u2581"
@@ -403,3 +404,8 @@ def test_special_tokens_that_a_template_looks_for() -> None:
     ids = {"<think>": 1, "<|eom_id|>": 2, "<|python_tag|>": 3, "</s>": 4}
     assert FORMATS["llama3_json"].unread_ids(ids) == {1, 4}
     assert FORMATS["hermes"].unread_ids(ids) == {2, 3, 4}
+    assert FORMATS["mistral_list"].unread_ids({"[/INST]": 1, "[TOOL_CALLS]": 2}) == {1}, "anchors are in prompts"
+    assert FORMATS["hermes"].unread_ids({"<|im_start|>": 1}) == {1}
+    assert unread_ids('{"fields": {"content": {"open": "<\\uff5cx>"}}}', {"<\uff5cx>": 1, "y": 2}) == {2}
+    for unusable in ("", "[]", "{}", "[" * 100_000):
+        assert unread_ids(unusable, {"x": 1}) == {1}
