@@ -79,7 +79,7 @@ def train_medusa(
     What is given twice counts once. Nothing is written to --out before everything is there.
 
     In a .txt, each line is one prompt or text. In a .jsonl, each line is a string or an object: with `prompt` or
-    `messages` for prompts, with `text` for texts.
+    `messages` (and `tools`, if the model is to see any) for prompts, with `text` for texts.
 
     Example: loraplex train-medusa Qwen/Qwen2.5-0.5B --adapter ./sql --prompts questions.txt --out ./sql-heads
     """

@@ -90,12 +90,13 @@ class Target:
         """The prompt's tokens. Raises NoChatTemplate, and InvalidArgument for messages that the template refuses."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        own = self.templates.chat_for(has_tools=False) or None
+        tools = prompt["tools"] or None
+        own = self.templates.chat_for(has_tools=tools is not None) or None
         if not own and not self.tokenizer.chat_template:
             raise NoChatTemplate("the tokenizer has no chat template; give plain prompts instead of messages")
         try:
             made = self.tokenizer.apply_chat_template(
-                prompt, chat_template=own, add_generation_prompt=True, tokenize=False
+                prompt["messages"], tools, chat_template=own, add_generation_prompt=True, tokenize=False
             )
         except Exception as error:  # whatever templates raise
             raise InvalidArgument(

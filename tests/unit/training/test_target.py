@@ -28,6 +28,7 @@ from loraplex_contracts.errors import (
     UnsupportedModel,
 )
 from loraplex_server.model.language import absent_parts
+from loraplex_training.corpus import Chat
 from loraplex_training.progress import quiet_transformers
 from loraplex_training.target import Example, Target, in_batches, load_target
 
@@ -157,7 +158,7 @@ def test_the_adapter_is_the_one_that_peft_loads(tiny_world: TinyWorld) -> None:
 
 def test_messages_need_a_chat_template(tiny_world: TinyWorld) -> None:
     target = load(tiny_world)
-    messages = [{"role": "user", "content": "hi"}]
+    messages: Chat = {"messages": [{"role": "user", "content": "hi"}], "tools": []}
     with pytest.raises(NoChatTemplate):
         target.encode(messages)
     target.tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}>"
@@ -176,11 +177,25 @@ def test_messages_go_through_the_adapters_own_template(tiny_world: TinyWorld, tm
     adapter = copy_of(tiny_world, tmp_path)
     (adapter / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
     target = load_target(str(tiny_world.model), adapter, dtype=None, device=CPU)
-    messages = [{"role": "user", "content": "hi"}]
+    messages: Chat = {"messages": [{"role": "user", "content": "hi"}], "tools": []}
     assert target.tokenizer.decode(target.encode(messages)) == "<hi>"
     target.tokenizer.chat_template = "the base's"
     assert target.tokenizer.decode(target.encode(messages)) == "<hi>"
     assert target.encode("hi") == load(tiny_world).encode("hi")
+
+
+def test_tools_reach_the_template(tiny_world: TinyWorld) -> None:
+    target = load(tiny_world)
+    target.tokenizer.chat_template = (
+        "{% for t in tools %}{{ t.function.name }};{% endfor %}{% for m in messages %}"
+        "{% for c in m.tool_calls %}{{ c.function.arguments.city }}{% endfor %}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": {"city": "Ulm"}}}
+    chat: Chat = {
+        "messages": [{"role": "assistant", "content": "", "tool_calls": [call]}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+    }
+    assert target.tokenizer.decode(target.encode(chat)) == "f;Ulm"
 
 
 def test_the_longest_come_first() -> None:
