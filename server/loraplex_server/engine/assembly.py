@@ -33,6 +33,7 @@ from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.engine.take_over import take_over
 from loraplex_server.grammars.matcher import Compiler, Grammars
+from loraplex_server.grammars.tokenizer import LibraryTokenizer
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.kv.states import StatePool
 from loraplex_server.layers.adapter_slots import AdapterSlots
@@ -243,11 +244,12 @@ def _grammars(served: ServedModel, spec: ModelSpec, notify: Callable[[], None]) 
     try:
         from loraplex_server.grammars.checker import Checker
 
-        compiler = Compiler(serialized, spec.num_logits, spec.eos_token_ids)
+        tokenizer = LibraryTokenizer.of(serialized, spec.num_logits, spec.eos_token_ids)
+        compiler = Compiler(tokenizer)
     except Exception as error:  # no library, or whatever it raises on tokenizers of kinds that it does not know
         log.warning("there are no grammars with this model's tokenizer: %s", error)
         return Grammars(None)
-    return Grammars(compiler, notify, Checker(serialized, spec.num_logits, spec.eos_token_ids))
+    return Grammars(compiler, notify, Checker(tokenizer))
 
 
 def captured_shapes(config: EngineConfig, backend: Backend) -> list[GraphShape]:

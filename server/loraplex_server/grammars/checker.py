@@ -6,7 +6,7 @@ starts with the first grammar that is not simple.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from loraplex_contracts.request import Grammar
 from loraplex_runtime.limited_process import LimitedProcess, LimitExceeded, Limits, ProcessFailed
 from loraplex_server.config import bare_environment
 from loraplex_server.grammars.matcher import CompileLimit, Compiler
+from loraplex_server.grammars.tokenizer import LibraryTokenizer, TokenSet
 
 COMPILE_S: Final = 2.0
 LIMITS: Final = Limits(memory_bytes=4 << 30, stack_bytes=2 << 20, cpu_s=10)  # a quarter of the engine's stack
@@ -23,8 +24,9 @@ LIMITS: Final = Limits(memory_bytes=4 << 30, stack_bytes=2 << 20, cpu_s=10)  # a
 class Checker:
     """The engine's side. `check` is for one thread at a time."""
 
-    def __init__(self, serialized: str, num_logits: int, eos_token_ids: Collection[int]) -> None:
-        setup = (serialized, num_logits, sorted(eos_token_ids))
+    def __init__(self, tokenizer: LibraryTokenizer) -> None:
+        setup = asdict(tokenizer)
+        setup["tokens"]["eos_token_ids"] = sorted(tokenizer.tokens.eos_token_ids)
         function = "loraplex_server.grammars.checker:compiling"
         self._process = LimitedProcess(function, setup, LIMITS, bare_environment())
 
@@ -58,8 +60,9 @@ class Checker:
 
 def compiling(setup: Any) -> Callable[[Any], Any]:
     """Set up in the process: returns a function that gives the reason why a grammar is refused, or None."""
-    serialized, num_logits, eos_token_ids = setup
-    compiler = Compiler(serialized, num_logits, frozenset(eos_token_ids))
+    tokens = setup["tokens"]
+    tokens = TokenSet(tokens["num_ids"], frozenset(tokens["eos_token_ids"]), tokens["end_id"])
+    compiler = Compiler(LibraryTokenizer(setup["serialized"], tokens, tuple(setup["end_ids"]), setup["special_ids"]))
 
     def refusal_of(grammar: Any) -> Any:
         try:

@@ -7,7 +7,6 @@ its own matcher, a copy. The library gives the interpreter's lock back while it 
 from __future__ import annotations
 
 import ctypes
-import json
 import math
 import os
 import re
@@ -15,30 +14,26 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import AddedToken, Tokenizer
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, LoraplexError, unexpected, without_frames
 from loraplex_contracts.plan import GrammarMatcher
 from loraplex_contracts.request import Grammar
 from loraplex_runtime import cgroups
-from loraplex_server.text.vocabulary import BYTE_TOKEN, IN_ANGLES, byte_level_spelling
+from loraplex_server.grammars.tokenizer import LibraryTokenizer, TokenSet, content_in_no_text
 
 if TYPE_CHECKING:  # imported late: an engine runs without it, and then has no grammars
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher
 
 Bits = npt.NDArray[np.int32]
 Jobs = Sequence[tuple[GrammarMatcher, int, Sequence[int]]]  # see `allowed_tokens`
 
-# Others add spaces between tokens. Metaspace and Strip drop one at a text's begin, which is in the prompt.
-_PLAIN_DECODERS: Final = frozenset({"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"})
 MAX_COMPILED: Final = 256
 MAX_COMPILED_BYTES: Final = 16 << 20  # of their texts; refusals count as well
 # After a compilation without a verdict, the time for which it counts as one.
@@ -59,20 +54,6 @@ _LIMITS: Final[Mapping[str, Any]] = {
 }
 # The library's words for a limit that was met.
 _LIMIT_MET: Final = re.compile("(?i)too (many|big|complex)")
-
-
-@dataclass(frozen=True, slots=True)
-class TokenSet:
-    """The tokens that masks are made of."""
-
-    num_ids: int
-    eos_token_ids: frozenset[int]
-    end_id: int | None  # stands for the end of a text where the model has no token for it
-
-    @property
-    def num_words(self) -> int:
-        """Number of 32-bit words in one mask."""
-        return -(-self.num_ids // 32)
 
 
 class Matcher:
@@ -256,10 +237,13 @@ def _make_masks(
 class Compiler:
     """Compiles grammars for one model, each in the thread of its caller."""
 
-    def __init__(self, serialized: str, num_logits: int, eos_token_ids: Collection[int]) -> None:
-        """`serialized`: the tokenizer (`tokenizer.json`). `num_logits`: token ids below it can be drawn. Raises what
-        the library raises on tokenizers that it does not know, and ImportError without it."""
-        self._tokens, self._tokenizer, self._special = _tokenizer(serialized, num_logits, eos_token_ids)
+    def __init__(self, tokenizer: LibraryTokenizer) -> None:
+        """Raises what the library raises on tokenizers that it does not know, and ImportError without it."""
+        from llguidance import LLTokenizer
+
+        self._tokens, self._special = tokenizer.tokens, tokenizer.special_ids
+        ends = list(tokenizer.end_ids)
+        self._tokenizer = LLTokenizer(tokenizer.serialized, n_vocab=self._tokens.num_ids, eos_token=ends)
 
     def compile(self, grammar: Grammar) -> Matcher:
         """A matcher for the grammar. Raises InvalidArgument."""
@@ -273,7 +257,7 @@ class Compiler:
         if inner.is_error():
             reason = inner.get_error()
             for content, token_id in self._special.items():
-                reason = reason.replace(_content_in_no_text(token_id), content)
+                reason = reason.replace(content_in_no_text(token_id), content)
             raise refusal(grammar, reason)
         # Once here, because the first mask builds a part of the lexer: copies share it.
         mask = inner.compute_bitmask()
@@ -444,116 +428,3 @@ def _unavailable(grammar: Grammar) -> FailedPrecondition:
     return FailedPrecondition(
         f"the base model has no tokenizer that grammars could be enforced with; leave {leave_out}", field=field
     )
-
-
-def _tokenizer(
-    serialized: str, num_logits: int, eos_token_ids: Collection[int]
-) -> tuple[TokenSet, LLTokenizer, Mapping[str, int]]:
-    """The token set, the library's tokenizer, and the special tokens (ids by text) that it has under other names.
-    Raises ValueError for a tokenizer that does not spell a text by putting its tokens' bytes together."""
-    from llguidance import LLTokenizer
-
-    made, renamed = _as_library_reads(serialized)
-    tokenizer = Tokenizer.from_str(made)
-    num_tokens = _num_tokens(tokenizer)
-    eos = {token_id for token_id in eos_token_ids if token_id < num_tokens}
-    end_id = None
-    if not eos:  # the library wants one
-        end_id = num_tokens
-        tokenizer.add_special_tokens([AddedToken(_content_in_no_text(end_id), special=True)])
-        eos, num_tokens = {end_id}, _num_tokens(tokenizer)
-    tokens = TokenSet(max(num_logits, num_tokens), frozenset((*eos, *eos_token_ids)), end_id)
-    return tokens, LLTokenizer(tokenizer.to_str(), n_vocab=tokens.num_ids, eos_token=sorted(eos)), renamed
-
-
-def _as_library_reads(serialized: str) -> tuple[str, Mapping[str, int]]:
-    """The tokenizer as the library spells it right, and its special tokens (ids by text) that have another content
-    there. Raises ValueError."""
-    made: Any = json.loads(serialized)
-    decoder: Any = made["decoder"] or {"type": None}
-    steps: list[Any] = decoder.get("decoders", [decoder])
-    kinds = {one["type"] for one in steps}
-    if not kinds <= _PLAIN_DECODERS:
-        raise ValueError(f"its decoder is {', '.join(sorted(map(str, kinds)))}")
-    tokenizer = Tokenizer.from_str(serialized)
-    renamed = _rename_special(made)
-    # The library takes an added token for its content, though a normalizer or the decoder may write it otherwise. Those
-    # become special here: no text is made of them.
-    before = next((one for one in range(tokenizer.get_vocab_size()) if tokenizer.decode([one]).isalnum()), None)
-    for one in made["added_tokens"]:
-        if one["special"]:
-            continue
-        context = [] if before is None else [before]
-        text = tokenizer.decode([*context, one["id"]], skip_special_tokens=False)
-        one["special"] = text != tokenizer.decode(context) + one["content"]
-    _make_marks_plain(made, is_byte_level=kinds == {"ByteLevel"})
-    if "Metaspace" in kinds:
-        if "ByteFallback" not in kinds and any(map(BYTE_TOKEN.fullmatch, tokenizer.get_vocab())):
-            raise ValueError("it has tokens of single bytes, which its decoder writes as their names")
-        plain = [
-            {"type": "Replace", "pattern": {"String": one["replacement"]}, "content": " "}
-            if one["type"] == "Metaspace"
-            else one
-            for one in steps
-        ]
-        # ByteFallback tells the library that tokens are not spelled as ByteLevel spells them.
-        added = [] if "ByteFallback" in kinds else [{"type": "ByteFallback"}, {"type": "Fuse"}]
-        made["decoder"] = {"type": "Sequence", "decoders": [*plain, *added]}
-    return json.dumps(made), renamed
-
-
-def _rename_special(made: Any) -> Mapping[str, int]:
-    """Gives special tokens contents that are in no text, except for those that merges have. The library would find them
-    in the text that a grammar demands, and allow nothing but the token. Changes the tokenizer; returns the ids of those
-    tokens by their texts."""
-    model: Any = made["model"]
-    renamed: dict[str, int] = {one["content"]: one["id"] for one in made["added_tokens"] if one["special"]}
-    renamed.pop("", None)  # the library passes over such a token
-    for merge in model.get("merges") or ():
-        left, right = merge.split(" ") if isinstance(merge, str) else merge
-        for piece in (left, right, left + right):
-            renamed.pop(piece, None)
-
-    def name(content: Any) -> Any:
-        return _content_in_no_text(renamed[content]) if content in renamed else content
-
-    for one in made["added_tokens"]:
-        one["content"] = name(one["content"])
-    vocabulary: Any = model.get("vocab")
-    if isinstance(vocabulary, dict):
-        model["vocab"] = {name(piece): token_id for piece, token_id in cast("dict[str, int]", vocabulary).items()}
-    elif vocabulary:
-        model["vocab"] = [[name(piece), score] for piece, score in vocabulary]
-    if "unk_token" in model:
-        model["unk_token"] = name(model["unk_token"])
-    return renamed
-
-
-def _content_in_no_text(token_id: int) -> str:
-    """The content of a special token that is read in no text, of private characters."""
-    return f"\U000f0002{token_id}\U000f0003"
-
-
-def _make_marks_plain(made: Any, *, is_byte_level: bool) -> None:
-    """Makes tokens of the model of added tokens in angle brackets, such as `<tool_call>`: llguidance 1.9.1 takes those
-    for special ones, whatever the tokenizer says, and no text would have them. Changes the tokenizer."""
-    vocabulary: Any = made["model"].get("vocab")
-    if not isinstance(vocabulary, dict):
-        return
-    others: list[Any] = []
-    for one in made["added_tokens"]:
-        content: str = one["content"]
-        spelling = byte_level_spelling(content) if is_byte_level else content
-        is_mark = not one["special"] and IN_ANGLES.fullmatch(content) is not None
-        if is_mark and (is_byte_level or " " not in content) and vocabulary.get(spelling, one["id"]) == one["id"]:
-            vocabulary[spelling] = one["id"]
-        else:
-            others.append(one)
-            vocabulary.setdefault(content, one["id"])  # those that the vocabulary lacks would get ids anew
-    made["added_tokens"] = others
-
-
-def _num_tokens(tokenizer: Tokenizer) -> int:
-    """Number of token ids of a tokenizer, those of added tokens included."""
-    ids: Any = tokenizer.get_vocab(with_added_tokens=True).values()
-    return 1 + max(ids, default=-1)

@@ -20,6 +20,7 @@ from loraplex_server.grammars import source
 from loraplex_server.grammars.calls import MarkTokens, answer_or_calls, strict_calls, tool_calls
 from loraplex_server.grammars.matcher import Compiler
 from loraplex_server.grammars.source import refusal
+from loraplex_server.grammars.tokenizer import LibraryTokenizer
 from loraplex_server.text.call_forms import FORMS, CallForm
 from loraplex_server.text.response_template import ResponseFormat
 from loraplex_server.text.responses import ParsedMessage, ResponseParsing
@@ -240,7 +241,7 @@ def test_marks_that_are_tokens_without_being_special_are_written_with_these_toke
     made = deepcopy(tiny_tokenizer("byte_level"))
     made.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in ("<tool_call>", "</tool_call>")])
     backend = made.backend_tokenizer
-    compiler = Compiler(backend.to_str(), len(made), [2])
+    compiler = Compiler(LibraryTokenizer.of(backend.to_str(), len(made), [2]))
     tokens = MarkTokens(Vocabulary(backend).special_ids, Vocabulary(backend).plain_mark_ids)
     assert set(tokens.plain) == {"<tool_call>", "</tool_call>"}
     parsing = replace(parsing_of("hermes"), tools=STRICT[:1])

@@ -14,6 +14,7 @@ from loraplex_server.grammars import checker as module
 from loraplex_server.grammars import source
 from loraplex_server.grammars.checker import Checker
 from loraplex_server.grammars.matcher import CompileLimit
+from loraplex_server.grammars.tokenizer import LibraryTokenizer
 
 
 def test_a_grammar_that_hangs_or_crashes_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,7 +22,7 @@ def test_a_grammar_that_hangs_or_crashes_ends_alone(monkeypatch: pytest.MonkeyPa
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: idx for idx, char in enumerate([*letters, "</s>"])}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
-    checker = Checker(tokenizer.to_str(), 257, [256])
+    checker = Checker(LibraryTokenizer.of(tokenizer.to_str(), 257, [256]))
     try:
         checker.check(source.regex("a+"))
         rules = "\n".join(f'r{number}: r{number + 1} r{number + 1} | "a"' for number in range(5000))
