@@ -98,11 +98,17 @@ class AdapterFanOut:
                 raise failure
         if not request.if_absent:
             _raise_for_absent(absent, adapter_id, answers)
-            self._raise_for_contents(adapter_id, answers.rows)
+            await self._raise_for_contents(call, adapter_id)
         return answers.serialized()
 
-    def _raise_for_contents(self, adapter_id: str, rows: Sequence[adapter_pb2.Adapter]) -> None:
-        """Raises DigestMismatch where workers that compute alike have bound the name to different contents."""
+    async def _raise_for_contents(self, call: Call, adapter_id: str) -> None:
+        """Raises DigestMismatch where workers that compute alike have bound the name to different contents: their files
+        differ, or another load of it was under way. All workers are asked, so that of two loads at once the later one
+        to end finds what the other has left."""
+        question = adapter_pb2.GetAdapterRequest(adapter_id=adapter_id).SerializeToString()
+        rows = (await self._ask(call, question, self._routable(), method="GetAdapter")).rows
+        # Where a worker has the name from a source, no request goes to those that have its folder.
+        rows = [row for row in rows if row.source not in ("", adapter_id)] or rows
         found: dict[tuple[str, ...], tuple[str, str]] = {}
         for row in rows:
             if row.digest and row.state != adapter_pb2.ADAPTER_STATE_DRAINING:
@@ -110,7 +116,7 @@ class AdapterFanOut:
                 if digest != row.digest:
                     raise DigestMismatch(
                         f"adapter {adapter_id!a} has the digest {digest} at {worker} and {row.digest} at {row.worker}; "
-                        "see that their files are the same and load it again",
+                        "see that their files are the same and that nobody else loads it, and load it again",
                         resource=adapter_id,
                     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -137,6 +138,19 @@ async def test_a_load_that_leaves_workers_with_different_contents_is_no_success(
         assert all(worker.address in error.message for worker in (first, second))
         # Names that are bound stay as they are.
         await stub(c.channel).LoadAdapter(Load(adapter_id="sql", if_absent=True))
+
+
+async def test_a_load_that_another_one_has_crossed_is_no_success() -> None:
+    async with cluster(3) as c:
+        first, second, third = homes(c, "sql")
+        first.may_load = asyncio.Event()
+        load = asyncio.ensure_future(error_of(stub(c.channel).LoadAdapter(Load(adapter_id="sql"))))
+        await until(lambda: "LoadAdapter" in first.calls and "sql" in second.adapters)
+        for worker in (second, third):  # as a load of another router has bound it meanwhile
+            worker.adapters["sql"] = adapter_pb2.Adapter(adapter_id="sql", digest="2" * 64)
+        first.digest = "1" * 64
+        first.may_load.set()
+        assert isinstance(await load, DigestMismatch)
 
 
 async def test_workers_of_two_releases_may_have_different_digests_of_one_adapter() -> None:
