@@ -34,6 +34,7 @@ _TRACES: Final = (
     ("[TOOL_CALLS]", "mistral_list"),
     ("\uff5ctool\u2581calls\u2581begin\uff5c", "deepseek"),
     ("<function=", "qwen3_xml"),
+    ("<arg_key>", "think"),  # GLM's calls are in `<tool_call>` too, and are not read
     ("<tool_call>", "hermes"),
     ("<|python_tag|>", "llama3_json"),
     ('"parameters": dictionary of argument', "llama3_json"),  # Llama 3.2's
@@ -249,7 +250,11 @@ def _in_objects(name: str, arguments: str, *, is_list: bool) -> CallText:
     kind = rf'(?:"type"{_SPACE}:{_SPACE}"function"{_SPACE},{_SPACE})?'  # Llama 3 often writes it
     named = rf'{kind}"{name}"{_SPACE}:{_SPACE}{value}'
     head = rf'\{{{_SPACE}{named}{_SPACE},{_SPACE}"(?:{arguments})"{_SPACE}:{_SPACE}(?=\{{)'
+    # Mistral's calls have an id behind the arguments, which may be cut off.
+    own_id = r',\s{0,64}"id"\s{0,64}:\s{0,64}"(?:[^"\\]|\\.){0,256}"\s{0,64}'
+    cut_id = r',\s{0,64}(?:"id"\s{0,64}(?::\s{0,64}(?:"(?:[^"\\]|\\.){0,256})?)?)?\Z'
+    tail = rf"\s*(?:{own_id}|{cut_id})?\}}?\s*"
     if not is_list:
-        return CallText(re.compile(_SPACE + head), None, re.compile(r"\s*\}?\s*"))
-    first, following = (re.compile(f"{_SPACE}{mark}{_SPACE}{head}") for mark in (r"\[", rf"\}}{_SPACE},"))
-    return CallText(first, following, re.compile(r"\s*\}?\s*\]?\s*"))
+        return CallText(re.compile(_SPACE + head), None, re.compile(tail))
+    first, following = (re.compile(f"{_SPACE}{mark}{_SPACE}{head}") for mark in (r"\[", rf"(?:{own_id})?\}}{_SPACE},"))
+    return CallText(first, following, re.compile(rf"{tail}\]?\s*"))

@@ -134,6 +134,7 @@ def test_parts(name: str, text: str, content: str, reasoning: str, calls: list[t
     assert len({call.id for call in message.calls}) == len(calls)
 
 
+WITH_ID = '{"name": "f", "arguments": {}, "id": "abcdefghi"}'
 # Calls whose arguments have begun are calls, however they go on. Format, text, content, calls.
 BEGUN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "a', "", [("f", '{"x": "a')]),
@@ -151,6 +152,11 @@ BEGUN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("mistral_list", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"arguments": {}, "name": "g"}]', "",
      [("f", "{}"), ("g", "{}")]),
     ("mistral_list", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g"}]', ', {"name": "g"}]', [("f", "{}")]),
+    ("mistral_list", f"[TOOL_CALLS][{WITH_ID}, {WITH_ID}]", "", [("f", "{}"), ("f", "{}")]),
+    ("mistral_list", f"[TOOL_CALLS][{WITH_ID}, {WITH_ID}]\n\nso", "so", [("f", "{}"), ("f", "{}")]),
+    ("mistral_list", f"[TOOL_CALLS][{WITH_ID}, {WITH_ID[:-5]}", "", [("f", "{}"), ("f", "{}")]),
+    ("mistral_list", f"[TOOL_CALLS][{WITH_ID}", "", [("f", "{}")]),
+    ("mistral_list", f"[TOOL_CALLS][{WITH_ID[:-13]}", "", [("f", "{}")]),
     ("deepseek", f'{mark("tool call begin")}f{mark("tool sep")}{{"a":', "", [("f", '{"a":')]),
 ]  # fmt: skip
 
@@ -364,6 +370,7 @@ def test_as_transformers_reads_it() -> None:
         ("{{ messages }}", None),
         ("..<tool_call>\n<function=..", "qwen3_xml"),
         ("..<tool_call>..", "hermes"),
+        ("<think><tool_call>..<arg_key>..", "think"),
         ("<|python_tag|>", "llama3_json"),
         ("""{"name": function name, "parameters": dictionary of argument name and its value}""", "llama3_json"),
         ("[TOOL_CALLS]..[ARGS]", "mistral"),
