@@ -20,8 +20,9 @@ MEDUSA_WEIGHTS_NAME = "medusa_lm_head.safetensors"
 MODEL_WEIGHTS_NAME = "model.safetensors"
 MODEL_INDEX_NAME = "model.safetensors.index.json"
 POOLING_NAME = "1_Pooling/config.json"  # of sentence-transformers, in a folder of its own
+MODEL_PICKLE_NAME = "pytorch_model.bin"
 LORA_PICKLE_NAMES = (
-    "adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "adapter_model.pkl", "pytorch_model.bin",
+    "adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "adapter_model.pkl", MODEL_PICKLE_NAME,
 )  # fmt: skip
 MEDUSA_PICKLE_NAMES = ("medusa_lm_head.pt", "medusa_lm_head.bin", "medusa_lm_head.pth")
 PICKLE_NAMES = (*LORA_PICKLE_NAMES, *MEDUSA_PICKLE_NAMES)

@@ -19,18 +19,24 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, cast
 
 import torch
 from torch import Tensor
 
 from loraplex_adapters.formats.files import (
+    CONFIG_NAME,
     LORA_PICKLE_NAMES,
     MEDUSA_PICKLE_NAMES,
     MEDUSA_WEIGHTS_NAME,
+    MODEL_CONFIG_NAME,
+    MODEL_PICKLE_NAME,
+    MODEL_WEIGHTS_NAME,
+    PICKLE_NAMES,
     WEIGHTS_NAME,
     detect_kind,
 )
+from loraplex_adapters.formats.medusa import read_medusa_config
 from loraplex_adapters.io.safetensors import DTYPE_BYTES, MAX_NAME_CHARS, MAX_TENSORS, read_header
 from loraplex_adapters.io.source_files import AdapterFiles, SourceFile
 from loraplex_adapters.sources.directory import open_folder
@@ -100,19 +106,30 @@ def convert_adapter(
 
 def _pickles(files: AdapterFiles) -> dict[str, str]:
     """The pickles that hold weights, each with the name of what replaces it."""
+    has_config = CONFIG_NAME in files.names
+    heads = None if has_config else read_medusa_config(files)
+    of_model = MODEL_WEIGHTS_NAME if heads is not None and heads.is_heads_only else WEIGHTS_NAME
+    targets = dict.fromkeys(LORA_PICKLE_NAMES, WEIGHTS_NAME) | {MODEL_PICKLE_NAME: of_model}
+    targets |= dict.fromkeys(MEDUSA_PICKLE_NAMES, MEDUSA_WEIGHTS_NAME)
     found: dict[str, str] = {}
-    for names, target in ((LORA_PICKLE_NAMES, WEIGHTS_NAME), (MEDUSA_PICKLE_NAMES, MEDUSA_WEIGHTS_NAME)):
-        there = [name for name in names if name in files.names]
+    for target in dict.fromkeys(targets.values()):
+        there = [name for name, made in targets.items() if made == target and name in files.names]
         if target in files.names or not there:
             continue  # a server reads the safetensors and leaves a pickle beside them alone
         if len(there) > 1:
             raise AdapterInvalid(
                 f"there are {' and '.join(there)}, and one of them has the weights; move the others elsewhere"
             )
+        if target == WEIGHTS_NAME and not has_config:
+            raise AdapterInvalid(
+                f"{there[0]} is neither a LoRA nor Medusa heads: there is no {CONFIG_NAME} beside it, and no "
+                f"{MODEL_CONFIG_NAME} whose model_type is medusa"
+            )
         found[there[0]] = target
     if not found:
-        raise AdapterInvalid(f"there is no pickle to convert: none of {', '.join(LORA_PICKLE_NAMES)}, "
-                             f"{', '.join(MEDUSA_PICKLE_NAMES)} without safetensors beside it")  # fmt: skip
+        raise AdapterInvalid(
+            f"there is no pickle to convert: none of {', '.join(PICKLE_NAMES)} without safetensors beside it"
+        )
     return found
 
 
@@ -213,6 +230,8 @@ def read_pickle(source: IO[bytes]) -> dict[str, Tensor]:
                 "its own protocol, 2"
             ) from None
         raise Refused(f"is cut short, damaged, or holds more than tensors ({_first_line(cause)})") from None
+    if isinstance(loaded, dict) and list(cast("dict[Any, Any]", loaded)) == ["state_dict"]:
+        loaded = loaded["state_dict"]
     if not isinstance(loaded, dict) or not loaded:
         raise Refused("does not hold a dict of tensors")
     if len(loaded) > MAX_TENSORS:

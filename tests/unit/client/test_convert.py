@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.adapter_files import VOCAB, base_targets
-from support.medusa_files import load, sequential_tensors, write_heads
+from support.medusa_files import base_config, load, sequential_tensors, vllm_config, vllm_tensors, write_heads
 from support.world import TinyWorld
 from torch import Tensor
 
@@ -157,7 +157,8 @@ def test_other_protocols_of_pickle(protocol: int, tmp_path: Path) -> None:
 
 WRONG: dict[str, tuple[object, str]] = {
     "list": ([torch.zeros(1)], "does not hold a dict"),
-    "nested": ({"state_dict": {"a": torch.zeros(1)}}, "holds 'state_dict', which is a dict"),
+    "nested": ({"state_dict": {"a": torch.zeros(1)}, "epoch": 3}, "holds 'state_dict', which is a dict"),
+    "empty": ({"state_dict": {}}, "does not hold a dict"),
     "number": ({"a": 1}, "holds 'a', which is a int"),
     "key": ({1: torch.zeros(1)}, "the key 1"),
     "sparse": ({"a": torch.zeros(2, 2).to_sparse()}, "sparse"),
@@ -193,12 +194,30 @@ def test_tensors_that_share_memory(tmp_path: Path) -> None:
 
 
 def test_medusa_heads(tmp_path: Path) -> None:
-    """The reference code's pickle, whose layers are one module."""
-    torch.save(sequential_tensors(2, 1, VOCAB), tmp_path / "medusa_lm_head.pt")
+    """The reference code's pickle, whose layers are one module, as a checkpoint of a trainer."""
+    torch.save({"state_dict": sequential_tensors(2, 1, VOCAB)}, tmp_path / "medusa_lm_head.pt")
     folder = write_heads(tmp_path / "x", {})
     with (folder / "medusa_lm_head.safetensors").open("wb") as out:
         converter.write_safetensors(read(tmp_path / "medusa_lm_head.pt"), out, 1 << 20)
     assert len(load(DirectorySource(tmp_path), "x", base_targets(), tmp_path / "store")[1].heads) == 2
+
+
+def test_medusa_heads_as_vllm_lays_them_out(tmp_path: Path) -> None:
+    folder = tmp_path / "pickled"
+    folder.mkdir()
+    torch.save(vllm_tensors(2), folder / "pytorch_model.bin")
+    (folder / "config.json").write_text(json.dumps(vllm_config(2)))
+    convert(folder)
+    assert len(load(DirectorySource(tmp_path), "converted", base_targets(), tmp_path / "store")[1].heads) == 2
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "pytorch_model.bin"])
+def test_neither_a_lora_nor_heads(pickled: Path, name: str) -> None:
+    (pickled / "adapter_config.json").unlink()
+    (pickled / "config.json").write_text(json.dumps(base_config()))
+    (pickled / "adapter_model.bin").rename(pickled / name)
+    with pytest.raises(AdapterInvalid, match=rf"{name} is neither .* no adapter_config.json beside it"):
+        convert(pickled)
 
 
 def test_nothing_to_convert(pickled: Path, tmp_path: Path) -> None:
