@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.credentials import credential, write_credentials
-from support.fake_workers import FAST_WATCH, Cluster, FakeWorker, Generate, cluster, error_of, router_for, until
+from support.fake_workers import Cluster, FakeWorker, Generate, cluster, error_of, router_for, until
 
 from loraplex_contracts.errors import (
     AdapterInvalid,
@@ -258,16 +257,15 @@ async def test_a_change_that_a_worker_may_have_missed_that_never_answered_this_r
     frozen = socket.create_server(("127.0.0.1", 0))  # it takes connections and says nothing
     worker = await FakeWorker("w").start()
     address = f"127.0.0.1:{frozen.getsockname()[1]}"
-    watch = replace(FAST_WATCH, stale_after_s=0.2)
     with frozen:
-        async with router_for([worker.address, address], watch=watch) as (router, channel):
+        async with router_for([worker.address, address]) as (router, channel):
             await until(lambda: router.replicas.num_routable == 1)
             for call in (stub(channel).LoadAdapter, stub(channel).UnloadAdapter):
                 error = await error_of(call(Load(adapter_id="sql")))
                 assert isinstance(error, WorkerLost)
                 assert address in error.message
     # Nothing runs where connections are refused.
-    async with router_for([worker.address, address], watch=watch) as (router, channel):
+    async with router_for([worker.address, address]) as (router, channel):
         await until(lambda: router.replicas.num_routable == 1 and "refused" in router.replicas[address].last_error)
         await stub(channel).LoadAdapter(Load(adapter_id="sql"))
     await worker.stop()
