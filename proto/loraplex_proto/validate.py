@@ -440,7 +440,7 @@ def _check_speculation(speculation: inference_pb2.Speculation) -> None:
                 )
             if kind == "off" and speculation.fixed_length:
                 raise InvalidArgument(
-                    "`speculation.off` drafts nothing and `speculation.fixed_length` always: leave one of them out",
+                    "the kind `off` drafts nothing and `speculation.fixed_length` always: leave one of them out",
                     field="speculation.fixed_length",
                 )
         case "prompt_lookup":

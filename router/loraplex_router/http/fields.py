@@ -266,17 +266,16 @@ def speculation_of(value: Any) -> pb.Speculation:
     places: dict[str, Message] = {"max_draft_tokens": found, "fixed_length": found}
     if kind is not None and (parameters := put_kind(found, kind)) is not None:
         places |= dict.fromkeys(parameters.DESCRIPTOR.fields_by_name, parameters)
-    try:
-        for name, place in places.items():
-            if (given := options.pop(name, None)) is None:
-                continue
-            if place is not found and getattr(place, name) and getattr(place, name) != given:
-                raise InvalidArgument(
-                    f"`speculation.kind` has another `{name}`: say it once", field=f"speculation.{name}"
-                )
+    for name, place in places.items():
+        if (given := options.pop(name, None)) is None:
+            continue
+        field = f"speculation.{name}"
+        if place is not found and getattr(place, name) and getattr(place, name) != given:
+            raise InvalidArgument(f"`speculation.kind` has another `{name}`: say it once", field=field)
+        try:
             setattr(place, name, given)
-    except (TypeError, ValueError) as error:  # of protobuf
-        raise InvalidArgument("`speculation` has a value of a wrong type or size", field="speculation") from error
+        except (TypeError, ValueError) as error:  # of protobuf
+            raise InvalidArgument(f"`{field}` has a value of a wrong type or size", field=field) from error
     if options:
         name = ascii(str(next(iter(options)))[:40])[1:-1]
         raise InvalidArgument(f"`speculation.{name}` is not known for this kind", field=f"speculation.{name}")

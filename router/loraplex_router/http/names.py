@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Final
 
+from loraplex_proto.speculation import KINDS
 from loraplex_proto.v1 import inference_pb2
 
 _DOCUMENTS: Final = ("documents", "texts", "text_2", "items", "data_2")
@@ -59,6 +60,7 @@ NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "output.parse_chat": ("messages",),
     "omit_normalization": ("normalize",),
     "logits": ("activation", "use_activation", "softmax", "raw_scores"),
+    **dict.fromkeys((f"speculation.{kind}" for kind in KINDS), ("speculation.kind",)),
     **dict.fromkeys(
         (
             "grammar",

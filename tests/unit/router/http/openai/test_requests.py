@@ -260,6 +260,16 @@ def test_speculation_of_a_wrong_form_is_refused(value: Any) -> None:
         completion(speculation=value)
 
 
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [({"max_draft_tokens": -1}, "max_draft_tokens"), ({"kind": "medusa", "adapter_id": 3}, "adapter_id")],
+)
+def test_a_parameter_of_speculation_that_does_not_fit_is_named(value: Any, name: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"`speculation.{name}` has a value of a wrong type or size") as caught:
+        completion(speculation=value)
+    assert caught.value.field == f"speculation.{name}"
+
+
 def test_chat_messages() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     answered = {"role": "assistant", "content": None, "tool_calls": None, "refusal": None, "annotations": []}
