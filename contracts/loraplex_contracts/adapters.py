@@ -140,6 +140,7 @@ class AdapterInfo:
     num_uses: int = 0  # requests for its name
     last_error: str = ""  # of the last load under this name, where that failed
     last_error_reason: str = ""
+    is_sourced: bool = False  # a load in this process has bound it to a source that is not its own
 
 
 # Changed rows by adapter key, or by adapter id while it has no key. An empty tuple removes the rows.

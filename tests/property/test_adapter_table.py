@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraplex_adapters.cache.listing import Listing, has_source, key_row, listing_order
+from loraplex_adapters.cache.listing import Listing, key_row, listing_order
 from loraplex_adapters.cache.names import AdapterTable
 from loraplex_adapters.cache.residency import RESERVED_ROUNDS, AdapterCacheConfig
 from loraplex_adapters.cache.states import (
@@ -294,9 +294,9 @@ class World:
         expected = rows(self.table)
         assert list(self.listing.rows()) == expected, "a change that nobody heard of"
         resident = [row for tier in ("device", "host", "disk") for row in expected if row.tier == tier]
-        resident += [row for row in expected if row.tier == "source" and has_source(row)]
+        resident += [row for row in expected if row.tier == "source" and row.is_sourced]
         assert list(self.listing.nearest()) == [
-            (row.tier, row.adapter_id, row.digest, has_source(row)) for row in resident
+            (row.tier, row.adapter_id, row.digest, row.is_sourced) for row in resident
         ]
 
     def drain(self) -> None:

@@ -61,6 +61,7 @@ def key_row(record: KeyRecord, adapter_id: str, named: NameRecord | None = None)
         base="" if named is None else named.base,
         last_error="" if named is None else str(named.error or ""),
         last_error_reason="" if named is None else _reason(named.error),
+        is_sourced=named is not None and named.is_sourced,
     )
 
 
@@ -177,7 +178,7 @@ class Listing:
             insort(self._fetching, row.adapter_id)
         if row.tier != "source":
             insort(self._tiers[row.tier], listing_order(row))
-        if has_source(row):
+        if row.is_sourced:
             insort(self._sourced, (row.adapter_id, row.tier, row.digest))
 
     def _remove(self, row: AdapterInfo) -> None:
@@ -191,17 +192,12 @@ class Listing:
         if row.tier != "source":
             places = self._tiers[row.tier]
             del places[bisect_left(places, listing_order(row))]
-        if has_source(row):
+        if row.is_sourced:
             del self._sourced[bisect_left(self._sourced, (row.adapter_id, row.tier, row.digest))]
 
 
 def _place(row: AdapterInfo) -> tuple[AdapterTier, tuple[str, bool, str], bool]:
-    return row.tier, listing_order(row), has_source(row)
-
-
-def has_source(row: AdapterInfo) -> bool:
-    """True where a load has bound the name to another source than its own: no other worker knows that."""
-    return bool(row.digest) and row.source not in ("", row.adapter_id)
+    return row.tier, listing_order(row), row.is_sourced
 
 
 def has_binding(rows: Sequence[AdapterInfo]) -> bool:

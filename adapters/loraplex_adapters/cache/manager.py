@@ -292,7 +292,11 @@ class AdapterManager:
 
     def unload(self, adapter_id: AdapterId, if_unused: bool = False) -> AdapterInfo:
         """Forgets the name; weights go when the last request has ended. Raises AdapterNotFound and AdapterInUse."""
-        before = self._table.row(adapter_id)
+        try:
+            before = self._table.row(adapter_id)
+        except AdapterNotFound:
+            self._table.unload(adapter_id)  # which raises it as well, and forgets what a restart would know
+            raise
         key = self._table.unload(adapter_id, if_unused)
         if self._watch is not None:
             self._watch.forget(adapter_id)

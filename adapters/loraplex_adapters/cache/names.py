@@ -30,7 +30,7 @@ from loraplex_adapters.cache.states import (
     Refetch,
     remembered_s,
 )
-from loraplex_adapters.cache.versions import Versions
+from loraplex_adapters.cache.versions import Versions, is_other_place
 from loraplex_contracts.adapters import (
     NOBODY,
     OWN_ORIGIN,
@@ -211,6 +211,8 @@ class AdapterTable:
             raise adapter_version_not_found(name)
         record = self.names.get(name)
         if record is None or _is_unknown(record) or (record.key is None and record.state is not NameState.FAILED):
+            if record is None and version is None:
+                self.versions.forget(name)  # that it had before a restart
             raise adapter_not_found(name)
         if record.key is None:
             self._end_load(record)
@@ -324,6 +326,8 @@ class AdapterTable:
                 return
         record.step(NameEvent.FETCHED)
         record.origin, record.base, record.error = record.fetched_from, base, None
+        is_named = operation is not None and operation.is_of_fetch and bool(operation.options.origin.source)
+        record.is_sourced = is_other_place(name, record.origin.source) and (is_named or record.is_sourced)
         self._accesses.opened(name, now)
         is_reload = operation is not None and operation.options.is_reload
         before = None if record.key is None else self.residency.records[record.key]
@@ -463,7 +467,7 @@ class AdapterTable:
 
     def _origin_of(self, name: str) -> AdapterOrigin:
         record = self.names.get(name_in(name))
-        return OWN_ORIGIN if record is None else record.origin
+        return self.versions.origin_of(name_in(name)) if record is None else record.origin
 
     def _end_fetch(self, ticket: int) -> None:
         tenant = self._fetching.pop(ticket, None)
@@ -497,6 +501,7 @@ class AdapterTable:
         origin: AdapterOrigin = OWN_ORIGIN,
     ) -> NameRecord:
         record = self.names[name] = NameRecord(name, NameState.FETCHING, ticket=0, load=operation, version=version)
+        record.origin = self.versions.origin_of(name)
         self._fetch(record, tenant, origin)
         return record
 
@@ -601,6 +606,7 @@ class AdapterTable:
         previous = record.key
         record.key = key
         if record.version is None and not is_internal_name(record.name):
+            self.versions.keep_origin(record.name, record.origin)
             oldest = self.versions.remember(record.name, key)
             if oldest is not None:
                 self._forget(f"{record.name}@{oldest.digest}")

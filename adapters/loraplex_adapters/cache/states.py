@@ -133,6 +133,7 @@ class NameRecord:
     failed_until_s: float = 0.0
     load: LoadOperation | None = None
     is_asked_within_limits: bool = False  # by a tenant whose bytes are limited, since the last fetch began
+    is_sourced: bool = False  # its origin is another than its own, and a load in this process has named it
 
     @property
     def is_fetching(self) -> bool:

@@ -1,4 +1,4 @@
-"""Versions of adapters: the contents that each name has or had.
+"""Versions of adapters: the contents that names have or had, and their sources.
 
 `Versions` is pure. `VersionLog` keeps it in a file of the store, so that a restarted worker knows it again: one line
 for each change, written anew at a process's first change and where most lines are out of date. Contents prepared for
@@ -7,6 +7,7 @@ one base model are not served with another, so each has a file of its own, which
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Final, cast
 
-from loraplex_contracts.adapters import AdapterKey, AdapterKind
+from loraplex_contracts.adapters import OWN_ORIGIN, AdapterKey, AdapterKind, AdapterOrigin
 from loraplex_contracts.errors import AdapterVersionNotFound
 
 log = logging.getLogger(__name__)
@@ -29,26 +30,50 @@ _PREFIX: Final = "versions"
 _FORMAT: Final = "2"
 _LINE: Final = re.compile(r"([^\s:@]+) (?:(lora|medusa|combined)-([0-9a-f]{64})|-)\Z")
 
-# A name's latest content, or None where its versions are forgotten.
-Change = tuple[str, AdapterKey | None]
+_SOURCE: Final = re.compile(
+    r'([^\s:@]+) from (\["(?:[^"\\]|\\.)*", "[^"\\]*"\])\Z'
+)  # older releases leave such lines out
+
+# A name's latest content, its origin, or None where its versions are forgotten.
+Change = tuple[str, AdapterKey | AdapterOrigin | None]
 
 
 class Versions:
-    """Owns the contents of each name, the latest last."""
+    """Owns the contents of each name, the latest last, and the origins of names that are not their own."""
 
     def __init__(self, changes: Iterable[Change] = ()) -> None:
         self._of_name: dict[str, OrderedDict[AdapterKey, None]] = {}
+        self._origins: dict[str, AdapterOrigin] = {}
         self._changes: list[Change] = []
-        for name, key in changes:
-            self.forget(name) if key is None else self.remember(name, key)
+        for name, what in changes:
+            if isinstance(what, AdapterOrigin):
+                self.keep_origin(name, what)
+            else:
+                self.forget(name) if what is None else self.remember(name, what)
         self._changes.clear()
 
     def __len__(self) -> int:
-        return sum(map(len, self._of_name.values()))
+        return sum(map(len, self._of_name.values())) + len(self._origins)
 
-    def __iter__(self) -> Iterator[tuple[str, AdapterKey]]:
+    def __iter__(self) -> Iterator[Change]:
         """Changes that lead here, without those that are out of date."""
-        return ((name, key) for name, keys in self._of_name.items() for key in keys)
+        yield from ((name, key) for name, keys in self._of_name.items() for key in keys)
+        yield from self._origins.items()
+
+    def origin_of(self, name: str) -> AdapterOrigin:
+        """Where a load has bound the name from; its own place where none has."""
+        return self._origins.get(name, OWN_ORIGIN)
+
+    def keep_origin(self, name: str, origin: AdapterOrigin) -> None:
+        """Remembers where the name is bound from now, until it is forgotten. Tokens are not kept."""
+        origin = origin.without_token if is_other_place(name, origin.source) else OWN_ORIGIN
+        if origin == self.origin_of(name):
+            return
+        self._changes.append((name, origin))
+        if origin == OWN_ORIGIN:
+            del self._origins[name]
+        else:
+            self._origins[name] = origin
 
     def find(self, name: str, digits: str) -> AdapterKey | None:
         """The content that the name has or had and whose digest begins so; None where there is none. Raises
@@ -73,12 +98,11 @@ class Versions:
         return keys.popitem(last=False)[0] if len(keys) > MAX_VERSIONS else None
 
     def forget(self, name: str) -> list[AdapterKey]:
-        """Forgets all of the name's contents, and returns them."""
-        keys = self._of_name.pop(name, None)
-        if keys is None:
-            return []
-        self._changes.append((name, None))
-        return list(keys)
+        """Forgets all of the name's contents, and returns them; its origin too."""
+        keys, origin = self._of_name.pop(name, None), self._origins.pop(name, None)
+        if keys is not None or origin is not None:
+            self._changes.append((name, None))
+        return list(keys or ())
 
     def drop(self, name: str, key: AdapterKey) -> None:
         """Drops a content that cannot be had any more. A restart finds that out by itself."""
@@ -98,7 +122,9 @@ class VersionLog:
         self._path = folder / f"{_PREFIX}-{_FORMAT}-{base}"
         self._num_lines = 0
         self._fd = -1
-        self.versions = Versions(change for change in self._read() if change[1] is None or is_stored(change[1]))
+        self.versions = Versions(
+            (name, what) for name, what in self._read() if not isinstance(what, AdapterKey) or is_stored(what)
+        )
 
     def save(self) -> None:
         """Writes what has changed since the last call."""
@@ -139,6 +165,8 @@ class VersionLog:
             if found := _LINE.match(line):
                 name, kind, digest = found.groups()
                 yield name, AdapterKey(cast(AdapterKind, kind), digest) if kind else None
+            elif found := _SOURCE.match(line):
+                yield found[1], AdapterOrigin(*json.loads(found[2]))
 
     def _write_anew(self) -> None:
         self.close()
@@ -157,5 +185,12 @@ class VersionLog:
         log.warning("versions of adapters are not known after a restart: %s: %s", self._path, error.strerror)
 
 
-def _line(name: str, key: AdapterKey | None) -> str:
-    return f"{name} -" if key is None else f"{name} {key.kind}-{key.digest}"
+def _line(name: str, what: AdapterKey | AdapterOrigin | None) -> str:
+    if isinstance(what, AdapterOrigin):
+        return f"{name} from {json.dumps([what.source, what.revision])}"
+    return f"{name} -" if what is None else f"{name} {what.kind}-{what.digest}"
+
+
+def is_other_place(name: str, source: str) -> bool:
+    """True if the `source` of a load is another place than that of the adapter's own name."""
+    return source not in ("", name)

@@ -599,6 +599,34 @@ def test_versions_are_known_after_a_restart(make_engine: Callable[..., Engine], 
     assert make_engine(store_dir=tmp_path / "store").resolve(f"a0@{old[:8]}").digest == old, "the third took none away"
 
 
+def test_a_restarted_server_reads_a_name_from_where_a_load_had_bound_it(
+    make_engine: Callable[..., Engine], root: Path, tmp_path: Path
+) -> None:
+    first = make_engine(store_dir=tmp_path / "store")
+    own = first.resolve("a0")
+    options = LoadOptions(AdapterOrigin("a1"))
+    bound = first.load("a0", options=options).digest
+    for name in ("elsewhere", "unloaded"):
+        first.load(name, options=options)
+    assert first.cache.get("a0").is_sourced
+    first.cache.close()
+    second = make_engine(store_dir=tmp_path / "store")
+    with pytest.raises(AdapterNotFound):
+        second.cache.unload("unloaded")
+    assert second.resolve("a0").digest == second.resolve("elsewhere").digest == bound != own.digest
+    row = second.cache.get("a0")
+    assert (row.source, row.is_sourced) == ("a1", False), "other workers may have had another load meanwhile"
+    with pytest.raises(AdapterNotFound):
+        second.resolve("unloaded")
+    second.load("a0")
+    assert not second.cache.get("a0").is_sourced
+    second.load("a0", options=options)
+    assert second.cache.get("a0").is_sourced
+    second.cache.unload("a0")
+    second.cache.close()
+    assert make_engine(store_dir=tmp_path / "store").resolve("a0") == own
+
+
 def test_templates_beside_an_adapter_are_reported_and_not_touched(
     make_engine: Callable[..., Engine], root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from loraplex_adapters.cache import versions as module
 from loraplex_adapters.cache.versions import MAX_VERSIONS, SPARE_LINES, VersionLog
-from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.adapters import OWN_ORIGIN, AdapterKey, AdapterOrigin
 
 
 def key(number: int) -> AdapterKey:
@@ -37,6 +37,31 @@ def test_a_new_process_knows_them(tmp_path: Path) -> None:
     assert again.versions.find("team/sql", key(2).digest[:8]) == key(2)
     assert again.versions.find("gone", key(3).digest[:8]) is None
     again.close()
+
+
+def test_a_new_process_knows_where_loads_bound_names_from(tmp_path: Path) -> None:
+    log = opened(tmp_path)
+    folder = AdapterOrigin('with "quotes" and \\ é/v2')
+    branch = AdapterOrigin("hub:org/x", "main", "secret")
+    for name, origin in (("sql", folder), ("org/x", branch), ("gone", folder), ("back", folder), ("own", folder)):
+        log.versions.keep_origin(name, origin)
+        log.versions.remember(name, key(1))
+    log.save()
+    log.versions.forget("gone")
+    log.versions.keep_origin("back", AdapterOrigin())
+    log.versions.keep_origin("own", AdapterOrigin("own"))
+    log.save()
+    log.close()
+    assert "secret" not in (tmp_path / LOG_NAME).read_text()
+    for _ in range(2):
+        again = opened(tmp_path)
+        found = {name: again.versions.origin_of(name) for name in ("sql", "org/x", "gone", "back", "own")}
+        assert found.pop("sql") == folder
+        assert found.pop("org/x") == AdapterOrigin("hub:org/x", "main")
+        assert set(found.values()) == {OWN_ORIGIN}
+        again.versions.remember("another", key(2))
+        again.save()  # which writes the file anew
+        again.close()
 
 
 def test_only_contents_that_the_store_has(tmp_path: Path) -> None:

@@ -240,11 +240,11 @@ def test_names_with_a_source_of_their_own_are_listed_behind_the_nearest_and_with
     listing = Listing()
     listing.apply_changes({str(number): (row(str(number)),) for number in range(1024)})
     before = listing.nearest()
-    sourced = replace(row("sql", "disk"), source="v1")
-    own = replace(row("own", "disk"), source="own")
+    sourced = replace(row("sql", "disk"), source="v1", is_sourced=True)
+    own = replace(row("own", "disk"), source="v1")  # as it was before a restart
     unbound = replace(row("fetching", "source"), source="v1", digest="")
     listing.apply_changes(
-        {"sql": (sourced,), "own": (own,), "fetching": (unbound,), "3": (replace(row("3"), source="v"),)}
+        {"sql": (sourced,), "own": (own,), "fetching": (unbound,), "3": (replace(row("3"), is_sourced=True),)}
     )
     listed = convert.residents_to_pb(listing.nearest())
     assert listing.nearest() is not before
