@@ -32,6 +32,8 @@ from loraplex_server.model.refusals import error_line, refuse_class, refuse_conf
 from loraplex_training.adapted import check_files, with_adapter
 from loraplex_training.corpus import Prompt
 
+_PAD_ID = 0  # masked, or behind the end; ids of tokens that end a text may lie outside the vocabulary
+
 
 @dataclass(frozen=True, slots=True)
 class Example:
@@ -108,13 +110,12 @@ class Target:
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Example]:
         """The greedy continuation of each prompt, the end-of-text token included, as one batch."""
         width = max(len(prompt) for prompt in prompts)
-        pad_id = self.eos_token_ids[0] if self.eos_token_ids else 0
-        rows = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+        rows = [[_PAD_ID] * (width - len(prompt)) + list(prompt) for prompt in prompts]
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         # Every option is set: a model's own defaults may sample or penalize.
         config = GenerationConfig(
             max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, repetition_penalty=1.0, no_repeat_ngram_size=0,
-            eos_token_id=list(self.eos_token_ids) or None, pad_token_id=pad_id,
+            eos_token_id=list(self.eos_token_ids) or None, pad_token_id=_PAD_ID,
             temperature=None, top_p=None, top_k=None, min_p=None, typical_p=None,
         )  # fmt: skip
         with out_of_memory():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,12 @@ def test_generation_is_greedy_and_no_neighbour_matters(tiny_world: TinyWorld, ad
             if tokens[-1] in target.eos_token_ids:
                 break
         assert made.token_ids == tokens
+
+
+def test_an_end_outside_the_vocabulary(tiny_world: TinyWorld) -> None:
+    target = replace(load(tiny_world), eos_token_ids=(100_000,))
+    prompts = [target.encode(text) for text in ("a", "a longer prompt")]
+    assert [len(each.token_ids) - each.num_given for each in target.generate(prompts, 5)] == [5, 5]
 
 
 def test_a_models_own_sampling_defaults_do_not_count(tiny_world: TinyWorld) -> None:
