@@ -61,8 +61,9 @@ def examples_of_prompts(
             field="--max-new-tokens",
         )
     made: list[Example] = [Example([], 0)] * len(fitting)
+    lengths, are_equal = [len(tokens) for tokens in fitting], not target.takes_padding()
     with task(progress, "generating", len(fitting)) as advance:
-        for batch in in_batches([len(tokens) for tokens in fitting], recipe.batch_size):
+        for batch in in_batches(lengths, recipe.batch_size, are_equal=are_equal):
             examples = target.generate([fitting[idx] for idx in batch], recipe.max_new_tokens)
             for idx, example in zip(batch, examples, strict=True):
                 made[idx] = example

@@ -8,10 +8,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -25,14 +27,18 @@ from loraplex_contracts.errors import (
     OutOfMemory,
     UnsupportedModel,
 )
+from loraplex_server.kv.rope import RopeScaling
+from loraplex_server.layers.context import StepContext
 from loraplex_server.model.language import read_language_model
 from loraplex_server.model.loader import eos_token_ids_of, reading_files
 from loraplex_server.model.mxfp4 import dequantising
 from loraplex_server.model.refusals import error_line, refuse_class, refuse_config
+from loraplex_server.model.rope import lengths_given, scale_by_token
 from loraplex_training.adapted import check_files, with_adapter
 from loraplex_training.corpus import Prompt
 
 _PAD_ID = 0  # masked, or behind the end; ids of tokens that end a text may lie outside the vocabulary
+_MAX_GAP = 0.05  # of logits, by their largest: rounding stays below it
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,7 @@ class Target:
     eos_token_ids: tuple[int, ...]
     max_context_tokens: int
     templates: AdapterTemplates = AdapterTemplates()  # the adapter's own
+    scaling: RopeScaling | None = None  # of rotary embeddings that depend on a text's length
 
     @property
     def device(self) -> torch.device:
@@ -110,20 +117,7 @@ class Target:
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Example]:
         """The greedy continuation of each prompt, the end-of-text token included, as one batch."""
         width = max(len(prompt) for prompt in prompts)
-        rows = [[_PAD_ID] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-        mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        # Every option is set: a model's own defaults may sample or penalize.
-        config = GenerationConfig(
-            max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, repetition_penalty=1.0, no_repeat_ngram_size=0,
-            eos_token_id=list(self.eos_token_ids) or None, pad_token_id=_PAD_ID,
-            temperature=None, top_p=None, top_k=None, min_p=None, typical_p=None,
-        )  # fmt: skip
-        with out_of_memory():
-            made: Tensor = self.model.generate(
-                input_ids=torch.tensor(rows, device=self.device),
-                attention_mask=torch.tensor(mask, device=self.device),
-                generation_config=config,
-            )
+        made: Tensor = self._generate(prompts, width, max_new_tokens)
         new_tokens = made[:, width:].tolist()
         return [
             Example([*prompt, *self._until_end(new)], len(prompt))
@@ -131,8 +125,58 @@ class Target:
         ]
 
     @torch.inference_mode()
+    def takes_padding(self) -> bool:
+        """True if prompts of several lengths have the answers in one batch that each has alone."""
+        if self.scaling is not None:
+            return False
+        endless = replace(self, eos_token_ids=(self.head.num_logits,))
+        made = [
+            endless._generate([range(8)], width, 3, output_logits=True, return_dict_in_generate=True)
+            for width in (8, 21)
+        ]
+        alone, padded = (torch.cat(each.logits).float() for each in made)
+        return bool((alone - padded).abs().max() <= _MAX_GAP * alone.abs().max())
+
+    def _generate(self, prompts: Sequence[Sequence[int]], width: int, max_new_tokens: int, **options: Any) -> Any:
+        """What the model's `generate()` gives for the prompts, which are padded on the left."""
+        rows = [[_PAD_ID] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+        mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        # Every option is set: a model's own defaults may sample or penalize.
+        config = GenerationConfig(
+            max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, repetition_penalty=1.0, no_repeat_ngram_size=0,
+            eos_token_id=list(self.eos_token_ids) or None, pad_token_id=_PAD_ID,
+            temperature=None, top_p=None, top_k=None, min_p=None, typical_p=None, **options,
+        )  # fmt: skip
+        with out_of_memory():
+            return self.model.generate(
+                input_ids=torch.tensor(rows, device=self.device),
+                attention_mask=torch.tensor(mask, device=self.device),
+                generation_config=config,
+            )
+
+    @torch.inference_mode()
     def hidden_states(self, examples: Sequence[Example]) -> list[Tensor]:
-        """Inputs of the output head for each example, [num_tokens, hidden], in one forward pass."""
+        """Inputs of the output head for each example, [num_tokens, hidden], in one forward pass; in one for each where
+        rotary embeddings depend on a text's length."""
+        if self.scaling is None:
+            return self._states(examples)
+        return [self._scaled_states(each, self.scaling) for each in examples]
+
+    def _scaled_states(self, example: Example, scaling: RopeScaling) -> Tensor:
+        """The states that generation has, which scales a prompt by its length and each token behind it by that so
+        far."""
+        num_tokens = len(example.token_ids)
+        lengths = np.arange(1, num_tokens + 1).clip(min=example.num_given)
+        if scaling.restarts:
+            lengths = np.full_like(lengths, num_tokens)
+        with lengths_given(self.model, lengths):
+            (states,) = self._states([example])
+        if not scaling.outgrown(example.num_given, num_tokens):
+            return states
+        before = self._scaled_states(replace(example, token_ids=example.token_ids[: scaling.limit]), scaling)
+        return torch.cat([before, states[scaling.limit :]])
+
+    def _states(self, examples: Sequence[Example]) -> list[Tensor]:
         width = max(len(each.token_ids) for each in examples)
         # Padding is on the right and the model is causal, so no counted position attends to it.
         rows = [each.token_ids + [0] * (width - len(each.token_ids)) for each in examples]
@@ -177,8 +221,9 @@ def load_target(base: str, adapter: Path | None, *, dtype: torch.dtype | None, d
             model = with_adapter(model, base, adapter)
         head = model.get_base_model().get_output_embeddings()  # perhaps wrapped now
     model.eval().requires_grad_(False)
+    scaling = scale_by_token(model if adapter is None else model.get_base_model(), StepContext())
     frozen = FrozenHead(head, _logit_scale(model, head), num_logits, hidden_size, head_dtype, device)
-    return Target(model, frozen, tokenizer, eos_token_ids, limit, templates or AdapterTemplates())
+    return Target(model, frozen, tokenizer, eos_token_ids, limit, templates or AdapterTemplates(), scaling)
 
 
 @torch.inference_mode()
@@ -219,8 +264,11 @@ def out_of_memory() -> Generator[None]:
         raise OutOfMemory("the device's memory is full; try a smaller --batch-size, or --device cpu") from error
 
 
-def in_batches(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
-    """Indices in batches of similar length, longest first, so that running out of memory shows at once."""
+def in_batches(lengths: Sequence[int], batch_size: int, *, are_equal: bool = False) -> Iterator[list[int]]:
+    """Indices in batches of similar length, or of equal ones, longest first, so that running out of memory shows at
+    once."""
     order = sorted(range(len(lengths)), key=lambda idx: lengths[idx], reverse=True)
-    for start in range(0, len(order), batch_size):
-        yield order[start : start + batch_size]
+    for _, same in groupby(order, lambda idx: lengths[idx] if are_equal else 0):
+        group = list(same)
+        for start in range(0, len(group), batch_size):
+            yield group[start : start + batch_size]

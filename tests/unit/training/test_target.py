@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.multimodal import whole_model
 from support.world import TinyWorld, byte_tokenizer
-from support.zoo import ZOO
+from support.zoo import ZOO, random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from loraplex_contracts.errors import (
@@ -61,6 +63,30 @@ def test_generation_is_greedy_and_no_neighbour_matters(tiny_world: TinyWorld, ad
             if tokens[-1] in target.eos_token_ids:
                 break
         assert made.token_ids == tokens
+
+
+@pytest.mark.parametrize("family", ["minimax", "llama4", "phi3-longrope", "llama-dynamic", "llama"])
+def test_no_neighbour_matters_in_the_batches_of_a_family(tmp_path: Path, family: str) -> None:
+    """Where padding changes answers, batches have prompts of one length; states are those of generation."""
+    model = random_model(family, torch.float32, seed=1)
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    target = load_target(str(tmp_path), None, dtype=None, device=CPU)
+    assert target.takes_padding() == (family == "llama")
+    prompts = [list(range(9, 9 + num)) for num in (3, 11, 20, 5, 11)]
+    batches = list(in_batches([len(each) for each in prompts], 4, are_equal=not target.takes_padding()))
+    assert len(batches) == (2 if family == "llama" else 4)
+    for batch in batches:
+        examples = target.generate([prompts[idx] for idx in batch], 12)
+        for idx, example, states in zip(batch, examples, target.hidden_states(examples), strict=True):
+            fresh: Any = copy.deepcopy(model)
+            own = fresh.generate(
+                torch.tensor([prompts[idx]]), do_sample=False, max_new_tokens=12, eos_token_id=-1,
+                output_logits=True, return_dict_in_generate=True,
+            )  # fmt: skip
+            assert example.token_ids == own.sequences[0].tolist()
+            found = target.head.logits(states)[len(prompts[idx]) - 1 : -1]
+            torch.testing.assert_close(found, torch.cat(own.logits), rtol=1e-3, atol=1e-3)
 
 
 def test_an_end_outside_the_vocabulary(tiny_world: TinyWorld) -> None:
@@ -207,6 +233,7 @@ def test_tools_reach_the_template(tiny_world: TinyWorld) -> None:
 
 def test_the_longest_come_first() -> None:
     assert list(in_batches([3, 9, 1, 7, 5], 2)) == [[1, 3], [4, 0], [2]]
+    assert list(in_batches([3, 9, 3, 3, 9], 2, are_equal=True)) == [[1, 4], [0, 2], [3]]
 
 
 # --- what cannot be loaded ------------------------------------------------------------------------------------------
