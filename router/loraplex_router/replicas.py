@@ -242,14 +242,14 @@ class Replicas:
         would serve something else under the name, or nothing. None where no member has such a one."""
         found: set[str] | None = None
         for name in map(name_in, adapter_ids):
-            holders = {one.worker_id for one in self._replicas.values() if name in one.sourced and self._counts(one)}
+            holders = {one.worker_id for one in self._replicas.values() if name in one.sourced and self._stays(one)}
             if holders:
                 found = holders if found is None else found & holders
         return found
 
-    def _counts(self, replica: Replica) -> bool:
-        """False for one that is leaving and gets no more requests."""
-        return not replica.is_leaving or replica in self.routable()
+    def _stays(self, replica: Replica) -> bool:
+        """False for one that drains, or is leaving and gets no more requests: others have to do without it."""
+        return not replica.is_draining and (not replica.is_leaving or replica in self.routable())
 
     def build_of(self, worker_id: str) -> tuple[str, ...]:
         """What the digests of a worker's adapters depend on beside their files, as far as it is known: its release,

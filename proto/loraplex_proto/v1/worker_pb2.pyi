@@ -182,8 +182,8 @@ class ResidentAdapter(google.protobuf.message.Message):
     tier: builtins.int
     """Values of loraplex.v1.AdapterTier: 2 disk, 3 host, 4 device; 1 source, with has_source alone."""
     has_source: builtins.bool
-    """A load has bound the name to another source than its own. A worker without such a load would serve something else
-    under this name, or nothing: requests go to workers that say this, as soon as one does.
+    """Since the worker started a load has bound the name to another source than its own. A worker without such a load would
+    serve something else under this name, or nothing: requests go to workers that say this, as soon as one does.
     """
     def __init__(
         self,

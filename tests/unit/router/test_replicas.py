@@ -83,9 +83,9 @@ def test_an_adapter_from_a_source_of_its_own_stays_with_the_workers_that_have_it
     assert "that has 'sql'" in replicas.no_worker(["sql"]).message
     replicas.leave("c:1")
     replicas.on_report("c:1", report(), 1.0)
-    # One that has drained, or starts without it, does not.
+    # One that drains, has drained or starts without it does not.
     replicas.on_report(A, sourced("sql", draining=True), 1.0)
-    assert views("sql") == []
+    assert views("sql") == [B]
     replicas.on_lost(A, "gone")
     assert views("sql") == [B]
 
