@@ -4,7 +4,7 @@ Needs torch, triton, transformers, safetensors and numpy; uses pytest, peft, goo
 need where they are installed.
 
     python scripts/gpu_check.py tests [--out DIR]    # the tests of tests/gpu, in processes of their own
-    python scripts/gpu_check.py bench [--out DIR]    # decode steps of Llama-3.1-8B's shape, against the bars
+    python scripts/gpu_check.py bench [--out DIR]    # steps of Llama-3.1-8B's shape against the bars, and prompts
     python scripts/gpu_check.py bench --shape tiny --device cpu    # the same code, where there is no GPU
     python scripts/gpu_check.py launches [--out DIR] # LoRA's kernels by block sizes and warps, to tune them
 

@@ -25,7 +25,10 @@ class PromptFigure:
 
 
 def all_prompts(stepper: Stepper, deadline: Deadline, say: Callable[[str], None]) -> Iterator[PromptFigure]:
-    """Figures of each step of the shape, without an adapter and with one."""
+    """Figures of each step of the shape, without an adapter and with one; none where there are no graphs."""
+    if stepper.num_graphs == 0:
+        deadline.left_out.append("prompts (there are no graphs)")
+        return
     stepper.install(1)
     for num_prompts, num_tokens in stepper.shape.prompts:
         for scenario, slot in (("base", None), ("adapter", 0)):

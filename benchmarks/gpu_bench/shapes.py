@@ -24,7 +24,12 @@ class Shape:
     batches: tuple[int, ...] = (8, 32, 1, 64)
     num_draft_tokens: int = 4
     verify_batch: int = 8
-    prompts: tuple[tuple[int, int], ...] = ((1, 100), (1, 512), (2, 512))  # of one step: how many, tokens of each
+    prompts: tuple[tuple[int, int], ...] = (
+        (1, 100),
+        (1, 512),
+        (1, 520),
+        (2, 512),
+    )  # of one step: how many, tokens of each
     num_rounds: int = 7
     num_steps: int = 16  # of a round, the untimed first ones come on top
 

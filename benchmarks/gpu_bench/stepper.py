@@ -135,6 +135,8 @@ class Stepper:
         host. `replays`: from graphs; else every kernel is launched."""
         scenario = Scenario("prompts", (slot,) * num_prompts)
         graphs = self.runner._graphs
+        if replays and (graphs is None or graphs.num_graphs < graphs.num_wanted):
+            raise RuntimeError("not all steps were captured")
         self.runner._graphs = graphs if replays else None
         try:
             self._run_prompts(scenario, num_tokens)

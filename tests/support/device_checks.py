@@ -165,6 +165,7 @@ def count_replays(engine: Engine, replays: Counter[str]) -> None:
     replays["graphs"] += graphs.num_graphs if graphs is not None else 0
     if graphs is None:
         return
+    replays["graphs not captured"] += graphs.num_wanted - graphs.num_graphs
     original = graphs.run
 
     def counting(staged: StagedStep) -> Any:
@@ -282,6 +283,7 @@ def check_replays(replays: Counter[str]) -> None:
     """A check's steps came from graphs where they could: those of decoding, with adapters and without."""
     assert replays["plain replayed"] + replays["adapted replayed"] > 10, replays
     assert replays["adapted replayed"] > 5, replays
+    assert replays["graphs not captured"] == 0, replays
 
 
 CHECKS = {"mixed-batch": check_mixed_batch, "speculation": check_speculation, "churn": check_churn}

@@ -159,7 +159,8 @@ class Backend:
         return None
 
     def graph_shapes(self, max_running: int, max_drafted: int, max_step_tokens: int) -> list[GraphShape]:
-        """Shapes of the steps to capture as graphs, for so many sequences and drafts of so many tokens."""
+        """Shapes of the steps to capture as graphs, for so many sequences, drafts of so many tokens, and steps with
+        prompts of up to `max_step_tokens` tokens."""
         return []
 
     def graph_bytes(self, shapes: Sequence[GraphShape], spec: ModelSpec, dtype: torch.dtype) -> int:

@@ -150,9 +150,8 @@ def graph_shapes(max_running: int, max_drafted: int, max_step_tokens: int) -> li
     for query_len in [1 + length for length in _powers(min(max_drafted, MAX_GRAPH_DRAFT))]:
         fitting = [size for size in _powers(max_running) if size * query_len <= MAX_VERIFIED_TOKENS]
         shapes += [GraphShape(num_spans, query_len) for num_spans in fitting]
-    sizes = [size for size in _half_powers(MIN_RAGGED_TOKENS, MAX_RAGGED_TOKENS) if size < max_step_tokens]
-    sizes.append(min(max_step_tokens, MAX_RAGGED_TOKENS))
-    return shapes + [GraphShape(max_running, ragged_tokens=size) for size in dict.fromkeys(sizes)]
+    sizes = _ragged_sizes(min(max_step_tokens, MAX_RAGGED_TOKENS))
+    return shapes + [GraphShape(max_running, ragged_tokens=size) for size in sizes]
 
 
 def graph_bytes(shapes: Sequence[GraphShape], spec: ModelSpec, dtype: torch.dtype) -> int:
@@ -167,11 +166,12 @@ def _powers(largest: int) -> list[int]:
     return sorted({*(1 << exponent for exponent in range(largest.bit_length())), largest} - {0})
 
 
-def _half_powers(smallest: int, largest: int) -> list[int]:
-    """Powers of two, and between each two of them their middle; `smallest` and `largest` are powers of two."""
-    powers = _powers(largest)
-    middles = [power * 3 // 2 for power in powers[:-1]]
-    return sorted(size for size in powers + middles if size >= smallest)
+def _ragged_sizes(largest: int) -> list[int]:
+    """64, 128, 192, ..., 512, 640, ...: a quarter apart at most where steps are long, and the largest itself."""
+    sizes = [MIN_RAGGED_TOKENS]
+    while sizes[-1] < largest:
+        sizes.append(sizes[-1] + max(MIN_RAGGED_TOKENS, (1 << sizes[-1].bit_length()) // 8))
+    return [*(size for size in sizes if size < largest), largest]
 
 
 def _sizes(largest: int) -> list[int]:
@@ -267,8 +267,8 @@ class StepGraphs:
         """
         ordered = sorted(self._shapes, key=lambda shape: (shape.num_tokens, shape.num_spans), reverse=True)
         with torch.inference_mode():
-            for kind in (False, True):
-                buckets = [self._reserve(shape) for shape in ordered if shape.is_ragged is kind]
+            for is_ragged in (False, True):
+                buckets = [self._reserve(shape) for shape in ordered if shape.is_ragged == is_ragged]
                 for bucket in buckets:
                     if self._logits is None:
                         self._look_at_head(bucket)
@@ -436,6 +436,7 @@ def capture_steps(
         progress(f"steps run without CUDA graphs, of which {steps.attention.name} attention cannot be a part")
         return None
     if not steps.attention.replays_ragged:
+        progress(f"steps with prompts run without CUDA graphs, of which {steps.attention.name} attention takes none")
         shapes = [shape for shape in shapes if not shape.is_ragged]
     graphs = StepGraphs(steps, steps.attention, shapes)
     start_s, num_wanted = time.perf_counter(), graphs.num_wanted

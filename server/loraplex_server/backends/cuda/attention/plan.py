@@ -226,8 +226,9 @@ def _uniform_room(reserved: Reserved, shape: Shape, num_keys: int) -> tuple[dict
 
 
 def _ragged_room(reserved: Reserved, shape: Shape, num_keys: int) -> tuple[dict[int, int], int]:
-    """The same of ragged spans. Partial results are large, and few steps have many: there is room for those of all
-    spans as decode steps, and of MAX_SPLIT_CHUNKS chunks of prompts."""
+    """The most pieces by rows, and room for partial results, of ragged spans before up to `num_keys` keys. Partial
+    results are large, and few steps have many: there is room for those of all spans as decode steps, and of
+    MAX_SPLIT_CHUNKS chunks of prompts."""
     num_spans, num_tokens = reserved.num_spans, reserved.num_tokens
     rows, tallest = (int(rows) for rows in _block_rows(np.array([1, num_tokens]), shape))
     num_partials = MAX_SPLIT_PIECES * (num_spans + MAX_SPLIT_CHUNKS * (tallest // shape.num_groups))
