@@ -69,7 +69,8 @@ class Replica:
     last_error: str = "not connected yet"
     load: Load = field(default_factory=Load)  # as it last reported
     tiers: Mapping[str, int] = field(default_factory=dict[str, int])  # of adapters, by id
-    last_names: Collection[str] = ()  # of adapters in its last report, also where it is lost since
+    # Of adapters in its last report, also where it is lost since; of one that had drained those that had a source.
+    last_names: Collection[str] = ()
     # Names that a load has bound to a source of their own, in its last report, also where it is lost since.
     sourced: frozenset[str] = frozenset()
     max_device_adapters: int = 0
@@ -252,17 +253,17 @@ class Replicas:
         return not replica.is_draining and (not replica.is_leaving or replica in self.routable())
 
     def build_of(self, worker_id: str) -> tuple[str, ...]:
-        """What the digests of a worker's adapters depend on beside their files, as far as it is known: its release,
-        number format and device. Itself for one that has left."""
+        """The release, number format and device of a worker, on which the digests of equal files depend. Its id for one
+        that has left."""
         replica = self._replicas.get(worker_id)
         if replica is None or replica.info is None:
             return (worker_id,)
         return replica.info.version, replica.info.dtype, replica.info.device
 
     def absent_holders(self, adapter_id: str, *, with_versions: bool = False) -> list[str]:
-        """Members that had the adapter at their last report and may come back with it: lost or stalled ones, not those
-        that have drained; and those of which this router has never heard. `with_versions`: also those that had a
-        version of it."""
+        """Members that had the adapter at their last report and may come back with it: lost or stalled ones, one
+        that has drained only where a load had bound it to a source of its own; and those of which this router has never
+        heard. `with_versions`: also those that had a version of it."""
         base, _, digits = adapter_id.partition("@")
         absent = [one for one in self._replicas.values() if one.is_stalled or not one.is_connected]
         return [
@@ -399,8 +400,10 @@ class Replicas:
         replica = self._replicas[worker_id]
         was_routable = replica.is_routable
         replica.last_view = self._routable = None
-        if replica.is_draining:  # its process ends, and another one binds names to what their files say then
-            replica.last_names, replica.sourced = (), frozenset()
+        if replica.is_draining:
+            # Its process ends. Another one binds names to what their files say then, but with `--adapter-store` it
+            # takes those that had a source from there again, and serves them beside the others.
+            replica.last_names, replica.sourced = replica.sourced, frozenset()
         replica.is_connected = False
         replica.is_draining = False
         replica.is_stalled = False

@@ -213,6 +213,14 @@ def test_a_lost_worker_may_come_back_with_what_it_had_unless_it_drained() -> Non
     replicas.on_report(A, worker_pb2.Load(draining=True, adapters=[worker_pb2.ResidentAdapter(adapter_id="sql")]), 0.0)
     replicas.on_lost(A, "gone")
     assert replicas.absent_holders("sql") == []
+    # With `--adapter-store` it comes back with what a load had bound to a source of its own.
+    replicas.on_report(A, sourced("sql", draining=True), 0.0)
+    for _ in range(2):
+        replicas.on_lost(A, "gone")
+        assert replicas.absent_holders("sql") == [A]
+        assert replicas.keepers(["sql"]) is None
+    replicas.on_report(A, worker_pb2.Load(), 0.0)
+    assert replicas.absent_holders("sql") == []
 
 
 def test_the_context_is_assumed_until_a_worker_has_said_its_own() -> None:
