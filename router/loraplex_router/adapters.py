@@ -2,9 +2,9 @@
 
 A load goes to the adapter's home workers and to those that have bound the name already, one from a `source` to all:
 others would take the name for that of a folder. An unload goes to all. Neither succeeds where a worker that has the
-name cannot be reached now, nor a load that a worker refuses or that leaves workers with different contents. A listing
-shows a row per worker. A page of a listing is asked for by the adapter before it, so that a worker that comes or goes
-between two pages neither breaks a token nor repeats an adapter.
+name cannot be reached now, nor a load that a worker refuses or that leaves the name bound to different sources. A
+listing shows a row per worker. A page of a listing is asked for by the adapter before it, so that a worker that comes
+or goes between two pages neither breaks a token nor repeats an adapter.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class AdapterFanOut:
         request = adapter_pb2.LoadAdapterRequest.FromString(raw)
         absent = self._replicas.absent_holders(adapter_id)  # before one comes back that has not been asked
         holders = await self._holders(call, adapter_id)
-        if (only := _only_holders(request, holders)) is not None:
+        if (only := _only_holders(request, holders, has_keepers=self._has_keepers(request))) is not None:
             answers = await self._ask(call, raw, only)
             answers.raise_unless_answered()
         else:
@@ -98,27 +98,43 @@ class AdapterFanOut:
                 raise failure
         if not request.if_absent:
             _raise_for_absent(absent, adapter_id, answers)
-            await self._raise_for_contents(call, adapter_id)
+            await self._check_contents(call, request)
         return answers.serialized()
 
-    async def _raise_for_contents(self, call: Call, adapter_id: str) -> None:
-        """Raises DigestMismatch where workers that compute alike have bound the name to different contents: their files
-        differ, or another load of it was under way. All workers are asked, so that of two loads at once the later one
-        to end finds what the other has left."""
+    def _has_keepers(self, request: adapter_pb2.LoadAdapterRequest) -> bool:
+        """True where requests for the name go only to workers that a load has bound to a source, or do so after this
+        load. A worker that was restarted may name a source that it remembers: it serves the name beside the others."""
+        adapter_id = request.adapter_id
+        return request.source not in ("", adapter_id) or self._replicas.keepers([adapter_id]) is not None
+
+    async def _check_contents(self, call: Call, request: adapter_pb2.LoadAdapterRequest) -> None:
+        """Logs where workers that compute alike have bound the name to different contents. Raises DigestMismatch where
+        the load demanded a digest, or where they have the name from different sources. Else the files may be equal:
+        digests depend on `--adapter-templates` too, and weights that are computed at the load on the number of threads.
+        All workers are asked, so that of two loads at once the later one to end finds what the other has left."""
+        adapter_id = request.adapter_id
         question = adapter_pb2.GetAdapterRequest(adapter_id=adapter_id).SerializeToString()
         rows = (await self._ask(call, question, self._routable(), method="GetAdapter")).rows
-        # Where a worker has the name from a source, no request goes to those that have its folder.
-        rows = [row for row in rows if row.source not in ("", adapter_id)] or rows
-        found: dict[tuple[str, ...], tuple[str, str]] = {}
+        rows = [row for row in rows if row.digest and row.state != adapter_pb2.ADAPTER_STATE_DRAINING]
+        if self._has_keepers(request):
+            rows = [row for row in rows if _source_of(row)] or rows
+        alike: dict[tuple[str, ...], list[adapter_pb2.Adapter]] = {}
         for row in rows:
-            if row.digest and row.state != adapter_pb2.ADAPTER_STATE_DRAINING:
-                digest, worker = found.setdefault(self._replicas.build_of(row.worker), (row.digest, row.worker))
-                if digest != row.digest:
-                    raise DigestMismatch(
-                        f"adapter {adapter_id!a} has the digest {digest} at {worker} and {row.digest} at {row.worker}; "
-                        "see that their files are the same and that nobody else loads it, and load it again",
-                        resource=adapter_id,
-                    )
+            alike.setdefault(self._replicas.build_of(row.worker), []).append(row)
+        for group in alike.values():
+            found = {(row.digest, _source_of(row)): row.worker for row in reversed(group)}
+            if len({digest for digest, _ in found}) == 1:
+                continue
+            text = f"adapter {adapter_id!a} has " + " and ".join(
+                f"the digest {digest} at {worker}" + (f" (from {source!a})" if source else "")
+                for (digest, source), worker in [*found.items()][::-1][:MAX_SHOWN]
+            )
+            if request.expected_digest or len({source for _, source in found}) > 1:
+                raise DigestMismatch(
+                    f"{text}; see that nobody else loads it, and load it again, with its `source` where it has one",
+                    resource=adapter_id,
+                )
+            log.warning("%s; see that their files and `--adapter-templates` are the same", text)
 
     async def unload(self, call: Call, raw: bytes) -> bytes:
         adapter_id = _named(call, adapter_pb2.UnloadAdapterRequest, raw)
@@ -188,7 +204,7 @@ class AdapterFanOut:
             if failure.kind is FailureKind.ANSWERED and not isinstance(failure.typed, AdapterNotFound):
                 raise failure
         found = dict.fromkeys((row.worker for row in answers.rows if is_bound(row)), "")
-        found |= {row.worker: row.source for row in answers.rows if row.digest and row.source not in ("", adapter_id)}
+        found |= {row.worker: source for row in answers.rows if row.digest and (source := _source_of(row))}
         keepers = self._replicas.keepers([adapter_id]) or set()
         gone = {failure.worker_id for failure in answers.failures if failure.may_retry}
         for one in gone & views.keys():
@@ -251,12 +267,14 @@ def _named(call: Call, cls: type[Named], raw: bytes) -> str:
     return request.adapter_id
 
 
-def _only_holders(request: adapter_pb2.LoadAdapterRequest, holders: Mapping[str, str]) -> list[str] | None:
+def _only_holders(
+    request: adapter_pb2.LoadAdapterRequest, holders: Mapping[str, str], *, has_keepers: bool
+) -> list[str] | None:
     """The only workers that a load goes to: without a source those that keep to the one of an earlier load, which the
-    others do not know; with `if_absent` those that have the name from elsewhere. None: other workers may have it too.
-    `holders` are workers that have the name, with its source there."""
+    others do not know, where requests go only to such workers; with `if_absent` those that have the name from
+    elsewhere. None: other workers may have it too. `holders` are workers that have the name, with its source there."""
     if not request.source:
-        return [one for one, source in holders.items() if source] or None
+        return [one for one, source in holders.items() if source and has_keepers] or None
     is_elsewhere = any(source != request.source for source in holders.values())
     return [*holders] if request.if_absent and is_elsewhere else None
 
@@ -272,6 +290,11 @@ def _raise_for_absent(absent: Sequence[str], adapter_id: str, answers: Answers) 
             "workers have made the change: send it again when it is back, or take it out of the router's list",
             resource=adapter_id,
         )
+
+
+def _source_of(row: adapter_pb2.Adapter) -> str:
+    """Where the worker has the name from; empty where that is the name's own folder."""
+    return "" if row.source == row.adapter_id else row.source
 
 
 def is_bound(row: adapter_pb2.Adapter) -> bool:

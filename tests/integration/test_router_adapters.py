@@ -128,25 +128,48 @@ async def test_a_load_that_one_home_refuses_is_no_success() -> None:
         assert isinstance(await error_of(stub(c.channel).LoadAdapter(Load(adapter_id="sql"))), AdapterNotFound)
 
 
-async def test_a_load_that_leaves_workers_with_different_contents_is_no_success() -> None:
+async def test_a_load_that_leaves_workers_with_different_contents_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async with cluster(3) as c:
         first, second, _ = homes(c, "sql")
         first.digest, second.digest = "1" * 64, "2" * 64
-        error = await error_of(stub(c.channel).LoadAdapter(Load(adapter_id="sql")))
+        # Their files may be the same.
+        rows = (await stub(c.channel).LoadAdapter(Load(adapter_id="sql"))).adapters
+        assert {(row.worker, row.digest) for row in rows} == {(one.address, one.digest) for one in (first, second)}
+        (line,) = [record.getMessage() for record in caplog.records if "has the digest" in record.getMessage()]
+        error = await error_of(stub(c.channel).LoadAdapter(Load(adapter_id="sql", expected_digest="1" * 64)))
         assert isinstance(error, DigestMismatch)
-        assert all(worker.address in error.message for worker in (first, second))
+        for worker in (first, second):
+            assert all(f"{worker.digest} at {worker.address}" in text for text in (line, error.message))
         # Names that are bound stay as they are.
         await stub(c.channel).LoadAdapter(Load(adapter_id="sql", if_absent=True))
+
+
+async def test_a_load_goes_to_workers_that_remember_a_source_and_to_those_that_serve_the_folder() -> None:
+    async with cluster(4) as c:
+        home, *_, restarted = homes(c, "sql")
+        restarted.adapters["sql"] = adapter_pb2.Adapter(adapter_id="sql", digest="1" * 64, source="v1")
+        home.adapters["sql"] = adapter_pb2.Adapter(adapter_id="sql", digest="old")
+        await stub(c.channel).LoadAdapter(Load(adapter_id="sql"))
+        assert [len(worker.loads) for worker in homes(c, "sql")] == [1, 1, 0, 1]
+        restarted.digest, home.digest = "1" * 64, "2" * 64
+        error = await error_of(stub(c.channel).LoadAdapter(Load(adapter_id="sql")))
+        assert isinstance(error, DigestMismatch)
+        assert f"{restarted.digest} at {restarted.address} (from 'v1')" in error.message
+        # Once requests go only to those that have the source, a load without one does too.
+        restarted.report(tiers={"sql": 4}, sourced=["sql"])
+        await until(lambda: c.router.replicas.keepers(["sql"]) == {restarted.address})
+        rows = (await stub(c.channel).LoadAdapter(Load(adapter_id="sql"))).adapters
+        assert [row.worker for row in rows] == [restarted.address]
 
 
 async def test_a_load_that_another_one_has_crossed_is_no_success() -> None:
     async with cluster(3) as c:
         first, second, third = homes(c, "sql")
         first.may_load = asyncio.Event()
-        load = asyncio.ensure_future(error_of(stub(c.channel).LoadAdapter(Load(adapter_id="sql"))))
-        await until(lambda: "LoadAdapter" in first.calls and "sql" in second.adapters)
+        load = asyncio.ensure_future(error_of(stub(c.channel).LoadAdapter(Load(adapter_id="sql", source="v1"))))
+        await until(lambda: "LoadAdapter" in first.calls and "sql" in second.adapters and "sql" in third.adapters)
         for worker in (second, third):  # as a load of another router has bound it meanwhile
-            worker.adapters["sql"] = adapter_pb2.Adapter(adapter_id="sql", digest="2" * 64)
+            worker.adapters["sql"] = adapter_pb2.Adapter(adapter_id="sql", digest="2" * 64, source="v2")
         first.digest = "1" * 64
         first.may_load.set()
         assert isinstance(await load, DigestMismatch)
@@ -172,6 +195,9 @@ async def test_a_load_from_a_source_goes_to_all_and_a_later_one_without_it_to_th
         rows = (await stub(c.channel).LoadAdapter(Load(adapter_id="sql", source="v1"))).adapters
         assert {row.worker for row in rows} == {worker.address for worker in others}
         newcomer.load_error = None
+        for worker in others:
+            worker.report(tiers={"sql": 4}, sourced=["sql"])
+        await until(lambda: c.router.replicas.keepers(["sql"]) == {worker.address for worker in others})
         # Where the name came from is not known there: it would take the folder of that name.
         await stub(c.channel).LoadAdapter(Load(adapter_id="sql"))
         await stub(c.channel).LoadAdapter(Load(adapter_id="sql", source="v2", if_absent=True))

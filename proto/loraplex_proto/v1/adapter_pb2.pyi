@@ -5,8 +5,9 @@ Adapters: loading ahead of use, unloading, looking. Through the router a load go
 to every other one that has the name already, one with a `source` to all workers, one without to those that have the
 name from one; an unload goes to all workers, and a listing shows a row per worker. A load or unload ends with
 UNAVAILABLE (WORKER_LOST) where a worker that had the name, or may have it, cannot be reached, and has changed the
-rest. A load ends with what a worker refuses it for, too, and with FAILED_PRECONDITION (DIGEST_MISMATCH) where workers
-that compute alike have read different contents.
+rest. A load ends with what a worker refuses it for, too. It ends with FAILED_PRECONDITION (DIGEST_MISMATCH) where
+workers that compute alike have different contents then, if it names an `expected_digest` or they have the name from
+different sources; else the rows of the answer tell.
 """
 
 import builtins
