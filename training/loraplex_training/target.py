@@ -34,6 +34,7 @@ from loraplex_server.model.loader import eos_token_ids_of, reading_files
 from loraplex_server.model.mxfp4 import dequantising
 from loraplex_server.model.refusals import error_line, refuse_class, refuse_config
 from loraplex_server.model.rope import lengths_given, scale_by_token
+from loraplex_server.text.chat_template import rendered
 from loraplex_training.adapted import check_files, with_adapter
 from loraplex_training.corpus import Prompt
 
@@ -100,13 +101,12 @@ class Target:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         tools = prompt["tools"] or None
-        own = self.templates.chat_for(has_tools=tools is not None) or None
+        own = self.templates.chat_for(has_tools=tools is not None)
         if not own and not self.tokenizer.chat_template:
             raise NoChatTemplate("the tokenizer has no chat template; give plain prompts instead of messages")
         try:
-            made = self.tokenizer.apply_chat_template(
-                prompt["messages"], tools, chat_template=own, add_generation_prompt=True, tokenize=False
-            )
+            template = own or self.tokenizer.get_chat_template(None, tools)
+            made = rendered(template, {**prompt, "arguments": self.tokenizer.special_tokens_map})
         except Exception as error:  # whatever templates raise
             raise InvalidArgument(
                 f"the chat template cannot render messages of --prompts: {error_line(error)}", field="--prompts"

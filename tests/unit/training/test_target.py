@@ -231,6 +231,40 @@ def test_tools_reach_the_template(tiny_world: TinyWorld) -> None:
     assert target.tokenizer.decode(target.encode(chat)) == "f;Ulm"
 
 
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        pytest.param(
+            "{% for m in messages %}{% if m['role'] == 'assistant' and m['content'] is none %}"
+            "{% for c in m['tool_calls'] %}<{{ c['function']['arguments']['x'] }}>{% endfor %}"
+            "{% else %}{{ m['content'] }}{% endif %}{% endfor %}",
+            "q<1>r",
+            id="asks-for-none",
+        ),
+        pytest.param(
+            "{% for m in messages %}{% for c in m['tool_calls'] %}{{ '<' + c['function']['arguments'] + '>' }}"
+            "{% endfor %}{{ m['content'] or '' }}{% endfor %}",
+            'q<{"x": 1}>r',
+            id="takes-texts",
+        ),
+    ],
+)
+def test_calls_reach_templates_as_from_a_server(tiny_world: TinyWorld, template: str, wanted: str) -> None:
+    """DeepSeek's templates leave out calls beside a content that is not none, or join arguments to texts."""
+    target = load(tiny_world)
+    target.tokenizer.chat_template = template
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    chat: Chat = {
+        "messages": [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "r"},
+        ],
+        "tools": [],
+    }
+    assert target.tokenizer.decode(target.encode(chat)) == wanted
+
+
 def test_the_longest_come_first() -> None:
     assert list(in_batches([3, 9, 1, 7, 5], 2)) == [[1, 3], [4, 0], [2]]
     assert list(in_batches([3, 9, 3, 3, 9], 2, are_equal=True)) == [[1, 4], [0, 2], [3]]
