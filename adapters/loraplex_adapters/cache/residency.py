@@ -362,10 +362,11 @@ class ResidencyTable:
         passing = fetch.passing if error.retry_after_s is None else error
         if self._refetch(record, fetch.tried, passing):
             return
-        known_by = {*map(name_in, record.names), *record.holds}
+        known_by = {*map(name_in, record.names | fetch.tried), *record.holds}
         asked = {name_in(fetch.name), "" if is_internal_name(fetch.name) else name_in(fetch.name)}
-        # The error is about the name that was asked, and others may be other tenants'.
-        self.failed(fetch.key, _about_no_name(passing or error) if known_by - asked else error, now)
+        about = passing or error
+        # The error is about a name that was asked, and others may be other tenants'.
+        self.failed(fetch.key, _about_no_name(about) if known_by - asked else about, now)
 
     def _refetch(self, record: KeyRecord, tried: frozenset[str], passing: LoraplexError | None = None) -> bool:
         """Asks for the content under the first of its names that was not tried; False where none is left. Names of

@@ -497,6 +497,34 @@ def test_a_name_and_its_version_are_one_name_to_an_error() -> None:
     assert table.failure(A) is FULL
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_passes_is_the_error_of_a_name_and_its_version(is_first: bool) -> None:
+    table = make_table()
+    for name in ("a", "a@1234"):
+        table.bind(A, name, 100, rank=4)
+    table.hold(A, name="a")
+    errors = [HICCUP, adapter_not_found("a")]
+    first, second = errors if is_first else reversed(errors)
+    table.refetch_failed(lose(table, A), first, 0.0)
+    table.refetch_failed(table.refetches.pop(), second, 0.0)
+    assert table.failure(A) is HICCUP
+    run_round(table, now=3.0)
+    assert table.failure(A) is None, "tried again as soon as it says"
+
+
+def test_what_passes_names_no_name_that_has_left() -> None:
+    table = make_table()
+    for name in ("a", "b"):
+        table.bind(A, name, 100, rank=4)
+    table.hold(A, name="b")
+    table.refetch_failed(lose(table, A), HICCUP, 0.0)
+    table.unbind(A, "a")
+    table.refetch_failed(table.refetches.pop(), adapter_not_found("b"), 0.0)
+    error = table.failure(A)
+    assert isinstance(error, SourceUnavailable)
+    assert (error.resource, "'a'" in str(error), error.retry_after_s) == (None, False, 3.0)
+
+
 def test_a_version_that_is_gone_is_named_to_requests_of_its_name_only() -> None:
     for held_by, is_own in (("globex/secret", True), ("acme/x", False)):
         table = make_table()
