@@ -69,7 +69,8 @@ class TokenizerProcess:
         self._conn: Any = None
 
     def run(self, job: Job) -> array[int] | int | bytes:
-        """The result of the job. Blocks; `kill` from another thread makes it raise ProcessEnded."""
+        """The result of the job. Blocks; `kill` from another thread makes it raise ProcessEnded. Any other error kills
+        the process."""
         try:
             conn = self._conn or self._start()
             # Not `send`: as in engine/pipe.py.
@@ -77,6 +78,9 @@ class TokenizerProcess:
             return conn.recv()
         except (EOFError, OSError) as error:
             raise ProcessEnded(self.end()) from error
+        except BaseException:  # perhaps of memory: the pipe may be in the middle of a message
+            self.kill()
+            raise
 
     @property
     def is_killed(self) -> bool:

@@ -1,10 +1,9 @@
 """Tokenization beside the event loop, in threads or a process.
 
 Short texts are tokenized on the event loop; longer ones in threads, where the library gives the interpreter's lock
-back; the longest, and chats with control tokens in their texts, in a process, which is killed when its caller goes
-away. The number at once is bounded, and so are the
-bytes that wait. The ids are those of `TextTokenizer` in each case. Owns the threads, the process
-(`tokenizer_process.py`) and their queues.
+back; the longest, and chats with control tokens in their texts, in a process, which is killed when the caller of a
+long text goes away. The number at once is bounded, and so are the bytes that wait. The ids are those of
+`TextTokenizer` in each case. Owns the threads, the process (`tokenizer_process.py`) and their queues.
 """
 
 from __future__ import annotations
@@ -252,7 +251,7 @@ class Tokenizing:
                     "there was not enough memory to tokenize this text; shorten it, or send token_ids"
                 ) from error
             raise unexpected(error, "tokenizing a long text") from error
-        except BaseException as error:  # the caller left, or the process hangs
+        except BaseException as error:  # the caller left, the process hangs, or the job failed and killed it
             if hung.expired() or num_bytes > LONG_BYTES:
                 self._process = None
                 process.kill()

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 import pytest
@@ -184,6 +185,29 @@ async def test_a_short_chat_that_is_cancelled_leaves_the_process(tokenizing: Tok
     with pytest.raises(OutOfMemory):
         await tokenizing.encode(safe)
     assert len(await tokenizing.encode(safe)) > 3
+
+
+async def test_a_chat_whose_answer_was_read_in_part_ends_the_process(
+    tokenizing: Tokenizing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next chat would read the rest of it."""
+    safe, other = (
+        tokenizing.tokenizer.chat_text({"messages": [{"role": "user", "content": text}]})
+        for text in ("a<|turn|>b", "<|turn|>" * 20)
+    )
+    wanted = list(await tokenizing.encode(other))
+    first = await child()
+
+    def read_in_part(conn: Connection) -> object:
+        os.read(conn.fileno(), 4)
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Connection, "recv", read_in_part)
+        with pytest.raises(MemoryError):
+            await tokenizing.encode(safe)
+    assert list(await tokenizing.encode(other)) == wanted
+    assert await child() != first
 
 
 async def test_a_process_that_dies_fails_its_text_and_no_other(tokenizing: Tokenizing) -> None:
