@@ -15,7 +15,7 @@ from loraplex_runtime.regular_files import read_regular
 
 
 class Chat(TypedDict):
-    """What the chat template makes a prompt of."""
+    """Messages and tools that the chat template makes a prompt of."""
 
     messages: list[dict[str, Any]]  # in the form that a server gives them to templates
     tools: list[Any]

@@ -29,10 +29,8 @@ SPARE_LINES: Final = 4096  # out of date, before the file is written anew
 _PREFIX: Final = "versions"
 _FORMAT: Final = "2"
 _LINE: Final = re.compile(r"([^\s:@]+) (?:(lora|medusa|combined)-([0-9a-f]{64})|-)\Z")
-
-_SOURCE: Final = re.compile(
-    r'([^\s:@]+) from (\["(?:[^"\\]|\\.)*", "[^"\\]*"\])\Z'
-)  # older releases leave such lines out
+# Older releases leave such lines out.
+_SOURCE: Final = re.compile(r'([^\s:@]+) from (\["(?:[^"\\]|\\.)*", "[^"\\]*"\])\Z')
 
 # A name's latest content, its origin, or None where its versions are forgotten.
 Change = tuple[str, AdapterKey | AdapterOrigin | None]

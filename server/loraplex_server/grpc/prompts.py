@@ -123,7 +123,7 @@ def seconds_left(context: Context) -> float | None:
 
 
 class Wait:
-    """What is waited for until a deadline."""
+    """The thing that a call waits for, told at its deadline."""
 
     def __init__(self) -> None:
         self.before = "the text was tokenized"

@@ -146,7 +146,7 @@ def _messages(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
 
 
 def _instead_of(kind: Any) -> str:
-    """What to send in the place of an item of a kind that is not available."""
+    """Advice for an item of a kind that is not available: the thing to send in its place."""
     if kind == "item_reference":
         return "nothing is kept here: set `store` to false in the client, and send the items themselves"
     return "it is not available, send messages, reasoning and calls of functions"
