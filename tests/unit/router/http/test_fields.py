@@ -21,6 +21,8 @@ def test_integers_may_be_written_with_a_point() -> None:
     for field, wrong in (("max_tokens", 4.5), ("max_tokens", "4"), ("max_tokens", 1e300), ("echo", 1.0)):
         with pytest.raises(ValidationError):
             CompletionRequest.model_validate({field: wrong})
+    with pytest.raises(ValidationError):
+        CompletionRequest.model_validate({"stop_token_ids": [5.0]})
 
 
 def test_openai_s_requests_have_all_options_of_the_wire() -> None:
