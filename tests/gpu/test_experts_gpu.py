@@ -1,4 +1,4 @@
-"""Products of experts on a GPU: in CUDA graphs of decode steps and of prompts."""
+"""Products of experts on a GPU, captured in CUDA graphs of steps."""
 
 from __future__ import annotations
 
