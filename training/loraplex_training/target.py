@@ -138,7 +138,7 @@ class Target:
         return bool((alone - padded).abs().max() <= _MAX_GAP * alone.abs().max())
 
     def _generate(self, prompts: Sequence[Sequence[int]], width: int, max_new_tokens: int, **options: Any) -> Any:
-        """What the model's `generate()` gives for the prompts, which are padded on the left."""
+        """The tokens that `generate()` gives for the prompts, which are padded on the left."""
         rows = [[_PAD_ID] * (width - len(prompt)) + list(prompt) for prompt in prompts]
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         # Every option is set: a model's own defaults may sample or penalize.
