@@ -293,7 +293,7 @@ def _raise_for_absent(absent: Sequence[str], adapter_id: str, answers: Answers) 
 
 
 def _source_of(row: adapter_pb2.Adapter) -> str:
-    """Where the worker has the name from; empty where that is the name's own folder."""
+    """The place that the worker has the name from; empty where that is the name's own folder."""
     return "" if row.source == row.adapter_id else row.source
 
 

@@ -59,7 +59,7 @@ class Versions:
         yield from self._origins.items()
 
     def origin_of(self, name: str) -> AdapterOrigin:
-        """Where a load has bound the name from; its own place where none has."""
+        """The place that a load has bound the name from; its own where none has."""
         return self._origins.get(name, OWN_ORIGIN)
 
     def keep_origin(self, name: str, origin: AdapterOrigin) -> None:

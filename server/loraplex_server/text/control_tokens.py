@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -105,10 +106,8 @@ def _branches(words: Sequence[str]) -> str:
     branches: list[str] = []
     for _, group in itertools.groupby(filter(None, words), key=lambda word: word[0]):
         same = list(group)
-        # Of sorted words what the first and the last share, all share.
-        pairs = zip(same[0], same[-1], strict=False)
-        num_shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        branches.append(re.escape(same[0][:num_shared]) + _branches([word[num_shared:] for word in same]))
+        shared = os.path.commonprefix(same)  # noqa: RUF071  # of words, not of paths
+        branches.append(re.escape(shared) + _branches([word.removeprefix(shared) for word in same]))
     if not branches:
         return ""
     return f"(?:{'|'.join(branches)}){'' if words[0] else '?'}"

@@ -67,7 +67,7 @@ def test_generation_is_greedy_and_no_neighbour_matters(tiny_world: TinyWorld, ad
 
 @pytest.mark.parametrize("family", ["minimax", "llama4", "phi3-longrope", "llama-dynamic", "llama"])
 def test_no_neighbour_matters_in_the_batches_of_a_family(tmp_path: Path, family: str) -> None:
-    """Where padding changes answers, batches have prompts of one length; states are those of generation."""
+    """Batches have prompts of one length where padding changes answers; states are those of generation."""
     model = random_model(family, torch.float32, seed=1)
     model.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)

@@ -396,11 +396,10 @@ class StepGraphs:
         return buckets[idx] if idx < len(buckets) else None
 
     def _find_ragged(self, staged: StagedStep) -> _Bucket | None:
-        wanted = staged.num_tokens, len(staged.head_rows)
-        shapes = ((bucket, bucket.shape) for bucket in self._ragged)
-        return next(
-            (bucket for bucket, s in shapes if s.num_tokens >= wanted[0] and s.num_head_rows >= wanted[1]), None
-        )
+        for bucket in self._ragged:
+            if bucket.shape.num_tokens >= staged.num_tokens and bucket.shape.num_head_rows >= len(staged.head_rows):
+                return bucket
+        return None
 
     def _changes(self, modules: Sequence[AdaptedModule], staged: StagedStep) -> bool:
         """True if an adapter of the step has a part in one of these modules."""
