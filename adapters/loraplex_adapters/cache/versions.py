@@ -7,6 +7,7 @@ one base model are not served with another, so each has a file of its own, which
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -132,9 +133,11 @@ class VersionLog:
         if self._fd < 0 or self._num_lines + len(changes) > len(self.versions) + SPARE_LINES:
             self._write_anew()
             return
+        # A line begins with its line feed, so one that a full disk has cut spoils no other.
+        data = "".join(f"\n{_line(*change)}" for change in changes).encode()
         try:
-            # A line begins with its line feed, so one that a full disk has cut spoils no other.
-            os.write(self._fd, "".join(f"\n{_line(*change)}" for change in changes).encode())
+            if os.write(self._fd, data) < len(data):  # as much as there was room for
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._num_lines += len(changes)
         except OSError as error:
             self._give_up(error)

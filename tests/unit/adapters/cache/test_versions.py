@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -154,21 +155,25 @@ def test_a_file_that_cannot_be_read_is_logged(tmp_path: Path, caplog: pytest.Log
     log.close()
 
 
+@pytest.mark.parametrize("room", [0, 30])
 def test_a_full_disk_is_logged_and_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: int
 ) -> None:
     log = opened(tmp_path)
     log.versions.remember("first", key(0))
     log.save()
+    write = os.write
 
-    def refuse(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "no space left")
+    def fill_up(fd: int, data: bytes) -> int:
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left")
+        return write(fd, data[:room])
 
     with monkeypatch.context() as full:
-        full.setattr(module.os, "write", refuse)
+        full.setattr(module.os, "write", fill_up)
         log.versions.remember("a", key(1))
         log.save()
-    assert "no space left" in caplog.text
+    assert "No space left" in caplog.text
     log.versions.remember("b", key(2))
     log.save()
     log.close()
