@@ -205,20 +205,16 @@ class AdapterTable:
     def unload(self, name: str, if_unused: bool = False) -> AdapterKey | None:
         """Forgets the name; the key's weights go with their last holder. None for a name that could not be loaded.
         Raises AdapterNotFound, and with `if_unused` AdapterInUse where a request for the name holds the key. Without a
-        version in the name its versions are forgotten too."""
+        version in the name its versions and its origin are forgotten too, also where AdapterNotFound is raised, unless
+        it is being fetched."""
         base, version = name_in(name), self._version_of(name)
         if version is not None and (name := f"{base}@{version.digest}") not in self.names:
             raise adapter_version_not_found(name)
         record = self.names.get(name)
-        if record is None or _is_unknown(record) or (record.key is None and record.state is not NameState.FAILED):
-            if record is None and version is None:
-                self.versions.forget(name)  # that it had before a restart
+        key = None if record is None else record.key
+        if record is not None and key is None and record.state is not NameState.FAILED:
             raise adapter_not_found(name)
-        if record.key is None:
-            self._end_load(record)
-            self._drop_failure(name)
-            return None
-        num_holds = self.residency.records[record.key].holds[base]
+        num_holds = 0 if key is None else self.residency.records[key].holds[base]
         if if_unused and num_holds:
             raise AdapterInUse(
                 f"{num_holds} requests use adapter {name!a}; unload it later, or without `if_unused` to let them end",
@@ -227,20 +223,23 @@ class AdapterTable:
         if version is None:
             for version in self.versions.forget(name):
                 self._forget(f"{name}@{version.digest}")
-        key = record.key
-        self._end_load(record)
-        self._forget(name)
+        is_unknown = record is None or _is_unknown(record)
+        if record is not None:
+            self._end_load(record)
+            self._forget(name)
+        if is_unknown:
+            raise adapter_not_found(name)
         return key
 
     def _forget(self, name: str) -> None:
         """Forgets a name, if it is known; the outcome of a fetch under way finds no such ticket."""
+        self._accesses.forget(name)  # noted also where the name's fetch was refused
         record = self.names.pop(name, None)
         if record is None:
             return
         self.changed.add(name)
         self._unknown.pop(name, None)
         self._failures.pop(name, None)
-        self._accesses.forget(name)
         if record.key is not None:
             self.residency.unbind(record.key, name)
 
@@ -343,7 +342,10 @@ class AdapterTable:
             return
         if operation.is_behind:
             operation.is_behind = False
-            self._fetch_again(record, operation.user.tenant)
+            if operation.options.if_absent:
+                self._keep(record, operation, key)
+            else:
+                self._fetch_again(record, operation.user.tenant)
             return
         operation.bound_round = self.residency.round
         self.residency.set_pinned(key, name, is_pinned)
@@ -535,7 +537,7 @@ class AdapterTable:
                 if not record.is_fetching:
                     self._fetch_again(record, tenant)
                 else:
-                    operation.is_behind = not operation.options.if_absent
+                    operation.is_behind = not operation.options.if_absent or _is_of_another_place(operation, record)
         self._loads[name] = None
 
     def _keep(self, record: NameRecord, operation: LoadOperation, key: AdapterKey) -> None:
@@ -666,6 +668,12 @@ class AdapterTable:
         for record in self.residency.records.values():
             assert record.num_holds == 0, f"{record.key} is still held {record.num_holds} times"
             assert record.num_leases == 0, f"{record.key} has still {record.num_leases} leases"
+
+
+def _is_of_another_place(operation: LoadOperation, record: NameRecord) -> bool:
+    """True if the load names another place than the one that the fetch under way reads."""
+    asked = operation.options.origin
+    return bool(asked.source) and asked.without_token != record.fetched_from
 
 
 def _is_unknown(record: NameRecord) -> bool:

@@ -105,7 +105,8 @@ class LoadOperation:
     options: LoadOptions
     calls: set[int]  # that were there before its fetch and have not taken its result
     asked_round: int  # the table's round of the first call
-    # The fetch under way began before this load was asked for and may have read older files: another one follows.
+    # The fetch under way began before this load was asked for, and may have read older files or reads another place:
+    # another one follows.
     is_behind: bool = False
     error: LoraplexError | None = None
     bound_round: int = -1  # the table's round in which the name was bound

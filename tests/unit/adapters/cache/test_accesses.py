@@ -10,7 +10,7 @@ from loraplex_adapters.cache.names import MAX_REMEMBERED_FAILURES, AdapterTable
 from loraplex_adapters.cache.residency import AdapterCacheConfig
 from loraplex_adapters.cache.states import FetchName, Refetch
 from loraplex_contracts.adapters import AdapterKey, AdapterOrigin, AdapterUser, LoadOptions
-from loraplex_contracts.errors import AdapterNotFound, SourceUnavailable
+from loraplex_contracts.errors import AdapterLoadsBusy, AdapterNotFound, SourceUnavailable
 
 TTL_S, FAILURE_TTL_S = 600.0, 30.0
 OLD, NEW = (AdapterKey("lora", f"{content:064x}") for content in (1, 2))
@@ -149,6 +149,16 @@ def test_accesses_of_a_tenant_are_bounded(table: AdapterTable) -> None:
     assert first not in table.names  # the least recently used
     assert other in table.names
     assert len(table.names) == MAX_ACCESSES + 1
+
+
+def test_accesses_whose_fetch_is_refused_are_bounded() -> None:
+    table = AdapterTable(AdapterCacheConfig(1000, 1000, 4, 1, max_pending_loads=1))
+    assert table.resolve_at(ALICE, 0.0, ACME) is None
+    for number in range(2 * MAX_ACCESSES):
+        with pytest.raises(AdapterLoadsBusy):
+            table.resolve_at(AdapterOrigin(SQL, "", f"hf_{number}"), 0.0, ACME)
+    accesses = table._accesses  # no listing has them
+    assert len(accesses.use("another", ACME.tenant)) == 1
 
 
 def test_tokens_that_are_tried_leave_nothing(table: AdapterTable) -> None:

@@ -8,7 +8,7 @@ from support.residency import fetch_of, turn
 from loraplex_adapters.cache.names import ABANDONED_S, MAX_REMEMBERED_FAILURES, AdapterTable
 from loraplex_adapters.cache.residency import AdapterCacheConfig
 from loraplex_adapters.cache.states import Fetch, FetchName, Promote
-from loraplex_adapters.cache.versions import MAX_VERSIONS
+from loraplex_adapters.cache.versions import MAX_VERSIONS, Versions
 from loraplex_contracts.adapters import OWN_ORIGIN, AdapterId, AdapterKey, AdapterOrigin, AdapterUser, LoadOptions
 from loraplex_contracts.errors import (
     AdapterInUse,
@@ -23,6 +23,7 @@ from loraplex_contracts.errors import (
     InvalidArgument,
     LoraplexError,
     QuotaExceeded,
+    SourceUnavailable,
 )
 from loraplex_contracts.mixtures import Member, Merge, Mixture
 
@@ -277,6 +278,26 @@ def test_if_absent_leaves_a_bound_name_as_it_is() -> None:
         turn(table)
         assert table.load(name, False, 0.0, options=options) == NEW
         assert not table.take_fetches()
+
+
+@pytest.mark.parametrize("is_found", [False, True])
+def test_if_absent_with_a_source_does_not_end_with_a_fetch_from_elsewhere(is_found: bool) -> None:
+    table = make_table()
+    options = LoadOptions(ELSEWHERE, if_absent=True)
+    assert table.resolve("x", 0.0) is None
+    assert table.load("x", True, 0.0, options=options) is None
+    if is_found:
+        end_fetch(table, OLD)
+        assert not table.take_fetches()  # it is there: it stays as it is
+    else:
+        fail_fetch(table, AdapterNotFound("no such folder"))
+        (fetch,) = table.take_fetches()
+        assert isinstance(fetch, FetchName)
+        assert fetch.origin == ELSEWHERE.without_token
+        table.name_fetched("x", fetch.ticket, NEW, 100, 4, 0.0)
+    turn(table)
+    assert table.load("x", True, 0.0, options=options) == (OLD if is_found else NEW)
+    assert table.row("x").pinned
 
 
 def test_loads_with_other_options_take_turns() -> None:
@@ -798,6 +819,34 @@ def test_unloading_forgets_the_versions() -> None:
     assert not table.residency.records
     assert table.resolve(f"x@{A.digest}", 0.0) is None
     assert fetch_of(table).version is None  # only the source may have it
+
+
+def restarted() -> AdapterTable:
+    """A table that knows a version and the origin of a name from the process before."""
+    return AdapterTable(AdapterCacheConfig(1000, 1000, 2, 1), Versions([("x", A), ("x", ELSEWHERE)]))
+
+
+def test_unloading_a_name_that_was_not_asked_for_forgets_its_versions() -> None:
+    table = restarted()
+    assert table.resolve(f"x@{A.digest}", 0.0) is None
+    end_fetch(table, A)
+    with pytest.raises(AdapterNotFound):
+        table.unload("x")
+    assert not table.names
+    assert not table.residency.records
+    assert not any(table.take_changes().values())
+
+
+def test_unloading_a_name_whose_fetch_failed_forgets_where_it_came_from() -> None:
+    for error in (AdapterNotFound("gone"), SourceUnavailable("away", retry_after_s=5.0)):
+        table = restarted()
+        assert table.resolve("x", 0.0) is None
+        fetch = fetch_of(table)
+        assert fetch.origin == ELSEWHERE.without_token
+        table.name_failed("x", fetch.ticket, error, 0.0)
+        assert table.unload("x") is None
+        assert table.resolve("x", 0.0) is None
+        assert fetch_of(table).origin == OWN_ORIGIN
 
 
 def test_versions_of_a_name_are_bounded() -> None:
