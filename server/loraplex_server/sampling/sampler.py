@@ -289,7 +289,7 @@ class Sampler:
         host_rows, host_positions = _as_list(rows), _as_list(positions)
         features = self._features_at(host_rows, host_positions)
         can_mask = self._masked_argmax is not None and logits.dtype in (torch.float32, torch.bfloat16)
-        masked = _only(features, self._grammars) if can_mask else []
+        masked = _only(features, self._grammars, host_rows) if can_mask else []
         special, banned = _with(features, _SPECIAL), tuple(_with(features, self._bans))
         if masked:
             special = [idx for idx in special if idx not in masked]
@@ -413,9 +413,11 @@ class _Step:
         return [self._rows[i] for i in members], [self._positions[i] for i in members]
 
 
-def _only(features: list[int], bit: int) -> list[int]:
-    """Samples that need nothing but this feature beside an argmax."""
-    return [idx for idx, value in enumerate(features) if value & _SPECIAL == bit]
+def _only(features: list[int], bit: int, rows: list[int]) -> list[int]:
+    """Samples that need nothing but this feature beside an argmax, of rows of which all samples do: a row's masks are
+    counted from its first sample on, so they are not taken apart."""
+    others = {row for row, value in zip(rows, features, strict=True) if value & bit and value & _SPECIAL != bit}
+    return [idx for idx, value in enumerate(features) if value & _SPECIAL == bit and rows[idx] not in others]
 
 
 def _with(features: list[int], mask: int) -> list[int]:

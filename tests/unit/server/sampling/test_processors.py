@@ -209,6 +209,24 @@ def test_grammars_mask_each_draft_position(
     assert sample().without_token == {5}
 
 
+@pytest.mark.parametrize("min_tokens", range(5))
+def test_grammars_mask_drafts_across_the_end_of_min_tokens(min_tokens: int) -> None:
+    """Only the first positions of the draft ban the end then, and have to be sampled from scores."""
+    is_allowed = np.random.default_rng(6).random((3, VOCAB)) < 0.1
+    tokens, _ = histories(1)
+    tokens[0, 4:6] = torch.tensor((7, 8))
+    sampler = Sampler(1, VOCAB, "cpu", masked_argmax=among)
+    banned = frozenset({VOCAB - 1})
+    new = sequence(tokens[0, :4].tolist(), SamplingParams(), min_tokens=min_tokens, banned=banned)
+    sampler.set_row(0, replace(new, matcher=cast(Any, GivenMasks(is_allowed))))
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(7))
+    sampler.begin([Span("a", 0, 3, 3, 3, draft=(7, 8))])
+    found = sampler.sample(logits, [0, 0, 0], [4, 5, 6], tokens, {0: (7, 8)}).to_host()
+    sampler.end()
+    is_allowed[:min_tokens, VOCAB - 1] = False
+    assert found.token_ids == tuple(logits.masked_fill(~torch.from_numpy(is_allowed), -torch.inf).argmax(-1).tolist())
+
+
 @pytest.mark.parametrize("num_bits", [1, 31, 32, 33, 700])
 def test_bits_are_unpacked_on_the_device(num_bits: int) -> None:
     bits = np.random.default_rng(num_bits).integers(0, 256, (3, 4 * -(-num_bits // 32)), dtype=np.uint8)
