@@ -57,7 +57,7 @@ class GrammarMatcher(Protocol):
         ...
 
     def forced(self) -> Sequence[int]:
-        """Tokens that spell what has to come next."""
+        """Tokens that spell what has to come next, or the first of them; perhaps none where they are many."""
         ...
 
 

@@ -16,6 +16,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -44,6 +45,9 @@ RETRY_S: Final = 10.0
 AT_ONCE_S: Final = 0.5e-3  # of a step, for all rows
 SLOW_S: Final = 0.1e-3
 NUM_SLOW: Final = 16
+# The library finds all tokens that have to come next, however many, and keeps the interpreter's lock: 1 us each. It is
+# asked at each step of each completion, so a grammar with a longer run than this is not asked any more.
+MAX_FORCED: Final = 512
 # About 20 ms to build a lexer's expressions, 4 ms for a mask's lexer and 1 ms for its parser; 40 MB of lexer states.
 _LIMITS: Final[Mapping[str, Any]] = {
     "initial_lexer_fuel": 1_000_000,
@@ -56,23 +60,34 @@ _LIMITS: Final[Mapping[str, Any]] = {
 _LIMIT_MET: Final = re.compile("(?i)too (many|big|complex)")
 
 
+@dataclass(slots=True)
+class ForcedRuns:
+    """What is known of the runs of forced tokens in one grammar; shared by all places in it."""
+
+    has_long: bool = False
+
+
 class Matcher:
     """The place of one completion in its grammar. Not safe to use from several threads at once."""
 
-    def __init__(self, inner: LLMatcher, tokens: TokenSet) -> None:
+    def __init__(self, inner: LLMatcher, tokens: TokenSet, runs: ForcedRuns) -> None:
         self.inner = inner
         self.num_slow = 1
         self._tokens = tokens
+        self._runs = runs
+        self._forced: tuple[int, ...] | None = None  # None: to be found
 
     @property
     def num_words(self) -> int:
         return self._tokens.num_words
 
     def copy(self) -> Matcher:
-        return Matcher(self.inner.deep_copy(), self._tokens)
+        return Matcher(self.inner.deep_copy(), self._tokens, self._runs)
 
     def advance(self, token_id: int) -> bool:
         self.inner.consume_token(token_id)
+        forced = self._forced
+        self._forced = forced[1:] or None if forced and forced[0] == token_id else None
         return self._is_over()
 
     def num_legal(self, draft: Sequence[int]) -> int:
@@ -83,7 +98,11 @@ class Matcher:
         return 0 if probe.error else max(0, num_legal - probe._is_over())
 
     def forced(self) -> Sequence[int]:
-        return self.inner.compute_ff_tokens()
+        if self._forced is None:
+            found = [] if self._runs.has_long else self.inner.compute_ff_tokens()
+            self._runs.has_long |= len(found) > MAX_FORCED
+            self._forced = tuple(found[:MAX_FORCED])
+        return self._forced
 
     @property
     def error(self) -> str:
@@ -265,7 +284,7 @@ class Compiler:
             raise refusal(grammar, inner.get_error())
         if not any(mask):
             raise refusal(grammar, "no text fits it")
-        return Matcher(inner, self._tokens)
+        return Matcher(inner, self._tokens, ForcedRuns())
 
 
 class CompileLimit(Exception):

@@ -366,6 +366,32 @@ def test_what_is_forced(grammars: Compiler) -> None:
     assert list(grammars.compile(source.regex("a|b")).forced()) == []
 
 
+def test_forced_tokens_are_those_of_the_place(grammars: Compiler) -> None:
+    """Also where the text has gone along them, or left them by other tokens that spell the same."""
+    start = grammars.compile(source.regex('[ab]\\{":true[cd]yes'))
+    for seed in range(20):
+        matcher, dice = start.copy(), random.Random(seed)
+        while True:
+            assert list(matcher.forced()) == matcher.inner.compute_ff_tokens()
+            drawn = dice.choice(allowed(matcher)[0])
+            if matcher.advance(drawn):
+                break
+
+
+def test_a_long_run_of_forced_tokens_is_looked_at_once(grammars: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library finds all of it at each call, which would hold up all steps."""
+    monkeypatch.setattr(module, "MAX_FORCED", 8)
+    compiled = grammars.compile(source.regex("[ab]x{9}[ab]y{8}"))
+    first, other = compiled.copy(), compiled.copy()
+    first.advance(ids("a")[0])
+    other.advance(ids("b")[0])
+    assert text_of(first.forced()) == "x" * 8
+    assert list(other.forced()) == []
+    for token_id in ids("xxxxxxxxxa"):
+        first.advance(token_id)
+    assert list(first.forced()) == []
+
+
 def test_only_a_limit_that_was_met_makes_a_grammar_too_complex(
     grammars: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
