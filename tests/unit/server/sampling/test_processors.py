@@ -135,7 +135,7 @@ class GivenMasks:
 
     def __init__(self, is_allowed: npt.NDArray[np.bool_]) -> None:
         self.inner: Any = self
-        self.num_made = 0
+        self.num_made = self.num_copied = 0
         self._position = 0
         self._first = self
         padded = np.zeros((len(is_allowed), 32 * self.num_words), dtype=bool)
@@ -143,6 +143,7 @@ class GivenMasks:
         self._bits = np.packbits(padded, axis=1, bitorder="little")
 
     def deep_copy(self) -> GivenMasks:
+        self._first.num_copied += 1
         return copy.copy(self)
 
     def consume_token(self, token_id: int) -> None:
@@ -194,6 +195,7 @@ def test_grammars_mask_each_draft_position(
 
     found = sample()
     assert num_made() == 5, "each once"
+    assert [one.num_copied for one in matchers if one is not None] == [1, 0, 0], "a copy takes longer than a mask"
     allowed = torch.from_numpy(is_allowed)
     masked = logits[[0, 1, 2, 4]].masked_fill(~allowed[:4], -torch.inf)
     assert found.token_ids[:3] == tuple(masked[:3].argmax(-1).tolist())
