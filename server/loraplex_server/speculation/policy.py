@@ -16,6 +16,7 @@ Pure but for the running averages that it owns. Knows neither tensors nor what a
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -279,13 +280,18 @@ def choose_lengths(
         for _, depth, idx in positions[:num_best]:
             lengths[idx] = depth
         num_taken, gain = num_taken + num_best, best_gain
+    # The least likely tokens go; of fixed lengths only when nothing else is left.
+    tails = [
+        (curve.fixed_length, curve.survival[num - 1], idx)
+        for idx, (curve, num) in enumerate(zip(curves, lengths, strict=True))
+        if num
+    ]
+    heapq.heapify(tails)
     for _ in range(sum(lengths) - budget):
-        # The least likely tokens go; of fixed lengths only when nothing else is left.
-        tails = [
-            (curves[idx].fixed_length, curves[idx].survival[num - 1], idx) for idx, num in enumerate(lengths) if num
-        ]
-        _, _, idx = min(tails)
+        is_fixed, _, idx = heapq.heappop(tails)
         lengths[idx] -= 1
+        if lengths[idx]:
+            heapq.heappush(tails, (is_fixed, curves[idx].survival[lengths[idx] - 1], idx))
     return lengths
 
 
