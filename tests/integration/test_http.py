@@ -491,8 +491,12 @@ async def test_what_workers_of_an_older_release_do_not_know_is_501() -> None:
         (json.dumps({"prompt": "hi", "stop": ["x"] * 17}), "`stop` is not valid: list should have at most 16 items"),
         ('{"prompt": "hi", "seed": ' + "9" * 5000 + "}", "a number of more digits than can be read"),
         (b'{"prompt": "\xff"}', "it is not UTF-8"),
+        (
+            '{"prompt": "hi", "grammar": {"type": "json", "value": {"maximum": 1e400}}}',
+            "a number that is too large: 1e400",
+        ),
     ],
-    ids=["too many", "digits", "bytes"],
+    ids=["too many", "digits", "bytes", "infinite"],
 )
 async def test_refusals_say_what_is_wrong(content: str | bytes, words: str) -> None:
     async with http_cluster() as (_, http):
@@ -507,6 +511,12 @@ async def test_a_missing_part_is_named_where_it_is_missing() -> None:
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "messages[1].role")
         assert error["message"] == "`messages[1].role` is missing"
+
+
+async def test_a_parameter_of_the_query_is_named() -> None:
+    async with http_cluster() as (_, http):
+        answer = await http.get("/v1/status?adapters=many")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "adapters")
 
 
 @pytest.mark.parametrize(("encoding", "status"), [("gzip", 400), ("br, gzip", 400), ("identity", 200), ("", 200)])
@@ -713,7 +723,10 @@ def raw_request(**fields: Any) -> bytes:
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("has_begun", [False, True])
-async def test_a_client_that_leaves_frees_its_request(is_streamed: bool, has_begun: bool) -> None:
+@pytest.mark.parametrize("num_behind", [0, 1, 5])
+async def test_a_client_that_leaves_frees_its_request(is_streamed: bool, has_begun: bool, num_behind: int) -> None:
+    """So does one that has sent further requests behind it, which are not begun."""
+
     async def unary(request: Generate, context: Any) -> bytes:
         await asyncio.Event().wait()
         return b""
@@ -726,10 +739,24 @@ async def test_a_client_that_leaves_frees_its_request(is_streamed: bool, has_beg
         await worker.started.wait()
         if is_streamed and has_begun:
             await reader.readuntil(b"t0 ")
+        for _ in range(num_behind):
+            writer.write(raw_request())
+            await asyncio.sleep(0.01)  # each comes by itself
         writer.close()
         async with asyncio.timeout(5):
             await worker.ended.wait()
         await until(lambda: len(c.router.calls) == 0)
+        assert len(worker.raw_requests) == 1
+
+
+async def test_a_client_that_leaves_with_its_body_unsent_has_made_no_mistake(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with http_cluster() as (_, http):
+        _, writer = await connect(http)
+        writer.write(raw_request()[:-1])
+        await writer.drain()
+        writer.close()
+        await until(lambda: f"POST {COMPLETIONS} failed: CANCELLED" in caplog.text)
 
 
 async def test_a_slow_reader_holds_back_only_itself() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
@@ -11,11 +12,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 from starlette.types import ASGIApp, Scope
 
-from loraplex_contracts.errors import InvalidArgument, LoraplexError, Unimplemented, unexpected
+from loraplex_contracts.errors import Cancelled, InvalidArgument, LoraplexError, Unimplemented, unexpected
 from loraplex_proto import __version__
 from loraplex_router.http.admin import AdminRoutes
 from loraplex_router.http.errors import body_dialect, dialect_of, fields_in, note_refusal
@@ -78,7 +80,7 @@ def _is_deep(value: Any) -> bool:
 
 def _parsed(body: bytes) -> Any:
     try:
-        return json.loads(body, object_pairs_hook=_unique, parse_constant=_refuse)
+        return json.loads(body, object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
     except json.JSONDecodeError:
         raise
     except UnicodeDecodeError as error:
@@ -89,6 +91,13 @@ def _parsed(body: bytes) -> Any:
 
 def _refuse(constant: str) -> None:
     raise InvalidArgument(f"the body is not valid JSON: it has {constant}", field="body")
+
+
+def _finite(number: str) -> float:
+    found = float(number)
+    if math.isinf(found):  # JSON has no word for it, and workers get parts of a body as JSON
+        raise InvalidArgument(f"the body has a number that is too large: {number[:20]}", field="body")
+    return found
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -128,6 +137,8 @@ def make_app(router: RouterCalls, allowed_hosts: HostNames) -> ASGIApp:
         assert isinstance(error, HTTPException)
         if isinstance(error.__cause__, LoraplexError):  # of `receive`, while FastAPI read the body
             return error_response(error.__cause__, request.scope)
+        if isinstance(error.__cause__, ClientDisconnect):
+            return error_response(Cancelled("the client has left before its body was here"), request.scope)
         if isinstance(error.__cause__, RecursionError):
             return error_response(InvalidArgument("the body is nested too deeply", field="body"), request.scope)
         kinds = {404: "there is no such route", 405: "this route takes another method"}
@@ -190,7 +201,7 @@ def _invalid(error: RequestValidationError) -> InvalidArgument:
 
 def _path(error: dict[str, Any]) -> list[str]:
     """Path of the field, without tags of dialects; an option's path begins with its own name."""
-    where = [str(part) for part in error["loc"] if part not in ("body", "openai", "tgi")]
+    where = [str(part) for part in error["loc"][1:] if part not in ("openai", "tgi")]  # behind "body" or "query"
     if len(where) > 1 and where[0] in ("parameters", "sampling_params"):
         del where[0]
     return where

@@ -15,7 +15,7 @@ from typing import Any, Final
 import httptools
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
 from loraplex_router.http.middleware import MAX_BODY_BYTES
@@ -34,6 +34,9 @@ MAX_REQUEST_BYTES: Final = 4 * MAX_BODY_BYTES
 # Seconds of a connection from an answer to the next request, whatever comes between.
 KEEP_ALIVE_S: Final = 60
 BACKLOG: Final = 2048
+# Requests of a connection that wait behind the one under way before it is read no further, and a client that leaves is
+# no longer noticed.
+MAX_PIPELINED: Final = 16
 # Seconds that answers under way get to be read at the end, and seconds after which uvicorn cancels what is left then.
 END_S: Final = 1.0
 CANCEL_S: Final = 3
@@ -53,6 +56,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, refusals: Refusals, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._refusals = refusals
+        self._open: list[RequestResponseCycle] = []  # requests without their whole answer, the one under way first
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -61,6 +65,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_timer()
         super().connection_lost(exc)
+        for cycle in self._open:  # uvicorn tells the last one only
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -79,6 +87,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._end_timer()
         super().on_headers_complete()
         self.cycle.keep_alive &= not self._is_last
+        self._open = [*(cycle for cycle in self._open if not cycle.response_complete), self.cycle]
+        if len(self._open) <= MAX_PIPELINED:
+            self.flow.resume_reading()
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
