@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from random import Random
 from typing import Final, TypeVar
@@ -24,7 +24,7 @@ from loraplex_proto.validate import MAX_COMPLETIONS, adapters_in, check_names, p
 from loraplex_router.activity import Activity
 from loraplex_router.calls import Call, RouterMetrics
 from loraplex_router.config import RouterConfig
-from loraplex_router.policy import Route, choose, routing_key
+from loraplex_router.policy import Route, WorkerView, choose, routing_key
 from loraplex_router.replicas import Flight, Replicas
 from loraplex_router.resumption import Resumption, may_resume
 from loraplex_router.upstream import FailureKind, Upstream, UpstreamFailure, passed_on
@@ -184,6 +184,8 @@ class InferenceRelay:
                 raise
             log.warning("the stream ends with its worker: %s", error, extra={"request_id": call.request_id})
             raise resumption.loss from None
+        finally:
+            self._metrics.relayed(call.num_messages_sent)
 
     async def tokenize(self, call: Call, raw: bytes) -> bytes:
         request = _known(inference_pb2.TokenizeRequest, raw)
@@ -271,10 +273,7 @@ class InferenceRelay:
         last: UpstreamFailure | None = None
         while True:
             route = Route(request.adapter_ids, self._replicas.work_in_flight_tokens(key))
-            views = self._replicas.views(
-                tried, request.draft_model, time.monotonic(), request.task, request.adapter_ids
-            )
-            choice = choose(route, views, self._config.policy, self._random)
+            choice = choose(route, self._views(request, tried), self._config.policy, self._random)
             if choice is None:
                 busy = min(overloaded.values(), key=_retry_after_s, default=None)
                 if error is not None and not error.is_unimplemented:
@@ -314,18 +313,24 @@ class InferenceRelay:
                 call.end_attempt()
                 self._replicas.end(flight)
 
+    def _views(self, request: RelayedRequest, excluded: Collection[str] = ()) -> list[WorkerView]:
+        """The workers that can take the request."""
+        return self._replicas.views(
+            excluded, request.draft_model, time.monotonic(), request.task, request.adapter_ids
+        )
+
     def _overloaded(self, call: Call, request: RelayedRequest) -> dict[str, Overloaded]:
-        """The workers that would refuse the request, as far as their reports tell."""
+        """The workers that can take the request and would refuse it, as far as their reports tell."""
         if request.priority > 0 or not request.work_tokens:
             return {}
         flow, left_s = (current_identity().tenant, request.adapter_name), call.remaining_s()
         found: dict[str, Overloaded] = {}
-        for replica in self._replicas.routable():
-            if replica.load.forecast is not None:
+        for view in self._views(request):
+            if (forecast := self._replicas[view.worker_id].load.forecast) is not None:
                 try:
-                    replica.load.forecast.check(flow, request.num_prompt_tokens, request.num_output_tokens, left_s)
+                    forecast.check(flow, request.num_prompt_tokens, request.num_output_tokens, left_s)
                 except Overloaded as error:
-                    found[replica.worker_id] = error
+                    found[view.worker_id] = error
         return found
 
     async def _relay_stream(
@@ -366,7 +371,6 @@ class InferenceRelay:
                 raise
         finally:
             stream.cancel()
-            self._metrics.relayed(call.num_messages_sent)
 
     def _note_first_message(self, call: Call) -> None:
         took_s = call.record.first_token_s = call.record.elapsed_s()

@@ -78,3 +78,17 @@ async def test_a_worker_that_takes_nothing_is_not_called_overloaded() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Generate(request(), timeout=10)
         assert isinstance(from_rpc_error(caught.value), NoWorker)
+
+
+async def test_a_worker_that_lacks_the_adapters_source_is_not_called_overloaded() -> None:
+    async with cluster(2) as c:
+        holder, other = c.workers
+        holder.report(tiers={"sql": 3}, sourced=["sql"])
+        await until(lambda: c.router.replicas.keepers(["sql"]) is not None)
+        holder.report(tiers={"sql": 3}, sourced=["sql"], stalled=True)
+        await until(lambda: c.router.replicas[holder.address].is_stalled)
+        await overload(c.router, other, 30.0)
+        stub = inference_pb2_grpc.InferenceServiceStub(c.channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Generate(request(), timeout=10)
+        assert isinstance(from_rpc_error(caught.value), NoWorker)
