@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Final, TypeVar
 
 from loraplex_contracts.adapters import check_adapter_ref
-from loraplex_contracts.errors import LoraplexError, Overloaded
+from loraplex_contracts.errors import LoraplexError, Overloaded, QuotaExceeded
 from loraplex_proto import validate
 from loraplex_proto.estimates import estimated_pooling_tokens, estimated_work
 from loraplex_proto.services import INFERENCE, POOLING, path_of
@@ -231,6 +231,26 @@ class InferenceRelay:
         self._settle(call, response, answer)
         return answer
 
+    def check_together(self, requests: Sequence[inference_pb2.GenerateRequest | pooling_pb2.ScoreRequest]) -> None:
+        """Raises QuotaExceeded for several requests that come at once, of which the caller can never have all: each by
+        itself would be told to try again."""
+        if len(requests) < 2:
+            return
+        calls: list[tuple[int, int]] = []
+        for request in requests:
+            if isinstance(request, pooling_pb2.ScoreRequest):
+                calls.append((len(request.inputs), estimated_pooling_tokens(request.inputs, request.query)))
+                continue
+            num_texts = min(max(1, request.n), MAX_COMPLETIONS)
+            num_prompt, num_output = estimated_work(request, self._replicas.max_context_tokens)
+            is_reserved = request.stopping.HasField("max_tokens")
+            calls.append((num_texts, num_prompt + (num_texts * num_output if is_reserved else 0)))
+        try:
+            self._quotas.check_together(current_identity(), calls)
+        except QuotaExceeded as error:
+            self._metrics.quota_refused(error.metadata["quota"])
+            raise
+
     # --- one request -----------------------------------------------------------------------------------------------
 
     def _admit(self, call: Call, raw: bytes) -> RelayedRequest:
@@ -315,9 +335,7 @@ class InferenceRelay:
 
     def _views(self, request: RelayedRequest, excluded: Collection[str] = ()) -> list[WorkerView]:
         """The workers that can take the request."""
-        return self._replicas.views(
-            excluded, request.draft_model, time.monotonic(), request.task, request.adapter_ids
-        )
+        return self._replicas.views(excluded, request.draft_model, time.monotonic(), request.task, request.adapter_ids)
 
     def _overloaded(self, call: Call, request: RelayedRequest) -> dict[str, Overloaded]:
         """The workers that can take the request and would refuse it, as far as their reports tell."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -114,6 +114,25 @@ class TenantQuotas:
         usage.num_running += num_requests
         self._usage[tenant] = usage
         return Ticket(self, tenant, bucket, num_requests, num_prompt_tokens, max_generated, num_reserved, now)
+
+    def check_together(self, identity: Identity, calls: Sequence[tuple[int, int]]) -> None:
+        """Checks calls that come at once, each with the requests that it counts as and the tokens that it reserves.
+        Raises QuotaExceeded where they are more than the tenant may have at any time; nothing is taken."""
+        if ROUTER in identity.roles:
+            return
+        tenant, limits = identity.tenant, identity.limits
+        self._check_requests(tenant, limits, 0, sum(num_requests for num_requests, _ in calls), shrinks=False)
+        if limits.tokens_per_minute is None:
+            return
+        per_minute = left = limits.tokens_per_minute * self._share
+        for _, num_reserved in calls:
+            if min(num_reserved, per_minute) > left:
+                raise quota_exceeded(
+                    TOKENS_PER_MINUTE,
+                    f"this asks for about {sum(num for _, num in calls)} tokens at once in {len(calls)} prompts, and "
+                    f"tenant {tenant!a} may have {per_minute:g} a minute here; ask for fewer",
+                )
+            left -= num_reserved
 
     def take_pooling(self, identity: Identity, num_inputs: int, num_prompt_tokens: int) -> Ticket:
         """Does what `take` does, for a call of PoolingService. It counts one for each input, as far as inputs are

@@ -24,7 +24,13 @@ from support.light_worker import light_worker
 from loraplex_adapters.cache.manager import AdapterManager
 from loraplex_adapters.cache.residency import AdapterCacheConfig
 from loraplex_adapters.sources.directory import DirectorySource
-from loraplex_contracts.errors import InvalidArgument, LoraplexError, QuotaExceeded
+from loraplex_contracts.errors import (
+    CONCURRENT_REQUESTS,
+    TOKENS_PER_MINUTE,
+    InvalidArgument,
+    LoraplexError,
+    QuotaExceeded,
+)
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc, pooling_pb2, pooling_pb2_grpc
 from loraplex_runtime.auth import token_digest
@@ -330,17 +336,30 @@ async def test_every_dialect_says_it_in_its_form(tmp_path: Path) -> None:
 
 
 async def test_batches_of_prompts(tmp_path: Path) -> None:
+    """A batch that fits no quota at any time is not to be sent again as it is; no prompt of it is begun."""
     auth_file = write(tmp_path / "auth.json", max_concurrent_requests=4, tokens_per_minute=300)
-    async with serving("router", auth_file) as server, http_client(server) as http:
+    async with serving("router", auth_file, metrics_port=0) as server, http_client(server) as http:
         body = {"prompt": ["x"] * 4, "max_tokens": 1}
         for _ in range(3):
             assert (await http.post("/v1/completions", json=body)).status_code == 200
-            assert (await http.post("/v1/completions", json={**body, "prompt": ["x"] * 5})).status_code == 429
-        answer = await http.post("/v1/completions", json={**body, "n": 5})
+        pairs = {"text_1": ["x"] * 5, "text_2": ["y"] * 5}
+        for stream in (False, True):
+            for more in ({"prompt": ["x"] * 5}, {"n": 5}, {"n": 2}, {"prompt": ["x"] * 2, "max_tokens": 250}):
+                answer = await http.post("/v1/completions", json={**body, **more, "stream": stream})
+                assert (answer.status_code, answer.headers["x-should-retry"]) == (429, "false"), more
+                assert "retry-after" not in answer.headers
+        answer = await http.post("/score", json=pairs)
         assert (answer.status_code, answer.headers["x-should-retry"]) == (429, "false")
-        answer = await http.post("/v1/completions", json={**body, "max_tokens": 250})
-        assert answer.status_code == 429
-        assert int(answer.headers["retry-after"]) > 1
+        assert server.registry is not None
+        name = "loraplex:router_quota_refusals_total"
+        quotas = (CONCURRENT_REQUESTS, TOKENS_PER_MINUTE)
+        refused = [server.registry.get_sample_value(name, {"quota": quota}) for quota in quotas]
+        assert refused == [7.0, 2.0]
+        # What fits by itself waits for the others.
+        async with server.running(stopping=inference_pb2.Stopping(max_tokens=250)):
+            answer = await http.post("/v1/completions", json={"prompt": ["x"] * 2, "max_tokens": 100})
+            assert answer.status_code == 429
+            assert int(answer.headers["retry-after"]) > 1
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------

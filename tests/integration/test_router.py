@@ -467,7 +467,7 @@ async def _ten(request: Generate, context: Any) -> AsyncIterator[bytes]:
 
 
 async def test_a_stream_goes_on_at_another_worker() -> None:
-    async with cluster(2, resume=True) as c:
+    async with cluster(2, resume=True, metrics_port=0) as c:
         first, second = (c.by_address(a) for a in rendezvous_order("sql", [w.address for w in c.workers]))
         first.stream, second.stream = blocks(5), _ten
         call = stub(c.channel).GenerateStream(Generate(text="x", adapter_id="sql"))
@@ -477,6 +477,9 @@ async def test_a_stream_goes_on_at_another_worker() -> None:
         assert [list(message.token_ids) for message in got] == [[number] for number in range(1, 11)]
         assert "".join(message.text_delta for message in got) == "".join(f"t{number} " for number in range(10))
         assert got[-1].finish_reason == inference_pb2.FINISH_REASON_LENGTH
+        registry = c.router.listener.registry
+        assert registry is not None
+        assert registry.get_sample_value("loraplex:router_relayed_messages_total") == len(got)
 
 
 async def test_an_answer_that_is_whole_ends_well_though_its_worker_is_lost() -> None:

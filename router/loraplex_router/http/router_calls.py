@@ -110,6 +110,7 @@ class RouterCalls:
     async def generate(self, messages: Sequence[pb.GenerateRequest], request: Request) -> list[pb.GenerateResponse]:
         """The answers in the order of their requests, or the first error."""
         self._check_room(messages, request)
+        self.relay.check_together(messages)
         handle = self.handler("Generate", self.relay.generate)
         found = await self.ask_all(handle, [one.SerializeToString() for one in messages], request)
         return [pb.GenerateResponse.FromString(raw) for raw in found]
@@ -120,6 +121,7 @@ class RouterCalls:
         """Calls that run, and their first message where it comes soon (`FanOut.first`): an error in its place is raised
         here, so that it has its real status."""
         self._check_room(messages, request)
+        self.relay.check_together(messages)
         await self._check_adapters(messages, request)
         handle = self.handler("GenerateStream", self.relay.generate_stream)
         calls = FanOut(handle, [one.SerializeToString() for one in messages], request)

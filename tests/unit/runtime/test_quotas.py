@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -370,3 +371,43 @@ def test_whatever_calls_do_a_tenant_gets_no_more_than_its_quotas(data: st.DataOb
         ticket.close()
     clock.now += 60
     quotas.take(acme, num_requests=most, num_prompt_tokens=per_minute)
+
+
+# --- calls at once ----------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=6),
+    st.none() | st.integers(1, 12),
+    st.none() | st.integers(40, 200),
+)
+def test_calls_are_refused_together_where_one_of_them_always_would_be(
+    calls: list[tuple[int, int, int]], most: int | None, per_minute: int | None
+) -> None:
+    limits = TenantLimits(max_concurrent_requests=most, tokens_per_minute=per_minute)
+    acme = Identity("acme", limits=limits)
+    together = [(num, num_prompt + num * max_tokens) for num, num_prompt, max_tokens in calls]
+
+    def take_all() -> None:
+        quotas = TenantQuotas(clock=Clock())  # with all that the tenant may have
+        for num, num_prompt, max_tokens in calls:
+            quotas.take(acme, num_requests=num, num_prompt_tokens=num_prompt, max_tokens=max_tokens, room=max_tokens)
+
+    def is_refused(check: Callable[[], None]) -> bool:
+        try:
+            check()
+        except QuotaExceeded:
+            return True
+        return False
+
+    quotas = TenantQuotas(clock=Clock())
+    assert is_refused(lambda: quotas.check_together(acme, together)) == is_refused(take_all)
+    quotas.check_together(Identity("", frozenset({ROUTER}), limits=acme.limits), together)
+
+
+def test_calls_that_are_too_many_together_are_not_to_be_sent_again() -> None:
+    acme = tenant(max_concurrent_requests=4, tokens_per_minute=100)
+    for calls in ([(2, 1), (3, 1)], [(1, 60), (1, 60)]):
+        with pytest.raises(QuotaExceeded) as caught:
+            TenantQuotas().check_together(acme, calls)
+        assert caught.value.retry_after_s is None

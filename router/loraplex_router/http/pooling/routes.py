@@ -268,6 +268,7 @@ class PoolingRoutes:
         self, messages: Sequence[pooling_pb2.ScoreRequest], request: Request
     ) -> list[pooling_pb2.ScoreResponse]:
         """The answers in the order of the requests, or the first error."""
+        self._router.relay.check_together(messages)
         handle = self._router.handler("Score", self._router.relay.score)
         try:
             found = await self._router.ask_all(handle, [one.SerializeToString() for one in messages], request)
