@@ -7,6 +7,7 @@ the language model is taken out before any weight is read, and so is never in me
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -46,11 +47,23 @@ def language_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 def read_language_model(model_id: str, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     """The model without parts for images and audio. `options`: of `from_pretrained`. `config` belongs to the model from
-    here on. Raises what Transformers raises, and ValueError where it has no class or the files lack weights."""
+    here on. Raises what Transformers raises, and ValueError where it has no class, the files lack weights, or these are
+    quantised although the configuration does not say so."""
     model, info = _class_to_make(config).from_pretrained(model_id, config=config, output_loading_info=True, **options)
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"its files lack {len(missing)} of the weights that {type(model).__name__} has: {missing[0]}")
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if scales := sorted(name for name in info["unexpected_keys"] if _is_of_one(name, parameters)):
+        raise ValueError(
+            f"its files have {scales[0]}, which {type(model).__name__} does not read, so its weights are quantised; "
+            "use the unquantised checkpoint"
+        )
     return model
+
+
+def _is_of_one(name: str, parameters: Collection[str]) -> bool:
+    """True if the name of a weight continues that of a parameter, as its scale's does (`weight_scale_inv`)."""
+    return any(name[: end.start()] in parameters for end in re.finditer(r"[._]", name))
 
 
 def make_language_model(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:

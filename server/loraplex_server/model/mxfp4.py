@@ -19,9 +19,16 @@ log = logging.getLogger(__name__)
 FAMILIES = {"gpt_oss"}
 
 
+def quantization_of(config: PreTrainedConfig) -> Any:
+    """The quantization that Transformers reads the checkpoint by: the whole configuration's, else that of its text
+    model. None where it is not quantised."""
+    found: Any = getattr(config, "quantization_config", None)
+    return getattr(config.get_text_config(), "quantization_config", None) if found is None else found
+
+
 def is_mxfp4(config: PreTrainedConfig) -> bool:
     """True if the checkpoint's experts are in MXFP4, and its family is one that is read so."""
-    fields: Any = getattr(config, "quantization_config", None)
+    fields = quantization_of(config)
     method = fields.get("quant_method") if isinstance(fields, Mapping) else getattr(fields, "quant_method", None)
     return method == "mxfp4" and config.model_type in FAMILIES
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from loraplex_contracts.errors import UnsupportedModel
 from loraplex_server.model.language import has_other_parts, language_class
-from loraplex_server.model.mxfp4 import is_mxfp4
+from loraplex_server.model.mxfp4 import is_mxfp4, quantization_of
 from loraplex_server.model.own_attention import has_known_form
 from loraplex_server.model.probe import ATTENTION_LAYERS, OTHER_LAYERS, STATE_LAYERS, layer_types
 
@@ -47,7 +47,7 @@ def refuse_class(config: PreTrainedConfig, model_id: str) -> None:
 def _reasons(config: PreTrainedConfig) -> Iterator[str]:
     if getattr(config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder model; only decoders are served"
-    if getattr(config, "quantization_config", None) is not None and not is_mxfp4(config):
+    if quantization_of(config) is not None and not is_mxfp4(config):
         yield "its checkpoint is quantised; use the unquantised checkpoint"
     if config.model_type in OWN_ATTENTION:
         yield f"its attention ({OWN_ATTENTION[config.model_type]}) does not use Transformers' attention interface"

@@ -35,6 +35,11 @@ REFUSED: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], str]] = {
     "other rope": (tf.LlamaConfig, SMALL | {"rope_parameters": {"rope_type": "su", "rope_theta": 1e4}}, "su"),
     "two calls": (tf.DiffLlamaConfig, SMALL, "several times"),
     "quantised": (tf.LlamaConfig, SMALL | {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
+    "quantised text": (
+        tf.Qwen2_5_VLConfig,
+        {"text_config": SMALL | {"quantization_config": {"quant_method": "fp8"}}},
+        "quantised",
+    ),
 }
 
 
