@@ -29,7 +29,7 @@ KINDS = ("dynamic", "longrope")
 MAX_SETS = 4096
 ORIGINAL = "original_max_position_embeddings"
 
-Rotation = tuple[Tensor, Tensor]  # cos and sin [1, num_tokens, dim]
+Rotation = tuple[Tensor, Tensor]  # cos and sin [..., num_tokens, dim]
 
 
 class ScaledRotary(nn.Module):
@@ -45,8 +45,16 @@ class ScaledRotary(nn.Module):
         self._rotate: Callable[[Any, Tensor, Tensor], Rotation] = inspect.unwrap(type(base).forward)
         self._sets: dict[int, Tensor] = {}
 
+    def __getattr__(self, name: str) -> Any:
+        """Passes attributes of the base on: some models read its configuration, or sections of M-RoPE."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base"), name)
+
     def forward(self, x: Tensor, position_ids: Tensor) -> Rotation:
-        """The rotation of tokens at position_ids [1, num_tokens]; of x only dtype and device count."""
+        """The rotation of tokens at position_ids [1, num_tokens], or [3, 1, num_tokens] of M-RoPE; of x only dtype and
+        device count."""
         base = cast(Any, self.base)
         lengths: Ints | None = self.context.rope_lengths
         if lengths is None:
@@ -60,11 +68,11 @@ class ScaledRotary(nn.Module):
         cos, sin = torch.empty(0), torch.empty(0)
         for one in found:
             at = upload(torch.from_numpy(np.flatnonzero(sets == one)), position_ids.device)
-            own = self._rotation(one, x, position_ids.index_select(1, at))
+            own = self._rotation(one, x, position_ids.index_select(-1, at))
             if one == found[0]:
-                cos, sin = (part.new_empty(1, len(sets), part.shape[-1]) for part in own)
-            cos.index_copy_(1, at, own[0])
-            sin.index_copy_(1, at, own[1])
+                cos, sin = (part.new_empty(*part.shape[:-2], len(sets), part.shape[-1]) for part in own)
+            cos.index_copy_(-2, at, own[0])
+            sin.index_copy_(-2, at, own[1])
         return cos, sin
 
     def _rotation(self, number: int, x: Tensor, position_ids: Tensor) -> Rotation:
@@ -74,9 +82,9 @@ class ScaledRotary(nn.Module):
         if number == 0:
             return self._rotate(base, x, position_ids)
         # Some families look at the largest position once more: one that belongs to such a text.
-        last = position_ids.new_full((1, 1), self.scaling.limit if self.scaling.has_one_set else number - 1)
-        cos, sin = self._rotate(base, x, torch.cat((position_ids, last), dim=1))
-        return cos[:, :-1], sin[:, :-1]
+        last = torch.full_like(position_ids[..., :1], self.scaling.limit if self.scaling.has_one_set else number - 1)
+        cos, sin = self._rotate(base, x, torch.cat((position_ids, last), dim=-1))
+        return cos[..., :-1, :], sin[..., :-1, :]
 
     def is_right(self) -> bool:
         """True if texts of some lengths, beginning and end computed apart, equal what Transformers computes."""

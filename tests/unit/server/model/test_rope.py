@@ -26,16 +26,26 @@ SCALINGS = {
     "llama-longrope": RopeScaling(LIMIT, has_one_set=True),
     "llama-dynamic": RopeScaling(LIMIT, has_one_set=False),
 }
+# Of a family with M-RoPE, which gives its rotary embedding three coordinates of each token.
+M_ROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": LIMIT,
+    "mrope_section": [2, 1, 1],
+}
 
 
-@pytest.mark.parametrize("family", SCALINGS)
+@pytest.mark.parametrize("family", [*SCALINGS, "qwen3_5"])
 def test_tokens_of_texts_of_many_lengths_in_one_row(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotations are equal bit for bit; with few sets of frequencies kept, too."""
     monkeypatch.setattr(rope_module, "MAX_SETS", 3)
-    model, context = random_model(family), StepContext()
-    fresh = random_model(family)
+    changes, num_coordinates = ({}, 1) if family in SCALINGS else ({"rope_parameters": M_ROPE}, 3)
+    model, context = random_model(family, changes=changes), StepContext()
+    fresh = random_model(family, changes=changes)
     own = fresh.model.rotary_emb
-    assert scale_by_token(model, context) == SCALINGS[family]
+    assert scale_by_token(model, context) == SCALINGS.get(family, RopeScaling(LIMIT, has_one_set=True))
     rotary = model.model.rotary_emb
     assert isinstance(rotary, ScaledRotary)
     x = torch.zeros(1, dtype=torch.float32)
@@ -43,11 +53,11 @@ def test_tokens_of_texts_of_many_lengths_in_one_row(family: str, monkeypatch: py
     spans = [torch.arange(max(0, end - 3), end) for end in ends]
     for _ in range(2):
         context.rope_lengths = np.repeat(ends, 3)
-        cos, sin = rotary(x, torch.cat(spans)[None])
+        cos, sin = rotary(x, torch.cat(spans).expand(num_coordinates, 1, -1).squeeze(0))
         context.rope_lengths = None
         for idx, positions in enumerate(spans):
             forget_lengths(fresh)
-            want = own(x, positions[None])  # a prompt's last tokens
+            want = own(x, positions.expand(num_coordinates, 1, -1).squeeze(0))  # a prompt's last tokens
             part = slice(3 * idx, 3 * idx + 3)
             assert torch.equal(cos[:, part], want[0])
             assert torch.equal(sin[:, part], want[1])
@@ -65,6 +75,13 @@ def test_without_lengths_it_is_that_of_a_fresh_model(family: str) -> None:
     assert not torch.equal(rotary(x, short)[0], first)
     context.rope_lengths = None
     assert torch.equal(rotary(x, short)[0], first)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "granite_swa"])
+def test_models_that_use_more_of_their_rotary_embeddings(family: str) -> None:
+    """They give it three coordinates of each token, or read its configuration."""
+    loaded = adopt_model(random_model(family, changes={"rope_parameters": M_ROPE}))
+    assert loaded.spec.rope == RopeScaling(LIMIT, has_one_set=True)
 
 
 def test_others_stay() -> None:
