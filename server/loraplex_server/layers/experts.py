@@ -146,6 +146,7 @@ class AdaptedExperts(_Wrapper):
         self.linears = {name: ExpertLinear(self.weight(name), swaps_features=swaps_features) for name in (UP, DOWN)}
         self.products: dict[str, ExpertProducts] = {}  # by parameter, in the place of the module's own code
         self.add_terms: AddTerms = add_terms
+        self.num_chosen = self.linears[UP].num_experts  # experts of a row, as the last trial had it
 
     def drop_weights(self) -> None:
         """Frees the weights, of which products have copies; their shapes and dtypes stay."""
@@ -181,6 +182,8 @@ class AdaptedExperts(_Wrapper):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [rows, hidden], experts and their weights [rows, top_k] -> [rows, hidden]."""
+        if self.is_on_trial:
+            self.num_chosen = top_k_index.shape[1]
         uses = self._uses(hidden_states, hidden_states.shape[0])
         if uses is None:
             compute = self._by_products if self.products else self.base

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from loraplex_contracts.errors import OutOfMemory, is_out_of_memory
 from loraplex_runtime import cgroups
 from loraplex_server.backends.reference import MAX_GROUP_TOKENS
-from loraplex_server.layers.experts import ExpertLinear
+from loraplex_server.layers.experts import AdaptedExperts, ExpertLinear
 from loraplex_server.layers.linear import AdaptedHead, AdaptedLinear
 from loraplex_server.model.loaded_model import LoadedModel
 
@@ -50,10 +50,16 @@ def layer_bytes(loaded: LoadedModel, num_tokens: int) -> int:
     linears = [one for one in loaded.targets.values() if isinstance(one, AdaptedLinear)]
     wide = [linear.out_features for linear in linears if not isinstance(linear, AdaptedHead)]
     wide += [one.out_features for one in loaded.targets.values() if isinstance(one, ExpertLinear)]
-    # Every token goes through so many experts at once.
-    num_experts: int = getattr(loaded.model.config.get_text_config(), "num_experts_per_tok", None) or 1
-    num_elements = NUM_HIDDEN * hidden_size + NUM_WIDE * num_experts * max(wide, default=hidden_size)
+    num_elements = NUM_HIDDEN * hidden_size + NUM_WIDE * _experts_per_token(loaded) * max(wide, default=hidden_size)
     return num_tokens * num_elements * loaded.dtype.itemsize
+
+
+def _experts_per_token(loaded: LoadedModel) -> int:
+    """Number of experts that a token goes through at once; 1 in a model without experts."""
+    if chosen := [module.num_chosen for module in loaded.model.modules() if isinstance(module, AdaptedExperts)]:
+        return max(chosen)
+    named: Any = getattr(loaded.model.config.get_text_config(), "num_experts_per_tok", None) or 1
+    return max(named) if isinstance(named, list) else named  # a list has one for each layer
 
 
 def step_bytes(loaded: LoadedModel, num_tokens: int, max_rows: int) -> int:
