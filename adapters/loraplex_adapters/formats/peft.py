@@ -35,7 +35,7 @@ from loraplex_adapters.formats.peft_plan import (
     not_together,
     rank_limit,
 )
-from loraplex_adapters.formats.peft_saved import ORIGINAL, plan_saved, saved_name
+from loraplex_adapters.formats.peft_saved import ORIGINAL, is_tied, plan_saved, saved_name
 from loraplex_adapters.formats.peft_targets import path_ends
 from loraplex_adapters.io.safetensors import TensorInfo, check_float
 from loraplex_adapters.io.throttle import checkpoint
@@ -225,7 +225,8 @@ def _module(
         is_transposed = is_parameter and (module.is_conv1d or module.kind == "embedding")
         if is_embedding is not (module.kind == "embedding") and not is_transposed:
             raise ShapeMismatch(f"{a.where} does not fit: {path!a} is of kind {module.kind}")
-        if not is_parameter and (field := config.targets.field_against(path)):
+        listed = targets.embedding if is_tied(module.path, config, targets) else path
+        if not is_parameter and (field := config.targets.field_against(listed)):
             raise not_named(a, field)
         rank, scale = config.rank_and_scale(f"{path}.weight" if is_parameter else path, budget)
         if config.init in ("pissa", "olora"):

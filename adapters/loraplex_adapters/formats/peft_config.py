@@ -174,8 +174,6 @@ def parse_lora_config(fields: Mapping[str, Any]) -> PeftLoraConfig:
     chosen = dict(fields)
     if target_parameters and fields.get("target_modules") is None:
         chosen["target_modules"] = []  # as in PEFT: parameters alone
-    if fields.get("ensure_weight_tying"):
-        chosen = {}  # with tied weights PEFT saves factors for modules that it has taken off the list
     return PeftLoraConfig(
         r=rank(fields.get("r", PEFT_DEFAULT), "r"),
         lora_alpha=alpha(fields.get("lora_alpha", PEFT_DEFAULT), "lora_alpha"),

@@ -29,9 +29,14 @@ _REFUSED_PARTS: Mapping[str, str] = {
     "lora_E": "AdaLoRA",
     "lora_ranknum": "AdaLoRA",
 }
-# Last names of the modules whose saved weights PEFT ties where the configuration says so.
+# Last names of embeddings and heads that PEFT ties where the configuration says so.
 _TIED_BY_PEFT = ("embed_tokens", "lm_head")
 
+
+def is_tied(path: str, config: PeftLoraConfig, targets: BaseTargets) -> bool:
+    """True for a head whose factors are the embedding's: then PEFT has the embedding alone in `target_modules`."""
+    is_known = targets.embedding.rpartition(".")[2] in _TIED_BY_PEFT
+    return config.ties_weights and is_known and path == targets.tied_head
 
 def saved_name(tensor: TensorInfo) -> tuple[str, str, str]:
     """Module path, PEFT's wrapper and name of a parameter that is not part of a LoRA; of rows for some tokens the name
@@ -177,8 +182,8 @@ def _tied(
                 "whose bias PEFT leaves out then; that is not served"
             )
         is_whole = one.shape.token_ids is None
-        is_tied = config.ties_weights and here.rpartition(".")[2] in _TIED_BY_PEFT
-        if other is None and (has_rows or (is_whole and (is_tied or _is_of_base(one, config)))):
+        are_tied = config.ties_weights and here.rpartition(".")[2] in _TIED_BY_PEFT
+        if other is None and (has_rows or (is_whole and (are_tied or _is_of_base(one, config)))):
             saved = [*saved, _moved(one, there)]
         elif other is None:
             found = [_moved(each, there) for each in originals if each.shape.path == here]

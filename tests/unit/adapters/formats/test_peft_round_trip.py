@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from loraplex_adapters.cache.storage import Storage, import_adapter
+from loraplex_adapters.cache.storage import Storage, check_adapter, import_adapter
 from loraplex_adapters.io.safetensors import weight_sha256
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.store import AdapterStore
@@ -157,11 +159,19 @@ def test_gpt2_conv1d(tmp_path: Path) -> None:
 
 def test_tied_embedding_and_head(tmp_path: Path) -> None:
     model = llama(tied=True)
-    targets = targets_of(model)
-    fields = {"r": 4, "lora_alpha": 8, "target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}
-    peft = save(model, tmp_path, **fields)
+    targets = replace(targets_of(model), embedding="model.embed_tokens", tied_head="lm_head")
+    names = ["embed_tokens", "lm_head", "q_proj", "o_proj"]
+    peft = save(model, tmp_path, r=4, lora_alpha=8, target_modules=names, ensure_weight_tying=True)
     weights = load(tmp_path, targets)
     assert_equals_peft(weights, peft)
+    # PEFT leaves out other modules that are not on the list, and the head where the embedding is not.
+    file = tmp_path / "sql" / "adapter_config.json"
+    fields = json.loads(file.read_text())
+    for name in ("q_proj", "embed_tokens"):
+        left = [one for one in fields["target_modules"] if not one.endswith(name)]
+        file.write_text(json.dumps(fields | {"target_modules": left}))
+        with pytest.raises(AdapterInvalid, match="target_modules in adapter_config.json does not name its module"):
+            check_adapter("sql", DirectorySource(tmp_path), targets)
 
 
 def test_saved_without_copies_of_the_embeddings(tmp_path: Path) -> None:
