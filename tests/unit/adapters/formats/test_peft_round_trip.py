@@ -170,7 +170,7 @@ def test_tied_embedding_and_head(tmp_path: Path) -> None:
     for name in ("q_proj", "embed_tokens"):
         left = [one for one in fields["target_modules"] if not one.endswith(name)]
         file.write_text(json.dumps(fields | {"target_modules": left}))
-        with pytest.raises(AdapterInvalid, match="target_modules in adapter_config.json does not name its module"):
+        with pytest.raises(AdapterInvalid, match="does not name its module"):
             check_adapter("sql", DirectorySource(tmp_path), targets)
 
 
