@@ -38,6 +38,7 @@ def is_tied(path: str, config: PeftLoraConfig, targets: BaseTargets) -> bool:
     is_known = targets.embedding.rpartition(".")[2] in _TIED_BY_PEFT
     return config.ties_weights and is_known and path == targets.tied_head
 
+
 def saved_name(tensor: TensorInfo) -> tuple[str, str, str]:
     """Module path, PEFT's wrapper and name of a parameter that is not part of a LoRA; of rows for some tokens the name
     is empty."""
