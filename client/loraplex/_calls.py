@@ -144,9 +144,11 @@ class Settings:
             raise InvalidArgument(f"headers must give names and values, not {given!a:.80}", field="headers")
         pairs = [(name, value) for name, value in cast("Mapping[Any, Any]", given).items()]
         for name, value in pairs:
-            if not (isinstance(name, str) and _HEADER.match(name)):
+            if not (isinstance(name, str) and _HEADER.match(name)) or name.lower().endswith("-bin"):
                 raise InvalidArgument(
-                    f"headers gave the name {name!a:.80}; names are letters, digits, '-', '_' and '.'", field="headers"
+                    f"headers gave the name {name!a:.80}; names are letters, digits, '-', '_' and '.', and end in no "
+                    "'-bin', which is for bytes",
+                    field="headers",
                 )
             if not (isinstance(value, str) and value.isascii() and value.isprintable()):
                 raise InvalidArgument(f"the value of the header {name!a} must be printable ASCII", field="headers")

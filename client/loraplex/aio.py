@@ -6,6 +6,7 @@ The event loop of the first call owns it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, TypeVar, Unpack
@@ -13,7 +14,7 @@ from typing import Any, Protocol, TypeVar, Unpack
 import grpc
 import grpc.aio
 
-from loraplex._calls import DEFAULT_CONNECT_TIMEOUT_S, DEFAULT_TIMEOUT_S, Call, Calls
+from loraplex._calls import DEFAULT_CONNECT_TIMEOUT_S, DEFAULT_TIMEOUT_S, Call, Calls, Settings
 from loraplex.chat import AsyncChat
 from loraplex.many import DEFAULT_CONCURRENCY, Progress, Prompt, items_of, progress_of
 from loraplex.types import (
@@ -79,9 +80,7 @@ class AsyncClient:
             headers=headers,
             on_call=on_call,
         )
-        self._channel: grpc.aio.Channel | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the channel
-        self._is_closed = False
+        self._connection = _Connection(self._calls.settings)
         self.adapters = AsyncAdapters(self._calls, self._unary)
 
     async def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Generation:
@@ -90,8 +89,7 @@ class AsyncClient:
 
     def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncStream:
         """Tokens as they are made. Takes what `generate` takes; closing the iterator ends the work on the server."""
-        call = self._calls.stream(prompt, options)
-        return AsyncStream(call, lambda call: call.start(self._open().unary_stream))
+        return AsyncStream(self._connection, self._calls.stream(prompt, options))
 
     async def generate_many(
         self,
@@ -210,10 +208,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Ends whatever is still running. Closing twice is fine."""
-        self._is_closed = True
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            await channel.close()
+        await self._connection.close()
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -223,15 +218,40 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    def _open(self) -> grpc.aio.Channel:
-        """The channel, created at the first call because it binds to the running loop."""
+    async def _unary(self, call: Call[_Answer]) -> _Answer:
+        while True:
+            try:
+                raw: bytes = await call.start(self._connection.channel().unary_unary)
+            except grpc.RpcError as error:
+                wait_s, call = call.after(error)
+            except asyncio.CancelledError:
+                _raise_unless_of_this_task(call)
+                raise
+            else:
+                call.ended()
+                return call.read(raw)
+            await self._connection.wait(call, wait_s)
+
+
+class _Connection:
+    """Owns the channel: tries of calls start on it, and wait for the next one until it is closed."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._channel: grpc.aio.Channel | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the channel
+        self._is_closed = False
+        self._ending = asyncio.Condition()  # notified where the connection ends, or a stream on it
+
+    def channel(self) -> grpc.aio.Channel:
+        """The channel, created at the first call because it binds to the running loop. Raises FailedPrecondition."""
         if self._is_closed:
             raise FailedPrecondition("this client is closed; make a new one")
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError as error:
             raise FailedPrecondition("no event loop is running; call this in one, as asyncio.run starts it") from error
-        channel = self._channel or self._calls.settings.channel(grpc.aio)
+        channel = self._channel or self._settings.channel(grpc.aio)
         if self._channel is None:
             self._channel, self._loop = channel, loop
         elif self._loop is not loop:
@@ -241,21 +261,25 @@ class AsyncClient:
             )
         return channel
 
-    async def _unary(self, call: Call[_Answer]) -> _Answer:
-        while True:
-            try:
-                raw: bytes = await call.start(self._open().unary_unary)
-            except grpc.RpcError as error:
-                wait_s, call = call.after(error)
-            except asyncio.CancelledError:
-                _raise_unless_of_this_task(call)
-                raise
-            else:
-                call.ended()
-                return call.read(raw)
-            await asyncio.sleep(wait_s)
-            if self._is_closed:
-                raise call.closed()
+    async def wait(self, call: Call[Any], wait_s: float, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Waits before the next try of a call, until `is_over` at most. Raises Cancelled where the client is closed."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s), self._ending:
+                await self._ending.wait_for(lambda: self._is_closed or is_over())
+        if self._is_closed and not is_over():
+            raise call.closed()
+
+    async def end_waits(self) -> None:
+        """Has those who wait look whether it is over."""
+        async with self._ending:
+            self._ending.notify_all()
+
+    async def close(self) -> None:
+        self._is_closed = True
+        channel, self._channel = self._channel, None
+        await self.end_waits()
+        if channel is not None:
+            await channel.close()
 
 
 class AsyncAdapters:
@@ -338,12 +362,12 @@ class AsyncAdapters:
 class AsyncStream(AsyncIterator[Chunk]):
     """Chunks of one request. Close it, or leave its `async with` block, to end the request early."""
 
-    def __init__(self, call: Call[Chunk], start: Callable[[Call[Chunk]], Any]) -> None:
+    def __init__(self, connection: _Connection, call: Call[Chunk]) -> None:
+        self._connection = connection
         self._call = call
-        self._start = start
-        self._rpc = start(call)
+        self._rpc: Any = self._start(call)  # gRPC's call; None between tries
         self._has_begun = False
-        self._is_closed = False
+        self._is_over = False
 
     @property
     def request_id(self) -> str:
@@ -353,7 +377,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         return f"AsyncStream(request_id={self.request_id!r})"
 
     async def __anext__(self) -> Chunk:
-        while not self._is_closed:
+        while not self._is_over:
             try:
                 raw: Any = await self._rpc.read()
             except grpc.RpcError as error:
@@ -361,35 +385,42 @@ class AsyncStream(AsyncIterator[Chunk]):
                 continue
             except asyncio.CancelledError:
                 self._rpc.cancel()  # gRPC does not where the task is cancelled while the call is being sent
-                was_closed, self._is_closed = self._is_closed, True
-                if was_closed and not _is_cancelled():  # by another task, during the wait
+                was_over, self._is_over = self._is_over, True
+                if was_over and not _is_cancelled():  # by another task, during the wait
                     raise StopAsyncIteration from None
                 _raise_unless_of_this_task(self._call)
                 raise
             if isinstance(raw, bytes):
                 self._has_begun = True
                 return self._call.read(raw)
-            self._is_closed = True  # grpc.aio.EOF
-            self._call.ended()
+            await self.aclose()  # grpc.aio.EOF
         raise StopAsyncIteration
 
     async def _go_on_after(self, error: grpc.RpcError) -> None:
         """Starts the next try, where there is one and the stream was not closed meanwhile by another task."""
+        if self._is_over:
+            return
+        self._rpc = None
         try:
             wait_s, call = self._call.after(error, may_retry=not self._has_begun)
+            await self._connection.wait(call, wait_s, lambda: self._is_over)
+            if not self._is_over:
+                self._call, self._rpc = call, self._start(call)
         except BaseException:
-            self._is_closed = True
+            self._is_over = True
             raise
-        await asyncio.sleep(wait_s)
-        if not self._is_closed:
-            self._call, self._rpc = call, self._start(call)
+
+    def _start(self, call: Call[Chunk]) -> Any:
+        return call.start(self._connection.channel().unary_stream)
 
     async def aclose(self) -> None:
         """Cancels the request where it is not done. Closing twice is fine."""
-        if not self._is_closed:
-            self._is_closed = True
+        was_over, self._is_over = self._is_over, True
+        if self._rpc is None:
+            await self._connection.end_waits()
+        elif not was_over:
             self._call.ended()
-        self._rpc.cancel()
+            self._rpc.cancel()
 
     async def __aenter__(self) -> AsyncStream:
         return self

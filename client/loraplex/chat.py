@@ -21,7 +21,7 @@ class History:
         self.messages = [*self._first]
 
     def __repr__(self) -> str:
-        turns = sum(one["role"] == "user" for one in self.messages)
+        turns = sum(one.get("role") == "user" for one in self.messages)
         return f"{type(self).__name__}({turns} turns, {len(self.messages)} messages, options={self.options!r})"
 
     def reset(self) -> None:
@@ -39,16 +39,17 @@ class History:
 
 
 class Turn:
-    """Parts of one streamed answer, until it is complete."""
+    """Parts of one streamed answer, until it is complete. Of several completions it is the first."""
 
     def __init__(self, complete: Callable[[str, Message | None], None]) -> None:
         self._complete = complete
         self._texts: list[str] = []
 
     def add(self, chunk: Chunk) -> Chunk:
-        self._texts.append(chunk.text)
-        if chunk.finish_reason is not None:
-            self._complete("".join(self._texts), chunk.message)
+        if chunk.index == 0:
+            self._texts.append(chunk.text)
+            if chunk.finish_reason is not None:
+                self._complete("".join(self._texts), chunk.message)
         return chunk
 
 

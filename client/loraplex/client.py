@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar, Unpack
 
 import grpc
 
-from loraplex._calls import DEFAULT_CONNECT_TIMEOUT_S, DEFAULT_TIMEOUT_S, Call, Calls
+from loraplex._calls import DEFAULT_CONNECT_TIMEOUT_S, DEFAULT_TIMEOUT_S, Call, Calls, Settings
 from loraplex.chat import Chat
 from loraplex.many import DEFAULT_CONCURRENCY, Progress, Prompt, items_of, progress_of
 from loraplex.types import (
@@ -85,8 +85,7 @@ class Client:
             headers=headers,
             on_call=on_call,
         )
-        self._channel: grpc.Channel | None = self._calls.settings.channel(grpc)
-        self._ending = threading.Condition()  # of the client, or of a batch
+        self._connection = _Connection(self._calls.settings)
         self.adapters = Adapters(self._calls, self._unary)
 
     def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Generation:
@@ -95,8 +94,7 @@ class Client:
 
     def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Stream:
         """Tokens as they are made. Takes what `generate` takes; closing the iterator ends the work on the server."""
-        call = self._calls.stream(prompt, options)
-        return Stream(call, lambda call: call.start(self._open().unary_stream))
+        return Stream(self._connection, self._calls.stream(prompt, options))
 
     def generate_many(
         self,
@@ -113,7 +111,7 @@ class Client:
         InvalidArgument, TypeError for an unknown option."""
         items = items_of(prompts, options, max_concurrency)
         found: dict[int, Generation | LoraplexError] = {}
-        batch = _Batch(self._ending)
+        batch = _Batch(self._connection.ending)
         executor = ThreadPoolExecutor(max_concurrency, "loraplex")
         try:
             with progress_of(progress, len(items)) as report:
@@ -216,11 +214,7 @@ class Client:
 
     def close(self) -> None:
         """Ends whatever is still running. Closing twice is fine."""
-        with self._ending:
-            channel, self._channel = self._channel, None
-            self._ending.notify_all()
-        if channel is not None:
-            channel.close()
+        self._connection.close()
 
     def __enter__(self) -> Client:
         return self
@@ -230,24 +224,52 @@ class Client:
     ) -> None:
         self.close()
 
-    def _open(self) -> grpc.Channel:
-        if self._channel is None:
-            raise FailedPrecondition("this client is closed; make a new one")
-        return self._channel
-
     def _unary(self, call: Call[_Answer], batch: _Batch | None = None) -> _Answer:
+        methods = (lambda channel: channel.unary_unary) if batch is None else batch.methods
         while True:
-            channel = self._open()
             try:
-                raw: bytes = call.start(channel.unary_unary if batch is None else batch.methods(channel))
+                raw: bytes = self._connection.start(call, methods)
             except grpc.RpcError as error:
                 wait_s, call = call.after(error)
             else:
                 call.ended()
                 return call.read(raw)
-            with self._ending:
-                if self._ending.wait_for(lambda: self._channel is None or (batch and batch.is_over), wait_s):
-                    raise call.closed()
+            self._connection.wait(call, wait_s, lambda: batch is not None and batch.is_over)
+
+
+class _Connection:
+    """Owns the channel: tries of calls start on it, and wait for the next one until it is closed."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._channel: grpc.Channel | None = settings.channel(grpc)
+        self.ending = threading.Condition()  # notified where the connection ends, or a batch or stream on it
+
+    def start(self, call: Call[Any], methods: Callable[[grpc.Channel], Callable[[str], Any]]) -> Any:
+        """Starts a try of a call by the channel's method for it. Raises FailedPrecondition where the client is closed,
+        and Cancelled where another thread closes it meanwhile."""
+        channel = self._channel
+        if channel is None:
+            raise FailedPrecondition("this client is closed; make a new one")
+        try:
+            return call.start(methods(channel))
+        except ValueError as error:  # what gRPC raises for a closed channel
+            if self._channel is not None:
+                raise
+            raise call.closed() from error
+
+    def wait(self, call: Call[Any], wait_s: float, is_over: Callable[[], bool]) -> None:
+        """Waits before the next try of a call, until `is_over` at most. Raises Cancelled where the client is closed."""
+        with self.ending:
+            self.ending.wait_for(lambda: self._channel is None or is_over(), wait_s)
+            if self._channel is None and not is_over():
+                raise call.closed()
+
+    def close(self) -> None:
+        with self.ending:
+            channel, self._channel = self._channel, None
+            self.ending.notify_all()
+        if channel is not None:
+            channel.close()
 
 
 class _Batch:
@@ -363,12 +385,13 @@ class Adapters:
 class Stream(Iterator[Chunk]):
     """Chunks of one request. Close it, or leave its `with` block, to end the request early."""
 
-    def __init__(self, call: Call[Chunk], start: Callable[[Call[Chunk]], Any]) -> None:
+    def __init__(self, connection: _Connection, call: Call[Chunk]) -> None:
+        self._connection = connection
+        self._ending = connection.ending  # guards the fields below; notified at the end
         self._call = call
-        self._start = start
-        self._rpc = start(call)  # gRPC's iterator, which also cancels
+        self._rpc: Any = self._start(call)  # gRPC's iterator, which also cancels; None between tries
         self._has_begun = False
-        self._closing = threading.Event()
+        self._is_over = False
 
     @property
     def request_id(self) -> str:
@@ -378,12 +401,11 @@ class Stream(Iterator[Chunk]):
         return f"Stream(request_id={self.request_id!r})"
 
     def __next__(self) -> Chunk:
-        while not self._closing.is_set():
+        while not self._is_over:
             try:
                 raw: bytes = next(self._rpc)
             except StopIteration:
-                self._closing.set()
-                self._call.ended()
+                self.close()
                 raise
             except grpc.RpcError as error:
                 self._go_on_after(error)
@@ -394,22 +416,38 @@ class Stream(Iterator[Chunk]):
 
     def _go_on_after(self, error: grpc.RpcError) -> None:
         """Starts the next try, where there is one and the stream was not closed meanwhile by another thread."""
-        if self._closing.is_set():
-            return
+        with self._ending:
+            if self._is_over:
+                return
+            self._rpc = None
         try:
             wait_s, call = self._call.after(error, may_retry=not self._has_begun)
+            self._connection.wait(call, wait_s, lambda: self._is_over)
+            if self._is_over:
+                return
+            rpc = self._start(call)
         except BaseException:
-            self._closing.set()
+            self._is_over = True
             raise
-        if not self._closing.wait(wait_s):
-            self._call, self._rpc = call, self._start(call)
+        with self._ending:
+            self._call, self._rpc = call, rpc
+            is_over = self._is_over
+        if is_over:  # it was closed while the try began
+            call.ended()
+            rpc.cancel()
+
+    def _start(self, call: Call[Chunk]) -> Any:
+        return self._connection.start(call, lambda channel: channel.unary_stream)
 
     def close(self) -> None:
         """Cancels the request where it is not done. Closing twice is fine."""
-        if not self._closing.is_set():
-            self._closing.set()
+        with self._ending:
+            was_over, self._is_over = self._is_over, True
+            rpc = self._rpc
+            self._ending.notify_all()
+        if rpc is not None and not was_over:
             self._call.ended()
-        self._rpc.cancel()
+            rpc.cancel()
 
     def __enter__(self) -> Stream:
         return self

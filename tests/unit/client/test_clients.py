@@ -566,6 +566,7 @@ async def test_who_is_cancelled_stays_so(fake: Any) -> None:
         (None, "headers must give names and values, not None"),
         ({"X y": "z"}, "headers gave the name 'X y'"),
         ({3: "z"}, "headers gave the name 3"),
+        ({"X-Bin": "z"}, "headers gave the name 'X-Bin'"),
         ({"x": "\n"}, "the value of the header 'x' must be printable ASCII"),
         ({"x": 3}, "the value of the header 'x' must be printable ASCII"),
     ],

@@ -184,6 +184,19 @@ def test_a_streamed_turn(fake: Any) -> None:
     assert chat.messages == [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "abc"}]
 
 
+def test_a_streamed_turn_of_two_completions_keeps_the_first(fake: Any) -> None:
+    end = inference_pb2.FINISH_REASON_EOS
+    fake.chunks = [
+        GenerateStreamResponse(text_delta="a"),
+        GenerateStreamResponse(index=1, text_delta="B", finish_reason=end),
+        GenerateStreamResponse(text_delta="c", finish_reason=end),
+    ]
+    with Client(fake.address) as client:
+        chat = client.chat(n=2)
+        assert len(list(chat.stream("hi"))) == 3
+    assert chat.messages == [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ac"}]
+
+
 async def test_a_chat_for_asyncio(fake: Any) -> None:
     echo(fake)
     fake.chunks = streamed()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -209,3 +210,96 @@ def test_a_hook_that_fails_fails_no_call(fake: Any, caplog: pytest.LogCaptureFix
         assert client.info().model_id == "m"
     assert "on_call failed" in caplog.text
     assert "GetInfo at 127.0.0.1" in caplog.text
+
+
+# --- ends during the wait for another try -----------------------------------------------------------------------------
+
+FULL = errors.QueueFull("full", retry_after_s=20.0)
+
+
+def end_of(stream: Any) -> tuple[BaseException | None, float]:
+    """The error that ends a stream without a chunk, None for an ordinary end, and the seconds that it took."""
+    start = time.monotonic()
+    try:
+        assert next(stream, None) is None
+    except loraplex.LoraplexError as error:
+        return error, time.monotonic() - start
+    return None, time.monotonic() - start
+
+
+def test_a_stream_that_waits_ends_with_its_client(fake: Any) -> None:
+    fake.error, records = FULL, list[CallRecord]()
+    client = Client(fake.address, retries=5, on_call=records.append)
+    stream = client.stream("a")
+    threading.Timer(0.3, client.close).start()
+    error, took_s = end_of(stream)
+    assert isinstance(error, loraplex.Cancelled)
+    assert took_s < 5
+    assert end_of(stream)[0] is None, "an ended stream stays ended"
+    assert [one.num_retries for one in records] == [0]
+
+
+def test_a_stream_that_is_closed_while_it_waits_has_one_record_of_its_try(fake: Any) -> None:
+    fake.error, records = FULL, list[CallRecord]()
+    with Client(fake.address, retries=5, on_call=records.append) as client:
+        stream = client.stream("a")
+        threading.Timer(0.3, stream.close).start()
+        error, took_s = end_of(stream)
+    assert error is None
+    assert took_s < 5
+    assert [type(one.error) for one in records] == [errors.QueueFull]
+
+
+def test_a_stream_that_is_closed_while_its_next_try_begins_leaves_nothing_under_way(fake: Any) -> None:
+    fake.error, records = errors.QueueFull("full", retry_after_s=0.0), list[CallRecord]()
+
+    def headers() -> dict[str, str]:
+        if records:  # of the second try
+            fake.error, fake.is_endless = None, True
+            stream.close()
+        return {}
+
+    with Client(fake.address, retries=1, headers=headers, on_call=records.append) as client:
+        stream = client.stream("a")
+        assert list(stream) == []
+        assert [one.num_retries for one in records] == [0, 1]
+        time.sleep(0.3)
+        num_sent = fake.num_sent
+        time.sleep(0.2)
+        assert fake.num_sent == num_sent
+
+
+def test_a_hook_that_fails_ends_the_stream(fake: Any) -> None:
+    fake.error, records = errors.QueueFull("full", retry_after_s=0.0), list[CallRecord]()
+
+    def headers() -> dict[str, str]:
+        return {"x": "\n"} if records else {}
+
+    with Client(fake.address, retries=5, headers=headers, on_call=records.append) as client:
+        stream = client.stream("a")
+        assert isinstance(end_of(stream)[0], loraplex.InvalidArgument)
+        assert end_of(stream)[0] is None
+    assert len(records) == 1
+
+
+async def test_what_waits_ends_with_its_client_for_asyncio(fake: Any) -> None:
+    fake.error = FULL
+    client = AsyncClient(fake.address, retries=5)
+    stream = client.stream("a")
+    waiting = [asyncio.ensure_future(one) for one in (anext(stream), client.generate("a"))]
+    await asyncio.sleep(0.3)
+    await client.close()
+    for found in await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5):
+        assert isinstance(found, loraplex.Cancelled)
+    assert [chunk async for chunk in stream] == [], "an ended stream stays ended"
+
+
+async def test_a_stream_that_is_closed_while_it_waits_ends_for_asyncio(fake: Any) -> None:
+    fake.error, records = FULL, list[CallRecord]()
+    async with AsyncClient(fake.address, retries=5, on_call=records.append) as client:
+        stream = client.stream("a")
+        waiting = asyncio.ensure_future(anext(stream, None))
+        await asyncio.sleep(0.3)
+        await stream.aclose()
+        assert await asyncio.wait_for(waiting, 5) is None
+    assert [type(one.error) for one in records] == [errors.QueueFull]

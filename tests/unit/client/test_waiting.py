@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -34,6 +35,17 @@ def test_closing_from_another_thread(fake: Any) -> None:
         assert list(stream) == []
         assert time.monotonic() - start < 5
     assert fake.cancelled.wait(3)
+
+
+@pytest.mark.parametrize("kind", ["generate", "stream"])
+def test_closing_the_client_while_a_call_begins(kind: str, fake: Any) -> None:
+    def close() -> dict[str, str]:
+        client.close()
+        return {}
+
+    client = Client(fake.address, headers=close)  # its headers are asked for between two looks at the channel
+    with pytest.raises(loraplex.Cancelled, match="the client was closed"):
+        getattr(client, kind)("a")
 
 
 def test_many_threads_share_a_client(fake: Any) -> None:
@@ -87,7 +99,8 @@ async def test_cancelling_the_task_cancels_a_call_that_grpc_leaves_under_way() -
             self.is_cancelled = True
 
     sent = Sent()
-    stream = AsyncStream(cast(Any, None), lambda _: sent)
+    connection = SimpleNamespace(channel=lambda: SimpleNamespace(unary_stream=None))
+    stream = AsyncStream(cast(Any, connection), cast(Any, SimpleNamespace(start=lambda _: sent)))
     task = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
     task.cancel()
