@@ -256,9 +256,13 @@ def _log_with_serve() -> None:
 
 
 def read_token(path: str) -> str:
-    """The token that the file holds. Raises FailedPrecondition."""
+    """The token that the file holds. Raises FailedPrecondition, also for an empty one: workers without a token serve
+    whoever reaches them."""
     try:
-        return Path(path).read_text(encoding="ascii").strip()
+        token = Path(path).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it has other bytes than ASCII"
         raise FailedPrecondition(f"secrets.worker-token-file, {path}, cannot be read on this node: {why}") from error
+    if not token:
+        raise FailedPrecondition(f"secrets.worker-token-file, {path}, is empty on this node")
+    return token

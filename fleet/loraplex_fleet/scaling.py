@@ -57,7 +57,7 @@ def decide(
         if now_s - since_s >= bounds.up_after_s and now_s - state.changed_s >= bounds.settle_s:
             return wanted, ScalingState(changed_s=now_s)
         return count, ScalingState(more_since_s=since_s, changed_s=state.changed_s)
-    fewer = max(wanted_for(pending_tokens / DOWN_SHARE, bounds), wanted)
+    fewer = wanted_for(pending_tokens / DOWN_SHARE, bounds)
     if fewer < count:
         since_s = now_s if state.fewer_since_s is None else state.fewer_since_s
         peak = max(state.peak, fewer)

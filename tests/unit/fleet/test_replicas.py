@@ -84,9 +84,12 @@ async def test_a_router_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert not list(tmp_path.glob("loraplex-router-*"))
 
 
-def test_a_token_that_is_no_text(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "says"), [(b"\xff", "other bytes than ASCII"), (b"", "is empty"), (b" \n", "is empty")]
+)
+def test_a_token_that_is_none(content: bytes, says: str, tmp_path: Path) -> None:
     from loraplex_fleet.replicas import read_token
 
-    (tmp_path / "token").write_bytes(b"\xff")
-    with pytest.raises(FailedPrecondition, match="other bytes than ASCII"):
+    (tmp_path / "token").write_bytes(content)
+    with pytest.raises(FailedPrecondition, match=says):
         read_token(str(tmp_path / "token"))
