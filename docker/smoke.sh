@@ -117,7 +117,7 @@ inside() { run bash -euc "$(declare -f start "$1"); \"\$@\"" bash "$@"; }
 start() {
   port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
   # Here tini is not process 1, as it is in a container; it is told to adopt orphans all the same.
-  TINI_SUBREAPER=1 tini -- loraplex-entrypoint "$@" --host 127.0.0.1 --port "$port" &
+  TINI_SUBREAPER=1 tini -- loraplex "$@" --host 127.0.0.1 --port "$port" &
   pid=$!
   trap 'kill -TERM $pid 2>/dev/null || true' EXIT
 }
@@ -128,7 +128,7 @@ import json, sys
 config = json.load(sys.stdin)["Docker"]["config"]
 assert config["User"] == "10001:10001", config
 assert config["Healthcheck"]["Test"][:4] == ["CMD", "python", "-m", "loraplex.cli.healthcheck"], config
-assert config["Entrypoint"] == ["tini", "--", "loraplex-entrypoint"], config
+assert config["Entrypoint"] == ["tini", "--", "loraplex"], config
 assert not [name for name in config["Env"] if name.startswith("PIP_")], config'
 }
 
@@ -168,7 +168,7 @@ assert status.usable or platform.machine() != "x86_64" or status.reason.startswi
 
 refuses_a_missing_model() {
   status=0
-  loraplex-entrypoint worker /nowhere 2>err || status=$?
+  loraplex worker /nowhere 2>err || status=$?
   cat err
   [ $status = 1 ] && grep -q '^error .*/nowhere' err && ! grep -q Traceback err
 }
@@ -208,7 +208,7 @@ for target in router worker all; do
   container=$(b from --pull-never "localhost/loraplex-$target")
   expect "$target: user, health check and entry point are the image's" describes_itself
   expect "$target: not root, and cannot change the program" inside is_not_root
-  expect "$target: the command answers" run tini -- loraplex-entrypoint --help
+  expect "$target: the command answers" run tini -- loraplex --help
   expect "$target: versions of constraints.txt" inside follows_constraints "$(grep '==' constraints.txt)"
   [ $target = router ] || expect "$target: the native CPU kernels load" inside has_native_kernels
   case $target in

@@ -18,11 +18,13 @@ import yaml
 from support.command_lines import check_arguments, command_of
 
 import loraplex.cli.healthcheck
+from loraplex.cli.config import settings_in_force
+from loraplex.config import PROGRAM
+from loraplex_runtime.config import COMMANDS, prefix_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
 TARGETS = ("router", "worker", "all")
-SERVERS = ("serve", "worker", "router")
 
 
 @dataclass
@@ -114,8 +116,7 @@ def test_image_has_a_health_check_that_exists(target: str) -> None:
 def test_image_starts_the_command(target: str) -> None:
     *init, entry = json_list(STAGES[target].last("ENTRYPOINT"))
     assert init == ["tini", "--"]
-    assert "docker/entrypoint.sh" in " ".join(STAGES["wheel"].all("RUN"))
-    assert f"install /dist/entrypoint.sh /usr/local/bin/{entry} " in " ".join(STAGES[target].all("RUN"))
+    assert entry == PROGRAM
     assert any("tini" in run and "apt-get install" in run for run in STAGES[target].all("RUN"))
     check_arguments(json_list(STAGES[target].last("CMD")))
 
@@ -144,7 +145,7 @@ def test_copied_files_exist_and_reach_the_build() -> None:
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert ignored[[line.startswith("#") for line in ignored].index(False)] == "*", "all that is not named stays out"
     kept = [line.removeprefix("!") for line in ignored if line.startswith("!")]
-    needed = ["constraints.txt", "docker/entrypoint.sh", "pyproject.toml", "README.md", "LICENSE"]
+    needed = ["constraints.txt", "pyproject.toml", "README.md", "LICENSE"]
     copies = [copy.split() for stage in STAGES.values() for copy in stage.all("COPY")]
     needed += [path for copy in copies if not copy[0].startswith("--from=") for path in copy[:-1]]
     needed += re.findall(r"(?<=\")\w+(?=/loraplex)", (ROOT / "pyproject.toml").read_text())
@@ -163,35 +164,14 @@ def test_build_arguments_that_are_named_exist() -> None:
         assert target in TARGETS
 
 
-def run_entrypoint(tmp_path: Path, *arguments: str) -> list[str]:
-    """Arguments that the entry point gives to the command, as a stand-in for the command sees them."""
-    fake = tmp_path / "loraplex"
-    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    fake.chmod(0o755)
-    command = [str(DOCKER / "entrypoint.sh"), *arguments]
-    environment = {"PATH": f"{tmp_path}:{os.defpath}"}
-    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
-
-
-@pytest.mark.parametrize("command", SERVERS)
-def test_servers_in_a_container_listen_for_others(tmp_path: Path, command: str) -> None:
-    assert run_entrypoint(tmp_path, command, "a model") == [command, "a model", "--host", "0.0.0.0"]
-    assert any("--host" in param.opts for param in command_of(command).params)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["serve", "m", "--host", "127.0.0.1"],
-        ["worker", "m", "--host=::1", "--port", "1"],
-        ["router", "--help"],
-        ["generate", "hello there", "--adapter", "sql"],
-        ["--help"],
-        [],
-    ],
-)
-def test_everything_else_goes_through_unchanged(tmp_path: Path, arguments: list[str]) -> None:
-    assert run_entrypoint(tmp_path, *arguments) == (arguments or [""])
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_servers_in_a_container_listen_for_others(target: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = dict(pair.split("=", 1) for env in STAGES[target].all("ENV") for pair in env.split())
+    name = f"{prefix_of(command)}_HOST"
+    monkeypatch.setenv(name, environment[name])
+    (row,) = [one for one in settings_in_force(command, ["--port", "1"]) if one["setting"] == "host"]
+    assert (row["value"], row["where"]) == ("0.0.0.0", name)
 
 
 @pytest.mark.parametrize(("name", "service"), OURS)
@@ -268,7 +248,7 @@ def test_running_requests_end_before_the_container_is_killed() -> None:
 
 def test_smoke_script_calls_commands_that_exist() -> None:
     text = re.sub(r"\\\n", " ", (DOCKER / "smoke.sh").read_text())
-    called = r"^ *(?:start|tini -- loraplex-entrypoint|loraplex(?:-entrypoint)?) (\w.*?)(?: \d?>.*| [|&].*)?$"
+    called = r"^ *(?:start|(?:tini -- )?loraplex) (\w.*?)(?: \d?>.*| [|&].*)?$"
     lines = re.findall(called, text, re.MULTILINE)
     assert len(lines) >= 5
     for line in lines:
@@ -278,9 +258,8 @@ def test_smoke_script_calls_commands_that_exist() -> None:
         check_arguments(arguments)
 
 
-def test_scripts_are_sound_shell() -> None:
-    for script, shell in (("smoke.sh", "bash"), ("entrypoint.sh", "sh")):
-        subprocess.run([shell, "-n", str(DOCKER / script)], check=True)
+def test_smoke_script_is_sound_shell() -> None:
+    subprocess.run(["bash", "-n", str(DOCKER / "smoke.sh")], check=True)
 
 
 def test_hadolint() -> None:
