@@ -9,6 +9,11 @@ UV := $(shell command -v uv 2>/dev/null)
 PIP := $(if $(UV),$(UV) pip install --python $(BIN)/python --index-strategy unsafe-best-match,$(BIN)/python -m pip install)
 INDEX := $(if $(PIP_EXTRA_INDEX_URL),--extra-index-url $(PIP_EXTRA_INDEX_URL))
 
+# A Python that is too old says so before gigabytes are fetched; one without ensurepip leaves nothing that looks complete.
+OLD := {sys.executable} is Python {sys.version.split()[0]} and 3.11 is needed; name a later one: make PYTHON=python3.12
+make_venv = $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"$(OLD)")' \
+	&& { $(PYTHON) -m venv $(1) || { rm -f $(1)/bin/python; exit 1; }; }
+
 NATIVE := $(BIN)/python -m loraplex_server.backends.cpu.native.build --objects build/native
 
 .PHONY: help install native demo test test-again test-nightly gpu-tests gpu-bench test-slow test-slow-models test-slow-servers conformance conformance-ci check format proto wire-baseline docs wheel serve clean
@@ -24,7 +29,7 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 TRITON := triton==3.6.0
 
 $(STAMP): pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/python || { $(call make_venv,$(VENV)); }
 	$(PIP) $(INDEX) '$(TORCH)'
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(INDEX) '$(TRITON)' \
 		|| echo 'Triton cannot be had here; the tests of its kernels are skipped'
@@ -106,13 +111,13 @@ docs: .venv-docs/.installed  ## build the documentation's site in build/site; wr
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
 
 .venv-docs/.installed: scripts/docs_requirements.txt
-	@test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	@test -x .venv-docs/bin/python || { $(call make_venv,.venv-docs); }
 	.venv-docs/bin/python -m pip install -q -r scripts/docs_requirements.txt
 	@touch $@
 
 # In an environment of its own, whose tools nothing else needs; it asks the package index.
 wheel:  ## build and check the distributions: wheels and sources, in dist/; publishes nothing
-	@test -x .venv-wheel/bin/python || $(PYTHON) -m venv .venv-wheel
+	@test -x .venv-wheel/bin/python || { $(call make_venv,.venv-wheel); }
 	.venv-wheel/bin/python -m pip install -q -r packages/requirements.txt
 	.venv-wheel/bin/python scripts/wheels.py
 
