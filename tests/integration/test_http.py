@@ -126,6 +126,31 @@ async def test_streams() -> None:
         assert answer.headers["x-accel-buffering"] == "no"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "hi"}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/generate_stream", {"inputs": "hi"}),
+        ("/generate", {"text": "hi"}),
+    ],
+)
+async def test_an_event_is_one_line_by_any_end_of_a_line(path: str, body: dict[str, Any]) -> None:
+    text = "a\u2028b\x85c\u2029d\x0be\x1cf\r\ng"
+
+    async def lines(request: Generate, context: Any) -> AsyncIterator[bytes]:
+        chunk = Chunk(text_delta=text, token_ids=[1], finish_reason=inference_pb2.FINISH_REASON_LENGTH)
+        chunk.deltas.add(content=text)
+        chunk.logprobs.add(token_id=1, text=text, bytes=text.encode())
+        yield chunk.SerializeToString()
+
+    async with http_cluster() as (c, http):
+        c.workers[0].stream = lines
+        answer = await http.post(path, json={**body, "stream": True})
+        data = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+        assert any(json.dumps(text) in json.dumps(json.loads(one)) for one in data)
+
+
 async def test_a_chat() -> None:
     async with http_cluster() as (c, http):
         body = (await http.post("/v1/chat/completions", json={"messages": CHAT, "model": "tiny:sql"})).json()

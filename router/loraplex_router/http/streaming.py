@@ -36,6 +36,8 @@ DONE: Final = b"data: [DONE]\n\n"
 
 # Made once: `json.dumps` makes an encoder for each call with other options than its own.
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+# Ends of lines for Python's `splitlines`, by which clients read a stream (httpx's `iter_lines`), and no others.
+_LINE_ENDS: Final = {end: f"\\u{ord(end):04x}" for end in ("\x85", "\u2028", "\u2029")}
 
 Handle = Callable[[bytes, CallContext], Awaitable[Any]]
 Message = tuple[int, bytes]  # index of the prompt, and the worker's bytes
@@ -208,9 +210,13 @@ class EventStream(StreamingResponse):
             self._calls.cancel()
 
 
-def data_event(content: dict[str, Any]) -> bytes:
-    """The content as a server-sent event without a name."""
-    return b"data: " + _encode(content).encode() + b"\n\n"
+def data_event(content: dict[str, Any], name: str = "") -> bytes:
+    """The content as a server-sent event, whose data are one line for every client."""
+    text = _encode(content)
+    if not text.isascii():
+        for end, escaped in _LINE_ENDS.items():
+            text = text.replace(end, escaped)
+    return f"event: {name}\ndata: {text}\n\n".encode() if name else b"data: " + text.encode() + b"\n\n"
 
 
 async def events_of(

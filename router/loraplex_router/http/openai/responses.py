@@ -18,6 +18,7 @@ from loraplex_router.http.openai import answers
 from loraplex_router.http.openai.fields import ChatCompletionRequest, StreamOptions
 from loraplex_router.http.openai.requests import Job, not_a_text
 from loraplex_router.http.openai.tools import parts_of
+from loraplex_router.http.streaming import data_event
 
 # Fields that need state which this server does not keep, and the values that need none.
 _STATE: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -414,5 +415,4 @@ class Answer(dialects.Answer[Job]):
 
     def _event(self, content: dict[str, Any]) -> bytes:
         self._number += 1
-        text = json.dumps({**content, "sequence_number": self._number}, ensure_ascii=False, separators=(",", ":"))
-        return f"event: {content['type']}\ndata: {text}\n\n".encode()
+        return data_event({**content, "sequence_number": self._number}, content["type"])
