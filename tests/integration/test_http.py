@@ -538,6 +538,18 @@ async def test_a_missing_part_is_named_where_it_is_missing() -> None:
         assert error["message"] == "`messages[1].role` is missing"
 
 
+@pytest.mark.parametrize("value", [b"\xff\xfe", "a=\u00e9".encode(), b"a\tb", b"x" * 20_000, b""])
+@pytest.mark.parametrize("name", ["traceparent", "tracestate"])
+async def test_a_traces_context_that_is_none_is_not_forwarded(name: str, value: bytes) -> None:
+    async with http_cluster() as (c, http):
+        for is_streamed in (False, True):
+            answer = await http.post(
+                COMPLETIONS, json={"prompt": "hi", "stream": is_streamed}, headers=[(name.encode(), value)]
+            )
+            assert answer.status_code == 200
+            assert name not in c.workers[0].metadata[-1]
+
+
 async def test_a_parameter_of_the_query_is_named() -> None:
     async with http_cluster() as (_, http):
         answer = await http.get("/v1/status?adapters=many")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -33,6 +34,9 @@ MAX_ANSWER_BYTES: Final = 64 << 20
 KEEP_ALIVE_S: Final = 15.0
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 DONE: Final = b"data: [DONE]\n\n"
+
+# Printable ASCII, and together less than the 8 KiB that gRPC takes.
+_FORWARDABLE: Final = re.compile(r"[ -~]{1,2048}")
 
 # Made once: `json.dumps` makes an encoder for each call with other options than its own.
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -71,8 +75,9 @@ class HttpContext:
 
 
 def metadata_of(request: Request) -> Metadata:
-    """The headers that a worker may see."""
-    return tuple((key, request.headers[key]) for key in sorted(FORWARDED_KEYS) if key in request.headers)
+    """The headers that a worker may see, but for values that gRPC cannot send: no context of a trace is one."""
+    found = ((key, request.headers.get(key, "")) for key in sorted(FORWARDED_KEYS))
+    return tuple((key, value) for key, value in found if _FORWARDABLE.fullmatch(value))
 
 
 class FanOut:
