@@ -188,10 +188,9 @@ def main(fd: int) -> None:
     module, _, name = first["function"].partition(":")
     answer: Answer = getattr(importlib.import_module(module), name)(first["setup"])
     limits = Limits(**first["limits"])
-    memory_bytes = _address_space_bytes() + limits.memory_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limits.file_bytes, limits.file_bytes))
+    _lower(resource.RLIMIT_AS, _address_space_bytes() + limits.memory_bytes)
+    _lower(resource.RLIMIT_CORE, 0)
+    _lower(resource.RLIMIT_FSIZE, limits.file_bytes)
     conn.send_bytes(b"")
     with contextlib.suppress(OSError):
         os.nice(5)
@@ -201,7 +200,7 @@ def main(fd: int) -> None:
             question = conn.recv_bytes()
         except EOFError:
             os._exit(0)
-        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + limits.cpu_s, resource.RLIM_INFINITY))
+        _lower(resource.RLIMIT_CPU, int(time.process_time()) + 1 + limits.cpu_s, is_final=False)
         thread = threading.Thread(target=_answer, args=(conn, answer, question))
         thread.start()
         while thread.is_alive():
@@ -220,6 +219,14 @@ def _answer(conn: Any, answer: Answer, question: bytes) -> None:
             traceback.print_exc()
         said = json.dumps({"failure": f"{type(error).__name__}: {error}"}).encode()
     conn.send_bytes(said)
+
+
+def _lower(kind: int, value: int, *, is_final: bool = True) -> None:
+    """Sets a limit of this process, the hard one as well where it is final. Never above the hard limit that the process
+    was given, such as a batch system's: only root may raise that."""
+    hard = resource.getrlimit(kind)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, value if is_final else hard))
 
 
 def _address_space_bytes() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import threading
@@ -37,6 +38,8 @@ def answering(setup: Any) -> Callable[[Any], Any]:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "fail":
                 raise RuntimeError("of its own")
+            case "limits":
+                return [resource.getrlimit(kind)[1] for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU)]
             case "secret":
                 return os.environ.get("HF_TOKEN")
             case _:
@@ -104,6 +107,20 @@ def test_a_process_that_reads_nothing_at_its_start_is_killed(tmp_path: Path, mon
     with pytest.raises(ProcessFailed, match=r"not ready within 0\.3 s"):
         process.call("x", 5.0)
     assert process.pid is None
+
+
+@pytest.mark.usefixtures("process")  # its PYTHONPATH
+def test_limits_stay_below_those_of_a_batch_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "program"
+    program.write_text(f'#!/bin/sh\nulimit -v {4 << 20}\nulimit -t 3600\nexec {sys.executable} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    limits = Limits(memory_bytes=1 << 40, stack_bytes=1 << 20, cpu_s=7200)
+    process = LimitedProcess(f"{__name__}:answering", None, limits, bare_environment())
+    try:
+        assert process.call("limits", 5.0) == [4 << 30, 3600]
+    finally:
+        process.close()
 
 
 def test_where_no_thread_can_start_no_process_is_left(process: LimitedProcess, monkeypatch: pytest.MonkeyPatch) -> None:
