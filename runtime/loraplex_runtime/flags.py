@@ -13,6 +13,7 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -25,6 +26,7 @@ LOGS: Final = "Logs, metrics and traces"
 STARTING: Final = "Start and end"
 
 _UNITS: Final = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_MAX_BYTES: Final = (1 << 63) - 1  # of a signed integer in C, as libraries take sizes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,11 +60,12 @@ def option(default: Any, text: str, flag: str, *aliases: str, **how: Any) -> Any
 
 def parse_bytes(text: str, flag: str = "") -> int:
     """'512MiB', '8g', '1048576' -> bytes. Raises InvalidArgument, which names the flag where it is given."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", text.lower())
-    if not found:
-        sentence = f"{flag} {text!r} is not a size; write it as 512MiB, 8GiB or a number of bytes"
+    found = re.fullmatch(r"\s*([0-9]{1,19}(?:\.[0-9]{1,19})?)\s*([kmgt]?)i?b?\s*", text.lower())
+    num_bytes = int(Fraction(found[1]) * _UNITS[found[2]]) if found else -1
+    if not 0 <= num_bytes <= _MAX_BYTES:
+        sentence = f"{flag} {text[:40]!r} is not a size; write it as 512MiB, 8GiB or a number of bytes"
         raise InvalidArgument(sentence.lstrip(), field=flag or None)
-    return int(float(found[1]) * _UNITS[found[2]])
+    return num_bytes
 
 
 def check(is_ok: bool, flag: str, rule: str) -> None:

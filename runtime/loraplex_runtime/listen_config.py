@@ -51,7 +51,7 @@ class ListenConfig:
         check(0 <= self.port <= 65535, "--port", "must be 0 (any free port) to 65535")
         check(self.metrics_port is None or 0 <= self.metrics_port <= 65535, "--metrics-port", "must be 0 to 65535")
         check((self.tls_cert is None) == (self.tls_key is None), "--tls-cert", "and --tls-key come together")
-        check(self.max_message_bytes >= 1024, "--max-message", "must be at least 1024 bytes")
+        check(1024 <= self.max_message_bytes < 1 << 31, "--max-message", "must be 1024 bytes to less than 2GiB")
         check(0 < self.quota_share <= 1, "--quota-share", "must be above 0 and at most 1")
         check(self.drain_s >= 0, "--drain", "must be a number from 0 on")
         check(self.announce_s >= 0, "--announce", "must be a number from 0 on")

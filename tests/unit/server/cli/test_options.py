@@ -84,7 +84,10 @@ def test_every_kind_of_flag(tmp_path: Path) -> None:
         (("--adapter-disk", "0"), "--adapter-disk must be at least 1 byte"),
         (("--adapter-host-memory", "0"), "--adapter-host-memory must be at least 1 byte"),
         (("--adapter-device-memory", "0"), "--adapter-device-memory must be at least 1 byte"),
-        (("--max-message", "10"), "--max-message must be at least 1024 bytes"),
+        (("--max-message", "10"), "--max-message must be 1024 bytes to less than 2GiB"),
+        (("--max-message", "2GiB"), "--max-message must be 1024 bytes to less than 2GiB"),
+        (("--kv-memory", "9" * 400), f"--kv-memory '{'9' * 40}' is not a size"),
+        (("--adapter-host-memory", "8388608TiB"), "--adapter-host-memory '8388608TiB' is not a size"),
         (("--max-unread", "0"), "--max-unread must be at least 1"),
         (("--max-queue-wait", "nan"), "--max-queue-wait must be a number from 0 on"),
         (("--stream-wait", "-1"), "--stream-wait must be a number from 0 on"),
@@ -169,7 +172,7 @@ def test_serve_passes_everything_on_but_what_is_the_routers(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("1024", 1024), ("1k", 1024), ("2KiB", 2048), ("1.5g", 3 << 29), ("3 MB", 3 << 20)]
+    ("text", "size"), [("1024", 1024), ("1k", 1024), ("2KiB", 2048), ("1.5g", 3 << 29), ("3 MB", 3 << 20), (str(2**63 - 1), 2**63 - 1)]
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
