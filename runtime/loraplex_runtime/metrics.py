@@ -186,6 +186,7 @@ def encoded(registry: _Families, query: str) -> tuple[bytes, str]:
 
 _MAX_HEAD_BYTES: Final = 16 << 10
 _CLIENT_TIMEOUT_S: Final = 10.0
+_END_S: Final = 1.0  # that a page under way gets when the port is closed
 
 
 class MetricsEndpoint:
@@ -194,15 +195,17 @@ class MetricsEndpoint:
     Speaks just enough HTTP/1.1 for a scraper; every connection carries one request.
     """
 
-    def __init__(self, server: asyncio.Server, host: str) -> None:
+    def __init__(self, server: asyncio.Server, host: str, clients: set[asyncio.StreamWriter]) -> None:
         self._server = server
+        self._clients = clients  # connected now
         self.host = host
         self.port: int = server.sockets[0].getsockname()[1]
 
     @classmethod
     async def start(cls, host: str, port: int, registry: CollectorRegistry) -> MetricsEndpoint:
         """Listens. Port 0 takes a free one. Raises FailedPrecondition when it cannot listen."""
-        serve = partial(_serve_scrape, registry)
+        clients: set[asyncio.StreamWriter] = set()
+        serve = partial(_serve_scrape, registry, clients)
         try:
             server = await asyncio.start_server(serve, host.strip("[]"), port, limit=_MAX_HEAD_BYTES)
         except OSError as error:
@@ -210,18 +213,24 @@ class MetricsEndpoint:
                 f"cannot serve metrics on {host}:{port}: {error.strerror}; choose another --metrics-port",
                 field="--metrics-port",
             ) from error
-        return cls(server, host)
+        return cls(server, host, clients)
 
     async def stop(self) -> None:
         self._server.close()
+        for client in self._clients:  # one that has sent no request would be waited for
+            client.close()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._server.wait_closed(), _CLIENT_TIMEOUT_S)
+            await asyncio.wait_for(self._server.wait_closed(), _END_S)
 
 
 async def _serve_scrape(
-    registry: CollectorRegistry, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    registry: CollectorRegistry,
+    clients: set[asyncio.StreamWriter],
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
 ) -> None:
     # A client that hangs, lies about its size or leaves is not answered.
+    clients.add(writer)
     try:
         with contextlib.suppress(TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             async with asyncio.timeout(_CLIENT_TIMEOUT_S):
@@ -231,6 +240,7 @@ async def _serve_scrape(
                 writer.close()
                 await writer.wait_closed()
     finally:  # also where a collector raises
+        clients.discard(writer)
         writer.close()
 
 

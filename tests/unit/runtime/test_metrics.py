@@ -141,3 +141,13 @@ async def test_other_questions(endpoint: MetricsEndpoint) -> None:
 async def test_a_taken_port(endpoint: MetricsEndpoint) -> None:
     with pytest.raises(FailedPrecondition, match="--metrics-port"):
         await MetricsEndpoint.start("127.0.0.1", endpoint.port, new_registry())
+
+
+async def test_a_client_that_asks_for_nothing_does_not_hold_up_the_end() -> None:
+    endpoint = await MetricsEndpoint.start("127.0.0.1", 0, new_registry())
+    reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+    await ask(endpoint.port, b"GET / HTTP/1.1\r\n\r\n")  # so that the first has been accepted
+    async with asyncio.timeout(5):
+        await endpoint.stop()
+        assert await reader.read() == b""
+    writer.close()
