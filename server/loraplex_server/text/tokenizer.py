@@ -121,11 +121,16 @@ ChatRendering = Generator[Mapping[str, Any], str, "str | SafeText"]
 
 
 def advance(rendering: ChatRendering, text: str | None) -> tuple[Mapping[str, Any] | None, str | SafeText]:
-    """The next step, with the text of the one before (None: the first): what to render; else None and the result."""
+    """The next step, with the text of the one before (None: the first): what to render; else None and the result.
+    Raises InvalidArgument for values that are nested too deeply, and what `rendering` raises."""
     try:
         return (next(rendering) if text is None else rendering.send(text)), ""
     except StopIteration as end:
         return None, end.value
+    except RecursionError as error:
+        raise InvalidArgument(
+            "the chat's tools, documents, arguments or calls are nested too deeply; leave some levels out", field="chat"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

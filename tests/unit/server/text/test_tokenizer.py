@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -107,6 +108,13 @@ def test_chat_that_the_template_refuses(with_template: TextTokenizer) -> None:
     with pytest.raises(InvalidArgument, match="no role system") as caught:
         encode_chat(with_template, [{"role": "system", "content": "x"}])
     assert caught.value.field == "chat"
+
+
+@pytest.mark.parametrize("name", ["tools", "documents"])
+def test_values_that_are_nested_too_deeply(with_template: TextTokenizer, name: str) -> None:
+    value = json.loads("[" * 800 + "]" * 800)
+    with pytest.raises(InvalidArgument, match="too deeply"):
+        with_template.chat_text({"messages": [{"role": "user", "content": "x"}], name: [{"a": value}]})
 
 
 def test_template_that_fails_on_its_own(with_template: TextTokenizer) -> None:
