@@ -20,7 +20,7 @@ from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_router.config import HttpOptions
 from loraplex_runtime.child_processes import Children, ChildSpec
 from loraplex_runtime.config import explained, with_settings
-from loraplex_runtime.flags import HTTP, configure, flag_arguments, flags_of, with_raw_flags
+from loraplex_runtime.flags import HTTP, check, configure, flag_arguments, flags_of, with_raw_flags
 from loraplex_runtime.listen_config import ListenConfig
 from loraplex_runtime.open_files import raise_file_limit
 from loraplex_runtime.reports import Progress
@@ -158,6 +158,8 @@ def _given_config(
     config = worker_config(model or "", given)
     if workers > 1 and config.engine.adapters.store_dir is not None:
         raise InvalidArgument("--adapter-store belongs to one worker; leave it out with --workers above 1")
+    last = 65535 - workers
+    check((config.metrics_port or 0) <= last, "--metrics-port", f"must be at most {last}: each worker takes the next port")
     return config, http
 
 

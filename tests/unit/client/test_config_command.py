@@ -81,6 +81,7 @@ def test_wrong_names_are_2(arguments: tuple[str, ...], says: str, capsys: pytest
     [
         (("serve", "--port", "99999"), "--port must be 0 (any free port) to 65535"),
         (("serve", "--workers", "2", "--adapter-store", "/s"), "--adapter-store belongs to one worker"),
+        (("serve", "--workers", "3", "--metrics-port", "65533"), "--metrics-port must be at most 65532"),
         (("serve", "--openai-compat", "1"), "--openai-compat"),
         (("worker", "--on-orphan", "drain=1"), "--on-orphan goes with --supervised"),
         (("worker", "--kv-memory", "lots"), "--kv-memory 'lots' is not a size"),
