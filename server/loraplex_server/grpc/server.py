@@ -37,6 +37,7 @@ from loraplex_server.grpc.metrics import WorkerCollector, WorkerMetrics, describ
 from loraplex_server.grpc.middleware import RequestGate, service_handler
 from loraplex_server.grpc.pooling_service import PoolingServicer
 from loraplex_server.model.places import check_places, reaching_hub
+from loraplex_server.text.chat_template import syntax_fault
 from loraplex_server.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
@@ -170,12 +171,14 @@ async def _preload(engine: EngineClient, names: Sequence[str], on_progress: Prog
 
 
 def _load_tokenizer(info: ModelInfo, chat: ChatConfig) -> TextTokenizer:
-    """The tokenizer of the served model. Raises InvalidArgument for a chat template that cannot be read,
-    UnsupportedModel for such a tokenizer."""
+    """The tokenizer of the served model. Raises InvalidArgument for a chat template that cannot be read or has another
+    syntax, UnsupportedModel for a tokenizer that cannot be read."""
     try:
         chat_template = None if chat.template is None else chat.template.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise InvalidArgument(f"{chat.template} cannot be read: {error}", field="--chat-template") from error
+    if chat_template is not None and (fault := syntax_fault(chat_template)):
+        raise InvalidArgument(f"{chat.template} is not a chat template: {fault}", field="--chat-template")
     with reaching_hub([(info.base, info.base_revision)]):
         return TextTokenizer.from_pretrained(info.base, revision=info.base_revision, chat_template=chat_template)
 

@@ -50,6 +50,19 @@ def rendered(template: str, given: Mapping[str, Any]) -> str:
         raise
 
 
+def syntax_fault(template: str) -> str:
+    """Line and reason where Jinja cannot read the template; empty where it can."""
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        rendered(template, {"messages": [{"role": "user", "content": ""}], "arguments": {}})
+    except TemplateSyntaxError as error:
+        return f"line {error.lineno}: {error.message}"
+    except Exception:  # of this message
+        return ""
+    return ""
+
+
 def _with_argument_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages with the arguments of their calls as JSON."""
 

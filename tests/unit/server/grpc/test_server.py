@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from support.engine_fakes import build_slow
@@ -13,10 +14,11 @@ from support.fake_workers import until
 from support.light_worker import light_worker
 
 from loraplex import AsyncClient
-from loraplex_contracts.errors import FailedPrecondition, Unavailable
+from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, Unavailable
 from loraplex_runtime.listener import check_free
-from loraplex_server.config import EngineConfig
+from loraplex_server.config import ChatConfig, EngineConfig, ModelConfig, WorkerConfig
 from loraplex_server.engine.engine import Engine
+from loraplex_server.grpc.server import start_worker
 
 
 async def test_a_worker_holds_its_port_while_its_model_loads() -> None:
@@ -49,3 +51,13 @@ async def test_a_worker_holds_its_port_while_its_model_loads() -> None:
     finally:
         is_loaded.set()
     assert await serving == "length"
+
+
+async def test_a_chat_template_of_another_syntax_is_refused_at_the_start(tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}\n{{ m.content }}{% endif %}")
+    engine = EngineConfig(ModelConfig("m"))
+    config = WorkerConfig(engine, ChatConfig(template), port=0)
+    with pytest.raises(InvalidArgument, match=r"chat\.jinja is not a chat template: line 2: .*endif") as refused:
+        await start_worker(config, inline=True, builder=build_slow)
+    assert refused.value.field == "--chat-template"
