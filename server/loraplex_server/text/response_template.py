@@ -65,6 +65,9 @@ class ResponseFormat:
             others = {name: field for name, field in fields.items() if name != "tool_calls"}
             self._whole = load_response_template(dict(template))
             self._without_calls = load_response_template({**template, "fields": others})
+            for name, field in self._whole.fields.items():
+                if not isinstance(cast("Any", field.content_args), dict):  # the library takes it as it is
+                    raise TypeError(f"`content_args` of {name!a} is not an object")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidArgument(
                 f"the response template cannot be used: {error}", field="response_template"

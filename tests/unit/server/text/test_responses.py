@@ -398,7 +398,11 @@ def test_formats_are_told_by_the_chat_template(chat_template: str, name: str | N
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", '{"fields": 5}', '{"fields": {"content": {"open_pattern": "("}}}']
+    "text",
+    [
+        *("", "{", "[]", "{}", '{"fields": 5}', '{"fields": {"content": {"open_pattern": "("}}}'),
+        '{"start_anchor": "x", "fields": {"content": {"content_args": []}}}',
+    ],
 )
 def test_templates_that_cannot_be_used(text: str, tmp_path: Any) -> None:
     file = tmp_path / "template.json"
