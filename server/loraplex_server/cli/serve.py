@@ -158,8 +158,9 @@ def _given_config(
     config = worker_config(model or "", given)
     if workers > 1 and config.engine.adapters.store_dir is not None:
         raise InvalidArgument("--adapter-store belongs to one worker; leave it out with --workers above 1")
-    last = 65535 - workers
-    check((config.metrics_port or 0) <= last, "--metrics-port", f"must be at most {last}: each worker takes the next port")
+    most = 65535 - workers
+    rule = f"must be at most {most}: each worker takes the next port"
+    check((config.metrics_port or 0) <= most, "--metrics-port", rule)
     return config, http
 
 

@@ -172,7 +172,8 @@ def test_serve_passes_everything_on_but_what_is_the_routers(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("1024", 1024), ("1k", 1024), ("2KiB", 2048), ("1.5g", 3 << 29), ("3 MB", 3 << 20), (str(2**63 - 1), 2**63 - 1)]
+    ("text", "size"),
+    [("1024", 1024), ("1k", 1024), ("2KiB", 2048), ("1.5g", 3 << 29), ("3 MB", 3 << 20), (str(2**63 - 1), 2**63 - 1)],
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
