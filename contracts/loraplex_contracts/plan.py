@@ -48,6 +48,11 @@ class GrammarMatcher(Protocol):
 
     def copy(self) -> GrammarMatcher: ...
 
+    def rebuild(self, reason: str) -> bool:
+        """Has the grammar compiled anew for this text alone, where that helps against the library's `reason` why the
+        matcher, or a copy, cannot go on. True if it can now."""
+        ...
+
     def advance(self, token_id: int) -> bool:
         """Takes in the next token, which is legal and no end-of-sequence token. True where nothing may follow."""
         ...

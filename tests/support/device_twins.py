@@ -282,6 +282,9 @@ class Walk:
 
     deep_copy = copy
 
+    def rebuild(self, reason: str) -> bool:
+        return False
+
     def advance(self, token_id: int) -> bool:
         self.consume_token(token_id)
         return False

@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -33,7 +34,8 @@ if TYPE_CHECKING:  # imported late: an engine runs without it, and then has no g
     from llguidance import LLExecutor, LLMatcher
 
 Bits = npt.NDArray[np.int32]
-Jobs = Sequence[tuple[GrammarMatcher, int, Sequence[int]]]  # see `allowed_tokens`
+Job = tuple[GrammarMatcher, int, Sequence[int]]  # see `allowed_tokens`
+Jobs = Sequence[Job]
 
 MAX_COMPILED: Final = 256
 MAX_COMPILED_BYTES: Final = 16 << 20  # of their texts; refusals count as well
@@ -56,25 +58,34 @@ _LIMITS: Final[Mapping[str, Any]] = {
     "max_lexer_states": 20_000,
     "max_grammar_size": 500_000,
 }
-# The library's words for a limit that was met.
+# The library's words for a limit that was met, and for that of a lexer's states.
 _LIMIT_MET: Final = re.compile("(?i)too (many|big|complex)")
+_LEXER_FULL: Final = "too many states"
+# A grammar that was compiled in less is compiled again, between steps, for a text whose lexer others have filled.
+MAX_REBUILD_S: Final = 0.05
 
 
 @dataclass(slots=True)
-class ForcedRuns:
-    """What is known of the runs of forced tokens in one grammar; shared by all places in it."""
+class Compiled:
+    """One compiled grammar. All places in it share the library's lexer, which has no more states at some time: then
+    none of them goes on."""
 
-    has_long: bool = False
+    build: Callable[[], LLMatcher]  # a place at the beginning, with a lexer of its own
+    build_s: float  # that it took
+    lexer_is_full: bool = False
+    forces_much: bool = False  # a run of forced tokens was longer than MAX_FORCED
 
 
 class Matcher:
     """The place of one completion in its grammar. Not safe to use from several threads at once."""
 
-    def __init__(self, inner: LLMatcher, tokens: TokenSet, runs: ForcedRuns) -> None:
+    def __init__(self, inner: LLMatcher, tokens: TokenSet, compiled: Compiled, taken: Sequence[int] = ()) -> None:
         self.inner = inner
         self.num_slow = 1
         self._tokens = tokens
-        self._runs = runs
+        self._compiled = compiled
+        self._taken = [*taken]
+        self._has_own_lexer = False
         self._forced: tuple[int, ...] | None = None  # None: to be found
 
     @property
@@ -82,10 +93,29 @@ class Matcher:
         return self._tokens.num_words
 
     def copy(self) -> Matcher:
-        return Matcher(self.inner.deep_copy(), self._tokens, self._runs)
+        return Matcher(self.inner.deep_copy(), self._tokens, self._compiled, self._taken)
+
+    @property
+    def lexer_is_full(self) -> bool:
+        """True if the lexer that copies share is full: new texts need the grammar compiled anew."""
+        return self._compiled.lexer_is_full
+
+    def rebuild(self, reason: str) -> bool:
+        if _LEXER_FULL not in reason or self._has_own_lexer:
+            return False
+        self._compiled.lexer_is_full = self._has_own_lexer = True
+        if self._compiled.build_s > MAX_REBUILD_S:
+            return False
+        inner = self._compiled.build()
+        if self._taken and not inner.consume_tokens(self._taken):
+            return False  # the text alone needs more states than there are
+        self.inner = inner
+        return True
 
     def advance(self, token_id: int) -> bool:
-        self.inner.consume_token(token_id)
+        self._taken.append(token_id)
+        if not self.inner.consume_token(token_id):
+            self.rebuild(self.inner.get_error())
         forced = self._forced
         self._forced = forced[1:] or None if forced and forced[0] == token_id else None
         return self._is_over()
@@ -99,8 +129,8 @@ class Matcher:
 
     def forced(self) -> Sequence[int]:
         if self._forced is None:
-            found = [] if self._runs.has_long else self.inner.compute_ff_tokens()
-            self._runs.has_long |= len(found) > MAX_FORCED
+            found = [] if self._compiled.forces_much else self.inner.compute_ff_tokens()
+            self._compiled.forces_much |= len(found) > MAX_FORCED
             self._forced = tuple(found[:MAX_FORCED])
         return self._forced
 
@@ -137,32 +167,46 @@ def _no_masks(jobs: Jobs, num_rows: int) -> Bits:
 def _fill_at_once(jobs: Jobs, bits: Bits) -> Jobs:
     """Fills the masks of quick matchers in this thread, until the time for it is over. Returns the jobs that are
     left."""
-    start, row_bytes, now_s = _address(bits), bits.shape[1] * bits.itemsize, time.perf_counter()
+    now_s = time.perf_counter()
     end_s = now_s + AT_ONCE_S
-    left: list[tuple[GrammarMatcher, int, Sequence[int]]] = []
+    left: list[Job] = []
     for job in jobs:
-        matcher, row, draft = job
+        matcher = job[0]
         if matcher.num_slow or now_s > end_s:
             matcher.num_slow = max(0, matcher.num_slow - 1)
             left.append(job)
             continue
         begin_s = now_s
-        for inner, at in _along(matcher.inner, row, draft):
-            inner.unsafe_compute_mask_ptr(start + at * row_bytes, row_bytes)
-            _clear_if_lost(inner, at, bits)
+        _fill(job, bits)
         now_s = time.perf_counter()
         if now_s - begin_s > SLOW_S:
             matcher.num_slow = NUM_SLOW
     return left
 
 
+def _fill(job: Job, bits: Bits) -> None:
+    """Fills the masks of one matcher in this thread."""
+    matcher, row, draft = job
+    start, row_bytes, reason = _address(bits), bits.shape[1] * bits.itemsize, ""
+    for inner, at in _along(matcher.inner, row, draft):
+        inner.unsafe_compute_mask_ptr(start + at * row_bytes, row_bytes)
+        reason = _clear_if_lost(inner, at, bits) or reason
+    if reason and matcher.rebuild(reason):
+        _fill(job, bits)
+
+
 def fill_in_parallel(jobs: Jobs, bits: Bits) -> None:
     """Fills masks in the library's threads: of all matchers at once, along their drafts one after another."""
     ways = [_along(matcher.inner, row, draft) for matcher, row, draft in jobs]
-    while rows := [place for way in ways if (place := next(way, None)) is not None]:
+    reasons = [""] * len(jobs)
+    while places := [(idx, place) for idx, way in enumerate(ways) if (place := next(way, None)) is not None]:
+        rows = [place for _, place in places]
         _executor().unsafe_compute_mask_ptr(rows, _address(bits), bits.shape[1] * bits.itemsize, len(bits))
-        for inner, at in rows:
-            _clear_if_lost(inner, at, bits)
+        for idx, (inner, at) in places:
+            reasons[idx] = _clear_if_lost(inner, at, bits) or reasons[idx]
+    for job, reason in zip(jobs, reasons, strict=True):
+        if reason and job[0].rebuild(reason):
+            _fill(job, bits)
 
 
 def _along(inner: LLMatcher, row: int, draft: Sequence[int]) -> Iterator[tuple[LLMatcher, int]]:
@@ -183,10 +227,12 @@ def _address(bits: Bits) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(bits.data))
 
 
-def _clear_if_lost(inner: LLMatcher, row: int, bits: Bits) -> None:
-    """Clears the mask of a matcher that is beyond its limits: it allows nothing."""
-    if inner.is_error():
-        bits[row] = 0
+def _clear_if_lost(inner: LLMatcher, row: int, bits: Bits) -> str:
+    """Clears the mask of a matcher that is beyond its limits: it allows nothing. Returns the reason, empty for none."""
+    if not inner.is_error():
+        return ""
+    bits[row] = 0
+    return inner.get_error()
 
 
 _executors: list[LLExecutor] = []  # made with the first mask
@@ -273,7 +319,9 @@ class Compiler:
 
         limits = LLParserLimits(**_LIMITS, verbose_errors=False)
         text = with_ids(grammar, self._special)
-        inner = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
+        begin_s = time.perf_counter()
+        build = partial(LLMatcher, self._tokenizer, text, log_level=0, limits=limits)
+        inner = build()
         if inner.is_error():
             reason = inner.get_error()
             for content, token_id in self._special.items():
@@ -285,7 +333,7 @@ class Compiler:
             raise refusal(grammar, inner.get_error())
         if not any(mask):
             raise refusal(grammar, "no text fits it")
-        return Matcher(inner, self._tokens, ForcedRuns())
+        return Matcher(inner, self._tokens, Compiled(build, time.perf_counter() - begin_s))
 
 
 class CompileLimit(Exception):
@@ -369,6 +417,9 @@ class Grammars:
             if self._clock() >= self._retry_s.get(grammar, math.inf):
                 self._drop(grammar)
             found = self._done.get(grammar)
+            if isinstance(found, Matcher) and found.lexer_is_full:
+                self._drop(grammar)
+                found = None
             if found is not None:
                 self._done.move_to_end(grammar)
             elif grammar not in self._under_way:

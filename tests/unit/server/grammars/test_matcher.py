@@ -410,6 +410,58 @@ def test_only_a_limit_that_was_met_makes_a_grammar_too_complex(
     assert matcher.error.startswith("the grammar is too complex to go on in it: lexer error: too many")
 
 
+def many_states(monkeypatch: pytest.MonkeyPatch, max_states: int) -> Grammar:
+    """A grammar whose lexer gets a state for nearly every letter of a text, and the most that it may have."""
+    monkeypatch.setattr(module, "_LIMITS", {**LIMITS, "max_lexer_states": max_states})
+    return source.regex("(a|b)*a(a|b){14}")
+
+
+@pytest.mark.parametrize("num_drafted", [0, 3])
+@pytest.mark.usefixtures("is_at_once")
+def test_a_text_goes_on_where_others_have_filled_the_lexer_that_they_share(
+    num_drafted: int, grammars: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = grammars.compile(many_states(monkeypatch, 400))
+    matchers, dice = [compiled.copy() for _ in range(8)], random.Random(4)
+    for _ in range(60):
+        draft = ids("aba")[:num_drafted]
+        jobs = [(one, idx * (num_drafted + 1), draft) for idx, one in enumerate(matchers)]
+        bits = allowed_tokens(jobs, len(jobs) * (num_drafted + 1))
+        assert bits.any(axis=1).all()
+        for one in matchers:
+            one.advance(ids(dice.choice("ab"))[0])
+            assert not one.error
+    assert compiled.lexer_is_full
+
+
+def test_a_text_that_ends_where_the_lexer_is_full_has_ended(
+    grammars: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LIMITS", {**LIMITS, "max_lexer_states": 400})
+    compiled = grammars.compile(source.regex("((a|b)*a(a|b){14})c"))
+    ending, other, dice = compiled.copy(), compiled.copy(), random.Random(5)
+    for token_id in ids("a" * 15):
+        ending.advance(token_id)
+    while not other.error:
+        other.advance(ids(dice.choice("ab"))[0])
+    assert ending.advance(ids("c")[0])
+
+
+def test_a_grammar_whose_lexer_is_full_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each later request of it would fail."""
+    monkeypatch.setattr(module, "MAX_REBUILD_S", 0.0)
+    done, grammar, dice = threading.Event(), many_states(monkeypatch, 400), random.Random(6)
+    grammars = Grammars(COMPILER, done.set)
+    first = resolved(grammars, grammar, done).copy()
+    while not first.error:
+        allowed(first)
+        first.advance(ids(dice.choice("ab"))[0])
+    second = resolved(grammars, grammar, done).copy()
+    assert allowed(second)[0]
+    assert resolved(grammars, grammar, done) is resolved(grammars, grammar, done)
+    grammars.close()
+
+
 def test_copies_go_their_own_way(grammars: Compiler) -> None:
     first = grammars.compile(source.regex("aa|bb"))
     second = first.copy()

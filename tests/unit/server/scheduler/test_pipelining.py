@@ -151,6 +151,9 @@ class FakeMatcher:
     def copy(self) -> FakeMatcher:
         return replace(self)
 
+    def rebuild(self, reason: str) -> bool:
+        return False
+
     def advance(self, token_id: int) -> bool:
         self.num_left -= 1
         return self.num_left == 0
