@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import chain
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.simulated_adapters import AdapterSimulation
-from support.simulated_load import Fate, request
+from support.simulated_load import Fate, Simulation, request
 
 from loraplex_contracts.request import Request
 
@@ -88,6 +90,30 @@ def test_a_burst_of_loads_holds_up_no_other_tenant() -> None:
     single = [arrivals(1000, 0.002, [f"b{n}"], tenant="quiet", seed=n, from_s=1.0 + n) for n in range(4)]
     _, *fates = run(simulation, burst, *single)
     assert max(wait for group in fates for wait in waits_s(group)) <= 3 * OWN_S
+
+
+@pytest.mark.parametrize("num_adapters", [2, 10])
+def test_texts_that_end_early_cost_a_tenant_with_several_adapters_no_more(num_adapters: int) -> None:
+    """Twenty clients of each of two tenants ask anew when their texts end, long before the limit."""
+    simulation = Simulation(step_s, max_running=8, max_queue_wait_s=0)
+    ended = Counter[str]()
+
+    def ask(tenant: str, adapter_id: str) -> None:
+        name = f"{tenant}-{adapter_id}-{len(simulation.fates)}"
+        simulation.add(request(name, max_tokens=500, tenant=tenant, adapter_id=adapter_id))
+
+    for number in range(20):
+        ask("several", f"a{number % num_adapters}")
+        ask("one", "b")
+    for _ in range(1500):
+        simulation.step()
+        until_s = simulation.now - OWN_S
+        running = [fate for fate in simulation.fates.values() if fate.began_s is not None and fate.ended_s is None]
+        for one in [fate.request for fate in running if (fate.began_s or 0.0) < until_s]:
+            simulation.stop(one.request_id)
+            ended[one.tenant] += 1
+            ask(one.tenant, one.adapter_id)
+    assert ended["several"] >= 0.7 * ended["one"] > 50, ended
 
 
 @settings(max_examples=6, deadline=None)

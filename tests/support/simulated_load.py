@@ -67,6 +67,10 @@ class Simulation:
             fate.error, fate.ended_s = error, self.now
         return fate
 
+    def stop(self, request_id: str) -> None:
+        """Ends the request's only completion, as a stop string would."""
+        self._take(self.scheduler.stop_completion(request_id, 0))
+
     def step(self) -> bool:
         """Runs one step; False when nothing could run."""
         self._slots.poll()

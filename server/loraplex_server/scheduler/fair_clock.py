@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 from loraplex_contracts.load import Flow
+
+
+class Place(NamedTuple):
+    """A request's place on the clock."""
+
+    start: float  # its tag: the lowest go first
+    num_flows: int  # of its tenant that waited then, its own included: each of its tokens counts so often
+    opens_flow: bool
 
 
 class FairClock:
@@ -29,13 +38,8 @@ class FairClock:
 
     def start_of(self, flow: Flow) -> float:
         """The tag that the flow's next request would get."""
-        end = self._openings.get(flow[0], 0.0) if self.is_idle(flow) else self._ends.get(flow, 0.0)
+        end = self._openings.get(flow[0], 0.0) if self._is_idle(flow) else self._ends.get(flow, 0.0)
         return max(self._now, end)
-
-    def is_idle(self, flow: Flow) -> bool:
-        """True if nothing of the flow waits and it has asked for no more than its share: its next request opens it
-        anew."""
-        return flow not in self._num_queued and self._ends.get(flow, 0.0) <= self._now
 
     def num_tenants_with(self, tenant: str) -> int:
         """Number of tenants that have something waiting, `tenant` counted in any case."""
@@ -44,17 +48,18 @@ class FairClock:
     def num_queued_of(self, tenant: str) -> int:
         return self._num_of_tenant[tenant]
 
-    def enqueue(self, flow: Flow, num_tokens: int) -> float:
-        """Queues a request that has come, and returns its start tag. Every one is dequeued once."""
-        start = self.start_of(flow)
-        if self.is_idle(flow):
+    def enqueue(self, flow: Flow, num_tokens: int) -> Place:
+        """Queues a request that has come, and returns its place. Every one is dequeued once."""
+        start, opens_flow = self.start_of(flow), self._is_idle(flow)
+        if opens_flow:
             self._openings[flow[0]] = start + num_tokens
         self._num_queued[flow] += 1
         self._num_of_tenant[flow[0]] += 1
         if self._num_queued[flow] == 1:
             self._num_flows[flow[0]] += 1
-        self._ends[flow] = start + num_tokens * self._num_flows[flow[0]]
-        return start
+        num_flows = self._num_flows[flow[0]]
+        self._ends[flow] = start + num_tokens * num_flows
+        return Place(start, num_flows, opens_flow)
 
     def dequeue(self, flow: Flow) -> None:
         """Takes one of the flow's requests out of the queue: it begins or has ended."""
@@ -76,10 +81,15 @@ class FairClock:
             self._openings = {tenant: end for tenant, end in self._openings.items() if end > self._now}
             self._prune_at = 2 * len(self._ends) + 64
 
-    def refund(self, flow: Flow, num_tokens: int, *, opened: bool = False) -> None:
-        """Gives the flow back the tokens of a completion that ended with so many fewer than it might have had.
-        `opened`: its request had opened the flow."""
+    def refund(self, flow: Flow, place: Place, num_tokens: int) -> None:
+        """Gives the flow back the tokens of a completion that ended with so many fewer than it might have had. `place`:
+        of its request."""
         if flow in self._ends:
-            self._ends[flow] = max(self._now, self._ends[flow] - num_tokens)
-        if opened and flow[0] in self._openings:
+            self._ends[flow] = max(self._now, self._ends[flow] - num_tokens * place.num_flows)
+        if place.opens_flow and flow[0] in self._openings:
             self._openings[flow[0]] = max(self._now, self._openings[flow[0]] - num_tokens)
+
+    def _is_idle(self, flow: Flow) -> bool:
+        """True if nothing of the flow waits and it has asked for no more than its share: its next request opens it
+        anew."""
+        return flow not in self._num_queued and self._ends.get(flow, 0.0) <= self._now

@@ -24,7 +24,7 @@ from loraplex_contracts.plan import AdapterUse, BlockCopy, GrammarMatcher, NewSe
 from loraplex_contracts.request import PositionLogprobs, Request, SamplingParams
 from loraplex_server.kv.blocks import BlockPool, KeyChain
 from loraplex_server.kv.states import NO_STATE, StatePool
-from loraplex_server.scheduler.fair_clock import FairClock
+from loraplex_server.scheduler.fair_clock import FairClock, Place
 
 
 class SequenceStatus(Enum):
@@ -106,8 +106,7 @@ class RequestState:
     keeps_hidden: bool = False
     adapted_from: int | None = 0  # the first token that its adapter changes; None: it changes none
     queued_s: float = 0.0  # since when it waits or has waited
-    start_tag: float = 0.0  # its place in the fair order (FairClock)
-    opened_flow: bool = False
+    place: Place = Place(0.0, 1, False)  # in the fair order
     phase: RequestPhase = RequestPhase.QUEUED
     sequences: list[SequenceState] = field(default_factory=list["SequenceState"])
     num_open: int = 0  # sequences that have not finished
@@ -321,11 +320,9 @@ class SequenceTable:
         self.requests[request.request.request_id] = request
         self.num_queued_requests += 1
         num_outputs = len(request.sequences) * (request.max_total_tokens - request.num_prompt_tokens)
-        request.opened_flow = self.clock.is_idle(request.flow)
-        start_tag = self.clock.enqueue(request.flow, request.num_prompt_tokens + num_outputs)
-        request.start_tag = start_tag
+        request.place = self.clock.enqueue(request.flow, request.num_prompt_tokens + num_outputs)
         for seq in request.sequences:
-            seq.order = (seq.order[0], start_tag, *seq.order[2:])
+            seq.order = (seq.order[0], request.place.start, *seq.order[2:])
         request.num_open = len(request.sequences)
         request.leader = request.sequences[0]
         for seq in request.sequences:
@@ -340,7 +337,8 @@ class SequenceTable:
         # One that passes others, because its adapter is there, does not take the clock past them: whatever comes next
         # would have to wait for all of those.
         first = next((seq for seq in self.waiting if not seq.has_entered), None)
-        self.clock.begin(request.start_tag if first is None else min(request.start_tag, first.order[1]))
+        start = request.place.start
+        self.clock.begin(start if first is None else min(start, first.order[1]))
 
     def end_request(self, request: RequestState) -> None:
         """Frees all that the request still has. Its terminal event goes out with this, exactly once."""
@@ -349,7 +347,7 @@ class SequenceTable:
             self.num_queued_requests -= 1
             self.clock.dequeue(request.flow)
             num_unused += request.num_prompt_tokens
-        self.clock.refund(request.flow, num_unused, opened=request.opened_flow)
+        self.clock.refund(request.flow, request.place, num_unused)
         request.move(RequestPhase.ENDED)
         request.leader = None
         for seq in request.sequences:
@@ -423,7 +421,7 @@ class SequenceTable:
     def finish(self, seq: SequenceState) -> None:
         """Ends a sequence's completion. Where it was to compute the prompt, the next sibling does."""
         request = seq.request
-        self.clock.refund(request.flow, seq.num_left, opened=request.opened_flow)
+        self.clock.refund(request.flow, request.place, seq.num_left)
         self._finish(seq)
         request.num_open -= 1
         if request.leader is seq:

@@ -13,7 +13,7 @@ A, B = ("a", ""), ("b", "")
 
 def served(clock: FairClock, arrivals: list[tuple[Flow, int]], num_served: int) -> list[tuple[Flow, int]]:
     """The first requests that are served, when all come at once."""
-    queue = sorted((clock.enqueue(*one), number, one) for number, one in enumerate(arrivals))
+    queue = sorted((clock.enqueue(*one).start, number, one) for number, one in enumerate(arrivals))
     for start, _, (flow, _) in queue[:num_served]:
         clock.dequeue(flow)
         clock.begin(start)
@@ -27,25 +27,24 @@ def test_one_flow_is_served_in_order_of_arrival() -> None:
 
 def test_a_flow_that_floods_waits_for_itself() -> None:
     clock = FairClock()
-    queue = [clock.enqueue(A, 100) for _ in range(50)]
-    assert clock.enqueue(B, 100) <= queue[0]
+    queue = [clock.enqueue(A, 100).start for _ in range(50)]
+    assert clock.enqueue(B, 100).start <= queue[0]
 
 
 def test_who_comes_late_has_no_claim_on_the_past() -> None:
     clock = FairClock()
     for _ in range(10):
-        start = clock.enqueue(A, 100)
+        start = clock.enqueue(A, 100).start
         clock.dequeue(A)
         clock.begin(start)
-    starts = [clock.enqueue(B, 100) for _ in range(3)]
+    starts = [clock.enqueue(B, 100).start for _ in range(3)]
     assert starts[0] == 900
     assert clock.start_of(A) == 1000 < starts[2]
 
 
 def test_what_was_not_used_is_given_back() -> None:
     clock = FairClock()
-    clock.enqueue(A, 4096)
-    clock.refund(A, 4000)
+    clock.refund(A, clock.enqueue(A, 4096), 4000)
     assert clock.start_of(A) == 96
 
 
@@ -71,15 +70,15 @@ def test_a_tenant_with_many_adapters_gets_no_more_than_one_with_one(num_adapters
 
 def test_another_adapter_for_each_request_is_no_way_to_the_front() -> None:
     clock = FairClock()
-    starts = [clock.enqueue(("many", f"a{number}"), 10) for number in range(100)]
+    starts = [clock.enqueue(("many", f"a{number}"), 10).start for number in range(100)]
     assert starts == [10.0 * number for number in range(100)]
-    assert clock.enqueue(("one", ""), 10) == 0
+    assert clock.enqueue(("one", ""), 10).start == 0
     # One at a time as well: the clock goes on.
     clock = FairClock()
-    waiting = clock.enqueue(B, 10), clock.enqueue(B, 10)
+    waiting = clock.enqueue(B, 10).start, clock.enqueue(B, 10).start
     for number in range(3):
         flow = ("many", f"a{number}")
-        start = clock.enqueue(flow, 10)
+        start = clock.enqueue(flow, 10).start
         clock.dequeue(flow)
         clock.begin(start)
     assert start > waiting[1]
@@ -87,17 +86,28 @@ def test_another_adapter_for_each_request_is_no_way_to_the_front() -> None:
 
 def test_what_opens_a_flow_is_given_back_too() -> None:
     clock = FairClock()
-    clock.enqueue(("t", "a"), 4096)
-    clock.refund(("t", "a"), 4000, opened=True)
+    clock.refund(("t", "a"), clock.enqueue(("t", "a"), 4096), 4000)
     assert clock.start_of(("t", "b")) == 96
+
+
+def test_a_tenant_with_several_flows_gets_back_what_it_was_charged() -> None:
+    clock = FairClock()
+    flows = [("t", f"a{number}") for number in range(3)]
+    places = [clock.enqueue(flow, 4096) for flow in flows]
+    assert [place.num_flows for place in places] == [1, 2, 3]
+    for flow, place in zip(flows, places, strict=True):
+        clock.refund(flow, place, 4000)
+    # As if each had asked for 96 tokens.
+    ends = [place.start + 96 * place.num_flows for place in places]
+    assert [clock.start_of(flow) for flow in flows] == ends
 
 
 def test_flows_that_are_gone_are_forgotten() -> None:
     clock = FairClock()
     for number in range(10_000):
         flow = (f"t{number}", "")
-        start = clock.enqueue(flow, 10)
+        place = clock.enqueue(flow, 10)
         clock.dequeue(flow)
-        clock.begin(start)
-        clock.refund(flow, 10)
+        clock.begin(place.start)
+        clock.refund(flow, place, 10)
     assert len(clock._ends) < 200  # pyright: ignore[reportPrivateUsage]
