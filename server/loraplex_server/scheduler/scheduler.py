@@ -296,10 +296,9 @@ class Scheduler:
     def load(self) -> Load:
         """The load; the engine adds steps, drafts and the forecast."""
         table, states = self._table, self._table.states
-        num_sequences = sum(request.num_open for request in table.requests.values())
         return Load(
             num_running=len(table.running),
-            num_queued=num_sequences - len(table.running),
+            num_queued=table.num_not_running,
             pending_tokens=table.num_waiting_tokens
             + sum(max(0, seq.max_total_tokens - seq.num_computed) for seq in table.running),
             num_blocks=self._blocks.num_blocks,
@@ -379,13 +378,13 @@ class Scheduler:
         matcher: GrammarMatcher | None,
         adapted_from: int | None,
     ) -> RequestState:
-        num_prompt_tokens = len(request.prompt_token_ids)
+        prompt = list(request.prompt_token_ids)  # one for all completions: of those that wait there may be thousands
         state = RequestState(
             request=request,
             adapters=adapters,
             adapter_digest=adapter_digest,
             max_total_tokens=self._max_total_tokens(request),
-            num_prompt_tokens=num_prompt_tokens,
+            num_prompt_tokens=len(prompt),
             stop_ids=request.stopping.ending_ids(self._eos_token_ids),
             adapted_from=adapted_from,
         )
@@ -398,10 +397,10 @@ class Scheduler:
                     index=index,
                     order=(-request.priority, 0.0, self._num_added, index),
                     sampling=replace(request.sampling, seed=seed_of_completion(request.sampling.seed, index)),
-                    num_prompt_tokens=num_prompt_tokens,
+                    num_prompt_tokens=len(prompt),
                     max_total_tokens=state.max_total_tokens,
-                    token_ids=list(request.prompt_token_ids),
-                    chain=self._chain(state, num_prompt_tokens),
+                    token_ids=prompt,
+                    chain=self._chain(state, len(prompt)),
                     matcher=None if matcher is None else matcher.copy(),
                     status=SequenceStatus.HELD if index else SequenceStatus.WAITING,
                 )

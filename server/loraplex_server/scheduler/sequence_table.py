@@ -127,6 +127,10 @@ class RequestState:
     adapter_missed_s: float | None = None
     adapter_wait_s: float = 0.0
     is_adapter_counted: bool = False  # as found on the device, or as not found
+    adapter_keys: tuple[AdapterKey, ...] = field(init=False)  # each step looks at those of all that wait
+
+    def __post_init__(self) -> None:
+        self.adapter_keys = tuple(key for key, _ in self.adapters)
 
     def move(self, to: RequestPhase) -> None:
         """Moves the request to a phase. Raises IllegalTransition, and changes nothing, when the table does not have
@@ -143,10 +147,6 @@ class RequestState:
     def has_held(self) -> bool:
         """True if siblings wait for the leader's prompt."""
         return any(seq.status is SequenceStatus.HELD for seq in self.sequences)
-
-    @property
-    def adapter_keys(self) -> tuple[AdapterKey, ...]:
-        return tuple(key for key, _ in self.adapters)
 
     @property
     def flow(self) -> Flow:
@@ -170,7 +170,7 @@ class SequenceState:
     sampling: SamplingParams
     num_prompt_tokens: int
     max_total_tokens: int
-    token_ids: list[int]  # prompt and the output known so far
+    token_ids: list[int]  # prompt and the output known so far; the request's list until it enters
     chain: KeyChain | None  # None: no prefix caching
     matcher: GrammarMatcher | None = None  # of its grammar; behind the last of `token_ids`
     status: SequenceStatus = SequenceStatus.WAITING
@@ -286,7 +286,8 @@ class SequenceTable:
         self.released_rows: list[int] = []  # since the last plan, which tells the runner
         self.shared_prompts: dict[RequestState, None] = {}  # requests with one, in the order of their making
         self.num_queued_requests = 0
-        self.num_waiting_tokens = 0  # of work ahead, for all sequences that do not run
+        self.num_not_running = 0  # sequences
+        self.num_waiting_tokens = 0  # of work ahead, for all of those
         self.num_waiting_prompt_tokens = 0  # among them
         self.clock = FairClock()
         self.num_preemptions = 0
@@ -370,6 +371,8 @@ class SequenceTable:
         self.waiting.remove(seq)
         seq.move(SequenceStatus.RUNNING)
         self.running.add(seq)
+        if not seq.has_entered:
+            seq.token_ids = seq.token_ids.copy()
         seq.entered_s = now
         self._count_waiting(seq, -1)
         self.blocks.share(prefix.shared)
@@ -446,6 +449,7 @@ class SequenceTable:
         """Counts the work ahead of a sequence that does not run, at most; the siblings' shared prompt counts once.
         `sign`: 1 adds it, -1 takes it away."""
         num_prompt = 0 if seq.index else seq.num_prompt_tokens
+        self.num_not_running += sign
         self.num_waiting_prompt_tokens += sign * num_prompt
         self.num_waiting_tokens += sign * (num_prompt + seq.max_total_tokens - seq.num_prompt_tokens)
 
@@ -600,6 +604,7 @@ class SequenceTable:
         if not self.requests:
             left = (len(self.running), len(self.waiting), len(self.shared_prompts))
             assert left == (0, 0, 0), f"running, waiting, shared prompts outlived their requests: {left}"
+            assert self.num_not_running == 0, f"{self.num_not_running} sequences counted as waiting"
             assert self.num_waiting_tokens == 0, f"{self.num_waiting_tokens} tokens of work ahead of nobody"
             assert self.num_queued_requests == 0, f"{self.num_queued_requests} requests counted as queued"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 from support.scheduler_fakes import adapter
 from support.scheduler_harness import Harness, make_request
@@ -159,5 +161,20 @@ def test_siblings_wait_behind_their_prompt_without_holding_others_up() -> None:
     for _ in range(3):
         harness.turn()
     assert harness.logs["other"].admitted is not None
+    harness.run()
+    harness.check_outputs()
+
+
+def test_waiting_completions_keep_one_prompt_in_memory() -> None:
+    """64 completions of thousands of queued requests would else take many times what the prompts do."""
+    harness = Harness(num_blocks=10_000, max_context_tokens=40_000, max_step_tokens=20_000)
+    request = make_request("r", [1] * 20_000, n=64, max_tokens=2)
+    tracemalloc.start()
+    try:
+        harness.add(request)
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert size < 4 * 8 * 20_000
     harness.run()
     harness.check_outputs()
