@@ -209,7 +209,8 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Logprobs of prompt positions 1 .. num_prompt_tokens - 1; sent once, before the request's first Tokens."""
+    """The next logprobs of prompt positions 1 .. num_prompt_tokens - 1: those that a step has computed. All come before
+    the request's first Tokens."""
 
     request_id: str
     logprobs: tuple[PositionLogprobs, ...]

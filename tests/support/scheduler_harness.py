@@ -63,7 +63,7 @@ class RequestLog:
         self.ends: dict[int, CompletionEnd] = {}
         self.error: LoraplexError | None = None
         self.waits_s: tuple[float | None, float] | None = None  # queue and adapter, of one that failed
-        self.prompt_logprobs: tuple[PositionLogprobs, ...] | None = None
+        self.prompt_logprobs: tuple[PositionLogprobs, ...] = ()
         self.num_drafted = 0
         self.num_accepted = 0
 
@@ -80,9 +80,8 @@ class RequestLog:
                 self.admitted = event
             case PromptLogprobs():
                 assert self.request.output.prompt_logprobs
-                assert self.prompt_logprobs is None
                 assert not self.tokens
-                self.prompt_logprobs = event.logprobs
+                self.prompt_logprobs += event.logprobs
             case Tokens():
                 assert self.admitted is not None
                 assert event.index not in self.ends
@@ -90,7 +89,8 @@ class RequestLog:
                 is_first = not self.tokens[event.index]
                 assert event.can_wait == (not is_first and not self.request.stopping.stop)
                 assert len(event.logprobs) == len(event.token_ids)
-                assert not self.request.output.prompt_logprobs or self.prompt_logprobs is not None
+                if self.request.output.prompt_logprobs:
+                    assert len(self.prompt_logprobs) == len(self.request.prompt_token_ids) - 1
                 self.tokens[event.index] += event.token_ids
                 self.logprobs[event.index] += event.logprobs
                 self.num_drafted += event.num_drafted

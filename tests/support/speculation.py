@@ -124,8 +124,8 @@ class Outcome:
                 self.is_admitted = True
                 self.adapter_digest = event.adapter_digest
             case PromptLogprobs():
-                assert not self.prompt_logprobs
-                self.prompt_logprobs = event.logprobs
+                assert not self.tokens
+                self.prompt_logprobs += event.logprobs
             case Pooled():
                 assert self.pooled is None
                 self.pooled = event

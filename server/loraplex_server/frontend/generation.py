@@ -236,7 +236,7 @@ class Progress:
     """Facts about a request beside its text, filled while it runs."""
 
     record: RequestRecord = field(default_factory=lambda: RequestRecord("Generate"))
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
 
 
 async def generate(
@@ -309,7 +309,7 @@ def _take(
                 record.adapter_digest = event.adapter_digest
                 record.queue_s, record.adapter_wait_s = event.queue_s, event.adapter_wait_s
             case PromptLogprobs():
-                progress.prompt_logprobs = tuple(assemblers[0].with_text(one) for one in event.logprobs)
+                progress.prompt_logprobs += [assemblers[0].with_text(one) for one in event.logprobs]
             case RequestFailed():  # always the last; `generate` raises it
                 if event.queue_s is not None:
                     record.waited_s, record.adapter_wait_s = event.queue_s, event.adapter_wait_s

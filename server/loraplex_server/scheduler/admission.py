@@ -386,7 +386,7 @@ class Admission:
         # The last token always runs, because its logits are wanted; so do those whose prompt logprobs are missing.
         num_reusable = num_tokens - 1
         if request.wants_prompt_logprobs:
-            num_reusable = min(num_reusable, len(request.prompt_logprobs))
+            num_reusable = min(num_reusable, request.num_prompt_logprobs)
         if seq.chain is not None:
             for block_idx in range(num_reusable // blocks.block_size):
                 block_id = blocks.find(seq.chain.key(block_idx, seq.token_ids))

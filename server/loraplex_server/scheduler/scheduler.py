@@ -552,7 +552,7 @@ class Scheduler:
 
     def _commit_span(self, seq: SequenceState, span: Span, out: SpanResult) -> None:
         if span.prompt_logprobs:
-            _take_prompt_logprobs(seq.request, span, out)
+            self._emit_prompt_logprobs(seq.request, span, out)
         num_accepted = max(0, len(out.token_ids) - 1)
         num_rejected = len(span.draft) - num_accepted
         # One that was preempted meanwhile has no blocks any more, and cannot be back yet (see SequenceTable.enter).
@@ -607,15 +607,21 @@ class Scheduler:
             blocks.publish(seq.block_ids[block_idx], seq.chain.key(block_idx, seq.token_ids))
         seq.num_published = num_full
 
+    def _emit_prompt_logprobs(self, request: RequestState, span: Span, out: SpanResult) -> None:
+        """Sends logprobs of positions that are not sent yet; a prompt that was computed twice gives some twice."""
+        num_new = min(span.start + span.num_tokens, request.num_prompt_tokens - 1) - request.num_prompt_logprobs
+        if num_new > 0:
+            first = request.num_prompt_logprobs - span.start
+            request.num_prompt_logprobs += num_new
+            logprobs = out.prompt_logprobs[first : first + num_new]
+            self._events.append(PromptLogprobs(request.request.request_id, logprobs))
+
     def _emit_tokens(
         self, seq: SequenceState, span: Span, out: SpanResult, kept: tuple[int, ...], num_accepted: int
     ) -> None:
         request = seq.request
         request_id = request.request.request_id
         is_first = len(seq.token_ids) - len(kept) == seq.num_prompt_tokens
-        if request.request.output.prompt_logprobs and not request.prompt_logprobs_sent:
-            request.prompt_logprobs_sent = True
-            self._events.append(PromptLogprobs(request_id, tuple(request.prompt_logprobs)))
         self._events.append(
             Tokens(
                 request_id,
@@ -741,15 +747,6 @@ def _span(seq: SequenceState, num_tokens: int, chosen: Draft | None, state: Stat
         ends_pooling=is_last_piece and pools,
         state=state,
     )
-
-
-def _take_prompt_logprobs(request: RequestState, span: Span, out: SpanResult) -> None:
-    """Takes in logprobs of positions that are not known yet; a prompt that was computed twice gives some twice."""
-    num_known = len(request.prompt_logprobs)
-    num_new = min(span.start + span.num_tokens, request.num_prompt_tokens - 1) - num_known
-    if num_new > 0:
-        first = num_known - span.start
-        request.prompt_logprobs += out.prompt_logprobs[first : first + num_new]
 
 
 def _broken_contract(span: Span, out: SpanResult) -> LoraplexError | None:

@@ -21,7 +21,7 @@ from loraplex_contracts.errors import IllegalTransition, LoraplexError
 from loraplex_contracts.load import Flow
 from loraplex_contracts.mixtures import WeightedKey
 from loraplex_contracts.plan import AdapterUse, BlockCopy, GrammarMatcher, NewSequence, Span, StepPlan
-from loraplex_contracts.request import PositionLogprobs, Request, SamplingParams
+from loraplex_contracts.request import Request, SamplingParams
 from loraplex_server.kv.blocks import BlockPool, KeyChain
 from loraplex_server.kv.states import NO_STATE, StatePool
 from loraplex_server.scheduler.fair_clock import FairClock, Place
@@ -116,9 +116,7 @@ class RequestState:
     shared_prompt: list[int] | None = None
     # With it, in models with states: the slot with the state before the prompt's last token. One reference.
     shared_state: int = NO_STATE
-    # Positions 1, 2, ... so far; only where the request wants them.
-    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list[PositionLogprobs])
-    prompt_logprobs_sent: bool = False
+    num_prompt_logprobs: int = 0  # sent so far, of positions 1, 2, ...; only where the request wants them
     num_cached_tokens: int = 0
     # Since when its adapter has had no slot while it was its turn, and how many had been admitted by then.
     blocked_since_s: float | None = None
@@ -155,7 +153,7 @@ class RequestState:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """True if some logprobs of the prompt are still to be computed."""
-        return self.request.output.prompt_logprobs and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+        return self.request.output.prompt_logprobs and self.num_prompt_logprobs < self.num_prompt_tokens - 1
 
 
 @dataclass(slots=True, eq=False)

@@ -273,8 +273,8 @@ def test_prompt_logprobs_come_once_and_before_the_tokens() -> None:
     plan = harness.turn()
     assert plan is not None
     assert plan.spans[0].start == 0, "a prefix hit would leave positions without logprobs"
+    assert len(log.prompt_logprobs) == 8, "each step sends its own: all at once would hold up others"
     harness.run()
-    assert log.prompt_logprobs is not None
     assert [one.token_id for one in log.prompt_logprobs] == list(range(2, 21))
     harness.check_outputs()
 
