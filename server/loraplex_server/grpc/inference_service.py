@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import loraplex_proto
 from loraplex_contracts.errors import LoraplexError
@@ -40,6 +41,10 @@ from loraplex_server.text.tokenizer import SHORT_CHARS, Truncation
 
 Context = Any  # grpc.aio.ServicerContext, which is generic over messages in its stubs
 
+T = TypeVar("T")
+
+# Tokens, alternatives counted, that are put into an answer on the event loop: some milliseconds.
+LONG_ANSWER: Final = 4096
 TASKS = ("generate", "embed", "classify", "score")
 
 
@@ -106,6 +111,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._prompts = Prompts(tokenizing, self._templates)
         self._gate = gate
         self._limits = tokenizing.limits
+        self._long_answers = asyncio.Semaphore()
         self._tokenizer_view = TokenizerView(
             partial(self._tokenizer.encode, add_special_tokens=False), frozenset(info.eos_token_ids)
         )
@@ -123,7 +129,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 accepted.count(sum(len(delta.token_ids) for delta in batch), progress.record)
                 for delta in batch:
                     deltas.setdefault(delta.index, []).append(delta)
-        return self._answer(request, accepted, deltas, progress)
+        num_tokens = progress.record.num_output_tokens + len(progress.prompt_logprobs)
+        return await self._apart(accepted, num_tokens, partial(self._answer, request, accepted, deltas, progress))
 
     @handles_stream_errors
     async def GenerateStream(
@@ -139,7 +146,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 for delta in batch:
                     message = protobuf.delta_to_pb(delta, with_token_ids=not request.output.omit_token_ids)
                     if sent.num_messages == 0:
-                        accepted.put_head(message, progress)
+                        to_head = partial(accepted.put_head, message, progress)
+                        await self._apart(accepted, len(progress.prompt_logprobs), to_head)
                     if delta.index not in echoed:
                         echoed.add(delta.index)
                         message.text_delta = accepted.echo + message.text_delta
@@ -148,6 +156,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     yield message
                     sent.num_messages += 1
                     sent.num_tokens += len(delta.token_ids)
+
+    async def _apart(self, accepted: Accepted, num_tokens: int, work: Callable[[], T]) -> T:
+        """Runs work that puts so many tokens into an answer: in a thread where that takes long, and one at a time,
+        since Python runs one."""
+        if num_tokens * (1 + accepted.request.output.top_logprobs) < LONG_ANSWER:
+            return work()
+        async with self._long_answers:
+            return await asyncio.to_thread(work)
 
     def _generate(self, accepted: Accepted, progress: Progress) -> AsyncGenerator[list[Delta], None]:
         eos_token_ids = self._info.eos_token_ids

@@ -29,14 +29,24 @@ from loraplex_contracts.errors import (
     LoraplexError,
 )
 from loraplex_contracts.load import Load
+from loraplex_contracts.request import (
+    Admitted,
+    CompletionEnd,
+    FinishReason,
+    PositionLogprobs,
+    PromptLogprobs,
+    Request,
+    Tokens,
+)
 from loraplex_proto.status import DETAILS_KEY, from_status
 from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.validate import ModelLimits
 from loraplex_server.config import EngineConfig, ModelConfig
-from loraplex_server.engine.client import EngineClient, EngineState
+from loraplex_server.engine.client import EngineClient, EngineState, RequestStream
 from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.frontend.templates import Templates
 from loraplex_server.frontend.tokenizing import NUM_THREADS, Tokenizing
+from loraplex_server.grpc import inference_service, protobuf
 from loraplex_server.grpc.inference_service import InferenceServicer
 from loraplex_server.grpc.middleware import RequestGate
 from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer, Truncation
@@ -409,6 +419,43 @@ async def test_the_seed_that_was_used_is_in_the_answer() -> None:
         assert first != second
         greedy = await one.Generate(ask(sampling=inference_pb2.Sampling(seed=5)), FakeContext())
         assert not greedy.HasField("seed")
+
+
+@pytest.mark.parametrize("is_long", [True, False])
+async def test_long_answers_leave_the_event_loop_alone(monkeypatch: pytest.MonkeyPatch, is_long: bool) -> None:
+    """Logprobs of a long prompt and of many tokens would hold it for seconds."""
+    threads: list[int] = []
+    put = protobuf.put_prompt
+
+    def watched(*given: Any) -> None:
+        threads.append(threading.get_ident())
+        put(*given)
+
+    monkeypatch.setattr(protobuf, "put_prompt", watched)
+    monkeypatch.setattr(inference_service, "LONG_ANSWER", 3 if is_long else 100)
+    rows = tuple(PositionLogprobs(token_id, -0.5) for token_id in (71, 72))
+    events = [
+        Admitted("r", "", 0.0),
+        PromptLogprobs("r", rows[:1]),
+        PromptLogprobs("r", rows[1:]),
+        Tokens("r", 0, (73,), rows[:1]),
+        CompletionEnd("r", 0, FinishReason.LENGTH, None, 3, 0),
+    ]
+
+    def submit(request: Request) -> RequestStream:
+        stream = RequestStream(request, lambda stream, error: None, 99)
+        for event in events:
+            stream.push(event)
+        return stream
+
+    engine = SimpleNamespace(state=EngineState(Load()), unique_id=lambda given: f"{given}/1", submit=submit)
+    one = service(engine, INFO, TextTokenizer(tiny_tokenizer("byte_level")))
+    given = ask(output=inference_pb2.Output(prompt_logprobs=True, top_logprobs=1))
+    whole = await one.Generate(given, FakeContext())
+    messages = [message async for message in one.GenerateStream(given, FakeContext())]
+    for answer in (whole, messages[0]):
+        assert [row.token_id for row in answer.prompt_logprobs] == [71, 72]
+    assert [thread == threading.get_ident() for thread in threads] == [not is_long] * 2
 
 
 async def test_the_prompt_token_by_token() -> None:
