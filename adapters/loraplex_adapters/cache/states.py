@@ -221,9 +221,10 @@ class KeyRecord:
 
 
 def remembered_s(error: LoraplexError, failure_ttl_s: float) -> float:
-    """Seconds for which a failure is answered from memory: no longer than the error itself says that it lasts."""
+    """Seconds for which a failure is answered from memory: no longer than the error itself says that it lasts. Where it
+    says 0, it is not time that helps, but what the next request brings: those that wait are told so."""
     hint = error.retry_after_s
-    return failure_ttl_s if hint is None else min(failure_ttl_s, hint)
+    return min(failure_ttl_s, hint) if hint else failure_ttl_s
 
 
 # --- jobs that the tables ask for -----------------------------------------------------------------------------------

@@ -124,6 +124,7 @@ def test_weights_that_have_left_the_store_are_fetched_with_the_next_callers_toke
     assert table.take_moves()
     table.residency.lost(OLD, 1.0)
     assert not table.take_fetches()  # nobody's token is there for it
+    turn(table, 1.0)  # as the engine's turn goes on, before requests that wait look at it
     assert isinstance(table.residency.failure(OLD), SourceUnavailable)
     assert table.resolve_at(BOB, 1.0, ACME) is None
     assert fetch_of(table).origin == BOB
