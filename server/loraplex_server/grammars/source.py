@@ -8,9 +8,10 @@ is refused when it is compiled (matcher.py). Strings are written without escapes
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, cast
+from typing import Any, Final, TypeGuard, cast
 
 from llguidance import LLMatcher, StructTag
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -48,6 +49,12 @@ _SIMPLE_KEYWORDS: Final = frozenset(
 # bounds near -2**63 end its process.
 MAX_NUMBER: Final = 2**53 - 1
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+# A bound that is excluded, the one that is included, those of the other end, and the direction between the ends.
+_ENDS: Final = (
+    ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), 1),
+    ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), -1),
+)
+_NEXT: Final = 1e-9  # from a bound, where floats of its size are as near
 # Keywords of JSON Schema before draft 4: llguidance takes them for comments.
 _OLD_KEYWORDS: Final = ("disallow", "divisibleBy", "extends")
 # Keywords by values with which they demand nothing: libraries write them, and llguidance refuses the keywords.
@@ -219,6 +226,7 @@ def _checked(schema: dict[str, Any], compact: bool, field: str) -> tuple[str, li
                 raise _refused(field, reason)
         complete(schema)
         for part in parts:
+            _include_bounds(part)
             if isinstance(part.get("pattern"), str):
                 part["pattern"] = quotable(part["pattern"])
             if isinstance(part.get("patternProperties"), dict):
@@ -273,6 +281,24 @@ def _check_references(root: dict[str, Any], parts: list[dict[str, Any]], field: 
         found = target_of(root, reference)
         if not isinstance(found, bool) and id(found) not in known:
             raise _refused(field, f"`$ref` cannot be enforced: {reference[:80]!a} is not a schema's place in it")
+
+
+def _include_bounds(schema: dict[str, Any]) -> None:
+    """Replaces excluded bounds that are whole numbers by numbers next to them, where the other end is less than one
+    away: llguidance 1.9.1 takes the whole number itself there. Changes the schema."""
+    for excluded, included, other_end, sign in _ENDS:
+        bound, ends = schema.get(excluded), [schema[name] for name in other_end if _is_number(schema.get(name))]
+        if not _is_number(bound) or bound % 1 or not ends:
+            continue
+        beside = sign * max(sign * bound + _NEXT, math.nextafter(sign * bound, math.inf))
+        if sign * (beside - bound) < min(sign * (end - bound) for end in ends) < 1:
+            del schema[excluded]
+            given = schema.get(included)
+            schema[included] = sign * max(sign * beside, sign * given) if _is_number(given) else beside
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def quotable(pattern: str) -> str:

@@ -96,6 +96,27 @@ def fits(grammars: Compiler, schema: Mapping[str, object], text: str) -> bool:
     return matcher.inner.try_consume_tokens(ids(text)) == len(ids(text)) and matcher.inner.is_accepting()
 
 
+@pytest.mark.parametrize(
+    ("bounds", "outside", "inside"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, "0 0.0 -0 0.51", "0.1 0.5 0.000000001"),
+        ({"exclusiveMinimum": 1, "minimum": 0.5, "exclusiveMaximum": 1.25}, "0.5 1 1.0 1.25", "1.1 1.2499"),
+        ({"exclusiveMinimum": 1, "minimum": 1.125, "maximum": 1.25}, "1 1.1", "1.125 1.25"),
+        ({"exclusiveMaximum": 0, "minimum": -0.5}, "0 -0 -0.0 0.1", "-0.1 -0.5"),
+        ({"exclusiveMaximum": -99, "exclusiveMinimum": -99.5, "maximum": 5}, "-99 -99.0 -99.5", "-99.1"),
+        ({"exclusiveMinimum": 2**40, "maximum": 2**40 + 0.5}, f"{2**40} {2**40 + 1}", f"{2**40 + 0.25}"),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 1}, "0 1", "0.5"),
+    ],
+)
+def test_excluded_bounds_are_left_out(
+    grammars: Compiler, bounds: Mapping[str, object], outside: str, inside: str
+) -> None:
+    for texts, is_inside in ((outside, False), (inside, True)):
+        assert [fits(grammars, {"type": "number", **bounds}, text) for text in texts.split()] == [
+            is_inside for _ in texts.split()
+        ]
+
+
 def test_a_schema_without_a_type_that_tells_of_properties_is_one_of_an_object(grammars: Compiler) -> None:
     """As in TGI's examples."""
     schema = {"properties": {"a": {"properties": {"b": {"type": "boolean"}}}}, "required": ["a"]}
