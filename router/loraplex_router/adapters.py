@@ -162,14 +162,22 @@ class AdapterFanOut:
             )
 
     async def get(self, call: Call, raw: bytes) -> bytes:
-        _named(call, adapter_pb2.GetAdapterRequest, raw)
-        return (await self._ask_all(call, raw)).serialized()
+        adapter_id = _named(call, adapter_pb2.GetAdapterRequest, raw)
+        answers = await self._ask(call, raw, self._routable())
+        asked = {failure.worker_id for failure in answers.failures}
+        keepers = self._replicas.keepers([adapter_id])
+        if not answers.num_answered and keepers is not None and keepers.isdisjoint(asked):
+            raise self._replicas.no_worker([adapter_id])  # as requests for it; others do not know the name
+        answers.raise_unless_answered()
+        return answers.serialized()
 
     async def list(self, call: Call, raw: bytes) -> bytes:
         query = check_list_adapters(parse(adapter_pb2.ListAdaptersRequest, raw))
 
         async def ask(part: ListQuery) -> Sequence[Response]:
-            return (await self._ask_all(call, part.request().SerializeToString())).responses
+            answers = await self._ask(call, part.request().SerializeToString(), self._routable())
+            answers.raise_unless_answered()
+            return answers.responses
 
         page = await self._listing.page(query, current_identity(), self._replicas.num_routable, ask)
         return page.SerializeToString()
@@ -184,12 +192,6 @@ class AdapterFanOut:
         if not views:
             raise self._replicas.no_worker()
         return views
-
-    async def _ask_all(self, call: Call, raw: bytes) -> Answers:
-        """The answers of all routable workers. Raises a worker's failure where none has answered."""
-        answers = await self._ask(call, raw, self._routable())
-        answers.raise_unless_answered()
-        return answers
 
     async def _holders(self, call: Call, adapter_id: str) -> dict[str, str]:
         """The workers that have bound the name, homes or not (requests spill over when an adapter is in demand), each

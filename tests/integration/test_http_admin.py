@@ -8,6 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 from support.credentials import credential, write_credentials
+from support.fake_workers import until
 from support.http import Http, http_cluster
 
 from loraplex_contracts.errors import AdapterInvalid, AdapterNotFound, AdapterOutsideRoot, LoraplexError
@@ -111,6 +112,20 @@ async def test_an_adapter_may_come_from_elsewhere(tmp_path: Path) -> None:
     async with http_cluster(http=OPEN) as (c, http):  # it does not know the workers' root
         assert (await load(http, lora_path="/adapters/sql")).status_code == 200
         assert c.workers[0].loads[-1].source == "/adapters/sql"
+
+
+async def test_an_adapter_is_loaded_where_those_that_have_it_do_not_respond() -> None:
+    async with http_cluster(2, http=OPEN) as (c, http):
+        keeper, other = c.workers
+        keeper.report(tiers={"sql": 4}, sourced=["sql"])
+        await until(lambda: c.router.replicas.keepers(["sql"]) is not None)
+        keeper.report(tiers={"sql": 4}, sourced=["sql"], stalled=True)
+        await until(lambda: c.router.replicas.num_routable == 1)
+        missing = await http.get("/v1/models/sql")
+        assert (missing.status_code, missing.json()["error"]["reason"]) == (503, "NO_HEALTHY_WORKER")
+        answer = await http.post(LOAD, json={"lora_name": "sql", "lora_path": "v2"})
+        assert answer.json()["error"]["reason"] == "WORKER_LOST"  # the keeper may come back with the former one
+        assert [one.source for one in other.loads] == ["v2"]
 
 
 async def test_without_credentials_a_flag_must_allow_it() -> None:

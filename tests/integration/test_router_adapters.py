@@ -223,10 +223,20 @@ async def test_requests_for_an_adapter_from_a_source_go_to_workers_that_have_it(
         assert len(keeper.raw_requests) == 2
         keeper.report(tiers={"sql": 4}, sourced=["sql"], stalled=True)
         await until(lambda: c.router.replicas.num_routable == 3)
-        error = await error_of(generate(Generate(text="x", adapter_id="sql")))
-        assert isinstance(error, NoWorker)
-        assert "'sql'" in error.message
+        for call in (generate(Generate(text="x", adapter_id="sql")), stub(c.channel).GetAdapter(Get(adapter_id="sql"))):
+            error = await error_of(call)
+            assert isinstance(error, NoWorker)
+            assert "'sql'" in error.message
         assert sum(c.num_requests) == 2
+        assert isinstance(await error_of(stub(c.channel).GetAdapter(Get(adapter_id="other"))), AdapterNotFound)
+
+
+async def test_a_worker_that_has_forgotten_an_adapter_does_not_have_it() -> None:
+    """Its report may come later."""
+    async with cluster(2) as c:
+        c.workers[0].report(tiers={"sql": 4}, sourced=["sql"])
+        await until(lambda: c.router.replicas.keepers(["sql"]) is not None)
+        assert isinstance(await error_of(stub(c.channel).GetAdapter(Get(adapter_id="sql"))), AdapterNotFound)
 
 
 async def test_an_unload_goes_to_all() -> None:

@@ -12,6 +12,7 @@ from loraplex_contracts.errors import (
     AdapterNotFound,
     InvalidArgument,
     LoraplexError,
+    NoWorker,
     PermissionDenied,
 )
 from loraplex_proto.v1 import adapter_pb2
@@ -151,7 +152,7 @@ class AdminRoutes:
     async def _rows(self, name: str, request: Request) -> list[adapter_pb2.Adapter]:
         try:
             return list(await self._router.adapter_rows(name, request))
-        except AdapterNotFound:
+        except (AdapterNotFound, NoWorker):  # the latter where those that have it do not respond
             return []
 
     async def _ask(self, handle: Handle, message: Any, request: Request) -> None:

@@ -46,7 +46,7 @@ class OperationRoutes:
         """Number of requests that this server has under way, in vLLM's form."""
         return JSONResponse({"server_load": len(self._router.calls)})
 
-    async def status(self, request: Request, adapters: int = 0, prefix: str = "") -> Response:
+    async def status(self, adapters: int = 0, prefix: str = "") -> Response:
         """GetStatusResponse in protobuf's JSON: 64-bit integers are strings. For the page at /status."""
         question = status_pb2.GetStatusRequest(
             max_adapters=min(max(adapters, 0), validate.MAX_STATUS_ADAPTERS),
