@@ -75,6 +75,7 @@ _MAX_INT: Final = 2**31 - 1  # of a channel's options
 
 # host:port, of which either part may be missing; an IPv6 address has brackets.
 _ADDRESS = re.compile(r"([^\s:/\[\]]+|\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\])(?::([0-9]{1,5}))?\Z")
+_LOOPBACK = re.compile(r"(localhost|127(\.\d+){3}|\[::1\]):")
 _OF_GRPC = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):\S+\Z")  # schemes of its names
 _HEADER = re.compile(r"[A-Za-z0-9._-]+\Z")
 _TOKEN = re.compile(r"[\x21-\x7e]+\Z")
@@ -158,6 +159,8 @@ class Settings:
         options: list[tuple[str, int | str]] = [*CHANNEL_OPTIONS]
         if self.tls is not None and self.tls.server_name is not None:
             options.append(("grpc.ssl_target_name_override", self.tls.server_name))
+        if _LOOPBACK.match(self.target):  # no proxy leads back to this machine
+            options.append(("grpc.enable_http_proxy", 0))
         # Named for a pause, it is the time that an attempt to connect may take, handshakes included.
         options.append(("grpc.min_reconnect_backoff_ms", min(max(1, round(self.connect_timeout_s * 1000)), _MAX_INT)))
         return options

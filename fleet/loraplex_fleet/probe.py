@@ -31,10 +31,13 @@ class Probe:
 
     def __init__(self, address: str, ca: Path | None = None, token: str = "") -> None:
         self._metadata = ((AUTHORIZATION_KEY, f"Bearer {token}"),) if token else ()
+        options = [("grpc.enable_http_proxy", 0)]  # it is on this node
         if ca is None:
-            self._channel = grpc.aio.insecure_channel(address)
+            self._channel = grpc.aio.insecure_channel(address, options=options)
         else:
-            self._channel = grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca.read_bytes()))
+            self._channel = grpc.aio.secure_channel(
+                address, grpc.ssl_channel_credentials(ca.read_bytes()), options=options
+            )
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         self._worker: Any = worker_pb2_grpc.WorkerServiceStub(self._channel)
 

@@ -331,4 +331,6 @@ def _channel_options(options: ServerOptions) -> list[tuple[str, int]]:
         ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
         # A connection of this router's own, whatever else this process connects to.
         ("grpc.use_local_subchannel_pool", 1),
+        # Workers are reached directly: http_proxy and its like are for what is fetched from outside.
+        ("grpc.enable_http_proxy", 0),
     ]

@@ -143,6 +143,22 @@ def test_keepalive_and_server_name() -> None:
 
 
 @pytest.mark.parametrize(
+    ("target", "is_direct"),
+    [
+        ("localhost", True),
+        ("127.0.0.1:1", True),
+        ("127.1.2.3:1", True),
+        ("[::1]:1", True),
+        ("localhost.example.com:1", False),
+        ("127.example.com:1", False),
+        ("10.0.0.1:1", False),
+    ],
+)
+def test_a_proxy_is_for_other_machines(target: str, is_direct: bool) -> None:
+    assert ("grpc.enable_http_proxy" in dict(Settings(target).channel_options())) == is_direct
+
+
+@pytest.mark.parametrize(
     ("given", "field"),
     [
         ({"target": 5}, "target"),

@@ -175,7 +175,9 @@ def test_a_certificate_needs_its_key(tmp_path: Path, capsys: Capture) -> None:
     assert "--client-cert and --client-key go together" in capsys.readouterr().err
 
 
-def test_the_health_check_says_what_it_found(fake: Any, capsys: Capture) -> None:
+def test_the_health_check_says_what_it_found(fake: Any, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # it goes round it
+    monkeypatch.delenv("no_proxy", raising=False)
     assert healthcheck.main(fake.address) == 1
     assert "the server has no health service" in capsys.readouterr().err
     fake.hang_up()

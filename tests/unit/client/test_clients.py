@@ -317,6 +317,15 @@ def test_metadata(connect: Connect, fake: Any) -> None:
     assert fake.seen[0].metadata["user-agent"].startswith("loraplex/")
 
 
+def test_a_server_on_this_machine_is_called_without_a_proxy(
+    connect: Connect, fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with connect(fake.address, retries=0) as client:
+        assert client.generate("x").text == "text 0"
+
+
 def test_no_token_no_header(connect: Connect, fake: Any) -> None:
     with connect(fake.address) as client:
         client.info()

@@ -225,3 +225,23 @@ async def test_a_worker_sends_no_megabytes_ahead_of_a_reader_that_stops() -> Non
     finally:
         await upstream.close()
         await server.stop(0)
+
+
+async def test_a_proxy_is_not_for_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+
+    async def answer(request: bytes, _context: object) -> bytes:
+        return request
+
+    server = grpc.aio.server()
+    handlers = {"M": grpc.unary_unary_rpc_method_handler(answer)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s.S", handlers),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    upstream = Upstream(Member(address, address), ServerOptions(), WorkerCredentials)
+    try:
+        assert await upstream.channel.unary_unary("/s.S/M")(b"x", timeout=5) == b"x"
+    finally:
+        await upstream.close()
+        await server.stop(0)
