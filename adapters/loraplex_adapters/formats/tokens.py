@@ -6,6 +6,9 @@ beside it as its tokenizer's, would get other ids for the same text.
 
 from __future__ import annotations
 
+import contextlib
+import json
+import re
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
@@ -16,6 +19,7 @@ from loraplex_adapters.weights import BaseTargets
 from loraplex_contracts.errors import AdapterUnsupported
 
 MAX_TOKENIZER_BYTES: Final = 64 << 20
+_ADDED: Final = re.compile(r'"added_tokens"\s*:\s*\[')
 
 
 def check_tokens(files: AdapterFiles, plan: LoraPlan, targets: BaseTargets) -> None:
@@ -27,8 +31,8 @@ def check_tokens(files: AdapterFiles, plan: LoraPlan, targets: BaseTargets) -> N
         return
     base = targets.tokens()
     for name in names:
-        fields = parse_object(read_all(files.open(name), MAX_TOKENIZER_BYTES), name, MAX_TOKENIZER_BYTES)
-        own = added_tokens(fields) if name == TOKENIZER_NAME else fields
+        data = read_all(files.open(name), MAX_TOKENIZER_BYTES)
+        own = _added_in(data) if name == TOKENIZER_NAME else parse_object(data, name, MAX_TOKENIZER_BYTES)
         differing = {one: token_id for one, token_id in own.items() if base.get(one) != token_id}
         # Beyond the embedding there are no rows, and PEFT's model fails at such a token.
         stranger = next((one for one, at in differing.items() if type(at) is not int or at < targets.vocab_size), None)
@@ -38,6 +42,17 @@ def check_tokens(files: AdapterFiles, plan: LoraPlan, targets: BaseTargets) -> N
                 f"tokenizer of {targets.model_id!a} does not have, and the adapter has rows of the embedding or the "
                 "head: an adapter's own tokenizer is not served; give the base model that tokenizer"
             )
+
+
+def _added_in(data: bytes) -> dict[str, Any]:
+    """Ids of a tokenizer.json's tokens beside its vocabulary. They come before that in such files, so megabytes of it
+    are not parsed, which would hold up the other threads of the process. Raises AdapterInvalid."""
+    with contextlib.suppress(ValueError, RecursionError):
+        text = data.decode("utf-8")
+        if found := _ADDED.search(text):
+            rows: object = json.JSONDecoder().raw_decode(text, found.end() - 1)[0]
+            return added_tokens({"added_tokens": rows})
+    return added_tokens(parse_object(data, TOKENIZER_NAME, MAX_TOKENIZER_BYTES))
 
 
 def added_tokens(tokenizer: Mapping[str, Any]) -> dict[str, Any]:

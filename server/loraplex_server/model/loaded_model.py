@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -42,7 +42,7 @@ def _weights(module: AdaptedLinear | AdaptedEmbedding) -> tuple[Tensor, Tensor |
 
 
 def _tokens_of(model_id: str) -> Callable[[], Mapping[str, int]] | None:
-    """Reads a model's tokenizer.json, where it is on this machine."""
+    """Reads a model's tokenizer.json once, where it is on this machine."""
     found = cached_file(
         model_id,
         TOKENIZER_NAME,
@@ -51,7 +51,7 @@ def _tokens_of(model_id: str) -> Callable[[], Mapping[str, int]] | None:
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return None if found is None else lambda: all_tokens(json.loads(Path(found).read_bytes()))
+    return None if found is None else cache(lambda: all_tokens(json.loads(Path(found).read_bytes())))
 
 
 @dataclass

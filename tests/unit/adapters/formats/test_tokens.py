@@ -12,6 +12,7 @@ import torch
 from support.adapter_files import HIDDEN, PREFIX, VOCAB, base_targets, lora_tensors, write_adapter
 
 from loraplex_adapters.cache.storage import check_adapter
+from loraplex_adapters.formats import tokens
 from loraplex_adapters.formats.tokens import all_tokens
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported
@@ -52,6 +53,19 @@ def test_trained_tokens_of_another_tokenizer_are_refused(name: str, tokenizer: o
 )
 def test_others_are_served(name: str, tokenizer: object, tmp_path: Path) -> None:
     check(tmp_path, tokenizer, name)
+
+
+def test_a_vocabulary_behind_the_added_tokens_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large one would hold up the other threads of the process for seconds."""
+    monkeypatch.setattr(tokens, "parse_object", None)
+    check(tmp_path, {"version": "1.0", "added_tokens": BASE["added_tokens"], "model": {"vocab": {"added_tokens": 3}}})
+    with pytest.raises(AdapterUnsupported, match="has the token"):
+        check(tmp_path, {"added_tokens": [{"id": 3, "content": "<call>"}], "model": BASE["model"]})
+
+
+def test_added_tokens_are_found_behind_the_vocabulary_too(tmp_path: Path) -> None:
+    check(tmp_path, {"model": {"vocab": {"added_tokens": 3}}, "added_tokens": BASE["added_tokens"]})
+    check(tmp_path, {"model": {"vocab": {"added_tokens": 3}}})
 
 
 def test_a_tokenizer_does_not_matter_without_rows(tmp_path: Path) -> None:
