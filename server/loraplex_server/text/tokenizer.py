@@ -10,7 +10,7 @@ import inspect
 import logging
 from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -149,8 +149,7 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         self._missing_reason = missing_reason or "the base model has no tokenizer"
         self._vocabulary: Vocabulary | None = None
-        # By chat template, the oldest first.
-        self._controls: dict[str, tuple[ControlTokens, ControlTokens, NormalizedControlTokens | None]] = {}
+        self._control_tokens = lru_cache(maxsize=_MAX_TEMPLATES)(self._control_tokens_of)
         if tokenizer is not None:
             backend = tokenizer.backend_tokenizer
             # Files may carry settings of training. Set once: the library refuses changes while another thread encodes.
@@ -388,24 +387,17 @@ class TextTokenizer:
             return plain
         return safe
 
-    def _control_tokens(self, template: str) -> tuple[ControlTokens, ControlTokens, NormalizedControlTokens | None]:
+    def _control_tokens_of(self, template: str) -> tuple[ControlTokens, ControlTokens, NormalizedControlTokens | None]:
         """The control tokens of a template: all, those that are special tokens, and all as they are in normalized
         texts, if the tokenizer normalizes."""
-        tokenizer = self._require("chat")
-        found = self._controls.get(template)
-        if found is None:
-            named: Any = getattr(tokenizer, "chat_control_tokens", None)
-            added = self._backend.get_added_tokens_decoder().values()
-            special = [token.content for token in added if token.special]
-            others = [token.content for token in added if not token.special and not token.content.isspace()]
-            others = [one for one in others if (one in template if named is None else one in named)]
-            known, normalizer = [*special, *others], self._backend.normalizer
-            normalized = None if normalizer is None else NormalizedControlTokens(known, normalizer.normalize_str)
-            found = ControlTokens(known), ControlTokens(special), normalized
-            if len(self._controls) >= _MAX_TEMPLATES:
-                self._controls.pop(next(iter(self._controls)), None)
-            self._controls[template] = found
-        return found
+        named: Any = getattr(self._require("chat"), "chat_control_tokens", None)
+        added = self._backend.get_added_tokens_decoder().values()
+        special = [token.content for token in added if token.special]
+        others = [token.content for token in added if not token.special and not token.content.isspace()]
+        others = [one for one in others if (one in template if named is None else one in named)]
+        known, normalizer = [*special, *others], self._backend.normalizer
+        normalized = None if normalizer is None else NormalizedControlTokens(known, normalizer.normalize_str)
+        return ControlTokens(known), ControlTokens(special), normalized
 
     def decode(self, token_ids: Sequence[int], *, keep_special: bool = False, field: str = "output.echo") -> str:
         """The text of a prompt. Raises FailedPrecondition without a tokenizer."""
