@@ -43,8 +43,8 @@ class Detokenizer(Protocol):
         ...
 
     def take_unfinished(self) -> str:
-        """The end of the prompt's own text that stands for an unfinished character: U+FFFD, if not empty. From now on
-        it belongs to the completion, whose text is whole then. Before the first `push` only."""
+        """The end of the prompt's own text that stands for an unfinished character: U+FFFD once or twice, if not empty.
+        From now on it belongs to the completion, whose text is whole then. Before the first `push` only."""
         ...
 
     def finish(self) -> str:
@@ -73,7 +73,8 @@ class _ByteLevelDetokenizer:
             if len(tail) >= 4:
                 break
         self._decoder.decode(tail)
-        self._shown = REPLACEMENT if self._decoder.getstate()[0] else ""
+        unfinished, _ = self._decoder.getstate()
+        self._shown = unfinished.decode("utf-8", "replace")  # half a surrogate, ED A0, is U+FFFD twice
 
     def push(self, token_ids: Sequence[int]) -> str:
         kept = (token_id for token_id in token_ids if token_id not in self._dropped_ids)

@@ -126,6 +126,17 @@ def test_invalid_bytes_do_not_hold_back_what_follows() -> None:
     assert pieces(tokenizer, [], [bad, bad, letter, bad]) == ["\ufffd", "\ufffd", "a", "\ufffd", ""]
 
 
+def test_a_prompt_that_ends_in_half_a_surrogate() -> None:
+    tokenizer = tiny_tokenizer("byte_level")
+    prompt = [tokenizer.convert_tokens_to_ids(char) for char in "a\u00ed\u0142"]  # the bytes 61 ED A0
+    output = ids_of(tokenizer, "b")
+    assert tokenizer.backend_tokenizer.decode(prompt + output) == "a\ufffd\ufffdb"
+    assert "".join(pieces(tokenizer, prompt, output)) == "b"
+    detokenizer = new_detokenizer(Vocabulary(tokenizer.backend_tokenizer), prompt)
+    assert detokenizer.take_unfinished() == "\ufffd\ufffd"
+    assert detokenizer.push(output) + detokenizer.finish() == "\ufffd\ufffdb"
+
+
 class TestByteRuns:
     """`<0xE4>` and its like."""
 
