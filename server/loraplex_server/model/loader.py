@@ -73,7 +73,8 @@ def load_model(
         config = AutoConfig.from_pretrained(model_id, revision=revision, trust_remote_code=False)
     refuse_config(config, model_id)
     refuse_class(config, model_id)
-    _context_tokens(config, max_context_tokens)  # refused before the weights are read
+    with reading(model_id):
+        _context_tokens(config, max_context_tokens)  # refused before the weights are read
     register_attention()
     wanted = dtype_of(dtype) or dtype
     with reading_files(model_id, revision), telling_of_weights(progress) as how:
@@ -227,7 +228,7 @@ def _scaled_context(own: int, rope: Mapping[str, Any]) -> int:
     if not isinstance(factor, int | float):
         return own
     if kind in ("dynamic", "linear"):
-        return int(own * factor)
+        return max(own, int(own * factor))
     return max(own, int(rope.get("original_max_position_embeddings", own) * factor)) if kind == "yarn" else own
 
 

@@ -36,6 +36,7 @@ from loraplex_server.model.loader import adopt_model, generation_defaults, load_
         ("num_hidden_layers", 0),
         ("max_position_embeddings", -1),
         ("rope_parameters", {"rope_type": "yarn", "factor": "x"}),
+        ("rope_parameters", {"rope_type": "dynamic", "factor": float("inf"), "rope_theta": 1e4}),
         ("layer_types", ["full_attention"]),
         ("hidden_act", "no such function"),
         ("model_type", []),
@@ -164,8 +165,9 @@ def test_options_are_checked(tmp_path: Path) -> None:
         ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": MAX_LEN // 4}, MAX_LEN, MAX_LEN),
         ({"rope_type": "linear", "factor": 4.0}, MAX_LEN, 4 * MAX_LEN),
         ({"rope_type": "dynamic", "factor": 2.0}, 2 * MAX_LEN, 2 * MAX_LEN),
+        ({"rope_type": "dynamic", "factor": 0.01}, MAX_LEN, MAX_LEN),
     ],
-    ids=["yarn", "yarn within", "linear", "dynamic"],
+    ids=["yarn", "yarn within", "linear", "dynamic", "dynamic below one"],
 )
 def test_contexts_of_scaled_rotations(tmp_path: Path, rope: dict[str, Any], usual: int, most: int) -> None:
     random_model("llama", torch.float32, changes={"rope_parameters": {**rope, "rope_theta": 1e4}}).save_pretrained(
