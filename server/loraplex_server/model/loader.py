@@ -29,9 +29,7 @@ from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.mxfp4 import dequantising
 from loraplex_server.model.own_attention import install_attention, use_attention
 from loraplex_server.model.places import reaching_hub
-from loraplex_server.model.probe import (
-    probe_model,
-)
+from loraplex_server.model.probe import probe_model
 from loraplex_server.model.refusals import error_line, refuse_class, refuse_config
 from loraplex_server.model.rope import scale_by_token
 from loraplex_server.model.rounding import round_weights

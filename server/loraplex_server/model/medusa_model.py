@@ -39,7 +39,8 @@ class ServedModel:
 def served_model(model: str, revision: str | None) -> Generator[ServedModel]:
     """Resolves `model`. Downloads made for it are deleted after the block: heads are on the device, pinned, by then.
 
-    Raises UnsupportedModel for heads that name no base. Unreadable files are left to loading, which reports them.
+    Raises UnsupportedModel for heads that name no base, or cannot be fetched. Unreadable files are left to loading,
+    which reports them.
     """
     with tempfile.TemporaryDirectory(prefix="loraplex-model-") as temporary:
         folder = Path(model) if Path(model).is_dir() else _small_files(model, revision, Path(temporary))
@@ -51,7 +52,7 @@ def served_model(model: str, revision: str | None) -> Generator[ServedModel]:
             yield ServedModel(model, revision)
         elif found.content == "with_heads":
             if folder != Path(model):
-                _fetch(model, revision, folder, _shards_with_heads(folder))
+                _fetch_heads(model, revision, folder)
             yield ServedModel(model, revision, folder)
         elif not found.base_model:
             raise UnsupportedModel(
@@ -81,6 +82,15 @@ def _small_files(model: str, revision: str | None, folder: Path) -> Path | None:
         log.warning("whether %s comes with Medusa heads cannot be seen (%s); it is served without", model, error)
         return None
     return folder if (folder / MODEL_CONFIG_NAME).exists() else None
+
+
+def _fetch_heads(model: str, revision: str | None, folder: Path) -> None:
+    try:
+        _fetch(model, revision, folder, _shards_with_heads(folder))
+    except Exception as error:  # of the Hub's library
+        raise UnsupportedModel(
+            f"{model} cannot be loaded: its Medusa heads cannot be fetched ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _fetch(model: str, revision: str | None, folder: Path, names: tuple[str, ...]) -> None:
