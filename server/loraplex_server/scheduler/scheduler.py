@@ -378,7 +378,7 @@ class Scheduler:
         matcher: GrammarMatcher | None,
         adapted_from: int | None,
     ) -> RequestState:
-        prompt = list(request.prompt_token_ids)  # one for all completions: of those that wait there may be thousands
+        prompt = list(request.prompt_token_ids)
         state = RequestState(
             request=request,
             adapters=adapters,
@@ -401,7 +401,7 @@ class Scheduler:
                     max_total_tokens=state.max_total_tokens,
                     token_ids=prompt,
                     chain=self._chain(state, len(prompt)),
-                    matcher=None if matcher is None else matcher.copy(),
+                    matcher=matcher,
                     status=SequenceStatus.HELD if index else SequenceStatus.WAITING,
                 )
             )

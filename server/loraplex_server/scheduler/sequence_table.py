@@ -168,7 +168,8 @@ class SequenceState:
     sampling: SamplingParams
     num_prompt_tokens: int
     max_total_tokens: int
-    token_ids: list[int]  # prompt and the output known so far; the request's list until it enters
+    # Until it enters, this list and matcher are the request's: thousands of completions may wait.
+    token_ids: list[int]  # prompt and the output known so far
     chain: KeyChain | None  # None: no prefix caching
     matcher: GrammarMatcher | None = None  # of its grammar; behind the last of `token_ids`
     status: SequenceStatus = SequenceStatus.WAITING
@@ -371,6 +372,7 @@ class SequenceTable:
         self.running.add(seq)
         if not seq.has_entered:
             seq.token_ids = seq.token_ids.copy()
+            seq.matcher = None if seq.matcher is None else seq.matcher.copy()
         seq.entered_s = now
         self._count_waiting(seq, -1)
         self.blocks.share(prefix.shared)

@@ -165,6 +165,22 @@ class FakeMatcher:
         return ()
 
 
+def test_a_matcher_is_copied_only_for_a_completion_that_enters() -> None:
+    """A copy takes kilobytes, and 64 completions of each of thousands of requests may wait."""
+    harness = Harness(max_running=2)
+    matcher = FakeMatcher(4)
+    harness.add(make_request("r", max_tokens=9, n=8), matcher=matcher)
+    for _ in range(2):
+        harness.turn()
+    running = harness.scheduler._table.running  # pyright: ignore[reportPrivateUsage]
+    sequences = running[0].request.sequences
+    assert len(running) == 2
+    assert sum(one.matcher is matcher for one in sequences) == 6
+    while harness.has_work:
+        harness.turn()
+    assert matcher.num_left == 4, "it stays at the beginning, for those that come"
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_row_with_a_grammar_waits_for_its_token_and_ends_with_the_grammar(depth: int) -> None:
     harness = Harness(depth=depth)
