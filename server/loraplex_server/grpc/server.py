@@ -229,8 +229,8 @@ def _serve(
         WorkerServicer(engine, gate),
     )
     listener.serve([service_handler(*pair) for pair in zip(SERVICES, servicers, strict=True)])
-    listener.health.set_ready(True)
     engine.on_stalled = lambda is_stalled: listener.health.set_ready(not is_stalled)
+    engine.on_stalled(bool(engine.stalled))  # it may have frozen since it was ready: a tokenizer takes seconds to load
     return Worker(engine, info, listener, gate, tokenizing, templates, source)
 
 

@@ -17,6 +17,7 @@ from loraplex import AsyncClient
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, Unavailable
 from loraplex_runtime.listener import check_free
 from loraplex_server.config import ChatConfig, EngineConfig, ModelConfig, WorkerConfig
+from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.engine import Engine
 from loraplex_server.grpc.server import start_worker
 
@@ -51,6 +52,15 @@ async def test_a_worker_holds_its_port_while_its_model_loads() -> None:
     finally:
         is_loaded.set()
     assert await serving == "length"
+
+
+@pytest.mark.parametrize("stalled", ["", "it has been in one step for 70 s"])
+async def test_an_engine_that_stalls_before_the_worker_serves_is_not_served(
+    monkeypatch: pytest.MonkeyPatch, stalled: str
+) -> None:
+    monkeypatch.setattr(EngineClient, "stalled", stalled)
+    async with light_worker(build_slow, inline=True) as worker:
+        assert worker.listener.health.is_ready == (not stalled)
 
 
 async def test_a_chat_template_of_another_syntax_is_refused_at_the_start(tmp_path: Path) -> None:
