@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from loraplex_server.grpc.middleware import RequestGate, begin_request, current_
 from loraplex_server.grpc.prompts import Prompts, refuse_early, seconds_left, within
 
 Context = Any
+
+# Of all prompts of a call with a query, which is in each: 160 MB. The message's own size bounds those of other calls.
+MAX_PAIRED_TOKENS: Final = 1 << 22
 
 _POSITIONS: Mapping[int, PooledPositions] = {
     pooling_pb2.POOLING_LAST_TOKEN: "last",
@@ -211,14 +214,21 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
             refuse_early(self._engine.state.load, flow, message.priority, num_estimated, 1, left_s)
             ticket = self._gate.take_pooling_quota(len(inputs), num_estimated)
             prompts: list[tuple[int, ...]] = []
+            num_prompt_tokens = 0
             version: AdapterVersion | None = None
             origin = protobuf.adapter_origin(message, message.adapter_id)
             for one in inputs:
                 with wait.fetch():
                     version = version or await self._prompts.version(one, message.adapter_id, origin)
                 prompts.append(await self._prompt(message, one, query, version))
+                num_prompt_tokens += len(prompts[-1])
+                if query is not None and num_prompt_tokens > MAX_PAIRED_TOKENS:
+                    raise InvalidArgument(
+                        f"the documents, each with the query, have more than {MAX_PAIRED_TOKENS} tokens together: send "
+                        "fewer at once, or shorten the query",
+                        field="inputs",
+                    )
                 await asyncio.sleep(0)  # short texts are tokenized on the event loop
-        num_prompt_tokens = sum(map(len, prompts))
         ticket.set_prompt(num_prompt_tokens)
         current_record().num_prompt_tokens = num_prompt_tokens
         return [
