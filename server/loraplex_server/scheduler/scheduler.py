@@ -147,10 +147,6 @@ class Scheduler:
         if expires_s is None and self._config.max_queue_wait_s:
             expires_s = now + self._config.max_queue_wait_s
         if expires_s is not None:
-            # Most requests end long before their deadline and must not stay in memory until then.
-            if len(self._deadlines) > 2 * len(self._table.requests) + 16:
-                self._deadlines = [entry for entry in self._deadlines if entry[2].phase is not RequestPhase.ENDED]
-                heapq.heapify(self._deadlines)
             heapq.heappush(self._deadlines, (expires_s, self._num_added, state))
 
     def check(
@@ -336,8 +332,15 @@ class Scheduler:
             failed = RequestFailed(
                 request_id, error, max(0.0, now - state.request.arrival_s), state.adapter_wait_so_far_s(now)
             )
-        self._table.end_request(state)
+        self._end_request(state)
         self._events.append(failed)
+
+    def _end_request(self, state: RequestState) -> None:
+        """Frees all that a request has. Most end long before their deadline and must not stay in memory until then."""
+        self._table.end_request(state)
+        if len(self._deadlines) > 2 * len(self._table.requests) + 16:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].phase is not RequestPhase.ENDED]
+            heapq.heapify(self._deadlines)
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -548,7 +551,7 @@ class Scheduler:
             )
         )
         if request.num_open == 0:
-            self._table.end_request(request)
+            self._end_request(request)
 
     def _commit_span(self, seq: SequenceState, span: Span, out: SpanResult) -> None:
         if span.prompt_logprobs:
