@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -27,17 +26,15 @@ class Work:
 
 
 class Probe:
-    """Owns a connection. `ca`: the server has TLS; `token`: what opens a worker's load."""
+    """Owns a connection. `ca`: the authorities of the server's TLS, as PEM; `token`: what opens a worker's load."""
 
-    def __init__(self, address: str, ca: Path | None = None, token: str = "") -> None:
+    def __init__(self, address: str, ca: bytes | None = None, token: str = "") -> None:
         self._metadata = ((AUTHORIZATION_KEY, f"Bearer {token}"),) if token else ()
         options = [("grpc.enable_http_proxy", 0)]  # it is on this node
         if ca is None:
             self._channel = grpc.aio.insecure_channel(address, options=options)
         else:
-            self._channel = grpc.aio.secure_channel(
-                address, grpc.ssl_channel_credentials(ca.read_bytes()), options=options
-            )
+            self._channel = grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca), options=options)
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         self._worker: Any = worker_pb2_grpc.WorkerServiceStub(self._channel)
 

@@ -173,11 +173,11 @@ class Worker(Replica):
         await self.run(self._prepare)
 
     def _prepare(self) -> Plan:
-        """Claims the store and reads the token. Raises FailedPrecondition."""
+        """Claims the store and reads the token and the authorities. Raises FailedPrecondition."""
         spec = self._spec
         store, self._store_lock = claim_store(spec.worker.store)
         token = read_token(spec.secrets.worker_token_file) if spec.secrets.worker_token_file else ""
-        ca = Path(spec.tls.ca) if spec.tls.ca else None
+        ca = read_file("tls.ca", spec.tls.ca) if spec.tls.ca else None
         return worker_command(spec, self._node, store, token), lambda address: Probe(address, ca, token)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -255,14 +255,21 @@ def _log_with_serve() -> None:
     ours.handlers = list(logging.getLogger("ray.serve").handlers)
 
 
+def read_file(key: str, path: str) -> bytes:
+    """The file's content. Raises FailedPrecondition that names the key of the specification."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise FailedPrecondition(f"{key}, {path}, cannot be read on this node: {error.strerror}") from error
+
+
 def read_token(path: str) -> str:
     """The token that the file holds. Raises FailedPrecondition, also for an empty one: workers without a token serve
     whoever reaches them."""
-    try:
-        token = Path(path).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it has other bytes than ASCII"
-        raise FailedPrecondition(f"secrets.worker-token-file, {path}, cannot be read on this node: {why}") from error
-    if not token:
-        raise FailedPrecondition(f"secrets.worker-token-file, {path}, is empty on this node")
-    return token
+    key = "secrets.worker-token-file"
+    raw = read_file(key, path).strip()
+    if not raw:
+        raise FailedPrecondition(f"{key}, {path}, is empty on this node")
+    if not raw.isascii():
+        raise FailedPrecondition(f"{key}, {path}, cannot be read on this node: it has other bytes than ASCII")
+    return raw.decode("ascii")
