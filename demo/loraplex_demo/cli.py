@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json as jsonlib
+import shlex
 import sys
 import time
 from contextlib import AbstractAsyncContextManager
@@ -183,12 +184,12 @@ async def _serve(world: World, port: int, report: Report, http: Http) -> int:
             return ending.status
         report.ready(served.address, str(world.base_path), http=served.http_address)
         if served.http_address is not None:
-            print(_to_try(world, f"http://{served.http_address}"), file=sys.stderr, flush=True)
+            print(_to_try(world, served.address, f"http://{served.http_address}"), file=sys.stderr, flush=True)
         await ending.asked.wait()
     return 0
 
 
-def _to_try(world: World, url: str) -> str:
+def _to_try(world: World, address: str, url: str) -> str:
     """Commands for a shell, with a prompt that every adapter answers correctly."""
     (case,) = world.showcase(1)
     body = {"model": world.adapters[0].name, "prompt": case.prompt, "max_tokens": MAX_NEW_TOKENS, "temperature": 0}
@@ -200,7 +201,7 @@ def _to_try(world: World, url: str) -> str:
             f"  curl {url}/v1/{route} -H 'content-type: application/json' \\\n    -d '{jsonlib.dumps(fields)}'"
             for route, fields in (("completions", body), ("chat/completions", {**chat, "temperature": 0}))
         ),
-        f"  python examples/http/openai_client.py {url}",
+        f"  loraplex generate {shlex.quote(case.prompt)} --adapter {world.adapters[0].name} --server {address}",
     ]
     return "try:\n" + "\n".join(lines)
 

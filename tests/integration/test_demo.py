@@ -70,7 +70,7 @@ def test_serve_until_ctrl_c() -> None:
 @pytest.mark.slow
 def test_what_http_says_to_try() -> None:
     with loraplex("demo", "--http", "--port", "0", "--http-port", "0") as server:
-        wait_until(lambda: "openai_client.py" in server.output, what="the commands are printed")
+        wait_until(lambda: "loraplex generate" in server.output, what="the commands are printed")
         commands = re.findall(r"^  (curl (?:.*\\\n)?.*)$", server.output, re.MULTILINE)
         assert len(commands) == 3
         answers = [subprocess.run(["bash", "-c", one + " -sS"], capture_output=True, text=True) for one in commands]

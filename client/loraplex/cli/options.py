@@ -216,8 +216,13 @@ def _sampling_flag(name: str) -> tuple[str, Any, Any]:
 
 def read_text(path: str, *, flag: str) -> str:
     """The text of a file, or of standard input for `-`. Raises InvalidArgument."""
+    if path == "-" and sys.stdin.closed:
+        raise InvalidArgument("standard input can be read once; name a file for all but one", field=flag)
     try:
-        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        if path != "-":
+            return Path(path).read_text(encoding="utf-8")
+        with sys.stdin:  # whoever wants it again is told so
+            return sys.stdin.read()
     except UnicodeDecodeError as error:
         where = "standard input" if path == "-" else f"the file of {flag}"
         raise InvalidArgument(f"{where} is not text in UTF-8", field=flag) from error

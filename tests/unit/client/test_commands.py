@@ -221,6 +221,13 @@ def test_prompt_from_stdin(fake: Any, monkeypatch: pytest.MonkeyPatch, given: st
     assert fake.seen[0].request.text == prompt
 
 
+def test_stdin_is_read_once(fake: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO('[{"role": "user", "content": "d"}]'))
+    assert main(["generate", "-", "--messages", "-", "-s", fake.address]) == 2
+    assert "standard input can be read once" in capsys.readouterr().err
+    assert fake.seen == []
+
+
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the second in the locale C
 def test_stdin_that_is_no_text(errors: str, fake: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     given = io.TextIOWrapper(io.BytesIO(b"\xff\xfe\xff"), encoding="utf-8", errors=errors)
