@@ -6,13 +6,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, Final, cast
+from typing import Annotated, Any, Final, TypeVar, cast
 
 from google.protobuf.message import Message
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from loraplex_contracts.errors import AdapterNotFound, InvalidArgument
 from loraplex_contracts.mixtures import DEFAULT_WEIGHT
+from loraplex_contracts.sampling import SAMPLING_OPTIONS
 from loraplex_proto.speculation import put_kind
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_router.http.errors import model_not_found
@@ -34,6 +35,20 @@ HARMLESS: Final = frozenset(
     }
 )
 Uint32 = Annotated[int, Field(ge=0, le=(1 << 32) - 1)]
+Item = TypeVar("Item")
+# A list that is refused at its first fault: a body has room for millions, and each would be an error of its own.
+Items = Annotated[list[Item], Field(fail_fast=True)]
+
+
+def _as_many_as_a_request_takes(given: Any) -> Any:
+    most = SAMPLING_OPTIONS["logit_bias"].max_entries
+    if isinstance(given, dict) and len(cast("dict[str, Any]", given)) > most:
+        raise InvalidArgument(f"`logit_bias` takes {most} entries; there are {len(given)}", field="logit_bias")
+    return given
+
+
+# As `Items`; pydantic looks at all entries of a map before it counts them.
+Biases = Annotated[dict[str, float], BeforeValidator(_as_many_as_a_request_takes)]
 
 
 class Fields(BaseModel):
@@ -99,8 +114,8 @@ class Merge(Fields):
 class MergedAdapters(Fields):
     """LoRAX's mixtures."""
 
-    ids: list[str]
-    weights: list[float] | None = None
+    ids: Items[str]
+    weights: Items[float] | None = None
     merge_strategy: str | None = None
     density: float | None = None
     majority_sign_method: str | None = None
@@ -109,7 +124,7 @@ class MergedAdapters(Fields):
 class MixtureFields(OriginFields):
     """Fields of a mixture, ours or LoRAX's, and of its adapters' origin."""
 
-    adapters: list[Member] | None = None
+    adapters: Items[Member] | None = None
     merge: Merge | None = None
     merged_adapters: MergedAdapters | None = None
 

@@ -18,7 +18,9 @@ from loraplex_proto.validate import (
 from loraplex_router.http.fields import (
     HARMLESS,
     AdapterFields,
+    Biases,
     Fields,
+    Items,
     MixtureFields,
     NameFields,
     Uint32,
@@ -125,12 +127,12 @@ class Generation(AdapterFields, MixtureFields):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), le=(1 << 64) - 1)] | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[Uint32] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: Biases | None = None
+    allowed_token_ids: Items[Uint32] | None = None
+    bad_words: Items[str] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: list[Uint32] | None = None
+    stop_token_ids: Items[Uint32] | None = None
     min_tokens: Uint32 | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -174,7 +176,7 @@ class ChatMessage(Fields):
     content: Any = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS)] | None = None
+    tool_calls: Annotated[Items[ToolCall], Field(max_length=MAX_TOOL_CALLS)] | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
 
@@ -197,7 +199,7 @@ class ChatTemplateInput(Fields):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Items[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
     reasoning: dict[str, Any] | None = None  # its `effort`, as in Responses
     verbosity: str | None = None
@@ -206,12 +208,12 @@ class ChatTemplateInput(Fields):
 class ChatCompletionRequest(Generation, ChatTemplateInput):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_CHAT_MESSAGES)]
+    messages: Annotated[Items[ChatMessage], Field(min_length=1, max_length=MAX_CHAT_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=(1 << 32) - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
@@ -221,9 +223,9 @@ class TokenizeRequest(ChatTemplateInput, AdapterFields):
     """Body of POST /tokenize: `prompt` or `messages`."""
 
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_CHAT_MESSAGES)] | None = None
+    messages: Annotated[Items[ChatMessage], Field(min_length=1, max_length=MAX_CHAT_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
     return_offsets: bool | None = None
 
@@ -231,7 +233,7 @@ class TokenizeRequest(ChatTemplateInput, AdapterFields):
 class DetokenizeRequest(NameFields):
     """Body of POST /detokenize."""
 
-    tokens: list[Uint32]
+    tokens: Items[Uint32]
     skip_special_tokens: bool | None = None
 
 

@@ -13,7 +13,7 @@ from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import MAX_CHAT_MESSAGES, MAX_TOP_LOGPROBS
 from loraplex_router.http import dialects
 from loraplex_router.http.errors import error_object
-from loraplex_router.http.fields import Fields
+from loraplex_router.http.fields import Fields, Items
 from loraplex_router.http.openai import answers
 from loraplex_router.http.openai.fields import ChatCompletionRequest, StreamOptions
 from loraplex_router.http.openai.requests import Job, not_a_text
@@ -42,16 +42,16 @@ class ResponsesRequest(Fields):
     """Body of POST /v1/responses. Other fields go to the chat that it becomes."""
 
     model: str | None = None
-    input: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_CHAT_MESSAGES)]
+    input: str | Annotated[Items[dict[str, Any]], Field(max_length=MAX_CHAT_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=(1 << 32) - 1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    include: list[str] | None = None
+    include: Items[str] | None = None
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: Any = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, Any] | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from loraplex_proto.validate import MAX_CHAT_MESSAGES
-from loraplex_router.http.fields import AdapterFields, OriginFields, Uint32
+from loraplex_router.http.fields import AdapterFields, Items, OriginFields, Uint32
 from loraplex_router.http.openai.fields import ChatMessage, ChatTemplateInput
 
 
@@ -26,7 +26,7 @@ class InputFields(PoolingFields, ChatTemplateInput):
     """`input`, or vLLM's `messages`, one chat."""
 
     input: Any = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_CHAT_MESSAGES)] | None = None
+    messages: Annotated[Items[ChatMessage], Field(min_length=1, max_length=MAX_CHAT_MESSAGES)] | None = None
 
 
 class EmbeddingsRequest(InputFields):

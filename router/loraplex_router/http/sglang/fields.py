@@ -9,7 +9,7 @@ from pydantic import Field
 
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.validate import MAX_COMPLETIONS, MAX_TOP_LOGPROBS
-from loraplex_router.http.fields import HARMLESS, Fields, MixtureFields, Uint32
+from loraplex_router.http.fields import HARMLESS, Biases, Fields, Items, MixtureFields, Uint32
 from loraplex_router.http.grammars import GRAMMAR_FIELDS
 from loraplex_router.http.openai.fields import ABSENT, REFUSED_OF_SGLANG, ChatCompletionRequest, CompletionRequest
 from loraplex_router.http.openai.fields import REFUSED as OTHERS_REFUSED
@@ -41,8 +41,8 @@ class SamplingParams(Fields):
 
     max_new_tokens: Uint32 | None = None
     min_new_tokens: Uint32 | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Uint32] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[Uint32] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Field(ge=-1, le=(1 << 32) - 1)] | None = None
@@ -56,7 +56,7 @@ class SamplingParams(Fields):
     spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     stream_interval: Any = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Biases | None = None
     json_schema: Any = None
     regex: Any = None
     ebnf: Any = None
@@ -71,11 +71,11 @@ class GenerateRequest(MixtureFields):
     text: Any = None
     input_ids: Any = None
     sampling_params: SamplingParams | None = None
-    lora_path: str | list[str | None] | None = None
+    lora_path: str | Items[str | None] | None = None
     model: str | None = None
     adapter_id: str | None = None
     stream: bool | None = None
-    rid: str | list[str] | None = None
+    rid: str | Items[str] | None = None
     return_logprob: bool | None = None
     logprob_start_len: Annotated[int, Field(ge=-1)] | None = None
     top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None

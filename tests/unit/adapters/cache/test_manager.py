@@ -627,6 +627,30 @@ def test_a_restarted_server_reads_a_name_from_where_a_load_had_bound_it(
     assert make_engine(store_dir=tmp_path / "store").resolve("a0") == own
 
 
+def test_what_a_restarted_server_unloads_by_an_idle_name_is_gone_at_once(
+    make_engine: Callable[..., Engine], root: Path, tmp_path: Path
+) -> None:
+    first = make_engine(store_dir=tmp_path / "store")
+    old = first.load("a0").digest
+    write_adapter(root / "a0", rank=2, seed=99)
+    first.load("a0")
+    first.cache.close()
+    second = make_engine(store_dir=tmp_path / "store")
+    key = second.resolve(f"a0@{old}")
+    second.acquire(key)
+    second.cache.release(key)
+    second.cache.drop_hold(key, name="a0")
+    assert any(second.slots.installed.values())
+    while second.turn(0.1):
+        pass  # now it is idle
+    with pytest.raises(AdapterNotFound):
+        second.cache.unload("a0")
+    log = next((tmp_path / "store").glob("versions-*"))
+    assert old not in log.read_text()
+    assert second.turn(0.1), "nobody woke the engine for weights that may go"
+    assert not any(second.slots.installed.values())
+
+
 def test_templates_beside_an_adapter_are_reported_and_not_touched(
     make_engine: Callable[..., Engine], root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
