@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Annotated, Any, Final
@@ -150,7 +151,8 @@ def _lines() -> Iterator[str]:
     """Lines of standard input, with a prompt where it is a terminal."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        import_module("readline")  # gives `input` editing and a history
+        with suppress(ModuleNotFoundError):  # some builds of Python lack it
+            import_module("readline")  # gives `input` editing and a history
 
     while True:
         try:

@@ -54,6 +54,16 @@ def test_adapter_and_speculation_change_in_between(fake: Any, monkeypatch: pytes
     assert "user: a\nassistant: abc\nuser: b\nassistant: abc\n" in err
 
 
+def test_a_terminal_whose_python_has_no_readline(fake: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setitem(sys.modules, "readline", None)  # importing it raises ModuleNotFoundError
+    monkeypatch.setattr(sys, "stdin", Terminal("/quit\n"))
+    assert main(["chat", "-s", fake.address]) == 0, capsys.readouterr().err
+
+
 def test_a_command_that_there_is_not(fake: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     assert talk(fake, monkeypatch, "/adaptor x\n") == 2
     assert "did you mean /adapter?" in capsys.readouterr().err
