@@ -80,7 +80,6 @@ class Router:
         self.listener.health.begin_drain()
         self._load.begin_drain()
         await asyncio.sleep(announce_s)
-        self.listener.health.end_watches()
         if self.config.server.reuse_port:
             self.listener.leave_port()
             if self.http is not None:

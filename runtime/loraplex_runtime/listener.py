@@ -38,7 +38,8 @@ KEEPALIVE_S: Final = 30.0
 KEEPALIVE_TIMEOUT_S: Final = 10.0
 # Grace of a server that another call ends: longer than any drain.
 _FOREVER_S: Final = 1e6
-# Clients may ping this often; gRPC's own default closes connections that ping more often than every five minutes.
+# Clients may ping this often; gRPC's own default closes connections that ping more often than every five minutes. Many
+# ping every five seconds.
 MIN_PING_S: Final = 10.0
 # Calls that the event loop has not accepted yet, and seconds that they may wait: gRPC would end those above 1,000, and
 # those of 30 s, as CANCELLED without a reason. Accepted calls are refused with a reason, and deadlines hold throughout.
@@ -130,11 +131,14 @@ class Listener:
         """Stops listening, while calls under way go on until `stop`: clients are told to connect again, and reach
         another process on the port."""
         if self._leaving is None:
+            self.health.end_watches()
             self._leaving = asyncio.create_task(self._server.stop(_FOREVER_S), name="leave the port")
 
     async def stop(self, grace_s: float) -> None:
         """Closes the ports; calls under way get `grace_s` to end."""
         self.files.stop()
+        # Not earlier: gRPC's clients open a watch that has ended again at once, as long as the port takes calls.
+        self.health.end_watches()
         await self._server.stop(grace_s)
         if self._leaving is not None:
             await self._leaving

@@ -738,12 +738,16 @@ async def test_draining_lets_requests_end_and_takes_no_more() -> None:
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         draining = asyncio.ensure_future(c.router.drain(30.0))
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        assert await watch.read() is grpc.aio.EOF
         late = await error_of(stub(c.channel).GenerateStream(Generate(text="x")))
         assert late.code.name == "UNAVAILABLE"
+        # A watch that ended now would be opened again and again by clients that check health themselves.
+        end = asyncio.ensure_future(watch.read())
+        await asyncio.sleep(0.2)
         assert not draining.done()
+        assert not end.done()
         release.set()
         assert len(await read(running)) == 1
+        assert await asyncio.wait_for(end, 5) is grpc.aio.EOF
         await asyncio.wait_for(draining, 5)
 
 

@@ -93,7 +93,6 @@ class Worker:
         self.engine.changes.notify()
         self.listener.health.begin_drain()
         await asyncio.sleep(announce_s)
-        self.listener.health.end_watches()
         await self.gate.drain(drain_s)
         await self.engine.stop()  # ends what still runs, with an error that says why
         await self.gate.drain(FLUSH_S)
