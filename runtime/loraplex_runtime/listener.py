@@ -40,7 +40,7 @@ KEEPALIVE_TIMEOUT_S: Final = 10.0
 _FOREVER_S: Final = 1e6
 # Clients may ping this often; gRPC's own default closes connections that ping more often than every five minutes. Many
 # ping every five seconds.
-MIN_PING_S: Final = 10.0
+MIN_PING_S: Final = 1.0
 # Calls that the event loop has not accepted yet, and seconds that they may wait: gRPC would end those above 1,000, and
 # those of 30 s, as CANCELLED without a reason. Accepted calls are refused with a reason, and deadlines hold throughout.
 _UNBOUNDED: Final = 1 << 20
