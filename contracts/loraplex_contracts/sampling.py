@@ -149,7 +149,7 @@ class SamplingParams:
     seed: int = _option(
         0,
         "The same seed gives the same text again. Default: a random one.",
-        if_unset=lambda: secrets.randbits(64),
+        if_unset=lambda: secrets.randbits(53),  # JavaScript rounds larger numbers
     )
 
     @property

@@ -36,6 +36,7 @@ def test_errors_of_the_tokenizer_name_the_option() -> None:
 
 def test_a_seed_is_drawn_where_none_is_given() -> None:
     assert sampling_params({}, LETTERS).seed != sampling_params({}, LETTERS).seed
+    assert max(sampling_params({}, LETTERS).seed for _ in range(20)) < 1 << 53, "JavaScript's whole numbers"
     assert sampling_params({"seed": 0}, LETTERS).seed == 0
 
 
