@@ -42,6 +42,8 @@ T = TypeVar("T")
 
 RETRY_S: Final = 1.0  # when full or draining
 RETRIED: Final = "retried"
+# The longest deadline that a worker gets, a year: gRPC's client in Python takes one of centuries for one in the past.
+MAX_DEADLINE_S: Final = 365.0 * 86400
 
 
 class RouterMetrics(RequestMetrics):
@@ -163,7 +165,7 @@ class Call:
         left: float | None = self.context.time_remaining()
         if left is not None and left <= 0:
             raise DeadlineExceeded("the deadline had passed before the request could be sent to a worker")
-        return None if left is None else answer_within_s(left)
+        return None if left is None else answer_within_s(min(left, MAX_DEADLINE_S))
 
 
 @dataclass(slots=True)
