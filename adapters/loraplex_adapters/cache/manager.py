@@ -9,6 +9,7 @@ put their outcomes in a queue that `poll` empties, and `notify` wakes the engine
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import shutil
@@ -292,18 +293,19 @@ class AdapterManager:
 
     def unload(self, adapter_id: AdapterId, if_unused: bool = False) -> AdapterInfo:
         """Forgets the name; weights go when the last request has ended. Raises AdapterNotFound and AdapterInUse."""
-        try:
+        before: AdapterInfo | None = None
+        with contextlib.suppress(AdapterNotFound):
             before = self._table.row(adapter_id)
-        except AdapterNotFound:
-            self._table.unload(adapter_id)  # which raises it as well, and forgets what a restart would know
-            raise
-        key = self._table.unload(adapter_id, if_unused)
+        try:
+            key = self._table.unload(adapter_id, if_unused)  # forgets what a restart would know, also where it raises
+        finally:
+            if self._version_log is not None:
+                self._version_log.save()
+            self._notify_if_due()
+        assert before is not None, "what is unloaded is listed"
         if self._watch is not None:
             self._watch.forget(adapter_id)
-        if self._version_log is not None:
-            self._version_log.save()
         record = None if key is None else self._residency.records.get(key)
-        self._notify_if_due()
         if record is not None:
             row = key_row(record, adapter_id)
             return replace(row, source=before.source, base=before.base)
