@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from fastapi.exceptions import RequestValidationError
 from support.credentials import credential, write_credentials
 from support.fake_workers import Chunk, Generate, blocks, chunks, fails, until
 from support.http import Http, adapters_of, http_cluster
@@ -21,6 +22,7 @@ from support.http import Http, adapters_of, http_cluster
 from loraplex_contracts.errors import (
     AdapterNotFound,
     EngineLost,
+    InvalidArgument,
     LoraplexError,
     Overloaded,
     QueueFull,
@@ -30,6 +32,7 @@ from loraplex_contracts.errors import (
 from loraplex_proto.status import abort
 from loraplex_proto.v1 import inference_pb2
 from loraplex_router.config import HttpOptions, RouterConfig
+from loraplex_router.http import app as app_module
 from loraplex_router.http import middleware as http_middleware
 from loraplex_router.http import server as http_server
 from loraplex_router.http import streaming as http_streaming
@@ -528,6 +531,44 @@ async def test_refusals_say_what_is_wrong(content: str | bytes, words: str) -> N
         answer = await http.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
         assert answer.status_code == 400
         assert words in answer.json()["error"]["message"]
+
+
+MANY = 100_000
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETIONS, {"prompt": "hi", "stop_token_ids": [""] * MANY}),
+        (COMPLETIONS, {"prompt": "hi", "bad_words": [0] * MANY}),
+        (COMPLETIONS, {"prompt": "hi", "logit_bias": dict.fromkeys(map(str, range(MANY)), "")}),
+        (COMPLETIONS, {"prompt": "hi", "adapters": [0] * MANY}),
+        (COMPLETIONS, {"prompt": "hi", "merged_adapters": {"ids": [0] * MANY, "weights": [""] * MANY}}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "tool_calls": [0] * 128}] * (MANY // 128)}),
+        ("/v1/chat/completions", {"messages": CHAT, "tools": [0] * MANY}),
+        ("/v1/chat/completions", {"messages": CHAT, "documents": [0] * MANY}),
+        ("/v1/responses", {"input": "hi", "include": [0] * MANY}),
+        ("/v1/responses", {"input": "hi", "tools": [0] * MANY}),
+        ("/detokenize", {"tokens": [""] * MANY}),
+        ("/generate", {"text": "hi", "lora_path": [0] * MANY}),
+        ("/generate", {"text": "hi", "rid": [0] * MANY}),
+        ("/generate", {"text": "hi", "sampling_params": {"stop": [0] * MANY}}),
+    ],
+)
+async def test_a_body_has_one_fault(path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one ends the check: faults without number would hold up all other requests for seconds."""
+    num_faults: list[int] = []
+    real = app_module._invalid  # pyright: ignore[reportPrivateUsage]
+
+    def counting(error: RequestValidationError) -> InvalidArgument:
+        num_faults.append(len(error.errors()))
+        return real(error)
+
+    monkeypatch.setattr(app_module, "_invalid", counting)
+    async with http_cluster() as (_, http):
+        answer = await http.post(path, json=fields)
+        assert answer.status_code == 400
+        assert sum(num_faults) < 1000
 
 
 async def test_a_missing_part_is_named_where_it_is_missing() -> None:
