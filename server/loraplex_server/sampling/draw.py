@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -126,6 +127,7 @@ def _hash(keys: Tensor, mixed_ids: Tensor) -> Tensor:
     return hashes.mul_(keys[:, 2:3])
 
 
+@cache
 def _tables() -> tuple[Tensor, Tensor]:
     """Noise at the start of each cell, and its slope within the cell per unit of the float's low bits.
 
