@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Unpack, cast
 
 from loraplex.types import Chunk, GenerateOptions, Generation, Message
+from loraplex_contracts.errors import InvalidArgument
 
 
 class History:
@@ -29,7 +30,9 @@ class History:
         self.messages = [*self._first]
 
     def _request(self, said: str | Message, options: GenerateOptions) -> tuple[Message, GenerateOptions]:
-        """The new message, and the options of its turn."""
+        """The new message, and the options of its turn. Raises InvalidArgument where these have other messages."""
+        if options.get("messages") is not None:
+            raise InvalidArgument("a turn has the messages of its chat; change `chat.messages`", field="messages")
         new: Message = {"role": "user", "content": said} if isinstance(said, str) else said
         whole: Any = {**self.options, **options, "messages": [*self.messages, new]}
         return new, cast("GenerateOptions", whole)

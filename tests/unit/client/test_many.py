@@ -172,6 +172,15 @@ def streamed() -> list[GenerateStreamResponse]:
     ]
 
 
+def test_messages_of_a_turn_are_not_passed_over(fake: Any) -> None:
+    with Client(fake.address) as client:
+        chat = client.chat()
+        with pytest.raises(loraplex.InvalidArgument, match=r"change `chat\.messages`"):
+            chat.send("hi", messages=[{"role": "user", "content": "before"}])
+    assert fake.seen == []
+    assert chat.messages == []
+
+
 def test_a_streamed_turn(fake: Any) -> None:
     fake.chunks = streamed()
     with Client(fake.address) as client:
