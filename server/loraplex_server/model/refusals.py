@@ -13,8 +13,8 @@ from loraplex_server.model.mxfp4 import is_mxfp4, quantization_of
 from loraplex_server.model.own_attention import has_known_form
 from loraplex_server.model.probe import ATTENTION_LAYERS, OTHER_LAYERS, STATE_LAYERS, layer_types
 
-# Positions of one request would change the rotation of its neighbours in the same step.
-STATEFUL_ROPE = {"su", "yarn_dynamic"}
+# Rotary embeddings of code that lies beside checkpoints.
+REMOTE_ROPE = {"su", "yarn_dynamic"}
 # Their attention does not go through Transformers' attention interface.
 OWN_ATTENTION = {
     "xlnet": "relative positions",
@@ -56,12 +56,8 @@ def _reasons(config: PreTrainedConfig) -> Iterator[str]:
         yield "its configuration leaves no layer or no position"
     if unknown := set(layer_types(text)) - (ATTENTION_LAYERS | STATE_LAYERS | OTHER_LAYERS):
         yield f"its layers of type {_names(unknown)} are of a kind that is not known"
-    rope_types = _rope_types(getattr(text, "rope_parameters", None))
-    if rope_types & STATEFUL_ROPE:
-        yield (
-            f"its rotary embedding ({_names(rope_types & STATEFUL_ROPE)}) depends on the longest request of the batch, "
-            "so requests would change each other's text"
-        )
+    if unknown := _rope_types(getattr(text, "rope_parameters", None)) & REMOTE_ROPE:
+        yield f"its rotary embedding ({_names(unknown)}) is of a kind that Transformers does not know"
     if (getattr(text, "num_kv_shared_layers", None) or 0) >= getattr(text, "num_hidden_layers", 1):
         yield "its layers take the keys and values of another model"
     if getattr(text, "use_bidirectional_attention", False) not in (False, None, "vision"):  # no images come here

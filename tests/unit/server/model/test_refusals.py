@@ -32,7 +32,11 @@ REFUSED: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], str]] = {
     "gptj": (tf.GPTJConfig, {"vocab_size": 101, "n_embd": 32, "n_layer": 2, "n_head": 4}, "attention interface"),
     "unknown mixer": (tf.RecurrentGemmaConfig, SMALL | {"head_dim": 8, "lru_width": 32}, "RecurrentGemmaRecurrent"),
     "unknown layers": (tf.DeepseekV32Config, SMALL | {"num_key_value_heads": 4}, "indexed_attention"),
-    "other rope": (tf.LlamaConfig, SMALL | {"rope_parameters": {"rope_type": "su", "rope_theta": 1e4}}, "su"),
+    "other rope": (
+        tf.LlamaConfig,
+        SMALL | {"rope_parameters": {"rope_type": "su", "rope_theta": 1e4}},
+        r"\(su\) is of",
+    ),
     "two calls": (tf.DiffLlamaConfig, SMALL, "several times"),
     "quantised": (tf.LlamaConfig, SMALL | {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
     "quantised text": (
