@@ -6,6 +6,7 @@ do not fit their field raise InvalidArgument.
 
 from __future__ import annotations
 
+import codecs
 import logging
 import random
 import re
@@ -170,7 +171,9 @@ class Settings:
         tls, options = self.tls, self.channel_options()
         if tls is None:
             return library.insecure_channel(self.target, options)
-        credentials = grpc.ssl_channel_credentials(tls.root_certificates, tls.client_key, tls.client_certificate)
+        # gRPC does not see the certificate behind a byte order mark.
+        ca = tls.root_certificates and tls.root_certificates.removeprefix(codecs.BOM_UTF8)
+        credentials = grpc.ssl_channel_credentials(ca, tls.client_key, tls.client_certificate)
         return library.secure_channel(self.target, credentials, options)
 
 

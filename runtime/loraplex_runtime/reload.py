@@ -14,7 +14,9 @@ was read before stays in force, and the log says once what is wrong.
 
 from __future__ import annotations
 
+import base64
 import logging
+import re
 import ssl
 import threading
 from collections.abc import Callable, Sequence
@@ -128,16 +130,27 @@ class Reloader:
 # --- TLS --------------------------------------------------------------------------------------------------------------
 # gRPC accepts contents that it cannot use and says so to its own log only, so they are checked here, with OpenSSL.
 
+_CERTIFICATE: Final = re.compile(rb"-----BEGIN ([A-Z0-9 ]*)CERTIFICATE-----(.*?)-----END", re.DOTALL)
+# The algorithm of a certificate's key, as DER. gRPC's servers read no other kinds of keys but P-521 and Ed25519, and
+# with those its clients, ours among them, end every handshake.
+_KEY_ALGORITHMS: Final = (
+    bytes.fromhex("300d06092a864886f70d0101010500"),  # RSA
+    bytes.fromhex("301306072a8648ce3d020106082a8648ce3d030107"),  # P-256
+    bytes.fromhex("301006072a8648ce3d020106052b81040022"),  # P-384
+)
+
 
 def server_credentials(files: Reloader, cert: Path | None, key: Path | None) -> grpc.ServerCredentials | None:
     """Credentials of a server's port; None without files. New connections get the pair that `files` read last, open
-    ones keep theirs. Raises InvalidArgument for files that cannot be read or do not belong together."""
+    ones keep theirs. Raises InvalidArgument for files that cannot be read, do not belong together or are of no use to
+    gRPC."""
     if cert is None or key is None:
         return None
 
     def parse(cert_pem: bytes, key_pem: bytes) -> grpc.ServerCertificateConfiguration:
         check_pair(cert, key)
-        return grpc.ssl_server_certificate_configuration([(key_pem, cert_pem)])
+        _check_key(cert_pem, cert)
+        return grpc.ssl_server_certificate_configuration([(_ascii(key_pem), _ascii(cert_pem))])
 
     pair = files.follow([(cert, "--tls-cert"), (key, "--tls-key")], parse)
     given = pair.value
@@ -162,6 +175,19 @@ def check_pair(cert: Path, key: Path) -> None:
     load_pair(context, cert, key)
 
 
+def _check_key(cert_pem: bytes, cert: Path) -> None:
+    """Raises InvalidArgument where gRPC's servers or clients cannot use the key of a certificate that OpenSSL took."""
+    found = _CERTIFICATE.search(cert_pem)
+    if found is None or found[1].strip() not in (b"", b"X509"):
+        raise InvalidArgument(f"--tls-cert {cert} has no line -----BEGIN CERTIFICATE-----", field="--tls-cert")
+    der = base64.b64decode(found[2])
+    if not any(algorithm in der for algorithm in _KEY_ALGORITHMS):
+        raise InvalidArgument(
+            f"--tls-cert {cert} has a key of a kind that gRPC cannot use; make one that is RSA, P-256 or P-384",
+            field="--tls-cert",
+        )
+
+
 def load_pair(context: ssl.SSLContext, cert: Path, key: Path) -> None:
     """Loads a certificate and its key. Raises InvalidArgument where the files are something else; a context that has
     a pair already is of no use then, for OpenSSL takes the certificate before it looks at the key."""
@@ -178,10 +204,17 @@ def load_pair(context: ssl.SSLContext, cert: Path, key: Path) -> None:
 
 
 def checked_authorities(pem: bytes, path: Path, flag: str) -> bytes:
-    """`pem`, which is the content of `path`. Raises InvalidArgument where it has no certificate or a broken one."""
+    """What gRPC can use of `pem`, which is the content of `path`. Raises InvalidArgument where it has no certificate or
+    a broken one."""
+    text = _ascii(pem)
     try:
-        # OpenSSL skips what stands between certificates, and wants text.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii", "ignore"))
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=text.decode())
     except (ssl.SSLError, ValueError) as error:
         raise InvalidArgument(f"{flag} {path} does not hold certificates (PEM)", field=flag) from error
-    return pem
+    return text
+
+
+def _ascii(pem: bytes) -> bytes:
+    """PEM without what is not ASCII: what stands between certificates is skipped, but gRPC does not see the first one
+    behind a byte order mark."""
+    return pem.decode("ascii", "ignore").encode()

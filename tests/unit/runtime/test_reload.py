@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import logging
 import os
 import shutil
 import subprocess
 import threading
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -235,11 +237,57 @@ def test_a_key_with_a_password_asks_no_terminal(pairs: list[Pair], tmp_path: Pat
 
 def test_authorities(pairs: list[Pair]) -> None:
     first, second = (pair.cert.read_bytes() for pair in pairs)
-    for pem in (first, first + second, "# für uns\n".encode() + first):
+    for pem in (first, first + second, b"# for us\n" + first):
         assert checked_authorities(pem, Path("ca.pem"), "--worker-ca") == pem
+    for before, kept in (("# für uns\n".encode(), b"# fr uns\n"), (codecs.BOM_UTF8, b"")):
+        pem = checked_authorities(before + first, Path("ca.pem"), "--worker-ca")
+        assert pem == kept + first, "gRPC gets what was checked"
     for pem in (b"", b"x", first[:300], first + second[:300], pairs[0].key.read_bytes()):
         with pytest.raises(InvalidArgument, match=r"--worker-ca ca\.pem does not hold certificates"):
             checked_authorities(pem, Path("ca.pem"), "--worker-ca")
+
+
+async def handshake(pair: Pair) -> str:
+    """What a gRPC client that trusts the pair's certificate hears from a server that has the pair."""
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    port = bind(server, "127.0.0.1", 0, server_credentials(Reloader(), pair.cert, pair.key))
+    await server.start()
+    trusted = grpc.ssl_channel_credentials(pair.cert.read_bytes().removeprefix(codecs.BOM_UTF8))
+    async with grpc.aio.secure_channel(f"localhost:{port}", trusted) as channel:
+        method: Any = channel.unary_unary("/a.Service/Method")
+        try:
+            await method(b"", timeout=10)
+        except grpc.aio.AioRpcError as error:
+            return error.details() or ""
+        finally:
+            await server.stop(None)
+    return ""
+
+
+@pytest.mark.parametrize("key", ["ec", "rsa", "secp384r1"])
+async def test_keys_that_grpc_can_use(tmp_path: Path, key: str) -> None:
+    pair = new_pair(tmp_path, key, key=key)
+    assert await handshake(pair) == "Method not found!"
+    for path in (pair.cert, pair.key):
+        path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    assert await handshake(pair) == "Method not found!"
+
+
+@pytest.mark.parametrize("key", ["secp521r1", "ed25519", "secp256k1", "rsa-pss"])
+def test_keys_that_grpc_cannot_use(tmp_path: Path, key: str) -> None:
+    pair = new_pair(tmp_path, key, key=key)
+    check_pair(pair.cert, pair.key)  # OpenSSL takes it
+    with pytest.raises(InvalidArgument, match="RSA, P-256 or P-384") as caught:
+        server_credentials(Reloader(), pair.cert, pair.key)
+    assert caught.value.field == "--tls-cert"
+
+
+def test_a_trusted_certificate_is_none_for_grpc(pairs: list[Pair], tmp_path: Path) -> None:
+    trusted = tmp_path / "trusted.crt"
+    command = ["openssl", "x509", "-in", str(pairs[0].cert), "-trustout", "-out", str(trusted)]
+    subprocess.run(command, check=True, capture_output=True)
+    with pytest.raises(InvalidArgument, match="BEGIN CERTIFICATE"):
+        server_credentials(Reloader(), trusted, pairs[0].key)
 
 
 async def test_new_connections_get_the_pair_that_fits(pairs: list[Pair], tmp_path: Path) -> None:
