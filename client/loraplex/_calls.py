@@ -146,10 +146,11 @@ class Settings:
             raise InvalidArgument(f"headers must give names and values, not {given!a:.80}", field="headers")
         pairs = [(name, value) for name, value in cast("Mapping[Any, Any]", given).items()]
         for name, value in pairs:
-            if not (isinstance(name, str) and _HEADER.match(name)) or name.lower().endswith("-bin"):
+            is_name = isinstance(name, str) and _HEADER.match(name)
+            if not is_name or name.lower().startswith("grpc-") or name.lower().endswith("-bin"):
                 raise InvalidArgument(
-                    f"headers gave the name {name!a:.80}; names are letters, digits, '-', '_' and '.', and end in no "
-                    "'-bin', which is for bytes",
+                    f"headers gave the name {name!a:.80}; names are letters, digits, '-', '_' and '.', begin with no "
+                    "'grpc-', which are gRPC's own, and end in no '-bin', which is for bytes",
                     field="headers",
                 )
             if not (isinstance(value, str) and value.isascii() and value.isprintable()):
@@ -386,6 +387,9 @@ def _with_remedy(message: str, *, has_tls: bool) -> str:
             remedy = _HUNG_UP_ON_TLS
         if words in message:
             return f"{message.split(': ')[0]}: {remedy}"
+    if has_tls and "Connection refused" in message:  # gRPC tells of one address only
+        message += " (where the name has several addresses, one of them says so, and another may have the server, with "
+        message += "a certificate for which no authority known here vouches: --ca-cert)"
     return f"{message}; see that one runs there, and that both sides use TLS or neither does"
 
 

@@ -79,6 +79,7 @@ _NO_SETTINGS = "Failed parsing HTTP/2 (Expected SETTINGS frame as the first fram
         ("recvmsg:Connection reset by peer (104)", False, "try tls=True (--tls)"),
         ("recvmsg:Connection reset by peer (104)", True, "(--client-key, --client-cert)"),
         ("Connection refused (111)", False, "see that one runs there"),
+        ("Connection refused (111)", True, "where the name has several addresses"),
     ],
 )
 def test_grpcs_words_on_a_connection_become_ours(words: str, has_tls: bool, says: str) -> None:

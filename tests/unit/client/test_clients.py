@@ -576,6 +576,7 @@ async def test_who_is_cancelled_stays_so(fake: Any) -> None:
         ({"X y": "z"}, "headers gave the name 'X y'"),
         ({3: "z"}, "headers gave the name 3"),
         ({"X-Bin": "z"}, "headers gave the name 'X-Bin'"),
+        ({"grpc-status": "5"}, "headers gave the name 'grpc-status'"),
         ({"x": "\n"}, "the value of the header 'x' must be printable ASCII"),
         ({"x": 3}, "the value of the header 'x' must be printable ASCII"),
     ],
