@@ -24,37 +24,35 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1floraplex_proto/v1/adapter.proto\x12\x0bloraplex.v1\"\x96\x03\n\x07\x41\x64\x61pter\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.loraplex.v1.AdapterState\x12&\n\x04tier\x18\x05 \x01(\x0e\x32\x18.loraplex.v1.AdapterTier\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x0c\n\x04rank\x18\x07 \x01(\r\x12\x18\n\x10running_requests\x18\x08 \x01(\r\x12\x0e\n\x06pinned\x18\t \x01(\x08\x12\r\n\x05\x65rror\x18\n \x01(\t\x12\x14\n\x0c\x65rror_reason\x18\x0b \x01(\t\x12\x0e\n\x06worker\x18\x0c \x01(\t\x12\x0e\n\x06labels\x18\r \x03(\t\x12\x11\n\tper_token\x18\x0e \x01(\x08\x12\x0e\n\x06source\x18\x0f \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x10 \x01(\t\x12\r\n\x05tasks\x18\x11 \x03(\t\x12\x0c\n\x04uses\x18\x12 \x01(\x04\x12\x12\n\nlast_error\x18\x13 \x01(\t\x12\x19\n\x11last_error_reason\x18\x14 \x01(\t\"\x97\x01\n\x12LoadAdapterRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0b\n\x03pin\x18\x02 \x01(\x08\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x10\n\x08revision\x18\x04 \x01(\t\x12\x17\n\x0f\x65xpected_digest\x18\x05 \x01(\t\x12\x11\n\tif_absent\x18\x06 \x01(\x08\x12\x12\n\x05token\x18\x07 \x01(\tB\x03\x80\x01\x01\"=\n\x13LoadAdapterResponse\x12&\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x14.loraplex.v1.Adapter\"=\n\x14UnloadAdapterRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x11\n\tif_unused\x18\x02 \x01(\x08\"?\n\x15UnloadAdapterResponse\x12&\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x14.loraplex.v1.Adapter\"\'\n\x11GetAdapterRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\"<\n\x12GetAdapterResponse\x12&\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x14.loraplex.v1.Adapter\"\x90\x01\n\x13ListAdaptersRequest\x12\x18\n\x10include_unloaded\x18\x01 \x01(\x08\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\x0e\n\x06prefix\x18\x04 \x01(\t\x12(\n\x05state\x18\x05 \x01(\x0e\x32\x19.loraplex.v1.AdapterState\"W\n\x14ListAdaptersResponse\x12&\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x14.loraplex.v1.Adapter\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t*\x8b\x01\n\x0b\x41\x64\x61pterTier\x12\x1c\n\x18\x41\x44\x41PTER_TIER_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41\x44\x41PTER_TIER_SOURCE\x10\x01\x12\x15\n\x11\x41\x44\x41PTER_TIER_DISK\x10\x02\x12\x15\n\x11\x41\x44\x41PTER_TIER_HOST\x10\x03\x12\x17\n\x13\x41\x44\x41PTER_TIER_DEVICE\x10\x04*\xd0\x01\n\x0c\x41\x64\x61pterState\x12\x1d\n\x19\x41\x44\x41PTER_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41\x44\x41PTER_STATE_KNOWN\x10\x01\x12\x1a\n\x16\x41\x44\x41PTER_STATE_FETCHING\x10\x02\x12\x19\n\x15\x41\x44\x41PTER_STATE_ON_HOST\x10\x03\x12\x1b\n\x17\x41\x44\x41PTER_STATE_ON_DEVICE\x10\x04\x12\x1a\n\x16\x41\x44\x41PTER_STATE_DRAINING\x10\x05\x12\x18\n\x14\x41\x44\x41PTER_STATE_FAILED\x10\x06\x32\xde\x02\n\x0e\x41\x64\x61pterService\x12P\n\x0bLoadAdapter\x12\x1f.loraplex.v1.LoadAdapterRequest\x1a .loraplex.v1.LoadAdapterResponse\x12V\n\rUnloadAdapter\x12!.loraplex.v1.UnloadAdapterRequest\x1a\".loraplex.v1.UnloadAdapterResponse\x12M\n\nGetAdapter\x12\x1e.loraplex.v1.GetAdapterRequest\x1a\x1f.loraplex.v1.GetAdapterResponse\x12S\n\x0cListAdapters\x12 .loraplex.v1.ListAdaptersRequest\x1a!.loraplex.v1.ListAdaptersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1floraplex_proto/v1/adapter.proto\x12\x0bloraplex.v1\"\x96\x03\n\x07\x41\x64\x61pter\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.loraplex.v1.AdapterState\x12&\n\x04tier\x18\x05 \x01(\x0e\x32\x18.loraplex.v1.AdapterTier\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x0c\n\x04rank\x18\x07 \x01(\r\x12\x18\n\x10running_requests\x18\x08 \x01(\r\x12\x0e\n\x06pinned\x18\t \x01(\x08\x12\r\n\x05\x65rror\x18\n \x01(\t\x12\x14\n\x0c\x65rror_reason\x18\x0b \x01(\t\x12\x0e\n\x06worker\x18\x0c \x01(\t\x12\x0e\n\x06labels\x18\r \x03(\t\x12\x11\n\tper_token\x18\x0e \x01(\x08\x12\x0e\n\x06source\x18\x0f \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x10 \x01(\t\x12\r\n\x05tasks\x18\x11 \x03(\t\x12\x0c\n\x04uses\x18\x12 \x01(\x04\x12\x12\n\nlast_error\x18\x13 \x01(\t\x12\x19\n\x11last_error_reason\x18\x14 \x01(\t\"\x92\x01\n\x12LoadAdapterRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0b\n\x03pin\x18\x02 \x01(\x08\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x10\n\x08revision\x18\x04 \x01(\t\x12\x17\n\x0f\x65xpected_digest\x18\x05 \x01(\t\x12\x11\n\tif_absent\x18\x06 \x01(\x08\x12\r\n\x05token\x18\x07 \x01(\t\"=\n\x13LoadAdapterResponse\x12&\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x14.loraplex.v1.Adapter\"=\n\x14UnloadAdapterRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x11\n\tif_unused\x18\x02 \x01(\x08\"?\n\x15UnloadAdapterResponse\x12&\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x14.loraplex.v1.Adapter\"\'\n\x11GetAdapterRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\"<\n\x12GetAdapterResponse\x12&\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x14.loraplex.v1.Adapter\"\x90\x01\n\x13ListAdaptersRequest\x12\x18\n\x10include_unloaded\x18\x01 \x01(\x08\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\x0e\n\x06prefix\x18\x04 \x01(\t\x12(\n\x05state\x18\x05 \x01(\x0e\x32\x19.loraplex.v1.AdapterState\"W\n\x14ListAdaptersResponse\x12&\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x14.loraplex.v1.Adapter\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t*\x8b\x01\n\x0b\x41\x64\x61pterTier\x12\x1c\n\x18\x41\x44\x41PTER_TIER_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41\x44\x41PTER_TIER_SOURCE\x10\x01\x12\x15\n\x11\x41\x44\x41PTER_TIER_DISK\x10\x02\x12\x15\n\x11\x41\x44\x41PTER_TIER_HOST\x10\x03\x12\x17\n\x13\x41\x44\x41PTER_TIER_DEVICE\x10\x04*\xd0\x01\n\x0c\x41\x64\x61pterState\x12\x1d\n\x19\x41\x44\x41PTER_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41\x44\x41PTER_STATE_KNOWN\x10\x01\x12\x1a\n\x16\x41\x44\x41PTER_STATE_FETCHING\x10\x02\x12\x19\n\x15\x41\x44\x41PTER_STATE_ON_HOST\x10\x03\x12\x1b\n\x17\x41\x44\x41PTER_STATE_ON_DEVICE\x10\x04\x12\x1a\n\x16\x41\x44\x41PTER_STATE_DRAINING\x10\x05\x12\x18\n\x14\x41\x44\x41PTER_STATE_FAILED\x10\x06\x32\xde\x02\n\x0e\x41\x64\x61pterService\x12P\n\x0bLoadAdapter\x12\x1f.loraplex.v1.LoadAdapterRequest\x1a .loraplex.v1.LoadAdapterResponse\x12V\n\rUnloadAdapter\x12!.loraplex.v1.UnloadAdapterRequest\x1a\".loraplex.v1.UnloadAdapterResponse\x12M\n\nGetAdapter\x12\x1e.loraplex.v1.GetAdapterRequest\x1a\x1f.loraplex.v1.GetAdapterResponse\x12S\n\x0cListAdapters\x12 .loraplex.v1.ListAdaptersRequest\x1a!.loraplex.v1.ListAdaptersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'loraplex_proto.v1.adapter_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LOADADAPTERREQUEST'].fields_by_name['token']._loaded_options = None
-  _globals['_LOADADAPTERREQUEST'].fields_by_name['token']._serialized_options = b'\200\001\001'
-  _globals['_ADAPTERTIER']._serialized_start=1142
-  _globals['_ADAPTERTIER']._serialized_end=1281
-  _globals['_ADAPTERSTATE']._serialized_start=1284
-  _globals['_ADAPTERSTATE']._serialized_end=1492
+  _globals['_ADAPTERTIER']._serialized_start=1137
+  _globals['_ADAPTERTIER']._serialized_end=1276
+  _globals['_ADAPTERSTATE']._serialized_start=1279
+  _globals['_ADAPTERSTATE']._serialized_end=1487
   _globals['_ADAPTER']._serialized_start=49
   _globals['_ADAPTER']._serialized_end=455
   _globals['_LOADADAPTERREQUEST']._serialized_start=458
-  _globals['_LOADADAPTERREQUEST']._serialized_end=609
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=611
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=672
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=674
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=735
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=737
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=800
-  _globals['_GETADAPTERREQUEST']._serialized_start=802
-  _globals['_GETADAPTERREQUEST']._serialized_end=841
-  _globals['_GETADAPTERRESPONSE']._serialized_start=843
-  _globals['_GETADAPTERRESPONSE']._serialized_end=903
-  _globals['_LISTADAPTERSREQUEST']._serialized_start=906
-  _globals['_LISTADAPTERSREQUEST']._serialized_end=1050
-  _globals['_LISTADAPTERSRESPONSE']._serialized_start=1052
-  _globals['_LISTADAPTERSRESPONSE']._serialized_end=1139
-  _globals['_ADAPTERSERVICE']._serialized_start=1495
-  _globals['_ADAPTERSERVICE']._serialized_end=1845
+  _globals['_LOADADAPTERREQUEST']._serialized_end=604
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=606
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=667
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=669
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=730
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=732
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=795
+  _globals['_GETADAPTERREQUEST']._serialized_start=797
+  _globals['_GETADAPTERREQUEST']._serialized_end=836
+  _globals['_GETADAPTERRESPONSE']._serialized_start=838
+  _globals['_GETADAPTERRESPONSE']._serialized_end=898
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=901
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=1045
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=1047
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=1134
+  _globals['_ADAPTERSERVICE']._serialized_start=1490
+  _globals['_ADAPTERSERVICE']._serialized_end=1840
 # @@protoc_insertion_point(module_scope)
