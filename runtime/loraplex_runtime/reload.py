@@ -20,6 +20,7 @@ import re
 import ssl
 import threading
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
@@ -139,6 +140,9 @@ _KEY_ALGORITHMS: Final = (
     bytes.fromhex("301006072a8648ce3d020106052b81040022"),  # P-384
 )
 
+# Of a certificate as DER: the times from which and until which it holds, each UTCTime or GeneralizedTime.
+_VALIDITY: Final = re.compile(rb"(?:\x17\x0d\d{12}|\x18\x0f\d{14})Z(?:\x17\x0d|\x18\x0f)(\d{12,14}Z)")
+
 
 def server_credentials(files: Reloader, cert: Path | None, key: Path | None) -> grpc.ServerCredentials | None:
     """Credentials of a server's port; None without files. New connections get the pair that `files` read last, open
@@ -186,6 +190,11 @@ def _check_key(cert_pem: bytes, cert: Path) -> None:
             f"--tls-cert {cert} has a key of a kind that gRPC cannot use; make one that is RSA, P-256 or P-384",
             field="--tls-cert",
         )
+    if (validity := _VALIDITY.search(der)) is not None:
+        until = validity[1].decode()
+        ended = datetime.strptime(until, "%y%m%d%H%M%SZ" if len(until) == 13 else "%Y%m%d%H%M%SZ").replace(tzinfo=UTC)
+        if ended < datetime.now(UTC):
+            log.warning("--tls-cert %s expired on %s; clients refuse it", cert, f"{ended:%Y-%m-%d %H:%M} UTC")
 
 
 def load_pair(context: ssl.SSLContext, cert: Path, key: Path) -> None:

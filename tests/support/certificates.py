@@ -26,9 +26,14 @@ class Pair:
         shutil.copyfile(self.key, other.key)
 
 
-KEYS = {"ec": ["ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"], "rsa": ["rsa:2048"], "weak": ["rsa:1024"]}
-KEYS |= {curve: ["ec", "-pkeyopt", f"ec_paramgen_curve:{curve}"] for curve in ("secp384r1", "secp521r1", "secp256k1")}
-KEYS |= {"ed25519": ["ed25519"], "rsa-pss": ["rsa-pss"]}
+KEYS = {
+    "ec": ["ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"],
+    **{curve: ["ec", "-pkeyopt", f"ec_paramgen_curve:{curve}"] for curve in ("secp384r1", "secp521r1", "secp256k1")},
+    "ed25519": ["ed25519"],
+    "rsa": ["rsa:2048"],
+    "rsa-pss": ["rsa-pss"],
+    "weak": ["rsa:1024"],
+}
 
 
 def new_pair(folder: Path, name: str, addresses: Sequence[str] = ("127.0.0.1",), key: str = "ec") -> Pair:

@@ -282,6 +282,18 @@ def test_keys_that_grpc_cannot_use(tmp_path: Path, key: str) -> None:
     assert caught.value.field == "--tls-cert"
 
 
+def test_a_certificate_that_has_expired_is_told(
+    pairs: list[Pair], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server_credentials(Reloader(), pairs[0].cert, pairs[0].key)
+    assert not caplog.records
+    old = tmp_path / "old.crt"
+    command = ["openssl", "x509", "-in", str(pairs[0].cert), "-signkey", str(pairs[0].key), "-days", "-1"]
+    subprocess.run([*command, "-out", str(old)], check=True, capture_output=True)
+    server_credentials(Reloader(), old, pairs[0].key)
+    assert f"--tls-cert {old} expired on " in caplog.text
+
+
 def test_a_trusted_certificate_is_none_for_grpc(pairs: list[Pair], tmp_path: Path) -> None:
     trusted = tmp_path / "trusted.crt"
     command = ["openssl", "x509", "-in", str(pairs[0].cert), "-trustout", "-out", str(trusted)]
