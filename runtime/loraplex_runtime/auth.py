@@ -69,7 +69,7 @@ METHOD_ROLES: Final[Mapping[str, frozenset[str]]] = {
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": ROLES,
 }
 # Balancers and orchestrators have no credential; health shows no more than a closed port does.
-OPEN_METHODS: Final = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
+OPEN_METHODS: Final = frozenset(f"/grpc.health.v1.Health/{name}" for name in ("Check", "List", "Watch"))
 
 
 @dataclass(frozen=True, slots=True)

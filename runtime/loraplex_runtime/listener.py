@@ -16,7 +16,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from loraplex_contracts.errors import FailedPrecondition, Unavailable
@@ -100,7 +100,7 @@ class Listener:
         listener = cls(files, server, Health(tuple(services)), _Handlers(what, refusals))
         listener.credentials = credentials
         health_pb2_grpc.add_HealthServicer_to_server(listener.health, server)
-        reflection.enable_server_reflection((*services, _HEALTH, reflection.SERVICE_NAME), server)
+        _add_reflection(server, (*services, _HEALTH, reflection.SERVICE_NAME))
         server.add_generic_rpc_handlers((listener._handlers,))
         if not reuse_port:
             check_free(config.host, config.port)  # gRPC finds out as well, but writes a line of its own
@@ -148,6 +148,19 @@ class Listener:
         tracing, self.tracing = self.tracing, None
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
+
+
+def _add_reflection(server: grpc.aio.Server, services: Sequence[str]) -> None:
+    """Reflection as v1alpha and as v1, whose messages are the same: newer clients ask for v1 only."""
+    servicer: Any = reflection.aio.ReflectionServicer(services)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    name = reflection.SERVICE_NAME.replace("v1alpha", "v1")
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": handler}),))
 
 
 class _Handlers(grpc.GenericRpcHandler):
@@ -226,6 +239,11 @@ class Health(health_pb2_grpc.HealthServicer):
         if status is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service[:80]!a}")
         return health_pb2.HealthCheckResponse(status=status)
+
+    async def List(self, request: Any, context: Any) -> Any:  # noqa: N802
+        messages: Any = health_pb2  # pyright's stubs are older
+        statuses = {name: messages.HealthCheckResponse(status=status) for name, status in self._statuses.items()}
+        return messages.HealthListResponse(statuses=statuses)
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[health_pb2.HealthCheckResponse]:  # noqa: N802
         last = None
@@ -340,6 +358,9 @@ def check_free(host: str, port: int, flag: str = "--port") -> None:
                 refused = error
             else:
                 return  # gRPC, too, is content with one of a name's addresses
+    except socket.gaierror as error:
+        what = flag.replace("port", "host")
+        raise FailedPrecondition(f"{host} is no address, nor a name that has one; see {what}", field=what) from error
     except OSError as error:
         refused = error
     raise _cannot_listen(join_address(host, port), flag) from refused

@@ -418,6 +418,11 @@ async def test_reflection() -> None:
         assert FileDescriptorProto.FromString(raw).service[0].name == "InferenceService"
         await info.done_writing()
         assert await info.read() is grpc.aio.EOF
+        newer = c.channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()])
+        )
+        answer = reflection_pb2.ServerReflectionResponse.FromString(await newer.read())
+        assert {service.name for service in answer.list_services_response.service} == names
 
 
 async def test_ending_is_quick_without_requests() -> None:

@@ -95,6 +95,8 @@ async def test_the_port_is_taken_and_answers_before_anything_is_served() -> None
             ask = health_pb2.HealthCheckRequest
             assert (await health.Check(ask())).status == SERVING  # the process lives
             assert (await health.Check(ask(service="a.Service"))).status == NOT_SERVING
+            listed = (await health.List(health_pb2.HealthListRequest())).statuses
+            assert {name: one.status for name, one in listed.items()} == {"": SERVING, "a.Service": NOT_SERVING}
             for method in ("Answer", "Other"):
                 error = await call(channel, method)
                 assert isinstance(error, Unavailable)
@@ -241,6 +243,12 @@ async def test_a_taken_port_is_known_beforehand() -> None:
 def test_a_free_port_needs_an_address_too() -> None:
     with pytest.raises(FailedPrecondition, match=r"cannot listen on 192\.0\.2\.1:0"):
         check_free("192.0.2.1", 0)
+
+
+@pytest.mark.parametrize("host", ["nowhere.invalid", "unix:/tmp/socket"])
+def test_a_name_without_an_address(host: str) -> None:
+    with pytest.raises(FailedPrecondition, match="is no address, nor a name that has one; see --metrics-host"):
+        check_free(host, 0, "--metrics-port")
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1"])
