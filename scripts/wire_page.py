@@ -1,6 +1,6 @@
-"""Generator of docs/wire.md from the comments of the .proto files.
+"""Generator of docs/wire.md from comments of .proto files and errors' classes.
 
-python scripts/wire_page.py    # after a change to proto/**/*.proto
+python scripts/wire_page.py    # after a change to proto/**/*.proto or contracts/loraplex_contracts/errors.py
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from loraplex_contracts.errors import by_reason
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/wire.md"
 PACKAGE = ".loraplex.v1."
@@ -20,11 +22,47 @@ INTRODUCTION = """\
 # Wire reference
 
 Every call and message of the gRPC interface, made by `scripts/wire_page.py` from `proto/loraplex_proto/v1/`. Servers
-answer reflection and the standard health service too. Errors are statuses with `google.rpc.ErrorInfo`, whose `reason`
-is one word, such as ADAPTER_NOT_FOUND. Fields are added, and none is removed or renumbered
-(`docs/operations.md`, Upgrades).
+answer reflection (v1 and v1alpha) and the standard health service too. Errors are statuses with
+`google.rpc.ErrorInfo`, whose `reason` is one word, such as ADAPTER_NOT_FOUND. Fields are added, and none is removed or
+renumbered (`docs/operations.md`, Upgrades).
 
 A field marked `optional` tells unset from its default; of fields marked with the same *one of*, at most one is set.
+
+## Clients in other languages
+
+- The root of imports is `proto/`: `protoc -I proto … proto/loraplex_proto/v1/*.proto`. protoc 3.21 is new enough. The
+  files have no `go_package`: for Go give one import path of yours to all of them, by
+  `--go_opt=Mloraplex_proto/v1/FILE.proto=PATH` and `--go-grpc_opt=M…`, for FILE in adapter, inference, pooling, status
+  and worker.
+- Clients of gRPC refuse answers above 4 MiB unless told otherwise (`grpc.max_receive_message_length`,
+  `MaxCallRecvMsgSize`, `maxInboundMessageSize`). Answers with logprobs or vectors may be larger; routers let up to
+  64 MiB through. Requests may have 4 MiB (`--max-message` of the server).
+- Clients may ping (`keepalive_time`) once a second, with or without calls.
+- Give each call a deadline. A call that ends without its message is not answered before its deadline.
+- Seeds are 64 bits wide; those that a server chooses have 53, so that JavaScript's numbers hold them.
+- A service config that checks health and tries again what was not begun; streams are tried again only until their first
+  message:
+
+```json
+{
+  "loadBalancingConfig": [{"round_robin": {}}],
+  "healthCheckConfig": {"serviceName": "loraplex.v1.InferenceService"},
+  "methodConfig": [{
+    "name": [{"service": "loraplex.v1.InferenceService"}, {"service": "loraplex.v1.PoolingService"}],
+    "retryPolicy": {
+      "maxAttempts": 4, "initialBackoff": "0.5s", "maxBackoff": "5s", "backoffMultiplier": 2,
+      "retryableStatusCodes": ["UNAVAILABLE"]
+    }
+  }]
+}
+```
+
+## Reasons of errors
+
+`reason` of `google.rpc.ErrorInfo` (domain `loraplex.dev`), with the status that it comes with. More may be added.
+
+| reason | status | meaning |
+|---|---|---|
 """
 # Numbers of the fields of FileDescriptorProto, DescriptorProto and others by which source positions are paths.
 MESSAGES, ENUMS, SERVICES, FIELDS, NESTED, VALUES, METHODS = 4, 5, 6, 2, 3, 2, 2
@@ -133,6 +171,9 @@ def service_section(service: dict[str, Any], path: tuple[int, ...], comments: Co
 
 def page() -> str:
     parts = [INTRODUCTION]
+    for reason, error in by_reason().items():
+        meaning = " ".join((error.__doc__ or "").split())
+        parts.append(f"| {reason} | {error.code.name} | {cell(meaning)} |\n")
     for file in files():
         comments = comments_of(file)
         parts.append(f"\n## {Path(file['name']).name}\n\n{paragraph(head_of(file))}")
