@@ -327,7 +327,7 @@ def bind(server: grpc.aio.Server, host: str, port: int, tls: grpc.ServerCredenti
     try:
         return server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls)
     except RuntimeError as error:
-        raise _cannot_listen(address) from error
+        raise _cannot_listen(host, port) from error
 
 
 def bound_socket(host: str, port: int, options: Iterable[int]) -> socket.socket:
@@ -358,16 +358,22 @@ def check_free(host: str, port: int, flag: str = "--port") -> None:
                 refused = error
             else:
                 return  # gRPC, too, is content with one of a name's addresses
-    except socket.gaierror as error:
-        what = flag.replace("port", "host")
-        raise FailedPrecondition(f"{host} is no address, nor a name that has one; see {what}", field=what) from error
     except OSError as error:
         refused = error
-    raise _cannot_listen(join_address(host, port), flag) from refused
+    raise _cannot_listen(host, port, flag) from refused
 
 
-def _cannot_listen(address: str, flag: str = "--port") -> FailedPrecondition:
+def why_not_listening(host: str) -> str:
+    """The reason why a port of `host` cannot be had, as far as it can be told."""
+    try:
+        socket.getaddrinfo(host.strip("[]"), None)
+    except OSError:
+        return "this is no address, nor a name that has one"
+    return "the port is taken, or the address is not this machine's"
+
+
+def _cannot_listen(host: str, port: int, flag: str = "--port") -> FailedPrecondition:
     flags = f"{flag.replace('port', 'host')} and {flag}"
     return FailedPrecondition(
-        f"cannot listen on {address}: the port is taken, or the address is not this machine's; see {flags}", field=flag
+        f"cannot listen on {join_address(host, port)}: {why_not_listening(host)}; see {flags}", field=flag
     )

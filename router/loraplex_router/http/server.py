@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
 from loraplex_router.http.middleware import MAX_BODY_BYTES
-from loraplex_runtime.listener import bound_socket, join_address
+from loraplex_runtime.listener import bound_socket, join_address, why_not_listening
 from loraplex_runtime.refusals import Refusals
 from loraplex_runtime.reload import Reloader, load_pair
 from loraplex_runtime.request_record import RequestRecord
@@ -189,8 +189,8 @@ def bind_http(host: str, port: int, *, reuse_port: bool = False) -> socket.socke
         bound = bound_socket(host, port, options)
     except OSError as error:
         raise FailedPrecondition(
-            f"cannot listen on {join_address(host, port)}: the port is taken, or the address is not this machine's; "
-            "see --http-host and --http-port (of `loraplex http`: --host and --port)",
+            f"cannot listen on {join_address(host, port)}: {why_not_listening(host)}; see --http-host and --http-port "
+            "(of `loraplex http`: --host and --port)",
             field="--http-port",
         ) from error
     bound.setblocking(False)

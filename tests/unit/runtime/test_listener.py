@@ -247,7 +247,7 @@ def test_a_free_port_needs_an_address_too() -> None:
 
 @pytest.mark.parametrize("host", ["nowhere.invalid", "unix:/tmp/socket"])
 def test_a_name_without_an_address(host: str) -> None:
-    with pytest.raises(FailedPrecondition, match="is no address, nor a name that has one; see --metrics-host"):
+    with pytest.raises(FailedPrecondition, match="0: this is no address, nor a name that has one; see --metrics-host"):
         check_free(host, 0, "--metrics-port")
 
 
