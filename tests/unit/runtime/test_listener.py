@@ -127,6 +127,28 @@ async def test_calls_that_come_while_the_loop_is_busy_are_answered(stall_s: floa
     assert codes == {grpc.StatusCode.OK}
 
 
+async def test_a_client_may_ping_every_second() -> None:
+    """gRPC's own clients in Python ping every ten seconds at most, others at will."""
+
+    def frame(kind: int, body: bytes = b"") -> bytes:
+        return len(body).to_bytes(3, "big") + bytes([kind, 0, 0, 0, 0, 0]) + body
+
+    settings, ping, goaway = 4, 6, 7
+    kinds: list[int] = []
+    async with listening(server_options(1 << 20, max_age_s=600.0, max_age_grace_s=600.0)) as listener:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(listener.address.rpartition(":")[2]))
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(settings))
+        for num_pings in range(1, 5):  # more often than allowed, the third or fourth ends the connection
+            writer.write(frame(ping, b"12345678"))
+            while kinds.count(ping) < num_pings:
+                head = await asyncio.wait_for(reader.readexactly(9), 10)
+                await reader.readexactly(int.from_bytes(head[:3], "big"))
+                kinds.append(head[3])
+                assert head[3] != goaway
+            await asyncio.sleep(1.1)
+        writer.close()
+
+
 # --- health -----------------------------------------------------------------------------------------------------------
 
 NAME = "loraplex.v1.InferenceService"
