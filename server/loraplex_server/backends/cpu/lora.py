@@ -107,10 +107,15 @@ def runs_of(segments: Sequence[Segment]) -> RunsOfRows:
     slots: list[int] = []
     weights: list[float] = []
     max_uses = 0
+    begin_at: dict[int, list[int]] = {}
+    for idx, segment in enumerate(live):
+        begin_at.setdefault(segment.start, []).append(idx)
+    here: list[int] = []  # segments of these rows, in the order given
     for start, end in pairwise(bounds):
-        uses = [s for s in live if s.start <= start and end <= s.end]
-        if not uses:
+        here = sorted([idx for idx in here if live[idx].end > start] + begin_at.get(start, []))
+        if not here:
             continue
+        uses = [live[idx] for idx in here]
         starts.append(start)
         ends.append(end)
         slots += [s.adapter_slot for s in uses]
