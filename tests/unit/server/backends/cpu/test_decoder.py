@@ -652,6 +652,24 @@ def test_a_patched_forward_is_noticed(caplog: pytest.LogCaptureFixture, patch: s
     assert not any(isinstance(module, NativeStack | NativeNorm) for module in loaded.model.modules())
 
 
+@pytest.mark.parametrize("error", [AssertionError, IndexError, ZeroDivisionError])
+def test_a_layer_that_raises_in_the_comparison_is_left_as_it_is(
+    caplog: pytest.LogCaptureFixture, error: type[Exception]
+) -> None:
+    model = native_model("llama")
+    layer = model.model.layers[1]
+    original = layer.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if "past_key_values" not in kwargs:  # as the model itself never calls it
+            raise error("no cache")
+        return original(*args, **kwargs)
+
+    layer.forward = forward  # type: ignore[method-assign]
+    assert adopted(model).decoder is None
+    assert "called in another way (no cache)" in said(caplog)
+
+
 @pytest.mark.parametrize("patch", ["a layer", "a feed-forward part", "a norm"])
 def test_a_patched_model_is_served_as_it_is(patch: str) -> None:
     model = native_model("llama")
