@@ -317,6 +317,7 @@ TILE_BYTES = 32 << 10
 BLOCK_PARTS = 8
 # A reserved plan launches so many programs per multiprocessor at most, whatever was refilled.
 PROGRAMS_PER_SM = 6
+MAX_GRID = 65535  # CUDA's limit of a grid's second dimension
 
 
 class TritonPagedAttention:
@@ -400,14 +401,13 @@ def _launch(
 ) -> None:
     assert kv.k.is_contiguous()
     assert kv.v.is_contiguous()
-    num_programs = launch.max_pieces
-    if plan.reserved is not None:
-        num_programs = min(num_programs, max(1, _num_programs(query.device) // spec.num_kv_heads))
+    is_reserved = plan.reserved is not None
+    most = max(1, _num_programs(query.device) // spec.num_kv_heads) if is_reserved else MAX_GRID
     # Scores in base 2; a cap comes before that.
     log2e = math.log2(math.e)
     bias = spec.key_bias
     scale = spec.scaling * log2e if spec.softcap is None else spec.scaling / spec.softcap
-    _attend[(spec.num_kv_heads, num_programs)](
+    _attend[(spec.num_kv_heads, min(launch.max_pieces, most))](
         *(query, kv.k, kv.v, out, parts, stats, plan.buffer, launch.count_at, launch.pieces_at, plan.tables_at),
         *(scale, 0.0 if spec.softcap is None else spec.softcap * log2e, spec.window or 0, spec.chunk or 0, spec.sinks),
         *(bias, 0 if bias is None else bias.stride(0), query.stride(0), query.stride(1)),

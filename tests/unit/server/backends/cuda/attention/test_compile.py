@@ -11,9 +11,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.attention_cases import spec_of
+
+from loraplex_server.layers.attention import AttentionBatch, LayerKv
 
 triton = pytest.importorskip("triton", reason="triton is not installed (it is for Linux)")
 pytestmark = pytest.mark.skipif(
@@ -129,3 +132,32 @@ def test_where_slots_begin_compiles_nothing_anew() -> None:
     from loraplex_server.backends.cuda.attention.paged import write_kernel
 
     assert [one.name for one in write_kernel.params if one.do_not_specialize_on_alignment] == ["slots_ptr"]
+
+
+def test_grids_are_no_larger_than_cuda_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program goes on to the next piece of its own, so fewer programs than pieces are enough."""
+    from loraplex_server.backends.cuda.attention import paged
+
+    grids: dict[str, tuple[int, int]] = {}
+
+    class Kernel:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int, int]) -> Any:
+            grids[self.name] = grid
+            return lambda *_, **__: None
+
+    for name in ("_attend", "_combine", "_write"):
+        monkeypatch.setattr(paged, name, Kernel(name))
+    spec, num_spans, length = spec_of(), 1025, 64 * 128  # each in 64 pieces
+    lens, contexts = np.full(num_spans, 1), np.full(num_spans, length)
+    tables = np.zeros((num_spans, length // 256), np.int64)
+    batch = AttentionBatch(lens, contexts, tables, 256, torch.empty(0, dtype=torch.int64))
+    attention = paged.TritonPagedAttention([spec])
+    query = torch.zeros(num_spans, spec.num_heads, spec.k_dim, dtype=torch.bfloat16)
+    key = torch.zeros(num_spans, spec.num_kv_heads, spec.k_dim, dtype=torch.bfloat16)
+    page = torch.zeros(1, 256, spec.num_kv_heads, spec.k_dim, dtype=torch.bfloat16)
+    plan = attention.plan(batch, torch.bfloat16, torch.device("cpu"))
+    attention.run(query, key, key, LayerKv(page, page), spec, plan)
+    assert grids["_attend"] == (spec.num_kv_heads, 65535)
