@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from loraplex_contracts.errors import FailedPrecondition
 from loraplex_server.backends.cpu.native.library import (
     Guesses,
     GuessScratch,
@@ -104,10 +105,18 @@ class NativeKernels:
     """The library's kernels with a pool of threads."""
 
     def __init__(self, library: Library, num_threads: int) -> None:
+        """Raises FailedPrecondition where the system gives the process fewer threads."""
         self.num_threads = num_threads
         self.isa = library.isa
         self._functions: Any = library.functions
-        self._pool: int = self._functions.lp_pool_new(num_threads)
+        pool: int | None = self._functions.lp_pool_new(num_threads)
+        if pool is None:
+            raise FailedPrecondition(
+                f"the system does not give this process {num_threads} threads; take fewer with --threads, or raise the "
+                "limit of processes or of memory",
+                field="--threads",
+            )
+        self._pool = pool
         self._inner = torch.empty(0)  # scratch of `add_lora`
         # Not at exit: threads that are still computing then would lose the pool under their feet.
         weakref.finalize(self, _free_pool, self._functions, self._pool, os.getpid()).atexit = False

@@ -1,6 +1,8 @@
 // The C interface of single operations; stacks of layers are in stack.cpp. The caller guarantees shapes and lifetimes.
 #include <sys/mman.h>
 
+#include <exception>
+
 #include "lora.h"
 #include "parallel.h"
 
@@ -88,7 +90,14 @@ void pack_panel(DType dtype, const Source& source, int64_t k, int64_t from, char
 
 extern "C" {
 
-LP_API lp::Pool* lp_pool_new(int num_threads) { return new lp::Pool(num_threads); }
+// Null where the system gives the process no more threads or no memory.
+LP_API lp::Pool* lp_pool_new(int num_threads) {
+  try {
+    return new lp::Pool(num_threads);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
 
 LP_API void lp_pool_free(lp::Pool* pool) { delete pool; }
 

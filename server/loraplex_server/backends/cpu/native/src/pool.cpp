@@ -32,10 +32,17 @@ std::atomic<int>& Pool::num_forks() {
 }
 
 Pool::Pool(int num_threads) : shares_(static_cast<size_t>(std::max(1, num_threads))), num_forks_(num_forks().load()) {
-  for (int i = 1; i < num_threads; i++) workers_.emplace_back([this, i] { work(i); });
+  try {
+    for (int i = 1; i < num_threads; i++) workers_.emplace_back([this, i] { work(i); });
+  } catch (...) {
+    end();
+    throw;
+  }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { end(); }
+
+void Pool::end() {
   {
     std::lock_guard<std::mutex> lock(sleep_);
     ends_.store(true);

@@ -18,7 +18,7 @@ namespace lp {
 
 class Pool {
  public:
-  explicit Pool(int num_threads);
+  explicit Pool(int num_threads);  // throws std::exception where there are no more threads or no memory
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
@@ -74,6 +74,7 @@ class Pool {
   void share(Function function, const void* job, int num_chunks);
   int take_all(int thread);
   void work(int thread);
+  void end();  // and wait for the threads
 
   // What describes a job does not change while a chunk of it is out, and is there before its shares are.
   Function function_ = nullptr;

@@ -113,6 +113,34 @@ def test_a_fresh_pool_is_freed_at_once() -> None:
         native_kernels(4)
 
 
+# Stacks of threads count as memory of the process.
+REFUSED_THREADS = """
+import resource
+from pathlib import Path
+from loraplex_contracts.errors import FailedPrecondition
+from loraplex_server.backends.cpu.native.kernels import NativeKernels
+from loraplex_server.backends.cpu.native.library import load
+library = load().library
+num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (num_pages * resource.getpagesize() + (512 << 20),) * 2)
+before = len(list(Path("/proc/self/task").iterdir()))
+try:
+    NativeKernels(library, 5000)
+except FailedPrecondition as error:
+    assert "5000 threads; take fewer with --threads" in str(error), error
+    assert len(list(Path("/proc/self/task").iterdir())) == before
+    print("refused")
+"""
+
+
+def test_threads_that_the_system_does_not_give_are_one_error() -> None:
+    """Those that had begun end."""
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED_THREADS], timeout=60, check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
+
+
 # --- processes --------------------------------------------------------------------------------------------------------
 
 EXITING = """
