@@ -801,8 +801,10 @@ def raw_request(**fields: Any) -> bytes:
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("has_begun", [False, True])
-@pytest.mark.parametrize("num_behind", [0, 1, 5])
-async def test_a_client_that_leaves_frees_its_request(is_streamed: bool, has_begun: bool, num_behind: int) -> None:
+@pytest.mark.parametrize(("num_behind", "num_chars"), [(0, 0), (1, 2), (5, 2), (5, 1_000_000)])
+async def test_a_client_that_leaves_frees_its_request(
+    is_streamed: bool, has_begun: bool, num_behind: int, num_chars: int
+) -> None:
     """So does one that has sent further requests behind it, which are not begun."""
 
     async def unary(request: Generate, context: Any) -> bytes:
@@ -818,7 +820,8 @@ async def test_a_client_that_leaves_frees_its_request(is_streamed: bool, has_beg
         if is_streamed and has_begun:
             await reader.readuntil(b"t0 ")
         for _ in range(num_behind):
-            writer.write(raw_request())
+            writer.write(raw_request(prompt="x" * num_chars))
+            await writer.drain()
             await asyncio.sleep(0.01)  # each comes by itself
         writer.close()
         async with asyncio.timeout(5):

@@ -8,6 +8,7 @@ import functools
 import logging
 import socket
 import ssl
+from collections import deque
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Final
@@ -34,8 +35,8 @@ MAX_REQUEST_BYTES: Final = 4 * MAX_BODY_BYTES
 # Seconds of a connection from an answer to the next request, whatever comes between.
 KEEP_ALIVE_S: Final = 60
 BACKLOG: Final = 2048
-# Requests of a connection that wait behind the one under way before it is read no further, and a client that leaves is
-# no longer noticed.
+# Requests of a connection that wait behind the one under way, with bodies of MAX_BODY_BYTES together, before it is read
+# no further, and a client that leaves is no longer noticed.
 MAX_PIPELINED: Final = 16
 # Seconds that answers under way get to be read at the end, and seconds after which uvicorn cancels what is left then.
 END_S: Final = 1.0
@@ -56,7 +57,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, refusals: Refusals, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._refusals = refusals
-        self._open: list[RequestResponseCycle] = []  # requests without their whole answer, the one under way first
+        self._open: deque[RequestResponseCycle] = deque()  # without their whole answer, the one under way first
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -66,9 +67,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._end_timer()
         super().connection_lost(exc)
         for cycle in self._open:  # uvicorn tells the last one only
-            if not cycle.response_complete:
-                cycle.disconnected = True
-                cycle.message_event.set()
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -87,8 +87,17 @@ class BoundedProtocol(HttpToolsProtocol):
         self._end_timer()
         super().on_headers_complete()
         self.cycle.keep_alive &= not self._is_last
-        self._open = [*(cycle for cycle in self._open if not cycle.response_complete), self.cycle]
-        if len(self._open) <= MAX_PIPELINED:
+        self._open.append(self.cycle)
+        self._read_on()
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        if self.pipeline:  # the body under way is read as its app asks for it
+            self._read_on()
+
+    def _read_on(self) -> None:
+        """Reads on where uvicorn waits for the answer under way."""
+        if len(self._open) <= MAX_PIPELINED and sum(len(cycle.body) for cycle in self._open) <= MAX_BODY_BYTES:
             self.flow.resume_reading()
 
     def on_message_complete(self) -> None:
@@ -98,6 +107,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        self._open.popleft()
         is_last = not self.pipeline
         super().on_response_complete()
         if is_last:

@@ -14,6 +14,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from support.certificates import Pair, certificate_of, new_pair
 from support.fake_workers import until
+from uvicorn.protocols.http import httptools_impl
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_router.http import server as http_server
@@ -112,6 +114,26 @@ async def test_a_part_of_a_head_behind_a_running_answer_does_not_cut_it(monkeypa
                     await reader.readuntil(b"halfhalf")
                 assert await reader.read() == b""
             writer.close()
+
+
+async def test_requests_that_wait_are_not_looked_at_again_for_each_further_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_looks = 0
+
+    class Counted(RequestResponseCycle):
+        def __getattribute__(self, name: str) -> Any:
+            nonlocal num_looks
+            num_looks += name == "response_complete"
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr(httptools_impl, "RequestResponseCycle", Counted)
+    num_requests = 2000
+    async with serving() as address:
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(b"GET /slow HTTP/1.1\r\n\r\n" + b"GET / HTTP/1.1\r\n\r\n" * num_requests)
+        async with asyncio.timeout(10.0):
+            await reader.readuntil(b"halfhalf")
+        assert num_looks < 10 * num_requests
+        writer.close()
 
 
 UPGRADE = HEAD + b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAE\r\n"
