@@ -164,9 +164,9 @@ class AdapterFanOut:
     async def get(self, call: Call, raw: bytes) -> bytes:
         adapter_id = _named(call, adapter_pb2.GetAdapterRequest, raw)
         answers = await self._ask(call, raw, self._routable())
-        asked = {failure.worker_id for failure in answers.failures}
+        deniers = {failure.worker_id for failure in answers.failures if not failure.may_retry}
         keepers = self._replicas.keepers([adapter_id])
-        if not answers.num_answered and keepers is not None and keepers.isdisjoint(asked):
+        if not answers.num_answered and keepers is not None and keepers.isdisjoint(deniers):
             raise self._replicas.no_worker([adapter_id])  # as requests for it; others do not know the name
         answers.raise_unless_answered()
         return answers.serialized()

@@ -239,6 +239,15 @@ async def test_a_worker_that_has_forgotten_an_adapter_does_not_have_it() -> None
         assert isinstance(await error_of(stub(c.channel).GetAdapter(Get(adapter_id="sql"))), AdapterNotFound)
 
 
+async def test_a_worker_whose_engine_is_lost_may_still_have_its_adapter() -> None:
+    async with cluster(2) as c:
+        keeper, _ = c.workers
+        keeper.report(tiers={"sql": 4}, sourced=["sql"])
+        await until(lambda: c.router.replicas.keepers(["sql"]) is not None)
+        keeper.adapter_error = EngineLost("the engine has ended")
+        assert isinstance(await error_of(stub(c.channel).GetAdapter(Get(adapter_id="sql"))), NoWorker)
+
+
 async def test_an_unload_goes_to_all() -> None:
     async with cluster(3) as c:
         for worker in c.workers[:2]:
