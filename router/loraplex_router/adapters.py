@@ -156,8 +156,8 @@ class AdapterFanOut:
         num_running = sum(row.running_requests for row in answers.rows)
         if num_running:
             raise AdapterInUse(
-                f"{num_running} requests use adapter {adapter_id!a}; unload it later, or without `if_unused` to let "
-                "them end",
+                f"adapter {adapter_id!a} is in use (requests: {num_running}); unload it later, or without `if_unused` "
+                "to let them end",
                 resource=adapter_id,
             )
 

@@ -319,8 +319,9 @@ class InferenceRelay:
                     raise
                 if is_seen and resumption is not None:
                     resumption.restart(failure)
-                # A request that no worker knows is the client's fault: no warning.
-                level = logging.INFO if failure.is_unimplemented else logging.WARNING
+                # The client asks for more, or for sooner, than this worker can give, which is well: no warning.
+                is_usual = failure.is_unimplemented or isinstance(failure.typed, Overloaded)
+                level = logging.INFO if is_usual else logging.WARNING
                 log.log(level, "%s; looking for another worker", failure, extra={"request_id": call.request_id})
                 last = failure
                 if failure.is_unimplemented:

@@ -152,11 +152,13 @@ class TenantQuotas:
                 f"this counts as {asked} requests at once, one for each completion, and tenant {tenant!a} may have "
                 f"{most} here; ask for fewer",
             )
-        if num_running + asked > most:
+        if (num_too_many := num_running + asked - most) > 0:
+            counted = f"this counts as {asked} requests at once, and " if asked > 1 else ""
+            wait = "one has" if num_too_many == 1 else f"{num_too_many} have"
             raise quota_exceeded(
                 CONCURRENT_REQUESTS,
-                f"tenant {tenant!a} has {num_running} requests under way here and may have {most}; try again when one "
-                "has ended",
+                f"{counted}tenant {tenant!a} has {num_running} requests under way here and may have {most}; try again "
+                f"when {wait} ended",
                 RETRY_S,
             )
         return asked

@@ -217,7 +217,8 @@ class AdapterTable:
         num_holds = 0 if key is None else self.residency.records[key].holds[base]
         if if_unused and num_holds:
             raise AdapterInUse(
-                f"{num_holds} requests use adapter {name!a}; unload it later, or without `if_unused` to let them end",
+                f"adapter {name!a} is in use (requests: {num_holds}); unload it later, or without `if_unused` to let "
+                "them end",
                 resource=name,
             )
         if version is None:

@@ -115,6 +115,10 @@ def test_each_completion_counts() -> None:
     quotas, acme = TenantQuotas(), tenant(max_concurrent_requests=4)
     ticket = quotas.take(acme, num_requests=3)
     assert refusal(quotas, acme, num_requests=2).retry_after_s == 1.0
+    assert str(refusal(quotas, acme, num_requests=3)) == (
+        "this counts as 3 requests at once, and tenant 'acme' has 3 requests under way here and may have 4; try again "
+        "when 2 have ended"
+    )
     ticket.close()
     assert refusal(quotas, acme, num_requests=5).retry_after_s is None
     quotas.take(acme, num_requests=4)

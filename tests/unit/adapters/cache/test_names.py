@@ -391,7 +391,7 @@ def test_unloading_may_be_refused_while_requests_use_it() -> None:
     table = make_table()
     bound(table, "x", OLD)
     assert table.resolve("x", 0.0) == OLD
-    with pytest.raises(AdapterInUse, match="1 requests"):
+    with pytest.raises(AdapterInUse, match="requests: 1"):
         table.unload("x", if_unused=True)
     assert table.row("x").num_uses == 1
     table.residency.drop_hold(OLD, name="x")
@@ -413,7 +413,7 @@ def test_one_name_shows_nothing_of_requests_for_another_name_of_its_content() ->
     with pytest.raises(IllegalTransition, match="not held by the name 'acme/x'"):
         table.residency.drop_hold(OLD, name="acme/x")
     assert table.unload("acme/x", if_unused=True) == OLD
-    with pytest.raises(AdapterInUse, match="2 requests"):
+    with pytest.raises(AdapterInUse, match="requests: 2"):
         table.unload("beta/y", if_unused=True)
 
 
@@ -456,7 +456,7 @@ def test_requests_for_a_version_use_the_name() -> None:
     bound(table, "y", OLD)
     assert table.resolve(f"x@{OLD.digest[:12]}", 0.0) == OLD
     assert (table.row("x").num_uses, table.row("y").num_uses) == (1, 0)
-    with pytest.raises(AdapterInUse, match="1 requests"):
+    with pytest.raises(AdapterInUse, match="requests: 1"):
         table.unload("x", if_unused=True)
     table.residency.drop_hold(OLD, name="x")
     assert table.unload("x", if_unused=True) == OLD
