@@ -76,7 +76,7 @@ _MAX_INT: Final = 2**31 - 1  # of a channel's options
 
 # host:port, of which either part may be missing; an IPv6 address has brackets.
 _ADDRESS = re.compile(r"([^\s:/\[\]]+|\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\])(?::([0-9]{1,5}))?\Z")
-_LOOPBACK = re.compile(r"(localhost|127(\.\d+){3}|\[::1\]):")
+_LOOPBACK = re.compile(r"((dns|ipv4|ipv6):(///)?)?(localhost|127(\.\d+){3}|\[::1\])(:\d+)?\Z", re.IGNORECASE)
 _OF_GRPC = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):\S+\Z")  # schemes of its names
 _HEADER = re.compile(r"[A-Za-z0-9._-]+\Z")
 _TOKEN = re.compile(r"[\x21-\x7e]+\Z")
@@ -172,9 +172,9 @@ class Settings:
         tls, options = self.tls, self.channel_options()
         if tls is None:
             return library.insecure_channel(self.target, options)
-        # gRPC does not see the certificate behind a byte order mark.
-        ca = tls.root_certificates and tls.root_certificates.removeprefix(codecs.BOM_UTF8)
-        credentials = grpc.ssl_channel_credentials(ca, tls.client_key, tls.client_certificate)
+        # gRPC does not see what stands behind a byte order mark.
+        pems = (tls.root_certificates, tls.client_key, tls.client_certificate)
+        credentials = grpc.ssl_channel_credentials(*(pem and pem.removeprefix(codecs.BOM_UTF8) for pem in pems))
         return library.secure_channel(self.target, credentials, options)
 
 

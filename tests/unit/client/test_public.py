@@ -80,6 +80,10 @@ def test_tls(tmp_path: Path) -> None:
         tls = loraplex.Tls(root_certificates=codecs.BOM_UTF8 + cert.read_bytes(), server_name="box")
         with loraplex.Client(f"127.0.0.1:{port}", tls=tls) as client, pytest.raises(loraplex.Unimplemented):
             client.info(timeout_s=10)  # it got through: a server without services says so
+        ca, marked_key, marked_cert = (codecs.BOM_UTF8 + pem for pem in (pair[1], *pair))
+        tls = loraplex.Tls(ca, client_certificate=marked_cert, client_key=marked_key, server_name="box")
+        with loraplex.Client(f"127.0.0.1:{asking_port}", tls=tls) as client, pytest.raises(loraplex.Unimplemented):
+            client.info(timeout_s=10)
         refused = pytest.raises(loraplex.ServerUnreachable, match=r"vouches for its certificate.*\(--ca-cert\)")
         with loraplex.Client(f"127.0.0.1:{port}", tls=True) as client, refused:
             client.info(timeout_s=10)
