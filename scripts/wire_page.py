@@ -38,10 +38,11 @@ A field marked `optional` tells unset from its default; of fields marked with th
   `MaxCallRecvMsgSize`, `maxInboundMessageSize`). Answers with logprobs or vectors may be larger; routers let up to
   64 MiB through. Requests may have 4 MiB (`--max-message` of the server).
 - Clients may ping (`keepalive_time`) once a second, with or without calls.
-- Give each call a deadline. A call that ends without its message is not answered before its deadline.
+- Give each call a deadline. A unary call whose message never comes stays open
+  until its deadline.
 - Seeds are 64 bits wide; those that a server chooses have 53, so that JavaScript's numbers hold them.
-- A service config that checks health and tries again what was not begun; streams are tried again only until their first
-  message:
+- A service config that checks health and tries again what failed as UNAVAILABLE, whose work may have begun; streams are
+  tried again only until their first message:
 
 ```json
 {

@@ -40,7 +40,8 @@ _FORWARDABLE: Final = re.compile(r"[ -~]{1,2048}")
 
 # Made once: `json.dumps` makes an encoder for each call with other options than its own.
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-# Ends of lines for Python's `splitlines`, by which clients read a stream (httpx's `iter_lines`), and no others.
+# Ends of lines for Python's `splitlines`, by which clients read a stream (httpx's `iter_lines`). JSON itself escapes
+# the other ones.
 _LINE_ENDS: Final = {end: f"\\u{ord(end):04x}" for end in ("\x85", "\u2028", "\u2029")}
 
 Handle = Callable[[bytes, CallContext], Awaitable[Any]]
