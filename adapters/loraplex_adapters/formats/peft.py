@@ -225,7 +225,7 @@ def _module(
         is_transposed = is_parameter and (module.is_conv1d or module.kind == "embedding")
         if is_embedding is not (module.kind == "embedding") and not is_transposed:
             raise ShapeMismatch(f"{a.where} does not fit: {path!a} is of kind {module.kind}")
-        listed = targets.embedding if is_tied(module.path, config, targets) else path
+        listed = places.name_of(targets.embedding) if is_tied(module.path, config, targets) else path
         if not is_parameter and (field := config.targets.field_against(listed)):
             raise not_named(a, field)
         rank, scale = config.rank_and_scale(f"{path}.weight" if is_parameter else path, budget)

@@ -33,7 +33,7 @@ class Places:
         self._known = {*targets.modules, *targets.experts, *targets.parameters}
         # An adapter of a model without a head (FEATURE_EXTRACTION) leaves out where that is in the one with its head.
         backbone = f"{targets.backbone}."
-        paths = {path.replace(LAYER, "") for path in paths}
+        self._paths = paths = {path.replace(LAYER, "") for path in paths}
         is_backbone = paths.isdisjoint(self._known) and any(backbone + path in self._known for path in paths)
         self._above = backbone if is_backbone else ""
         self._by_end: dict[str, list[str]] = {}
@@ -47,6 +47,11 @@ class Places:
         ends = self._by_end.get(_below(path), [])
         differs = len(ends) == 1 and any(_LANGUAGE_MODEL in one.split(".") for one in (path, ends[0]))
         return ends[0] if differs else path
+
+    def name_of(self, place: str) -> str:
+        """The path by which the adapter names a module of the base model; the module's own where it has no terms for
+        it."""
+        return next((path for path in self._paths if self.of(path) == place), place)
 
 
 def _below(path: str) -> str:

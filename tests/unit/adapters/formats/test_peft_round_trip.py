@@ -174,6 +174,22 @@ def test_tied_embedding_and_head(tmp_path: Path) -> None:
             check_adapter("sql", DirectorySource(tmp_path), targets)
 
 
+@pytest.mark.parametrize("names", [["lm_head", "q_proj"], ["lm_head"], r".*(lm_head|q_proj)"])
+def test_tied_embedding_that_the_base_has_elsewhere(names: list[str] | str, tmp_path: Path) -> None:
+    """The configuration names the embedding by its path in the model that PEFT trained."""
+    model = llama(tied=True)
+    own = targets_of(model).modules.values()
+    modules = [replace(one, path=one.path.replace("model.", "model.language_model.", 1)) for one in own]
+    targets = replace(
+        targets_of(model),
+        modules={one.path: one for one in modules},
+        embedding="model.language_model.embed_tokens",
+        tied_head="lm_head",
+    )
+    save(model, tmp_path, r=4, lora_alpha=8, target_modules=names, ensure_weight_tying=True)
+    check_adapter("sql", DirectorySource(tmp_path), targets)
+
+
 def test_saved_without_copies_of_the_embeddings(tmp_path: Path) -> None:
     model = llama()
     targets = targets_of(model)
