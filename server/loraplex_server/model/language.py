@@ -62,7 +62,11 @@ def read_language_model(model_id: str, config: PreTrainedConfig, **options: Any)
 
 
 def _is_of_one(name: str, parameters: Collection[str]) -> bool:
-    """True if the name of a weight continues that of a parameter, as its scale's does (`weight_scale_inv`)."""
+    """True if the name of a weight continues that of a parameter, as its scale's does (`weight_scale_inv`). Of experts
+    models have one parameter for all, and the files one for each."""
+    head, experts, rest = name.partition(".experts.")
+    if experts and re.search(r"\.weight[._]", rest) and any(one.startswith(head + experts) for one in parameters):
+        return True
     return any(name[: end.start()] in parameters for end in re.finditer(r"[._]", name))
 
 

@@ -40,6 +40,17 @@ def test_quantised_weights_are_refused_where_the_configuration_is_silent(scale: 
         load_model(str(tmp_path), device="cpu")
 
 
+def test_quantised_experts_are_refused_where_the_configuration_is_silent(tmp_path: Path) -> None:
+    """The files have each expert's weights, the model one parameter for all experts."""
+    random_model("qwen3_moe", torch.float32).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    for name in [one for one in weights if ".experts." in one]:
+        weights |= {name: weights[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"have \S+weight_scale_inv, which Qwen3MoeForCausalLM does not read"):
+        load_model(str(tmp_path), device="cpu")
+
+
 def test_other_weights_in_the_files_are_left_out(tmp_path: Path) -> None:
     """Those of layers that predict further tokens, say."""
     random_model("llama", torch.float32).save_pretrained(tmp_path)
