@@ -54,7 +54,10 @@ _ENDS: Final = (
     ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), 1),
     ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), -1),
 )
-_NEXT: Final = 1e-9  # from a bound, where floats of its size are as near
+_NEXT: Final = 1e-9  # from a bound
+_NEXT_SHARE: Final = 2.0**-50  # of a large one: llguidance may read a float as the one beside it
+# Keywords by which two parts of a schema may bound the same number.
+_JOINING: Final = frozenset(("allOf", "anyOf", "oneOf", "$ref", "patternProperties"))
 # Keywords of JSON Schema before draft 4: llguidance takes them for comments.
 _OLD_KEYWORDS: Final = ("disallow", "divisibleBy", "extends")
 # Keywords by values with which they demand nothing: libraries write them, and llguidance refuses the keywords.
@@ -225,8 +228,8 @@ def _checked(schema: dict[str, Any], compact: bool, field: str) -> tuple[str, li
             if reason := _unenforced(part):
                 raise _refused(field, reason)
         complete(schema)
+        _include_bounds(parts)
         for part in parts:
-            _include_bounds(part)
             if isinstance(part.get("pattern"), str):
                 part["pattern"] = quotable(part["pattern"])
             if isinstance(part.get("patternProperties"), dict):
@@ -283,18 +286,26 @@ def _check_references(root: dict[str, Any], parts: list[dict[str, Any]], field: 
             raise _refused(field, f"`$ref` cannot be enforced: {reference[:80]!a} is not a schema's place in it")
 
 
-def _include_bounds(schema: dict[str, Any]) -> None:
-    """Replaces excluded bounds that are whole numbers by numbers next to them, where the other end is less than one
-    away: llguidance 1.9.1 takes the whole number itself there. Changes the schema."""
-    for excluded, included, other_end, sign in _ENDS:
-        bound, ends = schema.get(excluded), [schema[name] for name in other_end if _is_number(schema.get(name))]
-        if not _is_number(bound) or bound % 1 or not ends:
-            continue
-        beside = sign * max(sign * bound + _NEXT, math.nextafter(sign * bound, math.inf))
-        if sign * (beside - bound) < min(sign * (end - bound) for end in ends) < 1:
-            del schema[excluded]
-            given = schema.get(included)
-            schema[included] = sign * max(sign * beside, sign * given) if _is_number(given) else beside
+def _include_bounds(parts: list[dict[str, Any]]) -> None:
+    """Replaces excluded bounds that are whole numbers by numbers next to them, where the other end, of the same part or
+    of one that may be about the same number, is less than one away: llguidance 1.9.1 takes the whole number itself
+    there. Elsewhere they stay: below a maximum of 8.999 it refuses 8.9 and 8.99. Changes the parts."""
+    groups = [parts] if any(part.keys() & _JOINING for part in parts) else [[part] for part in parts]
+    for group in groups:
+        near = [_wholes_near(group, other_end, sign) for _, _, other_end, sign in _ENDS]
+        for (excluded, included, _, sign), wholes in zip(_ENDS, near, strict=True):
+            for part in group:
+                bound, given = part.get(excluded), part.get(included)
+                if _is_number(bound) and bound in wholes:
+                    beside = sign * bound + max(_NEXT, abs(bound) * _NEXT_SHARE)
+                    del part[excluded]
+                    part[included] = sign * (max(beside, sign * given) if _is_number(given) else beside)
+
+
+def _wholes_near(parts: list[dict[str, Any]], names: tuple[str, ...], sign: int) -> set[int]:
+    """The whole numbers less than one below (`sign` -1: above) the bounds of these names."""
+    bounds = [part[name] for part in parts for name in names if _is_number(part.get(name))]
+    return {sign * math.floor(sign * bound) for bound in bounds if bound % 1}
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:

@@ -106,6 +106,15 @@ def fits(grammars: Compiler, schema: Mapping[str, object], text: str) -> bool:
         ({"exclusiveMaximum": -99, "exclusiveMinimum": -99.5, "maximum": 5}, "-99 -99.0 -99.5", "-99.1"),
         ({"exclusiveMinimum": 2**40, "maximum": 2**40 + 0.5}, f"{2**40} {2**40 + 1}", f"{2**40 + 0.25}"),
         ({"exclusiveMinimum": 0, "exclusiveMaximum": 1}, "0 1", "0.5"),
+        ({"allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]}, "0 0.0 0.51", "0.1 0.5"),
+        ({"exclusiveMaximum": 9, "anyOf": [{"minimum": 8.5}, {"maximum": 5}]}, "8.4 9 9.0", "-1 5 8.6"),
+        ({"$ref": "#/$defs/p", "maximum": 0.5, "$defs": {"p": {"exclusiveMinimum": 0}}}, "0 0.0 0.51", "0.1 0.5"),
+        ({"exclusiveMinimum": 0}, "0 0.0 -0 -1", "0.1 1 1000.5 0.0000000001"),
+        ({"minimum": 0, "exclusiveMaximum": 1}, "1 1.0 -0.1", "0 0.5 0.9 0.99"),
+        ({"exclusiveMaximum": 2**40, "minimum": 2**40 - 0.5}, f"{2**40} {2**40 - 1}", f"{2**40 - 0.25}"),
+        ({"exclusiveMinimum": 0, "type": "integer"}, "0 -0 -1", "1 2 1000"),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 10, "type": "integer"}, "0 10", "1 9"),
+        ({"exclusiveMinimum": 3, "type": "integer", "allOf": [{"maximum": 7}]}, "3 8", "4 7"),
     ],
 )
 def test_excluded_bounds_are_left_out(
@@ -115,6 +124,15 @@ def test_excluded_bounds_are_left_out(
         assert [fits(grammars, {"type": "number", **bounds}, text) for text in texts.split()] == [
             is_inside for _ in texts.split()
         ]
+
+
+@pytest.mark.parametrize("bound", [1, 10**8, 2**30, 2**40, 2**50, 2**52 + 1, 2**53 - 2, 2**53 - 1])
+def test_excluded_bounds_may_be_large(grammars: Compiler, bound: int) -> None:
+    for signed in (bound, -bound):
+        for kind in ("integer", "number"):
+            for name, inside in (("exclusiveMinimum", signed + 1), ("exclusiveMaximum", signed - 1)):
+                schema = {"type": kind, name: signed}
+                assert [fits(grammars, schema, str(one)) for one in (signed, inside)] == [False, True], schema
 
 
 def test_a_schema_without_a_type_that_tells_of_properties_is_one_of_an_object(grammars: Compiler) -> None:
