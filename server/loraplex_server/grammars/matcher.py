@@ -67,8 +67,8 @@ MAX_REBUILD_S: Final = 0.05
 
 @dataclass(slots=True)
 class Compiled:
-    """One compiled grammar. All places in it share the library's lexer, which has no more states at some time: then
-    none of them goes on."""
+    """One compiled grammar. All places in it share the library's lexer. The lexer's states are bounded; once it is
+    full, no place that shares it goes on."""
 
     build: Callable[[], LLMatcher]  # a place at the beginning, with a lexer of its own
     build_s: float  # that it took
@@ -197,9 +197,9 @@ def _fill(job: Job, bits: Bits) -> None:
 
 def fill_in_parallel(jobs: Jobs, bits: Bits) -> None:
     """Fills masks in the library's threads: of all matchers at once, along their drafts one after another."""
-    ways = [_along(matcher.inner, row, draft) for matcher, row, draft in jobs]
+    iterators = [_along(matcher.inner, row, draft) for matcher, row, draft in jobs]
     reasons = [""] * len(jobs)
-    while places := [(idx, place) for idx, way in enumerate(ways) if (place := next(way, None)) is not None]:
+    while places := [(idx, place) for idx, one in enumerate(iterators) if (place := next(one, None)) is not None]:
         rows = [place for _, place in places]
         _executor().unsafe_compute_mask_ptr(rows, _address(bits), bits.shape[1] * bits.itemsize, len(bits))
         for idx, (inner, at) in places:
