@@ -45,8 +45,9 @@ def check_tokens(files: AdapterFiles, plan: LoraPlan, targets: BaseTargets) -> N
 
 
 def _added_in(data: bytes) -> dict[str, Any]:
-    """Ids of a tokenizer.json's tokens beside its vocabulary. They come before that in such files, so megabytes of it
-    are not parsed, which would hold up the other threads of the process. Raises AdapterInvalid."""
+    """Ids of a tokenizer.json's tokens beside its vocabulary, by the first list of the name `added_tokens`. It comes
+    before the vocabulary in such files, so megabytes of that are not parsed, which would hold up the other threads of
+    the process. Raises AdapterInvalid."""
     with contextlib.suppress(ValueError, RecursionError):
         text = data.decode("utf-8")
         if found := _ADDED.search(text):
