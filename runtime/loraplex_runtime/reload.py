@@ -153,7 +153,7 @@ def server_credentials(files: Reloader, cert: Path | None, key: Path | None) -> 
 
     def parse(cert_pem: bytes, key_pem: bytes) -> grpc.ServerCertificateConfiguration:
         check_pair(cert, key)
-        _check_key(cert_pem, cert)
+        _warn_of_expiry(check_key(cert_pem, cert), cert)
         return grpc.ssl_server_certificate_configuration([(_ascii(key_pem), _ascii(cert_pem))])
 
     pair = files.follow([(cert, "--tls-cert"), (key, "--tls-key")], parse)
@@ -179,8 +179,9 @@ def check_pair(cert: Path, key: Path) -> None:
     load_pair(context, cert, key)
 
 
-def _check_key(cert_pem: bytes, cert: Path) -> None:
-    """Raises InvalidArgument where gRPC's servers or clients cannot use the key of a certificate that OpenSSL took."""
+def check_key(cert_pem: bytes, cert: Path) -> bytes:
+    """The certificate, which OpenSSL took, as DER. Raises InvalidArgument where gRPC's servers or clients cannot use
+    its key."""
     found = _CERTIFICATE.search(cert_pem)
     if found is None or found[1].strip() not in (b"", b"X509"):
         raise InvalidArgument(f"--tls-cert {cert} has no line -----BEGIN CERTIFICATE-----", field="--tls-cert")
@@ -190,6 +191,10 @@ def _check_key(cert_pem: bytes, cert: Path) -> None:
             f"--tls-cert {cert} has a key of a kind that gRPC cannot use; make one that is RSA, P-256 or P-384",
             field="--tls-cert",
         )
+    return der
+
+
+def _warn_of_expiry(der: bytes, cert: Path) -> None:
     if (validity := _VALIDITY.search(der)) is not None:
         until = validity[1].decode()
         ended = datetime.strptime(until, "%y%m%d%H%M%SZ" if len(until) == 13 else "%Y%m%d%H%M%SZ").replace(tzinfo=UTC)

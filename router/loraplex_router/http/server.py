@@ -22,7 +22,7 @@ from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
 from loraplex_router.http.middleware import MAX_BODY_BYTES
 from loraplex_runtime.listener import bound_socket, join_address, why_not_listening
 from loraplex_runtime.refusals import Refusals
-from loraplex_runtime.reload import Reloader, load_pair
+from loraplex_runtime.reload import Reloader, check_key, load_pair
 from loraplex_runtime.request_record import RequestRecord
 
 log = logging.getLogger(__name__)
@@ -287,9 +287,10 @@ class HttpServer:
 def _tls_context(files: Reloader, cert: Path, key: Path) -> ssl.SSLContext:
     """The context of a port. New connections get the pair that `files` read last."""
 
-    def parse(_cert: bytes, _key: bytes) -> ssl.SSLContext:
+    def parse(cert_pem: bytes, _key: bytes) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         load_pair(context, cert, key)
+        check_key(cert_pem, cert)  # the router's other port has the same pair, and each port keeps what it can use
         return context
 
     pair = files.follow([(cert, "--tls-cert"), (key, "--tls-key")], parse)

@@ -301,6 +301,12 @@ async def test_a_port_shows_its_pair_until_another_is_whole(
             await shown_by(address, "ECDHE-ECDSA-AES128-GCM-SHA256")
 
 
+async def test_a_key_that_the_port_of_grpc_cannot_use_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="kind that gRPC cannot use"):
+        async with serving(new_pair(tmp_path, "strange", key="ed25519")):
+            pass
+
+
 async def test_a_key_that_is_too_weak_for_https_is_said_to_be(tmp_path: Path) -> None:
     weak = new_pair(tmp_path, "weak", key="weak")
     with pytest.raises(InvalidArgument, match="are too weak"):
