@@ -13,6 +13,7 @@ from support.simulated_adapters import AdapterSimulation
 from support.simulated_load import Fate, Simulation, request
 
 from loraplex_contracts.request import Request
+from loraplex_server.scheduler.sequence_table import EXPECTED_TOKENS
 
 STEP_S, MAX_TOKENS = 0.02, 40
 OWN_S = STEP_S * MAX_TOKENS  # of one text
@@ -92,28 +93,70 @@ def test_a_burst_of_loads_holds_up_no_other_tenant() -> None:
     assert max(wait for group in fates for wait in waits_s(group)) <= 3 * OWN_S
 
 
-@pytest.mark.parametrize("num_adapters", [2, 10])
-def test_texts_that_end_early_cost_a_tenant_with_several_adapters_no_more(num_adapters: int) -> None:
-    """Twenty clients of each of two tenants ask anew when their texts end, long before the limit."""
+def tokens_of_clients(
+    clients: list[tuple[str, str]], max_tokens: dict[str, int], lengths: dict[str, int], num_steps: int
+) -> Counter[str]:
+    """Tokens of prompts and texts that each tenant gets in eight rows. Each client, a tenant with an adapter, asks anew
+    when its text ends: after its tenant's `lengths` tokens."""
     simulation = Simulation(step_s, max_running=8, max_queue_wait_s=0)
-    ended = Counter[str]()
+    live: list[Fate] = []
+    taken = Counter[str]()
 
     def ask(tenant: str, adapter_id: str) -> None:
-        name = f"{tenant}-{adapter_id}-{len(simulation.fates)}"
-        simulation.add(request(name, max_tokens=500, tenant=tenant, adapter_id=adapter_id))
+        name, limit = f"{tenant}-{adapter_id}-{len(simulation.fates)}", max_tokens[tenant]
+        live.append(simulation.add(request(name, max_tokens=limit, tenant=tenant, adapter_id=adapter_id)))
 
-    for number in range(20):
-        ask("several", f"a{number % num_adapters}")
-        ask("one", "b")
-    for _ in range(1500):
+    def is_over(fate: Fate) -> bool:
+        num_tokens = 0 if fate.began_s is None else round((simulation.now - fate.began_s) / STEP_S)
+        return fate.ended_s is not None or num_tokens >= lengths[fate.request.tenant]
+
+    for client in clients:
+        ask(*client)
+    for _ in range(num_steps):
         simulation.step()
-        until_s = simulation.now - OWN_S
-        running = [fate for fate in simulation.fates.values() if fate.began_s is not None and fate.ended_s is None]
-        for one in [fate.request for fate in running if (fate.began_s or 0.0) < until_s]:
-            simulation.stop(one.request_id)
-            ended[one.tenant] += 1
-            ask(one.tenant, one.adapter_id)
-    assert ended["several"] >= 0.7 * ended["one"] > 50, ended
+        for fate in [fate for fate in live if is_over(fate)]:
+            live.remove(fate)
+            simulation.stop(fate.request.request_id)
+            ask(fate.request.tenant, fate.request.adapter_id)
+    simulation.scheduler.check_integrity()
+    for fate in simulation.fates.values():
+        if fate.began_s is not None:
+            until_s = simulation.now if fate.ended_s is None else fate.ended_s
+            taken[fate.request.tenant] += len(fate.request.prompt_token_ids) + round((until_s - fate.began_s) / STEP_S)
+    return taken
+
+
+@pytest.mark.parametrize("num_adapters", [2, 10])
+def test_texts_that_end_early_cost_a_tenant_with_several_adapters_no_more(num_adapters: int) -> None:
+    """Twenty clients of each of two tenants, whose texts end long before the limit."""
+    several = [("several", f"a{number % num_adapters}") for number in range(20)]
+    limits, lengths = {"several": 500, "one": 500}, {"several": 40, "one": 40}
+    taken = tokens_of_clients([*several, *[("one", "b")] * 20], limits, lengths, 1500)
+    assert taken["several"] >= 0.7 * taken["one"] > 2000, taken
+
+
+@pytest.mark.parametrize(
+    ("num_clients", "num_adapters", "limits", "lengths"),
+    [
+        ((20, 20), 1, (40_000, 40), (40, 40)),  # one names max_tokens
+        ((60, 20), 1, (40_000, 40), (40, 40)),
+        ((20, 20), 20, (40_000, 40), (40, 40)),
+        ((60, 20), 1, (4000, 4000), (400, 40)),  # long and short texts
+        ((20, 40), 5, (4000, 4000), (100, 300)),
+        ((20, 20), 1, (4000, 4000), (1500, 40)),
+    ],
+)
+def test_two_tenants_get_the_same_whatever_their_limits_and_lengths(
+    num_clients: tuple[int, int], num_adapters: int, limits: tuple[int, int], lengths: tuple[int, int]
+) -> None:
+    """Tokens of both, whose clients ask anew when a text ends, differ by no more than eight rows hold."""
+    clients = [("a", f"a{number % num_adapters}") for number in range(num_clients[0])]
+    clients += [("b", "")] * num_clients[1]
+    names = ("a", "b")
+    taken = tokens_of_clients(
+        clients, dict(zip(names, limits, strict=True)), dict(zip(names, lengths, strict=True)), 1500
+    )
+    assert abs(taken["a"] - taken["b"]) <= 2 * 8 * max(*lengths, EXPECTED_TOKENS), taken
 
 
 @settings(max_examples=6, deadline=None)

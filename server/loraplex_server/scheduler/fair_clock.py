@@ -81,13 +81,17 @@ class FairClock:
             self._openings = {tenant: end for tenant, end in self._openings.items() if end > self._now}
             self._prune_at = 2 * len(self._ends) + 64
 
-    def refund(self, flow: Flow, place: Place, num_tokens: int) -> None:
-        """Gives the flow back the tokens of a completion that ended with so many fewer than it might have had. `place`:
-        of its request."""
-        if flow in self._ends:
-            self._ends[flow] = max(self._now, self._ends[flow] - num_tokens * place.num_flows)
-        if place.opens_flow and flow[0] in self._openings:
-            self._openings[flow[0]] = max(self._now, self._openings[flow[0]] - num_tokens)
+    def charge(self, flow: Flow, place: Place, num_tokens: int) -> None:
+        """Charges the flow for so many more tokens of a request, or gives them back where they are below 0. `place`: of
+        the request. Those that wait are moved by `moved`."""
+        # A flow whose end has passed may be forgotten while its texts run.
+        self._ends[flow] = max(self._now, self._ends.get(flow, place.start) + num_tokens * place.num_flows)
+        if place.opens_flow:
+            self._openings[flow[0]] = max(self._now, self._openings.get(flow[0], place.start) + num_tokens)
+
+    def moved(self, place: Place, num_tokens: int) -> Place:
+        """The place of a request that waits, so many tokens later, or earlier where they are below 0."""
+        return Place(max(self._now, place.start + num_tokens), place.num_flows, place.opens_flow)
 
     def _is_idle(self, flow: Flow) -> bool:
         """True if nothing of the flow waits and it has asked for no more than its share: its next request opens it

@@ -26,6 +26,10 @@ from loraplex_server.kv.blocks import BlockPool, KeyChain
 from loraplex_server.kv.states import NO_STATE, StatePool
 from loraplex_server.scheduler.fair_clock import FairClock, Place
 
+# Output tokens that a completion is charged for in the fair order until it ends, or max_tokens where that is less. What
+# it has then is charged in their place: most requests name no max_tokens, and may have the whole context.
+EXPECTED_TOKENS = 256
+
 
 class SequenceStatus(Enum):
     HELD = "held"  # its sibling computes the prompt that both share
@@ -137,6 +141,13 @@ class RequestState:
             raise IllegalTransition(f"request {self.request.request_id}: {self.phase.value} -> {to.value}")
         self.phase = to
 
+    def set_order(self) -> None:
+        """Puts the start tag of its place into the order of its sequences."""
+        start = self.place.start
+        for seq in self.sequences:
+            priority, _, serial, index = seq.order
+            seq.order = priority, start, serial, index
+
     def adapter_wait_so_far_s(self, now: float) -> float:
         """Seconds that it has waited for its adapter."""
         return self.adapter_wait_s + (0.0 if self.adapter_missed_s is None else now - self.adapter_missed_s)
@@ -149,6 +160,11 @@ class RequestState:
     @property
     def flow(self) -> Flow:
         return self.request.tenant, self.request.adapter_name
+
+    @property
+    def num_expected(self) -> int:
+        """Output tokens that each of its completions is charged for until it ends."""
+        return min(self.max_total_tokens - self.num_prompt_tokens, EXPECTED_TOKENS)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -203,6 +219,11 @@ class SequenceState:
     def num_tokens(self) -> int:
         """Number of tokens: those known and those certain to come."""
         return len(self.token_ids) + self.num_coming
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of output tokens that are known."""
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_left(self) -> int:
@@ -319,10 +340,9 @@ class SequenceTable:
         """Takes in a new request; its first sequence waits to compute the prompt for all."""
         self.requests[request.request.request_id] = request
         self.num_queued_requests += 1
-        num_outputs = len(request.sequences) * (request.max_total_tokens - request.num_prompt_tokens)
-        request.place = self.clock.enqueue(request.flow, request.num_prompt_tokens + num_outputs)
-        for seq in request.sequences:
-            seq.order = (seq.order[0], request.place.start, *seq.order[2:])
+        num_tokens = request.num_prompt_tokens + len(request.sequences) * request.num_expected
+        request.place = self.clock.enqueue(request.flow, num_tokens)
+        request.set_order()
         request.num_open = len(request.sequences)
         request.leader = request.sequences[0]
         for seq in request.sequences:
@@ -342,22 +362,42 @@ class SequenceTable:
 
     def end_request(self, request: RequestState) -> None:
         """Frees all that the request still has. Its terminal event goes out with this, exactly once."""
-        num_unused = sum(seq.num_left for seq in request.sequences if seq.status is not SequenceStatus.FINISHED)
+        unfinished = [seq for seq in request.sequences if seq.status is not SequenceStatus.FINISHED]
+        num_tokens = sum(seq.num_outputs - request.num_expected for seq in unfinished)
         if request.phase is RequestPhase.QUEUED:
             self.num_queued_requests -= 1
             self.clock.dequeue(request.flow)
-            num_unused += request.num_prompt_tokens
-        self.clock.refund(request.flow, request.place, num_unused)
+            num_tokens -= request.num_prompt_tokens
+        self._charge(request, num_tokens)
         request.move(RequestPhase.ENDED)
         request.leader = None
-        for seq in request.sequences:
-            if seq.status is not SequenceStatus.FINISHED:
-                self._finish(seq)
+        for seq in unfinished:
+            self._finish(seq)
         if request.shared_prompt is not None:
             self._release_shared_prompt(request)
         self._release_shared_state(request)
         request.sequences.clear()  # no cycle: an ended request goes without waiting for the garbage collector
         del self.requests[request.request.request_id]
+
+    def _charge(self, request: RequestState, num_tokens: int) -> None:
+        """Charges a request for so many more tokens, or gives them back where they are below 0. What came after it and
+        waits moves along: else each of those would keep the place that an estimate gave it."""
+        if not num_tokens:
+            return
+        place, flow, serial = request.place, request.flow, request.sequences[0].order[2]
+        self.clock.charge(flow, place, num_tokens)
+        for seq in self.waiting:
+            later = seq.request
+            if later.request.tenant != flow[0] or later.phase is not RequestPhase.QUEUED or seq.order[2] <= serial:
+                continue
+            if later.request.adapter_name == flow[1]:
+                later.place = self.clock.moved(later.place, num_tokens * place.num_flows)
+            elif place.opens_flow and later.place.opens_flow:
+                later.place = self.clock.moved(later.place, num_tokens)
+            else:
+                continue
+            later.set_order()
+        self.waiting.sort(key=attrgetter("order"))
 
     # --- sequences ----------------------------------------------------------------------------------------------------
 
@@ -424,7 +464,7 @@ class SequenceTable:
     def finish(self, seq: SequenceState) -> None:
         """Ends a sequence's completion. Where it was to compute the prompt, the next sibling does."""
         request = seq.request
-        self.clock.refund(request.flow, request.place, seq.num_left)
+        self._charge(request, seq.num_outputs - request.num_expected)
         self._finish(seq)
         request.num_open -= 1
         if request.leader is seq:

@@ -44,7 +44,7 @@ def test_who_comes_late_has_no_claim_on_the_past() -> None:
 
 def test_what_was_not_used_is_given_back() -> None:
     clock = FairClock()
-    clock.refund(A, clock.enqueue(A, 4096), 4000)
+    clock.charge(A, clock.enqueue(A, 4096), -4000)
     assert clock.start_of(A) == 96
 
 
@@ -86,7 +86,7 @@ def test_another_adapter_for_each_request_is_no_way_to_the_front() -> None:
 
 def test_what_opens_a_flow_is_given_back_too() -> None:
     clock = FairClock()
-    clock.refund(("t", "a"), clock.enqueue(("t", "a"), 4096), 4000)
+    clock.charge(("t", "a"), clock.enqueue(("t", "a"), 4096), -4000)
     assert clock.start_of(("t", "b")) == 96
 
 
@@ -96,10 +96,28 @@ def test_a_tenant_with_several_flows_gets_back_what_it_was_charged() -> None:
     places = [clock.enqueue(flow, 4096) for flow in flows]
     assert [place.num_flows for place in places] == [1, 2, 3]
     for flow, place in zip(flows, places, strict=True):
-        clock.refund(flow, place, 4000)
+        clock.charge(flow, place, -4000)
     # As if each had asked for 96 tokens.
     ends = [place.start + 96 * place.num_flows for place in places]
     assert [clock.start_of(flow) for flow in flows] == ends
+
+
+def test_what_a_text_had_beyond_its_charge_is_charged_even_where_its_flow_is_forgotten() -> None:
+    clock = FairClock()
+    place = clock.enqueue(A, 256)
+    clock.charge(A, place, 744)
+    assert clock.start_of(A) == 1000
+    del clock._ends[A]  # pyright: ignore[reportPrivateUsage]
+    clock.charge(A, place, 744)
+    assert clock.start_of(A) == 744
+
+
+def test_what_waits_moves_but_not_into_the_past() -> None:
+    clock = FairClock()
+    place = clock.enqueue(A, 100)
+    clock.begin(50.0)
+    assert clock.moved(place, 70).start == 70
+    assert clock.moved(place, -70).start == 50
 
 
 def test_flows_that_are_gone_are_forgotten() -> None:
@@ -109,5 +127,5 @@ def test_flows_that_are_gone_are_forgotten() -> None:
         place = clock.enqueue(flow, 10)
         clock.dequeue(flow)
         clock.begin(place.start)
-        clock.refund(flow, place, 10)
+        clock.charge(flow, place, -10)
     assert len(clock._ends) < 200  # pyright: ignore[reportPrivateUsage]

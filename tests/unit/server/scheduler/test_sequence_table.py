@@ -6,18 +6,22 @@ import itertools
 from typing import Any
 
 import pytest
+from support.engine_fakes import FakeCache
 from support.scheduler_harness import make_request
 
 from loraplex_contracts.errors import IllegalTransition
 from loraplex_contracts.request import SamplingParams
+from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.scheduler.admission import SchedulerConfig
 from loraplex_server.scheduler.sequence_table import (
+    EXPECTED_TOKENS,
     REQUEST_TRANSITIONS,
     SEQUENCE_TRANSITIONS,
     RequestPhase,
     RequestState,
     SequenceState,
     SequenceStatus,
+    SequenceTable,
 )
 
 
@@ -54,6 +58,41 @@ def test_requests(before: RequestPhase, after: RequestPhase) -> None:
         with pytest.raises(IllegalTransition, match=f"{before.value} -> {after.value}"):
             state.move(after)
         assert state.phase is before
+
+
+def test_what_waits_moves_by_what_came_before_it() -> None:
+    """Three requests of two completions, of one flow, that may have the whole context; another flow's stays."""
+    table = SequenceTable(8, BlockPool(64, 16), FakeCache(), None)
+    states: list[RequestState] = []
+    for serial, tenant in enumerate(["a", "a", "a", "b", "b"]):
+        request = make_request(f"r{serial}", n=2, tenant=tenant)
+        state = RequestState(request, (), "", max_total_tokens=8003, num_prompt_tokens=3, stop_ids=frozenset())
+        for index in range(2):
+            order = 0, 0.0, serial, index
+            seq = SequenceState(f"s{serial}", state, index, order, SamplingParams(), 3, 8003, [1, 2, 3], None)
+            seq.status = SequenceStatus.HELD if index else SequenceStatus.WAITING
+            state.sequences.append(seq)
+        table.add(state)
+        states.append(state)
+    charged = 3 + 2 * EXPECTED_TOKENS
+
+    def starts() -> list[float]:
+        assert list(table.waiting) == sorted(table.waiting, key=lambda seq: seq.order)
+        assert all(seq.order[1] == state.place.start for state in states for seq in state.sequences)
+        return [state.place.start for state in states]
+
+    assert starts() == [0, charged, 2 * charged, 0, charged]
+    # A completion that had 1000 tokens, then one that had none.
+    states[0].sequences[0].token_ids = [1] * 1003
+    more = 1000 - EXPECTED_TOKENS
+    table.finish(states[0].sequences[0])
+    assert starts() == [0, charged + more, 2 * charged + more, 0, charged]
+    table.finish(states[0].sequences[1])
+    more -= EXPECTED_TOKENS
+    assert starts() == [0, charged + more, 2 * charged + more, 0, charged]
+    # One leaves the queue: only those behind it move.
+    table.end_request(states[1])
+    assert starts() == [0, charged + more, charged + more, 0, charged]
 
 
 def test_nothing_leaves_the_end() -> None:
