@@ -225,6 +225,7 @@ class Scheduler:
         """
         assert len(self._in_flight) < MAX_PLANS_IN_FLIGHT, "the result of an earlier plan has to come first"
         self._expire(now)
+        self._table.move_waiting()
         step = PlanBuilder(num_left=self._config.max_step_tokens)
         self._admission.preempt_for_shorter(step, now)
         _plan_running(self._table, step, drafts, self._config.rope)

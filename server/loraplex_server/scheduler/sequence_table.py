@@ -141,13 +141,6 @@ class RequestState:
             raise IllegalTransition(f"request {self.request.request_id}: {self.phase.value} -> {to.value}")
         self.phase = to
 
-    def set_order(self) -> None:
-        """Puts the start tag of its place into the order of its sequences."""
-        start = self.place.start
-        for seq in self.sequences:
-            priority, _, serial, index = seq.order
-            seq.order = priority, start, serial, index
-
     def adapter_wait_so_far_s(self, now: float) -> float:
         """Seconds that it has waited for its adapter."""
         return self.adapter_wait_s + (0.0 if self.adapter_missed_s is None else now - self.adapter_missed_s)
@@ -219,6 +212,10 @@ class SequenceState:
     def num_tokens(self) -> int:
         """Number of tokens: those known and those certain to come."""
         return len(self.token_ids) + self.num_coming
+
+    def start_at(self, start: float) -> None:
+        """Puts the start tag of its request's place into its order."""
+        self.order = (self.order[0], start, *self.order[2:])
 
     @property
     def num_outputs(self) -> int:
@@ -292,6 +289,15 @@ class Prefix:
     num_found: int = 0  # computed tokens that blocks have, where no state lets them be used
 
 
+class _Charge(NamedTuple):
+    """Tokens that a request had beyond what it was charged for in the fair order; below 0: fewer."""
+
+    serial: int
+    adapter_name: str
+    place: Place
+    num_tokens: int
+
+
 class SequenceTable:
     """Owns requests and sequences, rows, block references and adapter leases. Every method leaves them consistent."""
 
@@ -310,6 +316,7 @@ class SequenceTable:
         self.num_waiting_tokens = 0  # of work ahead, for all of those
         self.num_waiting_prompt_tokens = 0  # among them
         self.clock = FairClock()
+        self._charges: dict[str, list[_Charge]] = {}  # by tenant, since `move_waiting`
         self.num_preemptions = 0
         # Tokens of the prompts of requests that have begun, and those of them out of the prefix cache.
         self.num_prompt_tokens = 0
@@ -338,13 +345,14 @@ class SequenceTable:
 
     def add(self, request: RequestState) -> None:
         """Takes in a new request; its first sequence waits to compute the prompt for all."""
+        self.move_waiting()  # by charges that this one's place has in it already
         self.requests[request.request.request_id] = request
         self.num_queued_requests += 1
         num_tokens = request.num_prompt_tokens + len(request.sequences) * request.num_expected
         request.place = self.clock.enqueue(request.flow, num_tokens)
-        request.set_order()
         request.num_open = len(request.sequences)
         request.leader = request.sequences[0]
+        request.leader.start_at(request.place.start)
         for seq in request.sequences:
             self._count_waiting(seq, 1)
         self.waiting.add(request.leader)
@@ -358,6 +366,8 @@ class SequenceTable:
         # would have to wait for all of those.
         first = next((seq for seq in self.waiting if not seq.has_entered), None)
         start = request.place.start
+        for seq in request.sequences:
+            seq.start_at(start)
         self.clock.begin(start if first is None else min(start, first.order[1]))
 
     def end_request(self, request: RequestState) -> None:
@@ -380,23 +390,26 @@ class SequenceTable:
         del self.requests[request.request.request_id]
 
     def _charge(self, request: RequestState, num_tokens: int) -> None:
-        """Charges a request for so many more tokens, or gives them back where they are below 0. What came after it and
-        waits moves along: else each of those would keep the place that an estimate gave it."""
-        if not num_tokens:
+        """Charges a request for so many more tokens, or gives them back where they are below 0."""
+        if num_tokens:
+            self.clock.charge(request.flow, request.place, num_tokens)
+            tenant, adapter_name = request.flow
+            charge = _Charge(request.sequences[0].order[2], adapter_name, request.place, num_tokens)
+            self._charges.setdefault(tenant, []).append(charge)
+
+    def move_waiting(self) -> None:
+        """Moves what waits by what requests before it were charged since the last call: else each would keep the place
+        that an estimate gave it. For all of them at once, since thousands may wait."""
+        if not self._charges:
             return
-        place, flow, serial = request.place, request.flow, request.sequences[0].order[2]
-        self.clock.charge(flow, place, num_tokens)
         for seq in self.waiting:
-            later = seq.request
-            if later.request.tenant != flow[0] or later.phase is not RequestPhase.QUEUED or seq.order[2] <= serial:
+            request = seq.request
+            if request.phase is not RequestPhase.QUEUED or not (charges := self._charges.get(request.request.tenant)):
                 continue
-            if later.request.adapter_name == flow[1]:
-                later.place = self.clock.moved(later.place, num_tokens * place.num_flows)
-            elif place.opens_flow and later.place.opens_flow:
-                later.place = self.clock.moved(later.place, num_tokens)
-            else:
-                continue
-            later.set_order()
+            if num_tokens := _tokens_before(seq, charges):
+                request.place = self.clock.moved(request.place, num_tokens)
+                seq.start_at(request.place.start)
+        self._charges.clear()
         self.waiting.sort(key=attrgetter("order"))
 
     # --- sequences ----------------------------------------------------------------------------------------------------
@@ -656,6 +669,21 @@ class SequenceTable:
                 if seq.adapter_slots:
                     kept.update(request.adapter_keys)
         assert +self._adapter_refs == kept, f"adapter references leaked: {self._adapter_refs} for {kept}"
+
+
+def _tokens_before(seq: SequenceState, charges: Sequence[_Charge]) -> int:
+    """Tokens by which a request that waits moves, for those of its tenant's charges whose requests came before it: all
+    of its own flow's, and where it opened its flow those that opened theirs."""
+    request, opens_flow = seq.request.request, seq.request.place.opens_flow
+    num_tokens = 0
+    for charge in charges:
+        if charge.serial >= seq.order[2]:
+            continue
+        if charge.adapter_name == request.adapter_name:
+            num_tokens += charge.num_tokens * charge.place.num_flows
+        elif opens_flow and charge.place.opens_flow:
+            num_tokens += charge.num_tokens
+    return num_tokens
 
 
 def _is_new(seq: SequenceState) -> bool:

@@ -77,8 +77,9 @@ def test_what_waits_moves_by_what_came_before_it() -> None:
     charged = 3 + 2 * EXPECTED_TOKENS
 
     def starts() -> list[float]:
+        table.move_waiting()
         assert list(table.waiting) == sorted(table.waiting, key=lambda seq: seq.order)
-        assert all(seq.order[1] == state.place.start for state in states for seq in state.sequences)
+        assert all(seq.order[1] == seq.request.place.start for seq in table.waiting)
         return [state.place.start for state in states]
 
     assert starts() == [0, charged, 2 * charged, 0, charged]
