@@ -218,8 +218,8 @@ def load_pair(context: ssl.SSLContext, cert: Path, key: Path) -> None:
 
 
 def checked_authorities(pem: bytes, path: Path, flag: str) -> bytes:
-    """What gRPC can use of `pem`, which is the content of `path`. Raises InvalidArgument where it has no certificate or
-    a broken one."""
+    """The part of `pem`, the content of `path`, that gRPC can use. Raises InvalidArgument where it has no certificate
+    or a broken one."""
     text = _ascii(pem)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=text.decode())

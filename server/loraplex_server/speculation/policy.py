@@ -280,7 +280,13 @@ def choose_lengths(
         for _, depth, idx in positions[:num_best]:
             lengths[idx] = depth
         num_taken, gain = num_taken + num_best, best_gain
-    # The least likely tokens go; of fixed lengths only when nothing else is left.
+    _cut_to_budget(curves, lengths, budget)
+    return lengths
+
+
+def _cut_to_budget(curves: Sequence[SurvivalCurve], lengths: list[int], budget: int) -> None:
+    """Shortens drafts to `budget` tokens together: the least likely tokens go, of fixed lengths only when nothing else
+    is left."""
     tails = [
         (curve.fixed_length, curve.survival[num - 1], idx)
         for idx, (curve, num) in enumerate(zip(curves, lengths, strict=True))
@@ -292,7 +298,6 @@ def choose_lengths(
         lengths[idx] -= 1
         if lengths[idx]:
             heapq.heappush(tails, (is_fixed, curves[idx].survival[lengths[idx] - 1], idx))
-    return lengths
 
 
 @dataclass(slots=True)

@@ -248,7 +248,7 @@ def test_authorities(pairs: list[Pair]) -> None:
 
 
 async def handshake(pair: Pair) -> str:
-    """What a gRPC client that trusts the pair's certificate hears from a server that has the pair."""
+    """The answer of a server that has the pair, to a gRPC client that trusts its certificate."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     port = bind(server, "127.0.0.1", 0, server_credentials(Reloader(), pair.cert, pair.key))
     await server.start()
