@@ -30,7 +30,15 @@ from support.world import TinyWorld, byte_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from loraplex import AdapterInvalid, AdapterNotFound, AdapterNotMixed, Client, FailedPrecondition, LoraplexError
+from loraplex import (
+    AdapterInvalid,
+    AdapterNotFound,
+    AdapterNotMixed,
+    Client,
+    FailedPrecondition,
+    LoraplexError,
+    SourceUnavailable,
+)
 
 LINEARS = ["q_proj", "v_proj", "down_proj"]
 FORMATS: tuple[PeftConfig, ...] = (
@@ -193,9 +201,12 @@ class Churn:
                 self.note("refused: broken")
             elif isinstance(error, AdapterNotMixed) and any(max(each) >= NUM_MIXABLE for each in allowed):
                 self.note("refused: not mixed")
-            elif isinstance(error, AdapterNotFound | FailedPrecondition) and any(len(each) > 1 for each in allowed):
+            elif isinstance(error, AdapterNotFound | FailedPrecondition | SourceUnavailable) and any(
+                len(each) > 1 for each in allowed
+            ):
                 # The name was not loaded between the two renames, when it has no folder; or the folder has just been
-                # replaced, and the version in use had left memory and the small store.
+                # replaced, and the version in use had left memory and the small store; or the old folder was removed
+                # while it was read.
                 self.note("refused: replaced")
             else:
                 self.fail(f"{what}: {error.reason} {error}; contents {allowed}")
