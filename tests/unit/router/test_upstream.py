@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -196,6 +198,21 @@ def test_without_files_nothing_is_shown(tmp_path: Path) -> None:
     assert follow_worker_credentials(Reloader(), tmp_path / "token", None)() == WorkerCredentials("secret")
 
 
+@asynccontextmanager
+async def upstream_of(handler: Any) -> AsyncGenerator[Upstream]:
+    """A worker of one method, /s.S/M, as a router calls it."""
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s.S", {"M": handler}),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    upstream = Upstream(Member(address, address), ServerOptions(), WorkerCredentials)
+    try:
+        yield upstream
+    finally:
+        await upstream.close()
+        await server.stop(0)
+
+
 async def test_a_worker_sends_no_megabytes_ahead_of_a_reader_that_stops() -> None:
     num_sent, chunk = 0, b"x" * 10_000
 
@@ -205,13 +222,7 @@ async def test_a_worker_sends_no_megabytes_ahead_of_a_reader_that_stops() -> Non
             num_sent += 1
             yield chunk
 
-    server = grpc.aio.server()
-    handlers = {"M": grpc.unary_stream_rpc_method_handler(answer)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s.S", handlers),))
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    upstream = Upstream(Member(address, address), ServerOptions(), WorkerCredentials)
-    try:
+    async with upstream_of(grpc.unary_stream_rpc_method_handler(answer)) as upstream:
         call = upstream.stream("/s.S/M", b"", None, ())
         num_read = 500  # long enough for gRPC to find the connection fast
         for _ in range(num_read):
@@ -222,9 +233,6 @@ async def test_a_worker_sends_no_megabytes_ahead_of_a_reader_that_stops() -> Non
             await asyncio.sleep(0.3)
         assert (num_sent - num_read) * len(chunk) < 8 * LOOKAHEAD_BYTES
         call.cancel()
-    finally:
-        await upstream.close()
-        await server.stop(0)
 
 
 async def test_a_proxy_is_not_for_workers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,14 +242,5 @@ async def test_a_proxy_is_not_for_workers(monkeypatch: pytest.MonkeyPatch) -> No
     async def answer(request: bytes, _context: object) -> bytes:
         return request
 
-    server = grpc.aio.server()
-    handlers = {"M": grpc.unary_unary_rpc_method_handler(answer)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s.S", handlers),))
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    upstream = Upstream(Member(address, address), ServerOptions(), WorkerCredentials)
-    try:
+    async with upstream_of(grpc.unary_unary_rpc_method_handler(answer)) as upstream:
         assert await upstream.channel.unary_unary("/s.S/M")(b"x", timeout=5) == b"x"
-    finally:
-        await upstream.close()
-        await server.stop(0)
