@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 import torch
-from peft import IA3Config, LoHaConfig, PeftModel, VeraConfig
+from peft import IA3Config, LoHaConfig, LoraConfig, PeftModel, VeraConfig
 from support.dense import dense_logits, greedy, make_dense
 from support.peft_files import SPECS, LoraSpec, save_adapter, save_variant, weighted
 from support.speculation import Bench, World, draft_proposer, make_bench, request
@@ -197,7 +197,21 @@ def test_merges_are_pefts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     found = bench.run([replace(request("ranks", [3, 4], 2), mixture=ranks)])
     error = found["ranks"].error
     assert isinstance(error, AdapterNotMixed)
-    assert "ranks are equal" in error.message
+    assert "ranks are equal in each module" in error.message
+    assert f"q_proj has rank 4 in '{ALL}', 1 in '{ATTENTION}'" in error.message
+    bench.close()
+
+
+def test_merges_of_other_ranks_in_other_modules_are_pefts(tmp_path: Path) -> None:
+    base = make_dense(random_model("llama"))
+    narrow = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], rank_pattern={"q_proj": 2})
+    save_variant(base, narrow, tmp_path / "narrow", seed=1)
+    save_variant(base, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["up_proj"]), tmp_path / "wide", seed=2)
+    members = (("narrow", 1.5), ("wide", -0.5))
+    one = request("apart", [3, 4, 5, 6], NUM_TOKENS, output=OutputParams(True, 0))
+    bench = make_bench(base, tmp_path, num_slots=1)
+    asked = replace(one, mixture=replace(mixture(members), merge=Merge("linear")))
+    check_texts(bench, {"apart": (asked, weighted(base, tmp_path, members, "linear"))}, 3)
     bench.close()
 
 

@@ -32,10 +32,10 @@ def merge_loras(
     recipe: Recipe, members: Sequence[tuple[AdapterLayout, Payload]], order: Sequence[str], put: Put
 ) -> tuple[AdapterKey, AdapterLayout]:
     """Stores the merged adapter by `put`. `order`: paths of modules as the model has them, in which PEFT draws at
-    random. Raises AdapterNotMixed for members of different ranks, and NonFinite."""
+    random. Raises AdapterNotMixed for members of different ranks in a module, and NonFinite."""
     placed = [{one.shape.path: one for one in layout.factors} for layout, _ in members]
     paths = [path for path in order if any(path in factors for factors in placed)]
-    _check_ranks(recipe, [layout for layout, _ in members], paths, placed)
+    _check_ranks(recipe, paths, placed)
     first = [next(factors[path].shape for factors in placed if path in factors) for path in paths]
     dtype = members[0][0].dtype
     shapes = [FactorShape(one.path, one.rank, one.in_features, one.out_features, 1.0) for one in first]
@@ -69,26 +69,21 @@ def merge_loras(
     return put(layout, fill), layout
 
 
-def _check_ranks(
-    recipe: Recipe,
-    layouts: Sequence[AdapterLayout],
-    paths: Sequence[str],
-    placed: Sequence[Mapping[str, PlacedFactors]],
-) -> None:
-    ranks = [layout.max_rank for layout in layouts]
-    differs = len(set(ranks)) > 1 or any(
-        len({factors[path].shape.rank for factors in placed if path in factors}) > 1 for path in paths
-    )
-    if differs:
-        described = ", ".join(
-            f"{name!a} has ranks up to {rank}" for name, rank in zip(recipe.mixture.adapter_ids, ranks, strict=True)
-        )
-        raise AdapterNotMixed(
-            f"{recipe.merge.strategy} merges adapters whose ranks are equal in each module, and {described}; "
-            "their exact sum is a mixture without `merge` (`cat` in `merged_adapters`)",
-            field="adapters",
-            resource=_names(recipe),
-        )
+def _check_ranks(recipe: Recipe, paths: Sequence[str], placed: Sequence[Mapping[str, PlacedFactors]]) -> None:
+    for path in paths:
+        ranks = {
+            name: factors[path].shape.rank
+            for name, factors in zip(recipe.mixture.adapter_ids, placed, strict=True)
+            if path in factors
+        }
+        if len(set(ranks.values())) > 1:
+            described = ", ".join(f"{rank} in {name!a}" for name, rank in ranks.items())
+            raise AdapterNotMixed(
+                f"{recipe.merge.strategy} merges adapters whose ranks are equal in each module, and {path} has rank "
+                f"{described}; their exact sum is a mixture without `merge` (`cat` in `merged_adapters`)",
+                field="adapters",
+                resource=_names(recipe),
+            )
 
 
 def _names(recipe: Recipe) -> str:
