@@ -23,7 +23,9 @@ MAX_LOOKUP_HISTORY: Final = 1 << 20  # tokens of one namespace
 CPU_KERNELS: Final = ("auto", "native", "torch")
 DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 QUANTIZE: Final = ("none", "int8", "int4")
-TOOL_FORMATS: Final = ("hermes", "qwen3_xml", "llama3_json", "mistral", "mistral_list", "deepseek", "json", "think")
+TOOL_FORMATS: Final = (
+    "hermes", "qwen3_xml", "llama3_json", "mistral", "mistral_list", "deepseek", "harmony", "kimi", "json", "think",
+)  # fmt: skip
 LORA_KERNELS: Final = ("auto", "triton", "punica", "reference")
 _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]\Z")
 _ENDPOINT: Final = re.compile(r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?\Z")

@@ -105,6 +105,20 @@ async def test_without_a_format_all_is_content() -> None:
         assert message == {"role": "assistant", "content": ANSWER}
 
 
+async def test_harmony_holds_no_strict_tools() -> None:
+    """Its calls begin as other messages do."""
+    call = '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>'
+    text = f"<|channel|>analysis<|message|>hm<|end|>{call}"
+    strict: Any = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "object"}}}]
+    asked: Any = {"messages": CHAT, "tools": strict, "parse_chat": True, "ignore_eos": True, "max_tokens": len(text)}
+    async with (
+        scripted_worker(text, chat=ChatConfig(tool_format="harmony")) as worker,
+        AsyncClient(worker.address) as client,
+    ):
+        message: Any = (await client.generate(**asked)).message
+        assert (message["reasoning"], calls_of(message)) == ("hm", [("f", '{"x": 1}')])
+
+
 async def test_special_tokens_are_in_the_text_only_where_the_template_looks_for_them() -> None:
     text = "a<pad>b<|turn|>c"
     chat: Any = {"messages": CHAT, "parse_chat": True}
@@ -191,7 +205,9 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return file
 
 
-@pytest.fixture(scope="module", params=["hermes", "llama3_json", "mistral", "qwen3_xml", "think", "none"])
+@pytest.fixture(
+    scope="module", params=["hermes", "llama3_json", "mistral", "qwen3_xml", "harmony", "kimi", "think", "none"]
+)
 def random_client(request: Any, tiny_world: TinyWorld, template: Any) -> Iterator[Client]:
     engine = EngineConfig(ModelConfig(str(tiny_world.model)), batch=BatchConfig(max_running=8, max_step_tokens=64))
     chat = ChatConfig(template=template, tool_format=request.param)
@@ -202,7 +218,7 @@ def random_client(request: Any, tiny_world: TinyWorld, template: Any) -> Iterato
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 8), marks=pytest.mark.slow)], ids=["some", "more"])
 def test_demanded_calls_are_valid(random_client: Client, seeds: range) -> None:
-    asked: Any = {"messages": CHAT, "tools": TWO_TOOLS, "parse_chat": True, "temperature": 1.0, "max_tokens": 150}
+    asked: Any = {"messages": CHAT, "tools": TWO_TOOLS, "parse_chat": True, "temperature": 1.0, "max_tokens": 300}
     for seed in seeds:
         named: Any = random_client.generate(**asked, seed=seed, tool_choice={"function": {"name": "g"}}).message
         ((name, arguments),) = calls_of(named)

@@ -13,7 +13,7 @@ from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_contracts.request import Grammar
 from loraplex_proto.validate import MAX_GRAMMAR_BYTES
-from loraplex_server.text.call_forms import CallForm
+from loraplex_server.text.call_forms import NUMBER, CallForm
 from loraplex_server.text.responses import ResponseParsing
 from loraplex_server.text.tool_schemas import resolved_parameters
 
@@ -30,7 +30,8 @@ class MarkTokens:
 
     def terms(self, text: str) -> str:
         """A text in llguidance's form of Lark, with tokens by id: the library would spell plain ones in pieces."""
-        return _terms(text, {**self.special, **self.plain})
+        ids = {**self.special, **self.plain}
+        return " /[0-9]{1,4}/ ".join(_terms(part, ids) for part in text.split(NUMBER))
 
     def ending(self, rule: str, text: str) -> str:
         """A rule for any text up to `text`, which may come in any spelling."""
@@ -151,7 +152,7 @@ def _call_rules(
             rules += [f"call_{number}: %json {_json_call(name, key[1], arguments)}", f"first_{number}: call_{number}"]
             continue
         begin = form.begin.replace("NAME", name)
-        first = (form.head + form.begin).partition(form.mark)[2].replace("NAME", name)
+        first = (form.head + form.begin).partition(form.mark)[2].replace("NAME", name) if form.mark else begin
         rules.append(f"call_{number}: {tokens.terms(begin)} {behind}")
         rules.append(f"first_{number}: {tokens.terms(first)} {behind}")
         is_free = only_strict and not _is_strict(function)

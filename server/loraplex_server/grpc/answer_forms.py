@@ -108,14 +108,16 @@ class AnswerForms:
         form: CallForm,
         answer: Grammar | None,
     ) -> Grammar | None:
-        """The grammar of the calls that are demanded, else of an answer in JSON or calls (None where they cannot be
-        told apart), else of the calls of strict tools. Raises InvalidArgument."""
+        """The grammar of the calls that are demanded, else of an answer in JSON or calls, else of the calls of strict
+        tools; None where these cannot be told from the rest of the answer. Raises InvalidArgument."""
         choice = message.chat.tool_choice
         to_grammar: Callable[[], Grammar | None]
         if choice.WhichOneof("kind") in ("required", "name"):
             to_grammar = partial(calls.tool_calls, form, parsing, self._mark_tokens, choice.name)
         elif answer is not None:
             to_grammar = partial(calls.answer_or_calls, form, parsing, self._mark_tokens, answer)
+        elif not form.mark:
+            return None
         else:
             to_grammar = partial(calls.strict_calls, form, parsing, self._mark_tokens)
         grammar = await self._tokenizing.off_loop(len(message.chat.tools_json), to_grammar)

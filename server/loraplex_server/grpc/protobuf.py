@@ -188,6 +188,8 @@ def _message_for_template(message: inference_pb2.ChatMessage) -> dict[str, Any]:
     found |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name))}
     if message.reasoning:
         found |= {"reasoning": message.reasoning, "reasoning_content": message.reasoning}
+        if not (message.tool_calls and message.content):  # gpt-oss's template refuses it beside both
+            found["thinking"] = message.reasoning
     if message.tool_calls:
         found["tool_calls"] = [_tool_call_for_template(call) for call in message.tool_calls]
     return found

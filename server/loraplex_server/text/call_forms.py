@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+NUMBER: Final = "{NUMBER}"
+
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """The text around the arguments of calls; `NAME` is the tool's name. Arguments are JSON, or each of them has marks
-    of its own, with `KEY` for its name."""
+    """The text around the arguments of calls; `NAME` is the tool's name, `{NUMBER}` any number. Arguments are JSON, or
+    each of them has marks of its own, with `KEY` for its name."""
 
     begin: str
     end: str
@@ -19,9 +21,14 @@ class CallForm:
     tail: str = ""  # behind the last one
     parameter: tuple[str, str] | None = None  # before and behind a value
     # Part of head and begin, with which a call opens in free text; as a pattern where a template reads other spellings.
+    # Empty where calls have no mark that other text does not have.
     mark: str = ""
     mark_pattern: str = ""
     is_inline: bool = False  # text may stand behind a call
+
+    def begin_of(self, name: str, number: int = 0) -> str:
+        """The text before the arguments of a call."""
+        return self.begin.replace("NAME", name).replace(NUMBER, str(number))
 
     @property
     def close(self) -> str:
@@ -61,6 +68,15 @@ FORMS: Final[Mapping[str, CallForm]] = {
         _deepseek("calls begin"),
         _deepseek("calls end"),
         mark=_deepseek("call begin"),
+    ),
+    "harmony": CallForm("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", ""),
+    "kimi": CallForm(
+        f"<|tool_call_begin|>functions.NAME:{NUMBER}<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "",
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        mark="<|tool_call_begin|>",
     ),
     "json": CallForm(
         '{"name": "NAME", "arguments": ',

@@ -36,7 +36,7 @@ def _reads(format: ResponseFormat, form: CallForm, num_calls: int) -> bool:
     """True if the template reads so many calls in this form, and nothing else."""
     reader = ResponseParsing(format, with_calls=True).reader()
     given = '{"a": "b"}' if form.parameter is None else "b".join(form.parameter).replace("KEY", "a")
-    calls = [f"{form.begin.replace('NAME', f'f{number}')}{given}{form.end}" for number in range(num_calls)]
+    calls = [f"{form.begin_of(f'f{number}', number)}{given}{form.end}" for number in range(num_calls)]
     reader.push("".join((form.head, (form.between or "").join(calls), form.tail)))
     reader.finish()
     message = reader.message()

@@ -37,6 +37,8 @@ _TRACES: Final = (
     ("<arg_key>", "think"),  # GLM's calls are in `<tool_call>` too, and are not read
     ("<tool_call>", "hermes"),
     ("<|python_tag|>", "llama3_json"),
+    ("<|channel|>analysis<|message|>", "harmony"),
+    ("<|tool_call_argument_begin|>", "kimi"),
     ('"parameters": dictionary of argument', "llama3_json"),  # Llama 3.2's
     ("<think>", "think"),
 )
@@ -53,6 +55,7 @@ class CallText:
     next: re.Pattern[str] | None
     tail: re.Pattern[str]  # behind the arguments of the last call
     capture: str = ""
+    id_capture: str = ""  # the same of the call's id
     keys: tuple[str, str] = ("name", "arguments")  # of the objects
 
 
@@ -241,7 +244,9 @@ def _call_text(field: Any) -> CallText | None:
     if name is None or arguments is None:
         return None
     if not is_list and arguments[0] == "{content}" and name[1] is None and name[2] != "content":
-        return CallText(re.compile(rf"{_SPACE}(?=\{{)"), None, re.compile(r"\s*"), name[2])
+        call_id = _PLACEHOLDER.fullmatch(str(transform.get("id"))) if isinstance(transform, dict) else None
+        id_capture = "" if call_id is None or call_id[1] is not None else call_id[2]
+        return CallText(re.compile(rf"{_SPACE}(?=\{{)"), None, re.compile(r"\s*"), name[2], id_capture)
     if (name[1] is None) == (arguments[1] is None) == is_list:
         return replace(_in_objects(name[2], arguments[2], is_list=is_list), keys=(name[2], arguments[2]))
     return None

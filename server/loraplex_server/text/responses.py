@@ -110,6 +110,7 @@ class ResponseReader:
         self._max_calls = parsing.max_calls
         self._made: list[MessagePart] = []
         self._num_calls = 0  # those left out as well
+        self._call_ids: set[str] = set()
         self._content_end = 0  # of the content so far in the text, in characters, with what is held
         # Where reasoning begins and ends in the text, in characters.
         self._reasoned: list[tuple[int, int]] = []
@@ -185,7 +186,7 @@ class ResponseReader:
                 case "region_chunk", "tool_calls" if self._open_calls is not None:
                     self._open_calls.end = event["start"] + len(event["text"])
                     for name, arguments in self._open_calls.push(event["text"]):
-                        self._add_call(parts, name, arguments)
+                        self._add_call(parts, name, arguments, self._open_calls.id)
                 case "region_close", "tool_calls":
                     self._close_calls(parts, event)
                 case "region_close", field if field in _REASONING_FIELDS:
@@ -227,18 +228,22 @@ class ResponseReader:
             else:
                 self._add(parts, "content", begun.rest, begun.end)
             return
-        for name, arguments in calls:
-            self._add_call(parts, name, arguments)
+        for name, arguments, call_id in calls:
+            self._add_call(parts, name, arguments, call_id)
 
-    def _add_call(self, parts: list[MessagePart], name: str, arguments: str) -> None:
-        """Adds a call with its name; without one, the next part of the last call's arguments."""
+    def _add_call(self, parts: list[MessagePart], name: str, arguments: str, call_id: str) -> None:
+        """Adds a call with its name, and the id that the model gave it; without a name, the next part of the last
+        call's arguments."""
         assert self._format is not None
         self._num_calls += bool(name)
         index = self._num_calls - 1
         if self._max_calls is not None and index >= self._max_calls:
             return
         if name:
-            parts.append(MessagePart("call", index=index, id=self._format.new_id(), name=name))
+            if call_id in self._call_ids or not _is_id(call_id):
+                call_id = self._format.new_id()
+            self._call_ids.add(call_id)
+            parts.append(MessagePart("call", index=index, id=call_id, name=name))
         if arguments:
             parts.append(MessagePart("arguments", arguments, index))
 
@@ -255,6 +260,11 @@ class _OpenCalls:
         self._depth = -1  # of brackets, in arguments
         self._in_string = False
         self._is_escaped = False
+
+    @property
+    def id(self) -> str:
+        """The id that the model gave the call; empty where the template reads none."""
+        return self._captures.get(self._form.id_capture, "")
 
     @property
     def rest(self) -> str:
@@ -393,20 +403,29 @@ class _PartText:
         self.held, self.has_text = "", False
 
 
+def _is_id(value: str) -> bool:
+    """True if a later request may name a call so."""
+    try:
+        return bool(check_id(value, field="id"))
+    except InvalidArgument:
+        return False
+
+
 def _as_list(value: Any) -> list[Any]:
     return cast("list[Any]", value) if isinstance(value, list) else [value]
 
 
-def _call_of(value: Any) -> tuple[str, str]:
-    """Name and arguments as JSON. Raises an error of any type for what is not a call."""
-    function = value.get("function", value)
+def _call_of(value: Any) -> tuple[str, str, str]:
+    """Name, arguments as JSON, and the id that the model gave. Raises an error of any type for what is not a call."""
+    function, given_id = value.get("function", value), value.get("id")
+    call_id = given_id if isinstance(given_id, str) else ""
     name, arguments = check_id(function["name"], field="name"), function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str):
         json.loads(arguments)
-        return name, arguments
+        return name, arguments, call_id
     text = json.dumps({} if arguments is None else arguments, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
     except UnicodeEncodeError:  # halves of surrogate pairs, which ASCII can write
         text = json.dumps(arguments)
-    return name, text
+    return name, text, call_id

@@ -279,11 +279,16 @@ WRITTEN = {
         f"{DEEPSEEK.head}%s{DEEPSEEK.tail}",
         f"{DEEPSEEK.head}%s\n%s{DEEPSEEK.tail}",
     ),
+    "kimi": (
+        "<|tool_call_begin|>functions.%s:12<|tool_call_argument_begin|>%s<|tool_call_end|>",
+        "<|tool_calls_section_begin|>%s<|tool_calls_section_end|>",
+        "<|tool_calls_section_begin|>%s%s<|tool_calls_section_end|>",
+    ),
     "json": ('{"name": "%s", "arguments": %s}', "[%s]", "[%s, %s]"),
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", WRITTEN)
 def test_strict_tools_hold_where_they_are_called(name: str) -> None:
     call, one, two = WRITTEN[name]
     parsing = ResponseParsing(ResponseFormat.named(name), "", STRICT, with_calls=True)
@@ -312,7 +317,7 @@ def test_strict_tools_hold_in_calls_that_begin_with_their_type() -> None:
         assert is_legal(grammar, text) == is_ok
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", WRITTEN)
 def test_random_texts_keep_to_strict_tools(name: str) -> None:
     """The model may write the mark of a call at any moment, in any spelling that is read."""
     draw, form, num_calls = random.Random(0), FORMS[name], 0
@@ -440,10 +445,10 @@ def json_or_calls(name: str, schema: Any, **how: Any) -> str:
 @pytest.mark.parametrize("name", FORMS)
 def test_an_answer_in_json_or_calls(name: str) -> None:
     form = FORMS[name]
-    begin, marks = form.head + form.begin.replace("NAME", "f"), form.parameter
+    begin, marks = form.head + form.begin_of("f"), form.parameter
     # Tools that are not strict have any arguments.
     call = begin + ('{"x": [1]}' if marks is None else f"{marks[0].replace('KEY', 'x')}1{marks[1]}") + form.end
-    second = form.begin.replace("NAME", "g") + ("{}" if marks is None else "") + form.end
+    second = form.begin_of("g") + ("{}" if marks is None else "") + form.end
     several = call + (form.between or "") + second + form.tail
     one, people = '{"name": "f", "age": 3}', '[{"name": "f", "age":3}, {"name": "Bob"}]'
     for schema, legal in ((PERSON, [one]), (PEOPLE, [people]), ({"type": "object"}, [one]), ({}, [one, people, "1"])):
@@ -484,7 +489,7 @@ def test_references_within_parameters_beside_an_answer_in_json(name: str) -> Non
     grammar = answer_or_calls(form, parsing, MarkTokens(), source.json_schema(json.dumps(PERSON)))
     assert grammar is not None
     for given, is_ok in (({"b": 2, "c": {"b": 1}}, True), ({"b": 3}, False), ({"c": {"name": "f"}}, False)):
-        text = form.head + form.begin.replace("NAME", "f") + json.dumps(given) + form.end + form.tail
+        text = form.head + form.begin_of("f") + json.dumps(given) + form.end + form.tail
         assert is_legal(grammar.text, text) == is_ok, text
 
 

@@ -182,6 +182,18 @@ async def rendered(chat: inference_pb2.Chat) -> str:
     return inference_pb2.TokenizeResponse.FromString(raw).rendered
 
 
+def test_reasoning_of_earlier_messages_has_the_names_that_templates_know() -> None:
+    """gpt-oss's template refuses `thinking` beside calls and content."""
+    calls = [inference_pb2.ToolCall(name="f")]
+    turns = [
+        inference_pb2.ChatMessage(role="assistant", content=content, reasoning="hm", tool_calls=made)
+        for content, made in (("a", []), ("", calls), ("a", calls))
+    ]
+    told = protobuf.template_input(inference_pb2.Chat(messages=turns))["messages"]
+    assert [(one["reasoning"], one["reasoning_content"]) for one in told] == [("hm", "hm")] * 3
+    assert [one.get("thinking") for one in told] == ["hm", "hm", None]
+
+
 @pytest.mark.parametrize("goes_on", [False, True])
 async def test_tools_and_calls_are_rendered_as_transformers_does(goes_on: bool) -> None:
     tools = [{"type": "function", "function": {"name": "f", "description": "é"}}]

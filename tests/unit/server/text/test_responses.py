@@ -26,6 +26,7 @@ def mark(name: str) -> str:
     return f"<{BAR}{name.replace(' ', LOW)}{BAR}>"
 
 
+THOUGHT, AGAIN = "<|channel|>analysis<|message|>hm<|end|>", "<|start|>assistant"
 DEEPSEEK_CALL = f'{mark("tool call begin")}function{mark("tool sep")}f\n```json\n{{"a": 1}}\n```{mark("tool call end")}'
 # Format, text, content, reasoning, calls.
 CASES: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
@@ -74,8 +75,36 @@ CASES: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
         "",
         [("f", {"a": 2})],
     ),
+    # Of harmony, the examples of its description and what gpt-oss writes besides.
+    ("harmony", f"{THOUGHT}{AGAIN}<|channel|>final<|message|>2 + 2 = 4.<|return|>", "2 + 2 = 4.", "hm", []),
+    ("harmony", f"{THOUGHT}{AGAIN}<|channel|>analysis<|message|>so<|end|>{AGAIN}<|channel|>final <|constrain|>json"
+     '<|message|>{"a": 1}', '{"a": 1}', "hm\nso", []),
+    ("harmony", f"{THOUGHT}{AGAIN}<|channel|>commentary<|message|>**Plan**:\n1. f<|end|>{AGAIN}<|channel|>commentary "
+     'to=functions.f <|constrain|>json<|message|>{"a": 1}<|end|>'
+     f"{AGAIN} to=functions.g<|channel|>commentary json<|message|>{{}}<|call|>",
+     "**Plan**:\n1. f", "hm", [("f", {"a": 1}), ("g", {})]),
+    ("harmony", ' to=functions.a-b.c<|channel|>commentary<|constrain|>json<|message|>{"a": 1}', "", "",
+     [("a-b.c", {"a": 1})]),
+    ("harmony", "<|channel|>commentary to=f<|message|>{}", "", "", [("f", {})]),
+    ("harmony", "<|channel|>analysis to=functions.f code<|message|>{}", "", "", [("f", {})]),
+    ("harmony", "<|channel|>analysis to=python code<|message|>1 + 1<|call|>", "", "1 + 1", []),
+    ("harmony", "<|channel|>commentary to=f<|message|>no JSON<|end|>",
+     "<|channel|>commentary to=f<|message|>no JSON<|end|>", "", []),
+    ("harmony", "<|channel|>final --commentary<|message|>hi<|return|>", "hi", "", []),
+    ("harmony", " to be <|message|>", " to be", "", []),
+    ("harmony", f"{THOUGHT}{AGAIN}<|channel|>commentary to=func", "", "hm", []),
+    ("harmony", " to=func", "", "", []),
+    ("harmony", "<|channel|>analysis<|message|>hm", "", "hm", []),
+    ("harmony", '{"a": 1}', '{"a": 1}', "", []),
+    ("kimi", "<think>hm</think>ok<|tool_calls_section_begin|><|tool_call_begin|>functions.f:3"
+     '<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>\n'
+     "<|tool_call_begin|> g:4 <|tool_call_argument_begin|> {} <|tool_call_end|><|tool_calls_section_end|>",
+     "ok", "hm", [("f", {"a": 1}), ("g", {})]),
+    ("kimi", "<think>hm<|tool_call_section_begin|><|tool_call_begin|>functions.f<|tool_call_argument_begin|>{}",
+     "", "hm", [("f", {})]),
+    ("kimi", "<|tool_calls_section_begin|><|tool_calls_section_end|>", "", "", []),
     ("think", "x<think>y</think>z", "x\nz", "y", []),
-]
+]  # fmt: skip
 # What cannot be read as a call is content, as it is.
 UNREADABLE = [
     'a <tool_call>\n{"name": bad</tool_call> b',
@@ -130,6 +159,8 @@ def test_parts(name: str, text: str, content: str, reasoning: str, calls: list[t
     assert (message.content, message.reasoning) == (content, reasoning)
     assert [(call.name, json.loads(call.arguments)) for call in message.calls] == calls
     pattern = r"[A-Za-z0-9]{9}" if name.startswith("mistral") else r"call_[0-9a-f]{24}"
+    if name == "kimi":  # whose template writes nothing of a call but its id
+        pattern = r"functions\.f(:3)?|g:4"
     assert all(re.fullmatch(pattern, call.id) for call in message.calls)
     assert len({call.id for call in message.calls}) == len(calls)
 
@@ -158,6 +189,8 @@ BEGUN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("mistral_list", f"[TOOL_CALLS][{WITH_ID}", "", [("f", "{}")]),
     ("mistral_list", f"[TOOL_CALLS][{WITH_ID[:-13]}", "", [("f", "{}")]),
     ("deepseek", f'{mark("tool call begin")}f{mark("tool sep")}{{"a":', "", [("f", '{"a":')]),
+    ("harmony", '<|channel|>commentary to=functions.f<|constrain|>json<|message|> {"a":', "", [("f", '{"a":')]),
+    ("kimi", '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a":', "", [("f", '{"a":')]),
 ]  # fmt: skip
 
 
@@ -257,6 +290,16 @@ def test_any_pieces_give_the_same_message(data: st.DataObject) -> None:
                 *("<tool_call>", "</tool_call>", "<think>", "</think>", "<function=f>", "</function>", "[TOOL_CALLS]"),
                 *("f", "[ARGS]", "{", "}", '"name"', ":", '"', " ", "\n", mark("tool call begin"), mark("tool sep")),
                 *("```", "1", '{"name": "f", "arguments": ', ", ", "[", "]"),
+                *(
+                    "<|start|>assistant",
+                    " to=",
+                    "functions.",
+                    "<|channel|>",
+                    "analysis",
+                    "<|constrain|>",
+                    "<|message|>",
+                ),
+                *("<|end|>", "<|call|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
             )
         ),
         max_size=30,
@@ -270,6 +313,25 @@ def test_no_text_breaks_a_reader(name: str, pieces: list[str]) -> None:
 def test_what_cannot_be_read_is_content(text: str) -> None:
     message = read("hermes", text)
     assert message == ParsedMessage(text)
+
+
+@pytest.mark.parametrize("given", ["functions.f:0", "a b", "x" * 300])
+def test_ids_of_a_model_are_kept_where_they_can_be_sent_again(given: str) -> None:
+    field = {"function": {"name": "f", "arguments": "{content}"}, "id": "{id}"}
+    calls = {
+        "open_pattern": "<c (?P<id>[^>]*)>",
+        "close": "</c>",
+        "repeats": True,
+        "content": "json",
+        "transform": field,
+    }
+    format = ResponseFormat({"start_anchor": "x", "fields": {"tool_calls": calls, "content": {}}})
+    reader = ResponseParsing(format, with_calls=True).reader()
+    reader.push(f"<c {given}>{{}}</c>" * 2)
+    reader.finish()
+    first, second = (call.id for call in reader.message().calls)
+    assert (first == given) == (given == "functions.f:0")
+    assert re.fullmatch(r"call_[0-9a-f]{24}", second), "no two calls have one id"
 
 
 def test_calls_behind_an_unreadable_one_are_read() -> None:
@@ -376,6 +438,8 @@ def test_as_transformers_reads_it() -> None:
         ("[TOOL_CALLS]..[ARGS]", "mistral"),
         ("[TOOL_CALLS]", "mistral_list"),
         (mark("tool calls begin"), "deepseek"),
+        ("<|start|>assistant<|channel|>analysis<|message|>", "harmony"),
+        ("<think>..<|tool_call_begin|>..<|tool_call_argument_begin|>", "kimi"),
         ("<think>", "think"),
     ],
 )
@@ -417,6 +481,8 @@ def test_special_tokens_that_a_template_looks_for() -> None:
     assert FORMATS["hermes"].unread_ids(ids) == {2, 3, 4}
     assert FORMATS["mistral_list"].unread_ids({"[/INST]": 1, "[TOOL_CALLS]": 2}) == {1}, "anchors are in prompts"
     assert FORMATS["hermes"].unread_ids({"<|im_start|>": 1}) == {1}
+    harmony = ("start", "channel", "constrain", "message", "end", "call", "return", "endoftext")
+    assert FORMATS["harmony"].unread_ids({f"<|{one}|>": idx for idx, one in enumerate(harmony)}) == {7}
     assert unread_ids('{"fields": {"content": {"open": "<\\uff5cx>"}}}', {"<\uff5cx>": 1, "y": 2}) == {2}
     for unusable in ("", "[]", "{}", "[" * 100_000):
         assert unread_ids(unusable, {"x": 1}) == {1}
