@@ -35,8 +35,7 @@ _TIED_BY_PEFT = ("embed_tokens", "lm_head")
 
 def is_tied(path: str, config: PeftLoraConfig, targets: BaseTargets) -> bool:
     """True for a head whose factors are the embedding's: then PEFT has the embedding alone in `target_modules`."""
-    is_known = targets.embedding.rpartition(".")[2] in _TIED_BY_PEFT
-    return config.ties_weights and is_known and path == targets.tied_head
+    return path == targets.tied_head and _ties(targets.embedding, config)
 
 
 def saved_name(tensor: TensorInfo) -> tuple[str, str, str]:
@@ -183,8 +182,7 @@ def _tied(
                 "whose bias PEFT leaves out then; that is not served"
             )
         is_whole = one.shape.token_ids is None
-        are_tied = config.ties_weights and here.rpartition(".")[2] in _TIED_BY_PEFT
-        if other is None and (has_rows or (is_whole and (are_tied or _is_of_base(one, config)))):
+        if other is None and (has_rows or (is_whole and (_ties(here, config) or _is_of_base(one, config)))):
             saved = [*saved, _moved(one, there)]
         elif other is None:
             found = [_moved(each, there) for each in originals if each.shape.path == here]
@@ -194,6 +192,11 @@ def _tied(
             saved = [each for each in saved if each is not other]
             saved.append(_in_rows(other, _moved(rows, there)))
     return saved
+
+
+def _ties(path: str, config: PeftLoraConfig) -> bool:
+    """True if PEFT ties the embedding or head at `path` to the other one."""
+    return config.ties_weights and path.rpartition(".")[2] in _TIED_BY_PEFT
 
 
 def _is_of_base(one: PlannedSaved, config: PeftLoraConfig) -> bool:
