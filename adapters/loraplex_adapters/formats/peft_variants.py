@@ -12,7 +12,7 @@ The ranks are those of the terms: LoHa of rank 8 becomes a LoRA of rank 64, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -56,44 +56,38 @@ _LYCORIS: Final = frozenset({
     "r", "alpha", "rank_pattern", "alpha_pattern", "rank_dropout", "module_dropout", "use_effective_conv2d",
     "init_weights",
 })  # fmt: skip
-_FIELDS: Final[Mapping[str, frozenset[str]]] = {
-    "VERA": frozenset({"r", "projection_prng_key", "save_projection", "vera_dropout", "d_initial", "init_weights"}),
-    "LOHA": _LYCORIS,
-    "LOKR": _LYCORIS | {"decompose_both", "decompose_factor", "rank_dropout_scale"},
-    "IA3": frozenset({"feedforward_modules", "init_ia3_weights"}),
-    "OFT": frozenset(
-        {
-            "r",
-            "oft_block_size",
-            "module_dropout",
-            "init_weights",
-            "coft",
-            "eps",
-            "block_share",
-            "use_cayley_neumann",
-            "num_cayley_neumann_terms",
-        }
+_OFT: Final = frozenset({
+    "r", "oft_block_size", "module_dropout", "init_weights", "coft", "eps", "block_share", "use_cayley_neumann",
+    "num_cayley_neumann_terms",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    fields: Set[str]  # of the configuration, beside _COMMON
+    names: Set[str]  # of a module's tensors
+    adapts_conv1d: bool = False  # PEFT makes it for Conv1D, too
+
+
+_VARIANTS: Final[Mapping[str, _Variant]] = {
+    "VERA": _Variant(
+        {"r", "projection_prng_key", "save_projection", "vera_dropout", "d_initial", "init_weights"},
+        {"vera_lambda_b", "vera_lambda_d"},
+        adapts_conv1d=True,
     ),
-    "BOFT": frozenset(
-        {
-            "boft_block_size",
-            "boft_block_num",
-            "boft_n_butterfly_factor",
-            "boft_dropout",
-            "init_weights",
-        }
+    "LOHA": _Variant(_LYCORIS, {"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"}),
+    "LOKR": _Variant(
+        _LYCORIS | {"decompose_both", "decompose_factor", "rank_dropout_scale"},
+        {"lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b"},
+    ),
+    "IA3": _Variant({"feedforward_modules", "init_ia3_weights"}, {"ia3_l"}, adapts_conv1d=True),
+    "OFT": _Variant(_OFT, {"oft_R.weight"}),
+    "BOFT": _Variant(
+        {"boft_block_size", "boft_block_num", "boft_n_butterfly_factor", "boft_dropout", "init_weights"},
+        {"boft_R", "boft_s"},
     ),
 }
-_NAMES: Final[Mapping[str, frozenset[str]]] = {  # of a module's tensors
-    "VERA": frozenset({"vera_lambda_b", "vera_lambda_d"}),
-    "LOHA": frozenset({"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"}),
-    "LOKR": frozenset({"lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b"}),
-    "IA3": frozenset({"ia3_l"}),
-    "OFT": frozenset({"oft_R.weight"}),
-    "BOFT": frozenset({"boft_R", "boft_s"}),
-}
-VARIANTS: Final = tuple(_FIELDS)
-_PLAIN_LINEARS: Final = frozenset({"LOHA", "LOKR", "OFT", "BOFT"})  # PEFT makes none for Conv1D
+VARIANTS: Final = tuple(_VARIANTS)
 _VERA_RANK: Final = 256  # PEFT's default
 _PROJECTIONS: Final = ("base_model.vera_A", "base_model.vera_B")
 
@@ -135,6 +129,7 @@ class _Config:
 def plan_variant(fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], targets: BaseTargets) -> LoraPlan:
     """The plan of an adapter whose `peft_type` is one of VARIANTS. Raises AdapterInvalid or one of its kinds."""
     config, choice = _parsed(fields), TargetChoice(fields)
+    variant = _VARIANTS[config.kind]
     projections = {name: tensors[name] for name in _PROJECTIONS if name in tensors}
     if config.kind == "VERA" and len(projections) < len(_PROJECTIONS):
         raise AdapterUnsupported(f"{WEIGHTS_NAME} has no projections; save the adapter with save_projection=True")
@@ -148,7 +143,7 @@ def plan_variant(fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], t
             heads.append(tensor)
             continue
         path, name = _path_and_name(tensor, config.kind)
-        if name not in _NAMES[config.kind]:
+        if name not in variant.names:
             raise AdapterUnsupported(
                 f"{tensor.where} is not a tensor of {config.kind}, and no tensor is left out silently"
             )
@@ -167,7 +162,7 @@ def plan_variant(fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], t
             raise no_such_module(path, first, targets)
         if field := choice.field_against(path):
             raise not_named(first, field)
-        if target.kind != "linear" or (target.is_conv1d and config.kind in _PLAIN_LINEARS):
+        if target.kind != "linear" or (target.is_conv1d and not variant.adapts_conv1d):
             raise AdapterUnsupported(
                 f"{first.where} adapts a module of another kind than a linear, which is not served"
             )
@@ -224,7 +219,7 @@ def _parsed(fields: Mapping[str, Any]) -> _Config:
     beside = next((name for name in ("modules_to_save", "trainable_token_indices") if fields.get(name)), "")
     if beside:
         raise AdapterUnsupported(f"{CONFIG_NAME}: {beside} together with peft_type {kind} is not served")
-    refuse_unknown(fields, _COMMON | _FIELDS[kind])
+    refuse_unknown(fields, _COMMON | _VARIANTS[kind].fields)
     if fields.get("fan_in_fan_out") and kind != "IA3":
         raise AdapterUnsupported(f"{CONFIG_NAME}: {kind} on other modules than linears is not served")
     if kind == "IA3":
