@@ -5,7 +5,7 @@ A turn enters the history when its answer is complete: one that fails, or whose 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Unpack, cast
 
 from loraplex.types import Chunk, GenerateOptions, Generation, Message
@@ -13,9 +13,18 @@ from loraplex_contracts.errors import InvalidArgument
 
 
 class History:
-    """Owner of a chat's messages and of the options of its turns. `options` may be changed between turns."""
+    """Owner of a chat's messages and of the options of its turns. `options` may be changed between turns. `generate`
+    and `stream` are the client's."""
 
-    def __init__(self, system: str | None, options: GenerateOptions) -> None:
+    def __init__(
+        self,
+        generate: Callable[..., Any],
+        stream: Callable[..., Any],
+        system: str | None,
+        options: GenerateOptions,
+    ) -> None:
+        self._generate = generate
+        self._stream = stream
         self._first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._first += options.pop("messages", None) or ()
         self.options = options
@@ -60,22 +69,11 @@ class Chat(History):
     """A conversation: `client.chat("Answer in one sentence.")`. `messages` is its history, `options` those of all
     turns."""
 
-    def __init__(
-        self,
-        generate: Callable[..., Generation],
-        stream: Callable[..., Any],
-        system: str | None,
-        options: GenerateOptions,
-    ) -> None:
-        super().__init__(system, options)
-        self._generate = generate
-        self._stream = stream
-
     def send(self, message: str | Message, **options: Unpack[GenerateOptions]) -> Generation:
         """Says the next thing and waits for the answer. A text is the user's; a `Message` may answer a tool call.
         `options` are of this turn alone."""
         new, whole = self._request(message, options)
-        answer = self._generate(**whole)
+        answer: Generation = self._generate(**whole)
         self._answered(new, answer.text, answer.message)
         return answer
 
@@ -91,22 +89,11 @@ class Chat(History):
 class AsyncChat(History):
     """`loraplex.Chat` for asyncio."""
 
-    def __init__(
-        self,
-        generate: Callable[..., Awaitable[Generation]],
-        stream: Callable[..., Any],
-        system: str | None,
-        options: GenerateOptions,
-    ) -> None:
-        super().__init__(system, options)
-        self._generate = generate
-        self._stream = stream
-
     async def send(self, message: str | Message, **options: Unpack[GenerateOptions]) -> Generation:
         """Says the next thing and waits for the answer. A text is the user's; a `Message` may answer a tool call.
         `options` are of this turn alone."""
         new, whole = self._request(message, options)
-        answer = await self._generate(**whole)
+        answer: Generation = await self._generate(**whole)
         self._answered(new, answer.text, answer.message)
         return answer
 
