@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from loraplex_adapters.weights import LoraFactors
 from loraplex_server.layers.context import StepContext
-from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedLinear
+from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedLinear, Wrapper
 from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segment, SegmentedLora
 from loraplex_server.layers.transfer import upload
 
@@ -118,26 +118,18 @@ class Group:
 AddTerms = Callable[[Tensor, Tensor, ExpertLinear, Sequence[Group], Uses], None]
 
 
-class _Wrapper(nn.Module):
-    """A module around one of Transformers, with that one's attributes."""
+class _OnTrial(Wrapper):
+    """A wrapper that the probe tries out while the model is loaded."""
 
     def __init__(self, base: nn.Module, context: StepContext) -> None:
-        super().__init__()
-        self.base = base
-        self.context = context
-        # While the model is loaded: computes every step, and keeps how many rows each product had, -1 of another shape
-        # than is expected.
+        super().__init__(base, context)
+        # While it is tried, it computes every step, and keeps how many rows each product had, -1 of another shape than
+        # is expected.
         self.is_on_trial = False
         self.rows_seen: list[int] = []
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("base"), name)
 
-
-class AdaptedExperts(_Wrapper):
+class AdaptedExperts(_OnTrial):
     """Stands around fused experts of Transformers."""
 
     def __init__(self, base: nn.Module, context: StepContext) -> None:
@@ -213,7 +205,7 @@ class AdaptedExperts(_Wrapper):
         num_rows, top_k = top_k_index.shape
         each = top_k_index.reshape(-1, 1)
         gate_up = self._add_bias(UP, self.products[UP](hidden_states, top_k_index), each)
-        inner = cast(Any, self.base)._apply_gate(gate_up)
+        inner = self.base._apply_gate(gate_up)
         y = self._add_bias(DOWN, self.products[DOWN](inner, each), each) * top_k_weights.reshape(-1, 1)
         return y.view(num_rows, top_k, -1).sum(dim=1).to(hidden_states.dtype)
 
@@ -225,7 +217,7 @@ class AdaptedExperts(_Wrapper):
         experts, order, groups = sorted_pairs(top_k_index, uses)
         x = hidden_states.index_select(0, order // top_k)
         gate_up = self._linear(UP, x, experts, groups, uses)
-        inner = cast(Any, self.base)._apply_gate(gate_up)
+        inner = self.base._apply_gate(gate_up)
         y = self._linear(DOWN, inner, experts, groups, uses)
         y = y * top_k_weights.reshape(-1).index_select(0, order)[:, None]
         pairs = torch.empty_like(y).index_copy_(0, order, y)  # in the order of the rows again
@@ -276,7 +268,7 @@ class ScaledExperts(AdaptedExperts):
         groups = list(_groups(keys, num_uses))
         experts = keys.div(num_uses, rounding_mode="floor").unsqueeze(1)  # [pairs, 1]
         gate, up = self._linear(UP, hidden_states.index_select(0, pairs), experts, groups, uses).chunk(2, dim=-1)
-        inner = up * cast(Any, self.base).act_fn(gate)
+        inner = up * self.base.act_fn(gate)
         y = self._linear(DOWN, inner, experts, groups, uses)
         return torch.zeros_like(hidden_states).index_copy_(0, pairs, y)
 
@@ -370,7 +362,7 @@ def add_terms(y: Tensor, x: Tensor, linear: ExpertLinear, groups: Sequence[Group
 # --- routers ----------------------------------------------------------------------------------------------------------
 
 
-class AdaptedRouter(_Wrapper):
+class AdaptedRouter(_OnTrial):
     """Stands around a module that multiplies its input with its one weight by `F.linear`, as routers do, perhaps in
     another dtype than the model's."""
 

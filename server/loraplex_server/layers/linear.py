@@ -15,7 +15,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -236,22 +236,30 @@ def twin(module: nn.Module, own: Mapping[str, Tensor]) -> nn.Module:
     return found
 
 
-class AdaptedNorm(nn.Module):
-    """Stands around a norm once an adapter brings its own parameters for it."""
+class Wrapper(nn.Module):
+    """A module around one of Transformers. It has that one's attributes, too: models read `weight`, `embed_scale`, a
+    configuration and the like from their parts."""
 
-    def __init__(self, base: nn.Module, context: StepContext, token_dim: int) -> None:
-        """`token_dim`: of its input, whose other dimensions may be heads."""
+    def __init__(self, base: nn.Module, context: StepContext) -> None:
         super().__init__()
-        self.base = base
+        self.base: Any = base
         self.context = context
-        self.token_dim = token_dim
-        self.saved: dict[int, nn.Module] = {}  # by adapter slot
 
-    def __getattr__(self, name: str) -> Tensor | nn.Module:
+    def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("base"), name)
+
+
+class AdaptedNorm(Wrapper):
+    """Stands around a norm once an adapter brings its own parameters for it."""
+
+    def __init__(self, base: nn.Module, context: StepContext, token_dim: int) -> None:
+        """`token_dim`: of its input, whose other dimensions may be heads."""
+        super().__init__(base, context)
+        self.token_dim = token_dim
+        self.saved: dict[int, nn.Module] = {}  # by adapter slot
 
     def forward(self, x: Tensor, *others: Tensor | None, **named: Tensor | None) -> Tensor:
         """`others` and `named`: what else the norm reads, such as the gate of a recurrent layer's."""
@@ -276,7 +284,7 @@ def _narrowed(x: Tensor | None, *, dim: int, start: int, end: int, num_rows: int
     return x.narrow(dim, start, end - start) if x is not None and has_rows else x
 
 
-class AdaptedEmbedding(nn.Module):
+class AdaptedEmbedding(Wrapper):
     """Stands around an embedding, whose own class may scale or shift what it looks up.
 
     `a` of an embedding's factors is [rank, vocab]: its columns are looked up, not multiplied, so no segmented kernel
@@ -284,21 +292,12 @@ class AdaptedEmbedding(nn.Module):
     """
 
     def __init__(self, base: nn.Embedding, context: StepContext) -> None:
-        super().__init__()
-        self.base = base
-        self.context = context
+        super().__init__(base, context)
         self.in_features = base.num_embeddings
         self.out_features = base.embedding_dim
         self.table: FactorTable | None = None
         self.num_installed = 0
         self.saved: dict[int, tuple[nn.Module, Tensor | None]] = {}  # by adapter slot: a twin, and the rows that it has
-
-    def __getattr__(self, name: str) -> Tensor | nn.Module:
-        """Passes attributes of the base on: models read `weight`, `embed_scale` and the like from their embedding."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("base"), name)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         y: Tensor = self.base(input_ids)

@@ -21,6 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from loraplex_contracts.errors import UnsupportedModel
 from loraplex_server.kv.rope import RopeScaling
 from loraplex_server.layers.context import StepContext
+from loraplex_server.layers.linear import Wrapper
 from loraplex_server.layers.step import Ints
 from loraplex_server.layers.transfer import upload
 
@@ -32,30 +33,21 @@ ORIGINAL = "original_max_position_embeddings"
 Rotation = tuple[Tensor, Tensor]  # cos and sin [..., num_tokens, dim]
 
 
-class ScaledRotary(nn.Module):
+class ScaledRotary(Wrapper):
     """Stands around a rotary embedding of Transformers. Without lengths in the context it computes what that one does
     for a text of its own."""
 
     def __init__(self, base: nn.Module, context: StepContext, scaling: RopeScaling) -> None:
-        super().__init__()
-        self.base = base
-        self.context = context
+        super().__init__(base, context)
         self.scaling = scaling
         # Transformers' code that makes a rotation of the frequencies, without that which changes these.
         self._rotate: Callable[[Any, Tensor, Tensor], Rotation] = inspect.unwrap(type(base).forward)
         self._sets: dict[int, Tensor] = {}
 
-    def __getattr__(self, name: str) -> Any:
-        """Passes attributes of the base on: some models read its configuration, or sections of M-RoPE."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("base"), name)
-
     def forward(self, x: Tensor, position_ids: Tensor) -> Rotation:
         """The rotation of tokens at position_ids [1, num_tokens], or [3, 1, num_tokens] of M-RoPE; of x only dtype and
         device count."""
-        base = cast(Any, self.base)
+        base = self.base
         lengths: Ints | None = self.context.rope_lengths
         if lengths is None:
             base.inv_freq = self._frequencies(0, position_ids.device).clone()  # it may be overwritten in place
@@ -77,7 +69,7 @@ class ScaledRotary(nn.Module):
 
     def _rotation(self, number: int, x: Tensor, position_ids: Tensor) -> Rotation:
         """The rotation of tokens that all have the set of frequencies with this number."""
-        base = cast(Any, self.base)
+        base = self.base
         base.inv_freq = self._frequencies(number, position_ids.device)
         if number == 0:
             return self._rotate(base, x, position_ids)
@@ -88,7 +80,7 @@ class ScaledRotary(nn.Module):
 
     def is_right(self) -> bool:
         """True if texts of some lengths, beginning and end computed apart, equal what Transformers computes."""
-        device = cast(Any, self.base).original_inv_freq.device
+        device = self.base.original_inv_freq.device
         x = torch.zeros(1, device=device)
         for length in (self.scaling.limit, self.scaling.limit + 1, 2 * self.scaling.limit + 1):
             parts = [torch.tensor([positions], device=device) for positions in ([0, 1], [length - 1])]
@@ -111,7 +103,7 @@ class ScaledRotary(nn.Module):
         return found
 
     def _make(self, number: int, device: torch.device) -> Tensor:
-        base = cast(Any, self.base)
+        base = self.base
         if number == 0:
             return base.original_inv_freq.to(device)
         length: Any = self.scaling.limit + 1 if self.scaling.has_one_set else torch.tensor(number, device=device)
