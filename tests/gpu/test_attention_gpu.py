@@ -152,7 +152,7 @@ def test_a_captured_plan_takes_one_step_after_another(name: str, query_len: int 
     backend = backend_of(name, spec)
     assert isinstance(backend, ReplayableAttention)
     max_blocks = 260
-    bounds = Reserved(num_spans, query_len or 1, max_blocks, 0 if query_len else 700)
+    bounds = Reserved(num_spans, query_len or 1, 0 if query_len else 700, max_blocks=max_blocks)
     num_tokens = bounds.num_tokens
     plan = backend.reserve(bounds, 16, torch.bfloat16, cuda)
     pages = [torch.zeros(num_spans * max_blocks, 16, 8, 128, dtype=torch.bfloat16, device=cuda) for _ in range(2)]
@@ -197,7 +197,7 @@ def test_a_plan_waits_for_nothing() -> None:
     backend = backend_of("triton", spec)
     assert isinstance(backend, ReplayableAttention)
     problem = problem_of([(500, 1)] * 8, spec, torch.bfloat16, "triton")
-    reserved = backend.reserve(Reserved(8, 1, 64), 16, torch.bfloat16, torch.device("cuda"))
+    reserved = backend.reserve(Reserved(8, 1, max_blocks=64), 16, torch.bfloat16, torch.device("cuda"))
     problem.run(backend)
     problem.run(backend, reserved)
     big = torch.randn(8192, 8192, device="cuda")

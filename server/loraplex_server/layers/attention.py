@@ -189,13 +189,12 @@ class AttentionBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Reserved:
-    """Bounds of the steps that a plan with fixed addresses takes: up to `num_spans` spans of `query_len` tokens each,
-    or ragged ones, of any lengths with up to `ragged_tokens` in all."""
+class StepShape:
+    """Up to `num_spans` spans of `query_len` tokens each, or ragged ones, of any lengths with up to `ragged_tokens` in
+    all."""
 
     num_spans: int
-    query_len: int  # of spans that are not ragged
-    max_blocks: int  # of any span
+    query_len: int = 1  # of spans that are not ragged
     ragged_tokens: int = 0
 
     @property
@@ -205,6 +204,13 @@ class Reserved:
     @property
     def num_tokens(self) -> int:
         return self.ragged_tokens or self.num_spans * self.query_len
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved(StepShape):
+    """Bounds of the steps that a plan with fixed addresses takes."""
+
+    max_blocks: int = field(kw_only=True)  # of any span
 
 
 class PagedAttention(Protocol):

@@ -23,7 +23,7 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from loraplex_runtime.reports import Progress
 from loraplex_server.layers.adapter_slots import as_if_installed
-from loraplex_server.layers.attention import ModelSpec, ReplayableAttention, Reserved
+from loraplex_server.layers.attention import ModelSpec, ReplayableAttention, Reserved, StepShape
 from loraplex_server.layers.experts import AdaptedModule
 from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedHead
 from loraplex_server.layers.lora import PreparedSegments, ReplayableLora
@@ -122,20 +122,8 @@ REPORT_EVERY = 16
 
 
 @dataclass(frozen=True, slots=True)
-class GraphShape:
-    """Up to `num_spans` spans of `query_len` tokens each, or ragged ones, with up to `ragged_tokens` in all."""
-
-    num_spans: int
-    query_len: int = 1  # of spans that are not ragged
-    ragged_tokens: int = 0
-
-    @property
-    def is_ragged(self) -> bool:
-        return self.ragged_tokens > 0
-
-    @property
-    def num_tokens(self) -> int:
-        return self.ragged_tokens or self.num_spans * self.query_len
+class GraphShape(StepShape):
+    """The shape of the steps that a graph takes."""
 
     @property
     def num_head_rows(self) -> int:
@@ -290,7 +278,7 @@ class StepGraphs:
     def _reserve(self, shape: GraphShape) -> _Bucket:
         cache, max_len = self._steps.cache, self._steps.tokens.shape[1]
         max_blocks = -(-max_len // cache.block_size)
-        reserved = Reserved(shape.num_spans, shape.query_len, max_blocks, shape.ragged_tokens)
+        reserved = Reserved(**asdict(shape), max_blocks=max_blocks)
         bucket = _Bucket(shape, self._attention.reserve(reserved, cache.block_size, cache.dtype, self._device))
         if self._ops is not None:
             bucket.segments = self._ops.reserve(shape.num_tokens, self._steps.slots.num_slots, self._device)

@@ -171,7 +171,7 @@ def test_a_reserved_plan_takes_one_step_after_another(query_len: int, window: in
     backend = make("triton", full, other)
     assert isinstance(backend, ReplayableAttention)
     num_spans, block_size = 5, 4
-    plan = backend.reserve(Reserved(num_spans, query_len, 90), block_size, torch.float32, CPU)
+    plan = backend.reserve(Reserved(num_spans, query_len, max_blocks=90), block_size, torch.float32, CPU)
     address = plan.buffer.data_ptr()
     for pasts in ([], [3, 300, 130, 0, 17], [5], [250, 250], [1, 2, 3, 4]):
         backend.refill(plan, make_problem([(past, query_len) for past in pasts or [0]], full, torch.float32).batch)
@@ -198,7 +198,7 @@ def test_a_ragged_plan_takes_one_step_after_another(window: int | None) -> None:
     backend = make("triton", spec)
     assert isinstance(backend, ReplayableAttention)
     num_tokens = 40
-    plan = backend.reserve(Reserved(4, 1, 90, num_tokens), 4, torch.float32, CPU)
+    plan = backend.reserve(Reserved(4, 1, num_tokens, max_blocks=90), 4, torch.float32, CPU)
     address = plan.buffer.data_ptr()
     for spans in ([(3, 1), (300, 1), (0, 17)], [(130, 40)], [(5, 1), (250, 2), (9, 5), (260, 30)], [(0, 1)]):
         problem = make_problem(spans, spec, torch.float32)
@@ -220,7 +220,7 @@ def test_as_reserved_nothing_is_written_and_the_output_is_zero() -> None:
     spec = spec_of()
     backend = make("triton", spec)
     assert isinstance(backend, ReplayableAttention)
-    plan = backend.reserve(Reserved(4, 2, 64), 4, torch.float32, CPU)
+    plan = backend.reserve(Reserved(4, 2, max_blocks=64), 4, torch.float32, CPU)
     problem = make_problem([(9, 2)] * 4, spec, torch.float32)
     before = problem.kv.k.clone()
     assert (problem.run(backend, plan) == 0).all()
@@ -233,7 +233,7 @@ def test_tokens_that_the_cache_has_are_attended_and_not_written() -> None:
     spec = spec_of()
     backend = make("triton", spec)
     assert isinstance(backend, ReplayableAttention)
-    plan = backend.reserve(Reserved(3, 3, 64), 4, torch.float32, CPU)
+    plan = backend.reserve(Reserved(3, 3, max_blocks=64), 4, torch.float32, CPU)
     short, padded = [(9, 1), (130, 2), (0, 3)], [(7, 3), (129, 3), (0, 3)]
     rows = [2, 4, 5, 6, 7, 8]  # of the padded step that are not padding
     want = make_problem(short, spec, torch.float32)
@@ -254,11 +254,11 @@ def test_what_does_not_fit_is_refused(spans: list[tuple[int, int]]) -> None:
     spec = spec_of()
     backend = make("triton", spec)
     assert isinstance(backend, ReplayableAttention)
-    plan = backend.reserve(Reserved(4, 1, 10), 4, torch.float32, CPU)
+    plan = backend.reserve(Reserved(4, 1, max_blocks=10), 4, torch.float32, CPU)
     with pytest.raises(ValueError, match="do not fit"):
         backend.refill(plan, make_problem(spans, spec, torch.float32).batch)
     with pytest.raises(ValueError, match="float64"):
-        backend.reserve(Reserved(4, 1, 10), 4, torch.float64, CPU)
+        backend.reserve(Reserved(4, 1, max_blocks=10), 4, torch.float64, CPU)
 
 
 LAYERS = (AttentionSpec(4, 2, 8, 8, 1.0), AttentionSpec(4, 1, 8, 4, 1.0), AttentionSpec(4, 2, 8, 8, 1.0))

@@ -81,7 +81,7 @@ def test_a_reserved_plan_takes_one_step_after_another(query_len: int) -> None:
     backend = make(full, windowed)
     assert isinstance(backend, ReplayableAttention)
     num_spans = 4
-    plan = backend.reserve(Reserved(num_spans, query_len, 80), 4, BF16, CPU)
+    plan = backend.reserve(Reserved(num_spans, query_len, max_blocks=80), 4, BF16, CPU)
     wrappers = wrappers_of(plan)
     addresses = [buffer.data_ptr() for wrapper in wrappers for buffer in wrapper.buffers]
     outs: set[int] = set()
@@ -108,7 +108,7 @@ def test_a_reserved_plan_takes_one_step_after_another(query_len: int) -> None:
 def test_what_is_in_its_page_already_is_not_written_again() -> None:
     problem = make_problem([(9, 3), (20, 3)], layer(), BF16)
     backend = make(layer())
-    plan = backend.reserve(Reserved(2, 3, 64), 4, BF16, CPU)
+    plan = backend.reserve(Reserved(2, 3, max_blocks=64), 4, BF16, CPU)
     slots = problem.batch.slots.clone()
     slots[0] = slots[3] = -1
     for pages, whole in zip(problem.pages, (problem.pages_k, problem.pages_v), strict=True):
@@ -123,19 +123,19 @@ def test_as_reserved_it_can_be_run_and_writes_nothing() -> None:
     backend = make(spec)
     problem = make_problem([(9, 5)] * 3, spec, BF16, poison=0.5)
     before = problem.kv.k.clone()
-    got = problem.run(backend, backend.reserve(Reserved(3, 5, 10), 4, BF16, CPU))
+    got = problem.run(backend, backend.reserve(Reserved(3, 5, max_blocks=10), 4, BF16, CPU))
     assert got.shape == problem.want.shape
     assert torch.equal(problem.kv.k, before)
 
 
 def test_what_does_not_fit_is_refused() -> None:
     backend = make(layer())
-    plan = backend.reserve(Reserved(4, 1, 10), 4, BF16, CPU)
+    plan = backend.reserve(Reserved(4, 1, max_blocks=10), 4, BF16, CPU)
     for spans in ([(3, 2)], [(3, 1)] * 5, [(300, 1)]):
         with pytest.raises(ValueError, match="do not fit"):
             backend.refill(plan, make_problem(spans, layer(), BF16).batch)
     with pytest.raises(ValueError, match="float32"):
-        backend.reserve(Reserved(4, 1, 10), 4, torch.float32, CPU)
+        backend.reserve(Reserved(4, 1, max_blocks=10), 4, torch.float32, CPU)
 
 
 @pytest.mark.parametrize(

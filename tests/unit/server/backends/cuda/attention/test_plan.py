@@ -126,7 +126,7 @@ def test_slots_are_those_of_the_block_tables(block_size: int) -> None:
 def test_what_is_reserved_holds_the_worst_step(query_len: int, window: int | None) -> None:
     max_blocks, block_size = 600, 16
     shape = Shape(Reach(window), 4, 128)
-    plan = reserve_plan(Reserved(2, query_len, max_blocks), block_size, [shape], torch.bfloat16, CPU)
+    plan = reserve_plan(Reserved(2, query_len, max_blocks=max_blocks), block_size, [shape], torch.bfloat16, CPU)
     (launch,) = plan.works[shape].launches
     most = 0
     for past in range(0, max_blocks * block_size - query_len, 37):
@@ -146,7 +146,7 @@ def test_what_is_reserved_holds_ragged_steps(num_groups: int, max_rows: int, win
     partial results may be more than there is room for."""
     max_blocks, block_size, num_spans, num_tokens = 300, 16, 9, 400
     shape = Shape(Reach(window), num_groups, max_rows)
-    reserved = Reserved(num_spans, 1, max_blocks, num_tokens)
+    reserved = Reserved(num_spans, 1, num_tokens, max_blocks=max_blocks)
     plan = reserve_plan(reserved, block_size, [shape], torch.bfloat16, CPU)
     work = plan.works[shape]
     room = {launch.block_rows: launch.max_pieces for launch in work.launches}
@@ -181,13 +181,17 @@ def test_what_is_reserved_holds_ragged_steps(num_groups: int, max_rows: int, win
 
 def test_ragged_padding_writes_nothing() -> None:
     batch = batch_of([(5, 1), (0, 20)])
-    spans = read_spans(batch, Reserved(4, 1, 10, 30))
+    spans = read_spans(batch, Reserved(4, 1, 30, max_blocks=10))
     assert spans.query_lens.tolist() == [1, 20, 9]
     assert spans.context_lens.tolist() == [6, 20, 0]
     assert (spans.slots[21:] == -1).all()
     assert (spans.slots[:21] >= 0).all()
-    full = read_spans(batch, Reserved(2, 1, 10, 21))
+    full = read_spans(batch, Reserved(2, 1, 21, max_blocks=10))
     assert full.query_lens.tolist() == [1, 20]
-    for too_small in (Reserved(1, 1, 10, 30), Reserved(4, 1, 10, 20), Reserved(4, 1, 1, 30)):
+    for too_small in (
+        Reserved(1, 1, 30, max_blocks=10),
+        Reserved(4, 1, 20, max_blocks=10),
+        Reserved(4, 1, 30, max_blocks=1),
+    ):
         with pytest.raises(ValueError, match="do not fit"):
             read_spans(batch, too_small)
