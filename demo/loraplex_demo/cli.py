@@ -133,7 +133,7 @@ def demo(
     try:
         world = _world(retrain)
         with report:
-            with_http = Http(http_port, names=(HTTP_NAME,)) if http else NO_HTTP
+            with_http = Http(http_port, served_model_names=(HTTP_NAME,)) if http else NO_HTTP
             to_run = _serve(world, port, report, with_http) if serve or http else run_batch(world, records, report)
             run = asyncio.run(to_run)
     except LoraplexError as error:
@@ -213,7 +213,7 @@ def _serving(
     # One thread: products of a model this small end before a second thread has woken up.
     given |= {"adapters": world.adapters_root, "port": port, "drain": 2.0, "log_level": "error", "threads": 1}
     given["draft_model"] = [f"{draft.name}={world.draft_path(draft.name)}" for draft in world.drafts]
-    if http.port is not None:
+    if http.http_port is not None:
         given["stream_wait"] = 0.0  # each step by itself, so that the page knows which tokens were drafts
     config = worker_config(str(world.base_path), given)
     ending.listen()

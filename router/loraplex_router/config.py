@@ -197,8 +197,7 @@ class RouterConfig(ServerFlags):
         if self.workers_from:
             open_membership(self.workers_from)
         ListenConfig.__post_init__(self)
-        check(self.http_port is None or 0 <= self.http_port <= 65535, "--http-port", "must be 0 to 65535")
-        check(all(self.served_model_names), "--served-model-name", "must not be empty")
+        check_http(self.http_port, self.served_model_names)
         check(self.max_in_flight >= 1, "--max-in-flight", "must be at least 1")
         check(self.max_lost_workers >= 1, "max_lost_workers", "must be at least 1")
         check(self.log_format in ("plain", "json"), "--log-format", f"takes plain or json, not {self.log_format!a}")
@@ -253,6 +252,12 @@ class HttpServerConfig(ServerFlags):
             worker_ca=self.server_ca,
             **{name: getattr(self, name) for name in shared},
         )
+
+
+def check_http(port: int | None, served_model_names: tuple[str, ...]) -> None:
+    """Raises InvalidArgument for settings of the HTTP port that cannot be."""
+    check(port is None or 0 <= port <= 65535, "--http-port", "must be 0 to 65535")
+    check(all(served_model_names), "--served-model-name", "must not be empty")
 
 
 def import_grpc(log_format: str = "plain") -> None:

@@ -17,10 +17,10 @@ from typing import Annotated, Any
 import typer
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
-from loraplex_router.config import HttpOptions
+from loraplex_router.config import HttpOptions, RouterConfig, check_http, import_grpc
 from loraplex_runtime.child_processes import Children, ChildSpec
 from loraplex_runtime.config import explained, with_settings
-from loraplex_runtime.flags import HTTP, check, configure, flag_arguments, flags_of, with_raw_flags
+from loraplex_runtime.flags import check, configure, flag_arguments, flags_of, with_raw_flags
 from loraplex_runtime.listen_config import ListenConfig
 from loraplex_runtime.open_files import raise_file_limit
 from loraplex_runtime.reports import Progress
@@ -36,17 +36,24 @@ ROUTER_ONLY = {flag.parameter for flag in flags_of(ListenConfig)} - {"drain", "m
 
 @dataclass(frozen=True, slots=True)
 class Http:
-    """The router's HTTP port: None for none, 0 for a free one; its address, and the base model's names there."""
+    """The settings of RouterConfig that are about its HTTP port, by their names there."""
 
-    port: int | None = None
-    host: str | None = None
-    names: tuple[str, ...] = ()
-    options: HttpOptions = HttpOptions()  # frozen
+    http_port: int | None = None
+    http_host: str | None = None
+    served_model_names: tuple[str, ...] = ()
+    http: HttpOptions = HttpOptions()  # frozen
+
+    def __post_init__(self) -> None:
+        check_http(self.http_port, self.served_model_names)
 
 
-# The workers' --adapters is the root of paths in requests.
-HTTP_FLAGS = [flag for flag in flags_of(HttpOptions) if flag.path != ("adapter_root",)]
 NO_HTTP = Http()
+# The workers' --adapters is the root of paths in requests.
+HTTP_FLAGS = [
+    flag
+    for flag in flags_of(RouterConfig)
+    if flag.path[0] in {one.name for one in fields(Http)} and flag.path != ("http", "adapter_root")
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,30 +138,20 @@ def worker_arguments(model: str, given: Mapping[str, Any]) -> list[str]:
     return arguments
 
 
-def _router_config(config: WorkerConfig, addresses: list[str], worker_token: str, http: Http) -> Any:
-    from loraplex_router.config import RouterConfig
-
+def _router_config(config: WorkerConfig, addresses: list[str], worker_token: str, http: Http) -> RouterConfig:
     return RouterConfig(
         workers=tuple(addresses),
         worker_token=worker_token,
         **{one.name: getattr(config, one.name) for one in fields(ListenConfig)},
-        http_port=http.port,
-        http_host=http.host,
-        served_model_names=http.names,
-        http=replace(http.options, adapter_root=config.engine.adapters.root),
+        http_port=http.http_port,
+        http_host=http.http_host,
+        served_model_names=http.served_model_names,
+        http=replace(http.http, adapter_root=config.engine.adapters.root),
     )
 
 
-def _given_config(
-    *,
-    model: str | None,
-    workers: int,
-    http_port: int | None,
-    http_host: str | None,
-    served_model_name: list[str] | None,
-    **given: Any,
-) -> tuple[WorkerConfig, Http]:
-    http = Http(http_port, http_host, tuple(served_model_name or ()), configure(HttpOptions, HTTP_FLAGS, given, {}))
+def _given_config(*, model: str | None, workers: int, **given: Any) -> tuple[WorkerConfig, Http]:
+    http = configure(Http, HTTP_FLAGS, given, {})
     config = worker_config(model or "", given)
     if workers > 1 and config.engine.adapters.store_dir is not None:
         raise InvalidArgument("--adapter-store belongs to one worker; leave it out with --workers above 1")
@@ -165,7 +162,7 @@ def _given_config(
 
 
 @with_settings("serve", _given_config)
-@with_raw_flags([*FLAGS, *HTTP_FLAGS])
+@with_raw_flags([*HTTP_FLAGS, *FLAGS])
 def serve(
     ctx: typer.Context,
     model: ModelArgument,
@@ -179,27 +176,6 @@ def serve(
             "with its share of the cores.",
         ),
     ] = 1,
-    http_port: Annotated[
-        int | None,
-        typer.Option(
-            "--http-port",
-            min=0,
-            max=65535,
-            help="Serve OpenAI's HTTP routes on this port; 0 takes a free one. Default: off.",
-        ),
-    ] = None,
-    http_host: Annotated[
-        str | None,
-        typer.Option("--http-host", help="Address to serve HTTP on. Default: that of --host.", rich_help_panel=HTTP),
-    ] = None,
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--served-model-name",
-            help="Name of the base model over HTTP; repeat it for more, the first one is listed. Default: MODEL.",
-            rich_help_panel=HTTP,
-        ),
-    ] = None,
     json: JsonFlag = False,
     **given: Any,
 ) -> None:
@@ -209,16 +185,7 @@ def serve(
     """
     report = Report("server", as_json=json)
     try:
-        config, http = _given_config(
-            model=model,
-            workers=workers,
-            http_port=http_port,
-            http_host=http_host,
-            served_model_name=served_model_name,
-            **given,
-        )
-        from loraplex_router.config import import_grpc
-
+        config, http = _given_config(model=model, workers=workers, **given)
         raise_file_limit()
         import_grpc(config.engine.log_format)
         from loraplex_runtime.logs import setup_logging
