@@ -59,16 +59,7 @@ class ControlTokens:
 
     def are_in(self, value: Any) -> bool:
         """True if a text anywhere in the value, the keys of mappings included, holds a control token."""
-        match value:
-            case str():
-                return self._any.search(value) is not None
-            case Mapping():
-                items = cast("Mapping[Any, Any]", value).items()
-                return any(self.are_in(key) or self.are_in(one) for key, one in items)
-            case list():
-                return any(map(self.are_in, cast("list[Any]", value)))
-            case _:
-                return False
+        return _has_text(value, lambda text: self._any.search(text) is not None)
 
     def marked(self, value: Any, edges: Edges | None = None) -> Any:
         """The value with each of its control tokens marked, in all texts, and with marks at those `edges`."""
@@ -119,12 +110,26 @@ _MAX_LITERALS: Final = 256
 _LITERAL: Final = re.compile(r"'([^'\n]{2,})'|\"([^\"\n]{2,})\"")
 
 
+def _has_text(value: Any, is_one: Callable[[str], bool]) -> bool:
+    """True if `is_one` holds for a text anywhere in the value, the keys of mappings included."""
+    match value:
+        case str():
+            return is_one(value)
+        case Mapping():
+            items = cast("Mapping[Any, Any]", value).items()
+            return any(_has_text(one, is_one) for item in items for one in item)
+        case list():
+            return any(_has_text(one, is_one) for one in cast("list[Any]", value))
+        case _:
+            return False
+
+
 class Edges:
     """Edges of texts that begin with the end of a control token, end with its beginning, or are its middle: the token
     could be whole in what a template writes. Whitespace at the ends, which templates strip, is passed over. Under a
     template that leaves out parts of texts also where a token begins within one: what is between its halves may go."""
 
-    def __init__(self, contents: Iterable[str], template: str = "") -> None:
+    def __init__(self, contents: Iterable[str], template: str) -> None:
         known = tuple(contents)
         self._beginnings = _beginnings(known, template) if known and _REWRITES.search(template) else None
         self._heads = frozenset(one[:end] for one in known for end in range(1, len(one)))
@@ -134,16 +139,7 @@ class Edges:
 
     def are_in(self, value: Any) -> bool:
         """True if a text anywhere in the value, the keys of mappings included, has such an edge."""
-        match value:
-            case str():
-                return any(self._of(value.strip())) or self._with_beginnings(value) != value
-            case Mapping():
-                items = cast("Mapping[Any, Any]", value).items()
-                return any(self.are_in(key) or self.are_in(one) for key, one in items)
-            case list():
-                return any(map(self.are_in, cast("list[Any]", value)))
-            case _:
-                return False
+        return _has_text(value, lambda text: any(self._of(text.strip())) or self._with_beginnings(text) != text)
 
     def marked(self, text: str) -> str:
         """The text with a mark at each edge: what is around the text does not join it."""
