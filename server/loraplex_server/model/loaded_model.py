@@ -125,6 +125,9 @@ class LoadedModel:
                 weight_sha256=digest,
             )
         spec = self.spec
+        head = next((path for path, module in self.targets.items() if isinstance(module, AdaptedHead)), "")
+        # The whole configuration's word: it is what Transformers ties by and PEFT asks, where a text's own differs.
+        is_tied = self.model.config.to_dict().get("tie_word_embeddings", False)
         return BaseTargets(
             modules,
             self.model_id,
@@ -135,9 +138,9 @@ class LoadedModel:
             backbone=self.model.base_model_prefix,
             parameters={path: place.parameters for path, place in self.norms.items()},
             embedding=self.embedding_path,
-            head=next((path for path, module in self.targets.items() if isinstance(module, AdaptedHead)), ""),
+            head=head,
             weight_format=self.weight_format,
-            tied_head=self._tied_head(),
+            tied_head=head if is_tied else "",
             other_modules=frozenset(
                 path
                 for path, module in self.model.named_modules()
@@ -151,12 +154,6 @@ class LoadedModel:
             },
             tokens=_tokens_of(self.model_id),
         )
-
-    def _tied_head(self) -> str:
-        heads = [path for path, module in self.targets.items() if isinstance(module, AdaptedHead)]
-        # The whole configuration's word: it is what Transformers ties by and PEFT asks, where a text's own differs.
-        is_tied = self.model.config.to_dict().get("tie_word_embeddings", False)
-        return heads[0] if heads and is_tied else ""
 
     def state_memory(self, num_slots: int, num_spare: int) -> StateMemory | None:
         """Memory for what mixers keep, in so many slots; None where there are no such mixers. See `StateMemory`."""
