@@ -56,7 +56,7 @@ class TargetModule:
     # SHA-256 of the weight's bytes in BaseTargets.dtype, row-major as the module keeps it; '' when it is not known. For
     # embeddings and lm_head: PEFT saves copies of those weights, which are dropped when they are the base's own.
     weight_sha256: str = ""
-    num_experts: int = 0  # 0 but for `experts`
+    num_experts: int = 0  # 0 except for `experts`
     swaps_features: bool = False  # of `experts`: PEFT takes its inputs for outputs (Llama 4)
 
     def facts(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ A plan is `{sequence: number of tokens}` plus draft tokens. Prefill, chunked pre
 are one operation: run `num_tokens` of a sequence from position `start`, sample behind the last `num_samples` of them.
 Spans contain no token ids: the runner keeps every sequence's tokens in its row, so that a plan can be made before the
 tokens of the last step are known on the host. All records are plain data and could be broadcast,
-but for the matchers of grammars, which the scheduler advances and the runner reads.
+except for the matchers of grammars, which the scheduler advances and the runner reads.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class GrammarMatcher(Protocol):
     def copy(self) -> GrammarMatcher: ...
 
     def rebuild(self, reason: str) -> bool:
-        """Has the grammar compiled anew for this text alone, where that helps against the library's `reason` why the
+        """Has the grammar compiled again for this text alone, where that helps against the library's `reason` why the
         matcher, or a copy, cannot go on. True if it can now."""
         ...
 

@@ -99,5 +99,5 @@ class DirectoryClient:
         try:
             return await asyncio.wait_for(getattr(handle, method).remote(*arguments), CALL_S)
         except RayActorError:
-            self._handle = None  # it may have been ended for good, and is then started anew
+            self._handle = None  # it may have been ended for good, and is then started again
             raise

@@ -55,7 +55,7 @@ class Child:
 
     @property
     def last_words(self) -> str:
-        """The last thing that it wrote to standard error, but for what tells no trouble."""
+        """The last thing that it wrote to standard error, except for what tells of no trouble."""
         return next((line for line in reversed(self._errors) if not is_chatter(line)), "")
 
     @property

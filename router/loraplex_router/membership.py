@@ -98,7 +98,7 @@ def open_membership(text: str) -> Membership:
 
 
 class FileMembership:
-    """Lines of [NAME=]HOST:PORT, with comments from # on; written anew and renamed into place by whoever knows.
+    """Lines of [NAME=]HOST:PORT, with comments from # on; rewritten and renamed into place by whoever knows.
 
     The last line ends with a line feed, or the file is not complete: one that is empty or blank has been cut off, and a
     list without members is a comment.

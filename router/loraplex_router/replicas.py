@@ -133,7 +133,7 @@ class Replicas:
         self._replicas = {worker_id: Replica(worker_id, worker_id) for worker_id in worker_ids}
         self._work_by_key: dict[str, int] = {}
         self._slow_start_s = slow_start_s
-        # Cached answers of `routable` and `max_context_tokens`; None: to be found anew.
+        # Cached answers of `routable` and `max_context_tokens`; None: to be found again.
         self._routable: list[Replica] | None = None
         self._max_context_tokens: int | None = None
         self.on_change = on_change

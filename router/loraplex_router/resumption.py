@@ -20,7 +20,7 @@ _FIRST: Final = ("request_id", "adapter_digest", "prompt_logprobs", "prompt_toke
 
 def may_resume(request: inference_pb2.GenerateRequest) -> bool:
     """True where an answer shows enough to be compared: one completion, with its tokens, and without calls of tools,
-    whose ids are made anew."""
+    whose ids are new."""
     output = request.output
     has_tools = output.parse_chat and bool(request.chat.tools_json)
     return request.n <= 1 and not output.omit_token_ids and not has_tools
@@ -41,7 +41,7 @@ class Resumption:
         self._num_chars_seen = Counter[str]()
 
     def restart(self, loss: UpstreamFailure) -> None:
-        """Notes that the worker is gone, and that another one begins anew."""
+        """Notes that the worker is gone, and that another one starts over."""
         if self.loss is None or loss.kind is FailureKind.LOST:
             self.loss = loss
         self._num_tokens_seen = 0

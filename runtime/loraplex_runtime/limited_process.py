@@ -78,7 +78,7 @@ class LimitedProcess:
 
     def call(self, question: Any, timeout_s: float) -> Any:
         """The answer. Raises LimitExceeded and ProcessFailed, and the process is gone then; the next call starts
-        another one. Time to start does not count. A process that was there before and ends is started anew and asked
+        another one. Time to start does not count. A process that was there before and ends is started again and asked
         once more: it may have been dead, or full of what earlier questions left."""
         was_running = self.pid is not None
         try:

@@ -273,7 +273,7 @@ class Health(health_pb2_grpc.HealthServicer):
 
 def server_options(max_message_bytes: int, *, max_age_s: float, max_age_grace_s: float) -> list[tuple[str, int]]:
     """gRPC's arguments for a port behind balancers and firewalls. Connections end at `max_age_s`, so that a balancer
-    spreads clients anew; their streams get `max_age_grace_s` more."""
+    spreads clients afresh; their streams get `max_age_grace_s` more."""
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),

@@ -6,7 +6,7 @@
     token.value                                                           # what the file says now
     files.stop()
 
-Contents are compared, because a file may be replaced within one tick of its time stamp, and paths are opened anew each
+Contents are compared, because a file may be replaced within one tick of its time stamp, and paths are opened again each
 time, because Kubernetes replaces a mounted secret by swapping a link in its path. A new content counts when two
 readings in a row agree, so that a file that is being written is left alone, and when it can be parsed. Until then what
 was read before stays in force, and the log says once what is wrong.

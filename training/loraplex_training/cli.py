@@ -170,7 +170,7 @@ def _run(
             progress=progress,
             num_given=len(prompts) + len(texts),
         )
-        del target, examples  # the engine loads the model anew
+        del target, examples  # the engine loads the model again
         try:
             return report, _decode(base, out, adapter, report, recipe, dtype, device, progress), ""
         except LoraplexError as error:

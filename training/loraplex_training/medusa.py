@@ -120,7 +120,7 @@ def train_medusa(
 
 
 def _copy_adapter(adapter: Path, folder: Path) -> None:
-    """Copies all that a server reads of the adapter, but for the two files that the heads have written there."""
+    """Copies all that a server reads of the adapter, except for the two files that the heads have written there."""
     for name in {*WANTED_NAMES, *TEMPLATE_NAMES} - {MEDUSA_WEIGHTS_NAME, MODEL_CONFIG_NAME}:
         if (adapter / name).is_file():
             (folder / name).parent.mkdir(exist_ok=True)

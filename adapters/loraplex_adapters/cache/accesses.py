@@ -2,7 +2,7 @@
 
 What a token has fetched is bound to a name that follows from the token, the tenant, the repository and the revision by
 a keyed digest. Only a caller with the same token comes to the same name, so no other one is served what it is bound to,
-and none can tell that it is there. No token is kept. Pure, but for the key.
+and none can tell that it is there. No token is kept. Pure, except for the key.
 """
 
 from __future__ import annotations

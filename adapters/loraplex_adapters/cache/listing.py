@@ -119,7 +119,7 @@ class Listing:
         self._names: list[str] = []  # sorted
         self._tiers: dict[AdapterTier, list[tuple[str, bool, str]]] = {tier: [] for tier in _NEAREST_FIRST}
         self._sourced: list[tuple[str, AdapterTier, str]] = []  # of rows that have a source of their own, sorted
-        self._nearest: tuple[Resident, ...] | None = None  # None: to be made anew
+        self._nearest: tuple[Resident, ...] | None = None  # None: to be made again
         self._fetching: list[str] = []  # names of the rows in that state, sorted
 
     def apply_changes(self, changes: ListingChanges) -> None:

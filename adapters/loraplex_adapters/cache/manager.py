@@ -152,7 +152,7 @@ class AdapterManager:
         watched: DirectorySource | None = None,
     ) -> None:
         """`remote` is asked for names that `source` does not have, on threads of its own: it may hang. Adapters whose
-        folders in `watched` are replaced are loaded anew."""
+        folders in `watched` are replaced are loaded again."""
         self._source = source
         self._remote = remote
         self._targets = targets
@@ -184,7 +184,7 @@ class AdapterManager:
         self._remote_fetcher = BackgroundThreads("adapter-remote", REMOTE_THREADS if remote else 0)
         self._maker = BackgroundThreads("adapter-maker")
         self._mover = BackgroundThreads("adapter-mover")
-        self._replaced: dict[str, None] = {}  # names to be loaded anew; the first ones are under way
+        self._replaced: dict[str, None] = {}  # names to be loaded again; the first ones are under way
         self._watch = None if watched is None else FolderWatch(watched, self._on_replaced)
 
     # --- device slots -----------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class AdapterManager:
         """The key that the name is bound to, with a hold for the caller (`drop_hold` gives it back).
 
         None while it is being fetched: ask again after `poll` has returned True. A name is bound on first use and bound
-        anew only by `load`. With the `origin` of a caller's own it is the key of what that caller has access to there,
+        again only by `load`. With the `origin` of a caller's own it is the key of what that caller has access to there,
         asked for again after a while. Raises the typed error (AdapterNotFound, AdapterInvalid, ...) when it cannot be
         had, and QuotaExceeded where the user may not have as many bytes in memory.
         """
@@ -281,7 +281,7 @@ class AdapterManager:
         options: LoadOptions = PLAIN_LOAD,
         call: int = 0,
     ) -> AdapterInfo | None:
-        """Reads the source anew, binds the name to what it finds and brings it up to the device where there is room.
+        """Reads the source again, binds the name to what it finds and brings it up to the device where there is room.
 
         None while under way: call again after `poll`. `call` tells it from other loads that are under way: equal ones
         share what is read after the last of them came. Raises as `resolve`, and DigestMismatch.
@@ -544,7 +544,7 @@ class AdapterManager:
         self._finish(lambda now: self._replaced.setdefault(name))
 
     def _reload_replaced(self, now: float) -> None:
-        """Loads replaced adapters anew, a few at a time: they must not fill the queue, and one whose name waits for
+        """Loads replaced adapters again, a few at a time: they must not fill the queue, and one whose name waits for
         another load must not hold up the others."""
         num_under_way = 0
         for name in list(self._replaced):

@@ -5,7 +5,7 @@ Owns the key records, the budgets, the device slots, the order of use, the queue
 `now` is an argument.
 
 Wants are served strictly in order: while one waits, none behind it is served, so that no stream of small adapters
-starves a large one. The order is that in which they came, but for those that the scheduler puts first: its queue is
+starves a large one. The order is that in which they came, except for those that the scheduler puts first: its queue is
 fair to tenants and adapters. A want may be several keys at once, for a mixture: it is served when all of them are on
 the device. Those that are there already stay until then, safe from the wants behind it. Only the first want that waits
 is kept so, and it needs nothing from those behind it: no two wants wait for each other.

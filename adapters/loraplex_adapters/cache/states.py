@@ -29,7 +29,7 @@ from loraplex_contracts.errors import IllegalTransition, LoraplexError
 class NameState(Enum):
     FETCHING = auto()  # on its way from the source; bound to nothing yet
     BOUND = auto()
-    REBINDING = auto()  # bound, and being read anew for LoadAdapter
+    REBINDING = auto()  # bound, and being read again for LoadAdapter
     FAILED = auto()  # remembered, and answered from memory for a while
 
 
@@ -198,7 +198,7 @@ class KeyRecord:
         return self.num_holds > 0 or self.num_leases > 0 or bool(self.pinned_names) or self.state in IN_TRANSIT
 
     def forget_uses(self, name: str) -> None:
-        """Counts a name's uses anew, unless it is listed still: bound, with a version bound, or the last one."""
+        """Drops the count of a name's uses, unless it is still listed: bound, with a version bound, or the last one."""
         base = name_in(name)
         if not self.holds[base] and base not in map(name_in, (*self.names, self.last_name)):
             self.uses.pop(base, None)

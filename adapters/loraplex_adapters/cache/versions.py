@@ -1,7 +1,7 @@
 """Versions of adapters: the contents that names have or had, and their sources.
 
 `Versions` is pure. `VersionLog` keeps it in a file of the store, so that a restarted worker knows it again: one line
-for each change, written anew at a process's first change and where most lines are out of date. Contents prepared for
+for each change, rewritten at a process's first change and where most lines are out of date. Contents prepared for
 one base model are not served with another, so each has a file of its own, which the others leave alone.
 """
 
@@ -23,7 +23,7 @@ from loraplex_contracts.errors import AdapterVersionNotFound
 log = logging.getLogger(__name__)
 
 MAX_VERSIONS: Final = 16  # of one name, that may be asked for by digest
-SPARE_LINES: Final = 4096  # out of date, before the file is written anew
+SPARE_LINES: Final = 4096  # out of date, before the file is rewritten
 # Another number is another file, so that a release leaves those of later ones alone. It goes up with the format, and
 # where contents computed before may be wrong: up to 1, those of large tensors on float32 and float64 base models, of
 # rotations that share a block of one input, and of DoRA or ties beside a weight that is not the base's.

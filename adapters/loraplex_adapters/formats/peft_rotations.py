@@ -116,7 +116,7 @@ def parse_blocks(fields: Mapping[str, Any], size_name: str, num_name: str, size:
 
 
 def near_divisor(inputs: int, wanted: int) -> int:
-    """PEFT's divisor near a wanted one: the nearest, but for wanted ones above `inputs`."""
+    """PEFT's divisor near a wanted one: the nearest, except for wanted ones above `inputs`."""
     if wanted >= inputs:
         return inputs
     above = next(one for one in range(wanted, inputs + 1) if inputs % one == 0)

@@ -337,7 +337,7 @@ def _state(found: os.stat_result) -> _State:
 
 def _differs(fd: int, name: str, folder: _Known) -> bool:
     """True if a folder was changed since it was read. A link's own inode differs from its target's, so it is followed
-    anew each time."""
+    again each time."""
     try:
         return _state(os.stat(name, dir_fd=fd, follow_symlinks=False)) != folder.state
     except OSError:

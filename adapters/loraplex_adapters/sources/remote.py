@@ -48,7 +48,7 @@ class HttpClient:
     """HTTP requests, one at a time, without cookies or tokens of others; no redirect is followed.
 
     Owns the deadline of all that is read, headers included: a server that sends a byte now and then meets it, though
-    each byte starts TIMEOUT_S anew. After it reads raise TooSlow."""
+    each byte starts TIMEOUT_S again. After it reads raise TooSlow."""
 
     def __init__(self) -> None:
         from huggingface_hub import get_session

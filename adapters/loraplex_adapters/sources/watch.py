@@ -85,7 +85,7 @@ class _Folder:
 
 
 class ReplacedFolders:
-    """Decides by the fingerprints of loaded adapters' folders which ones are loaded anew. Pure."""
+    """Decides by the fingerprints of loaded adapters' folders which ones are loaded again. Pure."""
 
     def __init__(self, quiet_s: float) -> None:
         self._quiet_s = quiet_s

@@ -76,7 +76,7 @@ class HttpContext:
 
 
 def metadata_of(request: Request) -> Metadata:
-    """The headers that a worker may see, but for values that gRPC cannot send: no context of a trace is one."""
+    """The headers that a worker may see, except for values that gRPC cannot send: no context of a trace is one."""
     found = ((key, request.headers.get(key, "")) for key in sorted(FORWARDED_KEYS))
     return tuple((key, value) for key, value in found if _FORWARDABLE.fullmatch(value))
 

@@ -1,4 +1,4 @@
-"""`loraplex adapters convert`: pickled weights written anew as safetensors, in a child process.
+"""`loraplex adapters convert`: pickled weights rewritten as safetensors, in a child process.
 
 torch reads the pickle with `weights_only`, which builds tensors and plain containers alone. The child has bounds of
 memory, time and file size, in case that a pickle finds a hole in it or expands without end. Before it reads, it gives

@@ -65,7 +65,7 @@ from loraplex_server.speculation.speculator import Speculator
 log = logging.getLogger(__name__)
 
 FORECAST_EVERY_S = 0.05  # it takes time for each request that waits
-RESIDENCY_EVERY_S = 0.5  # while steps run: adapters' rows are listed anew
+RESIDENCY_EVERY_S = 0.5  # while steps run: adapters' rows are listed again
 # Ends of requests that were not served in time, or for want of room. The waits of those with a wrong name, which take
 # no time, would hide theirs.
 OF_WAITS: Final = frozenset({Code.CANCELLED, Code.DEADLINE_EXCEEDED, Code.RESOURCE_EXHAUSTED, Code.UNAVAILABLE})

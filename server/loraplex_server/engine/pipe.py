@@ -114,7 +114,7 @@ class ModelInfo:
     max_context_tokens: int
     max_lora_rank: int
     eos_token_ids: tuple[int, ...]
-    # Kinds of drafting that requests may name, but for draft models: "medusa", "prompt_lookup".
+    # Kinds of drafting that requests may name, except for draft models: "medusa", "prompt_lookup".
     speculation: tuple[str, ...] = ()
     # Where the base model's files are, its tokenizer among them: a directory or a Hub id.
     base: str = ""

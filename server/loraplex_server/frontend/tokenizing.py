@@ -255,7 +255,7 @@ class Tokenizing:
             if hung.expired() or num_bytes > LONG_BYTES:
                 self._process = None
                 process.kill()
-            else:  # soon done; to start anew would take longer than many a caller waits
+            else:  # soon done; to start again would take longer than many a caller waits
                 self._end_when_idle()
             if hung.expired() and isinstance(error, TimeoutError):
                 raise unexpected(error, "waiting for the process that tokenizes long texts") from error

@@ -97,7 +97,7 @@ class Matcher:
 
     @property
     def lexer_is_full(self) -> bool:
-        """True if the lexer that copies share is full: new texts need the grammar compiled anew."""
+        """True if the lexer that copies share is full: new texts need the grammar compiled again."""
         return self._compiled.lexer_is_full
 
     def rebuild(self, reason: str) -> bool:

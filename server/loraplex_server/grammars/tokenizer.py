@@ -143,7 +143,7 @@ def _make_marks_plain(made: Any, *, is_byte_level: bool) -> None:
             vocabulary[spelling] = one["id"]
         else:
             others.append(one)
-            vocabulary.setdefault(content, one["id"])  # those that the vocabulary lacks would get ids anew
+            vocabulary.setdefault(content, one["id"])  # those that the vocabulary lacks would get new ids
     made["added_tokens"] = others
 
 

@@ -98,7 +98,7 @@ class RequestGate:
         return self._take(partial(self._quotas.take, num_requests=num_requests, **tokens))
 
     def take_pooling_quota(self, num_inputs: int, num_prompt_tokens: int) -> Ticket:
-        """Takes quota by `TenantQuotas.take_pooling`. A call that asks the engine anew, because it refused, pays
+        """Takes quota by `TenantQuotas.take_pooling`. A call that asks the engine again, because it refused, pays
         once."""
         return self._take(
             partial(self._quotas.take_pooling, num_inputs=num_inputs, num_prompt_tokens=num_prompt_tokens)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
     """The dependence of rotary embeddings on a text's length. Raises ValueError where each token would have the text
-    computed anew."""
+    computed again."""
 
     limit: int  # tokens
     has_one_set: bool  # of frequencies beyond the limit; else one for each length
-    # A text that grows past the limit is computed anew from its first token. Else its keys stay as they are.
+    # A text that grows past the limit is computed again from its first token. Else its keys stay as they are.
     restarts: bool = False
 
     def __post_init__(self) -> None:
@@ -37,9 +37,9 @@ class RopeScaling:
         return self.set_of(self.num_first(num_prompt_tokens, num_tokens))
 
     def outgrown(self, num_before: int, num_after: int) -> bool:
-        """True if a text that grows from `num_before` to `num_after` tokens has to be computed anew."""
+        """True if a text that grows from `num_before` to `num_after` tokens has to be computed again."""
         return self.restarts and num_before <= self.limit < num_after
 
     def num_room(self, num_tokens: int) -> int | None:
-        """Number of tokens that may follow before a text of so many has to be computed anew; None: any number."""
+        """Number of tokens that may follow before a text of so many has to be computed again; None: any number."""
         return self.limit - num_tokens if self.restarts and num_tokens <= self.limit else None

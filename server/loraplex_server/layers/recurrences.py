@@ -2,7 +2,7 @@
 
 Each runs equally long pieces of several texts, [pieces, tokens, ...], from a state per piece, and returns outputs and
 the states behind the pieces. Short pieces go token by token, longer ones in chunks, whose products of matrices give
-the same but for rounding. A back end may compute them over the slots of a step in place of that (`StateOps`).
+the same except for rounding. A back end may compute them over the slots of a step in place of that (`StateOps`).
 """
 
 from __future__ import annotations

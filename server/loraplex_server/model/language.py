@@ -140,7 +140,7 @@ def _warns_less() -> Generator[None]:
 
 
 def remove_other_parts(model: PreTrainedModel) -> None:
-    """Takes out what lies beside the language model and the way to it, but for the head."""
+    """Takes out what lies beside the language model and the way to it, except for the head."""
     text = model.config.get_text_config()
     language = next((module for module in model.modules() if getattr(module, "config", None) is text), model)
     kept = {id(module) for module in (language, model.get_output_embeddings())}

@@ -159,7 +159,7 @@ def _scaling(model: PreTrainedModel, rotary: Any) -> RopeScaling:
     if rotary.rope_type == "dynamic":
         return RopeScaling(int(rotary.original_max_seq_len), has_one_set=False)
     limit = int(rotary.config.rope_parameters[ORIGINAL])
-    # Some families' `generate()` drops its cache there, and computes the text anew.
+    # Some families' `generate()` drops its cache there, and computes the text again.
     prepare: Any = inspect.unwrap(cast(Any, type(model)).prepare_inputs_for_generation)
     restarts = ORIGINAL in prepare.__code__.co_names
     at = getattr(model.config, ORIGINAL, limit)

@@ -166,7 +166,7 @@ class StateStep:
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def commit(self) -> None:
-        """Makes the step count: its slots get the states behind it, but for those of spans with a draft."""
+        """Makes the step count: its slots get the states behind it, except for those of spans with a draft."""
         for slot, place in self._new.items():
             self._memory.take(place)
             self._memory.put(slot, place)

@@ -337,7 +337,7 @@ class Admission:
         """Opens all running adapters to younger sequences but, for each starving one that does not run, the one that
         drains the soonest.
 
-        Chosen anew in each scan, and still bounded: of the chosen one nothing new enters, so the most that it has left
+        Chosen again in each scan, and still bounded: of the chosen one nothing new enters, so the most that it has left
         shrinks with every step, and another is chosen only for having less.
         """
         if scan.by_tokens_left is None:

@@ -95,5 +95,5 @@ class FairClock:
 
     def _is_idle(self, flow: Flow) -> bool:
         """True if nothing of the flow waits and it has asked for no more than its share: its next request opens it
-        anew."""
+        again."""
         return flow not in self._num_queued and self._ends.get(flow, 0.0) <= self._now

@@ -10,8 +10,8 @@ device runs later; an adapter's slot is given back when the last plan that reads
 
 A step has the decodes first, then pieces of prompts, then sequences that enter. A sequence gets the blocks of all its
 known tokens when it enters, so only decoding needs more. When blocks run out, the sequence that is last in the order is
-preempted: it waits again and computes its tokens anew, or finds them in the prefix cache. The first one is never
-preempted and fits alone (see `_max_total_tokens`), so at least one sequence always advances.
+preempted: it waits, and computes its tokens again or finds them in the prefix cache. The first one is never preempted
+and fits alone (see `_max_total_tokens`), so at least one sequence always advances.
 
 Where a token ends a completion, whatever was computed behind it is dropped. A result finds its sequence by object, not
 by name: sequences that have ended meanwhile are passed over, and the token of a preempted one still counts.
@@ -655,7 +655,7 @@ def _plan_running(
         # One that speculates waits for its token: a draft follows a token that is known. So does a grammar's mask.
         if seq.num_coming and (seq.sequence_id in drafts or seq.matcher is not None):
             continue
-        # Nor one whose coming token is the first of a text that has to be computed anew.
+        # Nor one whose coming token is the first of a text that has to be computed again.
         if seq.num_coming and rope is not None and rope.outgrown(len(seq.token_ids), num_tokens):
             continue
         (decodes if num_tokens - seq.num_computed == 1 else prefills).append(seq)

@@ -468,7 +468,7 @@ class SequenceTable:
         self.num_preemptions += 1
 
     def restart(self, seq: SequenceState) -> None:
-        """Preempts a sequence for its own sake: its tokens have to be computed anew."""
+        """Preempts a sequence for its own sake: its tokens have to be computed again."""
         seq.move(SequenceStatus.PREEMPTED)
         self._leave(seq)
         self.waiting.add(seq)

@@ -210,7 +210,7 @@ def load_draft(
 
 
 def have_same_ids(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
-    """True if two vocabularies mean the same by their token ids, but for a few."""
+    """True if two vocabularies mean the same by their token ids, except for a few."""
     num_same = sum(other.get(piece) == token_id for piece, token_id in one.items())
     return num_same >= (1 - _MAX_DIFFERENCE) * max(len(one), len(other))
 

@@ -49,7 +49,7 @@ class DraftRow:
     last_asked: int
     num_sent_blocks: int = 0
     # In models with states: tokens before the state that is kept, before the one behind all that was run, and of the
-    # known ones those that no later ask changes, but for the last, which always runs.
+    # known ones those that no later ask changes, except for the last, which always runs.
     num_kept: int = 0
     num_run: int = 0
     num_certain: int = 0
@@ -66,7 +66,7 @@ class DraftRows:
 
     A row holds the known tokens and the last draft: on each ask it is compared with the sequence, and rewritten from
     the first difference on. Published blocks are never rewritten: a sequence that differs there leaves, and enters
-    anew, and so does one whose length now asks for other rotations. When room is short the sequence that was asked for
+    again, and so does one whose length now asks for other rotations. When room is short the sequence that was asked for
     the longest ago leaves.
     """
 

@@ -34,7 +34,7 @@ MAX_SKIP = 64
 
 _END = -1  # of an output; no token
 TOKEN_BITS = 32  # of a token's id, in keys of several
-MAX_SEPARATORS = 2048  # tokens of which something is remembered, some 100 bytes each; then it begins anew
+MAX_SEPARATORS = 2048  # tokens of which something is remembered, some 100 bytes each; then it starts over
 _WRITTEN = -1
 
 

@@ -10,8 +10,8 @@ for a while, then a probe of one token, each pause twice as long as the last one
 time. A proposer that has to read the text first is asked once the steps that it would have sped up had saved as much as
 reading takes.
 
-Pure but for the running averages that it owns. Knows neither tensors nor what a draft says, and of a proposer only what
-`Proposer` says of it.
+Pure except for the running averages that it owns. Knows neither tensors nor what a draft says, and of a proposer only
+what `Proposer` says of it.
 """
 
 from __future__ import annotations

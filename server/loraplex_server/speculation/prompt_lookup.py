@@ -162,7 +162,7 @@ class PromptLookupProposer(Proposer):
             text.separators.learn(token_ids[there], token_ids[here])
 
     def _better(self, own: Match | None, text: _Text, bounds: tuple[int, int]) -> Match | None:
-        """The longer match; of equal ones the sequence's own, but for a single token, which says less than a place."""
+        """The longer match; of equal ones the sequence's own, except where it is a single token: a place says more."""
         place = text.reader.find(text.outputs, text.candidate.token_ids) if text.outputs is not None else None
         if place is None or place.num_tokens < bounds[0] or bounds[1] < MIN_RUN:
             return own

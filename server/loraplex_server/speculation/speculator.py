@@ -75,7 +75,7 @@ class Speculator:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds that a request may name, but for draft models."""
+        """The kinds that a request may name, except for draft models."""
         return tuple(kind for kind in get_args(SpeculationKind) if kind in self._proposers)
 
     # --- requests -----------------------------------------------------------------------------------------------------

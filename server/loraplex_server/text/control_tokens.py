@@ -208,7 +208,7 @@ class PlainTokenizer:
         state["post_processor"] = None
         self._tokenizer = Tokenizer.from_str(json.dumps(state))
         found = {names.get(content, content): token_id for content, token_id in ids.items()}
-        # The library numbers added tokens anew.
+        # The library renumbers added tokens.
         numbered = ((self._tokenizer.token_to_id(content), token_id) for content, token_id in found.items())
         self._ids = {new: old for new, old in numbered if new is not None}
 

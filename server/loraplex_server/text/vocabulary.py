@@ -52,7 +52,7 @@ class Vocabulary:
 
     @property
     def pieces(self) -> Mapping[str, int]:
-        """All tokens, added ones included. Made anew on each use."""
+        """All tokens, added ones included. Made again on each use."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
     def spans(self, text: str) -> list[tuple[int, int, int]]:

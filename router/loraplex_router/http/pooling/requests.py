@@ -76,8 +76,8 @@ def document_text(given: Any, name: str) -> str:
 
 
 def put_fields(message: PoolingRequest, body: PoolingFields, request_id: str) -> None:
-    """Puts the fields that all routes but /embed have into the message, but for the adapter. `request_id`: for a body
-    without one."""
+    """Puts the fields that all routes except /embed have into the message, without the adapter. `request_id`: for a
+    body without one."""
     message.request_id = check_id(body.request_id, field="request_id") if body.request_id else request_id
     if body.cache_salt:
         message.cache_salt = check_id(body.cache_salt, field="cache_salt")

@@ -315,7 +315,7 @@ class LayerProof:
         self._idx += 1
 
     def _is_like_first(self, layer: nn.Module, weights: LayerWeights) -> bool:
-        """True if a layer equals the first one but for its values."""
+        """True if a layer equals the first one except for its values."""
         first = self._first
         if first is None or _values(layer).keys() != first.values.keys():
             return False

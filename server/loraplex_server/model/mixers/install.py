@@ -1,7 +1,7 @@
 """Installation of packed recurrences into a model's mixers.
 
 A mixer is a module whose code calls one of the module-level functions in `FUNCTIONS`, which Transformers' families
-share. Its methods that do are bound anew, to the module alone, with the packed versions under those names; the rest of
+share. Its methods that do are bound again, to the module alone, with the packed versions under those names; the rest of
 its code stays Transformers' own. Outside of a step they call the model's own functions. Lightning attention calls none
 and has its forward replaced (`lightning.py`).
 """

@@ -142,7 +142,7 @@ def _tile(
     return new_largest, total, acc
 
 
-# Numbers that change from step to step must not compile the kernel anew when one happens to be a multiple of 16.
+# Numbers that change from step to step must not compile the kernel again when one happens to be a multiple of 16.
 @triton.jit(do_not_specialize=["count_at", "pieces_at", "tables_at"])
 def attend_kernel(
     query_ptr,  # [num_tokens, heads, k_dim], last dimension contiguous

@@ -82,7 +82,7 @@ def member_of(column_block, end_0, end_1, out_features, BLOCK_OUT: tl.constexpr)
 # --- few rows ---------------------------------------------------------------------------------------------------------
 
 
-# Numbers that change from step to step must not compile the kernel anew when one happens to be a multiple of 16.
+# Numbers that change from step to step must not compile the kernel again when one happens to be a multiple of 16.
 @triton.jit(do_not_specialize=["num_positions", "max_rank", "inner_stride", "table_stride"])
 def shrink_rows_kernel(
     x_ptr,  # [num_rows, in_features], last dimension contiguous

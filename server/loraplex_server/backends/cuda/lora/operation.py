@@ -76,7 +76,7 @@ class _Known:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One launch's or two launches' arguments, but for y."""
+    """One launch's or two launches' arguments, except for y."""
 
     x: Tensor  # [num_rows, in]
     tables: Sequence[FactorTable]  # 1 to MAX_MERGED, evenly spaced in memory
