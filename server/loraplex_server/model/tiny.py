@@ -56,6 +56,12 @@ def _head_dim(widths: Widths, _old: int, fields: Mapping[str, Any]) -> int:
     return _mixer_dim(widths, _old, fields) if "state_size" in fields else widths.head_dim
 
 
+def _whole_head_dim(widths: Widths, old: int, fields: Mapping[str, Any]) -> int:
+    """Some families with latent attention say how wide both parts of a head are together."""
+    parts = [fields.get(name) or 0 for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    return 2 * widths.head_dim if all(parts) and sum(parts) == old else _head_dim(widths, old, fields)
+
+
 def _heads(widths: Widths, _old: int, fields: Mapping[str, Any]) -> int:
     return _MIXER_HEADS if "state_size" in fields else widths.num_heads
 
@@ -96,7 +102,8 @@ _RULES: tuple[tuple[str, Rule], ...] = (
     (r"hidden_size_per_layer_input", _fixed(16)),
     (r".*(num_key_value|num_kv|kv_n)_heads|num_query_groups", _kv_heads),
     (r".*attention_heads|n_heads?|num_heads", _heads),
-    (r"(swa_|global_)?head_dim|kv_channels|d_kv|dim_head|d_head|attention_head_size", _head_dim),
+    (r"head_dim", _whole_head_dim),
+    (r"(swa_|global_)head_dim|kv_channels|d_kv|dim_head|d_head|attention_head_size", _head_dim),
     (r"rotary_dim", lambda widths, _old, _fields: widths.head_dim // 2),
     (r".*intermediate_size.*|.*ffn_(dim|hidden_size)|feed_forward_size", _between),
     (r"dff|d_ff|dim_ff|mlp_dim|d_inner|n_inner", _between),
@@ -182,15 +189,15 @@ def _is_count(value: Any) -> bool:
 
 def _shrink_rope(fields: Fields, widths: Widths) -> None:
     """Shrinks the factors of each frequency, and sections of them, in rope parameters."""
-    half = widths.head_dim // 2
+    num_frequencies = round(widths.head_dim // 2 * (fields.get("partial_rotary_factor") or 1.0))
     for name, value in fields.items():
         if isinstance(value, dict):
             _shrink_rope(value, widths)
-        elif name == "mrope_section" and isinstance(value, list):
-            part = half // 4
-            fields[name] = [half - 2 * part, part, part]
+        elif name in ("mrope_section", "xdrope_section") and isinstance(value, list):
+            *first, _ = (part * num_frequencies // (sum(value) or 1) for part in value)
+            fields[name] = [*first, num_frequencies - sum(first)]
         elif name in ("short_factor", "long_factor") and isinstance(value, list):
-            fields[name] = value[: round(half * (fields.get("partial_rotary_factor") or 1.0))]
+            fields[name] = value[:num_frequencies]
 
 
 def _choose_layers(fields: Fields) -> None:

@@ -56,3 +56,20 @@ def test_amendments_reach_every_part() -> None:
     seen: list[str] = []
     tiny_config(tf.Qwen2VLConfig(), amend=lambda fields: seen.append(fields["model_type"]))
     assert sorted(seen) == ["qwen2_vl", "qwen2_vl_text", "qwen2_vl_vision"]
+
+
+def test_sections_of_rotations_fill_the_narrow_head() -> None:
+    """Those of GLM-4.1V, which rotates half of each head, and of ERNIE 4.5 VL, whose first two are equal."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
+    half = rope | {"mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
+    glm = tiny_config(tf.Glm4vConfig(text_config={"rope_parameters": half}), Widths(head_dim=64))
+    assert glm.text_config.rope_parameters["mrope_section"] == [4, 6, 6]
+    equal = rope | {"mrope_section": [22, 22, 20]}
+    ernie = tiny_config(tf.Ernie4_5_VLMoeConfig(text_config={"rope_parameters": equal}))
+    assert ernie.text_config.rope_parameters["mrope_section"] == [1, 1, 2]
+
+
+def test_heads_with_two_parts_are_as_wide_as_both() -> None:
+    tiny = tiny_config(tf.Mistral4Config())
+    assert tiny.head_dim == tiny.qk_nope_head_dim + tiny.qk_rope_head_dim == 16
+    assert tiny_config(tf.DeepseekV3Config()).head_dim == 8  # of the rotated part alone
