@@ -112,9 +112,9 @@ there: mixers read these weights directly. Such an adapter is refused by name.
 """
 NOT_SERVED = """
 Not served, of those with states: RecurrentGemma and Zaya (their recurrence is inside the layer's own code, and in none
-of the functions that families share), RWKV and xLSTM (their forward takes neither Transformers' attention interface nor
-`logits_to_keep`). Each is refused with that reason. Beside them, a model with states runs without CUDA graphs and
-without the native decoder that runs all layers in one call.
+of the functions that families share), RWKV and xLSTM (their layers know nothing of Transformers' attention interface).
+Each is refused with that reason. Beside them, a model with states runs without CUDA graphs and without the native
+decoder that runs all layers in one call.
 """
 
 
@@ -161,6 +161,8 @@ those below are in the test suite, in float64 against the whole model's `generat
   4's `language_model.model.layers` and `model.layers` are one and the same. An adapter with weights for images or audio
   is refused (`docs/adapters.md`).
 - An image, a sound or a file in a message is refused by its type.
+- Of Qwen's Omni models, which speak as well, the thinker is served. Adapters fit that were trained on the thinker or on
+  the whole model (`thinker.model.layers`).
 
 | family | architecture | class | not loaded | text | LoRA | in company |
 |---|---|---|---|---|---|---|
@@ -196,7 +198,6 @@ REFUSALS = {
     "own positions": "it counts positions by itself, whatever those of a step's tokens are",
     "first position": "it does not count positions from 0 on",
     "not one row": "its attention does not see a step's tokens as one row",
-    "no logits_to_keep": "its forward does not take `logits_to_keep`",
     "no language model": "Transformers has no class for it that generates text from text",
     "a language to choose": "a trial run raised an error: its language is to be chosen first",
 }

@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from support.multimodal import FAMILIES, MORE, STATEFUL, tensors_read, whole_mod
 from support.peft_files import load_lora
 from support.zoo import VOCAB_SIZE
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from loraplex_contracts.errors import AdapterUnsupported, UnsupportedModel
 from loraplex_contracts.plan import AdapterUse
@@ -70,7 +71,7 @@ def test_equals_the_whole_model(family: str, tmp_path: Path) -> None:
     assert max(len(set(job.tokens)) for job in jobs) > 3
 
 
-def save_adapters(whole: PreTrainedModel, root: Path) -> dict[str, PeftModel]:
+def save_adapters(whole: PreTrainedModel, root: Path, **fields: Any) -> dict[str, PeftModel]:
     """Saves adapters as PEFT writes them for the whole model: some linears of attention, and many with the head."""
     targets = {
         "r4": (4, r".*language_model\.(?!.*experts|.*router).*(q_proj|down_proj|in_proj_qkv)"),
@@ -79,7 +80,7 @@ def save_adapters(whole: PreTrainedModel, root: Path) -> dict[str, PeftModel]:
     found: dict[str, PeftModel] = {}
     for seed, (name, (rank, pattern)) in enumerate(targets.items()):
         torch.manual_seed(seed)
-        config = LoraConfig(r=rank, lora_alpha=8, target_modules=pattern, init_lora_weights=False)
+        config = LoraConfig(r=rank, lora_alpha=8, target_modules=pattern, init_lora_weights=False, **fields)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # tied heads: what is served is what PEFT computes
             peft = get_peft_model(copy.deepcopy(whole), config)
@@ -147,6 +148,29 @@ def test_knows_other_names_of_the_same_modules(family: str, place: str, tmp_path
     assert got[0].factors.keys() == got[1].factors.keys()
     for path, factors in got[0].factors.items():
         assert torch.equal(factors.a, got[1].factors[path].a)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_omni", pytest.param("qwen3_omni_moe", marks=pytest.mark.slow)])
+def test_serves_the_thinker_of_a_model_that_speaks(kind: str, tmp_path: Path) -> None:
+    """So do adapters that name its modules as the whole model has them, in either release of Transformers."""
+    thinker = whole_model(f"{kind}_thinker")
+    config = CONFIG_MAPPING[kind](thinker_config=thinker.config.to_dict(), enable_audio_output=False)
+    config.save_pretrained(tmp_path / "model")
+    weights = {f"thinker.{name}": tensor for name, tensor in thinker.state_dict().items()}
+    save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    loaded = load_model(str(tmp_path / "model"), dtype="float64", device="cpu")
+    assert loaded.spec.eos_token_ids == ((151645,) if kind == "qwen3_omni_moe" else ())  # as its `generate()` has it
+    # PEFT takes its pattern for ends of names where experts are in one tensor.
+    peft = save_adapters(thinker, tmp_path, exclude_modules=r".*(audio_tower|visual)\..*")["r13"]
+    prefix = "base_model.model."
+    renamed_adapter(tmp_path / "r13", tmp_path / "v5", lambda name: name.replace(prefix, f"{prefix}thinker."))
+    renamed_adapter(tmp_path / "v5", tmp_path / "v4", lambda name: name.replace("language_model.", ""))
+    rig = rig_with(loaded, tmp_path, ["v5", "v4"])
+    jobs = [Job(prompt, NUM_TOKENS, use) for prompt in prompts() for use in ((), (AdapterUse(0),), (AdapterUse(1),))]
+    rig.run(jobs)
+    for job in jobs:
+        assert job.error is None
+        assert job.tokens == greedy(peft if job.adapters else thinker, job.prompt, NUM_TOKENS)
 
 
 @pytest.mark.parametrize("family", QUICK)

@@ -15,8 +15,11 @@ from loraplex_server.model.language import make_language_model
 from loraplex_server.model.tiny import Fields, tiny_config
 from support.sweep import shorten
 
+_FULL = "full_attention"
 _SECTIONS: Fields = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 _OF_QWEN: Fields = {"text_config": {"rope_parameters": _SECTIONS}}
+_OF_GLM: Fields = {"text_config": {"rope_parameters": _SECTIONS | {"partial_rotary_factor": 0.5}}}
+_OF_OMNI: Fields = {"vision_start_token_id": 3, "audio_start_token_id": 4}  # `generate()` asks for them
 # What the families' defaults lack.
 FAMILIES: Final[Mapping[str, Fields]] = {
     "qwen2_vl": _OF_QWEN,
@@ -32,18 +35,31 @@ FAMILIES: Final[Mapping[str, Fields]] = {
 # More that equal their whole model's texts.
 MORE: Final = (
     *("aya_vision", "cohere2_vision", "cosmos3_edge", "cosmos3_omni", "deepseek_vl"),
-    *("exaone4_5", "fuyu", "glmasr", "got_ocr2", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl"),
+    *("ernie4_5_vl_moe", "exaone4_5", "fuyu", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmasr", "got_ocr2"),
+    *("granite_speech", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus"),
     *("kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llava", "llava_next", "llava_next_video"),
-    *("llava_onevision", "minicpmv4_7", "minimax_m3_vl", "moss_transcribe_diarize", "muse_glimmer", "ovis2"),
-    *("qianfan_ocr", "qwen3_5_moe", "qwen3_asr", "qwen3_vl_moe", "smolvlm", "video_llava", "vipllava"),
+    *("llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "moss_transcribe_diarize"),
+    *("muse_glimmer", "nemotron_h_omni", "ovis2", "paddleocr_vl", "qianfan_ocr", "qwen2_5_omni_thinker"),
+    *("qwen3_5_moe", "qwen3_asr", "qwen3_omni_moe_thinker", "qwen3_vl_moe", "smolvlm", "step3p7"),
+    *("video_llava", "vipllava"),
 )
+_OF_MORE: Final[Mapping[str, Fields]] = {
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": _SECTIONS | {"mrope_section": [1, 1, 2]}}},
+    **dict.fromkeys(("glm_ocr", "paddleocr_vl"), _OF_QWEN),
+    "glm46v": {"text_config": {"model_type": "glm4v_text"} | _OF_GLM["text_config"]},
+    **dict.fromkeys(("glm4v", "glm4v_moe"), _OF_GLM),
+    "qwen2_5_omni_thinker": _OF_QWEN | _OF_OMNI,
+    "qwen3_omni_moe_thinker": _OF_OMNI,
+    "step3p7": {"text_config": {"sliding_window": 6, "layer_types": [_FULL, "sliding_attention", *[_FULL] * 43]}},
+}
 
 
-STATEFUL: Final = ("qwen3_5", "qwen3_5_moe", "lfm3_vl")  # `generate()` computes their recurrences in float32
+# `generate()` computes their recurrences in float32.
+STATEFUL: Final = ("qwen3_5", "qwen3_5_moe", "lfm3_vl", "minicpmv4_6", "nemotron_h_omni")
 
 
 def multimodal_config(family: str) -> PreTrainedConfig:
-    changes: Any = copy.deepcopy(dict(FAMILIES.get(family, {})))
+    changes: Any = copy.deepcopy(dict({**FAMILIES, **_OF_MORE}.get(family, {})))
     return tiny_config(CONFIG_MAPPING[family](**changes), amend=shorten)
 
 

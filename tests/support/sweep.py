@@ -70,7 +70,6 @@ REASONS: Final[Mapping[str, str]] = {
     "own positions": r"it counts positions by itself",
     "first position": r"it does not count positions from 0 on",
     "not one row": r"its attention does not see the step's tokens as one row$",
-    "no logits_to_keep": r"its forward does not take logits_to_keep$",
     "no language model": r"Transformers has no class for it that generates text from text$",
     "a language to choose": r"a trial run raised ValueError: Input language unknown",
 }
@@ -104,9 +103,8 @@ REFUSED: Final[Mapping[str, str]] = by_family(
         "two calls": "diffllama hrm_text",
         "own masks": "doge",
         "another's keys": "gemma4_assistant gemma4_unified_assistant",
-        "own layers": "git mllama",
+        "own layers": "git mllama xlstm",
         "own state": "recurrent_gemma zaya",
-        "no logits_to_keep": "xlstm",
         "a language to choose": "xmod",
     }
 )
@@ -116,9 +114,8 @@ AS_DECODERS: Final[Mapping[str, str]] = by_family(
         "own positions": "bart bigbird_pegasus blenderbot blenderbot-small marian mbart pegasus plbart",
         "own attention": "big_bird megatron-bert mvp prophetnet rembert roformer trocr",
         "first position": ("camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl"),
-        "no logits_to_keep": "whisper",
         "a language to choose": "xmod",
-        "served": "bert bert-generation electra ernie roc_bert",
+        "served": "bert bert-generation electra ernie roc_bert whisper",
     }
 )
 # Where `generate()` is not what Transformers computes for the text without a cache, the latter counts.

@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from loraplex_adapters.formats.templates import read_templates
 from loraplex_adapters.sources.directory import open_folder
@@ -29,7 +29,7 @@ from loraplex_contracts.errors import (
 )
 from loraplex_server.kv.rope import RopeScaling
 from loraplex_server.layers.context import StepContext
-from loraplex_server.model.language import read_language_model
+from loraplex_server.model.language import read_config, read_language_model
 from loraplex_server.model.loader import eos_token_ids_of, reading_files
 from loraplex_server.model.mxfp4 import dequantising
 from loraplex_server.model.refusals import error_line, refuse_class, refuse_config
@@ -199,7 +199,7 @@ def load_target(base: str, adapter: Path | None, *, dtype: torch.dtype | None, d
         with open_folder(adapter, adapter.name) as files:
             templates = read_templates(files)
     with reading_files(base):
-        config = AutoConfig.from_pretrained(base, trust_remote_code=False)
+        config = read_config(base)
         tokenizer: Any = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
         refuse_config(config, base)
         refuse_class(config, base)

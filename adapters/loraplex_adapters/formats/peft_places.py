@@ -18,9 +18,9 @@ from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, BaseMi
 PREFIX: Final = "base_model.model."
 # PEFT wraps a module once for each of its parameters that an adapter has terms for, and names the tensors by the layer.
 LAYER: Final = ".base_layer"
-# A word in paths that a whole checkpoint's class has and its language model's has not. It is in another place in
-# Transformers 4: `language_model.model.layers` for `model.language_model.layers`.
-_LANGUAGE_MODEL: Final = "language_model"
+# Words in paths that a whole checkpoint's class has and its language model's has not. The first is in another place in
+# Transformers 4: `language_model.model.layers` for `model.language_model.layers`. Models that speak have a thinker.
+_WHOLE: Final = {"language_model", "thinker"}
 # Words in the paths of what Transformers' models have for images, audio and video.
 _MEDIA: Final = re.compile(r"vision|visual|image|img_|audio|speech|video|multi_?modal|mm_")
 
@@ -45,7 +45,7 @@ class Places:
         if path in self._known or self._above:
             return self._above + path
         ends = self._by_end.get(_below(path), [])
-        differs = len(ends) == 1 and any(_LANGUAGE_MODEL in one.split(".") for one in (path, ends[0]))
+        differs = len(ends) == 1 and any(not _WHOLE.isdisjoint(one.split(".")) for one in (path, ends[0]))
         return ends[0] if differs else path
 
     def name_of(self, place: str) -> str:
@@ -56,7 +56,7 @@ class Places:
 
 def _below(path: str) -> str:
     words = path.split(".")
-    start = next((idx for idx, word in enumerate(words) if word not in ("model", _LANGUAGE_MODEL)), len(words))
+    start = next((idx for idx, word in enumerate(words) if word not in ("model", *_WHOLE)), len(words))
     return ".".join(words[start:])
 
 

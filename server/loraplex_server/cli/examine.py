@@ -15,7 +15,7 @@ from typing import Final, Literal, TypedDict
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from loraplex_contracts.errors import InvalidArgument, UnsupportedModel
 from loraplex_server.backends.backend import Backend
@@ -24,7 +24,7 @@ from loraplex_server.layers.attention import AttentionSpec
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.experts import AdaptedRouter, ExpertLinear
 from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedHead
-from loraplex_server.model.language import absent_parts, make_language_model
+from loraplex_server.model.language import absent_parts, make_language_model, read_config
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import DTYPES, adopt_model, dtype_of, reading, reading_files, resolve_device
 from loraplex_server.model.medusa_model import served_model
@@ -78,7 +78,7 @@ def examine_model(model: str, *, dtype: str = "auto", device: str = "auto") -> M
     report = ModelReport(model=model, family="", verdict="refused", reason="")
     try:
         with reaching_hub([(model, None)]), served_model(model, None) as served, reading_files(served.base):
-            config = AutoConfig.from_pretrained(served.base, revision=served.revision, trust_remote_code=False)
+            config = read_config(served.base, served.revision)
         report["family"] = config.model_type
         refuse_config(config, model)
         refuse_class(config, model)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
 from loraplex_adapters.cache.storage import Storage, check_adapter, import_adapter
@@ -29,7 +28,7 @@ from loraplex_contracts.errors import AdapterUnsupported, InvalidAdapterId, Inva
 from loraplex_server.backends.equivalence import compare
 from loraplex_server.config import AdaptersConfig
 from loraplex_server.engine.engine import start_of_last
-from loraplex_server.model.language import read_language_model
+from loraplex_server.model.language import read_config, read_language_model
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import load_model
 from loraplex_server.model.self_test import Text, served_logits
@@ -176,7 +175,7 @@ def _peft_logits(
     folder: Path, base: str, dtype: torch.dtype, prompts: list[list[int]], starts: list[int | None] | None
 ) -> tuple[list[Tensor], list[list[int]]]:
     """Logits [num_tokens, num_logits] of each prompt and what PEFT's model writes behind it, and those tokens."""
-    config = AutoConfig.from_pretrained(base, trust_remote_code=False)
+    config = read_config(base)
     model = read_language_model(base, config, dtype=dtype, trust_remote_code=False, attn_implementation="eager")
     if dtype == torch.float64:
         model.set_experts_implementation("eager")

@@ -6,16 +6,18 @@ the language model is taken out before any weight is read, and so is never in me
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     PreTrainedConfig,
@@ -43,6 +45,23 @@ def language_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
         if found is not None:
             return found[0] if isinstance(found, tuple) else found
     return None
+
+
+def read_config(model_id: str, revision: str | None = None) -> PreTrainedConfig:
+    """The configuration of what writes a checkpoint's text. Of a model that speaks as well (Qwen's Omni), that is its
+    thinker's. Raises what Transformers raises."""
+    config = AutoConfig.from_pretrained(model_id, revision=revision, trust_remote_code=False)
+    thinker = getattr(config, "thinker_config", None)
+    if not isinstance(thinker, PreTrainedConfig):
+        return config
+    thinker.dtype = thinker.dtype or config.dtype
+    if (quantization := getattr(config, "quantization_config", None)) is not None:
+        setattr(thinker, "quantization_config", quantization)  # noqa: B010
+    text, speaking = cast(Any, thinker.get_text_config()), cast(Any, language_class(config))
+    if text.eos_token_id is None:
+        end = inspect.signature(speaking.generate).parameters.get("thinker_eos_token_id")
+        text.eos_token_id = end and end.default
+    return thinker
 
 
 def read_language_model(model_id: str, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
@@ -106,7 +125,17 @@ def _without_other_parts(model_class: type[PreTrainedModel]) -> type[PreTrainedM
         with _warns_less():  # of configurations whose parts are not there
             model_class.set_attn_implementation(self, *args, **options)
 
-    methods = {"__init__": init, "__module__": model_class.__module__, "set_attn_implementation": set_attention}
+    def output_embeddings(self: PreTrainedModel) -> nn.Module | None:
+        """The head, which some classes have inside a whole causal language model."""
+        inner = getattr(self, "language_model", None)
+        return model_class.get_output_embeddings(self) or (inner and inner.get_output_embeddings())
+
+    methods = {
+        "__init__": init,
+        "__module__": model_class.__module__,
+        "set_attn_implementation": set_attention,
+        "get_output_embeddings": output_embeddings,
+    }
     return type(model_class.__name__, (model_class,), methods)  # renamings of weights are known by the class's name
 
 

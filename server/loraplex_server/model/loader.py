@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, UnsupportedModel, is_out_of_memory
 from loraplex_contracts.sampling import MIN_TEMPERATURE, SAMPLING_OPTIONS
@@ -24,7 +24,8 @@ from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.quantization import WeightFormat
 from loraplex_server.model.adapt import adapt_model
 from loraplex_server.model.direct import find_direct_forward
-from loraplex_server.model.language import read_language_model
+from loraplex_server.model.head_rows import choose_head_rows
+from loraplex_server.model.language import read_config, read_language_model
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.mxfp4 import dequantising
 from loraplex_server.model.own_attention import install_attention, use_attention
@@ -68,7 +69,7 @@ def load_model(
     """
     target = resolve_device(device)
     with reading_files(model_id, revision):
-        config = AutoConfig.from_pretrained(model_id, revision=revision, trust_remote_code=False)
+        config = read_config(model_id, revision)
     refuse_config(config, model_id)
     refuse_class(config, model_id)
     with reading(model_id):
@@ -131,6 +132,7 @@ def adopt_model(
         model.set_experts_implementation("eager")  # grouped products have no float64
     context_tokens = _context_tokens(model.config, max_context_tokens)
     install_attention(model, context_tokens)
+    choose_head_rows(model)
     backend = backend or plain_backend(model.device)
     digests: dict[str, str] = {}
     if form is not None:
@@ -209,7 +211,8 @@ def resolve_device(name: str) -> torch.device:
 def _context_tokens(config: PreTrainedConfig, wanted: int | None) -> int:
     """The model's own limit, or a smaller one that was asked for."""
     text = config.get_text_config()
-    own = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
+    names = ("max_position_embeddings", "max_seq_len", "max_target_positions")
+    own = next((found for name in names if (found := getattr(text, name, None))), None)
     rope: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
     most = own and _scaled_context(int(own), rope)
     if wanted is None:

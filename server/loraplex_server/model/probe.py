@@ -80,8 +80,6 @@ class Probe:
 def probe_model(model: PreTrainedModel, model_id: str, max_context_tokens: int, context: StepContext) -> Probe:
     """Runs the probe. Raises UnsupportedModel. Leaves the model as it was, apart from its attention implementation,
     from mixers, which run by `context` from here on, and from a hook where it counts positions by its cache."""
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise UnsupportedModel(f"{model_id} cannot be served: its forward does not take logits_to_keep")
     try:
         return _probe(model, max_context_tokens, context)
     except Refusal as refusal:
