@@ -165,6 +165,8 @@ async def test_a_chat() -> None:
 
 async def test_a_response() -> None:
     async with http_cluster() as (c, http):
+        refused = await http.post("/v1/responses", json={"input": "hi", "text": {"format": {}}})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "text.format.type")
         c.workers[0].unary = no_tokens
         asked = {"input": "hi", "model": "sql", "instructions": "be brief", "store": True}
         body = (await http.post("/v1/responses", json=asked)).json()

@@ -384,6 +384,27 @@ def _() -> None:
     equal((kinds[0], kinds[-1] in ("response.completed", "response.incomplete")), ("response.created", True))
 
 
+@call("answers and events have all that the client's own types demand")
+def _() -> None:
+    said = {"messages": CHAT["messages"], "model": BASE, "logprobs": True, "top_logprobs": 2, "max_tokens": 8}
+    asked = {"input": "hi", "model": BASE, "max_output_tokens": 400, "tool_choice": "required", "store": False}
+    asked["tools"] = [{"type": "function", **TOOLS[0]["function"], "strict": True}]
+    called = {**said, "tools": TOOLS, "tool_choice": "required", "max_tokens": 400}
+    prompt = {"model": BASE, "prompt": facts.prompt, "logprobs": 2}
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    with_logprobs = {"input": "hi", "model": BASE, "max_output_tokens": 16, "include": ["message.output_text.logprobs"]}
+    for resource, bodies in (
+        (client.completions, [prompt]),
+        (client.chat.completions, [said, called, {**said, **usage}, {**called, **usage}]),
+        (client.responses, [asked, with_logprobs, {**asked, "stream": True}, {**with_logprobs, "stream": True}]),
+        (client.embeddings, [{"model": BASE, "input": "hi", "encoding_format": "float"}]),
+    ):
+        for body in bodies:
+            answer = resource.create(**body)
+            for one in answer if body.get("stream") else [answer]:
+                type(one).model_validate_json(one.to_json(exclude_unset=True), strict=True)
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import Field, ValidationError
 
+from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import MAX_CHAT_MESSAGES, MAX_TOP_LOGPROBS
@@ -60,6 +62,13 @@ class ResponsesRequest(Fields):
 # --- requests -------------------------------------------------------------------------------------------------------
 
 
+# Names that a chat's fields have in a request of this route.
+_NAMES: Final[Mapping[str, str]] = {
+    "messages": "input",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
+}
 # Fields that an answer repeats as they came.
 _RETURNED: Final = ("metadata", "reasoning", "text", "tools", "tool_choice", "instructions")
 
@@ -83,9 +92,8 @@ def chat_request(body: ResponsesRequest) -> ChatCompletionRequest:
     if body.truncation == "auto":
         own["truncate_prompt_tokens"] = -1
     own["verbosity"] = (body.text or {}).get("verbosity")
-    text_format: Any = (body.text or {}).get("format")
-    if isinstance(text_format, dict):
-        own["response_format"] = _response_format(cast("dict[str, Any]", text_format))
+    if (text_format := (body.text or {}).get("format")) is not None:
+        own["response_format"] = _response_format(text_format)
     own["tools"] = _functions(body) or None
     own["tool_choice"] = None if body.tool_choice is None else _tool_choice(body.tool_choice)
     for name, value in own.items():
@@ -98,8 +106,18 @@ def chat_request(body: ResponsesRequest) -> ChatCompletionRequest:
     except ValidationError as error:
         first = error.errors()[0]
         name = ascii(str(first["loc"][0])[:60])[1:-1] if first["loc"] else "body"
-        name = "input" if name == "messages" else name
-        raise InvalidArgument(f"`{name}` is not valid: {first['msg']}", field=name) from error
+        raise named(InvalidArgument(f"`{name}` is not valid: {first['msg']}", field=name), body) from error
+
+
+def named(error: LoraplexError, body: ResponsesRequest) -> LoraplexError:
+    """The error of the chat that the request became, with the request's own name of the field."""
+    field = error.field or ""
+    chats = re.match(r"\w*", field)[0]  # pyright: ignore[reportOptionalSubscript]
+    if chats in _NAMES and chats not in body.extras():
+        # Messages are other items, and have other numbers.
+        error.field = _NAMES[chats] + ("" if chats == "messages" else field.removeprefix(chats))
+        error.message = error.message.replace(f"`{field}`", f"`{error.field}`")
+    return error
 
 
 def ignored_parts(body: ResponsesRequest) -> list[str]:
@@ -136,10 +154,11 @@ def _messages(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
             yield turn
             turn = None
         if kind == "message":
-            yield {"role": item.get("role"), "content": _content(item.get("content"), where)}
+            yield {"role": _text(item, "role", where), "content": _content(item.get("content"), where)}
         elif kind == "function_call_output":
             output = _content(item.get("output"), f"{where}.output")
-            yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+            call_id = _text(item, "call_id", where, is_needed=False)
+            yield {"role": "tool", "tool_call_id": call_id, "content": output}
         else:
             raise Unimplemented(f"`{where}` has the type {ascii(kind)[:40]}: {_instead_of(kind)}", field=where)
     if turn is not None:
@@ -157,11 +176,22 @@ def _add_to_turn(turn: dict[str, Any], kind: Any, item: dict[str, Any], where: s
     if kind == "message":
         turn["content"] = _content(item.get("content"), where)
     elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        turn.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
+        function = {"name": _text(item, "name", where), "arguments": item.get("arguments")}
+        call_id = _text(item, "call_id", where, is_needed=False)
+        turn.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
     else:
         parts = item.get("content") or item.get("summary") or []
         turn["reasoning"] = turn.get("reasoning", "") + "".join(_texts(parts, where))
+
+
+def _text(given: Mapping[str, Any], name: str, where: str, *, is_needed: bool = True) -> str | None:
+    """The text under `name`. Raises InvalidArgument for other values, and where it is missing but needed."""
+    text, name = given.get(name), f"{where}.{name}"
+    if text is None and is_needed:
+        raise InvalidArgument(f"`{name}` is missing", field=name)
+    if not isinstance(text, str | None):
+        raise InvalidArgument(f"`{name}` must be a text", field=name)
+    return text
 
 
 def _content(content: Any, where: str) -> str:
@@ -178,19 +208,20 @@ def _texts(parts: Any, where: str) -> Iterator[str]:
         yield text
 
 
-def _response_format(text_format: dict[str, Any]) -> dict[str, Any]:
-    if text_format.get("type") != "json_schema":
+def _response_format(text_format: Any) -> Any:
+    if not isinstance(text_format, dict) or (given := cast("dict[str, Any]", text_format)).get("type") != "json_schema":
         return text_format
-    return {"type": "json_schema", "json_schema": {key: one for key, one in text_format.items() if key != "type"}}
+    return {"type": "json_schema", "json_schema": {key: one for key, one in given.items() if key != "type"}}
 
 
 def _functions(body: ResponsesRequest) -> list[dict[str, Any]]:
     """The tools that are functions. Others are left out, because clients send them with every request: `ignored_parts`
     names them. Raises Unimplemented where one of those is demanded."""
     functions: list[dict[str, Any]] = []
-    for tool in body.tools or ():
+    for index, tool in enumerate(body.tools or ()):
         kind = tool.get("type")
         if kind == "function":
+            check_id(_text(tool, "name", f"tools[{index}]") or "", field=f"tools[{index}].name")
             functions.append({"type": kind, "function": {key: one for key, one in tool.items() if key != "type"}})
         elif not isinstance(kind, str):
             raise Unimplemented("`tools` takes functions, with `type`: function", field="tools")
@@ -205,8 +236,8 @@ def _functions(body: ResponsesRequest) -> list[dict[str, Any]]:
 
 
 def _tool_choice(choice: Any) -> Any:
-    if isinstance(choice, dict) and (named := cast("dict[str, Any]", choice)).get("type") == "function":
-        return {"type": "function", "function": {"name": named.get("name")}}
+    if isinstance(choice, dict) and (given := cast("dict[str, Any]", choice)).get("type") == "function":
+        return {"type": "function", "function": {"name": _text(given, "name", "tool_choice")}}
     return choice
 
 
@@ -272,7 +303,8 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
     details: Mapping[str, Any] = usage.get("completion_tokens_details") or {}
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": usage["prompt_tokens_details"],
+        # OpenAI's clients want both; what is kept of a prompt is not counted.
+        "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": details.get("reasoning_tokens", 0)},
         "total_tokens": usage["total_tokens"],

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from loraplex_contracts.errors import InvalidArgument
+from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_proto.v1 import adapter_pb2, inference_pb2
 from loraplex_router.http.dialects import respond
 from loraplex_router.http.errors import model_not_found, with_names_of
@@ -75,7 +75,10 @@ class OpenAIRoutes:
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
         chat = responses.chat_request(body)
         names, defaults = await self._router.names_for(body.model, request), self._router.sampling_defaults()
-        job = requests.chat_job(chat, names, request_id_of(request), int(time.time()), defaults)
+        try:
+            job = requests.chat_job(chat, names, request_id_of(request), int(time.time()), defaults)
+        except LoraplexError as error:
+            raise responses.named(error, body) from None
         ignored = header_names([*job.ignored, *responses.ignored_parts(body)])
         job = replace(job, model=job.model or names[0], wants_usage=True, ignored=ignored)
         headers = {"x-request-id": job.request_id, **self._router.ignored(job.ignored, harmless_fields(chat))}

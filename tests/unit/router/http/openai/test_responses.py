@@ -128,22 +128,37 @@ def test_an_item_that_is_not_available_is_told_with_what_to_do(kind: str, told: 
     ("fields", "name"),
     [
         ({"previous_response_id": "x"}, "previous_response_id"), ({"n": 2}, "n"),
-        ({"text": {"verbosity": 5}}, "verbosity"),
+        ({"temperature": "hot"}, "temperature"),
         ({"input": []}, "input"), ({"input": [{"role": "user"}]}, "input[0]"),
-        ({"input": [{"role": 5, "content": "x"}]}, "input"),
+        ({"input": [{"content": "x"}]}, "input[0].role"), ({"input": [{"role": 5, "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": "\ud800"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}]}, "input[0]"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"), ({"input": [{"type": ["x"]}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]"),
-        ({"input": [{"type": "function_call", "name": 5}]}, "input"), ({"temperature": "hot"}, "temperature"),
-        ({"tools": [{"type": None}]}, "tools"), ({"metadata": {"a": "\ud800"}}, "metadata"),
-        ({"metadata": {"a": float("nan")}}, "metadata"), ({"reasoning": {"effort": "\ud800"}}, "reasoning"),
-         ({"reasoning": {"effort": 5}}, "reasoning_effort"),
+        ({"input": [{"type": "function_call", "name": 5}]}, "input[0].name"),
+        ({"input": [{"type": "function_call", "call_id": 5, "name": "add"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": 5, "output": "x"}]}, "input[0].call_id"),
+        ({"tools": [{"type": None}]}, "tools"),
+        ({"tools": [{"type": "web_search"}, {"type": "function", "function": {"name": "add"}}]}, "tools[1].name"),
+        ({"tools": [{"type": "web_search"}, {"type": "function", "name": "a b"}]}, "tools[1].name"),
+        ({"tools": [{"type": "function", "name": "add"}], "tool_choice": {"type": "function"}}, "tool_choice.name"),
+        ({"metadata": {"a": "\ud800"}}, "metadata"), ({"metadata": {"a": float("nan")}}, "metadata"),
+        ({"reasoning": {"effort": "\ud800"}}, "reasoning"), ({"reasoning": {"effort": 5}}, "reasoning.effort"),
+        ({"reasoning_effort": 5}, "reasoning_effort"), ({"text": {"verbosity": 5}}, "text.verbosity"),
+        ({"text": {"format": "json_object"}}, "text.format"), ({"text": {"format": {}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "schema": 3}}}, "text.format"),
+        ({"response_format": {}}, "response_format.type"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(fields: dict[str, Any], name: str) -> None:
-    with pytest.raises((InvalidArgument, Unimplemented)) as caught:
-        job_of(request(**fields))
-    assert caught.value.field == name
+    body = request(**fields)
+    try:
+        job_of(body)
+    except (InvalidArgument, Unimplemented) as error:
+        found = responses.named(error, body)
+        assert (found.field, f"`{name}" in found.message or found.message.startswith(name)) == (name, True)
+    else:
+        pytest.fail("is taken")
 
 
 def test_an_answer() -> None:
@@ -159,7 +174,7 @@ def test_an_answer() -> None:
     assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "incomplete")
     assert item["content"] == [{"type": "output_text", "text": "hello", "annotations": [], "logprobs": []}]
     assert found["usage"] == {
-        "input_tokens": 3, "input_tokens_details": {"cached_tokens": 1}, "output_tokens": 2,
+        "input_tokens": 3, "input_tokens_details": {"cached_tokens": 1, "cache_write_tokens": 0}, "output_tokens": 2,
         "output_tokens_details": {"reasoning_tokens": 1}, "total_tokens": 5,
     }  # fmt: skip
     assert found["parallel_tool_calls"]
