@@ -1,4 +1,4 @@
-"""Heads that are given chosen tokens alone, for models whose forward has no option for it."""
+"""Heads of chosen tokens alone, for models whose forward has no option for it."""
 
 from __future__ import annotations
 
