@@ -82,9 +82,10 @@ def parse(cls: type[M], raw: bytes) -> M:
         return cls.FromString(raw)
     except DecodeError as error:
         name = cls.DESCRIPTOR.full_name
-        if "UTF-8" in str(error):
-            raise InvalidArgument(f"a text in the {name} is not UTF-8; send it as UTF-8, without surrogates") from error
-        raise InvalidArgument(f"the request's bytes are not a {name}; use the published .proto files") from error
+        # Which of the two it is, earlier releases of protobuf do not tell.
+        raise InvalidArgument(
+            f"the request's bytes are not a {name}, or a text in it is not UTF-8; use the published .proto files"
+        ) from error
 
 
 def refuse_unhandled(request: Message) -> None:

@@ -57,10 +57,10 @@ def test_work_is_prompt_and_what_may_be_made(request_: Generate, prompt: int, ou
 
 
 def test_bytes_that_are_no_request() -> None:
-    with pytest.raises(InvalidArgument, match="GenerateRequest"):
-        parse(Generate, b"\x0a\xff")
-    with pytest.raises(InvalidArgument, match=r"a text in the loraplex\.v1\.GenerateRequest is not UTF-8"):
-        parse(Generate, b"\x0a\x02\xff\xfe")
+    said = r"bytes are not a loraplex\.v1\.GenerateRequest, or a text in it is not UTF-8"
+    for raw in (b"\x0a\xff", b"\x0a\x02\xff\xfe"):  # cut off; not UTF-8
+        with pytest.raises(InvalidArgument, match=said):
+            parse(Generate, raw)
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,9 @@ async def test_the_port_is_taken_and_answers_before_anything_is_served() -> None
             ask = health_pb2.HealthCheckRequest
             assert (await health.Check(ask())).status == SERVING  # the process lives
             assert (await health.Check(ask(service="a.Service"))).status == NOT_SERVING
-            listed = (await health.List(health_pb2.HealthListRequest())).statuses
-            assert {name: one.status for name, one in listed.items()} == {"": SERVING, "a.Service": NOT_SERVING}
+            if hasattr(health, "List"):  # not in earlier releases of the library
+                listed = (await health.List(health_pb2.HealthListRequest())).statuses
+                assert {name: one.status for name, one in listed.items()} == {"": SERVING, "a.Service": NOT_SERVING}
             for method in ("Answer", "Other"):
                 error = await call(channel, method)
                 assert isinstance(error, Unavailable)
