@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
+import os
 import re
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -101,12 +102,24 @@ def _is_folder(name: str) -> bool:
     if path.is_dir():
         if not any((path / file).exists() for file in (MODEL_CONFIG_NAME, CONFIG_NAME)):
             raise UnsupportedModel(f"{name} cannot be loaded: this directory has no config.json")
+        _refuse_unreadable(path)
         return True
     if path.exists():
         raise UnsupportedModel(f"{name} cannot be loaded: it is a file; give the directory of a checkpoint")
     if not HUB_ID.fullmatch(name):
         raise UnsupportedModel(f"{name} cannot be loaded: there is no such directory{_near_folder(name)}")
     return False
+
+
+def _refuse_unreadable(folder: Path) -> None:
+    """Raises UnsupportedModel for a model's files that this user may not read: safetensors says that there are none,
+    and saves files that only their owner may read."""
+    for file in (folder / MODEL_CONFIG_NAME, *folder.glob("*.safetensors")):
+        if file.exists() and not os.access(file, os.R_OK):
+            raise UnsupportedModel(
+                f"{folder} cannot be loaded: the server's user {os.geteuid()} may not read {file.name}; change its "
+                "permissions (chmod a+r)"
+            )
 
 
 def _near_folder(name: str) -> str:

@@ -118,6 +118,19 @@ def test_a_file_and_an_empty_folder_are_no_models(tmp_path: Path) -> None:
         raise AssertionError
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_that_may_not_be_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root, whom tests may run as, may read all."""
+    for one in ("config.json", "model.safetensors"):
+        (tmp_path / one).touch()
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path).name != name)
+    with (
+        pytest.raises(UnsupportedModel, match=rf"the server's user \d+ may not read {name}; change its permissions"),
+        reaching_hub([(str(tmp_path), None)]),
+    ):
+        raise AssertionError
+
+
 def config_of(folder: Path, speculation: SpeculationConfig, adapters: Path | None = None) -> EngineConfig:
     (folder / "config.json").write_text("{}")
     return EngineConfig(ModelConfig(str(folder)), speculation=speculation, adapters=AdaptersConfig(root=adapters))
