@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import json
 import re
+import secrets
 import tomllib
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextvars import ContextVar
@@ -93,15 +94,15 @@ class Identity:
     roles: frozenset[str] = frozenset({USER})
     adapters: tuple[str, ...] = ()
     limits: TenantLimits = UNLIMITED
-    _patterns: tuple[re.Pattern[str], ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        patterns = tuple(re.compile(fnmatch.translate(glob)) for glob in self.adapters)
-        object.__setattr__(self, "_patterns", patterns)
+    # Made at the first use: a file may have thousands of identities, and most are idle.
+    _patterns: tuple[re.Pattern[str], ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     def may_use(self, adapter_id: str) -> bool:
+        if (patterns := self._patterns) is None:
+            patterns = tuple(re.compile(fnmatch.translate(glob)) for glob in self.adapters)
+            object.__setattr__(self, "_patterns", patterns)
         name = name_in(adapter_id)  # of all its versions alike
-        return any(pattern.match(name) for pattern in self._patterns)
+        return any(pattern.match(name) for pattern in patterns)
 
     def check_adapters(self, adapter_ids: Iterable[str]) -> None:
         """Raises AdapterNotFound for the first one that this tenant may not use: the same as for an unknown one."""
@@ -150,10 +151,14 @@ class Credentials:
     def __init__(self, identities: Mapping[str, Identity], limits: Mapping[str, TenantLimits] | None = None) -> None:
         """`identities` by the token's digest, 64 lower-case hexadecimal digits; `limits` by tenant."""
         self._limits = limits or {}
-        self._identities = [
-            (bytes.fromhex(digest), replace(identity, limits=self._limits.get(identity.tenant, identity.limits)))
+        # Digests are keyed anew in each process, so that the time of a look-up shows nothing about any of them.
+        self._key = secrets.token_bytes(32)
+        self._identities = {
+            self._keyed(bytes.fromhex(digest)): replace(
+                identity, limits=self._limits.get(identity.tenant, identity.limits)
+            )
             for digest, identity in identities.items()
-        ]
+        }
 
     @classmethod
     def parse(cls, path: Path, raw: bytes) -> Credentials:
@@ -221,15 +226,13 @@ class Credentials:
             raise Unauthenticated("this server wants a credential: send metadata 'authorization: Bearer TOKEN'")
         if scheme.lower() != "bearer" or not token.strip():
             raise Unauthenticated("metadata 'authorization' must read 'Bearer TOKEN'")
-        presented = hashlib.sha256(token.strip().encode()).digest()
-        found: Identity | None = None
-        # Every digest is compared, each in constant time, so that the time shows nothing about any of them.
-        for digest, identity in self._identities:
-            if hmac.compare_digest(digest, presented):
-                found = identity
+        found = self._identities.get(self._keyed(hashlib.sha256(token.strip().encode()).digest()))
         if found is None:
             raise Unauthenticated("this credential is not known here")
         return found
+
+    def _keyed(self, digest: bytes) -> bytes:
+        return hmac.digest(self._key, digest, "sha256")
 
 
 def follow_credentials(files: Reloader, path: Path | None) -> Callable[[], Credentials] | None:

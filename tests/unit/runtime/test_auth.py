@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from loraplex_contracts.errors import AdapterNotFound, InvalidArgument, PermissionDenied, Unauthenticated
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2, status_pb2, worker_pb2
+from loraplex_runtime import auth as auth_module
 from loraplex_runtime.auth import (
     ADMIN,
     DEFAULT_TENANT,
@@ -394,3 +396,35 @@ def test_versions_are_allowed_as_their_names_are() -> None:
     identity = Identity("acme", adapters=("acme/sql", "*@0123abcd"))
     assert identity.may_use("acme/sql@0123abcd")
     assert not identity.may_use("other/sql@0123abcd")
+
+
+# --- many -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_costs_no_look_at_every_credential() -> None:
+    rows = [{"sha256": token_digest(str(number)), "tenant": f"t{number}"} for number in range(1000)]
+    many = Credentials.parse(Path("auth.json"), json.dumps({"credentials": rows}).encode())
+    num_calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal num_calls
+        num_calls += event.endswith("call")
+
+    sys.setprofile(count)
+    try:
+        found = many.identify(GENERATE, bearer("999"))
+    finally:
+        sys.setprofile(None)
+    assert found.tenant == "t999"
+    assert num_calls < 100
+    with pytest.raises(Unauthenticated):
+        many.identify(GENERATE, bearer("1000"))
+
+
+def test_patterns_are_compiled_when_they_are_first_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(auth_module.fnmatch, "translate", lambda glob: compiled.append(glob) or glob)
+    identities = [Identity(f"t{number}", adapters=(f"t{number}",)) for number in range(3)]
+    assert not compiled
+    assert [one.may_use("t1") for one in identities for _ in range(2)] == [False, False, True, True, False, False]
+    assert compiled == ["t0", "t1", "t2"]
