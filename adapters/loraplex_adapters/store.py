@@ -245,7 +245,7 @@ class AdapterStore:
                 limit = f"the adapter store may have {self._budget_bytes} at most (--adapter-disk)"
                 raise never_fits(file_bytes, limit)
             excess_bytes = self._num_bytes + file_bytes - self._budget_bytes
-            can_fit = excess_bytes <= 0 or excess_bytes <= self._evictable_bytes_locked()
+            can_fit = self._can_evict_locked(excess_bytes)
             while self._num_bytes + file_bytes > self._budget_bytes:
                 if not can_fit or not self._evict_one_locked():
                     in_use = "too much of the adapter store is in use; unload adapters, or raise --adapter-disk"
@@ -287,7 +287,7 @@ class AdapterStore:
             return error.errno == errno.EDQUOT  # nobody says how much of a quota is left
         status = os.statvfs(self._root)
         own_bytes = os.fstat(fd).st_blocks * 512  # the part of it that found room
-        return file_bytes <= status.f_bfree * status.f_frsize + own_bytes + self._evictable_bytes_locked()
+        return self._can_evict_locked(file_bytes - status.f_bfree * status.f_frsize - own_bytes)
 
     def _adopt(self, path: Path, key: AdapterKey, file_bytes: int) -> None:
         with self._lock:
@@ -300,8 +300,14 @@ class AdapterStore:
                 with contextlib.suppress(OSError):  # at worst a power cut loses the file, and a fetch brings it back
                     _sync_folder(self._root)
 
-    def _evictable_bytes_locked(self) -> int:
-        return sum(entry.file_bytes for key, entry in self._entries.items() if not self._is_in_use(key))
+    def _can_evict_locked(self, num_bytes: int) -> bool:
+        """True if the entries that are not in use have so many bytes. Looks at no more of them than it takes."""
+        for key, entry in self._entries.items():
+            if num_bytes <= 0:
+                break
+            if not self._is_in_use(key):
+                num_bytes -= entry.file_bytes
+        return num_bytes <= 0
 
     def _evict_one_locked(self) -> bool:
         victim = next((key for key in self._entries if not self._is_in_use(key)), None)

@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import math
 from collections import OrderedDict
+from itertools import takewhile
 from typing import Final
 
 from loraplex_contracts.adapters import HUB_SOURCE, S3_SOURCE, AdapterOrigin
@@ -27,6 +28,7 @@ class Accesses:
         self._ttl_s = ttl_s
         self._until_s: dict[str, OrderedDict[str, float]] = {}  # of names, by tenant, the last used last
         self._tenants: dict[str, str] = {}
+        self._opened: OrderedDict[str, None] = OrderedDict()  # names by the time at which they are over
 
     def name_of(self, origin: AdapterOrigin, tenant: str) -> str:
         """The name of an access to a repository hub:ORG/NAME, or to a folder s3:BUCKET/NAME. Without a token the
@@ -56,12 +58,15 @@ class Accesses:
         tenant = self._tenants.get(name)
         if tenant is not None:
             self._until_s[tenant][name] = now + self._ttl_s
+            self._opened[name] = None
+            self._opened.move_to_end(name)
 
     def over(self, now: float) -> list[str]:
-        return [name for names in self._until_s.values() for name, until_s in names.items() if until_s <= now]
+        return list(takewhile(lambda name: self.is_over(name, now), self._opened))
 
     def forget(self, name: str) -> None:
         tenant = self._tenants.pop(name, None)
+        self._opened.pop(name, None)
         if tenant is not None:
             del self._until_s[tenant][name]
             if not self._until_s[tenant]:

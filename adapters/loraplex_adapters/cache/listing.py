@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 from loraplex_adapters.cache.states import KeyRecord, KeyState, NameRecord, NameState
@@ -151,17 +151,19 @@ class Listing:
         have a source of their own. The same object until one of them changes."""
         if self._nearest is None:
             found: list[Resident] = []
-            sourced = {(name, digest) for name, _, digest in self._sourced}
             for tier in _NEAREST_FIRST:
                 found += [
-                    Resident(tier, name, digest, (name, digest) in sourced)
+                    Resident(tier, name, digest, self._is_sourced(name, digest))
                     for name, _, digest in self._tiers[tier][: MAX_NEAREST - len(found)]
                 ]
-            sourced -= {(one.adapter_id, one.digest) for one in found}
-            others = [Resident(tier, name, digest, True) for name, tier, digest in self._sourced]
-            found += [one for one in others if (one.adapter_id, one.digest) in sourced][:MAX_SOURCED]
+            nearest = {(one.adapter_id, one.digest) for one in found}
+            others = (Resident(tier, name, digest, True) for name, tier, digest in self._sourced)
+            found += islice((one for one in others if (one.adapter_id, one.digest) not in nearest), MAX_SOURCED)
             self._nearest = tuple(found)
         return self._nearest
+
+    def _is_sourced(self, adapter_id: str, digest: str) -> bool:
+        return any(row.is_sourced and row.digest == digest for row in self._rows[adapter_id])
 
     def fetching(self) -> Sequence[str]:
         """Names that are being fetched, MAX_FETCHING at most."""

@@ -42,6 +42,7 @@ class Versions:
 
     def __init__(self, changes: Iterable[Change] = ()) -> None:
         self._of_name: dict[str, OrderedDict[AdapterKey, None]] = {}
+        self._num_contents = 0  # of all names
         self._origins: dict[str, AdapterOrigin] = {}
         self._changes: list[Change] = []
         for name, what in changes:
@@ -52,7 +53,7 @@ class Versions:
         self._changes.clear()
 
     def __len__(self) -> int:
-        return sum(map(len, self._of_name.values())) + len(self._origins)
+        return self._num_contents + len(self._origins)
 
     def __iter__(self) -> Iterator[Change]:
         """Changes that lead here, without those that are out of date."""
@@ -91,21 +92,28 @@ class Versions:
         keys = self._of_name.setdefault(name, OrderedDict())
         if key in keys and next(reversed(keys)) == key:
             return None
+        self._num_contents += key not in keys
         keys[key] = None
         keys.move_to_end(key)
         self._changes.append((name, key))
-        return keys.popitem(last=False)[0] if len(keys) > MAX_VERSIONS else None
+        if len(keys) <= MAX_VERSIONS:
+            return None
+        self._num_contents -= 1
+        return keys.popitem(last=False)[0]
 
     def forget(self, name: str) -> list[AdapterKey]:
         """Forgets all of the name's contents, and returns them; its origin too."""
         keys, origin = self._of_name.pop(name, None), self._origins.pop(name, None)
         if keys is not None or origin is not None:
             self._changes.append((name, None))
+        self._num_contents -= len(keys or ())
         return list(keys or ())
 
     def drop(self, name: str, key: AdapterKey) -> None:
         """Drops a content that cannot be had any more. A restart finds that out by itself."""
-        self._of_name.get(name, {}).pop(key, None)
+        if key in (keys := self._of_name.get(name, {})):
+            del keys[key]
+            self._num_contents -= 1
 
     def take_changes(self) -> list[Change]:
         """The changes since the last call."""

@@ -402,3 +402,19 @@ def test_a_store_is_checked_without_being_kept(tmp_path: Path) -> None:
     for place in (tmp_path / "file", Path("/proc")):
         with pytest.raises(FailedPrecondition, match=r"cannot be used: .*--adapter-store"):
             check_store(place)
+
+
+def test_room_is_made_without_a_look_at_every_entry(tmp_path: Path) -> None:
+    num_looks = 0
+
+    def is_in_use(key: AdapterKey) -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        return False
+
+    store = AdapterStore(tmp_path, 50 * FILE_BYTES, is_in_use, durable=False)
+    for value in range(50):
+        put(store, value)
+    num_looks = 0
+    put(store, 50)
+    assert num_looks == 2  # whether room can be made, and the one that leaves

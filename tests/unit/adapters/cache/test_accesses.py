@@ -183,3 +183,24 @@ def test_names_tell_nothing_of_a_token() -> None:
         assert "hf_" not in name
         assert shown_name(name) == "org/sql"
     assert shown_name("org/sql") == "org/sql"
+
+
+def test_those_that_are_good_are_not_gone_through_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    accesses = Accesses(b"key", TTL_S)
+    names = [accesses.name_of(AdapterOrigin(f"hub:org/{number}", "", "hf_token"), "acme") for number in range(200)]
+    for number, name in enumerate(names):
+        accesses.use(name, "acme")
+        accesses.opened(name, float(number))
+    accesses.opened(names[0], 200.0)  # asked for again
+    looked_at: list[str] = []
+    is_over = Accesses.is_over
+
+    def counted(self: Accesses, name: str, now: float) -> bool:
+        looked_at.append(name)
+        return is_over(self, name, now)
+
+    monkeypatch.setattr(Accesses, "is_over", counted)
+    assert accesses.over(TTL_S + 2.0) == names[1:3]
+    assert looked_at == names[1:4]
+    accesses.forget(names[1])
+    assert accesses.over(TTL_S + 2.0) == names[2:3]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 
 from loraplex_adapters.cache import versions as module
-from loraplex_adapters.cache.versions import MAX_VERSIONS, SPARE_LINES, VersionLog
+from loraplex_adapters.cache.versions import MAX_VERSIONS, SPARE_LINES, VersionLog, Versions
 from loraplex_contracts.adapters import OWN_ORIGIN, AdapterKey, AdapterOrigin
 
 
@@ -180,3 +181,37 @@ def test_a_full_disk_is_logged_and_tried_again(
     again = opened(tmp_path)
     assert list(again.versions) == [("first", key(0)), ("a", key(1)), ("b", key(2))]
     again.close()
+
+
+def test_the_number_of_lines_is_counted_as_they_come_and_go() -> None:
+    versions = Versions()
+    for number in range(MAX_VERSIONS + 2):
+        versions.remember("sql", key(number))
+        versions.remember("sql", key(number))
+    versions.remember("sql", key(5))  # again
+    versions.remember("team/sql", key(1))
+    versions.keep_origin("team/sql", AdapterOrigin("v1"))
+    assert len(versions) == len(list(versions)) == MAX_VERSIONS + 2
+    versions.drop("sql", key(7))
+    versions.drop("sql", key(7))
+    versions.drop("unknown", key(7))
+    assert len(versions) == len(list(versions)) == MAX_VERSIONS + 1
+    versions.forget("sql")
+    versions.forget("unknown")
+    assert len(versions) == len(list(versions)) == 2
+
+
+def test_the_number_of_lines_takes_no_look_at_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_looks = 0
+
+    class Counted(OrderedDict[AdapterKey, None]):
+        def __len__(self) -> int:
+            nonlocal num_looks
+            num_looks += 1
+            return super().__len__()
+
+    monkeypatch.setattr(module, "OrderedDict", Counted)
+    versions = Versions((f"name-{number}", key(number)) for number in range(100))
+    num_looks = 0
+    assert len(versions) == 100
+    assert not num_looks

@@ -11,7 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from loraplex_adapters.cache.listing import Listing
+from loraplex_adapters.cache import listing as listing_module
+from loraplex_adapters.cache.listing import Listing, Resident
 from loraplex_contracts.adapters import AdapterInfo
 from loraplex_contracts.load import Forecast, Load
 from loraplex_proto.services import WORKER, path_of
@@ -255,3 +256,20 @@ def test_names_with_a_source_of_their_own_are_listed_behind_the_nearest_and_with
     assert listing.nearest()[-1] == ("source", "sql", "0" * 64, True)
     listing.apply_changes({"sql": (), "3": (row("3"),)})
     assert not any(one.has_source for one in listing.nearest())
+
+
+def test_of_many_names_with_a_source_of_their_own_only_listed_ones_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_made = 0
+
+    class Counted(Resident):
+        def __new__(cls, *values: Any) -> Counted:
+            nonlocal num_made
+            num_made += 1
+            return super().__new__(cls, *values)
+
+    monkeypatch.setattr(listing_module, "Resident", Counted)
+    listing = Listing()
+    names = [f"{number:04}" for number in range(4000)]
+    listing.apply_changes({name: (replace(row(name, "disk"), source="v1", is_sourced=True),) for name in names})
+    assert [one.adapter_id for one in listing.nearest()] == names[:2048]
+    assert num_made <= 1024 + 2048  # those that were skipped among them
