@@ -16,7 +16,7 @@ from loraplex_contracts.errors import LoraplexError
 from loraplex_proto import validate
 from loraplex_proto.status import abort
 from loraplex_proto.v1 import worker_pb2
-from loraplex_router.replicas import TIER_SOURCE, Replica, Replicas
+from loraplex_router.replicas import TIER_SOURCE, Replica, Replicas, nearest_tiers
 from loraplex_runtime.auth import Identity, current_identity, recheck_identity
 
 MAX_ADAPTERS: Final = 1024  # of a message; those nearest to a device
@@ -30,10 +30,7 @@ def total_load(
     """The workers as one: sums over those that can take requests, and the nearest tier of each adapter that the caller
     may see. No forecast: this router refuses by its workers' own."""
     workers = [replica for replica in replicas if replica.is_routable]
-    tiers: dict[str, int] = {}
-    for worker in workers:
-        for name, tier in worker.tiers.items():
-            tiers[name] = max(tier, tiers.get(name, 0))
+    tiers = nearest_tiers(workers)
     nearest = nlargest(MAX_ADAPTERS, (item for item in tiers.items() if may_see(item[0])), key=lambda item: item[1])
     sourced = {name for worker in workers for name in worker.sourced if may_see(name)}
     others = sorted(sourced.difference(name for name, _ in nearest))[:MAX_SOURCED]

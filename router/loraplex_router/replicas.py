@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -133,9 +133,10 @@ class Replicas:
         self._replicas = {worker_id: Replica(worker_id, worker_id) for worker_id in worker_ids}
         self._work_by_key: dict[str, int] = {}
         self._slow_start_s = slow_start_s
-        # Cached answers of `routable` and `max_context_tokens`; None: to be found again.
+        # Cached answers of `routable`, `max_context_tokens` and `adapter_names`; None: to be found again.
         self._routable: list[Replica] | None = None
         self._max_context_tokens: int | None = None
+        self._adapter_names: list[str] | None = None
         self.on_change = on_change
 
     # --- members ---------------------------------------------------------------------------------------------------
@@ -160,7 +161,7 @@ class Replicas:
         """Forgets a worker that has left, with its last request ended."""
         assert self.has_left(worker_id), f"{worker_id} still has something to do"
         del self._replicas[worker_id]
-        self._routable = self._max_context_tokens = None
+        self._routable = self._max_context_tokens = self._adapter_names = None
         self.on_change()
 
     # --- reading ---------------------------------------------------------------------------------------------------
@@ -229,8 +230,10 @@ class Replicas:
         return "starting" if is_new else "serving"
 
     def adapter_names(self) -> list[str]:
-        """Sorted names of the adapters that workers hold, as far as their reports tell."""
-        return sorted({name for replica in self.connected() for name in replica.tiers})
+        """Sorted names of the adapters that workers hold, as far as their reports tell. Not to be changed."""
+        if self._adapter_names is None:
+            self._adapter_names = sorted(set[str]().union(*(replica.tiers for replica in self._replicas.values())))
+        return self._adapter_names
 
     def of_same_version(self, worker_id: str) -> list[str]:
         """Workers of this one's version, itself among them: what it lacks, they lack. Itself alone where its version is
@@ -381,7 +384,10 @@ class Replicas:
         replica.is_stalled = report.stalled
         replica.last_error = ""
         replica.load = _load(report)
-        replica.tiers = {one.adapter_id: one.tier for one in report.adapters if one.tier != TIER_SOURCE}
+        tiers = {one.adapter_id: one.tier for one in report.adapters if one.tier != TIER_SOURCE}
+        if tiers.keys() != replica.tiers.keys():
+            self._adapter_names = None
+        replica.tiers = tiers
         replica.sourced = frozenset(one.adapter_id for one in report.adapters if one.has_source)
         replica.last_names = replica.tiers.keys() | replica.sourced
         replica.max_device_adapters = report.max_device_adapters
@@ -399,7 +405,7 @@ class Replicas:
         """Marks a worker as lost: its stream of reports broke, went silent or could not be opened."""
         replica = self._replicas[worker_id]
         was_routable = replica.is_routable
-        replica.last_view = self._routable = None
+        replica.last_view = self._routable = self._adapter_names = None
         if replica.is_draining:
             # Its process ends. Another one binds names to what their files say then, but with `--adapter-store` it
             # takes those that had a source from there again, and serves them beside the others.
@@ -413,6 +419,16 @@ class Replicas:
         replica.max_device_adapters, replica.waiting_adapters = 0, ()
         if was_routable:
             self.on_change()
+
+
+def nearest_tiers(replicas: Iterable[Replica]) -> dict[str, int]:
+    """The tier of each adapter where it is nearest to a device."""
+    found: dict[str, int] = {}
+    for replica in replicas:
+        for name, tier in replica.tiers.items():
+            if tier > found.get(name, -1):
+                found[name] = tier
+    return found
 
 
 def _version_of(replica: Replica | None) -> str:

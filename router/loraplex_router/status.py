@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from heapq import nsmallest
 from typing import Any, Final
@@ -17,7 +16,7 @@ from loraplex_proto.v1 import adapter_pb2, status_pb2
 from loraplex_router.activity import FailedCall
 from loraplex_router.calls import Calls
 from loraplex_router.load_service import checked_request
-from loraplex_router.replicas import Replica, Replicas, State
+from loraplex_router.replicas import Replica, Replicas, State, nearest_tiers
 from loraplex_runtime.auth import Identity, current_identity
 
 MAX_ERRORS: Final = 30
@@ -121,20 +120,17 @@ def adapter_rows(
 ) -> tuple[list[status_pb2.AdapterStatus], int]:
     """The `most` adapters that an operator looks for first, and of how many: those with work, those that are waited
     for, those nearest to a device. A report names 1,024 of its worker at most."""
-    tiers: dict[str, list[int]] = defaultdict(lambda: [0] * len(replicas))
-    for idx, replica in enumerate(replicas):
-        for name, tier in replica.tiers.items():
-            tiers[name][idx] = tier
+    nearest = nearest_tiers(replicas)
     waiting = {name for replica in replicas for name in replica.waiting_adapters}
-    found = [name for name in {**tiers, **dict.fromkeys(waiting), **work} if name and is_wanted(name)]
+    found = [name for name in {**nearest, **dict.fromkeys(waiting), **work} if name and is_wanted(name)]
 
     def order(name: str) -> tuple[int, bool, int, str]:
-        return -work.get(name, 0), name not in waiting, -max(tiers[name], default=0), name
+        return -work.get(name, 0), name not in waiting, -nearest.get(name, 0), name
 
     rows = [
         status_pb2.AdapterStatus(
             adapter_id=name,
-            tiers="".join(str(min(tier, 9)) for tier in tiers[name]),
+            tiers="".join(str(min(replica.tiers.get(name, 0), 9)) for replica in replicas),
             work_tokens=work.get(name, 0),
             waiting=name in waiting,
         )

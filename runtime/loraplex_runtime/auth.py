@@ -151,7 +151,7 @@ class Credentials:
     def __init__(self, identities: Mapping[str, Identity], limits: Mapping[str, TenantLimits] | None = None) -> None:
         """`identities` by the token's digest, 64 lower-case hexadecimal digits; `limits` by tenant."""
         self._limits = limits or {}
-        # Digests are keyed anew in each process, so that the time of a look-up shows nothing about any of them.
+        # Keyed by a secret of this process, so that the time of a look-up shows nothing about any digest.
         self._key = secrets.token_bytes(32)
         self._identities = {
             self._keyed(bytes.fromhex(digest)): replace(

@@ -313,3 +313,22 @@ def test_a_worker_that_was_never_heard_may_have_any_adapter_unless_nothing_is_th
     replicas.on_report(A, report(), 2.0)
     replicas.on_lost(A, "gone")
     assert replicas.absent_holders("sql") == []
+
+
+def test_names_are_sorted_anew_only_when_they_change() -> None:
+    replicas = Replicas(["a", "b"])
+    replicas.on_report("a", report(x=4, y=2), 1.0)
+    replicas.on_report("b", report(x=2), 1.0)
+    names = replicas.adapter_names()
+    assert names == ["x", "y"]
+    replicas.on_report("a", report(10, x=2, y=4), 2.0)
+    assert replicas.adapter_names() is names
+    replicas.on_report("b", report(z=2), 2.0)
+    assert replicas.adapter_names() == ["x", "y", "z"]
+    replicas.on_lost("a", "gone")
+    assert replicas.adapter_names() == ["z"]
+    replicas.leave("b")
+    replicas.on_lost("a", "gone")
+    replicas.on_report("a", report(w=2), 3.0)
+    replicas.forget("b")
+    assert replicas.adapter_names() == ["w"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -118,3 +119,18 @@ def test_those_who_look_at_once_share_an_answer() -> None:
     assert router.service.status(Request(), Identity(tenant="t")) is not first
     router.now += SHARED_S
     assert router.service.status(Request(), EVERYBODY) is not first
+
+
+def test_places_are_kept_of_the_adapters_that_are_shown_alone() -> None:
+    router = Router(*({"tiers": {f"a{worker:02}-{number:03}": 2 for number in range(500)}} for worker in range(32)))
+    tracemalloc.start()
+    try:
+        found = router.status(max_adapters=2)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert [(one.adapter_id, one.tiers) for one in found.adapters] == [
+        (f"a00-{number:03}", "2" + 31 * "0") for number in range(2)
+    ]
+    assert found.total_adapters == 16_000
+    assert peak_bytes < 200 * 16_000  # less than a place for each adapter at each worker
