@@ -89,7 +89,7 @@ def serve_engine(
     max_stream_wait_s: float,
     heartbeat: Heartbeat,
     builder: EngineBuilder | None,
-    kill_after: Callable[[float], None],
+    kill_after: Callable[[float], None] = lambda seconds: None,
 ) -> None:
     """Builds the engine, then turns it until Shutdown or until the other end of the pipe is gone.
 

@@ -235,9 +235,9 @@ def _serve(
 
 async def run_worker(
     config: WorkerConfig,
-    on_progress: Progress,
-    on_ready: Callable[[Worker], None],
-    on_drain: Callable[[int], None],
+    on_progress: Progress = no_progress,
+    on_ready: Callable[[Worker], None] = lambda worker: None,
+    on_drain: Callable[[int], None] = lambda num_requests: None,
 ) -> int:
     """Serves until SIGTERM, SIGINT or SIGHUP, then drains; a second signal ends it at once. `on_drain` gets the number
     of requests that are under way. Returns the exit status: 0 after a drain, 128 and the signal's number where one came

@@ -11,7 +11,7 @@ from loraplex_contracts.request import OutputParams, SamplingParams
 from loraplex_runtime.reports import Progress, counted, no_progress
 from loraplex_server.model.runner import ModelRunner
 
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+DEFAULT_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Time for measuring. A round of all sizes takes 0.4 s with 245M parameters on two cores.
 LIMIT_S = 1.0
 NUM_REPEATS = 3
@@ -63,7 +63,7 @@ class StepCosts:
 def measure_step_costs(
     run: Callable[[int], float],
     *,
-    sizes: Iterable[int],
+    sizes: Iterable[int] = DEFAULT_SIZES,
     num_repeats: int = NUM_REPEATS,
     limit_s: float = LIMIT_S,
     clock: Callable[[], float] = time.monotonic,
@@ -108,7 +108,7 @@ def measure_runner(
     # Each sequence in a block of its own, and no longer than the context.
     max_len = min(block_size, runner.mirror.max_len)
     # Kernels compute rows in blocks, and the row behind a full batch may well be the first of another one.
-    sizes = [size for size in {*SIZES, max_rows, max_rows + 1} if size <= num_sequences * max_len]
+    sizes = [size for size in {*DEFAULT_SIZES, max_rows, max_rows + 1} if size <= num_sequences * max_len]
 
     def run(num_rows: int) -> float:
         """A step of so many rows, on as many sequences as there may be."""
@@ -129,7 +129,7 @@ def measure_runner(
         return time.perf_counter() - start_s
 
     runner.clear_blocks(range(num_sequences))
-    costs = measure_step_costs(run, sizes=sizes, progress=progress)
+    costs = measure_step_costs(run, sizes=sizes, num_repeats=NUM_REPEATS, limit_s=LIMIT_S, progress=progress)
     runner.execute(StepPlan(0, (), released=tuple(range(num_sequences))))
     return costs
 
