@@ -154,12 +154,13 @@ def test_knows_other_names_of_the_same_modules(family: str, place: str, tmp_path
 def test_serves_the_thinker_of_a_model_that_speaks(kind: str, tmp_path: Path) -> None:
     """So do adapters that name its modules as the whole model has them, in either release of Transformers."""
     thinker = whole_model(f"{kind}_thinker")
-    config = CONFIG_MAPPING[kind](thinker_config=thinker.config.to_dict(), enable_audio_output=False)
+    own = thinker.config.to_dict() | {"eos_token_id": 7}
+    config = CONFIG_MAPPING[kind](thinker_config=own, enable_audio_output=False)
     config.save_pretrained(tmp_path / "model")
     weights = {f"thinker.{name}": tensor for name, tensor in thinker.state_dict().items()}
     save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
     loaded = load_model(str(tmp_path / "model"), dtype="float64", device="cpu")
-    assert loaded.spec.eos_token_ids == ((151645,) if kind == "qwen3_omni_moe" else ())  # as its `generate()` has it
+    assert loaded.spec.eos_token_ids == ((151645,) if kind == "qwen3_omni_moe" else (7,))  # as its `generate()` has it
     # PEFT takes its pattern for ends of names where experts are in one tensor.
     peft = save_adapters(thinker, tmp_path, exclude_modules=r".*(audio_tower|visual)\..*")["r13"]
     prefix = "base_model.model."

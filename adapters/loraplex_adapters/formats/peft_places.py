@@ -20,9 +20,9 @@ PREFIX: Final = "base_model.model."
 LAYER: Final = ".base_layer"
 # Words in paths that a whole checkpoint's class has and its language model's has not. The first is in another place in
 # Transformers 4: `language_model.model.layers` for `model.language_model.layers`. Models that speak have a thinker.
-_WHOLE: Final = {"language_model", "thinker"}
-# Words in the paths of what Transformers' models have for images, audio and video.
-_MEDIA: Final = re.compile(r"vision|visual|image|img_|audio|speech|video|multi_?modal|mm_")
+_WHOLE: Final = frozenset({"language_model", "thinker"})
+# Words in the paths of what Transformers' models have for images, audio and video, to read them and to make them.
+_MEDIA: Final = re.compile(r"vision|visual|image|img_|audio|speech|video|multi_?modal|mm_|talker|token2wav|code2wav")
 
 
 class Places:

@@ -57,10 +57,10 @@ def read_config(model_id: str, revision: str | None = None) -> PreTrainedConfig:
     thinker.dtype = thinker.dtype or config.dtype
     if (quantization := getattr(config, "quantization_config", None)) is not None:
         setattr(thinker, "quantization_config", quantization)  # noqa: B010
-    text, speaking = cast(Any, thinker.get_text_config()), cast(Any, language_class(config))
+    text, generate = cast(Any, thinker.get_text_config()), getattr(language_class(config), "generate", None)
     if text.eos_token_id is None:
-        end = inspect.signature(speaking.generate).parameters.get("thinker_eos_token_id")
-        text.eos_token_id = end and end.default
+        end = generate and inspect.signature(generate).parameters.get("thinker_eos_token_id")
+        text.eos_token_id = end.default if end else getattr(thinker, "eos_token_id", None)
     return thinker
 
 

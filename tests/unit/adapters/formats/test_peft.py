@@ -204,6 +204,11 @@ BAD_TENSORS: dict[str, tuple[dict[str, Tensor], type[LoraplexError], str]] = {
         AdapterUnsupported,
         "vision_tower.*part for images, audio or video; 'tiny-base' is served for texts alone",
     ),
+    "the part that speaks": (
+        renamed(lora_tensors(), "model.layers.0", "talker.model.layers.0"),
+        AdapterUnsupported,
+        "talker.*part for images, audio or video; 'tiny-base' is served for texts alone",
+    ),
     "a wrapper's name": (
         renamed(lora_tensors(), PREFIX, f"{PREFIX}_orig_mod."),
         AdapterInvalid,
