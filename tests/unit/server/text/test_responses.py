@@ -102,6 +102,8 @@ CASES: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
      "ok", "hm", [("f", {"a": 1}), ("g", {})]),
     ("kimi", "<think>hm<|tool_call_section_begin|><|tool_call_begin|>functions.f<|tool_call_argument_begin|>{}",
      "", "hm", [("f", {})]),
+    ("kimi", "<|tool_call_begin|>functions.a:b:0<|tool_call_argument_begin|>{}<|tool_calls_section_end|>ok",
+     "ok", "", [("a:b", {})]),
     ("kimi", "<|tool_calls_section_begin|><|tool_calls_section_end|>", "", "", []),
     ("think", "x<think>y</think>z", "x\nz", "y", []),
 ]  # fmt: skip
@@ -160,7 +162,7 @@ def test_parts(name: str, text: str, content: str, reasoning: str, calls: list[t
     assert [(call.name, json.loads(call.arguments)) for call in message.calls] == calls
     pattern = r"[A-Za-z0-9]{9}" if name.startswith("mistral") else r"call_[0-9a-f]{24}"
     if name == "kimi":  # whose template writes nothing of a call but its id
-        pattern = r"functions\.f(:3)?|g:4"
+        pattern = r"functions\.f(:3)?|g:4|functions\.a:b:0"
     assert all(re.fullmatch(pattern, call.id) for call in message.calls)
     assert len({call.id for call in message.calls}) == len(calls)
 
