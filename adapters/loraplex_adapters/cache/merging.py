@@ -71,13 +71,14 @@ def merge_loras(
 
 def _check_ranks(recipe: Recipe, paths: Sequence[str], placed: Sequence[Mapping[str, PlacedFactors]]) -> None:
     for path in paths:
-        ranks = {
-            name: factors[path].shape.rank
+        # A list: two revisions of an adapter have one name.
+        ranks = [
+            (name, factors[path].shape.rank)
             for name, factors in zip(recipe.mixture.adapter_ids, placed, strict=True)
             if path in factors
-        }
-        if len(set(ranks.values())) > 1:
-            described = ", ".join(f"{rank} in {name!a}" for name, rank in ranks.items())
+        ]
+        if len({rank for _, rank in ranks}) > 1:
+            described = ", ".join(f"{rank} in {name!a}" for name, rank in ranks)
             raise AdapterNotMixed(
                 f"{recipe.merge.strategy} merges adapters whose ranks are equal in each module, and {path} has rank "
                 f"{described}; their exact sum is a mixture without `merge` (`cat` in `merged_adapters`)",
