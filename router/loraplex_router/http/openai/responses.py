@@ -117,6 +117,9 @@ def named(error: LoraplexError, body: ResponsesRequest) -> LoraplexError:
         # Messages are other items, and have other numbers.
         error.field = _NAMES[chats] + ("" if chats == "messages" else field.removeprefix(chats))
         error.message = error.message.replace(f"`{field}`", f"`{error.field}`")
+    for chats, own in _NAMES.items():  # those that it is about besides
+        if chats not in body.extras():
+            error.message = error.message.replace(f"`{chats}`", f"`{own}`")
     return error
 
 
@@ -157,8 +160,7 @@ def _messages(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
             yield {"role": _text(item, "role", where), "content": _content(item.get("content"), where)}
         elif kind == "function_call_output":
             output = _content(item.get("output"), f"{where}.output")
-            call_id = _text(item, "call_id", where, is_needed=False)
-            yield {"role": "tool", "tool_call_id": call_id, "content": output}
+            yield {"role": "tool", "tool_call_id": _call_id(item, where), "content": output}
         else:
             raise Unimplemented(f"`{where}` has the type {ascii(kind)[:40]}: {_instead_of(kind)}", field=where)
     if turn is not None:
@@ -176,12 +178,23 @@ def _add_to_turn(turn: dict[str, Any], kind: Any, item: dict[str, Any], where: s
     if kind == "message":
         turn["content"] = _content(item.get("content"), where)
     elif kind == "function_call":
-        function = {"name": _text(item, "name", where), "arguments": item.get("arguments")}
-        call_id = _text(item, "call_id", where, is_needed=False)
-        turn.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+        function = {"name": _name(item, where), "arguments": item.get("arguments")}
+        call = {"id": _call_id(item, where), "type": "function", "function": function}
+        turn.setdefault("tool_calls", []).append(call)
     else:
         parts = item.get("content") or item.get("summary") or []
         turn["reasoning"] = turn.get("reasoning", "") + "".join(_texts(parts, where))
+
+
+def _name(function: Mapping[str, Any], where: str) -> str:
+    """The name of a function. Raises InvalidArgument."""
+    return check_id(_text(function, "name", where) or "", field=f"{where}.name")
+
+
+def _call_id(item: Mapping[str, Any], where: str) -> str | None:
+    """The id of a call, if it has one. Raises InvalidArgument."""
+    call_id = _text(item, "call_id", where, is_needed=False)
+    return check_id(call_id, field=f"{where}.call_id") if call_id else call_id
 
 
 def _text(given: Mapping[str, Any], name: str, where: str, *, is_needed: bool = True) -> str | None:
@@ -221,7 +234,7 @@ def _functions(body: ResponsesRequest) -> list[dict[str, Any]]:
     for index, tool in enumerate(body.tools or ()):
         kind = tool.get("type")
         if kind == "function":
-            check_id(_text(tool, "name", f"tools[{index}]") or "", field=f"tools[{index}].name")
+            _name(tool, f"tools[{index}]")
             functions.append({"type": kind, "function": {key: one for key, one in tool.items() if key != "type"}})
         elif not isinstance(kind, str):
             raise Unimplemented("`tools` takes functions, with `type`: function", field="tools")

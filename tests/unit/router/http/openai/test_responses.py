@@ -138,6 +138,9 @@ def test_an_item_that_is_not_available_is_told_with_what_to_do(kind: str, told: 
         ({"input": [{"type": "function_call", "name": 5}]}, "input[0].name"),
         ({"input": [{"type": "function_call", "call_id": 5, "name": "add"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call_output", "call_id": 5, "output": "x"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call", "name": "f x"}]}, "input[0].name"),
+        ({"input": [{"type": "function_call", "call_id": "a b", "name": "f"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "a b", "output": "x"}]}, "input[0].call_id"),
         ({"tools": [{"type": None}]}, "tools"),
         ({"tools": [{"type": "web_search"}, {"type": "function", "function": {"name": "add"}}]}, "tools[1].name"),
         ({"tools": [{"type": "web_search"}, {"type": "function", "name": "a b"}]}, "tools[1].name"),
@@ -152,13 +155,21 @@ def test_an_item_that_is_not_available_is_told_with_what_to_do(kind: str, told: 
 )  # fmt: skip
 def test_what_is_wrong_is_named(fields: dict[str, Any], name: str) -> None:
     body = request(**fields)
-    try:
+    with pytest.raises((InvalidArgument, Unimplemented)) as caught:
+        chat = responses.chat_request(body)
+        try:
+            check_generate(requests.chat_job(chat, ("base",), "rid", 7).requests[0])
+        except LoraplexError as error:  # as the route does
+            raise responses.named(error, body) from None
+    found = caught.value
+    assert (found.field, f"`{name}" in found.message or found.message.startswith(name)) == (name, True)
+
+
+def test_two_grammars_are_told_by_the_requests_names() -> None:
+    body = request(text={"format": {"type": "json_object"}}, guided_json={})
+    with pytest.raises(InvalidArgument) as caught:
         job_of(body)
-    except (InvalidArgument, Unimplemented) as error:
-        found = responses.named(error, body)
-        assert (found.field, f"`{name}" in found.message or found.message.startswith(name)) == (name, True)
-    else:
-        pytest.fail("is taken")
+    assert "`text.format` and `guided_json`" in responses.named(caught.value, body).message
 
 
 def test_an_answer() -> None:
