@@ -8,6 +8,7 @@ import json
 import os
 import re
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,6 +18,7 @@ import yaml
 from support.command_lines import check_arguments, command_of
 from support.documents import ROOT, Block, anchors, blocks, code, links, name_of, pages
 
+from loraplex import Grammar
 from loraplex.cli.main import KNOWN
 
 LOG = "benchmarks/LOG.md"  # speaks of flags and files of its time, as the records of decisions do
@@ -113,6 +115,14 @@ def test_commands_in_the_prose_have_their_flags(page: Path) -> None:
         if found[1] not in KNOWN or set(flags) - allowed:
             wrong.append(text)
     assert not wrong
+
+
+def test_each_kind_of_grammar_is_told_with_its_flag() -> None:
+    """By the table of the page, which has a kind in the first cell and flags of `generate` in the last."""
+    rows = re.findall(r"^\| `(\w+)` \|.* \|(.*)\|$", (ROOT / "docs/grammars.md").read_text(), re.MULTILINE)
+    told = {kind: re.findall(r"--[a-z][\w-]*", last) for kind, last in rows[1:]}
+    assert told.keys() == {one.name for one in fields(Grammar)} - {"compact"}
+    assert not [kind for kind, flags in told.items() if not flags or set(flags) - flags_of("generate")]
 
 
 def test_features_name_what_shows_them() -> None:
