@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from typing import Any, Literal
@@ -89,6 +90,12 @@ class BaseTargets:
     # Ids by token of the model's tokenizer; None where there is none that can be read.
     tokens: Callable[[], Mapping[str, int]] | None = field(default=None, compare=False, repr=False)
     weight_format: str = ""  # of few bits, to which weights are rounded: contents made with them depend on it
+
+    def is_called(self, name: str) -> bool:
+        """True for another way to write the base model's id: one folder has many paths."""
+        if name == self.model_id:
+            return True
+        return os.path.abspath(name) in (os.path.abspath(self.model_id), os.path.realpath(self.model_id))
 
     @property
     def digest(self) -> str:

@@ -342,7 +342,7 @@ def _check(tensor: TensorInfo, expected: tuple[int, ...], targets: BaseTargets) 
 def _warnings(config: MedusaConfig, shape: HeadsShape, targets: BaseTargets) -> list[str]:
     """Differences between configuration and tensors."""
     warnings: list[str] = []
-    if config.base_model and config.base_model != targets.model_id:
+    if config.base_model and not targets.is_called(config.base_model):
         warnings.append(f"was trained on {config.base_model!a}, served on {targets.model_id!a}")
     found = {
         "num_heads": (config.num_heads, shape.num_heads),

@@ -316,7 +316,7 @@ def _warnings(
 ) -> list[str]:
     """Warnings of oddities that do no harm."""
     warnings: list[str] = []
-    if config.base_model and config.base_model != targets.model_id:
+    if config.base_model and not targets.is_called(config.base_model):
         warnings.append(f"was trained on {config.base_model!a}, served on {targets.model_id!a}")
     served = {end for path in found for end in path_ends(path)}
     missing = sorted((config.target_modules or frozenset()) - served)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -405,6 +406,17 @@ def test_rank_limit() -> None:
 def test_tensors_that_the_configuration_does_not_name_are_refused() -> None:
     with pytest.raises(AdapterInvalid, match="target_modules"):
         plan(lora_tensors(), target_modules=["q_proj"])
+
+
+def test_another_path_of_the_base_models_folder_is_not_odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (tmp_path / "link").symlink_to(base)
+    monkeypatch.chdir(tmp_path)
+    fields = {"base_model_name_or_path": str(base), "target_modules": ["q_proj", "down_proj"]}
+    for served, is_odd in (("base", False), ("./base/", False), (str(base), False), ("link", False), ("other", True)):
+        targets = replace(base_targets(), model_id=served)
+        assert bool(plan(lora_tensors(), targets, **fields).warnings) is is_odd, served
 
 
 def test_what_is_merely_odd_is_a_warning() -> None:
