@@ -30,7 +30,7 @@ from loraplex_contracts.errors import (
     adapter_not_found,
 )
 from loraplex_proto.status import abort
-from loraplex_proto.v1 import inference_pb2
+from loraplex_proto.v1 import adapter_pb2, inference_pb2
 from loraplex_router.config import HttpOptions, RouterConfig
 from loraplex_router.http import app as app_module
 from loraplex_router.http import middleware as http_middleware
@@ -242,6 +242,20 @@ async def test_models_begin_with_the_base() -> None:
         for missing in ("nothing", "a/b", "../x", "a/b/c", "other:sql", ""):
             answer = await http.get(f"/v1/models/{missing}")
             assert (answer.status_code, "error" in answer.json()) == (404, True), missing
+
+
+async def test_models_tell_of_an_adapter_what_a_worker_that_has_loaded_it_tells() -> None:
+    """Wherever that worker stands among those that only know the name."""
+    async with http_cluster(3) as (c, http):
+        adapters_of(c, "json", "sql")
+        for one in (0, 2):
+            c.workers[one].adapters["json"] = adapter_pb2.Adapter(adapter_id="json")
+        for one in (1, 2):
+            c.workers[one].adapters["sql"] = adapter_pb2.Adapter(adapter_id="sql")
+        cards = (await http.get("/v1/models")).json()["data"]
+        assert [(one["id"], one["root"]) for one in cards] == [("tiny", "tiny"), ("json", "j" * 64), ("sql", "s" * 64)]
+        for card in cards[1:]:
+            assert (await http.get(f"/v1/models/{card['id']}")).json() == card
 
 
 async def test_names_of_the_base_model() -> None:

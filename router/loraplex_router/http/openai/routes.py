@@ -147,8 +147,7 @@ class OpenAIRoutes:
         base, *_ = self._router.base_names()
         cards = [self._card(base, parent=None)]
         async for rows in self._router.adapter_pages(request, include_unloaded=True):
-            seen = {row.adapter_id: row for row in rows}
-            cards += [self._adapter_card(row, base) for row in seen.values()]
+            cards += [self._adapter_card(row, base) for row in _one_for_each(rows)]
         return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, model_id: str, request: Request) -> Response:
@@ -159,7 +158,7 @@ class OpenAIRoutes:
         if not adapter_id:
             return JSONResponse(self._card(model_id, parent=None))
         rows = await self._router.adapter_rows(adapter_id, request)
-        return JSONResponse(self._adapter_card(rows[0], names[0]))
+        return JSONResponse(self._adapter_card(_one_for_each(rows)[0], names[0]))
 
     def _card(self, name: str, parent: str | None, root: str | None = None) -> dict[str, Any]:
         return {
@@ -178,3 +177,13 @@ class OpenAIRoutes:
         if row.labels:
             own["labels"] = list(row.labels)
         return {**self._card(row.adapter_id, parent=base, root=row.digest or None), "loraplex": own}
+
+
+def _one_for_each(rows: Sequence[adapter_pb2.Adapter]) -> list[adapter_pb2.Adapter]:
+    """A row for each adapter, in their order: of workers that have loaded it, if any."""
+    found: dict[str, adapter_pb2.Adapter] = {}
+    for row in rows:
+        known = found.get(row.adapter_id)
+        if known is None or (row.digest and not known.digest):
+            found[row.adapter_id] = row
+    return list(found.values())
