@@ -112,7 +112,7 @@ def chat_request(body: ResponsesRequest) -> ChatCompletionRequest:
 def named(error: LoraplexError, body: ResponsesRequest) -> LoraplexError:
     """The error of the chat that the request became, with the request's own name of the field."""
     field = error.field or ""
-    chats = re.match(r"\w*", field)[0]  # pyright: ignore[reportOptionalSubscript]
+    chats = re.split(r"\W", field, maxsplit=1)[0]
     if chats in _NAMES and chats not in body.extras():
         # Messages are other items, and have other numbers.
         error.field = _NAMES[chats] + ("" if chats == "messages" else field.removeprefix(chats))
