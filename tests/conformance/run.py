@@ -128,7 +128,8 @@ def _node(client: Client, folder: Path) -> Path:
         npm = ["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", "--ignore-scripts"]
         _run([*npm, *packages.split()])
         stamp.write_text(packages)
-    shutil.copy(client.probe, folder / client.probe.name)
+    for probe in (client.probe, client.probe.with_name("calls.mjs")):
+        shutil.copy(probe, folder / probe.name)
     return Path(node)
 
 

@@ -4,10 +4,9 @@ import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { APICallError, embedMany, generateText, Output, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
+import { facts, report } from "./calls.mjs";
 
 globalThis.AI_SDK_LOG_WARNINGS = false;
-const facts = JSON.parse(process.env.CONFORMANCE_FACTS);
-const skipped = (process.env.CONFORMANCE_SKIPPED ?? "").split("\n");
 const adapter = facts.adapters[0];
 const to = { baseURL: `${facts.url}/v1`, apiKey: "none" };
 const openai = createOpenAI(to);
@@ -89,14 +88,4 @@ calls["embedMany"] = async () => {
   }
 };
 
-for (const [call, function_] of Object.entries(calls)) {
-  if (skipped.includes(call)) continue;
-  let fault = "";
-  try {
-    await function_();
-  } catch (error) {
-    console.error(error);
-    fault = `${error.name}: ${error.message}`;
-  }
-  console.log(`{"call": ${JSON.stringify(call)}, "fault": ${JSON.stringify(fault)}}`);
-}
+await report(calls);

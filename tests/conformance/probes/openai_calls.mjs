@@ -1,9 +1,8 @@
 // openai for Node.
 import assert from "node:assert/strict";
 import OpenAI from "openai";
+import { facts, report } from "./calls.mjs";
 
-const facts = JSON.parse(process.env.CONFORMANCE_FACTS);
-const skipped = (process.env.CONFORMANCE_SKIPPED ?? "").split("\n");
 const client = new OpenAI({ baseURL: `${facts.url}/v1`, apiKey: "none", timeout: 60_000 });
 const { base } = facts;
 const adapter = facts.adapters[0];
@@ -65,14 +64,4 @@ const calls = {
   },
 };
 
-for (const [call, function_] of Object.entries(calls)) {
-  if (skipped.includes(call)) continue;
-  let fault = "";
-  try {
-    await function_();
-  } catch (error) {
-    console.error(error);
-    fault = `${error.name}: ${error.message}`;
-  }
-  console.log(`{"call": ${JSON.stringify(call)}, "fault": ${JSON.stringify(fault)}}`);
-}
+await report(calls);
