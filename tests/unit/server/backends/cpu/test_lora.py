@@ -119,10 +119,13 @@ def alone(ops: NativeOps, problem: Problem, row: int) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("popularity", ["identical", "distinct", "skewed"])
+@pytest.mark.parametrize(
+    ("ranks", "num_outputs"), [([8, 13, 64, 1, 100, 256], 333), ([16, 8, 32, 24, 72, 6], 320)], ids=["odd", "even"]
+)
 def test_a_row_has_the_same_bits_in_any_company(
-    isa: str, dtype: torch.dtype, num_threads: int, popularity: str
+    isa: str, dtype: torch.dtype, num_threads: int, popularity: str, ranks: list[int], num_outputs: int
 ) -> None:
-    table = random_table([8, 13, 64, 1, 100, 256], 608, 333, dtype)
+    table = random_table(ranks, 608, num_outputs, dtype)
     segments = random_segments(popularity, 37, 6, idle_rows=True)
     problem = random_problem([*segments, Segment(3, 30, 2, 0.5), Segment(30, 36, 1, 0.25)], table, 37, dtype)
     together = problem.run(NativeOps(native_kernels(num_threads)))

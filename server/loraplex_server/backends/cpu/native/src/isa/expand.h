@@ -139,165 +139,204 @@ static void expand_rows(const float* h, int64_t h_stride, int m, const typename 
   }
 }
 
-#ifndef __AVX512F__
-// --- by sums of eight pairs --------------------------------------------------------------------------------------------
+#if !defined(__AVX512F__) || defined(LP_FAST_PAIRS)
+#define LP_EXPANDS_BY_PAIRS 1
+#ifndef __AMX_BF16__
+#define LP_ADDS_UPDATES 1
+#endif
+// --- by pairs ----------------------------------------------------------------------------------------------------------
 
+// Of up to so many ranks an output has eight sums: each is of every eighth pair. Then these are added up.
+static const int kSumRanks = 64;
 // Up to so many rows multiply factors as they lie; for more of them, these are transposed first. The sums are the same.
-#ifdef LP_EXPANDS_LYING
+#if defined(LP_FAST_PAIRS) || defined(LP_EXPANDS_LYING)
 static const int kRowsAsTheyLie = 2;
 #else
 static const int kRowsAsTheyLie = 0;
 #endif
 
-// Of 16 outputs with factors t[16 ranks][16 outputs]: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)).
-static inline Floats expand_transposed(const float* t, const float* h) {
-  const auto pair = [=](int i) {
-    return fmadd(load_aligned(t + (2 * i + 1) * 16), all(h[2 * i + 1]), mul(load_aligned(t + 2 * i * 16), all(h[2 * i])));
-  };
-  const Floats low = add(add(pair(0), pair(1)), add(pair(2), pair(3)));
-  return add(low, add(add(pair(4), pair(5)), add(pair(6), pair(7))));
-}
-
-// t[16 ranks][16 outputs]
-static inline void transpose_floats(const bf16* b, int64_t stride, float* t) {
-  Words pairs[8];
-  transpose_outputs(b, stride, first(16), pairs);
-  for (int i = 0; i < 8; i++) {
-    store_aligned(t + 2 * i * 16, evens(pairs[i]));
-    store_aligned(t + (2 * i + 1) * 16, odds(pairs[i]));
-  }
-}
-
-static void expand_eights(const float* h, int64_t h_stride, int m, const bf16* b, int rank, int num_outputs, bool adds, float* c,
-                          int64_t c_stride, int64_t c_panel) {
-  alignas(64) bf16 last[16 * 16];
-  alignas(64) float t[16 * 16], whole[16];
-  for (int at = 0; at < rank; at += 16, adds = true) {
-    const int num_ranks = rank - at < 16 ? rank - at : 16;
-    const auto terms = [&](int row) {  // of a row, with zeros where ranks are none
-      const float* all = h + row * h_stride + at;
-      if (num_ranks == 16) return all;
-      for (int r = 0; r < 16; r++) whole[r] = r < num_ranks ? all[r] : 0.0f;
-      return (const float*)whole;
-    };
-    for (int o = 0; o < num_outputs; o += 16) {
-      const bf16* block = b + (int64_t)o * rank + at;
-      int64_t stride = rank;
-      const int outputs = num_outputs - o < 16 ? num_outputs - o : 16;
-      if (outputs < 16 || num_ranks < 16) {
-        for (int i = 0; i < 16; i++)
-          for (int r = 0; r < 16; r++) last[16 * i + r] = i < outputs && r < num_ranks ? block[i * rank + r] : 0;
-        block = last, stride = 16;
-      }
-      if (m > kRowsAsTheyLie) transpose_floats(block, stride, t);
-      const Part part = first(outputs);
-      for (int row = 0; row < m; row++) {
-        const float* inner = terms(row);
-#ifdef LP_EXPANDS_LYING
-        const Floats sums = m > kRowsAsTheyLie ? expand_transposed(t, inner) : expand_lying(block, stride, EvensOdds(inner));
-#else
-        const Floats sums = expand_transposed(t, inner);
-#endif
-        float* to = c + row * c_stride + o / 16 * c_panel;
-        store(to, adds ? add(load(to, part), sums) : sums, part);
-      }
-    }
-  }
-}
-#endif
-
 #ifdef LP_FAST_PAIRS
-// --- by products of pairs ----------------------------------------------------------------------------------------------
+// A row's inner products: first terms, and how much further the second ones are.
+struct Inner {
+  typedef bf16 T;
+  static const int per_row = 2;  // times as many are a row's as there are ranks
+  const bf16* terms;
+  int64_t low;
 
-// Up to so many rows multiply factors as they lie; for more of them, these are transposed first. The sums are the same.
-static const int kRowsAsTheyLie = 2;
-
-// Terms of 16 inner products, and how much further a row's second ones are.
-struct Terms {
-  const bf16* rows;
-  int64_t row_stride, low;
+  Inner(const bf16* first, int64_t stride) : terms(first), low(stride) {}
 };
 
-// The sum of 16 ranks' products for 16 outputs: of eight pairs, ((0 + 2) + (1 + 3)) + ((4 + 6) + (5 + 7)). Factors as they lie,
-// and a row's terms twice.
-static inline Floats lying_sums(const Words* factors, Words high, Words low) {
-  Floats pairs[8];
-  for (int i = 0; i < 8; i++) pairs[i] = dot_pairs(dot_pairs(zeros(), factors[i], high), factors[i], low);
-  return sums_of_eights(pairs);
-}
-
-// The same of transposed factors and a row's terms, of which the second ones are `low` behind the first.
-static inline Floats transposed_sums(const Words* factors, const bf16* terms, int64_t low) {
-  Floats pairs[8];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) {
-    int32_t high, lower;
-    __builtin_memcpy(&high, terms + 2 * i, 4);
-    __builtin_memcpy(&lower, terms + low + 2 * i, 4);
-    pairs[i] = dot_pairs(dot_pairs(zeros(), factors[i], all_words(high)), factors[i], all_words(lower));
+// Of M rows and 16 outputs, which lie `stride` apart.
+template <int Rank, int M>
+static inline void lying_sums(const bf16* b, int64_t stride, int rank, const Inner* h, Floats* sums) {
+  Floats pairs[M][8];
+  if (Rank == 8) {
+    for (int i = 0; i < 4; i++) {
+      const Words factors = load_words(b + 32 * i);
+      for (int row = 0; row < M; row++)
+        pairs[row][i] = dot_pairs(dot_pairs(zeros(), factors, four_times(h[row].terms)), factors, four_times(h[row].terms + h[row].low));
+    }
+    for (int row = 0; row < M; row++) sums[row] = sums_of_fours(pairs[row]);
+    return;
   }
-  return add(add(add(pairs[0], pairs[2]), add(pairs[1], pairs[3])), add(add(pairs[4], pairs[6]), add(pairs[5], pairs[7])));
-}
-
-// c[m][outputs] = (adds ? c : 0) + the rows' sums.
-static inline void expand_as_they_lie(const Terms& h, int m, const bf16* b, int64_t stride, Part ranks, bool adds, float* c,
-                                      int64_t c_stride, Part outputs) {
-  Words factors[8];
-  load_outputs(b, stride, ranks, factors);
-  for (int row = 0; row < m; row++) {
-    const Words high = load_twice(h.rows + row * h.row_stride, ranks);
-    const Words low = load_twice(h.rows + row * h.row_stride + h.low, ranks);
-    const Floats sums = lying_sums(factors, high, low);
-    float* to = c + row * c_stride;
-    store(to, adds ? add(load(to, outputs), sums) : sums, outputs);
+  for (auto& row : pairs)
+    for (Floats& pair : row) pair = zeros();
+#pragma GCC unroll 4
+  for (int at = 0; at < rank; at += 16) {
+    const Part ranks = first(rank - at);
+    Words factors[8];
+    load_outputs(b + at, stride, ranks, factors);
+    for (int row = 0; row < M; row++) {
+      const Words high = load_twice(h[row].terms + at, ranks), low = load_twice(h[row].terms + h[row].low + at, ranks);
+      for (int i = 0; i < 8; i++) pairs[row][i] = dot_pairs(dot_pairs(pairs[row][i], factors[i], high), factors[i], low);
+    }
   }
+  for (int row = 0; row < M; row++) sums[row] = sums_of_eights(pairs[row]);
 }
 
-// The same of rows whose terms are whole: ranks that are none are zeros.
-static inline void expand_transposed(const Terms& h, int m, const bf16* b, int64_t stride, Part ranks, bool adds, float* c,
-                                     int64_t c_stride, Part outputs) {
-  Words factors[8];
-  transpose_outputs(b, stride, ranks, factors);
-  for (int row = 0; row < m; row++) {
-    const Floats sums = transposed_sums(factors, h.rows + row * h.row_stride, h.low);
-    float* to = c + row * c_stride;
-    store(to, adds ? add(load(to, outputs), sums) : sums, outputs);
+// Of 16 outputs: a pair of ranks is one vector.
+struct Transposed {
+  Words pairs[kSumRanks / 2];
+
+  void read(const bf16* b, int64_t stride, int rank) {
+#pragma GCC unroll 4
+    for (int at = 0; at < rank; at += 16) transpose_outputs(b + at, stride, first(rank - at), pairs + at / 2);
   }
-}
 
-static void expand_pairs(const bf16* h, int64_t low, int m, const bf16* b, int rank, int num_outputs, bool adds, float* c,
-                         int64_t c_stride, int64_t c_panel) {
-  const int kTerms = 32;  // rows whose terms are filled up with zeros at once
-  alignas(64) bf16 whole[kTerms * 32], last[16 * 16];
-  for (int at = 0; at < rank; at += 16, adds = true) {
-    const int num_ranks = rank - at < 16 ? rank - at : 16;
-    const Part ranks = first(num_ranks);
-    for (int row = 0; row < m; row += kTerms) {
-      const int rows = m - row < kTerms ? m - row : kTerms;
-      Terms terms = {h + 2 * row * low + at, 2 * low, low};
-      if (num_ranks < 16 && rows > kRowsAsTheyLie) {
-        for (int r = 0; r < rows; r++) {
-          store_words(whole + 32 * r, join_halves(load_half(terms.rows + r * terms.row_stride, ranks),
-                                                  load_half(terms.rows + r * terms.row_stride + low, ranks)));
-        }
-        terms = {whole, 32, 16};
+  Floats sums(Inner h, int rank) const {
+    const auto sum = [&](int i) {
+      Floats made = zeros();
+      for (int pair = i; 2 * pair < rank; pair += 8) {
+        int32_t high, low;
+        __builtin_memcpy(&high, h.terms + 2 * pair, 4);
+        __builtin_memcpy(&low, h.terms + h.low + 2 * pair, 4);
+        made = dot_pairs(dot_pairs(made, pairs[pair], all_words(high)), pairs[pair], all_words(low));
       }
-      for (int o = 0; o < num_outputs; o += 16) {
-        const bf16* block = b + (int64_t)o * rank + at;
-        int64_t stride = rank;
-        const int outputs = num_outputs - o < 16 ? num_outputs - o : 16;
-        if (outputs < 16) {
-          for (int i = 0; i < 16; i++)
-            for (int r = 0; r < 16; r++) last[16 * i + r] = i < outputs && r < num_ranks ? block[i * rank + r] : 0;
-          block = last, stride = 16;
-        }
-        float* to = c + row * c_stride + o / 16 * c_panel;
-        if (rows <= kRowsAsTheyLie)
-          expand_as_they_lie(terms, rows, block, stride, ranks, adds, to, c_stride, first(outputs));
-        else
-          expand_transposed(terms, rows, block, stride, ranks, adds, to, c_stride, first(outputs));
+      return made;
+    };
+    const Floats lower = add(add(sum(0), sum(2)), add(sum(1), sum(3)));
+    return add(lower, rank <= 8 ? zeros() : add(add(sum(4), sum(6)), add(sum(5), sum(7))));
+  }
+};
+#else
+// A row's inner products.
+struct Inner {
+  typedef float T;
+  static const int per_row = 1;
+  const float* terms;
+
+  Inner(const float* first, int64_t) : terms(first) {}
+};
+
+#ifdef LP_EXPANDS_LYING
+template <int Rank, int M>
+static inline void lying_sums(const bf16* b, int64_t stride, int rank, const Inner* h, Floats* sums) {
+  for (int row = 0; row < M; row++)
+    sums[row] = Rank == 8 ? expand_lying_of_8(b, h[row].terms) : expand_lying(b, stride, rank, h[row].terms);
+}
+#endif
+
+// Of 16 outputs: a rank is one vector.
+struct Transposed {
+  alignas(64) float ranks[kSumRanks * 16];
+
+  void read(const bf16* b, int64_t stride, int rank) {
+    for (int at = 0; at < rank; at += 16) {
+      Words pairs[8];
+      transpose_outputs(b + at, stride, first(rank - at), pairs);
+      for (int i = 0; i < 8; i++) {
+        store_aligned(ranks + (at + 2 * i) * 16, evens(pairs[i]));
+        store_aligned(ranks + (at + 2 * i + 1) * 16, odds(pairs[i]));
       }
     }
+  }
+
+  Floats sums(Inner h, int rank) const {
+    const auto sum = [&](int i) {
+      Floats made = zeros();
+      for (int pair = i; 2 * pair < rank; pair += 8) {
+        made = fmadd(load_aligned(ranks + 2 * pair * 16), all(h.terms[2 * pair]), made);
+        made = fmadd(load_aligned(ranks + (2 * pair + 1) * 16), all(h.terms[2 * pair + 1]), made);
+      }
+      return made;
+    };
+    const Floats lower = add(add(sum(0), sum(1)), add(sum(2), sum(3)));
+    return add(lower, rank <= 8 ? zeros() : add(add(sum(4), sum(5)), add(sum(6), sum(7))));
+  }
+};
+#endif
+
+// c[m][num_outputs] = (adds ? c : 0) + the sums of an even number of ranks, up to kSumRanks; of outputs there are 16, 32 and so
+// on. `Rank`: what this is compiled for, 0: any.
+template <int Rank>
+static inline void expand_part(const typename Inner::T* h, int64_t h_stride, int m, const bf16* b, int64_t stride, int num_ranks,
+                               int num_outputs, bool adds, float* c, int64_t c_stride, int64_t c_panel) {
+  const int rank = Rank > 0 ? Rank : num_ranks;
+  const auto inner = [=](int row) { return Inner(h + row * Inner::per_row * h_stride, h_stride); };
+  for (int o = 0; o < num_outputs; o += 16) {
+    const bf16* block = b + (int64_t)o * stride;
+    float* to = c + o / 16 * c_panel;
+    const auto put = [&](int row, Floats sums) {
+      float* at = to + row * c_stride;
+      store(at, adds ? add(load(at), sums) : sums);
+    };
+#if defined(LP_FAST_PAIRS) || defined(LP_EXPANDS_LYING)
+    if (m <= kRowsAsTheyLie && rank % 8 == 0) {
+      const Inner rows[2] = {inner(0), inner(m - 1)};
+      Floats sums[2];
+      m == 1 ? lying_sums<Rank, 1>(block, stride, rank, rows, sums) : lying_sums<Rank, 2>(block, stride, rank, rows, sums);
+      for (int row = 0; row < m; row++) put(row, sums[row]);
+      continue;
+    }
+#endif
+    Transposed factors;
+    factors.read(block, stride, rank);
+    for (int row = 0; row < m; row++) put(row, factors.sums(inner(row), rank));
+  }
+}
+
+template <class... Rest>
+static inline void expand_even(const typename Inner::T* h, int64_t h_stride, int m, const bf16* b, int64_t stride, int rank,
+                               Rest... rest) {
+  switch (stride == rank ? rank : 0) {
+    case 8: expand_part<8>(h, h_stride, m, b, 8, 8, rest...); break;
+    case 16: expand_part<16>(h, h_stride, m, b, 16, 16, rest...); break;
+    case 32: expand_part<32>(h, h_stride, m, b, 32, 32, rest...); break;
+    case 64: expand_part<64>(h, h_stride, m, b, 64, 64, rest...); break;
+    default: expand_part<0>(h, h_stride, m, b, stride, rank, rest...);
+  }
+}
+
+// The same of any number of ranks and of up to 16 outputs: what lacks is zeros.
+static void expand_filled(const Inner::T* h, int64_t h_stride, int m, const bf16* b, int64_t stride, int rank, int num_outputs,
+                          bool adds, float* c, int64_t c_stride) {
+  const int kFilled = 32;  // rows at once
+  alignas(64) Inner::T terms[kFilled * Inner::per_row * kSumRanks] = {};
+  alignas(64) bf16 factors[16 * kSumRanks] = {};
+  alignas(64) float sums[kFilled * 16];
+  const Part outputs = first(num_outputs);
+  for (int o = 0; o < num_outputs; o++)
+    for (int r = 0; r < rank; r++) factors[o * kSumRanks + r] = b[o * stride + r];
+  for (int row = 0; row < m; row += kFilled, h += kFilled * Inner::per_row * h_stride, c += kFilled * c_stride) {
+    const int rows = m - row < kFilled ? m - row : kFilled;
+    for (int i = 0; i < rows * Inner::per_row; i++)
+      for (int r = 0; r < rank; r++) terms[i * kSumRanks + r] = h[i * h_stride + r];
+    expand_part<0>(terms, kSumRanks, rows, factors, kSumRanks, rank + rank % 2, 16, false, sums, 16, 16);
+    for (int i = 0; i < rows; i++) {
+      const Floats update = load_aligned(sums + 16 * i);
+      store(c + i * c_stride, adds ? add(load(c + i * c_stride, outputs), update) : update, outputs);
+    }
+  }
+}
+
+static void expand_pairs(const Inner::T* h, int64_t h_stride, int m, const bf16* b, int rank, int num_outputs, bool adds, float* c,
+                         int64_t c_stride, int64_t c_panel) {
+  for (int at = 0; at < rank; at += kSumRanks, adds = true) {
+    const int ranks = rank - at < kSumRanks ? rank - at : kSumRanks, whole = ranks % 2 == 0 ? num_outputs / 16 * 16 : 0;
+    if (whole > 0) expand_even(h + at, h_stride, m, b + at, rank, ranks, whole, adds, c, c_stride, c_panel);
+    for (int o = whole; o < num_outputs; o += 16)
+      expand_filled(h + at, h_stride, m, b + (int64_t)o * rank + at, rank, ranks, num_outputs - o < 16 ? num_outputs - o : 16,
+                    adds, c + o / 16 * c_panel, c_stride);
   }
 }
 #endif
@@ -411,87 +450,32 @@ static void expand(DType dtype, const void* inner, int64_t h_stride, int m, cons
 #endif
   if (done == num_outputs) return;
   const bf16* rest = (const bf16*)b + (int64_t)done * rank;
-#ifndef __AVX512F__
-  expand_eights(h, h_stride, m, rest, rank, num_outputs - done, adds, c + done / 16 * c_panel, c_stride, c_panel);
-#elif defined(LP_FAST_PAIRS)
-  expand_pairs((const bf16*)h, h_stride, m, rest, rank, num_outputs - done, adds, c + done / 16 * c_panel, c_stride, c_panel);
+#ifdef LP_EXPANDS_BY_PAIRS
+  expand_pairs((const Inner::T*)h, h_stride, m, rest, rank, num_outputs - done, adds, c + done / 16 * c_panel, c_stride, c_panel);
 #else
   expand_rows<BF16>(h, h_stride, m, rest, rank, num_outputs - done, adds, c + done / 16 * c_panel, c_stride, c_panel);
 #endif
 }
 
-// --- an adapter's update at once ---------------------------------------------------------------------------------------
+// --- updates of uses ---------------------------------------------------------------------------------------------------
 
-// `add_at_once`: c[m][num_outputs] += the update by one adapter, of a rank that is known when this is compiled. The sums of
-// `expand` without what its general form takes for each call, which for one row and 16 outputs is as long as the sums take.
-// num_outputs is a multiple of 16.
-
-static inline void add_sums(Floats sums, float* c) { store(c, add(load(c), sums)); }
-
-#if defined(LP_FAST_PAIRS) && !defined(__AMX_BF16__)
-// Of more rows, other ranks' terms lie otherwise, or are filled up with zeros.
-static bool adds_at_once(DType dtype, int rank, int m) {
-  return dtype == DType::BF16 && (rank == 16 || ((rank == 8 || rank == 32 || rank == 64) && m <= kRowsAsTheyLie));
-}
-
-template <int Rank>
-static inline void add_of_rank(const void* inner, int64_t low, int m, const bf16* b, int num_outputs, float* c,
-                               int64_t c_stride) {
-  const Part ranks = first(Rank < 16 ? Rank : 16);
-  const bf16* h = (const bf16*)inner;
-  Words factors[8];
-  if (m > kRowsAsTheyLie && Rank == 16) {
-    for (int o = 0; o < num_outputs; o += 16) {
-      transpose_outputs(b + Rank * o, Rank, ranks, factors);
-      for (int row = 0; row < m; row++)
-        add_sums(transposed_sums(factors, h + 2 * row * low, low), c + row * c_stride + o);
-    }
-    return;
-  }
-  for (int row = 0; row < m; row++, h += 2 * low, c += c_stride)
-    for (int o = 0; o < num_outputs; o += 16) {
-      Floats update;
-      for (int at = 0; at < Rank; at += 16) {
-        load_outputs(b + Rank * o + at, Rank, ranks, factors);
-        const Floats sums = lying_sums(factors, load_twice(h + at, ranks), load_twice(h + low + at, ranks));
-        update = at == 0 ? sums : add(update, sums);
-      }
-      add_sums(update, c + o);
-    }
-}
-
-static void add_at_once(int rank, const void* inner, int64_t low, int m, const bf16* b, int num_outputs, float* c,
-                        int64_t c_stride) {
-  switch (rank) {
-    case 8: add_of_rank<8>(inner, low, m, b, num_outputs, c, c_stride); break;
-    case 16: add_of_rank<16>(inner, low, m, b, num_outputs, c, c_stride); break;
-    case 32: add_of_rank<32>(inner, low, m, b, num_outputs, c, c_stride); break;
-    default: add_of_rank<64>(inner, low, m, b, num_outputs, c, c_stride);
-  }
-}
-#elif defined(LP_EXPANDS_LYING)
-static bool adds_at_once(DType dtype, int rank, int) { return dtype == DType::BF16 && rank == 16; }
-
-static void add_at_once(int, const void* inner, int64_t h_stride, int m, const bf16* b, int num_outputs, float* c,
-                        int64_t c_stride) {
-  const float* h = (const float*)inner;
-  if (m > kRowsAsTheyLie) {
-    alignas(64) float t[16 * 16];
-    for (int o = 0; o < num_outputs; o += 16) {
-      transpose_floats(b + 16 * o, 16, t);
-      for (int row = 0; row < m; row++) add_sums(expand_transposed(t, h + row * h_stride), c + row * c_stride + o);
-    }
-    return;
-  }
-  for (int row = 0; row < m; row++, h += h_stride, c += c_stride) {
-    const EvensOdds terms(h);
-    for (int o = 0; o < num_outputs; o += 16) add_sums(expand_lying(b + 16 * o, 16, terms), c + o);
-  }
-}
+// Whether `add_update` knows such an update, which is an adapter's whole one.
+static bool adds_update([[maybe_unused]] DType dtype, [[maybe_unused]] int rank, [[maybe_unused]] int num_outputs) {
+#ifdef LP_ADDS_UPDATES
+  return dtype == DType::BF16 && rank % 2 == 0 && rank <= kSumRanks && num_outputs % 16 == 0;
 #else
-static bool adds_at_once(DType, int, int) { return false; }
-static void add_at_once(int, const void*, int64_t, int, const bf16*, int, float*, int64_t) {}
+  return false;
 #endif
+}
+
+// c[m][num_outputs] += the update, the sums of which `expand` makes too.
+static void add_update([[maybe_unused]] const void* h, [[maybe_unused]] int64_t h_stride, [[maybe_unused]] int m,
+                       [[maybe_unused]] const void* b, [[maybe_unused]] int rank, [[maybe_unused]] int num_outputs,
+                       [[maybe_unused]] float* c, [[maybe_unused]] int64_t c_stride) {
+#ifdef LP_ADDS_UPDATES
+  expand_even((const Inner::T*)h, h_stride, m, (const bf16*)b, rank, rank, num_outputs, true, c, c_stride, 16);
+#endif
+}
 
 static void expand_uses(DType dtype, const Use* uses, int num_uses, int64_t h_stride, int row, int m, int64_t output,
                         int num_outputs, float* c, int64_t c_stride) {
@@ -502,19 +486,16 @@ static void expand_uses(DType dtype, const Use* uses, int num_uses, int64_t h_st
     const Use* next = use + 1;
     while (next < end && next->adds) next++;
     const int first = use->start > row ? use->start : row, last = use->end < row + m ? use->end : row + m;
-    if (first < last && next == use + 1 && num_outputs % 16 == 0 && adds_at_once(dtype, use->rank, last - first)) {
-      add_at_once(use->rank, (const float*)use->h + (first - use->start) * h_stride, h_stride, last - first,
-                  (const bf16*)use->b + output * use->rank, num_outputs, c + (first - row) * c_stride, c_stride);
-      use = next;
-      continue;
-    }
-    for (int at = first; at < last; at += most) {
+    const bool at_once = next == use + 1 && adds_update(dtype, use->rank, num_outputs);
+    const auto h = [=](const Use* one, int at) { return (const float*)one->h + (at - one->start) * h_stride; };
+    const auto b = [=](const Use* one) { return (const char*)one->b + output * one->rank * item_bytes(dtype); };
+    if (at_once && first < last)
+      add_update(h(use, first), h_stride, last - first, b(use), use->rank, num_outputs, c + (first - row) * c_stride, c_stride);
+    for (int at = first; at < last && !at_once; at += most) {
       const int rows = last - at < most ? last - at : most;
       for (const Use* one = use; one < next; one++) {
         asm volatile("" : : : "memory");  // loads of tiles do not say that they read memory
-        expand(dtype, (const float*)one->h + (at - one->start) * h_stride, h_stride, rows,
-               (const char*)one->b + output * one->rank * item_bytes(dtype), one->rank, num_outputs, one->adds, update, width,
-               kPanel);
+        expand(dtype, h(one, at), h_stride, rows, b(one), one->rank, num_outputs, one->adds, update, width, kPanel);
       }
       add_rows(DType::F32, update, width, rows, num_outputs, c + (at - row) * c_stride, c_stride);
     }

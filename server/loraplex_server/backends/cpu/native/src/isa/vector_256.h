@@ -302,42 +302,67 @@ static inline void transpose_words(Words* v) {
   }
 }
 
-// v[8] = pairs of ranks, each of 16 outputs, of 16 ranks in bfloat16.
-static inline void transpose_outputs(const bf16* b, int64_t stride, Part, Words* v) {
+// An output's ranks in bfloat16: 16, or fewer and zeros.
+static inline __m256i load_ranks(const bf16* b, Part ranks) {
+  if (ranks.n >= 16) return _mm256_loadu_si256((const __m256i*)b);
+  if (ranks.n == 8) return _mm256_zextsi128_si256(_mm_loadu_si128((const __m128i*)b));
+  alignas(32) bf16 line[16] = {};
+  for (int i = 0; i < ranks.n; i++) line[i] = b[i];
+  return _mm256_load_si256((const __m256i*)line);
+}
+
+// v[8] = pairs of ranks, each of 16 outputs, of up to 16 ranks in bfloat16.
+static inline void transpose_outputs(const bf16* b, int64_t stride, Part ranks, Words* v) {
   __m256i low[8], high[8];
   for (int i = 0; i < 8; i++) {
-    low[i] = _mm256_loadu_si256((const __m256i*)(b + i * stride));
-    high[i] = _mm256_loadu_si256((const __m256i*)(b + (i + 8) * stride));
+    low[i] = load_ranks(b + i * stride, ranks);
+    high[i] = load_ranks(b + (i + 8) * stride, ranks);
   }
   transpose8(low);
   transpose8(high);
   for (int i = 0; i < 8; i++) v[i] = {low[i], high[i]};
 }
 
-// Of eight outputs' ranks in bfloat16 as they lie, and 16 inner products by evens and odds: the outputs' sums of pairs,
-// ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)).
-static inline __m256 expand8(const bf16* b, int64_t stride, __m256 even, __m256 odd) {
+static inline __m256 quarters_in_order(__m256 x) {  // of 64 bits: 0, 2, 1, 3
+  return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8));
+}
+
+// Of 16 outputs as they lie, `stride` apart, and inner products, of a multiple of eight ranks: the outputs' sums of eight
+// pairs each, ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)).
+static inline __m256 expand8(const bf16* b, int64_t stride, int rank, const float* h) {
   __m256 pairs[8];
-  for (int i = 0; i < 8; i++) {
-    const __m256i ranks = _mm256_loadu_si256((const __m256i*)(b + i * stride));
-    pairs[i] = _mm256_fmadd_ps(odds8(ranks), odd, _mm256_mul_ps(evens8(ranks), even));
+  for (__m256& pair : pairs) pair = _mm256_setzero_ps();
+  for (int at = 0; at < rank; at += 16) {
+    const Part ranks = first(rank - at);
+    const __m256 low = _mm256_loadu_ps(h + at), high = ranks.n > 8 ? _mm256_loadu_ps(h + at + 8) : _mm256_setzero_ps();
+    const __m256 even = quarters_in_order(_mm256_shuffle_ps(low, high, 0x88));
+    const __m256 odd = quarters_in_order(_mm256_shuffle_ps(low, high, 0xdd));
+    for (int i = 0; i < 8; i++) {
+      const __m256i factors = load_ranks(b + i * stride + at, ranks);
+      pairs[i] = _mm256_fmadd_ps(odds8(factors), odd, _mm256_fmadd_ps(evens8(factors), even, pairs[i]));
+    }
   }
   return sums8(pairs);
 }
+static inline Floats expand_lying(const bf16* b, int64_t stride, int rank, const float* h) {
+  return {expand8(b, stride, rank, h), expand8(b + 8 * stride, stride, rank, h)};
+}
 
-// 16 inner products by evens and odds.
-struct EvensOdds {
-  __m256 even, odd;
-
-  explicit EvensOdds(const float* h) {
-    const __m256 low = _mm256_loadu_ps(h), high = _mm256_loadu_ps(h + 8);
-    even = in_order(_mm256_shuffle_ps(low, high, 0x88)), odd = in_order(_mm256_shuffle_ps(low, high, 0xdd));
+// The same of eight ranks, with two outputs to a vector: ((0 + 1) + (2 + 3)) + 0.
+static inline __m256 expand8_of_8(const bf16* b, __m256 even, __m256 odd) {
+  __m256 pairs[4];
+  for (int i = 0; i < 4; i++) {
+    const __m256i factors = _mm256_loadu_si256((const __m256i*)(b + 16 * i));
+    pairs[i] = _mm256_fmadd_ps(odds8(factors), odd, _mm256_fmadd_ps(evens8(factors), even, _mm256_setzero_ps()));
   }
-  static __m256 in_order(__m256 x) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8)); }
-};
-
-static inline Floats expand_lying(const bf16* b, int64_t stride, const EvensOdds& h) {
-  return {expand8(b, stride, h.even, h.odd), expand8(b + 8 * stride, stride, h.even, h.odd)};
+  const __m256 sums = _mm256_hadd_ps(_mm256_hadd_ps(pairs[0], pairs[1]), _mm256_hadd_ps(pairs[2], pairs[3]));
+  return _mm256_add_ps(_mm256_permutevar8x32_ps(sums, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)), _mm256_setzero_ps());
+}
+static inline Floats expand_lying_of_8(const bf16* b, const float* h) {
+  const __m128 low = _mm_loadu_ps(h), high = _mm_loadu_ps(h + 4);
+  const __m128 evens = _mm_shuffle_ps(low, high, 0x88), odds = _mm_shuffle_ps(low, high, 0xdd);
+  const __m256 even = _mm256_set_m128(evens, evens), odd = _mm256_set_m128(odds, odds);
+  return {expand8_of_8(b, even, odd), expand8_of_8(b + 64, even, odd)};
 }
 
 // --- eight bits --------------------------------------------------------------------------------------------------------

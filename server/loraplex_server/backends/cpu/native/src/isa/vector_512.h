@@ -212,12 +212,16 @@ static inline void join_rows(Words a, Words b, Words& first, Words& second) {
   second = _mm512_permutex2var_epi16(a, _mm512_add_epi16(low, _mm512_set1_epi16(16)), b);
 }
 
+// An output's ranks in bfloat16: 16, or fewer and zeros.
+static inline __m256i load_ranks(const bf16* b, Part ranks) {
+  return ranks == 0xffff ? _mm256_loadu_si256((const __m256i*)b) : _mm256_maskz_loadu_epi16(ranks, b);
+}
+
 // v[8] = pairs of ranks, each of 16 outputs, of up to 16 ranks in bfloat16: rows i and i + 8 share a register.
 static inline void transpose_outputs(const bf16* b, int64_t stride, Part ranks, Words* v) {
   __m512i w[8];
   for (int i = 0; i < 8; i++)
-    w[i] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi16(ranks, b + i * stride)),
-                              _mm256_maskz_loadu_epi16(ranks, b + (i + 8) * stride), 1);
+    w[i] = _mm512_inserti64x4(_mm512_castsi256_si512(load_ranks(b + i * stride, ranks)), load_ranks(b + (i + 8) * stride, ranks), 1);
   transpose_fours<8>(w);
   // w[i] and w[i + 4]: in each quarter one pair of four outputs; quarters 0, 2 are outputs 0-3 (4-7) and 8-11 (12-15).
   const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), high = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
@@ -227,21 +231,28 @@ static inline void transpose_outputs(const bf16* b, int64_t stride, Part ranks, 
   }
 }
 
-// Of up to 16 outputs, two to a register: each one's pairs of up to 16 ranks in bfloat16.
+// Of 16 outputs, two to a register: each one's pairs of up to 16 ranks in bfloat16.
 static inline void load_outputs(const bf16* b, int64_t stride, Part ranks, Words* v) {
   for (int i = 0; i < 8; i++)
     v[i] = stride == 16 ? _mm512_loadu_si512(b + 32 * i)
-                        : _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi16(ranks, b + 2 * i * stride)),
-                                             _mm256_maskz_loadu_epi16(ranks, b + (2 * i + 1) * stride), 1);
+                        : _mm512_inserti64x4(_mm512_castsi256_si512(load_ranks(b + 2 * i * stride, ranks)),
+                                             load_ranks(b + (2 * i + 1) * stride, ranks), 1);
 }
 
-static inline __m256i load_half(const bf16* p, Part part) { return _mm256_maskz_loadu_epi16(part, p); }
-static inline Words join_halves(__m256i low, __m256i high) {
-  return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-}
+// Up to 16 numbers in bfloat16, twice; eight of them, four times.
+static inline Words load_twice(const bf16* p, Part part) { return _mm512_broadcast_i64x4(load_ranks(p, part)); }
+static inline Words four_times(const bf16* p) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p)); }
 
-// Up to 16 numbers in bfloat16, twice.
-static inline Words load_twice(const bf16* p, Part part) { return _mm512_broadcast_i64x4(_mm256_maskz_loadu_epi16(part, p)); }
+// Of v[4], four outputs to a vector with four numbers each: the outputs' sums, ((0 + 2) + (1 + 3)) + 0.
+static inline Floats sums_of_fours(const Floats* v) {
+  __m512 a[2];
+  for (int i = 0; i < 2; i++)  // in each quarter: v[2i] 0+2, v[2i+1] 0+2, v[2i] 1+3, v[2i+1] 1+3
+    a[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+  const __m512d low = _mm512_castps_pd(a[0]), high = _mm512_castps_pd(a[1]);
+  const __m512 sums = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)), _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
+  const __m512 in_order = _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), sums);
+  return _mm512_add_ps(in_order, _mm512_setzero_ps());
+}
 
 // Of v[8], two outputs to a vector with eight numbers each: the outputs' sums, ((0 + 2) + (1 + 3)) + ((4 + 6) + (5 + 7)).
 static inline Floats sums_of_eights(const Floats* v) {
