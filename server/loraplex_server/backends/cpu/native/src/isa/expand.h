@@ -11,16 +11,6 @@
 namespace lp {
 namespace LP_ISA {
 
-// t[rank] = the 16 outputs' factors of that rank, of 16 ranks.
-static inline void transpose_16x16(const bf16* b, int64_t stride, Floats* t) {
-  Words v[8];
-  transpose_outputs(b, stride, first(16), v);
-  for (int i = 0; i < 8; i++) {
-    t[2 * i] = evens(v[i]);
-    t[2 * i + 1] = odds(v[i]);
-  }
-}
-
 static inline float value(float x) { return x; }
 static inline float value(bf16 x) {
   uint32_t bits = (uint32_t)x << 16;
@@ -108,6 +98,21 @@ static void split(DType dtype, const float* h, int64_t h_stride, int m, int rank
 
 // --- by vectors --------------------------------------------------------------------------------------------------------
 
+// c[m][16] = (adds ? c : 0) + h[m][Rank] . factors, which stay in registers: of 16 outputs, `stride` apart.
+template <int Rank>
+static inline void expand_whole(const float* h, int64_t h_stride, int m, const bf16* b, int64_t stride, bool adds, float* c,
+                                int64_t c_stride) {
+  Words pairs[8];
+  Floats factors[16];
+  transpose_outputs(b, stride, first(Rank), pairs);
+  for (int i = 0; i < Rank / 2; i++) {
+    factors[2 * i] = evens(pairs[i]);
+    factors[2 * i + 1] = odds(pairs[i]);
+  }
+  for (int row = 0; row < m; row++)
+    add_ranks(h + row * h_stride, Rank, adds, c + row * c_stride, first(16), [&](int r) { return factors[r]; });
+}
+
 template <class D>
 static void expand_rows(const float* h, int64_t h_stride, int m, const typename D::T* b, int rank, int num_outputs,
                         bool adds, float* c, int64_t c_stride, int64_t c_panel) {
@@ -116,24 +121,22 @@ static void expand_rows(const float* h, int64_t h_stride, int m, const typename 
   alignas(64) float t[16 * 16];
   for (int o = 0; o < num_outputs; o += 16) {
     const int outputs = num_outputs - o < 16 ? num_outputs - o : 16;
-    const Part mask = first(outputs);
     const T* block = b + (int64_t)o * rank;
+    float* to = c + o / 16 * c_panel;
     for (int i = 0; i < 16 * rank * (int)sizeof(T); i += 64) fetch((const char*)block + kBytesAhead + i);
     for (int at = 0; at < rank; at += 16) {
       const int part = rank - at < 16 ? rank - at : 16;
-      const bool whole = sizeof(T) == 2 && part == 16 && outputs == 16;
-      Floats registers[16];
-      if (whole)
-        transpose_16x16((const bf16*)block + at, rank, registers);
-      else
+      const bool whole = sizeof(T) == 2 && outputs == 16;
+      const float* inner = h + at;
+      if (whole && part == 16) {
+        expand_whole<16>(inner, h_stride, m, (const bf16*)block + at, rank, adds || at > 0, to, c_stride);
+      } else if (whole && part == 8) {
+        expand_whole<8>(inner, h_stride, m, (const bf16*)block + at, rank, adds || at > 0, to, c_stride);
+      } else {
         transpose_part<T>(block + at, rank, outputs, part, t);
-      for (int row = 0; row < m; row++) {
-        const float* inner = h + row * h_stride + at;
-        float* to = c + row * c_stride + o / 16 * c_panel;
-        if (whole)
-          add_ranks(inner, 16, adds || at > 0, to, mask, [&](int r) { return registers[r]; });
-        else
-          add_ranks(inner, part, adds || at > 0, to, mask, [&](int r) { return load_aligned(t + r * 16); });
+        for (int row = 0; row < m; row++)
+          add_ranks(inner + row * h_stride, part, adds || at > 0, to + row * c_stride, first(outputs),
+                    [&](int r) { return load_aligned(t + r * 16); });
       }
     }
   }
