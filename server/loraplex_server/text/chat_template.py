@@ -1,6 +1,7 @@
 """Chat templates: the text that one makes of a chat's messages.
 
-Templates differ in what they take for a call's arguments and for the content of a message that is calls alone.
+Templates differ in what they take for a call's arguments, for the content of a message that is calls alone, and for a
+content at all: those of some multimodal models read parts and no text.
 """
 
 from __future__ import annotations
@@ -9,17 +10,18 @@ import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final, cast
 
 # DeepSeek V3's and R1's ask so for messages that are calls alone, and leave the calls of others out.
 _ASKS_FOR_NONE: Final = re.compile(r"content\W{0,3}\s+is\s+none\b")
+_TRIAL: Final = "zqxj"  # a content that no template has in its own text
 
 
 def rendered(template: str, given: Mapping[str, Any]) -> str:
     """The text of `template` over `given`, the parameters of `TextTokenizer.render_chat`, with the tokenizer's special
-    tokens among the arguments. The arguments of calls are values; texts where the template fails on values. Raises what
-    the template raises."""
+    tokens among the arguments. The arguments of calls are values; texts where the template fails on values. Contents
+    are texts; parts where the template reads parts alone. Raises what the template raises."""
     from jinja2 import TemplateSyntaxError  # late: the process for long texts has neither
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -38,6 +40,9 @@ def rendered(template: str, given: Mapping[str, Any]) -> str:
         for message in messages[:-1] if goes_on else messages:
             if message.get("tool_calls") and not message.get("content"):
                 message["content"] = None
+    texts = ((name, value) for name, value in given["arguments"].items() if isinstance(value, str))
+    if _reads_parts(template, frozenset(texts)):
+        messages = [_in_parts(message) for message in messages]
     try:
         return render([messages])[0][0]
     except (MemoryError, ImportError, TemplateSyntaxError):  # of no message
@@ -48,6 +53,38 @@ def rendered(template: str, given: Mapping[str, Any]) -> str:
             with contextlib.suppress(Exception):
                 return render([with_texts])[0][0]
         raise
+
+
+@lru_cache(maxsize=64)
+def _reads_parts(template: str, arguments: frozenset[tuple[str, str]]) -> bool:
+    """True if a message's text is lost, or refused, where its content is a text, and is there where that is a part."""
+    if "text" not in template:
+        return False
+    message: dict[str, Any] = {"role": "user", "content": _TRIAL}
+    in_parts = _in_parts(message)
+    if _TRIAL in _tried(template, message, arguments):
+        return False
+    text = _tried(template, in_parts, arguments)
+    return _TRIAL in text and str(in_parts["content"]) not in text
+
+
+def _tried(template: str, message: dict[str, Any], arguments: frozenset[tuple[str, str]]) -> str:
+    """The text of a chat of this message; empty where the template refuses it."""
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        return cast(str, render_jinja_template([[message]], chat_template=template, **dict(arguments))[0][0])
+    except (MemoryError, ImportError, TemplateSyntaxError):
+        raise
+    except Exception:
+        return ""
+
+
+def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with its content, where that is a text, as a part."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(message)
 
 
 def syntax_fault(template: str) -> str:

@@ -1,4 +1,4 @@
-"""Chat templates over earlier calls: values or texts as arguments, and calls alone."""
+"""Chat templates over earlier calls: values or texts as arguments, and calls alone; contents as texts or parts."""
 
 from __future__ import annotations
 
@@ -60,3 +60,37 @@ def test_a_template_that_asks_for_no_content_gets_none_beside_calls() -> None:
 
 def test_other_templates_get_an_empty_content() -> None:
     assert text("{% for m in messages %}[{{ m.content }}]{% endfor %}", assistant(VALUE)) == "[a][]"
+
+
+# As in LLaVA's, and in SmolVLM's.
+BY_SELECTION = (
+    "{{ bos_token + '' }}{% for m in messages %}{% for c in m['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{{ '[' + c['text'] + ']' }}{% endfor %}{% endfor %}"
+)
+BY_FIRST = (
+    "{% for m in messages %}{% if m.content[0].type == 'image' %}<image>{% endif %}"
+    "{% for c in m.content %}{% if c.type == 'text' %}[{{ c.text }}]{% endif %}{% endfor %}{% endfor %}"
+)
+BY_TEXT = "{% for m in messages %}{{ '[' + m.content[0].text + ']' }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [BY_SELECTION, BY_FIRST, BY_TEXT])
+def test_a_template_that_reads_parts_alone_gets_parts(template: str) -> None:
+    given = {"arguments": {"bos_token": "<s>"}}
+    begin = "<s>" if template is BY_SELECTION else ""
+    answer = {"role": "assistant", "content": "b"}
+    assert text(template, answer, **given) == f"{begin}[a][b]"
+    assert text(template, answer, continue_final_message=True, **given) == f"{begin}[a][b"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% if m.text %}!{% endif %}{% endfor %}", "a"),
+        ("{% for m in messages if m.content is string %}{{ m.content }}{% else %}{{ m.text }}{% endfor %}", "a"),
+        ("{% for m in messages if m.content is not string %}text {{ m.content }}{% endfor %}", ""),
+        ("no text", "no text"),
+    ],
+)
+def test_other_templates_get_texts(template: str, expected: str) -> None:
+    assert text(template) == expected
