@@ -35,6 +35,7 @@ from loraplex_server.model.mxfp4 import dequantising
 from loraplex_server.model.refusals import error_line, refuse_class, refuse_config
 from loraplex_server.model.rope import lengths_given, scale_by_token
 from loraplex_server.text.chat_template import rendered
+from loraplex_server.text.tokenizer import processor_template
 from loraplex_training.adapted import check_files, with_adapter
 from loraplex_training.corpus import Prompt
 
@@ -201,6 +202,7 @@ def load_target(base: str, adapter: Path | None, *, dtype: torch.dtype | None, d
     with reading_files(base):
         config = read_config(base)
         tokenizer: Any = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
+        tokenizer.chat_template = tokenizer.chat_template or processor_template(base)
         refuse_config(config, base)
         refuse_class(config, base)
         served = dtype or "auto"

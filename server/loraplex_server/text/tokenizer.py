@@ -7,6 +7,7 @@ text fails with a typed error. Safe to use from several threads: only caches cha
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,15 +33,15 @@ _logger = logging.getLogger(__name__)
 SHORT_CHARS: Final = 10_000
 
 # A model directory with none of these has no tokenizer.
-_TOKENIZER_FILES = (
+_TOKENIZER_FILES: Final = (
     "tokenizer.json",
-    "tokenizer.model",
     "tokenizer_config.json",
+    "*.model",  # SentencePiece's, under several names
+    "tekken.json",
     "vocab.json",
     "vocab.txt",
-    "spiece.model",
 )
-
+_PROCESSOR_TEMPLATE: Final = "chat_template.json"
 
 # Most characters of a template's refusal, which may repeat the messages.
 MAX_REASON_CHARS: Final = 300
@@ -133,6 +134,43 @@ def advance(rendering: ChatRendering, text: str | None) -> tuple[Mapping[str, An
         ) from error
 
 
+def _unreadable(error: Exception) -> str:
+    """The reason that a tokenizer cannot be read, in one line."""
+    reason = str(error).strip().split("\n", 1)[0]
+    if "custom code" in reason:
+        return "it is code beside the checkpoint, which is never run here; give the checkpoint a tokenizer.json"
+    if any(package in reason.lower() for package in ("sentencepiece", "tiktoken")):
+        return (
+            "reading its files takes another package: pip install sentencepiece (tiktoken for a tiktoken.model), or "
+            "give the checkpoint a tokenizer.json"
+        )
+    return reason
+
+
+def processor_template(model: str, revision: str | None = None) -> str | None:
+    """The chat template in the file that processors of multimodal models have it in; None where there is none, or none
+    that can be read."""
+    from transformers.utils.hub import cached_file  # late: the process for long texts has it not
+
+    found = cached_file(
+        model,
+        _PROCESSOR_TEMPLATE,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if found is None:
+        return None
+    try:
+        template: object = json.loads(Path(found).read_text(encoding="utf-8"))["chat_template"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        template = None
+    if isinstance(template, str):
+        return template
+    _logger.warning("%s of %s has no text under `chat_template` and is not used", _PROCESSOR_TEMPLATE, model)
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
     """Special tokens and chat template."""
@@ -168,22 +206,24 @@ class TextTokenizer:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast  # late: the process for long texts has neither
 
         path = Path(model)
-        if path.is_dir() and not any((path / name).exists() for name in _TOKENIZER_FILES):
+        if path.is_dir() and not any(True for name in _TOKENIZER_FILES for _ in path.glob(name)):
             _logger.warning("%s has no tokenizer; serving token ids only", model)
             return cls(None)
         try:
             loaded = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
         except Exception as error:  # the library raises errors of any type
+            reason = _unreadable(error)
             if path.is_dir():
-                reason = str(error).strip().split("\n", 1)[0]
                 raise UnsupportedModel(f"the tokenizer in {model} cannot be read: {reason}") from error
-            _logger.warning("no tokenizer for %s, serving token ids only: %s", model, error)
-            return cls(None)
+            _logger.warning("no tokenizer for %s, serving token ids only: %s", model, reason)
+            return cls(None, missing_reason=f"the base model's tokenizer cannot be read ({reason})")
         if not isinstance(loaded, PreTrainedTokenizerFast):
             _logger.warning("%s is not a fast tokenizer; serving token ids only", type(loaded).__name__)
             return cls(None, missing_reason=f"the base model's tokenizer ({type(loaded).__name__}) is not a fast one")
         if chat_template is not None:
             loaded.chat_template = chat_template
+        elif not loaded.chat_template:
+            loaded.chat_template = processor_template(model, revision)
         return cls(loaded)
 
     @property
@@ -208,7 +248,7 @@ class TextTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._tokenizer is not None and bool(self._tokenizer.chat_template)
+        return bool(self.chat_template_for(has_tools=False))
 
     @property
     def chat_template(self) -> str:
@@ -309,12 +349,16 @@ class TextTokenizer:
         """The template's text, special tokens included. `arguments`: the template's own. Raises NoChatTemplate, or
         InvalidArgument if the template refuses."""
         tokenizer = self._require("chat")
-        if not tokenizer.chat_template:
-            raise NoChatTemplate("the base model has no chat template; send text or token_ids instead", field="chat")
+        template = self.chat_template_for(has_tools=bool(tools))
+        if not template:
+            raise NoChatTemplate(
+                f"the base model has no {'default ' if tokenizer.chat_template else ''}chat template; send text or "
+                "token_ids instead, or start the server with --chat-template",
+                field="chat",
+            )
         own = arguments or {}
         _check_arguments(own)
         try:
-            template: Any = tokenizer.get_chat_template(None, tools or None)
             given = {
                 "messages": messages, "add_generation_prompt": add_generation_prompt,
                 "continue_final_message": continue_final_message, "tools": tools, "documents": documents,

@@ -189,6 +189,15 @@ def test_the_adapter_is_the_one_that_peft_loads(tiny_world: TinyWorld) -> None:
     assert not any(parameter.requires_grad for parameter in target.model.parameters())
 
 
+def test_messages_by_the_template_of_a_processor(tiny_world: TinyWorld, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_world.model, tmp_path / "model")
+    (folder / "chat_template.json").write_text('{"chat_template": "[{{ messages[0].content }}]"}')
+    target = load_target(str(folder), None, dtype=torch.float64, device=CPU)
+    assert (
+        target.tokenizer.decode(target.encode({"messages": [{"role": "user", "content": "hi"}], "tools": []})) == "[hi]"
+    )
+
+
 def test_messages_need_a_chat_template(tiny_world: TinyWorld) -> None:
     target = load(tiny_world)
     messages: Chat = {"messages": [{"role": "user", "content": "hi"}], "tools": []}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.tiny_tokenizers import KINDS, tiny_tokenizer
@@ -102,6 +104,17 @@ def test_several_chat_templates() -> None:
     tiny.chat_template = {"default": "a", "tool_use": "b"}
     assert [TextTokenizer(tiny).chat_template_for(has_tools=one) for one in (False, True)] == ["a", "b"]
     assert TextTokenizer(tiny_tokenizer("byte_level")).chat_template_for(has_tools=True) == ""
+
+
+def test_several_chat_templates_without_a_default() -> None:
+    tiny = copy.copy(tiny_tokenizer("byte_level"))
+    tiny.chat_template = {"rag": "a", "tool_use": "b"}
+    tokenizer = TextTokenizer(tiny)
+    assert not tokenizer.has_chat_template
+    given: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+    with pytest.raises(NoChatTemplate, match=r"no default chat template.*--chat-template"):
+        tokenizer.chat_text(given)
+    assert tokenizer.chat_text({**given, "tools": [{"type": "function"}]}) == "b"
 
 
 def test_chat_that_the_template_refuses(with_template: TextTokenizer) -> None:
@@ -253,3 +266,58 @@ def test_a_broken_directory_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(UnsupportedModel, match="cannot be read"):
         TextTokenizer.from_pretrained(str(tmp_path))
+
+
+def test_mistrals_own_file(tmp_path: Path) -> None:
+    specials = ["<unk>", "<s>", "</s>"]
+    vocab = [*(bytes([value]) for value in range(256)), b"th", b"the"]
+    config = {
+        "pattern": r" ?\p{L}+|\s+|[^\s\p{L}]+",
+        "default_vocab_size": len(vocab) + len(specials),
+        "default_num_special_tokens": len(specials),
+    }
+    tokens = [{"rank": rank, "token_bytes": b64encode(one).decode()} for rank, one in enumerate(vocab)]
+    named = [{"rank": rank, "token_str": one} for rank, one in enumerate(specials)]
+    (tmp_path / "tekken.json").write_text(json.dumps({"config": config, "vocab": tokens, "special_tokens": named}))
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    assert TextTokenizer.from_pretrained(str(tmp_path)).encode("the</s>") == [260, 2]
+
+
+def test_sentencepiece_alone_names_the_package(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x07")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UnsupportedModel, match="pip install sentencepiece"):
+        TextTokenizer.from_pretrained(str(tmp_path))
+
+
+def test_code_beside_the_checkpoint_is_not_run(tmp_path: Path) -> None:
+    config = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text("raise SystemExit")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UnsupportedModel, match="code beside the checkpoint, which is never run"):
+        TextTokenizer.from_pretrained(str(tmp_path))
+
+
+class TestTemplatesOfProcessors:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        tiny_tokenizer("byte_level").save_pretrained(tmp_path)
+        (tmp_path / "config.json").write_text('{"model_type": "llava"}')
+        (tmp_path / "chat_template.json").write_text('{"chat_template": "p{{ messages[0].content }}"}')
+        return tmp_path
+
+    def test_one_is_read(self, folder: Path) -> None:
+        tokenizer = TextTokenizer.from_pretrained(str(folder))
+        assert tokenizer.chat_text({"messages": [{"role": "user", "content": "x"}]}) == "px"
+
+    def test_the_tokenizers_own_and_the_operators_come_first(self, folder: Path) -> None:
+        assert TextTokenizer.from_pretrained(str(folder), chat_template="o").chat_template == "o"
+        (folder / "chat_template.jinja").write_text("t")
+        assert TextTokenizer.from_pretrained(str(folder)).chat_template == "t"
+
+    @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"chat_template": 1}', "[" * 100_000])
+    def test_others_are_not_used(self, folder: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
+        (folder / "chat_template.json").write_text(content)
+        assert not TextTokenizer.from_pretrained(str(folder)).has_chat_template
+        assert "chat_template.json" in caplog.text
