@@ -178,7 +178,8 @@ refused, 2 for a wrong command line and 3 where only loading can tell. An id of 
 
 Every causal language model of Transformers is swept over, as a tiny model with random weights
 (`tests/parity/test_sweep.py`): it equals `generate()` on texts that cross windows, chunks and the lengths at which
-rotations are scaled, or is refused with one of these sentences. A model whose files lack weights is refused as well.
+rotations are scaled, or is refused with one of these sentences. A model whose files lack weights, or have them in other
+shapes than its configuration says, is refused as well.
 
 | the sentence says | families |
 |---|---|

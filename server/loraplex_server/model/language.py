@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
+from pickle import UnpicklingError
 from typing import Any, cast
 
 from torch import nn
@@ -66,9 +67,22 @@ def read_config(model_id: str, revision: str | None = None) -> PreTrainedConfig:
 
 def read_language_model(model_id: str, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     """The model without parts for images and audio. `options`: of `from_pretrained`. `config` belongs to the model from
-    here on. Raises what Transformers raises, and ValueError where it has no class, the files lack weights, or these are
-    quantised although the configuration does not say so."""
-    model, info = _class_to_make(config).from_pretrained(model_id, config=config, output_loading_info=True, **options)
+    here on. Raises what Transformers raises, and ValueError where it has no class, the files hold more than tensors or
+    lack weights, or these have other shapes or are quantised although the configuration does not say so."""
+    # Mismatched shapes are refused here: the library's own error does not name them.
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    try:
+        model, info = _class_to_make(config).from_pretrained(model_id, config=config, **options)
+    except UnpicklingError as error:
+        raise ValueError(
+            "its pytorch_model.bin holds more than tensors, which is never run here; save the model as safetensors"
+        ) from error
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, found, wanted = mismatched[0]
+        raise ValueError(
+            f"its files have {name} of shape {list(found)}, and its config.json asks for {list(wanted)}; "
+            "give it the config.json of these weights"
+        )
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"its files lack {len(missing)} of the weights that {type(model).__name__} has: {missing[0]}")
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -41,6 +41,25 @@ log = logging.getLogger(__name__)
 
 DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in settings.DTYPES}
 FALLBACK_CONTEXT_TOKENS = 4096  # of a model whose configuration names no limit
+# Of generation configs, with values that change nothing: `generate()` writes another text by them, a server does not.
+_NOT_APPLIED: Mapping[str, Any] = {
+    "bad_words_ids": None,
+    "begin_suppress_tokens": None,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": 1.0,
+    "min_length": 0,
+    "min_new_tokens": None,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "penalty_alpha": None,
+    "sequence_bias": None,
+    "stop_strings": None,
+    "suppress_tokens": None,
+}
 
 
 def dtype_of(name: str) -> torch.dtype | None:
@@ -234,11 +253,19 @@ def _scaled_context(own: int, rope: Mapping[str, Any]) -> int:
 
 
 def eos_token_ids_of(model: PreTrainedModel) -> tuple[int, ...]:
-    """Ends of sequence by the generation config, else by the model's own; none where neither names any."""
+    """Ends of sequence by the generation config, else by the model's own; none where neither names any. Raises
+    UnsupportedModel for one that is no token id."""
     for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
-        found = getattr(config, "eos_token_id", None)
-        if found is not None:
-            return (found,) if isinstance(found, int) else tuple(found)
+        found: Any = getattr(config, "eos_token_id", None)
+        if found is None:
+            continue
+        ids: Any = found if isinstance(found, list | tuple) else [found]
+        if stranger := [one for one in ids if type(one) is not int]:
+            raise UnsupportedModel(
+                f"{model.config.name_or_path} cannot be served: its `eos_token_id` has {stranger[0]!r:.40}, which is "
+                "no token id; write an integer or a list of integers"
+            )
+        return tuple(one for one in ids if one >= 0)  # -1 stands for none
     return ()
 
 
@@ -255,6 +282,8 @@ def generation_defaults(model: PreTrainedModel) -> dict[str, float]:
     usable = {name: value for name, value in found.items() if value >= 0 and SAMPLING_OPTIONS[name].is_ok(value)}
     for name in found.keys() - usable.keys():
         log.warning("the generation config has %s = %s, which cannot be used: the default holds", name, found[name])
+    if others := [name for name, idle in _NOT_APPLIED.items() if said.get(name, idle) not in (idle, None)]:
+        log.warning("the generation config has %s, which a server does not apply", ", ".join(others))
     return usable
 
 

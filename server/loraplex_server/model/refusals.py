@@ -80,6 +80,8 @@ def error_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     # The first line of some only introduces the second.
     told = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    if "custom code" in told:  # the library asks whether to run it
+        return "it is code beside the checkpoint, which is never run here; serve a model that Transformers has"
     return told if " " in told else f"{type(error).__name__}: {told}"
 
 

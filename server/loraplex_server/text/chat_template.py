@@ -73,8 +73,9 @@ def _tried(template: str, message: dict[str, Any], arguments: frozenset[tuple[st
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    named: dict[str, Any] = dict(arguments)
     try:
-        return cast(str, render_jinja_template([[message]], chat_template=template, **dict(arguments))[0][0])
+        return str(render_jinja_template([[message]], chat_template=template, **named)[0][0])
     except (MemoryError, ImportError, TemplateSyntaxError):
         raise
     except Exception:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.zoo import MAX_LEN, WINDOW, random_model
 from torch import Tensor, nn
 
@@ -23,7 +24,13 @@ from loraplex_server.layers.attention import (
     kv_block_bytes,
     probing_mask,
 )
-from loraplex_server.model.loader import adopt_model, generation_defaults, load_model, resolve_device
+from loraplex_server.model.loader import (
+    adopt_model,
+    eos_token_ids_of,
+    generation_defaults,
+    load_model,
+    resolve_device,
+)
 
 
 @pytest.mark.parametrize(
@@ -257,6 +264,66 @@ def test_what_the_generation_config_recommends(caplog: pytest.LogCaptureFixture)
     model.generation_config.do_sample = True
     model.generation_config.temperature = 1e-6
     assert generation_defaults(model)["temperature"] == 0.0, "not the default of HTTP's routes, which is 1"
+
+
+def test_what_is_not_applied_of_the_generation_config_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = random_model("llama")
+    for name, value in {"num_beams": 1, "min_length": 0, "max_new_tokens": 5, "guidance_scale": None}.items():
+        setattr(model.generation_config, name, value)
+    assert generation_defaults(model) == {}
+    assert not caplog.text
+    model.generation_config.suppress_tokens, model.generation_config.no_repeat_ngram_size = [5], 2
+    assert generation_defaults(model) == {}
+    assert "has no_repeat_ngram_size, suppress_tokens, which a server does not apply" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("eos", "expected"), [(2, (2,)), ([2, 7], (2, 7)), (-1, ()), ([-1, 3], (3,)), ([], ()), (None, (1,))]
+)
+def test_ends_of_sequence(eos: Any, expected: tuple[int, ...]) -> None:
+    model = random_model("llama")
+    model.config.eos_token_id = 1
+    model.generation_config.eos_token_id = eos
+    assert eos_token_ids_of(model) == expected
+
+
+@pytest.mark.parametrize("eos", ["2", 2.0, True, ["</s>"], [None, 3], {"a": 1}])
+def test_ends_of_sequence_that_are_no_ids_are_refused(eos: Any, tmp_path: Path) -> None:
+    random_model("llama", torch.float32).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(UnsupportedModel, match=r"`eos_token_id` has .* no token id; write an integer"):
+        load_model(str(tmp_path), device="cpu")
+
+
+def test_weights_in_pytorchs_own_files(tmp_path: Path) -> None:
+    model = random_model("llama", torch.float32)
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    assert torch.equal(load_model(str(tmp_path), device="cpu").targets["lm_head"].weight, model.lm_head.weight)
+    torch.save(model, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UnsupportedModel, match="more than tensors, which is never run here"):
+        load_model(str(tmp_path), device="cpu")
+
+
+def test_weights_of_another_shape_are_named(tmp_path: Path) -> None:
+    model = random_model("llama", torch.float32)
+    model.save_pretrained(tmp_path)
+    size, width = model.lm_head.weight.shape
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": size + 8}))
+    said = rf"lm_head\.weight of shape \[{size}, {width}\].* asks for \[{size + 8}, {width}\]"
+    with pytest.raises(UnsupportedModel, match=said):
+        load_model(str(tmp_path), device="cpu")
+
+
+def test_code_beside_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("raise SystemExit")
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="code beside the checkpoint, which is never run"):
+        load_model(str(tmp_path), device="cpu")
 
 
 def test_loading_from_a_directory_keeps_weights_and_dtype(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Chat templates over earlier calls: values or texts as arguments, and calls alone; contents as texts or parts."""
+"""Chat templates over earlier calls, and over contents as texts or parts."""
 
 from __future__ import annotations
 
