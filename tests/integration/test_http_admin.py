@@ -42,6 +42,20 @@ async def test_an_adapter_comes_and_goes() -> None:
         assert "'sql' cannot be found" in gone.json()["error"]["message"]
 
 
+async def test_an_unload_behind_a_load_that_failed_says_that_nothing_was_loaded() -> None:
+    failed = adapter_pb2.Adapter(adapter_id="sql", tier=adapter_pb2.ADAPTER_TIER_SOURCE)  # as workers answer then
+    async with http_cluster(2, http=OPEN) as (c, http):
+        for worker in c.workers:
+            worker.adapters["sql"] = failed
+        answer = await http.post(UNLOAD, json={"lora_name": "sql"})
+        assert (answer.status_code, "removed" in answer.text) == (200, False)
+        assert answer.text == "Success: LoRA adapter 'sql' was not loaded; that its load failed is forgotten."
+        c.workers[0].adapters["sql"] = failed
+        c.workers[1].adapters["sql"] = adapter_pb2.Adapter(adapter_id="sql", tier=adapter_pb2.ADAPTER_TIER_HOST)
+        answer = await http.post(UNLOAD, json={"lora_name": "sql"})
+        assert answer.text == "Success: LoRA adapter 'sql' removed successfully."
+
+
 async def test_an_adapter_comes_and_goes_as_with_sglang() -> None:
     async with http_cluster(http=OPEN) as (_, http):
         answer = await http.post(SGLANG_LOAD, json={"lora_name": "sql", "lora_path": "sql", "pinned": True})

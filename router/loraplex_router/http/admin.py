@@ -63,8 +63,11 @@ class AdminRoutes:
 
     async def unload(self, body: UnloadRequest, request: Request) -> Response:
         headers = self._begin(body)
-        name = await self._unload_one(body, request)
-        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.", headers=headers)
+        name, was_loaded = await self._unload_one(body, request)
+        done = f"LoRA adapter '{name}' removed successfully."
+        if not was_loaded:
+            done = f"LoRA adapter '{name}' was not loaded; that its load failed is forgotten."
+        return PlainTextResponse(f"Success: {done}", headers=headers)
 
     # --- SGLang's --------------------------------------------------------------------------------------------------
 
@@ -137,12 +140,14 @@ class AdminRoutes:
         await self._ask(self._load, load, request)
         return name
 
-    async def _unload_one(self, body: UnloadRequest, request: Request) -> str:
+    async def _unload_one(self, body: UnloadRequest, request: Request) -> tuple[str, bool]:
+        """The adapter's name, and whether a worker had more of it than a load that failed. Raises what they raise."""
         if not body.lora_name:
             raise InvalidArgument("'lora_name' must be provided.", field="lora_name")
         name = self._name_of(body.lora_name)
-        await self._ask(self._unload, adapter_pb2.UnloadAdapterRequest(adapter_id=name), request)
-        return name
+        raw = await self._ask(self._unload, adapter_pb2.UnloadAdapterRequest(adapter_id=name), request)
+        rows = adapter_pb2.UnloadAdapterResponse.FromString(raw).adapters
+        return name, any(row.tier != adapter_pb2.ADAPTER_TIER_SOURCE for row in rows)
 
     def _name_of(self, name: str) -> str:
         if name in self._router.base_names():
@@ -155,9 +160,9 @@ class AdminRoutes:
         except (AdapterNotFound, NoWorker):  # the latter where those that have it do not respond
             return []
 
-    async def _ask(self, handle: Handle, message: Any, request: Request) -> None:
+    async def _ask(self, handle: Handle, message: Any, request: Request) -> bytes:
         try:
-            await self._router.ask(handle, message.SerializeToString(), request)
+            return await self._router.ask(handle, message.SerializeToString(), request)
         except LoraplexError as error:
             if type(error) is AdapterNotFound:
                 raise AdapterNotFound(

@@ -57,7 +57,8 @@ def test_typed_error_and_nothing_left(spoil: Spoil, expected: type[LoraplexError
     assert [row.adapter_id for row in engine.listed()] == (["bad", "good"] if is_known else ["good"])
     if is_known:
         assert engine.cache.get(AdapterId("bad")).last_error_reason == error.reason
-        engine.cache.unload(AdapterId("bad"))
+        gone = engine.cache.unload(AdapterId("bad"))
+        assert (gone.state, gone.tier) == ("known", "source")  # by which HTTP tells that nothing was loaded
     assert [row.adapter_id for row in engine.listed()] == ["good"]
     assert not (root / "bad" / "was-run").exists()
     # The neighbour is untouched.
