@@ -16,6 +16,7 @@ from typing import Any, Final
 import httptools
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
@@ -87,6 +88,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._end_timer()
         super().on_headers_complete()
         self.cycle.keep_alive &= not self._is_last
+        if self.scope["http_version"] == "1.0":
+            _leave_out_chunks(self.cycle)
         self._open.append(self.cycle)
         self._read_on()
 
@@ -183,6 +186,24 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _leave_out_chunks(cycle: RequestResponseCycle) -> None:
+    """Has the cycle send as HTTP/1.0 does, which knows no chunks (RFC 9112, 7.1): an answer of unknown length ends with
+    its connection."""
+    send = cycle.send
+    is_sized = False
+
+    async def send_plain(message: ASGISendEvent) -> None:
+        nonlocal is_sized
+        if message["type"] == "http.response.start":
+            is_sized = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            cycle.chunked_encoding = None if is_sized else False
+        elif message["type"] == "http.response.body" and not is_sized:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_plain
 
 
 class _Server(uvicorn.Server):

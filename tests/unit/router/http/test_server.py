@@ -29,7 +29,7 @@ SHORT_S = 0.2
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Answers with the number of bytes in the body, /endless without an end, /slow in two halves."""
+    """Answers with the number of bytes in the body, /endless without an end, /slow in two halves, /stream in parts."""
     if scope["path"] == "/endless":
         await send({"type": "http.response.start", "status": 200, "headers": []})
         is_gone = asyncio.ensure_future(receive_disconnect(receive))
@@ -42,6 +42,12 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.body", "body": b"half", "more_body": True})
         await asyncio.sleep(3 * SHORT_S)
         await send({"type": "http.response.body", "body": b"half"})
+        return
+    if scope["path"] == "/stream":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for part in (b"one", b"", b"two"):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
         return
     num_bytes, is_whole = 0, False
     while not is_whole:
@@ -84,6 +90,25 @@ async def test_a_request_with_a_body_may_be_followed_by_a_part_of_the_next_head(
             writer.write(b"content-length: 2\r\n\r\nab")
             assert (await reader.readuntil(b"%8d" % 2)).startswith(b"HTTP/1.1 200")
         writer.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "version", "body"),
+    [
+        (b"GET", b"1.0", b"onetwo"),
+        (b"GET", b"1.1", b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n"),
+        (b"HEAD", b"1.0", b""),
+    ],
+)
+async def test_clients_of_http_1_0_get_no_chunks(method: bytes, version: bytes, body: bytes) -> None:
+    async with serving() as address:
+        for path, expected in ((b"/stream", body), (b"/", b"" if method == b"HEAD" else b"%8d" % 0)):
+            reader, writer = await asyncio.open_connection(*address.split(":"))
+            writer.write(b"%s %s HTTP/%s\r\nhost: localhost\r\nconnection: close\r\n\r\n" % (method, path, version))
+            async with asyncio.timeout(10.0):
+                head, _, rest = (await reader.read()).partition(b"\r\n\r\n")
+            writer.close()
+            assert (rest, b"transfer-encoding" in head) == (expected, version == b"1.1" and path == b"/stream")
 
 
 async def test_a_head_behind_another_request_has_its_bound() -> None:
