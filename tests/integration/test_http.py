@@ -335,6 +335,50 @@ async def test_what_browsers_are_told() -> None:
         assert (await http.get("/v1/models")).status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("PUT", "/", "GET, HEAD, POST"),
+        ("OPTIONS", "/v1/models", "GET, HEAD"),
+        ("HEAD", COMPLETIONS, "POST"),
+        ("DELETE", "/v1/models/org/name", "GET, HEAD"),
+        ("POST", "/status", "GET, HEAD"),
+        ("POST", "/page/page.js", "GET, HEAD"),
+        ("POST", "/openapi.json", "GET, HEAD"),
+        ("PUT", "/generate", "POST"),
+    ],
+)
+async def test_a_method_that_a_path_does_not_take_is_answered_with_those_that_it_does(
+    method: str, path: str, allowed: str
+) -> None:
+    async with http_cluster() as (_, http):
+        answer = await http.request(method, path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+        assert (await http.request(method, "/nothing")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        ("HTTP/1.1", 400),
+        ("HTTP/1.1\r\nhost: localhost\r\nhost: localhost", 400),
+        ("HTTP/1.0\r\nhost: localhost\r\nhost: localhost", 400),
+        ("HTTP/1.1\r\nhost: localhost", 200),
+        ("HTTP/1.0", 200),
+    ],
+)
+async def test_a_request_has_one_host(head: str, status: int) -> None:
+    async with http_cluster() as (c, _):
+        assert c.router.http is not None
+        reader, writer = await asyncio.open_connection(*c.router.http.address.split(":"))
+        writer.write(f"GET /version {head}\r\nconnection: close\r\n\r\n".encode())
+        async with asyncio.timeout(10.0):
+            answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
+        assert (b'"param":"host"' in answer) == (status == 400)
+
+
 async def test_pages_of_other_origins(tmp_path: Path) -> None:
     mine, other = "https://app.example", "https://evil.example"
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-stainless-os"}

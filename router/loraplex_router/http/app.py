@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Scope
 
 from loraplex_contracts.errors import Cancelled, InvalidArgument, LoraplexError, Unimplemented, unexpected
 from loraplex_proto import __version__
+from loraplex_router.http import page
 from loraplex_router.http.admin import AdminRoutes
 from loraplex_router.http.errors import body_dialect, dialect_of, fields_in, note_refusal
 from loraplex_router.http.middleware import HostNames, Middleware, error_response
@@ -141,16 +142,19 @@ def make_app(router: RouterCalls, allowed_hosts: HostNames) -> ASGIApp:
             return error_response(Cancelled("the client has left before its body was here"), request.scope)
         if isinstance(error.__cause__, RecursionError):
             return error_response(InvalidArgument("the body is nested too deeply", field="body"), request.scope)
+        status, headers = error.status_code, dict(error.headers or {})
         kinds = {404: "there is no such route", 405: "this route takes another method"}
-        message = kinds.get(error.status_code, "the body must be JSON")
-        if error.status_code == 404 and (path := _without_slash(app, request.scope)):
+        if status == 405 or (status == 404 and request.scope["path"] in page.PATHS):
+            status, headers["Allow"] = 405, ", ".join(_methods_of(app, request.scope))
+        message = kinds.get(status, "the body must be JSON")
+        if status == 404 and (path := _without_slash(app, request.scope)):
             message += f"; there is {path}, without the slash at the end"
-        note_refusal((Unimplemented if error.status_code in kinds else InvalidArgument)(message), request.scope)
+        note_refusal((Unimplemented if status in kinds else InvalidArgument)(message), request.scope)
         if dialect_of(request.scope) == "tgi":
             content: Any = {"error": message, "error_type": "validation"}
         else:
             content = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
-        return JSONResponse(content, error.status_code, headers=error.headers)
+        return JSONResponse(content, status, headers=headers)
 
     app.add_exception_handler(LoraplexError, on_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
@@ -169,6 +173,15 @@ def _for_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_headers=("*",),
         expose_headers=_EXPOSED_HEADERS,
     )
+
+
+def _methods_of(app: FastAPI, scope: Scope) -> list[str]:
+    """The methods that the path takes, of all its routes and pages."""
+    methods = set(page.METHODS) if scope["path"] in page.PATHS else set[str]()
+    for route in app.routes:
+        if route.matches(scope)[0] is not Match.NONE:
+            methods |= getattr(route, "methods", None) or set()
+    return sorted(methods | {"HEAD"} if "GET" in methods else methods)  # the middleware makes one the other
 
 
 def _without_slash(app: FastAPI, scope: Scope) -> str:

@@ -147,6 +147,7 @@ class Middleware:
             await send(message)
 
         try:
+            _check_host(scope, headers)
             self._allowed_hosts.check(headers.get("host"))
             _check_path(scope["path"])
             if is_page(scope):
@@ -175,6 +176,14 @@ class Middleware:
                 record.tenant = tenant_of(error)
                 raise
         record.tenant = current_identity().tenant
+
+
+def _check_host(scope: Scope, headers: Headers) -> None:
+    """Raises InvalidArgument for no `Host` in HTTP/1.1, and for two of them (RFC 9112, 3.2): what stands in front of
+    this server may have read the other one."""
+    num_hosts = len(headers.getlist("host"))
+    if num_hosts > 1 or (num_hosts == 0 and scope["http_version"] == "1.1"):
+        raise InvalidArgument(f"send one `Host` header: the request has {num_hosts or 'none'}", field="host")
 
 
 def _check_path(path: str) -> None:

@@ -19,6 +19,8 @@ _FILES: Final[Mapping[str, tuple[str, str]]] = {
     "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/page/status.js": ("status.js", "text/javascript; charset=utf-8"),
 }
+PATHS: Final = frozenset(_FILES)
+METHODS: Final = ("GET", "HEAD")
 _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
@@ -38,7 +40,7 @@ _HEADERS: Final[Mapping[str, str]] = {
 def is_page(scope: Scope) -> bool:
     """True for a request that gets a file of a page. The files say nothing about the server, so that they need no
     credentials; the pages ask for them. `/` is for programs, too: only a client that asks for HTML is a browser."""
-    if scope["method"] not in ("GET", "HEAD") or scope["path"] not in _FILES:
+    if scope["method"] not in METHODS or scope["path"] not in PATHS:
         return False
     return scope["path"] != "/" or "text/html" in Headers(scope=scope).get("accept", "")
 
