@@ -834,6 +834,22 @@ async def test_credentials_hold_on_every_route(tmp_path: Path) -> None:
         assert (await http.get("/v1/models", headers=twice)).status_code == 401
 
 
+async def test_refusals_of_credentials_name_the_header(tmp_path: Path) -> None:
+    token, router = ("authorization", "Bearer w"), ("x-loraplex-tenant", "acme")
+    rows = (credential("w", "ops", roles=("router",)),)
+    path = write_credentials(tmp_path / "auth.json", *rows)
+    refused: list[tuple[list[tuple[str, str]], int, str]] = [
+        ([], 401, "this server wants a credential: send the header 'Authorization: Bearer TOKEN'"),
+        ([("authorization", "Basic YTpi")], 401, "the header 'Authorization' must read 'Bearer TOKEN'"),
+        ([token, token], 401, "the header 'Authorization' is given 2 times; send it once"),
+        ([token, router, router], 400, "the header 'x-loraplex-tenant' is given 2 times; send it once"),
+    ]
+    async with http_cluster(auth_file=path, worker_token="w") as (_, http):
+        for headers, status, message in refused:
+            answer = await http.get("/v1/models", headers=headers)
+            assert (answer.status_code, answer.json()["error"]["message"]) == (status, message)
+
+
 async def test_a_line_end_behind_a_path_changes_no_role(tmp_path: Path) -> None:
     async with http_cluster(auth_file=auth_file(tmp_path), worker_token="w") as (c, http):
         adapters_of(c, "acme/sql")
