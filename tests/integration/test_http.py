@@ -637,6 +637,8 @@ async def test_a_missing_part_is_named_where_it_is_missing() -> None:
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "messages[1].role")
         assert error["message"] == "`messages[1].role` is missing"
+        answer = await http.post("/v1/chat/completions", json={"messages": CHAT, "tool_choice": {"function": {}}})
+        assert answer.json()["error"]["param"] == "tool_choice.function.name"
 
 
 @pytest.mark.parametrize("value", [b"\xff\xfe", "a=\u00e9".encode(), b"a\tb", b"x" * 20_000, b""])

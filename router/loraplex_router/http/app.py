@@ -213,8 +213,9 @@ def _invalid(error: RequestValidationError) -> InvalidArgument:
 
 
 def _path(error: dict[str, Any]) -> list[str]:
-    """Path of the field, without tags of dialects; an option's path begins with its own name."""
-    where = [str(part) for part in error["loc"][1:] if part not in ("openai", "tgi")]  # behind "body" or "query"
+    """Path of the field, without tags of dialects and types; an option's path begins with its own name."""
+    tags = ("openai", "tgi", "ToolChoice")
+    where = [str(part) for part in error["loc"][1:] if part not in tags]  # behind "body" or "query"
     if len(where) > 1 and where[0] in ("parameters", "sampling_params"):
         del where[0]
     return where

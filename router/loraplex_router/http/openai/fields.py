@@ -185,11 +185,22 @@ class NamedFunction(Fields):
     name: str
 
 
-class ToolChoice(Fields):
-    """A tool that must be called."""
-
+class NamedTool(Fields):
     type: Literal["function"] | None = None
     function: NamedFunction
+
+
+class AllowedTools(Fields):
+    mode: Literal["auto", "required"]
+    tools: Annotated[Items[NamedTool], Field(min_length=1)]
+
+
+class ToolChoice(Fields):
+    """A tool that must be called, or those of the tools that alone may be called."""
+
+    type: Literal["function", "allowed_tools"] | None = None
+    function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class ChatTemplateInput(Fields):

@@ -240,18 +240,45 @@ def _functions(body: ResponsesRequest) -> list[dict[str, Any]]:
             raise Unimplemented("`tools` takes functions, with `type`: function", field="tools")
     choice = body.tool_choice
     kind = cast("dict[str, Any]", choice).get("type") if isinstance(choice, dict) else None
-    if (kind or "function") != "function" or (choice == "required" and body.tools and not functions):
-        raise Unimplemented(
-            "`tool_choice` takes auto, none, required or a function: this server runs no tools itself",
-            field="tool_choice",
-        )
+    is_known = kind in (None, "function", "allowed_tools")
+    if not is_known or (choice == "required" and body.tools and not functions):
+        raise _no_such_choice()
     return functions
 
 
+def _no_such_choice() -> Unimplemented:
+    return Unimplemented(
+        "`tool_choice` takes auto, none, required or a function, or functions that are allowed: this server runs no "
+        "tools itself",
+        field="tool_choice",
+    )
+
+
 def _tool_choice(choice: Any) -> Any:
-    if isinstance(choice, dict) and (given := cast("dict[str, Any]", choice)).get("type") == "function":
-        return {"type": "function", "function": {"name": _text(given, "name", "tool_choice")}}
+    """The choice as a chat has it."""
+    if not isinstance(choice, dict):
+        return choice
+    given = cast("dict[str, Any]", choice)
+    if given.get("type") == "function":
+        return _named_tool(given, "tool_choice")
+    if given.get("type") == "allowed_tools":
+        tools = given.get("tools")
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in cast("list[Any]", tools)):
+            raise InvalidArgument("`tool_choice.tools` must be a list of tools", field="tool_choice.tools")
+        # Others than functions are left out here as in `tools`.
+        named = [
+            _named_tool(tool, f"tool_choice.tools[{index}]")
+            for index, tool in enumerate(cast("list[dict[str, Any]]", tools))
+            if tool.get("type") == "function"
+        ]
+        if not named:
+            raise _no_such_choice()
+        return {"type": "allowed_tools", "allowed_tools": {"mode": given.get("mode"), "tools": named}}
     return choice
+
+
+def _named_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": _text(tool, "name", where)}}
 
 
 # --- answers --------------------------------------------------------------------------------------------------------

@@ -18,26 +18,44 @@ from loraplex_router.http.openai.fields import ChatCompletionRequest, ToolChoice
 def put_tools(request: pb.GenerateRequest, body: ChatCompletionRequest) -> None:
     """Puts tools and their choice into the request. Raises InvalidArgument with the name of OpenAI's field."""
     request.output.parse_chat = True
-    chat, tools = request.chat, body.tools or []
+    chat, tools, choice = request.chat, body.tools or [], body.tool_choice
     names = [_name_of(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    if isinstance(choice, ToolChoice) and choice.type == "allowed_tools":
+        if (allowed := choice.allowed_tools) is None:
+            raise _missing("allowed_tools")
+        wanted = [_known(one.function.name, names) for one in allowed.tools]
+        # A model that is told of no other tool calls none.
+        tools = [tool for tool, name in zip(tools, names, strict=True) if name in wanted]
+        choice = allowed.mode
     if tools:
         # Tools go on as they came: what one has beside its name is between the client and the chat template.
         chat.tools_json = json_text(tools, "tools")
         if body.parallel_tool_calls is not None:
             chat.parallel_tool_calls = body.parallel_tool_calls
-    choice = body.tool_choice
     if choice is None or (choice == "auto" and not tools):
         return
-    name = choice.function.name if isinstance(choice, ToolChoice) else choice
     if isinstance(choice, str) and choice in ("none", "auto", "required"):
         setattr(chat.tool_choice, choice, True)
-    elif name in names:
-        chat.tool_choice.name = name
+    elif isinstance(choice, str):
+        chat.tool_choice.name = _known(choice, names)
+    elif choice.function is None:
+        raise _missing("function")
     else:
-        shown = ascii(name if len(name) <= 60 else name[:57] + "...")
-        raise InvalidArgument(f"`tool_choice` names {shown}, which is not one of `tools`", field="tool_choice")
+        chat.tool_choice.name = _known(choice.function.name, names)
     if not tools and choice != "none":
         raise InvalidArgument("`tool_choice` needs `tools`", field="tool_choice")
+
+
+def _missing(part: str) -> InvalidArgument:
+    return InvalidArgument(f"`tool_choice.{part}` is missing", field=f"tool_choice.{part}")
+
+
+def _known(name: str, names: Sequence[str]) -> str:
+    """The name, which is a tool's. Raises InvalidArgument for others."""
+    if name not in names:
+        shown = ascii(name if len(name) <= 60 else name[:57] + "...")
+        raise InvalidArgument(f"`tool_choice` names {shown}, which is not one of `tools`", field="tool_choice")
+    return name
 
 
 def _name_of(tool: dict[str, Any], where: str) -> str:

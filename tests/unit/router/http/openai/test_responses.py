@@ -14,6 +14,8 @@ from loraplex_proto.validate import check_generate
 from loraplex_router.http.openai import requests, responses
 from loraplex_router.http.openai.responses import ResponsesRequest
 
+ADD = {"type": "function", "name": "add"}
+
 
 def request(**fields: Any) -> ResponsesRequest:
     return ResponsesRequest.model_validate({"input": "hi", **fields})
@@ -110,9 +112,19 @@ def test_tools_that_are_no_functions_are_left_out() -> None:
         assert responses.ignored_parts(body) == ["tools.web_search", "tools.namespace"]
     assert job_of(request(tools=hosted, tool_choice="auto")).requests == job_of(request()).requests
     for choice in ("required", {"type": "web_search"}, {"type": "allowed_tools", "mode": "auto", "tools": []}):
-        with pytest.raises(Unimplemented, match="takes auto, none, required or a function") as caught:
+        with pytest.raises(Unimplemented, match="takes auto, none, required or a function, or functions") as caught:
             job_of(request(tools=hosted, tool_choice=choice))
         assert caught.value.field == "tool_choice"
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_tools_that_are_allowed(mode: str) -> None:
+    add, sub = ({"type": "function", "name": name, "parameters": {"type": "object"}} for name in ("add", "sub"))
+    tools = [add, {"type": "web_search"}, sub]
+    allowed = [{"type": "web_search"}, {"type": "function", "name": "sub"}]
+    choice = {"type": "allowed_tools", "mode": mode, "tools": allowed}
+    body = request(tools=tools, tool_choice=choice)
+    assert job_of(body).requests == job_of(request(tools=[sub], tool_choice=mode)).requests
 
 
 @pytest.mark.parametrize(
@@ -145,6 +157,9 @@ def test_an_item_that_is_not_available_is_told_with_what_to_do(kind: str, told: 
         ({"tools": [{"type": "web_search"}, {"type": "function", "function": {"name": "add"}}]}, "tools[1].name"),
         ({"tools": [{"type": "web_search"}, {"type": "function", "name": "a b"}]}, "tools[1].name"),
         ({"tools": [{"type": "function", "name": "add"}], "tool_choice": {"type": "function"}}, "tool_choice.name"),
+        ({"tools": [ADD], "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.tools"),
+        ({"tools": [ADD], "tool_choice": {"type": "allowed_tools", "mode": "x", "tools": [ADD]}}, "tool_choice"),
+        ({"tools": [], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [ADD]}}, "tool_choice"),
         ({"metadata": {"a": "\ud800"}}, "metadata"), ({"metadata": {"a": float("nan")}}, "metadata"),
         ({"reasoning": {"effort": "\ud800"}}, "reasoning"), ({"reasoning": {"effort": 5}}, "reasoning.effort"),
         ({"reasoning_effort": 5}, "reasoning_effort"), ({"text": {"verbosity": 5}}, "text.verbosity"),

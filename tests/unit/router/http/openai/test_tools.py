@@ -15,7 +15,13 @@ from loraplex_router.http.openai import answers, requests
 from loraplex_router.http.openai.fields import ChatCompletionRequest
 
 CHAT = [{"role": "user", "content": "hi"}]
+FN = {"name": "f"}
 TOOLS = [{"function": {"strict": True, "name": "f", "parameters": {}}, "type": "function", "x": 1}]
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 def chat(*, old_names: bool = False, **fields: Any) -> requests.Job:
@@ -48,6 +54,17 @@ def test_demanded_calls(choice: Any) -> None:
     check_generate(request)
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_of_tools_that_are_allowed_the_model_is_told_alone(mode: str) -> None:
+    tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("a", "b", "c")]
+    asked = {"tools": tools, "parallel_tool_calls": False}
+    request = wire(**asked, tool_choice=allowed(mode, "c", "a"))
+    assert request == wire(**{**asked, "tools": [tools[0], tools[2]]}, tool_choice=mode)
+    schema: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "f", "schema": {}}}
+    request = wire(**asked, tool_choice=allowed(mode, "b"), response_format=schema)
+    assert request.HasField("grammar") == (mode == "auto")
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
 def test_a_demanded_call_goes_before_the_format(choice: Any) -> None:
     schema: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "f", "schema": {}}}
@@ -70,6 +87,10 @@ def test_a_demanded_call_goes_before_the_format(choice: Any) -> None:
         ({"tools": TOOLS, "tool_choice": "g"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"function": {"name": "x" * 999}}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {}}, "tool_choice.function"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        ({"tools": TOOLS, "tool_choice": allowed("auto", "f", "g")}, "tool_choice"),
+        ({"tool_choice": allowed("auto", "f")}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),
         ({"tools": TOOLS, "tool_prompt": "Use them."}, "tool_prompt"),
@@ -85,7 +106,12 @@ def test_what_cannot_be_asked_is_named(fields: dict[str, Any], named: str) -> No
 
 @pytest.mark.parametrize(
     "fields",
-    [{"tools": "f"}, {"tools": ["f"]}, {"tool_choice": 5}, {"tool_choice": {}}, {"tool_choice": {"type": "custom"}}],
+    [
+        *({"tools": "f"}, {"tools": ["f"]}, {"tool_choice": 5}, {"tool_choice": {"type": "custom"}}),
+        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": [{"function": FN}]}}},
+        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "custom"}]}}},
+    ],
 )
 def test_wrong_types(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
