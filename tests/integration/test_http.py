@@ -167,12 +167,17 @@ async def test_a_response() -> None:
     async with http_cluster() as (c, http):
         refused = await http.post("/v1/responses", json={"input": "hi", "text": {"format": {}}})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "text.format.type")
+        c.workers[0].unary = bad_schema
+        schema = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+        refused = await http.post("/v1/responses", json={"input": "hi", "text": {"format": schema}})
+        error = refused.json()["error"]
+        assert (error["param"], error["message"]) == ("text.format", "`text.format` is wrong")
         c.workers[0].unary = no_tokens
         asked = {"input": "hi", "model": "sql", "instructions": "be brief", "store": True}
         body = (await http.post("/v1/responses", json=asked)).json()
         assert (body["object"], body["status"], body["model"]) == ("response", "completed", "sql")
         assert body["output"][0]["content"][0]["text"] == "hello"
-        assert [one.content for one in c.workers[0].requests[0].chat.messages] == ["be brief", "hi"]
+        assert [one.content for one in c.workers[0].requests[-1].chat.messages] == ["be brief", "hi"]
         unread: dict[str, Any] = {"reasoning": {"effort": None, "summary": "auto"}, "text": {"foo": 1}}
         unread |= {"include": ["x y"], "tools": [{"type": "web_search"}]}
         answer = await http.post("/v1/responses", json={**asked, **unread})
@@ -224,6 +229,11 @@ async def test_an_unknown_adapter_is_named_as_it_was_asked_for() -> None:
             answer = await http.complete(**fields)
             assert answer.status_code == 404
             assert answer.json()["error"]["message"] == f"The model `{name}` does not exist."
+
+
+async def bad_schema(request: Generate, context: Any) -> bytes:
+    await abort(context, InvalidArgument("`grammar.json_schema` is wrong", field="grammar.json_schema"))
+    return b""
 
 
 async def missing(request: Generate, context: Any) -> bytes:

@@ -220,11 +220,12 @@ def dialect_of(scope: Scope) -> str:
 
 
 def fields_in(body: Any) -> frozenset[str]:
-    """Names of a body's fields that are not null, and of those in its objects of options."""
+    """Names of a body's fields that are not null, of those in its objects of options, and Responses' `text.format`."""
     if not isinstance(body, dict):
         return frozenset()
     found = cast("dict[str, Any]", body)
     names = {name for name, value in found.items() if value is not None}
     for name in names & {"parameters", "sampling_params"}:
         names |= fields_in(found[name])
+    names |= {"text.format"} if "format" in fields_in(found.get("text")) else set()
     return frozenset(names)

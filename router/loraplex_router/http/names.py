@@ -13,8 +13,8 @@ _DOCUMENTS: Final = ("documents", "texts", "text_2", "items", "data_2")
 _PROMPT: Final = ("prompt", "messages", "input", "text", "input_ids", *_DOCUMENTS, "inputs")
 ADAPTER_NAMES: Final = ("model", "lora_name", "lora_path", "adapter_id")
 _GRAMMAR: Final = (
-    *("response_format", "structured_outputs", "json_schema", "regex", "ebnf", "structural_tag", "text"),
-    *("guided_json", "guided_json_object", "guided_regex", "guided_choice", "guided_grammar", "grammar"),
+    *("response_format", "structured_outputs", "json_schema", "regex", "ebnf", "structural_tag"),
+    *("guided_json", "guided_json_object", "guided_regex", "guided_choice", "guided_grammar", "text.format", "grammar"),
 )
 # In all dialects; others have the wire's name. Errors show the first that a request has. Where it has none, it is the
 # first in OpenAI's form, and the last in that of LoRAX and TGI.

@@ -13,6 +13,7 @@ from loraplex_proto.v1 import inference_pb2
 from loraplex_router.http.errors import (
     error_headers,
     error_object,
+    fields_in,
     model_not_found,
     naming_missing,
     note_refusal,
@@ -72,6 +73,8 @@ def test_fields_have_their_names_in_openais_requests(field: str, param: str) -> 
         ("grammar.json_schema", {"guided_json", "prompt"}, "guided_json"),
         ("grammar.json_schema", {"messages"}, "response_format"),
         ("grammar.regex", {"text", "regex"}, "regex"),
+        ("grammar.json_schema", fields_in({"input": "x", "text": {"format": {"type": "json_schema"}}}), "text.format"),
+        ("grammar.json_schema", fields_in({"text": {"verbosity": "low"}, "guided_json": "{}"}), "guided_json"),
         ("grammar.choice", {"prompt", "guided_choice"}, "guided_choice"),
         ("token_ids", {"tokens"}, "tokens"),
         ("input", {"messages", "documents"}, "messages"),
@@ -86,7 +89,7 @@ def test_fields_have_their_names_in_openais_requests(field: str, param: str) -> 
         ("grammar.type", {"grammar"}, "grammar.type"),
     ],
 )
-def test_fields_have_the_name_that_the_request_gave_them(field: str, given: set[str], param: str) -> None:
+def test_fields_have_the_name_that_the_request_gave_them(field: str, given: Collection[str], param: str) -> None:
     content = error_object(named(errors.InvalidArgument(f"`{field}` is wrong", field=field), given))["error"]
     assert (content["param"], content["message"]) == (param, f"`{param}` is wrong")
 
