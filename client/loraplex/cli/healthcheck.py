@@ -17,6 +17,14 @@ CHECK = "/grpc.health.v1.Health/Check"
 TIMEOUT_S: Final = 4.0
 SERVING = b"\x08\x01"  # HealthCheckResponse{status: SERVING}
 
+USAGE: Final = "Usage: python -m loraplex.cli.healthcheck HOST:PORT [SERVICE]"
+HELP: Final = f"""{USAGE}
+
+Ask a server whether it takes requests. Prints what it answers, and exits with 0 for SERVING, else with 1.
+
+HOST:PORT  The server's gRPC address. TLS is not spoken.
+SERVICE    The service that is asked about, '' for the server itself. [default: {INFERENCE}]"""
+
 _STATUSES: Final = {SERVING: "SERVING", b"\x08\x02": "NOT_SERVING", b"\x08\x03": "SERVICE_UNKNOWN", b"": "UNKNOWN"}
 
 
@@ -53,6 +61,9 @@ def main(address: str, service: str = INFERENCE) -> int:
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & {*sys.argv}:
+        print(HELP)
+        sys.exit()
     if not 2 <= len(sys.argv) <= 3:
-        sys.exit("usage: python -m loraplex.cli.healthcheck HOST:PORT [SERVICE]")
+        sys.exit(USAGE)
     sys.exit(main(*sys.argv[1:]))

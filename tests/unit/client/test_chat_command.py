@@ -193,3 +193,11 @@ def test_the_health_check_says_what_it_found(fake: Any, capsys: Capture, monkeyp
     fake.hang_up()
     assert healthcheck.main(fake.address, "") == 1
     assert f"the server at {fake.address}: no server can be reached" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["-h"], 0), (["localhost:1", "--help"], 0), ([], 1)])
+def test_the_health_check_has_a_help(arguments: list[str], code: int) -> None:
+    command = [sys.executable, "-m", healthcheck.__name__, *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (run.returncode, healthcheck.HELP in run.stdout) == (code, code == 0)
+    assert (run.stdout if code == 0 else run.stderr).startswith("Usage: python -m loraplex.cli.healthcheck HOST:PORT")
