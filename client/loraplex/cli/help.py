@@ -14,8 +14,10 @@ import typer
 from typer.core import TyperCommand
 
 import loraplex_proto
+from loraplex_runtime.flags import LOGS, NETWORK, STARTING
 
 OPTIONS: Final = "Options"
+_LAST: Final = (NETWORK, LOGS, STARTING)
 # Below this width an option's text is under its name.
 MIN_COLUMNS: Final = 72
 
@@ -65,13 +67,15 @@ def paragraphs(text: str) -> list[str]:
 
 
 def panels(parameters: Iterable[Any]) -> dict[str, list[Any]]:
-    """Arguments, options that matter first, then the other panels in the order of their first options."""
+    """Arguments, options that matter first, the other panels in the order of their first options, and at the end those
+    that all servers have."""
     found: dict[str, list[Any]] = {"Arguments": [], OPTIONS: []}
     for one in parameters:
         if not getattr(one, "hidden", False):
             usual = "Arguments" if one.param_type_name == "argument" else OPTIONS
             found.setdefault(one.rich_help_panel or usual, []).append(one)
-    return {title: those for title, those in found.items() if those}
+    order = sorted(found, key=lambda title: _LAST.index(title) if title in _LAST else -1)
+    return {title: found[title] for title in order if found[title]}
 
 
 def row(parameter: Any, ctx: typer.Context) -> tuple[str, str]:

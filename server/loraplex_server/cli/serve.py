@@ -162,7 +162,7 @@ def _given_config(*, model: str | None, workers: int, **given: Any) -> tuple[Wor
 
 
 @with_settings("serve", _given_config)
-@with_raw_flags([*HTTP_FLAGS, *FLAGS])
+@with_raw_flags([*FLAGS, *HTTP_FLAGS])
 def serve(
     ctx: typer.Context,
     model: ModelArgument,

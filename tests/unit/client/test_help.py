@@ -11,7 +11,9 @@ import typer
 
 from loraplex.cli.help import OPTIONS, panels, paragraphs
 from loraplex.cli.main import KNOWN, main
+from loraplex_runtime.flags import HTTP, LOGS, NETWORK, STARTING
 
+OF_MODELS = ["Arguments", OPTIONS, "Base model and kernels"]
 SERVE, WORKER = (pytest.param(name, marks=pytest.mark.server) for name in ("serve", "worker"))
 OF_SERVE = (
     "--adapters", "--auth-file", "--device", "--host", "--http-port", "--max-context", "--port", "--quantize",
@@ -70,6 +72,22 @@ def test_the_options_that_matter_come_first() -> None:
     first = {one.opts[0] for one in found[OPTIONS]}
     assert first == {*OF_SERVE, "--config"}
     assert {"HTTP", "KV cache and states", "Batch and queue", "Chats", "Network and credentials"} <= found.keys()
+
+
+@pytest.mark.parametrize(
+    ("command", "first"),
+    [
+        pytest.param("serve", OF_MODELS, marks=pytest.mark.server),
+        pytest.param("worker", OF_MODELS, marks=pytest.mark.server),
+        ("router", [OPTIONS, HTTP, "Spreading requests"]),
+        ("http", [OPTIONS, HTTP, "Spreading requests"]),
+    ],
+)
+def test_panels_that_all_servers_have_come_last(command: str, first: list[str]) -> None:
+    found = [*panels(parameters_of(command))]
+    assert found[: len(first)] == first
+    assert found[-3:] == [NETWORK, LOGS, STARTING]
+    assert HTTP in found[:-3] or command == "worker"
 
 
 @pytest.mark.parametrize("command", [SERVE, WORKER, "router", "http"])
