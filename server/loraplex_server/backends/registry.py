@@ -57,16 +57,25 @@ def attention_kernels(
     return [found for kind in BACKENDS for found in kind.attention_kernels(wanted)]
 
 
-def make_attention(
+def choose_attention(
     name: str, backend: Backend, specs: Sequence[AttentionSpec] = (), dtype: torch.dtype | None = None
-) -> PagedAttention:
-    """Attention called `name`, or the best that can be used for "auto". Raises InvalidArgument."""
-    found = attention_kernels(backend, specs, dtype)
+) -> Implementation:
+    """The attention called `name`, or the best that can be used for "auto". Without `specs`, whatever the layers are.
+    Raises InvalidArgument."""
+    flag, found = "--attention", attention_kernels(backend, specs, dtype)
     for one in found:
         if one.name == name or (name == "auto" and one.usable):
             if one.make is None or not one.usable:
-                raise InvalidArgument(f"the attention back end {name!r} cannot be used here: {one.reason}")
-            log.info("attention over the paged KV cache: %s (%s)", one.name, one.reason)
-            return one.make(specs)
-    known = ", ".join(one.name for one in found)
-    raise InvalidArgument(f"there is no attention back end {name!r}; known are: auto, {known}")
+                raise InvalidArgument(f"{flag} {name} cannot be used here: {one.reason}", field=flag)
+            return one
+    raise InvalidArgument(f"{flag} must be auto, {', '.join(one.name for one in found)}, not {name!a}", field=flag)
+
+
+def make_attention(
+    name: str, backend: Backend, specs: Sequence[AttentionSpec] = (), dtype: torch.dtype | None = None
+) -> PagedAttention:
+    """Attention as `choose_attention` chooses it. Raises InvalidArgument."""
+    one = choose_attention(name, backend, specs, dtype)
+    assert one.make is not None
+    log.info("attention over the paged KV cache: %s (%s)", one.name, one.reason)
+    return one.make(specs)

@@ -27,7 +27,7 @@ from loraplex_runtime.reports import Progress
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cpu.cores import default_num_threads
 from loraplex_server.backends.cuda.graphs import GraphShape
-from loraplex_server.backends.registry import choose_backend, make_attention
+from loraplex_server.backends.registry import choose_attention, choose_backend, make_attention
 from loraplex_server.config import AdaptersConfig, EngineConfig, hub_token, reads_unsigned
 from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.pipe import ModelInfo
@@ -86,6 +86,8 @@ def build_engine(config: EngineConfig, progress: Progress, notify: Callable[[], 
     form = FORMATS.get(config.model.quantize)
     if form is not None:
         backend.check_quantize(form)
+    choose_attention(config.model.attention, backend)  # what cannot be used is refused before the weights are read
+    backend.lora(config.adapters.max_rank, config.lora_kernels)
     progress(f"loading {config.model.model}{f', linears in {form.words}' if form is not None else ''}")
     if form is not None and not backend.multiplies_few_bits:
         progress(

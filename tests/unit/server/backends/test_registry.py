@@ -15,6 +15,7 @@ from support.native_kernels import native_kernels
 
 from loraplex_adapters.weights import ALIGN_BYTES
 from loraplex_contracts.errors import InvalidArgument
+from loraplex_server import config
 from loraplex_server.backends import registry
 from loraplex_server.backends.cpu import backend as cpu_backend
 from loraplex_server.backends.cpu.backend import CpuBackend
@@ -146,7 +147,7 @@ def test_what_is_for_a_gpu_is_not_taken_on_a_cpu(monkeypatch: pytest.MonkeyPatch
     pretend(monkeypatch)
     assert make_attention("auto", CPU, FITTING, BF16).name not in ("flashinfer", "triton")
     assert "not for cpu" in reasons(CPU)["triton"]
-    with pytest.raises(InvalidArgument, match="'triton' cannot be used here: it is for CUDA devices"):
+    with pytest.raises(InvalidArgument, match="--attention triton cannot be used here: it is for CUDA devices"):
         make_attention("triton", CPU)
     pretend(monkeypatch, cuda=False)
     assert "no CUDA device" in reasons()["triton"]
@@ -164,11 +165,15 @@ def test_a_broken_installation_is_named_and_passed_over(monkeypatch: pytest.Monk
     assert reasons(CUDA)["flashinfer"].endswith("does not load: libcudart.so.12: cannot open shared object file")
 
 
+def test_the_option_takes_the_names_of_all() -> None:
+    assert sorted(config.ATTENTION) == sorted(["auto", *(one.name for one in attention_kernels())])
+
+
 def test_one_that_does_not_fit_cannot_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
     with pytest.raises(InvalidArgument, match="head dimensions 64, 128 and 256, and the model has 80"):
         make_attention("flashinfer", CUDA, [spec_of(k_dim=80, v_dim=80)], BF16)
-    with pytest.raises(InvalidArgument, match=r"known are: auto, .*torch"):
+    with pytest.raises(InvalidArgument, match=r"--attention must be auto, .*torch, not 'flash'"):
         make_attention("flash", CUDA)
 
 
@@ -179,9 +184,9 @@ def test_native_kernels_attend_where_they_are_in_use() -> None:
     assert make_attention("torch", native, FITTING, BF16).name == "torch"
     assert make_attention("auto", native, FITTING, torch.float64).name == "torch"
     assert make_attention("auto", native, [*FITTING, spec_of(k_dim=48, v_dim=48)], BF16).name == "torch"
-    with pytest.raises(InvalidArgument, match="'native' cannot be used here: heads of 48 and 48"):
+    with pytest.raises(InvalidArgument, match="--attention native cannot be used here: heads of 48 and 48"):
         make_attention("native", native, [*FITTING, spec_of(k_dim=48, v_dim=48)], BF16)
-    with pytest.raises(InvalidArgument, match="'native' cannot be used here: it is for the CPU, not for cuda"):
+    with pytest.raises(InvalidArgument, match="native cannot be used here: it is for the CPU, not for cuda"):
         make_attention("native", CUDA, FITTING, BF16)
 
 

@@ -279,6 +279,22 @@ def test_cpu_kernels_that_must_be_native_and_cannot(monkeypatch: pytest.MonkeyPa
         build.build_engine(config, lambda text: None, lambda: None)  # before the model is looked for
 
 
+@pytest.mark.parametrize(
+    ("config", "flag"),
+    [
+        (EngineConfig(ModelConfig("m", device="cpu", attention="triton")), "--attention"),
+        (EngineConfig(ModelConfig("m", device="cpu", attention="native"), cpu_kernels="torch"), "--attention"),
+        (EngineConfig(ModelConfig("m", device="cpu"), lora_kernels="punica"), "--lora-kernels"),
+    ],
+)
+def test_kernels_that_cannot_be_used_are_refused_before_the_model_is_looked_for(
+    config: EngineConfig, flag: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=flag) as caught:
+        build.build_engine(config, lambda text: None, lambda: None)
+    assert caught.value.field == flag
+
+
 def test_a_store_that_cannot_be_kept_is_refused_first(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     config = EngineConfig(ModelConfig("m", device="cpu"), adapters=AdaptersConfig(store_dir=tmp_path / "file"))
