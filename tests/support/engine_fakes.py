@@ -37,7 +37,7 @@ from loraplex_server.speculation.speculator import Speculator
 from loraplex_server.speculation.step_costs import StepCosts
 
 EOS = 1
-INFO = ModelInfo("fake", "fake", "float32", "cpu", 100, 256, 16, (EOS,))
+INFO = ModelInfo("fake", "fake", "float32", "cpu", 600, 256, 16, (EOS,))
 
 
 @dataclass

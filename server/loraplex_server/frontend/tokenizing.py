@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import logging
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer, Truncatio
 from loraplex_server.text.vocabulary import max_bytes_per_token
 
 T = TypeVar("T")
+
+_logger = logging.getLogger(__name__)
 
 # Longer texts go to the process. Shorter ones take a thread at most some 0.2 s, and need not be stopped.
 LONG_BYTES: Final = 1 << 17
@@ -100,6 +103,15 @@ class Tokenizing:
         self._hung_s = hung_s
         self._serialized = tokenizer.serialized()
         self._bytes_per_token = None if self._serialized is None else max_bytes_per_token(self._serialized)
+        pieces = {} if tokenizer.vocabulary is None else tokenizer.vocabulary.pieces
+        # Tokens that the model has no embedding of.
+        self._beyond = frozenset(token_id for token_id in pieces.values() if token_id >= limits.vocab_size)
+        if self._beyond:
+            _logger.warning(
+                "the tokenizer has %d tokens that the model has not, beginning with %a: prompts with one are refused",
+                len(self._beyond),
+                tokenizer.token_text(min(self._beyond)),
+            )
         self._executor = ThreadPoolExecutor(NUM_THREADS + 1, thread_name_prefix="tokenizing")
         self._threads = ShortestFirstSemaphore(NUM_THREADS, MAX_WAITING_BYTES)
         self._process_use = ShortestFirstSemaphore(1, MAX_WAITING_BYTES)
@@ -110,7 +122,11 @@ class Tokenizing:
         self, text: str | SafeText, *, special: bool = True, truncation: Truncation | None = None
     ) -> Sequence[int]:
         """The ids of a prompt. Raises ContextLengthExceeded, for some texts before they are tokenized, QueueFull,
-        InvalidArgument for a truncation to less than the special tokens, and what `TextTokenizer.encode` raises."""
+        InvalidArgument for a truncation to less than the special tokens or a token beyond the model's vocabulary, and
+        what `TextTokenizer.encode` raises."""
+        return self._known(await self._encode(text, special, truncation))
+
+    async def _encode(self, text: str | SafeText, special: bool, truncation: Truncation | None) -> Sequence[int]:
         if truncation is not None and special and truncation.max_tokens < (num := self.tokenizer.num_added_tokens()):
             raise InvalidArgument(
                 f"`truncate_prompt.max_tokens` is {truncation.max_tokens}; the tokenizer adds {num} special tokens: "
@@ -138,7 +154,8 @@ class Tokenizing:
         self, first: str, second: str, *, special: bool = True, truncation: Truncation | None = None
     ) -> Sequence[int]:
         """Does what `TextTokenizer.encode_pair` does. Raises as well ContextLengthExceeded before texts are tokenized,
-        QueueFull and InvalidArgument for texts of more than LONG_BYTES together."""
+        QueueFull and InvalidArgument for texts of more than LONG_BYTES together or a token beyond the model's
+        vocabulary."""
         num_bytes = num_bytes_of(first) + num_bytes_of(second)
         if truncation is None:
             self._check_length(num_bytes)
@@ -150,7 +167,19 @@ class Tokenizing:
             )
         encode = self.tokenizer.encode_pair
         work = partial(encode, first, second, add_special_tokens=special, truncation=truncation)
-        return await self.off_loop(num_bytes, work)
+        return self._known(await self.off_loop(num_bytes, work))
+
+    def _known(self, ids: Sequence[int]) -> Sequence[int]:
+        """The ids of a prompt, if the model has embeddings of them all. Raises InvalidArgument."""
+        found = next((token_id for token_id in ids if token_id in self._beyond), None) if self._beyond else None
+        if found is not None:
+            name = self.tokenizer.token_text(found)
+            raise InvalidArgument(
+                f"the prompt has the token {name!a} ({found}), which the tokenizer has and the model has not: its "
+                f"vocabulary ends at {self.limits.vocab_size - 1}; leave it out",
+                field="input",
+            )
+        return ids
 
     async def _encode_safe(self, safe: SafeText, truncation: Truncation | None) -> Sequence[int]:
         num_bytes = num_bytes_of(safe.text)

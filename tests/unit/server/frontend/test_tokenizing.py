@@ -92,6 +92,23 @@ async def test_a_pair_of_texts_is_bounded(tokenizing: Tokenizing) -> None:
     await bounded.close()
 
 
+@pytest.mark.parametrize("before", ["", MIDDLE, LONG])
+async def test_tokens_that_the_model_does_not_know_are_refused(before: str, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = text_tokenizer()
+    turn = tokenizer.token_id("<|turn|>", "text")
+    tokenizing = Tokenizing(tokenizer, ModelLimits(turn, 1 << 20))
+    assert "'<|turn|>'" in caplog.text
+    try:
+        assert list(await tokenizing.encode(before + "fox")) == tokenizer.encode(before + "fox")
+        with pytest.raises(InvalidArgument, match=rf"'<\|turn\|>' \({turn}\).* ends at {turn - 1}; leave it out"):
+            await tokenizing.encode(before + "<|turn|>")
+        if before != LONG:
+            with pytest.raises(InvalidArgument, match="leave it out"):
+                await tokenizing.encode_pair("fox", before + "<|turn|>")
+    finally:
+        await tokenizing.close()
+
+
 async def test_the_same_ids_wherever_they_are_made(tokenizing: Tokenizing) -> None:
     plain = text_tokenizer()
     for text in (SHORT, MIDDLE, LONG, LONG + "naïve 你好 [tool] <|turn|>"):

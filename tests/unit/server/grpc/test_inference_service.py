@@ -59,7 +59,7 @@ def service(engine: Any, info: ModelInfo, tokenizer: TextTokenizer) -> Inference
 
 
 def servicer(*speculation: str, draft_models: tuple[str, ...] = ()) -> InferenceServicer:
-    info = ModelInfo("m", "llama", "float32", "cpu", 100, 64, 8, (2,), speculation, draft_models=draft_models)
+    info = ModelInfo("m", "llama", "float32", "cpu", 600, 64, 8, (2,), speculation, draft_models=draft_models)
     return service(None, info, TextTokenizer(None))
 
 
