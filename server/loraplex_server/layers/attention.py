@@ -343,17 +343,19 @@ def describe_mask(mask_function: Any, device: torch.device | str = "cpu") -> Rea
     """
     far = 1 << 20
     places = (far, far - 1, far - 3)
+    keys = torch.arange(far + 2, device=device)
     try:
-        first = [_first_seen(mask_function, place, device) for place in places]
+        first = [_first_seen(mask_function, place, keys) for place in places]
         if not any(first):
             return Reach()
         windows = {place - seen + 1 for place, seen in zip(places, first, strict=True)}
         if len(windows) == 1:
             return Reach(window=windows.pop())
-        chunk = first[0] - _first_seen(mask_function, max(0, first[0] - 1), device) or far
+        chunk = first[0] - _first_seen(mask_function, max(0, first[0] - 1), keys) or far
         found = Reach(chunk=chunk)
         places = (*places, first[0], chunk - 1, chunk, 2 * chunk - 1, 3 * chunk)
-        seen = [_first_seen(mask_function, place, device) for place in places]
+        keys = torch.arange(max(places) + 2, device=device)
+        seen = [_first_seen(mask_function, place, keys) for place in places]
     except _NoReach as reason:
         return str(reason)
     return found if seen == found.first_keys(np.array(places)).tolist() else "a mask that is neither window nor chunks"
@@ -363,20 +365,21 @@ class _NoReach(Exception):
     """A mask that no reach describes."""
 
 
-def _first_seen(mask_function: Any, position: int, device: torch.device | str) -> int:
-    """The first key that a query at this position sees. Raises _NoReach where it does not see all from there on."""
-    kv = torch.arange(position + 2, device=device)
-    zero = torch.zeros((), dtype=torch.int64, device=device)
+def _first_seen(mask_function: Any, position: int, keys: Tensor) -> int:
+    """The first of the keys' positions that a query at this position sees. Raises _NoReach where it does not see all
+    from there on."""
+    kv = keys[: position + 2]
+    zero = keys[0]
     try:
-        allowed = mask_function(zero, zero, torch.tensor(position, device=device), kv)
+        allowed = mask_function(zero, zero, torch.tensor(position, device=keys.device), kv)
     except Exception as error:  # model-specific code
         if is_out_of_memory(error):
             raise
         raise _NoReach(f"a mask that cannot be evaluated ({type(error).__name__})") from error
     allowed = torch.as_tensor(allowed).expand(kv.shape)
-    seen = allowed.nonzero().flatten()
     if allowed[position + 1]:
         raise _NoReach("later tokens")
-    if not allowed[position] or int(seen[-1] - seen[0]) + 1 != seen.numel():
+    first = position + 1 - int(allowed.count_nonzero())
+    if first > position or not allowed[first:-1].all():
         raise _NoReach("a mask with holes")
-    return int(seen[0])
+    return first

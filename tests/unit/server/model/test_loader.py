@@ -358,10 +358,12 @@ def test_serving_builds_no_masks() -> None:
         (lambda _b, _h, q, kv: (kv <= q) & (kv // 64 == q // 64), Reach(chunk=64)),
         (lambda _b, _h, q, kv: (kv <= q) & (kv // 8192 == q // 8192), Reach(chunk=8192)),
         (lambda _b, _h, q, kv: (kv <= q) & (kv // 77 == q // 77), Reach(chunk=77)),
+        (lambda _b, _h, q, kv: (kv <= q) & (kv // 500_000 == q // 500_000), Reach(chunk=500_000)),
         (lambda _b, _h, q, kv: (kv <= q) & ((kv + 5) // 77 == (q + 5) // 77), "a mask that is neither window nor"),
         (lambda _b, _h, q, kv: (kv <= q) & (kv >= q // 2), "a mask that is neither window nor chunks"),
         (lambda _b, _h, q, kv: kv >= 0, "later tokens"),
         (lambda _b, _h, q, kv: (kv <= q) & (kv % 2 == q % 2), "a mask with holes"),
+        (lambda _b, _h, q, kv: kv < 0, "a mask with holes"),
     ],
 )
 def test_masks_are_told_apart(function: Any, found: object) -> None:
