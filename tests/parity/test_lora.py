@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +38,7 @@ from support.parity import NOT_SERVED
 from support.peft_files import RICH_SPECS, SPECS, LoraSpec, load_lora, save_adapter, save_initialised, save_variant
 from support.world import byte_tokenizer
 from support.zoo import LORA_FAMILIES, OWN_ATTENTION, SLOW_LORA, VOCAB_SIZE, random_model
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from loraplex_adapters.formats.peft_loftq import NF4, NF4_BLOCK
@@ -61,12 +63,28 @@ class World:
     """A base model, PEFT's models of all adapters, and a rig that holds adapter i in slot i."""
 
     base: PreTrainedModel
-    peft: list[PeftModel]
+    peft: Sequence[PeftModel]
     weights: list[AdapterWeights]
     rig: Rig
 
     def reference(self, adapter_idx: int | None) -> nn.Module:
         return self.base if adapter_idx is None else self.peft[adapter_idx]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where adapters are that several tests take."""
+    return tmp_path_factory.mktemp("adapters")
+
+
+@functools.lru_cache(maxsize=1)  # cases of one family stand together
+def saved_adapters(
+    root: Path, family: str, dtype: torch.dtype, specs: Sequence[LoraSpec]
+) -> tuple[PreTrainedModel, Path, list[PeftModel]]:
+    """A base model, and PEFT's models of adapters, whose files are in the folder beside it. Nobody changes them."""
+    base = make_dense(random_model(family, dtype))
+    folder = Path(tempfile.mkdtemp(dir=root))
+    return base, folder, [save_adapter(base, spec, folder / spec.name, seed) for seed, spec in enumerate(specs)]
 
 
 def make_world(
@@ -79,11 +97,10 @@ def make_world(
     joins: bool = False,
     specs: Sequence[LoraSpec] = SPECS,
 ) -> World:
-    base = make_dense(random_model(family, dtype))
-    peft = [save_adapter(base, spec, root / spec.name, seed) for seed, spec in enumerate(specs)]
+    base, folder, peft = saved_adapters(root, family, dtype, tuple(specs))
     loaded = adopt_model(copy.deepcopy(base), model_id=family, backend=PatchedBackend(merges=joins))
     targets = loaded.base_targets(max_rank=16)
-    weights = [load_lora(root, spec.name, targets) for spec in specs]
+    weights = [load_lora(folder, spec.name, targets) for spec in specs]
     rig = make_rig(loaded, ops=ops, seed=4, max_rows=max_rows, num_slots=len(specs))
     for slot, lora in enumerate(weights):
         rig.slots.install(slot, lora)
@@ -111,8 +128,8 @@ WAYS = (("reference", False), ("reference", True), ("cpu", False))
         for ops, joins in WAYS
     ],
 )
-def test_mixed_batch_equals_peft(family: str, ops: str, joins: bool, tmp_path: Path) -> None:
-    world = make_world(tmp_path, family, OPS[ops](), joins=joins)
+def test_mixed_batch_equals_peft(family: str, ops: str, joins: bool, root: Path) -> None:
+    world = make_world(root, family, OPS[ops](), joins=joins)
     check_mixed_batch(world, SPECS, TOLERANCE.get(family, 1e-9))
 
 
@@ -121,15 +138,22 @@ def check_mixed_batch(world: World, specs: Sequence[LoraSpec], tolerance: float 
     world.rig.run([job for _, job in jobs])
     for owner, job in jobs:
         name = "base" if owner is None else specs[owner].name
-        reference = world.reference(owner)
+        tokens, want, plain = expected(world.reference(owner), world.base, tuple(job.prompt))
         assert job.error is None, name
-        assert job.tokens == greedy(reference, job.prompt, NUM_TOKENS), name
-        want = dense_logits(reference, job.prompt, job.tokens)
+        assert job.tokens == tokens, name
         torch.testing.assert_close(
             world.rig.logits(job), want, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
         )
         if owner is not None:  # an adapter that changes nothing would prove nothing
-            assert not torch.allclose(want, dense_logits(world.base, job.prompt, job.tokens), atol=1e-3), name
+            assert not torch.allclose(want, plain, atol=1e-3), name
+
+
+@functools.lru_cache(maxsize=32)  # the cases of one family
+def expected(reference: nn.Module, base: nn.Module, prompt: Sequence[int]) -> tuple[list[int], Tensor, Tensor]:
+    """The text, its logits, and the base model's of the same text."""
+    tokens = greedy(reference, prompt, NUM_TOKENS)
+    want = dense_logits(reference, prompt, tokens)
+    return tokens, want, want if reference is base else dense_logits(base, prompt, tokens)
 
 
 def check_by_name(
@@ -155,10 +179,10 @@ def check_by_name(
         ),
     ],
 )
-def test_more_than_low_rank_terms_equals_peft(family: str, ops: str, joins: bool, tmp_path: Path) -> None:
+def test_more_than_low_rank_terms_equals_peft(family: str, ops: str, joins: bool, root: Path) -> None:
     """DoRA, biases and saved parameters in one batch with each other, plain LoRA and the base."""
     specs = [spec for spec in RICH_SPECS if spec.name != NOT_SERVED.get(family)]
-    world = make_world(tmp_path, family, OPS[ops](), joins=joins, specs=specs)
+    world = make_world(root, family, OPS[ops](), joins=joins, specs=specs)
     check_mixed_batch(world, specs, TOLERANCE.get(family, 1e-9))
 
 
@@ -496,9 +520,9 @@ def test_what_peft_writes_twice_or_ties(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_merged_weights_and_alone(family: str, tmp_path: Path) -> None:
+def test_merged_weights_and_alone(family: str, root: Path) -> None:
     """Logits are the same as PEFT's `merge_and_unload`, and the same as each request alone in the engine."""
-    world = make_world(tmp_path, family, CpuOps())
+    world = make_world(root, family, CpuOps())
     jobs = mixed_jobs(len(SPECS))
     world.rig.run([job for _, job in jobs])
     for owner, job in jobs:
@@ -515,9 +539,9 @@ def test_merged_weights_and_alone(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
-def test_float32(family: str, ops: str, tmp_path: Path) -> None:
+def test_float32(family: str, ops: str, root: Path) -> None:
     """Logits to 1e-4; a text may differ only where the reference's two best are closer than that."""
-    world = make_world(tmp_path, family, OPS[ops](), torch.float32)
+    world = make_world(root, family, OPS[ops](), torch.float32)
     jobs = mixed_jobs(len(SPECS))
     world.rig.run([job for _, job in jobs])
     for owner, job in jobs:
@@ -566,9 +590,9 @@ def test_tensors_of_several_pieces_equal_peft(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_rows_without_adapter_keep_every_bit(ops: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_rows_without_adapter_keep_every_bit(ops: str, dtype: torch.dtype, root: Path) -> None:
     """The rows are the same in the same places, beside neighbours with and without adapters."""
-    world = make_world(tmp_path, "qwen2", OPS[ops](), dtype)
+    world = make_world(root, "qwen2", OPS[ops](), dtype)
     prompts = random_prompts(6, VOCAB_SIZE, seed=8)
     same = [[*prompt, *([5] * 19)][:8] for prompt in prompts]  # one length: one order in the row
 
@@ -590,9 +614,9 @@ def test_rows_without_adapter_keep_every_bit(ops: str, dtype: torch.dtype, tmp_p
         assert not torch.equal(plain[i], mixed[i])
 
 
-def test_weighted_mixture_adds_up(tmp_path: Path) -> None:
+def test_weighted_mixture_adds_up(root: Path) -> None:
     """Two adapters on the same tokens: as if both had been merged with their weights."""
-    world = make_world(tmp_path, "llama", CpuOps())
+    world = make_world(root, "llama", CpuOps())
     uses = (AdapterUse(1, 0.5), AdapterUse(4, -1.25))
     job = Job(random_prompts(2, VOCAB_SIZE)[1], NUM_TOKENS, uses)
     world.rig.run([job, *(other for _, other in mixed_jobs(len(SPECS)))])
@@ -607,9 +631,9 @@ def test_weighted_mixture_adds_up(tmp_path: Path) -> None:
     torch.testing.assert_close(world.rig.logits(job), want, rtol=1e-9, atol=1e-9)
 
 
-def test_slots_change_hands(tmp_path: Path) -> None:
+def test_slots_change_hands(root: Path) -> None:
     """A slot that is cleared or filled anew leaves nothing of the adapter before."""
-    world = make_world(tmp_path, "llama", CpuOps())
+    world = make_world(root, "llama", CpuOps())
     prompt = random_prompts(2, VOCAB_SIZE)[1]
 
     def run(slot: int) -> list[int]:
@@ -631,14 +655,14 @@ def test_slots_change_hands(tmp_path: Path) -> None:
     assert all(module.num_installed == 0 for module in linears)
 
 
-def test_a_step_without_adapters_never_asks_the_ops(tmp_path: Path) -> None:
+def test_a_step_without_adapters_never_asks_the_ops(root: Path) -> None:
     class Forbidden(ReferenceOps):
         def prepare(self, *_: object, **__: object) -> object:  # type: ignore[override]
             raise AssertionError("no row has an adapter")
 
         apply = prepare  # type: ignore[assignment]
 
-    world = make_world(tmp_path, "llama", Forbidden())
+    world = make_world(root, "llama", Forbidden())
     job = Job(random_prompts(2, VOCAB_SIZE)[1], NUM_TOKENS)
     world.rig.run([job])
     assert job.tokens == greedy(world.base, job.prompt, NUM_TOKENS)

@@ -31,7 +31,7 @@ class LoraSpec:
     rank: int
     alpha: float
     targets: str = "all"  # all, attention, mlp, head, embedding
-    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+    fields: dict[str, Any] = field(default_factory=dict[str, Any], hash=False)
 
 
 SPECS = (
