@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from support.faults import PROPERTY, Fault, table
 from support.world import TinyWorld, make_world
 
@@ -16,7 +19,15 @@ from support.world import TinyWorld, make_world
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A refusal is what most tests of servers are about: clients hand it on at once, here and in other processes.
 os.environ.setdefault("LORAPLEX_RETRIES", "0")
+# PEFT fills in a template that it compiles each time, which takes as long as all else of a tiny adapter.
+PeftModel.create_or_update_model_card = lambda self, output_dir: (Path(output_dir) / "README.md").touch()
 COMPILERS = {name: os.environ.get(name) for name in ("CC", "CXX")}
+
+
+def pytest_collection_finish() -> None:
+    """Takes what was imported and collected out of later garbage collections, which would go through it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
