@@ -324,9 +324,17 @@ def test_adapters_come_and_go_while_others_run(isa: str, tmp_path: Path) -> None
 # --- weights in few bits ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gpt2", "phi3"])
-@pytest.mark.parametrize("form", [INT8, INT4], ids=["int8", "int4"])
+@pytest.mark.parametrize(
+    ("form", "family", "dtype"),
+    [
+        # Every family in both forms, each in one dtype, and in the other in the long suite.
+        pytest.param(form, family, DTYPES[(i + j + k) % 2], marks=pytest.mark.slow if k else ())
+        for i, form in enumerate((INT8, INT4))
+        for j, family in enumerate(("llama", "qwen2", "qwen3", "gemma2", "gpt2", "phi3"))
+        for k in range(2)
+    ],
+    ids=lambda value: getattr(value, "name", None) or str(value),
+)
 def test_few_bits_are_the_rounded_model(
     isa: str, form: WeightFormat, family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -354,9 +354,21 @@ def test_saved_norms_are_computed_in_the_stack(kernels: NativeKernels, dtype: to
     assert torch.equal(bits(bench.run(states.clone(), [Segment(0, 12, 1)])), unchanged)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("part", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
-@pytest.mark.parametrize("kind", ["weight", "gain", "rotation", "shared-rotation"])
+PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+OWN_KINDS = ("weight", "gain", "rotation", "shared-rotation")
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "dtype"),
+    [
+        # Every kind of every part in one dtype, and in the other in the long suite.
+        pytest.param(kind, part, DTYPES[(i + j + k) % 2], marks=pytest.mark.slow if k else ())
+        for i, kind in enumerate(OWN_KINDS)
+        for j, part in enumerate(PARTS)
+        for k in range(2)
+    ],
+    ids=str,
+)
 def test_own_products_are_computed_in_the_stack(
     kernels: NativeKernels, dtype: torch.dtype, part: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
