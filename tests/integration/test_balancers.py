@@ -162,8 +162,8 @@ def draining(router: Running) -> Iterator[None]:
 
 
 def in_a_drain() -> Iterator[float]:
-    """The time, until a drain's announcement has long been over."""
-    end_s = time.monotonic() + 6.0
+    """The time, until a drain's announcement (two seconds) has been over as long again."""
+    end_s = time.monotonic() + 4.0
     while (now_s := time.monotonic()) < end_s:
         yield now_s
         time.sleep(0.02)
