@@ -172,9 +172,10 @@ REFUSALS_INTRODUCTION = """
 ## Refusals
 
 `loraplex doctor --model DIR` says without the weights whether a model would be served, with which kernels and on which
-modules adapters may be, or why not. What the configuration tells is refused as it is at loading; then a tiny copy with
-random weights goes the whole way of loading. It exits with 0 for a model that would be served, 1 for one that is
-refused, 2 for a wrong command line and 3 where only loading can tell. An id of the Hub is asked for its configuration.
+modules adapters may be, or why not. What the configuration tells, and the tokenizer of a folder, is refused as it is at
+loading; then a tiny copy with random weights goes the whole way of loading. It exits with 0 for a model that would be
+served, 1 for one that is refused, 2 for a wrong command line and 3 where only loading can tell. An id of the Hub is
+asked for its configuration.
 
 Every causal language model of Transformers is swept over, as a tiny model with random weights
 (`tests/parity/test_sweep.py`): it equals `generate()` on texts that cross windows, chunks and the lengths at which

@@ -34,6 +34,7 @@ from loraplex_server.model.places import reaching_hub
 from loraplex_server.model.probe import TRIAL_RAISED
 from loraplex_server.model.refusals import refuse_class, refuse_config
 from loraplex_server.model.tiny import Widths, tiny_config
+from loraplex_server.text.tokenizer import TextTokenizer
 
 Verdict = Literal["served", "refused", "decided at load"]
 EXIT_CODES: Final[dict[Verdict, int]] = {"served": 0, "refused": 1, "decided at load": 3}
@@ -82,6 +83,8 @@ def examine_model(model: str, *, dtype: str = "auto", device: str = "auto") -> M
         report["family"] = config.model_type
         refuse_config(config, model)
         refuse_class(config, model)
+        if Path(served.base).is_dir():
+            TextTokenizer.from_pretrained(served.base)  # refused where it cannot be read
         _examine(config, served.base, chosen, backend, report)
     except UnsupportedModel as refusal:
         report["reason"] = refusal.message

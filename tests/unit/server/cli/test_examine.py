@@ -111,6 +111,13 @@ def test_reads_no_weights(tmp_path: Path) -> None:
     assert (report["verdict"], report["weights"]) == ("served", "1 files, 0.0 GB")
 
 
+def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x07")
+    report = examined(tf.LlamaConfig(**_SMALL, **_HEADS), tmp_path)
+    assert report["verdict"] == "refused"
+    assert "pip install sentencepiece" in report["reason"]
+
+
 def test_damaged_configurations_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[1")
     report = examine_model(str(tmp_path), device="cpu")
