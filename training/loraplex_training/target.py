@@ -98,9 +98,10 @@ class Target:
         return self.head.dtype
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The prompt's tokens. Raises NoChatTemplate, and InvalidArgument for messages that the template refuses."""
+        """The prompt's tokens. Raises NoChatTemplate, and InvalidArgument for messages that the template refuses or
+        for a token beyond the model's vocabulary."""
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
+            return self._known(self.tokenizer.encode(prompt))
         tools = prompt["tools"] or None
         own = self.templates.chat_for(has_tools=tools is not None)
         if not own and not self.tokenizer.chat_template:
@@ -112,7 +113,18 @@ class Target:
             raise InvalidArgument(
                 f"the chat template cannot render messages of --prompts: {error_line(error)}", field="--prompts"
             ) from error
-        return self.tokenizer.encode(made, add_special_tokens=False)
+        return self._known(self.tokenizer.encode(made, add_special_tokens=False))
+
+    def _known(self, ids: list[int]) -> list[int]:
+        """The ids, if the model has embeddings of them all. Raises InvalidArgument."""
+        num_known = self.model.get_input_embeddings().weight.shape[0]
+        if (largest := max(ids, default=0)) >= num_known:
+            name = self.tokenizer.convert_ids_to_tokens(largest)
+            raise InvalidArgument(
+                f"a prompt or text has the token {name!a} ({largest}), which the tokenizer has and the model has not: "
+                f"its vocabulary ends at {num_known - 1}; leave it out"
+            )
+        return ids
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Example]:

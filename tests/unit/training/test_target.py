@@ -189,6 +189,13 @@ def test_the_adapter_is_the_one_that_peft_loads(tiny_world: TinyWorld) -> None:
     assert not any(parameter.requires_grad for parameter in target.model.parameters())
 
 
+def test_tokens_that_the_model_does_not_know_are_refused(tiny_world: TinyWorld) -> None:
+    target = load(tiny_world)
+    target.tokenizer.add_tokens(["<|new|>"])
+    with pytest.raises(InvalidArgument, match=r"'<\|new\|>' \(\d+\), .* leave it out"):
+        target.encode("a<|new|>b")
+
+
 def test_messages_by_the_template_of_a_processor(tiny_world: TinyWorld, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_world.model, tmp_path / "model")
     (folder / "chat_template.json").write_text('{"chat_template": "[{{ messages[0].content }}]"}')
