@@ -163,6 +163,7 @@ those below are in the test suite, in float64 against the whole model's `generat
 - An image, a sound or a file in a message is refused by its type.
 - Of Qwen's Omni models, which speak as well, the thinker is served. Adapters fit that were trained on the thinker or on
   the whole model (`thinker.model.layers`).
+- BLIP-2, InstructBLIP, Kosmos-2 and IDEFICS take no text without an image, and are refused with that reason.
 
 | family | architecture | class | not loaded | text | LoRA | in company |
 |---|---|---|---|---|---|---|

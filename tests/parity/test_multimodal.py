@@ -195,3 +195,12 @@ def test_refuses_files_without_some_weights(tmp_path: Path) -> None:
     save_file({name: tensor for name, tensor in tensors.items() if name != missing}, path, {"format": "pt"})
     with pytest.raises(UnsupportedModel, match=r"lack 1 of the weights .*q_proj"):
         load_model(str(tmp_path), device="cpu")
+
+
+@pytest.mark.parametrize("family", ["blip-2", "instructblip", "kosmos-2", "idefics"])
+def test_refuses_what_takes_no_text_without_an_image(family: str, tmp_path: Path) -> None:
+    whole = whole_model(family)
+    with pytest.raises(UnsupportedModel) as caught:
+        load(whole, tmp_path)
+    sentence = f"{type(whole).__name__} takes no text without an image, and images are not served"
+    assert caught.value.message == f"{tmp_path} ({family}) cannot be served: {sentence}"

@@ -40,7 +40,7 @@ MORE: Final = (
     *("kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llava", "llava_next", "llava_next_video"),
     *("llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "moss_transcribe_diarize"),
     *("muse_glimmer", "nemotron_h_omni", "ovis2", "paddleocr_vl", "qianfan_ocr", "qwen2_5_omni_thinker"),
-    *("qwen3_5_moe", "qwen3_asr", "qwen3_omni_moe_thinker", "qwen3_vl_moe", "smolvlm", "step3p7"),
+    *("qwen2_audio", "qwen3_5_moe", "qwen3_asr", "qwen3_omni_moe_thinker", "qwen3_vl_moe", "smolvlm", "step3p7"),
     *("video_llava", "vipllava"),
 )
 _OF_MORE: Final[Mapping[str, Fields]] = {

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pickle import UnpicklingError
 from typing import Any, cast
 
+import torch
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -30,6 +31,8 @@ _IGNORED = "_keys_to_ignore_on_load_unexpected"  # of Transformers' classes: pat
 
 class AbsentPart(nn.Module):
     """Stands for a part of a model that is not loaded."""
+
+    device = torch.device("meta")  # Qwen2-Audio asks its tower for it with every text
 
     def __init__(self, path: str) -> None:
         super().__init__()
