@@ -48,7 +48,7 @@ models with random weights.
 Rotary embeddings of some models depend on a text's length: `longrope` has other frequencies for texts longer than
 `original_max_position_embeddings`, and dynamic NTK others for each length beyond `max_position_embeddings` (by default
 the context is that times `factor`). Each token is scaled by its own request's length, as `generate()` for that request
-alone does it. Phi-3's `generate()` computes a text anew when it grows past that length, so the server does too, once
+alone does it. Phi-3's `generate()` computes a text again when it grows past that length, so the server does too, once
 for each such text. Blocks of the prefix cache are shared where their keys are equal. Steps of these models run without
 CUDA graphs.
 

@@ -430,7 +430,7 @@ def _unwritable(error: OSError) -> Unavailable:
     log.warning("the adapter store cannot be written: %s", error)
     return Unavailable(
         f"the adapter store of this worker cannot be written ({error.strerror or 'input or output'}); try again later, "
-        "once its operator has mended the folder (--adapter-store) or started the worker anew",
+        "once its operator has mended the folder (--adapter-store) or started the worker again",
         resource="adapter store",
         retry_after_s=RETRY_FULL_S,
     )

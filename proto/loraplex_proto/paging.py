@@ -125,7 +125,7 @@ def last_of_page(query: ListQuery, token: str) -> str:
         after = check_adapter_ref(raw[_HEADER_BYTES:].decode("ascii"))
     except (ValueError, InvalidAdapterId) as error:
         raise InvalidArgument(
-            "`page_token` is not a token of this listing: send `next_page_token` as it came, or none to begin anew",
+            "`page_token` is not a token of this listing: send `next_page_token` as it came, or none to begin again",
             field="page_token",
         ) from error
     if raw[1:_HEADER_BYTES] != _checksum(query):

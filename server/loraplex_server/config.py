@@ -113,7 +113,7 @@ class AdaptersConfig:
     root: Path | None = option(None, "Directory of adapters: adapter NAME is the folder NAME in it.", "--adapters")
     watch: bool = _adapters(
         False,
-        "Load an adapter anew when its folder under --adapters is replaced, once its files stay as they are.",
+        "Load an adapter again when its folder under --adapters is replaced, once its files stay as they are.",
         "--watch-adapters",
     )
     hub: bool = _places(False, "Also fetch ids of the form org/name from the Hub.", "--hub-adapters")

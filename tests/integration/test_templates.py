@@ -245,6 +245,6 @@ async def test_a_prompt_made_for_another_version_is_refused() -> None:
     async with scripted_worker("x", FakeCache(), engine=engine) as worker, AsyncClient(worker.address) as client:
         stale = AdapterVersion("a", "0" * 64, None)
         worker.templates.version = AsyncMock(return_value=stale)  # type: ignore[method-assign]
-        with pytest.raises(LoraplexError, match="loaded anew") as caught:
+        with pytest.raises(LoraplexError, match="loaded again") as caught:
             await client.generate(**ASKED, adapter_id="a")
         assert caught.value.reason == "UNAVAILABLE"

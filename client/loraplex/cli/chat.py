@@ -35,7 +35,7 @@ _HELP: Final = {
     "/adapter": "/adapter NAME: answer with this adapter from now on; without a name, with the base model",
     "/speculation": "/speculation KIND[:NAME]: as --speculation; without a kind, the server's choice",
     "/history": "/history: show the messages so far",
-    "/reset": "/reset: begin anew",
+    "/reset": "/reset: begin again",
     "/help": "/help: show this",
     "/quit": "/quit: end; so does the end of the input",
 }
@@ -132,7 +132,7 @@ class Conversation:
                     _note(f"{one['role']}: {one.get('content') or ''}")
             case "/reset":
                 self._chat.reset()
-                _note("begun anew")
+                _note("begun again")
             case "/help":
                 for sentence in _HELP.values():
                     _note(sentence)

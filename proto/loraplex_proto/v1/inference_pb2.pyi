@@ -82,7 +82,7 @@ class GenerateRequest(google.protobuf.message.Message):
     """Of the tokenizer, such as a beginning-of-sequence token. With text only: a chat's are written by its template."""
     in_bucket: builtins.bool
     """true: adapter_id is a folder BUCKET/NAME of a bucket that the server reads (--s3-bucket), whatever other adapter has
-    that name. Not with hub. It is looked at anew as an access to the Hub is.
+    that name. Not with hub. It is looked at again as an access to the Hub is.
     """
     @property
     def token_ids(self) -> Global___TokenIds: ...
@@ -151,8 +151,8 @@ Global___GenerateRequest: typing_extensions.TypeAlias = GenerateRequest
 
 @typing.final
 class HubAccess(google.protobuf.message.Message):
-    """A caller's own access to a repository on the Hub, shown anew every few minutes (--hub-access-ttl). What it has fetched
-    serves this caller only: it has no name that others could ask for, and no listing shows it.
+    """A caller's own access to a repository on the Hub, shown again every few minutes (--hub-access-ttl). What it has
+    fetched serves this caller only: it has no name that others could ask for, and no listing shows it.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

@@ -226,7 +226,7 @@ def read_pickle(source: IO[bytes]) -> dict[str, Tensor]:
             raise Refused(what, is_unsafe=True) from None
         if f"operand {pickle.FRAME[0]}" in str(cause):  # with which those protocols begin
             raise Refused(
-                "is a pickle of protocol 4 or above, which cannot be read safely; write it anew with `torch.save` and "
+                "is a pickle of protocol 4 or above, which cannot be read safely; write it again with `torch.save` and "
                 "its own protocol, 2"
             ) from None
         raise Refused(f"is cut short, damaged, or holds more than tensors ({_first_line(cause)})") from None

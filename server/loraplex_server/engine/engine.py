@@ -569,7 +569,7 @@ def _check_version(request: Request, adapter_key: AdapterKey | None) -> None:
 
 def _other_version(request: Request) -> Unavailable:
     return Unavailable(
-        f"adapter {request.adapter_id!a} was loaded anew while its template made the prompt; send it again",
+        f"adapter {request.adapter_id!a} was loaded again while its template made the prompt; send it again",
         resource=request.adapter_id,
         retry_after_s=0.0,
     )

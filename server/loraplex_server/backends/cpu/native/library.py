@@ -283,13 +283,13 @@ def _open(path: Path, sources: Path, kernels: Mapping[str, Prototype]) -> Librar
         raise _Refused(f"not built; with a C++ compiler, {_HOW} builds it")
     # Before it is loaded, so that nothing of a stale library ever runs.
     if built_from(path) != present:
-        raise _Refused(f"built from other sources than those that are there; {_HOW} builds it anew")
+        raise _Refused(f"built from other sources than those that are there; {_HOW} builds it again")
     try:
         functions = ctypes.CDLL(str(path))
         _declare(functions, IDENTITY)
         version = functions.lp_abi_version()
         if version != ABI_VERSION:
-            raise _Refused(f"of version {version}, and this package is made for {ABI_VERSION}; {_HOW} builds it anew")
+            raise _Refused(f"of version {version}, and this package is made for {ABI_VERSION}; {_HOW} builds it again")
         _declare(functions, kernels)
     except (OSError, AttributeError) as error:  # a system library that is missing or too old; a function that is
         raise _Refused(f"does not load: {error}") from None

@@ -64,7 +64,7 @@ def test_stale(compiler: Compiler, sources: Path, tmp_path: Path) -> None:
     out = build.build(tmp_path / "out.so", sources=sources, compiler=compiler)
     (sources / "isa" / "probe.cpp").write_text("// the code has moved on\n")
     why = refused(load(out, sources, PROBES))
-    assert why == f"built from other sources than those that are there; {AGAIN} builds it anew"
+    assert why == f"built from other sources than those that are there; {AGAIN} builds it again"
     build.build(out, sources=sources, compiler=compiler)
     assert load(out, sources, {}).status.usable
 
@@ -82,7 +82,7 @@ def test_another_abi(compiler: Compiler, tmp_path: Path) -> None:
     sources = write_sources(tmp_path / "src", abi_version=ABI_VERSION + 1)
     out = build.build(tmp_path / "out.so", sources=sources, compiler=compiler)
     why = refused(load(out, sources, PROBES))
-    assert why == f"of version {ABI_VERSION + 1}, and this package is made for {ABI_VERSION}; {AGAIN} builds it anew"
+    assert why == f"of version {ABI_VERSION + 1}, and this package is made for {ABI_VERSION}; {AGAIN} builds it again"
 
 
 def test_a_function_that_is_not_there(compiler: Compiler, sources: Path, tmp_path: Path) -> None:
