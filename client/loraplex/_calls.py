@@ -364,6 +364,16 @@ _REMEDIES: Final = (
         "--client-cert)",
     ),
     (
+        "NO_COMMON_SIGNATURE_ALGORITHMS",
+        "it does not take the key of the client's certificate (--client-cert); use one that is RSA, P-256 or P-384, "
+        "for gRPC's servers take no P-521 and no Ed25519",
+    ),
+    (
+        "SSLV3_ALERT_HANDSHAKE_FAILURE",
+        "it has no key or no cipher that gRPC's clients take, which want a certificate whose key is RSA, P-256 or "
+        "P-384; give it one",
+    ),
+    (
         "Failed to create security handshaker",
         "gRPC cannot use the certificates that were given: Tls(root_certificates=...) (--ca-cert) takes certificates, "
         "no key, and the client's own certificate (--client-cert) goes with its own key (--client-key)",

@@ -68,6 +68,8 @@ _NO_SETTINGS = "Failed parsing HTTP/2 (Expected SETTINGS frame as the first fram
     ("words", "has_tls", "says"),
     [
         (f"{_HANDSHAKE}:CERTIFICATE_VERIFY_FAILED: certificate has expired: OK", True, "has expired"),
+        (f"{_HANDSHAKE}:NO_COMMON_SIGNATURE_ALGORITHMS: OK", True, "the key of the client's certificate"),
+        (f"{_HANDSHAKE}:SSLV3_ALERT_HANDSHAKE_FAILURE: OK", True, "want a certificate whose key is RSA, P-256 or"),
         (f"{_HANDSHAKE}:CERTIFICATE_VERIFY_FAILED: certificate is not yet valid: OK", True, "not valid yet"),
         (f"{_HANDSHAKE}:CERTIFICATE_VERIFY_FAILED: self signed certificate: OK", True, "vouches for its certificate"),
         ("Failed to create security handshaker.", True, "(--ca-cert) takes certificates, no key"),
