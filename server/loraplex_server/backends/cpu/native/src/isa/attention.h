@@ -22,14 +22,16 @@ template <class D, bool kSpecial>
 static float soften(float* scores, int64_t from, int64_t to, int64_t length, float softcap, const float* bias,
                     Softmax& row) {
   const Floats none = all(-__builtin_inff());
+  const bool changes = softcap != 0.0f || (kSpecial && bias != nullptr);
   Floats top = none;
   for (int64_t i = from & ~15; i < to; i += 16) {
     Floats s = load(scores + i);
-    if (softcap != 0.0f)
-      s = mul(tanh_ps(div(s, all(softcap))), all(softcap));
-    if (kSpecial && bias != nullptr) s = add(s, load(bias + i));
-    s = select(none, between(from, to, i), s);
-    store(scores + i, s);
+    if (changes || i < from || i + 16 > to) {
+      if (softcap != 0.0f) s = mul(tanh_ps(div(s, all(softcap))), all(softcap));
+      if (kSpecial && bias != nullptr) s = add(s, load(bias + i));
+      s = select(none, between(from, to, i), s);
+      store(scores + i, s);
+    }
     top = max(top, s);
   }
   float highest = largest(top);
@@ -37,16 +39,16 @@ static float soften(float* scores, int64_t from, int64_t to, int64_t length, flo
   // Before the first block that counts nothing has been added up.
   const float shrinks = row.top == highest ? 1.0f : largest(exp_ps(all(row.top - highest)));
   const Floats peak = all(highest);
+  const bool nothing = highest == -__builtin_inff();  // but for NaN, which a maximum may lose
   Floats total = zeros();
   auto* weights = (typename Multiplied<D>::T*)scores;  // none reaches a score that is still read
   int64_t i = 0;
   for (; i < (from & ~15); i += 16) store(weights + i, zeros());
   for (; i < to; i += 16) {
     const Floats s = load(scores + i);
-    Floats e = select(exp_ps(sub(s, peak)), equals(s, none), zeros());
-    e = select(e, is_nan(s), s);
+    const Floats e = nothing ? select(zeros(), is_nan(s), s) : exp_ps(sub(s, peak));
     store(weights + i, e);
-    total = add(total, e);  // keeps NaN, which a maximum may lose
+    total = add(total, e);  // keeps NaN
   }
   for (; i < length; i += 16) store(weights + i, zeros());
   row.top = highest;

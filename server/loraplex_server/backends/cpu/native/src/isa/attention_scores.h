@@ -45,10 +45,11 @@ static inline void score_rows(const bf16* q, int dim, const bf16* keys, Floats s
   for (int i = 0; i < dim; i += 4, keys += 4 * kKeys) {
     const Words one = load_words(keys), other = load_words(keys + 2 * kKeys);
     for (int r = 0; r < M; r++) {
-      int32_t pairs[2];
-      __builtin_memcpy(pairs, q + r * dim + i, 8);
-      even[r] = dot_pairs(even[r], one, all_words(pairs[0]));
-      odd[r] = dot_pairs(odd[r], other, all_words(pairs[1]));
+      int32_t first, second;  // read apart: memory fills a vector, which a half of another register does not as fast
+      __builtin_memcpy(&first, q + r * dim + i, 4);
+      __builtin_memcpy(&second, q + r * dim + i + 2, 4);
+      even[r] = dot_pairs(even[r], one, all_words(first));
+      odd[r] = dot_pairs(odd[r], other, all_words(second));
     }
   }
   for (int r = 0; r < M; r++) store(scores + r * stride, mul(add(even[r], odd[r]), scaling));
