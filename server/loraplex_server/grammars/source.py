@@ -35,6 +35,8 @@ _OPTIONS: Final[Mapping[str, Any]] = {
 }
 _SPACED: Final = {"item_separator": ", ?", "key_separator": ": ?"}
 _COMPACT: Final = {"item_separator": ",", "key_separator": ":"}
+# A schema's own separators that hold instead: guidance writes them, and reads no other text.
+_OWN: Final[Mapping[str, tuple[str, ...]]] = {"item_separator": (",", ", "), "key_separator": (":", ": ")}
 
 # Length and keywords of schemas that take at most 0.5 s to compile, as measured with adversarial ones.
 MAX_SIMPLE_CHARS: Final = 1 << 14
@@ -234,7 +236,7 @@ def _checked(schema: dict[str, Any], compact: bool, field: str) -> tuple[str, li
                 part["pattern"] = quotable(part["pattern"])
             if isinstance(part.get("patternProperties"), dict):
                 part["patternProperties"] = {quotable(key): one for key, one in part["patternProperties"].items()}
-        given = json.dumps({**schema, "x-guidance": _options(compact)})
+        given = json.dumps({**schema, "x-guidance": _options(compact, schema.get("x-guidance"))})
         LLMatcher.grammar_from_json_schema(given)
     except RecursionError as error:
         raise _refused(field, "nested too deeply") from error
@@ -243,8 +245,13 @@ def _checked(schema: dict[str, Any], compact: bool, field: str) -> tuple[str, li
     return given, parts
 
 
-def _options(compact: bool) -> dict[str, Any]:
-    return {**_OPTIONS, **(_COMPACT if compact else _SPACED)}
+def _options(compact: bool, given: Any) -> dict[str, Any]:
+    """Our options, with the separators of those that the schema gives itself."""
+    if compact:
+        return {**_OPTIONS, **_COMPACT}
+    asked = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    own = {name: asked[name] for name, allowed in _OWN.items() if asked.get(name) in allowed}
+    return {**_OPTIONS, **_SPACED, **own}
 
 
 def _drop_idle(schema: dict[str, Any]) -> None:

@@ -91,9 +91,27 @@ def test_texts_follow_many_generated_schemas(grammars: Compiler) -> None:
     assert sum(check(grammars, seed) for seed in range(1000, 5000)) > 3000
 
 
-def fits(grammars: Compiler, schema: Mapping[str, object], text: str) -> bool:
-    matcher = grammars.compile(source.json_schema(json.dumps(schema), compact=True)).copy()
+def fits(grammars: Compiler, schema: Mapping[str, object], text: str, *, compact: bool = True) -> bool:
+    matcher = grammars.compile(source.json_schema(json.dumps(schema), compact=compact)).copy()
     return matcher.inner.try_consume_tokens(ids(text)) == len(ids(text)) and matcher.inner.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("given", "fitting"),
+    [
+        ({"item_separator": ", ", "key_separator": ": "}, "B"),  # as guidance writes them
+        ({"item_separator": ",", "key_separator": ":"}, "A"),
+        ({"item_separator": r"\s*,\s*", "key_separator": ["x"], "whitespace_flexible": True}, "AB"),
+        ({"key_separator": ": "}, "B"),
+        (None, "AB"),
+    ],
+)
+def test_separators_are_those_that_the_schema_gives(grammars: Compiler, given: object, fitting: str) -> None:
+    schema = {"properties": {"a": {"type": "null"}, "b": {"type": "null"}}, "required": ["a", "b"]}
+    schema |= {"additionalProperties": False, "x-guidance": given}
+    texts = {"A": '{"a":null,"b":null}', "B": '{"a": null, "b": null}', "C": '{"a" : null ,"b": null}'}
+    assert "".join(name for name, text in texts.items() if fits(grammars, schema, text, compact=False)) == fitting
+    assert "".join(name for name, text in texts.items() if fits(grammars, schema, text)) == "A"
 
 
 @pytest.mark.parametrize(
