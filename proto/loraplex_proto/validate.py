@@ -685,7 +685,7 @@ def check_prompt_length(
     if num_prompt_tokens > limits.max_context_tokens - makes_tokens:
         at_least = ", at least one of them new" if makes_tokens else ""
         raise ContextLengthExceeded(
-            f"the prompt has {num_prompt_tokens} tokens; this model's context holds {limits.max_context_tokens}"
-            f"{at_least}: shorten the prompt",
+            f"the prompt is too long: this model's maximum context length is {limits.max_context_tokens} tokens"
+            f"{at_least}, and the prompt has {num_prompt_tokens} tokens; shorten it",
             field=field,
         )

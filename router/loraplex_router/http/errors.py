@@ -41,6 +41,7 @@ _BY_CODE: Final[Mapping[Code, tuple[int, str, str]]] = {
 }
 _INTERNAL: Final = (500, "server_error", "internal_error")
 _OLD_WORKERS: Final = (501, "server_error", "not_implemented")
+_CONTEXT_WORDS: Final = "maximum context length"  # clients look for them, and cut the prompt
 
 
 def with_names_of(error: LoraplexError, scope: Scope) -> LoraplexError:
@@ -112,9 +113,9 @@ def error_object(error: LoraplexError) -> dict[str, Any]:
     _, kind, code = _row_of(error)
     message = error.message
     if isinstance(error, ContextLengthExceeded):
-        # Clients look for these words.
         code = "context_length_exceeded"
-        message = f"{message} (over this model's maximum context length)"
+        if _CONTEXT_WORDS not in message:  # of a cache that is too small, or of an older worker
+            message = f"{message} (over this model's {_CONTEXT_WORDS})"
     elif isinstance(error, MessageTooLarge):
         kind, code = "invalid_request_error", "request_too_large"
     if isinstance(error, QuotaExceeded):

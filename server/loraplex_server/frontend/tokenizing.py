@@ -261,8 +261,9 @@ class Tokenizing:
         num_tokens = -(-num_bytes // self._bytes_per_token)
         if num_tokens >= self.limits.max_context_tokens:
             raise ContextLengthExceeded(
-                f"the prompt has {num_bytes} bytes of text, which are {num_tokens} tokens at least; this model's "
-                f"context holds {self.limits.max_context_tokens}, at least one of them new: shorten the prompt",
+                f"the prompt is too long: this model's maximum context length is {self.limits.max_context_tokens} "
+                f"tokens, at least one of them new, and the prompt has {num_bytes} bytes of text, which are "
+                f"{num_tokens} tokens at least; shorten it",
                 field="input",
             )
 

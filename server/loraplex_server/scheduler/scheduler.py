@@ -173,8 +173,8 @@ class Scheduler:
         num_kv_tokens = self._blocks.num_blocks * self._blocks.block_size
         if num_prompt_tokens > num_kv_tokens:
             raise ContextLengthExceeded(
-                f"the prompt has {num_prompt_tokens} tokens and this server's whole KV cache {num_kv_tokens}; shorten "
-                "the prompt, or start the server with more KV memory",
+                f"the prompt is too long: it has {num_prompt_tokens} tokens and this server's whole KV cache "
+                f"{num_kv_tokens}; shorten it, or start the server with more KV memory",
                 field="input",
                 resource="kv_cache",
             )

@@ -10,6 +10,7 @@ import pytest
 from loraplex_contracts import errors
 from loraplex_contracts.errors import LoraplexError
 from loraplex_proto.v1 import inference_pb2
+from loraplex_proto.validate import ModelLimits, check_prompt_length
 from loraplex_router.http.errors import (
     error_headers,
     error_object,
@@ -116,6 +117,15 @@ def test_headers_say_when_to_try_again() -> None:
     assert error_headers(errors.Overloaded("x", retry_after_s=1.2)) == {"retry-after": "2", "retry-after-ms": "1200"}
     assert error_headers(errors.Internal("x")) == {"x-should-retry": "false"}
     assert error_headers(errors.Unauthenticated("x")) == {"www-authenticate": "Bearer"}
+
+
+def test_long_prompts_are_told_in_words_that_clients_look_for() -> None:
+    with pytest.raises(errors.ContextLengthExceeded) as raised:
+        check_prompt_length(33, ModelLimits(vocab_size=100, max_context_tokens=32))
+    assert error_object(raised.value)["error"]["message"] == (
+        "the prompt is too long: this model's maximum context length is 32 tokens, at least one of them new, and the "
+        "prompt has 33 tokens; shorten it"
+    )
     assert "maximum context length" in error_object(errors.ContextLengthExceeded("x"))["error"]["message"]
 
 
