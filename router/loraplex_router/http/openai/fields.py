@@ -67,7 +67,6 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "modalities": ((["text"],), "answers are text"),
     "audio": ((), "answers are text"),
     "web_search_options": ((), "nothing is searched"),
-    "prediction": ((), "use `speculation`"),
     "watermark": ((False,), "texts have no watermark"),
     "watermarking": ((False,), "texts have no watermark"),
     "repetition_detection": ((), "use `stop` or `max_tokens`"),

@@ -172,6 +172,10 @@ def test_fields_that_would_change_the_answer_are_refused_by_name(name: str) -> N
         assert completion(**{name: neutral}).ignored == ()
 
 
+def test_a_prediction_is_ignored_by_name() -> None:
+    assert chat(prediction={"type": "content", "content": "hi"}).ignored == ("prediction",)
+
+
 def test_unknown_fields_are_named_fit_for_a_header() -> None:
     assert completion(foo=1, user="me").ignored == ("foo",)
     (name,) = completion(**{"a\r\nset-cookie: x,y" + "z" * 99: 1}).ignored
