@@ -33,6 +33,8 @@ _STATE: Final[Mapping[str, tuple[Any, ...]]] = {
     "n": (1,),
 }
 _LOGPROBS: Final = "message.output_text.logprobs"
+_SEND_ALL: Final = "nothing is kept here: set `store` to false in the client, and send the items themselves"
+_EARLIER: Final = ("previous_response_id", "conversation")  # they stand for the items of earlier answers
 # Kinds of parts, and their key that has the text.
 _TEXT_PARTS: Final = {
     **dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), "text"),
@@ -83,7 +85,8 @@ def chat_request(body: ResponsesRequest) -> ChatCompletionRequest:
     fields = body.extras()
     for name, neutral in _STATE.items():
         if name in fields and fields.pop(name) not in neutral:
-            raise Unimplemented(f"`{name}` is not available: one answer is made, and none is kept", field=name)
+            instead = _SEND_ALL if name in _EARLIER else "one answer is made, and none is kept"
+            raise Unimplemented(f"`{name}` is not available: {instead}", field=name)
     own: dict[str, Any] = {"model": body.model, "stream": body.stream, "messages": list(_messages(body))}
     own["max_completion_tokens"] = body.max_output_tokens
     if _LOGPROBS in (body.include or ()) or body.top_logprobs:
@@ -170,7 +173,7 @@ def _messages(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
 def _instead_of(kind: Any) -> str:
     """Advice for an item of a kind that is not available: the thing to send in its place."""
     if kind == "item_reference":
-        return "nothing is kept here: set `store` to false in the client, and send the items themselves"
+        return _SEND_ALL
     return "it is not available, send messages, reasoning and calls of functions"
 
 

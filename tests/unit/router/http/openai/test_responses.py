@@ -136,6 +136,12 @@ def test_an_item_that_is_not_available_is_told_with_what_to_do(kind: str, told: 
         job_of(request(input=[{"role": "user", "content": "hi"}, {"type": kind, "id": "x"}]))
 
 
+@pytest.mark.parametrize("name", ["previous_response_id", "conversation"])
+def test_fields_that_stand_for_earlier_answers_are_told_with_what_to_do(name: str) -> None:
+    with pytest.raises(Unimplemented, match=f"`{name}` is not available: .* set `store` to false in the client"):
+        job_of(request(**{name: "x"}))
+
+
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
