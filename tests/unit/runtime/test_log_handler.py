@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import subprocess
@@ -88,6 +89,63 @@ def test_what_cannot_be_written_as_utf8(pipe: tuple[int, int]) -> None:
     log.info("half a \ud83d pair")
     handler.flush()
     assert os.read(pipe[0], PIPE_BYTES) == b"half a \\ud83d pair\n"
+
+
+SAYS = """
+import logging, sys
+from loraplex_runtime.logs import setup_logging
+setup_logging()
+for _ in range(3000):
+    logging.info(sys.argv[1] * 299)
+"""
+
+
+def test_processes_that_share_a_pipe_do_not_cut_each_others_lines(pipe: tuple[int, int]) -> None:
+    """The reader is slower than they are, so that the pipe is full and each write waits in it."""
+    reader, writer = pipe
+    processes = [subprocess.Popen([sys.executable, "-c", SAYS, letter], stderr=writer) for letter in "abc"]
+    os.close(writer)
+    found = b""
+    while data := os.read(reader, PIPE_BYTES // 4):
+        found += data
+        time.sleep(0.002)
+    assert [process.wait(20) for process in processes] == [0, 0, 0]
+    lines = found.splitlines()
+    assert len(lines) == 9000
+    assert {line.rpartition(b" ")[2] for line in lines} == {letter * 299 for letter in (b"a", b"b", b"c")}
+
+
+def test_a_line_that_is_larger_than_a_pipe(pipe: tuple[int, int]) -> None:
+    log, _ = logger_to(pipe[1])
+    log.info("before")
+    log.info("y" * 2 * PIPE_BYTES)
+    log.info("last")
+    assert read_lines(pipe[0], "last") == ["before", "y" * 2 * PIPE_BYTES, "last"]
+
+
+def test_lines_that_find_no_room_on_the_disk_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, room = bytearray(), 250
+
+    def write(_: int, data: bytes) -> int:
+        if len(disk) >= room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        part = data[: room - len(disk)]
+        disk.extend(part)
+        return len(part)
+
+    monkeypatch.setattr(log_handler.os, "write", write)
+    log, handler = logger_to(-1)
+    for _ in range(5):
+        log.info(LINE)
+        handler.flush()
+    room = 10_000
+    log.info("there is room again")
+    handler.flush()
+    whole, also_whole, half, told, last = disk.decode().splitlines()
+    assert whole == also_whole == LINE
+    assert half == LINE[:50]
+    assert told == "up to 3 log lines could not be written: No space left on device"
+    assert last == "there is room again"
 
 
 SAYS_AND_ENDS = """
