@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from loraplex_proto.v1 import inference_pb2, worker_pb2
-from loraplex_router.replicas import ASSUMED_CONTEXT_TOKENS, REPORT_LAG_S, Replicas
+from loraplex_router.replicas import ASSUMED_CONTEXT_TOKENS, REPORT_LAG_S, Replicas, WorkersCollector
 
 A, B = "a:1", "b:1"
 
@@ -332,3 +333,19 @@ def test_names_are_sorted_anew_only_when_they_change() -> None:
     replicas.on_report("a", report(w=2), 3.0)
     replicas.forget("b")
     assert replicas.adapter_names() == ["w"]
+
+
+def test_base_models_are_counted_over_the_workers_that_take_requests() -> None:
+    registry, replicas = CollectorRegistry(), Replicas(["a", "b", "c", "not heard of"])
+    WorkersCollector(registry, replicas)
+    for worker, model in (("a", "base"), ("b", "base"), ("c", "another")):
+        replicas.on_info(worker, inference_pb2.GetInfoResponse(model_id=model, dtype="bfloat16"))
+        replicas.on_report(worker, report(), 0.0)
+
+    def counted() -> dict[str, float]:
+        (family,) = [one for one in registry.collect() if one.name == "loraplex:router_models"]
+        return {sample.labels["model"]: sample.value for sample in family.samples}
+
+    assert counted() == {"base": 2, "another": 1}
+    replicas.on_report("c", report(draining=True), 1.0)
+    assert counted() == {"base": 2}
