@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import shutil
@@ -209,3 +210,27 @@ def test_a_router_that_drains_costs_no_http_request(balancer: str, tmp_path: Pat
             body = {"prompt": "hello", "max_tokens": 2}
             statuses = Counter(http.post("/v1/completions", json=body).status_code for _ in in_a_drain())
     assert set(statuses) == {200}, statuses
+
+
+@BALANCERS
+async def test_a_frozen_router_gets_few_http_requests(balancer: str, tmp_path: Path, worker: Running) -> None:
+    """HAProxy's checks notice it; with nginx those that wait there keep others from it."""
+    with (
+        two_routers(worker) as (routers, addresses),
+        balancing(balancer, tmp_path, documented(balancer), addresses) as address,
+    ):
+        async with httpx2.AsyncClient(base_url=f"http://{address}", timeout=60, trust_env=False) as http:
+            body = {"prompt": "hello", "max_tokens": 2}
+            assert (await http.post("/v1/completions", json=body)).status_code == 200
+            routers[0].process.send_signal(signal.SIGSTOP)
+            try:
+                sent: list[asyncio.Task[httpx2.Response]] = []
+                for _ in range(40):
+                    sent.append(asyncio.ensure_future(http.post("/v1/completions", json=body)))
+                    await asyncio.sleep(0.15)
+                answered, waiting = await asyncio.wait(sent, timeout=2)
+            finally:
+                routers[0].process.send_signal(signal.SIGCONT)
+            assert {one.result().status_code for one in answered} == {200}
+            assert len(waiting) <= 10, f"{len(waiting)} of 40 are at the router that is frozen"
+            assert {one.result().status_code for one in (await asyncio.wait(sent))[0]} == {200}
