@@ -171,8 +171,8 @@ class Tokenizing:
 
     def _known(self, ids: Sequence[int]) -> Sequence[int]:
         """The ids of a prompt, if the model has embeddings of them all. Raises InvalidArgument."""
-        found = next((token_id for token_id in ids if token_id in self._beyond), None) if self._beyond else None
-        if found is not None:
+        if beyond := self._beyond.intersection(ids):
+            found = min(beyond)
             name = self.tokenizer.token_text(found)
             raise InvalidArgument(
                 f"the prompt has the token {name!a} ({found}), which the tokenizer has and the model has not: its "

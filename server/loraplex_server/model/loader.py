@@ -265,7 +265,7 @@ def eos_token_ids_of(model: PreTrainedModel) -> tuple[int, ...]:
                 f"{model.config.name_or_path} cannot be served: its `eos_token_id` has {stranger[0]!r:.40}, which is "
                 "no token id; write an integer or a list of integers"
             )
-        return tuple(one for one in ids if one >= 0)  # -1 stands for none
+        return tuple(one for one in ids if 0 <= one < 1 << 31)  # -1 stands for none
     return ()
 
 
@@ -282,7 +282,7 @@ def generation_defaults(model: PreTrainedModel) -> dict[str, float]:
     usable = {name: value for name, value in found.items() if value >= 0 and SAMPLING_OPTIONS[name].is_ok(value)}
     for name in found.keys() - usable.keys():
         log.warning("the generation config has %s = %s, which cannot be used: the default holds", name, found[name])
-    if others := [name for name, idle in _NOT_APPLIED.items() if said.get(name, idle) not in (idle, None)]:
+    if others := [name for name, idle in _NOT_APPLIED.items() if said.get(name, idle) not in (idle, None, 0, [])]:
         log.warning("the generation config has %s, which a server does not apply", ", ".join(others))
     return usable
 

@@ -16,6 +16,7 @@ from typing import Any, Final, cast
 # DeepSeek V3's and R1's ask so for messages that are calls alone, and leave the calls of others out.
 _ASKS_FOR_NONE: Final = re.compile(r"content\W{0,3}\s+is\s+none\b")
 _TRIAL: Final = "zqxj"  # a content that no template has in its own text
+MAX_TRIED_ARGUMENT: Final = 256  # characters: longer ones of requests are not kept
 
 
 def rendered(template: str, given: Mapping[str, Any]) -> str:
@@ -40,9 +41,10 @@ def rendered(template: str, given: Mapping[str, Any]) -> str:
         for message in messages[:-1] if goes_on else messages:
             if message.get("tool_calls") and not message.get("content"):
                 message["content"] = None
-    texts = ((name, value) for name, value in given["arguments"].items() if isinstance(value, str))
+    arguments = given["arguments"].items()
+    texts = ((name, value) for name, value in arguments if isinstance(value, str) and len(value) <= MAX_TRIED_ARGUMENT)
     if _reads_parts(template, frozenset(texts)):
-        messages = [_in_parts(message) for message in messages]
+        messages = _with_parts(messages, render)
     try:
         return render([messages])[0][0]
     except (MemoryError, ImportError, TemplateSyntaxError):  # of no message
@@ -53,6 +55,21 @@ def rendered(template: str, given: Mapping[str, Any]) -> str:
             with contextlib.suppress(Exception):
                 return render([with_texts])[0][0]
         raise
+
+
+def _with_parts(messages: Sequence[dict[str, Any]], render: Any) -> list[dict[str, Any]]:
+    """Messages with their texts as parts, but for roles whose parts the template would write out as Python does."""
+    in_parts = [_in_parts(message) for message in messages]
+    try:
+        text: str = render([in_parts])[0][0]
+    except Exception:
+        return in_parts  # the caller renders them again, and says what is wrong
+    written = {
+        message.get("role") for message in in_parts if message.get("content") and str(message["content"]) in text
+    }
+    return [
+        message if message.get("role") in written else other for message, other in zip(messages, in_parts, strict=True)
+    ]
 
 
 @lru_cache(maxsize=64)

@@ -138,13 +138,16 @@ def _unreadable(error: Exception) -> str:
     """The reason that a tokenizer cannot be read, in one line."""
     reason = str(error).strip().split("\n", 1)[0]
     if "custom code" in reason:
-        return "it is code beside the checkpoint, which is never run here; give the checkpoint a tokenizer.json"
+        return (
+            "it is code beside the checkpoint, which is never run here; give the checkpoint a tokenizer.json, and take "
+            "`auto_map` out of its tokenizer_config.json"
+        )
     if any(package in reason.lower() for package in ("sentencepiece", "tiktoken")):
         return (
             "reading its files takes another package: pip install sentencepiece (tiktoken for a tiktoken.model), or "
             "give the checkpoint a tokenizer.json"
         )
-    return reason
+    return "it has no file that a tokenizer can be read from" if reason.endswith(":") else reason
 
 
 def processor_template(model: str, revision: str | None = None) -> str | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from loraplex_server.text import chat_template
 from loraplex_server.text.chat_template import rendered
 
 VALUE: dict[str, Any] = {"city": "Gänt", "days": [1, 2.0]}
@@ -81,6 +82,21 @@ def test_a_template_that_reads_parts_alone_gets_parts(template: str) -> None:
     answer = {"role": "assistant", "content": "b"}
     assert text(template, answer, **given) == f"{begin}[a][b]"
     assert text(template, answer, continue_final_message=True, **given) == f"{begin}[a][b"
+
+
+def test_roles_whose_content_is_written_out_keep_texts() -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% else %}"
+        "{% for c in m.content %}[{{ c.text }}]{% endfor %}{% endif %}{% endfor %}"
+    )
+    assert text(template, {"role": "system", "content": "s"}) == "[a]s"
+
+
+def test_long_arguments_are_not_kept() -> None:
+    chat_template._reads_parts.cache_clear()
+    for letter in "ab":
+        text(BY_TEXT, arguments={"of_a_request": letter * (chat_template.MAX_TRIED_ARGUMENT + 1)})
+    assert chat_template._reads_parts.cache_info().currsize == 1
 
 
 @pytest.mark.parametrize(

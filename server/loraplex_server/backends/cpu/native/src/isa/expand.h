@@ -157,6 +157,12 @@ static const int kRowsAsTheyLie = 2;
 #else
 static const int kRowsAsTheyLie = 0;
 #endif
+// Their number of ranks is a multiple of this one.
+#ifdef LP_FAST_PAIRS
+static const int kLyingRanks = 1;
+#else
+static const int kLyingRanks = 8;
+#endif
 
 #ifdef LP_FAST_PAIRS
 // A row's inner products: first terms, and how much further the second ones are.
@@ -284,7 +290,7 @@ static inline void expand_part(const typename Inner::T* h, int64_t h_stride, int
       store(at, adds ? add(load(at), sums) : sums);
     };
 #if defined(LP_FAST_PAIRS) || defined(LP_EXPANDS_LYING)
-    if (m <= kRowsAsTheyLie && rank % 8 == 0) {
+    if (m <= kRowsAsTheyLie && rank % kLyingRanks == 0) {
       const Inner rows[2] = {inner(0), inner(m - 1)};
       Floats sums[2];
       m == 1 ? lying_sums<Rank, 1>(block, stride, rank, rows, sums) : lying_sums<Rank, 2>(block, stride, rank, rows, sums);
@@ -299,7 +305,7 @@ static inline void expand_part(const typename Inner::T* h, int64_t h_stride, int
 }
 
 template <class... Rest>
-static inline void expand_even(const typename Inner::T* h, int64_t h_stride, int m, const bf16* b, int64_t stride, int rank,
+static inline void expand_by_rank(const typename Inner::T* h, int64_t h_stride, int m, const bf16* b, int64_t stride, int rank,
                                Rest... rest) {
   switch (stride == rank ? rank : 0) {
     case 8: expand_part<8>(h, h_stride, m, b, 8, 8, rest...); break;
@@ -310,24 +316,28 @@ static inline void expand_even(const typename Inner::T* h, int64_t h_stride, int
   }
 }
 
-// The same of any number of ranks and of up to 16 outputs: what lacks is zeros.
+// The same of any number of ranks and outputs: what lacks is zeros.
 static void expand_filled(const Inner::T* h, int64_t h_stride, int m, const bf16* b, int64_t stride, int rank, int num_outputs,
-                          bool adds, float* c, int64_t c_stride) {
+                          bool adds, float* c, int64_t c_stride, int64_t c_panel) {
   const int kFilled = 32;  // rows at once
-  alignas(64) Inner::T terms[kFilled * Inner::per_row * kSumRanks] = {};
-  alignas(64) bf16 factors[16 * kSumRanks] = {};
+  alignas(64) Inner::T terms[kFilled * Inner::per_row * kSumRanks];
+  alignas(64) bf16 factors[16 * kSumRanks];
   alignas(64) float sums[kFilled * 16];
-  const Part outputs = first(num_outputs);
-  for (int o = 0; o < num_outputs; o++)
-    for (int r = 0; r < rank; r++) factors[o * kSumRanks + r] = b[o * stride + r];
+  const int whole = num_outputs / 16 * 16, filled = rank + rank % 2;
+  for (int o = whole; o < whole + 16 && whole < num_outputs; o++)
+    for (int r = 0; r < filled; r++) factors[(o - whole) * kSumRanks + r] = o < num_outputs && r < rank ? b[o * stride + r] : 0;
+  const Part outputs = first(num_outputs - whole);
   for (int row = 0; row < m; row += kFilled, h += kFilled * Inner::per_row * h_stride, c += kFilled * c_stride) {
     const int rows = m - row < kFilled ? m - row : kFilled;
     for (int i = 0; i < rows * Inner::per_row; i++)
-      for (int r = 0; r < rank; r++) terms[i * kSumRanks + r] = h[i * h_stride + r];
-    expand_part<0>(terms, kSumRanks, rows, factors, kSumRanks, rank + rank % 2, 16, false, sums, 16, 16);
+      for (int r = 0; r < filled; r++) terms[i * kSumRanks + r] = r < rank ? h[i * h_stride + r] : 0;
+    if (whole > 0) expand_part<0>(terms, kSumRanks, rows, b, stride, rank, whole, adds, c, c_stride, c_panel);
+    if (whole == num_outputs) continue;
+    expand_part<0>(terms, kSumRanks, rows, factors, kSumRanks, filled, 16, false, sums, 16, 16);
     for (int i = 0; i < rows; i++) {
+      float* to = c + i * c_stride + whole / 16 * c_panel;
       const Floats update = load_aligned(sums + 16 * i);
-      store(c + i * c_stride, adds ? add(load(c + i * c_stride, outputs), update) : update, outputs);
+      store(to, adds ? add(load(to, outputs), update) : update, outputs);
     }
   }
 }
@@ -335,11 +345,13 @@ static void expand_filled(const Inner::T* h, int64_t h_stride, int m, const bf16
 static void expand_pairs(const Inner::T* h, int64_t h_stride, int m, const bf16* b, int rank, int num_outputs, bool adds, float* c,
                          int64_t c_stride, int64_t c_panel) {
   for (int at = 0; at < rank; at += kSumRanks, adds = true) {
-    const int ranks = rank - at < kSumRanks ? rank - at : kSumRanks, whole = ranks % 2 == 0 ? num_outputs / 16 * 16 : 0;
-    if (whole > 0) expand_even(h + at, h_stride, m, b + at, rank, ranks, whole, adds, c, c_stride, c_panel);
-    for (int o = whole; o < num_outputs; o += 16)
-      expand_filled(h + at, h_stride, m, b + (int64_t)o * rank + at, rank, ranks, num_outputs - o < 16 ? num_outputs - o : 16,
-                    adds, c + o / 16 * c_panel, c_stride);
+    const int ranks = rank - at < kSumRanks ? rank - at : kSumRanks;
+    const bool lies = ranks % 2 == 0 || (kLyingRanks == 1 && m <= kRowsAsTheyLie);
+    const int whole = lies ? num_outputs / 16 * 16 : 0;
+    if (whole > 0) expand_by_rank(h + at, h_stride, m, b + at, rank, ranks, whole, adds, c, c_stride, c_panel);
+    if (whole < num_outputs)
+      expand_filled(h + at, h_stride, m, b + (int64_t)whole * rank + at, rank, ranks, num_outputs - whole, adds,
+                    c + whole / 16 * c_panel, c_stride, c_panel);
   }
 }
 #endif
@@ -476,7 +488,7 @@ static void add_update([[maybe_unused]] const void* h, [[maybe_unused]] int64_t 
                        [[maybe_unused]] const void* b, [[maybe_unused]] int rank, [[maybe_unused]] int num_outputs,
                        [[maybe_unused]] float* c, [[maybe_unused]] int64_t c_stride) {
 #ifdef LP_ADDS_UPDATES
-  expand_even((const Inner::T*)h, h_stride, m, (const bf16*)b, rank, rank, num_outputs, true, c, c_stride, 16);
+  expand_by_rank((const Inner::T*)h, h_stride, m, (const bf16*)b, rank, rank, num_outputs, true, c, c_stride, 16);
 #endif
 }
 

@@ -306,9 +306,10 @@ static inline void transpose_words(Words* v) {
 static inline __m256i load_ranks(const bf16* b, Part ranks) {
   if (ranks.n >= 16) return _mm256_loadu_si256((const __m256i*)b);
   if (ranks.n == 8) return _mm256_zextsi128_si256(_mm_loadu_si128((const __m128i*)b));
-  alignas(32) bf16 line[16] = {};
-  for (int i = 0; i < ranks.n; i++) line[i] = b[i];
-  return _mm256_load_si256((const __m256i*)line);
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), pairs = _mm256_set1_epi32(ranks.n / 2);
+  const __m256i even = _mm256_maskload_epi32((const int*)b, _mm256_cmpgt_epi32(pairs, lanes));
+  if (ranks.n % 2 == 0) return even;
+  return _mm256_or_si256(even, _mm256_and_si256(_mm256_cmpeq_epi32(lanes, pairs), _mm256_set1_epi32(b[ranks.n - 1])));
 }
 
 // v[8] = pairs of ranks, each of 16 outputs, of up to 16 ranks in bfloat16.

@@ -338,11 +338,12 @@ static inline void transpose_words(Words* v) {
   for (int i = 0; i < 16; i++) v[i] = columns[i];
 }
 
-// v[8] = pairs of ranks, each of 16 outputs, of up to 16 ranks in bfloat16, which are even.
+// v[8] = pairs of ranks, each of 16 outputs, of up to 16 ranks in bfloat16.
 static inline void transpose_outputs(const bf16* b, int64_t stride, Part ranks, Words* v) {
   uint32_t pairs[8][16] = {};
   for (int output = 0; output < 16; output++)
-    for (int pair = 0; pair < 8 && 2 * pair < ranks.n; pair++) __builtin_memcpy(&pairs[pair][output], b + output * stride + 2 * pair, 4);
+    for (int pair = 0; pair < 8 && 2 * pair < ranks.n; pair++)
+      __builtin_memcpy(&pairs[pair][output], b + output * stride + 2 * pair, 2 * pair + 1 < ranks.n ? 4 : 2);
   for (int pair = 0; pair < 8; pair++) v[pair] = load_words(pairs[pair]);
 }
 
