@@ -484,6 +484,7 @@ class SequenceTable:
             request.leader = next((s for s in request.sequences if s.status is SequenceStatus.HELD), None)
             if request.leader is not None:
                 request.leader.move(SequenceStatus.WAITING)
+                request.leader.start_at(request.place.start)
                 self.waiting.add(request.leader)
 
     def _finish(self, seq: SequenceState) -> None:

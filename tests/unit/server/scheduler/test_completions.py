@@ -98,6 +98,19 @@ def test_when_the_leader_is_stopped_halfway_the_next_one_leads(depth: int) -> No
         assert tuple(log.tokens[index]) == harness.expected("r", index).token_ids
 
 
+def test_when_the_leader_is_stopped_in_the_queue_the_next_one_keeps_its_place() -> None:
+    harness = Harness(max_running=1, prefix_caching=False)
+    for request_id in "abc":
+        harness.add(make_request(request_id, PROMPT, n=2, max_tokens=4))
+    harness.take(harness.scheduler.stop_completion("c", 0))
+    table = harness.scheduler._table  # pyright: ignore[reportPrivateUsage]
+    assert [seq.sequence_id for seq in table.waiting] == ["a#0@1", "b#0@2", "c#1@3"]
+    harness.run()
+    harness.check_output("a")
+    harness.check_output("b")
+    assert tuple(harness.logs["c"].tokens[1]) == harness.expected("c", 1).token_ids
+
+
 def test_stopping_all_of_them_ends_the_request() -> None:
     harness = Harness(max_step_tokens=4, max_running=4)
     log = harness.add(make_request("r", PROMPT, n=3, max_tokens=4))
