@@ -5,7 +5,7 @@ Workers tell calls and reasoning from the content; what they say is only given a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 from loraplex_contracts.adapters import check_id
@@ -20,10 +20,11 @@ def put_tools(request: pb.GenerateRequest, body: ChatCompletionRequest) -> None:
     request.output.parse_chat = True
     chat, tools, choice = request.chat, body.tools or [], body.tool_choice
     names = [_name_of(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    known = frozenset(names)
     if isinstance(choice, ToolChoice) and choice.type == "allowed_tools":
         if (allowed := choice.allowed_tools) is None:
             raise _missing("allowed_tools")
-        wanted = [_known(one.function.name, names) for one in allowed.tools]
+        wanted = {_known(one.function.name, known) for one in allowed.tools}
         # A model that is told of no other tool calls none.
         tools = [tool for tool, name in zip(tools, names, strict=True) if name in wanted]
         choice = allowed.mode
@@ -37,11 +38,11 @@ def put_tools(request: pb.GenerateRequest, body: ChatCompletionRequest) -> None:
     if isinstance(choice, str) and choice in ("none", "auto", "required"):
         setattr(chat.tool_choice, choice, True)
     elif isinstance(choice, str):
-        chat.tool_choice.name = _known(choice, names)
+        chat.tool_choice.name = _known(choice, known)
     elif choice.function is None:
         raise _missing("function")
     else:
-        chat.tool_choice.name = _known(choice.function.name, names)
+        chat.tool_choice.name = _known(choice.function.name, known)
     if not tools and choice != "none":
         raise InvalidArgument("`tool_choice` needs `tools`", field="tool_choice")
 
@@ -50,7 +51,7 @@ def _missing(part: str) -> InvalidArgument:
     return InvalidArgument(f"`tool_choice.{part}` is missing", field=f"tool_choice.{part}")
 
 
-def _known(name: str, names: Sequence[str]) -> str:
+def _known(name: str, names: Collection[str]) -> str:
     """The name, which is a tool's. Raises InvalidArgument for others."""
     if name not in names:
         shown = ascii(name if len(name) <= 60 else name[:57] + "...")
