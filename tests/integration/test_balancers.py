@@ -75,7 +75,7 @@ def nginx_command(tmp_path: Path, text: str) -> list[str]:
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     temporary = "".join(f"{kind}_temp_path {tmp_path}/{kind};\n" for kind in kinds)
     text = text.replace("http {", f"http {{\naccess_log off;\n{temporary}")
-    text = f"daemon off; pid {tmp_path}/nginx.pid; error_log stderr;\n" + text
+    text = f"daemon off; worker_processes 4; pid {tmp_path}/nginx.pid; error_log stderr;\n" + text
     (tmp_path / "nginx.conf").write_text(text)
     return ["nginx", "-c", str(tmp_path / "nginx.conf"), "-p", str(tmp_path), "-e", "stderr"]
 

@@ -49,7 +49,7 @@ async def test_an_unload_behind_a_load_that_failed_says_that_nothing_was_loaded(
             worker.adapters["sql"] = failed
         answer = await http.post(UNLOAD, json={"lora_name": "sql"})
         assert (answer.status_code, "removed" in answer.text) == (200, False)
-        assert answer.text == "Success: LoRA adapter 'sql' was not loaded; that its load failed is forgotten."
+        assert answer.text == "Success: LoRA adapter 'sql' was not loaded; its failed load is forgotten."
         c.workers[0].adapters["sql"] = failed
         c.workers[1].adapters["sql"] = adapter_pb2.Adapter(adapter_id="sql", tier=adapter_pb2.ADAPTER_TIER_HOST)
         answer = await http.post(UNLOAD, json={"lora_name": "sql"})

@@ -66,7 +66,7 @@ class AdminRoutes:
         name, was_loaded = await self._unload_one(body, request)
         done = f"LoRA adapter '{name}' removed successfully."
         if not was_loaded:
-            done = f"LoRA adapter '{name}' was not loaded; that its load failed is forgotten."
+            done = f"LoRA adapter '{name}' was not loaded; its failed load is forgotten."
         return PlainTextResponse(f"Success: {done}", headers=headers)
 
     # --- SGLang's --------------------------------------------------------------------------------------------------

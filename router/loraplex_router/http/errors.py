@@ -14,6 +14,7 @@ from loraplex_contracts.errors import (
     Code,
     ContextLengthExceeded,
     InvalidAdapterId,
+    InvalidArgument,
     ListingTooLarge,
     LoraplexError,
     MessageTooLarge,
@@ -189,6 +190,8 @@ def tgi_error(error: LoraplexError) -> tuple[int, dict[str, str]]:
             status, kind = 413, "validation"
         case Unimplemented() if error.field is None:
             status, kind = 501, "generation"
+        case InvalidArgument(field="host"):
+            status = 400  # RFC 9112, 3.2
         case AdapterNotFound() if is_missing_model(error):
             message = f"the adapter `{error.resource or ''}` does not exist"
         case _:

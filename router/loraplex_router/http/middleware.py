@@ -185,10 +185,10 @@ def _with_headers(message: str) -> str:
 
 
 def _check_host(scope: Scope, headers: Headers) -> None:
-    """Raises InvalidArgument for no `Host` in HTTP/1.1, and for two of them (RFC 9112, 3.2): what stands in front of
-    this server may have read the other one."""
+    """Raises InvalidArgument for no `Host` from HTTP/1.1 on, and for two of them (RFC 9112, 3.2): what stands in front
+    of this server may have read the other one."""
     num_hosts = len(headers.getlist("host"))
-    if num_hosts > 1 or (num_hosts == 0 and scope["http_version"] == "1.1"):
+    if num_hosts > 1 or (num_hosts == 0 and scope["http_version"] not in ("0.9", "1.0")):
         raise InvalidArgument(f"send one `Host` header: the request has {num_hosts or 'none'}", field="host")
 
 

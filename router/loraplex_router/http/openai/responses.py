@@ -262,10 +262,13 @@ def _tool_choice(choice: Any) -> Any:
     if not isinstance(choice, dict):
         return choice
     given = cast("dict[str, Any]", choice)
-    if given.get("type") == "function":
+    kind = _text(given, "type", "tool_choice")
+    if kind == "function":
         return _named_tool(given, "tool_choice")
-    if given.get("type") == "allowed_tools":
-        tools = given.get("tools")
+    if kind == "allowed_tools":
+        mode, tools = given.get("mode"), given.get("tools")
+        if mode not in ("auto", "required"):
+            raise InvalidArgument("`tool_choice.mode` must be auto or required", field="tool_choice.mode")
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in cast("list[Any]", tools)):
             raise InvalidArgument("`tool_choice.tools` must be a list of tools", field="tool_choice.tools")
         # Others than functions are left out here as in `tools`.
@@ -276,7 +279,7 @@ def _tool_choice(choice: Any) -> Any:
         ]
         if not named:
             raise _no_such_choice()
-        return {"type": "allowed_tools", "allowed_tools": {"mode": given.get("mode"), "tools": named}}
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
     return choice
 
 
