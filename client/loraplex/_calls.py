@@ -336,8 +336,9 @@ class Call(Generic[_Answer]):
 _NO_GRPC: Final = "it does not speak gRPC, as a router's HTTP port does not; use the gRPC port (target, --server)"
 _HUNG_UP: Final = "it hung up at once, as servers do that want TLS; try tls=True (--tls)"
 _HUNG_UP_ON_TLS: Final = (
-    "it hung up at once, as servers do that ask for a certificate of the client, or for another one; give "
-    "Tls(client_key=..., client_certificate=...) (--client-key, --client-cert)"
+    "it hung up at once, as servers do that ask for a certificate of the client, or for another one, or whose own key "
+    "gRPC's clients do not take; give Tls(client_key=..., client_certificate=...) (--client-key, --client-cert), or "
+    "the server a certificate whose key is RSA, P-256 or P-384"
 )
 # Words of gRPC's -> what is the matter, and what to do. The first that is found counts.
 _REMEDIES: Final = (
@@ -370,8 +371,8 @@ _REMEDIES: Final = (
     ),
     (
         "SSLV3_ALERT_HANDSHAKE_FAILURE",
-        "it has no key or no cipher that gRPC's clients take, which want a certificate whose key is RSA, P-256 or "
-        "P-384; give it one",
+        "it refused the handshake: it asks for a certificate of the client (--client-key, --client-cert), or has no "
+        "key or cipher that gRPC's clients take (a certificate whose key is RSA, P-256 or P-384)",
     ),
     (
         "Failed to create security handshaker",

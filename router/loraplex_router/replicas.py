@@ -496,5 +496,5 @@ class WorkersCollector:
         yield gauges("router_workers", text, ("state",), [((state,), counts[state]) for state in STATES])
         infos = [worker.info for worker in self._replicas.routable() if worker.info is not None]
         models = Counter((info.model_id, info.dtype) for info in infos)
-        text = "Workers that can take requests, by base model and number format. More than one series: answers differ."
+        text = "Workers that can take requests, by base model and number format. Several series: answers may differ."
         yield gauges("router_models", text, ("model", "dtype"), list(models.items()))

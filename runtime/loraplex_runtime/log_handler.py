@@ -14,8 +14,9 @@ from typing import Final
 MAX_WAITING: Final = 10_000
 # What is said last is worth a moment at the end of the process, but a stopped reader must not hold it up.
 FLUSH_S: Final = 2.0
-# One write to a pipe is in one piece up to this size: processes that share it do not cut each other's lines.
-PIECE_BYTES: Final = select.PIPE_BUF
+# One write to a pipe is in one piece up to PIPE_BUF: processes that share it do not cut each other's lines. One byte of
+# it ends a line that was cut before.
+PIECE_BYTES: Final = select.PIPE_BUF - 1
 
 
 class UnblockedHandler(logging.Handler):

@@ -15,7 +15,7 @@ from loraplex_adapters.cache.listing import Listing
 from loraplex_contracts.adapters import CacheUsage
 from loraplex_contracts.errors import QuotaExceeded
 from loraplex_contracts.load import Load
-from loraplex_proto.v1 import worker_pb2
+from loraplex_proto.v1 import inference_pb2, worker_pb2
 from loraplex_router.calls import RouterMetrics
 from loraplex_router.http.metrics import EngineMetrics
 from loraplex_router.replicas import Replicas, WorkersCollector
@@ -104,6 +104,7 @@ def router_metrics(*, with_http: bool = True) -> dict[str, Exported]:
 def router_registry() -> tuple[CollectorRegistry, Replicas]:
     registry: Any = new_registry()
     replicas = Replicas(["worker:50051"])
+    replicas.on_info("worker:50051", inference_pb2.GetInfoResponse(model_id="base", dtype="bfloat16"))
     replicas.on_report("worker:50051", worker_pb2.Load(total_kv_blocks=8, free_kv_blocks=4), 0.0)
     describe_process(registry, "router", loraplex_proto.__version__)
     Refusals().show_in(registry, "router")

@@ -69,7 +69,8 @@ _NO_SETTINGS = "Failed parsing HTTP/2 (Expected SETTINGS frame as the first fram
     [
         (f"{_HANDSHAKE}:CERTIFICATE_VERIFY_FAILED: certificate has expired: OK", True, "has expired"),
         (f"{_HANDSHAKE}:NO_COMMON_SIGNATURE_ALGORITHMS: OK", True, "the key of the client's certificate"),
-        (f"{_HANDSHAKE}:SSLV3_ALERT_HANDSHAKE_FAILURE: OK", True, "want a certificate whose key is RSA, P-256 or"),
+        (f"{_HANDSHAKE}:SSLV3_ALERT_HANDSHAKE_FAILURE: OK", True, "asks for a certificate of the client (--client-key"),
+        (f"{_HANDSHAKE}:SSLV3_ALERT_HANDSHAKE_FAILURE: OK", True, "(a certificate whose key is RSA, P-256 or P-384)"),
         (f"{_HANDSHAKE}:CERTIFICATE_VERIFY_FAILED: certificate is not yet valid: OK", True, "not valid yet"),
         (f"{_HANDSHAKE}:CERTIFICATE_VERIFY_FAILED: self signed certificate: OK", True, "vouches for its certificate"),
         ("Failed to create security handshaker.", True, "(--ca-cert) takes certificates, no key"),
@@ -77,6 +78,7 @@ _NO_SETTINGS = "Failed parsing HTTP/2 (Expected SETTINGS frame as the first fram
         (f"{_NO_SETTINGS} (Trying to connect an http1.x server (HTTP status 400))", False, "use the gRPC port"),
         ("Socket closed", False, "try tls=True (--tls)"),
         ("Socket closed", True, "(--client-key, --client-cert)"),
+        ("Socket closed", True, "whose own key gRPC's clients do not take"),
         ("Handshake read failed (Socket closed)", True, "(--client-key, --client-cert)"),
         ("recvmsg:Connection reset by peer (104)", False, "try tls=True (--tls)"),
         ("recvmsg:Connection reset by peer (104)", True, "(--client-key, --client-cert)"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import select
 import subprocess
 import sys
 import time
@@ -113,6 +114,13 @@ def test_processes_that_share_a_pipe_do_not_cut_each_others_lines(pipe: tuple[in
     lines = found.splitlines()
     assert len(lines) == 9000
     assert {line.rpartition(b" ")[2] for line in lines} == {letter * 299 for letter in (b"a", b"b", b"c")}
+
+
+def test_a_piece_leaves_room_for_the_end_of_a_line_that_was_cut() -> None:
+    lines = ["x" * (select.PIPE_BUF // 4 - 1)] * 8
+    pieces = list(log_handler._pieces(lines))
+    assert max(len(piece) for piece, _ in pieces) < select.PIPE_BUF
+    assert sum(num_lines for _, num_lines in pieces) == len(lines)
 
 
 def test_a_line_that_is_larger_than_a_pipe(pipe: tuple[int, int]) -> None:
