@@ -73,7 +73,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where adapters are that several tests take."""
+    """The folder of adapters that several tests share."""
     return tmp_path_factory.mktemp("adapters")
 
 

@@ -16,7 +16,6 @@ from typing import Any, Final
 import httptools
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
@@ -194,7 +193,7 @@ def _leave_out_chunks(cycle: RequestResponseCycle) -> None:
     send = cycle.send
     is_sized = False
 
-    async def send_plain(message: ASGISendEvent) -> None:
+    async def send_plain(message: Any) -> None:
         nonlocal is_sized
         if message["type"] == "http.response.start":
             is_sized = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))

@@ -29,14 +29,6 @@ static inline void gather_floats(const float* b, int64_t stride, int rank, float
   for (int r = 0; r < rank; r++) store_aligned(t + r * 16, gather(b + r, stride));
 }
 
-static inline void gather_all_pairs(const bf16* b, int64_t stride, int num_pairs, float* t) {
-  for (int p = 0; p < num_pairs; p++) {
-    const Words pair = gather_pairs(b + 2 * p, stride);
-    store_aligned(t + 2 * p * 16, evens(pair));
-    store_aligned(t + (2 * p + 1) * 16, odds(pair));
-  }
-}
-
 // t[rank][16] of up to 16 ranks, in any dtype and of any number of outputs up to 16.
 template <class T>
 static inline void transpose_part(const T* b, int64_t stride, int num_outputs, int rank, float* t);
@@ -49,11 +41,24 @@ template <>
     gather_floats(b, stride, rank, t);
 }
 
+// The same of 16 outputs.
+static inline void transpose_floats(const bf16* b, int64_t stride, int rank, float* t) {
+  Words pairs[8];
+  transpose_outputs(b, stride, first(rank), pairs);
+  for (int i = 0; i < 8; i++) {
+    store_aligned(t + 2 * i * 16, evens(pairs[i]));
+    store_aligned(t + (2 * i + 1) * 16, odds(pairs[i]));
+  }
+}
+
+// Not inlined: what multiplies whole factors would get slower by it.
 template <>
-[[maybe_unused]] inline void transpose_part<bf16>(const bf16* b, int64_t stride, int num_outputs, int rank, float* t) {
-  const int pairs = num_outputs < 16 ? 0 : rank / 2;
-  gather_all_pairs(b, stride, pairs, t);
-  transpose_any(b + 2 * pairs, stride, num_outputs, rank - 2 * pairs, t + 2 * pairs * 16);
+[[maybe_unused, gnu::noinline]] inline void transpose_part<bf16>(const bf16* b, int64_t stride, int num_outputs, int rank,
+                                                                 float* t) {
+  if (num_outputs < 16)
+    transpose_any(b, stride, num_outputs, rank, t);
+  else
+    transpose_floats(b, stride, rank, t);
 }
 
 // c[16] = (adds ? c : 0) + h[rank] . t[rank][16]: two sums, so that one's latency hides the other's.
@@ -250,14 +255,7 @@ struct Transposed {
   alignas(64) float ranks[kSumRanks * 16];
 
   void read(const bf16* b, int64_t stride, int rank) {
-    for (int at = 0; at < rank; at += 16) {
-      Words pairs[8];
-      transpose_outputs(b + at, stride, first(rank - at), pairs);
-      for (int i = 0; i < 8; i++) {
-        store_aligned(ranks + (at + 2 * i) * 16, evens(pairs[i]));
-        store_aligned(ranks + (at + 2 * i + 1) * 16, odds(pairs[i]));
-      }
-    }
+    for (int at = 0; at < rank; at += 16) transpose_floats(b + at, stride, rank - at, ranks + at * 16);
   }
 
   Floats sums(Inner h, int rank) const {
@@ -275,8 +273,8 @@ struct Transposed {
 };
 #endif
 
-// c[m][num_outputs] = (adds ? c : 0) + the sums of an even number of ranks, up to kSumRanks; of outputs there are 16, 32 and so
-// on. `Rank`: what this is compiled for, 0: any.
+// c[m][num_outputs] = (adds ? c : 0) + the sums of up to kSumRanks ranks; of outputs there are 16, 32 and so on. `Rank`: what
+// this is compiled for, 0: any. Factors that are transposed multiply pairs: behind the terms of odd ranks a zero must be.
 template <int Rank>
 static inline void expand_part(const typename Inner::T* h, int64_t h_stride, int m, const bf16* b, int64_t stride, int num_ranks,
                                int num_outputs, bool adds, float* c, int64_t c_stride, int64_t c_panel) {
@@ -306,7 +304,7 @@ static inline void expand_part(const typename Inner::T* h, int64_t h_stride, int
 
 template <class... Rest>
 static inline void expand_by_rank(const typename Inner::T* h, int64_t h_stride, int m, const bf16* b, int64_t stride, int rank,
-                               Rest... rest) {
+                                  Rest... rest) {
   switch (stride == rank ? rank : 0) {
     case 8: expand_part<8>(h, h_stride, m, b, 8, 8, rest...); break;
     case 16: expand_part<16>(h, h_stride, m, b, 16, 16, rest...); break;

@@ -100,10 +100,6 @@ static inline Floats gather(const float* p, int64_t stride) {
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   return _mm512_i32gather_ps(_mm512_mullo_epi32(_mm512_set1_epi32((int)stride), lanes), p, 4);
 }
-static inline Words gather_pairs(const bf16* p, int64_t stride) {
-  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  return _mm512_i32gather_epi32(_mm512_mullo_epi32(_mm512_set1_epi32((int)stride * 2), lanes), p, 1);
-}
 
 // --- arithmetic --------------------------------------------------------------------------------------------------------
 

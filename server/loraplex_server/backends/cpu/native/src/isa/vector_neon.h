@@ -144,11 +144,6 @@ static inline Floats gather(const float* p, int64_t stride) {
   for (int i = 0; i < 16; i++) line[i] = p[i * stride];
   return load(line);
 }
-static inline Words gather_pairs(const bf16* p, int64_t stride) {
-  alignas(16) bf16 line[32];
-  for (int i = 0; i < 16; i++) __builtin_memcpy(line + 2 * i, p + i * stride, 4);
-  return load_words(line);
-}
 
 // --- arithmetic --------------------------------------------------------------------------------------------------------
 
