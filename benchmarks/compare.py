@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from systems import Run, System
+from systems import Latency, Run, System
 
 OWN = "loraplex"
 OWN_OFF = "loraplex, LoRA off"
@@ -28,6 +28,7 @@ PEFT = "PEFT"
 BEFORE = ", before"  # behind the name of a system that another checkout has
 
 Figures = dict[str, dict[str, list[float]]]  # system -> workload -> tokens per second, by round
+Latencies = dict[str, dict[str, list[Latency]]]  # system -> workload -> of all rounds' requests
 
 
 def takes_part(system: str, workload: str) -> bool:
@@ -55,6 +56,7 @@ class Comparison:
     max_rounds: Mapping[str, int] = field(default_factory=dict[str, int])  # of slow systems, fewer
     pause_s: float = 0.5  # between runs, in which another system's threads go to sleep
     figures: Figures = field(default_factory=Figures)
+    latencies: Latencies = field(default_factory=Latencies)  # of the systems that tell them
 
     def run(self, told: Callable[[str, str, Run | None], None]) -> None:
         """`told` hears of every run, with None before it. The first round warms up and is not counted."""
@@ -68,6 +70,8 @@ class Comparison:
                         told(system.name, workload, run)
                         rounds = self.figures.setdefault(system.name, {}).setdefault(workload, [])
                         rounds.append(run.tokens_per_s)
+                        if run.latencies:
+                            self.latencies.setdefault(system.name, {}).setdefault(workload, []).extend(run.latencies)
 
     def _order(self, workload: str, number: int) -> list[System]:
         """The systems in this round's order, turned by one each time, so that none always follows the same other."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from compare import OWN, OWN_OFF, PEFT, VLLM, VLLM_OFF, ratios
+from systems import Latency
+
+from loraplex.bench import percentile
 
 FLOOR = "hardware floor"
 
@@ -16,6 +20,7 @@ def document(
     workloads: Sequence[str],
     floor: Mapping[str, float],
     machine: Mapping[str, object],
+    latencies: Mapping[str, Mapping[str, Sequence[Latency]]] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Plain data, for json."""
     found = ratios(figures, workloads)
@@ -27,6 +32,10 @@ def document(
             for system, by_workload in figures.items()
         },
         "floor": {workload: round(value, 1) for workload, value in floor.items()},
+        "latency_ms": {
+            system: {workload: _latency(requests) for workload, requests in by_workload.items()}
+            for system, by_workload in latencies.items()
+        },
         "ratios": [
             {
                 "what": one.what,
@@ -38,6 +47,17 @@ def document(
             }
             for one in found
         ],
+    }
+
+
+def _latency(requests: Sequence[Latency]) -> dict[str, list[float]]:
+    """The median and the 99th percentile, in milliseconds."""
+    ordered = {
+        "first_token": sorted(one.first_token_s for one in requests),
+        "per_token": sorted(one.per_token_s for one in requests),
+    }
+    return {
+        name: [round(1000 * percentile(found, share), 1) for share in (0.5, 0.99)] for name, found in ordered.items()
     }
 
 
@@ -75,6 +95,20 @@ def markdown(written: Mapping[str, Any]) -> str:
         if has_ratio:
             cells.append(_against_vllm(written, workload))
         lines.append(_row(cells))
+    return "\n".join(lines) + "\n"
+
+
+def latency_table(written: Mapping[str, Any]) -> str:
+    """How soon requests were answered, for the systems that tell it; "" where none does."""
+    found = written.get("latency_ms", {})
+    if not found:
+        return ""
+    head = ["workload", "system", "first token, ms", "99th percentile", "each further token, ms", "99th percentile"]
+    lines = [_row(head), _row(["---"] * len(head))]
+    for workload in written["workloads"]:
+        for system, by_workload in found.items():
+            if (one := by_workload.get(workload)) is not None:
+                lines.append(_row([workload, system, *(f"{ms:.4g}" for ms in one["first_token"] + one["per_token"])]))
     return "\n".join(lines) + "\n"
 
 

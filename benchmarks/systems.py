@@ -35,11 +35,20 @@ QUIT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
+class Latency:
+    """How soon one request was answered, in seconds."""
+
+    first_token_s: float  # after the request was due
+    per_token_s: float  # of those after the first, their mean
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """One workload, once."""
 
     seconds: float
     num_tokens: int  # that came out
+    latencies: tuple[Latency, ...] = ()  # of each request, where the system is one that streams over HTTP
 
     @property
     def tokens_per_s(self) -> float:
@@ -238,10 +247,10 @@ class StreamedSystem:
 
 
 class HttpSystem:
-    """A server of the OpenAI routes: a stream on a connection of its own for each request, all at once.
+    """A server of the OpenAI routes: each request has a connection of its own and is sent when it is due.
 
-    Takes the number of tokens from the usage at the end of each stream and looks at nothing before it, so that the
-    client takes little of the cores that it shares with the server.
+    Takes the number of tokens from the usage at the end of each stream and reads nothing before it, so that the client
+    takes little of the cores that it shares with the server. The first token has come with the first event.
     """
 
     def __init__(self, name: str, child: Child, address: str, inputs: Path) -> None:
@@ -254,17 +263,19 @@ class HttpSystem:
         self._port = int(port)
         self._runner = asyncio.Runner()
         try:
-            models = json.loads(self._runner.run(self._exchange("GET", "/v1/models")))["data"]
+            models = json.loads(self._runner.run(self._exchange("GET", "/v1/models"))[0])["data"]
         except BaseException:
             self.close()
             raise
         self._base = models[0]["id"]
 
     def run(self, workload: str) -> Run:
-        bodies = [self._body(item) for item in read_workload(self._inputs, workload)]
+        items = read_workload(self._inputs, workload)
+        bodies = [self._body(item) for item in items]
         start = time.perf_counter()
-        num_tokens = self._runner.run(self._all(bodies))
-        return Run(time.perf_counter() - start, num_tokens)
+        served = self._runner.run(self._all([start + item.arrival_s for item in items], bodies))
+        seconds = time.perf_counter() - start
+        return Run(seconds, sum(num for num, _ in served), tuple(latency for _, latency in served))
 
     def _body(self, item: WorkItem) -> bytes:
         fields = {
@@ -278,26 +289,32 @@ class HttpSystem:
         }
         return json.dumps(fields).encode()
 
-    async def _all(self, bodies: Sequence[bytes]) -> int:
-        return sum(await asyncio.gather(*map(self._stream, bodies)))
+    async def _all(self, due: Sequence[float], bodies: Sequence[bytes]) -> list[tuple[int, Latency]]:
+        return await asyncio.gather(*map(self._stream, due, bodies))
 
-    async def _stream(self, body: bytes) -> int:
-        content = await self._exchange("POST", "/v1/completions", body)
+    async def _stream(self, due: float, body: bytes) -> tuple[int, Latency]:
+        await asyncio.sleep(due - time.perf_counter())
+        content, first = await self._exchange("POST", "/v1/completions", body)
+        end = time.perf_counter()
         events = [line for line in content.splitlines() if line.startswith(b"data: {")]
-        return json.loads(events[-1].removeprefix(b"data: "))["usage"]["completion_tokens"]
+        num_tokens = json.loads(events[-1].removeprefix(b"data: "))["usage"]["completion_tokens"]
+        return num_tokens, Latency(first - due, (end - first) / max(1, num_tokens - 1))
 
-    async def _exchange(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """The answer to one request; of one in chunks, with the chunks' lengths among its lines."""
+    async def _exchange(self, method: str, path: str, body: bytes = b"") -> tuple[bytes, float]:
+        """The answer to one request, and when its content began; of one in chunks, with the chunks' lengths among its
+        lines."""
         reader, writer = await asyncio.open_connection(self._host, self._port)
         head = f"{method} {path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nConnection: close\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
-        answer = await reader.read()
+        answer = await reader.readuntil(b"\r\n\r\n")
+        content = await reader.read(1 << 16)
+        began = time.perf_counter()
+        content += await reader.read()
         writer.close()
-        head_bytes, _, content = answer.partition(b"\r\n\r\n")
-        if b" 200 " not in head_bytes.partition(b"\r\n")[0]:
-            raise SystemExit(f"{self.name} answered {answer[:1000].decode(errors='replace')}")
-        return content
+        if b" 200 " not in answer.partition(b"\r\n")[0]:
+            raise SystemExit(f"{self.name} answered {(answer + content)[:1000].decode(errors='replace')}")
+        return content, began
 
     def close(self) -> None:
         self._runner.close()

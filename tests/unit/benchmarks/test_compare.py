@@ -10,8 +10,8 @@ import compare
 import figures
 import plot
 import pytest
-from compare import MIXED, OWN, OWN_OFF, PEFT, VLLM, VLLM_OFF, WORKER, Comparison, ratios
-from systems import Run
+from compare import HTTP, MIXED, OWN, OWN_OFF, PEFT, VLLM, VLLM_OFF, WORKER, Comparison, ratios
+from systems import Latency, Run
 
 
 class Scripted:
@@ -22,10 +22,11 @@ class Scripted:
         self.versions: dict[str, str] = {}
         self._seconds = seconds
         self._log = log
+        self.latencies: tuple[Latency, ...] = ()
 
     def run(self, workload: str) -> Run:
         self._log.append((self.name, workload))
-        return Run(self._seconds(workload), 100)
+        return Run(self._seconds(workload), 100, self.latencies)
 
     def close(self) -> None:
         pass
@@ -107,6 +108,21 @@ def test_the_document_carries_everything_and_its_tables() -> None:
     ]  # fmt: skip
     assert rows[2] == ["base-32", "98", "100", "110", "", "", "", "200", "0.91x (0.83 to 1.00)"]
     assert rows[3] == ["distinct-32", "80", "", "", "20", "10", "70", "160", "4.00x (2.00 to 4.50)"]
+
+
+def test_how_soon_requests_were_answered() -> None:
+    latencies = {HTTP: {"arrivals-64": [Latency(ms / 1e3, 0.01) for ms in range(1, 201)]}}
+    written = figures.document({HTTP: {"arrivals-64": [1.0]}}, ["arrivals-64"], {}, {}, latencies)
+    assert figures.latency_table(written).splitlines()[2] == f"| arrivals-64 | {HTTP} | 100 | 198 | 10 | 10 |"
+    assert figures.latency_table(figures.document({}, [], {}, {})) == ""
+
+
+def test_latencies_of_all_counted_rounds_are_kept() -> None:
+    system = Scripted(HTTP, lambda _: 1.0, [])
+    system.latencies = (Latency(0.1, 0.01), Latency(0.2, 0.01))
+    comparison = Comparison([system], ["arrivals-64"], num_rounds=2, pause_s=0)
+    comparison.run(lambda *_: None)
+    assert len(comparison.latencies[HTTP]["arrivals-64"]) == 4
 
 
 def test_without_peers_there_is_no_column_for_them() -> None:

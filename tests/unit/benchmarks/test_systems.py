@@ -87,16 +87,21 @@ server.serve_forever()
 """
 
 
-def test_http_streams_count_their_tokens_by_usage(tmp_path: Path) -> None:
+def test_http_streams_are_sent_when_due_and_counted_by_usage(tmp_path: Path) -> None:
     for folder in ("adapters/a0", "adapters/a1", "workloads"):
         (tmp_path / folder).mkdir(parents=True)
     rows = [{"prompt_ids": [1, 2], "max_tokens": 2 + row, "adapter": None if row else 0} for row in range(3)]
     (tmp_path / "workloads/mixed-3.json").write_text(json.dumps(rows))
+    (tmp_path / "workloads/arrivals-1.json").write_text(json.dumps([{**rows[0], "arrival_s": 0.3}]))
     (tmp_path / "workloads/refused-1.json").write_text(json.dumps([{**rows[0], "adapter": 1}]))
     child = systems.Child([sys.executable, "-c", HTTP_SERVER], "server", merged=True)
     system = systems.HttpSystem("server", child, child.hear_until(systems.HTTP_READY)[1], tmp_path)
     try:
-        assert system.run("mixed-3").num_tokens == 2 + 3 + 4
+        run = system.run("mixed-3")
+        assert run.num_tokens == 2 + 3 + 4
+        assert [0 < one.first_token_s < run.seconds for one in run.latencies] == [True] * 3
+        late = system.run("arrivals-1")
+        assert late.seconds - late.latencies[0].first_token_s > 0.3, "which counts from when it was due"
         with pytest.raises(SystemExit, match=r"server answered HTTP/1\.0 404 no such model"):
             system.run("refused-1")
     finally:
