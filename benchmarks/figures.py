@@ -108,7 +108,7 @@ def latency_table(written: Mapping[str, Any]) -> str:
     for workload in written["workloads"]:
         for system, by_workload in found.items():
             if (one := by_workload.get(workload)) is not None:
-                lines.append(_row([workload, system, *(f"{ms:.4g}" for ms in one["first_token"] + one["per_token"])]))
+                lines.append(_row([workload, system, *map(_milliseconds, one["first_token"] + one["per_token"])]))
     return "\n".join(lines) + "\n"
 
 
@@ -119,6 +119,10 @@ def _against_vllm(written: Mapping[str, Any], workload: str) -> str:
         if one["what"] == f"{workload}: {pair}":
             return f"{one['value']:.2f}x ({one['spread'][0]:.2f} to {one['spread'][1]:.2f})"
     return ""
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _cell(value: float | None) -> str:
