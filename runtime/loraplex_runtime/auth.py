@@ -208,9 +208,9 @@ class Credentials:
     def acting_as(self, identity: Identity, method: str, pairs: list[tuple[str, str | bytes]]) -> Identity:
         """The identity that a call of `method` by the credential of `identity` is for. Raises PermissionDenied,
         InvalidArgument."""
-        if identity.roles.isdisjoint(METHOD_ROLES.get(method, frozenset())):
-            name = method.rpartition("/")[2]
-            raise PermissionDenied(f"this credential may not call {name}; ask for one that has the role for it")
+        roles = METHOD_ROLES.get(method, frozenset())
+        if identity.roles.isdisjoint(roles):
+            raise PermissionDenied(_wanted(roles))
         tenant = _single(pairs, TENANT_KEY, InvalidArgument)
         if ROUTER not in identity.roles or not tenant:
             return identity  # a tenant is believed of a router only
@@ -223,9 +223,9 @@ class Credentials:
     def _find(self, authorization: str) -> Identity:
         scheme, _, token = authorization.partition(" ")
         if not authorization:
-            raise Unauthenticated("this server wants a credential: send metadata 'authorization: Bearer TOKEN'")
+            raise Unauthenticated("this server wants a credential: send `authorization: Bearer TOKEN`")
         if scheme.lower() != "bearer" or not token.strip():
-            raise Unauthenticated("metadata 'authorization' must read 'Bearer TOKEN'")
+            raise Unauthenticated("`authorization` must read `Bearer TOKEN`")
         found = self._identities.get(self._keyed(hashlib.sha256(token.strip().encode()).digest()))
         if found is None:
             raise Unauthenticated("this credential is not known here")
@@ -248,18 +248,26 @@ def one_router(digest: str) -> Credentials:
     return Credentials({digest: Identity(DEFAULT_TENANT, frozenset({ROUTER}), ("*",))})
 
 
+def _wanted(roles: frozenset[str]) -> str:
+    """The sentence for a credential that has none of `roles`."""
+    if not roles:
+        return "no credential opens this call"
+    names = " or ".join(sorted(roles - {ROUTER}))
+    return f"this call asks for the role {names}, which this credential lacks; send one that has it"
+
+
 def _single(metadata: list[tuple[str, str | bytes]], key: str, error: type[LoraplexError]) -> str:
     """The one value of `key`, "" where there is none; two of them are refused rather than chosen from."""
     values = [value for name, value in metadata if name == key]
     if len(values) > 1:
-        raise error(f"metadata '{key}' is given {len(values)} times; send it once")
+        raise error(f"`{key}` is given {len(values)} times; send it once")
     value = values[0] if values else ""
     return value if isinstance(value, str) else value.decode("ascii", "replace")
 
 
 def _num_bytes(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,19}", text) or not 1 <= int(text) <= MAX_LIMIT:
-        raise InvalidArgument(f"metadata '{ADAPTER_BYTES_KEY}' must be a number of bytes", field=ADAPTER_BYTES_KEY)
+        raise InvalidArgument(f"`{ADAPTER_BYTES_KEY}` must be a number of bytes", field=ADAPTER_BYTES_KEY)
     return int(text)
 
 

@@ -843,7 +843,10 @@ async def test_credentials_hold_on_every_route(tmp_path: Path) -> None:
         assert 'adapter="acme/sql"' in metrics
         assert 'tenant="acme"' not in metrics
         answer = await http.post(COMPLETIONS, json={"prompt": "hi"}, headers=root)
-        assert answer.status_code == 403
+        assert (answer.status_code, answer.json()["error"]["message"]) == (
+            403,
+            "this call asks for the role user, which this credential lacks; send one that has it",
+        )
         twice = [("authorization", "Bearer alice"), ("authorization", "Bearer root")]
         assert (await http.get("/v1/models", headers=twice)).status_code == 401
 
@@ -853,10 +856,10 @@ async def test_refusals_of_credentials_name_the_header(tmp_path: Path) -> None:
     rows = (credential("w", "ops", roles=("router",)),)
     path = write_credentials(tmp_path / "auth.json", *rows)
     refused: list[tuple[list[tuple[str, str]], int, str]] = [
-        ([], 401, "this server wants a credential: send the header 'Authorization: Bearer TOKEN'"),
-        ([("authorization", "Basic YTpi")], 401, "the header 'Authorization' must read 'Bearer TOKEN'"),
-        ([token, token], 401, "the header 'Authorization' is given 2 times; send it once"),
-        ([token, router, router], 400, "the header 'x-loraplex-tenant' is given 2 times; send it once"),
+        ([], 401, "this server wants a credential: send `authorization: Bearer TOKEN`"),
+        ([("authorization", "Basic YTpi")], 401, "`authorization` must read `Bearer TOKEN`"),
+        ([token, token], 401, "`authorization` is given 2 times; send it once"),
+        ([token, router, router], 400, "`x-loraplex-tenant` is given 2 times; send it once"),
     ]
     async with http_cluster(auth_file=path, worker_token="w") as (_, http):
         for headers, status, message in refused:

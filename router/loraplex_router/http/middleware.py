@@ -174,14 +174,8 @@ class Middleware:
                 admit(self._credentials, _METHODS.get(path, _ANY_ROLE), pairs)
             except LoraplexError as error:
                 record.tenant = tenant_of(error)
-                error.message = _with_headers(error.message)
                 raise
         record.tenant = current_identity().tenant
-
-
-def _with_headers(message: str) -> str:
-    """A sentence about a credential, with HTTP's word for what gRPC calls metadata."""
-    return message.replace("metadata 'authorization", "the header 'Authorization").replace("metadata '", "the header '")
 
 
 def _check_host(scope: Scope, headers: Headers) -> None:

@@ -108,6 +108,19 @@ def test_methods_are_denied_unless_a_role_opens_them(token: str, method: str, is
             CREDENTIALS.identify(method, bearer(token))
 
 
+@pytest.mark.parametrize(
+    ("token", "method", "says"),
+    [
+        ("a", LOAD, "asks for the role admin,"),
+        ("o", GENERATE, "asks for the role user,"),
+        ("g", "/other.Service/Method", "no credential opens this call"),
+    ],
+)
+def test_refusals_name_the_role_that_is_missing(token: str, method: str, says: str) -> None:
+    with pytest.raises(PermissionDenied, match=says):
+        CREDENTIALS.identify(method, bearer(token))
+
+
 def test_every_method_of_the_contract_has_been_thought_of() -> None:
     services = [
         *inference_pb2.DESCRIPTOR.services_by_name.values(),
