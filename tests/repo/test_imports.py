@@ -48,8 +48,8 @@ COMMAND_EXCEPTIONS = {
 ORDER = {
     "loraplex_adapters": ("io", "weights", "formats", "sources", "store", "cache"),
     "loraplex_server": (
-        *("config", "text", "grammars", "kv", "layers", "sampling", "backends", "model", "scheduler", "speculation"),
-        *("engine", "frontend", "grpc", "cli"),
+        *("config", "library_errors", "text", "grammars", "kv", "layers", "sampling", "backends", "model"),
+        *("scheduler", "speculation", "engine", "frontend", "grpc", "cli"),
     ),
     "loraplex_router.http": (
         *("page", "metrics", "names", "errors", "streaming", "router_calls", "dialects", "fields", "grammars"),

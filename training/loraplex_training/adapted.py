@@ -31,8 +31,8 @@ from loraplex_adapters.sources.directory import FolderSource
 from loraplex_adapters.weights import BaseTargets
 from loraplex_contracts.errors import AdapterInvalid, AdapterNotFound, AdapterUnsupported, UnsafeFormat
 from loraplex_server.backends.backend import Backend
+from loraplex_server.library_errors import error_line
 from loraplex_server.model.loader import adopt_model, reading
-from loraplex_server.model.refusals import error_line
 
 _FACTORS = (".lora_A.", ".lora_embedding_A")
 

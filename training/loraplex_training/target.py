@@ -29,10 +29,11 @@ from loraplex_contracts.errors import (
 )
 from loraplex_server.kv.rope import RopeScaling
 from loraplex_server.layers.context import StepContext
+from loraplex_server.library_errors import error_line
 from loraplex_server.model.language import read_config, read_language_model
 from loraplex_server.model.loader import eos_token_ids_of, reading_files
 from loraplex_server.model.mxfp4 import dequantising
-from loraplex_server.model.refusals import error_line, refuse_class, refuse_config
+from loraplex_server.model.refusals import refuse_class, refuse_config
 from loraplex_server.model.rope import lengths_given, scale_by_token
 from loraplex_server.text.chat_template import rendered
 from loraplex_server.text.tokenizer import processor_template

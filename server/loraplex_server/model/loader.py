@@ -22,6 +22,7 @@ from loraplex_server.backends.registry import plain_backend
 from loraplex_server.layers.attention import SERVING, ModelSpec, register_attention
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.quantization import WeightFormat
+from loraplex_server.library_errors import error_line
 from loraplex_server.model.adapt import adapt_model
 from loraplex_server.model.direct import find_direct_forward
 from loraplex_server.model.head_rows import choose_head_rows
@@ -31,7 +32,7 @@ from loraplex_server.model.mxfp4 import dequantising
 from loraplex_server.model.own_attention import install_attention, use_attention
 from loraplex_server.model.places import reaching_hub
 from loraplex_server.model.probe import probe_model
-from loraplex_server.model.refusals import error_line, refuse_class, refuse_config
+from loraplex_server.model.refusals import refuse_class, refuse_config
 from loraplex_server.model.rope import scale_by_token
 from loraplex_server.model.rounding import round_weights
 from loraplex_server.model.self_test import reference_texts, verify_loaded

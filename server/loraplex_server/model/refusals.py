@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from loraplex_contracts.errors import UnsupportedModel
+from loraplex_server.library_errors import error_line
 from loraplex_server.model.language import has_other_parts, language_class
 from loraplex_server.model.mxfp4 import is_mxfp4, quantization_of
 from loraplex_server.model.own_attention import has_known_form
@@ -73,16 +74,6 @@ def _rope_types(parameters: Any) -> set[str]:
     for nested in parameters.values():
         found |= _rope_types(nested)
     return found
-
-
-def error_line(error: Exception) -> str:
-    """A library's error message, in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    # The first line of some only introduces the second.
-    told = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    if "custom code" in told:  # the library asks whether to run it
-        return "it is code beside the checkpoint, which is never run here; serve a model that Transformers has"
-    return told if " " in told else f"{type(error).__name__}: {told}"
 
 
 def _names(values: set[str]) -> str:

@@ -27,12 +27,12 @@ from loraplex_runtime.reports import Progress
 from loraplex_server.backends.backend import Backend
 from loraplex_server.config import DraftModelConfig, EngineConfig
 from loraplex_server.layers.attention import ModelSpec
+from loraplex_server.library_errors import error_line
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import load_model
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel
 from loraplex_server.model.memory import fitting
 from loraplex_server.model.places import no_heads
-from loraplex_server.model.refusals import error_line
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.speculation.cross_tokenizer import UniversalProposer
 from loraplex_server.speculation.draft_model import Drafter, DraftMemory, DraftModelProposer

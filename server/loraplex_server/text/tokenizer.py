@@ -19,6 +19,7 @@ from tokenizers import Encoding, Tokenizer
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, NoChatTemplate, UnsupportedModel
 from loraplex_contracts.request import StoppingParams
+from loraplex_server.library_errors import error_line
 from loraplex_server.text.chat_template import rendered
 from loraplex_server.text.control_tokens import ControlTokens, Edges, NormalizedControlTokens, SafeText
 from loraplex_server.text.detokenizer import Detokenizer, StopMatcher, new_detokenizer
@@ -42,6 +43,7 @@ _TOKENIZER_FILES: Final = (
     "vocab.txt",
 )
 _PROCESSOR_TEMPLATE: Final = "chat_template.json"
+_INSTEAD_OF_CODE: Final = "give the checkpoint a tokenizer.json, and take `auto_map` out of its tokenizer_config.json"
 
 # Most characters of a template's refusal, which may repeat the messages.
 MAX_REASON_CHARS: Final = 300
@@ -136,18 +138,15 @@ def advance(rendering: ChatRendering, text: str | None) -> tuple[Mapping[str, An
 
 def _unreadable(error: Exception) -> str:
     """The reason that a tokenizer cannot be read, in one line."""
-    reason = str(error).strip().split("\n", 1)[0]
-    if "custom code" in reason:
-        return (
-            "it is code beside the checkpoint, which is never run here; give the checkpoint a tokenizer.json, and take "
-            "`auto_map` out of its tokenizer_config.json"
-        )
+    reason = error_line(error, instead_of_code=_INSTEAD_OF_CODE)
     if any(package in reason.lower() for package in ("sentencepiece", "tiktoken")):
         return (
             "reading its files takes another package: pip install sentencepiece (tiktoken for a tiktoken.model), or "
             "give the checkpoint a tokenizer.json"
         )
-    return "it has no file that a tokenizer can be read from" if reason.endswith(":") else reason
+    if "one of: (1)" in reason:  # what the library looked for
+        return "it has no file that a tokenizer can be read from"
+    return reason
 
 
 def processor_template(model: str, revision: str | None = None) -> str | None:

@@ -283,6 +283,12 @@ def test_mistrals_own_file(tmp_path: Path) -> None:
     assert TextTokenizer.from_pretrained(str(tmp_path)).encode("the</s>") == [260, 2]
 
 
+def test_a_directory_without_a_tokenizers_file_says_so(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(UnsupportedModel, match="it has no file that a tokenizer can be read from"):
+        TextTokenizer.from_pretrained(str(tmp_path))
+
+
 def test_sentencepiece_alone_names_the_package(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x07")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
