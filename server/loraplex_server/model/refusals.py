@@ -21,6 +21,9 @@ OWN_ATTENTION = {
     "xlnet": "relative positions",
 }
 
+# Their main input is text by the class, but the forward asks for an image as well.
+ASKS_FOR_IMAGES = {"idefics"}
+
 
 def refuse_config(config: PreTrainedConfig, model_id: str) -> None:
     """Raises UnsupportedModel when this configuration cannot be served rightly."""
@@ -40,6 +43,8 @@ def refuse_class(config: PreTrainedConfig, model_id: str) -> None:
         reason = "Transformers has no class for it that generates text from text"
     elif can_set is not None and not has_other_parts(config) and not can_set() and not has_known_form(model_class):
         reason = "its attention does not use Transformers' attention interface"
+    elif model_class.main_input_name != "input_ids" or config.model_type in ASKS_FOR_IMAGES:
+        reason = f"{model_class.__name__} takes no text without an image, and images are not served"
     else:
         return
     raise UnsupportedModel(f"{model_id} ({config.model_type}) cannot be served: {reason}")
