@@ -23,8 +23,7 @@ def rendered(template: str, given: Mapping[str, Any]) -> str:
     """The text of `template` over `given`, the parameters of `TextTokenizer.render_chat`, with the tokenizer's special
     tokens among the arguments. The arguments of calls are values; texts where the template fails on values. Contents
     are texts; parts where the template reads parts alone. Raises what the template raises."""
-    from jinja2 import TemplateSyntaxError  # late: the process for long texts has neither
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers.utils.chat_template_utils import render_jinja_template  # late: not in the process for long texts
 
     goes_on = bool(given.get("continue_final_message"))
     render: Any = partial(
@@ -43,8 +42,22 @@ def rendered(template: str, given: Mapping[str, Any]) -> str:
                 message["content"] = None
     arguments = given["arguments"].items()
     texts = ((name, value) for name, value in arguments if isinstance(value, str) and len(value) <= MAX_TRIED_ARGUMENT)
-    if _reads_parts(template, frozenset(texts)):
-        messages = _with_parts(messages, render)
+    if not _reads_parts(template, frozenset(texts)):
+        return _rendered(messages, render)
+    in_parts = [_in_parts(message) for message in messages]
+    text = _rendered(in_parts, render)
+    # Roles whose parts the template writes out as Python does have texts.
+    written = {one.get("role") for one in in_parts if one.get("content") and str(one["content"]) in text}
+    if not written:
+        return text
+    pairs = zip(messages, in_parts, strict=True)
+    return _rendered([one if one.get("role") in written else other for one, other in pairs], render)
+
+
+def _rendered(messages: Sequence[dict[str, Any]], render: Any) -> str:
+    """The text of these messages; with the arguments of calls as texts where the template fails on values."""
+    from jinja2 import TemplateSyntaxError
+
     try:
         return render([messages])[0][0]
     except (MemoryError, ImportError, TemplateSyntaxError):  # of no message
@@ -55,21 +68,6 @@ def rendered(template: str, given: Mapping[str, Any]) -> str:
             with contextlib.suppress(Exception):
                 return render([with_texts])[0][0]
         raise
-
-
-def _with_parts(messages: Sequence[dict[str, Any]], render: Any) -> list[dict[str, Any]]:
-    """Messages with their texts as parts, but for roles whose parts the template would write out as Python does."""
-    in_parts = [_in_parts(message) for message in messages]
-    try:
-        text: str = render([in_parts])[0][0]
-    except Exception:
-        return in_parts  # the caller renders them again, and says what is wrong
-    written = {
-        message.get("role") for message in in_parts if message.get("content") and str(message["content"]) in text
-    }
-    return [
-        message if message.get("role") in written else other for message, other in zip(messages, in_parts, strict=True)
-    ]
 
 
 @lru_cache(maxsize=64)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from transformers.utils import chat_template_utils
 
 from loraplex_server.text import chat_template
 from loraplex_server.text.chat_template import rendered
@@ -82,6 +84,14 @@ def test_a_template_that_reads_parts_alone_gets_parts(template: str) -> None:
     answer = {"role": "assistant", "content": "b"}
     assert text(template, answer, **given) == f"{begin}[a][b]"
     assert text(template, answer, continue_final_message=True, **given) == f"{begin}[a][b"
+
+
+def test_a_template_that_reads_parts_alone_renders_a_chat_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    text(BY_TEXT)  # the trial of the template is kept
+    render = Mock(wraps=chat_template_utils.render_jinja_template)
+    monkeypatch.setattr(chat_template_utils, "render_jinja_template", render)
+    assert text(BY_TEXT) == "[a]"
+    assert render.call_count == 1
 
 
 def test_roles_whose_content_is_written_out_keep_texts() -> None:
