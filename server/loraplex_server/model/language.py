@@ -10,7 +10,7 @@ import inspect
 import logging
 import re
 from collections.abc import Collection, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pickle import UnpicklingError
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -53,8 +54,24 @@ def language_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 def read_config(model_id: str, revision: str | None = None) -> PreTrainedConfig:
     """The configuration of what writes a checkpoint's text. Of a model that speaks as well (Qwen's Omni), that is its
-    thinker's. Raises what Transformers raises."""
-    config = AutoConfig.from_pretrained(model_id, revision=revision, trust_remote_code=False)
+    thinker's. Raises what Transformers raises, and ValueError for an unknown dtype and a generation config that cannot
+    be loaded beside the weights."""
+    try:
+        config = AutoConfig.from_pretrained(model_id, revision=revision, trust_remote_code=False)
+    except AttributeError as error:
+        if error.obj is not torch:
+            raise
+        raise ValueError(
+            f"its config.json has the dtype {error.name!r:.40}, which torch does not know; write bfloat16, float16 or "
+            "float32 there"
+        ) from error
+    with suppress(OSError):  # there is none, or Transformers passes over it
+        try:
+            GenerationConfig.from_pretrained(model_id, revision=revision or "main")
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"its generation_config.json has no options by name ({error}); mend or remove it"
+            ) from error
     thinker = getattr(config, "thinker_config", None)
     if not isinstance(thinker, PreTrainedConfig):
         return config

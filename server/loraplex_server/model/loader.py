@@ -92,6 +92,11 @@ def load_model(
         config = read_config(model_id, revision)
     refuse_config(config, model_id)
     refuse_class(config, model_id)
+    if dtype == "auto" and config.dtype not in (None, *DTYPES, *DTYPES.values()):
+        raise UnsupportedModel(
+            f"{model_id} cannot be loaded: its config.json has the dtype {config.dtype}, which is not served; "
+            "give another by --dtype"
+        )
     with reading(model_id):
         _context_tokens(config, max_context_tokens)  # refused before the weights are read
     register_attention()

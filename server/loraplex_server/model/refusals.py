@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from loraplex_contracts.errors import UnsupportedModel
 from loraplex_server.library_errors import error_line
@@ -14,8 +15,7 @@ from loraplex_server.model.mxfp4 import is_mxfp4, quantization_of
 from loraplex_server.model.own_attention import has_known_form
 from loraplex_server.model.probe import ATTENTION_LAYERS, OTHER_LAYERS, STATE_LAYERS, layer_types
 
-# Rotary embeddings of code that lies beside checkpoints.
-REMOTE_ROPE = {"su", "yarn_dynamic"}
+ROPE_TYPES = {"default", *ROPE_INIT_FUNCTIONS}
 # Their attention does not go through Transformers' attention interface.
 OWN_ATTENTION = {
     "xlnet": "relative positions",
@@ -62,8 +62,11 @@ def _reasons(config: PreTrainedConfig) -> Iterator[str]:
         yield "its configuration leaves no layer or no position"
     if unknown := set(layer_types(text)) - (ATTENTION_LAYERS | STATE_LAYERS | OTHER_LAYERS):
         yield f"its layers of type {_names(unknown)} are of a kind that is not known"
-    if unknown := _rope_types(getattr(text, "rope_parameters", None)) & REMOTE_ROPE:
-        yield f"its rotary embedding ({_names(unknown)}) is of a kind that Transformers does not know"
+    if unknown := _rope_types(getattr(text, "rope_parameters", None)) - ROPE_TYPES:
+        yield (
+            f"its rotary embedding ({_names(unknown)}) is of a kind that Transformers does not know; it has "
+            f"{_names(ROPE_TYPES)}"
+        )
     if (getattr(text, "num_kv_shared_layers", None) or 0) >= getattr(text, "num_hidden_layers", 1):
         yield "its layers take the keys and values of another model"
     if getattr(text, "use_bidirectional_attention", False) not in (False, None, "vision"):  # no images come here

@@ -60,6 +60,29 @@ def test_a_configuration_of_any_kind_is_read_or_refused(name: str, value: Any, t
         load_model(str(tmp_path), device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("file", "fields", "reason"),
+    [
+        (
+            "config.json",
+            {"torch_dtype": "torch.bfloat16", "dtype": None},
+            "has the dtype 'torch.bfloat16', which torch",
+        ),
+        ("config.json", {"dtype": "int8"}, "has the dtype torch.int8, which is not served; give another by --dtype"),
+        ("generation_config.json", [], "its generation_config.json has no options by name"),
+    ],
+)
+def test_a_configuration_that_transformers_fails_on_is_named(
+    file: str, fields: Any, reason: str, tmp_path: Path
+) -> None:
+    random_model("llama", torch.float32).save_pretrained(tmp_path)
+    path = tmp_path / file
+    said = json.loads(path.read_text()) | fields if isinstance(fields, dict) else fields
+    path.write_text(json.dumps(said))
+    with pytest.raises(UnsupportedModel, match=reason):
+        load_model(str(tmp_path), device="cpu")
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 @pytest.mark.parametrize("content", [b"", b"[]", b"null", b"[" * 100_000, b"\xff" * 64])
 def test_damaged_files_are_refused(name: str, content: bytes, tmp_path: Path) -> None:

@@ -37,6 +37,11 @@ REFUSED: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], str]] = {
         SMALL | {"rope_parameters": {"rope_type": "su", "rope_theta": 1e4}},
         r"\(su\) is of",
     ),
+    "unknown rope": (
+        tf.LlamaConfig,
+        SMALL | {"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}},
+        r"\(mrope\) is of .*; it has default, dynamic",
+    ),
     "two calls": (tf.DiffLlamaConfig, SMALL, "several times"),
     "quantised": (tf.LlamaConfig, SMALL | {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
     "quantised text": (
