@@ -35,7 +35,7 @@ NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "chat.tools_json": ("tools",),
     "chat.tool_choice": ("tool_choice",),
     "chat.documents_json": ("documents",),
-    "chat.template_kwargs_json": ("chat_template_kwargs",),
+    "chat.template_kwargs_json": ("chat_template_kwargs", "reasoning_effort", "reasoning", "verbosity"),
     "chat.continue_final_message": ("continue_final_message",),
     "chat.omit_generation_prompt": ("add_generation_prompt",),
     "chat.parallel_tool_calls": ("parallel_tool_calls",),

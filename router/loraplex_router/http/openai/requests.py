@@ -315,10 +315,9 @@ def chat_of(messages: Iterable[ChatMessage], given: ChatTemplateInput) -> pb.Cha
     if given.chat_template is not None:
         chat.template = unicode_text(given.chat_template, "chat_template")
     arguments = dict(given.chat_template_kwargs or {})
-    if (effort := _effort_of(given)) is not None:
-        arguments.setdefault("reasoning_effort", effort)
-    if given.verbosity is not None:
-        arguments.setdefault("verbosity", given.verbosity)
+    for name, text in (("reasoning_effort", _effort_of(given)), ("verbosity", given.verbosity)):
+        if text is not None:
+            arguments.setdefault(name, unicode_text(text, name))
     if arguments:
         chat.template_kwargs_json = json_text(arguments, "chat_template_kwargs")
     if given.documents:
@@ -336,7 +335,7 @@ def _effort_of(given: ChatTemplateInput) -> str | None:
         raise InvalidArgument("`reasoning.effort` must be a text", field="reasoning.effort")
     if given.reasoning_effort not in (None, effort):
         raise InvalidArgument("`reasoning_effort` is said in another way, too: leave it out", field="reasoning_effort")
-    return effort
+    return unicode_text(effort, "reasoning.effort")
 
 
 def _message(message: ChatMessage, where: str) -> pb.ChatMessage:

@@ -35,3 +35,10 @@ def test_no_path_of_the_wire_is_left() -> None:
 def test_speculation_has_its_kind_in_a_field() -> None:
     told = "`speculation.medusa.adapter_id` names a LoRA; name heads, or leave `speculation.medusa` out"
     assert naming_fields(told) == "`speculation.adapter_id` names a LoRA; name heads, or leave `speculation.kind` out"
+
+
+def test_arguments_of_a_template_have_the_name_that_the_request_gives_them() -> None:
+    path = "chat.template_kwargs_json"
+    for name in ("reasoning_effort", "reasoning", "verbosity"):
+        assert field_name(path, {"messages", name}) == name
+    assert field_name(path, {"reasoning_effort", "chat_template_kwargs"}) == "chat_template_kwargs"

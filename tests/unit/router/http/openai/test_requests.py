@@ -90,6 +90,9 @@ def test_the_effort_of_a_chat_s_reasoning() -> None:
     for fields, name in (
         ({"reasoning": {"effort": 5}}, "reasoning.effort"),
         ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning": {"effort": "\ud800"}}, "reasoning.effort"),
+        ({"reasoning_effort": "\ud800"}, "reasoning_effort"),
+        ({"verbosity": "\ud800"}, "verbosity"),
     ):
         with pytest.raises(InvalidArgument) as caught:
             chat(**fields)
