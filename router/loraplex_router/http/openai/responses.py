@@ -135,7 +135,7 @@ def ignored_parts(body: ResponsesRequest) -> list[str]:
         for key, one in (given or {}).items()
         if key not in known and one is not None
     ]
-    names += dict.fromkeys(f"tools.{kind}" for tool in body.tools or () if (kind := tool.get("type")) != "function")
+    names += dict.fromkeys(f"tools.{kind}" for _, _, tool in _tools(body) if (kind := tool.get("type")) != "function")
     return names + [f"include.{one}" for one in body.include or () if one != _LOGPROBS]
 
 
@@ -181,7 +181,7 @@ def _add_to_turn(turn: dict[str, Any], kind: Any, item: dict[str, Any], where: s
     if kind == "message":
         turn["content"] = _content(item.get("content"), where)
     elif kind == "function_call":
-        function = {"name": _name(item, where), "arguments": item.get("arguments")}
+        function = {"name": _called(item, where), "arguments": item.get("arguments")}
         call = {"id": _call_id(item, where), "type": "function", "function": function}
         turn.setdefault("tool_calls", []).append(call)
     else:
@@ -192,6 +192,12 @@ def _add_to_turn(turn: dict[str, Any], kind: Any, item: dict[str, Any], where: s
 def _name(function: Mapping[str, Any], where: str) -> str:
     """The name of a function. Raises InvalidArgument."""
     return check_id(_text(function, "name", where) or "", field=f"{where}.name")
+
+
+def _called(call: Mapping[str, Any], where: str) -> str:
+    """The name that the model has for the function of a call. Raises InvalidArgument."""
+    namespace = _text(call, "namespace", where, is_needed=False)
+    return _whole_name(namespace or "", _name(call, where), where)
 
 
 def _call_id(item: Mapping[str, Any], where: str) -> str | None:
@@ -230,15 +236,49 @@ def _response_format(text_format: Any) -> Any:
     return {"type": "json_schema", "json_schema": {key: one for key, one in given.items() if key != "type"}}
 
 
+def _tools(body: ResponsesRequest) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Each tool with its place in the request and its namespace, which may be empty. Raises InvalidArgument."""
+    for index, tool in enumerate(body.tools or ()):
+        where = f"tools[{index}]"
+        if tool.get("type") != "namespace":
+            yield where, "", tool
+            continue
+        namespace, members = _name(tool, where), tool.get("tools")
+        if not isinstance(members, list) or not all(isinstance(one, dict) for one in cast("list[Any]", members)):
+            raise InvalidArgument(f"`{where}.tools` must be a list of tools", field=f"{where}.tools")
+        for number, member in enumerate(cast("list[dict[str, Any]]", members)):
+            yield f"{where}.tools[{number}]", namespace, member
+
+
+def _whole_name(namespace: str, name: str, where: str) -> str:
+    """The name that the model has for a function of a namespace. Raises InvalidArgument for one that is too long."""
+    return check_id(f"{namespace.removesuffix('__')}__{name}", field=f"{where}.name") if namespace else name
+
+
+def _own_names(body: ResponsesRequest) -> dict[str, tuple[str, str]]:
+    """Namespace and own name of functions, by the name that the model has for them."""
+    return {
+        _whole_name(namespace, tool["name"], where): (namespace, tool["name"])
+        for where, namespace, tool in _tools(body)
+        if namespace and tool.get("type") == "function"
+    }
+
+
 def _functions(body: ResponsesRequest) -> list[dict[str, Any]]:
     """The tools that are functions. Others are left out, because clients send them with every request: `ignored_parts`
-    names them. Raises Unimplemented where one of those is demanded."""
+    names them. Raises Unimplemented where one of those is demanded, and InvalidArgument where a function of a namespace
+    has the name of another one."""
     functions: list[dict[str, Any]] = []
-    for index, tool in enumerate(body.tools or ()):
+    namespaces: dict[str, str] = {}
+    for where, namespace, tool in _tools(body):
         kind = tool.get("type")
         if kind == "function":
-            _name(tool, f"tools[{index}]")
-            functions.append({"type": kind, "function": {key: one for key, one in tool.items() if key != "type"}})
+            name = _whole_name(namespace, _name(tool, where), where)
+            if namespaces.setdefault(name, namespace) != namespace:
+                what = f"`{where}.name` makes a second tool that the model knows as {name}; rename one of them"
+                raise InvalidArgument(what, field=f"{where}.name")
+            function = {key: one for key, one in tool.items() if key != "type"} | {"name": name}
+            functions.append({"type": kind, "function": function})
         elif not isinstance(kind, str):
             raise Unimplemented("`tools` takes functions, with `type`: function", field="tools")
     choice = body.tool_choice
@@ -284,7 +324,7 @@ def _tool_choice(choice: Any) -> Any:
 
 
 def _named_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": _text(tool, "name", where)}}
+    return {"type": "function", "function": {"name": _called(tool, where)}}
 
 
 # --- answers --------------------------------------------------------------------------------------------------------
@@ -294,7 +334,7 @@ def response_of(body: ResponsesRequest, job: Job, answer: pb.GenerateResponse) -
     """The response object of the answer to a chat."""
     chat = answers.response_of(job, [answer])
     (choice,), (completion,) = chat["choices"], answer.completions
-    output = Output(job)
+    output = Output(job, _own_names(body))
     for _ in output.add(parts_of(completion), _rows(choice)):
         pass
     for _ in output.close(is_cut=choice["finish_reason"] == "length"):
@@ -360,7 +400,9 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
 class Output:
     """Items of a response's output, from the parts of a chat's message, with the events that tell of them."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, own_names: Mapping[str, tuple[str, str]]) -> None:
+        """`own_names`: namespace and name of functions, by the name that the model has for them."""
+        self._own_names = own_names
         self.items: list[dict[str, Any]] = []
         self._request_id = job.request_id
         self._has_reasoning = bool(job.reasoning_fields)
@@ -433,7 +475,9 @@ class Output:
 
     def _call(self, call: pb.ToolCallDelta) -> Iterator[dict[str, Any]]:
         if call.id:
-            item = {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": ""}
+            namespace, name = self._own_names.get(call.name, ("", call.name))
+            item = {"type": "function_call", "call_id": call.id, "name": name, "arguments": ""}
+            item |= {"namespace": namespace} if namespace else {}
             yield from self._open(item, "fc", shown={})
         if call.arguments_json:
             item = self.items[-1]
@@ -458,7 +502,7 @@ class Answer(dialects.Answer[Job]):
         super().__init__(job)
         self._body = body
         self._chat = answers.Answer(job)
-        self._output = Output(job)
+        self._output = Output(job, _own_names(body))
         self._finish_reason: str | None = None
         self._last: dict[str, Any] = {}
         self._number = -1

@@ -105,16 +105,43 @@ def test_a_demanded_call_goes_before_the_format() -> None:
 
 def test_tools_that_are_no_functions_are_left_out() -> None:
     add = {"type": "function", "name": "add", "parameters": {"type": "object"}}
-    hosted = [{"type": "web_search"}, {"type": "namespace", "name": "crm", "tools": [add]}, {"type": "web_search"}]
+    namespace = {"type": "namespace", "name": "crm", "tools": [{"type": "custom", "name": "patch"}]}
+    hosted = [{"type": "web_search"}, namespace, {"type": "web_search"}]
     for choice in (None, "auto", "required", {"type": "function", "name": "add"}):
         body = request(tools=[*hosted, add], tool_choice=choice)
         assert job_of(body).requests == job_of(request(tools=[add], tool_choice=choice)).requests
-        assert responses.ignored_parts(body) == ["tools.web_search", "tools.namespace"]
+        assert responses.ignored_parts(body) == ["tools.web_search", "tools.custom"]
     assert job_of(request(tools=hosted, tool_choice="auto")).requests == job_of(request()).requests
     for choice in ("required", {"type": "web_search"}, {"type": "allowed_tools", "mode": "auto", "tools": []}):
         with pytest.raises(Unimplemented, match="takes auto, none, required or a function, or functions") as caught:
             job_of(request(tools=hosted, tool_choice=choice))
         assert caught.value.field == "tool_choice"
+
+
+def in_namespace(namespace: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in names]
+    return {"type": "namespace", "name": namespace, "description": "x", "tools": tools}
+
+
+@pytest.mark.parametrize("namespace", ["mcp__files", "mcp__files__"])
+def test_functions_of_a_namespace_are_tools(namespace: str) -> None:
+    """The model has one name for both. Calls have the two again, there and back."""
+    earlier = {"type": "function_call", "call_id": "c0", "namespace": namespace, "name": "read", "arguments": "{}"}
+    choice = {"type": "function", "namespace": namespace, "name": "read"}
+    body = request(tools=[ADD, in_namespace(namespace, "read", "write")], input=[earlier], tool_choice=choice)
+    chat = job_of(body).requests[0].chat
+    named = [tool["function"]["name"] for tool in json.loads(chat.tools_json)]
+    assert named == ["add", "mcp__files__read", "mcp__files__write"]
+    assert chat.messages[0].tool_calls[0].name == chat.tool_choice.name == "mcp__files__read"
+    assert responses.ignored_parts(body) == []
+    completion = pb.Completion(message=pb.ChatMessage(tool_calls=[
+        pb.ToolCall(id="c1", name="mcp__files__write", arguments_json="{}"), pb.ToolCall(id="c2", name="add"),
+    ]))  # fmt: skip
+    whole = responses.response_of(body, job_of(body), pb.GenerateResponse(completions=[completion]))
+    deltas = [call(0, name="mcp__files__write"), call(0, "{}"), call(1, name="add")]
+    events = streamed(body, pb.GenerateStreamResponse(deltas=deltas))
+    for output in (whole["output"], events[-1]["response"]["output"]):
+        assert [(one.get("namespace"), one["name"]) for one in output] == [(namespace, "write"), (None, "add")]
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
@@ -169,6 +196,13 @@ def test_fields_that_stand_for_earlier_answers_are_told_with_what_to_do(name: st
         ({"tools": [ADD], "tool_choice": {}}, "tool_choice.type"),
         ({"tools": [ADD], "tool_choice": {"name": "add"}}, "tool_choice.type"),
         ({"tools": [], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [ADD]}}, "tool_choice"),
+        ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name"),
+        ({"tools": [{"type": "namespace", "name": "a"}]}, "tools[0].tools"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": [3]}]}, "tools[0].tools"),
+        ({"tools": [in_namespace("a", "b c")]}, "tools[0].tools[0].name"),
+        ({"tools": [in_namespace("a" * 128, "b")]}, "tools[0].tools[0].name"),
+        ({"tools": [in_namespace("a", "b"), in_namespace("a__", "b")]}, "tools[1].tools[0].name"),
+        ({"tools": [{"type": "function", "name": "a__b"}, in_namespace("a", "b")]}, "tools[1].tools[0].name"),
         ({"metadata": {"a": "\ud800"}}, "metadata"), ({"metadata": {"a": float("nan")}}, "metadata"),
         ({"reasoning": {"effort": "\ud800"}}, "reasoning"), ({"reasoning": {"effort": 5}}, "reasoning.effort"),
         ({"reasoning_effort": 5}, "reasoning_effort"), ({"text": {"verbosity": 5}}, "text.verbosity"),
@@ -225,7 +259,7 @@ def call(index: int, arguments: str = "", name: str = "") -> pb.ChatDelta:
 
 
 def test_thoughts_calls_and_texts_are_items() -> None:
-    output = responses.Output(job_of(request()))
+    output = responses.Output(job_of(request()), {})
     parts = [
         *(pb.ChatDelta(reasoning=text) for text in "hm"), *(pb.ChatDelta(content=text) for text in "ab"),
         call(0, name="add"), call(0, "{}"),
@@ -337,7 +371,7 @@ def test_messages_have_the_logprobs_of_their_own_tokens(size: int) -> None:
 
 
 def test_parts_that_do_not_say_their_tokens_have_the_logprobs_so_far() -> None:
-    output = responses.Output(job_of(request()))
+    output = responses.Output(job_of(request()), {})
     for text in "ab":
         assert list(output.add([pb.ChatDelta(content=text)], [text]))[-1]["logprobs"] == [text]
 
