@@ -35,7 +35,7 @@ from loraplex_server.model.loader import eos_token_ids_of, reading_files
 from loraplex_server.model.mxfp4 import dequantising
 from loraplex_server.model.refusals import refuse_class, refuse_config
 from loraplex_server.model.rope import lengths_given, scale_by_token
-from loraplex_server.text.chat_template import rendered
+from loraplex_server.text.chat_template import chosen, rendered
 from loraplex_server.text.tokenizer import processor_template
 from loraplex_training.adapted import check_files, with_adapter
 from loraplex_training.corpus import Prompt
@@ -104,11 +104,12 @@ class Target:
         if isinstance(prompt, str):
             return self._known(self.tokenizer.encode(prompt))
         tools = prompt["tools"] or None
-        own = self.templates.chat_for(has_tools=tools is not None)
-        if not own and not self.tokenizer.chat_template:
-            raise NoChatTemplate("the tokenizer has no chat template; give plain prompts instead of messages")
+        has_tools, own_templates = tools is not None, self.tokenizer.chat_template
+        template = self.templates.chat_for(has_tools=has_tools) or chosen(own_templates, has_tools=has_tools)
+        if not template:
+            kind = "default chat template" if own_templates else "chat template"
+            raise NoChatTemplate(f"the tokenizer has no {kind}; give plain prompts instead of messages")
         try:
-            template = own or self.tokenizer.get_chat_template(None, tools)
             made = rendered(template, {**prompt, "arguments": self.tokenizer.special_tokens_map})
         except Exception as error:  # whatever templates raise
             raise InvalidArgument(

@@ -19,6 +19,14 @@ _TRIAL: Final = "zqxj"  # a content that no template has in its own text
 MAX_TRIED_ARGUMENT: Final = 256  # characters: longer ones of requests are not kept
 
 
+def chosen(templates: Any, *, has_tools: bool) -> str:
+    """A tokenizer's chat template; of several the one that Transformers takes. Empty where there is none."""
+    if not isinstance(templates, Mapping):
+        return templates or ""
+    named = cast("Mapping[str, str]", templates)
+    return named["tool_use"] if has_tools and "tool_use" in named else named.get("default", "")
+
+
 def rendered(template: str, given: Mapping[str, Any]) -> str:
     """The text of `template` over `given`, the parameters of `TextTokenizer.render_chat`, with the tokenizer's special
     tokens among the arguments. The arguments of calls are values; texts where the template fails on values. Contents

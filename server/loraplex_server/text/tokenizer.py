@@ -20,7 +20,7 @@ from tokenizers import Encoding, Tokenizer
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, NoChatTemplate, UnsupportedModel
 from loraplex_contracts.request import StoppingParams
 from loraplex_server.library_errors import error_line
-from loraplex_server.text.chat_template import rendered
+from loraplex_server.text.chat_template import chosen, rendered
 from loraplex_server.text.control_tokens import ControlTokens, Edges, NormalizedControlTokens, SafeText
 from loraplex_server.text.detokenizer import Detokenizer, StopMatcher, new_detokenizer
 from loraplex_server.text.vocabulary import Vocabulary
@@ -260,11 +260,7 @@ class TextTokenizer:
 
     def chat_template_for(self, *, has_tools: bool) -> str:
         """The chat template; of several the one that Transformers takes."""
-        template: Any = None if self._tokenizer is None else self._tokenizer.chat_template
-        if isinstance(template, Mapping):
-            named = cast("Mapping[str, str]", template)
-            return named["tool_use"] if has_tools and "tool_use" in named else named.get("default", "")
-        return template or ""
+        return "" if self._tokenizer is None else chosen(self._tokenizer.chat_template, has_tools=has_tools)
 
     @property
     def response_template(self) -> Mapping[str, Any] | None:

@@ -208,8 +208,10 @@ def test_messages_by_the_template_of_a_processor(tiny_world: TinyWorld, tmp_path
 def test_messages_need_a_chat_template(tiny_world: TinyWorld) -> None:
     target = load(tiny_world)
     messages: Chat = {"messages": [{"role": "user", "content": "hi"}], "tools": []}
-    with pytest.raises(NoChatTemplate):
-        target.encode(messages)
+    for templates, kind in ((None, "chat"), ({"tool_use": "x"}, "default chat")):
+        target.tokenizer.chat_template = templates
+        with pytest.raises(NoChatTemplate, match=f"the tokenizer has no {kind} template"):
+            target.encode(messages)
     target.tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}>"
     assert target.tokenizer.decode(target.encode(messages)) == "<s>[hi]>"
     for template, words in (
