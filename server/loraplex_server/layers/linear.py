@@ -356,9 +356,10 @@ def product_by_row(down: Tensor, b: Tensor) -> Tensor:
     """down [rows, rank] @ b [out, rank].T -> [rows, out], with the same bits for a row whatever the others are: a
     library's product may choose the order of its sums by the number of rows."""
     wide = torch.promote_types(down.dtype, torch.float32)
-    by_rank, outputs = down.to(wide).t().unsqueeze(-1), b.to(wide).t().unsqueeze(1)
+    rows, outputs = down.to(wide).contiguous().unsqueeze(1), b.to(wide)
     num_rows = max(1, (_MAX_TERMS_ON_GPU if down.is_cuda else _MAX_TERMS) // b.numel())
-    sums = [(part * outputs).sum(0) for part in by_rank.split(num_rows, dim=1)]
+    # The order of torch's sums depends on where the terms lie: side by side, whatever their number.
+    sums = [(part * outputs).contiguous().sum(-1) for part in rows.split(num_rows)]  # terms [rows, out, rank]
     return torch.cat(sums).to(down.dtype)
 
 

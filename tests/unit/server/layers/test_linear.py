@@ -181,11 +181,15 @@ def test_a_rows_product_has_the_same_bits_in_any_company(
     rank: int, out: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    down, b = (torch.randn(num, rank, generator=generator).to(dtype) for num in (70, out))
+    a, b = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((rank, 70), (out, rank)))
+    down = a.t()  # as it is looked up
     found = product_by_row(down, b)
     torch.testing.assert_close(found, (down.double() @ b.double().t()).to(dtype))
-    for row in (0, 1, 33, 69):
-        assert torch.equal(found[row : row + 1], product_by_row(down[row : row + 1], b))
+    assert torch.equal(found, product_by_row(down.contiguous(), b))
+    for num_rows in (1, 2, 7):
+        for start in (0, 1, 33, 69):
+            rows = slice(start, start + num_rows)
+            assert torch.equal(found[rows], product_by_row(a[:, rows].contiguous().t(), b))
     monkeypatch.setattr(module, "_MAX_TERMS", 3 * b.numel())
     assert torch.equal(found, product_by_row(down, b))
     assert product_by_row(down[:0], b).shape == (0, out)
