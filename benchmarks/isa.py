@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-# The best first, with what limits the others to them.
+# The best first, with what limits the others to them. On Arm nothing does, so there our kernels alone are limited.
 ISAS: Mapping[str, Mapping[str, str]] = {
     "amx": {},
     "avx512bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
     "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
     "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+    "sve256": {},
+    "neonbf16": {},
+    "neon": {},
 }
 
 

@@ -39,6 +39,15 @@ COMMON: Final = (
     "-ffp-contract=fast", "-Wall", "-Wextra",
     "-Wno-maybe-uninitialized", "-Wno-uninitialized",  # GCC 12 finds them in its own intrinsics
 )  # fmt: skip
+# Compiled with the flags of each instruction set to see whether the compiler knows it.
+PROBE: Final = """
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_FEATURE_SVE)
+#include <arm_sve.h>
+typedef svfloat32_t Floats __attribute__((arm_sve_vector_bits(__ARM_FEATURE_SVE_BITS)));
+#endif
+"""
 # Only our functions are visible: what libstdc++'s templates bring in is not offered to others nor replaced by theirs.
 EXPORTS: Final = "{ global: lp_*; local: *; };\n"
 
@@ -56,6 +65,8 @@ _AVX2: Final = ("-mavx2", "-mfma")
 _AVX512: Final = (*_AVX2, "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _AVX512BF16: Final = (*_AVX512, "-mavx512bf16")
 _ARM: Final = {"neon": (), "neonbf16": ("-march=armv8.2-a+bf16",)}
+# Vectors of 256 bits, as on Neoverse V1. Those of 128 (V2, N2) are as wide as NEON's and left to it.
+_SVE256: Final = ("-march=armv8.2-a+sve+bf16", "-msve-vector-bits=256")
 MACHINES: Final[Mapping[tuple[str, str], Machine]] = {
     ("linux", "x86_64"): Machine(
         ("-march=x86-64",),
@@ -66,7 +77,7 @@ MACHINES: Final[Mapping[tuple[str, str], Machine]] = {
             "amx": (*_AVX512BF16, "-mamx-tile", "-mamx-bf16"),
         },
     ),
-    ("linux", "aarch64"): Machine(("-march=armv8-a",), _ARM),
+    ("linux", "aarch64"): Machine(("-march=armv8-a",), {**_ARM, "sve256": _SVE256}),
     ("darwin", "arm64"): Machine(("-march=armv8-a",), _ARM, has_version_scripts=False),  # never run
 }
 
@@ -144,7 +155,7 @@ def find_compiler(
 def _known_variants(command: tuple[str, ...], machine: Machine) -> tuple[str, ...]:
     with tempfile.TemporaryDirectory() as folder:
         probe = Path(folder) / "probe.cpp"
-        probe.write_text("#if defined(__x86_64__)\n#include <immintrin.h>\n#endif\n")
+        probe.write_text(PROBE)
 
         def is_known(name: str) -> bool:
             flags = (*machine.baseline, *machine.variants[name])

@@ -16,12 +16,14 @@ from loraplex_server.backends.cpu.native.config import threads_from_environment
 from loraplex_server.backends.cpu.native.library import load
 
 CPU_INFO: Final = Path("/proc/cpuinfo")
+SVE_LENGTH: Final = Path("/proc/sys/abi/sve_default_vector_length")  # of Arm's vectors, in bytes
 # Instruction sets of the kernels, the best first, with what the CPU must have for them.
 ABILITIES: Final = {
     "amx": ("amx_bf16", "amx_tile"),
     "avx512bf16": ("avx512_bf16",),
     "avx512": ("avx512f", "avx512dq", "avx512bw", "avx512vl", "f16c"),
     "avx2": ("avx2", "fma"),
+    "sve256": ("asimd", "bf16", "svebf16", "sve256"),
     "neonbf16": ("asimd", "bf16"),
     "neon": ("asimd",),
 }
@@ -42,15 +44,18 @@ class CpuReport:
 def examine_cpu() -> CpuReport:
     """The report of this CPU. Measures for about a second."""
     isa, num_threads = load().status.isa, default_num_threads()
-    flags = cpu_flags(cgroups.read(CPU_INFO))
+    flags = cpu_flags(cgroups.read(CPU_INFO), cgroups.read(SVE_LENGTH))
     unused = [unused_isa(isa, flags), unused_threads(num_threads, num_cores(own_cpus()), cgroups.cpu_quota())]
     return CpuReport(isa, num_threads, _read_bytes_per_s(num_threads), tuple(one for one in unused if one))
 
 
-def cpu_flags(info: str) -> frozenset[str]:
-    """Features of the first CPU in /proc/cpuinfo: the line `flags` on x86-64, `Features` on Arm."""
+def cpu_flags(info: str, sve_length: str = "") -> frozenset[str]:
+    """Features of the first CPU in /proc/cpuinfo: the line `flags` on x86-64, `Features` on Arm.
+
+    `sve256` is one of them where SVE's vectors have as many bits."""
     own = (line.partition(":")[2] for line in info.splitlines() if line.startswith(("flags", "Features")))
-    return frozenset(next(own, "").split())
+    length = sve_length.strip()
+    return frozenset([*next(own, "").split(), *([f"sve{8 * int(length)}"] if length.isdigit() else [])])
 
 
 def unused_isa(isa: str, flags: frozenset[str]) -> str:

@@ -14,6 +14,7 @@
 #include <unistd.h>
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
+#include <sys/prctl.h>
 #elif defined(__APPLE__)
 #include <sys/sysctl.h>
 #endif
@@ -85,6 +86,16 @@ bool saves(uint64_t wanted) {  // XCR0: the register files that the operating sy
     return false;
 #endif
 }
+
+#if defined(__linux__)
+[[maybe_unused]] bool has_sve256() {  // and vectors of just the length that its kernels are compiled for
+    constexpr unsigned long kSve = 1UL << 22, kSveBf16 = 1UL << 12;  // HWCAP_SVE, HWCAP2_SVEBF16
+    constexpr int kGetLength = 51, kLengthMask = 0xffff;             // PR_SVE_GET_VL, PR_SVE_VL_LEN_MASK
+    if ((getauxval(AT_HWCAP) & kSve) == 0 || (getauxval(AT_HWCAP2) & kSveBf16) == 0) return false;
+    const int length = prctl(kGetLength);
+    return length > 0 && (length & kLengthMask) == 32;
+}
+#endif
 
 #endif
 

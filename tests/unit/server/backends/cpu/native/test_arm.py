@@ -1,6 +1,6 @@
 """Native kernels for Arm under an emulator.
 
-They have the same bits as with AVX2; with the instructions for bfloat16 nearly the same.
+They have the same bits as with AVX2; with the instructions for bfloat16 nearly the same, and with SVE those of NEON.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ EMULATOR = "qemu-aarch64-static"
 DRIVER = Path(__file__).resolve().parents[5] / "support" / "native_driver.cpp"
 F32, BF16 = 0, 1
 DTYPES = [F32, BF16]
-ISAS = ("neon", "neonbf16")
+CPU = "max,sve256=on"  # has all of them; the largest vectors that are named are the longest
+ISAS = tuple(MACHINES["linux", "aarch64"].variants)
 # Of what the instructions for bfloat16 compute to what float32 would: they round each pair's products to a float by
 # themselves. Outputs of bfloat16 differ in their last bit here and there.
 TOLERANCE = 4e-3
@@ -62,7 +63,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         [COMPILER, "-std=c++17", "-O1", "-o", str(driver), str(DRIVER), str(library), f"-Wl,-rpath,{folder}"],
         check=True,
     )
-    return [EMULATOR, "-L", "/usr/aarch64-linux-gnu", str(driver)]
+    return [EMULATOR, "-cpu", CPU, "-L", "/usr/aarch64-linux-gnu", str(driver)]
 
 
 @pytest.fixture
@@ -96,13 +97,16 @@ def check(program: Program, avx2: Library, emulated: list[str], isa: str, folder
     """Runs a program by the emulated kernels and by AVX2's, and compares its buffers. `dtype`: of the program's
     products."""
     found = program.run_by(emulated, folder, isa)
-    program.run(avx2)
     pointed = {idx for idx, _, _ in program.pointers}
+    if isa == "sve256":
+        same = program.run_by(emulated, folder, "neonbf16")
+        assert not [idx for idx, own in enumerate(found) if idx not in pointed and not np.array_equal(own, same[idx])]
+    program.run(avx2)
     for idx, (own, other) in enumerate(zip(program.buffers, found, strict=True)):
         if idx in pointed or np.array_equal(own, other):
             continue
         share = f"buffer {idx} differs in {int((own != other).sum())} of {own.nbytes} bytes"
-        assert (isa, dtype) == ("neonbf16", BF16), share
+        assert isa != "neon" and dtype == BF16, share
         assert distance(program.dtypes[idx], own, other) < TOLERANCE, share
 
 
@@ -400,10 +404,21 @@ def test_rows_have_the_same_bits_in_any_company(
         assert np.array_equal(found[idx], whole[: found[idx].nbytes])
 
 
-@pytest.mark.parametrize(("cpu", "isa"), [("cortex-a72", "neon"), ("max", "neonbf16")])
+@pytest.mark.parametrize(
+    ("cpu", "isa"),
+    [
+        ("cortex-a72", "neon"),
+        ("a64fx", "neon"),  # SVE without bfloat16
+        ("max,sve=off", "neonbf16"),
+        ("max,sve128=on", "neonbf16"),
+        ("max,sve256=on", "sve256"),
+        ("max,sve512=on", "neonbf16"),
+        ("max,sve512=on,sve-default-vector-length=32", "sve256"),  # as a system sets it
+    ],
+)
 def test_the_instruction_set_follows_the_cpu(cpu: str, isa: str, emulated: list[str], tmp_path: Path) -> None:
-    command, *others = emulated
     files = [tmp_path / name for name in ("in", "out")]
     files[0].write_bytes(bytes(8))  # no buffers, no pointers, no calls
-    done = subprocess.run([command, "-cpu", cpu, *others, *files], capture_output=True, text=True, check=True)
+    command = [cpu if word == CPU else word for word in emulated]
+    done = subprocess.run([*command, *files], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == isa

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +16,7 @@ from support.native import compiler_or_skip, write_sources
 from loraplex_server.backends.cpu.native import build
 from loraplex_server.backends.cpu.native.build import BuildError, CannotBuild, Compiler, Machine, find_compiler
 
+ARM_COMPILER = "aarch64-linux-gnu-g++"
 Capture = pytest.CaptureFixture[str]
 
 
@@ -57,6 +59,16 @@ def test_flags_that_the_compiler_does_not_know_leave_a_variant_and_those_after_i
     assert library.lp_isa() == b"avx512"
     with pytest.raises(AttributeError):
         _ = library.lp_probe_future
+
+
+def test_types_that_the_compiler_does_not_know_leave_a_variant_out(tmp_path: Path) -> None:
+    if shutil.which(ARM_COMPILER) is None:
+        pytest.skip(f"{ARM_COMPILER} is not there: apt install g++-aarch64-linux-gnu")
+    machine = build.MACHINES["linux", "aarch64"]
+    assert find_compiler([ARM_COMPILER], machine).variants == ("neon", "neonbf16", "sve256")
+    (tmp_path / "arm_sve.h").write_text("#error an older compiler\n")
+    older = find_compiler([ARM_COMPILER, "-isystem", str(tmp_path)], machine)
+    assert older.variants == ("neon", "neonbf16")
 
 
 def test_a_variant_that_no_cpu_is_asked_for_does_not_compile(compiler: Compiler, tmp_path: Path) -> None:
@@ -139,8 +151,8 @@ def test_a_library_in_use_is_replaced_not_written_over(compiler: Compiler, sourc
 def test_machines_by_their_platforms() -> None:
     """Platforms have the names that sysconfig gives them; those say for what a wheel is built."""
     assert set(build.machine_of("linux-x86_64").variants) == {"avx2", "avx512", "avx512bf16", "amx"}
-    assert set(build.machine_of("linux-aarch64").variants) == {"neon", "neonbf16"}
-    assert build.machine_of("macosx-14.0-arm64").variants == build.machine_of("linux-aarch64").variants
+    assert set(build.machine_of("linux-aarch64").variants) == {"neon", "neonbf16", "sve256"}
+    assert set(build.machine_of("macosx-14.0-arm64").variants) == {"neon", "neonbf16"}
     for name in ("linux-riscv64", "macosx-11.0-x86_64", "win32"):
         with pytest.raises(
             CannotBuild, match="there are native kernels for linux x86_64, linux aarch64, darwin arm64 only"

@@ -20,6 +20,7 @@ def flags(text: str) -> frozenset[str]:
 def test_flags_are_those_of_the_first_cpu() -> None:
     assert flags("avx2 fma") == {"fpu", "avx2", "fma"}
     assert cpu_flags("processor\t: 0\nFeatures\t: fp asimd bf16\n") == {"fp", "asimd", "bf16"}
+    assert cpu_flags("Features\t: asimd sve\n", "32\n") == {"asimd", "sve", "sve256"}
     assert cpu_flags("model name : none\n") == frozenset()
 
 
@@ -41,6 +42,9 @@ def test_abilities_are_those_of_all_variants() -> None:
         ("neonbf16", "asimd bf16", ()),
         ("neon", "asimd", ()),
         ("neon", "asimd bf16", ("has neonbf16", "run with neon")),
+        ("sve256", "asimd bf16 sve svebf16 sve256", ()),
+        ("neonbf16", "asimd bf16 sve svebf16 sve256", ("has sve256", "run with neonbf16")),
+        ("neonbf16", "asimd bf16 sve svebf16 sve128", ()),  # no wider than NEON's vectors
     ],
 )
 def test_abilities_that_are_left(isa: str, text: str, words: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-// Products of a few rows with a band of packed weights in 16 registers of 8 floats, or 32 of 4.
+// Products of a few rows with a band of packed weights in 16 registers of 8 floats, or 32 of 4. (SVE has 32 of 8.)
 //
 // Each output is one sum over the inputs in their order, with a rounding for each: the same in every kernel here, however
 // many rows there are.

@@ -3,6 +3,8 @@
 
 #if defined(__AVX512F__)
 #include "vector_512.h"
+#elif __ARM_FEATURE_SVE_BITS == 256
+#include "vector_sve256.h"
 #elif defined(__aarch64__)
 #include "vector_neon.h"
 #else
