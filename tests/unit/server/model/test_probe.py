@@ -53,6 +53,51 @@ def test_refuses_what_depends_on_the_place_in_the_row() -> None:
         adopt_model(by_row_model())
 
 
+class Neighbours(nn.Module):
+    """A linear that adds a part of the token before."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x + 0.5 * x.roll(1, dims=1))
+
+
+def test_refuses_layers_that_mix_neighbours() -> None:
+    model = random_model("llama")
+    model.model.layers[1].mlp.up_proj = Neighbours(model.model.layers[1].mlp.up_proj)
+    with pytest.raises(UnsupportedModel, match="layers other than attention mix neighbouring tokens"):
+        adopt_model(model)
+
+
+def test_refuses_positions_that_are_not_counted_from_0_on() -> None:
+    model = random_model("llama")
+
+    def count(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if options.get("position_ids") is None:
+            options["position_ids"] = 2 + torch.arange(options["input_ids"].shape[1]).unsqueeze(0)
+        return args, options
+
+    model.register_forward_pre_hook(count, with_kwargs=True)
+    with pytest.raises(UnsupportedModel, match="it does not count positions from 0 on"):
+        adopt_model(model)
+
+
+def test_a_model_runs_no_more_than_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run reads all weights: the first tokens with and without positions, a step far out, its two texts alone."""
+    runs = list[Any]()
+    trial_run = probe_module.trial_run
+
+    def count(*args: Any, **options: Any) -> Any:
+        runs.append(args)
+        return trial_run(*args, **options)
+
+    monkeypatch.setattr(probe_module, "trial_run", count)
+    adopt_model(random_model("llama"), verify=False)
+    assert len(runs) == 5
+
+
 def test_the_comparison_with_transformers_looks_far_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison finds a difference where the probe has seen nothing (what it replaces at load comes later than
     it)."""
