@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -38,7 +39,7 @@ from loraplex_server.grpc.middleware import RequestGate, service_handler
 from loraplex_server.grpc.pooling_service import PoolingServicer
 from loraplex_server.model.places import check_places, reaching_hub
 from loraplex_server.text.chat_template import syntax_fault
-from loraplex_server.text.tokenizer import TextTokenizer
+from loraplex_server.text.tokenizer import TextTokenizer, import_library
 
 if TYPE_CHECKING:
     from loraplex_server.text.response_template import ResponseFormat
@@ -140,7 +141,10 @@ async def start_worker(
                 )
                 os.chdir(folder)
         source = SourceWatch(make_source(config.engine.adapters.root))  # the Hub cannot be listed
+        importing = None if tokenizer is not None else asyncio.ensure_future(_import_library())
         info = await engine.start(on_progress, inline=inline, builder=builder)
+        if importing is not None:
+            await importing
         if tokenizer is None:  # in a thread: health checks are answered meanwhile
             tokenizer = await asyncio.to_thread(_load_tokenizer, info, config.chat)
         formats = partial(_response_format, tokenizer, config.chat)
@@ -154,6 +158,15 @@ async def start_worker(
         await engine.stop()
         await listener.stop(0.0)
         raise
+
+
+async def _import_library() -> None:
+    """Imports Transformers, in a thread that a worker which is told to end does not wait for."""
+    thread = ThreadPoolExecutor(1, "import")
+    try:
+        await asyncio.get_running_loop().run_in_executor(thread, import_library)
+    finally:
+        thread.shutdown(wait=False)
 
 
 async def _preload(engine: EngineClient, names: Sequence[str], on_progress: Progress) -> None:

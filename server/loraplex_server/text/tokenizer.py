@@ -149,6 +149,13 @@ def _unreadable(error: Exception) -> str:
     return reason
 
 
+def import_library() -> None:
+    """Imports what `TextTokenizer.from_pretrained` needs: seconds, torch included."""
+    from transformers import AutoTokenizer, LlamaConfig  # one configuration brings what those of all families share
+
+    del AutoTokenizer, LlamaConfig
+
+
 def processor_template(model: str, revision: str | None = None) -> str | None:
     """The chat template in the file that processors of multimodal models have it in; None where there is none, or none
     that can be read."""

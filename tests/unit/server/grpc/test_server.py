@@ -19,6 +19,7 @@ from loraplex_runtime.listener import check_free
 from loraplex_server.config import ChatConfig, EngineConfig, ModelConfig, WorkerConfig
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.engine import Engine
+from loraplex_server.grpc import server
 from loraplex_server.grpc.server import start_worker
 
 
@@ -71,3 +72,20 @@ async def test_a_chat_template_of_another_syntax_is_refused_at_the_start(tmp_pat
     with pytest.raises(InvalidArgument, match=r"chat\.jinja is not a chat template: line 2: .*endif") as refused:
         await start_worker(config, inline=True, builder=build_slow)
     assert refused.value.field == "--chat-template"
+
+
+async def test_transformers_is_imported_while_the_model_loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    is_imported, found = threading.Event(), list[bool]()
+    monkeypatch.setattr(server, "import_library", is_imported.set)
+
+    def build(config: EngineConfig, progress: Callable[[str], None], notify: Callable[[], None]) -> Engine:
+        found.append(is_imported.wait(30))
+        return build_slow(config, progress, notify)
+
+    template = tmp_path / "chat.jinja"  # refused once the engine is ready
+    template.write_text("{%")
+    with pytest.raises(InvalidArgument, match="is not a chat template"):
+        await start_worker(
+            WorkerConfig(EngineConfig(ModelConfig("m")), ChatConfig(template), port=0), inline=True, builder=build
+        )
+    assert found == [True]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -327,3 +329,20 @@ class TestTemplatesOfProcessors:
         (folder / "chat_template.json").write_text(content)
         assert not TextTokenizer.from_pretrained(str(folder)).has_chat_template
         assert "chat_template.json" in caplog.text
+
+
+@pytest.mark.slow
+def test_one_configuration_brings_what_those_of_all_families_share(tmp_path: Path) -> None:
+    """In a process of its own, for this one may have imported anything."""
+    tiny_tokenizer("byte_level").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    code = (
+        "import sys\n"
+        "from loraplex_server.text.tokenizer import TextTokenizer, import_library\n"
+        "import_library()\n"
+        "num_before = len(sys.modules)\n"
+        "TextTokenizer.from_pretrained(sys.argv[1])\n"
+        "print(len(sys.modules) - num_before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, text=True)
+    assert int(done.stdout.splitlines()[-1]) < 20
