@@ -11,6 +11,7 @@ other globals, in which our function has the name of theirs. Transformers and ot
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -198,7 +199,7 @@ def _gated(*args: Tensor, own: Callable[..., Tensor], module: Any, ops: FusedOps
 
 def _attention_forward(module: nn.Module, ops: FusedOps, proven: dict[int, Rotate | None]) -> Any:
     """The module's own code over other globals."""
-    forward = type(module).forward
+    forward: Any = inspect.unwrap(cast(Any, type(module)).forward)  # Transformers wraps what it renames options of
     is_replaced = "forward" in vars(module)
     if is_replaced or not isinstance(forward, FunctionType) or ROTATE not in forward.__code__.co_names:
         return None

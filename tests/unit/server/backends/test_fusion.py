@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from support.backends import PatchedBackend, ReferenceFused
 from support.zoo import random_model
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from loraplex_server.backends.fusion import NormForm, fuse, separate
 from loraplex_server.backends.registry import choose_backend
@@ -186,6 +188,20 @@ def test_families(family: str) -> None:
     gated = [module for module in fused if hasattr(module, "gate_proj")]
     norms = [module for module in fused if not any(True for _ in module.children())]
     assert (len(norms), len(gated), len(fused) - len(norms) - len(gated)) == FUSED[family]
+
+
+def test_attention_in_a_wrapper_is_fused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers 5.24 wraps it to take its cache by an earlier name."""
+    own = LlamaAttention.forward
+
+    @functools.wraps(own)
+    def wrapped(*args: Any, **options: Any) -> Any:
+        return own(*args, **options)
+
+    monkeypatch.setattr(LlamaAttention, "forward", wrapped)
+    loaded = adopt_model(random_model("llama"), backend=PatchedBackend(fused=ReferenceFused()))
+    attention = [module for module in loaded.model.modules() if isinstance(module, LlamaAttention)]
+    assert ["forward" in vars(module) for module in attention] == [True, True]
 
 
 def test_gated_norms_keep_no_other_from_being_fused() -> None:
