@@ -121,7 +121,8 @@ class TritonExperts:
         num_blocks = min(num_pairs, num_pairs // block_rows + num_experts)
         _experts[(num_blocks, triton.cdiv(out_features, BLOCK_OUT))](
             *(y, x, self._weight, order, ends, num_experts, in_features, out_features, x.stride(0)),
-            *self._weight.stride(), **tile_options(in_features, num_experts, per_row, block_rows, x.dtype),
+            *self._weight.stride(), enable_fp_fusion=True,
+            **tile_options(in_features, num_experts, per_row, block_rows, x.dtype),
         )  # fmt: skip
         return y
 

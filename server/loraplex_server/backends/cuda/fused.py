@@ -145,6 +145,7 @@ class TritonFused:
             NARROWS=form.narrows,
             BLOCK=block,
             num_warps=min(16, max(1, block // 512)),
+            enable_fp_fusion=True,
         )
         return y
 
@@ -177,6 +178,6 @@ class TritonFused:
         gate, up = (x.reshape(-1, num_features) for x in (gate, up))
         gate, up = (x if x.stride(1) == 1 else x.contiguous() for x in (gate, up))
         _silu_product[(len(gate), triton.cdiv(num_features, BLOCK_FEATURES))](
-            y, gate, up, num_features, gate.stride(0), up.stride(0), BLOCK=BLOCK_FEATURES
+            y, gate, up, num_features, gate.stride(0), up.stride(0), BLOCK=BLOCK_FEATURES, enable_fp_fusion=True
         )
         return y

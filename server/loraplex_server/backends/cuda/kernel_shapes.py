@@ -1,4 +1,8 @@
-"""Dtypes and block sizes of the Triton kernels."""
+"""Dtypes and block sizes of the Triton kernels.
+
+Every launch says whether a product is rounded before it is added (`enable_fp_fusion`): the default of Triton 3.10 is
+another than that of earlier ones.
+"""
 
 from __future__ import annotations
 

@@ -369,6 +369,7 @@ class TritonPagedAttention:
                 *(out, parts, stats, plan.buffer, spec.sinks, work.partials_at),
                 *(spec.v_dim, next_power(spec.v_dim), BLOCK_PARTS, spec.sinks is not None),
                 num_warps=2,
+                enable_fp_fusion=True,
             )
         return out
 
@@ -386,6 +387,7 @@ def write_pages(key: Tensor, value: Tensor, kv: LayerKv, slots: Tensor) -> None:
         *(key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
         *(k_dim, v_dim, next_power(k_dim), next_power(v_dim)),
         num_warps=1,
+        enable_fp_fusion=True,
     )
 
 
@@ -414,7 +416,7 @@ def _launch(
         GROUPS=spec.num_groups, K_DIM=spec.k_dim, V_DIM=spec.v_dim, PAGE=plan.block_size,
         BLOCK_ROWS=launch.block_rows, HAS_WINDOW=spec.window is not None, HAS_CHUNK=spec.chunk is not None,
         HAS_SOFTCAP=spec.softcap is not None, HAS_SINKS=spec.sinks is not None, HAS_BIAS=bias is not None,
-        INTERPRETED=INTERPRETED,
+        INTERPRETED=INTERPRETED, enable_fp_fusion=True,
         **tile_options(spec, plan.dtype, launch.block_rows, _has_wgmma(query.device)),
     )  # fmt: skip
 

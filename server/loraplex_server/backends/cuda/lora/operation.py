@@ -268,6 +268,7 @@ def shrink(call: Call, inner: Tensor) -> None:
         NUM_LANES=launch.num_lanes,
         BLOCK_IN=launch.block_in,
         num_warps=launch.shrink_warps,
+        enable_fp_fusion=True,
         **call.constants(),
         **options,
     )
@@ -286,6 +287,7 @@ def expand(call: Call, y: Tensor, inner: Tensor) -> None:
         *(table.b_ptrs, table.ranks, table.scales, *call.ends(), y.stride(0), *call.sizes()),
         BLOCK_OUT=launch.block_out,
         num_warps=launch.expand_warps,
+        enable_fp_fusion=True,
         **call.constants(),
         **options,
     )
@@ -298,7 +300,7 @@ def _fuse(call: Call, y: Tensor) -> None:
         *(table.a_ptrs, table.b_ptrs, table.ranks, table.scales, table.in_features, *call.ends()),
         *(call.x.stride(0), y.stride(0), call.stride), NUM_STEPS=launch.num_steps,
         BLOCK_RANK=launch.block_rank, BLOCK_IN=launch.block_in, BLOCK_OUT=launch.block_out,
-        NUM_STAGES=launch.num_stages, IS_ALIGNED=call.is_aligned,
+        NUM_STAGES=launch.num_stages, IS_ALIGNED=call.is_aligned, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -350,7 +352,7 @@ class TritonDense:
             y, x, plan.rows, plan.blocks, pointers.weights, pointers.biases, pointers.sizes,
             table.in_features, x.stride(0), y.stride(0), NUM_STEPS=triton.cdiv(table.in_features, launch.block_in),
             BLOCK_ROWS=plan.block_rows, BLOCK_OUT=launch.block_out, BLOCK_IN=launch.block_in,
-            IS_ALIGNED=pointers.is_aligned, UPCAST=INTERPRETED, num_stages=launch.num_stages,
+            IS_ALIGNED=pointers.is_aligned, UPCAST=INTERPRETED, num_stages=launch.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
 
 

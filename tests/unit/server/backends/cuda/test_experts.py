@@ -34,7 +34,7 @@ def test_compiles(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel: Any = experts_kernel
     options = tile_options(2048, 128, 8, block_rows, DTYPES[dtype])
-    launch = {name: options.pop(name) for name in ("num_stages", "num_warps")}
+    launch = {name: options.pop(name) for name in ("num_stages", "num_warps")} | {"enable_fp_fusion": True}
     constants = {**options, ("out_stride" if is_transposed else "in_stride"): 1}
     types = {"order_ptr": "*i64", "ends_ptr": "*i64"}
     signature = {

@@ -53,7 +53,7 @@ def compile_kernel(kernel: Any, dtype: str, arch: int, constants: dict[str, Any]
         if name not in used and name not in RAGGED
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=used, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"enable_fp_fusion": True, **options})
 
 
 @pytest.mark.parametrize(

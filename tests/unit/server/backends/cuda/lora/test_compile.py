@@ -50,7 +50,7 @@ def compiled(kernel: Any, constants: dict[str, object], dtype: str, arch: int, *
     signature = {arg: "constexpr" if arg in used else types.get(arg, "i32") for arg in kernel.arg_names}
     attrs = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(kernel.arg_names) if arg in types or arg in EVEN}
     source = ASTSource(fn=kernel, signature=signature, constexprs=used, attrs=attrs)
-    result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"enable_fp_fusion": True, **options})
     assert result.asm["cubin"]
     assert result.metadata.shared <= 99 * 1024  # what the smallest of the supported GPUs gives one program
     return result
