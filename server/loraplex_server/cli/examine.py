@@ -32,7 +32,7 @@ from loraplex_server.model.mixers.install import install_mixers
 from loraplex_server.model.mxfp4 import is_mxfp4
 from loraplex_server.model.places import reaching_hub
 from loraplex_server.model.probe import TRIAL_RAISED
-from loraplex_server.model.refusals import refuse_class, refuse_config
+from loraplex_server.model.refusals import error_line, refuse_class, refuse_config
 from loraplex_server.model.tiny import Widths, tiny_config
 from loraplex_server.text.tokenizer import TextTokenizer
 
@@ -106,9 +106,8 @@ def _examine(
         report["architecture"] = type(model).__name__
         mixers = {mixer.class_name for mixer in install_mixers(copy.deepcopy(model), StepContext())}
     except Exception as error:  # of a family's own code, for sizes that it was not made for
-        told = (str(error).strip() or type(error).__name__).splitlines()[0]
         report["verdict"] = "decided at load"
-        report["reason"] = f"no tiny copy of it can be made to be tried: {told}"
+        report["reason"] = f"no tiny copy of it can be made to be tried: {error_line(error)}"
         return
     nn.Module.to(model, backend.device)
     with _notes() as notes, reading(report["model"]):

@@ -69,6 +69,8 @@ def _reasons(config: PreTrainedConfig) -> Iterator[str]:
         )
     if (getattr(text, "num_kv_shared_layers", None) or 0) >= getattr(text, "num_hidden_layers", 1):
         yield "its layers take the keys and values of another model"
+    if getattr(text, "n_recurrent_loops", 1) > 1:
+        yield "an attention layer runs several times per token"
     if getattr(text, "use_bidirectional_attention", False) not in (False, None, "vision"):  # no images come here
         yield "it attends to later tokens"
 

@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import transformers as tf
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from loraplex.cli.main import main
 from loraplex_contracts.errors import InvalidArgument, UnsupportedModel
+from loraplex_server.cli import examine
 from loraplex_server.cli.examine import EXIT_CODES, examine_model
 from loraplex_server.model.loader import load_model
 
@@ -35,7 +37,7 @@ def examined(config: PreTrainedConfig, folder: Path, **options: Any) -> dict[str
     "config",
     [
         tf.T5Config(d_model=32),  # of the configuration
-        tf.GPTJConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=8),  # of the class
+        tf.OpenAIGPTConfig(n_embd=32, n_layer=2, n_head=4),  # of the class
         tf.DiffLlamaConfig(**_SMALL, **_HEADS),  # of the probe
         tf.XLMRobertaConfig(**_SMALL, num_attention_heads=4, is_decoder=True),
     ],
@@ -129,6 +131,15 @@ def test_only_loading_tells_of_sizes_that_no_copy_can_have(tmp_path: Path) -> No
     report = examined(tf.XmodConfig(**_SMALL, num_attention_heads=4, is_decoder=True), tmp_path)
     assert report["verdict"] == "decided at load"
     assert "Input language unknown" in report["reason"]
+
+
+def test_says_why_no_copy_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an error whose first line only introduces the second, both."""
+    error = ValueError("Class validation error for validator 'validate_layers':\n    ValueError: 8 + 2 is not 36")
+    monkeypatch.setattr(examine, "tiny_config", Mock(side_effect=error))
+    report = examined(ZOO["llama"](), tmp_path)
+    assert report["verdict"] == "decided at load"
+    assert report["reason"] == f"no tiny copy of it can be made to be tried: {' '.join(str(error).split())}"
 
 
 @pytest.mark.parametrize(("options", "field"), [({"dtype": "int3"}, "--dtype"), ({"device": "tpu"}, "--device")])

@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {
 }
 REFUSED: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], str]] = {
     "encoder-decoder": (tf.T5Config, {"vocab_size": 101, "d_model": 32, "num_layers": 2}, "encoder-decoder"),
-    "gptj": (tf.GPTJConfig, {"vocab_size": 101, "n_embd": 32, "n_layer": 2, "n_head": 4}, "attention interface"),
+    "own attention": (tf.OpenAIGPTConfig, {"n_embd": 32, "n_layer": 2, "n_head": 4}, "attention interface"),
     "unknown mixer": (tf.RecurrentGemmaConfig, SMALL | {"head_dim": 8, "lru_width": 32}, "RecurrentGemmaRecurrent"),
     "unknown layers": (tf.DeepseekV32Config, SMALL | {"num_key_value_heads": 4}, "indexed_attention"),
     "other rope": (
@@ -43,6 +43,7 @@ REFUSED: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], str]] = {
         r"\(mrope\) is of .*; it has default, dynamic",
     ),
     "two calls": (tf.DiffLlamaConfig, SMALL, "several times"),
+    "layers in loops": (tf.LlamaConfig, SMALL | {"n_recurrent_loops": 2}, "several times"),
     "quantised": (tf.LlamaConfig, SMALL | {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
     "quantised text": (
         tf.Qwen2_5_VLConfig,
@@ -79,7 +80,7 @@ def test_refuses_a_configuration_of_several_models(base: type[PreTrainedConfig],
         refuse_config(config, "x")
 
 
-@pytest.mark.parametrize("family", ["gptj", "two calls"])
+@pytest.mark.parametrize("family", ["own attention", "two calls"])
 def test_refuses_a_model_in_memory_too(family: str) -> None:
     cls, fields, reason = REFUSED[family]
     with pytest.raises(UnsupportedModel, match=reason):
