@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from support.multimodal import FAMILIES, MORE, multimodal_config  # noqa: E402
 from support.native_models import NOT_STACKED, STACKED  # noqa: E402
-from support.sweep import AS_DECODERS, REASONS, REFUSED  # noqa: E402
+from support.sweep import AS_DECODERS, REASONS, REFUSED, SERVED_SINCE  # noqa: E402
 from support.zoo import HYBRIDS, LORA_FAMILIES, SINKS, ZOO  # noqa: E402
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig  # noqa: E402
 
@@ -221,13 +221,18 @@ def text_rows() -> str:
     return TEXTS_INTRODUCTION + "\n".join(lines) + f"\n\n{more}\n"
 
 
+def _until(family: str) -> str:
+    return f" (before Transformers {SERVED_SINCE[family]})" if family in SERVED_SINCE else ""
+
+
 def refusal_rows() -> str:
     """The table of refusals. Families that are made for other ends come as decoders (`is_decoder`) too."""
     lines: list[str] = []
     for reason in REASONS:
         own = [family for family, found in sorted(REFUSED.items()) if found == reason]
         decoders = [family for family, found in sorted(AS_DECODERS.items()) if found == reason and family not in own]
-        names = [*own, *(f"{family} (as a decoder)" for family in decoders)]
+        names = [f"{family}{_until(family)}" for family in own]
+        names += [f"{family} (as a decoder)" for family in decoders]
         if names:
             lines.append(f"| {REFUSALS[reason]} | {', '.join(names)} |")
     return REFUSALS_INTRODUCTION + "\n".join(lines) + "\n"

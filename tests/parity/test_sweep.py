@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from support.sweep import AS_DECODERS, FAMILIES, PROPERTY, REFUSED, as_decoder, sweep
+from support.sweep import AS_DECODERS, FAMILIES, PROPERTY, as_decoder, expected, sweep
 
 # One of each outcome, with the ordinary tests.
 QUICK = ("apertus", "bart", "bert", "doge", "minimax", "whisper")
@@ -18,7 +18,7 @@ def test_serves_or_refuses(family: str, record_property: Callable[[str, object],
     """Texts of up to 70 tokens, which cross windows, chunks and the lengths that rotations are scaled at."""
     outcome = sweep(family)
     record_property(PROPERTY, (family, outcome.what, outcome.sentence))
-    assert outcome.what == REFUSED.get(family, "served"), outcome.sentence
+    assert outcome.what == expected(family), outcome.sentence
 
 
 @pytest.mark.parametrize(

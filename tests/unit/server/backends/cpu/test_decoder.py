@@ -39,6 +39,7 @@ from loraplex_server.layers.lora import Segment
 from loraplex_server.layers.quantization import FORMATS, WeightFormat
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import adopt_model
+from loraplex_server.model.probe import CACHE
 from loraplex_server.model.rounding import round_weights
 
 BLOCK_SIZE = 4
@@ -673,7 +674,7 @@ def test_a_layer_that_raises_in_the_comparison_is_left_as_it_is(
     original = layer.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if "past_key_values" not in kwargs:  # as the model itself never calls it
+        if CACHE not in kwargs:  # as the model itself never calls it
             raise error("no cache")
         return original(*args, **kwargs)
 
