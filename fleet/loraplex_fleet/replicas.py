@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -173,12 +174,14 @@ class Worker(Replica):
         await self.run(self._prepare)
 
     def _prepare(self) -> Plan:
-        """Claims the store and reads the token and the authorities. Raises FailedPrecondition."""
+        """Claims the store, and reads the token and the authorities, which may change. Raises FailedPrecondition."""
         spec = self._spec
         store, self._store_lock = claim_store(spec.worker.store)
         token = read_token(spec.secrets.worker_token_file) if spec.secrets.worker_token_file else ""
-        ca = read_file("tls.ca", spec.tls.ca) if spec.tls.ca else None
-        return worker_command(spec, self._node, store, token), lambda address: Probe(address, ca, token)
+        read_ca = partial(read_file, "tls.ca", spec.tls.ca) if spec.tls.ca else None
+        if read_ca is not None:
+            read_ca()  # before the child starts
+        return worker_command(spec, self._node, store, token), lambda address: Probe(address, read_ca, token)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         return {"pending_tokens": float(self._entry.pending_tokens)}
