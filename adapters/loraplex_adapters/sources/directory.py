@@ -226,12 +226,13 @@ FULL_LOOK_EVERY = 16
 MAX_LISTED = 100_000  # folders in one
 MAX_DEPTH = 2  # NAME or ORG/NAME
 MAX_MISNAMED = 100  # folders that are logged
-# Another change within this time may leave the modification time as it was: file systems count in steps.
+# Another change within this time may leave the time of the last one as it was: file systems count in steps.
 TIME_STEP_NS = 2_000_000_000
 
 
-# A folder's device, inode and time of the last change. Copied trees may have equal times, so time alone says nothing of
-# a folder that a link leads to.
+# A folder's device, inode and time of the last change, which is the file system's own: copies and archives set the time
+# of the last modification, perhaps to the one that it had. Trees may have equal times, so time alone says nothing of a
+# folder that a link leads to.
 _State = tuple[int, int, int]
 
 
@@ -332,7 +333,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _state(found: os.stat_result) -> _State:
-    return found.st_dev, found.st_ino, found.st_mtime_ns
+    return found.st_dev, found.st_ino, found.st_ctime_ns
 
 
 def _differs(fd: int, name: str, folder: _Known) -> bool:

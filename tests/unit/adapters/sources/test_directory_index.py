@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from loraplex_adapters.io.confined_folder import Folder
+from loraplex_adapters.sources import directory
 from loraplex_adapters.sources.directory import FULL_LOOK_EVERY, MAX_MISNAMED, DirectoryIndex, DirectorySource
 from loraplex_adapters.sources.watch import SourceWatch
 from loraplex_contracts.errors import SourceUnavailable
 
 LONG_AGO_S = 1_000_000_000.0
+STEP_S = 0.02
 MARK = "adapter_config.json"
 
 
@@ -40,21 +42,25 @@ class Index:
             root.close()
 
 
+@pytest.fixture(autouse=True)
+def _steps_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "TIME_STEP_NS", int(STEP_S * 1e9))
+
+
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[[str], Path]:
     def make(name: str) -> Path:
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / MARK).touch()
-        settle(tmp_path)
+        settle()
         return tmp_path / name
 
     return make
 
 
-def settle(root: Path) -> None:
-    """Makes everything look as if it were written long ago."""
-    for folder in [root, *(path for path in root.rglob("*") if path.is_dir())]:
-        os.utime(folder, (LONG_AGO_S, LONG_AGO_S + time.monotonic()))
+def settle() -> None:
+    """Waits until the next change of a folder has another time than the last one."""
+    time.sleep(2 * STEP_S)
 
 
 def test_nothing_is_read_twice(tmp_path: Path, make: Callable[[str], Path]) -> None:
@@ -129,6 +135,7 @@ def test_links_to_folders_with_equal_times(tmp_path: Path, make: Callable[[str],
         (tmp_path / "fresh").rename(link)
         for path in [tmp_path, *tmp_path.rglob("*")]:
             os.utime(path, (LONG_AGO_S, LONG_AGO_S), follow_symlinks=False)
+        settle()
 
     point(tmp_path / "current", "v1")
     index = Index(tmp_path / "current")
@@ -141,6 +148,33 @@ def test_links_to_folders_with_equal_times(tmp_path: Path, make: Callable[[str],
     point(tmp_path / "v2" / "link", "other")  # the folder that it is in has its time of before
     looks = [index.look() for _ in range(FULL_LOOK_EVERY)]
     assert looks[-1] == ["link/inner", "one", "other/inner", "two"]
+
+
+def test_folders_whose_times_are_set(tmp_path: Path) -> None:
+    """`tar --mtime` gives folders equal times, and unpacking one archive after the other leaves those as they were."""
+
+    def unpack(*files: str) -> None:
+        for file in files:
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / file).touch()
+        for folder in (tmp_path, *tmp_path.iterdir()):
+            os.utime(folder, (LONG_AGO_S, LONG_AGO_S))
+        settle()
+
+    index = Index(tmp_path)
+    unpack("a/README.md")
+    assert index.look() == []
+    unpack("b/README.md", f"a/{MARK}")
+    assert index.look() == ["a"]
+    unpack(f"b/{MARK}")
+    assert index.look() == ["a", "b"]
+    os.utime(tmp_path / "a", (time.time() + 1e6,) * 2)
+    settle()
+    read = list[str]()
+    for _ in range(3 * FULL_LOOK_EVERY):
+        index.look()
+        read += index.read
+    assert read == ["a"], "once, also with a time that is to come"
 
 
 def test_folders_whose_names_are_no_ids_are_logged_once(
