@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fleet import ray_is_missing
 
 from loraplex_fleet import deploying
 from loraplex_fleet.commands import router_command, worker_command
@@ -54,6 +55,24 @@ def test_bounds_are_autoscaling() -> None:
     config = deployment["autoscaling_config"]
     assert (config["min_replicas"], config["max_replicas"]) == (2, 5)
     assert config["policy"]["policy_kwargs"]["up_after_s"] == 3.0
+
+
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own modules
+@pytest.mark.skipif(bool(ray_is_missing()), reason=ray_is_missing())
+def test_serve_rolls_for_another_policy_and_not_for_other_counts() -> None:
+    """As docs/operations.md says under "Grow and shrink" and "Roll"."""
+    from ray.serve._private.deploy_utils import get_app_code_version
+    from ray.serve.schema import ServeDeploySchema
+
+    def version(**worker: Any) -> str:
+        config = ServeDeploySchema.model_validate(serve_config(parse_spec({"model": "m", "worker": worker})))
+        return get_app_code_version(config.applications[0])
+
+    bounds = {"min": 2, "max": 5}
+    assert version(count=2) == version(count=3)
+    assert version(count=bounds) == version(count={"min": 1, "max": 9})
+    assert len({version(count=2), version(count=bounds), version(count=bounds, scale={"up-after": 3})}) == 3
 
 
 def test_a_worker_listens_on_its_node_with_a_token_and_tls() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -15,7 +16,8 @@ from loraplex_fleet.probe import Probe
 
 
 async def serve(pair: Pair, port: int = 0) -> tuple[grpc.aio.Server, int]:
-    server, servicer = grpc.aio.server(), health.aio.HealthServicer()
+    untyped: Any = health
+    server, servicer = grpc.aio.server(), untyped.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
     credentials = grpc.ssl_server_credentials([(pair.key.read_bytes(), pair.cert.read_bytes())])

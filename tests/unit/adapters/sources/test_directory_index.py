@@ -168,7 +168,8 @@ def test_folders_whose_times_are_set(tmp_path: Path) -> None:
     assert index.look() == ["a"]
     unpack(f"b/{MARK}")
     assert index.look() == ["a", "b"]
-    os.utime(tmp_path / "a", (time.time() + 1e6,) * 2)
+    to_come_s = time.time() + 1e6
+    os.utime(tmp_path / "a", (to_come_s, to_come_s))
     settle()
     read = list[str]()
     for _ in range(3 * FULL_LOOK_EVERY):
