@@ -298,7 +298,7 @@ class Call(Generic[_Answer]):
                 return self.closed()
             case ServerUnreachable():
                 message = message.replace("the server", f"the server at {self.settings.target}", 1)
-                message = _with_remedy(message, has_tls=self.settings.tls is not None)
+                message = _with_remedy(message, self.settings.tls)
             case ConnectionLost() if self._is_overdue():
                 # The server's timer fired first.
                 return DeadlineExceeded(self._too_late(), metadata=metadata)
@@ -339,6 +339,11 @@ _HUNG_UP_ON_TLS: Final = (
     "it hung up at once, as servers do that ask for a certificate of the client, or for another one, or whose own key "
     "gRPC's clients do not take; give Tls(client_key=..., client_certificate=...) (--client-key, --client-cert), or "
     "the server a certificate whose key is RSA, P-256 or P-384"
+)
+_HUNG_UP_ON_A_CERTIFICATE: Final = (
+    "it hung up at once, as servers do that do not accept the client's certificate (one of another authority, or one "
+    "that has expired), or whose own key gRPC's clients do not take; give one that the server's authority for clients has "
+    "signed (client_certificate, --client-cert), or the server a certificate whose key is RSA, P-256 or P-384"
 )
 # Words of gRPC's -> what is the matter, and what to do. The first that is found counts.
 _REMEDIES: Final = (
@@ -391,14 +396,14 @@ _REMEDIES: Final = (
 )
 
 
-def _with_remedy(message: str, *, has_tls: bool) -> str:
+def _with_remedy(message: str, tls: Tls | None) -> str:
     """The sentence on a server that cannot be reached, with a remedy in the place of the library's words."""
     for words, remedy in _REMEDIES:
-        if has_tls and remedy == _HUNG_UP:
-            remedy = _HUNG_UP_ON_TLS
+        if tls is not None and remedy == _HUNG_UP:
+            remedy = _HUNG_UP_ON_TLS if tls.client_certificate is None else _HUNG_UP_ON_A_CERTIFICATE
         if words in message:
             return f"{message.split(': ')[0]}: {remedy}"
-    if has_tls and "Connection refused" in message:  # gRPC tells of one address only
+    if tls is not None and "Connection refused" in message:  # gRPC tells of one address only
         message += " (where the name has several addresses, one of them says so, and another may have the server, with "
         message += "a certificate for which no authority known here vouches: --ca-cert)"
     return f"{message}; see that one runs there, and that both sides use TLS or neither does"

@@ -19,7 +19,7 @@ from loraplex_proto import __version__
 from loraplex_proto.services import DEFAULT_PORT
 from loraplex_router.config import RouterConfig
 from loraplex_router.membership import is_address
-from loraplex_runtime.flags import Flag, configure, flag_arguments, flags_of
+from loraplex_runtime.flags import Flag, check, configure, flag_arguments, flags_of
 from loraplex_runtime.near_words import did_you_mean
 from loraplex_server.config import WorkerConfig
 
@@ -449,10 +449,15 @@ _WORDS: Final = {int: "a whole number", float: "a number", str: "a text", Path: 
 
 
 def _try_worker(flags: list[Flag], given: dict[str, Any]) -> None:
+    unfit = "is not for a fleet's workers: what looks after them shows no certificate; tls and secrets keep others out"
+    check("tls_client_ca" not in given, "--tls-client-ca", unfit)
     _try(WorkerConfig, flags, given, {("engine", "model", "model"): "model"})
 
 
 def _try_router(flags: list[Flag], given: dict[str, Any]) -> None:
+    for parameter in ("worker_client_cert", "worker_client_key"):
+        flag = "--" + parameter.replace("_", "-")
+        check(parameter not in given, flag, "is of no use: a fleet's workers ask for no certificate")
     _try(RouterConfig, flags, given, {("workers",): ("127.0.0.1:1",)})
 
 

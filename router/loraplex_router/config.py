@@ -176,6 +176,10 @@ class RouterConfig(ServerFlags):
     # The same token, from a caller that has it in memory.
     worker_token: str = field(default="", repr=False)
     worker_ca: Path | None = _network(None, "Connect to workers with TLS; their certificates' CA (PEM).", "--worker-ca")
+    worker_client_cert: Path | None = _network(
+        None, "Certificate to show workers that ask for one (--tls-client-ca); PEM.", "--worker-client-cert"
+    )
+    worker_client_key: Path | None = _network(None, "Key of --worker-client-cert (PEM).", "--worker-client-key")
     # A request that went down with this many workers is given up: it may be what kills them.
     max_lost_workers: int = 2
     resume: bool = _spread(
@@ -206,6 +210,7 @@ class RouterConfig(ServerFlags):
             "--auth-file",
             "needs --worker-token-file: workers tell tenants apart only where the router shows its own credential",
         )
+        _check_client_pair("--worker", self.worker_client_cert, self.worker_client_key, self.worker_ca)
         # The last check: `loraplex config show` tells of every other fault without a worker, too.
         check(
             bool(self.workers or self.workers_from),
@@ -230,6 +235,10 @@ class HttpServerConfig(ServerFlags):
     server_ca: Path | None = _network(
         None, "Connect with TLS; the CA of the server's certificate (PEM).", "--server-ca"
     )
+    server_client_cert: Path | None = _network(
+        None, "Certificate to show a server that asks for one (--tls-client-ca); PEM.", "--server-client-cert"
+    )
+    server_client_key: Path | None = _network(None, "Key of --server-client-cert (PEM).", "--server-client-key")
 
     def __post_init__(self) -> None:
         ListenConfig.__post_init__(self)
@@ -238,6 +247,7 @@ class HttpServerConfig(ServerFlags):
             "--auth-file",
             "needs --server-token-file: a server tells tenants apart only where it is shown a credential",
         )
+        _check_client_pair("--server", self.server_client_cert, self.server_client_key, self.server_ca)
         check(is_address(self.server), "--server", f"must be given as host:port, not {self.server!a}")
 
     def router(self) -> RouterConfig:
@@ -250,6 +260,8 @@ class HttpServerConfig(ServerFlags):
             http_port=self.port,
             worker_token_file=self.server_token_file,
             worker_ca=self.server_ca,
+            worker_client_cert=self.server_client_cert,
+            worker_client_key=self.server_client_key,
             **{name: getattr(self, name) for name in shared},
         )
 
@@ -258,6 +270,13 @@ def check_http(port: int | None, served_model_names: tuple[str, ...]) -> None:
     """Raises InvalidArgument for settings of the HTTP port that cannot be."""
     check(port is None or 0 <= port <= 65535, "--http-port", "must be 0 to 65535")
     check(all(served_model_names), "--served-model-name", "must not be empty")
+
+
+def _check_client_pair(side: str, cert: Path | None, key: Path | None, ca: Path | None) -> None:
+    """Raises InvalidArgument for half a pair, and for one without TLS. `side` begins the flags' names."""
+    flag = f"{side}-client-cert"
+    check((cert is None) == (key is None), flag, f"and {side}-client-key come together")
+    check(cert is None or ca is not None, flag, f"needs {side}-ca: a certificate is shown over TLS only")
 
 
 def import_grpc(log_format: str = "plain") -> None:

@@ -138,7 +138,11 @@ async def start_router(
             on_change=lambda: health.set_ready(replicas.num_routable > 0), slow_start_s=config.policy.slow_start_s
         )
         shown = follow_worker_credentials(
-            listener.files, config.worker_token or config.worker_token_file, config.worker_ca
+            listener.files,
+            config.worker_token or config.worker_token_file,
+            config.worker_ca,
+            config.worker_client_cert,
+            config.worker_client_key,
         )
         watcher = Watcher(replicas, config.watch)
         workers = Workers(replicas, watcher, lambda member: Upstream(member, config.server, shown))
@@ -211,13 +215,12 @@ async def _start_http(
     tls = None if config.tls_cert is None or config.tls_key is None else (config.tls_cert, config.tls_key)
     host = config.http_host or config.host
     if host != config.host:
-        for sentence in exposure_warnings(
-            host, asks_credentials=config.auth_file is not None, has_tls=config.tls_cert is not None
-        ):
+        asks_credentials = config.auth_file is not None or config.tls_client_ca is not None
+        for sentence in exposure_warnings(host, asks_credentials=asks_credentials, has_tls=config.tls_cert is not None):
             log.warning("%s", sentence)
     allowed_hosts = HostNames(config.http.allowed_hosts, host)
     app = make_app(calls, allowed_hosts)
-    return await HttpServer.start(app, http_socket, host, listener.files, tls, listener.refusals)
+    return await HttpServer.start(app, http_socket, host, listener.files, tls, listener.refusals, config.tls_client_ca)
 
 
 async def run_router(config: RouterConfig, on_ready: Callable[[Router], None]) -> None:

@@ -9,7 +9,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,7 +41,7 @@ from loraplex_router.config import ServerOptions
 from loraplex_router.membership import Member
 from loraplex_runtime.auth import ADAPTER_BYTES_KEY, AUTHORIZATION_KEY, TENANT_KEY, Identity
 from loraplex_runtime.listener import KEEPALIVE_S, KEEPALIVE_TIMEOUT_S
-from loraplex_runtime.reload import Followed, Reloader, checked_authorities
+from loraplex_runtime.reload import Followed, Reloader, checked_authorities, client_pair
 from loraplex_runtime.tracing import CONTEXT_KEYS
 
 log = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ _NO_METADATA: Final = grpc.aio.Metadata()
 
 TOKEN_FLAG: Final = "--worker-token-file"
 CA_FLAG: Final = "--worker-ca"
+PAIR_FLAGS: Final = ("--worker-client-cert", "--worker-client-key")
 
 # Unread bytes of each answer that a worker may have sent: thousands of tokens, and 64 MB/s at a millisecond's distance.
 LOOKAHEAD_BYTES: Final = 64 << 10
@@ -178,10 +179,11 @@ def passed_on(metadata: Iterable[tuple[str, str | bytes]] | None) -> Metadata:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCredentials:
-    """The token that this router shows its workers, and the authorities that it trusts."""
+    """The token that this router shows its workers, the authorities that it trusts, and its key and certificate."""
 
     token: str = ""
     ca: bytes | None = None
+    pair: tuple[bytes, bytes] | None = field(default=None, repr=False)
 
     def metadata(self, caller: Identity, client: Iterable[tuple[str, str | bytes]] = ()) -> Metadata:
         """Metadata of a call on behalf of `caller`, with the client's own that are forwarded."""
@@ -194,18 +196,27 @@ class WorkerCredentials:
 
 
 def follow_worker_credentials(
-    files: Reloader, token: str | Path | None, ca_file: Path | None
+    files: Reloader,
+    token: str | Path | None,
+    ca_file: Path | None,
+    cert: Path | None = None,
+    key: Path | None = None,
 ) -> Callable[[], WorkerCredentials]:
     """The files' content at any time; a token may be given as it is. Raises InvalidArgument where files cannot be
     used."""
     read: Followed[str] | None = None
     ca: Followed[bytes] | None = None
+    pair: Followed[tuple[bytes, bytes]] | None = None
     if isinstance(token, Path):
         read = files.follow([(token, TOKEN_FLAG)], lambda raw: _token(raw, token))
     given = token if isinstance(token, str) else ""
     if ca_file is not None:
         ca = files.follow([(ca_file, CA_FLAG)], lambda pem: checked_authorities(pem, ca_file, CA_FLAG))
-    return lambda: WorkerCredentials(read.value if read else given, ca.value if ca else None)
+    if cert is not None and key is not None:
+        pair = files.follow(list(zip((cert, key), PAIR_FLAGS, strict=True)), client_pair(cert, key, PAIR_FLAGS))
+    return lambda: WorkerCredentials(
+        read.value if read else given, ca.value if ca else None, pair.value if pair else None
+    )
 
 
 def _token(raw: bytes, path: Path) -> str:
@@ -226,7 +237,7 @@ class Upstream:
         self._address = member.address
         self._options = options
         self._credentials = credentials
-        self._ca = credentials().ca
+        self._shown = credentials()
         self._channel = self._connect()
         # When the worker last sent anything at all, on any call.
         self.heard_s = time.monotonic()
@@ -252,19 +263,20 @@ class Upstream:
 
     @property
     def channel(self) -> grpc.aio.Channel:
-        """The channel that trusts the authorities of now: a new one after they have changed. Running calls keep theirs,
-        which gRPC closes with the last of them."""
-        ca = self._credentials().ca
-        if ca != self._ca:
-            self._ca = ca
+        """The channel with the authorities and the certificate of now: a new one after they have changed. Running calls
+        keep theirs, which gRPC closes with the last of them."""
+        shown, self._shown = self._shown, self._credentials()
+        if (shown.ca, shown.pair) != (self._shown.ca, self._shown.pair):
             self._channel = self._connect()
         return self._channel
 
     def _connect(self) -> grpc.aio.Channel:
         arguments = _channel_options(self._options)
-        if self._ca is None:
+        ca, pair = self._shown.ca, self._shown.pair
+        if ca is None:
             return grpc.aio.insecure_channel(self._address, options=arguments)
-        return grpc.aio.secure_channel(self._address, grpc.ssl_channel_credentials(self._ca), options=arguments)
+        tls = grpc.ssl_channel_credentials(ca, *(pair or ()))
+        return grpc.aio.secure_channel(self._address, tls, options=arguments)
 
     def stream(self, path: str, raw: bytes, timeout_s: float | None, metadata: Metadata) -> Any:
         """The call of `path`, "/package.Service/Method", whose answer is a stream of bytes; see `failures_of`."""

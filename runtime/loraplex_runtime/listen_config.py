@@ -30,6 +30,11 @@ class ListenConfig:
     )
     tls_cert: Path | None = _network(None, "TLS certificate chain (PEM).", "--tls-cert")
     tls_key: Path | None = _network(None, "TLS key (PEM).", "--tls-key")
+    tls_client_ca: Path | None = _network(
+        None,
+        "Demand a certificate of each client; the CA that has to have signed it (PEM).",
+        "--tls-client-ca",
+    )
     max_message_bytes: int = _network(4 << 20, "Largest request that is accepted.", "--max-message", is_bytes=True)
     drain_s: float = _ending(30.0, "Seconds that running requests get to end on shutdown.", "--drain")
     announce_s: float = _ending(
@@ -51,6 +56,11 @@ class ListenConfig:
         check(0 <= self.port <= 65535, "--port", "must be 0 (any free port) to 65535")
         check(self.metrics_port is None or 0 <= self.metrics_port <= 65535, "--metrics-port", "must be 0 to 65535")
         check((self.tls_cert is None) == (self.tls_key is None), "--tls-cert", "and --tls-key come together")
+        check(
+            self.tls_client_ca is None or self.tls_cert is not None,
+            "--tls-client-ca",
+            "needs --tls-cert and --tls-key: only over TLS do clients show certificates",
+        )
         check(1024 <= self.max_message_bytes < 1 << 31, "--max-message", "must be 1024 bytes to less than 2GiB")
         check(0 < self.quota_share <= 1, "--quota-share", "must be above 0 and at most 1")
         check(self.drain_s >= 0, "--drain", "must be a number from 0 on")

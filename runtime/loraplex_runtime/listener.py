@@ -92,7 +92,7 @@ class Listener:
             credentials = lambda: only  # noqa: E731
         else:
             credentials = follow_credentials(files, config.auth_file)
-        tls = server_credentials(files, config.tls_cert, config.tls_key)
+        tls = server_credentials(files, config.tls_cert, config.tls_key, config.tls_client_ca)
         refusals = Refusals()
         interceptors = [] if credentials is None else [ServerInterceptor(credentials, refusals.handler)]
         options = [*arguments, ("grpc.so_reuseport", int(reuse_port))]
@@ -116,9 +116,8 @@ class Listener:
         except BaseException:
             await listener.stop(0.0)
             raise
-        for sentence in exposure_warnings(
-            config.host, asks_credentials=config.auth_file is not None, has_tls=tls is not None
-        ):
+        asks_credentials = config.auth_file is not None or config.tls_client_ca is not None
+        for sentence in exposure_warnings(config.host, asks_credentials=asks_credentials, has_tls=tls is not None):
             log.warning("%s", sentence)
         return listener
 

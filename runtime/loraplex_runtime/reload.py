@@ -144,19 +144,32 @@ _KEY_ALGORITHMS: Final = (
 _VALIDITY: Final = re.compile(rb"(?:\x17\x0d\d{12}|\x18\x0f\d{14})Z(?:\x17\x0d|\x18\x0f)(\d{12,14}Z)")
 
 
-def server_credentials(files: Reloader, cert: Path | None, key: Path | None) -> grpc.ServerCredentials | None:
-    """Credentials of a server's port; None without files. New connections get the pair that `files` read last, open
-    ones keep theirs. Raises InvalidArgument for files that cannot be read, do not belong together or are of no use to
-    gRPC."""
+PAIR_FLAGS: Final = ("--tls-cert", "--tls-key")
+CLIENT_CA_FLAG: Final = "--tls-client-ca"
+
+
+def tls_files(cert: Path, key: Path, client_ca: Path | None) -> list[tuple[Path, str]]:
+    """The files of a port with TLS, as `follow` takes them."""
+    ca = [] if client_ca is None else [(client_ca, CLIENT_CA_FLAG)]
+    return [*zip((cert, key), PAIR_FLAGS, strict=True), *ca]
+
+
+def server_credentials(
+    files: Reloader, cert: Path | None, key: Path | None, client_ca: Path | None = None
+) -> grpc.ServerCredentials | None:
+    """Credentials of a server's port; None without files. With `client_ca`, clients have to show a certificate that it
+    has signed. New connections get what `files` read last, open ones keep theirs. Raises InvalidArgument for files that
+    cannot be read, do not belong together or are of no use to gRPC."""
     if cert is None or key is None:
         return None
 
-    def parse(cert_pem: bytes, key_pem: bytes) -> grpc.ServerCertificateConfiguration:
+    def parse(cert_pem: bytes, key_pem: bytes, ca_pem: bytes = b"") -> grpc.ServerCertificateConfiguration:
         check_pair(cert, key)
         _warn_of_expiry(check_key(cert_pem, cert), cert)
-        return grpc.ssl_server_certificate_configuration([(_ascii(key_pem), _ascii(cert_pem))])
+        ca = None if client_ca is None else checked_authorities(ca_pem, client_ca, CLIENT_CA_FLAG)
+        return grpc.ssl_server_certificate_configuration([(_ascii(key_pem), _ascii(cert_pem))], ca)
 
-    pair = files.follow([(cert, "--tls-cert"), (key, "--tls-key")], parse)
+    pair = files.follow(tls_files(cert, key, client_ca), parse)
     given = pair.value
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
@@ -166,43 +179,56 @@ def server_credentials(files: Reloader, cert: Path | None, key: Path | None) -> 
         return None if given is before else given  # the same again would cost a parse, and clients their TLS sessions
 
     untyped: Any = fetch  # gRPC's stub forgets the None
-    return grpc.dynamic_ssl_server_credentials(given, untyped)
+    return grpc.dynamic_ssl_server_credentials(given, untyped, require_client_authentication=client_ca is not None)
 
 
-def check_pair(cert: Path, key: Path) -> None:
+def client_pair(cert: Path, key: Path, flags: tuple[str, str]) -> Callable[[bytes, bytes], tuple[bytes, bytes]]:
+    """Parser of the certificate and the key that a client shows: the key and the certificate, as gRPC takes them. It
+    raises what `server_credentials` raises."""
+
+    def parse(cert_pem: bytes, key_pem: bytes) -> tuple[bytes, bytes]:
+        check_pair(cert, key, flags)
+        _warn_of_expiry(check_key(cert_pem, cert, flags[0]), cert, flags[0])
+        return _ascii(key_pem), _ascii(cert_pem)
+
+    return parse
+
+
+def check_pair(cert: Path, key: Path, flags: tuple[str, str] = PAIR_FLAGS) -> None:
     """Raises InvalidArgument where the two files are not a certificate and its key.
 
     Read by their paths, as Python's OpenSSL wants it; if they change right now, gRPC keeps the pair that it has.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # clients decide how strong a key must be
-    load_pair(context, cert, key)
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # the other side decides how strong a key must be
+    load_pair(context, cert, key, flags)
 
 
-def check_key(cert_pem: bytes, cert: Path) -> bytes:
+def check_key(cert_pem: bytes, cert: Path, flag: str = PAIR_FLAGS[0]) -> bytes:
     """The certificate, which OpenSSL took, as DER. Raises InvalidArgument where gRPC's servers or clients cannot use
     its key."""
     found = _CERTIFICATE.search(cert_pem)
     if found is None or found[1].strip() not in (b"", b"X509"):
-        raise InvalidArgument(f"--tls-cert {cert} has no line -----BEGIN CERTIFICATE-----", field="--tls-cert")
+        raise InvalidArgument(f"{flag} {cert} has no line -----BEGIN CERTIFICATE-----", field=flag)
     der = base64.b64decode(found[2])
     if not any(algorithm in der for algorithm in _KEY_ALGORITHMS):
         raise InvalidArgument(
-            f"--tls-cert {cert} has a key of a kind that gRPC cannot use; make one that is RSA, P-256 or P-384",
-            field="--tls-cert",
+            f"{flag} {cert} has a key of a kind that gRPC cannot use; make one that is RSA, P-256 or P-384",
+            field=flag,
         )
     return der
 
 
-def _warn_of_expiry(der: bytes, cert: Path) -> None:
+def _warn_of_expiry(der: bytes, cert: Path, flag: str = PAIR_FLAGS[0]) -> None:
     if (validity := _VALIDITY.search(der)) is not None:
         until = validity[1].decode()
         ended = datetime.strptime(until, "%y%m%d%H%M%SZ" if len(until) == 13 else "%Y%m%d%H%M%SZ").replace(tzinfo=UTC)
         if ended < datetime.now(UTC):
-            log.warning("--tls-cert %s expired on %s; clients refuse it", cert, f"{ended:%Y-%m-%d %H:%M} UTC")
+            others = "clients" if flag in PAIR_FLAGS else "servers"
+            log.warning("%s %s expired on %s; %s refuse it", flag, cert, f"{ended:%Y-%m-%d %H:%M} UTC", others)
 
 
-def load_pair(context: ssl.SSLContext, cert: Path, key: Path) -> None:
+def load_pair(context: ssl.SSLContext, cert: Path, key: Path, flags: tuple[str, str] = PAIR_FLAGS) -> None:
     """Loads a certificate and its key. Raises InvalidArgument where the files are something else; a context that has
     a pair already is of no use then, for OpenSSL takes the certificate before it looks at the key."""
     try:
@@ -214,7 +240,7 @@ def load_pair(context: ssl.SSLContext, cert: Path, key: Path) -> None:
             what = "do not fit together"
         elif reason.endswith(("TOO_SMALL", "TOO_WEAK")):
             what = f"are too weak ({reason}); use a longer key and a newer signature"
-        raise InvalidArgument(f"--tls-cert {cert} and --tls-key {key} {what}", field="--tls-cert") from error
+        raise InvalidArgument(f"{flags[0]} {cert} and {flags[1]} {key} {what}", field=flags[0]) from error
 
 
 def checked_authorities(pem: bytes, path: Path, flag: str) -> bytes:

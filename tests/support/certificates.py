@@ -1,4 +1,4 @@
-"""Certificates for loopback that sign themselves, and which of them a server shows."""
+"""Certificates for loopback, and which of them a server shows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ KEYS = {
 }
 
 
-def new_pair(folder: Path, name: str, addresses: Sequence[str] = ("127.0.0.1",), key: str = "ec") -> Pair:
+def new_pair(
+    folder: Path, name: str, addresses: Sequence[str] = ("127.0.0.1",), key: str = "ec", by: Pair | None = None
+) -> Pair:
+    """A certificate and its key. `by` signs it; by default it signs itself."""
     if shutil.which("openssl") is None:
         pytest.skip("makes its certificates with openssl")
     pair = Pair(folder / f"{name}.crt", folder / f"{name}.key")
@@ -44,6 +47,7 @@ def new_pair(folder: Path, name: str, addresses: Sequence[str] = ("127.0.0.1",),
     subject = ["-subj", f"/CN={name}", "-addext", f"subjectAltName={names}"]
     command = ["openssl", "req", "-x509", "-newkey", *KEYS[key], "-nodes"]
     command += ["-keyout", str(pair.key), "-out", str(pair.cert), "-days", "2", *subject]
+    command += ["-CA", str(by.cert), "-CAkey", str(by.key)] if by is not None else []
     subprocess.run(command, check=True, capture_output=True)
     return pair
 

@@ -96,10 +96,17 @@ async def _checked(cls: Any, check: Callable[[Any], None], raw: bytes, context: 
 class FakeWorker:
     """Owns a server and records what reaches it."""
 
-    def __init__(self, name: str, auth_file: Path | None = None, tls: tuple[Path, Path] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        auth_file: Path | None = None,
+        tls: tuple[Path, Path] | None = None,
+        client_ca: Path | None = None,
+    ) -> None:
         """`tls` is key and certificate."""
         self.name = name
         self._tls = tls
+        self._client_ca = client_ca
         self.stream: Stream = default_stream
         self.unary: Unary = default_unary
         self.load = worker_pb2.Load()
@@ -161,7 +168,7 @@ class FakeWorker:
             port = server.add_insecure_port(wanted)
         else:
             key, cert = self._tls
-            port = server.add_secure_port(wanted, server_credentials(self._files, cert, key))
+            port = server.add_secure_port(wanted, server_credentials(self._files, cert, key, self._client_ca))
         self.address = f"127.0.0.1:{port}"
         await server.start()
         self._files.start()

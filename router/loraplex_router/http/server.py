@@ -22,7 +22,7 @@ from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
 from loraplex_router.http.middleware import MAX_BODY_BYTES
 from loraplex_runtime.listener import bound_socket, join_address, why_not_listening
 from loraplex_runtime.refusals import Refusals
-from loraplex_runtime.reload import Reloader, check_key, load_pair
+from loraplex_runtime.reload import CLIENT_CA_FLAG, Reloader, check_key, checked_authorities, load_pair, tls_files
 from loraplex_runtime.request_record import RequestRecord
 
 log = logging.getLogger(__name__)
@@ -244,9 +244,10 @@ class HttpServer:
         files: Reloader,
         tls: tuple[Path, Path] | None,
         refusals: Refusals,
+        client_ca: Path | None = None,
     ) -> HttpServer:
-        """Serves `app` on `bound`. `tls`: certificate and key, which are read again when they change. `refusals` counts
-        and logs what is no HTTP."""
+        """Serves `app` on `bound`. `tls`: certificate and key, `client_ca`: of the certificates that clients have to
+        show; they are read again when they change. `refusals` counts and logs what is no HTTP."""
         config = uvicorn.Config(
             app,
             http=functools.partial(BoundedProtocol, refusals=refusals),  # pyright: ignore[reportArgumentType]
@@ -264,7 +265,7 @@ class HttpServer:
         )
         config.load()
         if tls is not None:
-            config.ssl = _tls_context(files, *tls)
+            config.ssl = _tls_context(files, *tls, client_ca)
         server = _Server(config)
         address = join_address(host, bound.getsockname()[1])
         task = asyncio.create_task(server.serve([bound]), name="http")
@@ -304,16 +305,18 @@ class HttpServer:
             connection.transport.abort()
 
 
-def _tls_context(files: Reloader, cert: Path, key: Path) -> ssl.SSLContext:
-    """The context of a port. New connections get the pair that `files` read last."""
+def _tls_context(files: Reloader, cert: Path, key: Path, client_ca: Path | None) -> ssl.SSLContext:
+    """The context of a port. New connections get what `files` read last."""
 
-    def parse(cert_pem: bytes, _key: bytes) -> ssl.SSLContext:
+    def parse(cert_pem: bytes, _key: bytes, ca_pem: bytes = b"") -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         load_pair(context, cert, key)
         check_key(cert_pem, cert)  # the router's other port has the same pair, and each port keeps what it can use
+        if client_ca is not None:
+            _demand_certificates(context, checked_authorities(ca_pem, client_ca, CLIENT_CA_FLAG))
         return context
 
-    pair = files.follow([(cert, "--tls-cert"), (key, "--tls-key")], parse)
+    pair = files.follow(tls_files(cert, key, client_ca), parse)
 
     def use_latest(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
         """Called by OpenSSL in every handshake, also without a name."""
@@ -322,3 +325,14 @@ def _tls_context(files: Reloader, cert: Path, key: Path) -> ssl.SSLContext:
     listening = pair.value
     listening.sni_callback = use_latest
     return listening
+
+
+def _demand_certificates(context: ssl.SSLContext, ca: bytes) -> None:
+    """Has clients show a certificate that `ca` has signed, in each connection anew: a session that a client resumed
+    would outlive its authority, for the sessions are of the context that listens. TLS 1.2 cannot be told to have none.
+    """
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags = ssl.VERIFY_X509_PARTIAL_CHAIN | ssl.VERIFY_X509_TRUSTED_FIRST  # as gRPC does
+    context.load_verify_locations(cadata=ca.decode())
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.num_tickets = 0

@@ -37,6 +37,7 @@ def first_steps(config: WorkerConfig, address: str, http_address: str | None) ->
     address = _from_here(address)
     command = "" if address == f"127.0.0.1:{DEFAULT_PORT}" else f" --server {address}"
     command += " --tls" if config.tls_cert is not None else ""
+    command += " --client-cert CERT --client-key KEY" if config.tls_client_ca is not None else ""
     command += " --token TOKEN" if config.auth_file is not None else ""
     command += f" --adapter {to_try}" if to_try else ""
     hints.append(f'  try it: loraplex generate "Hello"{command}')

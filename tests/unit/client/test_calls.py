@@ -61,33 +61,43 @@ def test_what_is_no_address_says_how_to_write_one(target: str) -> None:
 
 
 _HANDSHAKE = "Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007d:SSL routines:OPENSSL_internal"
+_OWN_PAIR = Tls(client_key=b"-----BEGIN k", client_certificate=b"-----BEGIN c")
 _NO_SETTINGS = "Failed parsing HTTP/2 (Expected SETTINGS frame as the first frame, got frame type 80)"
 
 
 @pytest.mark.parametrize(
-    ("words", "has_tls", "says"),
+    ("words", "tls", "says"),
     [
-        (f"{_HANDSHAKE}:CERTIFICATE_VERIFY_FAILED: certificate has expired: OK", True, "has expired"),
-        (f"{_HANDSHAKE}:NO_COMMON_SIGNATURE_ALGORITHMS: OK", True, "the key of the client's certificate"),
-        (f"{_HANDSHAKE}:SSLV3_ALERT_HANDSHAKE_FAILURE: OK", True, "asks for a certificate of the client (--client-key"),
-        (f"{_HANDSHAKE}:SSLV3_ALERT_HANDSHAKE_FAILURE: OK", True, "(a certificate whose key is RSA, P-256 or P-384)"),
-        (f"{_HANDSHAKE}:CERTIFICATE_VERIFY_FAILED: certificate is not yet valid: OK", True, "not valid yet"),
-        (f"{_HANDSHAKE}:CERTIFICATE_VERIFY_FAILED: self signed certificate: OK", True, "vouches for its certificate"),
-        ("Failed to create security handshaker.", True, "(--ca-cert) takes certificates, no key"),
-        ("Cannot check peer: missing selected ALPN property.", True, "use the gRPC port"),
-        (f"{_NO_SETTINGS} (Trying to connect an http1.x server (HTTP status 400))", False, "use the gRPC port"),
-        ("Socket closed", False, "try tls=True (--tls)"),
-        ("Socket closed", True, "(--client-key, --client-cert)"),
-        ("Socket closed", True, "whose own key gRPC's clients do not take"),
-        ("Handshake read failed (Socket closed)", True, "(--client-key, --client-cert)"),
-        ("recvmsg:Connection reset by peer (104)", False, "try tls=True (--tls)"),
-        ("recvmsg:Connection reset by peer (104)", True, "(--client-key, --client-cert)"),
-        ("Connection refused (111)", False, "see that one runs there"),
-        ("Connection refused (111)", True, "where the name has several addresses"),
+        (f"{_HANDSHAKE}:CERTIFICATE_VERIFY_FAILED: certificate has expired: OK", Tls(), "has expired"),
+        (f"{_HANDSHAKE}:NO_COMMON_SIGNATURE_ALGORITHMS: OK", Tls(), "the key of the client's certificate"),
+        (
+            f"{_HANDSHAKE}:SSLV3_ALERT_HANDSHAKE_FAILURE: OK",
+            Tls(),
+            "asks for a certificate of the client (--client-key",
+        ),
+        (f"{_HANDSHAKE}:SSLV3_ALERT_HANDSHAKE_FAILURE: OK", Tls(), "(a certificate whose key is RSA, P-256 or P-384)"),
+        (f"{_HANDSHAKE}:CERTIFICATE_VERIFY_FAILED: certificate is not yet valid: OK", Tls(), "not valid yet"),
+        (f"{_HANDSHAKE}:CERTIFICATE_VERIFY_FAILED: self signed certificate: OK", Tls(), "vouches for its certificate"),
+        ("Failed to create security handshaker.", Tls(), "(--ca-cert) takes certificates, no key"),
+        ("Cannot check peer: missing selected ALPN property.", Tls(), "use the gRPC port"),
+        (f"{_NO_SETTINGS} (Trying to connect an http1.x server (HTTP status 400))", None, "use the gRPC port"),
+        ("Socket closed", None, "try tls=True (--tls)"),
+        ("Socket closed", Tls(), "(--client-key, --client-cert)"),
+        (
+            "Socket closed",
+            _OWN_PAIR,
+            "do not accept the client's certificate (one of another authority, or",
+        ),
+        ("Socket closed", Tls(), "whose own key gRPC's clients do not take"),
+        ("Handshake read failed (Socket closed)", Tls(), "(--client-key, --client-cert)"),
+        ("recvmsg:Connection reset by peer (104)", None, "try tls=True (--tls)"),
+        ("recvmsg:Connection reset by peer (104)", Tls(), "(--client-key, --client-cert)"),
+        ("Connection refused (111)", None, "see that one runs there"),
+        ("Connection refused (111)", Tls(), "where the name has several addresses"),
     ],
 )
-def test_grpcs_words_on_a_connection_become_ours(words: str, has_tls: bool, says: str) -> None:
-    sentence = _with_remedy(f"the server at box:1 cannot be reached: {words}", has_tls=has_tls)
+def test_grpcs_words_on_a_connection_become_ours(words: str, tls: Tls | None, says: str) -> None:
+    sentence = _with_remedy(f"the server at box:1 cannot be reached: {words}", tls)
     assert sentence.startswith("the server at box:1 cannot be reached: ")
     assert says in sentence
     assert words not in sentence or "Connection refused" in words

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.certificates import new_pair
 
 import loraplex
 from loraplex_contracts import errors
@@ -99,6 +100,15 @@ def test_tls(tmp_path: Path) -> None:
             client.info(timeout_s=10)
         tls = loraplex.Tls(cert.read_bytes(), server_name="box")
         refused = pytest.raises(loraplex.ServerUnreachable, match=r"certificate of the client.*\(--client-key")
+        with loraplex.Client(f"127.0.0.1:{asking_port}", tls=tls) as client, refused:
+            client.info(timeout_s=10)
+        foreign = new_pair(tmp_path, "foreign")
+        tls = dataclasses.replace(
+            tls, client_key=foreign.key.read_bytes(), client_certificate=foreign.cert.read_bytes()
+        )
+        refused = pytest.raises(
+            loraplex.ServerUnreachable, match=r"do not accept the client's certificate.*--client-cert"
+        )
         with loraplex.Client(f"127.0.0.1:{asking_port}", tls=tls) as client, refused:
             client.info(timeout_s=10)
     finally:

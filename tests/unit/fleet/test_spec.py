@@ -89,6 +89,15 @@ def test_little_is_enough() -> None:
         ({"model": "m", "worker": {"flags": {"kv-memory": "lots"}}}, "^worker.flags.kv-memory 'lots' is not a size"),
         ({"model": "m", "worker": {"flags": {"host": "x"}}}, "worker.flags.host is given by router.host"),
         ({"model": "m", "worker": {"flags": {"adapters": "/x"}}}, "worker.flags.adapters is given by adapters"),
+        (
+            {"model": "m", "worker": {"flags": {"tls-client-ca": "/x"}}},
+            "^worker.flags.tls-client-ca is not for a fleet's",
+        ),
+        (
+            {"model": "m", "router": {"flags": {"worker-client-cert": "/x"}}},
+            "^router.flags.worker-client-cert is of no",
+        ),
+        ({"model": "m", "router": {"flags": {"worker-client-key": "/x"}}}, "^router.flags.worker-client-key is of no"),
         ({"model": "m", "worker": {"scale": {"up-after": "soon"}}}, "worker.scale.up-after must be a time"),
         ({"model": "m", "router": {"flags": {"worker": "h:1"}}}, "router.flags.worker is given by worker.count"),
         ({"model": "m", "router": {"flags": {"homes": 0}}}, "^router.flags.homes must be at least 1"),

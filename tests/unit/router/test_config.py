@@ -29,6 +29,10 @@ ONE = ("127.0.0.1:50051",)
         ({"metrics_port": 65536}, "--metrics-port"),
         ({"tls_cert": Path("cert.pem")}, "--tls-cert"),
         ({"tls_key": Path("key.pem")}, "--tls-cert"),
+        ({"tls_client_ca": Path("ca.pem")}, "--tls-client-ca"),
+        ({"worker_ca": Path("ca.pem"), "worker_client_cert": Path("cert.pem")}, "--worker-client-cert"),
+        ({"worker_ca": Path("ca.pem"), "worker_client_key": Path("key.pem")}, "--worker-client-cert"),
+        ({"worker_client_cert": Path("cert.pem"), "worker_client_key": Path("key.pem")}, "--worker-client-cert"),
         ({"auth_file": Path("auth.json")}, "--auth-file"),
         ({"max_in_flight": 0}, "--max-in-flight"),
         ({"max_lost_workers": 0}, "max_lost_workers"),
@@ -54,10 +58,26 @@ def test_an_http_port_by_itself_has_a_router_that_only_this_machine_reaches() ->
         HttpServerConfig(server=ONE[0], port=-1)
 
 
+def test_an_http_port_by_itself_asks_for_certificates_and_shows_its_own() -> None:
+    ca, cert, key = (Path(name) for name in ("ca.pem", "cert.pem", "key.pem"))
+    own = {"tls_cert": cert, "tls_key": key, "tls_client_ca": ca}
+    shown = {"server_ca": ca, "server_client_cert": cert, "server_client_key": key}
+    router = HttpServerConfig(server=ONE[0], **own, **shown).router()
+    assert router.tls_client_ca == ca
+    assert (router.worker_ca, router.worker_client_cert, router.worker_client_key) == (ca, cert, key)
+    for left_out in shown:
+        with pytest.raises(InvalidArgument) as caught:
+            HttpServerConfig(server=ONE[0], **(shown | {left_out: None}))
+        assert caught.value.field == "--server-client-cert"
+        assert left_out.replace("_", "-") in caught.value.message
+
+
 def test_an_http_port_by_itself_has_no_flags_for_a_grpc_port() -> None:
     flags = {cls: {flag.flag for flag in flags_of(cls)} for cls in (HttpServerConfig, RouterConfig)}
     assert flags[RouterConfig] - flags[HttpServerConfig] >= {"--max-message", "--metrics-port", "--metrics-host"}
-    assert flags[HttpServerConfig] - flags[RouterConfig] == {"--server", "--server-token-file", "--server-ca"}
+    assert flags[HttpServerConfig] - flags[RouterConfig] == {
+        "--server", "--server-token-file", "--server-ca", "--server-client-cert", "--server-client-key"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("address", ["worker-1:50051", "10.0.0.1:1", "[::1]:50051", "a.b_c:65535"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_status import rpc_status
+from support.certificates import new_pair
 
 from loraplex_contracts.errors import (
     AdapterLoadsBusy,
@@ -190,6 +192,20 @@ def test_authorities_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "ca").write_text("x")
     with pytest.raises(InvalidArgument, match="does not hold certificates"):
         follow_worker_credentials(Reloader(), None, tmp_path / "ca")
+
+
+def test_a_certificate_is_shown_with_its_key(tmp_path: Path) -> None:
+    pair, other = new_pair(tmp_path, "pair"), new_pair(tmp_path, "other", key="ed25519")
+    shown = follow_worker_credentials(Reloader(), None, pair.cert, pair.cert, pair.key)()
+    assert shown.pair == (pair.key.read_bytes(), pair.cert.read_bytes())
+    assert "PRIVATE KEY" not in repr(shown)
+    for cert, key, says in (
+        (pair.cert, other.key, f"--worker-client-cert {pair.cert} and --worker-client-key {other.key} do not fit"),
+        (other.cert, other.key, f"--worker-client-cert {other.cert} has a key of a kind that gRPC cannot use"),
+        (pair.cert, tmp_path / "none", f"--worker-client-key {tmp_path / 'none'} cannot be read"),
+    ):
+        with pytest.raises(InvalidArgument, match=re.escape(says)):
+            follow_worker_credentials(Reloader(), None, pair.cert, cert, key)
 
 
 def test_without_files_nothing_is_shown(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ class Config:
     auth_file: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    tls_client_ca: Path | None = None
     otlp_traces_endpoint: str | None = None
 
 

@@ -302,6 +302,43 @@ def test_a_trusted_certificate_is_none_for_grpc(pairs: list[Pair], tmp_path: Pat
         server_credentials(Reloader(), trusted, pairs[0].key)
 
 
+async def test_clients_show_a_certificate_of_the_authority_that_is_asked_for(
+    pairs: list[Pair], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = pairs
+    ca = tmp_path / "ca"
+    with pytest.raises(InvalidArgument, match=r"--tls-client-ca .*ca cannot be read"):
+        server_credentials(Reloader(), first.cert, first.key, ca)
+    ca.write_text("x")
+    with pytest.raises(InvalidArgument, match=r"--tls-client-ca .*ca does not hold certificates"):
+        server_credentials(Reloader(), first.cert, first.key, ca)
+    shutil.copyfile(second.cert, ca)
+    files = Reloader()
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    port = bind(server, "127.0.0.1", 0, server_credentials(files, first.cert, first.key, ca))
+    await server.start()
+    (followed,) = files._followed  # pyright: ignore[reportPrivateUsage]
+
+    async def is_let_in(shown: Pair | None) -> bool:
+        own = () if shown is None else (shown.key.read_bytes(), shown.cert.read_bytes())
+        tls = grpc.ssl_channel_credentials(first.cert.read_bytes(), *own)
+        async with grpc.aio.secure_channel(f"localhost:{port}", tls) as channel:
+            method: Any = channel.unary_unary("/a.Service/Method")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await method(b"", timeout=10)
+            return caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+    signed = new_pair(tmp_path, "signed", by=second)
+    assert [await is_let_in(shown) for shown in (signed, first, None)] == [True, False, False]
+    for content in (first.cert.read_text(), "x"):  # what is none changes nothing
+        ca.write_text(content)
+        for _ in range(2):
+            followed.poll()
+        assert [await is_let_in(shown) for shown in (signed, first, None)] == [False, True, False]
+    assert "--tls-client-ca" in caplog.text
+    await server.stop(None)
+
+
 async def test_new_connections_get_the_pair_that_fits(pairs: list[Pair], tmp_path: Path) -> None:
     first, second = pairs
     given = Pair(tmp_path / "given.crt", tmp_path / "given.key")

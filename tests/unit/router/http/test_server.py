@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator
@@ -63,11 +64,13 @@ async def receive_disconnect(receive: Any) -> None:
 
 
 @asynccontextmanager
-async def serving(shown: Pair | None = None, refusals: Refusals | None = None) -> AsyncIterator[str]:
+async def serving(
+    shown: Pair | None = None, refusals: Refusals | None = None, client_ca: Path | None = None
+) -> AsyncIterator[str]:
     files = Reloader()
     with closing(bind_http("127.0.0.1", 0)) as bound:
         tls = None if shown is None else (shown.cert, shown.key)
-        server = await HttpServer.start(app, bound, "127.0.0.1", files, tls, refusals or Refusals())
+        server = await HttpServer.start(app, bound, "127.0.0.1", files, tls, refusals or Refusals(), client_ca)
         files.start()
         try:
             yield server.address
@@ -324,6 +327,47 @@ async def test_a_port_shows_its_pair_until_another_is_whole(
         assert await shown_by(address, "ECDHE-RSA-AES128-GCM-SHA256") == pems[2]
         with pytest.raises(ssl.SSLError):
             await shown_by(address, "ECDHE-ECDSA-AES128-GCM-SHA256")
+
+
+@pytest.mark.parametrize("name", ["localhost", None])  # with SNI, and without
+async def test_clients_show_a_certificate_of_the_authority_that_is_asked_for(
+    name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reload, "POLL_S", 0.02)
+    caplog.set_level("INFO")
+    shown, authority, foreign = (new_pair(tmp_path, kind) for kind in ("shown", "authority", "foreign"))
+    middle = new_pair(tmp_path, "middle", by=authority)
+    ca = tmp_path / "ca"
+    ca.write_text(middle.cert.read_text())  # no root: it is trusted as it is
+    client = new_pair(tmp_path, "client", by=middle)
+    contexts = [ssl.create_default_context(cafile=shown.cert) for _ in range(4)]
+    for context, own in zip(contexts, (client, foreign, client), strict=False):
+        context.load_cert_chain(own.cert, own.key)
+    contexts[2].maximum_version = ssl.TLSVersion.TLSv1_2
+    sessions: dict[ssl.SSLContext, ssl.SSLSession | None] = dict.fromkeys(contexts)
+
+    def answer(context: ssl.SSLContext) -> bool:
+        context.check_hostname = name is not None
+        plain = socket.create_connection(("127.0.0.1", int(address.split(":")[1])), 10)
+        try:
+            with context.wrap_socket(plain, server_hostname=name, session=sessions[context]) as connection:
+                connection.sendall(HEAD + b"content-length: 0\r\nconnection: close\r\n\r\n")
+                has_answered = connection.recv(100).startswith(b"HTTP/1.1 200")
+                sessions[context] = connection.session
+                return has_answered
+        except OSError:
+            return False
+        finally:
+            plain.close()
+
+    async def answers() -> list[bool]:
+        return [await asyncio.to_thread(answer, context) for context in contexts]
+
+    async with serving(shown, client_ca=ca) as address:
+        assert await answers() == [True, False, False, False]
+        ca.write_text(foreign.cert.read_text())
+        await until(lambda: "in force from now on" in caplog.text)
+        assert await answers() == [False, True, False, False], "a session of before is not resumed"
 
 
 async def test_a_key_that_the_port_of_grpc_cannot_use_is_refused(tmp_path: Path) -> None:

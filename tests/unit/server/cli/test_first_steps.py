@@ -66,10 +66,12 @@ def test_an_address_of_its_own_stays(address: str) -> None:
 
 
 def test_what_credentials_need(tmp_path: Path) -> None:
-    for name in ("auth.json", "cert", "key"):
+    for name in ("auth.json", "cert", "key", "ca"):
         (tmp_path / name).write_text("{}")
     files = {"auth_file": tmp_path / "auth.json", "tls_cert": tmp_path / "cert", "tls_key": tmp_path / "key"}
     config = replace(config_of(None), **files)
     command, page = first_steps(config, "127.0.0.1:50051", "127.0.0.1:8000")
     assert command.endswith('"Hello" --tls --token TOKEN')
     assert page == "  or open https://127.0.0.1:8000/ in a browser"
+    (command, _) = first_steps(replace(config, tls_client_ca=tmp_path / "ca"), "127.0.0.1:50051", "127.0.0.1:8000")
+    assert command.endswith("--tls --client-cert CERT --client-key KEY --token TOKEN")

@@ -194,7 +194,12 @@ def own_logging() -> Iterator[None]:
 @pytest.mark.usefixtures("own_logging")
 @pytest.mark.parametrize("command", ["worker", "serve"])
 @pytest.mark.parametrize(
-    ("flags", "says"), [(["--max-running", "0"], "--max-running"), (["--tls-cert", "x"], "--tls-key")]
+    ("flags", "says"),
+    [
+        (["--max-running", "0"], "--max-running"),
+        (["--tls-cert", "x"], "--tls-key"),
+        (["--tls-client-ca", "x"], "needs --tls-cert"),
+    ],
 )
 def test_a_wrong_command_line_is_status_2(
     command: str, flags: list[str], says: str, capfd: pytest.CaptureFixture[str]
