@@ -173,6 +173,8 @@ class RouterConfig(ServerFlags):
     worker_token_file: Path | None = _network(
         None, "The token (role router) that this router shows its workers.", "--worker-token-file"
     )
+    # What the flags about workers begin with, for errors: `loraplex http` has others.
+    worker_flags: str = "--worker"
     # The same token, from a caller that has it in memory.
     worker_token: str = field(default="", repr=False)
     worker_ca: Path | None = _network(None, "Connect to workers with TLS; their certificates' CA (PEM).", "--worker-ca")
@@ -210,7 +212,7 @@ class RouterConfig(ServerFlags):
             "--auth-file",
             "needs --worker-token-file: workers tell tenants apart only where the router shows its own credential",
         )
-        _check_client_pair("--worker", self.worker_client_cert, self.worker_client_key, self.worker_ca)
+        _check_client_pair(self.worker_flags, self.worker_client_cert, self.worker_client_key, self.worker_ca)
         # The last check: `loraplex config show` tells of every other fault without a worker, too.
         check(
             bool(self.workers or self.workers_from),
@@ -259,6 +261,7 @@ class HttpServerConfig(ServerFlags):
             http_host=self.host,
             http_port=self.port,
             worker_token_file=self.server_token_file,
+            worker_flags="--server",
             worker_ca=self.server_ca,
             worker_client_cert=self.server_client_cert,
             worker_client_key=self.server_client_key,

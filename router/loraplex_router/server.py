@@ -143,6 +143,7 @@ async def start_router(
             config.worker_ca,
             config.worker_client_cert,
             config.worker_client_key,
+            config.worker_flags,
         )
         watcher = Watcher(replicas, config.watch)
         workers = Workers(replicas, watcher, lambda member: Upstream(member, config.server, shown))

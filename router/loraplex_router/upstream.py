@@ -54,10 +54,6 @@ FORWARDED_KEYS: Final = CONTEXT_KEYS
 
 _NO_METADATA: Final = grpc.aio.Metadata()
 
-TOKEN_FLAG: Final = "--worker-token-file"
-CA_FLAG: Final = "--worker-ca"
-PAIR_FLAGS: Final = ("--worker-client-cert", "--worker-client-key")
-
 # Unread bytes of each answer that a worker may have sent: thousands of tokens, and 64 MB/s at a millisecond's distance.
 LOOKAHEAD_BYTES: Final = 64 << 10
 
@@ -201,30 +197,36 @@ def follow_worker_credentials(
     ca_file: Path | None,
     cert: Path | None = None,
     key: Path | None = None,
+    flags: str = "--worker",
 ) -> Callable[[], WorkerCredentials]:
-    """The files' content at any time; a token may be given as it is. Raises InvalidArgument where files cannot be
-    used."""
+    """The files' content at any time; a token may be given as it is. `flags`: what their flags begin with. Raises
+    InvalidArgument where files cannot be used."""
+    token_flag, ca_flag, pair_flags = (
+        f"{flags}-token-file",
+        f"{flags}-ca",
+        (f"{flags}-client-cert", f"{flags}-client-key"),
+    )
     read: Followed[str] | None = None
     ca: Followed[bytes] | None = None
     pair: Followed[tuple[bytes, bytes]] | None = None
     if isinstance(token, Path):
-        read = files.follow([(token, TOKEN_FLAG)], lambda raw: _token(raw, token))
+        read = files.follow([(token, token_flag)], lambda raw: _token(raw, token, token_flag))
     given = token if isinstance(token, str) else ""
     if ca_file is not None:
-        ca = files.follow([(ca_file, CA_FLAG)], lambda pem: checked_authorities(pem, ca_file, CA_FLAG))
+        ca = files.follow([(ca_file, ca_flag)], lambda pem: checked_authorities(pem, ca_file, ca_flag))
     if cert is not None and key is not None:
-        pair = files.follow(list(zip((cert, key), PAIR_FLAGS, strict=True)), client_pair(cert, key, PAIR_FLAGS))
+        pair = files.follow(list(zip((cert, key), pair_flags, strict=True)), client_pair(cert, key, pair_flags))
     return lambda: WorkerCredentials(
         read.value if read else given, ca.value if ca else None, pair.value if pair else None
     )
 
 
-def _token(raw: bytes, path: Path) -> str:
+def _token(raw: bytes, path: Path, flag: str) -> str:
     token = raw.decode("ascii", "replace").strip()
     if not token:
-        raise InvalidArgument(f"{TOKEN_FLAG} {path} is empty", field=TOKEN_FLAG)
+        raise InvalidArgument(f"{flag} {path} is empty", field=flag)
     if not token.isprintable() or not token.isascii():  # gRPC sends nothing else as metadata
-        raise InvalidArgument(f"{TOKEN_FLAG} {path} must hold one line of plain ASCII", field=TOKEN_FLAG)
+        raise InvalidArgument(f"{flag} {path} must hold one line of plain ASCII", field=flag)
     return token
 
 

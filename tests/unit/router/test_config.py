@@ -63,7 +63,7 @@ def test_an_http_port_by_itself_asks_for_certificates_and_shows_its_own() -> Non
     own = {"tls_cert": cert, "tls_key": key, "tls_client_ca": ca}
     shown = {"server_ca": ca, "server_client_cert": cert, "server_client_key": key}
     router = HttpServerConfig(server=ONE[0], **own, **shown).router()
-    assert router.tls_client_ca == ca
+    assert (router.tls_client_ca, router.worker_flags) == (ca, "--server")
     assert (router.worker_ca, router.worker_client_cert, router.worker_client_key) == (ca, cert, key)
     for left_out in shown:
         with pytest.raises(InvalidArgument) as caught:

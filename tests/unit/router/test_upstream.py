@@ -186,6 +186,8 @@ def test_tokens_that_cannot_be_sent(tmp_path: Path, token: bytes, says: str) -> 
     with pytest.raises(InvalidArgument, match=says) as caught:
         follow_worker_credentials(Reloader(), tmp_path / "token", None)
     assert caught.value.field == "--worker-token-file"
+    with pytest.raises(InvalidArgument, match=f"--server-token-file .* {says}"):
+        follow_worker_credentials(Reloader(), tmp_path / "token", None, flags="--server")
 
 
 def test_authorities_that_are_none(tmp_path: Path) -> None:
@@ -206,6 +208,20 @@ def test_a_certificate_is_shown_with_its_key(tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidArgument, match=re.escape(says)):
             follow_worker_credentials(Reloader(), None, pair.cert, cert, key)
+
+
+def test_files_are_named_by_the_flags_of_the_command(tmp_path: Path) -> None:
+    pair, none = new_pair(tmp_path, "pair"), tmp_path / "none"
+    for given, flag in (
+        ((none, None), "--server-token-file"),
+        ((None, none), "--server-ca"),
+        ((None, pair.cert, none, pair.key), "--server-client-cert"),
+        ((None, pair.cert, pair.cert, none), "--server-client-key"),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            follow_worker_credentials(Reloader(), *given, flags="--server")
+        assert caught.value.field == flag
+        assert caught.value.message.startswith(f"{flag} {none} cannot be read")
 
 
 def test_without_files_nothing_is_shown(tmp_path: Path) -> None:
