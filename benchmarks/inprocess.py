@@ -2,7 +2,7 @@
 
     python inprocess.py IN_DIR [--lora-off] [--isa avx2] [FLAG ...]   as a system under comparison (see peers/lines.py)
 
-Prefix cache off, greedy, `ignore_eos`, all requests of a workload at once. FLAGs as `loraplex worker` takes them.
+Prefix cache off, greedy, `ignore_eos`, requests when they are due. FLAGs as `loraplex worker` takes them.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-# The best first, with what limits the others to them. On Arm nothing does, so there our kernels alone are limited.
+# The best first, with what limits the others to them. On Arm torch and oneDNN have settings too, never tried, and what
+# they call (Compute Library) looks at the CPU itself: there our kernels alone are limited.
 ISAS: Mapping[str, Mapping[str, str]] = {
     "amx": {},
     "avx512bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},

@@ -287,7 +287,9 @@ def _show(written: dict[str, Any], args: argparse.Namespace) -> None:
     if args.systems:
         if unknown := set(args.systems) - written["tokens_per_s"].keys():
             raise SystemExit(f"--systems: nothing is known of {', '.join(sorted(unknown))}")
-        written = {**written, "tokens_per_s": {name: written["tokens_per_s"][name] for name in args.systems}}
+        for figure in ("tokens_per_s", "latency_ms"):
+            found = written.get(figure, {})
+            written = {**written, figure: {name: found[name] for name in args.systems if name in found}}
     table = "\n".join(filter(None, (figures.markdown(written), figures.latency_table(written))))
     print(f"\n{table}")
     if args.table is not None:

@@ -39,7 +39,7 @@ class Latency:
     """How soon one request was answered, in seconds."""
 
     first_token_s: float  # after the request was due
-    per_token_s: float  # of those after the first, their mean
+    per_token_s: float  # of those after the first, their mean; of none, what the end of the stream takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ class Server:
 
 
 class StreamedSystem:
-    """A server, asked by the SDK's asyncio client: a stream for each request, all at once."""
+    """A server, asked by the SDK's asyncio client: a stream for each request, sent when it is due."""
 
     def __init__(self, name: str, address: str, inputs: Path) -> None:
         self.name = name
@@ -228,13 +228,14 @@ class StreamedSystem:
     def run(self, workload: str) -> Run:
         items = read_workload(self._inputs, workload)
         start = time.perf_counter()
-        num_tokens = self._runner.run(self._all(items))
+        num_tokens = self._runner.run(self._all(start, items))
         return Run(time.perf_counter() - start, num_tokens)
 
-    async def _all(self, items: Sequence[WorkItem]) -> int:
-        return sum(await asyncio.gather(*(self._one(item) for item in items)))
+    async def _all(self, start: float, items: Sequence[WorkItem]) -> int:
+        return sum(await asyncio.gather(*(self._one(start + item.arrival_s, item) for item in items)))
 
-    async def _one(self, item: WorkItem) -> int:
+    async def _one(self, due: float, item: WorkItem) -> int:
+        await asyncio.sleep(due - time.perf_counter())
         options: dict[str, Any] = {"max_tokens": item.max_tokens, "ignore_eos": True, "adapter_id": item.adapter_id}
         num_tokens = 0
         async for chunk in self._client.stream(token_ids=item.prompt_ids, **options):
@@ -307,7 +308,10 @@ class HttpSystem:
         head = f"{method} {path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nConnection: close\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
-        answer = await reader.readuntil(b"\r\n\r\n")
+        try:
+            answer = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.IncompleteReadError as error:
+            raise SystemExit(f"{self.name} answered {error.partial[:1000].decode(errors='replace')}") from None
         content = await reader.read(1 << 16)
         began = time.perf_counter()
         content += await reader.read()

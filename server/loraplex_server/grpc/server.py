@@ -130,6 +130,7 @@ async def start_worker(
         router_digest=config.router_digest,
     )
     source: SourceWatch | None = None
+    importing: asyncio.Future[None] | None = None
     try:
         if builder is None:
             await asyncio.to_thread(check_places, config.engine)
@@ -141,7 +142,9 @@ async def start_worker(
                 )
                 os.chdir(folder)
         source = SourceWatch(make_source(config.engine.adapters.root))  # the Hub cannot be listed
-        importing = None if tokenizer is not None else asyncio.ensure_future(_import_library())
+        if tokenizer is None:
+            importing = asyncio.ensure_future(_import_library())
+            importing.add_done_callback(lambda done: done.cancelled() or done.exception())  # read, should the engine fail
         info = await engine.start(on_progress, inline=inline, builder=builder)
         if importing is not None:
             await importing
@@ -153,6 +156,8 @@ async def start_worker(
             await _preload(engine, config.engine.adapters.preload, on_progress)
         return _serve(config, listener, engine, info, tokenizer, source, formats)
     except BaseException:
+        if importing is not None:
+            importing.cancel()  # if it has not begun
         if source is not None:
             source.close()
         await engine.stop()

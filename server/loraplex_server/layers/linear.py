@@ -356,10 +356,12 @@ def product_by_row(down: Tensor, b: Tensor) -> Tensor:
     """down [rows, rank] @ b [out, rank].T -> [rows, out], with the same bits for a row whatever the others are: a
     library's product may choose the order of its sums by the number of rows."""
     wide = torch.promote_types(down.dtype, torch.float32)
-    rows, outputs = down.to(wide).contiguous().unsqueeze(1), b.to(wide)
+    # The order of torch's sums depends on where the terms lie: side by side, also those of a single row, whose strides
+    # may be any.
+    rows = down.to(wide).contiguous().view(-1).view(len(down), 1, down.shape[1])
+    outputs = b.to(wide).contiguous()
     num_rows = max(1, (_MAX_TERMS_ON_GPU if down.is_cuda else _MAX_TERMS) // b.numel())
-    # The order of torch's sums depends on where the terms lie: side by side, whatever their number.
-    sums = [(part * outputs).contiguous().sum(-1) for part in rows.split(num_rows)]  # terms [rows, out, rank]
+    sums = [(part * outputs).sum(-1) for part in rows.split(num_rows)]  # terms [rows, out, rank]
     return torch.cat(sums).to(down.dtype)
 
 

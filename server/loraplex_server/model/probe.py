@@ -110,7 +110,8 @@ def _run_probe(model: PreTrainedModel, max_context_tokens: int, probe: Probe, st
 
     others = vocab_size(model) - 1 - ids  # other tokens everywhere, except at the compared place
     others[0, KEPT[0]] = ids[0, KEPT[0]]
-    # Other neighbours and no positions at once: only where that changes the token it matters which of them did.
+    # Other neighbours and no positions at once: only where that changes the token it matters which of them did. Changes
+    # that cancel each other are left to the comparison with Transformers.
     unplaced = trial_run(model, others, None, KEPT)
     if not first.is_same_as(unplaced, KEPT[0]):
         second = trial_run(model, others, positions, KEPT)

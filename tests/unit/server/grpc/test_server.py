@@ -89,3 +89,15 @@ async def test_transformers_is_imported_while_the_model_loads(monkeypatch: pytes
             WorkerConfig(EngineConfig(ModelConfig("m")), ChatConfig(template), port=0), inline=True, builder=build
         )
     assert found == [True]
+
+
+async def test_a_start_without_an_engine_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(*_: object, **__: object) -> None:
+        raise InvalidArgument("no process")
+
+    imported = list[bool]()
+    monkeypatch.setattr(server, "import_library", lambda: imported.append(True))
+    monkeypatch.setattr(EngineClient, "start", fails)
+    with pytest.raises(InvalidArgument, match="no process"):
+        await start_worker(WorkerConfig(EngineConfig(ModelConfig("m")), port=0), inline=True, builder=build_slow)
+    assert not imported
