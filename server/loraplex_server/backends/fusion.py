@@ -199,7 +199,8 @@ def _gated(*args: Tensor, own: Callable[..., Tensor], module: Any, ops: FusedOps
 
 def _attention_forward(module: nn.Module, ops: FusedOps, proven: dict[int, Rotate | None]) -> Any:
     """The module's own code over other globals."""
-    forward: Any = inspect.unwrap(cast(Any, type(module)).forward)  # Transformers wraps what it renames options of
+    # Transformers wraps a forward whose argument it has renamed.
+    forward: Any = inspect.unwrap(cast(Any, type(module)).forward)
     is_replaced = "forward" in vars(module)
     if is_replaced or not isinstance(forward, FunctionType) or ROTATE not in forward.__code__.co_names:
         return None

@@ -144,7 +144,8 @@ async def start_worker(
         source = SourceWatch(make_source(config.engine.adapters.root))  # the Hub cannot be listed
         if tokenizer is None:
             importing = asyncio.ensure_future(_import_library())
-            importing.add_done_callback(lambda done: done.cancelled() or done.exception())  # read, should the engine fail
+            # An error of it is of no interest where the engine fails.
+            importing.add_done_callback(lambda done: done.cancelled() or done.exception())
         info = await engine.start(on_progress, inline=inline, builder=builder)
         if importing is not None:
             await importing

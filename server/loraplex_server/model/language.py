@@ -27,6 +27,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from loraplex_server.library_errors import error_line
+
 _IGNORED = "_keys_to_ignore_on_load_unexpected"  # of Transformers' classes: patterns of names of weights
 
 
@@ -68,9 +70,9 @@ def read_config(model_id: str, revision: str | None = None) -> PreTrainedConfig:
     with suppress(OSError):  # there is none, or Transformers passes over it
         try:
             GenerationConfig.from_pretrained(model_id, revision=revision or "main")
-        except (TypeError, ValueError) as error:
+        except (AttributeError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
-                f"its generation_config.json has no options by name ({error}); mend or remove it"
+                f"its generation_config.json is not valid ({error_line(error)}); mend or remove it"
             ) from error
     thinker = getattr(config, "thinker_config", None)
     if not isinstance(thinker, PreTrainedConfig):

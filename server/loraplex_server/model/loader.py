@@ -92,7 +92,8 @@ def load_model(
         config = read_config(model_id, revision)
     refuse_config(config, model_id)
     refuse_class(config, model_id)
-    if dtype == "auto" and config.dtype not in (None, *DTYPES, *DTYPES.values()):
+    # Transformers also takes a dtype for each part.
+    if dtype == "auto" and not isinstance(config.dtype, Mapping) and config.dtype not in (None, *DTYPES.values()):
         raise UnsupportedModel(
             f"{model_id} cannot be loaded: its config.json has the dtype {config.dtype}, which is not served; "
             "give another by --dtype"

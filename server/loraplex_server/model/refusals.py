@@ -62,14 +62,15 @@ def _reasons(config: PreTrainedConfig) -> Iterator[str]:
         yield "its configuration leaves no layer or no position"
     if unknown := set(layer_types(text)) - (ATTENTION_LAYERS | STATE_LAYERS | OTHER_LAYERS):
         yield f"its layers of type {_names(unknown)} are of a kind that is not known"
-    if unknown := _rope_types(getattr(text, "rope_parameters", None)) - ROPE_TYPES:
+    rope = text.rope_parameters if hasattr(type(text), "rope_parameters") else None  # others pass over what is there
+    if unknown := _rope_types(rope) - ROPE_TYPES:
         yield (
             f"its rotary embedding ({_names(unknown)}) is of a kind that Transformers does not know; it has "
             f"{_names(ROPE_TYPES)}"
         )
     if (getattr(text, "num_kv_shared_layers", None) or 0) >= getattr(text, "num_hidden_layers", 1):
         yield "its layers take the keys and values of another model"
-    if getattr(text, "n_recurrent_loops", 1) > 1:
+    if (getattr(text, "n_recurrent_loops", None) or 1) > 1:
         yield "an attention layer runs several times per token"
     if getattr(text, "use_bidirectional_attention", False) not in (False, None, "vision"):  # no images come here
         yield "it attends to later tokens"

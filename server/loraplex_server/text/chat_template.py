@@ -54,8 +54,14 @@ def rendered(template: str, given: Mapping[str, Any]) -> str:
         return _rendered(messages, render)
     in_parts = [_in_parts(message) for message in messages]
     text = _rendered(in_parts, render)
-    # Roles whose parts the template writes out as Python does have texts.
-    written = {one.get("role") for one in in_parts if one.get("content") and str(one["content"]) in text}
+    # Roles whose parts the template writes out as Python does have texts. The last part may be cut off where the chat
+    # goes on; a user's text may have such parts, too.
+    said = "\0".join(one["content"] for one in messages if isinstance(one.get("content"), str))
+    written = {
+        one.get("role")
+        for one in in_parts
+        if one.get("content") and text.count(begun := str(one["content"]).removesuffix("'}]")) > said.count(begun)
+    }
     if not written:
         return text
     pairs = zip(messages, in_parts, strict=True)

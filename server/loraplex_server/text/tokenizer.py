@@ -42,6 +42,7 @@ _TOKENIZER_FILES: Final = (
     "vocab.json",
     "vocab.txt",
 )
+_NO_FILE: Final = "it has no file that a tokenizer can be read from"
 _PROCESSOR_TEMPLATE: Final = "chat_template.json"
 _INSTEAD_OF_CODE: Final = "give the checkpoint a tokenizer.json, and take `auto_map` out of its tokenizer_config.json"
 
@@ -145,7 +146,7 @@ def _unreadable(error: Exception) -> str:
             "give the checkpoint a tokenizer.json"
         )
     if "one of: (1)" in reason:  # what the library looked for
-        return "it has no file that a tokenizer can be read from"
+        return _NO_FILE
     return reason
 
 
@@ -215,7 +216,8 @@ class TextTokenizer:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast  # late: the process for long texts has neither
 
         path = Path(model)
-        if path.is_dir() and not any(True for name in _TOKENIZER_FILES for _ in path.glob(name)):
+        files = {found.name for name in _TOKENIZER_FILES for found in path.glob(name)} if path.is_dir() else None
+        if files is not None and not files:
             _logger.warning("%s has no tokenizer; serving token ids only", model)
             return cls(None)
         try:
@@ -229,6 +231,8 @@ class TextTokenizer:
         if not isinstance(loaded, PreTrainedTokenizerFast):
             _logger.warning("%s is not a fast tokenizer; serving token ids only", type(loaded).__name__)
             return cls(None, missing_reason=f"the base model's tokenizer ({type(loaded).__name__}) is not a fast one")
+        if files == {"tokenizer_config.json"}:  # which the library makes an empty vocabulary of
+            raise UnsupportedModel(f"the tokenizer in {model} cannot be read: {_NO_FILE}")
         if chat_template is not None:
             loaded.chat_template = chat_template
         elif not loaded.chat_template:

@@ -69,7 +69,9 @@ def test_a_configuration_of_any_kind_is_read_or_refused(name: str, value: Any, t
             "has the dtype 'torch.bfloat16', which torch",
         ),
         ("config.json", {"dtype": "int8"}, "has the dtype torch.int8, which is not served; give another by --dtype"),
-        ("generation_config.json", [], "its generation_config.json has no options by name"),
+        ("generation_config.json", [], "its generation_config.json is not valid .*; mend or remove it"),
+        ("generation_config.json", {"max_new_tokens": -1}, "is not valid .*must be greater than 0"),
+        ("generation_config.json", {"watermarking_config": "x"}, "generation_config.json is not valid"),
     ],
 )
 def test_a_configuration_that_transformers_fails_on_is_named(
@@ -81,6 +83,13 @@ def test_a_configuration_that_transformers_fails_on_is_named(
     path.write_text(json.dumps(said))
     with pytest.raises(UnsupportedModel, match=reason):
         load_model(str(tmp_path), device="cpu")
+
+
+def test_a_dtype_for_each_part_is_served(tmp_path: Path) -> None:
+    random_model("llama", torch.float32).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": {"": "bfloat16", "model": "bfloat16"}}))
+    assert load_model(str(tmp_path), device="cpu").model.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])

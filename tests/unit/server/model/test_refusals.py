@@ -53,6 +53,11 @@ REFUSED: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("fields", [{"rope_scaling": {"type": "none"}}, {"rope_parameters": {"rope_type": "none"}}])
+def test_rope_parameters_of_a_model_without_rope_mean_nothing(fields: dict[str, Any]) -> None:
+    refuse_config(tf.GPT2Config(**fields), "gpt2")
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_refuses_with_the_reason(case: str, tmp_path: Path) -> None:
     """A model is refused from a directory, as a user would load it: what its configuration tells needs no weights at

@@ -101,6 +101,12 @@ def test_roles_whose_content_is_written_out_keep_texts() -> None:
     )
     assert text(template, {"role": "system", "content": "s"}) == "[a]s"
 
+    assert text(template, {"role": "system", "content": "s"}, continue_final_message=True) == "[a]s"
+    asked = {"role": "user", "content": "say [{'type': 'text', 'text': 's'}]"}
+    parts = "{% for m in messages %}<{{ m.role }}>{% for c in m.content %}[{{ c.text }}]{% endfor %}{% endfor %}"
+    said = f"<user>[a]<system>[s]<user>[{asked['content']}]"
+    assert text(parts, {"role": "system", "content": "s"}, asked) == said, "nobody takes another role's text away"
+
 
 def test_long_arguments_are_not_kept() -> None:
     chat_template._reads_parts.cache_clear()

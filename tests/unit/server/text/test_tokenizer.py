@@ -285,8 +285,9 @@ def test_mistrals_own_file(tmp_path: Path) -> None:
     assert TextTokenizer.from_pretrained(str(tmp_path)).encode("the</s>") == [260, 2]
 
 
-def test_a_directory_without_a_tokenizers_file_says_so(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text("{}")
+@pytest.mark.parametrize("config", [{}, {"tokenizer_class": "LlamaTokenizer"}, {"tokenizer_class": "Qwen2Tokenizer"}])
+def test_a_directory_without_a_tokenizers_file_says_so(config: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match="it has no file that a tokenizer can be read from"):
         TextTokenizer.from_pretrained(str(tmp_path))
 
