@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -16,6 +17,7 @@ from loraplex_contracts.errors import LoraplexError
 from loraplex_proto.services import INFERENCE
 from loraplex_proto.v1 import worker_pb2, worker_pb2_grpc
 from loraplex_runtime.auth import AUTHORIZATION_KEY
+from loraplex_runtime.reload import checked_authorities, read_file
 
 TIMEOUT_S: Final = 2.0
 
@@ -29,15 +31,23 @@ class Work:
     pending_tokens: int = 0
 
 
-class Probe:
-    """Owns a connection. `read_ca` reads the authorities of the server's TLS, as PEM; `token` opens a worker's load."""
+def read_authorities(path: str) -> bytes:
+    """The certificates in the file, as routers take them. Raises InvalidArgument where it cannot be read, has none, or
+    a broken one."""
+    return checked_authorities(read_file(Path(path), "tls.ca"), Path(path), "tls.ca")
 
-    def __init__(self, address: str, read_ca: Callable[[], bytes] | None = None, token: str = "") -> None:
-        """Raises what `read_ca` raises."""
+
+class Probe:
+    """Owns a connection. `ca`: the authorities of the server's TLS, as PEM, which `read_ca` reads again; `token`: what
+    opens a worker's load."""
+
+    def __init__(
+        self, address: str, ca: bytes | None = None, read_ca: Callable[[], bytes] | None = None, token: str = ""
+    ) -> None:
         self._address = address
         self._read_ca = read_ca
         self._metadata = ((AUTHORIZATION_KEY, f"Bearer {token}"),) if token else ()
-        self._connect(None if read_ca is None else read_ca())
+        self._connect(ca)
 
     def _connect(self, ca: bytes | None) -> None:
         self._ca = ca

@@ -28,7 +28,7 @@ from loraplex_contracts.errors import FailedPrecondition, LoraplexError
 from loraplex_fleet.commands import router_command, worker_command
 from loraplex_fleet.directory import DirectoryClient
 from loraplex_fleet.entries import DRAINING, HEARTBEAT_S, READY, ROUTER, WORKER, Entry, View, follow, members_text
-from loraplex_fleet.probe import Probe
+from loraplex_fleet.probe import Probe, read_authorities
 from loraplex_fleet.spec import ClusterSpec, from_plain
 from loraplex_fleet.supervisor import Child
 from loraplex_runtime.locks import try_hold
@@ -174,14 +174,14 @@ class Worker(Replica):
         await self.run(self._prepare)
 
     def _prepare(self) -> Plan:
-        """Claims the store, and reads the token and the authorities, which may change. Raises FailedPrecondition."""
+        """Claims the store, and reads the token and the authorities, which may change. Raises FailedPrecondition, and
+        InvalidArgument for authorities that are none."""
         spec = self._spec
         store, self._store_lock = claim_store(spec.worker.store)
         token = read_token(spec.secrets.worker_token_file) if spec.secrets.worker_token_file else ""
-        read_ca = partial(read_file, "tls.ca", spec.tls.ca) if spec.tls.ca else None
-        if read_ca is not None:
-            read_ca()  # before the child starts
-        return worker_command(spec, self._node, store, token), lambda address: Probe(address, read_ca, token)
+        read_ca = partial(read_authorities, spec.tls.ca) if spec.tls.ca else None
+        ca = None if read_ca is None else read_ca()
+        return worker_command(spec, self._node, store, token), lambda address: Probe(address, ca, read_ca, token)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         return {"pending_tokens": float(self._entry.pending_tokens)}

@@ -28,7 +28,7 @@ TOOL_FORMATS: Final = (
 )  # fmt: skip
 ATTENTION: Final = ("auto", "flashinfer", "triton", "native", "torch")
 LORA_KERNELS: Final = ("auto", "triton", "punica", "reference")
-_DEVICE: Final = re.compile(r"(auto|cpu|cuda(:[0-9]+)?)\Z")
+_DEVICE: Final = re.compile(r"(auto|cpu(:0)?|cuda(:[0-9]+)?)\Z")
 _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]\Z")
 _ENDPOINT: Final = re.compile(r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?\Z")
 

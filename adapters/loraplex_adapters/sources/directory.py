@@ -230,10 +230,10 @@ MAX_MISNAMED = 100  # folders that are logged
 TIME_STEP_NS = 2_000_000_000
 
 
-# A folder's device, inode and time of the last change, which is the file system's own: copies and archives set the time
-# of the last modification, perhaps to the one that it had. Trees may have equal times, so time alone says nothing of a
-# folder that a link leads to.
-_State = tuple[int, int, int]
+# A folder's device, inode and times of the last modification and change. Copies and archives set the first, perhaps to
+# the one that it had; some file systems in user space leave out the second. Trees may have equal times, so time alone
+# says nothing of a folder that a link leads to.
+_State = tuple[int, int, int, int]
 
 
 @dataclass(slots=True)
@@ -274,9 +274,11 @@ class DirectoryIndex:
         checkpoint()
         state = _state(os.fstat(folder.fd))
         if known.state != state:
-            device, _, changed_ns = state
+            device, _, modified_ns, changed_ns = state
             self._read(folder, known, path, depth, device)
-            known.state = state if time.time_ns() - changed_ns > TIME_STEP_NS else None
+            now_ns = time.time_ns()
+            is_settled = now_ns - changed_ns > TIME_STEP_NS and abs(now_ns - modified_ns) > TIME_STEP_NS
+            known.state = state if is_settled else None
         prefix = path + "/" if path else ""
         for name, inner in known.inner.items():
             if inner.is_adapter and not (self._is_full_look and _differs(folder.fd, name, inner)):
@@ -333,7 +335,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _state(found: os.stat_result) -> _State:
-    return found.st_dev, found.st_ino, found.st_ctime_ns
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _differs(fd: int, name: str, folder: _Known) -> bool:

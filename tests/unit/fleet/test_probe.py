@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from support.certificates import Pair, new_pair
 
-from loraplex_contracts.errors import FailedPrecondition
-from loraplex_fleet.probe import Probe
+from loraplex_fleet.probe import Probe, read_authorities
 
 
 async def serve(pair: Pair, port: int = 0) -> tuple[grpc.aio.Server, int]:
@@ -41,7 +41,7 @@ async def test_it_trusts_new_authorities_once_its_connection_has_ended(tmp_path:
     old, new, ca = new_pair(tmp_path, "old"), new_pair(tmp_path, "new"), tmp_path / "ca.crt"
     ca.write_bytes(old.cert.read_bytes())
     server, port = await serve(old)
-    probe = Probe(f"127.0.0.1:{port}", ca.read_bytes)
+    probe = Probe(f"127.0.0.1:{port}", ca.read_bytes(), ca.read_bytes)
     await probe.answers()
     ca.write_bytes(new.cert.read_bytes())
     await probe.answers()  # by the connection that it has
@@ -54,21 +54,22 @@ async def test_it_trusts_new_authorities_once_its_connection_has_ended(tmp_path:
 
 @pytest.mark.parametrize("broken", [b"", b"none", None])
 async def test_authorities_that_are_none_are_read_again(broken: bytes | None, tmp_path: Path) -> None:
-    old, new = new_pair(tmp_path, "old"), new_pair(tmp_path, "new")
-    content: bytes | None = old.cert.read_bytes()
-
-    def read_ca() -> bytes:
-        if content is None:
-            raise FailedPrecondition("tls.ca cannot be read")
-        return content
-
+    old, new, ca = new_pair(tmp_path, "old"), new_pair(tmp_path, "new"), tmp_path / "ca.crt"
+    ca.write_bytes(old.cert.read_bytes())
+    read_ca = partial(read_authorities, str(ca))
     server, port = await serve(old)
-    probe = Probe(f"127.0.0.1:{port}", read_ca)
+    probe = Probe(f"127.0.0.1:{port}", read_ca(), read_ca)
+    await probe.answers()
+    ca.unlink()
+    if broken is not None:
+        ca.write_bytes(broken)
+    with pytest.raises(grpc.aio.AioRpcError, match="UNIMPLEMENTED"):
+        await probe.work()
+    await probe.answers()  # the connection is as good as it was
     await server.stop(None)
     server, _ = await serve(new, port)
-    content = broken
     assert await num_failures(probe, at_most=2) == 2
-    content = new.cert.read_bytes()
+    ca.write_bytes(new.cert.read_bytes())
     assert await num_failures(probe, at_most=8) < 8
     await probe.close()
     await server.stop(None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, cast
 
@@ -196,8 +197,9 @@ def _name(function: Mapping[str, Any], where: str) -> str:
 
 def _called(call: Mapping[str, Any], where: str) -> str:
     """The name that the model has for the function of a call. Raises InvalidArgument."""
-    namespace = _text(call, "namespace", where, is_needed=False)
-    return _whole_name(namespace or "", _name(call, where), where)
+    if namespace := _text(call, "namespace", where, is_needed=False) or "":
+        check_id(namespace, field=f"{where}.namespace")
+    return _whole_name(namespace, _name(call, where), where)
 
 
 def _call_id(item: Mapping[str, Any], where: str) -> str | None:
@@ -243,10 +245,13 @@ def _tools(body: ResponsesRequest) -> Iterator[tuple[str, str, dict[str, Any]]]:
         if tool.get("type") != "namespace":
             yield where, "", tool
             continue
-        namespace, members = _name(tool, where), tool.get("tools")
+        namespace, members = _text(tool, "name", where) or "", tool.get("tools")
         if not isinstance(members, list) or not all(isinstance(one, dict) for one in cast("list[Any]", members)):
             raise InvalidArgument(f"`{where}.tools` must be a list of tools", field=f"{where}.tools")
-        for number, member in enumerate(cast("list[dict[str, Any]]", members)):
+        listed = cast("list[dict[str, Any]]", members)
+        if any(one.get("type") == "function" for one in listed):
+            check_id(namespace, field=f"{where}.name")  # of others nothing has the name
+        for number, member in enumerate(listed):
             yield f"{where}.tools[{number}]", namespace, member
 
 
@@ -256,12 +261,16 @@ def _whole_name(namespace: str, name: str, where: str) -> str:
 
 
 def _own_names(body: ResponsesRequest) -> dict[str, tuple[str, str]]:
-    """Namespace and own name of functions, by the name that the model has for them."""
-    return {
+    """Namespace and own name of functions, by the name that the model has for them, and by the own name, which models
+    write as well, where no other function has it."""
+    functions = [one for one in _tools(body) if one[2].get("type") == "function"]
+    found = {
         _whole_name(namespace, tool["name"], where): (namespace, tool["name"])
-        for where, namespace, tool in _tools(body)
-        if namespace and tool.get("type") == "function"
+        for where, namespace, tool in functions
+        if namespace
     }
+    num_named = Counter(tool["name"] for _, _, tool in functions)
+    return {name: one for one in found.values() if num_named[name := one[1]] == 1} | found
 
 
 def _functions(body: ResponsesRequest) -> list[dict[str, Any]]:
@@ -311,6 +320,11 @@ def _tool_choice(choice: Any) -> Any:
             raise InvalidArgument("`tool_choice.mode` must be auto or required", field="tool_choice.mode")
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in cast("list[Any]", tools)):
             raise InvalidArgument("`tool_choice.tools` must be a list of tools", field="tool_choice.tools")
+        if any(tool.get("type") == "namespace" for tool in cast("list[dict[str, Any]]", tools)):
+            raise Unimplemented(
+                "`tool_choice.tools` takes functions; name each function of a namespace by its `namespace` and `name`",
+                field="tool_choice.tools",
+            )
         # Others than functions are left out here as in `tools`.
         named = [
             _named_tool(tool, f"tool_choice.tools[{index}]")

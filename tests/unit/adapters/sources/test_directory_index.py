@@ -18,6 +18,7 @@ from loraplex_contracts.errors import SourceUnavailable
 
 LONG_AGO_S = 1_000_000_000.0
 STEP_S = 0.02
+MINUTE_NS = 60 * 10**9
 MARK = "adapter_config.json"
 
 
@@ -81,14 +82,35 @@ def test_nothing_is_read_twice(tmp_path: Path, make: Callable[[str], Path]) -> N
     assert index.look() == ["a", "c", "org/y", "org/z"]
 
 
-def test_a_folder_that_was_written_to_just_now_is_read_again(tmp_path: Path) -> None:
-    """The folder's time of change may stay as it is at the next change."""
+def test_a_folder_that_was_written_to_just_now_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder's times may stay as they are at the next change."""
+    state = directory._state
+
+    def coarse(found: os.stat_result) -> tuple[int, int, int, int]:
+        """As a file system that counts minutes has it."""
+        device, inode, *times = state(found)
+        modified, changed = (time_ns // MINUTE_NS * MINUTE_NS for time_ns in times)
+        return device, inode, modified, changed
+
+    monkeypatch.setattr(directory, "_state", coarse)
+    monkeypatch.setattr(directory, "TIME_STEP_NS", 2 * MINUTE_NS)
     index = Index(tmp_path)
     (tmp_path / "a").mkdir()
     assert index.look() == []
-    stat = (tmp_path / "a").stat()
     (tmp_path / "a" / MARK).touch()
-    os.utime(tmp_path / "a", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert index.look() == ["a"]
+
+
+def test_folders_without_a_time_of_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems in user space give none."""
+    state = directory._state
+    monkeypatch.setattr(directory, "_state", lambda found: (*state(found)[:3], 0))
+    index = Index(tmp_path)
+    (tmp_path / "a").mkdir()
+    settle()
+    assert index.look() == []
+    (tmp_path / "a" / MARK).touch()
+    settle()
     assert index.look() == ["a"]
 
 

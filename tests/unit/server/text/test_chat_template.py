@@ -100,7 +100,6 @@ def test_roles_whose_content_is_written_out_keep_texts() -> None:
         "{% for c in m.content %}[{{ c.text }}]{% endfor %}{% endif %}{% endfor %}"
     )
     assert text(template, {"role": "system", "content": "s"}) == "[a]s"
-
     assert text(template, {"role": "system", "content": "s"}, continue_final_message=True) == "[a]s"
     asked = {"role": "user", "content": "say [{'type': 'text', 'text': 's'}]"}
     parts = "{% for m in messages %}<{{ m.role }}>{% for c in m.content %}[{{ c.text }}]{% endfor %}{% endfor %}"

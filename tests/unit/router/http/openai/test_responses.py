@@ -105,7 +105,7 @@ def test_a_demanded_call_goes_before_the_format() -> None:
 
 def test_tools_that_are_no_functions_are_left_out() -> None:
     add = {"type": "function", "name": "add", "parameters": {"type": "object"}}
-    namespace = {"type": "namespace", "name": "crm", "tools": [{"type": "custom", "name": "patch"}]}
+    namespace = {"type": "namespace", "name": "my crm", "tools": [{"type": "custom", "name": "patch"}]}
     hosted = [{"type": "web_search"}, namespace, {"type": "web_search"}]
     for choice in (None, "auto", "required", {"type": "function", "name": "add"}):
         body = request(tools=[*hosted, add], tool_choice=choice)
@@ -136,12 +136,16 @@ def test_functions_of_a_namespace_are_tools(namespace: str) -> None:
     assert responses.ignored_parts(body) == []
     completion = pb.Completion(message=pb.ChatMessage(tool_calls=[
         pb.ToolCall(id="c1", name="mcp__files__write", arguments_json="{}"), pb.ToolCall(id="c2", name="add"),
+        pb.ToolCall(id="c3", name="read"),
     ]))  # fmt: skip
     whole = responses.response_of(body, job_of(body), pb.GenerateResponse(completions=[completion]))
-    deltas = [call(0, name="mcp__files__write"), call(0, "{}"), call(1, name="add")]
+    deltas = [call(0, name="mcp__files__write"), call(0, "{}"), call(1, name="add"), call(2, name="read")]
     events = streamed(body, pb.GenerateStreamResponse(deltas=deltas))
     for output in (whole["output"], events[-1]["response"]["output"]):
-        assert [(one.get("namespace"), one["name"]) for one in output] == [(namespace, "write"), (None, "add")]
+        told = [(one.get("namespace"), one["name"]) for one in output]
+        assert told == [(namespace, "write"), (None, "add"), (namespace, "read")], "the last by its own name"
+    added = [one["item"] for one in events if one["type"] == "response.output_item.added"]
+    assert [(one.get("namespace"), one["name"]) for one in added] == told
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
@@ -197,6 +201,15 @@ def test_fields_that_stand_for_earlier_answers_are_told_with_what_to_do(name: st
         ({"tools": [ADD], "tool_choice": {"name": "add"}}, "tool_choice.type"),
         ({"tools": [], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [ADD]}}, "tool_choice"),
         ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name"),
+        ({"tools": [in_namespace("a b", "c")]}, "tools[0].name"),
+        ({"input": [{"type": "function_call", "name": "f", "namespace": "x y"}]}, "input[0].namespace"),
+        (
+            {
+                "tools": [ADD, in_namespace("a", "b")],
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [ADD, in_namespace("a", "b")]},
+            },
+            "tool_choice.tools",
+        ),
         ({"tools": [{"type": "namespace", "name": "a"}]}, "tools[0].tools"),
         ({"tools": [{"type": "namespace", "name": "a", "tools": [3]}]}, "tools[0].tools"),
         ({"tools": [in_namespace("a", "b c")]}, "tools[0].tools[0].name"),
