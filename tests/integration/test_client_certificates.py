@@ -34,7 +34,7 @@ class Site:
     router: Router
 
     async def is_let_in(self, pair: Pair | None) -> tuple[bool, bool]:
-        """Whether a client with this pair gets an answer, by gRPC and by HTTP."""
+        """True where a client with this pair gets an answer, by gRPC and by HTTP."""
         return await self._by_grpc(pair), await asyncio.to_thread(self._by_http, pair)
 
     async def _by_grpc(self, pair: Pair | None) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -130,7 +130,6 @@ async def start_worker(
         router_digest=config.router_digest,
     )
     source: SourceWatch | None = None
-    importing: asyncio.Future[None] | None = None
     try:
         if builder is None:
             await asyncio.to_thread(check_places, config.engine)
@@ -142,13 +141,8 @@ async def start_worker(
                 )
                 os.chdir(folder)
         source = SourceWatch(make_source(config.engine.adapters.root))  # the Hub cannot be listed
-        if tokenizer is None:
-            importing = asyncio.ensure_future(_import_library())
-            # An error of it is of no interest where the engine fails.
-            importing.add_done_callback(lambda done: done.cancelled() or done.exception())
-        info = await engine.start(on_progress, inline=inline, builder=builder)
-        if importing is not None:
-            await importing
+        starting = engine.start(on_progress, inline=inline, builder=builder)
+        info = await (_while_importing(starting) if tokenizer is None else starting)
         if tokenizer is None:  # in a thread: health checks are answered meanwhile
             tokenizer = await asyncio.to_thread(_load_tokenizer, info, config.chat)
         formats = partial(_response_format, tokenizer, config.chat)
@@ -157,13 +151,23 @@ async def start_worker(
             await _preload(engine, config.engine.adapters.preload, on_progress)
         return _serve(config, listener, engine, info, tokenizer, source, formats)
     except BaseException:
-        if importing is not None:
-            importing.cancel()  # if it has not begun
         if source is not None:
             source.close()
         await engine.stop()
         await listener.stop(0.0)
         raise
+
+
+async def _while_importing(starting: Awaitable[ModelInfo]) -> ModelInfo:
+    """The engine that starts, with Transformers imported meanwhile. Raises what either raises, the engine first."""
+    importing = asyncio.ensure_future(_import_library())
+    importing.add_done_callback(lambda done: done.cancelled() or done.exception())  # it is not lost below
+    try:
+        info = await starting
+        await importing
+        return info
+    finally:
+        importing.cancel()  # if it has not begun
 
 
 async def _import_library() -> None:
