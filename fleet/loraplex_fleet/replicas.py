@@ -258,19 +258,14 @@ def _log_with_serve() -> None:
     ours.handlers = list(logging.getLogger("ray.serve").handlers)
 
 
-def read_file(key: str, path: str) -> bytes:
-    """The file's content. Raises FailedPrecondition that names the key of the specification."""
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise FailedPrecondition(f"{key}, {path}, cannot be read on this node: {error.strerror}") from error
-
-
 def read_token(path: str) -> str:
     """The token that the file holds. Raises FailedPrecondition, also for an empty one: workers without a token serve
     whoever reaches them."""
     key = "secrets.worker-token-file"
-    raw = read_file(key, path).strip()
+    try:
+        raw = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise FailedPrecondition(f"{key}, {path}, cannot be read on this node: {error.strerror}") from error
     if not raw:
         raise FailedPrecondition(f"{key}, {path}, is empty on this node")
     if not raw.isascii():

@@ -201,11 +201,8 @@ def follow_worker_credentials(
 ) -> Callable[[], WorkerCredentials]:
     """The files' content at any time; a token may be given as it is. `flags`: what their flags begin with. Raises
     InvalidArgument where files cannot be used."""
-    token_flag, ca_flag, pair_flags = (
-        f"{flags}-token-file",
-        f"{flags}-ca",
-        (f"{flags}-client-cert", f"{flags}-client-key"),
-    )
+    token_flag, ca_flag = f"{flags}-token-file", f"{flags}-ca"
+    pair_flags = f"{flags}-client-cert", f"{flags}-client-key"
     read: Followed[str] | None = None
     ca: Followed[bytes] | None = None
     pair: Followed[tuple[bytes, bytes]] | None = None

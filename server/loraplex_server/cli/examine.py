@@ -24,6 +24,7 @@ from loraplex_server.layers.attention import AttentionSpec
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.experts import AdaptedRouter, ExpertLinear
 from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedHead
+from loraplex_server.library_errors import error_line
 from loraplex_server.model.language import absent_parts, make_language_model, read_config
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import DTYPES, adopt_model, dtype_of, reading, reading_files, resolve_device
@@ -32,7 +33,7 @@ from loraplex_server.model.mixers.install import install_mixers
 from loraplex_server.model.mxfp4 import is_mxfp4
 from loraplex_server.model.places import reaching_hub
 from loraplex_server.model.probe import TRIAL_RAISED
-from loraplex_server.model.refusals import error_line, refuse_class, refuse_config
+from loraplex_server.model.refusals import refuse_class, refuse_config
 from loraplex_server.model.tiny import Widths, tiny_config
 from loraplex_server.text.tokenizer import TextTokenizer
 

@@ -270,7 +270,7 @@ def _own_names(body: ResponsesRequest) -> dict[str, tuple[str, str]]:
         if namespace
     }
     num_named = Counter(tool["name"] for _, _, tool in functions)
-    return {name: one for one in found.values() if num_named[name := one[1]] == 1} | found
+    return {name: (namespace, name) for namespace, name in found.values() if num_named[name] == 1} | found
 
 
 def _functions(body: ResponsesRequest) -> list[dict[str, Any]]:
