@@ -341,9 +341,10 @@ _HUNG_UP_ON_TLS: Final = (
     "the server a certificate whose key is RSA, P-256 or P-384"
 )
 _HUNG_UP_ON_A_CERTIFICATE: Final = (
-    "it hung up at once, as servers do that do not accept the client's certificate (one of another authority, or one "
-    "that has expired), or whose own key gRPC's clients do not take; give one that the server's authority for clients "
-    "has signed (client_certificate, --client-cert), or the server a certificate whose key is RSA, P-256 or P-384"
+    "it hung up at once, as servers do that do not accept the client's certificate (one of another authority, one that "
+    "has expired, or one for servers alone), or whose own key gRPC's clients do not take; give one for clients that "
+    "the server's authority for them has signed (client_certificate, --client-cert), or the server a certificate whose "
+    "key is RSA, P-256 or P-384"
 )
 # Words of gRPC's -> what is the matter, and what to do. The first that is found counts.
 _REMEDIES: Final = (

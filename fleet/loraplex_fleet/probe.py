@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from loraplex_contracts.errors import LoraplexError
+from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, LoraplexError
 from loraplex_proto.services import INFERENCE
 from loraplex_proto.v1 import worker_pb2, worker_pb2_grpc
 from loraplex_runtime.auth import AUTHORIZATION_KEY
@@ -32,9 +32,12 @@ class Work:
 
 
 def read_authorities(path: str) -> bytes:
-    """The certificates in the file, as routers take them. Raises InvalidArgument where it cannot be read, has none, or
-    a broken one."""
-    return checked_authorities(read_file(Path(path), "tls.ca"), Path(path), "tls.ca")
+    """The certificates in the file, as routers take them. Raises FailedPrecondition where it cannot be read, has none,
+    or a broken one."""
+    try:
+        return checked_authorities(read_file(Path(path), "tls.ca"), Path(path), "tls.ca")
+    except InvalidArgument as error:
+        raise FailedPrecondition(f"on this node, {error.message}") from error
 
 
 class Probe:

@@ -174,8 +174,7 @@ class Worker(Replica):
         await self.run(self._prepare)
 
     def _prepare(self) -> Plan:
-        """Claims the store, and reads the token and the authorities, which may change. Raises FailedPrecondition, and
-        InvalidArgument for authorities that are none."""
+        """Claims the store, and reads the token and the authorities, which may change. Raises FailedPrecondition."""
         spec = self._spec
         store, self._store_lock = claim_store(spec.worker.store)
         token = read_token(spec.secrets.worker_token_file) if spec.secrets.worker_token_file else ""

@@ -41,7 +41,7 @@ from loraplex_router.config import ServerOptions
 from loraplex_router.membership import Member
 from loraplex_runtime.auth import ADAPTER_BYTES_KEY, AUTHORIZATION_KEY, TENANT_KEY, Identity
 from loraplex_runtime.listener import KEEPALIVE_S, KEEPALIVE_TIMEOUT_S
-from loraplex_runtime.reload import Followed, Reloader, checked_authorities, client_pair
+from loraplex_runtime.reload import Followed, Reloader, authorities, client_pair
 from loraplex_runtime.tracing import CONTEXT_KEYS
 
 log = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ def follow_worker_credentials(
         read = files.follow([(token, token_flag)], lambda raw: _token(raw, token, token_flag))
     given = token if isinstance(token, str) else ""
     if ca_file is not None:
-        ca = files.follow([(ca_file, ca_flag)], lambda pem: checked_authorities(pem, ca_file, ca_flag))
+        ca = files.follow([(ca_file, ca_flag)], authorities(ca_file, ca_flag))
     if cert is not None and key is not None:
         pair = files.follow(list(zip((cert, key), pair_flags, strict=True)), client_pair(cert, key, pair_flags))
     return lambda: WorkerCredentials(

@@ -54,7 +54,7 @@ class Followed(Generic[T]):
         self._files = tuple(files)
         self._parse = parse
         self._in_force = self._read()
-        self.value = parse(*self._in_force)
+        self.value = self._parsed(self._in_force)
         # Contents, or the sentence why there are none.
         self._last_seen: tuple[bytes, ...] | str = self._in_force
         self._refused: tuple[bytes, ...] | str | None = None  # logged as refused, while the files hold it
@@ -79,7 +79,7 @@ class Followed(Generic[T]):
         try:
             if isinstance(seen, str):
                 raise InvalidArgument(seen)
-            self.value = self._parse(*seen)
+            self.value = self._parsed(seen)
         except Exception as error:
             if seen != self._refused:
                 log.error("%s; what was read before stays in force", self._sentence(error))
@@ -87,6 +87,12 @@ class Followed(Generic[T]):
         else:
             self._in_force, self._refused = seen, None
             log.info("%s: read again, in force from now on", self._names)
+
+    def _parsed(self, seen: tuple[bytes, ...]) -> T:
+        value = self._parse(*seen)
+        if self._read() != seen:  # the parser may have looked at the files
+            raise InvalidArgument(f"{self._names} changed while they were read")
+        return value
 
     def _read(self) -> tuple[bytes, ...]:
         return tuple(read_file(path, flag) for path, flag in self._files)
@@ -158,28 +164,32 @@ def server_credentials(
     files: Reloader, cert: Path | None, key: Path | None, client_ca: Path | None = None
 ) -> grpc.ServerCredentials | None:
     """Credentials of a server's port; None without files. With `client_ca`, clients have to show a certificate that it
-    has signed. New connections get what `files` read last, open ones keep theirs. Raises InvalidArgument for files that
-    cannot be read, do not belong together or are of no use to gRPC."""
+    has signed, in each connection anew: no session is resumed, for it would outlive the certificate. New connections
+    get what `files` read last, open ones keep theirs. Raises InvalidArgument for files that cannot be read, do not
+    belong together or are of no use to gRPC."""
     if cert is None or key is None:
         return None
 
-    def parse(cert_pem: bytes, key_pem: bytes, ca_pem: bytes = b"") -> grpc.ServerCertificateConfiguration:
+    def parse(cert_pem: bytes, key_pem: bytes, ca_pem: bytes = b"") -> Callable[[], Any]:
         check_pair(cert, key)
         _warn_of_expiry(check_key(cert_pem, cert), cert)
-        ca = None if client_ca is None else checked_authorities(ca_pem, client_ca, CLIENT_CA_FLAG)
-        return grpc.ssl_server_certificate_configuration([(_ascii(key_pem), _ascii(cert_pem))], ca)
+        ca = None if client_ca is None else authorities(client_ca, CLIENT_CA_FLAG)(ca_pem)
+        pair = _ascii(key_pem), _ascii(cert_pem)
+        return lambda: grpc.ssl_server_certificate_configuration([pair], ca)
 
-    pair = files.follow(tls_files(cert, key, client_ca), parse)
-    given = pair.value
+    asks_clients = client_ca is not None
+    followed = files.follow(tls_files(cert, key, client_ca), parse)
+    given = followed.value
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
-        """Called by gRPC before each handshake, one at a time: the pair if it has changed, else None."""
+        """Called by gRPC before each handshake, one at a time: the configuration, or None for the one of before, whose
+        sessions gRPC resumes."""
         nonlocal given
-        before, given = given, pair.value
-        return None if given is before else given  # the same again would cost a parse, and clients their TLS sessions
+        before, given = given, followed.value
+        return given() if asks_clients or given is not before else None
 
     untyped: Any = fetch  # gRPC's stub forgets the None
-    return grpc.dynamic_ssl_server_credentials(given, untyped, require_client_authentication=client_ca is not None)
+    return grpc.dynamic_ssl_server_credentials(given(), untyped, require_client_authentication=asks_clients)
 
 
 def client_pair(cert: Path, key: Path, flags: tuple[str, str]) -> Callable[[bytes, bytes], tuple[bytes, bytes]]:
@@ -195,10 +205,8 @@ def client_pair(cert: Path, key: Path, flags: tuple[str, str]) -> Callable[[byte
 
 
 def check_pair(cert: Path, key: Path, flags: tuple[str, str] = PAIR_FLAGS) -> None:
-    """Raises InvalidArgument where the two files are not a certificate and its key.
-
-    Read by their paths, as Python's OpenSSL wants it; if they change right now, gRPC keeps the pair that it has.
-    """
+    """Raises InvalidArgument where the two files, read by their paths as Python's OpenSSL wants it, are not a
+    certificate and its key."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_ciphers("DEFAULT:@SECLEVEL=0")  # the other side decides how strong a key must be
     load_pair(context, cert, key, flags)
@@ -220,12 +228,18 @@ def check_key(cert_pem: bytes, cert: Path, flag: str = PAIR_FLAGS[0]) -> bytes:
 
 
 def _warn_of_expiry(der: bytes, cert: Path, flag: str = PAIR_FLAGS[0]) -> None:
-    if (validity := _VALIDITY.search(der)) is not None:
-        until = validity[1].decode()
-        ended = datetime.strptime(until, "%y%m%d%H%M%SZ" if len(until) == 13 else "%Y%m%d%H%M%SZ").replace(tzinfo=UTC)
-        if ended < datetime.now(UTC):
-            others = "clients" if flag in PAIR_FLAGS else "servers"
-            log.warning("%s %s expired on %s; %s refuse it", flag, cert, f"{ended:%Y-%m-%d %H:%M} UTC", others)
+    if ended := _expired(der):
+        others = "clients" if flag in PAIR_FLAGS else "servers"
+        log.warning("%s %s expired on %s; %s refuse it", flag, cert, ended, others)
+
+
+def _expired(der: bytes) -> str:
+    """The time at which the certificate has expired; empty where it has not."""
+    if (validity := _VALIDITY.search(der)) is None:
+        return ""
+    until = validity[1].decode()
+    ended = datetime.strptime(until, "%y%m%d%H%M%SZ" if len(until) == 13 else "%Y%m%d%H%M%SZ").replace(tzinfo=UTC)
+    return f"{ended:%Y-%m-%d %H:%M} UTC" if ended < datetime.now(UTC) else ""
 
 
 def load_pair(context: ssl.SSLContext, cert: Path, key: Path, flags: tuple[str, str] = PAIR_FLAGS) -> None:
@@ -243,10 +257,28 @@ def load_pair(context: ssl.SSLContext, cert: Path, key: Path, flags: tuple[str, 
         raise InvalidArgument(f"{flags[0]} {cert} and {flags[1]} {key} {what}", field=flags[0]) from error
 
 
+def authorities(path: Path, flag: str) -> Callable[[bytes], bytes]:
+    """Parser of authorities, as `checked_authorities`; the log says which of them have expired."""
+
+    def parse(pem: bytes) -> bytes:
+        checked = checked_authorities(pem, path, flag)
+        for found in _CERTIFICATE.finditer(checked):
+            if ended := _expired(base64.b64decode(found[2])):
+                log.warning("%s %s: an authority expired on %s; what it signed is refused", flag, path, ended)
+        return checked
+
+    return parse
+
+
 def checked_authorities(pem: bytes, path: Path, flag: str) -> bytes:
     """The part of `pem`, the content of `path`, that gRPC can use. Raises InvalidArgument where it has no certificate
     or a broken one."""
     text = _ascii(pem)
+    if b"-----BEGIN TRUSTED CERTIFICATE-----" in text:  # gRPC trusts it, and Python's OpenSSL leaves it out
+        raise InvalidArgument(
+            f"{flag} {path} has a BEGIN TRUSTED CERTIFICATE; `openssl x509` writes it as a BEGIN CERTIFICATE",
+            field=flag,
+        )
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=text.decode())
     except (ssl.SSLError, ValueError) as error:

@@ -9,7 +9,7 @@ import logging
 import socket
 import ssl
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,14 +53,21 @@ class BoundedProtocol(HttpToolsProtocol):
     _has_ended = False  # a message has, in the bytes that are being read
     _timer: asyncio.TimerHandle | None = None
     _is_last = False  # the next answer, or the one under way
+    _tls: ssl.SSLContext | None = None  # of the connection
 
-    def __init__(self, *args: Any, refusals: Refusals, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, refusals: Refusals, latest_tls: Callable[[], ssl.SSLContext | None], **kwargs: Any
+    ) -> None:
+        """`latest_tls`: the context that new connections get; those of an older one end with an answer."""
         super().__init__(*args, **kwargs)
         self._refusals = refusals
+        self._latest_tls = latest_tls
         self._open: deque[RequestResponseCycle] = deque()  # without their whole answer, the one under way first
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        if (connection := transport.get_extra_info("ssl_object")) is not None:
+            self._tls = connection.context
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -86,7 +93,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._end_timer()
         super().on_headers_complete()
-        self.cycle.keep_alive &= not self._is_last
+        self.cycle.keep_alive &= not (self._is_last or self._is_outdated)
         if self.scope["http_version"] == "1.0":
             _leave_out_chunks(self.cycle)
         self._open.append(self.cycle)
@@ -111,6 +118,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._open.popleft()
         is_last = not self.pipeline
+        if is_last and self._is_outdated:
+            self.transport.close()
         super().on_response_complete()
         if is_last:
             # uvicorn's own timer ends with any byte, be it of a body that is not read or a line's end.
@@ -121,6 +130,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_last = True
         if self.cycle:
             self.cycle.keep_alive = False
+
+    @property
+    def _is_outdated(self) -> bool:
+        return self._tls is not self._latest_tls()
 
     def data_received(self, data: bytes) -> None:
         self._request_bytes += len(data)
@@ -248,9 +261,12 @@ class HttpServer:
     ) -> HttpServer:
         """Serves `app` on `bound`. `tls`: certificate and key, `client_ca`: of the certificates that clients have to
         show; they are read again when they change. `refusals` counts and logs what is no HTTP."""
+        latest = (lambda: None) if tls is None else _follow_tls(files, *tls, client_ca)
         config = uvicorn.Config(
             app,
-            http=functools.partial(BoundedProtocol, refusals=refusals),  # pyright: ignore[reportArgumentType]
+            http=functools.partial(  # pyright: ignore[reportArgumentType]
+                BoundedProtocol, refusals=refusals, latest_tls=latest
+            ),
             ws="none",
             lifespan="off",
             loop="none",
@@ -264,8 +280,7 @@ class HttpServer:
             backlog=BACKLOG,
         )
         config.load()
-        if tls is not None:
-            config.ssl = _tls_context(files, *tls, client_ca)
+        config.ssl = latest()
         server = _Server(config)
         address = join_address(host, bound.getsockname()[1])
         task = asyncio.create_task(server.serve([bound]), name="http")
@@ -305,8 +320,8 @@ class HttpServer:
             connection.transport.abort()
 
 
-def _tls_context(files: Reloader, cert: Path, key: Path, client_ca: Path | None) -> ssl.SSLContext:
-    """The context of a port. New connections get what `files` read last."""
+def _follow_tls(files: Reloader, cert: Path, key: Path, client_ca: Path | None) -> Callable[[], ssl.SSLContext]:
+    """The context that `files` read last. A port that listens with the first has each new connection get the last."""
 
     def parse(cert_pem: bytes, _key: bytes, ca_pem: bytes = b"") -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -322,9 +337,8 @@ def _tls_context(files: Reloader, cert: Path, key: Path, client_ca: Path | None)
         """Called by OpenSSL in every handshake, also without a name."""
         connection.context = pair.value
 
-    listening = pair.value
-    listening.sni_callback = use_latest
-    return listening
+    pair.value.sni_callback = use_latest
+    return lambda: pair.value
 
 
 def _demand_certificates(context: ssl.SSLContext, ca: bytes) -> None:

@@ -83,11 +83,8 @@ _NO_SETTINGS = "Failed parsing HTTP/2 (Expected SETTINGS frame as the first fram
         (f"{_NO_SETTINGS} (Trying to connect an http1.x server (HTTP status 400))", None, "use the gRPC port"),
         ("Socket closed", None, "try tls=True (--tls)"),
         ("Socket closed", Tls(), "(--client-key, --client-cert)"),
-        (
-            "Socket closed",
-            _OWN_PAIR,
-            "do not accept the client's certificate (one of another authority, or",
-        ),
+        ("Socket closed", _OWN_PAIR, "do not accept the client's certificate (one of another authority"),
+        ("Socket closed", _OWN_PAIR, "one for servers alone"),
         ("Socket closed", Tls(), "whose own key gRPC's clients do not take"),
         ("Handshake read failed (Socket closed)", Tls(), "(--client-key, --client-cert)"),
         ("recvmsg:Connection reset by peer (104)", None, "try tls=True (--tls)"),

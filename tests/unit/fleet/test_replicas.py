@@ -61,7 +61,7 @@ async def start(kind: str, **more: Any) -> None:
     [
         ({"worker": {"store": "/dev/null/store"}}, "worker.store, /dev/null/store, cannot be made on this node"),
         ({"secrets": {"worker-token-file": "/nowhere"}}, "worker-token-file, /nowhere, cannot be read on this node"),
-        ({"tls": {"cert": "/c", "key": "/k", "ca": "/nowhere"}}, "tls.ca /nowhere cannot be read"),
+        ({"tls": {"cert": "/c", "key": "/k", "ca": "/nowhere"}}, "on this node, tls.ca /nowhere cannot be read"),
     ],
 )
 async def test_what_fails_before_the_child_reaches_the_directory(

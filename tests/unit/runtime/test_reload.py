@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import logging
 import os
 import shutil
+import socket
+import ssl
 import subprocess
 import threading
 from pathlib import Path
@@ -169,6 +172,25 @@ def test_files_that_belong_together_change_together(tmp_path: Path) -> None:
     assert settle(both) == 2
 
 
+def test_files_that_change_under_their_parser_are_read_again(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writes: list[str] = []
+
+    def parse_late(raw: bytes) -> int:
+        if writes:
+            path.write_text(writes.pop())
+        return parse(raw)
+
+    number = Followed([(path, "--number")], parse_late)
+    path.write_text("2")
+    writes.append("3")
+    assert settle(number) == 1
+    assert f"--number {path} changed while they were read; what was read before stays in force" in caplog.text
+    assert settle(number) == 3
+    writes.append("4")
+    with pytest.raises(InvalidArgument, match="changed while"):
+        Followed([(path, "--number")], parse_late)
+
+
 @pytest.mark.parametrize("text", [None, "x"])
 def test_a_start_wants_a_file_that_is_sound(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "number"
@@ -242,6 +264,10 @@ def test_authorities(pairs: list[Pair]) -> None:
     for before, kept in (("# für uns\n".encode(), b"# fr uns\n"), (codecs.BOM_UTF8, b"")):
         pem = checked_authorities(before + first, Path("ca.pem"), "--worker-ca")
         assert pem == kept + first, "gRPC gets what was checked"
+    trusted = b"TRUSTED CERTIFICATE".join(second.split(b"CERTIFICATE"))
+    for pem in (trusted, first + trusted):  # of which gRPC and OpenSSL differ
+        with pytest.raises(InvalidArgument, match=r"--worker-ca ca\.pem has a BEGIN TRUSTED CERTIFICATE"):
+            checked_authorities(pem, Path("ca.pem"), "--worker-ca")
     for pem in (b"", b"x", first[:300], first + second[:300], pairs[0].key.read_bytes()):
         with pytest.raises(InvalidArgument, match=r"--worker-ca ca\.pem does not hold certificates"):
             checked_authorities(pem, Path("ca.pem"), "--worker-ca")
@@ -292,6 +318,10 @@ def test_a_certificate_that_has_expired_is_told(
     subprocess.run([*command, "-out", str(old)], check=True, capture_output=True)
     server_credentials(Reloader(), old, pairs[0].key)
     assert f"--tls-cert {old} expired on " in caplog.text
+    both = tmp_path / "both"
+    both.write_text(pairs[1].cert.read_text() + old.read_text())
+    server_credentials(Reloader(), pairs[1].cert, pairs[1].key, both)
+    assert caplog.text.count(f"--tls-client-ca {both}: an authority expired on ") == 1
 
 
 def test_a_trusted_certificate_is_none_for_grpc(pairs: list[Pair], tmp_path: Path) -> None:
@@ -336,6 +366,37 @@ async def test_clients_show_a_certificate_of_the_authority_that_is_asked_for(
             followed.poll()
         assert [await is_let_in(shown) for shown in (signed, first, None)] == [False, True, False]
     assert "--tls-client-ca" in caplog.text
+    await server.stop(None)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_no_session_outlives_a_certificate_that_is_asked_for(
+    pairs: list[Pair], version: ssl.TLSVersion, asks: bool
+) -> None:
+    shown, client = pairs
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    credentials = server_credentials(Reloader(), shown.cert, shown.key, client.cert if asks else None)
+    port = bind(server, "127.0.0.1", 0, credentials)
+    await server.start()
+    context = ssl.create_default_context(cafile=shown.cert)
+    context.load_cert_chain(client.cert, client.key)
+    context.minimum_version = context.maximum_version = version
+    context.set_alpn_protocols(["h2"])
+
+    def connect(session: ssl.SSLSession | None) -> tuple[ssl.SSLSession | None, bool | None]:
+        with (
+            socket.create_connection(("127.0.0.1", port), 10) as plain,
+            context.wrap_socket(plain, server_hostname="localhost", session=session) as connection,
+        ):
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+            assert connection.recv(100)  # the client is let in, and a ticket of TLS 1.3 has come
+            return connection.session, connection.session_reused
+
+    session, _ = await asyncio.to_thread(connect, None)
+    assert session is not None
+    _, is_resumed = await asyncio.to_thread(connect, session)
+    assert is_resumed is not asks
     await server.stop(None)
 
 

@@ -370,6 +370,39 @@ async def test_clients_show_a_certificate_of_the_authority_that_is_asked_for(
         assert await answers() == [False, True, False, False], "a session of before is not resumed"
 
 
+async def test_connections_end_with_an_answer_once_others_may_connect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reload, "POLL_S", 0.02)
+    caplog.set_level("INFO")
+    shown, client, other = (new_pair(tmp_path, kind) for kind in ("shown", "client", "other"))
+    ca = tmp_path / "ca"
+    ca.write_text(client.cert.read_text())
+    context = ssl.create_default_context(cafile=shown.cert)
+    context.load_cert_chain(client.cert, client.key)
+    async with serving(shown, client_ca=ca) as address, asyncio.timeout(30.0):
+        host, _, port = address.rpartition(":")
+        connections = [
+            await asyncio.open_connection(host, int(port), ssl=context, server_hostname="localhost") for _ in range(2)
+        ]
+        for reader, writer in connections:
+            for _ in range(2):  # by one connection, while nothing changes
+                writer.write(HEAD + b"content-length: 0\r\n\r\n")
+                assert b"connection: close" not in await reader.readuntil(b"%8d" % 0)
+        (used, use), (slow, wait) = connections
+        wait.write(b"GET /slow HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        await slow.readuntil(b"half")
+        ca.write_text(other.cert.read_text())
+        await until(lambda: "in force from now on" in caplog.text)
+        assert await slow.read() == b"half", "an answer under way is whole"
+        use.write(HEAD + b"content-length: 2\r\n\r\nab")
+        answer = await used.read()
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert b"connection: close" in answer
+        for writer in (use, wait):
+            writer.close()
+
+
 async def test_a_key_that_the_port_of_grpc_cannot_use_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="kind that gRPC cannot use"):
         async with serving(new_pair(tmp_path, "strange", key="ed25519")):
