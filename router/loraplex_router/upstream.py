@@ -70,6 +70,10 @@ _OF_ONE_WORKER: Final = (
 )
 
 
+# gRPC's words on a peer that takes a connection and closes it at once.
+_HUNG_UP: Final = ("Socket closed", "Connection reset by peer")
+
+
 class FailureKind(enum.Enum):
     """The meaning of a failed call for the worker."""
 
@@ -180,6 +184,14 @@ class WorkerCredentials:
     token: str = ""
     ca: bytes | None = None
     pair: tuple[bytes, bytes] | None = field(default=None, repr=False)
+    flags: str = "--worker"  # what the flags of these begin with
+
+    def why_hung_up(self) -> str:
+        """What may be the matter with a worker that hangs up at once, and the flag for it."""
+        if self.ca is None:
+            return f"it may want TLS: {self.flags}-ca"
+        asks = "ask for a certificate" if self.pair is None else "refuse the certificate shown"
+        return f"it may {asks}: {self.flags}-client-cert"
 
     def metadata(self, caller: Identity, client: Iterable[tuple[str, str | bytes]] = ()) -> Metadata:
         """Metadata of a call on behalf of `caller`, with the client's own that are forwarded."""
@@ -214,7 +226,7 @@ def follow_worker_credentials(
     if cert is not None and key is not None:
         pair = files.follow(list(zip((cert, key), pair_flags, strict=True)), client_pair(cert, key, pair_flags))
     return lambda: WorkerCredentials(
-        read.value if read else given, ca.value if ca else None, pair.value if pair else None
+        read.value if read else given, ca.value if ca else None, pair.value if pair else None, flags
     )
 
 
@@ -318,6 +330,12 @@ class Upstream:
         for call in given_up:
             call.cancel()
         return len(given_up)
+
+    def reason_of(self, failure: UpstreamFailure) -> str:
+        """The sentence of a log on why a call to this worker did not end well."""
+        hung_up = failure.kind is FailureKind.UNREACHED and any(words in failure.details for words in _HUNG_UP)
+        hint = f" ({self._shown.why_hung_up()})" if hung_up else ""
+        return f"{failure.code.name}: {failure.details}{hint}"
 
     async def close(self, grace_s: float | None = None) -> None:
         """Closes the connection; calls under way get `grace_s` to end."""

@@ -120,7 +120,7 @@ class WorkerWatch:
         except TimeoutError:
             return self._silent
         except UpstreamFailure as failure:
-            return f"{failure.code.name}: {failure.details}"
+            return self.upstream.reason_of(failure)
         except DecodeError as error:
             return f"an answer that is not loraplex.v1: {error}"
         return "the worker is shutting down" if self._replica.is_draining else "the worker ended its reports"

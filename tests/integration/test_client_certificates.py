@@ -98,18 +98,19 @@ async def test_clients_with_a_certificate_are_let_in_alone(site: Site) -> None:
     assert await site.is_let_in(site.foreign) == (True, True)
 
 
-async def test_a_router_shows_its_workers_the_certificate_of_now(site: Site) -> None:
+async def test_a_router_shows_its_workers_the_certificate_of_now(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     assert site.router.replicas.num_routable == 1
     good = Pair(site.folder / "good.crt", site.folder / "good.key")
     site.shown.copy_to(good)
     site.foreign.copy_to(site.shown)
     await until(lambda: site.router.replicas.num_routable == 0)
+    await until(lambda: "it may refuse the certificate shown: --worker-client-cert" in caplog.text)
     good.copy_to(site.shown)
     await until(lambda: site.router.replicas.num_routable == 1)
     assert await site.is_let_in(site.alice) == (True, True)
 
 
-async def test_an_http_port_by_itself_before_a_server_that_asks(site: Site) -> None:
+async def test_an_http_port_by_itself_before_a_server_that_asks(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     before = HttpServerConfig(server=site.router.address, port=0, server_ca=site.server.cert)
     for own, num_routable in (({}, 0), ({"cert": site.alice.cert, "key": site.alice.key}, 1)):
         shown = {f"server_client_{name}": path for name, path in own.items()}
@@ -118,6 +119,7 @@ async def test_an_http_port_by_itself_before_a_server_that_asks(site: Site) -> N
             assert router.replicas.num_routable == num_routable
         finally:
             await router.drain(0.0)
+    assert "it may ask for a certificate: --server-client-cert" in caplog.text
 
 
 async def _until(look: Any, wanted: tuple[bool, bool] = (True, True)) -> None:

@@ -18,7 +18,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
+from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, Unauthenticated
 from loraplex_router.http.middleware import MAX_BODY_BYTES
 from loraplex_runtime.listener import bound_socket, join_address, why_not_listening
 from loraplex_runtime.refusals import Refusals
@@ -260,8 +260,9 @@ class HttpServer:
         client_ca: Path | None = None,
     ) -> HttpServer:
         """Serves `app` on `bound`. `tls`: certificate and key, `client_ca`: of the certificates that clients have to
-        show; they are read again when they change. `refusals` counts and logs what is no HTTP."""
-        latest = (lambda: None) if tls is None else _follow_tls(files, *tls, client_ca)
+        show; they are read again when they change. `refusals` counts and logs what is no HTTP, and handshakes that
+        end for want of a certificate."""
+        latest = (lambda: None) if tls is None else _follow_tls(files, *tls, client_ca, refusals)
         config = uvicorn.Config(
             app,
             http=functools.partial(  # pyright: ignore[reportArgumentType]
@@ -320,7 +321,9 @@ class HttpServer:
             connection.transport.abort()
 
 
-def _follow_tls(files: Reloader, cert: Path, key: Path, client_ca: Path | None) -> Callable[[], ssl.SSLContext]:
+def _follow_tls(
+    files: Reloader, cert: Path, key: Path, client_ca: Path | None, refusals: Refusals
+) -> Callable[[], ssl.SSLContext]:
     """The context that `files` read last. A port that listens with the first has each new connection get the last."""
 
     def parse(cert_pem: bytes, _key: bytes, ca_pem: bytes = b"") -> ssl.SSLContext:
@@ -337,8 +340,28 @@ def _follow_tls(files: Reloader, cert: Path, key: Path, client_ca: Path | None) 
         """Called by OpenSSL in every handshake, also without a name."""
         connection.context = pair.value
 
+    class Connection(ssl.SSLObject):
+        """TLS of a connection. asyncio tells nobody of a handshake that fails."""
+
+        def do_handshake(self) -> None:
+            try:
+                super().do_handshake()
+            except ssl.SSLError as error:
+                if why := _why_refused(error):
+                    refusals.note(RequestRecord("TLS handshake"), Unauthenticated(why))
+                raise
+
     pair.value.sni_callback = use_latest
+    pair.value.sslobject_class = Connection
     return lambda: pair.value
+
+
+def _why_refused(error: ssl.SSLError) -> str:
+    """The sentence on a client that was refused for its certificate; empty where a handshake ended for another
+    reason."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the client's certificate is refused: {error.verify_message}"
+    return "the client shows no certificate" if error.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE" else ""
 
 
 def _demand_certificates(context: ssl.SSLContext, ca: bytes) -> None:

@@ -365,6 +365,8 @@ async def test_clients_show_a_certificate_of_the_authority_that_is_asked_for(
 
     async with serving(shown, client_ca=ca) as address:
         assert await answers() == [True, False, False, False]
+        for why in ("the client's certificate is refused: self-signed certificate", "the client shows no certificate"):
+            assert f"TLS handshake failed: UNAUTHENTICATED: {why}" in caplog.text
         ca.write_text(foreign.cert.read_text())
         await until(lambda: "in force from now on" in caplog.text)
         assert await answers() == [False, True, False, False], "a session of before is not resumed"
