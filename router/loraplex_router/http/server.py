@@ -58,7 +58,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(
         self, *args: Any, refusals: Refusals, latest_tls: Callable[[], ssl.SSLContext | None], **kwargs: Any
     ) -> None:
-        """`latest_tls`: the context that new connections get; those of an older one end with an answer."""
+        """`latest_tls`: the context that new connections get; those of an older one end with their next answer."""
         super().__init__(*args, **kwargs)
         self._refusals = refusals
         self._latest_tls = latest_tls
@@ -93,7 +93,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._end_timer()
         super().on_headers_complete()
-        self.cycle.keep_alive &= not (self._is_last or self._is_outdated)
+        if self._tls is not self._latest_tls():
+            self._is_last = True
+        self.cycle.keep_alive &= not self._is_last
         if self.scope["http_version"] == "1.0":
             _leave_out_chunks(self.cycle)
         self._open.append(self.cycle)
@@ -118,8 +120,6 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._open.popleft()
         is_last = not self.pipeline
-        if is_last and self._is_outdated:
-            self.transport.close()
         super().on_response_complete()
         if is_last:
             # uvicorn's own timer ends with any byte, be it of a body that is not read or a line's end.
@@ -131,14 +131,10 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle:
             self.cycle.keep_alive = False
 
-    @property
-    def _is_outdated(self) -> bool:
-        return self._tls is not self._latest_tls()
-
     def data_received(self, data: bytes) -> None:
         self._request_bytes += len(data)
         if self._request_bytes > MAX_REQUEST_BYTES:
-            self.transport.close()
+            self._close()
             return
         self._has_ended = False
         self._unset_keepalive_if_required()
@@ -151,7 +147,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_in_head and not self._has_ended:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self.transport.close()
+                self._close()
 
     def _parse(self, data: memoryview) -> None:
         """Parses. A request to upgrade is answered as the one of HTTP/1.1 that it is (RFC 9110, 7.8). httptools ends it
@@ -183,7 +179,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if not cycle or cycle.response_complete or is_in_body:
             self.send_400_response(said)
         else:
-            self.transport.close()  # the client of the request under way would take a 400 for that one's answer
+            self._close()  # the client of the request under way would take a 400 for that one's answer
 
     def _await_head(self) -> None:
         self._is_in_head = True
@@ -192,7 +188,15 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _close_after(self, seconds: float) -> None:
         self._end_timer()
-        self._timer = self.loop.call_later(seconds, self.transport.close)
+        self._timer = self.loop.call_later(seconds, self._close)
+
+    def shutdown(self) -> None:
+        if not self.transport.is_closing():
+            super().shutdown()
+
+    def _close(self) -> None:
+        if not self.transport.is_closing():  # asyncio's TLS can be aborted after one close, but not after two
+            self.transport.close()
 
     def _end_timer(self) -> None:
         if self._timer is not None:
