@@ -9,13 +9,17 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, Final, cast
 
 # DeepSeek V3's and R1's ask so for messages that are calls alone, and leave the calls of others out.
 _ASKS_FOR_NONE: Final = re.compile(r"content\W{0,3}\s+is\s+none\b")
-_TRIAL: Final = "zqxj"  # a content that no template has in its own text
+# A content of trials, and a name within their parts, which shows where a template writes a part out. No template has
+# them in its own text, and no request knows them.
+_TRIAL: Final = secrets.token_hex(8)
+_MARK: Final = secrets.token_hex(8)
 MAX_TRIED_ARGUMENT: Final = 256  # characters: longer ones of requests are not kept
 
 
@@ -52,20 +56,33 @@ def rendered(template: str, given: Mapping[str, Any]) -> str:
     texts = ((name, value) for name, value in arguments if isinstance(value, str) and len(value) <= MAX_TRIED_ARGUMENT)
     if not _reads_parts(template, frozenset(texts)):
         return _rendered(messages, render)
-    in_parts = [_in_parts(message) for message in messages]
-    text = _rendered(in_parts, render)
-    # Roles whose parts the template writes out as Python does have texts. The last part may be cut off where the chat
-    # goes on; a user's text may have such parts, too.
-    said = "\0".join(one["content"] for one in messages if isinstance(one.get("content"), str))
-    written = {
-        one.get("role")
-        for one in in_parts
-        if one.get("content") and text.count(begun := str(one["content"]).removesuffix("'}]")) > said.count(begun)
-    }
-    if not written:
-        return text
-    pairs = zip(messages, in_parts, strict=True)
-    return _rendered([one if one.get("role") in written else other for one, other in pairs], render)
+    with_texts = _roles_with_texts(messages, partial(render, continue_final_message=False))
+    return _rendered([one if one.get("role") in with_texts else _in_parts(one) for one in messages], render)
+
+
+def _roles_with_texts(messages: Sequence[Mapping[str, Any]], render: Any) -> set[Any]:
+    """Roles whose contents are to be texts, of a template that reads those of users as parts alone: it writes their
+    parts out, or fails on them. Told from the same chat with other contents, which nobody else knows."""
+    roles = dict.fromkeys(one.get("role") for one in messages if isinstance(one.get("content"), str))
+    texts = {role: f"{_TRIAL}{idx}." for idx, role in enumerate(roles)}
+    if texts.keys() <= {"user"}:
+        return set()
+
+    def tried(*, in_parts: bool) -> str:
+        chat: list[dict[str, Any]] = []
+        for one in messages:
+            role = one.get("role")
+            other = {**one, "content": texts[role]} if isinstance(one.get("content"), str) else dict(one)
+            chat.append(_in_parts(other, mark=texts.get(role, "")) if in_parts or role == "user" else other)
+        return _rendered(chat, render).casefold()
+
+    with contextlib.suppress(Exception):
+        shown = tried(in_parts=True)
+        return {role for role, text in texts.items() if _MARK + text in shown}
+    with contextlib.suppress(Exception):
+        shown = tried(in_parts=False)
+        return {role for role, text in texts.items() if role != "user" and text in shown}
+    return set()  # the chat itself tells the reason
 
 
 def _rendered(messages: Sequence[dict[str, Any]], render: Any) -> str:
@@ -90,11 +107,10 @@ def _reads_parts(template: str, arguments: frozenset[tuple[str, str]]) -> bool:
     if "text" not in template:
         return False
     message: dict[str, Any] = {"role": "user", "content": _TRIAL}
-    in_parts = _in_parts(message)
     if _TRIAL in _tried(template, message, arguments):
         return False
-    text = _tried(template, in_parts, arguments)
-    return _TRIAL in text and str(in_parts["content"]) not in text
+    text = _tried(template, _in_parts(message, mark=_TRIAL), arguments)
+    return _TRIAL in text and _MARK not in text
 
 
 def _tried(template: str, message: dict[str, Any], arguments: frozenset[tuple[str, str]]) -> str:
@@ -111,10 +127,13 @@ def _tried(template: str, message: dict[str, Any], arguments: frozenset[tuple[st
         return ""
 
 
-def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with its content, where that is a text, as a part."""
+def _in_parts(message: Mapping[str, Any], *, mark: str = "") -> dict[str, Any]:
+    """The message with its content, where that is a text, as a part. `mark`: of a trial, within the part."""
     content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(message)
+    if not isinstance(content, str):
+        return dict(message)
+    part = {"type": "text", "text": content}
+    return {**message, "content": [{**part, _MARK + mark: ""} if mark else part]}
 
 
 def syntax_fault(template: str) -> str:

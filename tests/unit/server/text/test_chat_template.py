@@ -107,6 +107,45 @@ def test_roles_whose_content_is_written_out_keep_texts() -> None:
     assert text(parts, {"role": "system", "content": "s"}, asked) == said, "nobody takes another role's text away"
 
 
+# One role's content written out, the others' read as parts: {{ m.content }} in some way.
+def writes_out(role: str, content: str) -> str:
+    return (
+        f"{{% for m in messages %}}{{% if m.role == '{role}' %}}{content}{{% else %}}"
+        "{% for c in m.content %}[{{ c.text }}]{% endfor %}{% endif %}{% endfor %}"
+    )
+
+
+@pytest.mark.parametrize("said", ["it's", 'say "it"', "two\nlines", "Gänt \U0001f600", "a\\b", "", "[{'type': 'text'"])
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_contents_that_are_written_out_are_so_whatever_they_say(said: str, goes_on: bool) -> None:
+    template = writes_out("assistant", "({{ m.content }})")
+    end = "" if goes_on else ")"
+    assert text(template, {"role": "assistant", "content": said}, continue_final_message=goes_on) == f"[a]({said}{end}"
+
+
+def test_a_content_that_begins_like_another_role_s_is_not_lost() -> None:
+    system, tool = {"role": "system", "content": "The"}, {"role": "tool", "content": "The result"}
+    assert text(writes_out("tool", "({{ m.content }})"), system, tool) == "[a][The](The result)"
+    assert text(writes_out("system", "({{ m.content }})"), system, tool) == "[a](The)[The result]"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("{{ m.content | tojson }}", "\"The 'end'\""),
+        ("{{ m.content | upper }}", "THE 'END'"),
+        ("{{ m.content | trim }}", "The 'end'"),
+        ("{{ '<<SYS>>' + m.content }}", "<<SYS>>The 'end'"),
+        ("{{ m.content.split(' ')[0] }}", "The"),
+    ],
+)
+def test_contents_that_are_changed_as_texts_are_texts(content: str, expected: str) -> None:
+    call = assistant({}, "")
+    tool = {"role": "tool", "content": "The 'end'"}
+    assert text(writes_out("tool", content), call, tool) == f"[a][]{expected}"
+    assert text(writes_out("system", content), {"role": "system", "content": "The 'end'"}) == f"[a]{expected}"
+
+
 def test_long_arguments_are_not_kept() -> None:
     chat_template._reads_parts.cache_clear()
     for letter in "ab":
