@@ -25,7 +25,7 @@ def place(index: int, num_workers: int, device: str, num_gpus: int, cores: Seque
     `auto` and `cuda` spread the workers over all GPUs, `cuda:N` over those from N on. Where there are more workers than
     GPUs or cores, several share one.
     """
-    if device == "cpu" or (device == "auto" and not num_gpus):
+    if device in ("cpu", "cpu:0") or (device == "auto" and not num_gpus):
         if len(cores) < num_workers:
             return Placement(device, (cores[index % len(cores)],))
         first, end = (number * len(cores) // num_workers for number in (index, index + 1))

@@ -27,17 +27,19 @@ def devices(num_workers: int, device: str, num_gpus: int) -> list[str]:
         (2, "cuda", 0, ["cuda", "cuda"]),
         (2, "tpu", 2, ["tpu", "tpu"]),
         (2, "cpu", 2, ["cpu", "cpu"]),
+        (2, "cpu:0", 2, ["cpu:0", "cpu:0"]),
     ],
 )
 def test_gpus(num_workers: int, device: str, num_gpus: int, expected: list[str]) -> None:
     assert devices(num_workers, device, num_gpus) == expected
-    if device != "cpu":
+    if not device.startswith("cpu"):
         assert not place(0, num_workers, device, num_gpus, CORES).cores
 
 
+@pytest.mark.parametrize("device", ["auto", "cpu", "cpu:0"])
 @pytest.mark.parametrize("num_workers", range(1, 9))
-def test_every_core_belongs_to_one_worker(num_workers: int) -> None:
-    placements = [place(index, num_workers, "auto", 0, CORES) for index in range(num_workers)]
+def test_every_core_belongs_to_one_worker(num_workers: int, device: str) -> None:
+    placements = [place(index, num_workers, device, 0, CORES) for index in range(num_workers)]
     assert [core for one in placements for core in one.cores] == CORES
     sizes = {len(one.cores) for one in placements}
     assert max(sizes) - min(sizes) <= 1
