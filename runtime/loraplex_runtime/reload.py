@@ -137,7 +137,7 @@ class Reloader:
 # --- TLS --------------------------------------------------------------------------------------------------------------
 # gRPC accepts contents that it cannot use and says so to its own log only, so they are checked here, with OpenSSL.
 
-_CERTIFICATE: Final = re.compile(rb"-----BEGIN ([A-Z0-9 ]*)CERTIFICATE-----(.*?)-----END", re.DOTALL)
+_CERTIFICATE: Final = re.compile(rb"(?ms)^-----BEGIN ([A-Z0-9 ]*)CERTIFICATE-----\s*$(.*?)^-----END")
 # The algorithm of a certificate's key, as DER. gRPC's servers read no other kinds of keys but P-521 and Ed25519, and
 # with those its clients, ours among them, end every handshake.
 _KEY_ALGORITHMS: Final = (
@@ -215,7 +215,7 @@ def check_pair(cert: Path, key: Path, flags: tuple[str, str] = PAIR_FLAGS) -> No
 def check_key(cert_pem: bytes, cert: Path, flag: str = PAIR_FLAGS[0]) -> bytes:
     """The certificate, which OpenSSL took, as DER. Raises InvalidArgument where gRPC's servers or clients cannot use
     its key."""
-    found = _CERTIFICATE.search(cert_pem)
+    found = _CERTIFICATE.search(_ascii(cert_pem))
     if found is None or found[1].strip() not in (b"", b"X509"):
         raise InvalidArgument(f"{flag} {cert} has no line -----BEGIN CERTIFICATE-----", field=flag)
     der = base64.b64decode(found[2])

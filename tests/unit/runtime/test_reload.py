@@ -324,6 +324,14 @@ def test_a_certificate_that_has_expired_is_told(
     assert caplog.text.count(f"--tls-client-ca {both}: an authority expired on ") == 1
 
 
+def test_lines_of_pem_in_a_comment_are_none(pairs: list[Pair], tmp_path: Path) -> None:
+    comment = b"# from -----BEGIN CERTIFICATE----- to -----END CERTIFICATE-----\n"
+    cert, ca = tmp_path / "cert", tmp_path / "ca"
+    cert.write_bytes(codecs.BOM_UTF8 + comment + pairs[0].cert.read_bytes())
+    ca.write_bytes(comment + pairs[1].cert.read_bytes().replace(b"\n", b"\r\n"))
+    server_credentials(Reloader(), cert, pairs[0].key, ca)
+
+
 def test_a_trusted_certificate_is_none_for_grpc(pairs: list[Pair], tmp_path: Path) -> None:
     trusted = tmp_path / "trusted.crt"
     command = ["openssl", "x509", "-in", str(pairs[0].cert), "-trustout", "-out", str(trusted)]
