@@ -46,6 +46,8 @@ FALLBACK_CONTEXT_TOKENS = 4096  # of a model whose configuration names no limit
 _NOT_APPLIED: Mapping[str, Any] = {
     "bad_words_ids": None,
     "begin_suppress_tokens": None,
+    "dola_layers": None,
+    "encoder_repetition_penalty": 1.0,
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
     "exponential_decay_length_penalty": None,
@@ -60,6 +62,9 @@ _NOT_APPLIED: Mapping[str, Any] = {
     "sequence_bias": None,
     "stop_strings": None,
     "suppress_tokens": None,
+    "token_healing": False,
+    "top_h": None,
+    "watermarking_config": None,
 }
 
 
