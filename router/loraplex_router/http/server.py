@@ -72,6 +72,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_timer()
+        self._unset_keepalive_if_required()  # where TLS broke, uvicorn's timer would hold all of this
         super().connection_lost(exc)
         for cycle in self._open:  # uvicorn tells the last one only
             cycle.disconnected = True

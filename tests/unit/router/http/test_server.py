@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import ssl
 import time
@@ -321,6 +322,27 @@ async def test_clients_that_never_close_do_not_hold_up_the_end(
             server.close_idle()
             await server.stop()
     assert "timeout graceful shutdown exceeded" not in caplog.text
+
+
+async def test_nothing_is_left_of_a_connection_that_has_broken(tmp_path: Path) -> None:
+    shown = new_pair(tmp_path, "shown")
+    context = ssl.create_default_context(cafile=shown.cert)
+
+    def ask() -> None:
+        plain = socket.create_connection((host, int(port)))
+        with context.wrap_socket(plain, server_hostname="localhost") as connection:
+            connection.sendall(HEAD + b"content-length: 0\r\n\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")  # and it leaves without a word
+
+    def num_left() -> int:
+        gc.collect()
+        return sum(isinstance(left, http_server.BoundedProtocol) for left in gc.get_objects())
+
+    num_before = num_left()
+    async with serving(shown) as address:
+        host, _, port = address.rpartition(":")
+        await asyncio.to_thread(ask)
+        await until(lambda: num_left() <= num_before)
 
 
 async def shown_by(address: str, ciphers: str = "") -> str:
