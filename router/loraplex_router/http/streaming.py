@@ -216,6 +216,10 @@ class EventStream(StreamingResponse):
             self._calls.cancel()
 
 
+def json_bytes(content: dict[str, Any]) -> bytes:
+    return _encode(content).encode()
+
+
 def data_event(content: dict[str, Any], name: str = "") -> bytes:
     """The content as a server-sent event, whose data are one line for every client."""
     text = _encode(content)
