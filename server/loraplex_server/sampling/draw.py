@@ -436,8 +436,10 @@ def _draw_among(scores: Tensor, maxima: Tensor, rows: DrawRows, noise: NoiseFiel
     tops = maxima.amax(-1, keepdim=True)
     is_open = (rows.top_k == 0) & (rows.top_p < 1.0)
     k = torch.where(is_open, size, rows.top_k)
-    # A little below the threshold of min-p: the exact comparison follows.
+    # A little below the threshold of min-p: the exact comparison follows. The mass of top-p behind top-k is that of the
+    # k best tokens, whatever min-p leaves of them.
     floor = tops + rows.temperature * (rows.log_min_p - 1e-3)
+    floor = floor.masked_fill((rows.top_k > 0) & (rows.top_p < 1.0), -torch.inf)
     found = find_candidates(scores, maxima, k, floor)
     weights = probability_weights(found.values, tops, rows.temperature).masked_fill_(~found.is_kept, 0.0)
     mass = weights.sum(-1, keepdim=True)

@@ -42,6 +42,7 @@ PARAMS = {
     "min_p_1": SamplingParams(temperature=1.3, min_p=1.0),
     "all_truncations": SamplingParams(temperature=0.9, top_k=30, top_p=0.9, min_p=0.02),
     "top_p_and_min_p": SamplingParams(temperature=2.5, top_p=0.99, min_p=0.2),
+    "min_p_behind_top_k_and_top_p": SamplingParams(temperature=2.5, top_k=60, top_p=0.7, min_p=0.15),
     "bad_words": SamplingParams(temperature=1.0, bad_words=((3,), (1, 2), *((a, a + 1) for a in range(9)))),
     "bad_words_greedy": SamplingParams(bad_words=tuple((a, b) for a in range(9) for b in range(0, VOCAB, 2))),
     "allowed": SamplingParams(temperature=1.0, allowed_token_ids=(4, 20, 21, 150)),
