@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 import time
@@ -229,6 +230,7 @@ async def run_router(config: RouterConfig, on_ready: Callable[[Router], None]) -
     router = await start_router(config)
     ending = Ending()
     ending.listen()
+    gc.freeze()  # what a router has by now it keeps; collections that go through it hold up every stream
     on_ready(router)
     await ending.asked.wait()
     log.info("draining: %d requests are under way; %s", len(router.calls), HOW_TO_HURRY)

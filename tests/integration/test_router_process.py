@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -310,9 +311,13 @@ async def test_signals_end_it_and_a_second_one_at_once() -> None:
 
         c.workers[0].stream = endless
         config = RouterConfig(workers=(c.workers[0].address,), port=0, announce_s=30.0, drain_s=30.0)
-        ready: asyncio.Queue[Any] = asyncio.Queue()
-        running = asyncio.ensure_future(run_router(config, ready.put_nowait))
-        router = await ready.get()
+        ready: asyncio.Queue[tuple[Router, int]] = asyncio.Queue()
+        running = asyncio.ensure_future(
+            run_router(config, lambda router: ready.put_nowait((router, gc.get_freeze_count())))
+        )
+        router, num_frozen = await ready.get()
+        gc.unfreeze()
+        assert num_frozen, "collections would go through all that a router has"
         async with grpc.aio.insecure_channel(router.address) as channel:
             call = stub(channel).GenerateStream(Generate(text="x"))
             await call.read()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
@@ -277,6 +278,7 @@ async def run_worker(
         return ending.status
     worker = await starting
     try:
+        gc.freeze()  # what a worker has by now it keeps; collections that go through it hold up every stream
         on_ready(worker)
         lost = asyncio.ensure_future(worker.engine.lost.wait())
         await asyncio.wait({stopping, lost}, return_when=asyncio.FIRST_COMPLETED)

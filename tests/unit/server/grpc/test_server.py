@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from support.engine_fakes import build_slow
@@ -20,7 +22,7 @@ from loraplex_server.config import ChatConfig, EngineConfig, ModelConfig, Worker
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.engine import Engine
 from loraplex_server.grpc import server
-from loraplex_server.grpc.server import start_worker
+from loraplex_server.grpc.server import run_worker, start_worker
 
 
 async def test_a_worker_holds_its_port_while_its_model_loads() -> None:
@@ -101,3 +103,16 @@ async def test_a_start_without_an_engine_imports_nothing(monkeypatch: pytest.Mon
     with pytest.raises(InvalidArgument, match="no process"):
         await start_worker(WorkerConfig(EngineConfig(ModelConfig("m")), port=0), inline=True, builder=build_slow)
     assert not imported
+
+
+async def test_collections_do_not_go_through_what_a_worker_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Mock(engine=Mock(lost=asyncio.Event(), stop=AsyncMock()))
+    worker.engine.lost.set()
+    monkeypatch.setattr(server, "start_worker", AsyncMock(return_value=worker))
+    monkeypatch.setattr(server, "Ending", lambda: Mock(asked=asyncio.Event(), announce_s=Mock(), drain=AsyncMock()))
+    counts: list[int] = []
+    try:
+        assert await run_worker(Mock(), on_ready=lambda _: counts.append(gc.get_freeze_count())) == 1
+    finally:
+        gc.unfreeze()
+    assert counts[0] > 0
