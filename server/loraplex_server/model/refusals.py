@@ -62,8 +62,7 @@ def _reasons(config: PreTrainedConfig) -> Iterator[str]:
         yield "its configuration leaves no layer or no position"
     if unknown := set(layer_types(text)) - (ATTENTION_LAYERS | STATE_LAYERS | OTHER_LAYERS):
         yield f"its layers of type {_names(unknown)} are of a kind that is not known"
-    rope = text.rope_parameters if hasattr(type(text), "rope_parameters") else None  # others pass over what is there
-    if unknown := _rope_types(rope) - ROPE_TYPES:
+    if (unknown := _rope_types(getattr(text, "rope_parameters", None)) - ROPE_TYPES) and _has_rope(type(text)):
         yield (
             f"its rotary embedding ({_names(unknown)}) is of a kind that Transformers does not know; it has "
             f"{_names(ROPE_TYPES)}"
@@ -74,6 +73,11 @@ def _reasons(config: PreTrainedConfig) -> Iterator[str]:
         yield "an attention layer runs several times per token"
     if getattr(text, "use_bidirectional_attention", False) not in (False, None, "vision"):  # no images come here
         yield "it attends to later tokens"
+
+
+def _has_rope(config_class: type[PreTrainedConfig]) -> bool:
+    """True where the family reads rope parameters; others pass over those that a configuration has."""
+    return hasattr(config_class, "rope_parameters") or hasattr(config_class(), "rope_parameters")
 
 
 def _rope_types(parameters: Any) -> set[str]:

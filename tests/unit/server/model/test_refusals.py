@@ -57,6 +57,11 @@ def test_rope_parameters_of_a_model_without_rope_mean_nothing() -> None:
     refuse_config(tf.GPT2Config(rope_parameters={"rope_type": "none"}), "gpt2")
 
 
+def test_rope_parameters_that_a_family_sets_as_it_is_made_are_read() -> None:
+    with pytest.raises(UnsupportedModel, match=r"\(su\) is of"):
+        refuse_config(tf.Cohere2MoeConfig(rope_parameters={"rope_type": "su", "rope_theta": 1e4}), "cohere")
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_refuses_with_the_reason(case: str, tmp_path: Path) -> None:
     """A model is refused from a directory, as a user would load it: what its configuration tells needs no weights at
