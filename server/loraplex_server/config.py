@@ -28,9 +28,15 @@ TOOL_FORMATS: Final = (
 )  # fmt: skip
 ATTENTION: Final = ("auto", "flashinfer", "triton", "native", "torch")
 LORA_KERNELS: Final = ("auto", "triton", "punica", "reference")
-_DEVICE: Final = re.compile(r"(auto|cpu(:0)?|cuda(:[0-9]+)?)\Z")
+# PyTorch keeps a device's number in eight bits: cuda:256 would be cuda:0.
+_DEVICE: Final = re.compile(r"(auto|cpu(:0)?|cuda(:(12[0-7]|1[01][0-9]|[1-9]?[0-9]))?)\Z")
 _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]\Z")
 _ENDPOINT: Final = re.compile(r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?\Z")
+
+
+def check_device(name: str) -> None:
+    """Raises InvalidArgument for a name that no device can have."""
+    check(_DEVICE.match(name) is not None, "--device", "must be auto, cpu, cuda or cuda:N, with N from 0 to 127")
 
 
 # Panels of the help. Options without one are those that matter first.
@@ -331,7 +337,7 @@ class EngineConfig:
         check(self.step_timeout_s is None or self.step_timeout_s > 0, "--step-timeout", "must be a number above 0")
         check(self.take_over_s is None or self.take_over_s >= 0, "--take-over", "must be a number from 0 on")
         check(self.lora_kernels in LORA_KERNELS, "--lora-kernels", f"must be {', '.join(LORA_KERNELS)}")
-        check(_DEVICE.match(model.device) is not None, "--device", "must be auto, cpu, cuda or cuda:N")
+        check_device(model.device)
         check(model.attention in ATTENTION, "--attention", f"must be {', '.join(ATTENTION[:-1])} or {ATTENTION[-1]}")
         check(self.cpu_kernels in CPU_KERNELS, "--cpu-kernels", f"must be {', '.join(CPU_KERNELS)}")
         check(model.quantize in QUANTIZE, "--quantize", f"must be {', '.join(QUANTIZE[:-1])} or {QUANTIZE[-1]}")

@@ -109,6 +109,9 @@ def doctor(
 
 
 def _examine_model(model: str, dtype: str, device: str, *, as_json: bool) -> None:
+    from loraplex_server.config import check_device
+
+    check_device(device)
     from loraplex_server.cli.examine import EXIT_CODES, examine_model  # late: it imports torch
 
     with terminal.progress(f"examining {model}"):

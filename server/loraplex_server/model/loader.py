@@ -226,12 +226,10 @@ def adopt_model(
 
 def resolve_device(name: str) -> torch.device:
     """The device of a name; 'auto' is a GPU where there is one. Raises InvalidArgument."""
+    settings.check_device(name)
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InvalidArgument(f"{name!r} is not a device; use auto, cpu, cuda or cuda:N", field="--device") from None
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InvalidArgument(f"--device {name}: this PyTorch sees no CUDA GPU", field="--device")
     if device.type == "cuda" and (device.index or 0) >= (num_devices := torch.cuda.device_count()):

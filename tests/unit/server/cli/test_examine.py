@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -177,3 +179,10 @@ def test_says_what_the_sweep_finds(family: str, tmp_path: Path) -> None:
     report = examined(default_config(family), tmp_path, dtype="float32")
     if report["verdict"] != "served":
         assert re.search(REASONS[REFUSED[family]], report["reason"])
+
+
+def test_doctor_refuses_a_device_before_it_imports_torch() -> None:
+    program = "import sys; sys.modules['torch'] = None; from loraplex.cli.main import main; sys.exit(main())"
+    command = [sys.executable, "-c", program, "doctor", "--model", "/nowhere", "--device", "cuda:300"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "error: --device must be auto, cpu, cuda or cuda:N, with N from 0 to 127" in ended.stderr

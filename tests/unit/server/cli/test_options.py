@@ -72,7 +72,10 @@ def test_every_kind_of_flag(tmp_path: Path) -> None:
         (("--max-running", "100", "--max-step-tokens", "50"), "--max-step-tokens"),
         (("--dtype", "int3"), "--dtype"),
         (("--quantize", "int3"), "--quantize must be none, int8 or int4"),
-        *((("--device", name), "--device must be auto, cpu, cuda or cuda:N") for name in ("foo", "cuda:", "CPU")),
+        *(
+            (("--device", name), "--device must be auto, cpu, cuda or cuda:N")
+            for name in ("foo", "cuda:", "cuda:01", "cuda:128", "CPU")
+        ),
         (("--attention", "flash"), "--attention must be auto, flashinfer, triton, native or torch"),
         (("--cpu-kernels", "fast"), "--cpu-kernels must be auto, native, torch"),
         (("--lora-kernels", "fast"), "--lora-kernels must be auto, triton, punica, reference"),

@@ -422,3 +422,5 @@ def test_a_gpu_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     assert resolve_device("cuda:1") == torch.device("cuda:1")
     with pytest.raises(InvalidArgument, match=r"cuda:2: PyTorch sees 2 GPUs, from cuda:0 on"):
         resolve_device("cuda:2")
+    with pytest.raises(InvalidArgument, match="from 0 to 127"):
+        resolve_device("cuda:256")  # PyTorch takes it for cuda:0
