@@ -30,7 +30,7 @@ from loraplex_fleet.deploying import ROUTERS, WORKERS, app_name, has_taken, is_e
 from loraplex_fleet.directory import NAMESPACE, find_directory, read_view
 from loraplex_fleet.entries import READY, ROUTER, WORKER
 from loraplex_fleet.spec import AUTO, ClusterSpec, check_address
-from loraplex_fleet.status import Ended, Status, part_of
+from loraplex_fleet.status import Ended, Status, part_of, unplaced_actors
 from loraplex_fleet.trial import trial_of, try_router
 from loraplex_runtime.config import child_environment
 from loraplex_runtime.locks import try_hold
@@ -51,6 +51,7 @@ HEAD_METHOD: Final = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 STARTED_LABEL: Final = "loraplex-up-pid"
 # Ray takes 127.0.0.1 for the address of a network card, and this one, which is loopback on Linux as well, as it is.
 LOOPBACK: Final = "127.0.0.2"
+SERVE_NAMESPACE: Final = "serve"
 # `ray start` prints it once other processes can join.
 ADDRESS: Final = re.compile(rf"--address='({re.escape(LOOPBACK)}:\d+)'")
 
@@ -247,10 +248,14 @@ def _end_application(client: Any, name: str, timeout_s: float) -> bool:
     """Ends an application of Serve. False where there is none. Raises Unavailable where it takes longer, or where
     another command has started it again."""
     with changing():
-        if name not in _applications(client):
+        application = _applications(client).get(name)
+        if application is None:
             return False
         client.delete_apps([name], blocking=False)
         _wait_for(client, name, lambda found: found is None or is_ending(found), END_S)  # it takes calls in any order
+        for actor in unplaced_actors(application):  # Serve would give them the drain, which they cannot begin
+            with contextlib.suppress(ValueError):  # it is gone
+                ray.kill(ray.get_actor(actor, namespace=SERVE_NAMESPACE))
 
     def has_ended(found: Any) -> bool:
         if found is not None and not is_ending(found):

@@ -127,13 +127,7 @@ def part_of(kind: str, details: Mapping[str, Any] | None, view: View, free: str,
     wanted, pending = 0, list[str]()
     for deployment in details["deployments"].values():
         wanted += deployment["target_num_replicas"]
-        unplaced = [
-            one
-            for one in deployment["replicas"]
-            if plain_state(one["state"]) == "STARTING"
-            and not one.get("node_id")
-            and now_s - one["start_time_s"] > PLACED_S
-        ]
+        unplaced = [one for one in _unplaced(deployment) if now_s - one["start_time_s"] > PLACED_S]
         if unplaced:
             what = "replica waits" if len(unplaced) == 1 else "replicas wait"
             sentence = f"{len(unplaced)} {what} for {_node_for(deployment)}; the cluster has {free} left"
@@ -143,6 +137,15 @@ def part_of(kind: str, details: Mapping[str, Any] | None, view: View, free: str,
     return Part(
         kind, wanted, running, plain_state(details["status"]), entries, tuple(pending), failures, details["message"]
     )
+
+
+def unplaced_actors(details: Mapping[str, Any]) -> list[str]:
+    """Names of the actors that wait for a node, in Serve's details of an application."""
+    return [one["actor_name"] for deployment in details["deployments"].values() for one in _unplaced(deployment)]
+
+
+def _unplaced(deployment: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [one for one in deployment["replicas"] if plain_state(one["state"]) == "STARTING" and not one.get("node_id")]
 
 
 def _raised(message: str) -> str:

@@ -34,6 +34,7 @@ class FakeServe:
             one: {
                 "name": one,
                 "status": "RUNNING",
+                "deployments": {},
                 "deployed_app_config": {"name": one, "import_path": "a.b:c", "route_prefix": None},
             }
             for one in names
@@ -138,6 +139,30 @@ def test_a_fleet_that_came_up_during_the_drain_keeps_serve(monkeypatch: pytest.M
     monkeypatch.setattr(cluster.time, "sleep", lambda _: client.applications.update({B[0]: {"name": B[0]}}))
     assert cluster.end("a", 5.0) == cluster.Ended(fleet=True, ray=False, left=(B[0],))
     assert not client.was_shut_down
+
+
+def test_replicas_without_a_node_are_not_given_the_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    from loraplex_fleet import cluster
+
+    client = FakeServe(A)
+    with_serve(monkeypatch, client)
+    replicas = [
+        {"actor_name": "waits", "state": "STARTING", "node_id": None},
+        {"actor_name": "loads", "state": "STARTING", "node_id": "1"},
+        {"actor_name": "serves", "state": "RUNNING", "node_id": "1"},
+        {"actor_name": "recovers", "state": "RECOVERING", "node_id": None},
+    ]
+    client.applications["a-workers"]["deployments"] = {"Worker": {"replicas": replicas}}
+    killed = list[str]()
+
+    def kill(name: str) -> None:
+        assert client.applications["a-workers"]["status"] == "DELETING", "else Serve starts another"
+        killed.append(name)
+
+    monkeypatch.setattr(cluster.ray, "get_actor", lambda name, namespace: name)
+    monkeypatch.setattr(cluster.ray, "kill", kill)
+    cluster.end("a", 5.0)
+    assert killed == ["waits"]
 
 
 def test_a_fleet_that_is_started_again_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
