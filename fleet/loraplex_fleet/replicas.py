@@ -214,7 +214,9 @@ class Router(Replica):
         if self._probe is None:
             return entry
         with contextlib.suppress(grpc.RpcError):
-            text = "" if await self._probe.is_ready() else NO_WORKER
+            is_ready = await self._probe.is_ready()
+            # In a drain it takes no requests, whatever workers there are.
+            text = "" if is_ready or self._entry.state == DRAINING else NO_WORKER
             entry = self._entry = replace(self._entry, text=text)
         return entry
 

@@ -85,6 +85,20 @@ async def test_a_router_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert not list(tmp_path.glob("loraplex-router-*"))
 
 
+@pytest.mark.parametrize(("state", "text"), [("ready", "no worker is healthy yet"), ("draining", "")])
+async def test_a_router_that_drains_does_not_speak_of_workers(state: str, text: str) -> None:
+    from loraplex_fleet.entries import ROUTER
+    from loraplex_fleet.replicas import Router
+
+    class Probe:
+        async def is_ready(self) -> bool:
+            return False
+
+    router: Any = type("Router", (Router,), {"__init__": lambda _: None, "__del__": lambda _: None})()
+    router._probe, router._entry = Probe(), Entry("abc", ROUTER, "127.0.0.1", state, text="no worker is healthy yet")
+    assert (await router._measured(router._entry)).text == text
+
+
 @pytest.mark.parametrize(
     ("content", "says"), [(b"\xff", "other bytes than ASCII"), (b"", "is empty"), (b" \n", "is empty")]
 )
