@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
 from loraplex_contracts.adapters import check_adapter_id
 from loraplex_contracts.errors import (
@@ -22,7 +22,7 @@ from loraplex_router.http.fields import Fields, harmless_fields
 from loraplex_router.http.openai.fields import ignored_fields
 from loraplex_router.http.origins import source_of
 from loraplex_router.http.router_calls import RouterCalls
-from loraplex_router.http.streaming import Handle
+from loraplex_router.http.streaming import Handle, json_bytes, json_in_parts
 
 
 class LoadRequest(Fields):
@@ -77,7 +77,7 @@ class AdminRoutes:
             await self._load_one(body, request, again=False)
         except LoraplexError as error:
             return await self._failed(error, request)
-        return await self._loaded(request, headers)
+        return await self._answer(request, headers)
 
     async def unload_as_sglang(self, body: UnloadRequest, request: Request) -> Response:
         headers = self._begin(body)
@@ -85,26 +85,24 @@ class AdminRoutes:
             await self._unload_one(body, request)
         except LoraplexError as error:
             return await self._failed(error, request)
-        return await self._loaded(request, headers)
+        return await self._answer(request, headers)
 
     async def _failed(self, error: LoraplexError, request: Request) -> Response:
         """400 for whatever is wrong with the adapter, as SGLang has it."""
         if status_of(error) not in (400, 404):
             raise error
         note_refusal(error, request.scope)
-        content = {"success": False, "error_message": error.message, "loaded_adapters": await self._names(request)}
-        return JSONResponse(content, 400)
+        return await self._answer(request, {}, error.message)
 
-    async def _loaded(self, request: Request, headers: dict[str, str]) -> Response:
-        content = {"success": True, "error_message": "", "loaded_adapters": await self._names(request)}
-        return JSONResponse(content, headers=headers)
-
-    async def _names(self, request: Request) -> dict[str, str]:
-        """Adapters that are loaded, by name, with what `lora_path` may be for them."""
-        found: dict[str, str] = {}
+    async def _answer(self, request: Request, headers: dict[str, str], error_message: str = "") -> Response:
+        """Tells the adapters that are loaded, by name, with what `lora_path` may be for them."""
+        content = {"success": not error_message, "error_message": error_message, "loaded_adapters": {}}
+        parts, comma = [json_bytes(content).removesuffix(b"}}")], b""
         async for rows in self._router.adapter_pages(request):
-            found |= {row.adapter_id: row.source or row.adapter_id for row in rows if _is_loaded(row)}
-        return found
+            if found := {row.adapter_id: row.source or row.adapter_id for row in rows if _is_loaded(row)}:
+                parts.append(comma + json_bytes(found)[1:-1])
+                comma = b","
+        return json_in_parts([*parts, b"}}"], 400 if error_message else 200, headers)
 
     # --- both ------------------------------------------------------------------------------------------------------
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Final, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
 from starlette.requests import Request
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from loraplex_contracts.errors import Cancelled, Internal, LoraplexError, MessageTooLarge, as_typed, unexpected
@@ -218,6 +218,19 @@ class EventStream(StreamingResponse):
 
 def json_bytes(content: dict[str, Any]) -> bytes:
     return _encode(content).encode()
+
+
+def json_in_parts(parts: Sequence[bytes], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A long answer that is encoded in parts: all at once would hold other streams up."""
+    headers = {"content-length": str(sum(map(len, parts))), **(headers or {})}
+    return StreamingResponse(_one_by_one(parts), status, headers, media_type="application/json")
+
+
+async def _one_by_one(parts: Sequence[bytes]) -> AsyncIterator[bytes]:
+    """The parts; other tasks run between two, also where the client takes all of them at once."""
+    for part in parts:
+        yield part
+        await asyncio.sleep(0)
 
 
 def data_event(content: dict[str, Any], name: str = "") -> bytes:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_proto.v1 import adapter_pb2, inference_pb2
@@ -28,7 +27,7 @@ from loraplex_router.http.openai.requests import Job
 from loraplex_router.http.openai.responses import ResponsesRequest
 from loraplex_router.http.origins import names_origin
 from loraplex_router.http.router_calls import RouterCalls, request_id_of
-from loraplex_router.http.streaming import json_bytes
+from loraplex_router.http.streaming import json_bytes, json_in_parts
 
 
 class OpenAIRoutes:
@@ -147,13 +146,11 @@ class OpenAIRoutes:
 
     async def models(self, request: Request) -> Response:
         base, *_ = self._router.base_names()
-        # Encoded and sent page by page: all at once would hold other streams up.
         parts = [b'{"object":"list","data":[' + json_bytes(self._card(base, parent=None))]
         async for rows in self._router.adapter_pages(request, include_unloaded=True):
             parts.append(b"".join(b"," + json_bytes(self._adapter_card(row, base)) for row in _one_for_each(rows)))
         parts.append(b"]}")
-        headers = {"content-length": str(sum(map(len, parts)))}
-        return StreamingResponse(_one_by_one(parts), headers=headers, media_type="application/json")
+        return json_in_parts(parts)
 
     async def model(self, model_id: str, request: Request) -> Response:
         if not model_id:
@@ -182,13 +179,6 @@ class OpenAIRoutes:
         if row.labels:
             own["labels"] = list(row.labels)
         return {**self._card(row.adapter_id, parent=base, root=row.digest or None), "loraplex": own}
-
-
-async def _one_by_one(parts: Sequence[bytes]) -> AsyncIterator[bytes]:
-    """The parts; other tasks run between two, also where the client takes all of them at once."""
-    for part in parts:
-        yield part
-        await asyncio.sleep(0)
 
 
 def _one_for_each(rows: Sequence[adapter_pb2.Adapter]) -> list[adapter_pb2.Adapter]:
