@@ -58,6 +58,25 @@ A field marked `optional` tells unset from its default; of fields marked with th
 }
 ```
 
+## Details of errors
+
+The trailer `grpc-status-details-bin` of a failed call has a `google.rpc.Status` (in base64 without padding on the wire,
+as all of gRPC's `-bin` headers) with the call's code and message. Libraries have a function that reads it, such as Go's
+`status.FromError(err)`, Java's `StatusProto.fromThrowable(e)` or Python's `grpc_status.rpc_status.from_call(e)`. Its
+`details` are messages of `google/rpc/error_details.proto`, each packed in an `Any` and at most once:
+
+| detail | where | what it says |
+|---|---|---|
+| `ErrorInfo` | always | `reason` (below); `metadata`: further words that belong to it |
+| `RequestInfo` | the request is known | `request_id`, which logs have too |
+| `BadRequest` | a field is at fault | `field_violations[0].field`: its path, such as `sampling.top_p` |
+| `ResourceInfo` | something named is at fault | `resource_name`, such as an adapter's name |
+| `QuotaFailure` | something named is full | `violations[0].subject`: its name |
+| `RetryInfo` | another try may succeed | `retry_delay`: not before |
+
+A status without `ErrorInfo` of the domain `loraplex.dev` is a proxy's, or the library's own: UNAVAILABLE without a
+connection, or DEADLINE_EXCEEDED.
+
 ## Reasons of errors
 
 `reason` of `google.rpc.ErrorInfo` (domain `loraplex.dev`), with the status that it comes with. More may be added.
