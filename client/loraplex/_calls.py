@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Final, Generic, TypeVar, cast
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtobufMessage
 
 import loraplex_proto
@@ -53,6 +54,7 @@ from loraplex_contracts.errors import (
     Cancelled,
     ConnectionLost,
     DeadlineExceeded,
+    Internal,
     InvalidArgument,
     LoraplexError,
     MessageTooLarge,
@@ -167,9 +169,9 @@ class Settings:
         options.append(("grpc.min_reconnect_backoff_ms", min(max(1, round(self.connect_timeout_s * 1000)), _MAX_INT)))
         return options
 
-    def channel(self, library: Any) -> Any:
+    def channel(self, library: Any, *further_options: tuple[str, int]) -> Any:
         """A new channel of `library`, which is `grpc` or `grpc.aio`."""
-        tls, options = self.tls, self.channel_options()
+        tls, options = self.tls, [*self.channel_options(), *further_options]
         if tls is None:
             return library.insecure_channel(self.target, options)
         # gRPC does not see what stands behind a byte order mark.
@@ -211,12 +213,12 @@ DEFAULT_MAX_MESSAGE_BYTES: Final = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[_Answer]):
-    """One try of a call. `read` converts the answer; of a stream, each message."""
+    """One try of a call. `read` converts the answer; of a stream, each message. Use `answer` for it."""
 
     path: str
     request: bytes = field(repr=False)  # it may have a token
     read: Callable[[bytes], _Answer]
-    metadata: tuple[tuple[str, str], ...]
+    metadata: tuple[tuple[str, str], ...] = field(repr=False)  # it may have the token
     timeout_s: float | None
     settings: Settings
     adapter_id: str = ""
@@ -229,11 +231,32 @@ class Call(Generic[_Answer]):
     def start(self, kind: Callable[[str], Any]) -> Any:
         """gRPC's own call. `kind` is the method `unary_unary` or `unary_stream` of a channel."""
         metadata = (*self.metadata, *self.settings.further_metadata())
-        method = partial(kind(self.path), self.request, timeout=self.timeout_s)
+        method = partial(kind(self.path), self.request, timeout=self._remaining_s(time.monotonic()))
         span = client_span(self.path, self.request_id)
         if span is None:
             return method(metadata=metadata)
         return span.run(partial(method, metadata=(*metadata, *span.headers)))
+
+    def answer(self, raw: bytes) -> _Answer:
+        """The answer; of a stream, one message of it. Raises Internal where it cannot be read."""
+        try:
+            return self.read(raw)
+        except DecodeError as error:
+            raise Internal(
+                f"the answer of the server at {self.settings.target} cannot be read; see that a Loraplex server of "
+                "this version or a later one runs there",
+                metadata=self._of_request(),
+            ) from error
+
+    def ended_with(self, raw: bytes) -> _Answer:
+        """The whole answer. Raises Internal where it cannot be read."""
+        try:
+            answer = self.answer(raw)
+        except LoraplexError as error:
+            self.ended(error)
+            raise
+        self.ended()
+        return answer
 
     def after(self, error: grpc.RpcError, *, may_retry: bool = True) -> tuple[float, Call[_Answer]]:
         """Seconds to wait, and the next try; `may_retry`: nothing of the answer has come. Raises the typed error where
@@ -242,7 +265,7 @@ class Call(Generic[_Answer]):
         if may_retry and isinstance(typed, ConnectionLost):
             typed = self._too_large(typed) or typed
         now = time.monotonic()
-        remaining_s = None if self.timeout_s is None else self.timeout_s - (now - self.started_s)
+        remaining_s = self._remaining_s(now)
         wait_s = None
         if may_retry and self.num_retries < self.settings.retries:
             wait_s = wait_before_retry(
@@ -321,16 +344,23 @@ class Call(Generic[_Answer]):
             metadata=error.metadata,
         )
 
+    def _remaining_s(self, now: float) -> float | None:
+        """Seconds until the deadline, of which `headers` may have taken some; None without one."""
+        return None if self.timeout_s is None else self.timeout_s - (now - self.started_s)
+
     def _is_overdue(self) -> bool:
-        return self.timeout_s is not None and time.monotonic() - self.started_s >= self.timeout_s - CLOCK_SLACK_S
+        remaining_s = self._remaining_s(time.monotonic())
+        return remaining_s is not None and remaining_s <= CLOCK_SLACK_S
 
     def _too_late(self) -> str:
         return f"no complete answer within {self.allowed_s or self.timeout_s:g} s; allow more (timeout_s, --timeout)"
 
     def closed(self) -> Cancelled:
         """The error of a call after its client was closed."""
-        metadata = {"request_id": self.request_id} if self.request_id is not None else {}
-        return Cancelled("the client was closed before the answer was complete", metadata=metadata)
+        return Cancelled("the client was closed before the answer was complete", metadata=self._of_request())
+
+    def _of_request(self) -> dict[str, str]:
+        return {"request_id": self.request_id} if self.request_id is not None else {}
 
 
 _NO_GRPC: Final = "it does not speak gRPC, as a router's HTTP port does not; use the gRPC port (target, --server)"
@@ -387,6 +417,7 @@ _REMEDIES: Final = (
     ),
     ("missing selected ALPN property", _NO_GRPC),
     ("http1.x", _NO_GRPC),
+    ("Expected SETTINGS frame", _NO_GRPC),
     (
         "HTTP proxy returned",
         "the proxy that grpc_proxy, https_proxy or http_proxy names refused to connect; name the server in no_proxy to "

@@ -228,8 +228,7 @@ class AsyncClient:
                 _raise_unless_of_this_task(call)
                 raise
             else:
-                call.ended()
-                return call.read(raw)
+                return call.ended_with(raw)
             await self._connection.wait(call, wait_s)
 
 
@@ -360,14 +359,18 @@ class AsyncAdapters:
 
 
 class AsyncStream(AsyncIterator[Chunk]):
-    """Chunks of one request. Close it, or leave its `async with` block, to end the request early."""
+    """Chunks of one request. Close it, or leave its `async with` block, to end the request early. Several tasks may
+    read it, each other chunks."""
 
     def __init__(self, connection: _Connection, call: Call[Chunk]) -> None:
         self._connection = connection
+        self._reading = asyncio.Lock()
         self._call = call
-        self._rpc: Any = self._start(call)  # gRPC's call; None between tries
+        self._rpc: Any = None  # gRPC's call; None between tries
         self._has_begun = False
         self._is_over = False
+        self._rpc = self._start(call)
+        self._loop = asyncio.get_running_loop()
 
     @property
     def request_id(self) -> str:
@@ -377,6 +380,10 @@ class AsyncStream(AsyncIterator[Chunk]):
         return f"AsyncStream(request_id={self.request_id!r})"
 
     async def __anext__(self) -> Chunk:
+        async with self._reading:
+            return await self._next()
+
+    async def _next(self) -> Chunk:
         while not self._is_over:
             try:
                 raw: Any = await self._rpc.read()
@@ -392,9 +399,16 @@ class AsyncStream(AsyncIterator[Chunk]):
                 raise
             if isinstance(raw, bytes):
                 self._has_begun = True
-                return self._call.read(raw)
+                return await self._answer(raw)
             await self.aclose()  # grpc.aio.EOF
         raise StopAsyncIteration
+
+    async def _answer(self, raw: bytes) -> Chunk:
+        try:
+            return self._call.answer(raw)
+        except LoraplexError:
+            await self.aclose()
+            raise
 
     async def _go_on_after(self, error: grpc.RpcError) -> None:
         """Starts the next try, where there is one and the stream was not closed meanwhile by another task."""
@@ -421,6 +435,11 @@ class AsyncStream(AsyncIterator[Chunk]):
         elif not was_over:
             self._call.ended()
             self._rpc.cancel()
+
+    def __del__(self) -> None:
+        """Cancels the request of a stream that nobody reads any more: gRPC's own call lives until it is done."""
+        if self._rpc is not None and not self._is_over and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._rpc.cancel)
 
     async def __aenter__(self) -> AsyncStream:
         return self

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, Unpack
+from typing import Any, Final, Protocol, TypeVar, Unpack
+from weakref import WeakSet
 
 import grpc
 
@@ -232,8 +234,7 @@ class Client:
             except grpc.RpcError as error:
                 wait_s, call = call.after(error)
             else:
-                call.ended()
-                return call.read(raw)
+                return call.ended_with(raw)
             self._connection.wait(call, wait_s, lambda: batch is not None and batch.is_over)
 
 
@@ -241,35 +242,63 @@ class _Connection:
     """Owns the channel: tries of calls start on it, and wait for the next one until it is closed."""
 
     def __init__(self, settings: Settings) -> None:
-        self._channel: grpc.Channel | None = settings.channel(grpc)
+        self._settings = settings
+        self._channel: grpc.Channel | None = settings.channel(grpc, *_CHANNEL_OPTIONS)
+        self._is_closed = False
         self.ending = threading.Condition()  # notified where the connection ends, or a batch or stream on it
+        _CONNECTIONS.add(self)
 
     def start(self, call: Call[Any], methods: Callable[[grpc.Channel], Callable[[str], Any]]) -> Any:
         """Starts a try of a call by the channel's method for it. Raises FailedPrecondition where the client is closed,
         and Cancelled where another thread closes it meanwhile."""
-        channel = self._channel
-        if channel is None:
-            raise FailedPrecondition("this client is closed; make a new one")
+        with self.ending:
+            if self._is_closed:
+                raise FailedPrecondition("this client is closed; make a new one")
+            channel: grpc.Channel = self._channel or self._settings.channel(grpc, *_CHANNEL_OPTIONS)
+            self._channel = channel
         try:
             return call.start(methods(channel))
         except ValueError as error:  # what gRPC raises for a closed channel
-            if self._channel is not None:
+            if not self._is_closed:
                 raise
             raise call.closed() from error
 
     def wait(self, call: Call[Any], wait_s: float, is_over: Callable[[], bool]) -> None:
         """Waits before the next try of a call, until `is_over` at most. Raises Cancelled where the client is closed."""
         with self.ending:
-            self.ending.wait_for(lambda: self._channel is None or is_over(), wait_s)
-            if self._channel is None and not is_over():
+            self.ending.wait_for(lambda: self._is_closed or is_over(), wait_s)
+            if self._is_closed and not is_over():
                 raise call.closed()
 
     def close(self) -> None:
         with self.ending:
+            self._is_closed = True
             channel, self._channel = self._channel, None
             self.ending.notify_all()
         if channel is not None:
             channel.close()
+
+    def begin_anew(self) -> None:
+        """In the child of a fork: gives the parent its channel back, whose threads are not here. The next call makes
+        one."""
+        self.ending = threading.Condition()
+        if self._channel is not None:
+            _CHANNELS_OF_PARENTS.append(self._channel)
+            self._channel = None
+
+
+_CONNECTIONS: Final[WeakSet[_Connection]] = WeakSet()
+_CHANNELS_OF_PARENTS: Final[list[grpc.Channel]] = []  # kept, because a channel's end waits for its threads
+_CHANNEL_OPTIONS: Final[set[tuple[str, int]]] = set()  # of this process, beside those of all
+
+
+def _begin_anew() -> None:
+    _CHANNEL_OPTIONS.add(("grpc.use_local_subchannel_pool", 1))  # gRPC's own has the parent's connections
+    for connection in tuple(_CONNECTIONS):
+        connection.begin_anew()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 class _Batch:
@@ -383,10 +412,12 @@ class Adapters:
 
 
 class Stream(Iterator[Chunk]):
-    """Chunks of one request. Close it, or leave its `with` block, to end the request early."""
+    """Chunks of one request. Close it, or leave its `with` block, to end the request early. Several threads may read
+    it, each other chunks."""
 
     def __init__(self, connection: _Connection, call: Call[Chunk]) -> None:
         self._connection = connection
+        self._reading = threading.Lock()
         self._ending = connection.ending  # guards the fields below; notified at the end
         self._call = call
         self._rpc: Any = self._start(call)  # gRPC's iterator, which also cancels; None between tries
@@ -401,17 +432,24 @@ class Stream(Iterator[Chunk]):
         return f"Stream(request_id={self.request_id!r})"
 
     def __next__(self) -> Chunk:
+        if self._ending is not self._connection.ending:
+            raise FailedPrecondition("this stream was begun before a fork; read it in the process that began it")
+        with self._reading:
+            try:
+                return self._next()
+            except BaseException:  # Ctrl-C too: a traceback that is kept keeps the stream
+                self.close()
+                raise
+
+    def _next(self) -> Chunk:
         while not self._is_over:
             try:
                 raw: bytes = next(self._rpc)
-            except StopIteration:
-                self.close()
-                raise
             except grpc.RpcError as error:
                 self._go_on_after(error)
             else:
                 self._has_begun = True
-                return self._call.read(raw)
+                return self._call.answer(raw)
         raise StopIteration
 
     def _go_on_after(self, error: grpc.RpcError) -> None:

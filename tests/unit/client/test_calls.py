@@ -81,6 +81,7 @@ _NO_SETTINGS = "Failed parsing HTTP/2 (Expected SETTINGS frame as the first fram
         ("Failed to create security handshaker.", Tls(), "(--ca-cert) takes certificates, no key"),
         ("Cannot check peer: missing selected ALPN property.", Tls(), "use the gRPC port"),
         (f"{_NO_SETTINGS} (Trying to connect an http1.x server (HTTP status 400))", None, "use the gRPC port"),
+        (_NO_SETTINGS, None, "use the gRPC port"),
         ("Socket closed", None, "try tls=True (--tls)"),
         ("Socket closed", Tls(), "(--client-key, --client-cert)"),
         ("Socket closed", _OWN_PAIR, "do not accept the client's certificate (one of another authority"),
@@ -113,9 +114,10 @@ def test_secrets_are_not_in_the_repr() -> None:
     assert "k3y" not in repr(settings)
 
 
-def test_tokens_of_the_hub_are_not_in_the_repr_of_a_call() -> None:
-    call = CALLS.generate("x", {"adapter_id": "org/sql", "hub": Hub(token="hf_secret")})
+def test_tokens_are_not_in_the_repr_of_a_call() -> None:
+    call = Calls("h:1", "s3cret", 1.0, False).generate("x", {"adapter_id": "org/sql", "hub": Hub(token="hf_secret")})
     assert "hf_secret" not in repr(call)
+    assert "s3cret" not in repr(call)
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, math.nan])

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
+import signal
 import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -595,3 +601,116 @@ def test_a_hook_is_a_function(hook: dict[str, Any]) -> None:
 def test_retries_are_whole() -> None:
     with pytest.raises(loraplex.InvalidArgument, match=r"not 1\.5"):
         Client("a:1", retries=1.5)  # type: ignore[arg-type]
+
+
+def test_ctrl_c_ends_a_stream_that_a_traceback_keeps(fake: Any) -> None:
+    fake.delay_s = 30.0
+    with Client(fake.address) as client:
+        stream = client.stream("a")
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+        assert fake.cancelled.wait(5)
+
+
+async def test_a_stream_that_nobody_reads_any_more_is_cancelled(fake: Any) -> None:
+    fake.is_endless = True
+    async with AsyncClient(fake.address) as client:
+        async for _ in client.stream("a"):
+            break
+        assert await asyncio.to_thread(fake.cancelled.wait, 5)
+
+
+def test_threads_share_a_stream(fake: Any) -> None:
+    fake.chunks = [GenerateStreamResponse(text_delta=str(number)) for number in range(50)]
+    with Client(fake.address) as client, client.stream("a") as stream, ThreadPoolExecutor(4) as pool:
+        read = [pool.submit(lambda: [chunk.text for chunk in stream]) for _ in range(4)]
+        texts = [text for one in read for text in one.result(10)]
+    assert sorted(texts, key=int) == [str(number) for number in range(50)]
+
+
+async def test_tasks_share_a_stream(fake: Any) -> None:
+    fake.chunks = [GenerateStreamResponse(text_delta=str(number)) for number in range(50)]
+
+    async def read(stream: loraplex.AsyncStream) -> list[str]:
+        return [chunk.text async for chunk in stream]
+
+    async with AsyncClient(fake.address, timeout_s=10) as client, client.stream("a") as stream:
+        texts = [text for one in await asyncio.gather(*(read(stream) for _ in range(4))) for text in one]
+    assert sorted(texts, key=int) == [str(number) for number in range(50)]
+
+
+class Nonsense(grpc.GenericRpcHandler):
+    """Answers every call with bytes that are no message."""
+
+    def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler:
+        if handler_call_details.method.endswith("Stream"):
+            return grpc.unary_stream_rpc_method_handler(lambda request, context: iter([b"\xff"]))
+        return grpc.unary_unary_rpc_method_handler(lambda request, context: b"\xff")
+
+
+def test_an_answer_that_cannot_be_read_is_typed(connect: Connect) -> None:
+    server = grpc.server(ThreadPoolExecutor(2))
+    server.add_generic_rpc_handlers((Nonsense(),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    records: list[loraplex.CallRecord] = []
+    with connect(address, on_call=records.append) as client:
+        with pytest.raises(errors.Internal, match=f"the answer of the server at {address} cannot be read") as caught:
+            client.generate("a", request_id="r")
+        assert caught.value.request_id == "r"
+        assert [record.error for record in records] == [caught.value]
+        with pytest.raises(errors.Internal, match="cannot be read"):
+            next(client.stream("a"))
+    server.stop(None)
+
+
+def test_the_time_that_headers_take_is_the_calls(connect: Connect, fake: Any) -> None:
+    def headers() -> dict[str, str]:
+        time.sleep(0.3)
+        return {}
+
+    with connect(fake.address, headers=headers) as client:
+        client.generate("a", timeout_s=30)
+        assert fake.seen[0].time_remaining_s < 29.8
+        with pytest.raises(errors.DeadlineExceeded, match=r"no complete answer within 0\.2 s"):
+            client.generate("a", timeout_s=0.2)
+    assert len(fake.seen) == 1
+
+
+FORKING = """
+import os, sys, loraplex
+
+def exit_code_of_child(work):
+    child = os.fork()
+    if child == 0:
+        work()
+        os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+def ask():
+    os._exit(7 if client.info().model_id == "m" else 1)
+
+def leave():
+    try:
+        next(stream)
+    except loraplex.FailedPrecondition:
+        client.close()
+        os._exit(8)
+
+client = loraplex.Client(sys.argv[1], timeout_s=20)
+client.info()
+print(exit_code_of_child(ask), client.info().model_id)
+stream = client.stream("a")
+next(stream)
+print(exit_code_of_child(leave), next(stream).text, client.info().model_id)
+os._exit(0 if sys.stdout.flush() is None else 1)
+"""
+
+
+def test_a_child_of_a_fork_leaves_the_parents_calls_alone(fake: Any) -> None:
+    fake.is_endless = True
+    ran = subprocess.run(
+        [sys.executable, "-c", FORKING, fake.address], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert ran.stdout.splitlines() == ["7 m", "8 x m"], ran.stderr
