@@ -22,7 +22,7 @@ import yaml
 from support.processes import Running, loraplex, together
 from support.world import TinyWorld, make_world
 
-from loraplex import Client, LoraplexError
+from loraplex import Client, ConnectionLost, LoraplexError, Stream
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
@@ -168,6 +168,44 @@ def in_a_drain() -> Iterator[float]:
     while (now_s := time.monotonic()) < end_s:
         yield now_s
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("balancer", [where_installed("haproxy")])
+@pytest.mark.parametrize("freezes", [True, False])
+def test_only_streams_of_a_frozen_router_are_cut_off(
+    balancer: str, freezes: bool, tmp_path: Path, worker: Running
+) -> None:
+    """Those of one that drains go on, though it gets no new calls."""
+    text = (DOCKER / CONFIGURATIONS[balancer]).read_text()
+    with (
+        two_routers(worker) as (routers, _),
+        balancing(balancer, tmp_path, text, [router.address for router in routers]) as address,
+        Client(address, retries=0) as client,
+    ):
+        streams = [client.stream("hello", max_tokens=30_000, ignore_eos=True, timeout_s=60) for _ in range(2)]
+        for stream in streams:  # one at each router
+            next(stream)
+        lost: list[LoraplexError] = []
+
+        def read(stream: Stream) -> None:
+            end_s = time.monotonic() + 15
+            try:
+                while time.monotonic() < end_s:
+                    next(stream)
+            except LoraplexError as error:
+                lost.append(error)
+
+        readers = [threading.Thread(target=read, args=(stream,)) for stream in streams]
+        for reader in readers:
+            reader.start()
+        routers[0].process.send_signal(signal.SIGSTOP if freezes else signal.SIGTERM)
+        for reader in readers:
+            reader.join(30)
+        if freezes:
+            routers[0].process.send_signal(signal.SIGCONT)
+        assert [type(error) for error in lost] == [ConnectionLost] * freezes
+        for stream in streams:
+            stream.close()
 
 
 def flags_of_compose() -> list[str]:
