@@ -47,6 +47,7 @@ _NOT_APPLIED: Mapping[str, Any] = {
     "bad_words_ids": None,
     "begin_suppress_tokens": None,
     "dola_layers": None,
+    "encoder_no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1.0,
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,

@@ -306,8 +306,10 @@ def test_what_is_not_applied_of_the_generation_config_is_told(caplog: pytest.Log
     assert not caplog.text
     model.generation_config.suppress_tokens, model.generation_config.no_repeat_ngram_size = [5], 2
     model.generation_config.watermarking_config = {"greenlist_ratio": 0.5}
+    model.generation_config.encoder_no_repeat_ngram_size = 2
     assert generation_defaults(model) == {}
-    assert "has no_repeat_ngram_size, suppress_tokens, watermarking_config, which a server" in caplog.text
+    names = "encoder_no_repeat_ngram_size, no_repeat_ngram_size, suppress_tokens, watermarking_config"
+    assert f"has {names}, which a server does not apply" in caplog.text
 
 
 @pytest.mark.parametrize(
