@@ -175,12 +175,16 @@ def _say_plan(spec: ClusterSpec) -> None:
 
 def _wait(spec: ClusterSpec, before: Collection[str], wait_s: float, say: Say) -> Status:
     """Waits until all of it serves. `before`: replicas of earlier deployments. Raises FailedPrecondition where Serve
-    gives up or no longer has them, DeadlineExceeded after `wait_s`."""
+    gives up, no longer has them or was given others, DeadlineExceeded after `wait_s`."""
     from loraplex_fleet import cluster
 
     until_s, failed_until_s, said = time.monotonic() + wait_s, math.inf, ""
     while True:
         found = cluster.status(spec.name, before)
+        if cluster.was_replaced(spec):  # asked after the status, which may be the other one's
+            raise FailedPrecondition(
+                f"another `loraplex up` has changed fleet {spec.name} meanwhile; `loraplex status` shows what runs"
+            )
         if found.is_complete:
             return found
         if gone := [f"{part.kind}s" for part in found.parts if part.is_taken_away]:

@@ -26,7 +26,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from loraplex_contracts.errors import FailedPrecondition, Unavailable
 from loraplex_fleet.changing import changing
-from loraplex_fleet.deploying import ROUTERS, WORKERS, app_name, has_taken, is_ending, serve_config, with_others
+from loraplex_fleet.deploying import (
+    ROUTERS,
+    WORKERS,
+    app_name,
+    has_taken,
+    is_ending,
+    is_replaced,
+    serve_config,
+    with_others,
+)
 from loraplex_fleet.directory import NAMESPACE, find_directory, read_view
 from loraplex_fleet.entries import READY, ROUTER, WORKER
 from loraplex_fleet.spec import AUTO, ClusterSpec, check_address
@@ -319,6 +328,11 @@ def status(fleet: str, before: Collection[str] = ()) -> Status:
         for kind, part in ((WORKER, WORKERS), (ROUTER, ROUTERS))
     )
     return Status(fleet, parts, tuple(node_addresses()))
+
+
+def was_replaced(spec: ClusterSpec) -> bool:
+    """True if another `loraplex up` has given the fleet other settings than these."""
+    return is_replaced(serve_config(spec), _applications(_serve_client(start=False)))
 
 
 def _free_resources() -> str:

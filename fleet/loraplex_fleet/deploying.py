@@ -57,11 +57,21 @@ def has_taken(wanted: Mapping[str, Any], applications: Mapping[str, Any]) -> boo
 
     def is_there(one: Mapping[str, Any]) -> bool:
         details = applications.get(one["name"])
+        return details is not None and not is_ending(details)
+
+    return all(map(is_there, wanted["applications"])) and not is_replaced(wanted, applications)
+
+
+def is_replaced(wanted: Mapping[str, Any], applications: Mapping[str, Any]) -> bool:
+    """True if Serve, by its details, runs an application of these with other arguments."""
+
+    def differs(one: Mapping[str, Any]) -> bool:
+        details = applications.get(one["name"])
         if details is None or is_ending(details):
             return False
-        return (details["deployed_app_config"] or {}).get("args") == one["args"]
+        return (details["deployed_app_config"] or {}).get("args") != one["args"]
 
-    return all(map(is_there, wanted["applications"]))
+    return any(map(differs, wanted["applications"]))
 
 
 def is_ending(details: Mapping[str, Any]) -> bool:

@@ -16,8 +16,10 @@ import pytest
 from support.fake_workers import FakeWorker
 from support.fleet import free_port, ray_is_missing
 
-from loraplex_contracts.errors import InvalidArgument, Unavailable
+from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, Unavailable
+from loraplex_fleet import cli
 from loraplex_fleet.spec import parse_spec
+from loraplex_fleet.status import Status
 
 pytestmark = [
     pytest.mark.ray,
@@ -342,3 +344,13 @@ def test_a_variable_that_is_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "foo")
     with pytest.raises(InvalidArgument, match="RAY_ADDRESS must be auto or Ray's HOST:PORT"), joined("auto"):
         pass
+
+
+def test_an_up_that_another_one_replaces_has_not_succeeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from loraplex_fleet import cluster
+
+    monkeypatch.setattr(cluster, "status", lambda fleet, before: Status(fleet, (), ()))  # complete
+    monkeypatch.setattr(cluster, "was_replaced", lambda spec: spec.name == "mine")
+    assert cli._wait(parse_spec({"model": "m"}), (), 0.0, print).is_complete
+    with pytest.raises(FailedPrecondition, match="another `loraplex up` has changed fleet mine meanwhile"):
+        cli._wait(parse_spec({"model": "m", "name": "mine"}), (), 0.0, print)

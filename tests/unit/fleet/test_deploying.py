@@ -12,7 +12,14 @@ from support.fleet import ray_is_missing
 
 from loraplex_fleet import deploying
 from loraplex_fleet.commands import router_command, worker_command
-from loraplex_fleet.deploying import has_taken, router_arguments, serve_config, with_others, worker_arguments
+from loraplex_fleet.deploying import (
+    has_taken,
+    is_replaced,
+    router_arguments,
+    serve_config,
+    with_others,
+    worker_arguments,
+)
 from loraplex_fleet.spec import from_plain, parse_spec
 
 BASE: dict[str, Any] = {"model": "m", "worker": {"count": 2}, "router": {"count": 1}}
@@ -131,3 +138,6 @@ def test_serve_has_taken_what_it_runs_with_these_arguments() -> None:
     assert not has_taken(wanted, {**there, **details("loraplex-routers", model="n")})
     assert not has_taken(wanted, {**there, "loraplex-routers": {**there["loraplex-routers"], "status": "DELETING"}})
     assert not has_taken(wanted, details("loraplex-routers"))
+    assert not is_replaced(wanted, there)
+    assert is_replaced(wanted, {**there, **details("loraplex-routers", model="n")})
+    assert not is_replaced(wanted, {}), "that is ended, not replaced"
