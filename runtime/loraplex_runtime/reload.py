@@ -137,7 +137,7 @@ class Reloader:
 # --- TLS --------------------------------------------------------------------------------------------------------------
 # gRPC accepts contents that it cannot use and says so to its own log only, so they are checked here, with OpenSSL.
 
-_CERTIFICATE: Final = re.compile(rb"(?ms)^-----BEGIN ([A-Z0-9 ]*)CERTIFICATE-----\s*$(.*?)^-----END")
+_CERTIFICATE: Final = re.compile(rb"(?ms)^-----BEGIN ([A-Z0-9 ]*)CERTIFICATE-----[ \t\r]*$(.*?)^-----END")
 # The algorithm of a certificate's key, as DER. gRPC's servers read no other kinds of keys but P-521 and Ed25519, and
 # with those its clients, ours among them, end every handshake.
 _KEY_ALGORITHMS: Final = (
@@ -274,7 +274,8 @@ def checked_authorities(pem: bytes, path: Path, flag: str) -> bytes:
     """The part of `pem`, the content of `path`, that gRPC can use. Raises InvalidArgument where it has no certificate
     or a broken one."""
     text = _ascii(pem)
-    if b"-----BEGIN TRUSTED CERTIFICATE-----" in text:  # gRPC trusts it, and Python's OpenSSL leaves it out
+    # gRPC trusts such a one, and Python's OpenSSL leaves it out.
+    if re.search(rb"(?m)^-----BEGIN TRUSTED CERTIFICATE-----", text):
         raise InvalidArgument(
             f"{flag} {path} has a BEGIN TRUSTED CERTIFICATE; `openssl x509` writes it as a BEGIN CERTIFICATE",
             field=flag,

@@ -11,7 +11,7 @@ import ssl
 from collections import deque
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import httptools
 import uvicorn
@@ -34,6 +34,8 @@ HEAD_TIMEOUT_S: Final = 10.0
 MAX_REQUEST_BYTES: Final = 4 * MAX_BODY_BYTES
 # Seconds of a connection from an answer to the next request, whatever comes between.
 KEEP_ALIVE_S: Final = 60
+# Seconds for which what a client sends behind our last answer is read and dropped, so that it can read the answer.
+LINGER_S: Final = 5.0
 BACKLOG: Final = 2048
 # Requests of a connection that wait behind the one under way, with bodies of MAX_BODY_BYTES together, before it is read
 # no further, and a client that leaves is no longer noticed.
@@ -53,6 +55,8 @@ class BoundedProtocol(HttpToolsProtocol):
     _has_ended = False  # a message has, in the bytes that are being read
     _timer: asyncio.TimerHandle | None = None
     _is_last = False  # the next answer, or the one under way
+    _wants_more = False  # the client, by its latest head
+    _lingers = False  # the last answer has been sent
     _tls: ssl.SSLContext | None = None  # of the connection
 
     def __init__(
@@ -96,6 +100,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self._tls is not self._latest_tls():
             self._is_last = True
+        self.cycle.transport = cast(Any, _AnswerTransport(self))
+        self._wants_more = self.cycle.keep_alive
         self.cycle.keep_alive &= not self._is_last
         if self.scope["http_version"] == "1.0":
             _leave_out_chunks(self.cycle)
@@ -120,6 +126,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self._open.popleft()
+        if self._lingers:
+            self.server_state.total_requests += 1
+            self.flow.resume_reading()
+            return
         is_last = not self.pipeline
         super().on_response_complete()
         if is_last:
@@ -132,7 +142,18 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle:
             self.cycle.keep_alive = False
 
+    def close_behind_answer(self) -> None:
+        """Ends the connection behind the answer under way. Where the client would go on, what it sends meanwhile is
+        read and dropped: else TCP and TLS break the answer off (RFC 9112, 9.6)."""
+        if self._is_last and self._wants_more and self._open[0].response_complete:
+            self._lingers = True
+            self._close_after(LINGER_S)
+        else:
+            self._close()
+
     def data_received(self, data: bytes) -> None:
+        if self._lingers or self.transport.is_closing():
+            return
         self._request_bytes += len(data)
         if self._request_bytes > MAX_REQUEST_BYTES:
             self._close()
@@ -192,7 +213,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(seconds, self._close)
 
     def shutdown(self) -> None:
-        if not self.transport.is_closing():
+        if self._lingers:
+            self._close()
+        elif not self.transport.is_closing():
             super().shutdown()
 
     def _close(self) -> None:
@@ -203,6 +226,19 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+class _AnswerTransport:
+    """The connection as uvicorn's answers have it."""
+
+    def __init__(self, protocol: BoundedProtocol) -> None:
+        self._protocol = protocol
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._protocol.transport, name)
+
+    def close(self) -> None:
+        self._protocol.close_behind_answer()
 
 
 def _leave_out_chunks(cycle: RequestResponseCycle) -> None:
@@ -329,7 +365,7 @@ class HttpServer:
 def _follow_tls(
     files: Reloader, cert: Path, key: Path, client_ca: Path | None, refusals: Refusals
 ) -> Callable[[], ssl.SSLContext]:
-    """The context that `files` read last. A port that listens with the first has each new connection get the last."""
+    """The context that `files` read last. A port that listens with any of them has each new connection get the last."""
 
     def parse(cert_pem: bytes, _key: bytes, ca_pem: bytes = b"") -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -337,9 +373,9 @@ def _follow_tls(
         check_key(cert_pem, cert)  # the router's other port has the same pair, and each port keeps what it can use
         if client_ca is not None:
             _demand_certificates(context, checked_authorities(ca_pem, client_ca, CLIENT_CA_FLAG))
+        context.sni_callback = use_latest
+        context.sslobject_class = Connection
         return context
-
-    pair = files.follow(tls_files(cert, key, client_ca), parse)
 
     def use_latest(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
         """Called by OpenSSL in every handshake, also without a name."""
@@ -356,8 +392,7 @@ def _follow_tls(
                     refusals.note(RequestRecord("TLS handshake"), Unauthenticated(why))
                 raise
 
-    pair.value.sni_callback = use_latest
-    pair.value.sslobject_class = Connection
+    pair = files.follow(tls_files(cert, key, client_ca), parse)
     return lambda: pair.value
 
 

@@ -78,7 +78,13 @@ def _roles_with_texts(messages: Sequence[Mapping[str, Any]], render: Any) -> set
 
     with contextlib.suppress(Exception):
         shown = tried(in_parts=True)
-        return {role for role, text in texts.items() if _MARK + text in shown}
+        with_texts = {role for role, text in texts.items() if _MARK + text in shown}
+        lost = {role for role, text in texts.items() if text not in shown}
+        if lost:
+            with contextlib.suppress(Exception):
+                shown = tried(in_parts=False)
+                with_texts |= {role for role in lost if role != "user" and texts[role] in shown}
+        return with_texts
     with contextlib.suppress(Exception):
         shown = tried(in_parts=False)
         return {role for role, text in texts.items() if role != "user" and text in shown}

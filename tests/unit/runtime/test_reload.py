@@ -259,7 +259,7 @@ def test_a_key_with_a_password_asks_no_terminal(pairs: list[Pair], tmp_path: Pat
 
 def test_authorities(pairs: list[Pair]) -> None:
     first, second = (pair.cert.read_bytes() for pair in pairs)
-    for pem in (first, first + second, b"# for us\n" + first):
+    for pem in (first, first + second, b"# for us\n" + first, b"# once -----BEGIN TRUSTED CERTIFICATE-----\n" + first):
         assert checked_authorities(pem, Path("ca.pem"), "--worker-ca") == pem
     for before, kept in (("# für uns\n".encode(), b"# fr uns\n"), (codecs.BOM_UTF8, b"")):
         pem = checked_authorities(before + first, Path("ca.pem"), "--worker-ca")

@@ -7,12 +7,14 @@ import gc
 import socket
 import ssl
 import time
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 from prometheus_client import CollectorRegistry
 from support.certificates import Pair, certificate_of, new_pair
 from support.fake_workers import until
@@ -28,10 +30,18 @@ from loraplex_runtime.reload import Reloader
 
 ENDLESS = b"x" * 10_000
 SHORT_S = 0.2
+BIG = b"z" * 8_000_000  # more than the system's buffers hold
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Answers with the number of bytes in the body, /endless without an end, /slow in two halves, /stream in parts."""
+    """Answers with the number of bytes in the body, /endless without an end, /slow in two halves, /stream in parts,
+    /big with many bytes, /early before the body."""
+    if scope["path"] in ("/big", "/early"):
+        body = BIG if scope["path"] == "/big" else b"early"
+        size = str(len(body)).encode()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", size)]})
+        await send({"type": "http.response.body", "body": body})
+        return
     if scope["path"] == "/endless":
         await send({"type": "http.response.start", "status": 200, "headers": []})
         is_gone = asyncio.ensure_future(receive_disconnect(receive))
@@ -272,8 +282,9 @@ async def test_the_end_does_not_wait_for_a_client_that_does_not_read(caplog: pyt
     writer.transport.abort()
 
 
-async def test_a_port_that_is_left_answers_each_connection_once_more() -> None:
+async def test_a_port_that_is_left_answers_each_connection_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """A proxy may have sent a request when it hears of the end; one that has heard sends no more."""
+    monkeypatch.setattr(http_server, "LINGER_S", SHORT_S)
     with closing(bind_http("127.0.0.1", 0)) as bound:
         server = await HttpServer.start(app, bound, "127.0.0.1", Reloader(), None, Refusals())
         connections = [await asyncio.open_connection(*server.address.split(":")) for _ in range(3)]
@@ -300,6 +311,45 @@ async def test_a_port_that_is_left_answers_each_connection_once_more() -> None:
         await server.stop()
 
 
+@pytest.mark.parametrize("has_tls", [True, False])
+@pytest.mark.parametrize("end", ["a second request", "a body"])
+async def test_the_last_answer_is_whole_whatever_a_client_sends_behind_it(
+    has_tls: bool, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "LINGER_S", 10 * SHORT_S)
+    shown = new_pair(tmp_path, "shown") if has_tls else None
+    context = ssl.create_default_context(cafile=shown.cert) if shown else None
+    files = Reloader()
+    with closing(bind_http("127.0.0.1", 0)) as bound:
+        tls = (shown.cert, shown.key) if shown else None
+        server = await HttpServer.start(app, bound, "127.0.0.1", files, tls, Refusals())
+        try:
+            async with asyncio.timeout(30.0):
+                host, _, port = server.address.rpartition(":")
+                named = {"server_hostname": "localhost"} if has_tls else {}
+                reader, writer = await asyncio.open_connection(host, int(port), ssl=context, limit=1 << 24, **named)
+                writer.write(HEAD + b"content-length: 0\r\n\r\n")
+                await reader.readuntil(b"%8d" % 0)
+                server.leave_port()
+                if end == "a body":
+                    writer.write(b"POST /early HTTP/1.1\r\nhost: localhost\r\ncontent-length: 4000000\r\n\r\n")
+                    for _ in range(40):
+                        await asyncio.sleep(SHORT_S / 40)
+                        writer.write(ENDLESS * 10)
+                        await writer.drain()
+                    assert (await reader.readuntil(b"early")).startswith(b"HTTP/1.1 200")
+                else:
+                    writer.write(b"GET /big HTTP/1.1\r\nhost: localhost\r\n\r\n")
+                    await reader.readuntil(b"\r\n\r\n")
+                    writer.write(b"GET /big HTTP/1.1\r\nhost: localhost\r\n\r\n")
+                    await asyncio.sleep(SHORT_S)
+                    assert await reader.readexactly(len(BIG)) == BIG
+                assert await reader.read() == b"", "a second request gets no answer"
+                writer.close()
+        finally:
+            await server.stop()
+
+
 async def test_clients_that_never_close_do_not_hold_up_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -324,7 +374,7 @@ async def test_clients_that_never_close_do_not_hold_up_the_end(
     assert "timeout graceful shutdown exceeded" not in caplog.text
 
 
-async def test_nothing_is_left_of_a_connection_that_has_broken(tmp_path: Path) -> None:
+async def test_nothing_is_left_of_a_connection_that_has_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = new_pair(tmp_path, "shown")
     context = ssl.create_default_context(cafile=shown.cert)
 
@@ -334,15 +384,22 @@ async def test_nothing_is_left_of_a_connection_that_has_broken(tmp_path: Path) -
             connection.sendall(HEAD + b"content-length: 0\r\n\r\n")
             assert connection.recv(100).startswith(b"HTTP/1.1 200")  # and it leaves without a word
 
-    def num_left() -> int:
-        gc.collect()
-        return sum(isinstance(left, http_server.BoundedProtocol) for left in gc.get_objects())
+    made: list[weakref.ref[Any]] = []
+    connect = http_server.BoundedProtocol.connection_made
 
-    num_before = num_left()
+    def connection_made(protocol: Any, transport: Any) -> None:
+        made.append(weakref.ref(protocol))
+        connect(protocol, transport)
+
+    def is_gone() -> bool:
+        gc.collect()
+        return made[0]() is None
+
+    monkeypatch.setattr(http_server.BoundedProtocol, "connection_made", connection_made)
     async with serving(shown) as address:
         host, _, port = address.rpartition(":")
         await asyncio.to_thread(ask)
-        await until(lambda: num_left() <= num_before)
+        await until(is_gone)
 
 
 async def shown_by(address: str, ciphers: str = "") -> str:
@@ -422,6 +479,7 @@ async def test_connections_end_with_an_answer_once_others_may_connect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(reload, "POLL_S", 0.02)
+    monkeypatch.setattr(http_server, "LINGER_S", SHORT_S)
     caplog.set_level("INFO")
     shown, client, other = (new_pair(tmp_path, kind) for kind in ("shown", "client", "other"))
     ca = tmp_path / "ca"
@@ -450,6 +508,35 @@ async def test_connections_end_with_an_answer_once_others_may_connect(
             assert b"connection: close" in answer
         for writer in (use, wait):
             writer.close()
+
+
+async def test_a_pair_that_changes_before_the_port_listens_changes_later_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reload, "POLL_S", 0.02)
+    pairs = [new_pair(tmp_path, name) for name in "123"]
+    shown = Pair(tmp_path / "shown.crt", tmp_path / "shown.key")
+    pairs[0].copy_to(shown)
+    load, follow = uvicorn.Config.load, Reloader.follow
+    followed: list[Any] = []
+
+    def load_late(config: uvicorn.Config) -> None:
+        pairs[1].copy_to(shown)
+        for _ in range(2):
+            followed[0].poll()
+        load(config)
+
+    def follow_here(files: Reloader, *args: Any) -> Any:
+        followed.append(follow(files, *args))
+        return followed[-1]
+
+    monkeypatch.setattr(Reloader, "follow", follow_here)
+    monkeypatch.setattr(uvicorn.Config, "load", load_late)
+    async with serving(shown) as address:
+        assert await shown_by(address) == pairs[1].cert.read_text()
+        pairs[2].copy_to(shown)
+        await asyncio.sleep(SHORT_S)
+        assert await shown_by(address) == pairs[2].cert.read_text()
 
 
 async def test_a_key_that_the_port_of_grpc_cannot_use_is_refused(tmp_path: Path) -> None:

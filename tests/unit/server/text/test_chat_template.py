@@ -129,6 +129,11 @@ def test_a_content_that_begins_like_another_role_s_is_not_lost() -> None:
     assert text(writes_out("system", "({{ m.content }})"), system, tool) == "[a](The)[The result]"
 
 
+def test_contents_that_are_shown_as_texts_alone_are_texts() -> None:
+    template = writes_out("system", "{% if m.content is string %}({{ m.content }}){% endif %}")
+    assert text(template, {"role": "system", "content": "s"}) == "[a](s)"
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
