@@ -298,7 +298,8 @@ def _begin_anew() -> None:
         connection.begin_anew()
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(after_in_child=_begin_anew)
 
 
 class _Batch:
