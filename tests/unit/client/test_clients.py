@@ -605,12 +605,16 @@ def test_retries_are_whole() -> None:
 
 def test_ctrl_c_ends_a_stream_that_a_traceback_keeps(fake: Any) -> None:
     fake.delay_s = 30.0
-    with Client(fake.address) as client:
-        stream = client.stream("a")
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            next(stream)
-        assert fake.cancelled.wait(5)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist's processes ignore it
+    try:
+        with Client(fake.address) as client:
+            stream = client.stream("a")
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                next(stream)
+            assert fake.cancelled.wait(5)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 async def test_a_stream_that_nobody_reads_any_more_is_cancelled(fake: Any) -> None:

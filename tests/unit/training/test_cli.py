@@ -87,7 +87,7 @@ def test_what_is_wrong_is_said_in_a_sentence(
     assert "cannot be written: Not a directory" in refusal(below_a_file, capsys)
     assert "cannot be read" in refusal([model, "--out", out, "--prompts", str(tmp_path / "none.txt")], capsys)
     assert "not a dtype" in refusal([*given, "--dtype", "int3"], capsys)
-    assert "not a device" in refusal([*given, "--device", "abacus"], capsys)
+    assert "--device must be auto, cpu, cuda or cuda:N" in refusal([*given, "--device", "abacus"], capsys)
     assert "there is no adapter" in refusal([*given, "--adapter", str(tmp_path / "none")], capsys, 1)
     assert "exists already" in refusal([model, "--out", str(tmp_path), "--prompts", str(prompts)], capsys)
     assert "cannot be loaded" in refusal([str(tmp_path), "--out", out, "--prompts", str(prompts)], capsys, 1)
