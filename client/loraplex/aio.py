@@ -358,15 +358,21 @@ class AsyncAdapters:
                 yield row
 
 
+def _cancel(call: Call[Chunk], rpc: Any) -> None:
+    call.ended()
+    rpc.cancel()
+
+
 class AsyncStream(AsyncIterator[Chunk]):
     """Chunks of one request. Close it, or leave its `async with` block, to end the request early. Several tasks may
-    read it, each other chunks."""
+    read it: each chunk goes to one of them."""
+
+    _rpc: Any = None  # gRPC's call; None between tries
 
     def __init__(self, connection: _Connection, call: Call[Chunk]) -> None:
         self._connection = connection
         self._reading = asyncio.Lock()
         self._call = call
-        self._rpc: Any = None  # gRPC's call; None between tries
         self._has_begun = False
         self._is_over = False
         self._rpc = self._start(call)
@@ -406,8 +412,8 @@ class AsyncStream(AsyncIterator[Chunk]):
     async def _answer(self, raw: bytes) -> Chunk:
         try:
             return self._call.answer(raw)
-        except LoraplexError:
-            await self.aclose()
+        except LoraplexError as error:
+            await self._end(error)
             raise
 
     async def _go_on_after(self, error: grpc.RpcError) -> None:
@@ -429,17 +435,21 @@ class AsyncStream(AsyncIterator[Chunk]):
 
     async def aclose(self) -> None:
         """Cancels the request where it is not done. Closing twice is fine."""
+        await self._end()
+
+    async def _end(self, error: LoraplexError | None = None) -> None:
         was_over, self._is_over = self._is_over, True
         if self._rpc is None:
             await self._connection.end_waits()
         elif not was_over:
-            self._call.ended()
+            self._call.ended(error)
             self._rpc.cancel()
 
     def __del__(self) -> None:
         """Cancels the request of a stream that nobody reads any more: gRPC's own call lives until it is done."""
-        if self._rpc is not None and not self._is_over and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._rpc.cancel)
+        if self._rpc is not None and not self._is_over:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(_cancel, self._call, self._rpc)
 
     async def __aenter__(self) -> AsyncStream:
         return self

@@ -414,7 +414,7 @@ class Adapters:
 
 class Stream(Iterator[Chunk]):
     """Chunks of one request. Close it, or leave its `with` block, to end the request early. Several threads may read
-    it, each other chunks."""
+    it: each chunk goes to one of them."""
 
     def __init__(self, connection: _Connection, call: Call[Chunk]) -> None:
         self._connection = connection
@@ -435,12 +435,15 @@ class Stream(Iterator[Chunk]):
     def __next__(self) -> Chunk:
         if self._ending is not self._connection.ending:
             raise FailedPrecondition("this stream was begun before a fork; read it in the process that began it")
-        with self._reading:
-            try:
+        try:
+            with self._reading:
                 return self._next()
-            except BaseException:  # Ctrl-C too: a traceback that is kept keeps the stream
-                self.close()
-                raise
+        except LoraplexError as error:
+            self._end(error)
+            raise
+        except BaseException:  # Ctrl-C too: a traceback that is kept keeps the stream
+            self._end()
+            raise
 
     def _next(self) -> Chunk:
         while not self._is_over:
@@ -480,12 +483,16 @@ class Stream(Iterator[Chunk]):
 
     def close(self) -> None:
         """Cancels the request where it is not done. Closing twice is fine."""
+        if self._ending is self._connection.ending:  # else it is the parent's
+            self._end()
+
+    def _end(self, error: LoraplexError | None = None) -> None:
         with self._ending:
             was_over, self._is_over = self._is_over, True
             rpc = self._rpc
             self._ending.notify_all()
         if rpc is not None and not was_over:
-            self._call.ended()
+            self._call.ended(error)
             rpc.cancel()
 
     def __enter__(self) -> Stream:

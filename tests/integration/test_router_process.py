@@ -312,6 +312,7 @@ async def test_signals_end_it_and_a_second_one_at_once() -> None:
         c.workers[0].stream = endless
         config = RouterConfig(workers=(c.workers[0].address,), port=0, announce_s=30.0, drain_s=30.0)
         ready: asyncio.Queue[tuple[Router, int]] = asyncio.Queue()
+        gc.unfreeze()
         running = asyncio.ensure_future(
             run_router(config, lambda router: ready.put_nowait((router, gc.get_freeze_count())))
         )

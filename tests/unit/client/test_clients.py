@@ -619,10 +619,12 @@ def test_ctrl_c_ends_a_stream_that_a_traceback_keeps(fake: Any) -> None:
 
 async def test_a_stream_that_nobody_reads_any_more_is_cancelled(fake: Any) -> None:
     fake.is_endless = True
-    async with AsyncClient(fake.address) as client:
+    records: list[loraplex.CallRecord] = []
+    async with AsyncClient(fake.address, on_call=records.append) as client:
         async for _ in client.stream("a"):
             break
         assert await asyncio.to_thread(fake.cancelled.wait, 5)
+        assert len(records) == 1
 
 
 def test_threads_share_a_stream(fake: Any) -> None:
@@ -660,8 +662,10 @@ def test_an_answer_that_cannot_be_read_is_typed(connect: Connect) -> None:
             client.generate("a", request_id="r")
         assert caught.value.request_id == "r"
         assert [record.error for record in records] == [caught.value]
-        with pytest.raises(errors.Internal, match="cannot be read"):
+        records.clear()
+        with pytest.raises(errors.Internal, match="cannot be read") as caught:
             next(client.stream("a"))
+        assert [record.error for record in records] == [caught.value]
     server.stop(None)
 
 

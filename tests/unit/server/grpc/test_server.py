@@ -111,6 +111,7 @@ async def test_collections_do_not_go_through_what_a_worker_keeps(monkeypatch: py
     monkeypatch.setattr(server, "start_worker", AsyncMock(return_value=worker))
     monkeypatch.setattr(server, "Ending", lambda: Mock(asked=asyncio.Event(), announce_s=Mock(), drain=AsyncMock()))
     counts: list[int] = []
+    gc.unfreeze()
     try:
         assert await run_worker(Mock(), on_ready=lambda _: counts.append(gc.get_freeze_count())) == 1
     finally:
