@@ -187,7 +187,7 @@ class WorkerCredentials:
     flags: str = "--worker"  # what the flags of these begin with
 
     def why_hung_up(self) -> str:
-        """What may be the matter with a worker that hangs up at once, and the flag for it."""
+        """The likely reason why a worker hangs up at once, and the flag for it."""
         if self.ca is None:
             return f"it may want TLS: {self.flags}-ca"
         asks = "ask for a certificate" if self.pair is None else "refuse the certificate shown"

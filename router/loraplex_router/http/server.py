@@ -145,7 +145,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def close_behind_answer(self) -> None:
         """Ends the connection behind the answer under way. Where the client would go on, what it sends meanwhile is
         read and dropped: else TCP and TLS break the answer off (RFC 9112, 9.6)."""
-        if self._is_last and self._wants_more and self._open[0].response_complete:
+        if self._lingers:
+            return
+        if self._is_last and self._wants_more and self._open and self._open[0].response_complete:
             self._lingers = True
             self._close_after(LINGER_S)
         else:

@@ -62,7 +62,7 @@ def rendered(template: str, given: Mapping[str, Any]) -> str:
 
 def _roles_with_texts(messages: Sequence[Mapping[str, Any]], render: Any) -> set[Any]:
     """Roles whose contents are to be texts, of a template that reads those of users as parts alone: it writes their
-    parts out, or fails on them. Told from the same chat with other contents, which nobody else knows."""
+    parts out, leaves them out, or fails on them. Told from the same chat with contents that nobody else knows."""
     roles = dict.fromkeys(one.get("role") for one in messages if isinstance(one.get("content"), str))
     texts = {role: f"{_TRIAL}{idx}." for idx, role in enumerate(roles)}
     if texts.keys() <= {"user"}:
@@ -74,21 +74,18 @@ def _roles_with_texts(messages: Sequence[Mapping[str, Any]], render: Any) -> set
             role = one.get("role")
             other = {**one, "content": texts[role]} if isinstance(one.get("content"), str) else dict(one)
             chat.append(_in_parts(other, mark=texts.get(role, "")) if in_parts or role == "user" else other)
-        return _rendered(chat, render).casefold()
+        try:
+            return _rendered(chat, render).casefold()
+        except Exception:  # the chat itself tells the reason
+            return ""
 
-    with contextlib.suppress(Exception):
-        shown = tried(in_parts=True)
-        with_texts = {role for role, text in texts.items() if _MARK + text in shown}
-        lost = {role for role, text in texts.items() if text not in shown}
-        if lost:
-            with contextlib.suppress(Exception):
-                shown = tried(in_parts=False)
-                with_texts |= {role for role in lost if role != "user" and texts[role] in shown}
-        return with_texts
-    with contextlib.suppress(Exception):
+    shown = tried(in_parts=True)
+    with_texts = {role for role, text in texts.items() if _MARK + text in shown}
+    lost = {role for role, text in texts.items() if role != "user" and text not in shown}
+    if lost:
         shown = tried(in_parts=False)
-        return {role for role, text in texts.items() if role != "user" and text in shown}
-    return set()  # the chat itself tells the reason
+        with_texts |= {role for role in lost if texts[role] in shown}
+    return with_texts
 
 
 def _rendered(messages: Sequence[dict[str, Any]], render: Any) -> str:
