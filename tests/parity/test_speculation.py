@@ -7,6 +7,7 @@ request without speculation, alone. Models are tiny and in float64, so that equa
 from __future__ import annotations
 
 import random
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -350,6 +351,31 @@ def test_default_heads_that_are_unloaded_while_serving(world: World) -> None:
     outcomes = bench.run([replace(one, request_id="later", speculation=heads_only) for one in plain[:1]])
     world.check({outcome.request.request_id: outcome for outcome in [*submitted, *outcomes.values()]})
     assert not any(outcome.drafted for outcome in outcomes.values())
+    bench.close()
+
+
+def test_default_heads_that_are_replaced_while_serving(world: World, tmp_path: Path) -> None:
+    """Once their name has been loaded again, requests that arrive draft with the new heads, and in texts that began
+    before nothing fails."""
+    plain = few(world, "")[:2]
+    for old, new in (("heads-own", "heads"), ("heads-base", "new")):
+        shutil.copytree(world.root / old, tmp_path / new)
+    bench = make_bench(world.model, tmp_path, default_heads="heads")
+    heads_only = SpeculationParams("medusa", fixed_length=True)
+    submitted = [bench.submit(one) for one in speculating(plain, heads_only)]
+    while not any(outcome.drafted[MEDUSA] for outcome in submitted):
+        bench.turn()
+    shutil.rmtree(tmp_path / "heads")
+    (tmp_path / "new").rename(tmp_path / "heads")
+    cache = bench.engine._cache
+    before = cache.get("heads").digest
+    bench.engine.handle(AdapterCommand(1, "load", "heads"))
+    while (info := cache.get("heads")).digest == before or info.tier != "device":
+        bench.turn()
+    later = [replace(one, request_id=f"later {idx}", speculation=heads_only) for idx, one in enumerate(plain)]
+    outcomes = bench.run(later)
+    world.check({outcome.request.request_id: outcome for outcome in [*submitted, *outcomes.values()]})
+    assert all(outcome.drafted[MEDUSA] for outcome in outcomes.values())
     bench.close()
 
 

@@ -129,7 +129,7 @@ class Speculating(Harness):
             {MEDUSA: self.medusa, PROMPT_LOOKUP: lookup, "draft_model:d": self.draft},
             StepCosts({1: 1.0, 101: 1.0 + 100 * setting.row_s}),
             draft_names=("d",),
-            default_heads=HEADS,
+            default_heads=lambda: HEADS,
             num_token_ids=VOCAB_SIZE,
             max_step_tokens=self.config.max_step_tokens,
             clock=lambda: self.now,

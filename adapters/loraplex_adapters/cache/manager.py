@@ -251,6 +251,11 @@ class AdapterManager:
         self._start_fetches()
         return key
 
+    def bound_key(self, adapter_id: AdapterId) -> AdapterKey | None:
+        """The key that the name is bound to now, without a hold; None for a name without one."""
+        record = self._table.names.get(adapter_id)
+        return None if record is None else record.key
+
     def resolve_mixture(
         self, mixture: Mixture, now: float, user: AdapterUser = NOBODY
     ) -> tuple[AdapterKey, ...] | None:

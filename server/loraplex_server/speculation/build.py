@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -98,7 +98,7 @@ def build_speculator(config: EngineConfig, target: Target, step_costs: StepCosts
     default_heads = None
     if heads_id:
         progress(f"loading Medusa heads {heads_id}")
-        default_heads = bring_up_heads(target.cache, heads_id)
+        default_heads = _followed(target.cache, heads_id, bring_up_heads(target.cache, heads_id))
     return Speculator(
         speculation,
         proposers,
@@ -155,6 +155,20 @@ def bring_up_heads(cache: AdapterManager, adapter_id: AdapterId) -> AdapterKey:
             field="--default-medusa",
         )
     return key
+
+
+def _followed(cache: AdapterManager, adapter_id: AdapterId, key: AdapterKey) -> Callable[[], AdapterKey]:
+    """A function for the default heads as they are now: loaded again, their name may have others. Without any there,
+    they are those that it had."""
+
+    def followed() -> AdapterKey:
+        nonlocal key
+        found = cache.bound_key(adapter_id)
+        if found is not None and found.has_heads:
+            key = found
+        return key
+
+    return followed
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,15 +47,16 @@ class Speculator:
         *,
         draft_names: Sequence[str] = (),
         least_costs: Mapping[str, LeastCost] | None = None,
-        default_heads: AdapterKey | None = None,
+        default_heads: Callable[[], AdapterKey] | None = None,
         drafts_by_default: bool = False,
         num_token_ids: int = 1 << 31,
         max_step_tokens: int = 1 << 30,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`draft_names`: of draft models, as requests have them. `least_costs`: theirs, as measured.
-        `drafts_by_default`: whether requests that do not say speculate, as they do where the configuration has a number
-        of draft tokens. `num_token_ids`: token ids below it can go into the target and come out of it."""
+        """`draft_names`: of draft models, as requests have them. `least_costs`: theirs, as measured. `default_heads`:
+        gives the server's as they are now. `drafts_by_default`: whether requests that do not say speculate, as they do
+        where the configuration has a number of draft tokens. `num_token_ids`: token ids below it can go into the target
+        and come out of it."""
         self._config = config
         self._proposers = dict(proposers)
         self._policy = Policy(
@@ -91,8 +92,8 @@ class Speculator:
         kind = request.speculation.kind
         if kind is None:
             kind = "auto" if heads is not None or self._drafts_by_default else "off"
-        if heads is None and kind in ("medusa", "auto"):
-            heads = self._default_heads
+        if heads is None and kind in ("medusa", "auto") and self._default_heads is not None:
+            heads = self._default_heads()
         choice = choose(kind, request, heads, self._config, self.draft_names)
         if choice.proposers:
             self._requests[request.request_id] = choice

@@ -221,7 +221,7 @@ def test_whose_heads(
 ) -> None:
     """The heads that a request names come first, then its adapter's, then the server's if it speculates at all."""
     for options in ({"drafts_by_default": is_default}, {"config": SpeculationConfig(4 * is_default)}):
-        table = Table(default_heads=DEFAULT, **options)  # type: ignore[arg-type]
+        table = Table(default_heads=lambda: DEFAULT, **options)  # type: ignore[arg-type]
         table.small.answer = lambda ask: ()
         assert table.begin("r", kind, key, named) == (found is not None)
         table.propose("r")
@@ -239,7 +239,7 @@ def test_what_is_not_there_is_refused_and_forgotten() -> None:
 
 
 def test_requests_that_do_not_speculate_cost_nothing() -> None:
-    table = Table(default_heads=DEFAULT)
+    table = Table(default_heads=lambda: DEFAULT)
     assert not table.begin("a", "off")
     assert not table.begin("b", None)
     assert not table.speculator.is_wanted
