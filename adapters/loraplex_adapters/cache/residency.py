@@ -554,8 +554,7 @@ class ResidencyTable:
         if too_large or has_place or self.can_pin(record.key, record.num_bytes):
             return too_large
         return AdapterMemoryFull(
-            f"the adapter takes {record.num_bytes} bytes, and pinned adapters leave no such room on the device; unload "
-            "one of them",
+            f"the adapter takes {record.num_bytes} bytes on the device, and {self._left_by_pins()}",
             retry_after_s=RETRY_AFTER_S,
             metadata={"can_ever_fit": "true"},
         )
@@ -576,12 +575,17 @@ class ResidencyTable:
         if pinned_bytes <= self.device_budget and len(self._pinned) + len(unpinned) <= self.num_slots:
             return None
         return AdapterMemoryFull(
-            f"the {len(keys)} adapters of the mixture take {num_bytes} bytes on the device at the same time, and "
-            "pinned adapters leave no such room; unload one of them",
+            f"{len(unpinned)} adapters of the mixture take {pinned_bytes - self.pinned_bytes} bytes on the device at "
+            f"the same time, and {self._left_by_pins()}",
             field="adapters",
             retry_after_s=RETRY_AFTER_S,
             metadata={"can_ever_fit": "true"},
         )
+
+    def _left_by_pins(self) -> str:
+        """A clause on what pinned adapters leave of the device, and what to do."""
+        num_bytes, num_slots = self.device_budget - self.pinned_bytes, self.num_slots - len(self._pinned)
+        return f"pinned adapters leave {num_bytes} bytes and slots for {num_slots}; unload one of these"
 
     def _retry(self, record: KeyRecord) -> None:
         self._step(record, KeyEvent.RETRY)

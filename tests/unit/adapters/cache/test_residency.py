@@ -132,7 +132,9 @@ def test_a_mixture_that_never_fits() -> None:
     assert not table.wants
     assert table.failure(A, B) is None
     table.set_pinned(C, "name-3", True)
-    assert isinstance(table.failure(A, B), AdapterMemoryFull)
+    error = table.failure(A, B)
+    assert isinstance(error, AdapterMemoryFull)
+    assert "and slots for 1; unload one of these" in error.message, "not bytes are missing"
     assert table.failure(A, C) is None
 
 
@@ -314,6 +316,7 @@ def test_pinned_adapters_stay_and_their_room_is_gone_for_others() -> None:
     held(table, B, 101)
     error = table.failure(B)
     assert isinstance(error, AdapterMemoryFull)
+    assert "pinned adapters leave 100 bytes and slots for 1" in error.message
     assert error.resource is None, "each of its names may be another tenant's"
     held(table, C, 100)
     assert table.failure(C) is None
