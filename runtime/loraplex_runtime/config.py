@@ -218,7 +218,7 @@ def _convert(ctx: typer.Context, parameter: Any, value: Any, where: str) -> None
     """Raises InvalidArgument where the option does not take the value."""
     try:
         parameter.process_value(ctx, value)
-    except typer.BadParameter as error:
+    except (typer.BadParameter, InvalidArgument) as error:
         raise InvalidArgument(f"{where}: {error.message.rstrip('.')}", field=where) from error
 
 

@@ -52,6 +52,11 @@ class Flag:
     def parameter(self) -> str:
         return self.flag.lstrip("-").replace("-", "_")
 
+    @property
+    def is_path(self) -> bool:
+        """True if the command line's text is a path as it is."""
+        return self.parse is None and self.type in (Path, Path | None)
+
 
 def option(default: Any, text: str, flag: str, *aliases: str, **how: Any) -> Any:
     """A field that is a command line flag too. `how` has other fields of `Flag`."""
@@ -66,6 +71,13 @@ def parse_bytes(text: str, flag: str = "") -> int:
         sentence = f"{flag} {text[:40]!r} is not a size; write it as 512MiB, 8GiB or a number of bytes"
         raise InvalidArgument(sentence.lstrip(), field=flag or None)
     return num_bytes
+
+
+def _path(text: str, flag: str) -> Path:
+    """Raises InvalidArgument for an empty text, such as a variable of a shell that is not set: as a path that would be
+    the working directory."""
+    check(bool(text), flag, "must not be empty; leave it out or give a path")
+    return Path(text)
 
 
 def check(is_ok: bool, flag: str, rule: str) -> None:
@@ -101,7 +113,8 @@ def parameters_of(flags: list[Flag]) -> list[inspect.Parameter]:
                 typer.Option(
                     *_names(flag),
                     help=flag.help,
-                    metavar=flag.metavar,
+                    metavar=flag.metavar or ("PATH" if flag.is_path else None),
+                    parser=functools.partial(_path, flag=flag.flag) if flag.is_path else None,
                     envvar=flag.env,
                     rich_help_panel=flag.panel,
                     autocompletion=flag.complete,

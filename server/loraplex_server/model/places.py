@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from loraplex_adapters.formats.files import CONFIG_NAME, MODEL_CONFIG_NAME
-from loraplex_contracts.errors import AdapterNotFound, UnsupportedModel
+from loraplex_contracts.errors import AdapterNotFound, InvalidArgument, UnsupportedModel
 from loraplex_server.config import EngineConfig
 
 Model = tuple[str, str | None]  # directory or Hub id, and revision
@@ -27,8 +27,10 @@ MAX_WAIT_S: Final = 4.0
 
 
 def check_places(config: EngineConfig) -> None:
-    """Raises UnsupportedModel for a model that is nowhere or is an adapter, AdapterNotFound for default heads that are
-    nowhere."""
+    """Raises UnsupportedModel for a model that is nowhere or is an adapter, InvalidArgument for one without a name,
+    AdapterNotFound for default heads that are nowhere."""
+    if not config.model.model:  # as a path that would be the working directory
+        raise InvalidArgument("MODEL must not be empty; give a directory or a Hub id", field="MODEL")
     for name in (config.model.model, *(draft.model for draft in config.speculation.drafts)):
         _refuse_adapter(Path(name))
     with reaching_hub(models_of(config)):

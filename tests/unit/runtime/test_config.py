@@ -139,6 +139,7 @@ def test_the_file_may_be_named_by_a_variable(file: Path) -> None:
         ("[serve]\nport = [1]", "must be one value"),
         ("[serve]\nport = 1.5", r"\[serve\] port: "),
         ("[serve]\nport = 'abc'", r"\[serve\] port: "),
+        ("[serve]\nfolder = ''", r"\[serve\] folder: --folder must not be empty"),
         ("[serve]\ngraphs = 'no'", "must be true or false, not 'no'"),
         ("[serve]\ngraphs = 1", "must be true or false, not 1"),
         ("[serve]\nname = [['a']]", "must be a list of values"),

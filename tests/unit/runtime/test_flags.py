@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
@@ -135,6 +136,26 @@ def test_the_environment_may_give_a_value() -> None:
 def test_a_value_that_is_none_raises_what_its_parser_raises() -> None:
     with pytest.raises(InvalidArgument, match="WxH"):
         run("wall", "--size", "big")
+
+
+@dataclass(frozen=True)
+class Files:
+    folder: Path | None = option(None, "A folder.", "--folder")
+
+
+def test_a_path_is_not_empty() -> None:
+    seen: list[Files] = []
+
+    @with_flags
+    def command(files: Files) -> None:
+        seen.append(files)
+
+    invoke(command, "--folder", "a/b")
+    invoke(command)
+    assert seen == [Files(Path("a/b")), Files()]
+    with pytest.raises(InvalidArgument, match="--folder must not be empty; leave it out or give a path"):
+        invoke(command, "--folder", "")
+    assert "--folder PATH" in " ".join(invoke(command, "--help").output.split())
 
 
 def test_the_help_has_defaults_names_and_panels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from loraplex_contracts.errors import AdapterNotFound, UnsupportedModel
+from loraplex_contracts.errors import AdapterNotFound, InvalidArgument, UnsupportedModel
 from loraplex_server.config import AdaptersConfig, EngineConfig, ModelConfig, SpeculationConfig
 from loraplex_server.model.places import check_places, reaching_hub
 
@@ -116,6 +116,13 @@ def test_a_file_and_an_empty_folder_are_no_models(tmp_path: Path) -> None:
         raise AssertionError
     with pytest.raises(UnsupportedModel, match=r"has no config\.json"), reaching_hub([(str(tmp_path), None)]):
         raise AssertionError
+
+
+def test_a_model_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidArgument, match="MODEL must not be empty; give a directory or a Hub id"):
+        check_places(EngineConfig(ModelConfig("")))
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
