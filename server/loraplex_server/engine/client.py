@@ -384,6 +384,17 @@ class EngineClient:
             self._worker.kill()
 
     def _on_readable(self) -> None:
+        try:
+            self._read_messages()
+        except MemoryError:  # what was said may be lost, and the next read would find no more memory
+            log.error(
+                "there is no memory for what the engine says, which ends; look at the limits of this user and "
+                "container for memory"
+            )
+            self._kill()
+            self._on_lost()
+
+    def _read_messages(self) -> None:
         """Handles the messages that are complete. An engine may freeze in the middle of one."""
         try:
             data = os.read(self._conn.fileno(), READ_BYTES)

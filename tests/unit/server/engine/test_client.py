@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.engine_fakes import build_fake, build_for_ever, build_losing, build_slow
@@ -22,6 +23,7 @@ from loraplex_contracts.errors import (
     ClientTooSlow,
     EngineLost,
     FailedPrecondition,
+    Internal,
     LoraplexError,
     UnsupportedModel,
 )
@@ -205,6 +207,29 @@ async def test_an_engine_that_is_killed_fails_its_requests() -> None:
     assert client.lost.is_set()
     with pytest.raises(EngineLost):
         client.submit(request("late"))
+    await client.stop()
+
+
+@pytest.mark.parametrize("is_started", [True, False])
+async def test_a_front_end_without_memory_loses_its_engine(is_started: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not try to read for ever."""
+
+    def read_nothing(fd: int, size: int) -> bytes:
+        raise MemoryError
+
+    client = EngineClient(CONFIG)
+    if is_started:
+        await client.start(builder=build_slow)
+        stream = client.submit(request(max_tokens=250))
+    monkeypatch.setattr(client_module, "os", SimpleNamespace(read=read_nothing))
+    if is_started:
+        last = (await asyncio.wait_for(read(stream), 20))[-1]
+        assert isinstance(last, RequestFailed)
+        assert isinstance(last.error, EngineLost)
+    else:
+        with pytest.raises(Internal, match="ended while it was starting"):
+            await asyncio.wait_for(client.start(builder=build_slow), 20)
+    assert client.lost.is_set()
     await client.stop()
 
 
