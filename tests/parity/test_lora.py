@@ -220,6 +220,25 @@ def test_kinds_that_reduce_to_low_rank_terms_equal_peft(family: str, tmp_path: P
     check_mixed_batch(World(base, peft, weights, rig), specs)
 
 
+@pytest.mark.parametrize("bias", ["all", "only"])
+def test_biases_beside_other_kinds_equal_peft(bias: str, tmp_path: Path) -> None:
+    """OPT has biases of linears and of norms."""
+    base = make_dense(random_model("opt", torch.float64))
+    targets = ["q_proj", "fc2"]
+    configs: dict[str, PeftConfig] = {
+        "vera": VeraConfig(r=4, target_modules=targets, bias="all" if bias == "all" else "vera_only"),
+        "oft": OFTConfig(oft_block_size=8, target_modules=targets, bias="all" if bias == "all" else "oft_only"),
+        "boft": BOFTConfig(boft_block_size=8, target_modules=targets, bias="all" if bias == "all" else "boft_only"),
+    }
+    peft = [save_variant(base, config, tmp_path / name) for name, config in configs.items()]
+    loaded = adopt_model(copy.deepcopy(base), model_id="opt", backend=PatchedBackend(merges=True))
+    weights = [load_lora(tmp_path, name, loaded.base_targets(max_rank=64)) for name in configs]
+    rig = make_rig(loaded, ops=CpuOps(), seed=4, max_rows=len(configs) + 2, num_slots=len(configs))
+    for slot, lora in enumerate(weights):
+        rig.slots.install(slot, lora)
+    check_mixed_batch(World(base, peft, weights, rig), [LoraSpec(name, 0, 0) for name in configs])
+
+
 def test_oft_with_blocks_of_one_input_equals_peft(tmp_path: Path) -> None:
     """PEFT takes the nearest divisor of a linear's inputs: of 49 it is 1, and saves tensors without elements."""
     base = make_dense(random_model("llama", torch.float64, changes={"intermediate_size": 49}))

@@ -28,6 +28,7 @@ from loraplex_adapters.formats.peft_plan import (
     PlannedClassifier,
     PlannedModule,
     PlannedSaved,
+    check_bias,
     check_rank,
     check_shape,
     check_vocabulary,
@@ -255,8 +256,8 @@ def _module(
             raise AdapterUnsupported(f"{entry[which].where} belongs to a router, of which A and B are served")
         if which in entry:
             check_shape(entry[which], (module.out_features,))
-    if "bias" in entry and not module.has_bias:
-        raise AdapterInvalid(f"{entry['bias'].where} is a bias, which {path!a} of {targets.model_id!a} does not have")
+    if "bias" in entry:
+        check_bias(entry["bias"], module, targets)
     for one in entry.values():
         check_float(one)
     has_shift = "bias" in entry or "lora_bias" in entry or (magnitude is not None and module.has_bias)

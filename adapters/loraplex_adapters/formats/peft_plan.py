@@ -82,6 +82,11 @@ def check_shape(tensor: TensorInfo, expected: tuple[int, ...]) -> None:
         )
 
 
+def check_bias(bias: TensorInfo, module: TargetModule, targets: BaseTargets) -> None:
+    if not module.has_bias:
+        raise AdapterInvalid(f"{bias.where} is a bias, which {module.path!a} of {targets.model_id!a} does not have")
+
+
 def check_rank(rank: int, tensor: TensorInfo, targets: BaseTargets) -> None:
     if rank > targets.max_rank:
         raise rank_limit(f"{tensor.shown} has", rank, targets.max_rank)

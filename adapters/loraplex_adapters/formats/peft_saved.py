@@ -101,6 +101,12 @@ def _saved(tensor: TensorInfo, path: str, name: str, config: PeftLoraConfig, tar
         check_shape(tensor, shape)
         is_kept = not module.weight_sha256 or config.names_saved(path)
         return PlannedSaved(SavedShape(path, name, shape), tensor, "" if is_kept else module.weight_sha256)
+    return plan_parameter(tensor, path, name, targets)
+
+
+def plan_parameter(tensor: TensorInfo, path: str, name: str, targets: BaseTargets) -> PlannedSaved:
+    """The planned parameter of a module that is neither linear nor embedding. Raises AdapterUnsupported for one that
+    has no place in the model."""
     found = targets.parameters.get(path, {}).get(name)
     if found is None and is_of_media(path, targets):
         raise media_refusal(tensor, targets)

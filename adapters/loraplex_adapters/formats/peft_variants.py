@@ -6,6 +6,8 @@ LoKr (LyCORIS): the Kronecker product of W1 and W2, of which each may have two f
 IA3 (arXiv 2205.05638): outputs, or in feed-forward layers inputs, are scaled by a vector.
 OFT and BOFT rotate inputs (`peft_rotations.py`).
 
+With VeRA, OFT and BOFT PEFT may train biases of the base model too (`bias`): of adapted modules or of all.
+
 The ranks are those of the terms: LoHa of rank 8 becomes a LoRA of rank 64, and counts so against the server's limit.
 """
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -35,12 +37,13 @@ from loraplex_adapters.formats.peft_plan import (
     PlannedModule,
     PlannedSaved,
     Read,
+    check_bias,
     check_shape,
     not_named,
     rank_limit,
 )
 from loraplex_adapters.formats.peft_rotations import NO_ROTATION, Rotation, parse_blocks, plan_boft
-from loraplex_adapters.formats.peft_saved import saved_name
+from loraplex_adapters.formats.peft_saved import plan_parameter, saved_name
 from loraplex_adapters.formats.peft_targets import TargetChoice, parse_targets
 from loraplex_adapters.io.safetensors import TensorInfo, check_float, weight_sha256
 from loraplex_adapters.weights import BaseTargets, FactorShape, SavedShape, TargetModule
@@ -67,6 +70,7 @@ class _Variant:
     fields: Set[str]  # of the configuration, beside _COMMON
     names: Set[str]  # of a module's tensors
     adapts_conv1d: bool = False  # PEFT makes it for Conv1D, too
+    has_biases: bool = False  # PEFT trains biases beside it where `bias` says so
 
 
 _VARIANTS: Final[Mapping[str, _Variant]] = {
@@ -74,6 +78,7 @@ _VARIANTS: Final[Mapping[str, _Variant]] = {
         {"r", "projection_prng_key", "save_projection", "vera_dropout", "d_initial", "init_weights"},
         {"vera_lambda_b", "vera_lambda_d"},
         adapts_conv1d=True,
+        has_biases=True,
     ),
     "LOHA": _Variant(_LYCORIS, {"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"}),
     "LOKR": _Variant(
@@ -81,10 +86,11 @@ _VARIANTS: Final[Mapping[str, _Variant]] = {
         {"lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b"},
     ),
     "IA3": _Variant({"feedforward_modules", "init_ia3_weights"}, {"ia3_l"}, adapts_conv1d=True),
-    "OFT": _Variant(_OFT, {"oft_R.weight"}),
+    "OFT": _Variant(_OFT, {"oft_R.weight"}, has_biases=True),
     "BOFT": _Variant(
         {"boft_block_size", "boft_block_num", "boft_n_butterfly_factor", "boft_dropout", "init_weights"},
         {"boft_R", "boft_s"},
+        has_biases=True,
     ),
 }
 VARIANTS: Final = tuple(_VARIANTS)
@@ -134,12 +140,17 @@ def plan_variant(fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], t
     if config.kind == "VERA" and len(projections) < len(_PROJECTIONS):
         raise AdapterUnsupported(f"{WEIGHTS_NAME} has no projections; save the adapter with save_projection=True")
     found: dict[str, dict[str, TensorInfo]] = {}
+    biases: list[TensorInfo] = []
     heads: list[TensorInfo] = []  # copies of a head, which PEFT writes where that is a target
     for tensor in tensors.values():
         if tensor.name in _PROJECTIONS and config.kind == "VERA":
             check_float(tensor)
             continue
-        if saved_name(tensor)[1] == "base_layer":
+        path, wrapper, name = saved_name(tensor)
+        if name == "bias" and wrapper in ("", "base_layer") and variant.has_biases:
+            biases.append(tensor)
+            continue
+        if wrapper == "base_layer":
             heads.append(tensor)
             continue
         path, name = _path_and_name(tensor, config.kind)
@@ -184,9 +195,10 @@ def plan_variant(fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], t
             raise rank_limit(f"{first.where} makes a term of", num_ranks, targets.max_rank)
         shape = FactorShape(target.path, num_ranks, target.in_features, target.out_features, scale)
         modules.append(PlannedModule(shape, target, None, None, made=factors))
+    modules = _with_biases(modules, biases, places, targets, saved)
     copies = tuple(_head_copy(tensor, places, targets) for tensor in heads)
     modules.sort(key=lambda module: module.shape)
-    saved.sort(key=lambda one: one.shape.path)
+    saved.sort(key=lambda one: (one.shape.path, one.shape.name))
     base_model = str(fields.get("base_model_name_or_path") or "")[:MAX_BASE_CHARS]
     return LoraPlan(tuple(modules), tuple(saved), (), format=config.kind, base_model=base_model, copies=copies)
 
@@ -205,6 +217,34 @@ def _head_copy(tensor: TensorInfo, places: Places, targets: BaseTargets) -> Plan
     shape = (target.out_features, target.in_features) if name == "weight" else (target.out_features,)
     check_shape(tensor, shape)
     return PlannedSaved(SavedShape(target.path, name, shape), tensor, digest)
+
+
+def _with_biases(
+    modules: Iterable[PlannedModule],
+    biases: Iterable[TensorInfo],
+    places: Places,
+    targets: BaseTargets,
+    saved: list[PlannedSaved],
+) -> list[PlannedModule]:
+    """The modules with biases in the place of the base model's. Those of other modules than linears are `saved`."""
+    found = {one.shape.path: one for one in modules}
+    seen: set[str] = set()
+    for tensor in biases:
+        path = places.of(saved_name(tensor)[0])
+        if path in seen:
+            raise AdapterInvalid(f"{tensor.where} is a second bias for the same module")
+        seen.add(path)
+        check_float(tensor)
+        target = targets.modules.get(path)
+        if target is None or target.kind != "linear":
+            saved.append(plan_parameter(tensor, path, "bias", targets))
+            continue
+        check_shape(tensor, (target.out_features,))
+        check_bias(tensor, target, targets)
+        alone = FactorShape(path, 0, target.in_features, target.out_features, 1.0)
+        module = found.get(path) or PlannedModule(alone, target, None, None)
+        found[path] = replace(module, shape=replace(module.shape, has_shift=True), bias=tensor)
+    return list(found.values())
 
 
 def _path_and_name(tensor: TensorInfo, kind: str) -> tuple[str, str]:

@@ -27,6 +27,7 @@ from loraplex_contracts.errors import (
 )
 
 Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
+NORM = "base_model.model.model.norm"
 LOHA = {"hada_w1_a": (HIDDEN, 2), "hada_w1_b": (2, HIDDEN), "hada_w2_a": (HIDDEN, 2), "hada_w2_b": (2, HIDDEN)}
 VERA = {"vera_lambda_b": (HIDDEN,), "vera_lambda_d": (4,)}
 PROJECTIONS = {"base_model.vera_A": (4, 2 * HIDDEN), "base_model.vera_B": (HIDDEN, 4)}
@@ -105,6 +106,10 @@ def of_q(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         ("IA3", of_q({"ia3_l": (HIDDEN, 1)}), {"target_modules": ["v_proj"]}, AdapterInvalid, "target_modules .*name"),
         ("LOHA", of_q(LOHA), {"exclude_modules": ".*q_proj"}, AdapterInvalid, "exclude_modules .* leaves its module"),
         ("IA3", {"base_model.model.model.embed_tokens.ia3_l": (1, HIDDEN)}, {}, AdapterUnsupported, "embed_tokens"),
+        ("OFT", of_q(OFT | {"base_layer.bias": (HIDDEN,)}), {}, AdapterInvalid, "is a bias, which .*q_proj"),
+        ("OFT", of_q(OFT | {"modules_to_save.bias": (HIDDEN,)}), {}, AdapterUnsupported, "not a tensor of OFT"),
+        ("BOFT", of_q(BOFT) | {f"{NORM}.bias": (HIDDEN,)}, {}, AdapterUnsupported, "norm.bias' is not a parameter"),
+        ("LOHA", of_q(LOHA | {"base_layer.bias": (HIDDEN,)}), {}, AdapterUnsupported, "no copy of a head"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(
@@ -190,6 +195,32 @@ def test_a_copy_of_the_head_has_to_be_one() -> None:
         other = with_head_bias(base_targets(weight_sha256=weight_sha256(other_head)), head, other_bias)
         with pytest.raises(AdapterUnsupported, match="another weight than the base model's"):
             without_base_copies(plan_variant({"peft_type": "IA3"}, known, other), reader)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shapes"), [("VERA", of_q(VERA) | PROJECTIONS), ("OFT", of_q(OFT)), ("BOFT", of_q(BOFT))]
+)
+def test_biases_take_the_place_of_the_base_models(kind: str, shapes: dict[str, tuple[int, ...]]) -> None:
+    targets = base_targets()
+    modules = {path: replace(one, has_bias=one.kind == "linear") for path, one in targets.modules.items()}
+    targets = replace(targets, modules=modules, parameters={"model.norm": {"bias": (HIDDEN,)}})
+    other = Q_PROJ.replace("layers.0", "layers.1")
+    biases = {f"{path}.bias": (HIDDEN,) for path in (f"{Q_PROJ}.base_layer", other, NORM)}
+    fields = {"peft_type": kind, **FIELDS[kind], "bias": "all"}
+    plan = plan_variant(fields, header(shapes | biases), targets)
+    found = {one.shape.path: one for one in plan.modules}
+    assert [one.bias is not None and one.shape.has_shift for one in found.values()] == [True, True]
+    alone = found["model.layers.1.self_attn.q_proj"].shape
+    assert (alone.rank, alone.has_gain) == (0, False)
+    assert "model.norm" in [one.shape.path for one in plan.saved if one.shape.name == "bias"]
+    for strange, error, named in (
+        ({f"{Q_PROJ}.bias": (HIDDEN,)}, AdapterInvalid, "second bias"),
+        ({f"{other}.bias": (HIDDEN + 1,)}, ShapeMismatch, r"make it \[16\]"),
+    ):
+        with pytest.raises(error, match=named):
+            plan_variant(fields, header(shapes | biases | strange), targets)
+    with pytest.raises(AdapterUnsupported, match=r"bias.* has dtype I64"):
+        plan_variant(fields, header(shapes) | header(biases, "I64"), targets)
 
 
 def test_ranks_are_those_of_the_terms() -> None:
