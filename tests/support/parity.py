@@ -69,7 +69,7 @@ FORMATS: dict[str, Callable[[Names], PeftConfig]] = {
     "activated LoRA": _lora(task_type="CAUSAL_LM", alora_invocation_tokens=INVOCATION),
     "PiSSA": _lora(init_lora_weights="pissa"),
     "OLoRA": _lora(init_lora_weights="olora"),
-    "VeRA": lambda names: VeraConfig(r=8, target_modules=names.linears),
+    "VeRA": lambda names: VeraConfig(r=8, target_modules=names.linears, fan_in_fan_out=names.is_conv1d),
     "LoHa": lambda names: LoHaConfig(r=2, target_modules=names.linears),
     "LoKr": lambda names: LoKrConfig(r=2, target_modules=names.linears, decompose_factor=4),
     "OFT": lambda names: OFTConfig(oft_block_size=8, target_modules=names.linears),
@@ -78,7 +78,7 @@ FORMATS: dict[str, Callable[[Names], PeftConfig]] = {
         target_modules=names.linears, feedforward_modules=names.linears[2:], fan_in_fan_out=names.is_conv1d
     ),
 }
-_LINEARS_ONLY = ("OLoRA", "VeRA", "LoHa", "LoKr", "OFT", "BOFT")
+_LINEARS_ONLY = ("OLoRA", "LoHa", "LoKr", "OFT", "BOFT")
 # PEFT refuses what else is in FORMATS beside terms on experts, and has "LoRA" on attention alone.
 _ON_MIXTURES = ("LoRA", "LoRA, `all-linear`", "DoRA", "activated LoRA")
 LIVE: dict[str, tuple[str, ...]] = {

@@ -260,7 +260,7 @@ def _parsed(fields: Mapping[str, Any]) -> _Config:
     if beside:
         raise AdapterUnsupported(f"{CONFIG_NAME}: {beside} together with peft_type {kind} is not served")
     refuse_unknown(fields, _COMMON | _VARIANTS[kind].fields)
-    if fields.get("fan_in_fan_out") and kind != "IA3":
+    if fields.get("fan_in_fan_out") and not _VARIANTS[kind].adapts_conv1d:
         raise AdapterUnsupported(f"{CONFIG_NAME}: {kind} on other modules than linears is not served")
     if kind == "IA3":
         return _Config(kind, 0, 0.0, (), (), scales_inputs=_scaled_inputs(fields.get("feedforward_modules")))

@@ -223,6 +223,14 @@ def test_biases_take_the_place_of_the_base_models(kind: str, shapes: dict[str, t
         plan_variant(fields, header(shapes) | header(biases, "I64"), targets)
 
 
+def test_vera_adapts_conv1d_too() -> None:
+    targets = base_targets()
+    modules = {path: replace(one, is_conv1d=True) for path, one in targets.modules.items()}
+    fields = {"peft_type": "VERA", **FIELDS["VERA"], "fan_in_fan_out": True}
+    (module,) = plan_variant(fields, header(of_q(VERA) | PROJECTIONS), replace(targets, modules=modules)).modules
+    assert module.shape.rank == 4
+
+
 def test_ranks_are_those_of_the_terms() -> None:
     (module,) = plan_variant({"peft_type": "LOHA", **FIELDS["LOHA"]}, header(of_q(LOHA)), base_targets()).modules
     assert (module.shape.rank, module.shape.scale) == (4, 2.0)
