@@ -98,7 +98,11 @@ def plan_lora(config: PeftLoraConfig, tensors: Mapping[str, TensorInfo], targets
         own += _quantized(config.loftq, modules)
     elif config.init is not None:
         modules = [_with_init(config.init, module, targets.max_rank) for module in modules]
+    copies: tuple[PlannedSaved, ...] = ()
     if config.invocation:
+        # Only as copies of the base model's may weights lie beside a LoRA on the head.
+        copies = tuple(one for one in own if one.weight_sha256 and one.rows is None and one.same_as is None)
+        own = [one for one in own if one not in copies]
         _check_activated(config, modules, own, targets)
     modules.sort(key=lambda module: module.shape)
     return LoraPlan(
@@ -111,6 +115,7 @@ def plan_lora(config: PeftLoraConfig, tensors: Mapping[str, TensorInfo], targets
         base_model=config.base_model,
         init=config.init or "",
         doubles=tuple(doubles),
+        copies=copies,
     )
 
 

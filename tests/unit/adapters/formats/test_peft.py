@@ -76,6 +76,14 @@ def test_an_activated_adapter_leaves_tokens_before_its_own_alone() -> None:
     saved = {**lora_tensors(), f"{PREFIX}lm_head.weight": torch.zeros(VOCAB, HIDDEN)}
     with pytest.raises(AdapterUnsupported, match=r"lm_head.weight' would change the tokens before"):
         plan(saved, **fields, modules_to_save=["lm_head"])
+    # PEFT writes the head's weight beside what it trained there, which has to be a copy.
+    beside = {
+        **lora_tensors(paths=[Q_PROJ, "lm_head"]),
+        f"{PREFIX}lm_head.base_layer.weight": torch.zeros(VOCAB, HIDDEN),
+    }
+    found = plan(beside, base_targets(weight_sha256="0" * 64), **fields)
+    assert [(one.shape.path, one.weight_sha256) for one in found.copies] == [("lm_head", "0" * 64)]
+    assert found.saved == ()
 
 
 def test_an_initialisation_that_peft_repeats_takes_as_many_ranks_again() -> None:
