@@ -62,7 +62,8 @@ def plan_lora(config: PeftLoraConfig, tensors: Mapping[str, TensorInfo], targets
         path, which = _parts(tensor)
         if which is not None:
             if found.setdefault(path, {}).setdefault(which, tensor) is not tensor:
-                raise AdapterInvalid(f"{tensor.where} is a second {which} for the same module")
+                name = {"a": "lora_A", "b": "lora_B"}.get(which, which)
+                raise AdapterInvalid(f"{tensor.where} is a second {name} for the same module")
         elif config.classifies != "no" and (name := _name_in_classifier(tensor)):
             if saved_name(tensor)[1] != ORIGINAL:
                 _keep(saved, name, tensor, doubles, "of a classifier")

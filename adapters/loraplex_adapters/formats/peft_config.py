@@ -58,7 +58,7 @@ _WITHOUT_EFFECT = frozenset({
     "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "megatron_core", "loftq_config",
     "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying",
     "merge_weights",
-    "lorap_lr_ratio", "lorap_emb_lr",  # learning rates, which ms-swift writes
+    "lorap_lr_ratio", "lorap_emb_lr", "lora_dtype",  # learning rates and the dtype of training, which ms-swift writes
     # fan_in_fan_out says how the base stores its weight; the factors have one orientation in any case.
     "fan_in_fan_out",
     # Decided by the tensors.

@@ -23,6 +23,8 @@ LAYER: Final = ".base_layer"
 _WHOLE: Final = frozenset({"language_model", "thinker"})
 # Words in the paths of what Transformers' models have for images, audio and video, to read them and to make them.
 _MEDIA: Final = re.compile(r"vision|visual|image|img_|audio|speech|video|multi_?modal|mm_|talker|token2wav|code2wav")
+# Words that wrappers of training leave in paths: torch.compile, FSDP and activation checkpointing.
+_TRAINING: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
 class Places:
@@ -93,9 +95,9 @@ def no_such_module(path: str, tensor: TensorInfo, targets: BaseTargets) -> Adapt
     if path in targets.other_modules:
         return AdapterUnsupported(f"{tensor.where} adapts a module of {targets.model_id!a} that takes no adapters here")
     known = {*targets.modules, *targets.experts}
-    words = path.split(".")
-    meant = next((end for idx in range(1, len(words)) if (end := ".".join(words[idx:])) in known), "")
-    if meant:  # of a wrapper, of torch.compile's for one, or with a prefix twice
+    words = [word for word in path.split(".") if word not in _TRAINING]
+    meant = next((end for idx in range(len(words)) if (end := ".".join(words[idx:])) in known), "")
+    if meant:  # of a wrapper, or with a prefix twice
         return AdapterInvalid(
             f"{tensor.where} is not named as PEFT names its tensors: where it means {meant!a} of {targets.model_id!a}, "
             f"{PREFIX + meant!a} comes before lora_A and the like"

@@ -223,6 +223,11 @@ BAD_TENSORS: dict[str, tuple[dict[str, Tensor], type[LoraplexError], str]] = {
         AdapterInvalid,
         r"_orig_mod.*not named as PEFT names.*'model.layers.0.self_attn.q_proj' of 'tiny-base'",
     ),
+    "wrappers inside": (
+        renamed(lora_tensors(), "layers.0.", "layers.0._fsdp_wrapped_module._checkpoint_wrapped_module."),
+        AdapterInvalid,
+        r"_fsdp_wrapped.*not named as PEFT names.*'model.layers.0.self_attn.q_proj' of 'tiny-base'",
+    ),
     "the prefix twice": (
         renamed(lora_tensors(), PREFIX, PREFIX + PREFIX),
         AdapterInvalid,
@@ -303,7 +308,7 @@ BAD_TENSORS: dict[str, tuple[dict[str, Tensor], type[LoraplexError], str]] = {
     "two adapters in one file": (
         renamed(renamed(lora_tensors(), "lora_A.", "lora_A.x."), "lora_B.", "lora_B.x.") | lora_tensors(),
         AdapterInvalid,
-        "second",
+        "second lora_A",
     ),
     "magnitude of DoRA": (
         lora_tensors() | {f"{PREFIX}{Q_PROJ}.lora_magnitude_vector": torch.zeros(HIDDEN)},

@@ -52,9 +52,9 @@ def test_a_fresh_peft_configuration_is_accepted() -> None:
     assert config.r == 4
 
 
-def test_learning_rates_of_ms_swift_do_not_matter() -> None:
-    rates = {"lora_dtype": None, "lorap_lr_ratio": 16.0, "lorap_emb_lr": 1e-06}
-    assert parse_lora_config({"peft_type": "LORA", "r": 4, **rates}).r == 4
+def test_settings_of_ms_swifts_training_do_not_matter() -> None:
+    settings = {"lora_dtype": "fp32", "lorap_lr_ratio": 16.0, "lorap_emb_lr": 1e-06}
+    assert parse_lora_config({"peft_type": "LORA", "r": 4, **settings}).r == 4
 
 
 def test_every_field_of_the_installed_peft_is_known() -> None:
