@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Final, cast
@@ -66,6 +67,102 @@ def complete(schema: dict[str, Any]) -> None:
             part["type"] = "object"
         if _is_open(part):
             part["additionalProperties"] = False
+
+
+def endless_reference(root: dict[str, Any]) -> str | None:
+    """The first reference in a schema to a part that needs itself, so that its texts would never end; None for none.
+    What cannot be judged counts as a part whose texts end."""
+    parts = _reached(root)
+    if any(part.keys() & _ANCHORS for part in parts[1:]):
+        return None
+    num_open = {id(part): 0 for part in parts}  # needs that are not met yet
+    is_open: set[tuple[int, int]] = set()  # the same needs, by their part and number
+    uses: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # by a part: the needs that it would meet
+    for part in parts:
+        for number, choices in enumerate(_needs(part, root)):
+            num_open[id(part)] += 1
+            is_open.add((id(part), number))
+            for choice in choices:
+                uses[id(choice)].append((id(part), number))
+    with_an_end = [key for key, num in num_open.items() if num == 0]
+    for key in with_an_end:  # grows meanwhile
+        for need in is_open.intersection(uses[key]):
+            is_open.remove(need)
+            num_open[need[0]] -= 1
+            if num_open[need[0]] == 0:
+                with_an_end.append(need[0])
+    return next((part["$ref"] for part in parts if num_open[id(part)] and "$ref" in part), None)
+
+
+def _reached(root: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parts that say something of a value: all but the definitions that nothing refers to."""
+    found = {id(root): root}
+    waiting = [root]
+    for part in waiting:  # grows meanwhile
+        inner = [one for name in part if name not in _DEFINITIONS for one in _under(part, name)]
+        for one in (*inner, _target(part, root)):
+            if isinstance(one, dict) and id(one) not in found:
+                found[id(one)] = one
+                waiting.append(one)
+    return waiting
+
+
+def _target(part: dict[str, Any], root: dict[str, Any]) -> Any:
+    """The part that a part's reference leads to; None where it is not known."""
+    reference = part.get("$ref")
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        return None
+    return target_of(root, reference)
+
+
+def _needs(part: dict[str, Any], root: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    """Lists of parts, of one of which each text of a part has a text in it, or is one itself."""
+    for choices in _choices(part, root):
+        found = [one for one in choices if isinstance(one, dict)]
+        if found and all(isinstance(one, dict) or one is False for one in choices):
+            yield found
+
+
+def _choices(part: dict[str, Any], root: dict[str, Any]) -> Iterator[list[Any]]:
+    """The same with schemas that are no parts: true, false, and what is none."""
+    if "$ref" in part:  # what is beside it says nothing in drafts before 2019-09
+        yield [_target(part, root)]
+        return
+    yield from (_listed(part.get(name)) for name in ("anyOf", "oneOf"))
+    yield from ([one] for one in _listed(part.get("allOf")))
+    kinds = _types(part)
+    if part.keys() & {"enum", "const"} or len(kinds) != 1:
+        return
+    if "object" in kinds:
+        named, patterns = (_mapped(part.get(name)) for name in ("properties", "patternProperties"))
+        others = [*patterns.values(), part.get("additionalProperties", True)]
+        required = [one for one in _listed(part.get("required")) if isinstance(one, str)]
+        yield from ([named[one]] for one in required if one in named)
+        if any(one not in named for one in required):
+            yield others
+        if _bound(part, "minProperties") >= 1:
+            yield [*named.values(), *others]
+    elif "array" in kinds:
+        items = part.get("items", True)
+        first, rest = (items, part.get("additionalItems", True)) if isinstance(items, list) else ([], items)
+        first = _listed(part.get("prefixItems", first))
+        yield from ([one] for number, one in enumerate(first) if number < _bound(part, "minItems"))
+        if _bound(part, "minItems") > len(first):
+            yield [rest]
+
+
+def _listed(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def _mapped(value: Any) -> dict[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def _bound(part: dict[str, Any], name: str) -> int | float:
+    """A lower bound of a part, 0 where it has none."""
+    value: Any = part.get(name)
+    return value if isinstance(value, int | float) else 0
 
 
 def _is_open(part: dict[str, Any]) -> bool:

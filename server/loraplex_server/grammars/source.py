@@ -18,7 +18,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_contracts.request import Grammar
-from loraplex_server.grammars.schemas import complete, schemas_in, target_of
+from loraplex_server.grammars.schemas import complete, endless_reference, schemas_in, target_of
 
 MAX_REASON_CHARS: Final = 300
 MAX_GBNF_CHARS: Final = 8192  # its parser takes 0.3 s for that, and four times as long for twice as much
@@ -68,6 +68,10 @@ _IDLE: Final[Mapping[str, tuple[Any, ...]]] = {
     "propertyNames": (True, {}, {"type": "string"}),  # zod's, of a record
     **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), ({},)),
 }
+_WITHOUT_END: Final = (
+    "no text fits `$ref` {}, because it would have to contain itself without end; make a property on the way back "
+    "optional, or allow null or an empty array there"
+)
 # Characters of a text that a regular expression takes for more, or Lark for the end of one.
 _SPECIAL: Final = re.compile(r"[^\w]", re.ASCII)
 # Characters without a short escape: llguidance would drop them.
@@ -230,6 +234,8 @@ def _checked(schema: dict[str, Any], compact: bool, field: str) -> tuple[str, li
             if reason := _unenforced(part):
                 raise _refused(field, reason)
         complete(schema)
+        if reference := endless_reference(schema):
+            raise _refused(field, _WITHOUT_END.format(f"{reference[:80]!a}"))
         _include_bounds(parts)
         for part in parts:
             if isinstance(part.get("pattern"), str):

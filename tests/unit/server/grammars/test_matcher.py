@@ -234,6 +234,32 @@ def test_references_to_parts(reference: str) -> None:
     source.json_schema(json.dumps(schema))
 
 
+def test_a_schema_that_needs_itself_is_refused(grammars: Compiler) -> None:
+    node: dict[str, Any] = {"properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
+    schema = {"type": "array", "items": {"$ref": "#/$defs/node"}, "$defs": {"node": node}}
+    for make, text in ((source.json_schema, json.dumps(schema)), (source.lark, f"start: %json {json.dumps(schema)}")):
+        with pytest.raises(InvalidArgument, match=r"no text fits `\$ref` '#/\$defs/node', because") as caught:
+            make(text)
+        assert caught.value.field == f"grammar.{make.__name__}"
+    node["properties"]["next"] = {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}
+    assert fits(grammars, schema, '[{"next":{"next":null}}]')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "minLength": 3, "maxLength": 2},
+        {"enum": []},
+        {"anyOf": [False]},
+        {"allOf": [{"type": "string"}, {"type": "integer"}]},
+        {"properties": {"a": False}, "required": ["a"]},
+    ],
+)
+def test_a_schema_that_nothing_fits_is_refused(grammars: Compiler, schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match=r"`grammar.json_schema` is refused: Unsatisfiable schema"):
+        grammars.compile(source.json_schema(json.dumps(schema)))
+
+
 @pytest.mark.parametrize(
     ("one", "other", "is_apart"),
     [

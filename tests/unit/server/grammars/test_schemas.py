@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from loraplex_server.grammars.schemas import complete
+from loraplex_server.grammars.schemas import complete, endless_reference
 
 A: dict[str, Any] = {"type": "boolean"}
 
@@ -173,3 +173,74 @@ def test_a_schema_that_leads_to_itself() -> None:
     found = completed(schema)
     assert json.dumps(found).count('"object"') == 1
     assert found["$defs"]["x"]["type"] == "object"
+
+
+ITSELF: dict[str, Any] = {"$ref": "#"}
+NULL: dict[str, Any] = {"type": "null"}
+TO_X: dict[str, Any] = {"$ref": "#/$defs/x"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        ITSELF,
+        {"anyOf": [ITSELF]},
+        {"oneOf": [False, ITSELF]},
+        {"allOf": [{}, ITSELF]},
+        of_type({"properties": {"a": ITSELF}, "required": ["a"]}),
+        of_type({"properties": {"a": A, "b": ITSELF}, "required": ["a", "b"]}),
+        of_type({"additionalProperties": ITSELF, "required": ["a"]}),
+        of_type({"patternProperties": {"^a": ITSELF}, "additionalProperties": False, "required": ["a"]}),
+        of_type({"properties": {"a": ITSELF}, "additionalProperties": False, "minProperties": 1}),
+        {"type": "array", "items": ITSELF, "minItems": 1},
+        {"type": ["array"], "prefixItems": [A, ITSELF], "minItems": 2},
+        {"type": "array", "prefixItems": [A], "items": ITSELF, "minItems": 2},
+        {"type": "array", "items": [A, ITSELF], "minItems": 2.0},
+        {"type": "array", "items": [A], "additionalItems": ITSELF, "minItems": 2},
+    ],
+)
+def test_what_needs_itself_has_no_end(schema: dict[str, Any]) -> None:
+    assert endless_reference(schema) == "#"
+    moved = json.loads(json.dumps(schema).replace('"#"', '"#/$defs/x"'))
+    definitions = {"$defs": {"x": moved, "y": of_type({"properties": {"z": TO_X}, "required": ["z"]})}}
+    for around in ({"$ref": "#/$defs/y"}, {"anyOf": [NULL, {"$ref": "#/$defs/y"}]}, {"items": TO_X}):
+        assert endless_reference({**around, **definitions}) is not None
+    assert endless_reference({**NULL, **definitions}) is None
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [ITSELF, NULL]},
+        of_type({"properties": {"a": ITSELF}}),
+        of_type({"properties": {"a": {"anyOf": [ITSELF, NULL]}}, "required": ["a"]}),
+        of_type({"properties": {"a": {"type": "array", "items": ITSELF}}, "required": ["a"]}),
+        of_type({"properties": {"a": ITSELF, "b": A}, "required": ["b"], "minProperties": 1}),
+        of_type({"additionalProperties": ITSELF, "properties": {"a": A}, "required": ["a"]}),
+        {"type": ["object", "null"], "properties": {"a": ITSELF}, "required": ["a"]},
+        {"properties": {"a": ITSELF}, "required": ["a"]},
+        {"type": "array", "items": ITSELF},
+        {"type": "array", "prefixItems": [A, ITSELF], "minItems": 1},
+        {"type": "array", "prefixItems": [A], "items": ITSELF, "minItems": 1},
+        # What is not judged.
+        of_type({"properties": {"a": ITSELF}, "required": ["a"], "const": {"a": None}}),
+        of_type({"properties": {"a": {"$ref": "other.json"}}, "required": ["a"]}),
+        of_type({"properties": {"a": {"$id": "other", **ITSELF}}, "required": ["a"]}),
+        of_type({"properties": {"a": 5}, "required": "a", "minProperties": "1"}),
+        {"anyOf": ITSELF, "allOf": [], "$ref": 5},
+        {"type": "array", "items": 5, "minItems": [1]},
+    ],
+)
+def test_what_may_end_has_an_end(schema: dict[str, Any]) -> None:
+    assert endless_reference(schema) is None
+
+
+def test_definitions_that_lead_to_each_other() -> None:
+    leaves: dict[str, Any] = {"d0": of_type({"properties": {"next": {"$ref": "#/$defs/d1"}}, "required": ["next"]})}
+    for number in range(1, 3000):
+        following = {"$ref": f"#/$defs/d{(number + 1) % 3000}"}
+        leaves[f"d{number}"] = {"type": "array", "items": following, "minItems": 1}
+    root: dict[str, Any] = {"$ref": "#/$defs/d0", "$defs": leaves}
+    assert endless_reference(root) == "#/$defs/d0"
+    leaves["d1500"]["minItems"] = 0
+    assert endless_reference(root) is None
