@@ -359,6 +359,10 @@ class Call(Generic[_Answer]):
         """The error of a call after its client was closed."""
         return Cancelled("the client was closed before the answer was complete", metadata=self._of_request())
 
+    def cancelled(self) -> Cancelled:
+        """The error of a call whose task was cancelled."""
+        return Cancelled("its task was cancelled before the answer was complete", metadata=self._of_request())
+
     def _of_request(self) -> dict[str, str]:
         return {"request_id": self.request_id} if self.request_id is not None else {}
 

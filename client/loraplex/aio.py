@@ -225,7 +225,7 @@ class AsyncClient:
             except grpc.RpcError as error:
                 wait_s, call = call.after(error)
             except asyncio.CancelledError:
-                _raise_unless_of_this_task(call)
+                _end_cancelled(call)
                 raise
             else:
                 return call.ended_with(raw)
@@ -399,9 +399,10 @@ class AsyncStream(AsyncIterator[Chunk]):
             except asyncio.CancelledError:
                 self._rpc.cancel()  # gRPC does not where the task is cancelled while the call is being sent
                 was_over, self._is_over = self._is_over, True
-                if was_over and not _is_cancelled():  # by another task, during the wait
+                if not was_over:
+                    _end_cancelled(self._call)
+                elif not _is_cancelled():  # closed by another task, during the wait
                     raise StopAsyncIteration from None
-                _raise_unless_of_this_task(self._call)
                 raise
             if isinstance(raw, bytes):
                 self._has_begun = True
@@ -466,7 +467,12 @@ def _is_cancelled() -> bool:
     return task is None or task.cancelling() > 0
 
 
-def _raise_unless_of_this_task(call: Call[Any]) -> None:
-    """Raises Cancelled if the call was cancelled but the task was not: the task must not take it for its own end."""
-    if not _is_cancelled():
-        raise call.closed() from None
+def _end_cancelled(call: Call[Any]) -> None:
+    """Records the end of a call that was cancelled. Raises Cancelled where the task was not, which must not take it for
+    its own end."""
+    if _is_cancelled():
+        call.ended(call.cancelled())
+        return
+    error = call.closed()
+    call.ended(error)
+    raise error from None

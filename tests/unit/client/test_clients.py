@@ -537,7 +537,8 @@ def test_closing_the_client_ends_its_streams(connect: Connect, fake: Any) -> Non
 
 async def test_closing_the_client_is_no_cancellation_of_who_waits(fake: Any) -> None:
     fake.delay_s = 30.0
-    client = AsyncClient(fake.address)
+    records: list[loraplex.CallRecord] = []
+    client = AsyncClient(fake.address, on_call=records.append)
     stream = client.stream("a", request_id="s")
     waiting = [asyncio.ensure_future(one) for one in (client.generate("a", request_id="g"), anext(stream))]
     await asyncio.to_thread(fake.arrived.wait, 5)
@@ -545,6 +546,7 @@ async def test_closing_the_client_is_no_cancellation_of_who_waits(fake: Any) -> 
     await client.close()
     ends = await asyncio.gather(*waiting, return_exceptions=True)
     assert [(type(end), end.request_id) for end in ends] == [(loraplex.Cancelled, "g"), (loraplex.Cancelled, "s")]
+    assert {record.request_id: record.error for record in records} == dict(zip("gs", ends, strict=True))
 
 
 def test_a_client_is_of_one_event_loop(fake: Any) -> None:
@@ -567,12 +569,30 @@ def test_a_client_is_of_one_event_loop(fake: Any) -> None:
 
 async def test_who_is_cancelled_stays_so(fake: Any) -> None:
     fake.delay_s = 30.0
-    async with AsyncClient(fake.address) as client:
+    records: list[loraplex.CallRecord] = []
+    async with AsyncClient(fake.address, on_call=records.append) as client:
         stream = client.stream("a")
         for call in (client.generate("a"), anext(stream)):
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.1):
                     await call
+            assert "its task was cancelled" in str(records[-1].error)
+        await stream.aclose()
+    assert [type(record.error) for record in records] == [loraplex.Cancelled] * 2
+
+
+async def test_a_task_that_is_cancelled_behind_the_end_of_its_stream_records_nothing(fake: Any) -> None:
+    fake.delay_s = 30.0
+    records: list[loraplex.CallRecord] = []
+    async with AsyncClient(fake.address, on_call=records.append) as client:
+        stream = client.stream("a")
+        reading = asyncio.ensure_future(anext(stream))
+        await asyncio.to_thread(fake.arrived.wait, 5)
+        await stream.aclose()
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+    assert [record.error for record in records] == [None]
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,8 @@ async def test_cancelling_the_task_cancels_a_call_that_grpc_leaves_under_way() -
 
     sent = Sent()
     connection = SimpleNamespace(channel=lambda: SimpleNamespace(unary_stream=None))
-    stream = AsyncStream(cast(Any, connection), cast(Any, SimpleNamespace(start=lambda _: sent)))
+    call = SimpleNamespace(start=lambda _: sent, cancelled=lambda: None, ended=lambda _: None)
+    stream = AsyncStream(cast(Any, connection), cast(Any, call))
     task = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
     task.cancel()
