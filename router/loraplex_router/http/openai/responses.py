@@ -269,7 +269,7 @@ def _own_names(body: ResponsesRequest) -> dict[str, tuple[str, str]]:
         for where, namespace, tool in functions
         if namespace
     }
-    num_named = Counter(tool["name"] for _, _, tool in functions)
+    num_named = Counter(name for _, name in {(namespace, tool["name"]) for _, namespace, tool in functions})
     return {name: (namespace, name) for namespace, name in found.values() if num_named[name] == 1} | found
 
 

@@ -35,13 +35,18 @@ BIG = b"z" * 8_000_000  # more than the system's buffers hold
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
     """Answers with the number of bytes in the body, /endless without an end, /slow in two halves, /stream in parts,
-    /big with many bytes, /early before the body."""
+    /big with many bytes, /early before the body, /failing fails behind its answer."""
     if scope["path"] in ("/big", "/early"):
         body = BIG if scope["path"] == "/big" else b"early"
         size = str(len(body)).encode()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", size)]})
         await send({"type": "http.response.body", "body": body})
         return
+    if scope["path"] == "/failing":
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
+        await send({"type": "http.response.body", "body": b"whole"})
+        await asyncio.sleep(SHORT_S)
+        raise RuntimeError("behind the answer")
     if scope["path"] == "/endless":
         await send({"type": "http.response.start", "status": 200, "headers": []})
         is_gone = asyncio.ensure_future(receive_disconnect(receive))
@@ -348,6 +353,29 @@ async def test_the_last_answer_is_whole_whatever_a_client_sends_behind_it(
                 writer.close()
         finally:
             await server.stop()
+
+
+@pytest.mark.parametrize("is_left_first", [True, False])
+async def test_an_app_may_fail_behind_the_last_answer(is_left_first: bool, caplog: pytest.LogCaptureFixture) -> None:
+    unseen: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+    with closing(bind_http("127.0.0.1", 0)) as bound:
+        server = await HttpServer.start(app, bound, "127.0.0.1", Reloader(), None, Refusals())
+        async with asyncio.timeout(10.0):
+            reader, writer = await asyncio.open_connection(*server.address.split(":"))
+            writer.write(HEAD + b"content-length: 0\r\n\r\n")
+            await reader.readuntil(b"%8d" % 0)
+            if is_left_first:
+                server.leave_port()
+            writer.write(b"GET /failing HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            await reader.readuntil(b"whole")
+            server.leave_port()
+            await until(lambda: "behind the answer" in caplog.text)
+            assert await reader.read() == b""
+            writer.close()
+        await server.stop()
+    gc.collect()
+    assert unseen == []
 
 
 async def test_clients_that_never_close_do_not_hold_up_the_end(

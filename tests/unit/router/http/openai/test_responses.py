@@ -148,6 +148,14 @@ def test_functions_of_a_namespace_are_tools(namespace: str) -> None:
     assert [(one.get("namespace"), one["name"]) for one in added] == told
 
 
+def test_a_namespace_that_is_listed_twice_is_one() -> None:
+    completion = pb.Completion(message=pb.ChatMessage(tool_calls=[pb.ToolCall(id="c1", name="read")]))
+    for others, namespace in (([], "files"), ([in_namespace("mails", "read")], None)):
+        body = request(tools=[in_namespace("files", "read"), in_namespace("files", "read"), *others])
+        (one,) = responses.response_of(body, job_of(body), pb.GenerateResponse(completions=[completion]))["output"]
+        assert (one.get("namespace"), one["name"]) == (namespace, "read")
+
+
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_tools_that_are_allowed(mode: str) -> None:
     add, sub = ({"type": "function", "name": name, "parameters": {"type": "object"}} for name in ("add", "sub"))
