@@ -52,9 +52,9 @@ ORDER = {
         *("scheduler", "speculation", "engine", "frontend", "grpc", "cli"),
     ),
     "loraplex_router.http": (
-        *("page", "metrics", "names", "errors", "streaming", "router_calls", "dialects", "fields", "grammars"),
-        *("mixtures", "origins", "prompt_only", "openai", "tgi", "sglang", "shared_routes", "pooling", "admin"),
-        *("operations", "middleware", "server", "app"),
+        *("page", "metrics", "names", "errors", "faults", "streaming", "router_calls", "dialects", "fields"),
+        *("grammars", "mixtures", "origins", "prompt_only", "openai", "tgi", "sglang", "shared_routes", "pooling"),
+        *("admin", "operations", "middleware", "server", "app"),
     ),
 }
 TORCH_FREE = (

@@ -22,6 +22,7 @@ from loraplex_proto import __version__
 from loraplex_router.http import page
 from loraplex_router.http.admin import AdminRoutes
 from loraplex_router.http.errors import body_dialect, dialect_of, fields_in, note_refusal
+from loraplex_router.http.faults import fault_of
 from loraplex_router.http.middleware import HostNames, Middleware, error_response
 from loraplex_router.http.openai.routes import OpenAIRoutes
 from loraplex_router.http.operations import OperationRoutes
@@ -192,30 +193,10 @@ def _without_slash(app: FastAPI, scope: Scope) -> str:
 
 
 def _invalid(error: RequestValidationError) -> InvalidArgument:
-    """The error for the first fault of a body, by the name of its field."""
+    """The error for the first fault of a body or a query."""
     errors: list[dict[str, Any]] = list(error.errors())
-    where = _path(errors[0])
-    # For a field that takes several types, the error of the type that the value has.
-    alike = [one for one in errors if _path(one)[:1] == where[:1]]
-    first = next((one for one in alike if not one["type"].endswith("_type")), errors[0])
-    if first["type"] == "json_invalid":
+    if errors[0]["type"] == "json_invalid":
         return InvalidArgument("the body is not valid JSON", field="body")
-    if not where and first["type"] == "string_unicode":
-        return InvalidArgument("the body has a name that is no text: half of a surrogate pair", field="body")
-    if not where:
-        return InvalidArgument("the body must be a JSON object, sent as application/json", field="body")
-    if first["type"] == "missing":
-        name = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in _path(first))[1:]
-        return InvalidArgument(f"`{name}` is missing", field=name)
-    name = ascii(where[0][:60])[1:-1]
-    said = str(first["msg"]).removeprefix("Input ")
-    return InvalidArgument(f"`{name}` is not valid: {said[:1].lower()}{said[1:]}", field=name)
-
-
-def _path(error: dict[str, Any]) -> list[str]:
-    """Path of the field, without tags of dialects and types; an option's path begins with its own name."""
-    tags = ("openai", "tgi", "ToolChoice")
-    where = [str(part) for part in error["loc"][1:] if part not in tags]  # behind "body" or "query"
-    if len(where) > 1 and where[0] in ("parameters", "sampling_params"):
-        del where[0]
-    return where
+    place, *names = errors[0]["loc"]
+    given = error.body if place == "body" else dict.fromkeys(names)
+    return fault_of([{**one, "loc": one["loc"][1:]} for one in errors], given)

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar, cast
 
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
-from loraplex_router.http.fields import unicode_text
+from loraplex_router.http.fields import json_text, unicode_text
 
 T = TypeVar("T")
 
@@ -119,7 +119,7 @@ def _json(value: Any, name: str) -> pb.Grammar:
     if value is True or value is None:
         value = {}
     if not isinstance(value, str):
-        value = _dumped(_expect(value, dict, name, "a JSON schema"), name)
+        value = json_text(_expect(value, dict, name, "a JSON schema"), name)
     return pb.Grammar(json_schema=_text(value, name))
 
 
@@ -143,18 +143,11 @@ def _grammar(value: Any, name: str) -> pb.Grammar:
 
 
 def _structural_tag(value: Any, name: str) -> pb.Grammar:
-    return pb.Grammar(structural_tag_json=_text(value if isinstance(value, str) else _dumped(value, name), name))
+    return pb.Grammar(structural_tag_json=_text(value if isinstance(value, str) else json_text(value, name), name))
 
 
 def _refused(value: Any, name: str) -> pb.Grammar | None:
     raise Unimplemented(f"`{name}` is not available: JSON has one space at most between its parts", field=name)
-
-
-def _dumped(value: Any, name: str) -> str:
-    try:
-        return json.dumps(value)
-    except RecursionError as error:
-        raise InvalidArgument(f"`{name}` is nested too deeply", field=name) from error
 
 
 def _either(found: Mapping[str, Any], names: tuple[str, ...]) -> Any:

@@ -16,6 +16,7 @@ from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import MAX_CHAT_MESSAGES, MAX_TOP_LOGPROBS
 from loraplex_router.http import dialects
 from loraplex_router.http.errors import error_object
+from loraplex_router.http.faults import fault_of
 from loraplex_router.http.fields import Fields, Items
 from loraplex_router.http.openai import answers
 from loraplex_router.http.openai.fields import ChatCompletionRequest, StreamOptions
@@ -108,9 +109,7 @@ def chat_request(body: ResponsesRequest) -> ChatCompletionRequest:
     try:
         return ChatCompletionRequest.model_validate(fields)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ascii(str(first["loc"][0])[:60])[1:-1] if first["loc"] else "body"
-        raise named(InvalidArgument(f"`{name}` is not valid: {first['msg']}", field=name), body) from error
+        raise named(fault_of(error.errors(), fields), body) from error
 
 
 def named(error: LoraplexError, body: ResponsesRequest) -> LoraplexError:

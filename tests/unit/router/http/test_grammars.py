@@ -134,6 +134,8 @@ def test_no_grammar(fields: dict[str, Any]) -> None:
         ({"response_format": {"type": "regex"}}, "response_format"),
         ({"guided_json": 5}, "guided_json"),
         ({"guided_regex": "\ud800"}, "guided_regex"),
+        ({"guided_json": {"enum": ["\ud800"]}}, "guided_json"),
+        ({"response_format": {"type": "structural_tag", "triggers": ["\ud800"]}}, "response_format"),
         ({"guided_choice": "a"}, "guided_choice"),
         ({"guided_choice": [5]}, "guided_choice"),
         ({"guided_json_object": "yes"}, "guided_json_object"),

@@ -140,7 +140,7 @@ def test_the_prompt() -> None:
 @pytest.mark.parametrize(
     ("parameters", "expected"),
     [
-        ({"grammar": {"type": "json", "value": {"type": "object"}}}, pb.Grammar(json_schema='{"type": "object"}')),
+        ({"grammar": {"type": "json", "value": {"type": "object"}}}, pb.Grammar(json_schema='{"type":"object"}')),
         ({"grammar": {"type": "regex", "value": "a+"}}, pb.Grammar(regex="a+")),
         ({"response_format": {"type": "json_object", "schema": {}}}, pb.Grammar(json_schema="{}")),
     ],
