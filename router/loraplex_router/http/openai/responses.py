@@ -145,12 +145,13 @@ def _messages(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
     if isinstance(body.input, str):
         yield {"role": "user", "content": body.input}
         return
-    turn: dict[str, Any] | None = None  # of the assistant: what it thought, said and called is one message
+    # Of the assistant: what it thought, said and called is one message, for the outputs of calls come right behind it.
+    turn: dict[str, Any] | None = None
     for index, item in enumerate(body.input):
         kind = item.get("type") or "message"
         where = f"input[{index}]"
         if kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant"):
-            if turn is None or (kind == "message" and ("content" in turn or "tool_calls" in turn)):
+            if turn is None or (kind == "message" and "content" in turn and "tool_calls" not in turn):
                 if turn is not None:
                     yield turn
                 turn = {"role": "assistant"}
@@ -179,7 +180,7 @@ def _instead_of(kind: Any) -> str:
 
 def _add_to_turn(turn: dict[str, Any], kind: Any, item: dict[str, Any], where: str) -> None:
     if kind == "message":
-        turn["content"] = _content(item.get("content"), where)
+        turn["content"] = turn.get("content", "") + _content(item.get("content"), where)
     elif kind == "function_call":
         function = {"name": _called(item, where), "arguments": item.get("arguments")}
         call = {"id": _call_id(item, where), "type": "function", "function": function}

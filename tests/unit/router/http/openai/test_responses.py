@@ -58,6 +58,24 @@ def test_an_answer_with_a_call_comes_back_as_one_message() -> None:
     assert (found[2].tool_call_id, found[2].content) == ("c1", "2")
 
 
+def test_text_behind_a_call_comes_back_before_the_calls_output() -> None:
+    call: dict[str, Any] = {"type": "function_call", "name": "add", "arguments": "{}"}
+    items = [
+        {"role": "assistant", "content": "earlier"},
+        {"role": "assistant", "content": "Sure."},
+        {**call, "call_id": "c1"},
+        {"role": "assistant", "content": "\nAnd:"},
+        {**call, "call_id": "c2"},
+        {"role": "assistant", "content": "\nWait."},
+        *({"type": "function_call_output", "call_id": one, "output": "2"} for one in ("c1", "c2")),
+    ]
+    found = list(job_of(request(input=items)).requests[0].chat.messages)
+    assert [(one.role, one.content) for one in found] == [
+        ("assistant", "earlier"), ("assistant", "Sure.\nAnd:\nWait."), ("tool", "2"), ("tool", "2"),
+    ]  # fmt: skip
+    assert [one.id for one in found[1].tool_calls] == ["c1", "c2"]
+
+
 @pytest.mark.parametrize(
     ("name", "value", "own"),
     [
