@@ -18,6 +18,7 @@ import typer
 import loraplex_proto
 from loraplex.cli import terminal
 from loraplex.cli.options import JsonOption
+from loraplex_contracts.errors import InvalidArgument
 
 # Extra -> distribution -> module, as the distributions in packages/ have them (a test compares).
 EXTRAS: Final[dict[str, dict[str, str]]] = {
@@ -77,7 +78,7 @@ class Report(TypedDict):
 
 
 ModelOption = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--model", "-m", metavar="DIR|ID", show_default=False,
         help="Instead: would this model be served, and how? Reads its configuration, and no weights.",
@@ -87,7 +88,7 @@ ModelOption = Annotated[
 
 def doctor(
     *,
-    model: ModelOption = "",
+    model: ModelOption = None,
     dtype: Annotated[str, typer.Option(help="Of --model, as the worker's --dtype.")] = "auto",
     device: Annotated[str, typer.Option(help="Of --model, as the worker's --device.")] = "auto",
     as_json: JsonOption = False,
@@ -98,7 +99,9 @@ def doctor(
     needs loraplex[server], and exits with 0 for a model that would be served, 1 for one that is refused, 2 for a wrong
     command line, and 3 where only loading can tell. The Hub is asked only for a model of the Hub.
     """
-    if model:
+    if model is not None:
+        if not model:  # such as a variable of a shell that is not set
+            raise InvalidArgument("--model must not be empty; leave it out or give a directory or a Hub id")
         _examine_model(model, dtype, device, as_json=as_json)
         return
     report = examine()

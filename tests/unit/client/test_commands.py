@@ -488,6 +488,11 @@ def test_doctor(capsys: Capture) -> None:
         assert any(row["usable"] for row in report[part]), f"nothing usable for {part}: {report[part]}"
 
 
+def test_doctor_of_a_model_without_a_name(capsys: Capture) -> None:
+    assert main(["doctor", "--model", ""]) == 2
+    assert "--model must not be empty" in capsys.readouterr().err
+
+
 def test_doctor_in_words(capsys: Capture) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
