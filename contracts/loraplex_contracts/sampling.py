@@ -126,7 +126,7 @@ class SamplingParams:
         0,
         "Choose among this many tokens; 0 keeps all.",
         f"must be at most {MAX_TOP_K}; 0 keeps all tokens",
-        lambda value: value <= MAX_TOP_K,
+        lambda value: 0 <= value <= MAX_TOP_K,
     )
     top_p: float = _option(
         1.0,

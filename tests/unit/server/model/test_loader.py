@@ -298,6 +298,14 @@ def test_what_the_generation_config_recommends(caplog: pytest.LogCaptureFixture)
     assert generation_defaults(model)["temperature"] == 0.0, "not the default of HTTP's routes, which is 1"
 
 
+def test_a_generation_config_seeds_no_text_and_may_raise_what_was_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = random_model("llama")
+    for name, value in {"seed": 7, "frequency_penalty": -0.5, "presence_penalty": 1.5, "top_k": -1}.items():
+        setattr(model.generation_config, name, value)
+    assert generation_defaults(model) == {"frequency_penalty": -0.5, "presence_penalty": 1.5}
+    assert caplog.messages == ["the generation config has top_k = -1, which cannot be used: the default holds"]
+
+
 def test_what_is_not_applied_of_the_generation_config_is_told(caplog: pytest.LogCaptureFixture) -> None:
     model = random_model("llama")
     for name, value in {"num_beams": 1, "min_length": 0, "max_new_tokens": 5, "guidance_scale": None}.items():
