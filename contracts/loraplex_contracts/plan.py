@@ -186,7 +186,7 @@ class SpanResult:
     logprobs: tuple[PositionLogprobs, ...] = ()  # one per token_id, when asked for
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()  # of prompt positions start+1 .. start+num_tokens
     pooled: PooledValues | None = None  # of a span that ends pooling
-    error: LoraplexError | None = None  # of this sequence alone
+    error: LoraplexError | None = None  # of this sequence alone, behind the token_ids: accepted draft tokens
 
 
 @dataclass(frozen=True, slots=True)

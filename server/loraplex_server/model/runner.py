@@ -463,14 +463,18 @@ class ModelRunner:
 def _span_result(
     row: Row, span: Span, sampled: HostSampled, start: int, end: int, prompt: tuple[PositionLogprobs, ...]
 ) -> SpanResult:
+    if any(math.isnan(entry.logprob) for entry in prompt):
+        return SpanResult(error=_not_finite(row))
     token_ids = verify_chain(span.draft, sampled.token_ids[start:end]) if end > start else ()
     # Errors behind the first token that disagrees with the draft do not count.
-    came = slice(start, start + len(token_ids))
-    if any(sampled.is_bad[came]) or any(math.isnan(entry.logprob) for entry in prompt):
-        has_none = not sampled.without_token.isdisjoint(range(came.start, came.stop))
-        return SpanResult(error=_no_token(row) if has_none else _not_finite(row))
-    logprobs = tuple(entry for entry in sampled.logprobs[came] if entry is not None)
-    return SpanResult(token_ids, logprobs, prompt)
+    came = range(start, start + len(token_ids))
+    bad = next((idx for idx in came if sampled.is_bad[idx]), None)
+    error = None
+    if bad is not None:
+        came, token_ids = range(start, bad), token_ids[: bad - start]
+        error = _no_token(row) if bad in sampled.without_token else _not_finite(row)
+    logprobs = tuple(entry for entry in sampled.logprobs[came.start : came.stop] if entry is not None)
+    return SpanResult(token_ids, logprobs, prompt, error=error)
 
 
 def _pooled_results(staged: StagedStep, pooled: _Pooled) -> dict[str, SpanResult]:

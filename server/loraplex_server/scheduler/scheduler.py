@@ -516,11 +516,11 @@ class Scheduler:
             if seq.status is SequenceStatus.FINISHED:
                 continue
             out = result.spans.get(span.sequence_id, _NO_RESULT)
-            error = out.error or _broken_contract(span, out)
-            if error is not None:
+            error, has_ended = out.error or _broken_contract(span, out), False
+            if error is None or (out.error is not None and out.token_ids):
+                has_ended = self._commit_span(seq, span, out)
+            if error is not None and not has_ended:
                 self._fail(seq.request, error, now)
-            else:
-                self._commit_span(seq, span, out)
         for adapter_key in flight.ended_leases:
             self._table.release_adapter(adapter_key)
         for snapshot in flight.snapshots:
@@ -554,10 +554,11 @@ class Scheduler:
         if request.num_open == 0:
             self._end_request(request)
 
-    def _commit_span(self, seq: SequenceState, span: Span, out: SpanResult) -> None:
+    def _commit_span(self, seq: SequenceState, span: Span, out: SpanResult) -> bool:
+        """Takes in a span's tokens. True if they ended the completion: an error behind them does not count."""
         if span.prompt_logprobs:
             self._emit_prompt_logprobs(seq.request, span, out)
-        num_accepted = max(0, len(out.token_ids) - 1)
+        num_accepted = max(0, len(out.token_ids) - (out.error is None))
         num_rejected = len(span.draft) - num_accepted
         # One that was preempted meanwhile has no blocks any more, and cannot be back yet (see SequenceTable.enter).
         is_running = seq.status is SequenceStatus.RUNNING
@@ -583,6 +584,7 @@ class Scheduler:
             seq.chain = self._chain(seq.request, num_tokens)
             if is_running:
                 self._table.restart(seq)
+        return reason is not None
 
     def _cut(
         self, seq: SequenceState, token_ids: tuple[int, ...]

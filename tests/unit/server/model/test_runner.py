@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from loraplex_adapters.weights import AdapterWeights, LoraFactors
 from loraplex_contracts.adapters import AdapterKey
-from loraplex_contracts.errors import Internal, NonFinite, OutOfMemory
+from loraplex_contracts.errors import Internal, InvalidArgument, NonFinite, OutOfMemory
 from loraplex_contracts.plan import AdapterUse, BlockCopy, NewSequence, Span, SpanResult, StepPlan
 from loraplex_contracts.request import OutputParams, SamplingParams
 from loraplex_server.backends.reference import TorchPagedAttention
@@ -128,6 +128,17 @@ def test_not_finite_without_adapter_is_internal(model: PreTrainedModel) -> None:
     job = Job([5, 6, 7], NUM_TOKENS)
     rig.run([job])
     assert isinstance(job.error, Internal)
+
+
+def test_draft_tokens_before_an_error_stay(rig: Rig) -> None:
+    """They may end the completion. A bad sample has token 0, which the draft may have there, too."""
+    sampling = SamplingParams(allowed_token_ids=(7,), bad_words=((7, 7, 7),))
+    entered = enter("a", 0, [3, 4], sampling=sampling, output=OutputParams(logprobs=True))
+    first = rig.runner.execute(StepPlan(0, (prefill("a", 0, 2, [5, 6]),), (entered,))).result().spans["a"]
+    assert first.token_ids == (7,)
+    found = rig.runner.execute(StepPlan(1, (Span("a", 0, 2, 4, 4, draft=(7, 0, 7)),))).result().spans["a"]
+    assert (found.token_ids, [one.token_id for one in found.logprobs]) == ((7,), [7])
+    assert isinstance(found.error, InvalidArgument)
 
 
 def test_a_sequence_that_does_not_fit_fails_alone(model: PreTrainedModel, rig: Rig) -> None:

@@ -9,7 +9,7 @@ import pytest
 from support.scheduler_fakes import FakeResidency
 from support.scheduler_harness import Harness, has_work, make_request, num_cached_blocks
 
-from loraplex_contracts.errors import Internal, OutOfMemory
+from loraplex_contracts.errors import Internal, InvalidArgument, OutOfMemory
 from loraplex_contracts.plan import Draft, SpanResult, StepPlan, StepResult
 from loraplex_contracts.request import (
     CompletionEnd,
@@ -237,6 +237,28 @@ def test_one_sequence_fails_and_its_neighbours_go_on() -> None:
     assert harness.logs["bad"].error is error
     harness.run()
     harness.check_output("good")
+
+
+@pytest.mark.parametrize("token_id", [PLAIN, EOS])
+def test_an_error_behind_draft_tokens_counts_where_they_do_not_end_the_completion(token_id: int) -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request_with(StoppingParams(9)), None, 0.0)
+    step(scheduler, PLAIN)
+    plan = scheduler.schedule(0.0, {FIRST: Draft((token_id, 5, 5), "test")})
+    assert plan is not None
+    error = InvalidArgument("the options leave no token")
+    result = SpanResult((token_id,), (PositionLogprobs(token_id, -0.5),), error=error)
+    tokens, end = scheduler.apply(plan, StepResult(plan.step, {FIRST: result}), 0.0)
+    assert isinstance(tokens, Tokens)
+    assert (tokens.token_ids, tokens.num_drafted, tokens.num_accepted) == ((token_id,), 3, 1)
+    if token_id == EOS:
+        assert isinstance(end, CompletionEnd)
+        assert end.reason is FinishReason.EOS
+    else:
+        assert isinstance(end, RequestFailed)
+        assert end.error is error
+    assert not scheduler.load().num_running
+    scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("result", [SpanResult(), SpanResult(token_ids=(1, 2))])
