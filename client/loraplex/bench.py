@@ -48,7 +48,7 @@ class Popularity:
         return f"zipf:{self.exponent:g}" if self.kind == "zipf" else self.kind
 
 
-def parse_popularity(text: str, *, field: str = "--popularity") -> Popularity:
+def parse_popularity(text: str) -> Popularity:
     """One of KINDS, zipf with its exponent behind a colon. Raises InvalidArgument."""
     kind, has_exponent, exponent = text.partition(":")
     if kind in KINDS and not has_exponent:
@@ -61,8 +61,8 @@ def parse_popularity(text: str, *, field: str = "--popularity") -> Popularity:
         if 0 <= value < math.inf:
             return Popularity(kind, value)
     raise InvalidArgument(
-        f"{field} takes identical, distinct, uniform, skewed or zipf:S with S at least 0 (zipf:1), not {text!a}",
-        field=field,
+        f"--popularity takes identical, distinct, uniform, skewed or zipf:S with S at least 0 (zipf:1), not {text!a}",
+        field="--popularity",
     )
 
 

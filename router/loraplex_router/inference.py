@@ -358,7 +358,7 @@ class InferenceRelay:
         flight: Flight,
         call: Call,
         request: RelayedRequest,
-        resumption: Resumption | None = None,
+        resumption: Resumption | None,
     ) -> None:
         """Relays a stream. Nothing is sent, not even headers, before the worker's first message: a retry is invisible
         until then."""

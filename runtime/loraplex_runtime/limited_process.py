@@ -62,7 +62,7 @@ class LimitedProcess:
     `function` is "module:name" of a function that takes `setup`, in the child, and gives the one that answers.
     """
 
-    def __init__(self, function: str, setup: Any, limits: Limits, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, function: str, setup: Any, limits: Limits, environment: Mapping[str, str]) -> None:
         self._environment = environment
         self._first = {"function": function, "setup": setup, "limits": asdict(limits)}
         self._process: subprocess.Popen[bytes] | None = None

@@ -476,7 +476,7 @@ class AdapterManager:
         return found
 
     def _import(
-        self, name: str, source: AdapterSource, origin: AdapterOrigin = OWN_ORIGIN, *, may_take_long: bool = True
+        self, name: str, source: AdapterSource, origin: AdapterOrigin, *, may_take_long: bool = True
     ) -> HostCopy:
         return import_adapter(
             name,

@@ -109,7 +109,7 @@ class AdapterTable:
             return self._hold(self._ask(f"{base}@{version.digest}", now, user.tenant, version), user)
         return self._hold(self._ask(base, now, user.tenant), user)
 
-    def resolve_at(self, origin: AdapterOrigin, now: float, user: AdapterUser = NOBODY) -> AdapterKey | None:
+    def resolve_at(self, origin: AdapterOrigin, now: float, user: AdapterUser) -> AdapterKey | None:
         """Does what `resolve` does, for the repository that `origin` names and a caller who has its token. What another
         token has fetched is not looked at."""
         name = self._accesses.name_of(origin, user.tenant)

@@ -30,7 +30,7 @@ MAX_WORK: Final = 1 << 40
 HOW_TO_CONVERT: Final = "convert the adapter with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
 
 
-def check_init(init: Init, modules: Sequence[TargetModule], targets: BaseTargets, num_decompositions: int = 1) -> None:
+def check_init(init: Init, modules: Sequence[TargetModule], targets: BaseTargets, num_decompositions: int) -> None:
     """Raises AdapterUnsupported for modules on which PEFT's own initialisation fails or changes more than them, and
     where it takes too long. `num_decompositions`: of each weight."""
     for module in modules:

@@ -56,9 +56,7 @@ class ChunkWriter:
     """Writes pieces to a file from `start` on, in whole chunks, and shows each to `see` first. Owns the bytes not
     written yet. They are in `memory` where that is given, which then holds all pieces, one after the other."""
 
-    def __init__(
-        self, fd: int, start: int, see: Callable[[memoryview], None], memory: memoryview | None = None
-    ) -> None:
+    def __init__(self, fd: int, start: int, see: Callable[[memoryview], None], memory: memoryview | None) -> None:
         self._fd = fd
         self._start = start
         self._see = see

@@ -66,7 +66,7 @@ class HostNames:
     """Names that requests may be sent to. A page in a browser can have its own name lead to this machine, but not
     send requests with another one."""
 
-    def __init__(self, names: Sequence[str] = (), listens_on: str = "") -> None:
+    def __init__(self, names: Sequence[str], listens_on: str) -> None:
         """`names` may have "*". Without any: localhost and addresses where `listens_on` is an address of this machine
         only, else any name."""
         self._names = frozenset(name.lower() for name in names)

@@ -51,7 +51,7 @@ Message = tuple[int, bytes]  # index of the prompt, and the worker's bytes
 class HttpContext:
     """A call's client over HTTP, with the methods that the relay uses of gRPC's context."""
 
-    def __init__(self, metadata: Metadata, write: Callable[[bytes], Awaitable[None]], request_id: str = "") -> None:
+    def __init__(self, metadata: Metadata, write: Callable[[bytes], Awaitable[None]], request_id: str) -> None:
         self._metadata = metadata
         self.write = write
         self.request_id = request_id

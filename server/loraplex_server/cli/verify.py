@@ -46,7 +46,7 @@ def verify_adapter(
     max_rank: int | None,
     progress: Callable[[str], AbstractContextManager[None]],
     *,
-    against_peft: bool = False,
+    against_peft: bool,
 ) -> dict[str, Any]:
     """A description of the adapter in `folder`, as plain data. Raises the error that a server would answer with.
     `progress(text)` shows a text while its block runs. `against_peft`: with a comparison with what PEFT computes."""

@@ -283,7 +283,7 @@ class EngineClient:
         """Loads an adapter. Raises the cache's typed error, as do those below."""
         return (await self._operate("load", adapter_id, pin=pin, options=options)).adapters
 
-    async def unload_adapter(self, adapter_id: AdapterId, *, if_unused: bool = False) -> tuple[AdapterInfo, ...]:
+    async def unload_adapter(self, adapter_id: AdapterId, *, if_unused: bool) -> tuple[AdapterInfo, ...]:
         return (await self._operate("unload", adapter_id, if_unused=if_unused)).adapters
 
     async def get_adapter(self, adapter_id: AdapterId) -> tuple[AdapterInfo, ...]:

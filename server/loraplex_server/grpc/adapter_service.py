@@ -35,7 +35,7 @@ class AdapterListing:
     Made in slices, between which other tasks of the event loop run. Listings without pages are made one at a time.
     """
 
-    def __init__(self, listing: Callable[[], Listing], source: SourceWatch, own: Sequence[str] = ()) -> None:
+    def __init__(self, listing: Callable[[], Listing], source: SourceWatch, own: Sequence[str]) -> None:
         self._listing = listing
         self._source = source
         self._own = own

@@ -120,7 +120,7 @@ def current_record() -> RequestRecord:
     return _current_call.get().record
 
 
-def begin_request(given: str, adapter: str = "") -> str:
+def begin_request(given: str, adapter: str) -> str:
     """The client's request id, or one of ours. Later log lines and the error of this call carry it. `adapter`: the name
     that it asks for."""
     request_id = given or uuid.uuid4().hex

@@ -521,7 +521,7 @@ def load_to_pb(
     resident: Iterable[worker_pb2.ResidentAdapter],
     usage: CacheUsage | None,
     draining: bool,
-    fetching: Iterable[str] = (),
+    fetching: Iterable[str],
 ) -> worker_pb2.Load:
     message = worker_pb2.Load(
         running_requests=load.num_running,

@@ -49,7 +49,7 @@ class Text:
     adapted_from: int | None = None  # the first token that the adapter in slot 0 changes; None: it changes none
 
 
-def reference_texts(model: PreTrainedModel, max_context_tokens: int, chunk: int = 1) -> list[Text] | None:
+def reference_texts(model: PreTrainedModel, max_context_tokens: int, chunk: int) -> list[Text] | None:
     """Logits of the model under Transformers' own attention; None if it has none. `chunk`: of its attention; texts
     begin at multiples of it, for pages know nothing of where they begin."""
     if not use_attention(model, EAGER):
@@ -83,7 +83,7 @@ def _reference_logits(model: PreTrainedModel, ids: Sequence[int], start: int) ->
         return model(input_ids=inputs, use_cache=False, position_ids=options["position_ids"]).logits[0]
 
 
-def verify_loaded(loaded: LoadedModel, texts: Sequence[Text], direct: DirectForward | None = None) -> None:
+def verify_loaded(loaded: LoadedModel, texts: Sequence[Text], direct: DirectForward | None) -> None:
     """Raises UnsupportedModel when the model computes something else than in `texts`. A doubtful difference is logged.
     From here on the model takes the pass `direct` if that gives the very bits of its own."""
     got = served_logits(loaded, texts)

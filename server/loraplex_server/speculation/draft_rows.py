@@ -78,8 +78,8 @@ class DraftRows:
         vocab_size: int,
         model_digest: str,
         *,
-        has_states: bool = False,
-        rope: RopeScaling | None = None,
+        has_states: bool,
+        rope: RopeScaling | None,
     ) -> None:
         """`has_states`: the model's layers keep states, so there is no prefix cache. `rope`: the model's rotations
         depend on the lengths of texts."""

@@ -63,7 +63,7 @@ class StepCosts:
 def measure_step_costs(
     run: Callable[[int], float],
     *,
-    sizes: Iterable[int] = DEFAULT_SIZES,
+    sizes: Iterable[int],
     num_repeats: int = NUM_REPEATS,
     limit_s: float = LIMIT_S,
     clock: Callable[[], float] = time.monotonic,

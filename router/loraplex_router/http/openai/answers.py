@@ -226,7 +226,7 @@ class Logprobs:
     Offsets count the characters that the bytes of the tokens make: a part of a character has the offset of the whole.
     At the beginning of a text, tokenizers leave out the space that its first token has elsewhere."""
 
-    def __init__(self, job: Job, prompt: Sequence[pb.PromptToken] = ()) -> None:
+    def __init__(self, job: Job, prompt: Sequence[pb.PromptToken]) -> None:
         """The tokens of `prompt` come first where the job wants an echo; the first of them has no logprob."""
         self._job = job
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

@@ -133,7 +133,7 @@ class NativeKernels:
         bits."""
         return self._pack_parts(weights, [weight.shape[0] for weight in weights], form)
 
-    def pack_experts(self, weight: Tensor, form: WeightFormat | None = None) -> PackedWeight:
+    def pack_experts(self, weight: Tensor, form: WeightFormat | None) -> PackedWeight:
         """A weight of each expert [experts, out, in], each in whole bands."""
         return self._pack_parts(weight.unbind(), [_in_bands(weight.shape[1])] * weight.shape[0], form)
 
