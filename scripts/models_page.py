@@ -33,10 +33,10 @@ models with random weights.
 
 - **Text**: batched and chunked output equals the family's own `generate()` in float64, both with the linears and norms
   of a CPU and with the merged linears and fused norms of CUDA (`tests/parity/test_model_matrix.py`).
-- **In company**: the base model, a LoRA of rank 4 on all linears and one of rank 13 on the head mixed in batches that
-  are short of KV blocks: prompts in chunks, prefix hits, preemption, n=2, each without speculation and with prompt
+- **In mixed batches**: the base model, a LoRA of rank 4 on all linears and one of rank 13 on the head, in batches
+  that are short of KV blocks: prompts in chunks, prefix hits, preemption, n=2, each without speculation and with prompt
   lookup, Medusa heads and two draft models; every text equals PEFT's in float64
-  (`tests/parity/test_in_company_attention.py`).
+  (`tests/parity/test_mixed_batches_attention.py`).
 - **More LoRAs**: `vs PEFT` where a mixed batch of six more kinds is compared with PEFT (other ranks and targets,
   embeddings, rsLoRA, patterns), and one with DoRA, biases and saved modules (`tests/parity/test_lora.py`). The other
   families' linears are replaced in the same way.
@@ -68,7 +68,7 @@ about four times the memory of the files (20B: 42 GB); the log says how much bef
 
 This page is made by `python scripts/models_page.py` from the tables of those tests.
 
-| family | architecture | what is special | text | in company | more LoRAs | native CPU path |
+| family | architecture | what is special | text | in mixed batches | more LoRAs | native CPU path |
 |---|---|---|---|---|---|---|
 """
 
@@ -101,13 +101,13 @@ recurrences in float64 and without a cache (some families continue wrongly from 
 
 - **Text**: packed rows, prompts in chunks of odd lengths, right and wrong drafts, logits within 1e-4 as norms and
   routers compute in float32 (`tests/parity/test_hybrids.py`).
-- **In company**: as above, with the linears inside mixers too, and short of state slots as well
-  (`tests/parity/test_in_company_states.py`).
+- **In mixed batches**: as above, with the linears inside mixers too, and short of state slots as well
+  (`tests/parity/test_mixed_batches_states.py`).
 
 PEFT itself refuses `out_proj` in some of these, and a LoRA on `dt_proj` (Mamba, Jamba) or `conv1d` changes nothing
 there: mixers read these weights directly. Such an adapter is refused by name.
 
-| family | architecture | layers | what is special | states of a sequence | text | in company |
+| family | architecture | layers | what is special | states of a sequence | text | in mixed batches |
 |---|---|---|---|---|---|---|
 """
 NOT_SERVED = """
@@ -155,7 +155,7 @@ Of such a checkpoint only the language model is loaded: weights of towers and pr
 The class is Transformers' for the whole checkpoint, or the one for its texts where Transformers has it, so weights are
 renamed as there, and positions are those of texts (M-RoPE). Any family of Transformers' multimodal models is loaded so;
 those below are in the test suite, in float64 against the whole model's `generate()` and against PEFT of the whole model
-(`tests/parity/test_multimodal.py`), and in company as above (`tests/parity/test_in_company_multimodal.py`).
+(`tests/parity/test_multimodal.py`), and in mixed batches as above (`tests/parity/test_mixed_batches_multimodal.py`).
 
 - Adapters fit that were trained on the whole model or on its texts alone: `model.language_model.layers`, Transformers
   4's `language_model.model.layers` and `model.layers` are one and the same. An adapter with weights for images or audio
@@ -165,7 +165,7 @@ those below are in the test suite, in float64 against the whole model's `generat
   the whole model (`thinker.model.layers`).
 - BLIP-2, InstructBLIP, Kosmos-2 and IDEFICS take no text without an image, and are refused with that reason.
 
-| family | architecture | class | not loaded | text | LoRA | in company |
+| family | architecture | class | not loaded | text | LoRA | in mixed batches |
 |---|---|---|---|---|---|---|
 """
 MORE_TEXTS = "A nightly test compares the texts of more families with the whole model's: "

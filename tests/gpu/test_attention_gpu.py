@@ -92,7 +92,7 @@ def test_grid(
 
 
 @pytest.mark.parametrize("window", [None, 300])
-def test_a_span_gets_the_same_bits_in_any_company(window: int | None) -> None:
+def test_a_span_gets_the_same_bits_in_any_batch(window: int | None) -> None:
     spec = layer(window=window)
     backend = backend_of("triton", spec)
     together = problem_of([(3000, 1), (40, 1), (700, 5), (100, 300)], spec, torch.bfloat16, "triton")

@@ -1,4 +1,4 @@
-"""Multimodal checkpoints write the texts of the whole model, in any company."""
+"""Multimodal checkpoints write the texts of the whole model, in any batch."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def propose(kind: str) -> Callable[[Harness], dict[str, tuple[int, ...]]]:
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), setting=SETTINGS)
-def test_texts_do_not_depend_on_company(data: st.DataObject, setting: Setting) -> None:
+def test_texts_do_not_depend_on_the_batch(data: st.DataObject, setting: Setting) -> None:
     """Batching, chunks, preemption, prefix hits, forks, drafts and pipelining change no token and no logprob."""
     harness = setting.harness()
     for number in range(data.draw(st.integers(1, 10))):

@@ -1,4 +1,4 @@
-"""Texts of a worker with adapters, in company, beside those of PEFT."""
+"""Texts of a worker with adapters, in mixed batches, beside those of PEFT."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def test_a_table_changes_between_steps(ops: SegmentedDense) -> None:
     check(ops, x, table, [Segment(0, 2, 2), Segment(2, 4, 1)], 24)
 
 
-def test_a_row_in_company_equals_the_row_alone(ops: SegmentedDense) -> None:
+def test_a_row_in_a_batch_equals_the_row_alone(ops: SegmentedDense) -> None:
     dtype = torch.float32 if IN_INTERPRETER else torch.float64
     table = random_table([24, 24, 24], 32, dtype)
     x = torch.randn(9, 32, dtype=dtype)

@@ -167,7 +167,7 @@ def test_the_order_of_segments_does_not_matter_to_disjoint_rows(ops: SegmentedLo
     assert torch.equal(bits(problem.run(ops)), bits(first))
 
 
-def test_a_row_in_company_equals_the_row_alone(ops: SegmentedLora) -> None:
+def test_a_row_in_a_batch_equals_the_row_alone(ops: SegmentedLora) -> None:
     dtype = torch.float32 if IN_INTERPRETER else torch.float64
     table = random_table([8, 16, 3, 64], 64, 48, dtype)
     mixed = random_problem([Segment(i, i + 1, i % 4) for i in range(9)], table, 9, dtype)

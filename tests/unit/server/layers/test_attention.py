@@ -136,7 +136,7 @@ def test_is_deterministic(name: str) -> None:
 
 
 @only_triton
-def test_a_span_gets_the_same_bits_in_any_company() -> None:
+def test_a_span_gets_the_same_bits_in_any_batch() -> None:
     spans = [(260, 1), (3, 1), (140, 4), (10, 30)]
     for changes in ({}, {"window": 100}, {"chunk": 70, "sinks": sinks_of(6)}, {"key_bias": biases_of(6, 261)}):
         together = make_problem(spans, spec_of(num_heads=6, **changes), torch.float32)

@@ -177,7 +177,7 @@ def test_the_head_reads_segments_of_its_own_rows() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(("rank", "out"), [(1, 33), (8, 1), (16, 1000), (17, 64), (200, 100)])
-def test_a_rows_product_has_the_same_bits_in_any_company(
+def test_a_rows_product_has_the_same_bits_in_any_batch(
     rank: int, out: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -88,7 +88,7 @@ def test_the_context_ends_a_completion() -> None:
 
 
 def test_the_whole_kv_cache_ends_a_completion_wherever_it_stands() -> None:
-    """Alone or in company, the text ends at the same token: what fits the cache, and the one token that needs none."""
+    """Alone or in a batch, the text ends at the same token: what fits the cache, and the one token that needs none."""
     alone = Harness(num_blocks=6, block_size=4)
     log = alone.add(make_request("r", max_tokens=500))
     alone.run()

@@ -97,7 +97,7 @@ def hidden_size(model: PreTrainedModel) -> int:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_are_those_of_heads_on_transformers_hidden_states(family: str) -> None:
     """Drafts are compared before every step of texts whose drafts were accepted whole, in part or not at all, in chunks
-    and in company."""
+    and in a batch."""
     bench = Bench(family)
     model, width = bench.model, hidden_size(bench.model)
     sets = [

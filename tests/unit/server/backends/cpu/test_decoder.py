@@ -1,6 +1,6 @@
 """Native decoder: models that get it, cache, adapters and bounds of its arguments.
 
-That it computes what the layers computed, alone and in any company, is in tests/parity/test_native.py.
+That it computes what the layers computed, alone and in any batch, is in tests/parity/test_native.py.
 """
 
 from __future__ import annotations

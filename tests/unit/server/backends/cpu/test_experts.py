@@ -57,7 +57,7 @@ def test_equals_products_one_by_one(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_has_the_same_bits_in_any_company(kernels: NativeKernels, dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(kernels: NativeKernels, dtype: torch.dtype) -> None:
     x, chosen = routed(75, 64, dtype)
     products = NativeExperts(kernels, torch.randn(NUM_EXPERTS, 96, 64).to(dtype))
     together = products(x, chosen).view(75, TOP_K, -1)
@@ -123,7 +123,7 @@ def test_terms_equal_those_of_torch(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_with_terms_has_the_same_bits_in_any_company(kernels: NativeKernels, dtype: torch.dtype) -> None:
+def test_a_row_with_terms_has_the_same_bits_in_any_batch(kernels: NativeKernels, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     linear, (x, chosen) = adapted(64, 96, dtype), routed(150, 64, dtype)
     slots = [(0, 2, -1)[row % 3] for row in range(150)]

@@ -122,7 +122,7 @@ def alone(ops: NativeOps, problem: Problem, row: int) -> Tensor:
 @pytest.mark.parametrize(
     ("ranks", "num_outputs"), [([8, 13, 64, 1, 100, 256], 333), ([16, 8, 32, 24, 72, 6], 320)], ids=["odd", "even"]
 )
-def test_a_row_has_the_same_bits_in_any_company(
+def test_a_row_has_the_same_bits_in_any_batch(
     isa: str, dtype: torch.dtype, num_threads: int, popularity: str, ranks: list[int], num_outputs: int
 ) -> None:
     table = random_table(ranks, 608, num_outputs, dtype)
@@ -204,7 +204,7 @@ def listed(segments: list[Segment]) -> list[tuple[int, int, list[tuple[int, floa
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 17])
 def test_own_weights_of_full_rank(ops: NativeOps, dtype: torch.dtype, num_rows: int) -> None:
-    """A full-rank product goes into some columns of some rows; a row has the same bits in any company of few."""
+    """A full-rank product goes into some columns of some rows; a row has the same bits in any batch of few."""
     weight, bias = (torch.randn(shape, dtype=dtype) for shape in ((70, 48), (70,)))
     x, wide = torch.randn(num_rows, 48, dtype=dtype), torch.zeros(num_rows, 100, dtype=dtype)
     for given in (None, bias):

@@ -47,7 +47,7 @@ def test_equals_products_one_by_one(
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
 
 
-def test_a_row_has_the_same_bits_in_any_company() -> None:
+def test_a_row_has_the_same_bits_in_any_batch() -> None:
     x, chosen = routed(70, 64, torch.float32, 2 * TOP_K)
     # Whole numbers, whose sums are exact: on some CPUs a row of numpy's products depends on the number of rows.
     x = (8 * x).round()

@@ -384,7 +384,7 @@ def test_recurrences(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_have_the_same_bits_in_any_company(
+def test_rows_have_the_same_bits_in_any_batch(
     dtype: int, emulated: list[str], isa: str, dice: np.random.Generator, tmp_path: Path
 ) -> None:
     program = Program()

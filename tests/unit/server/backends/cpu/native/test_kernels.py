@@ -132,9 +132,7 @@ def test_any_number_of_inputs_in_float32(kernels: NativeKernels, num_inputs: int
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(2080, 40), (64, 2100)])
-def test_a_row_has_the_same_bits_in_any_company(
-    isa: str, dtype: torch.dtype, num_inputs: int, num_outputs: int
-) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(isa: str, dtype: torch.dtype, num_inputs: int, num_outputs: int) -> None:
     weight, x = random(num_outputs, num_inputs, dtype=dtype), random(70, num_inputs, dtype=dtype)
     one = native_kernels(1)
     packed = one.pack([weight])

@@ -91,7 +91,7 @@ def test_partial_results_have_places_of_their_own(seed: int) -> None:
     assert sorted(written) == sorted(read) == list(range(cut.num_partials))
 
 
-def test_a_span_is_cut_the_same_in_any_company() -> None:
+def test_a_span_is_cut_the_same_in_any_batch() -> None:
     shape = shape_of(spec_of(window=200), torch.bfloat16)
     spans = [(3000, 1), (100, 3), (700, 90), (0, 5)]
     together = cut_spans(read_spans(batch_of(spans)), shape)

@@ -127,7 +127,7 @@ def test_long_steps_take_large_tiles() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_has_the_same_bits_in_every_company(variant: Variant, dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_in_every_batch(variant: Variant, dtype: torch.dtype) -> None:
     ops = TritonOps(variant=variant)
     table = random_table([8, 16, 3, 64], 600, 48, dtype)
     mixed = random_problem([Segment(i, i + 1, i % 4) for i in range(9)], table, 9, dtype)

@@ -1,4 +1,4 @@
-"""Families with attention alone, under everything at once (`support/company.py`)."""
+"""Families with attention alone, under everything at once (`support/mixed_batches.py`)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.company import check_company, slowly
 from support.dense import greedy
 from support.exact_states import whole_text_greedy
+from support.mixed_batches import check_mixed_batches, slowly
 from support.zoo import ZOO, random_model
 
 
 @pytest.mark.parametrize("family", slowly(ZOO))
 def test_every_text_is_that_of_peft(family: str, tmp_path: Path) -> None:
-    check_company(random_model(family, seed=3), greedy, tmp_path)
+    check_mixed_batches(random_model(family, seed=3), greedy, tmp_path)
 
 
 # Of one token: Transformers' cache keeps the last `window - 1`, by a slice that means all where that is none. The text
@@ -37,4 +37,4 @@ ODD: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("family", "changes"), ODD + WINDOWS, ids=str)
 def test_odd_configurations(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     oracle = whole_text_greedy if (family, changes) in WINDOWS else greedy
-    check_company(random_model(family, seed=3, changes=changes), oracle, tmp_path)
+    check_mixed_batches(random_model(family, seed=3, changes=changes), oracle, tmp_path)

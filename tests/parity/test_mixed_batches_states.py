@@ -1,4 +1,4 @@
-"""Families with mixers that keep a state, under everything at once (`support/company.py`)."""
+"""Families with mixers that keep a state, under everything at once (`support/mixed_batches.py`)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.company import check_company, slowly
 from support.exact_states import whole_text_greedy
+from support.mixed_batches import check_mixed_batches, slowly
 from support.zoo import HYBRIDS, random_model
 
 
 @pytest.mark.parametrize("family", slowly(HYBRIDS))
 def test_every_text_is_that_of_peft(family: str, tmp_path: Path) -> None:
-    check_company(random_model(family, seed=3), whole_text_greedy, tmp_path)
+    check_mixed_batches(random_model(family, seed=3), whole_text_greedy, tmp_path)
 
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -33,4 +33,4 @@ ODD: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "changes"), ODD, ids=str)
 def test_odd_configurations(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    check_company(random_model(family, seed=3, changes=changes), whole_text_greedy, tmp_path)
+    check_mixed_batches(random_model(family, seed=3, changes=changes), whole_text_greedy, tmp_path)

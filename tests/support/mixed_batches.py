@@ -50,7 +50,7 @@ def slowly(families: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in families]
 
 
-def check_company(model: PreTrainedModel, oracle: Oracle, tmp_path: Path) -> None:
+def check_mixed_batches(model: PreTrainedModel, oracle: Oracle, tmp_path: Path) -> None:
     """Every text is that of PEFT."""
     base = make_dense(model)
     world = World(base, tmp_path)
