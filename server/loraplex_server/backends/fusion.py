@@ -215,9 +215,9 @@ def _attention_forward(module: nn.Module, ops: FusedOps, proven: dict[int, Rotat
     if rotate is None:
         return None
     names = {**forward.__globals__, ROTATE: rotate}
-    twin = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    twin.__kwdefaults__ = forward.__kwdefaults__
-    return MethodType(twin, module)
+    rebound = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    rebound.__kwdefaults__ = forward.__kwdefaults__
+    return MethodType(rebound, module)
 
 
 def _rotates_halves(own: Rotate, ops: FusedOps, like: Tensor) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from loraplex_adapters.weights import AdapterWeights, SavedParameter
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.experts import AdaptedModule, AdaptedRouter
-from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedLinear, AdaptedNorm, OwnRows, twin
+from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedLinear, AdaptedNorm, OwnRows, with_parameters
 from loraplex_server.layers.lora import FactorTable, Segment, SegmentedLora
 from loraplex_server.layers.transfer import upload
 
@@ -147,7 +147,7 @@ class AdapterSlots:
             values = {name: one.values for name, one in parameters.items()}
             if module is None:
                 module = self._norms[path].adapted()
-                module.saved[slot] = twin(module.base, values)
+                module.saved[slot] = with_parameters(module.base, values)
                 if path in self.norm_ptrs:
                     self.norm_ptrs[path][slot] = values["weight"].data_ptr()
             else:
@@ -161,7 +161,7 @@ class AdapterSlots:
                     if _has_all_rows(parameters) and module.table is not None:
                         module.table.own[:, slot] = torch.tensor(own.addresses())
                 elif isinstance(module, AdaptedEmbedding):
-                    module.saved[slot] = twin(module.base, values), rows
+                    module.saved[slot] = with_parameters(module.base, values), rows
                 else:
                     raise ValueError(f"a saved parameter for {path}, which takes low-rank terms alone")
             self._saved[slot].append(module.saved)

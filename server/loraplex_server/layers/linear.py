@@ -223,8 +223,8 @@ def rotated(x: Tensor, blocks: Tensor) -> Tensor:
     return torch.matmul(parts, blocks).transpose(0, 1).reshape(x.shape)
 
 
-def twin(module: nn.Module, own: Mapping[str, Tensor]) -> nn.Module:
-    """The module with these parameters in the place of its own. It shares the others, and has its class's forward."""
+def with_parameters(module: nn.Module, own: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of the module with these parameters. It shares the others, and has its class's forward."""
     found = copy.copy(module)
     found.__dict__.pop("forward", None)  # a fused one has the base's parameters
     if isinstance(found, nn.Embedding):
@@ -297,7 +297,7 @@ class AdaptedEmbedding(Wrapper):
         self.out_features = base.embedding_dim
         self.table: FactorTable | None = None
         self.num_installed = 0
-        self.saved: dict[int, tuple[nn.Module, Tensor | None]] = {}  # by adapter slot: a twin, and the rows that it has
+        self.saved: dict[int, tuple[nn.Module, Tensor | None]] = {}  # by adapter slot: a copy, and the rows that it has
 
     def forward(self, input_ids: Tensor) -> Tensor:
         y: Tensor = self.base(input_ids)

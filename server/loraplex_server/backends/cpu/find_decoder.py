@@ -1,8 +1,7 @@
-"""Search for a native decoder: common layers, packed and proven beside native twins.
+"""Search for a native decoder: common layers, packed and compared with native ones.
 
 Structure alone proves nothing: a model may scale its residuals or norms in another way. So every layer runs once beside
-its native twin, with the packed weights that will be served. Where one differs, the model's own code computes all of
-them.
+a native one, with the packed weights that will be served. Where one differs, the model's own code computes all of them.
 """
 
 from __future__ import annotations
@@ -285,7 +284,7 @@ class _Proven:
 
 
 class LayerProof:
-    """Comparison of layers with their native twins on random states.
+    """Comparison of layers with native ones on random states.
 
     Each layer is compared in the model's dtype, with the packed weights that will be served. Rounding hides small
     differences there. So the first one is compared in float32 too, and the others have to compute its very bits when
@@ -304,7 +303,7 @@ class LayerProof:
         self._first: _Proven | None = None
 
     def check(self, layer: nn.Module, weights: LayerWeights) -> None:
-        """Raises _NoMatch where the next layer computes something else than its twin with these weights."""
+        """Raises _NoMatch where the next layer computes something else than a native one with these weights."""
         self._compare(layer, weights, self._shape, self._own)
         if self._shape.dtype != torch.float32 and not self._is_like_first(layer, weights):
             wide, shape = copy.deepcopy(layer).float(), replace(self._shape, dtype=torch.float32, format=None)
@@ -325,9 +324,9 @@ class LayerProof:
         return torch.equal(first.computed, _computed(layer, spec, self._wide, first.values))
 
     def _compare(self, layer: nn.Module, weights: LayerWeights, shape: StackShape, inputs: _Inputs) -> Tensor:
-        """The layer's output. Raises _NoMatch where its twin adds something else to the states."""
+        """The layer's output. Raises _NoMatch where a native one adds something else to the states."""
         expected = _computed(layer, weights.attention, inputs)
-        found = compare("decoder", expected, _twin(weights, shape, inputs, self._kernels), base=inputs.states)
+        found = compare("decoder", expected, _native_output(weights, shape, inputs, self._kernels), base=inputs.states)
         if not found.is_equal:
             raise _NoMatch(
                 f"layer {self._idx} computes something else ({found.error:.1%} apart in {_name(shape.dtype)})"
@@ -341,7 +340,7 @@ def _values(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def _known_values(layer: nn.Module) -> set[str]:
-    """Names of the values that a native twin has too."""
+    """Names of the values that a native layer has too."""
     modules = (*LINEARS, *_norms(layer).values())
     return {f"{module}.{name}" for module in modules for name, _ in layer.get_submodule(module).named_parameters()}
 
@@ -389,15 +388,15 @@ def _computed(
     return output
 
 
-def _twin(weights: LayerWeights, shape: StackShape, inputs: _Inputs, kernels: NativeKernels) -> Tensor:
+def _native_output(weights: LayerWeights, shape: StackShape, inputs: _Inputs, kernels: NativeKernels) -> Tensor:
     """A native layer's output."""
     context, spec = StepContext(), weights.attention
-    twin = NativeStack(kernels, shape, [weights], context)
+    stack = NativeStack(kernels, shape, [weights], context)
     pages = torch.zeros(1, NUM_TOKENS, spec.num_kv_heads, spec.k_dim, dtype=shape.dtype)
-    twin.bind([LayerKv(pages, pages.clone())])
+    stack.bind([LayerKv(pages, pages.clone())])
     context.attention = plan_spans(_one_span())
     with torch.inference_mode():
-        return twin(inputs.states.clone(), position_embeddings=inputs.rotary)
+        return stack(inputs.states.clone(), position_embeddings=inputs.rotary)
 
 
 def _attend_plainly(spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
