@@ -436,13 +436,13 @@ def _with_speculation(given: dict[str, Any]) -> dict[str, Any]:
     whole = given.get("speculation")
     if not isinstance(whole, Speculation):
         return given
-    said = {
+    parts = {
         "speculation": whole.kind,
         "max_draft_tokens": whole.max_draft_tokens,
         "fixed_draft_length": whole.fixed_length,
     }
     rest = {name: value for name, value in given.items() if name != "speculation"}
-    for name, value in said.items():
+    for name, value in parts.items():
         if value is None:
             continue
         if name in rest:
@@ -473,14 +473,14 @@ _TAKEN: Final = {
 
 def _put_grammar(message: inference_pb2.Grammar, wanted: Grammar) -> None:
     given: Any = wanted  # a caller without a type checker gives anything
-    said = {kind: getattr(given, kind) for kind in _GRAMMARS} if isinstance(given, Grammar) else {}
-    said = {kind: value for kind, value in said.items() if value is not None}
-    if len(said) != 1:
+    kinds = {kind: getattr(given, kind) for kind in _GRAMMARS} if isinstance(given, Grammar) else {}
+    kinds = {kind: value for kind, value in kinds.items() if value is not None}
+    if len(kinds) != 1:
         raise InvalidArgument(
             f"grammar takes a loraplex.Grammar of one kind ({', '.join(_GRAMMARS)}), not {_shown(given)}",
             field="grammar",
         )
-    ((kind, value),) = said.items()
+    ((kind, value),) = kinds.items()
     path = _GRAMMARS[kind]
     if kind in ("json_schema", "structural_tag") and _is_mapping(value):
         value = _as_json(value, f"grammar.{path}")

@@ -38,11 +38,11 @@ class History:
         """Goes back to what the chat began with."""
         self.messages = [*self._first]
 
-    def _request(self, said: str | Message, options: GenerateOptions) -> tuple[Message, GenerateOptions]:
+    def _request(self, message: str | Message, options: GenerateOptions) -> tuple[Message, GenerateOptions]:
         """The new message, and the options of its turn. Raises InvalidArgument where these have other messages."""
         if options.get("messages") is not None:
             raise InvalidArgument("a turn has the messages of its chat; change `chat.messages`", field="messages")
-        new: Message = {"role": "user", "content": said} if isinstance(said, str) else said
+        new: Message = {"role": "user", "content": message} if isinstance(message, str) else message
         whole: Any = {**self.options, **options, "messages": [*self.messages, new]}
         return new, cast("GenerateOptions", whole)
 

@@ -334,9 +334,9 @@ class Answer:
     def __repr__(self) -> str:
         """Fields that say something, long values cut."""
         given: Any = self
-        said = ((one.name, one.default, getattr(self, one.name)) for one in fields(given))
+        values = ((one.name, one.default, getattr(self, one.name)) for one in fields(given))
         shown = [
-            f"{name}={_SHORT.repr(value)}" for name, default, value in said if value not in (default, (), "", None)
+            f"{name}={_SHORT.repr(value)}" for name, default, value in values if value not in (default, (), "", None)
         ]
         return f"{type(self).__name__}({', '.join(shown)})"
 

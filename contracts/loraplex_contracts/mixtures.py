@@ -78,9 +78,10 @@ class Recipe:
     @property
     def digest(self) -> str:
         merge = self.merge
-        said = (merge.strategy, merge.density.hex(), merge.majority_sign, "" if merge.seed is None else str(merge.seed))
+        seed = "" if merge.seed is None else str(merge.seed)
+        parts = (merge.strategy, merge.density.hex(), merge.majority_sign, seed)
         pairs = tuple(zip(self.keys, self.mixture.weights, strict=True))
-        return _digest(b"loraplex merge\x01", pairs, "\n".join(said).encode())
+        return _digest(b"loraplex merge\x01", pairs, "\n".join(parts).encode())
 
     @property
     def name(self) -> str:

@@ -178,7 +178,7 @@ def _wait(spec: ClusterSpec, before: Collection[str], wait_s: float, say: Say) -
     gives up, no longer has them or was given others, DeadlineExceeded after `wait_s`."""
     from loraplex_fleet import cluster
 
-    until_s, failed_until_s, said = time.monotonic() + wait_s, math.inf, ""
+    until_s, failed_until_s, reported = time.monotonic() + wait_s, math.inf, ""
     while True:
         found = cluster.status(spec.name, before)
         if cluster.was_replaced(spec):  # asked after the status, which may be the other one's
@@ -194,12 +194,12 @@ def _wait(spec: ClusterSpec, before: Collection[str], wait_s: float, say: Say) -
             if found.is_decided or time.monotonic() > min(failed_until_s, until_s):
                 raise FailedPrecondition(found.failure)
         missing = [f"{part.kind}s: {part.why}" for part in found.parts if not part.is_complete]
-        if (text := "; ".join(missing)) != said:
+        if (text := "; ".join(missing)) != reported:
             say(text)
-            said = text
+            reported = text
         if time.monotonic() > until_s:
             raise DeadlineExceeded(
-                f"not all of it serves after {wait_s:.0f} s: {said}; it goes on, see `loraplex status`"
+                f"not all of it serves after {wait_s:.0f} s: {reported}; it goes on, see `loraplex status`"
             )
         time.sleep(LOOK_S)
 

@@ -241,8 +241,8 @@ class Calls:
             error = error if suggesting is typed else suggesting
         if isinstance(typed := _typed(error), QuotaExceeded):
             self.metrics.quota_refused(typed.metadata.get("quota", ""))
-        said = "" if typed is None else typed.metadata.get("request_id", "")
-        call.record.request_id = call.request_id or said or uuid.uuid4().hex
+        upstream_id = "" if typed is None else typed.metadata.get("request_id", "")
+        call.record.request_id = call.request_id or upstream_id or uuid.uuid4().hex
         if typed is not None:
             call.record.fail(typed)
         code = error.code if isinstance(error, LoraplexError) else Code(error.code.value[0])

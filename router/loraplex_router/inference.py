@@ -427,12 +427,12 @@ class InferenceRelay:
 
     def _settle(self, call: Call, cls: type[_Answer], answer: bytes) -> None:
         """Takes in what the answer says that it took, and charges the tenant for it."""
-        said = cls.FromString(answer)
-        usage = said.usage
-        call.record.adapter_digest = said.adapter_digest
+        response = cls.FromString(answer)
+        usage = response.usage
+        call.record.adapter_digest = response.adapter_digest
         call.record.num_output_tokens = usage.completion_tokens
-        call.record.first_token_s = said.timings.time_to_first_token_s or None
-        _note_usage(call.record, usage, said.timings)
+        call.record.first_token_s = response.timings.time_to_first_token_s or None
+        _note_usage(call.record, usage, response.timings)
         drafted, accepted = usage.drafted_tokens, usage.accepted_tokens
         self._activity.tokens(call.record.worker_id, usage.completion_tokens, drafted, accepted, time.monotonic())
         if call.ticket is not None and call.ticket.counts_tokens:

@@ -119,19 +119,19 @@ class FileMembership:
         return members
 
     async def changes(self) -> AsyncIterator[tuple[Member, ...]]:
-        said = ""
+        last_warning = ""
         while True:
             await asyncio.sleep(self._interval_s)
             try:
                 raw = await asyncio.to_thread(self._read)
                 if raw == self._raw:
-                    said = ""
+                    last_warning = ""
                     continue
                 members = members_of(raw)
             except (OSError, LoraplexError) as error:
-                said = _say_once(said, f"{self._path} cannot be used: {_reason(error)}")
+                last_warning = _warn_once(last_warning, f"{self._path} cannot be used: {_reason(error)}")
                 continue
-            self._raw, said = raw, ""
+            self._raw, last_warning = raw, ""
             yield members
 
     def _read(self) -> bytes:
@@ -188,15 +188,15 @@ class DnsMembership:
         return ()  # the resolver may take its time, and the name may come later
 
     async def changes(self) -> AsyncIterator[tuple[Member, ...]]:
-        said = ""
+        last_warning = ""
         try:
             while True:
                 try:
                     members = await self._named(dns_members(await self._resolve(self._host, self._port)))
                 except (OSError, UnicodeError) as error:  # UnicodeError: a label of more than 63 characters
-                    said = _say_once(said, f"{self._host} cannot be resolved: {_reason(error)}")
+                    last_warning = _warn_once(last_warning, f"{self._host} cannot be resolved: {_reason(error)}")
                 else:
-                    said = ""
+                    last_warning = ""
                     if members != self._members:
                         self._members = members
                         yield members
@@ -298,7 +298,7 @@ def _reason(error: Exception) -> str:
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
-def _say_once(said: str, text: str) -> str:
-    if text != said:
+def _warn_once(last_warning: str, text: str) -> str:
+    if text != last_warning:
         log.warning("%s %s; the workers stay as they are", FLAG, text)
     return text

@@ -94,8 +94,8 @@ class LimitedProcess:
         try:
             with _killed_after(timeout_s, process, is_late):
                 conn.send_bytes(json.dumps(question).encode())
-                said = conn.recv_bytes(MAX_ANSWER_BYTES)
-            answer = json.loads(said)
+                reply = conn.recv_bytes(MAX_ANSWER_BYTES)
+            answer = json.loads(reply)
             if answer is None:
                 raise EOFError  # of memory
             if "failure" in answer:
@@ -211,14 +211,14 @@ def main(fd: int) -> None:
 
 def _answer(conn: Any, answer: Answer, question: bytes) -> None:
     try:
-        said = json.dumps({"answer": answer(json.loads(question))}).encode()
+        reply = json.dumps({"answer": answer(json.loads(question))}).encode()
     except (MemoryError, RecursionError):
-        said = b"null"
+        reply = b"null"
     except Exception as error:
         with contextlib.suppress(OSError):  # a file, which may be full or over this process's bound
             traceback.print_exc()
-        said = json.dumps({"failure": f"{type(error).__name__}: {error}"}).encode()
-    conn.send_bytes(said)
+        reply = json.dumps({"failure": f"{type(error).__name__}: {error}"}).encode()
+    conn.send_bytes(reply)
 
 
 def _lower(kind: int, value: int, *, is_final: bool = True) -> None:

@@ -8,7 +8,7 @@ def error_line(error: Exception, *, instead_of_code: str = "serve a model that T
     beside a checkpoint."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     # The first line of some only introduces the second.
-    told = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    if "custom code" in told:
+    message = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    if "custom code" in message:
         return f"it is code beside the checkpoint, which is never run here; {instead_of_code}"
-    return told if " " in told else f"{type(error).__name__}: {told}"
+    return message if " " in message else f"{type(error).__name__}: {message}"

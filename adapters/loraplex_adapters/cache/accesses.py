@@ -37,8 +37,8 @@ class Accesses:
         if not origin.token:
             return place
         # None of the parts has a line feed.
-        said = "\n".join((tenant, place, origin.token)).encode()
-        return place + hmac.new(self._key, said, hashlib.sha256).hexdigest()
+        identity = "\n".join((tenant, place, origin.token)).encode()
+        return place + hmac.new(self._key, identity, hashlib.sha256).hexdigest()
 
     def use(self, name: str, tenant: str) -> list[str]:
         """Notes that this tenant asks for `name`. Returns the names to forget where the tenant has too many."""

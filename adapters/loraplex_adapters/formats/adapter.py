@@ -94,8 +94,8 @@ def plan_adapter(files: AdapterFiles, targets: BaseTargets, *, with_templates: b
         else:
             template = ignored_template(files.names)
     unused = (f"comes with {template}, which is not used: the base model's chat template is",) if template else ()
-    said = (*(lora.warnings if lora else ()), *(heads.warnings if heads else ()), *unused)
-    return AdapterPlan(layout, lora, heads, tuple(dict.fromkeys(said)))
+    warnings = (*(lora.warnings if lora else ()), *(heads.warnings if heads else ()), *unused)
+    return AdapterPlan(layout, lora, heads, tuple(dict.fromkeys(warnings)))
 
 
 def _layout(dtype: str, lora: LoraPlan | None, heads: HeadsPlan | None) -> AdapterLayout:

@@ -349,9 +349,9 @@ def _warnings(config: MedusaConfig, shape: HeadsShape, targets: BaseTargets) -> 
         "num_layers": (config.num_layers, shape.num_layers),
         "hidden_size": (config.hidden_size, shape.hidden_size),
     }
-    for what, (said, is_there) in found.items():
-        if said is not None and said != is_there:
-            warnings.append(f"says {what} = {said} in its {MODEL_CONFIG_NAME}; its tensors say {is_there}")
+    for name, (declared, actual) in found.items():
+        if declared is not None and declared != actual:
+            warnings.append(f"says {name} = {declared} in its {MODEL_CONFIG_NAME}; its tensors say {actual}")
     return warnings
 
 

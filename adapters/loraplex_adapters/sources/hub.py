@@ -111,9 +111,9 @@ class _Repository(RemoteFolder):
                 if len(data) > MAX_INFO_BYTES:
                     raise AdapterInvalid(f"the Hub describes it in more than {MAX_INFO_BYTES} bytes")
         try:
-            said = parse_object(bytes(data), "the Hub's description", MAX_INFO_BYTES)
-            self._commit = _checked(_COMMIT, said["sha"])
-            self.files = {str(one["rfilename"]): _described(one) for one in said["siblings"]}
+            description = parse_object(bytes(data), "the Hub's description", MAX_INFO_BYTES)
+            self._commit = _checked(_COMMIT, description["sha"])
+            self.files = {str(one["rfilename"]): _described(one) for one in description["siblings"]}
         except (AdapterInvalid, KeyError, TypeError, ValueError) as error:
             raise unavailable(f"the Hub did not describe {self.name!a} as it describes repositories") from error
 

@@ -123,8 +123,8 @@ def show(
         terminal.write_json([asdict(row) for row in rows])
         return
     for row in rows:
-        said = {key: value for key, value in asdict(row).items() if value not in ("", (), 0)}
-        terminal.write_table(("WHAT", "VALUE"), [(key.replace("_", " "), _words(value)) for key, value in said.items()])
+        info = {key: value for key, value in asdict(row).items() if value not in ("", (), 0)}
+        terminal.write_table(("WHAT", "VALUE"), [(key.replace("_", " "), _words(value)) for key, value in info.items()])
 
 
 @adapters.command()

@@ -215,14 +215,14 @@ class Form:
 
     def grammar(self) -> Grammar | None:
         """The grammar that the flags ask for. Raises InvalidArgument for two of them, or a file that cannot be read."""
-        said: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name)}
-        compact = said.pop("compact", False)
-        if len(said) > 1:
-            flags = " and ".join(f"--{name.replace('_', '-')}" for name in said)
+        kinds: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name)}
+        compact = kinds.pop("compact", False)
+        if len(kinds) > 1:
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in kinds)
             raise InvalidArgument(f"a text has one form; give one of {flags}", field="grammar")
-        for name in said.keys() & {"json_schema", "lark", "gbnf", "structural_tag"}:
-            said[name] = read_text(said[name], flag=f"--{name.replace('_', '-')}")
-        return Grammar(**said, compact=compact) if said else None
+        for name in kinds.keys() & {"json_schema", "lark", "gbnf", "structural_tag"}:
+            kinds[name] = read_text(kinds[name], flag=f"--{name.replace('_', '-')}")
+        return Grammar(**kinds, compact=compact) if kinds else None
 
 
 @with_flags
@@ -299,9 +299,9 @@ def _conversation(system: str | None, messages: Any, text: str | None) -> list[M
     """The messages of a chat. Raises InvalidArgument for a file that has no list."""
     if not isinstance(messages, (list, tuple)):
         raise InvalidArgument("the file of --messages must have a list of messages", field="--messages")
-    said: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-    said += cast("Sequence[Message]", messages)
-    return said if text is None else [*said, {"role": "user", "content": text}]
+    conversation: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    conversation += cast("Sequence[Message]", messages)
+    return conversation if text is None else [*conversation, {"role": "user", "content": text}]
 
 
 def _read(prompt: str) -> str:

@@ -290,8 +290,8 @@ class Drafting:
 
 def options_of(*groups: Any) -> GenerateOptions:
     """The options that are set in the dataclasses `groups`; those that are unset are left out."""
-    said = {one.name: getattr(group, one.name) for group in groups for one in fields(group)}
-    return cast(GenerateOptions, {name: value for name, value in said.items() if _is_given(value)})
+    values = {one.name: getattr(group, one.name) for group in groups for one in fields(group)}
+    return cast(GenerateOptions, {name: value for name, value in values.items() if _is_given(value)})
 
 
 def _is_given(value: object) -> bool:

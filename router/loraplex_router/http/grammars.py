@@ -18,15 +18,15 @@ def grammar_of(fields: Mapping[str, Any]) -> pb.Grammar | None:
     several must ask for the same, as clients for old and new servers do. Raises InvalidArgument, or Unimplemented, with
     the field's name."""
     found: pb.Grammar | None = None
-    said = ""
+    field = ""
     for name, make in _FIELDS.items():
         if (value := fields.get(name)) is None or (grammar := make(value, name)) is None:
             continue
         if found is not None:
             if not _are_same(found, grammar):
-                raise InvalidArgument(f"`{said}` and `{name}` ask for two grammars: leave one of them out", field=name)
+                raise InvalidArgument(f"`{field}` and `{name}` ask for two grammars: leave one of them out", field=name)
             continue
-        found, said = grammar, name
+        found, field = grammar, name
     return found
 
 

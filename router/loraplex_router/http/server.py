@@ -195,13 +195,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _refuse(self) -> None:
         """Answers what cannot be read, whose sender has no credential."""
-        said = "Invalid HTTP request received."
+        message = "Invalid HTTP request received."
         peer = join_address(*self.client) if self.client else ""
-        self._refusals.note(RequestRecord("HTTP request", peer=peer), InvalidArgument(said))
+        self._refusals.note(RequestRecord("HTTP request", peer=peer), InvalidArgument(message))
         cycle = self.cycle
         is_in_body = cycle and cycle.more_body and not (cycle.response_started or self.pipeline)
         if not cycle or cycle.response_complete or is_in_body:
-            self.send_400_response(said)
+            self.send_400_response(message)
         else:
             self._close()  # the client of the request under way would take a 400 for that one's answer
 

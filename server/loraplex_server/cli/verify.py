@@ -184,8 +184,8 @@ def _peft_logits(
             warnings.simplefilter("ignore")
             peft: Any = PeftModel.from_pretrained(model, str(folder)).eval()
     except Exception as error:
-        said = (str(error) or type(error).__name__).splitlines()[0]
-        raise AdapterUnsupported(f"PEFT cannot load it, so nothing can be compared: {said}") from error
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise AdapterUnsupported(f"PEFT cannot load it, so nothing can be compared: {reason}") from error
     assert isinstance(peft, nn.Module)
     ids, logits = torch.tensor(prompts), torch.empty(0)
     num_prompt_tokens = ids.shape[1]

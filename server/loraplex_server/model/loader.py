@@ -284,18 +284,18 @@ def generation_defaults(model: PreTrainedModel) -> dict[str, float]:
     """Sampling options that the model's generation config sets to values which a request could send: temperature 0
     where it says not to sample, or names one that is as good as 0. Others are named in the log."""
     config = getattr(model, "generation_config", None)
-    said: dict[str, Any] = {} if config is None else config.to_diff_dict()
+    settings: dict[str, Any] = {} if config is None else config.to_diff_dict()
     # With one seed for all, every request for a text would get the same one.
     names = [name for name in SAMPLING_OPTIONS if name != "seed"]
-    found = {name: said[name] for name in names if isinstance(said.get(name), (int, float))}
-    if said.get("do_sample") is False:
+    found = {name: settings[name] for name in names if isinstance(settings.get(name), (int, float))}
+    if settings.get("do_sample") is False:
         found = {name: value for name, value in found.items() if name.endswith("_penalty")} | {"temperature": 0.0}
     if 0 < found.get("temperature", 0) < MIN_TEMPERATURE:
         found["temperature"] = 0.0
     usable = {name: value for name, value in found.items() if SAMPLING_OPTIONS[name].is_ok(value)}
     for name in found.keys() - usable.keys():
         log.warning("the generation config has %s = %s, which cannot be used: the default holds", name, found[name])
-    if others := [name for name, idle in _NOT_APPLIED.items() if said.get(name, idle) not in (idle, None, 0, [])]:
+    if others := [name for name, idle in _NOT_APPLIED.items() if settings.get(name, idle) not in (idle, None, 0, [])]:
         log.warning("the generation config has %s, which a server does not apply", ", ".join(others))
     return usable
 

@@ -211,9 +211,9 @@ def _choose_layers(fields: Fields) -> None:
     num_sharing: int = fields.get(_SHARING) or 0  # the last layers, which take keys and values of those before
     kinds: dict[str, int] = {}
     for idx in range(count):
-        said = [repr(value[idx]) for name, value in lists.items() if name not in indices]
-        said += [str(idx in value) for value in indices.values()] + [repr(own.get(idx)), str(idx < count - num_sharing)]
-        kinds.setdefault("|".join(said), idx)
+        kind = [repr(value[idx]) for name, value in lists.items() if name not in indices]
+        kind += [str(idx in value) for value in indices.values()] + [repr(own.get(idx)), str(idx < count - num_sharing)]
+        kinds.setdefault("|".join(kind), idx)
     chosen = sorted({*list(kinds.values())[: MAX_LAYERS - 1], *range(count)[-1:]})
     wanted = 2
     if not lists and not indices:

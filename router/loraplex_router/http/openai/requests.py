@@ -390,9 +390,9 @@ def not_a_text(part: Any, where: str) -> InvalidArgument:
     """The error for a part of a message's content, with what it is."""
     kind = cast("dict[str, Any]", part).get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and not kind.endswith("text") and kind not in (*THOUGHTS, "refusal"):
-        told = (
+        reason = (
             f"`{where}` has a part of type {ascii(kind)[:40]}: images, audio and files are not served, with any model"
         )
     else:
-        told = f"`{where}` takes a text, or parts of type text only"
-    return InvalidArgument(told, field=where)
+        reason = f"`{where}` takes a text, or parts of type text only"
+    return InvalidArgument(reason, field=where)
