@@ -117,10 +117,10 @@ def _plan_lora(files: AdapterFiles, tensors: Sequence[TensorInfo], targets: Base
             f"{tensors[0].where} is not a tensor of a Medusa head, no {CONFIG_NAME} says that it is a LoRA's, and no "
             "tensor is left out silently"
         )
-    stranger = next((tensor for tensor in tensors if tensor.file != tensors[0].file), None)
-    if stranger is not None:
+    misplaced = next((tensor for tensor in tensors if tensor.file != tensors[0].file), None)
+    if misplaced is not None:
         raise AdapterInvalid(
-            f"{stranger.where} is not a tensor of a Medusa head; a LoRA's tensors must lie in one file"
+            f"{misplaced.where} is not a tensor of a Medusa head; a LoRA's tensors must lie in one file"
         )
     fields = parse_peft_fields(read_all(files.open(CONFIG_NAME), MAX_CONFIG_BYTES))
     by_name = {tensor.name: tensor for tensor in tensors}

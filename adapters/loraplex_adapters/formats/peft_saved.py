@@ -122,10 +122,10 @@ def plan_parameter(tensor: TensorInfo, path: str, name: str, targets: BaseTarget
 def _check_originals(originals: list[PlannedSaved], saved: list[PlannedSaved], targets: BaseTargets) -> None:
     """Raises AdapterUnsupported for an original that nothing takes the place of."""
     places = {(one.shape.path, one.shape.name) for one in saved}
-    stranger = next((one for one in originals if (one.shape.path, one.shape.name) not in places), None)
-    if stranger is not None:
+    unpaired = next((one for one in originals if (one.shape.path, one.shape.name) not in places), None)
+    if unpaired is not None:
         raise AdapterUnsupported(
-            f"{stranger.tensor.where} is a parameter of {targets.model_id!a} itself, without the adapter's own beside "
+            f"{unpaired.tensor.where} is a parameter of {targets.model_id!a} itself, without the adapter's own beside "
             "it, and no tensor is left out silently"
         )
 

@@ -35,10 +35,10 @@ def check_tokens(files: AdapterFiles, plan: LoraPlan, targets: BaseTargets) -> N
         own = _added_in(data) if name == TOKENIZER_NAME else parse_object(data, name, MAX_TOKENIZER_BYTES)
         differing = {one: token_id for one, token_id in own.items() if base.get(one) != token_id}
         # Beyond the embedding there are no rows, and PEFT's model fails at such a token.
-        stranger = next((one for one, at in differing.items() if type(at) is not int or at < targets.vocab_size), None)
-        if stranger is not None:
+        unknown = next((one for one, at in differing.items() if type(at) is not int or at < targets.vocab_size), None)
+        if unknown is not None:
             raise AdapterUnsupported(
-                f"{name} beside the adapter has the token {stranger[:80]!a} ({own[stranger]!r:.20}), which the "
+                f"{name} beside the adapter has the token {unknown[:80]!a} ({own[unknown]!r:.20}), which the "
                 f"tokenizer of {targets.model_id!a} does not have, and the adapter has rows of the embedding or the "
                 "head: an adapter's own tokenizer is not served; give the base model that tokenizer"
             )

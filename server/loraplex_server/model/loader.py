@@ -271,9 +271,9 @@ def eos_token_ids_of(model: PreTrainedModel) -> tuple[int, ...]:
         if found is None:
             continue
         ids: Any = found if isinstance(found, list | tuple) else [found]
-        if stranger := [one for one in ids if type(one) is not int]:
+        if invalid := [one for one in ids if type(one) is not int]:
             raise UnsupportedModel(
-                f"{model.config.name_or_path} cannot be served: its `eos_token_id` has {stranger[0]!r:.40}, which is "
+                f"{model.config.name_or_path} cannot be served: its `eos_token_id` has {invalid[0]!r:.40}, which is "
                 "no token id; write an integer or a list of integers"
             )
         return tuple(one for one in ids if 0 <= one < 1 << 31)  # -1 stands for none
