@@ -209,15 +209,15 @@ def _to_try(world: World, address: str, url: str) -> str:
 def _serving(
     world: World, port: int, report: Report, ending: Ending, http: Http = NO_HTTP
 ) -> AbstractAsyncContextManager[Serving | None]:
-    given = {flag.parameter: flag.default for flag in flags_of(WorkerConfig)}
+    params = {flag.parameter: flag.default for flag in flags_of(WorkerConfig)}
     # One thread: products of a model this small end before a second thread has woken up.
-    given |= {"adapters": world.adapters_root, "port": port, "drain": 2.0, "log_level": "error", "threads": 1}
-    given["draft_model"] = [f"{draft.name}={world.draft_path(draft.name)}" for draft in world.drafts]
+    params |= {"adapters": world.adapters_root, "port": port, "drain": 2.0, "log_level": "error", "threads": 1}
+    params["draft_model"] = [f"{draft.name}={world.draft_path(draft.name)}" for draft in world.drafts]
     if http.http_port is not None:
-        given["stream_wait"] = 0.0  # each step by itself, so that the page knows which tokens were drafts
-    config = worker_config(str(world.base_path), given)
+        params["stream_wait"] = 0.0  # each step by itself, so that the page knows which tokens were drafts
+    config = worker_config(str(world.base_path), params)
     ending.listen()
-    return serving(config, child_spec(config.engine.model.model, given), 1, "", report.progress, ending, http)
+    return serving(config, child_spec(config.engine.model.model, params), 1, "", report.progress, ending, http)
 
 
 async def _ask(address: str, world: World, num_records: int) -> Run:

@@ -73,10 +73,10 @@ def with_settings(
         own = [one for one in inspect.signature(body, eval_str=True).parameters.values() if one.name != context.name]
         takes_context = context.name in inspect.signature(body).parameters
 
-        def run(ctx: typer.Context, **given: Any) -> None:
-            del given[parameter.name]  # it was read
+        def run(ctx: typer.Context, **params: Any) -> None:
+            del params[parameter.name]  # it was read
             try:
-                body(**given, **({context.name: ctx} if takes_context else {}))
+                body(**params, **({context.name: ctx} if takes_context else {}))
             except InvalidArgument as error:
                 raise explained(ctx, error) from error
 

@@ -125,11 +125,11 @@ def parameters_of(flags: list[Flag]) -> list[inspect.Parameter]:
     ]
 
 
-def configure(cls: type, flags: list[Flag], given: Mapping[str, Any], fixed: Mapping[tuple[str, ...], Any]) -> Any:
-    """An instance of `cls` from what the command line gave, plus the values of `fixed` by path."""
+def configure(cls: type, flags: list[Flag], params: Mapping[str, Any], fixed: Mapping[tuple[str, ...], Any]) -> Any:
+    """An instance of `cls` from click's parameters by name, plus the values of `fixed` by path."""
     values: dict[tuple[str, ...], Any] = dict(fixed)
     for flag in flags:
-        value = given[flag.parameter]
+        value = params[flag.parameter]
         parse = functools.partial(parse_bytes, flag=flag.flag) if flag.is_bytes else flag.parse
         if _is_repeated(flag):
             value = tuple(typing.cast(list[str], value or ()))
@@ -139,9 +139,9 @@ def configure(cls: type, flags: list[Flag], given: Mapping[str, Any], fixed: Map
     return _build(cls, values, ())
 
 
-def config_of(cls: type, /, **given: Any) -> Any:
-    """An instance of `cls` from what the command line gave for all its flags; further values are ignored."""
-    return configure(cls, list(flags_of(cls)), given, {})
+def config_of(cls: type, /, **params: Any) -> Any:
+    """An instance of `cls` from the parameters of all its flags; others are ignored."""
+    return configure(cls, list(flags_of(cls)), params, {})
 
 
 def arguments_of(config: Any) -> list[str]:
@@ -166,7 +166,7 @@ def flag_arguments(flag: Flag, value: Any) -> list[str]:
 
 
 def with_raw_flags(flags: list[Flag]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator for typer: a parameter for each flag takes the place of the function's `**given`. Its values are not
+    """A decorator for typer: a parameter for each flag takes the place of the function's `**params`. Its values are not
     parsed yet."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -189,10 +189,10 @@ def with_flags(body: Callable[..., None]) -> Callable[..., None]:
         else:
             parameters.append(parameter)
 
-    def run(**given: Any) -> None:
+    def run(**params: Any) -> None:
         for name, (cls, flags) in groups.items():
-            given[name] = configure(cls, flags, {flag.parameter: given.pop(flag.parameter) for flag in flags}, {})
-        body(**given)
+            params[name] = configure(cls, flags, {flag.parameter: params.pop(flag.parameter) for flag in flags}, {})
+        body(**params)
 
     run.__name__, run.__doc__ = body.__name__, body.__doc__
     return with_signature(run, parameters)

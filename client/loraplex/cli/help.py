@@ -27,8 +27,8 @@ class Command(TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The usage line's parts, which errors of wrong command lines show too."""
-        given = [one for one in self.get_params(ctx) if one.param_type_name == "argument"]
-        return ["[OPTIONS]", *(_name(one) if one.required else f"[{_name(one)}]" for one in given)]
+        arguments = [one for one in self.get_params(ctx) if one.param_type_name == "argument"]
+        return ["[OPTIONS]", *(_name(one) if one.required else f"[{_name(one)}]" for one in arguments)]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from rich.console import Console  # late: most runs print no help

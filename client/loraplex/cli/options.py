@@ -136,13 +136,13 @@ class Connection:
 def complete_adapter(ctx: typer.Context, incomplete: str) -> list[str]:
     """Adapters of the server that the command line, or the environment, names; none, and no words, where it does not
     answer: they would land in the user's command line."""
-    log, given = logging.getLogger("loraplex"), cast("Any", ctx.params)
+    log, params = logging.getLogger("loraplex"), cast("Any", ctx.params)
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        connection = configure(Connection, list(flags_of(Connection)), given, {})
+        connection = configure(Connection, list(flags_of(Connection)), params, {})
         quick = replace(connection, timeout_s=_TAB_S, connect_timeout_s=_TAB_S, retries=0)
-        with quick.client(given["server"]) as client:
+        with quick.client(params["server"]) as client:
             return [one.adapter_id for one in client.adapters.list(prefix=incomplete)]
     except LoraplexError:
         return []

@@ -113,25 +113,25 @@ async def serving(
         await ending.drain(children.stop(config.drain_s), lambda: children.stop(0.0, grace_s=2.0))
 
 
-def child_spec(model: str, given: Mapping[str, Any], worker_token: str = "") -> ChildSpec:
+def child_spec(model: str, params: Mapping[str, Any], worker_token: str = "") -> ChildSpec:
     """The command of a worker for `model` with the flags as they were given. Its port for metrics follows the router's.
     With a `worker_token` it accepts calls only with that token."""
-    command = (sys.executable, "-m", "loraplex", "worker", *worker_arguments(model, given))
+    command = (sys.executable, "-m", "loraplex", "worker", *worker_arguments(model, params))
     if worker_token:
         from loraplex_runtime.auth import token_digest  # late: it imports gRPC
 
         command += ("--router-digest", token_digest(worker_token))
-    router_port: int | None = given["metrics_port"]
+    router_port: int | None = params["metrics_port"]
     return ChildSpec(command, router_port and router_port + 1)
 
 
-def worker_arguments(model: str, given: Mapping[str, Any]) -> list[str]:
+def worker_arguments(model: str, params: Mapping[str, Any]) -> list[str]:
     """The command line of a child: the flags as given, without those that are the router's."""
     # The router's line for a request says what the worker's would.
     arguments = [model, "--json", "--host", "127.0.0.1", "--announce", "0", "--no-request-log"]
-    arguments += ["--metrics-host", given["metrics_host"] or given["host"]]
+    arguments += ["--metrics-host", params["metrics_host"] or params["host"]]
     for flag in FLAGS:
-        value = given[flag.parameter]
+        value = params[flag.parameter]
         is_default_switch = isinstance(value, bool) and value is flag.default
         if flag.parameter not in ROUTER_ONLY and value is not None and not is_default_switch:
             arguments += flag_arguments(flag, value)
@@ -150,9 +150,9 @@ def _router_config(config: WorkerConfig, addresses: list[str], worker_token: str
     )
 
 
-def _given_config(*, model: str | None, workers: int, **given: Any) -> tuple[WorkerConfig, Http]:
-    http = configure(Http, HTTP_FLAGS, given, {})
-    config = worker_config(model or "", given)
+def _read_config(*, model: str | None, workers: int, **params: Any) -> tuple[WorkerConfig, Http]:
+    http = configure(Http, HTTP_FLAGS, params, {})
+    config = worker_config(model or "", params)
     if workers > 1 and config.engine.adapters.store_dir is not None:
         raise InvalidArgument("--adapter-store belongs to one worker; leave it out with --workers above 1")
     most = 65535 - workers
@@ -161,7 +161,7 @@ def _given_config(*, model: str | None, workers: int, **given: Any) -> tuple[Wor
     return config, http
 
 
-@with_settings("serve", _given_config)
+@with_settings("serve", _read_config)
 @with_raw_flags([*FLAGS, *HTTP_FLAGS])
 def serve(
     ctx: typer.Context,
@@ -177,7 +177,7 @@ def serve(
         ),
     ] = 1,
     json: JsonFlag = False,
-    **given: Any,
+    **params: Any,
 ) -> None:
     """Serve a base model with its adapters: a router and its workers on this machine.
 
@@ -185,7 +185,7 @@ def serve(
     """
     report = Report("server", as_json=json)
     try:
-        config, http = _given_config(model=model, workers=workers, **given)
+        config, http = _read_config(model=model, workers=workers, **params)
         raise_file_limit()
         import_grpc(config.engine.log_format)
         from loraplex_runtime.logs import setup_logging
@@ -194,14 +194,14 @@ def serve(
         if config.engine.log_format == "json":
             report.use_log()
         with report:
-            code = asyncio.run(_serve(model, config, workers, given, report, http))
+            code = asyncio.run(_serve(model, config, workers, params, report, http))
     except LoraplexError as error:
         code = report.failed(explained(ctx, error))
     sys.exit(code)
 
 
 async def _serve(
-    model: str, config: WorkerConfig, num_workers: int, given: Mapping[str, Any], report: Report, http: Http
+    model: str, config: WorkerConfig, num_workers: int, params: Mapping[str, Any], report: Report, http: Http
 ) -> int:
     """Serves until SIGTERM, SIGINT or SIGHUP; a second one ends it at once. Returns the exit status."""
     # With credentials in front, the workers behind believe this router only, by a token that never leaves it: they know
@@ -209,7 +209,7 @@ async def _serve(
     token = "" if config.auth_file is None else secrets.token_urlsafe(32)
     ending = Ending()
     ending.listen()
-    spec = child_spec(model, given, token)
+    spec = child_spec(model, params, token)
     async with serving(config, spec, num_workers, token, report.progress, ending, http) as served:
         if served is None:
             return ending.status

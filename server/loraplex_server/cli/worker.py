@@ -29,21 +29,21 @@ ModelArgument = Annotated[str, typer.Argument(help="Directory of a Hugging Face 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Report progress as JSON lines.", rich_help_panel=LOGS)]
 
 
-def worker_config(model: str, given: dict[str, Any], router_digest: str = "") -> WorkerConfig:
+def worker_config(model: str, params: dict[str, Any], router_digest: str = "") -> WorkerConfig:
     """The configuration of a worker. Raises InvalidArgument, with a sentence that names the flag."""
     fixed = {("engine", "model", "model"): model, ("router_digest",): router_digest}
-    return configure(WorkerConfig, FLAGS, given, fixed)
+    return configure(WorkerConfig, FLAGS, params, fixed)
 
 
-def _given_config(
-    *, model: str | None, supervised: bool, on_orphan: str, router_digest: str, **given: Any
+def _read_config(
+    *, model: str | None, supervised: bool, on_orphan: str, router_digest: str, **params: Any
 ) -> tuple[WorkerConfig, float]:
     """The configuration, and the seconds of --on-orphan."""
     drain_s = orphan_drain_s(on_orphan, is_supervised=supervised)
-    return worker_config(model or "", given, router_digest), drain_s
+    return worker_config(model or "", params, router_digest), drain_s
 
 
-@with_settings("worker", _given_config)
+@with_settings("worker", _read_config)
 @with_raw_flags(FLAGS)
 def worker(
     ctx: typer.Context,
@@ -57,7 +57,7 @@ def worker(
     placement: Annotated[
         str, typer.Option("--placement", hidden=True, help="INDEX/COUNT: which of the workers of this machine it is.")
     ] = "0/1",
-    **given: Any,
+    **params: Any,
 ) -> None:
     """Start one worker: a base model with its adapters behind gRPC.
 
@@ -65,8 +65,8 @@ def worker(
     """
     report = Report("worker", as_json=json)
     try:
-        config, drain_s = _given_config(
-            model=model, supervised=supervised, on_orphan=on_orphan, router_digest=router_digest, **given
+        config, drain_s = _read_config(
+            model=model, supervised=supervised, on_orphan=on_orphan, router_digest=router_digest, **params
         )
         if supervised:
             end_with_supervisor(drain_s)
