@@ -195,6 +195,14 @@ class AdapterInUse(FailedPrecondition, reason="ADAPTER_IN_USE"):
     """An adapter that was to be unloaded only if no request uses it."""
 
 
+def adapter_in_use(adapter_id: str, num_requests: int) -> AdapterInUse:
+    return AdapterInUse(
+        f"adapter {adapter_id!a} is in use (requests: {num_requests}); unload it later, or without `if_unused` to let "
+        "them end",
+        resource=adapter_id,
+    )
+
+
 class AdapterInvalid(FailedPrecondition, reason="ADAPTER_INVALID"):
     """Files that are not a well-formed adapter: malformed safetensors, missing or unusable configuration."""
 

@@ -18,7 +18,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TypeVar
 
-from loraplex_contracts.errors import AdapterInUse, AdapterNotFound, DigestMismatch, Draining, Internal, WorkerLost
+from loraplex_contracts.errors import AdapterNotFound, DigestMismatch, Draining, Internal, WorkerLost, adapter_in_use
 from loraplex_proto.paging import MAX_PAGE_SIZE, ListQuery, Page, last_of_page, visible_part
 from loraplex_proto.services import ADAPTERS, path_of
 from loraplex_proto.v1 import adapter_pb2
@@ -155,11 +155,7 @@ class AdapterFanOut:
         answers = await self._ask(call, question, self._routable(), method="GetAdapter")
         num_running = sum(row.running_requests for row in answers.rows)
         if num_running:
-            raise AdapterInUse(
-                f"adapter {adapter_id!a} is in use (requests: {num_running}); unload it later, or without `if_unused` "
-                "to let them end",
-                resource=adapter_id,
-            )
+            raise adapter_in_use(adapter_id, num_running)
 
     async def get(self, call: Call, raw: bytes) -> bytes:
         adapter_id = _named(call, adapter_pb2.GetAdapterRequest, raw)

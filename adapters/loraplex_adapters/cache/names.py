@@ -45,7 +45,6 @@ from loraplex_contracts.adapters import (
     name_in,
 )
 from loraplex_contracts.errors import (
-    AdapterInUse,
     AdapterLoadsBusy,
     AdapterMemoryFull,
     AdapterNotFound,
@@ -56,6 +55,7 @@ from loraplex_contracts.errors import (
     LoraplexError,
     QuotaExceeded,
     SourceUnavailable,
+    adapter_in_use,
     adapter_not_found,
     adapter_version_not_found,
 )
@@ -216,11 +216,7 @@ class AdapterTable:
             raise adapter_not_found(name)
         num_holds = 0 if key is None else self.residency.records[key].holds[base]
         if if_unused and num_holds:
-            raise AdapterInUse(
-                f"adapter {name!a} is in use (requests: {num_holds}); unload it later, or without `if_unused` to let "
-                "them end",
-                resource=name,
-            )
+            raise adapter_in_use(name, num_holds)
         if version is None:
             for version in self.versions.forget(name):
                 self._forget(f"{name}@{version.digest}")
