@@ -25,7 +25,7 @@ from loraplex_contracts.errors import LoraplexError
 from loraplex_demo.world import MAX_NEW_TOKENS, Case, World, committed_world, open_world
 from loraplex_proto.services import DEFAULT_PORT
 from loraplex_runtime.flags import flags_of
-from loraplex_runtime.shutdown import Ending
+from loraplex_runtime.shutdown import Ending, ends_before
 from loraplex_server.cli.report import Report
 from loraplex_server.cli.serve import NO_HTTP, Http, Serving, child_spec, serving
 from loraplex_server.cli.worker import worker_config
@@ -166,14 +166,7 @@ async def run_batch(world: World, num_records: int, report: Report) -> Run | int
             return ending.status
         report.progress("asking")
         asking = asyncio.ensure_future(_ask(served.address, world, num_records))
-        stopping = asyncio.ensure_future(ending.asked.wait())
-        try:
-            await asyncio.wait({asking, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            return asking.result() if asking.done() else ending.status
-        finally:
-            asking.cancel()
-            stopping.cancel()
-            await asyncio.gather(asking, stopping, return_exceptions=True)
+        return asking.result() if await ends_before(asking, ending.asked) else ending.status
 
 
 async def _serve(world: World, port: int, report: Report, http: Http) -> int:

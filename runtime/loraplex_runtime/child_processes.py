@@ -14,6 +14,7 @@ from typing import Any, Final
 from loraplex_contracts.errors import FailedPrecondition, LoraplexError
 from loraplex_runtime.config import child_environment
 from loraplex_runtime.reports import Progress, failure_of, report_of
+from loraplex_runtime.shutdown import ends_before
 
 log = logging.getLogger(__name__)
 
@@ -81,16 +82,9 @@ class Children:
         Raises the error that a child reported."""
         for number in range(self._num_children):
             starting = asyncio.ensure_future(self._start_one(number, self._spec.port, self._on_progress))
-            stopping = asyncio.ensure_future(stop.wait())
-            try:
-                await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-                if not starting.done():
-                    return None
-                self._children.append(starting.result())
-            finally:  # also when this task is cancelled: nothing else awaits the two
-                starting.cancel()
-                stopping.cancel()
-                await asyncio.gather(starting, stopping, return_exceptions=True)
+            if not await ends_before(starting, stop):
+                return None
+            self._children.append(starting.result())
         return [child.address for child in self._children]
 
     async def watch(self) -> None:

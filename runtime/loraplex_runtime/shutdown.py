@@ -69,16 +69,22 @@ class Ending:
     async def drain(self, gently: Coroutine[Any, Any, None], at_once: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Runs `gently`; when asked a second time, before or meanwhile, `at_once` in its place."""
         draining = asyncio.ensure_future(gently)
-        hurrying = asyncio.ensure_future(self._at_once.wait())
-        try:
-            await asyncio.wait({draining, hurrying}, return_when=asyncio.FIRST_COMPLETED)
-            if draining.done():
-                return draining.result()
-        finally:
-            hurrying.cancel()
-            draining.cancel()
-            await asyncio.gather(draining, hurrying, return_exceptions=True)
+        if await ends_before(draining, self._at_once):
+            return draining.result()
         return await at_once()
+
+
+async def ends_before(task: asyncio.Future[Any], event: asyncio.Event) -> bool:
+    """True when `task` has ended. False where `event` is set first: `task` is cancelled then, and has ended as well."""
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        return task.done()
+    finally:  # also when the caller is cancelled: nothing else awaits the task
+        waiting.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 # --- death of the parent ----------------------------------------------------------------------------------------------
