@@ -24,11 +24,10 @@ from loraplex_adapters.store import check_store
 from loraplex_adapters.weights import AdapterWeights
 from loraplex_contracts.adapters import S3_SOURCE
 from loraplex_runtime.reports import Progress
-from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cpu.cores import default_num_threads
-from loraplex_server.backends.cuda.graphs import GraphShape
 from loraplex_server.backends.registry import choose_attention, choose_backend, make_attention
 from loraplex_server.config import AdaptersConfig, EngineConfig, hub_token, reads_unsigned
+from loraplex_server.engine.capacity import capacity_of, captured_shapes
 from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.engine.take_over import take_over
@@ -41,18 +40,7 @@ from loraplex_server.layers.attention import KvCache, ModelSpec, kv_block_bytes
 from loraplex_server.layers.quantization import FORMATS
 from loraplex_server.model.loader import LoadedModel, generation_defaults, load_model, resolve_device
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel, served_model
-from loraplex_server.model.memory import (
-    STATE_SHARE,
-    fitting,
-    free_memory_bytes,
-    kv_budget_bytes,
-    layer_bytes,
-    num_kv_blocks,
-    num_spare_states,
-    num_state_slots,
-    state_slot_bytes,
-    step_bytes,
-)
+from loraplex_server.model.memory import fitting
 from loraplex_server.model.places import models_of, reaching_hub
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.sampling.sampler import Sampler
@@ -145,20 +133,11 @@ def assemble(
     places = config.adapters
     has_adapters = bool(places.root or places.hub or places.buckets) or served.heads is not None
     drafts = load_drafts(config, loaded, served, progress)  # the KV cache takes most of what they leave
-    free_bytes = free_memory_bytes(loaded.device)
-    num_slots = state_slots(config, loaded, free_bytes, has_adapters=has_adapters)
-    num_spare = num_spare_states(num_slots, batch.max_running)
-    states_bytes = (num_slots + num_spare) * state_slot_bytes(loaded)
-    num_blocks = kv_blocks(config, loaded, free_bytes - states_bytes, has_adapters=has_adapters)
-    progress(f"{num_blocks * block_size:,} tokens of KV cache in {loaded.dtype_name} on {loaded.device}")
-    if num_slots:
-        fewer = f"; so no more than {num_slots} completions run at a time" if num_slots < batch.max_running else ""
-        progress(f"{num_slots} slots for recurrent states, {state_slot_bytes(loaded) / 2**20:.1f} MiB each{fewer}")
-    max_context_tokens = _max_context_tokens(spec.max_context_tokens, num_blocks, block_size, progress)
+    capacity = capacity_of(config, loaded, progress, has_adapters=has_adapters)
     with fitting("steps beside the KV cache", loaded.device, NO_ROOM_FOR_STEPS):
         runner = ModelRunner(
             loaded,
-            _kv_cache(loaded, num_blocks, block_size),
+            _kv_cache(loaded, capacity.num_blocks, block_size),
             make_attention(config.model.attention, backend, spec.layers, loaded.dtype),
             slots,
             Sampler(
@@ -170,7 +149,7 @@ def assemble(
                 noisy_argmax=backend.noisy_argmax(),
             ),
             max_rows=batch.max_running,
-            states=loaded.state_memory(num_slots, num_spare),
+            states=loaded.state_memory(capacity.num_state_slots, capacity.num_spare_states),
         )
         if loaded.device.type == "cuda":
             runner.warm_up(batch.max_step_tokens, progress)
@@ -178,7 +157,11 @@ def assemble(
                 heads.warm_up()
         runner.capture(captured_shapes(config, backend), progress)
         step_costs = step_costs or measure_runner(
-            runner, max_rows=batch.max_running, num_blocks=num_blocks, block_size=block_size, progress=progress
+            runner,
+            max_rows=batch.max_running,
+            num_blocks=capacity.num_blocks,
+            block_size=block_size,
+            progress=progress,
         )
     manager = _manager(loaded, config.adapters, slots, heads, notify, served.heads)
     target = Target(loaded, served, runner, manager, heads, drafts)
@@ -187,18 +170,18 @@ def assemble(
         SchedulerConfig(
             max_running=batch.max_running,
             max_step_tokens=batch.max_step_tokens,
-            max_context_tokens=max_context_tokens,
+            max_context_tokens=capacity.max_context_tokens,
             max_queued=batch.max_queued,
             max_queue_wait_s=batch.max_queue_wait_s,
             model_digest=loaded.model_id,
             rope=spec.rope,
         ),
-        BlockPool(num_blocks, block_size, prefix_caching=config.kv.prefix_caching),
+        BlockPool(capacity.num_blocks, block_size, prefix_caching=config.kv.prefix_caching),
         manager,
         frozenset(spec.eos_token_ids),
-        StatePool(num_slots) if num_slots else None,
+        StatePool(capacity.num_state_slots) if capacity.num_state_slots else None,
     )
-    info = _model_info(loaded, config, served, max_context_tokens, speculator)
+    info = _model_info(loaded, config, served, capacity.max_context_tokens, speculator)
     return Engine(info, scheduler, manager, runner, speculator, grammars=grammars)
 
 
@@ -254,14 +237,6 @@ def _grammars(served: ServedModel, spec: ModelSpec, notify: Callable[[], None]) 
     return Grammars(compiler, notify, Checker(tokenizer))
 
 
-def captured_shapes(config: EngineConfig, backend: Backend) -> list[GraphShape]:
-    """The steps that are captured as CUDA graphs."""
-    if not config.model.cuda_graphs:
-        return []
-    batch = config.batch
-    return backend.graph_shapes(batch.max_running, config.speculation.max_draft_tokens, batch.max_step_tokens)
-
-
 def _manager(
     loaded: LoadedModel,
     config: AdaptersConfig,
@@ -306,52 +281,3 @@ def _remote_source(config: AdaptersConfig) -> AdapterSource | None:
         hub = HubSource(config.hub_endpoints, hub_token(), hosts, with_templates=config.templates)
     s3 = S3Source(config.buckets, with_templates=config.templates, unsigned=reads_unsigned())
     return RoutedSource({S3_SOURCE: s3}, hub)
-
-
-def state_slots(config: EngineConfig, loaded: LoadedModel, free_bytes: int, *, has_adapters: bool) -> int:
-    """State slots where `free_bytes` are free beside the weights; 0 where layers keep no states. Raises OutOfMemory."""
-    if not loaded.states:
-        return 0
-    budget = config.kv.state_bytes
-    if budget is None:
-        budget = int(STATE_SHARE * _kv_budget_bytes(config, loaded, free_bytes, has_adapters=has_adapters))
-    return num_state_slots(budget, loaded, config.batch.max_running)
-
-
-def _kv_budget_bytes(config: EngineConfig, loaded: LoadedModel, free_bytes: int, *, has_adapters: bool) -> int:
-    if config.kv.memory_bytes is not None:
-        return config.kv.memory_bytes
-    reserved = config.adapters.device_bytes if has_adapters else 0
-    if loaded.device.type != "cpu":
-        reserved += step_bytes(loaded, config.batch.max_step_tokens, config.batch.max_running)
-        shapes = captured_shapes(config, loaded.backend)
-        reserved += loaded.backend.graph_bytes(shapes, loaded.spec, loaded.dtype)
-        # Graphs share memory of their own, beside that of eager steps.
-        reserved += layer_bytes(loaded, max((shape.num_tokens for shape in shapes), default=0))
-    return kv_budget_bytes(loaded.device.type, free_bytes, reserved)
-
-
-def kv_blocks(config: EngineConfig, loaded: LoadedModel, free_bytes: int, *, has_adapters: bool) -> int:
-    """Blocks of the KV cache where `free_bytes` are free beside the weights. `has_adapters`: their budget is kept free.
-    Raises OutOfMemory."""
-    kv, batch = config.kv, config.batch
-    budget = _kv_budget_bytes(config, loaded, free_bytes, has_adapters=has_adapters)
-    remedy = "give more with --kv-memory"
-    if kv.memory_bytes is None:
-        remedy = f"{free_bytes / 2**20:.0f} MiB are free: make room, or name a size with --kv-memory"
-        if has_adapters:
-            remedy += f", or keep less than {config.adapters.device_bytes / 2**20:.0f} MiB with --adapter-device-memory"
-    per_row = -(-loaded.spec.max_context_tokens // kv.block_size)
-    block_bytes = kv_block_bytes(loaded.spec, kv.block_size, loaded.dtype.itemsize)
-    return num_kv_blocks(budget, block_bytes, batch.max_running * per_row + 2, remedy)
-
-
-def _max_context_tokens(of_model: int, num_blocks: int, block_size: int, progress: Progress) -> int:
-    """The model's context, or as much of it as the whole KV cache holds."""
-    num_kv_tokens = (num_blocks - 1) * block_size  # block 0 is for padding
-    if num_kv_tokens < of_model:
-        progress(
-            f"a request may have {num_kv_tokens:,} tokens, all that the KV cache holds, and not the model's "
-            f"{of_model:,}; give more with --kv-memory"
-        )
-    return min(of_model, num_kv_tokens)

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.engine_config import ADAPTERS, BLOCK_SIZE, config_of
 from support.native_kernels import native_kernels
 from support.native_models import native_model
 from support.replay import calls_again
 from support.sweep import default_config, make_model, shorten
 from support.world import TinyWorld
-from support.zoo import MAX_LEN, random_model
+from support.zoo import MAX_LEN
 from torch import nn
 from transformers import masking_utils
 
@@ -22,71 +23,22 @@ from loraplex_contracts.request import CompletionEnd, Request, StoppingParams, T
 from loraplex_runtime.reports import Progress
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cpu import backend as cpu_backend
-from loraplex_server.backends.cpu.backend import CpuBackend
 from loraplex_server.backends.cpu.native.library import Library, Loaded, NativeStatus
-from loraplex_server.backends.cuda.backend import CudaBackend
-from loraplex_server.backends.cuda.graphs import GraphShape, StepGraphs, capture_steps, graph_bytes, graph_shapes
+from loraplex_server.backends.cuda.graphs import GraphShape, StepGraphs, capture_steps, graph_shapes
 from loraplex_server.backends.registry import choose_backend
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, SpeculationConfig
 from loraplex_server.engine import assembly as build
+from loraplex_server.engine import capacity
 from loraplex_server.engine.pipe import Submit
-from loraplex_server.layers.attention import kv_block_bytes, num_blocks_for
 from loraplex_server.layers.linear import AdaptedHead
 from loraplex_server.layers.quantization import FORMATS, INT4, INT8, WeightFormat
 from loraplex_server.layers.step import StepResources
 from loraplex_server.model import loader, self_test
 from loraplex_server.model.loaded_model import LoadedModel
-from loraplex_server.model.loader import adopt_model
 from loraplex_server.model.medusa_model import ServedModel
-from loraplex_server.model.memory import CPU_KV_BYTES, layer_bytes, step_bytes
 from loraplex_server.model.tiny import tiny_config
 from loraplex_server.speculation.build import Drafts
 from loraplex_server.speculation.draft_model import Drafter
-
-BLOCK_SIZE = 16
-ADAPTERS = AdaptersConfig(device_bytes=1 << 20, host_bytes=1 << 20, disk_bytes=1 << 20, num_device_slots=2)
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    torch.set_num_threads(1)
-    return adopt_model(random_model("llama"))
-
-
-@pytest.fixture(scope="module")
-def block_bytes(loaded: LoadedModel) -> int:
-    return kv_block_bytes(loaded.spec, BLOCK_SIZE, loaded.dtype.itemsize)
-
-
-def config_of(
-    memory_bytes: int | None, max_running: int = 4, max_step_tokens: int = 64, adapters: AdaptersConfig = ADAPTERS
-) -> EngineConfig:
-    kv = KvConfig(block_size=BLOCK_SIZE, memory_bytes=memory_bytes)
-    return EngineConfig(ModelConfig("./none"), kv, BatchConfig(max_running, max_step_tokens), adapters)
-
-
-def blocks(config: EngineConfig, loaded: LoadedModel, free_bytes: int = 1 << 40) -> int:
-    return build.kv_blocks(config, loaded, free_bytes, has_adapters=True)
-
-
-def on_cuda(loaded: LoadedModel) -> LoadedModel:
-    """The model as if on CUDA, for arithmetic only."""
-    return replace(loaded, device=torch.device("cuda"), backend=CudaBackend())
-
-
-def test_what_is_given_is_what_is_taken(loaded: LoadedModel, block_bytes: int) -> None:
-    config = config_of(7 * block_bytes + 1)
-    assert blocks(config, loaded) == blocks(config, on_cuda(loaded)) == 7
-
-
-def test_no_more_than_all_rows_could_fill(loaded: LoadedModel) -> None:
-    assert blocks(config_of(1 << 40), loaded) == 4 * MAX_LEN // BLOCK_SIZE + 2
-
-
-def test_two_blocks_are_too_few(loaded: LoadedModel, block_bytes: int) -> None:
-    assert blocks(config_of(3 * block_bytes), loaded) == 3
-    with pytest.raises(OutOfMemory, match="--kv-memory"):
-        blocks(config_of(3 * block_bytes - 1), loaded)
 
 
 def test_a_cache_that_the_system_does_not_give(loaded: LoadedModel) -> None:
@@ -123,39 +75,6 @@ def test_where_the_memory_is_full_at_the_start(
         build.build_engine(config, lambda text: None, lambda: None)
 
 
-def test_a_cpu_gives_a_quarter_of_what_is_free(loaded: LoadedModel, block_bytes: int) -> None:
-    config = config_of(None)
-    assert blocks(config, loaded, 4 * 9 * block_bytes + ADAPTERS.device_bytes) == 9
-    with pytest.raises(OutOfMemory):
-        blocks(config, loaded, ADAPTERS.device_bytes - 1)
-    many = config_of(None, max_running=1 << 20, max_step_tokens=1 << 20)
-    assert blocks(many, loaded, 1 << 50) == num_blocks_for(loaded.spec, BLOCK_SIZE, loaded.dtype, CPU_KV_BYTES)
-
-
-def test_the_budget_of_adapters_is_kept_free_only_where_there_are_any(loaded: LoadedModel, block_bytes: int) -> None:
-    config = config_of(None)
-    assert build.kv_blocks(config, loaded, 4 * 9 * block_bytes, has_adapters=False) == 9
-    with pytest.raises(OutOfMemory, match="--adapter-device-memory"):
-        blocks(config, loaded, ADAPTERS.device_bytes - 1)
-    with pytest.raises(OutOfMemory) as without:
-        build.kv_blocks(config, loaded, block_bytes, has_adapters=False)
-    assert "--kv-memory" in without.value.message
-    assert "--adapter-device-memory" not in without.value.message
-
-
-@pytest.mark.parametrize("max_step_tokens", [64, 4096])
-def test_a_gpu_keeps_room_for_the_largest_step(max_step_tokens: int, loaded: LoadedModel, block_bytes: int) -> None:
-    config = config_of(None, max_running=64, max_step_tokens=max_step_tokens)
-    shapes = build.captured_shapes(config, CudaBackend())
-    graphs = graph_bytes(shapes, loaded.spec, loaded.dtype)
-    assert graphs > 0
-    largest = max(shape.num_tokens for shape in shapes)
-    assert largest == (192 if max_step_tokens == 64 else 2048)
-    graphs += layer_bytes(loaded, largest)
-    free = ADAPTERS.device_bytes + step_bytes(loaded, max_step_tokens, 64) + graphs + 100 * block_bytes
-    assert blocks(config, on_cuda(loaded), free) == 90
-
-
 def test_the_cache_gets_its_share_of_what_draft_models_leave(
     loaded: LoadedModel, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +85,7 @@ def test_the_cache_gets_its_share_of_what_draft_models_leave(
         return Drafts()
 
     monkeypatch.setattr(build, "load_drafts", load)
-    monkeypatch.setattr(build, "free_memory_bytes", lambda device: free[0])
+    monkeypatch.setattr(capacity, "free_memory_bytes", lambda device: free[0])
     said: list[str] = []
     build.assemble(loaded, config_of(None), said.append, lambda: None).close()
     assert said[0].startswith(f"{6 * BLOCK_SIZE} tokens of KV cache")
@@ -190,19 +109,9 @@ def test_where_adapters_may_come_from(
         asked.append(has_adapters)
         return 8
 
-    monkeypatch.setattr(build, "kv_blocks", blocks)
+    monkeypatch.setattr(capacity, "kv_blocks", blocks)
     build.assemble(loaded, config_of(None, adapters=adapters), lambda text: None, lambda: None).close()
     assert asked == [has_any]
-
-
-def test_steps_are_captured_on_a_gpu_unless_told_otherwise(loaded: LoadedModel) -> None:
-    config = config_of(None, max_running=8)
-    assert build.captured_shapes(config, CpuBackend()) == []
-    wanted = graph_shapes(8, config.speculation.max_draft_tokens, config.batch.max_step_tokens)
-    assert build.captured_shapes(config, CudaBackend()) == wanted
-    without = replace(config, model=replace(config.model, cuda_graphs=False))
-    assert build.captured_shapes(without, CudaBackend()) == []
-    assert graph_bytes([], loaded.spec, loaded.dtype) == 0
 
 
 def test_what_cannot_be_captured_is_said_at_the_start(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
