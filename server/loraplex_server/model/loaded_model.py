@@ -41,6 +41,36 @@ def _weights(module: AdaptedLinear | AdaptedEmbedding) -> tuple[Tensor, Tensor |
     return cast(Tensor, module.weight).detach().t(), None
 
 
+def _dense_target(path: str, module: AdaptedLinear | AdaptedEmbedding, digest: str, *, is_shared: bool) -> TargetModule:
+    """A linear or an embedding. `digest`: of its weight, where PEFT saves copies of that."""
+    is_linear = isinstance(module, AdaptedLinear)
+    return TargetModule(
+        path,
+        "linear" if is_linear else "embedding",
+        module.in_features,
+        module.out_features,
+        is_linear and module.is_conv1d,
+        is_linear and module.bias is not None,
+        is_shared=is_shared,
+        is_lookup=is_linear or module.is_lookup(),
+        weights=partial(_weights, module),
+        weight_sha256=digest,
+    )
+
+
+def _expert_target(path: str, module: AdaptedRouter | ExpertLinear) -> TargetModule:
+    """A router of experts, or one linear of all of them."""
+    is_router = isinstance(module, AdaptedRouter)
+    return TargetModule(
+        path,
+        "router" if is_router else "experts",
+        module.in_features,
+        module.out_features,
+        num_experts=0 if is_router else module.num_experts,
+        swaps_features=not is_router and module.swaps_features,
+    )
+
+
 def _tokens_of(model_id: str) -> Callable[[], Mapping[str, int]] | None:
     """Reads a model's tokenizer.json once, where it is on this machine."""
     found = cached_file(
@@ -95,35 +125,15 @@ class LoadedModel:
         uses = Counter(id(one.weight) for one in self.targets.values() if isinstance(one, AdaptedLinear))
         for path, module in self.targets.items():
             if isinstance(module, AdaptedRouter | ExpertLinear):
-                is_router = isinstance(module, AdaptedRouter)
-                modules[path] = TargetModule(
-                    path,
-                    "router" if is_router else "experts",
-                    module.in_features,
-                    module.out_features,
-                    num_experts=0 if is_router else module.num_experts,
-                    swaps_features=not is_router and module.swaps_features,
-                )
+                modules[path] = _expert_target(path, module)
                 continue
-            kind = "linear" if isinstance(module, AdaptedLinear) else "embedding"
-            is_conv1d = isinstance(module, AdaptedLinear) and module.is_conv1d
             digest = ""
             if isinstance(module, AdaptedHead) or path == self.embedding_path:
                 weight = cast(Tensor, module.weight)
                 digest = self.digests.get(path) or digests.get(weight.data_ptr()) or weight_sha256(weight)
                 digests[weight.data_ptr()] = digest
-            modules[path] = TargetModule(
-                path,
-                kind,
-                module.in_features,
-                module.out_features,
-                is_conv1d,
-                isinstance(module, AdaptedLinear) and module.bias is not None,
-                is_shared=isinstance(module, AdaptedLinear) and uses[id(module.weight)] > 1,
-                is_lookup=isinstance(module, AdaptedLinear) or module.is_lookup(),
-                weights=partial(_weights, module),
-                weight_sha256=digest,
-            )
+            is_shared = isinstance(module, AdaptedLinear) and uses[id(module.weight)] > 1
+            modules[path] = _dense_target(path, module, digest, is_shared=is_shared)
         spec = self.spec
         head = next((path for path, module in self.targets.items() if isinstance(module, AdaptedHead)), "")
         # The whole configuration's word: it is what Transformers ties by and PEFT asks, where a text's own differs.
