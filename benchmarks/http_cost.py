@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,14 +22,13 @@ from typing import Any
 import grpc.aio
 import psutil
 from results import Record, add_json_option, recording
-from systems import READY, Child
+from systems import HTTP_READY, READY, Child
 
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from support.fake_workers import FakeWorker
 
-HTTP_READY = re.compile(r"HTTP on ([\w.:\[\]-]+:\d+)")
 ENDLESS = 1_000_000
 WARM_UP_S = 1.0
 
@@ -60,6 +58,7 @@ def paced_worker(pace_s: float, *, in_step: bool = False) -> FakeWorker:
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
 
     worker = FakeWorker("paced")
+    worker.info["max_context_tokens"] = 2 * ENDLESS
     worker.stream = paced
     return worker
 
@@ -95,6 +94,9 @@ class Clients:
     async def read_http(self, counts: list[int], index: int, num_tokens: int = ENDLESS) -> None:
         reader, writer = await self.open_http(num_tokens)
         try:
+            status = await reader.readline()
+            if b" 200 " not in status:
+                raise RuntimeError(f"the router answers {status!r}")
             while data := await reader.read(1 << 16):
                 counts[index] += data.count(b"data: {")
                 if b"data: [DONE]" in data:
@@ -234,22 +236,18 @@ async def run(args: argparse.Namespace) -> None:
     worker = Child([sys.executable, __file__, "--serve-worker", "--pace-ms", str(args.pace_ms)], "the worker")
     router: Child | None = None
     try:
-        ready = READY.search(worker.hear())
-        assert ready is not None
-        command = [sys.executable, "-m", "loraplex", "router", "--worker", ready[1], "--port", "0"]
+        address = worker.hear_until(READY)[1]
+        command = [sys.executable, "-m", "loraplex", "router", "--worker", address, "--port", "0"]
         command += ["--http-port", "0", "--max-in-flight", str(args.idle + 100)]
         if args.core is not None:
             command = ["taskset", "-c", str(args.core), *command]
         router = Child(command, "the router", merged=True)
-        said = ""
-        while not (HTTP_READY.search(said) and READY.search(said)):
-            said += router.hear()
-        addresses = READY.search(said), HTTP_READY.search(said)
-        assert addresses[0] is not None
-        assert addresses[1] is not None
+        http_ready = router.hear_until(HTTP_READY)  # in one line with the address for gRPC
+        ready = READY.search(http_ready.string)
+        assert ready is not None
         if args.core is not None:
             os.sched_setaffinity(0, os.sched_getaffinity(0) - {args.core})
-        clients = Clients(addresses[0][1], addresses[1][1])
+        clients = Clients(ready[1], http_ready[1])
         with recording(args.json) as record:
             await measure(clients, psutil.Process(router.process.pid), args, record)
         await clients.close()

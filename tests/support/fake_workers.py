@@ -110,7 +110,7 @@ class FakeWorker:
         self.stream: Stream = default_stream
         self.unary: Unary = default_unary
         self.load = worker_pb2.Load()
-        self.info = {"model_id": "tiny", "dtype": "float32"}
+        self.info: dict[str, Any] = {"model_id": "tiny", "dtype": "float32", "max_context_tokens": 2048}
         self.adapters: dict[str, adapter_pb2.Adapter] = {}
         self.unknown: frozenset[str] = frozenset()  # adapters that no call finds
         self.adapter_error: LoraplexError | None = None  # of every call
@@ -302,7 +302,7 @@ class FakeWorker:
 
     async def _get_info(self, raw: bytes, context: Any) -> bytes:
         await _checked(inference_pb2.GetInfoRequest, validate.refuse_unhandled, raw, context)
-        answer = inference_pb2.GetInfoResponse(**self.info, role="worker", max_context_tokens=2048, vocab_size=256)
+        answer = inference_pb2.GetInfoResponse(**self.info, role="worker", vocab_size=256)
         return answer.SerializeToString()
 
     async def _watch_load(self, raw: bytes, context: Any) -> None:
