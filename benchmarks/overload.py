@@ -171,9 +171,7 @@ def main() -> None:
             os.sched_setaffinity(0, cores - {args.core})
         flags = ["--rows", str(args.rows), "--step-ms", str(args.step_ms)]
         child = Child([sys.executable, __file__, "serve-double", *flags], "the double")
-        found = READY.search(child.hear())
-        assert found is not None
-        address = found[1]
+        address = child.hear_until(READY)[1]
     if args.core is not None:
         os.sched_setaffinity(0, {args.core})
     try:

@@ -14,14 +14,13 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
 import grpc.aio
 import psutil
-from http_cost import ENDLESS, WARM_UP_S, cpu_s, paced_worker
+from http_cost import ENDLESS, WARM_UP_S, Read, cpu_s, paced_worker, streams
 from results import Record, add_json_option, recording
 from systems import READY, Child
 
@@ -92,30 +91,15 @@ def start_routers(stack: ExitStack, workers: list[str], args: argparse.Namespace
     for _ in range(args.routers):
         child = Child([*command, "--port", port], "a router", merged=True)
         stack.callback(child.close)
-        said = ""
-        while not (ready := READY.search(said)):
-            said += child.hear()
-        address = ready[1]
+        address = child.hear_until(READY)[1]
         port = address.rpartition(":")[2]
         processes.append(psutil.Process(child.process.pid))
     return Routers(processes, address)
 
 
-@asynccontextmanager
-async def streams(clients: list[Client], num: int, pace_s: float) -> AsyncIterator[list[int]]:
-    """`num` streams that do not keep step; their counts of messages."""
-    counts = [0] * num
-    tasks: list[asyncio.Future[None]] = []
-    for index in range(num):
-        tasks.append(asyncio.ensure_future(clients[index % len(clients)].read(counts, index)))
-        await asyncio.sleep(pace_s / num)
-    try:
-        await asyncio.sleep(WARM_UP_S)
-        yield counts
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+def read_by(clients: list[Client]) -> Read:
+    """Reads streams over these connections in turns."""
+    return lambda counts, index: clients[index % len(clients)].read(counts, index)
 
 
 async def cpu_by_message(routers: Routers, clients: list[Client], args: argparse.Namespace, record: Record) -> None:
@@ -123,7 +107,7 @@ async def cpu_by_message(routers: Routers, clients: list[Client], args: argparse
     costs: list[float] = []
     shares: list[list[float]] = []
     rates: list[float] = []
-    async with streams(clients, args.streams, args.pace_ms / 1000) as counts:
+    async with streams(read_by(clients), args.streams, args.pace_ms / 1000) as counts:
         for _ in range(args.rounds):
             before, num_before, start_s = routers.cpu_s(), sum(counts), time.perf_counter()
             await asyncio.sleep(args.seconds)
@@ -150,7 +134,7 @@ async def added_to_first_token(
     straight, through = Client(worker), Client(routers.address)
     direct_ms: list[float] = []
     routed_ms: list[float] = []
-    async with streams(clients, args.streams, args.pace_ms / 1000):
+    async with streams(read_by(clients), args.streams, args.pace_ms / 1000):
         for number in range(args.requests):
             adapter_id = ADAPTERS[number % len(ADAPTERS)] if args.adapters else ""
             direct_ms.append(1000 * await straight.first_token_s(adapter_id))
