@@ -27,7 +27,7 @@ from loraplex_runtime.reports import Progress
 from loraplex_server.backends.cpu.cores import default_num_threads
 from loraplex_server.backends.registry import choose_attention, choose_backend, make_attention
 from loraplex_server.config import AdaptersConfig, EngineConfig, hub_token, reads_unsigned
-from loraplex_server.engine.capacity import capacity_of, captured_shapes
+from loraplex_server.engine.capacity import Capacity, capacity_of, captured_shapes
 from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.engine.take_over import take_over
@@ -166,21 +166,7 @@ def assemble(
     manager = _manager(loaded, config.adapters, slots, heads, notify, served.heads)
     target = Target(loaded, served, runner, manager, heads, drafts)
     speculator = build_speculator(config, target, step_costs, progress)
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_running=batch.max_running,
-            max_step_tokens=batch.max_step_tokens,
-            max_context_tokens=capacity.max_context_tokens,
-            max_queued=batch.max_queued,
-            max_queue_wait_s=batch.max_queue_wait_s,
-            model_digest=loaded.model_id,
-            rope=spec.rope,
-        ),
-        BlockPool(capacity.num_blocks, block_size, prefix_caching=config.kv.prefix_caching),
-        manager,
-        frozenset(spec.eos_token_ids),
-        StatePool(capacity.num_state_slots) if capacity.num_state_slots else None,
-    )
+    scheduler = _scheduler(loaded, config, capacity, manager)
     info = _model_info(loaded, config, served, capacity.max_context_tokens, speculator)
     return Engine(info, scheduler, manager, runner, speculator, grammars=grammars)
 
@@ -190,6 +176,25 @@ def _kv_cache(loaded: LoadedModel, num_blocks: int, block_size: int) -> KvCache:
     num_bytes = num_blocks * kv_block_bytes(loaded.spec, block_size, loaded.dtype.itemsize)
     with fitting(f"{num_bytes / 2**20:,.0f} MiB of KV cache", loaded.device, "name fewer with --kv-memory"):
         return KvCache(loaded.spec, num_blocks, block_size, loaded.dtype, loaded.device)
+
+
+def _scheduler(loaded: LoadedModel, config: EngineConfig, capacity: Capacity, manager: AdapterManager) -> Scheduler:
+    batch = config.batch
+    return Scheduler(
+        SchedulerConfig(
+            max_running=batch.max_running,
+            max_step_tokens=batch.max_step_tokens,
+            max_context_tokens=capacity.max_context_tokens,
+            max_queued=batch.max_queued,
+            max_queue_wait_s=batch.max_queue_wait_s,
+            model_digest=loaded.model_id,
+            rope=loaded.spec.rope,
+        ),
+        BlockPool(capacity.num_blocks, config.kv.block_size, prefix_caching=config.kv.prefix_caching),
+        manager,
+        frozenset(loaded.spec.eos_token_ids),
+        StatePool(capacity.num_state_slots) if capacity.num_state_slots else None,
+    )
 
 
 def _model_info(
