@@ -152,7 +152,9 @@ def mixed_jobs(seed: int = 8, longest: int = 30) -> list[Job]:
     return [Job(prompt, NUM_TOKENS, adapters) for prompt, adapters in zip(prompts, uses, strict=True)]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "granite", "phi3", "mixtral"]
+)
 def test_mixed_batch_equals_peft(best: str, family: str, tmp_path: Path) -> None:
     adapted = make_adapted(tmp_path, family)
     rig = adapted.rig(seed=4, max_rows=6)
@@ -189,7 +191,7 @@ def same_bits(rig: Rig, job: Job, other_rig: Rig, other: Job) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_logits_have_the_same_bits_in_any_batch(isa: str, family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """A text has the same bits alone and together, cut into chunks of any size, in steps of a few tokens and of more
     than a hundred, with and without drafts, by one thread and by three."""
@@ -220,10 +222,13 @@ OTHER_INPUTS: dict[str, PeftConfig] = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_beside_richer_adapters_have_the_same_bits(best: str, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_rows_beside_richer_adapters_have_the_same_bits(
+    best: str, family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     """Some rows of a linear are computed by the model's own layers; DoRA, biases, saved norms and linears, scaled and
     rotated inputs and the adapters beside them by the stack."""
-    base = make_dense(native_model("llama", dtype))
+    base = make_dense(native_model(family, dtype))
     specs = (
         SPECS[0],
         *(spec for spec in RICH_SPECS if spec.name in ("dora", "saved-norms", "saved-head", "lora-bias")),

@@ -20,10 +20,13 @@ from support.zoo import random_model
 
 # Heads of 32, and features that pack in bfloat16.
 SIZES: Final = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32}
-# Families whose layers are of the one kind that a stack computes, and some of all other kinds.
-STACKED: Final = ("llama", "mistral", "qwen2", "qwen2-window", "qwen3")
+# Families whose layers are of the kinds that a stack computes, and some of all other kinds.
+STACKED: Final = (
+    *("llama", "mistral", "qwen2", "qwen2-window", "qwen3", "gemma", "gemma2", "gemma3", "granite", "phi3"),
+    *("smollm3", "exaone4"),
+)
 NOT_STACKED: Final = (
-    *("gemma", "gemma2", "gemma3", "phi3", "granite", "olmo2", "mixtral", "smollm3", "cohere", "gpt2"),
+    *("olmo2", "mixtral", "cohere", "gpt2"),
     *("gpt_oss", "llama4-chunks", "bloom", "mpt", "falcon", "falcon-alibi"),
 )
 

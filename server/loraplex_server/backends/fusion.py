@@ -34,6 +34,14 @@ class NormForm(NamedTuple):
     narrows: bool  # the normed values are rounded to the model's dtype before they are multiplied with the weight
 
 
+class Norm(NamedTuple):
+    """An RMS norm."""
+
+    weight: Tensor
+    eps: float
+    form: NormForm
+
+
 class FusedOps(Protocol):
     """Fused operations. Results, intermediate roundings included, equal those of the model's own code, so that texts
     equal Transformers'. Each raises TypeError for what it does not compute."""
@@ -96,9 +104,23 @@ def separate(modules: Sequence[nn.Module]) -> None:
 
 
 def _norm_forward(module: nn.Module, ops: FusedOps) -> Callable[..., Tensor] | None:
+    if (found := find_norm(module, ops)) is None:
+        return None
+    own = type(module).forward.__get__(module)
+    return partial(_norm, own=own, weight=found.weight, eps=found.eps, form=found.form, ops=ops)
+
+
+def norm_eps(norm: nn.Module) -> float | None:
+    """What an RMS norm adds to mean squares, by the names that modules have for it."""
+    found = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    return found if isinstance(found, float) else None
+
+
+def find_norm(module: nn.Module, ops: FusedOps) -> Norm | None:
+    """The norm that a module computes, in the form that rounds as it does; None where it is no RMS norm."""
     parameters = dict(module.named_parameters(recurse=False))
-    weight, eps = parameters.get("weight"), getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if weight is None or weight.dim() != 1 or len(parameters) != 1 or not isinstance(eps, float):
+    weight, eps = parameters.get("weight"), norm_eps(module)
+    if weight is None or weight.dim() != 1 or len(parameters) != 1 or eps is None:
         return None
     if isinstance(module, nn.LayerNorm) or next(module.children(), None) is not None:
         return None
@@ -107,11 +129,7 @@ def _norm_forward(module: nn.Module, ops: FusedOps) -> Callable[..., Tensor] | N
     found = [_norm_error(module, weight, eps, form, ops) for form in right]
     # The form with the smallest error rounds as the module does.
     best = min(range(len(found)), key=lambda idx: found[idx].error, default=None)
-    if best is None or not found[best].is_equal:
-        return None
-    form = right[best]
-    own = type(module).forward.__get__(module)
-    return partial(_norm, own=own, weight=weight, eps=eps, form=form, ops=ops)
+    return None if best is None or not found[best].is_equal else Norm(weight, eps, right[best])
 
 
 def _norm_error(module: nn.Module, weight: Tensor, eps: float, form: NormForm, ops: FusedOps) -> Comparison:

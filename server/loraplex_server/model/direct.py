@@ -7,6 +7,7 @@ model. A direct pass is used only where it gives the very bits of the model's ow
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -25,16 +26,18 @@ MAX_POSITIONS = 1 << 14
 class Rotary(Protocol):
     """A model's rotary embedding, which turns queries and keys by their positions."""
 
-    def __call__(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, x: Tensor, position_ids: Tensor, **named: str) -> tuple[Tensor, Tensor]: ...
 
 
 class RotaryTable:
     """Cosines and sines of a model's positions, computed once. Grows with the positions that come."""
 
-    def __init__(self, rotary: Rotary, like: Tensor) -> None:
-        """`like`: a tensor of the model's dtype, in which the model rounds them."""
+    def __init__(self, rotary: Rotary, like: Tensor, kind: str = "") -> None:
+        """`like`: a tensor of the model's dtype, in which the model rounds them. `kind`: of layers, where the model's
+        turn them in several ways."""
         self._rotary = rotary
         self._like = like
+        self._named = {"layer_type": kind} if kind else {}
         self._cos = self._sin = torch.empty(0, 0)
 
     def __call__(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,44 +53,54 @@ class RotaryTable:
         return self._cos.index_select(0, places).unsqueeze(0), self._sin.index_select(0, places).unsqueeze(0)
 
     def _compute(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self._rotary(self._like, position_ids=position_ids)
+        cos, sin = self._rotary(self._like, position_ids=position_ids, **self._named)
         return cos.to(torch.float32).contiguous(), sin.to(torch.float32).contiguous()
 
 
 class DirectForward:
     """Forward pass of embedding, decoder, norm and head, one after the other."""
 
-    def __init__(self, model: nn.Module, stem: nn.Module, head: str, rotary: RotaryTable) -> None:
+    def __init__(
+        self, model: nn.Module, stem: nn.Module, head: str, layers: Sequence[tuple[nn.Module, str]],
+        rotary: Mapping[str, RotaryTable],
+    ) -> None:  # fmt: skip
         """`stem`: what the list of layers is in. `head`: the path of the model's head. They are looked up in each
-        pass, since adapters' saved modules may take their places."""
+        pass, since adapters' saved modules may take their places. `layers`: modules of the native decoder, each with
+        its kind of rotation."""
         self._model = model
         self._stem = stem
         self._head = head
+        self._layers = layers
         self._rotary = rotary
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, head_rows: Tensor | None) -> Tensor:
         """input_ids and position_ids [1, num_tokens] -> logits [1, len(head_rows), num_logits], of all rows for
         None."""
         hidden = self._stem.get_submodule("embed_tokens")(input_ids)
-        hidden = self._stem.get_submodule("layers.0")(
-            hidden,
-            attention_mask=None,
-            position_ids=position_ids,
-            use_cache=False,
-            position_embeddings=self._rotary(position_ids),
-            **{CACHE: None},
-        )
+        rotations = {kind: table(position_ids) for kind, table in self._rotary.items()}
+        for layer, kind in self._layers:
+            hidden = layer(
+                hidden,
+                attention_mask=None,
+                position_ids=position_ids,
+                use_cache=False,
+                position_embeddings=rotations[kind],
+                **{CACHE: None},
+            )
         hidden = self._stem.get_submodule("norm")(hidden)
         return self._model.get_submodule(self._head)(hidden if head_rows is None else hidden.index_select(1, head_rows))
 
 
-def find_direct_forward(model: PreTrainedModel, layers_path: str) -> DirectForward | None:
-    """The pass through the decoder that is alone in the list of layers at `layers_path`; None where another module than
-    the usual ones stands beside the list. It may still compute something else than the model."""
+def find_direct_forward(
+    model: PreTrainedModel, layers_path: str, layers: Sequence[tuple[nn.Module, str]]
+) -> DirectForward | None:
+    """The pass through the native decoder at `layers_path`, of modules with their kinds of rotation; None where another
+    module than the usual ones stands beside the list. It may still compute something else than the model."""
     stem = model.get_submodule(layers_path.rpartition(".")[0])
     if {name for name, _ in stem.named_children()} != {"embed_tokens", "layers", "norm", "rotary_emb"}:
         return None
     like = next(stem.get_submodule("norm").parameters()).detach()[:1].reshape(1, 1, 1)
-    rotary = RotaryTable(cast(Rotary, stem.get_submodule("rotary_emb")), like)
+    rotary = cast(Rotary, stem.get_submodule("rotary_emb"))
+    tables = {kind: RotaryTable(rotary, like, kind) for kind in {kind for _, kind in layers}}
     head = next(path for path, module in model.named_modules() if module is model.get_output_embeddings())
-    return DirectForward(model, stem, head, rotary)
+    return DirectForward(model, stem, head, layers, tables)

@@ -220,7 +220,9 @@ def adopt_model(
     if reference is not None:
         progress("comparing texts with those of Transformers")
         # A direct pass keeps rotations by position, which those of some models depend on the text's length for.
-        direct = find_direct_forward(model, stack.path) if stack is not None and rope is None else None
+        direct = None
+        if stack is not None and rope is None:
+            direct = find_direct_forward(model, stack.path, stack.parts)
         verify_loaded(loaded, reference, direct)
     return loaded
 

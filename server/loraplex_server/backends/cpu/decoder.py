@@ -3,12 +3,13 @@
 One call replaces a hundred small operations per layer. The module takes the place of the model's list of layers and
 computes what they compute, adapters included.
 
-It replaces one kind of decoder layer (norm, attention over q/k/v/o, norm, gated feed-forward), which most open models
-have; find_decoder.py says which.
+It replaces decoder layers of attention over q/k/v/o and a gated feed-forward part, with norms before them, behind them
+or both, which most open models have; find_decoder.py says which.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from loraplex_server.backends.cpu.lora import table_of
 from loraplex_server.backends.cpu.native.kernels import BAND, DTYPES, NO_RUNS, NativeKernels, PackedWeight, RunsOfRows
 from loraplex_server.backends.cpu.native.library import Layer, Norm, Stack, Step
 from loraplex_server.backends.cpu.step_parts import StepPart, split_step, take_rows
+from loraplex_server.backends.fusion import NormForm
 from loraplex_server.layers.adapter_slots import AdapterSlots, Beyond
 from loraplex_server.layers.attention import HANDLE, AttentionBatch, AttentionSpec, LayerKv
 from loraplex_server.layers.context import StepContext
@@ -31,9 +33,6 @@ from loraplex_server.layers.linear import AdaptedLinear
 from loraplex_server.layers.lora import PreparedSegments
 from loraplex_server.layers.quantization import WeightFormat
 
-PARTS: Final = ("q", "k", "v", "o", "gate", "up", "down")
-LINEARS: Final = (*(f"self_attn.{part}_proj" for part in PARTS[:4]), *(f"mlp.{part}_proj" for part in PARTS[4:]))
-NORMS: Final = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
 HEAD_NORMS: Final = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 COMPUTED: Final = frozenset(
     {Beyond.RESCALING, Beyond.NORM, Beyond.OWN_PRODUCT}
@@ -41,8 +40,43 @@ COMPUTED: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
+class LayerNames:
+    """Paths of a layer's parts, by the names that the kernels have for them."""
+
+    linears: Mapping[str, str]
+    norms: Mapping[str, str]  # of hidden states
+    act: str = "mlp.act_fn"
+
+    @property
+    def is_merged(self) -> bool:
+        """True if q, k and v are one linear, and gate and up another one."""
+        return "k" not in self.linears
+
+
+_SPLIT: Final = {
+    **{part: f"self_attn.{part}_proj" for part in ("q", "k", "v", "o")},
+    **{part: f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+}
+_MERGED: Final = {
+    "q": "self_attn.qkv_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_up_proj",
+    "down": "mlp.down_proj",
+}
+_NORMS_BEFORE: Final = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
+_NORMS_BEHIND: Final = {"attention_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"}
+_NORMS_AROUND: Final = {"norm1": "input_layernorm", "norm2": "pre_feedforward_layernorm", **_NORMS_BEHIND}
+KINDS: Final = (
+    LayerNames(_SPLIT, _NORMS_BEFORE),  # Llama, Qwen, Gemma, Granite
+    LayerNames(_SPLIT, _NORMS_AROUND),  # Gemma 2 and 3
+    LayerNames(_SPLIT, _NORMS_BEHIND),  # EXAONE 4
+    LayerNames(_MERGED, _NORMS_BEFORE, "mlp.activation_fn"),  # Phi-3
+)
+
+
+@dataclass(frozen=True, slots=True)
 class StackShape:
-    """Sizes and dtype that all layers of a stack share."""
+    """Sizes, dtype and form that all layers of a stack share."""
 
     dtype: torch.dtype
     hidden_size: int
@@ -51,6 +85,9 @@ class StackShape:
     head_dim: int
     ffn_size: int
     act: int  # 0: SiLU, 1: GELU by tanh
+    names: LayerNames
+    norm_form: NormForm
+    added: float  # the part of attention and feed-forward that is added to the hidden states
     format: WeightFormat | None = None  # of few bits
 
 
@@ -64,44 +101,62 @@ class LayerWeights:
     down: PackedWeight
     qkv_bias: Tensor | None
     o_bias: Tensor | None
-    norms: Mapping[str, Tensor]  # by the names in NORMS and HEAD_NORMS
+    norms: Mapping[str, Tensor]  # by the names in LayerNames.norms and HEAD_NORMS
     eps: float
     qk_eps: float
     attention: AttentionSpec
+    turns: bool = True  # queries and keys by their positions
 
 
 class StackLinear:
     """One of the linears of a stack of layers, by itself, from the weight that it shares there."""
 
-    __slots__ = ("_bias", "_first", "_kernels", "_num_outputs", "_packed", "_pair_part")
+    __slots__ = ("_bias", "_first", "_kernels", "_num_outputs", "_packed")
     is_copy = True
 
     def __init__(
-        self, kernels: NativeKernels, packed: PackedWeight, bias: Tensor | None, first: int, num_outputs: int,
-        pair_part: int | None = None,
-    ) -> None:  # fmt: skip
-        """`first`: of its outputs among all. `pair_part`: which one of a pair it is."""
+        self, kernels: NativeKernels, packed: PackedWeight, bias: Tensor | None, first: int, num_outputs: int
+    ) -> None:
+        """`first`: of its outputs among all."""
         self._kernels = kernels
         self._packed = packed
         self._bias = bias
         self._first = first
         self._num_outputs = num_outputs
-        self._pair_part = pair_part
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self._kernels.linear(x, self._packed, self._bias)
-        if self._pair_part is not None:
-            y = y.view(*y.shape[:-1], -1, 2, BAND // 2)[..., self._pair_part, :].flatten(-2)
         return y[..., self._first : self._first + self._num_outputs].contiguous()
 
     def matrix(self) -> Tensor:
-        if self._pair_part is not None:
-            return self._packed.of_pair(self._pair_part, self._num_outputs)
         return self._packed.matrix()[self._first : self._first + self._num_outputs]
 
 
+class StackPair:
+    """Gate, up, or both one behind the other, by themselves, from the weight in which their outputs take turns."""
+
+    __slots__ = ("_kernels", "_num_outputs", "_packed", "_which")
+    is_copy = True
+
+    def __init__(self, kernels: NativeKernels, packed: PackedWeight, num_outputs: int, which: tuple[int, ...]) -> None:
+        """`num_outputs`: of one. `which`: 0 is gate, 1 is up."""
+        self._kernels = kernels
+        self._packed = packed
+        self._num_outputs = num_outputs
+        self._which = which
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self._kernels.linear(x, self._packed, None)
+        pair = y.view(*y.shape[:-1], -1, 2, BAND // 2)
+        return torch.cat([pair[..., one, :].flatten(-2)[..., : self._num_outputs] for one in self._which], dim=-1)
+
+    def matrix(self) -> Tensor:
+        return torch.cat([self._packed.of_pair(one, self._num_outputs) for one in self._which])
+
+
 class NativeStack(nn.Module):
-    """Implements a decoder layer's call for all layers at once. Overwrites the hidden states that it is given.
+    """Implements a decoder layer's call for all layers at once, or for runs of them (see `StackPart`). Overwrites the
+    hidden states that it is given.
 
     Rows whose adapter has more there than low-rank terms and what COMPUTED names go through the model's own layers, and
     the others through the stack: a row has the same bits whatever adapters are beside it.
@@ -113,13 +168,16 @@ class NativeStack(nn.Module):
         super().__init__()
         self.shape = shape
         self._kernels = kernels
-        self._weights = layers
+        self.weights = layers
         self._context = context
         self._layers = (Layer * len(layers))(*(_layer(weights) for weights in layers))
+        self._whole = slice(0, len(layers))
         self._stack = Stack(
             dtype=DTYPES[shape.dtype], num_layers=len(layers), hidden=shape.hidden_size, num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, ffn=shape.ffn_size, act=shape.act,
-            format=shape.format.code if shape.format is not None else 0, layers=self._layers,
+            format=shape.format.code if shape.format is not None else 0, is_merged=shape.names.is_merged,
+            narrows=shape.norm_form.narrows, norm_offset=shape.norm_form.offset, added=shape.added,
+            layers=self._layers,
         )  # fmt: skip
         self._linears: list[list[AdaptedLinear | None]] = []
         self._path = ""
@@ -133,8 +191,9 @@ class NativeStack(nn.Module):
         of the list of layers."""
         self._path = f"{path}."
         self._own_layers = tuple(layers)
-        self._linears = [[_adapted(layer.get_submodule(name)) for name in LINEARS] for layer in layers]
-        for weights, linears in zip(self._weights, self._linears, strict=True):
+        names = self.shape.names.linears.values()
+        self._linears = [[_adapted(layer.get_submodule(name)) for name in names] for layer in layers]
+        for weights, linears in zip(self.weights, self._linears, strict=True):
             for linear, base in zip(linears, linears_of(weights, self.shape, self._kernels), strict=True):
                 if linear is not None:
                     linear.base = base
@@ -149,10 +208,10 @@ class NativeStack(nn.Module):
         """Connects the layers to the linears' factor tables and to adapters' norms, which `slots` fills."""
         self._slots = slots
         for idx, (layer, linears) in enumerate(zip(self._layers, self._linears, strict=True)):
-            for part, linear in zip(PARTS, linears, strict=True):
+            for part, linear in zip(self.shape.names.linears, linears, strict=True):
                 if linear is not None and linear.table is not None:
                     setattr(layer, f"{part}_table", table_of(linear.table))
-            for name, path in {**NORMS, **HEAD_NORMS}.items():
+            for name, path in {**self.shape.names.norms, **HEAD_NORMS}.items():
                 if (own := slots.norm_ptrs.get(f"{self._path}{idx}.{path}")) is not None:
                     getattr(layer, name).own_ptrs = own.data_ptr()
 
@@ -160,11 +219,24 @@ class NativeStack(nn.Module):
         self, hidden_states: Tensor, *others: Any, position_embeddings: tuple[Tensor, Tensor], **named: Any
     ) -> Tensor:
         """hidden_states [1, num_tokens, hidden] -> the same shape."""
+        return self.run_layers(self._whole, hidden_states, others, position_embeddings, named)
+
+    def run_layers(
+        self,
+        layers: slice,
+        hidden_states: Tensor,
+        others: tuple[Any, ...],
+        position_embeddings: tuple[Tensor, Tensor],
+        named: dict[str, Any],
+    ) -> Tensor:
+        """The same by some of the layers, which follow each other."""
         assert self._pages, "no KV cache is bound to the model"
+        self._stack.num_layers = layers.stop - layers.start
+        self._stack.layers = _from(self._layers, layers.start)
         hidden = hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()
         prepared, slots = self._context.token_segments, self._slots
         if slots is None or prepared is None or slots.are_plain(prepared.segments, self._path, COMPUTED):
-            plan, outputs = native_plan(self._context.attention), self._outputs(hidden.shape[1])
+            plan, outputs = native_plan(self._context.attention), self._outputs(hidden.shape[1], layers)
             self._run(hidden, position_embeddings, plan, self._runs(prepared), outputs)
             return hidden
         stacked, apart = split_step(
@@ -175,7 +247,7 @@ class NativeStack(nn.Module):
         # Which may come in float32, but has no more bits than the layers' dtype.
         named["position_embeddings"] = tuple(rotary.to(hidden.dtype) for rotary in position_embeddings)
         if stacked is None or apart is None:
-            return self._run_own_layers(hidden, others, named)
+            return self._run_own_layers(layers, hidden, others, named)
         num_rows = hidden.shape[1]
         own = hidden.index_select(1, apart.rows)
         part = hidden.index_select(1, stacked.rows)
@@ -189,13 +261,14 @@ class NativeStack(nn.Module):
         own_others = take_rows(others, apart.rows, num_rows)
         own_named = {name: take_rows(value, apart.rows, num_rows) for name, value in named.items()}
         with self._as_step(self._prepare(slots, apart), apart.attention, hidden):
-            own = self._run_own_layers(own, own_others, own_named)
+            own = self._run_own_layers(layers, own, own_others, own_named)
         return hidden.index_copy_(1, apart.rows, own)
 
-    def _outputs(self, num_tokens: int) -> npt.NDArray[np.int32] | None:
+    def _outputs(self, num_tokens: int, layers: slice) -> npt.NDArray[np.int32] | None:
         """The rows whose output is read, sorted; None: all."""
         rows = self._context.head_rows
-        return None if rows is None or len(rows) >= num_tokens else np.unique(rows).astype(np.int32)
+        is_last = layers.stop == self._whole.stop
+        return None if rows is None or len(rows) >= num_tokens or not is_last else np.unique(rows).astype(np.int32)
 
     def _run(
         self,
@@ -222,8 +295,8 @@ class NativeStack(nn.Module):
         )  # fmt: skip
         self._kernels.run_stack(self._stack, step)
 
-    def _run_own_layers(self, hidden: Tensor, others: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
-        for layer in self._own_layers:
+    def _run_own_layers(self, layers: slice, hidden: Tensor, others: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+        for layer in self._own_layers[layers]:
             hidden = layer(hidden, *others, **named)
         return hidden
 
@@ -250,29 +323,63 @@ class NativeStack(nn.Module):
         return prepared.data
 
 
+class StackPart(nn.Module):
+    """Layers of a stack that follow each other, in the place of the first of them.
+
+    Models whose layers turn queries and keys in different ways give each layer its own rotations. So each run of layers
+    that have the same ones is a call of the stack.
+    """
+
+    def __init__(self, stack: NativeStack, layers: slice) -> None:
+        super().__init__()
+        self._stack = (stack,)  # a tuple: it is no child of this module
+        self._layers = layers
+        self.num_layers = layers.stop - layers.start
+
+    def forward(
+        self, hidden_states: Tensor, *others: Any, position_embeddings: tuple[Tensor, Tensor], **named: Any
+    ) -> Tensor:
+        return self._stack[0].run_layers(self._layers, hidden_states, others, position_embeddings, named)
+
+
+class ComputedLayer(nn.Module):
+    """The place of a layer that the part before it has computed."""
+
+    def forward(self, hidden_states: Tensor, *_others: Any, **_named: Any) -> Tensor:
+        return hidden_states
+
+
 class NativeNorm(nn.Module):
     """RMS norm in one call, instead of seven operations."""
 
-    def __init__(self, kernels: NativeKernels, weight: nn.Parameter, eps: float) -> None:
+    def __init__(self, kernels: NativeKernels, weight: nn.Parameter, eps: float, form: NormForm) -> None:
         super().__init__()
         self._kernels = kernels
         self.weight = weight
         self._eps = eps
+        self._form = form
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self._kernels.rms_norm(hidden_states, self.weight, self._eps)
+        offset, narrows = self._form
+        return self._kernels.rms_norm(hidden_states, self.weight, self._eps, offset=offset, narrows=narrows)
 
 
-def linears_of(weights: LayerWeights, shape: StackShape, kernels: NativeKernels) -> list[StackLinear]:
-    """Each linear of a layer by itself, in the order of LINEARS."""
+def linears_of(weights: LayerWeights, shape: StackShape, kernels: NativeKernels) -> list[StackLinear | StackPair]:
+    """Each linear of a layer by itself, in the order of the shape's names."""
     rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    qkv = ((0, rows), (rows, kv_rows), (rows + kv_rows, kv_rows))
+    qkv, pair = ((0, rows), (rows, kv_rows), (rows + kv_rows, kv_rows)), ((0,), (1,))
+    if shape.names.is_merged:
+        qkv, pair = ((0, rows + 2 * kv_rows),), ((0, 1),)
     return [
         *(StackLinear(kernels, weights.qkv, weights.qkv_bias, first, size) for first, size in qkv),
         StackLinear(kernels, weights.o, weights.o_bias, 0, shape.hidden_size),
-        *(StackLinear(kernels, weights.gate_up, None, 0, shape.ffn_size, part) for part in range(2)),
+        *(StackPair(kernels, weights.gate_up, shape.ffn_size, which) for which in pair),
         StackLinear(kernels, weights.down, None, 0, shape.hidden_size),
     ]
+
+
+def _from(layers: ctypes.Array[Layer], first: int) -> Any:
+    return ctypes.cast(ctypes.byref(layers, first * ctypes.sizeof(Layer)), ctypes.POINTER(Layer))
 
 
 def _layer(weights: LayerWeights) -> Layer:
@@ -287,6 +394,7 @@ def _layer(weights: LayerWeights) -> Layer:
         setattr(layer, name, Norm(weight=weight.data_ptr()))
     layer.eps, layer.qk_eps = weights.eps, weights.qk_eps
     layer.scaling, layer.softcap, layer.window = spec.scaling, spec.softcap or 0.0, spec.window or 0
+    layer.turns = weights.turns
     return layer
 
 

@@ -7,11 +7,13 @@ a native one, with the packed weights that will be served. Where one differs, th
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
@@ -24,16 +26,20 @@ from loraplex_runtime.reports import Progress, counted, no_progress
 from loraplex_server.backends.cpu.attention import plan_spans, reason_against
 from loraplex_server.backends.cpu.decoder import (
     HEAD_NORMS,
-    LINEARS,
-    NORMS,
+    KINDS,
+    ComputedLayer,
+    LayerNames,
     LayerWeights,
     NativeNorm,
     NativeStack,
+    StackPart,
     StackShape,
     linears_of,
 )
-from loraplex_server.backends.cpu.native.kernels import DTYPES, NativeKernels
+from loraplex_server.backends.cpu.fused import NativeFused
+from loraplex_server.backends.cpu.native.kernels import BAND, DTYPES, NativeKernels
 from loraplex_server.backends.equivalence import compare
+from loraplex_server.backends.fusion import find_norm, norm_eps
 from loraplex_server.layers.attention import HANDLE, AttentionBatch, AttentionSpec, LayerKv
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.quantization import WeightFormat
@@ -57,13 +63,32 @@ class FoundStack:
     layers: list[nn.Module]
     stack: NativeStack
     norm: tuple[str, NativeNorm] | None  # what follows the layers
+    parts: Sequence[tuple[NativeStack | StackPart, str]]  # modules that compute the layers, and kinds of rotation
 
     def install(self, model: PreTrainedModel) -> None:
         """Puts the stack in the place of the layers, in which linears have been replaced by adapted ones by now."""
         self.stack.connect(self.path, self.layers)
-        model.set_submodule(self.path, nn.ModuleList([self.stack]))
+        modules: list[nn.Module] = []
+        for part, _ in self.parts:
+            modules.append(part)
+            if isinstance(part, StackPart):  # a model looks for as many layers as have kinds
+                modules += [ComputedLayer() for _ in range(part.num_layers - 1)]
+        model.set_submodule(self.path, nn.ModuleList(modules))
         if self.norm is not None:
             model.set_submodule(*self.norm)
+
+
+def _parts(stack: NativeStack, rotations: Sequence[str]) -> list[tuple[NativeStack | StackPart, str]]:
+    """The stack, or its runs of layers with the same kind of rotation."""
+    if len(set(rotations)) == 1:
+        return [(stack, rotations[0])]
+    parts: list[tuple[NativeStack | StackPart, str]] = []
+    first = 0
+    for kind, run in groupby(rotations):
+        end = first + len(list(run))
+        parts.append((StackPart(stack, slice(first, end)), kind))
+        first = end
+    return parts
 
 
 class _NoMatch(Exception):
@@ -84,14 +109,16 @@ def find_stack(
     proved at, besides the first ones. `form`: weights are packed in few bits, which changes none that have been
     rounded before."""
     try:
-        path, layers = _list_of_layers(model, len(attention))
+        path, layers, names = _list_of_layers(model, len(attention))
         specs = _specs(layers, attention)
-        shape = replace(_shape(layers[0], specs[0]), format=form)
-        weights = _take(layers, specs, shape, kernels, LayerProof(model, shape, kernels, far), progress)
+        shape = replace(_shape(layers[0], names, specs[0], kernels), format=form)
+        proof = LayerProof(model, shape, kernels, far)
+        weights = _take(layers, specs, shape, kernels, proof, progress)
     except _NoMatch as reason:
         log.info("layers are run one operation at a time: %s", reason)
         return None
-    return FoundStack(path, layers, NativeStack(kernels, shape, weights, context), _final_norm(model, path, kernels))
+    stack, norm = NativeStack(kernels, shape, weights, context), _final_norm(model, path, shape, kernels)
+    return FoundStack(path, layers, stack, norm, _parts(stack, proof.rotations))
 
 
 def _take(
@@ -107,9 +134,8 @@ def _take(
     tell = counted(progress, "packing weights", len(layers), "layers")
     try:
         for layer, spec in zip(layers, specs, strict=True):
-            weights = _pack(layer, spec, shape, kernels)
-            proof.check(layer, weights)
-            _drop_weights(layer)  # at once: the memory of all of them is never doubled
+            weights = proof.check(layer, _pack(layer, spec, shape, kernels))
+            _drop_weights(layer, shape)  # at once: the memory of all of them is never doubled
             taken.append(weights)
             tell(len(taken))
     except _NoMatch:
@@ -122,12 +148,13 @@ def _take(
 # --- structure --------------------------------------------------------------------------------------------------------
 
 
-def _list_of_layers(model: PreTrainedModel, num_layers: int) -> tuple[str, list[nn.Module]]:
+def _list_of_layers(model: PreTrainedModel, num_layers: int) -> tuple[str, list[nn.Module], LayerNames]:
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             layers = list(module)
-            if all(_children(layer) == _children(layers[0]) for layer in layers) and _is_common(layers[0]):
-                return path, layers
+            kind = next((names for names in KINDS if _is_of_kind(layers[0], names)), None)
+            if kind is not None and all(_children(layer) == _children(layers[0]) for layer in layers):
+                return path, layers, kind
     raise _NoMatch("they are of another kind")
 
 
@@ -135,11 +162,15 @@ def _children(layer: nn.Module) -> tuple[tuple[str, str], ...]:
     return tuple((name, type(module).__name__) for name, module in layer.named_modules())
 
 
-def _is_common(layer: nn.Module) -> bool:
-    names = {name for name, module in layer.named_modules() if name and next(module.children(), None) is None}
-    common = {*LINEARS, *NORMS.values(), "mlp.act_fn"}
-    return names in (common, common | set(HEAD_NORMS.values())) and all(
-        type(layer.get_submodule(name)) is nn.Linear for name in LINEARS
+def _is_of_kind(layer: nn.Module, kind: LayerNames) -> bool:
+    found = {
+        name
+        for name, module in layer.named_modules()
+        if name and next(module.children(), None) is None and not isinstance(module, nn.Dropout)
+    }
+    common = {*kind.linears.values(), *kind.norms.values(), kind.act}
+    return found in (common, common | set(HEAD_NORMS.values())) and all(
+        type(layer.get_submodule(name)) is nn.Linear for name in kind.linears.values()
     )
 
 
@@ -150,80 +181,92 @@ def _specs(layers: list[nn.Module], attention: list[tuple[nn.Module, AttentionSp
     return [spec for _, spec in attention]
 
 
-def _shape(layer: nn.Module, spec: AttentionSpec) -> StackShape:
-    gate = cast(Tensor, layer.get_submodule("mlp.gate_proj").weight)
-    act = ACTIVATIONS.get(type(layer.get_submodule("mlp.act_fn")).__name__)
-    if act is None:
-        raise _NoMatch(f"the activation {type(layer.get_submodule('mlp.act_fn')).__name__}")
-    if gate.dtype not in DTYPES or gate.device.type != "cpu":
-        raise _NoMatch(f"not in {_name(gate.dtype)} on {gate.device.type}")
-    return StackShape(gate.dtype, gate.shape[1], spec.num_heads, spec.num_kv_heads, spec.k_dim, gate.shape[0], act)
+def _shape(layer: nn.Module, names: LayerNames, spec: AttentionSpec, kernels: NativeKernels) -> StackShape:
+    down = cast(Tensor, layer.get_submodule(names.linears["down"]).weight)
+    act_name = type(layer.get_submodule(names.act)).__name__
+    if (act := ACTIVATIONS.get(act_name)) is None:
+        raise _NoMatch(f"the activation {act_name}")
+    if down.dtype not in DTYPES or down.device.type != "cpu":
+        raise _NoMatch(f"not in {_name(down.dtype)} on {down.device.type}")
+    hidden_size, ffn_size = down.shape
+    if names.is_merged and ffn_size % (BAND // 2):
+        raise _NoMatch("linears of gate and up together, of unusual shapes")
+    norm = layer.get_submodule(next(iter(names.norms.values())))
+    with torch.no_grad():
+        found = find_norm(norm, NativeFused(kernels))
+    if found is None:
+        raise _NoMatch(f"the norm {type(norm).__name__}")
+    added = getattr(layer, "residual_multiplier", 1.0)
+    heads = spec.num_heads, spec.num_kv_heads, spec.k_dim
+    return StackShape(down.dtype, hidden_size, *heads, ffn_size, act, names, found.form, float(added))
 
 
 def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: NativeKernels) -> LayerWeights:
-    linears = [cast(nn.Linear, layer.get_submodule(name)) for name in LINEARS]
-    q, k, v, o, gate, up, down = (linear.weight for linear in linears)
+    linears = {part: cast(nn.Linear, layer.get_submodule(path)) for part, path in shape.names.linears.items()}
     if reason := reason_against(spec, shape.dtype):
         raise _NoMatch(reason)
     if spec.chunk is not None or spec.sinks is not None or spec.key_bias is not None:
         raise _NoMatch("chunks, sinks or biases in attention")
-    rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    expected = [
-        *((rows, shape.hidden_size), (kv_rows, shape.hidden_size), (kv_rows, shape.hidden_size)),
-        *((shape.hidden_size, rows), (shape.ffn_size, shape.hidden_size), (shape.ffn_size, shape.hidden_size)),
-        (shape.hidden_size, shape.ffn_size),
-    ]
-    if [tuple(linear.weight.shape) for linear in linears] != expected:
+    if {part: tuple(linear.weight.shape) for part, linear in linears.items()} != _shapes_of_linears(shape):
         raise _NoMatch("linears of unusual shapes")
-    if not all(kernels.can_pack(linear.weight) and linear.weight.dtype == shape.dtype for linear in linears):
+    if not all(kernels.can_pack(one.weight) and one.weight.dtype == shape.dtype for one in linears.values()):
         raise _NoMatch("a number of features that the kernels do not know")
-    if any(_bias(linear) is not None for linear in linears[4:]):
+    if any(_bias(linears[part]) is not None for part in ("gate", "up", "down") if part in linears):
         raise _NoMatch("biases in the feed-forward part")
-    norms = {name: layer.get_submodule(path) for name, path in _norms(layer).items()}
-    for norm in norms.values():
+    norms = {name: layer.get_submodule(path) for name, path in _norms(layer, shape).items()}
+    for name, norm in norms.items():
         weights = [cast(Tensor, p) for p in norm.parameters()]
-        if len(weights) != 1 or weights[0].dtype != shape.dtype or _eps(norm) is None:
+        width = shape.head_dim if name in HEAD_NORMS else shape.hidden_size
+        if [(one.dtype, tuple(one.shape)) for one in weights] != [(shape.dtype, (width,))] or norm_eps(norm) is None:
             raise _NoMatch(f"the norm {type(norm).__name__}")
+    qkv = [linears[part] for part in ("q", "k", "v") if part in linears]
+    gate, up = [linears[part].weight for part in ("gate", "up")] if "up" in linears else linears["gate"].weight.chunk(2)
     return LayerWeights(
-        qkv=kernels.pack([q, k, v], shape.format),
-        o=kernels.pack([o], shape.format),
+        qkv=kernels.pack([linear.weight for linear in qkv], shape.format),
+        o=kernels.pack([linears["o"].weight], shape.format),
         gate_up=kernels.pack_pair(gate, up, shape.format),
-        down=kernels.pack([down], shape.format),
-        qkv_bias=_joined_bias(linears[:3]),
-        o_bias=_bias(linears[3]),
+        down=kernels.pack([linears["down"].weight], shape.format),
+        qkv_bias=_joined_bias(qkv),
+        o_bias=_bias(linears["o"]),
         norms={name: cast(Tensor, norm.weight) for name, norm in norms.items()},
-        eps=_one_eps([norms[name] for name in NORMS]),
+        eps=_one_eps([norms[name] for name in shape.names.norms]),
         qk_eps=_one_eps([norms[name] for name in HEAD_NORMS if name in norms]),
         attention=spec,
     )
 
 
-def _drop_weights(layer: nn.Module) -> None:
+def _shapes_of_linears(shape: StackShape) -> dict[str, tuple[int, int]]:
+    rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    common = {"o": (shape.hidden_size, rows), "down": (shape.hidden_size, shape.ffn_size)}
+    if shape.names.is_merged:
+        outputs = {"q": rows + 2 * kv_rows, "gate": 2 * shape.ffn_size}
+    else:
+        outputs = {"q": rows, "k": kv_rows, "v": kv_rows, "gate": shape.ffn_size, "up": shape.ffn_size}
+    return common | {part: (num_outputs, shape.hidden_size) for part, num_outputs in outputs.items()}
+
+
+def _drop_weights(layer: nn.Module, shape: StackShape) -> None:
     """Frees a layer's plain weights; their shapes stay."""
-    for name in LINEARS:
+    for name in shape.names.linears.values():
         linear = cast(nn.Linear, layer.get_submodule(name))
         linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
 
 
 def _give_back(layer: nn.Module, weights: LayerWeights, shape: StackShape, kernels: NativeKernels) -> None:
     """Gives a layer its plain weights again."""
-    for name, linear in zip(LINEARS, linears_of(weights, shape, kernels), strict=True):
+    for name, linear in zip(shape.names.linears.values(), linears_of(weights, shape, kernels), strict=True):
         plain = linear.matrix().contiguous()
         cast(nn.Linear, layer.get_submodule(name)).weight = nn.Parameter(plain, requires_grad=False)
 
 
-def _norms(layer: nn.Module) -> Mapping[str, str]:
+def _norms(layer: nn.Module, shape: StackShape) -> Mapping[str, str]:
     """Paths of the norms that it has."""
-    return {**NORMS, **HEAD_NORMS} if hasattr(layer.get_submodule("self_attn"), "q_norm") else NORMS
-
-
-def _eps(norm: nn.Module) -> float | None:
-    found = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    return float(found) if isinstance(found, float) else None
+    of_heads = HEAD_NORMS if hasattr(layer.get_submodule("self_attn"), "q_norm") else {}
+    return {**shape.names.norms, **of_heads}
 
 
 def _one_eps(norms: list[nn.Module]) -> float:
-    found = {_eps(norm) for norm in norms}
+    found = {norm_eps(norm) for norm in norms}
     if len(found) > 1:
         raise _NoMatch("norms of different epsilon")
     return next(iter(found), None) or 0.0
@@ -244,7 +287,9 @@ def _joined_bias(linears: list[nn.Linear]) -> Tensor | None:
     return torch.cat(rows)
 
 
-def _final_norm(model: PreTrainedModel, path: str, kernels: NativeKernels) -> tuple[str, NativeNorm] | None:
+def _final_norm(
+    model: PreTrainedModel, path: str, shape: StackShape, kernels: NativeKernels
+) -> tuple[str, NativeNorm] | None:
     """The norm beside the list of layers, where it is of the layers' own kind, which has been proven by then."""
     parent, _, _ = path.rpartition(".")
     norm_path = f"{parent}.norm" if parent else "norm"
@@ -253,13 +298,13 @@ def _final_norm(model: PreTrainedModel, path: str, kernels: NativeKernels) -> tu
         norm = model.get_submodule(norm_path)
     except AttributeError:
         return None
-    own = layer.get_submodule(NORMS["norm1"])
-    weight, eps = getattr(norm, "weight", None), _eps(norm)
+    own = layer.get_submodule(next(iter(shape.names.norms.values())))
+    weight, eps = getattr(norm, "weight", None), norm_eps(norm)
     if type(norm) is not type(own) or not isinstance(weight, Tensor) or eps is None:
         return None
     if weight.dtype != cast(Tensor, own.weight).dtype:
         return None
-    return norm_path, NativeNorm(kernels, cast(nn.Parameter, weight), eps)
+    return norm_path, NativeNorm(kernels, cast(nn.Parameter, weight), eps, shape.norm_form)
 
 
 # --- proof ------------------------------------------------------------------------------------------------------------
@@ -288,7 +333,8 @@ class LayerProof:
 
     Each layer is compared in the model's dtype, with the packed weights that will be served. Rounding hides small
     differences there. So the first one is compared in float32 too, and the others have to compute its very bits when
-    they are given its values in float32; what does not is compared in float32 by itself.
+    they are given its values in float32; what does not is compared in float32 by itself. There is a first one of each
+    kind of rotation, and of those without one.
     """
 
     def __init__(self, model: PreTrainedModel, shape: StackShape, kernels: NativeKernels, far: Sequence[int]) -> None:
@@ -296,32 +342,48 @@ class LayerProof:
         self._shape = shape
         self._kernels = kernels
         self._idx = 0
-        self._own = _inputs(model, shape.hidden_size, shape.dtype, far)
-        self._wide = (
-            self._own if shape.dtype == torch.float32 else _inputs(model, shape.hidden_size, torch.float32, far)
+        rotary = _rotary_of(model)
+        self.rotations = _rotations(model, rotary)
+        self._own, self._wide = (
+            {kind: _inputs(rotary, kind, shape.hidden_size, dtype, far) for kind in set(self.rotations)}
+            for dtype in (shape.dtype, torch.float32)
         )
-        self._first: _Proven | None = None
+        self._first: dict[tuple[str, bool], _Proven] = {}
 
-    def check(self, layer: nn.Module, weights: LayerWeights) -> None:
-        """Raises _NoMatch where the next layer computes something else than a native one with these weights."""
-        self._compare(layer, weights, self._shape, self._own)
-        if self._shape.dtype != torch.float32 and not self._is_like_first(layer, weights):
-            wide, shape = copy.deepcopy(layer).float(), replace(self._shape, dtype=torch.float32, format=None)
-            packed = _pack(wide, weights.attention, shape, self._kernels)
-            computed = self._compare(wide, packed, shape, self._wide)
-            if self._first is None and _values(wide).keys() == _known_values(wide):
-                self._first = _Proven(_values(wide), weights, computed)
+    def check(self, layer: nn.Module, weights: LayerWeights) -> LayerWeights:
+        """The next layer's weights, as those of a layer that does not turn by positions where only that computes the
+        same. Raises _NoMatch where it computes something else than either native layer."""
+        try:
+            self._check(layer, weights)
+        except _NoMatch as reason:
+            weights = replace(weights, turns=False)
+            try:
+                self._check(layer, weights)
+            except _NoMatch:
+                raise reason from None
         self._idx += 1
+        return weights
 
-    def _is_like_first(self, layer: nn.Module, weights: LayerWeights) -> bool:
+    def _check(self, layer: nn.Module, weights: LayerWeights) -> None:
+        kind = self.rotations[self._idx]
+        self._compare(layer, weights, self._shape, self._own[kind])
+        if self._shape.dtype == torch.float32 or self._is_like_first(layer, weights, kind):
+            return
+        wide, shape = copy.deepcopy(layer).float(), replace(self._shape, dtype=torch.float32, format=None)
+        packed = replace(_pack(wide, weights.attention, shape, self._kernels), turns=weights.turns)
+        computed = self._compare(wide, packed, shape, self._wide[kind])
+        if _values(wide).keys() == _known_values(wide, shape):
+            self._first.setdefault((kind, weights.turns), _Proven(_values(wide), weights, computed))
+
+    def _is_like_first(self, layer: nn.Module, weights: LayerWeights, kind: str) -> bool:
         """True if a layer equals the first one except for its values."""
-        first = self._first
+        first = self._first.get((kind, weights.turns))
         if first is None or _values(layer).keys() != first.values.keys():
             return False
         if any(getattr(weights, name) != getattr(first.weights, name) for name in ("eps", "qk_eps", "attention")):
             return False
         spec = weights.attention
-        return torch.equal(first.computed, _computed(layer, spec, self._wide, first.values))
+        return torch.equal(first.computed, _computed(layer, spec, self._wide[kind], first.values))
 
     def _compare(self, layer: nn.Module, weights: LayerWeights, shape: StackShape, inputs: _Inputs) -> Tensor:
         """The layer's output. Raises _NoMatch where a native one adds something else to the states."""
@@ -339,9 +401,9 @@ def _values(layer: nn.Module) -> dict[str, Tensor]:
     return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
 
 
-def _known_values(layer: nn.Module) -> set[str]:
+def _known_values(layer: nn.Module, shape: StackShape) -> set[str]:
     """Names of the values that a native layer has too."""
-    modules = (*LINEARS, *_norms(layer).values())
+    modules = (*shape.names.linears.values(), *_norms(layer, shape).values())
     return {f"{module}.{name}" for module in modules for name, _ in layer.get_submodule(module).named_parameters()}
 
 
@@ -355,17 +417,30 @@ def _model_code() -> Generator[None]:
         raise _NoMatch(f"they are called in another way ({error})") from error
 
 
-def _inputs(model: PreTrainedModel, hidden_size: int, dtype: torch.dtype, far: Sequence[int]) -> _Inputs:
-    rotary = next((module for name, module in model.named_modules() if name.endswith("rotary_emb")), None)
-    if rotary is None:
-        raise _NoMatch("its positions are not rotary")
+def _rotary_of(model: PreTrainedModel) -> nn.Module:
+    for name, module in model.named_modules():
+        if name.endswith("rotary_emb"):
+            return module
+    raise _NoMatch("its positions are not rotary")
+
+
+def _rotations(model: PreTrainedModel, rotary: nn.Module) -> Sequence[str]:
+    """The kind of each layer's rotation, as Transformers names it where a model has several; else all are ""."""
+    config = model.config.get_text_config()
+    if "layer_type" in inspect.signature(rotary.forward).parameters:
+        return list(config.layer_types)
+    return [""] * config.num_hidden_layers
+
+
+def _inputs(rotary: nn.Module, kind: str, hidden_size: int, dtype: torch.dtype, far: Sequence[int]) -> _Inputs:
     generator = torch.Generator().manual_seed(5)
     # Small, because what a layer adds does not grow with its input, but rounding the sum does.
     states = (STATES_SCALE * torch.randn(1, NUM_TOKENS, hidden_size, generator=generator)).to(dtype)
     # What a layer does with positions besides rotation may begin far out.
     positions = torch.tensor([[*range(3, 3 + NUM_TOKENS), *far][-NUM_TOKENS:]])
     with _model_code():
-        embeddings: tuple[Tensor, Tensor] = rotary(states, position_ids=positions)
+        named = {"layer_type": kind} if kind else {}
+        embeddings: tuple[Tensor, Tensor] = rotary(states, position_ids=positions, **named)
     if embeddings[0].shape[-1] % ROTARY_MULTIPLE:
         raise _NoMatch(f"positions turn {embeddings[0].shape[-1]} features of a head")
     return _Inputs(states, positions, embeddings)
@@ -408,8 +483,14 @@ def _attend_plainly(spec: AttentionSpec, query: Tensor, key: Tensor, value: Tens
     visible = idx[None, :] <= idx[:, None]
     if spec.window is not None:
         visible &= idx[None, :] > idx[:, None] - spec.window
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=spec.scaling, enable_gqa=True)
-    return out.transpose(1, 2).contiguous()
+    if spec.softcap is None:
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=spec.scaling, enable_gqa=True)
+        return out.transpose(1, 2).contiguous()
+    group = query.shape[1] // key.shape[1]
+    key, value = (one.repeat_interleave(group, dim=1) for one in (key, value))
+    scores = spec.softcap * torch.tanh(query @ key.transpose(2, 3) * spec.scaling / spec.softcap)
+    shares = scores.masked_fill(~visible, -torch.inf).softmax(-1, dtype=torch.float32).to(query.dtype)
+    return (shares @ value).transpose(1, 2).contiguous()
 
 
 def _name(dtype: torch.dtype) -> str:

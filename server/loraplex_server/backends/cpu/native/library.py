@@ -23,7 +23,7 @@ from loraplex_server.backends.cpu.native.build import (
 
 # --- prototypes -------------------------------------------------------------------------------------------------------
 
-ABI_VERSION: Final = 10  # kAbiVersion in src/version.cpp
+ABI_VERSION: Final = 11  # kAbiVersion in src/version.cpp
 
 
 class Prototype(NamedTuple):
@@ -105,10 +105,10 @@ class Layer(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("qkv", "o", "gate_up", "down", "qkv_bias", "o_bias")),
-        *((name, Norm) for name in ("norm1", "norm2", "q_norm", "k_norm")),
+        *((name, Norm) for name in ("norm1", "norm2", "q_norm", "k_norm", "attention_norm", "ffn_norm")),
         *((name, _POINTER) for name in ("k_pages", "v_pages")),
         *((name, _FLOAT) for name in ("eps", "qk_eps", "scaling", "softcap")),
-        ("window", _LONG),
+        *((name, _LONG) for name in ("window", "turns")),
         *((f"{name}_table", Table) for name in ("q", "k", "v", "o", "gate", "up", "down")),
     )
 
@@ -118,7 +118,8 @@ class Stack(ctypes.Structure):
 
     _fields_ = (
         *((name, _INT) for name in ("dtype", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, _INT) for name in ("ffn", "act", "format")),
+        *((name, _INT) for name in ("ffn", "act", "format", "is_merged", "narrows")),
+        *((name, _FLOAT) for name in ("norm_offset", "added")),
         ("layers", ctypes.POINTER(Layer)),
     )
 

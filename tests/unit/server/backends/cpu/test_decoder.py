@@ -27,7 +27,7 @@ from loraplex_adapters.weights import AdapterWeights, LoraFactors, SavedParamete
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_server.backends.cpu.attention import NativePagedAttention
 from loraplex_server.backends.cpu.backend import CpuBackend
-from loraplex_server.backends.cpu.decoder import NativeNorm, NativeStack
+from loraplex_server.backends.cpu.decoder import ComputedLayer, NativeNorm, NativeStack, StackPart
 from loraplex_server.backends.cpu.find_decoder import find_stack
 from loraplex_server.backends.cpu.lora import NativeOps
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
@@ -139,7 +139,7 @@ class Bench:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "phi3"])
 @pytest.mark.parametrize("place", [at_end, at_start], ids=lambda f: f.__name__)
 def test_nothing_beyond_the_arguments_is_touched(
     kernels: NativeKernels, dtype: torch.dtype, family: str, place: object
@@ -249,19 +249,25 @@ def test_scratch_grows_with_tokens_and_ranks(kernels: NativeKernels, dtype: torc
         assert torch.equal(bits(got), bits(fresh.run(states.clone(), segments)))
 
 
+PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Linears of several parts, and products whose sums are normed or scaled.
+OTHER_PARTS = (("phi3", "qkv_proj"), ("phi3", "gate_up_proj"), ("gemma2", "o_proj"), ("granite", "down_proj"))
+FAMILIES_AND_PARTS = (*(("llama", part) for part in PARTS), *OTHER_PARTS)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("part", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
-def test_every_linear_gets_its_own_factors(kernels: NativeKernels, dtype: torch.dtype, part: str) -> None:
+@pytest.mark.parametrize(("family", "part"), FAMILIES_AND_PARTS)
+def test_every_linear_gets_its_own_factors(kernels: NativeKernels, dtype: torch.dtype, family: str, part: str) -> None:
     """An adapter of one linear is the same as that linear with the product added to its weight."""
-    bench = Bench(kernels, dtype)
+    bench = Bench(kernels, dtype, family)
     weights = bench.install(1, 7, (f"0.self_attn.{part}", f"0.mlp.{part}"))
     assert len(weights.factors) == 1
-    model = native_model("llama", dtype)
+    model = native_model(family, dtype)
     for path, factors in weights.factors.items():
         weight = model.get_parameter(f"{path}.weight")
         update = factors.scale * (factors.b.double() @ factors.a.double())
         weight.data = (weight.double() + update).to(dtype)
-    merged = Bench(kernels, dtype)
+    merged = Bench(kernels, dtype, family)
     merged.loaded = adopt_model(model, backend=CpuBackend(kernels))
     merged.slots = merged.loaded.adapter_slots(merged.ops, 4)
     merged.bind(merged.pages())
@@ -269,29 +275,29 @@ def test_every_linear_gets_its_own_factors(kernels: NativeKernels, dtype: torch.
     plain = bench.run(states.clone())
     got, want = bench.run(states.clone(), [Segment(0, 12, 1)]), merged.run(states.clone())
     scale = float((want - states).norm())
-    assert float((got - want).norm()) < (1e-5 if dtype == torch.float32 else 2e-2) * scale
+    assert float((got - want).norm()) < (1e-5 if dtype == torch.float32 else 4e-2) * scale
     assert float((got - plain).norm()) > 0.05 * scale, "an adapter that changes nothing would prove nothing"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("part", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+@pytest.mark.parametrize(("family", "part"), FAMILIES_AND_PARTS)
 def test_gains_and_shifts_are_computed_in_the_stack(
-    kernels: NativeKernels, dtype: torch.dtype, part: str, monkeypatch: pytest.MonkeyPatch
+    kernels: NativeKernels, dtype: torch.dtype, family: str, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gains and shifts give the same as a gain in the weight with a shift alone beside it. Rows beside keep their bits,
     and so do rows in runs of any length."""
-    bench = Bench(kernels, dtype)
+    bench = Bench(kernels, dtype, family)
     never_by_own_layers(bench, monkeypatch)
     plain = bench.install(0, 7)
     ((path, factors),) = bench.install(1, 7, (f"0.self_attn.{part}", f"0.mlp.{part}")).factors.items()
     num_outputs = factors.b.shape[0]
     gain = (1 + torch.rand(num_outputs)).to(dtype)
     shift = (0.5 * torch.randn(num_outputs)).to(dtype)
-    model = native_model("llama", dtype)
+    model = native_model(family, dtype)
     weight = model.get_parameter(f"{path}.weight")
     update = factors.scale * (factors.b.double() @ factors.a.double())
     weight.data = (gain.double()[:, None] * (weight.double() + update)).to(dtype)
-    merged = Bench(kernels, dtype)
+    merged = Bench(kernels, dtype, family)
     merged.loaded = adopt_model(model, backend=CpuBackend(kernels))
     merged.slots = merged.loaded.adapter_slots(merged.ops, 4)
     merged.bind(merged.pages())
@@ -320,18 +326,26 @@ def test_gains_and_shifts_are_computed_in_the_stack(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "norm", ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"]
+    ("family", "norm"),
+    [
+        *(("qwen3", norm) for norm in ("input_layernorm", "post_attention_layernorm")),
+        *(("qwen3", norm) for norm in ("self_attn.q_norm", "self_attn.k_norm")),
+        *(("gemma3", norm) for norm in ("post_attention_layernorm", "pre_feedforward_layernorm")),
+        *(("gemma3", norm) for norm in ("post_feedforward_layernorm", "self_attn.k_norm")),
+    ],
 )
-def test_saved_norms_are_computed_in_the_stack(kernels: NativeKernels, dtype: torch.dtype, norm: str) -> None:
+def test_saved_norms_are_computed_in_the_stack(
+    kernels: NativeKernels, dtype: torch.dtype, family: str, norm: str
+) -> None:
     """Saved norms give the same bits as a model that has them. Rows beside keep their bits, and so do rows in runs of
     any length."""
-    bench = Bench(kernels, dtype, "qwen3")
+    bench = Bench(kernels, dtype, family)
     plain = bench.install(0, 7)
     path = f"model.layers.1.{norm}"
-    model = native_model("qwen3", dtype)
+    model = native_model(family, dtype)
     weight = model.get_parameter(f"{path}.weight")
     weight.data = weight + 0.5 * torch.randn_like(weight)
-    other = Bench(kernels, dtype, "qwen3")
+    other = Bench(kernels, dtype, family)
     other.loaded = adopt_model(model, backend=CpuBackend(kernels))
     other.slots = other.loaded.adapter_slots(other.ops, 4)
     other.bind(other.pages())
@@ -355,35 +369,34 @@ def test_saved_norms_are_computed_in_the_stack(kernels: NativeKernels, dtype: to
     assert torch.equal(bits(bench.run(states.clone(), [Segment(0, 12, 1)])), unchanged)
 
 
-PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 OWN_KINDS = ("weight", "gain", "rotation", "shared-rotation")
 
 
 @pytest.mark.parametrize(
-    ("kind", "part", "dtype"),
+    ("kind", "family", "part", "dtype"),
     [
         # Every kind of every part in one dtype, and in the other in the long suite.
-        pytest.param(kind, part, DTYPES[(i + j + k) % 2], marks=pytest.mark.slow if k else ())
+        pytest.param(kind, family, part, DTYPES[(i + j + k) % 2], marks=pytest.mark.slow if k else ())
         for i, kind in enumerate(OWN_KINDS)
-        for j, part in enumerate(PARTS)
+        for j, (family, part) in enumerate(FAMILIES_AND_PARTS)
         for k in range(2)
     ],
     ids=str,
 )
 def test_own_products_are_computed_in_the_stack(
-    kernels: NativeKernels, dtype: torch.dtype, part: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    kernels: NativeKernels, dtype: torch.dtype, family: str, part: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Own products give the same as a model with such a weight, with a low-rank term and a gain beside it. Other rows
     keep their bits, and so do rows in runs of any length."""
-    bench = Bench(kernels, dtype)
+    bench = Bench(kernels, dtype, family)
     never_by_own_layers(bench, monkeypatch)
     plain = bench.install(0, 7)
     ((path, factors),) = bench.install(1, 7, (f"1.self_attn.{part}", f"1.mlp.{part}")).factors.items()
     richer = replace(factors, gain=(1 + torch.rand(len(factors.b))).to(dtype))
-    model = native_model("llama", dtype)
+    model = native_model(family, dtype)
     weight = model.get_parameter(f"{path}.weight")
     saved, weight.data = own_product(kind, weight.detach())
-    other = Bench(kernels, dtype)
+    other = Bench(kernels, dtype, family)
     other.loaded = adopt_model(model, backend=CpuBackend(kernels))
     other.slots = other.loaded.adapter_slots(other.ops, 4)
     other.bind(other.pages())
@@ -398,7 +411,7 @@ def test_own_products_are_computed_in_the_stack(
         want = other.run(states.clone(), [Segment(0, 70, slot)])
         got = bench.run(states.clone(), [Segment(0, 70, slot)])
         scale = float((want - states).norm())
-        assert float((got - want).norm()) < (1e-5 if dtype == torch.float32 else 2e-2) * scale
+        assert float((got - want).norm()) < (1e-5 if dtype == torch.float32 else 4e-2) * scale
         assert float((got - base).norm()) > 0.05 * scale, "a product that changes nothing would prove nothing"
         together = bench.run(states.clone(), [Segment(0, 20, 0), Segment(30, 31, slot), Segment(33, 70, slot)])
         assert torch.equal(bits(together[:30]), bits(alone[:30]))
@@ -551,16 +564,31 @@ def said(caplog: pytest.LogCaptureFixture) -> str:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", STACKED)
-def test_layers_of_the_common_kind(family: str, dtype: torch.dtype) -> None:
+def test_layers_of_the_common_kinds(family: str, dtype: torch.dtype) -> None:
     model = native_model(family, dtype)
     layers, norm = model.model.layers, model.model.norm
     loaded = adopted(model)
-    assert list(loaded.model.model.layers) == [loaded.decoder]
+    if family != "gemma3":
+        assert list(loaded.model.model.layers) == [loaded.decoder]
     assert isinstance(loaded.model.model.norm, NativeNorm)
     assert loaded.model.model.norm.weight is norm.weight
     assert isinstance(loaded.decoder, NativeStack)
     assert loaded.decoder.shape.num_heads == 4
     assert len(layers) == len(loaded.attention) == 2
+
+
+def test_layers_that_turn_in_several_ways() -> None:
+    """Each run of layers with the same rotation is a call, and states pass the places of its other layers."""
+    kinds = ["sliding_attention"] * 2 + ["full_attention"] + ["sliding_attention"] * 3
+    model = native_model("gemma3", num_hidden_layers=6, layer_types=kinds)
+    rig = native_rig(model, native_kernels())
+    modules = list(rig.loaded.model.model.layers)
+    assert [type(module) for module in modules] == [
+        *(StackPart, ComputedLayer, StackPart),
+        *(StackPart, ComputedLayer, ComputedLayer),
+    ]
+    assert rig.loaded.direct is not None
+    check_logits(model, rig)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -698,7 +726,10 @@ def test_a_patched_model_is_served_as_it_is(patch: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_layers_without_positions_are_noticed_where_attention_hardly_matters(dtype: torch.dtype) -> None:
     """Small random weights attend to everything alike: what is missing there is less than bfloat16 rounds away."""
-    assert adopted(native_model("smollm3", dtype, initializer_range=0.02)).decoder is None
+    changes = {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 0, 1], "layer_types": ["full_attention"] * 4}
+    decoder = adopted(native_model("smollm3", dtype, initializer_range=0.02, **changes)).decoder
+    assert decoder is not None
+    assert [weights.turns for weights in decoder.weights] == [True, False, False, True]
 
 
 def test_a_layer_that_differs_by_its_place_is_noticed(
@@ -707,13 +738,13 @@ def test_a_layer_that_differs_by_its_place_is_noticed(
     """The layers differ by code that no attribute shows, and by less than bfloat16 rounds away."""
     forward = modeling_llama.LlamaAttention.forward
 
-    def unturned(self: Any, position_embeddings: tuple[Tensor, Tensor], **options: Any) -> Any:
+    def half_turned(self: Any, position_embeddings: tuple[Tensor, Tensor], **options: Any) -> Any:
         cos, sin = position_embeddings
         if self.layer_idx:
-            cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+            cos, sin = (cos + 1) / 2, sin / 2
         return forward(self, position_embeddings=(cos, sin), **options)
 
-    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", unturned)
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", half_turned)
     assert adopted(native_model("llama", torch.bfloat16, initializer_range=0.02)).decoder is None
     assert "layer 1 computes something else" in said(caplog)
     assert "in float32" in said(caplog)
@@ -769,7 +800,8 @@ def test_layers_before_one_that_differs_get_their_weights_back(family: str, form
 
 
 def test_the_comparison_leaves_nothing_behind() -> None:
-    model = native_model("granite")
+    model = native_model("llama")
+    PATCHES["a layer"](model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     loaded = adopted(model)
     assert loaded.decoder is None

@@ -16,7 +16,7 @@ from support.zoo import random_model
 from torch import nn
 
 from loraplex_server.backends.cpu.backend import CpuBackend
-from loraplex_server.backends.cpu.decoder import StackLinear
+from loraplex_server.backends.cpu.decoder import StackLinear, StackPair
 from loraplex_server.backends.cpu.linear import (
     NativeLinear,
     PackedLinear,
@@ -91,7 +91,7 @@ def test_absorbed_linears_are_computed_by_nobody(kernels: NativeKernels) -> None
         absorbed(torch.zeros(1, 64))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "cohere"])
 def test_no_weight_is_kept_twice(kernels: NativeKernels, family: str) -> None:
     """Weights are kept once, where a model's layers became a stack and where they did not."""
     loaded = adopt_model(native_model(family, torch.bfloat16), backend=CpuBackend(kernels))
@@ -101,7 +101,7 @@ def test_no_weight_is_kept_twice(kernels: NativeKernels, family: str) -> None:
     assert [type(module) for module in kept] == [AdaptedHead]
     for module in linears:
         is_absorbed = loaded.decoder is not None and not isinstance(module, AdaptedHead)
-        assert isinstance(module.base, StackLinear if is_absorbed else NativeLinear)
+        assert isinstance(module.base, StackLinear | StackPair if is_absorbed else NativeLinear)
 
 
 def test_a_model_of_which_no_weight_packs_is_right(kernels: NativeKernels) -> None:

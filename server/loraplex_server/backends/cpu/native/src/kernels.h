@@ -197,7 +197,8 @@ struct Kernels {
 
   // y[n] = (weight + offset) * (x / rms(x)). `narrows`: x / rms(x) is rounded to the dtype first.
   void (*rms_norm)(DType, const void* x, const void* weight, int64_t n, float eps, float offset, bool narrows, void* y);
-  void (*rms_norm_f32)(DType, float* x, const void* weight, int64_t n, float eps);  // in place, of one head
+  // The same in place, of one head.
+  void (*rms_norm_f32)(DType, float* x, const void* weight, int64_t n, float eps, float offset, bool narrows);
   // x[dim] rotated by halves, in place.
   void (*rotate)(float* x, const float* cos, const float* sin, int dim);
   // out[n] = act(gate[n]) * up[n]
@@ -209,6 +210,7 @@ struct Kernels {
   void (*add_to)(DType, const float* c, int n, void* inout);       // inout += c
   // inout[m][n] += c[m][n]
   void (*add_rows)(DType, const float* c, int64_t stride, int m, int n, void* inout, int64_t inout_stride);
+  void (*add_part)(DType, const void* x, int64_t n, float factor, void* inout);  // inout += x * factor
   void (*add_bias)(DType, const void* bias, int n, float* c);      // c += bias
 
   // The largest of x[n] and where it is first; NaN if there is one. `allowed`: a bit for each, the lowest first, of

@@ -2,8 +2,9 @@
 //
 //   h += o(attention(rope(qkv(norm(h)))));  h += down(act(gate(norm(h))) * up(norm(h)))
 //
-// with an adapter term on each of the seven linears, or a product of the adapter's own in its place, and norms by the weights
-// of each row's adapter. Of the last layer, rows whose output nobody reads get keys and values only. The caller guarantees
+// Some families norm what is added, too or instead; add a part of it; norm queries and keys; or turn them in some layers
+// only. Each linear has an adapter term, or a product of the adapter's own in its place, and norms have the weights of
+// each row's adapter. Of the last layer, rows whose output nobody reads get keys and values only. The caller guarantees
 // shapes and keeps all memory alive.
 #include <array>
 
@@ -13,7 +14,7 @@
 extern "C" {
 
 struct LpNorm {
-  const void* weight;       // null: there is no such norm
+  const void* weight;       // null: there is no such norm, and values stay as they are
   const int64_t* own_ptrs;  // adapters' own weights by slot, 0: none; null: no adapters
 };
 
@@ -25,6 +26,7 @@ struct LpLayer {
   const void* qkv_bias;  // null: none
   const void* o_bias;
   LpNorm norm1, norm2, q_norm, k_norm;
+  LpNorm attention_norm, ffn_norm;  // of what is added to the hidden states
   void* k_pages;
   void* v_pages;
   float eps;
@@ -32,6 +34,7 @@ struct LpLayer {
   float scaling;
   float softcap;
   int64_t window;
+  int64_t turns;  // whether queries and keys are turned by their positions
   LpTable q_table, k_table, v_table, o_table, gate_table, up_table, down_table;
 };
 
@@ -45,6 +48,10 @@ struct LpStack {
   int32_t ffn;
   int32_t act;  // 0: silu, 1: gelu_tanh
   int32_t format;  // lp::Format of the layers' weights
+  int32_t is_merged;  // q, k and v are one linear with adapters of its own, q_table; so are gate and up, gate_table
+  int32_t narrows;  // norms round values before they are multiplied with the weight
+  float norm_offset;  // what norms add to their weights
+  float added;  // the part of attention and feed-forward that is added to the hidden states
   const LpLayer* layers;
 };
 
@@ -126,7 +133,7 @@ class StackRun {
     for (int i = 0; i < stack_.num_layers; i++) {
       const LpLayer& layer = stack_.layers[i];
       const auto qkv = qkv_targets(layer);
-      updates_.add_factors(qkv.data(), 3, stack_.hidden, prefetches_);
+      updates_.add_factors(qkv.data(), int(qkv.size()), stack_.hidden, prefetches_);
       add_weights(layer.qkv, stack_.hidden, ceil_div(qkv_rows, kBand), stack_.head_dim / kBand);
       end_phase(qkv_rows * stack_.hidden);
       add_pages(layer, step_.spans);
@@ -136,7 +143,7 @@ class StackRun {
       add_weights(layer.o, rows, ceil_div(stack_.hidden, kBand), 1);
       end_phase(rows * stack_.hidden);
       const auto gate = gate_targets(layer);
-      updates_.add_factors(gate.data(), 2, stack_.hidden, prefetches_);
+      updates_.add_factors(gate.data(), int(gate.size()), stack_.hidden, prefetches_);
       add_weights(layer.gate_up, stack_.hidden, ceil_div(stack_.ffn, kPanel), 2);
       end_phase(2 * int64_t(stack_.ffn) * stack_.hidden);
       updates_.add_factors(&down, 1, stack_.ffn, prefetches_);
@@ -147,10 +154,10 @@ class StackRun {
 
   void before_attention(const LpLayer& layer) {
     prefetches_.begin_phase();
-    normalize(layer.norm1, layer.eps);
+    const void* x = normalize(layer.norm1, layer.eps);
     const auto targets = qkv_targets(layer);
-    prepare(scratch_.normed, stack_.hidden, targets.data(), 3);
-    project_qkv(layer);
+    prepare(x, stack_.hidden, targets.data(), int(targets.size()));
+    project_qkv(layer, x);
   }
 
   void attend(const LpLayer& layer) {
@@ -167,24 +174,37 @@ class StackRun {
 
   void after_attention(const LpLayer& layer) {
     prefetches_.begin_phase();
-    add_product(layer.o, layer.o_bias, layer.o_table, scratch_.mixed, int64_t(stack_.num_heads) * stack_.head_dim);
-    normalize(layer.norm2, layer.eps);
+    const int64_t rows = int64_t(stack_.num_heads) * stack_.head_dim;
+    add_product(layer.o, layer.o_bias, layer.o_table, scratch_.mixed, rows, layer.attention_norm, layer.eps);
+    const void* x = normalize(layer.norm2, layer.eps);
     prefetches_.begin_phase();
     const auto targets = gate_targets(layer);
-    prepare(scratch_.normed, stack_.hidden, targets.data(), 2);
-    gate(layer);
+    prepare(x, stack_.hidden, targets.data(), int(targets.size()));
+    gate(layer, x);
     prefetches_.begin_phase();
-    add_product(layer.down, nullptr, layer.down_table, scratch_.act, stack_.ffn);
+    add_product(layer.down, nullptr, layer.down_table, scratch_.act, stack_.ffn, layer.ffn_norm, layer.eps);
   }
 
  private:
-  std::array<Target, 3> qkv_targets(const LpLayer& layer) const {
+  std::vector<Target> qkv_targets(const LpLayer& layer) const {
     const int64_t rows = int64_t(stack_.num_heads) * stack_.head_dim, kv_rows = int64_t(stack_.num_kv_heads) * stack_.head_dim;
-    return {{{&layer.q_table, rows}, {&layer.k_table, kv_rows}, {&layer.v_table, kv_rows}}};
+    if (stack_.is_merged) return {{&layer.q_table, rows + 2 * kv_rows}};
+    return {{&layer.q_table, rows}, {&layer.k_table, kv_rows}, {&layer.v_table, kv_rows}};
   }
 
-  std::array<Target, 2> gate_targets(const LpLayer& layer) const {
-    return {{{&layer.gate_table, stack_.ffn}, {&layer.up_table, stack_.ffn}}};
+  std::vector<Target> gate_targets(const LpLayer& layer) const {
+    if (stack_.is_merged) return {{&layer.gate_table, 2 * int64_t(stack_.ffn)}};
+    return {{&layer.gate_table, stack_.ffn}, {&layer.up_table, stack_.ffn}};
+  }
+
+  // Calls body(module, first output) for the outputs from `output` on of one of the parts of a linear, which may be one
+  // linear; `before`: outputs of the parts before it.
+  template <class Body>
+  void in_module(int part, int64_t before, int64_t output, const Body& body) const {
+    if (stack_.is_merged)
+      body(0, before + output);
+    else
+      body(part, output);
   }
 
   // The slab that each thread multiplies with first: no product before it of the same weight fetches it.
@@ -230,15 +250,37 @@ class StackRun {
     }
   }
 
-  void normalize(const LpNorm& norm, float eps) {
+  // The hidden states behind a norm.
+  const void* normalize(const LpNorm& norm, float eps) {
+    if (norm.weight == nullptr) return step_.hidden;
+    each_row([&](int64_t row, int64_t first) { norm_row(norm, row, eps, at(step_.hidden, first, dtype_)); });
+    return scratch_.normed;
+  }
+
+  // hidden += added * norm(scratch.normed)
+  void add_whole_rows(const LpNorm& norm, float eps) {
+    each_row([&](int64_t row, int64_t first) {
+      void* x = at(scratch_.normed, first, dtype_);
+      if (norm.weight != nullptr) norm_row(norm, row, eps, x);
+      kernels_.add_part(dtype_, x, stack_.hidden, stack_.added, at(step_.hidden, first, dtype_));
+    });
+  }
+
+  // Calls body(row, its first element) for each row of hidden states.
+  template <class Body>
+  void each_row(const Body& body) {
     constexpr int kNormRows = 4;
-    const int64_t n = stack_.hidden;
     pool_.run(ceil_div(step_.num_tokens, kNormRows), [&](int chunk, int) {
       const int end = std::min(step_.num_tokens, (chunk + 1) * kNormRows);
-      for (int64_t row = chunk * kNormRows; row < end; row++)
-        kernels_.rms_norm(dtype_, at(step_.hidden, row * n, dtype_), weight_of(norm, row), n, eps, 0.0f,
-                          true, at(scratch_.normed, row * n, dtype_));
+      for (int64_t row = chunk * kNormRows; row < end; row++) body(row, row * stack_.hidden);
     });
+  }
+
+  // A row of scratch.normed from x, which may be that row.
+  void norm_row(const LpNorm& norm, int64_t row, float eps, const void* x) {
+    const int64_t n = stack_.hidden;
+    kernels_.rms_norm(dtype_, x, weight_of(norm, row), n, eps, stack_.norm_offset, stack_.narrows != 0,
+                      at(scratch_.normed, row * n, dtype_));
   }
 
   // A row's weight of a norm: its adapter's own where that has one.
@@ -279,27 +321,30 @@ class StackRun {
   }
 
   // A chunk is a head: queries go to scratch, keys and values to their pages.
-  void project_qkv(const LpLayer& layer) {
+  void project_qkv(const LpLayer& layer, const void* x) {
     const int dim = stack_.head_dim, bands = dim / kBand;
     const int num_heads = stack_.num_heads, num_kv = stack_.num_kv_heads;
-    const auto find = [=](int head) {  // its module, and which of that one's heads it is
+    const auto find = [=](int head) {  // its part, and which of that one's heads it is
       if (head < num_heads) return std::make_pair(0, head);
       head -= num_heads;
       return head < num_kv ? std::make_pair(1, head) : std::make_pair(2, head - num_kv);
     };
     adapted(
-        scratch_.normed, stack_.hidden, layer.qkv, (num_heads + 2 * num_kv) * bands, bands,
+        x, stack_.hidden, layer.qkv, (num_heads + 2 * num_kv) * bands, bands,
         [&](int band, const auto& body) {
-          const auto [module, head] = find(band / bands);
-          body(module, int64_t(head * bands + band % bands) * kBand, kBand, 0);
+          const auto [part, head] = find(band / bands);
+          const int64_t all = int64_t(band) * kBand, output = int64_t(head * bands + band % bands) * kBand;
+          in_module(part, all - output, output, [&](int module, int64_t first) { body(module, first, kBand, 0); });
         },
         [&](int band, int row, int m, float* c, int64_t stride) {
-          const auto [module, head] = find(band / bands);
+          const auto [part, head] = find(band / bands);
+          const int64_t all = int64_t(band) * kBand, output = int64_t(head) * dim;
           if (layer.qkv_bias != nullptr)
             for (int r = 0; r < m; r++)
               kernels_.add_bias(dtype_, at(layer.qkv_bias, int64_t(band) * kBand, dtype_), dim, c + r * stride);
-          updates_.rescale(module, int64_t(head) * dim, dim, row, m, c, stride);
-          for (int r = 0; r < m; r++) finish_head(layer, module, head, row + r, c + r * stride);
+          in_module(part, all - output, output,
+                    [&](int module, int64_t first) { updates_.rescale(module, first, dim, row, m, c, stride); });
+          for (int r = 0; r < m; r++) finish_head(layer, part, head, row + r, c + r * stride);
         });
   }
 
@@ -307,8 +352,8 @@ class StackRun {
     const int dim = stack_.head_dim;
     const LpNorm& norm = part == 0 ? layer.q_norm : layer.k_norm;
     if (part != 2 && norm.weight != nullptr)
-      kernels_.rms_norm_f32(dtype_, c, weight_of(norm, token), dim, layer.qk_eps);
-    if (part != 2 && step_.num_rotary > 0)
+      kernels_.rms_norm_f32(dtype_, c, weight_of(norm, token), dim, layer.qk_eps, stack_.norm_offset, stack_.narrows != 0);
+    if (part != 2 && layer.turns && step_.num_rotary > 0)
       kernels_.rotate(c, step_.cos + token * step_.num_rotary, step_.sin + token * step_.num_rotary, step_.num_rotary);
     char* to;
     if (part == 0)
@@ -319,9 +364,11 @@ class StackRun {
     kernels_.store(dtype_, c, dim, to);
   }
 
-  // hidden += x @ packed + bias + update
-  void add_product(const void* packed, const void* bias, const LpTable& table, const void* x, int64_t k) {
+  // hidden += added * norm(x @ packed + bias + update)
+  void add_product(const void* packed, const void* bias, const LpTable& table, const void* x, int64_t k,
+                   const LpNorm& norm, float eps) {
     const int64_t n = stack_.hidden;
+    const bool by_rows = norm.weight != nullptr || stack_.added != 1.0f;
     const Target target{&table, n};
     prepare(x, k, &target, 1);
     const auto width_of = [=](int band) { return int(std::min<int64_t>(kBand, n - int64_t(band) * kBand)); };
@@ -333,26 +380,34 @@ class StackRun {
           for (int64_t r = 0; bias != nullptr && r < m; r++)
             kernels_.add_bias(dtype_, at(bias, output, dtype_), width_of(band), c + r * stride);
           updates_.rescale(0, output, width_of(band), row, m, c, stride);
-          kernels_.add_rows(dtype_, c, stride, m, width_of(band), at(step_.hidden, row * n + output, dtype_), n);
+          if (!by_rows)
+            kernels_.add_rows(dtype_, c, stride, m, width_of(band), at(step_.hidden, row * n + output, dtype_), n);
+          for (int64_t r = 0; by_rows && r < m; r++)
+            kernels_.store(dtype_, c + r * stride, width_of(band), at(scratch_.normed, (row + r) * n + output, dtype_));
         });
+    if (by_rows) add_whole_rows(norm, eps);
   }
 
-  void gate(const LpLayer& layer) {
+  void gate(const LpLayer& layer, const void* x) {
     const int64_t n = stack_.ffn;
     const bool streams = step_.num_tokens * n * item_bytes(dtype_) > kStreamedBytes;
     adapted(
-        scratch_.normed, stack_.hidden, layer.gate_up, ceil_div(n, kPanel), 2,
+        x, stack_.hidden, layer.gate_up, ceil_div(n, kPanel), 2,
         [&](int band, const auto& body) {
           const int64_t output = int64_t(band) * kPanel;
-          for (int module = 0; module < 2; module++)
-            body(module, output, int(std::min<int64_t>(kPanel, n - output)), module * kPanel);
+          const int width = int(std::min<int64_t>(kPanel, n - output));
+          for (int part = 0; part < 2; part++)
+            in_module(part, part * n, output,
+                      [&](int module, int64_t first) { body(module, first, width, part * kPanel); });
         },
         [&](int first, int row, int m, float* c, int64_t stride) {
           const int64_t start = int64_t(first) * kPanel, end = std::min(start + 2 * kPanel, n);
           for (int64_t output = start; output < end; output += kPanel)
-            for (int module = 0; module < 2; module++)
-              updates_.rescale(module, output, int(std::min<int64_t>(kPanel, end - output)), row, m,
-                               c + 2 * (output - start) + module * kPanel, stride);
+            for (int part = 0; part < 2; part++)
+              in_module(part, part * n, output, [&](int module, int64_t of_module) {
+                updates_.rescale(module, of_module, int(std::min<int64_t>(kPanel, end - output)), row, m,
+                                 c + 2 * (output - start) + part * kPanel, stride);
+              });
           kernels_.gated_bands(dtype_, stack_.act, c, stride, m, int(end - start), at(scratch_.act, row * n + start, dtype_),
                                n, streams);
         });

@@ -274,11 +274,14 @@ def test_attention_and_norms(
     check(program, avx2, emulated, isa, tmp_path, dtype)
 
 
-@pytest.mark.parametrize("act", [0, 1], ids=["silu", "gelu"])
+@pytest.mark.parametrize("kind", ["llama", "gemma", "phi"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_stack_of_layers(
-    dtype: int, act: int, avx2: Library, emulated: list[str], isa: str, dice: np.random.Generator, tmp_path: Path
+    dtype: int, kind: str, avx2: Library, emulated: list[str], isa: str, dice: np.random.Generator, tmp_path: Path
 ) -> None:
+    norms, act, is_merged = ["norm1", "norm2"], int(kind == "gemma"), kind == "phi"
+    if kind == "gemma":
+        norms += ["attention_norm", "ffn_norm"]
     program = Program()
     hidden, heads, kv_heads, dim, ffn, block_size, ranks = 64, 4, 2, 32, 96, 16, [4, 16]
     spans = put_spans(program, [(1, 20), (7, 7), (1, 3)], block_size)
@@ -292,19 +295,19 @@ def test_a_stack_of_layers(
         layer.gate_up = program.put(np.zeros(packed_bytes(2 * ffn, hidden, dtype), np.uint8))
         program.call("lp_pack_pair", dtype, 0, pair[0], None, pair[1], None, hidden, ffn, hidden, layer.gate_up)
         layer.qkv_bias = program.put(floats(dice, dtype, widths[0] + 2 * widths[1]))
-        layer.norm1, layer.norm2 = (put_norm(program, dice, dtype, hidden) for _ in range(2))
+        for norm in norms:
+            setattr(layer, norm, put_norm(program, dice, dtype, hidden))
         layer.q_norm, layer.k_norm = (put_norm(program, dice, dtype, dim) for _ in range(2))
         layer.k_pages, layer.v_pages = (
             program.put(floats(dice, dtype, num_blocks, block_size, kv_heads, dim)) for _ in range(2)
         )
-        layer.eps, layer.qk_eps, layer.scaling = 1e-5, 1e-6, dim**-0.5
-        shapes = {
-            "q": (hidden, widths[0]),
-            "k": (hidden, widths[1]),
-            "v": (hidden, widths[1]),
-            "o": (widths[0], hidden),
-        }
-        shapes |= {"gate": (hidden, ffn), "up": (hidden, ffn), "down": (ffn, hidden)}
+        layer.eps, layer.qk_eps, layer.scaling, layer.turns = 1e-5, 1e-6, dim**-0.5, kind != "gemma"
+        shapes = {"o": (widths[0], hidden), "down": (ffn, hidden)}
+        if is_merged:
+            shapes |= {"q": (hidden, widths[0] + 2 * widths[1]), "gate": (hidden, 2 * ffn)}
+        else:
+            shapes |= {"q": (hidden, widths[0]), "k": (hidden, widths[1]), "v": (hidden, widths[1])}
+            shapes |= {"gate": (hidden, ffn), "up": (hidden, ffn)}
         for part, shape in shapes.items():
             setattr(layer, f"{part}_table", put_own_table(program, dice, dtype, *shape, ranks))
     both = program.put(np.concatenate([np.frombuffer(bytes(layer), np.uint8) for layer in layers]))
@@ -316,7 +319,8 @@ def test_a_stack_of_layers(
         program.pointers += [(idx, number * size + offset, to) for _, offset, to in one.pointers]
     stack = Stack(
         dtype=dtype, num_layers=2, hidden=hidden, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, ffn=ffn,
-        act=act, format=0, layers=ctypes.cast(both, ctypes.POINTER(Layer)),
+        act=act, format=0, is_merged=is_merged, narrows=kind == "llama", norm_offset=float(kind == "gemma"),
+        added=0.5 if is_merged else 1.0, layers=ctypes.cast(both, ctypes.POINTER(Layer)),
     )  # fmt: skip
     runs = put_runs(program, [(0, 1, 0), (1, 8, 1)], max(ranks))
     num_bytes = avx2.functions.lp_stack_scratch_bytes(ctypes.byref(stack), tokens, tokens, max(ranks))

@@ -8,9 +8,9 @@ namespace lp {
 namespace LP_ISA {
 
 template <class D>
-static inline Floats scaled(Floats x, Floats factor, const typename D::T* weight, Part part) {
-  // The model's own code rounds x / rms before it multiplies by the weight.
-  return mul(load(weight, part), D::round(mul(x, factor)));
+static inline Floats normed(Floats x, Floats factor, const typename D::T* weight, float offset, bool narrows, Part part) {
+  const Floats v = mul(x, factor);
+  return mul(add(load(weight, part), all(offset)), narrows ? D::round(v) : v);
 }
 
 static inline Floats rms_factor(Floats squares, int64_t n, float eps) {
@@ -29,8 +29,7 @@ static void norm_row(const typename D::T* x, const typename D::T* weight, int64_
   const Floats factor = rms_factor(squares, n, eps);
   for (int64_t i = 0; i < n; i += 16) {
     Part part = first((int)(n - i > 16 ? 16 : n - i));
-    const Floats v = mul(load(x + i, part), factor);
-    store(y + i, mul(add(load(weight + i, part), all(offset)), narrows ? D::round(v) : v), part);
+    store(y + i, normed<D>(load(x + i, part), factor, weight + i, offset, narrows, part), part);
   }
 }
 
@@ -43,7 +42,7 @@ static void rms_norm(DType dtype, const void* x, const void* weight, int64_t n, 
 }
 
 template <class D>
-static void norm_head(float* x, const typename D::T* weight, int64_t n, float eps) {
+static void norm_head(float* x, const typename D::T* weight, int64_t n, float eps, float offset, bool narrows) {
   Floats squares = zeros();
   for (int64_t i = 0; i < n; i += 16) {
     Floats v = D::round(load(x + i));
@@ -51,14 +50,14 @@ static void norm_head(float* x, const typename D::T* weight, int64_t n, float ep
   }
   const Floats factor = rms_factor(squares, n, eps);
   for (int64_t i = 0; i < n; i += 16)
-    store(x + i, scaled<D>(D::round(load(x + i)), factor, weight + i, first(16)));
+    store(x + i, normed<D>(D::round(load(x + i)), factor, weight + i, offset, narrows, first(16)));
 }
 
-static void rms_norm_f32(DType dtype, float* x, const void* weight, int64_t n, float eps) {
+static void rms_norm_f32(DType dtype, float* x, const void* weight, int64_t n, float eps, float offset, bool narrows) {
   if (dtype == DType::F32)
-    norm_head<F32>(x, (const float*)weight, n, eps);
+    norm_head<F32>(x, (const float*)weight, n, eps, offset, narrows);
   else
-    norm_head<BF16>(x, (const bf16*)weight, n, eps);
+    norm_head<BF16>(x, (const bf16*)weight, n, eps, offset, narrows);
 }
 
 static void rotate(float* x, const float* cos, const float* sin, int dim) {
@@ -154,6 +153,21 @@ static void add_rows(DType dtype, const float* c, int64_t stride, int m, int n, 
       add_row<F32>(c, n, (float*)inout + r * inout_stride);
     else
       add_row<BF16>(c, n, (bf16*)inout + r * inout_stride);
+}
+
+template <class D>
+static void add_part_of_row(const typename D::T* x, int64_t n, float factor, typename D::T* inout) {
+  for (int64_t i = 0; i < n; i += 16) {
+    Part part = first((int)(n - i > 16 ? 16 : n - i));
+    store(inout + i, add(load(inout + i, part), D::round(mul(load(x + i, part), all(factor)))), part);
+  }
+}
+
+static void add_part(DType dtype, const void* x, int64_t n, float factor, void* inout) {
+  if (dtype == DType::F32)
+    add_part_of_row<F32>((const float*)x, n, factor, (float*)inout);
+  else
+    add_part_of_row<BF16>((const bf16*)x, n, factor, (bf16*)inout);
 }
 
 template <class D>
