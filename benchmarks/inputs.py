@@ -18,7 +18,9 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -48,6 +50,29 @@ SHAPES: Mapping[str, PretrainedConfig] = {
         num_key_value_heads=2,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
+        **SPECIALS,
+    ),
+    "245m-gemma3": Gemma3TextConfig(  # the sizes of 245m in families whose layers differ from Llama's
+        vocab_size=32000,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=16,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        **SPECIALS,
+    ),
+    "245m-phi3": Phi3Config(
+        vocab_size=32000,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
         **SPECIALS,
     ),
     "3b": LlamaConfig(
@@ -107,7 +132,7 @@ SHAPES: Mapping[str, PretrainedConfig] = {
         **SPECIALS,
     ),
 }
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TARGETS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 MIXED_RANKS = (8, 8, 16, 32)  # as many weights as with rank 16 throughout
 MAX_TOKENIZER_SIZE = 4096
 NUM_ARRIVALS = 64
@@ -178,6 +203,7 @@ def make_adapters(
 ) -> None:
     """ROOT/a000 and so on, on every linear of every layer; `ranks` are cycled over them."""
     linears = _linears(config)
+    targets = sorted({name.rpartition(".")[2] for name in linears})
     width = max(3, len(str(num_adapters - 1)))
     for number in range(num_adapters):
         rank = ranks[number % len(ranks)]
@@ -189,9 +215,8 @@ def make_adapters(
             tensors[f"base_model.model.{name}.lora_A.weight"] = a.to(dtype)
             tensors[f"base_model.model.{name}.lora_B.weight"] = b.to(dtype)
         path = root / f"a{number:0{width}}"
-        LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(TARGETS), inference_mode=True).save_pretrained(
-            str(path)
-        )
+        config_of_adapter = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, inference_mode=True)
+        config_of_adapter.save_pretrained(str(path))
         save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
