@@ -23,10 +23,10 @@ SIZES: Final = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32}
 # Families whose layers are of the kinds that a stack computes, and some of all other kinds.
 STACKED: Final = (
     *("llama", "mistral", "qwen2", "qwen2-window", "qwen3", "gemma", "gemma2", "gemma3", "granite", "phi3"),
-    *("smollm3", "exaone4"),
+    *("smollm3", "exaone4", "olmo2", "olmo3"),
 )
 NOT_STACKED: Final = (
-    *("olmo2", "mixtral", "cohere", "gpt2"),
+    *("mixtral", "cohere", "gpt2"),
     *("gpt_oss", "llama4-chunks", "bloom", "mpt", "falcon", "falcon-alibi"),
 )
 

@@ -69,7 +69,7 @@ _NORMS_AROUND: Final = {"norm1": "input_layernorm", "norm2": "pre_feedforward_la
 KINDS: Final = (
     LayerNames(_SPLIT, _NORMS_BEFORE),  # Llama, Qwen, Gemma, Granite
     LayerNames(_SPLIT, _NORMS_AROUND),  # Gemma 2 and 3
-    LayerNames(_SPLIT, _NORMS_BEHIND),  # EXAONE 4
+    LayerNames(_SPLIT, _NORMS_BEHIND),  # EXAONE 4, OLMo 2 and 3
     LayerNames(_MERGED, _NORMS_BEFORE, "mlp.activation_fn"),  # Phi-3
 )
 
@@ -88,6 +88,7 @@ class StackShape:
     names: LayerNames
     norm_form: NormForm
     added: float  # the part of attention and feed-forward that is added to the hidden states
+    norms_all_heads: bool = False  # queries and keys have norms of all heads together
     format: WeightFormat | None = None  # of few bits
 
 
@@ -176,7 +177,7 @@ class NativeStack(nn.Module):
             dtype=DTYPES[shape.dtype], num_layers=len(layers), hidden=shape.hidden_size, num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, ffn=shape.ffn_size, act=shape.act,
             format=shape.format.code if shape.format is not None else 0, is_merged=shape.names.is_merged,
-            narrows=shape.norm_form.narrows, norm_offset=shape.norm_form.offset, added=shape.added,
+            norms_all_heads=shape.norms_all_heads, narrows=shape.norm_form.narrows, norm_offset=shape.norm_form.offset, added=shape.added,
             layers=self._layers,
         )  # fmt: skip
         self._linears: list[list[AdaptedLinear | None]] = []

@@ -198,7 +198,9 @@ def _shape(layer: nn.Module, names: LayerNames, spec: AttentionSpec, kernels: Na
         raise _NoMatch(f"the norm {type(norm).__name__}")
     added = getattr(layer, "residual_multiplier", 1.0)
     heads = spec.num_heads, spec.num_kv_heads, spec.k_dim
-    return StackShape(down.dtype, hidden_size, *heads, ffn_size, act, names, found.form, float(added))
+    q_norm = getattr(layer.get_submodule("self_attn"), "q_norm", None)
+    all_heads = q_norm is not None and cast(Tensor, q_norm.weight).numel() == spec.num_heads * spec.k_dim != spec.k_dim
+    return StackShape(down.dtype, hidden_size, *heads, ffn_size, act, names, found.form, float(added), all_heads)
 
 
 def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: NativeKernels) -> LayerWeights:
@@ -214,10 +216,10 @@ def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: Nat
     if any(_bias(linears[part]) is not None for part in ("gate", "up", "down") if part in linears):
         raise _NoMatch("biases in the feed-forward part")
     norms = {name: layer.get_submodule(path) for name, path in _norms(layer, shape).items()}
+    widths = _widths_of_norms(shape)
     for name, norm in norms.items():
-        weights = [cast(Tensor, p) for p in norm.parameters()]
-        width = shape.head_dim if name in HEAD_NORMS else shape.hidden_size
-        if [(one.dtype, tuple(one.shape)) for one in weights] != [(shape.dtype, (width,))] or norm_eps(norm) is None:
+        found = [(cast(Tensor, one).dtype, tuple(one.shape)) for one in norm.parameters()]
+        if found != [(shape.dtype, (widths[name],))] or norm_eps(norm) is None:
             raise _NoMatch(f"the norm {type(norm).__name__}")
     qkv = [linears[part] for part in ("q", "k", "v") if part in linears]
     gate, up = [linears[part].weight for part in ("gate", "up")] if "up" in linears else linears["gate"].weight.chunk(2)
@@ -243,6 +245,12 @@ def _shapes_of_linears(shape: StackShape) -> dict[str, tuple[int, int]]:
     else:
         outputs = {"q": rows, "k": kv_rows, "v": kv_rows, "gate": shape.ffn_size, "up": shape.ffn_size}
     return common | {part: (num_outputs, shape.hidden_size) for part, num_outputs in outputs.items()}
+
+
+def _widths_of_norms(shape: StackShape) -> dict[str, int]:
+    heads = (shape.num_heads, shape.num_kv_heads) if shape.norms_all_heads else (1, 1)
+    of_heads = {name: num * shape.head_dim for name, num in zip(HEAD_NORMS, heads, strict=True)}
+    return of_heads | dict.fromkeys(shape.names.norms, shape.hidden_size)
 
 
 def _drop_weights(layer: nn.Module, shape: StackShape) -> None:

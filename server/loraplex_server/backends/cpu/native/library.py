@@ -118,7 +118,7 @@ class Stack(ctypes.Structure):
 
     _fields_ = (
         *((name, _INT) for name in ("dtype", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, _INT) for name in ("ffn", "act", "format", "is_merged", "narrows")),
+        *((name, _INT) for name in ("ffn", "act", "format", "is_merged", "norms_all_heads", "narrows")),
         *((name, _FLOAT) for name in ("norm_offset", "added")),
         ("layers", ctypes.POINTER(Layer)),
     )

@@ -139,7 +139,7 @@ class Bench:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "olmo2", "phi3"])
 @pytest.mark.parametrize("place", [at_end, at_start], ids=lambda f: f.__name__)
 def test_nothing_beyond_the_arguments_is_touched(
     kernels: NativeKernels, dtype: torch.dtype, family: str, place: object
@@ -332,6 +332,7 @@ def test_gains_and_shifts_are_computed_in_the_stack(
         *(("qwen3", norm) for norm in ("self_attn.q_norm", "self_attn.k_norm")),
         *(("gemma3", norm) for norm in ("post_attention_layernorm", "pre_feedforward_layernorm")),
         *(("gemma3", norm) for norm in ("post_feedforward_layernorm", "self_attn.k_norm")),
+        *(("olmo2", norm) for norm in ("self_attn.q_norm", "self_attn.k_norm")),
     ],
 )
 def test_saved_norms_are_computed_in_the_stack(
@@ -568,7 +569,7 @@ def test_layers_of_the_common_kinds(family: str, dtype: torch.dtype) -> None:
     model = native_model(family, dtype)
     layers, norm = model.model.layers, model.model.norm
     loaded = adopted(model)
-    if family != "gemma3":
+    if family not in ("gemma3", "olmo3"):
         assert list(loaded.model.model.layers) == [loaded.decoder]
     assert isinstance(loaded.model.model.norm, NativeNorm)
     assert loaded.model.model.norm.weight is norm.weight

@@ -49,6 +49,7 @@ struct LpStack {
   int32_t act;  // 0: silu, 1: gelu_tanh
   int32_t format;  // lp::Format of the layers' weights
   int32_t is_merged;  // q, k and v are one linear with adapters of its own, q_table; so are gate and up, gate_table
+  int32_t norms_all_heads;  // q_norm and k_norm are of all heads together
   int32_t narrows;  // norms round values before they are multiplied with the weight
   float norm_offset;  // what norms add to their weights
   float added;  // the part of attention and feed-forward that is added to the hidden states
@@ -346,22 +347,48 @@ class StackRun {
                     [&](int module, int64_t first) { updates_.rescale(module, first, dim, row, m, c, stride); });
           for (int r = 0; r < m; r++) finish_head(layer, part, head, row + r, c + r * stride);
         });
+    if (stack_.norms_all_heads)
+      pool_.run(step_.num_tokens, [&](int token, int) {
+        finish_row(layer, layer.q_norm, token, stack_.num_heads, place_of(layer, 0, 0, token));
+        finish_row(layer, layer.k_norm, token, num_kv, place_of(layer, 1, 0, token));
+      });
   }
 
   void finish_head(const LpLayer& layer, int part, int head, int64_t token, float* c) {
     const int dim = stack_.head_dim;
-    const LpNorm& norm = part == 0 ? layer.q_norm : layer.k_norm;
-    if (part != 2 && norm.weight != nullptr)
-      kernels_.rms_norm_f32(dtype_, c, weight_of(norm, token), dim, layer.qk_eps, stack_.norm_offset, stack_.narrows != 0);
-    if (part != 2 && layer.turns && step_.num_rotary > 0)
-      kernels_.rotate(c, step_.cos + token * step_.num_rotary, step_.sin + token * step_.num_rotary, step_.num_rotary);
-    char* to;
-    if (part == 0)
-      to = at(scratch_.q, (token * stack_.num_heads + head) * dim, dtype_);
-    else
-      to = at(part == 1 ? layer.k_pages : layer.v_pages, (step_.spans.slots[token] * stack_.num_kv_heads + head) * dim,
-              dtype_);
-    kernels_.store(dtype_, c, dim, to);
+    if (part != 2 && !stack_.norms_all_heads) {
+      const LpNorm& norm = part == 0 ? layer.q_norm : layer.k_norm;
+      if (norm.weight != nullptr)
+        kernels_.rms_norm_f32(dtype_, c, weight_of(norm, token), dim, layer.qk_eps, stack_.norm_offset, stack_.narrows != 0);
+      turn(layer, token, c);
+    }
+    kernels_.store(dtype_, c, dim, place_of(layer, part, head, token));
+  }
+
+  // The heads of a token's queries or keys, which lie in their places.
+  void finish_row(const LpLayer& layer, const LpNorm& norm, int64_t token, int num_heads, void* row) {
+    static thread_local std::vector<float> values;
+    const int dim = stack_.head_dim;
+    kernels_.rms_norm(dtype_, row, weight_of(norm, token), int64_t(num_heads) * dim, layer.qk_eps, stack_.norm_offset,
+                      stack_.narrows != 0, row);
+    for (int head = 0; head < num_heads; head++) {
+      void* place = at(row, int64_t(head) * dim, dtype_);
+      values.assign(size_t(dim), 0.0f);
+      kernels_.add_bias(dtype_, place, dim, values.data());
+      turn(layer, token, values.data());
+      kernels_.store(dtype_, values.data(), dim, place);
+    }
+  }
+
+  void turn(const LpLayer& layer, int64_t token, float* head) {
+    const int n = step_.num_rotary;
+    if (layer.turns && n > 0) kernels_.rotate(head, step_.cos + token * n, step_.sin + token * n, n);
+  }
+
+  void* place_of(const LpLayer& layer, int part, int head, int64_t token) {
+    const int dim = stack_.head_dim;
+    if (part == 0) return at(scratch_.q, (token * stack_.num_heads + head) * dim, dtype_);
+    return at(part == 1 ? layer.k_pages : layer.v_pages, (step_.spans.slots[token] * stack_.num_kv_heads + head) * dim, dtype_);
   }
 
   // hidden += added * norm(x @ packed + bias + update)

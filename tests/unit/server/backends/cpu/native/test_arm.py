@@ -279,7 +279,7 @@ def test_attention_and_norms(
 def test_a_stack_of_layers(
     dtype: int, kind: str, avx2: Library, emulated: list[str], isa: str, dice: np.random.Generator, tmp_path: Path
 ) -> None:
-    norms, act, is_merged = ["norm1", "norm2"], int(kind == "gemma"), kind == "phi"
+    norms, act, is_merged, all_heads = ["norm1", "norm2"], int(kind == "gemma"), kind == "phi", kind == "phi"
     if kind == "gemma":
         norms += ["attention_norm", "ffn_norm"]
     program = Program()
@@ -297,7 +297,8 @@ def test_a_stack_of_layers(
         layer.qkv_bias = program.put(floats(dice, dtype, widths[0] + 2 * widths[1]))
         for norm in norms:
             setattr(layer, norm, put_norm(program, dice, dtype, hidden))
-        layer.q_norm, layer.k_norm = (put_norm(program, dice, dtype, dim) for _ in range(2))
+        num_normed = (heads, kv_heads) if all_heads else (1, 1)
+        layer.q_norm, layer.k_norm = (put_norm(program, dice, dtype, num * dim) for num in num_normed)
         layer.k_pages, layer.v_pages = (
             program.put(floats(dice, dtype, num_blocks, block_size, kv_heads, dim)) for _ in range(2)
         )
@@ -319,8 +320,9 @@ def test_a_stack_of_layers(
         program.pointers += [(idx, number * size + offset, to) for _, offset, to in one.pointers]
     stack = Stack(
         dtype=dtype, num_layers=2, hidden=hidden, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, ffn=ffn,
-        act=act, format=0, is_merged=is_merged, narrows=kind == "llama", norm_offset=float(kind == "gemma"),
-        added=0.5 if is_merged else 1.0, layers=ctypes.cast(both, ctypes.POINTER(Layer)),
+        act=act, format=0, is_merged=is_merged, norms_all_heads=all_heads, narrows=kind == "llama",
+        norm_offset=float(kind == "gemma"), added=0.5 if is_merged else 1.0,
+        layers=ctypes.cast(both, ctypes.POINTER(Layer)),
     )  # fmt: skip
     runs = put_runs(program, [(0, 1, 0), (1, 8, 1)], max(ranks))
     num_bytes = avx2.functions.lp_stack_scratch_bytes(ctypes.byref(stack), tokens, tokens, max(ranks))
