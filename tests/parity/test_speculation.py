@@ -339,6 +339,12 @@ def test_heads_that_come_and_go(world: World) -> None:
     bench.close()
 
 
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_default_heads_that_take_the_only_slot(world: World, num_slots: int, caplog: pytest.LogCaptureFixture) -> None:
+    make_bench(world.model, world.root, default_heads="heads-own", num_slots=num_slots).close()
+    assert ("the only adapter slot" in caplog.text) == (num_slots == 1)
+
+
 def test_default_heads_that_are_unloaded_while_serving(world: World) -> None:
     """A request for heads alone goes on without drafts, and one that arrives after that finishes without any."""
     plain = few(world, "")[:2]

@@ -98,6 +98,8 @@ def build_speculator(config: EngineConfig, target: Target, step_costs: StepCosts
     default_heads = None
     if heads_id:
         progress(f"loading Medusa heads {heads_id}")
+        if config.adapters.num_device_slots == 1:
+            log.warning("default heads take the only adapter slot: requests with adapters fail; set --adapter-slots")
         default_heads = _followed(target.cache, heads_id, bring_up_heads(target.cache, heads_id))
     return Speculator(
         speculation,

@@ -177,8 +177,8 @@ class NativeStack(nn.Module):
             dtype=DTYPES[shape.dtype], num_layers=len(layers), hidden=shape.hidden_size, num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, ffn=shape.ffn_size, act=shape.act,
             format=shape.format.code if shape.format is not None else 0, is_merged=shape.names.is_merged,
-            norms_all_heads=shape.norms_all_heads, narrows=shape.norm_form.narrows, norm_offset=shape.norm_form.offset, added=shape.added,
-            layers=self._layers,
+            norms_all_heads=shape.norms_all_heads, narrows=shape.norm_form.narrows,
+            norm_offset=shape.norm_form.offset, added=shape.added, layers=self._layers,
         )  # fmt: skip
         self._linears: list[list[AdaptedLinear | None]] = []
         self._path = ""
