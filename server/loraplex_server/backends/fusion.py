@@ -156,8 +156,8 @@ def _norm(
     **named: Any,
 ) -> Tensor:
     """The norm of x. `others` and `named`: what a norm may be given beside x, as some recurrent layers give it a gate.
-    It is left to the norm's own code then."""
-    if others or named or x.dtype != weight.dtype:
+    It is left to the norm's own code then, and so are values on another device: gated MLPs are tried out on meta."""
+    if others or named or (x.dtype, x.device) != (weight.dtype, weight.device):
         return own(x, *others, **named)
     return ops.rms_norm(x, weight, eps, form)
 

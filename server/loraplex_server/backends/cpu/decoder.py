@@ -4,7 +4,7 @@ One call replaces a hundred small operations per layer. The module takes the pla
 computes what they compute, adapters included.
 
 It replaces decoder layers of attention over q/k/v/o and a gated feed-forward part, with norms before them, behind them
-or both, which most open models have; find_decoder.py says which.
+or both, which most open models have: those of KINDS, as far as find_decoder.py proves them.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def find_stack(
         path, layers, names = _list_of_layers(model, len(attention))
         specs = _specs(layers, attention)
         shape = replace(_shape(layers[0], names, specs[0], kernels), format=form)
-        proof = LayerProof(model, shape, kernels, far)
+        proof = LayerProof(model, shape, kernels, far, len(layers))
         weights = _take(layers, specs, shape, kernels, proof, progress)
     except _NoMatch as reason:
         log.info("layers are run one operation at a time: %s", reason)
@@ -198,8 +198,8 @@ def _shape(layer: nn.Module, names: LayerNames, spec: AttentionSpec, kernels: Na
         raise _NoMatch(f"the norm {type(norm).__name__}")
     added = getattr(layer, "residual_multiplier", 1.0)
     heads = spec.num_heads, spec.num_kv_heads, spec.k_dim
-    q_norm = getattr(layer.get_submodule("self_attn"), "q_norm", None)
-    all_heads = q_norm is not None and cast(Tensor, q_norm.weight).numel() == spec.num_heads * spec.k_dim != spec.k_dim
+    q_norm = getattr(getattr(layer.get_submodule("self_attn"), "q_norm", None), "weight", None)
+    all_heads = isinstance(q_norm, Tensor) and q_norm.numel() == spec.num_heads * spec.k_dim != spec.k_dim
     return StackShape(down.dtype, hidden_size, *heads, ffn_size, act, names, found.form, float(added), all_heads)
 
 
@@ -345,13 +345,15 @@ class LayerProof:
     kind of rotation, and of those without one.
     """
 
-    def __init__(self, model: PreTrainedModel, shape: StackShape, kernels: NativeKernels, far: Sequence[int]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, shape: StackShape, kernels: NativeKernels, far: Sequence[int], num_layers: int
+    ) -> None:
         """`far`: positions beside the first ones."""
         self._shape = shape
         self._kernels = kernels
         self._idx = 0
         rotary = _rotary_of(model)
-        self.rotations = _rotations(model, rotary)
+        self.rotations = _rotations(model, rotary, num_layers)
         self._own, self._wide = (
             {kind: _inputs(rotary, kind, shape.hidden_size, dtype, far) for kind in set(self.rotations)}
             for dtype in (shape.dtype, torch.float32)
@@ -432,12 +434,14 @@ def _rotary_of(model: PreTrainedModel) -> nn.Module:
     raise _NoMatch("its positions are not rotary")
 
 
-def _rotations(model: PreTrainedModel, rotary: nn.Module) -> Sequence[str]:
+def _rotations(model: PreTrainedModel, rotary: nn.Module, num_layers: int) -> Sequence[str]:
     """The kind of each layer's rotation, as Transformers names it where a model has several; else all are ""."""
-    config = model.config.get_text_config()
-    if "layer_type" in inspect.signature(rotary.forward).parameters:
-        return list(config.layer_types)
-    return [""] * config.num_hidden_layers
+    if "layer_type" not in inspect.signature(rotary.forward).parameters:
+        return [""] * num_layers
+    found: list[str] = getattr(model.config.get_text_config(), "layer_types", None) or []
+    if len(found) != num_layers:
+        raise _NoMatch(f"they are {num_layers}, and the configuration has types of {len(found)}")
+    return found
 
 
 def _inputs(rotary: nn.Module, kind: str, hidden_size: int, dtype: torch.dtype, far: Sequence[int]) -> _Inputs:

@@ -649,6 +649,25 @@ def check_logits(model: PreTrainedModel, rig: Any) -> None:
         torch.testing.assert_close(rig.logits(job), want, rtol=0, atol=1e-4 * float(want.abs().max()))
 
 
+def test_head_norms_without_weights(caplog: pytest.LogCaptureFixture) -> None:
+    model = native_model("qwen3")
+    for layer in model.model.layers:
+        layer.self_attn.q_norm = nn.Identity()
+    assert adopted(model).decoder is None
+    assert "the norm Identity" in said(caplog)
+
+
+def test_fewer_types_than_layers(caplog: pytest.LogCaptureFixture) -> None:
+    model = native_model("gemma3")
+    attention = [
+        (layer.self_attn, AttentionSpec(4, 2, 32, 32, layer.self_attn.scaling, None, None))
+        for layer in model.model.layers
+    ]
+    model.config.layer_types = model.config.layer_types[:1]
+    assert find_stack(model, attention, native_kernels(), StepContext()) is None
+    assert "types of 1" in said(caplog)
+
+
 def test_layers_may_differ_in_their_numbers() -> None:
     """Epsilons and windows are each layer's own."""
     model = native_model("qwen2-window")

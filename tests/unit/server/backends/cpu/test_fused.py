@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from support.backends import ReferenceFused
+from support.driver import Job
 from support.native_kernels import native_kernels
 from support.native_models import native_model, native_rig
+from support.zoo import VOCAB_SIZE
+from transformers import AutoModelForCausalLM, BitNetConfig
 
 from loraplex_server.backends.cpu.fused import NativeFused
 from loraplex_server.backends.fusion import FORMS, NormForm
@@ -30,6 +33,19 @@ def test_others_stay() -> None:
         ops.rms_norm(torch.randn(2, 8).double(), torch.randn(8).double(), 1e-5, FORMS[0])
     with pytest.raises(TypeError, match="form"):
         ops.rms_norm(torch.randn(2, 8), torch.randn(8), 1e-5, NormForm(1.0, True))
+
+
+def test_a_gated_mlp_with_a_norm_in_it() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = BitNetConfig(vocab_size=VOCAB_SIZE, num_hidden_layers=2, initializer_range=0.2, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    rig = native_rig(model, native_kernels())
+    job = Job([3, 4, 5, 6], 4)
+    rig.run([job])
+    with torch.inference_mode():
+        want = model(input_ids=torch.tensor([[*job.prompt, *job.tokens]]), use_cache=False).logits[0, 3:-1]
+    torch.testing.assert_close(rig.logits(job), want, rtol=0, atol=1e-4 * float(want.abs().max()))
 
 
 @pytest.mark.parametrize(("family", "num_norms"), [("mixtral", 5), ("qwen3_5", 6), ("llama", 0)])
