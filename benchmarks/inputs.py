@@ -29,18 +29,21 @@ from transformers import (
 from workloads import BATCHES, KINDS, make_arrivals, make_workload
 
 SPECIALS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+SIZES_245M: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 16,
+    "max_position_embeddings": 4096,
+    **SPECIALS,
+}
 SHAPES: Mapping[str, PretrainedConfig] = {
-    "245m": LlamaConfig(
-        vocab_size=32000,
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=16,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        **SPECIALS,
+    "245m": LlamaConfig(**SIZES_245M, num_attention_heads=16, num_key_value_heads=4, tie_word_embeddings=False),
+    # The same sizes in families whose layers differ from Llama's.
+    "245m-gemma3": Gemma3TextConfig(
+        **SIZES_245M, num_attention_heads=4, num_key_value_heads=1, head_dim=256, tie_word_embeddings=True
     ),
+    "245m-phi3": Phi3Config(**SIZES_245M, num_attention_heads=16, num_key_value_heads=4, tie_word_embeddings=False),
     "qwen2-0.5b": Qwen2Config(  # tied embeddings, biases, a large vocabulary
         vocab_size=151936,
         hidden_size=896,
@@ -50,29 +53,6 @@ SHAPES: Mapping[str, PretrainedConfig] = {
         num_key_value_heads=2,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
-        **SPECIALS,
-    ),
-    "245m-gemma3": Gemma3TextConfig(  # the sizes of 245m in families whose layers differ from Llama's
-        vocab_size=32000,
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=16,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=256,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        **SPECIALS,
-    ),
-    "245m-phi3": Phi3Config(
-        vocab_size=32000,
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=16,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
         **SPECIALS,
     ),
     "3b": LlamaConfig(

@@ -111,7 +111,7 @@ def _norm_forward(module: nn.Module, ops: FusedOps) -> Callable[..., Tensor] | N
 
 
 def norm_eps(norm: nn.Module) -> float | None:
-    """What an RMS norm adds to mean squares, by the names that modules have for it."""
+    """The epsilon of an RMS norm, by the names that modules have for it."""
     found = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     return found if isinstance(found, float) else None
 

@@ -74,7 +74,7 @@ namespace lp {
 namespace {
 
 struct Scratch {
-  char* normed;  // [num_tokens][hidden]
+  char* normed;  // [num_tokens][hidden], also of products that are normed or scaled before they are added
   char* q;       // [num_tokens][heads][head_dim]
   char* mixed;   // the same, attention's result
   char* act;     // [num_tokens][ffn]
