@@ -17,7 +17,7 @@ from loraplex_server.backends.fusion import FusedOps
 from loraplex_server.backends.reference import ReferenceDense, ReferenceOps, TorchPagedAttention
 from loraplex_server.layers.attention import AttentionSpec, ModelSpec, PagedAttention
 from loraplex_server.layers.context import StepContext
-from loraplex_server.layers.experts import AddTerms, MakeExpertProducts, add_terms
+from loraplex_server.layers.experts import AddTerms, MakeExpertProducts, MakeFusedExperts, add_terms
 from loraplex_server.layers.linear import BaseLinearFactory, PlainLinear
 from loraplex_server.layers.lora import SegmentedDense, SegmentedLora
 from loraplex_server.layers.quantization import WeightFormat
@@ -109,6 +109,10 @@ class Backend:
 
     def expert_products(self, form: WeightFormat | None = None) -> MakeExpertProducts | None:
         """Products with the weights of experts; None: the model's own code stays. `form`: as of `linears`."""
+        return None
+
+    def fused_experts(self, form: WeightFormat | None = None) -> MakeFusedExperts | None:
+        """Experts whose whole computation is one call; None: there are none. `form`: as of `linears`."""
         return None
 
     def expert_terms(self) -> AddTerms:

@@ -49,6 +49,19 @@ class ExpertProducts(Protocol):
 MakeExpertProducts = Callable[[Tensor], ExpertProducts | None]
 
 
+class FusedExperts(Protocol):
+    """All that experts compute, by a back end: down(act(gate(x)) * up(x)), with adapters' terms in both products."""
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, uses: Uses | None) -> Tensor:
+        """x [rows, hidden], experts and their weights [rows, top_k] -> [rows, hidden]."""
+        ...
+
+
+# Makes them of linears and weights [experts, out, in] of gate and up together and of down, and of an activation; None
+# where there are no such experts.
+MakeFusedExperts = Callable[["Sequence[ExpertLinear]", Sequence[Tensor], nn.Module], FusedExperts | None]
+
+
 # --- experts ----------------------------------------------------------------------------------------------------------
 
 
@@ -137,12 +150,13 @@ class AdaptedExperts(_OnTrial):
         swaps_features = self._is_transposed and not getattr(base, "is_transposed", False)
         self.linears = {name: ExpertLinear(self.weight(name), swaps_features=swaps_features) for name in (UP, DOWN)}
         self.products: dict[str, ExpertProducts] = {}  # by parameter, in the place of the module's own code
+        self.fused: FusedExperts | None = None  # in the place of all of it
         self.add_terms: AddTerms = add_terms
         self.num_chosen = self.linears[UP].num_experts  # experts of a row, as the last trial had it
 
     def drop_weights(self) -> None:
-        """Frees the weights, of which products have copies; their shapes and dtypes stay."""
-        for name in self.products:
+        """Frees the weights, of which a back end has copies; their shapes and dtypes stay."""
+        for name in (UP, DOWN):
             weight = cast(Tensor, getattr(self.base, name))
             setattr(self.base, name, nn.Parameter(weight.to("meta"), requires_grad=False))
 
@@ -172,11 +186,24 @@ class AdaptedExperts(_OnTrial):
         weight = cast(Tensor, getattr(self.base, name))
         return weight.mT if self._is_transposed else weight
 
+    def has_plain_gate(self) -> bool:
+        """True if it computes act(gate) * up, of large values too, without biases."""
+        if _has_bias(self.base):
+            return False
+        weight = self.weight(UP)
+        values = 100 * torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(4))
+        gate_up = values.to(weight)
+        gate, up = gate_up.chunk(2, dim=-1)
+        with torch.inference_mode():
+            return torch.equal(self.base._apply_gate(gate_up), self.base.act_fn(gate) * up)
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [rows, hidden], experts and their weights [rows, top_k] -> [rows, hidden]."""
         if self.is_on_trial:
             self.num_chosen = top_k_index.shape[1]
         uses = self._uses(hidden_states, hidden_states.shape[0])
+        if self.fused is not None:
+            return self.fused(hidden_states, top_k_index, top_k_weights, uses)
         if uses is None:
             compute = self._by_products if self.products else self.base
             return compute(hidden_states, top_k_index, top_k_weights)

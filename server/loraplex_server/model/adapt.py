@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -34,8 +34,8 @@ from loraplex_server.layers.experts import (
     AdaptedExperts,
     AdaptedModule,
     AdaptedRouter,
-    AddTerms,
-    MakeExpertProducts,
+    ExpertProducts,
+    FusedExperts,
     ScaledExperts,
 )
 from loraplex_server.layers.linear import (
@@ -89,7 +89,7 @@ def adapt_model(
         merge_modules(model, probe, targets, context)
     if stack is None and (fused := backend.fused_ops()) is not None:  # a stack has norms of its own
         _fuse(model, probe, fused, context)
-    targets |= adapt_experts(model, probe, context, dtype, backend.expert_products(form), backend.expert_terms())
+    targets |= adapt_experts(model, probe, context, dtype, backend, form)
     layers: list[AttentionLayer] = []
     for module, spec in probe.attention:
         layer = AttentionLayer(spec, context)
@@ -152,13 +152,12 @@ def adapt_experts(
     probe: Probe,
     context: StepContext,
     dtype: torch.dtype,
-    make_products: MakeExpertProducts | None,
-    terms: AddTerms,
+    backend: Backend,
+    form: WeightFormat | None,
 ) -> dict[str, AdaptedModule]:
     """Puts experts and routers that may carry an adapter in the place of the model's. Returns these by path, experts by
     the path of their parameters. What does not compute the same, of all the step's rows in order, stays as it was.
-    `make_products`: of a back end, which experts compute by where they give the same. `terms`: what adds adapters'
-    terms to them."""
+    Experts are computed by the back end where that gives the same. `form`: as of `adapt_model`."""
     tried: dict[str, AdaptedExperts | AdaptedRouter] = {}
     for path, module in list(model.named_modules()):
         rows = set(probe.rows.get(path, ()))
@@ -189,17 +188,15 @@ def adapt_experts(
             targets[path] = adapted
         else:
             targets |= {f"{path}.{name}": linear for name, linear in adapted.linears.items()}
-            adapted.add_terms = terms
-            if make_products is not None and not isinstance(adapted, ScaledExperts):
-                _take_products(adapted, make_products)
+            adapted.add_terms = backend.expert_terms()
+            if not isinstance(adapted, ScaledExperts):
+                _take_products(adapted, backend, form)
     return targets
 
 
-def _take_products(experts: AdaptedExperts, make: MakeExpertProducts) -> None:
-    """Has experts compute by a back end's products, where these give the same, and frees their weights."""
-    made = {name: found for name in (UP, DOWN) if (found := make(experts.weight(name))) is not None}
-    if len(made) < 2:
-        return
+def _take_products(experts: AdaptedExperts, backend: Backend, form: WeightFormat | None) -> None:
+    """Has a back end compute all that experts do, or their products, where it gives the same, and frees their
+    weights."""
     like, top_k = experts.weight(UP), min(2, experts.linears[UP].num_experts)
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(NUM_TOKENS, like.shape[2], generator=generator).to(like)
@@ -207,13 +204,30 @@ def _take_products(experts: AdaptedExperts, make: MakeExpertProducts) -> None:
     weights = torch.rand(NUM_TOKENS, top_k, generator=generator).to(like)
     with torch.inference_mode():
         want = experts(x, chosen, weights)
-        experts.products = made
-        found = compare("decoder", want, experts(x, chosen, weights))
-    if found.is_equal:
-        experts.drop_weights()
-    else:
-        log.info("experts are computed by the model's own code: products of the back end are %.1e off", found.error)
-        experts.products = {}
+        for fused, products in _computations(experts, backend, form):
+            experts.fused, experts.products = fused, products
+            found = compare("decoder", want, experts(x, chosen, weights))
+            if found.is_equal:
+                experts.drop_weights()
+                return
+            log.info("experts are computed by the model's own code: the back end's results are %.1e off", found.error)
+    experts.fused, experts.products = None, {}
+
+
+def _computations(
+    experts: AdaptedExperts, backend: Backend, form: WeightFormat | None
+) -> Iterator[tuple[FusedExperts | None, dict[str, ExpertProducts]]]:
+    """What a back end has for these experts, the fastest first."""
+    weights = {name: experts.weight(name) for name in (UP, DOWN)}
+    fuse, make = backend.fused_experts(form), backend.expert_products(form)
+    if fuse is not None and experts.has_plain_gate():
+        fused = fuse([*experts.linears.values()], [*weights.values()], experts.base.act_fn)
+        if fused is not None:
+            yield fused, {}
+    if make is not None:
+        products = {name: found for name, weight in weights.items() if (found := make(weight)) is not None}
+        if len(products) == len(weights):
+            yield None, products
 
 
 def _norm_places(

@@ -16,7 +16,7 @@ from loraplex_runtime.reports import Progress, no_progress
 from loraplex_server.backends.backend import AttentionRequirements, Backend, Implementation
 from loraplex_server.backends.cpu.attention import NativePagedAttention, reason_against
 from loraplex_server.backends.cpu.cores import default_num_threads
-from loraplex_server.backends.cpu.experts import NativeTerms, native_experts
+from loraplex_server.backends.cpu.experts import NativeTerms, native_experts, native_fused_experts
 from loraplex_server.backends.cpu.find_decoder import FoundStack, find_stack
 from loraplex_server.backends.cpu.fused import NativeFused
 from loraplex_server.backends.cpu.linear import native_linears, packed_linear
@@ -28,7 +28,7 @@ from loraplex_server.backends.cpu.recurrences import NativeRecurrences
 from loraplex_server.backends.cpu.torch_lora import CpuDense, CpuOps
 from loraplex_server.layers.attention import AttentionSpec
 from loraplex_server.layers.context import StepContext
-from loraplex_server.layers.experts import AddTerms, MakeExpertProducts
+from loraplex_server.layers.experts import AddTerms, MakeExpertProducts, MakeFusedExperts
 from loraplex_server.layers.linear import BaseLinearFactory
 from loraplex_server.layers.lora import SegmentedDense, SegmentedLora
 from loraplex_server.layers.quantization import WeightFormat
@@ -102,6 +102,9 @@ class CpuBackend(Backend):
 
     def expert_products(self, form: WeightFormat | None = None) -> MakeExpertProducts | None:
         return None if self.kernels is None else native_experts(self.kernels, form)
+
+    def fused_experts(self, form: WeightFormat | None = None) -> MakeFusedExperts | None:
+        return None if self.kernels is None else native_fused_experts(self.kernels, form)
 
     def expert_terms(self) -> AddTerms:
         return super().expert_terms() if self.kernels is None else NativeTerms(self.kernels)

@@ -37,7 +37,7 @@ from loraplex_server.backends.cpu.decoder import (
     linears_of,
 )
 from loraplex_server.backends.cpu.fused import NativeFused
-from loraplex_server.backends.cpu.native.kernels import BAND, DTYPES, NativeKernels
+from loraplex_server.backends.cpu.native.kernels import ACTIVATIONS, BAND, DTYPES, NativeKernels
 from loraplex_server.backends.equivalence import compare
 from loraplex_server.backends.fusion import find_norm, norm_eps
 from loraplex_server.layers.attention import HANDLE, AttentionBatch, AttentionSpec, LayerKv
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ACTIVATIONS: Final = {"SiLUActivation": 0, "SiLU": 0, "GELUTanh": 1, "PytorchGELUTanh": 1}
 NUM_TOKENS: Final = 6
 STATES_SCALE: Final = 0.02
 ROTARY_MULTIPLE: Final = 32  # of the features that positions turn

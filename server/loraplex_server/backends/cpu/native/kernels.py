@@ -20,12 +20,14 @@ from torch import Tensor
 
 from loraplex_contracts.errors import FailedPrecondition
 from loraplex_server.backends.cpu.native.library import (
+    Experts,
     Guesses,
     GuessScratch,
     Head,
     Library,
     Linear,
     Pieces,
+    Routed,
     Runs,
     Spans,
     Stack,
@@ -38,6 +40,7 @@ from loraplex_server.layers.transfer import LARGE_PAGE
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}  # lp::DType
 K_MULTIPLE: Final = {torch.float32: 1, torch.bfloat16: 32}  # of a packed weight's inputs
+ACTIVATIONS: Final = {"SiLUActivation": 0, "SiLU": 0, "GELUTanh": 1, "PytorchGELUTanh": 1}  # modules, and their codes
 BAND: Final = 32  # outputs, and inputs of a block; see src/kernels.h
 
 
@@ -118,6 +121,7 @@ class NativeKernels:
             )
         self._pool = pool
         self._inner = torch.empty(0)  # scratch of `add_lora`
+        self._routed = torch.empty(0, dtype=torch.uint8)  # scratch of `run_experts`
         # Not at exit: threads that are still computing then would lose the pool under their feet.
         weakref.finalize(self, _free_pool, self._functions, self._pool, os.getpid()).atexit = False
 
@@ -151,16 +155,30 @@ class NativeKernels:
             address += self._functions.lp_packed_bytes(DTYPES[dtype], _code(form), size, num_inputs)
         return packed
 
+    def pack_expert_pairs(self, weight: Tensor, form: WeightFormat | None) -> PackedWeight:
+        """Gate and up of each expert [experts, 2 * inner, in], of which 16 outputs of each take turns. `inner`: a
+        multiple of 16."""
+        num_experts, num_outputs, num_inputs = weight.shape
+        packed = self._allocate(num_experts * num_outputs, num_inputs, weight.dtype, form)
+        expert_bytes = packed.memory.numel() // num_experts
+        for idx, one in enumerate(weight):
+            self._pack_pair(*one.chunk(2), form, packed.address + idx * expert_bytes)
+        return packed
+
     def pack_pair(self, first: Tensor, second: Tensor, form: WeightFormat | None = None) -> PackedWeight:
         """Two weights of one shape [out, in]: 16 outputs of each take turns."""
         num_outputs, num_inputs = first.shape
         packed = self._allocate(-(-num_outputs // 16) * 32, num_inputs, first.dtype, form)
+        self._pack_pair(first, second, form, packed.address)
+        return packed
+
+    def _pack_pair(self, first: Tensor, second: Tensor, form: WeightFormat | None, address: int) -> None:
+        num_outputs, num_inputs = first.shape
         (one, one_scales), (other, other_scales) = self._source(first, form), self._source(second, form)
         self._functions.lp_pack_pair(
             self._pool, DTYPES[first.dtype], _code(form), one.data_ptr(), _address(one_scales), other.data_ptr(),
-            _address(other_scales), num_inputs, num_outputs, num_inputs, packed.address,
+            _address(other_scales), num_inputs, num_outputs, num_inputs, address,
         )  # fmt: skip
-        return packed
 
     def _source(self, weight: Tensor, form: WeightFormat | None) -> tuple[Tensor, Tensor | None]:
         """Content to pack of a weight: its values, and the scales of those in few bits."""
@@ -224,6 +242,18 @@ class NativeKernels:
             chosen.shape[1], num_experts, packed.address, _code(packed.format), num_outputs, y.data_ptr(),
         )  # fmt: skip
         return y
+
+    def run_experts(self, experts: Experts, routed: Routed) -> None:
+        """All that experts compute of a step. Its scratch is set here. Raises IndexError where a row goes to an expert
+        that is not there."""
+        needed = self._functions.lp_experts_scratch_bytes(
+            ctypes.byref(experts), routed.num_rows * routed.top_k, routed.max_rank
+        )
+        if self._routed.numel() < needed:
+            self._routed = torch.empty(needed, dtype=torch.uint8)
+        routed.scratch = self._routed.data_ptr()
+        if not self._functions.lp_experts_run(self._pool, ctypes.byref(experts), ctypes.byref(routed)):
+            raise IndexError(f"a router chose an expert that is none of {experts.num_experts}")
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, narrows: bool = True) -> Tensor:
         """x [..., features] -> (weight + offset) * x / rms(x). `narrows`: x / rms(x) is rounded to the dtype first."""

@@ -23,7 +23,7 @@ from loraplex_server.backends.cpu.native.build import (
 
 # --- prototypes -------------------------------------------------------------------------------------------------------
 
-ABI_VERSION: Final = 11  # kAbiVersion in src/version.cpp
+ABI_VERSION: Final = 12  # kAbiVersion in src/version.cpp
 
 
 class Prototype(NamedTuple):
@@ -133,6 +133,26 @@ class Step(ctypes.Structure):
     )
 
 
+class Experts(ctypes.Structure):
+    """LpExperts: the weights of a layer's experts, and adapters' factors of them."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("dtype", "format", "act", "num_experts")),
+        *(("hidden", _LONG), ("inner", _LONG), ("gate_up", _POINTER), ("down", _POINTER)),
+        *(("up_table", Table), ("down_table", Table)),
+    )
+
+
+class Routed(ctypes.Structure):
+    """LpRouted: a step's rows and the experts that they go to."""
+
+    _fields_ = (
+        *((name, _LONG) for name in ("num_rows", "top_k")),
+        *((name, _POINTER) for name in ("x", "chosen", "weights", "uses", "slots", "slot_weights")),
+        *(("num_uses", _LONG), ("max_rank", _LONG), ("scratch", _POINTER), ("y", _POINTER)),
+    )
+
+
 class Block(ctypes.Structure):
     """LpBlock: the residual block of some rows of guesses."""
 
@@ -209,6 +229,8 @@ KERNELS: Final[Mapping[str, Prototype]] = {
     ),
     "lp_linear": _function(None, "pool dtype x x_stride num_rows k packed format num_outputs bias y y_stride"),
     "lp_experts": _function(None, "pool dtype x k experts num_pairs per_row num_experts packed format num_outputs y"),
+    "lp_experts_scratch_bytes": _function(_LONG, "experts num_pairs max_rank", experts=_struct(Experts)),
+    "lp_experts_run": _function(_INT, "pool experts routed", experts=_struct(Experts), routed=_struct(Routed)),
     "lp_lora_scratch": _function(_LONG, "num_rows max_rank num_outputs", num_rows=_LONG),
     "lp_lora": _function(None, "pool dtype x k num_rows table runs scratch y num_outputs y_stride"),
     "lp_dense": _function(None, "pool dtype x x_stride num_rows k weight num_outputs bias y y_stride"),

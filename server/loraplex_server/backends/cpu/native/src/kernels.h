@@ -212,6 +212,7 @@ struct Kernels {
   void (*add_rows)(DType, const float* c, int64_t stride, int m, int n, void* inout, int64_t inout_stride);
   void (*add_part)(DType, const void* x, int64_t n, float factor, void* inout);  // inout += x * factor
   void (*add_bias)(DType, const void* bias, int n, float* c);      // c += bias
+  void (*weighted_sum)(DType, const void* rows, const float* weights, int num_rows, int64_t n, void* out);  // of rows [n]
 
   // The largest of x[n] and where it is first; NaN if there is one. `allowed`: a bit for each, the lowest first, of
   // those that count, in whole bytes for 16 of them, or null; infinity among the others gives NaN.

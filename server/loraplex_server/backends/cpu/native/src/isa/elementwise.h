@@ -185,6 +185,23 @@ static void add_bias(DType dtype, const void* bias, int n, float* c) {
     bias_row<BF16>((const bf16*)bias, n, c);
 }
 
+template <class D>
+static void weighted_sum_of_rows(const typename D::T* rows, const float* weights, int num_rows, int64_t n, typename D::T* out) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const Part part = first((int)(n - i > 16 ? 16 : n - i));
+    Floats sum = zeros();
+    for (int64_t row = 0; row < num_rows; row++) sum = fmadd(load(rows + row * n + i, part), all(weights[row]), sum);
+    store(out + i, sum, part);
+  }
+}
+
+static void weighted_sum(DType dtype, const void* rows, const float* weights, int num_rows, int64_t n, void* out) {
+  if (dtype == DType::F32)
+    weighted_sum_of_rows<F32>((const float*)rows, weights, num_rows, n, (float*)out);
+  else
+    weighted_sum_of_rows<BF16>((const bf16*)rows, weights, num_rows, n, (bf16*)out);
+}
+
 // Those of 16 values whose bit is set, the lowest first, and infinity taken from the others.
 static inline Floats allowed_of(Floats v, const uint8_t* bits) {
   uint16_t set;

@@ -1,0 +1,31 @@
+"""The CPU back end's share of the cores with torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.driver import Job
+from support.native_kernels import native_kernels
+from support.native_models import native_model, native_rig
+
+from loraplex_server.backends.cpu.backend import FEW_TOKENS
+
+
+@pytest.mark.parametrize("family", ["llama", "cohere"])
+def test_torch_takes_one_thread_for_few_tokens(family: str) -> None:
+    """Its other threads would spin on cores that the kernels need."""
+    rig = native_rig(native_model(family), native_kernels())
+    seen: list[tuple[int, int]] = []
+    embeddings = rig.loaded.model.get_input_embeddings()
+    embeddings.register_forward_hook(
+        lambda _module, inputs, _y: seen.append((inputs[0].numel(), torch.get_num_threads()))
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        rig.run([Job([5 + idx % 40 for idx in range(2 * FEW_TOKENS)], 4)])
+    finally:
+        torch.set_num_threads(before)
+    assert {num_tokens for num_tokens, _ in seen} >= {1}
+    assert all(num_threads == 1 for num_tokens, num_threads in seen if num_tokens <= FEW_TOKENS)
+    assert all(num_threads == 2 for num_tokens, num_threads in seen if num_tokens > FEW_TOKENS)
