@@ -23,16 +23,19 @@ SIZES: Final = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32}
 # Families whose layers are of the kinds that a stack computes, and some of all other kinds.
 STACKED: Final = (
     *("llama", "mistral", "qwen2", "qwen2-window", "qwen3", "gemma", "gemma2", "gemma3", "granite", "phi3"),
-    *("smollm3", "exaone4", "olmo2", "olmo3"),
+    *("smollm3", "exaone4", "olmo2", "olmo3", "mixtral", "qwen3_moe"),
 )
 NOT_STACKED: Final = (
-    *("mixtral", "cohere", "gpt2"),
+    *("cohere", "gpt2"),
     *("gpt_oss", "llama4-chunks", "bloom", "mpt", "falcon", "falcon-alibi"),
 )
+# Families with changes, by names of their own: feed-forward parts that are none of the stack's.
+VARIANTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {"llama-gelu": ("llama", {"hidden_act": "gelu"})}
 
 
 def native_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    return random_model(family, dtype, seed, SIZES | changes)
+    family, own = VARIANTS.get(family, (family, {}))
+    return random_model(family, dtype, seed, SIZES | own | changes)
 
 
 def rounded_model(model: PreTrainedModel, form: WeightFormat = INT8) -> PreTrainedModel:

@@ -78,11 +78,18 @@ class AdapterSlots:
         """The adapter in `slot`."""
         return self._installed[slot]
 
-    def are_plain(self, segments: Sequence[Segment], within: str = "", but: frozenset[Beyond] = frozenset()) -> bool:
+    def are_plain(
+        self,
+        segments: Sequence[Segment],
+        within: str = "",
+        but: frozenset[Beyond] = frozenset(),
+        outside: str = "",
+    ) -> bool:
         """True if the adapters of these segments have nothing but low-rank terms of linears and embeddings, and what
-        `but` names, in modules whose path begins with `within`."""
+        `but` names, in modules whose path begins with `within`. `outside`: the name of a module that is left out with
+        all that is in it, wherever it is."""
         return not self._beyond or not any(
-            kind not in but and path.startswith(within)
+            kind not in but and path.startswith(within) and (not outside or f".{outside}." not in path)
             for segment in segments
             for path, kind in self._beyond.get(segment.adapter_slot, ())
         )

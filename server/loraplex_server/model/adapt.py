@@ -85,6 +85,8 @@ def adapt_model(
         progress("packing weights")
     norms = _norm_places(model, probe, context, dtype)
     targets = adapt_modules(model, probe, context, dtype, make_base, keeps_head=keeps_head)
+    if stack is not None:
+        stack.connect()  # experts are tried in the model's own layers
     if backend.merges_linears:
         merge_modules(model, probe, targets, context)
     if stack is None and (fused := backend.fused_ops()) is not None:  # a stack has norms of its own

@@ -4,7 +4,8 @@ One call replaces a hundred small operations per layer. The module takes the pla
 computes what they compute, adapters included.
 
 It replaces decoder layers of attention over q/k/v/o and a gated feed-forward part, with norms before them, behind them
-or both, which most open models have: those of KINDS, as far as find_decoder.py proves them.
+or both, which most open models have: those of KINDS, as far as find_decoder.py proves them. A feed-forward part of
+another kind, as of a mixture of experts, stays the model's own module: then there is a call for each layer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from loraplex_server.backends.cpu.attention import Plan, native_plan, plan_spans
+from loraplex_server.backends.cpu.attention import Plan, native_plan
 from loraplex_server.backends.cpu.lora import table_of
 from loraplex_server.backends.cpu.native.kernels import BAND, DTYPES, NO_RUNS, NativeKernels, PackedWeight, RunsOfRows
 from loraplex_server.backends.cpu.native.library import Layer, Norm, Stack, Step
@@ -30,7 +31,7 @@ from loraplex_server.layers.adapter_slots import AdapterSlots, Beyond
 from loraplex_server.layers.attention import HANDLE, AttentionBatch, AttentionSpec, LayerKv
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.linear import AdaptedLinear
-from loraplex_server.layers.lora import PreparedSegments
+from loraplex_server.layers.lora import PreparedSegments, Segment
 from loraplex_server.layers.quantization import WeightFormat
 
 HEAD_NORMS: Final = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
@@ -46,6 +47,7 @@ class LayerNames:
     linears: Mapping[str, str]
     norms: Mapping[str, str]  # of hidden states
     act: str = "mlp.act_fn"
+    feed_forward: str = ""  # a module that is the model's own, in the place of gate, up, down and `act`
 
     @property
     def is_merged(self) -> bool:
@@ -53,10 +55,8 @@ class LayerNames:
         return "k" not in self.linears
 
 
-_SPLIT: Final = {
-    **{part: f"self_attn.{part}_proj" for part in ("q", "k", "v", "o")},
-    **{part: f"mlp.{part}_proj" for part in ("gate", "up", "down")},
-}
+_ATTENTION: Final = {part: f"self_attn.{part}_proj" for part in ("q", "k", "v", "o")}
+_SPLIT: Final = {**_ATTENTION, **{part: f"mlp.{part}_proj" for part in ("gate", "up", "down")}}
 _MERGED: Final = {
     "q": "self_attn.qkv_proj",
     "o": "self_attn.o_proj",
@@ -71,6 +71,10 @@ KINDS: Final = (
     LayerNames(_SPLIT, _NORMS_AROUND),  # Gemma 2 and 3
     LayerNames(_SPLIT, _NORMS_BEHIND),  # EXAONE 4, OLMo 2 and 3
     LayerNames(_MERGED, _NORMS_BEFORE, "mlp.activation_fn"),  # Phi-3
+    LayerNames(_ATTENTION, _NORMS_BEFORE, "", "mlp"),  # Mixtral, Qwen MoE, OLMoE
+    LayerNames(_ATTENTION, _NORMS_BEFORE, "", "block_sparse_moe"),  # Granite MoE
+    LayerNames(_ATTENTION, _NORMS_AROUND, "", "mlp"),
+    LayerNames(_ATTENTION, _NORMS_BEHIND, "", "mlp"),  # FlexOlmo
 )
 
 
@@ -98,8 +102,8 @@ class LayerWeights:
 
     qkv: PackedWeight
     o: PackedWeight
-    gate_up: PackedWeight
-    down: PackedWeight
+    gate_up: PackedWeight | None  # None: the feed-forward part is the model's own
+    down: PackedWeight | None
     qkv_bias: Tensor | None
     o_bias: Tensor | None
     norms: Mapping[str, Tensor]  # by the names in LayerNames.norms and HEAD_NORMS
@@ -164,8 +168,14 @@ class NativeStack(nn.Module):
     """
 
     def __init__(
-        self, kernels: NativeKernels, shape: StackShape, layers: list[LayerWeights], context: StepContext
+        self,
+        kernels: NativeKernels,
+        shape: StackShape,
+        layers: list[LayerWeights],
+        context: StepContext,
+        feed_forward: Sequence[nn.Module] = (),
     ) -> None:
+        """`feed_forward`: of each layer, where these are the model's own."""
         super().__init__()
         self.shape = shape
         self._kernels = kernels
@@ -183,6 +193,7 @@ class NativeStack(nn.Module):
         self._linears: list[list[AdaptedLinear | None]] = []
         self._path = ""
         self._own_layers: tuple[nn.Module, ...] = ()  # a tuple: they are not this module's children
+        self._feed_forward = tuple(feed_forward)
         self._pages: tuple[LayerKv, ...] = ()
         self._slots: AdapterSlots | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -192,6 +203,8 @@ class NativeStack(nn.Module):
         of the list of layers."""
         self._path = f"{path}."
         self._own_layers = tuple(layers)
+        if own := self.shape.names.feed_forward:
+            self._feed_forward = tuple(layer.get_submodule(own) for layer in layers)
         names = self.shape.names.linears.values()
         self._linears = [[_adapted(layer.get_submodule(name)) for name in names] for layer in layers]
         for weights, linears in zip(self.weights, self._linears, strict=True):
@@ -232,18 +245,16 @@ class NativeStack(nn.Module):
     ) -> Tensor:
         """The same by some of the layers, which follow each other."""
         assert self._pages, "no KV cache is bound to the model"
-        self._stack.num_layers = layers.stop - layers.start
-        self._stack.layers = _from(self._layers, layers.start)
         hidden = hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()
         prepared, slots = self._context.token_segments, self._slots
-        if slots is None or prepared is None or slots.are_plain(prepared.segments, self._path, COMPUTED):
+        if slots is None or prepared is None or self._computes(slots, prepared.segments):
             plan, outputs = native_plan(self._context.attention), self._outputs(hidden.shape[1], layers)
-            self._run(hidden, position_embeddings, plan, self._runs(prepared), outputs)
+            self._run(layers, hidden, position_embeddings, plan, self._runs(prepared), outputs)
             return hidden
         stacked, apart = split_step(
             self._context.attention.batch,
             prepared.segments,
-            lambda segment: not slots.are_plain((segment,), self._path, COMPUTED),
+            lambda segment: not self._computes(slots, (segment,)),
         )
         # Which may come in float32, but has no more bits than the layers' dtype.
         named["position_embeddings"] = tuple(rotary.to(hidden.dtype) for rotary in position_embeddings)
@@ -252,12 +263,10 @@ class NativeStack(nn.Module):
         num_rows = hidden.shape[1]
         own = hidden.index_select(1, apart.rows)
         part = hidden.index_select(1, stacked.rows)
-        self._run(
-            part,
-            take_rows(position_embeddings, stacked.rows, num_rows),
-            plan_spans(stacked.attention),
-            self._runs(self._prepare(slots, stacked)),
-        )
+        segments = self._prepare(slots, stacked)
+        with self._as_step(segments, stacked.attention, hidden):
+            rotary = take_rows(position_embeddings, stacked.rows, num_rows)
+            self._run(layers, part, rotary, native_plan(self._context.attention), self._runs(segments))
         hidden.index_copy_(1, stacked.rows, part)
         own_others = take_rows(others, apart.rows, num_rows)
         own_named = {name: take_rows(value, apart.rows, num_rows) for name, value in named.items()}
@@ -265,14 +274,19 @@ class NativeStack(nn.Module):
             own = self._run_own_layers(layers, own, own_others, own_named)
         return hidden.index_copy_(1, apart.rows, own)
 
+    def _computes(self, slots: AdapterSlots, segments: Sequence[Segment]) -> bool:
+        """True if the stack computes all that the adapters of these segments have in its layers."""
+        return slots.are_plain(segments, self._path, COMPUTED, self.shape.names.feed_forward)
+
     def _outputs(self, num_tokens: int, layers: slice) -> npt.NDArray[np.int32] | None:
         """The rows whose output is read, sorted; None: all."""
-        rows = self._context.head_rows
+        rows = None if self.shape.names.feed_forward else self._context.head_rows
         is_last = layers.stop == self._whole.stop
         return None if rows is None or len(rows) >= num_tokens or not is_last else np.unique(rows).astype(np.int32)
 
     def _run(
         self,
+        layers: slice,
         hidden: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         plan: Plan,
@@ -294,7 +308,26 @@ class NativeStack(nn.Module):
             sin=sin.data_ptr(), spans=plan.spans, runs=runs.struct, scratch=self._scratch.data_ptr(),
             outputs=None if outputs is None else outputs.ctypes.data, num_outputs=num_outputs,
         )  # fmt: skip
-        self._kernels.run_stack(self._stack, step)
+        if self.shape.names.feed_forward:
+            self._run_one_by_one(layers, step, hidden)
+        else:
+            self._kernels.run_stack(self._part(layers.start, layers.stop), step)
+
+    def _run_one_by_one(self, layers: slice, step: Step, hidden: Tensor) -> None:
+        """Computes layers between which the model's own feed-forward modules run."""
+        feed = torch.empty_like(hidden)
+        step.feed = feed.data_ptr()
+        for idx in range(layers.start, layers.stop):
+            self._kernels.run_stack(self._part(idx, idx + 1), step)
+            fed = self._feed_forward[idx](feed).contiguous()
+            step.fed = fed.data_ptr()
+        self._kernels.run_stack(self._part(layers.stop, layers.stop), step)
+
+    def _part(self, first: int, stop: int) -> Stack:
+        """Some of the layers, as the kernels see them until the next call."""
+        self._stack.num_layers = stop - first
+        self._stack.layers = _from(self._layers, first)
+        return self._stack
 
     def _run_own_layers(self, layers: slice, hidden: Tensor, others: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
         for layer in self._own_layers[layers]:
@@ -371,9 +404,14 @@ def linears_of(weights: LayerWeights, shape: StackShape, kernels: NativeKernels)
     qkv, pair = ((0, rows), (rows, kv_rows), (rows + kv_rows, kv_rows)), ((0,), (1,))
     if shape.names.is_merged:
         qkv, pair = ((0, rows + 2 * kv_rows),), ((0, 1),)
-    return [
+    attention = [
         *(StackLinear(kernels, weights.qkv, weights.qkv_bias, first, size) for first, size in qkv),
         StackLinear(kernels, weights.o, weights.o_bias, 0, shape.hidden_size),
+    ]
+    if weights.gate_up is None or weights.down is None:
+        return [*attention]
+    return [
+        *attention,
         *(StackPair(kernels, weights.gate_up, shape.ffn_size, which) for which in pair),
         StackLinear(kernels, weights.down, None, 0, shape.hidden_size),
     ]
@@ -387,7 +425,8 @@ def _layer(weights: LayerWeights) -> Layer:
     spec = weights.attention
     layer = Layer()
     for name in ("qkv", "o", "gate_up", "down"):
-        setattr(layer, name, getattr(weights, name).address)
+        packed: PackedWeight | None = getattr(weights, name)
+        setattr(layer, name, packed.address if packed is not None else None)
     for name in ("qkv_bias", "o_bias"):
         tensor: Tensor | None = getattr(weights, name)
         setattr(layer, name, tensor.data_ptr() if tensor is not None else None)

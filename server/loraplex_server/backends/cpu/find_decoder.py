@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,7 +37,7 @@ from loraplex_server.backends.cpu.decoder import (
     linears_of,
 )
 from loraplex_server.backends.cpu.fused import NativeFused
-from loraplex_server.backends.cpu.native.kernels import ACTIVATIONS, BAND, DTYPES, NativeKernels
+from loraplex_server.backends.cpu.native.kernels import ACTIVATIONS, BAND, DTYPES, NativeKernels, PackedWeight
 from loraplex_server.backends.equivalence import compare
 from loraplex_server.backends.fusion import find_norm, norm_eps
 from loraplex_server.layers.attention import HANDLE, AttentionBatch, AttentionSpec, LayerKv
@@ -64,9 +64,12 @@ class FoundStack:
     norm: tuple[str, NativeNorm] | None  # what follows the layers
     parts: Sequence[tuple[NativeStack | StackPart, str]]  # modules that compute the layers, and kinds of rotation
 
-    def install(self, model: PreTrainedModel) -> None:
-        """Puts the stack in the place of the layers, in which linears have been replaced by adapted ones by now."""
+    def connect(self) -> None:
+        """Gives the layers, in which linears have been replaced by adapted ones by now, the weights of the stack."""
         self.stack.connect(self.path, self.layers)
+
+    def install(self, model: PreTrainedModel) -> None:
+        """Puts the stack in the place of the layers."""
         modules: list[nn.Module] = []
         for part, _ in self.parts:
             modules.append(part)
@@ -107,17 +110,24 @@ def find_stack(
     """The stack for this model's layers, packed, or None. `attention`: what the probe saw. `far`: positions that it is
     proved at, besides the first ones. `form`: weights are packed in few bits, which changes none that have been
     rounded before."""
-    try:
-        path, layers, names = _list_of_layers(model, len(attention))
-        specs = _specs(layers, attention)
-        shape = replace(_shape(layers[0], names, specs[0], kernels), format=form)
-        proof = LayerProof(model, shape, kernels, far, len(layers))
-        weights = _take(layers, specs, shape, kernels, proof, progress)
-    except _NoMatch as reason:
-        log.info("layers are run one operation at a time: %s", reason)
-        return None
-    stack, norm = NativeStack(kernels, shape, weights, context), _final_norm(model, path, shape, kernels)
-    return FoundStack(path, layers, stack, norm, _parts(stack, proof.rotations))
+    reasons: list[_NoMatch] = []
+    for path, layers, names in _lists_of_layers(model, len(attention)):
+        try:
+            specs = _specs(layers, attention)
+            shape = replace(_shape(layers[0], names, specs[0], kernels), format=form)
+            proof = LayerProof(model, shape, kernels, far, len(layers))
+            weights = _take(layers, specs, shape, kernels, proof, progress)
+        except _NoMatch as reason:
+            reasons.append(reason)
+            continue
+        own: list[nn.Module] = []
+        if names.feed_forward:
+            own = [layer.get_submodule(names.feed_forward) for layer in layers]
+            log.info("feed-forward parts are the model's own modules%s", f": {reasons[0]}" if reasons else "")
+        stack, norm = NativeStack(kernels, shape, weights, context, own), _final_norm(model, path, shape, kernels)
+        return FoundStack(path, layers, stack, norm, _parts(stack, proof.rotations))
+    log.info("layers are run one operation at a time: %s", reasons[0] if reasons else "they are of another kind")
+    return None
 
 
 def _take(
@@ -147,27 +157,37 @@ def _take(
 # --- structure --------------------------------------------------------------------------------------------------------
 
 
-def _list_of_layers(model: PreTrainedModel, num_layers: int) -> tuple[str, list[nn.Module], LayerNames]:
+def _lists_of_layers(model: PreTrainedModel, num_layers: int) -> Iterator[tuple[str, list[nn.Module], LayerNames]]:
+    """Lists of layers that may be stacks, and the kinds that they may be of, the fastest first."""
     for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            layers = list(module)
-            kind = next((names for names in KINDS if _is_of_kind(layers[0], names)), None)
-            if kind is not None and all(_children(layer) == _children(layers[0]) for layer in layers):
-                return path, layers, kind
-    raise _NoMatch("they are of another kind")
+        if not isinstance(module, nn.ModuleList) or len(module) != num_layers:
+            continue
+        layers = list(module)
+        for names in KINDS:
+            first = _children(layers[0], names)
+            if _is_of_kind(layers[0], names) and all(_children(layer, names) == first for layer in layers):
+                yield path, layers, names
 
 
-def _children(layer: nn.Module) -> tuple[tuple[str, str], ...]:
-    return tuple((name, type(module).__name__) for name, module in layer.named_modules())
+def _children(layer: nn.Module, kind: LayerNames) -> dict[str, type[nn.Module]]:
+    """Types of the layer's modules by path, but for those in a feed-forward part of the model's own."""
+    return {name: type(module) for name, module in layer.named_modules() if not _is_within(name, kind.feed_forward)}
+
+
+def _is_within(path: str, module: str) -> bool:
+    return bool(module) and f"{path}.".startswith(f"{module}.")
 
 
 def _is_of_kind(layer: nn.Module, kind: LayerNames) -> bool:
+    if kind.feed_forward and not hasattr(layer, kind.feed_forward):
+        return False
     found = {
         name
         for name, module in layer.named_modules()
         if name and next(module.children(), None) is None and not isinstance(module, nn.Dropout)
     }
-    common = {*kind.linears.values(), *kind.norms.values(), kind.act}
+    found = {name for name in found if not _is_within(name, kind.feed_forward)}
+    common = {*kind.linears.values(), *kind.norms.values(), kind.act} - {""}
     return found in (common, common | set(HEAD_NORMS.values())) and all(
         type(layer.get_submodule(name)) is nn.Linear for name in kind.linears.values()
     )
@@ -181,13 +201,15 @@ def _specs(layers: list[nn.Module], attention: list[tuple[nn.Module, AttentionSp
 
 
 def _shape(layer: nn.Module, names: LayerNames, spec: AttentionSpec, kernels: NativeKernels) -> StackShape:
-    down = cast(Tensor, layer.get_submodule(names.linears["down"]).weight)
-    act_name = type(layer.get_submodule(names.act)).__name__
-    if (act := ACTIVATIONS.get(act_name)) is None:
-        raise _NoMatch(f"the activation {act_name}")
-    if down.dtype not in DTYPES or down.device.type != "cpu":
-        raise _NoMatch(f"not in {_name(down.dtype)} on {down.device.type}")
-    hidden_size, ffn_size = down.shape
+    o = cast(Tensor, layer.get_submodule(names.linears["o"]).weight)
+    act, ffn_size = 0, 0
+    if not names.feed_forward:
+        act_name = type(layer.get_submodule(names.act)).__name__
+        if act_name not in ACTIVATIONS:
+            raise _NoMatch(f"the activation {act_name}")
+        act, ffn_size = ACTIVATIONS[act_name], cast(nn.Linear, layer.get_submodule(names.linears["down"])).in_features
+    if o.dtype not in DTYPES or o.device.type != "cpu":
+        raise _NoMatch(f"not in {_name(o.dtype)} on {o.device.type}")
     if names.is_merged and ffn_size % (BAND // 2):
         raise _NoMatch("linears of gate and up together, of unusual shapes")
     norm = layer.get_submodule(next(iter(names.norms.values())))
@@ -199,7 +221,7 @@ def _shape(layer: nn.Module, names: LayerNames, spec: AttentionSpec, kernels: Na
     heads = spec.num_heads, spec.num_kv_heads, spec.k_dim
     q_norm = getattr(getattr(layer.get_submodule("self_attn"), "q_norm", None), "weight", None)
     all_heads = isinstance(q_norm, Tensor) and q_norm.numel() == spec.num_heads * spec.k_dim != spec.k_dim
-    return StackShape(down.dtype, hidden_size, *heads, ffn_size, act, names, found.form, float(added), all_heads)
+    return StackShape(o.dtype, o.shape[0], *heads, ffn_size, act, names, found.form, float(added), all_heads)
 
 
 def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: NativeKernels) -> LayerWeights:
@@ -221,12 +243,12 @@ def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: Nat
         if found != [(shape.dtype, (widths[name],))] or norm_eps(norm) is None:
             raise _NoMatch(f"the norm {type(norm).__name__}")
     qkv = [linears[part] for part in ("q", "k", "v") if part in linears]
-    gate, up = [linears[part].weight for part in ("gate", "up")] if "up" in linears else linears["gate"].weight.chunk(2)
+    gate_up, down = _pack_feed_forward(linears, shape, kernels)
     return LayerWeights(
         qkv=kernels.pack([linear.weight for linear in qkv], shape.format),
         o=kernels.pack([linears["o"].weight], shape.format),
-        gate_up=kernels.pack_pair(gate, up, shape.format),
-        down=kernels.pack([linears["down"].weight], shape.format),
+        gate_up=gate_up,
+        down=down,
         qkv_bias=_joined_bias(qkv),
         o_bias=_bias(linears["o"]),
         norms={name: cast(Tensor, norm.weight) for name, norm in norms.items()},
@@ -236,13 +258,25 @@ def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: Nat
     )
 
 
+def _pack_feed_forward(
+    linears: Mapping[str, nn.Linear], shape: StackShape, kernels: NativeKernels
+) -> tuple[PackedWeight | None, PackedWeight | None]:
+    if shape.names.feed_forward:
+        return None, None
+    gate, up = [linears[part].weight for part in ("gate", "up")] if "up" in linears else linears["gate"].weight.chunk(2)
+    return kernels.pack_pair(gate, up, shape.format), kernels.pack([linears["down"].weight], shape.format)
+
+
 def _shapes_of_linears(shape: StackShape) -> dict[str, tuple[int, int]]:
     rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    common = {"o": (shape.hidden_size, rows), "down": (shape.hidden_size, shape.ffn_size)}
+    outputs = {"q": rows, "k": kv_rows, "v": kv_rows}
+    common = {"o": (shape.hidden_size, rows)}
+    if not shape.names.feed_forward:
+        common["down"] = shape.hidden_size, shape.ffn_size
     if shape.names.is_merged:
         outputs = {"q": rows + 2 * kv_rows, "gate": 2 * shape.ffn_size}
-    else:
-        outputs = {"q": rows, "k": kv_rows, "v": kv_rows, "gate": shape.ffn_size, "up": shape.ffn_size}
+    elif not shape.names.feed_forward:
+        outputs |= {"gate": shape.ffn_size, "up": shape.ffn_size}
     return common | {part: (num_outputs, shape.hidden_size) for part, num_outputs in outputs.items()}
 
 
@@ -362,6 +396,10 @@ class LayerProof:
     def check(self, layer: nn.Module, weights: LayerWeights) -> LayerWeights:
         """The next layer's weights, as those of a layer that does not turn by positions where only that computes the
         same. Raises _NoMatch where it computes something else than either native layer."""
+        with _stand_in(layer, self._shape.names.feed_forward):
+            return self._check_turns(layer, weights)
+
+    def _check_turns(self, layer: nn.Module, weights: LayerWeights) -> LayerWeights:
         try:
             self._check(layer, weights)
         except _NoMatch as reason:
@@ -403,6 +441,27 @@ class LayerProof:
                 f"layer {self._idx} computes something else ({found.error:.1%} apart in {_name(shape.dtype)})"
             )
         return expected
+
+
+class _FeedForward(nn.Module):
+    """A stand-in for the feed-forward part of a model's own, which may be large and slow, and is the same in both of
+    the layers compared."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states.flip(-1).tanh()
+
+
+@contextmanager
+def _stand_in(layer: nn.Module, name: str) -> Generator[None]:
+    """Has a layer compute with a stand-in for the module of this name meanwhile; with what it has for none."""
+    own = layer.get_submodule(name)
+    if name:
+        layer.set_submodule(name, _FeedForward())
+    try:
+        yield
+    finally:
+        if name:
+            layer.set_submodule(name, own)
 
 
 def _values(layer: nn.Module) -> dict[str, Tensor]:
@@ -477,7 +536,7 @@ def _computed(
 def _native_output(weights: LayerWeights, shape: StackShape, inputs: _Inputs, kernels: NativeKernels) -> Tensor:
     """A native layer's output."""
     context, spec = StepContext(), weights.attention
-    stack = NativeStack(kernels, shape, [weights], context)
+    stack = NativeStack(kernels, shape, [weights], context, [_FeedForward()])
     pages = torch.zeros(1, NUM_TOKENS, spec.num_kv_heads, spec.k_dim, dtype=shape.dtype)
     stack.bind([LayerKv(pages, pages.clone())])
     context.attention = plan_spans(_one_span())

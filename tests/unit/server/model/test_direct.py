@@ -64,7 +64,7 @@ def test_models_that_cap_logits_keep_their_own_pass() -> None:
 
 
 def test_models_without_a_native_decoder_keep_their_own_pass() -> None:
-    assert adopted("mixtral").direct is None
+    assert adopted("cohere").direct is None
 
 
 class CountedRotary(LlamaRotaryEmbedding):

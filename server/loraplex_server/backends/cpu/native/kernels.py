@@ -162,7 +162,8 @@ class NativeKernels:
         packed = self._allocate(num_experts * num_outputs, num_inputs, weight.dtype, form)
         expert_bytes = packed.memory.numel() // num_experts
         for idx, one in enumerate(weight):
-            self._pack_pair(*one.chunk(2), form, packed.address + idx * expert_bytes)
+            gate, up = one.chunk(2)
+            self._pack_pair(gate, up, form, packed.address + idx * expert_bytes)
         return packed
 
     def pack_pair(self, first: Tensor, second: Tensor, form: WeightFormat | None = None) -> PackedWeight:

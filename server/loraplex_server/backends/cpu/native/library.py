@@ -130,6 +130,7 @@ class Step(ctypes.Structure):
     _fields_ = (
         *(("num_tokens", _INT), ("num_rotary", _INT), ("hidden", _POINTER), ("cos", _POINTER), ("sin", _POINTER)),
         *(("spans", Spans), ("runs", Runs), ("scratch", _POINTER), ("outputs", _POINTER), ("num_outputs", _INT)),
+        *(("fed", _POINTER), ("feed", _POINTER)),
     )
 
 

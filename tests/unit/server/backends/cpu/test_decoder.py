@@ -615,10 +615,6 @@ def test_layers_of_other_kinds(caplog: pytest.LogCaptureFixture, family: str, dt
         ({"head_dim": 16}, torch.float32, "positions turn 16 features"),
         ({}, torch.float64, "not in float64"),
         ({}, torch.float16, "not in float16"),
-        ({"intermediate_size": 80}, torch.bfloat16, "a number of features"),
-        ({"mlp_bias": True}, torch.float32, "biases in the feed-forward part"),
-        ({"hidden_act": "relu"}, torch.float32, "the activation ReLU"),
-        ({"hidden_act": "gelu"}, torch.float32, "the activation GELU"),
     ],
     ids=lambda value: str(value),
 )
@@ -627,6 +623,28 @@ def test_what_the_kernels_do_not_know(
 ) -> None:
     assert adopted(native_model("llama", dtype, **changes)).decoder is None
     assert reason in said(caplog)
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "reason"),
+    [
+        ({"intermediate_size": 80}, torch.bfloat16, "a number of features"),
+        ({"mlp_bias": True}, torch.float32, "biases in the feed-forward part"),
+        ({"hidden_act": "relu"}, torch.float32, "the activation ReLU"),
+        ({"hidden_act": "gelu"}, torch.float32, "the activation GELU"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_feed_forward_parts_that_the_kernels_do_not_know(
+    caplog: pytest.LogCaptureFixture, changes: dict[str, Any], dtype: torch.dtype, reason: str
+) -> None:
+    """They stay the model's own modules, between native calls."""
+    model = native_model("llama", dtype, **changes)
+    rig = native_rig(model, native_kernels())
+    assert isinstance(rig.loaded.decoder, NativeStack)
+    assert f"feed-forward parts are the model's own modules: {reason}" in said(caplog)
+    if dtype == torch.float32:
+        check_logits(model, rig)
 
 
 @pytest.mark.parametrize(
@@ -694,9 +712,7 @@ def scaled(module: nn.Module, factor: float) -> None:
 
 PATCHES: dict[str, Callable[[PreTrainedModel], None]] = {
     "a layer": lambda model: scaled(model.model.layers[1], 1.1),
-    "a feed-forward part": lambda model: scaled(model.model.layers[0].mlp, 0.9),
     "a norm": lambda model: scaled(model.model.layers[1].input_layernorm, 0.5),
-    "an activation": lambda model: scaled(model.model.layers[1].mlp.act_fn, 0.5),
     "a linear": lambda model: scaled(model.model.layers[0].self_attn.k_proj, -1.0),
 }
 
@@ -711,6 +727,19 @@ def test_a_patched_forward_is_noticed(caplog: pytest.LogCaptureFixture, patch: s
     assert loaded.decoder is None
     assert "computes something else" in said(caplog) or "called in another way" in said(caplog)
     assert not any(isinstance(module, NativeStack | NativeNorm) for module in loaded.model.modules())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("module", ["mlp", "mlp.act_fn"])
+def test_a_patched_feed_forward_part_is_the_models_own(
+    caplog: pytest.LogCaptureFixture, module: str, dtype: torch.dtype
+) -> None:
+    model = native_model("llama", dtype)
+    scaled(model.model.layers[1].get_submodule(module), 0.5)
+    loaded = adopted(model)
+    assert isinstance(loaded.decoder, NativeStack)
+    assert loaded.decoder.shape.names.feed_forward == "mlp"
+    assert "the model's own modules: layer 1 computes something else" in said(caplog)
 
 
 @pytest.mark.parametrize("error", [AssertionError, IndexError, ZeroDivisionError])
@@ -733,13 +762,14 @@ def test_a_layer_that_raises_in_the_comparison_is_left_as_it_is(
 
 @pytest.mark.parametrize("patch", ["a layer", "a feed-forward part", "a norm"])
 def test_a_patched_model_is_served_as_it_is(patch: str) -> None:
+    patches = PATCHES | {"a feed-forward part": lambda model: scaled(model.model.layers[0].mlp, 0.9)}
     model = native_model("llama")
-    PATCHES[patch](model)
+    patches[patch](model)
     patched = copy.deepcopy(native_model("llama"))
-    PATCHES[patch](patched)
+    patches[patch](patched)
     kernels = native_kernels()
     rig = make_rig(adopt_model(patched, backend=CpuBackend(kernels)), ops=NativeOps(kernels))
-    assert rig.loaded.decoder is None
+    assert (rig.loaded.decoder is None) is (patch != "a feed-forward part")
     check_logits(model, rig)
 
 

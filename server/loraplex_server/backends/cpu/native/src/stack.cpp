@@ -21,7 +21,7 @@ struct LpNorm {
 struct LpLayer {
   const void* qkv;      // bands: query heads, key heads, value heads
   const void* o;
-  const void* gate_up;  // bands of 16 outputs of gate and the same 16 of up
+  const void* gate_up;  // bands of 16 outputs of gate and the same 16 of up; null: the caller computes the feed-forward part
   const void* down;
   const void* qkv_bias;  // null: none
   const void* o_bias;
@@ -67,6 +67,9 @@ struct LpStep {
   void* scratch;       // lp_stack_scratch_bytes
   const int32_t* outputs;  // [num_outputs] rows whose output is read, each greater than the one before; null: all
   int32_t num_outputs;
+  // Where the caller computes feed-forward parts: each layer is a step of its own, and so is what follows the last one.
+  const void* fed;  // [num_tokens][hidden] what that of the layer before the first computed; null: no layer is before it
+  void* feed;       // [num_tokens][hidden] input of the last layer's
 };
 }
 
@@ -143,6 +146,7 @@ class StackRun {
       updates_.add_factors(&o, 1, rows, prefetches_);
       add_weights(layer.o, rows, ceil_div(stack_.hidden, kBand), 1);
       end_phase(rows * stack_.hidden);
+      if (layer.gate_up == nullptr) continue;
       const auto gate = gate_targets(layer);
       updates_.add_factors(gate.data(), int(gate.size()), stack_.hidden, prefetches_);
       add_weights(layer.gate_up, stack_.hidden, ceil_div(stack_.ffn, kPanel), 2);
@@ -152,6 +156,9 @@ class StackRun {
       end_phase(int64_t(stack_.ffn) * stack_.hidden);
     }
   }
+
+  // The end of a layer whose feed-forward part the caller computed.
+  void add_fed(const LpLayer& layer) { add_whole_rows(step_.fed, layer.ffn_norm, layer.eps); }
 
   void before_attention(const LpLayer& layer) {
     prefetches_.begin_phase();
@@ -178,6 +185,10 @@ class StackRun {
     const int64_t rows = int64_t(stack_.num_heads) * stack_.head_dim;
     add_product(layer.o, layer.o_bias, layer.o_table, scratch_.mixed, rows, layer.attention_norm, layer.eps);
     const void* x = normalize(layer.norm2, layer.eps);
+    if (layer.gate_up == nullptr) {
+      std::memcpy(step_.feed, x, size_t(step_.num_tokens * int64_t(stack_.hidden) * item_bytes(dtype_)));
+      return;
+    }
     prefetches_.begin_phase();
     const auto targets = gate_targets(layer);
     prepare(x, stack_.hidden, targets.data(), int(targets.size()));
@@ -258,11 +269,14 @@ class StackRun {
     return scratch_.normed;
   }
 
-  // hidden += added * norm(scratch.normed)
-  void add_whole_rows(const LpNorm& norm, float eps) {
+  // hidden += added * norm(rows), which may be scratch.normed.
+  void add_whole_rows(const void* rows, const LpNorm& norm, float eps) {
     each_row([&](int64_t row, int64_t first) {
-      void* x = at(scratch_.normed, first, dtype_);
-      if (norm.weight != nullptr) norm_row(norm, row, eps, x);
+      const void* x = at(rows, first, dtype_);
+      if (norm.weight != nullptr) {
+        norm_row(norm, row, eps, x);
+        x = at(scratch_.normed, first, dtype_);
+      }
       kernels_.add_part(dtype_, x, stack_.hidden, stack_.added, at(step_.hidden, first, dtype_));
     });
   }
@@ -412,7 +426,7 @@ class StackRun {
           for (int64_t r = 0; by_rows && r < m; r++)
             kernels_.store(dtype_, c + r * stride, width_of(band), at(scratch_.normed, (row + r) * n + output, dtype_));
         });
-    if (by_rows) add_whole_rows(norm, eps);
+    if (by_rows) add_whole_rows(scratch_.normed, norm, eps);
   }
 
   void gate(const LpLayer& layer, const void* x) {
@@ -505,6 +519,7 @@ __attribute__((visibility("default"))) void lp_stack_run(lp::Pool* pool, const L
   const lp::Kernels& kernels = *lp::current_kernels();
   lp::StackRun run(*pool, kernels, *stack, *step, prefetches);
   run.plan_prefetches();
+  if (step->fed != nullptr) run.add_fed(stack->layers[-1]);
   for (int i = 0; i < stack->num_layers; i++) {
     run.before_attention(stack->layers[i]);
     if (i + 1 == stack->num_layers && step->outputs != nullptr) {
