@@ -191,7 +191,7 @@ def same_bits(rig: Rig, job: Job, other_rig: Rig, other: Job) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "llama-gelu"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "llama-gelu", "qwen3_moe"])
 def test_logits_have_the_same_bits_in_any_batch(isa: str, family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """A text has the same bits alone and together, cut into chunks of any size, in steps of a few tokens and of more
     than a hundred, with and without drafts, by one thread and by three."""

@@ -29,8 +29,11 @@ NOT_STACKED: Final = (
     *("cohere", "gpt2"),
     *("gpt_oss", "llama4-chunks", "bloom", "mpt", "falcon", "falcon-alibi"),
 )
-# Families with changes, by names of their own: feed-forward parts that are none of the stack's.
-VARIANTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {"llama-gelu": ("llama", {"hidden_act": "gelu"})}
+# Feed-forward parts that are not the stack's: families, and their changes.
+VARIANTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "llama-gelu": ("llama", {"hidden_act": "gelu"}),
+    "qwen3_moe": ("qwen3_moe", {"moe_intermediate_size": 32}),
+}
 
 
 def native_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:

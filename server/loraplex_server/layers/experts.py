@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from loraplex_adapters.weights import LoraFactors
 from loraplex_server.layers.context import StepContext
-from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedLinear, Wrapper
+from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedLinear, BaseLinear, Wrapper
 from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segment, SegmentedLora
 from loraplex_server.layers.transfer import upload
 
@@ -400,6 +400,7 @@ class AdaptedRouter(_OnTrial):
         self.table: FactorTable | None = None  # AdapterSlots fills these in
         self.ops: SegmentedLora | None = None
         self.num_installed = 0
+        self.product: BaseLinear | None = None  # of a back end, with its weight
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
@@ -410,11 +411,18 @@ class AdaptedRouter(_OnTrial):
 
     def forward(self, *args: Any, **options: Any) -> Any:
         prepared = self.context.token_segments
-        if self.is_on_trial:
-            prepared = None
-        elif prepared is None or not slots_with_terms(self, prepared.segments):
+        has_terms = prepared is not None and bool(slots_with_terms(self, prepared.segments))
+        if not self.is_on_trial and not has_terms and self.product is None:
             return self.base(*args, **options)
-        with _Products(lambda y, x: self._add(y, x, prepared)):
+
+        def multiply(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # as F.linear calls them
+            x, is_own = input, weight is self.base.weight and input.dtype == weight.dtype and bias is None
+            y = self.product(x) if is_own and self.product is not None else F.linear(x, weight, bias)
+            if has_terms or self.is_on_trial:
+                self._add(y, x, prepared if has_terms else None)
+            return y
+
+        with _Products(multiply):
             return self.base(*args, **options)
 
     def _add(self, y: Tensor, x: Tensor, prepared: PreparedSegments | None) -> None:
@@ -433,19 +441,16 @@ class AdaptedRouter(_OnTrial):
 
 
 class _Products(TorchFunctionMode):
-    """Shows results and inputs of `F.linear` while it is on."""
+    """Has `multiply` compute `F.linear` while it is on."""
 
-    def __init__(self, see: Callable[[Tensor, Tensor], None]) -> None:
+    def __init__(self, multiply: Callable[..., Tensor]) -> None:
         super().__init__()
-        self._see = see
+        self._multiply = multiply
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func is F.linear:
-            self._see(found, args[0])
-        return found
+        return (self._multiply if func is F.linear else func)(*args, **(kwargs or {}))
 
 
 AdaptedModule = AdaptedLinear | AdaptedEmbedding | AdaptedRouter | ExpertLinear

@@ -188,12 +188,20 @@ def adapt_experts(
             model.set_submodule(path, adapted.base)
         elif isinstance(adapted, AdaptedRouter):
             targets[path] = adapted
+            _take_product(adapted, backend)
         else:
             targets |= {f"{path}.{name}": linear for name, linear in adapted.linears.items()}
             adapted.add_terms = backend.expert_terms()
             if not isinstance(adapted, ScaledExperts):
                 _take_products(adapted, backend, form)
     return targets
+
+
+def _take_product(router: AdaptedRouter, backend: Backend) -> None:
+    """Has a back end multiply with a router's weight. Then the experts of a row do not depend on the rows beside it,
+    where the back end's products do not."""
+    product = backend.linears()(cast(Tensor, router.base.weight), None)
+    router.product = product if product.is_copy else None
 
 
 def _take_products(experts: AdaptedExperts, backend: Backend, form: WeightFormat | None) -> None:
