@@ -1,9 +1,9 @@
 """Hardware floor: a roofline of each workload from measured bandwidth and GEMM rate.
 
 A decode step reads the weights once (an embedding that is no output layer too is not read whole) and those of each
-distinct adapter, and multiplies; whichever takes longer counts. A prefill multiplies, with the output layer only
-for the last tokens. Nothing else costs anything. The bandwidth is that of one kernel of torch, so a
-system may come out slightly above it. A machine whose speed drifts is measured
+distinct adapter, and multiplies; whichever takes longer counts. Of experts it reads those that its rows go to, if they
+are chosen by chance. A prefill multiplies, with the output layer only for the last tokens. Nothing else costs anything.
+The bandwidth is that of one kernel of torch, so a system may come out slightly above it. A machine whose speed drifts is measured
 between the turns of a comparison: the floor is that of the median, and its spread is told.
 """
 
@@ -57,23 +57,36 @@ class ModelSize:
     num_weights: int  # that a step multiplies with
     num_head_weights: int  # of these, the output layer's
     num_adapter_weights: int  # the mean over the adapters
+    num_expert_weights: int = 0  # of these, experts', of all of them
+    chosen_share: float = 1.0  # the part of the experts that a token goes to
 
     @property
     def num_bytes(self) -> int:
         return self.num_weights * SERVED_ITEM_BYTES
 
+    def bytes_read(self, num_rows: int) -> float:
+        """Bytes of the weights that a step of so many rows reads."""
+        unread = self.num_expert_weights * (1 - self.chosen_share) ** num_rows
+        return self.num_bytes - unread * SERVED_ITEM_BYTES
+
+    @property
+    def weights_of_a_token(self) -> float:
+        """The number of weights that a token is multiplied with."""
+        return self.num_weights - (1 - self.chosen_share) * self.num_expert_weights
+
 
 def floor_tokens_per_s(machine: Machine, size: ModelSize, items: list[WorkItem]) -> float:
     """Output tokens per second of such a machine, for requests of equal length that come at once."""
     num_adapters = len({item.adapter_id for item in items} - {""})
-    prefill_flops, step_flops = 0, 0
+    prefill_flops, step_flops = 0.0, 0.0
     for item in items:
-        num_weights = size.num_weights + (size.num_adapter_weights if item.adapter_id else 0)
+        num_weights = size.weights_of_a_token + (size.num_adapter_weights if item.adapter_id else 0)
         step_flops += 2 * num_weights
         prefill_flops += 2 * (len(item.prompt_ids) * (num_weights - size.num_head_weights) + size.num_head_weights)
     prefill_s = prefill_flops / machine.gemm_flops_per_s
     adapter_bytes = num_adapters * size.num_adapter_weights * SERVED_ITEM_BYTES
-    step_s = max((size.num_bytes + adapter_bytes) / machine.read_bytes_per_s, step_flops / machine.gemm_flops_per_s)
+    step_bytes = size.bytes_read(len(items)) + adapter_bytes
+    step_s = max(step_bytes / machine.read_bytes_per_s, step_flops / machine.gemm_flops_per_s)
     num_steps = max(item.max_tokens for item in items) - 1  # the first token comes from the prefill
     return sum(item.max_tokens for item in items) / (prefill_s + num_steps * step_s)
 
@@ -126,7 +139,16 @@ def measure_size(inputs: Path) -> ModelSize:
     head = sum(num for name, num in matrices.items() if "lm_head" in name)
     num_weights = sum(matrices.values()) - (embedding if head else 0)  # tied: the embedding is the output layer
     adapters = [sum(map(math.prod, _shapes(path).values())) for path in sorted((inputs / "adapters").iterdir())]
-    return ModelSize(num_weights, head or embedding, sum(adapters) // max(1, len(adapters)))
+    experts = sum(num for name, num in matrices.items() if ".experts." in name)
+    return ModelSize(
+        num_weights, head or embedding, sum(adapters) // max(1, len(adapters)), experts, _chosen_share(inputs / "model")
+    )
+
+
+def _chosen_share(model: Path) -> float:
+    config = json.loads((model / "config.json").read_bytes())
+    num_experts = config.get("num_experts") or config.get("num_local_experts")
+    return config["num_experts_per_tok"] / num_experts if num_experts else 1.0
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:

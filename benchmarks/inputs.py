@@ -25,6 +25,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3MoeConfig,
+    Starcoder2Config,
 )
 from workloads import BATCHES, KINDS, make_arrivals, make_workload
 
@@ -44,6 +46,19 @@ SHAPES: Mapping[str, PretrainedConfig] = {
         **SIZES_245M, num_attention_heads=4, num_key_value_heads=1, head_dim=256, tie_word_embeddings=True
     ),
     "245m-phi3": Phi3Config(**SIZES_245M, num_attention_heads=16, num_key_value_heads=4, tie_word_embeddings=False),
+    "245m-qwen3moe": Qwen3MoeConfig(  # 32 experts, of which a token goes to four
+        **SIZES_245M,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        tie_word_embeddings=False,
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=704,
+    ),
+    "245m-starcoder2": Starcoder2Config(
+        **SIZES_245M, num_attention_heads=16, num_key_value_heads=4, tie_word_embeddings=False
+    ),
     "qwen2-0.5b": Qwen2Config(  # tied embeddings, biases, a large vocabulary
         vocab_size=151936,
         hidden_size=896,

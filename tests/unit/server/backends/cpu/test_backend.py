@@ -1,4 +1,4 @@
-"""The CPU back end's share of the cores with torch."""
+"""CPU back end: torch's threads in steps of few tokens."""
 
 from __future__ import annotations
 
