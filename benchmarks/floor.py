@@ -3,8 +3,8 @@
 A decode step reads the weights once (an embedding that is no output layer too is not read whole) and those of each
 distinct adapter, and multiplies; whichever takes longer counts. Of experts it reads those that its rows go to, if they
 are chosen by chance. A prefill multiplies, with the output layer only for the last tokens. Nothing else costs anything.
-The bandwidth is that of one kernel of torch, so a system may come out slightly above it. A machine whose speed drifts is measured
-between the turns of a comparison: the floor is that of the median, and its spread is told.
+The bandwidth is that of one kernel of torch, so a system may come out slightly above it. A machine whose speed drifts
+is measured between the turns of a comparison: the floor is that of the median, and its spread is told.
 """
 
 from __future__ import annotations

@@ -400,7 +400,12 @@ class AdaptedRouter(_OnTrial):
         self.table: FactorTable | None = None  # AdapterSlots fills these in
         self.ops: SegmentedLora | None = None
         self.num_installed = 0
-        self.product: BaseLinear | None = None  # of a back end, with its weight
+        self.product: BaseLinear | None = None  # of a back end, with its weight and bias
+
+    @property
+    def own_bias(self) -> Tensor | None:
+        bias = getattr(self.base, "bias", None)
+        return bias if isinstance(bias, Tensor) else None
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
@@ -416,7 +421,7 @@ class AdaptedRouter(_OnTrial):
             return self.base(*args, **options)
 
         def multiply(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # as F.linear calls them
-            x, is_own = input, weight is self.base.weight and input.dtype == weight.dtype and bias is None
+            x, is_own = input, weight is self.base.weight and input.dtype == weight.dtype and bias is self.own_bias
             y = self.product(x) if is_own and self.product is not None else F.linear(x, weight, bias)
             if has_terms or self.is_on_trial:
                 self._add(y, x, prepared if has_terms else None)

@@ -200,7 +200,7 @@ def adapt_experts(
 def _take_product(router: AdaptedRouter, backend: Backend) -> None:
     """Has a back end multiply with a router's weight. Then the experts of a row do not depend on the rows beside it,
     where the back end's products do not."""
-    product = backend.linears()(cast(Tensor, router.base.weight), None)
+    product = backend.linears()(cast(Tensor, router.base.weight), router.own_bias)
     router.product = product if product.is_copy else None
 
 

@@ -1,4 +1,4 @@
-"""Experts on the CPU: all that they compute in one call, or products from packed weights and adapters' terms.
+"""Experts on the CPU, in one native call or by their products.
 
 A row's result does not depend on how many rows there are, nor on where they go.
 """
