@@ -104,6 +104,7 @@ def test_equals_transformers_on_every_instruction_set(isa: str) -> None:
     cases: list[tuple[str, dict[str, Any]]] = [
         ("llama", {"intermediate_size": 75, "hidden_size": 74}),  # in float32 features need not pack
         ("qwen3", {"num_attention_heads": 18, "num_key_value_heads": 1}),
+        ("starcoder2", {"hidden_size": 160, "num_attention_heads": 5, "num_key_value_heads": 1}),
         ("mistral", {"head_dim": 96, "sliding_window": 20}),
         ("qwen2", {"hidden_act": "gelu_pytorch_tanh", "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}),
     ]
@@ -153,7 +154,20 @@ def mixed_jobs(seed: int = 8, longest: int = 30) -> list[Job]:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "granite", "phi3", "mixtral", "llama-gelu"]
+    "family",
+    [
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "gemma3",
+        "granite",
+        "phi3",
+        "mixtral",
+        "llama-gelu",
+        "starcoder2",
+    ],
 )
 def test_mixed_batch_equals_peft(best: str, family: str, tmp_path: Path) -> None:
     adapted = make_adapted(tmp_path, family)
@@ -176,6 +190,21 @@ def test_mixed_batch_equals_peft(best: str, family: str, tmp_path: Path) -> None
             torch_rig.run([twin])
             want = torch_rig.logits(twin)
             assert twin.tokens == job.tokens
+        check_logits(rig.logits(job), want, job.tokens)
+
+
+def test_saved_layer_norms_equal_peft(best: str, tmp_path: Path) -> None:
+    """The stack computes the base model's alone; rows of an adapter that has its own go through the model's layers."""
+    base = make_dense(native_model("starcoder2"))
+    spec = next(spec for spec in RICH_SPECS if spec.name == "saved-norms")
+    peft = save_adapter(base, spec, tmp_path / spec.name, seed=3)
+    rig = native_rig(base, native_kernels(), max_rows=6)
+    assert rig.loaded.decoder is not None
+    rig.slots.install(0, load_lora(tmp_path, spec.name, rig.loaded.base_targets(max_rank=16)))
+    jobs = [Job([5, 6, 7 + idx], NUM_TOKENS, adapters) for idx, adapters in enumerate([(), (AdapterUse(0),), ()])]
+    rig.run(jobs)
+    for job in jobs:
+        want = dense_logits(peft if job.adapters else base, job.prompt, job.tokens)
         check_logits(rig.logits(job), want, job.tokens)
 
 

@@ -23,7 +23,7 @@ SIZES: Final = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32}
 # Families whose layers are of the kinds that a stack computes, and some of all other kinds.
 STACKED: Final = (
     *("llama", "mistral", "qwen2", "qwen2-window", "qwen3", "gemma", "gemma2", "gemma3", "granite", "phi3"),
-    *("smollm3", "exaone4", "olmo2", "olmo3", "mixtral", "qwen3_moe"),
+    *("smollm3", "exaone4", "olmo2", "olmo3", "mixtral", "qwen3_moe", "starcoder2"),
 )
 NOT_STACKED: Final = (
     *("cohere", "gpt2"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -94,6 +94,7 @@ class StackShape:
     added: float  # the part of attention and feed-forward that is added to the hidden states
     norms_all_heads: bool = False  # queries and keys have norms of all heads together
     format: WeightFormat | None = None  # of few bits
+    is_layer_norm: bool = False  # norms take the mean away and have biases
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ class LayerWeights:
     qk_eps: float
     attention: AttentionSpec
     turns: bool = True  # queries and keys by their positions
+    norm_biases: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # of layer norms, by the same names
 
 
 class StackLinear:
@@ -276,7 +278,8 @@ class NativeStack(nn.Module):
 
     def _computes(self, slots: AdapterSlots, segments: Sequence[Segment]) -> bool:
         """True if the stack computes all that the adapters of these segments have in its layers."""
-        return slots.are_plain(segments, self._path, COMPUTED, self.shape.names.feed_forward)
+        computed = COMPUTED - {Beyond.NORM} if self.shape.is_layer_norm else COMPUTED
+        return slots.are_plain(segments, self._path, computed, self.shape.names.feed_forward)
 
     def _outputs(self, num_tokens: int, layers: slice) -> npt.NDArray[np.int32] | None:
         """The rows whose output is read, sorted; None: all."""
@@ -431,7 +434,8 @@ def _layer(weights: LayerWeights) -> Layer:
         tensor: Tensor | None = getattr(weights, name)
         setattr(layer, name, tensor.data_ptr() if tensor is not None else None)
     for name, weight in weights.norms.items():
-        setattr(layer, name, Norm(weight=weight.data_ptr()))
+        bias = weights.norm_biases.get(name)
+        setattr(layer, name, Norm(weight=weight.data_ptr(), bias=None if bias is None else bias.data_ptr()))
     layer.eps, layer.qk_eps = weights.eps, weights.qk_eps
     layer.scaling, layer.softcap, layer.window = spec.scaling, spec.softcap or 0.0, spec.window or 0
     layer.turns = weights.turns

@@ -39,7 +39,7 @@ from loraplex_server.backends.cpu.decoder import (
 from loraplex_server.backends.cpu.fused import NativeFused
 from loraplex_server.backends.cpu.native.kernels import ACTIVATIONS, BAND, DTYPES, NativeKernels, PackedWeight
 from loraplex_server.backends.equivalence import compare
-from loraplex_server.backends.fusion import find_norm, norm_eps
+from loraplex_server.backends.fusion import NormForm, find_norm, norm_eps
 from loraplex_server.layers.attention import HANDLE, AttentionBatch, AttentionSpec, LayerKv
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.quantization import WeightFormat
@@ -215,13 +215,33 @@ def _shape(layer: nn.Module, names: LayerNames, spec: AttentionSpec, kernels: Na
     norm = layer.get_submodule(next(iter(names.norms.values())))
     with torch.no_grad():
         found = find_norm(norm, NativeFused(kernels))
-    if found is None:
+        form = found.form if found is not None else _form_of_layer_norm(norm)
+    if form is None:
         raise _NoMatch(f"the norm {type(norm).__name__}")
     added = getattr(layer, "residual_multiplier", 1.0)
     heads = spec.num_heads, spec.num_kv_heads, spec.k_dim
     q_norm = getattr(getattr(layer.get_submodule("self_attn"), "q_norm", None), "weight", None)
     all_heads = isinstance(q_norm, Tensor) and q_norm.numel() == spec.num_heads * spec.k_dim != spec.k_dim
-    return StackShape(o.dtype, o.shape[0], *heads, ffn_size, act, names, found.form, float(added), all_heads)
+    return StackShape(
+        o.dtype, o.shape[0], *heads, ffn_size, act, names, form, float(added), all_heads, is_layer_norm=found is None
+    )
+
+
+def _form_of_layer_norm(norm: nn.Module) -> NormForm | None:
+    """The form of a norm that takes the mean away and has a bias; None of another one."""
+    parameters = dict(norm.named_parameters())
+    eps = norm_eps(norm)
+    if parameters.keys() != {"weight", "bias"} or eps is None:
+        return None
+    wide = copy.deepcopy(norm).float()
+    weight, bias = (parameter.float() for parameter in parameters.values())
+    x = torch.randn(NUM_TOKENS, len(weight), generator=torch.Generator().manual_seed(5))
+    with _model_code():
+        got = cast(Tensor, wide(x))
+    for offset in (0.0, 1.0):
+        if compare("operation", got, F.layer_norm(x, weight.shape, weight + offset, bias, eps)).is_equal:
+            return NormForm(offset, False)
+    return None
 
 
 def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: NativeKernels) -> LayerWeights:
@@ -239,8 +259,11 @@ def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: Nat
     norms = {name: layer.get_submodule(path) for name, path in _norms(layer, shape).items()}
     widths = _widths_of_norms(shape)
     for name, norm in norms.items():
-        found = [(cast(Tensor, one).dtype, tuple(one.shape)) for one in norm.parameters()]
-        if found != [(shape.dtype, (widths[name],))] or norm_eps(norm) is None:
+        found = {own: (one.dtype, tuple(one.shape)) for own, one in norm.named_parameters()}
+        wanted = dict.fromkeys(
+            ("weight", "bias") if shape.is_layer_norm else ("weight",), (shape.dtype, (widths[name],))
+        )
+        if found != wanted or norm_eps(norm) is None or (shape.is_layer_norm and name in HEAD_NORMS):
             raise _NoMatch(f"the norm {type(norm).__name__}")
     qkv = [linears[part] for part in ("q", "k", "v") if part in linears]
     gate_up, down = _pack_feed_forward(linears, shape, kernels)
@@ -255,6 +278,7 @@ def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: Nat
         eps=_one_eps([norms[name] for name in shape.names.norms]),
         qk_eps=_one_eps([norms[name] for name in HEAD_NORMS if name in norms]),
         attention=spec,
+        norm_biases={name: cast(Tensor, norm.bias) for name, norm in norms.items()} if shape.is_layer_norm else {},
     )
 
 
@@ -341,7 +365,7 @@ def _final_norm(
         return None
     own = layer.get_submodule(next(iter(shape.names.norms.values())))
     weight, eps = getattr(norm, "weight", None), norm_eps(norm)
-    if type(norm) is not type(own) or not isinstance(weight, Tensor) or eps is None:
+    if type(norm) is not type(own) or not isinstance(weight, Tensor) or eps is None or shape.is_layer_norm:
         return None
     if weight.dtype != cast(Tensor, own.weight).dtype:
         return None

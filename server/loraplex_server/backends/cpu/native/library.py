@@ -59,9 +59,9 @@ class Table(ctypes.Structure):
 
 
 class Norm(ctypes.Structure):
-    """LpNorm: one norm's weight, and those of adapters by slot. All null: there is no such norm."""
+    """LpNorm: one norm's weight, those of adapters by slot, and a bias. All null: there is no such norm."""
 
-    _fields_ = (("weight", _POINTER), ("own_ptrs", _POINTER))
+    _fields_ = (("weight", _POINTER), ("own_ptrs", _POINTER), ("bias", _POINTER))
 
 
 class Runs(ctypes.Structure):

@@ -197,7 +197,9 @@ struct Kernels {
 
   // y[n] = (weight + offset) * (x / rms(x)). `narrows`: x / rms(x) is rounded to the dtype first.
   void (*rms_norm)(DType, const void* x, const void* weight, int64_t n, float eps, float offset, bool narrows, void* y);
-  // The same in place, of one head.
+  // y[n] = (weight + offset) * (x - mean(x)) / deviation(x) + bias
+  void (*layer_norm)(DType, const void* x, const void* weight, const void* bias, int64_t n, float eps, float offset, void* y);
+  // `rms_norm` in place, of one head.
   void (*rms_norm_f32)(DType, float* x, const void* weight, int64_t n, float eps, float offset, bool narrows);
   // x[dim] rotated by halves, in place.
   void (*rotate)(float* x, const float* cos, const float* sin, int dim);

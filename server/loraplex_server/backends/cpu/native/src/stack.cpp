@@ -16,6 +16,7 @@ extern "C" {
 struct LpNorm {
   const void* weight;       // null: there is no such norm, and values stay as they are
   const int64_t* own_ptrs;  // adapters' own weights by slot, 0: none; null: no adapters
+  const void* bias;         // of a layer norm; null: an RMS norm
 };
 
 struct LpLayer {
@@ -294,8 +295,11 @@ class StackRun {
   // A row of scratch.normed from x, which may be that row.
   void norm_row(const LpNorm& norm, int64_t row, float eps, const void* x) {
     const int64_t n = stack_.hidden;
-    kernels_.rms_norm(dtype_, x, weight_of(norm, row), n, eps, stack_.norm_offset, stack_.narrows != 0,
-                      at(scratch_.normed, row * n, dtype_));
+    void* y = at(scratch_.normed, row * n, dtype_);
+    if (norm.bias != nullptr)
+      kernels_.layer_norm(dtype_, x, norm.weight, norm.bias, n, eps, stack_.norm_offset, y);
+    else
+      kernels_.rms_norm(dtype_, x, weight_of(norm, row), n, eps, stack_.norm_offset, stack_.narrows != 0, y);
   }
 
   // A row's weight of a norm: its adapter's own where that has one.

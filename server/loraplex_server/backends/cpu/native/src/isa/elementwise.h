@@ -42,6 +42,34 @@ static void rms_norm(DType dtype, const void* x, const void* weight, int64_t n, 
 }
 
 template <class D>
+static void layer_norm_row(const typename D::T* x, const typename D::T* weight, const typename D::T* bias, int64_t n, float eps,
+                           float offset, typename D::T* y) {
+  Floats total = zeros();
+  for (int64_t i = 0; i < n; i += 16) total = add(load(x + i, first((int)(n - i > 16 ? 16 : n - i))), total);
+  const Floats mean = all(sum(total) / (float)n);
+  Floats squares = zeros();
+  for (int64_t i = 0; i < n; i += 16) {
+    const Part part = first((int)(n - i > 16 ? 16 : n - i));
+    const Floats v = select(zeros(), lanes(part), sub(load(x + i, part), mean));
+    squares = fmadd(v, v, squares);
+  }
+  const Floats factor = rms_factor(squares, n, eps);
+  for (int64_t i = 0; i < n; i += 16) {
+    const Part part = first((int)(n - i > 16 ? 16 : n - i));
+    const Floats v = mul(sub(load(x + i, part), mean), factor);
+    store(y + i, fmadd(v, add(load(weight + i, part), all(offset)), load(bias + i, part)), part);
+  }
+}
+
+static void layer_norm(DType dtype, const void* x, const void* weight, const void* bias, int64_t n, float eps, float offset,
+                       void* y) {
+  if (dtype == DType::F32)
+    layer_norm_row<F32>((const float*)x, (const float*)weight, (const float*)bias, n, eps, offset, (float*)y);
+  else
+    layer_norm_row<BF16>((const bf16*)x, (const bf16*)weight, (const bf16*)bias, n, eps, offset, (bf16*)y);
+}
+
+template <class D>
 static void norm_head(float* x, const typename D::T* weight, int64_t n, float eps, float offset, bool narrows) {
   Floats squares = zeros();
   for (int64_t i = 0; i < n; i += 16) {
