@@ -35,6 +35,7 @@ void lp_attend(void*, int, const void*, void*, const void*, const void*, int, in
 void lp_rms_norm(void*, int, const void*, const void*, int, int64_t, float, float, int, void*);
 void lp_argmax(void*, int, const void*, int, int64_t, const void*, const void*, int64_t, void*, void*);
 void lp_stack_run(void*, const void*, const void*);
+void lp_experts_run(void*, const void*, const void*);  // whether experts are there, which a program knows
 void lp_attend_linearly(void*, int, const void*, const void*);
 void lp_convolve(void*, int, const void*, int64_t, const float*, const float*, int, int64_t, int, void*, void*, const void*);
 void lp_scan(void*, const float*, const float*, const float*, const float*, const float*, int64_t, int64_t, float*, float*,
@@ -70,7 +71,7 @@ class Program {
         {"lp_rms_norm", [this] { call(lp_rms_norm); }}, {"lp_argmax", [this] { call(lp_argmax); }},
         {"lp_stack_run", [this] { call(lp_stack_run); }}, {"lp_round_int4", [this] { call(lp_round_int4); }},
         {"lp_convolve", [this] { call(lp_convolve); }}, {"lp_scan", [this] { call(lp_scan); }},
-        {"lp_attend_linearly", [this] { call(lp_attend_linearly); }},
+        {"lp_attend_linearly", [this] { call(lp_attend_linearly); }}, {"lp_experts_run", [this] { call(lp_experts_run); }},
     };
     while (in_.peek() != EOF) {
       std::string name(size_t(read<int32_t>()), ' ');

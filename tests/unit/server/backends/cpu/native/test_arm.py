@@ -20,11 +20,13 @@ from support.native_kernels import isas, using
 
 from loraplex_server.backends.cpu.native.build import LIBRARY, MACHINES, SOURCES, build, find_compiler
 from loraplex_server.backends.cpu.native.library import (
+    Experts,
     Layer,
     Library,
     Linear,
     Norm,
     Pieces,
+    Routed,
     Runs,
     Spans,
     Stack,
@@ -167,9 +169,17 @@ def test_linears(
     check(program, avx2, emulated, isa, tmp_path, dtype)
 
 
-def put_table(program: Program, dice: np.random.Generator, dtype: int, k: int, outputs: int, ranks: list[int]) -> Table:
-    a = [program.put(floats(dice, dtype, rank, k)) if rank else 0 for rank in ranks]
-    b = [program.put(floats(dice, dtype, outputs, rank)) if rank else 0 for rank in ranks]
+def put_table(
+    program: Program,
+    dice: np.random.Generator,
+    dtype: int,
+    k: int,
+    outputs: int,
+    ranks: list[int],
+    num_experts: int = 1,
+) -> Table:
+    a = [program.put(floats(dice, dtype, num_experts, rank, k)) if rank else 0 for rank in ranks]
+    b = [program.put(floats(dice, dtype, num_experts, outputs, rank)) if rank else 0 for rank in ranks]
     pointers = [program.put(np.array(one, np.int64), are_pointers=True) for one in (a, b)]
     scales = program.put(dice.random(len(ranks)).astype(np.float32))
     return Table(*pointers, program.put(np.array(ranks, np.int32)), scales)
@@ -194,6 +204,11 @@ def put_norm(program: Program, dice: np.random.Generator, dtype: int, n: int) ->
     """A norm with a weight of its own for the second of two slots."""
     weight, own = (program.put(floats(dice, dtype, n)) for _ in range(2))
     return Norm(weight, program.put(np.array([0, own], np.int64), are_pointers=True))
+
+
+def put_layer_norm(program: Program, dice: np.random.Generator, dtype: int, n: int) -> Norm:
+    weight, bias = (program.put(floats(dice, dtype, n)) for _ in range(2))
+    return Norm(weight=weight, bias=bias)
 
 
 def put_runs(program: Program, runs: list[tuple[int, int, int]], max_rank: int) -> Runs:
@@ -274,7 +289,44 @@ def test_attention_and_norms(
     check(program, avx2, emulated, isa, tmp_path, dtype)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma", "phi"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts(
+    dtype: int, avx2: Library, emulated: list[str], isa: str, dice: np.random.Generator, tmp_path: Path
+) -> None:
+    program = Program()
+    num_experts, hidden, inner, top_k, ranks = 5, 96, 64, 2, [4, 16, 0]
+    pairs, downs = (
+        program.put(np.zeros(num_experts * packed_bytes(outputs, k, dtype), np.uint8))
+        for outputs, k in ((2 * inner, hidden), (hidden, inner))
+    )
+    for expert in range(num_experts):
+        gate, up = (program.put(floats(dice, dtype, inner, hidden, scale=0.1)) for _ in range(2))
+        down = program.put(floats(dice, dtype, hidden, inner, scale=0.1))
+        to = pairs + expert * packed_bytes(2 * inner, hidden, dtype)
+        program.call("lp_pack_pair", dtype, 0, gate, None, up, None, hidden, inner, hidden, to)
+        to = downs + expert * packed_bytes(hidden, inner, dtype)
+        program.call("lp_pack", dtype, 0, down, None, inner, hidden, inner, to)
+    experts = Experts(
+        dtype=dtype, act=0, num_experts=num_experts, hidden=hidden, inner=inner, gate_up=pairs, down=downs,
+        up_table=put_table(program, dice, dtype, hidden, 2 * inner, ranks, num_experts),
+        down_table=put_table(program, dice, dtype, inner, hidden, ranks[::-1], num_experts),
+    )  # fmt: skip
+    where = program.put_struct(experts)
+    for rows in (1, 9, 70):
+        num_bytes = avx2.functions.lp_experts_scratch_bytes(ctypes.byref(experts), rows * top_k, max(ranks))
+        chosen = np.stack([dice.permutation(num_experts)[:top_k] for _ in range(rows)]).astype(np.int64)
+        routed = Routed(
+            num_rows=rows, top_k=top_k, x=program.put(floats(dice, dtype, rows, hidden)), chosen=program.put(chosen),
+            weights=program.put(dice.random((rows, top_k)).astype(np.float32)),
+            uses=program.put(np.arange(rows, dtype=np.int64) % 4), slots=program.put(np.arange(3, dtype=np.int32)),
+            slot_weights=program.put(np.array([1.0, 0.5, 1.0], np.float32)), num_uses=3, max_rank=max(ranks),
+            scratch=program.put(np.zeros(num_bytes, np.uint8)), y=program.put(zeros(dtype, rows, hidden)),
+        )  # fmt: skip
+        program.call("lp_experts_run", where, program.put_struct(routed))
+    check(program, avx2, emulated, isa, tmp_path, dtype)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "phi", "starcoder"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_stack_of_layers(
     dtype: int, kind: str, avx2: Library, emulated: list[str], isa: str, dice: np.random.Generator, tmp_path: Path
@@ -290,15 +342,18 @@ def test_a_stack_of_layers(
     for layer in layers:
         layer.qkv = put_packed(program, dice, dtype, widths[0] + 2 * widths[1], hidden)
         layer.o = put_packed(program, dice, dtype, hidden, widths[0])
-        layer.down = put_packed(program, dice, dtype, hidden, ffn)
-        pair = [program.put(floats(dice, dtype, ffn, hidden, scale=0.1)) for _ in range(2)]
-        layer.gate_up = program.put(np.zeros(packed_bytes(2 * ffn, hidden, dtype), np.uint8))
-        program.call("lp_pack_pair", dtype, 0, pair[0], None, pair[1], None, hidden, ffn, hidden, layer.gate_up)
+        if kind != "starcoder":  # whose feed-forward part is the caller's
+            layer.down = put_packed(program, dice, dtype, hidden, ffn)
+            pair = [program.put(floats(dice, dtype, ffn, hidden, scale=0.1)) for _ in range(2)]
+            layer.gate_up = program.put(np.zeros(packed_bytes(2 * ffn, hidden, dtype), np.uint8))
+            program.call("lp_pack_pair", dtype, 0, pair[0], None, pair[1], None, hidden, ffn, hidden, layer.gate_up)
         layer.qkv_bias = program.put(floats(dice, dtype, widths[0] + 2 * widths[1]))
         for norm in norms:
-            setattr(layer, norm, put_norm(program, dice, dtype, hidden))
-        num_normed = (heads, kv_heads) if all_heads else (1, 1)
-        layer.q_norm, layer.k_norm = (put_norm(program, dice, dtype, num * dim) for num in num_normed)
+            put = put_layer_norm if kind == "starcoder" else put_norm
+            setattr(layer, norm, put(program, dice, dtype, hidden))
+        if kind != "starcoder":
+            num_normed = (heads, kv_heads) if all_heads else (1, 1)
+            layer.q_norm, layer.k_norm = (put_norm(program, dice, dtype, num * dim) for num in num_normed)
         layer.k_pages, layer.v_pages = (
             program.put(floats(dice, dtype, num_blocks, block_size, kv_heads, dim)) for _ in range(2)
         )
@@ -318,9 +373,12 @@ def test_a_stack_of_layers(
         one = Program()
         one.put_struct(layer)
         program.pointers += [(idx, number * size + offset, to) for _, offset, to in one.pointers]
+    num_layers = 2
+    if kind == "starcoder":  # the second layer, behind the feed-forward part of the first
+        both, num_layers = both + size, 1
     stack = Stack(
-        dtype=dtype, num_layers=2, hidden=hidden, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, ffn=ffn,
-        act=act, format=0, is_merged=is_merged, norms_all_heads=all_heads, narrows=kind == "llama",
+        dtype=dtype, num_layers=num_layers, hidden=hidden, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
+        ffn=ffn, act=act, format=0, is_merged=is_merged, norms_all_heads=all_heads, narrows=kind == "llama",
         norm_offset=float(kind == "gemma"), added=0.5 if is_merged else 1.0,
         layers=ctypes.cast(both, ctypes.POINTER(Layer)),
     )  # fmt: skip
@@ -332,6 +390,8 @@ def test_a_stack_of_layers(
         cos=program.put(np.cos(angles)), sin=program.put(np.sin(angles)), spans=spans, runs=runs,
         scratch=program.put(np.zeros(num_bytes, np.uint8)),
     )  # fmt: skip
+    if num_layers == 1:
+        step.fed, step.feed = (program.put(floats(dice, dtype, tokens, hidden)) for _ in range(2))
     program.call("lp_stack_run", program.put_struct(stack), program.put_struct(step))
     check(program, avx2, emulated, isa, tmp_path, dtype)
 
