@@ -110,7 +110,7 @@ def find_stack(
     """The stack for this model's layers, packed, or None. `attention`: what the probe saw. `far`: positions that it is
     proved at, besides the first ones. `form`: weights are packed in few bits, which changes none that have been
     rounded before."""
-    reasons: list[_NoMatch] = []
+    reasons: list[str] = []  # not the errors themselves, which hold what was packed
     for path, layers, names in _lists_of_layers(model, len(attention)):
         try:
             specs = _specs(layers, attention)
@@ -118,7 +118,7 @@ def find_stack(
             proof = LayerProof(model, shape, kernels, far, len(layers))
             weights = _take(layers, specs, shape, kernels, proof, progress)
         except _NoMatch as reason:
-            reasons.append(reason)
+            reasons.append(str(reason))
             continue
         own: list[nn.Module] = []
         if names.feed_forward:
@@ -234,7 +234,7 @@ def _form_of_layer_norm(norm: nn.Module) -> NormForm | None:
     if parameters.keys() != {"weight", "bias"} or eps is None:
         return None
     wide = copy.deepcopy(norm).float()
-    weight, bias = (parameter.float() for parameter in parameters.values())
+    weight, bias = parameters["weight"].float(), parameters["bias"].float()
     x = torch.randn(NUM_TOKENS, len(weight), generator=torch.Generator().manual_seed(5))
     with _model_code():
         got = cast(Tensor, wide(x))
