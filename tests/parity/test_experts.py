@@ -16,6 +16,7 @@ from support.backends import PatchedBackend
 from support.dense import dense_logits, make_dense
 from support.driver import Job, Rig, make_rig, random_prompts
 from support.native_kernels import native_kernels
+from support.native_models import SIZES
 from support.peft_files import load_lora
 from support.zoo import MIXTURES, VOCAB_SIZE, random_model
 from torch import Tensor, nn
@@ -25,7 +26,9 @@ from loraplex_adapters.io.safetensors import PIECE_BYTES
 from loraplex_adapters.weights import AdapterWeights
 from loraplex_contracts.plan import AdapterUse
 from loraplex_server.backends.backend import Backend
+from loraplex_server.backends.cpu.attention import NativePagedAttention
 from loraplex_server.backends.cpu.backend import CpuBackend
+from loraplex_server.backends.cpu.lora import NativeOps
 from loraplex_server.backends.cpu.torch_lora import CpuOps
 from loraplex_server.layers.experts import AdaptedExperts
 from loraplex_server.model.loader import adopt_model
@@ -80,8 +83,9 @@ def make_world(
     adapters: dict[str, dict[str, Any]],
     dtype: torch.dtype,
     backend: Backend | None = None,
+    **sizes: int,
 ) -> World:
-    base = make_dense(random_model(family, dtype))
+    base = make_dense(random_model(family, dtype, 0, sizes))
     peft: list[nn.Module] = []
     for seed, (name, fields) in enumerate(adapters.items()):
         made = save(base, root / name, seed, **fields)
@@ -101,7 +105,11 @@ def rigged(
     loaded = adopt_model(copy.deepcopy(base), model_id=family, backend=backend)
     targets = loaded.base_targets(max_rank=16)
     weights = [load_lora(root, name, targets) for name in names]
-    rig = make_rig(loaded, ops=CpuOps(), seed=4, max_rows=6, num_slots=len(weights))
+    options: dict[str, Any] = {"ops": CpuOps()}
+    if loaded.decoder is not None:
+        kernels = native_kernels()
+        options = {"ops": NativeOps(kernels), "attention": NativePagedAttention(kernels)}
+    rig = make_rig(loaded, seed=4, max_rows=6, num_slots=len(weights), **options)
     for slot, one in enumerate(weights):
         rig.slots.install(slot, one)
     return World(base, peft, weights, rig)
@@ -230,11 +238,22 @@ def test_tensors_of_several_pieces_equal_peft(tmp_path: Path) -> None:
     check(world, run(world, [0, None]), [0, None], 1e-3)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
-def test_native_products(family: str, tmp_path: Path) -> None:
-    world = make_world(tmp_path, family, ADAPTERS, torch.float32, CpuBackend(native_kernels()))
-    experts = [one for one in world.rig.loaded.model.modules() if isinstance(one, AdaptedExperts)]
-    assert experts
-    assert all(one.fused is not None or one.products for one in experts)
+@pytest.mark.parametrize(
+    ("family", "is_stacked"),
+    [
+        ("qwen3_moe", False),
+        ("mixtral", True),
+        pytest.param("qwen3_moe", True, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", False, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", True, marks=pytest.mark.slow),
+    ],
+)
+def test_native_products(family: str, is_stacked: bool, tmp_path: Path) -> None:
+    """`is_stacked`: with heads that the native decoder takes."""
+    sizes = SIZES if is_stacked else {}
+    world = make_world(tmp_path, family, ADAPTERS, torch.float32, CpuBackend(native_kernels()), **sizes)
+    assert (world.rig.loaded.decoder is not None) is is_stacked
+    assert len(world.rig.loaded.experts) == 2
+    assert all(one.fused is not None or one.products for one in world.rig.loaded.experts)
     adapters = [None, *range(len(ADAPTERS)), None]
     check(world, run(world, adapters), adapters, 1e-3)

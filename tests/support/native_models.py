@@ -23,12 +23,9 @@ SIZES: Final = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32}
 # Families whose layers are of the kinds that a stack computes, and some of all other kinds.
 STACKED: Final = (
     *("llama", "mistral", "qwen2", "qwen2-window", "qwen3", "gemma", "gemma2", "gemma3", "granite", "phi3"),
-    *("smollm3", "exaone4", "olmo2", "olmo3", "mixtral", "qwen3_moe", "starcoder2"),
+    *("smollm3", "exaone4", "olmo2", "olmo3", "mixtral", "qwen3_moe", "starcoder2", "cohere2", "gpt_oss"),
 )
-NOT_STACKED: Final = (
-    *("cohere", "gpt2"),
-    *("gpt_oss", "llama4-chunks", "bloom", "mpt", "falcon", "falcon-alibi"),
-)
+NOT_STACKED: Final = ("cohere", "gpt2", "gpt_neox", "llama4-chunks", "bloom", "mpt", "falcon", "falcon-alibi")
 # Feed-forward parts that are not the stack's: families, and their changes.
 VARIANTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "llama-gelu": ("llama", {"hidden_act": "gelu"}),

@@ -135,7 +135,7 @@ class Backend:
         """A function that draws from all tokens at once; None: tensor operations do it. A CPU draws from few."""
         return None
 
-    def torch_threads(self, num_tokens: int) -> AbstractContextManager[None]:
+    def torch_threads(self, num_tokens: int, dtype: torch.dtype) -> AbstractContextManager[None]:
         """Gives torch, within the block, as many threads as are good for a step of so many tokens, of a model that back
         end and torch compute in turns."""
         return nullcontext()

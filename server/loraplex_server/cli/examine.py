@@ -178,7 +178,8 @@ def _describe(spec: AttentionSpec) -> str:
 
 def _way(loaded: LoadedModel, backend: Backend) -> str:
     if loaded.decoder is not None:
-        return "all layers in one native call"
+        own = loaded.decoder.shape.names.feed_forward
+        return f"native calls around each layer's `{own}`" if own else "all layers in one native call"
     return backend.describe_layers()
 
 

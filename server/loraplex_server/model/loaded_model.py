@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -118,6 +119,22 @@ class LoadedModel:
         """The language model's head."""
         return cast(nn.Module, self.model.get_output_embeddings())
 
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The model's modules by path, with those of layers that a decoder stands for."""
+        yield from self.model.named_modules()
+        if self.decoder is not None:
+            yield from self.decoder.own_modules()
+
+    @cached_property
+    def experts(self) -> tuple[AdaptedExperts, ...]:
+        return tuple(module for _, module in self.named_modules() if isinstance(module, AdaptedExperts))
+
+    def torch_threads(self, num_tokens: int) -> AbstractContextManager[None]:
+        """Gives torch, within the block, as many threads as are good for a step of so many tokens."""
+        if any(one.fused is None and not one.products for one in self.experts):
+            return nullcontext()  # torch computes the experts, which are most of the weights
+        return self.backend.torch_threads(num_tokens, self.dtype)
+
     def base_targets(self, max_rank: int) -> BaseTargets:
         """The base as adapter formats see it. Takes a moment: it hashes two weights that PEFT saves copies of."""
         modules: dict[str, TargetModule] = {}
@@ -153,13 +170,13 @@ class LoadedModel:
             tied_head=head if is_tied else "",
             other_modules=frozenset(
                 path
-                for path, module in self.model.named_modules()
+                for path, module in self.named_modules()
                 if path not in modules and next(module.parameters(recurse=False), None) is not None
             ),
             absent_parts=absent_parts(self.model),
             experts={
                 path: tuple(name for name, _ in module.base.named_parameters(recurse=False))
-                for path, module in self.model.named_modules()
+                for path, module in self.named_modules()
                 if isinstance(module, AdaptedExperts)
             },
             tokens=_tokens_of(self.model_id),

@@ -17,7 +17,7 @@ import torch
 from loraplex_contracts.errors import OutOfMemory, is_out_of_memory
 from loraplex_runtime import cgroups
 from loraplex_server.backends.reference import MAX_GROUP_TOKENS
-from loraplex_server.layers.experts import AdaptedExperts, ExpertLinear
+from loraplex_server.layers.experts import ExpertLinear
 from loraplex_server.layers.linear import AdaptedHead, AdaptedLinear
 from loraplex_server.model.loaded_model import LoadedModel
 
@@ -56,8 +56,8 @@ def layer_bytes(loaded: LoadedModel, num_tokens: int) -> int:
 
 def _experts_per_token(loaded: LoadedModel) -> int:
     """Number of experts that a token goes through at once; 1 in a model without experts."""
-    if chosen := [module.num_chosen for module in loaded.model.modules() if isinstance(module, AdaptedExperts)]:
-        return max(chosen)
+    if loaded.experts:
+        return max(module.num_chosen for module in loaded.experts)
     named: Any = getattr(loaded.model.config.get_text_config(), "num_experts_per_tok", None) or 1
     return max(named) if isinstance(named, list) else named  # a list has one for each layer
 

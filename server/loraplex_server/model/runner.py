@@ -403,7 +403,7 @@ class ModelRunner:
             context.token_segments = self._prepare(staged.token_segments, staged.num_tokens)
             context.head_segments = self._prepare(staged.head_segments, staged.num_logit_rows)
             context.attention = self._attention.plan(inputs.attention, self._cache.dtype, self._device)
-            with self._loaded.backend.torch_threads(staged.num_tokens):
+            with self._loaded.torch_threads(staged.num_tokens):
                 logits = self._loaded.logits(inputs.input_ids, inputs.position_ids, inputs.head_rows)
             return logits, context.head_input
         finally:

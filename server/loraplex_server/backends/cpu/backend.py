@@ -37,7 +37,7 @@ from loraplex_server.sampling.sampler import Argmax, MaskedArgmax
 
 # Tokens of a step up to which torch's operations are short: its other threads would spin on cores that the kernels
 # need. Decode steps of 32 took 114 ms with one thread and 138 with two, prompts of 2,048 tokens 2.0 and 1.9 s (250M
-# hybrid).
+# hybrid); those of eight 25 and 34 ms (245M as GPT-NeoX).
 FEW_TOKENS = 64
 
 
@@ -125,8 +125,9 @@ class CpuBackend(Backend):
     def masked_argmax(self) -> MaskedArgmax | None:
         return None if self.kernels is None else self.kernels.argmax
 
-    def torch_threads(self, num_tokens: int) -> AbstractContextManager[None]:
-        return nullcontext() if self.kernels is None or num_tokens > FEW_TOKENS else _one_thread()
+    def torch_threads(self, num_tokens: int, dtype: torch.dtype) -> AbstractContextManager[None]:
+        shares_cores = self.kernels is not None and dtype in DTYPES
+        return _one_thread() if shares_cores and num_tokens <= FEW_TOKENS else nullcontext()
 
     def recurrences(self) -> NativeRecurrences | None:
         return None if self.kernels is None else NativeRecurrences(self.kernels)

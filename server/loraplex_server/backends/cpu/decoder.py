@@ -11,9 +11,10 @@ another kind, as of a mixture of experts, stays the model's own module: then the
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum, IntEnum
 from typing import Any, Final
 
 import numpy as np
@@ -54,6 +55,11 @@ class LayerNames:
         """True if q, k and v are one linear, and gate and up another one."""
         return "k" not in self.linears
 
+    @property
+    def is_parallel(self) -> bool:
+        """True if the feed-forward part reads what attention reads."""
+        return set(self.norms) == {"norm1"}
+
 
 _ATTENTION: Final = {part: f"self_attn.{part}_proj" for part in ("q", "k", "v", "o")}
 _SPLIT: Final = {**_ATTENTION, **{part: f"mlp.{part}_proj" for part in ("gate", "up", "down")}}
@@ -64,6 +70,7 @@ _MERGED: Final = {
     "down": "mlp.down_proj",
 }
 _NORMS_BEFORE: Final = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
+_NORM_OF_BOTH: Final = {"norm1": "input_layernorm"}
 _NORMS_BEHIND: Final = {"attention_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"}
 _NORMS_AROUND: Final = {"norm1": "input_layernorm", "norm2": "pre_feedforward_layernorm", **_NORMS_BEHIND}
 KINDS: Final = (
@@ -71,11 +78,43 @@ KINDS: Final = (
     LayerNames(_SPLIT, _NORMS_AROUND),  # Gemma 2 and 3
     LayerNames(_SPLIT, _NORMS_BEHIND),  # EXAONE 4, OLMo 2 and 3
     LayerNames(_MERGED, _NORMS_BEFORE, "mlp.activation_fn"),  # Phi-3
-    LayerNames(_ATTENTION, _NORMS_BEFORE, "", "mlp"),  # Mixtral, Qwen MoE, OLMoE
+    LayerNames(_SPLIT, _NORM_OF_BOTH),  # Cohere
+    LayerNames(_ATTENTION, _NORMS_BEFORE, "", "mlp"),  # Mixtral, Qwen MoE, OLMoE, gpt-oss
     LayerNames(_ATTENTION, _NORMS_BEFORE, "", "block_sparse_moe"),  # Granite MoE
-    LayerNames(_ATTENTION, _NORMS_AROUND, "", "mlp"),
+    LayerNames(_ATTENTION, _NORMS_AROUND, "", "mlp"),  # GLM 4
     LayerNames(_ATTENTION, _NORMS_BEHIND, "", "mlp"),  # FlexOlmo
+    LayerNames({**_ATTENTION, "o": "self_attn.dense"}, _NORM_OF_BOTH, "", "mlp"),  # Phi 1.5
 )
+
+
+class Angles(Enum):
+    """How cosines and sines of a rotary embedding lie."""
+
+    TWICE = 1  # all, and all again
+    REPEATED = 2  # each two times in a row
+    ONCE = 3
+
+    @staticmethod
+    def of(cos: Tensor) -> Angles:
+        """cos [..., features] of some positions."""
+        if torch.equal(*cos.chunk(2, dim=-1)):
+            return Angles.TWICE
+        return Angles.REPEATED if torch.equal(cos[..., ::2], cos[..., 1::2]) else Angles.ONCE
+
+    def twice(self, values: Tensor) -> Tensor:
+        """Cosines or sines [..., features] as the kernels read them."""
+        if self is Angles.TWICE:
+            return values
+        once = values[..., ::2] if self is Angles.REPEATED else values
+        return torch.cat((once, once), dim=-1)
+
+
+class Turns(IntEnum):
+    """How a layer turns queries and keys by their positions."""
+
+    NOT = 0
+    HALVES = 1  # a feature with that in the other half
+    PAIRS = 2  # a feature with its neighbour
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +133,8 @@ class StackShape:
     added: float  # the part of attention and feed-forward that is added to the hidden states
     norms_all_heads: bool = False  # queries and keys have norms of all heads together
     format: WeightFormat | None = None  # of few bits
-    is_layer_norm: bool = False  # norms take the mean away and have biases
+    is_layer_norm: bool = False  # norms take the mean away
+    angles: Angles = Angles.TWICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +151,7 @@ class LayerWeights:
     eps: float
     qk_eps: float
     attention: AttentionSpec
-    turns: bool = True  # queries and keys by their positions
+    turns: Turns = Turns.HALVES
     norm_biases: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # of layer norms, by the same names
 
 
@@ -190,7 +230,8 @@ class NativeStack(nn.Module):
             num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, ffn=shape.ffn_size, act=shape.act,
             format=shape.format.code if shape.format is not None else 0, is_merged=shape.names.is_merged,
             norms_all_heads=shape.norms_all_heads, narrows=shape.norm_form.narrows,
-            norm_offset=shape.norm_form.offset, added=shape.added, layers=self._layers,
+            norm_offset=shape.norm_form.offset, added=shape.added, is_layer_norm=shape.is_layer_norm,
+            is_parallel=shape.names.is_parallel, layers=self._layers,
         )  # fmt: skip
         self._linears: list[list[AdaptedLinear | None]] = []
         self._path = ""
@@ -213,6 +254,11 @@ class NativeStack(nn.Module):
             for linear, base in zip(linears, linears_of(weights, self.shape, self._kernels), strict=True):
                 if linear is not None:
                     linear.base = base
+
+    def own_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules of the layers that it stands for, by path."""
+        for idx, layer in enumerate(self._own_layers):
+            yield from layer.named_modules(prefix=f"{self._path}{idx}")
 
     def bind(self, pages: Sequence[LayerKv]) -> None:
         """Binds the layers to these pages; an empty sequence unbinds them."""
@@ -299,7 +345,8 @@ class NativeStack(nn.Module):
         """Computes hidden [1, num_tokens, hidden], contiguous, in place: it becomes the last layer's output, in the
         rows `outputs`, in all for None."""
         num_tokens = hidden.shape[1]
-        cos, sin = (rotary.to(torch.float32).contiguous() for rotary in position_embeddings)
+        angles = self.shape.angles
+        cos, sin = (angles.twice(rotary).to(torch.float32).contiguous() for rotary in position_embeddings)
         max_rank = self._slots.max_rank * runs.max_uses if self._slots is not None else 0
         runs.struct.max_rank = max_rank
         num_outputs = num_tokens if outputs is None else len(outputs)
@@ -322,7 +369,8 @@ class NativeStack(nn.Module):
         step.feed = feed.data_ptr()
         for idx in range(layers.start, layers.stop):
             self._kernels.run_stack(self._part(idx, idx + 1), step)
-            fed = self._feed_forward[idx](feed).contiguous()
+            fed: Tensor | tuple[Tensor, ...] = self._feed_forward[idx](feed)
+            fed = (fed if isinstance(fed, Tensor) else fed[0]).contiguous()
             step.fed = fed.data_ptr()
         self._kernels.run_stack(self._part(layers.stop, layers.stop), step)
 
@@ -439,6 +487,7 @@ def _layer(weights: LayerWeights) -> Layer:
     layer.eps, layer.qk_eps = weights.eps, weights.qk_eps
     layer.scaling, layer.softcap, layer.window = spec.scaling, spec.softcap or 0.0, spec.window or 0
     layer.turns = weights.turns
+    layer.sinks = spec.sinks.data_ptr() if spec.sinks is not None else None
     return layer
 
 

@@ -27,6 +27,7 @@ from loraplex_server.backends.cpu.attention import plan_spans, reason_against
 from loraplex_server.backends.cpu.decoder import (
     HEAD_NORMS,
     KINDS,
+    Angles,
     ComputedLayer,
     LayerNames,
     LayerWeights,
@@ -34,6 +35,7 @@ from loraplex_server.backends.cpu.decoder import (
     NativeStack,
     StackPart,
     StackShape,
+    Turns,
     linears_of,
 )
 from loraplex_server.backends.cpu.fused import NativeFused
@@ -116,7 +118,7 @@ def find_stack(
             specs = _specs(layers, attention)
             shape = replace(_shape(layers[0], names, specs[0], kernels), format=form)
             proof = LayerProof(model, shape, kernels, far, len(layers))
-            weights = _take(layers, specs, shape, kernels, proof, progress)
+            weights = _take(layers, specs, proof.shape, kernels, proof, progress)
         except _NoMatch as reason:
             reasons.append(str(reason))
             continue
@@ -124,7 +126,8 @@ def find_stack(
         if names.feed_forward:
             own = [layer.get_submodule(names.feed_forward) for layer in layers]
             log.info("feed-forward parts are the model's own modules%s", f": {reasons[0]}" if reasons else "")
-        stack, norm = NativeStack(kernels, shape, weights, context, own), _final_norm(model, path, shape, kernels)
+        stack = NativeStack(kernels, proof.shape, weights, context, own)
+        norm = _final_norm(model, path, shape, kernels)
         return FoundStack(path, layers, stack, norm, _parts(stack, proof.rotations))
     log.info("layers are run one operation at a time: %s", reasons[0] if reasons else "they are of another kind")
     return None
@@ -219,6 +222,8 @@ def _shape(layer: nn.Module, names: LayerNames, spec: AttentionSpec, kernels: Na
     if form is None:
         raise _NoMatch(f"the norm {type(norm).__name__}")
     added = getattr(layer, "residual_multiplier", 1.0)
+    if names.is_parallel and added != 1.0:
+        raise _NoMatch("parts of what is computed side by side")
     heads = spec.num_heads, spec.num_kv_heads, spec.k_dim
     q_norm = getattr(getattr(layer.get_submodule("self_attn"), "q_norm", None), "weight", None)
     all_heads = isinstance(q_norm, Tensor) and q_norm.numel() == spec.num_heads * spec.k_dim != spec.k_dim
@@ -228,13 +233,12 @@ def _shape(layer: nn.Module, names: LayerNames, spec: AttentionSpec, kernels: Na
 
 
 def _form_of_layer_norm(norm: nn.Module) -> NormForm | None:
-    """The form of a norm that takes the mean away and has a bias; None of another one."""
-    parameters = dict(norm.named_parameters())
-    eps = norm_eps(norm)
-    if parameters.keys() != {"weight", "bias"} or eps is None:
-        return None
+    """The form of a norm that takes the mean away; None of another one."""
     wide = copy.deepcopy(norm).float()
-    weight, bias = parameters["weight"].float(), parameters["bias"].float()
+    parameters = dict(wide.named_parameters())
+    eps, weight, bias = norm_eps(norm), parameters.get("weight"), parameters.get("bias")
+    if weight is None or weight.dim() != 1 or eps is None:
+        return None
     x = torch.randn(NUM_TOKENS, len(weight), generator=torch.Generator().manual_seed(5))
     with _model_code():
         got = cast(Tensor, wide(x))
@@ -248,8 +252,8 @@ def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: Nat
     linears = {part: cast(nn.Linear, layer.get_submodule(path)) for part, path in shape.names.linears.items()}
     if reason := reason_against(spec, shape.dtype):
         raise _NoMatch(reason)
-    if spec.chunk is not None or spec.sinks is not None or spec.key_bias is not None:
-        raise _NoMatch("chunks, sinks or biases in attention")
+    if spec.chunk is not None or spec.key_bias is not None:
+        raise _NoMatch("chunks or biases in attention")
     if {part: tuple(linear.weight.shape) for part, linear in linears.items()} != _shapes_of_linears(shape):
         raise _NoMatch("linears of unusual shapes")
     if not all(kernels.can_pack(one.weight) and one.weight.dtype == shape.dtype for one in linears.values()):
@@ -260,9 +264,7 @@ def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: Nat
     widths = _widths_of_norms(shape)
     for name, norm in norms.items():
         found = {own: (one.dtype, tuple(one.shape)) for own, one in norm.named_parameters()}
-        wanted = dict.fromkeys(
-            ("weight", "bias") if shape.is_layer_norm else ("weight",), (shape.dtype, (widths[name],))
-        )
+        wanted = dict.fromkeys(found if shape.is_layer_norm else ("weight",), (shape.dtype, (widths[name],)))
         if found != wanted or norm_eps(norm) is None or (shape.is_layer_norm and name in HEAD_NORMS):
             raise _NoMatch(f"the norm {type(norm).__name__}")
     qkv = [linears[part] for part in ("q", "k", "v") if part in linears]
@@ -278,7 +280,9 @@ def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: Nat
         eps=_one_eps([norms[name] for name in shape.names.norms]),
         qk_eps=_one_eps([norms[name] for name in HEAD_NORMS if name in norms]),
         attention=spec,
-        norm_biases={name: cast(Tensor, norm.bias) for name, norm in norms.items()} if shape.is_layer_norm else {},
+        norm_biases={
+            name: bias for name, norm in norms.items() if isinstance(bias := getattr(norm, "bias", None), Tensor)
+        },
     )
 
 
@@ -406,7 +410,6 @@ class LayerProof:
         self, model: PreTrainedModel, shape: StackShape, kernels: NativeKernels, far: Sequence[int], num_layers: int
     ) -> None:
         """`far`: positions beside the first ones."""
-        self._shape = shape
         self._kernels = kernels
         self._idx = 0
         rotary = _rotary_of(model)
@@ -415,32 +418,33 @@ class LayerProof:
             {kind: _inputs(rotary, kind, shape.hidden_size, dtype, far) for kind in set(self.rotations)}
             for dtype in (shape.dtype, torch.float32)
         )
-        self._first: dict[tuple[str, bool], _Proven] = {}
+        self.shape = replace(shape, angles=Angles.of(self._wide[self.rotations[0]].rotary[0]))
+        if (width := self.shape.angles.twice(self._wide[self.rotations[0]].rotary[0]).shape[-1]) % ROTARY_MULTIPLE:
+            raise _NoMatch(f"positions turn {width} features of a head")
+        self._first: dict[tuple[str, Turns], _Proven] = {}
 
     def check(self, layer: nn.Module, weights: LayerWeights) -> LayerWeights:
-        """The next layer's weights, as those of a layer that does not turn by positions where only that computes the
-        same. Raises _NoMatch where it computes something else than either native layer."""
-        with _stand_in(layer, self._shape.names.feed_forward):
-            return self._check_turns(layer, weights)
-
-    def _check_turns(self, layer: nn.Module, weights: LayerWeights) -> LayerWeights:
-        try:
-            self._check(layer, weights)
-        except _NoMatch as reason:
-            weights = replace(weights, turns=False)
-            try:
-                self._check(layer, weights)
-            except _NoMatch:
-                raise reason from None
-        self._idx += 1
-        return weights
+        """The next layer's weights, with the way in which it turns queries and keys. Raises _NoMatch where it computes
+        something else than a native layer in any way."""
+        reasons: list[_NoMatch] = []
+        with _stand_in(layer, self.shape):
+            for turns in (Turns.HALVES, Turns.PAIRS, Turns.NOT):
+                tried = replace(weights, turns=turns)
+                try:
+                    self._check(layer, tried)
+                except _NoMatch as reason:
+                    reasons.append(reason)
+                    continue
+                self._idx += 1
+                return tried
+        raise reasons[0]
 
     def _check(self, layer: nn.Module, weights: LayerWeights) -> None:
         kind = self.rotations[self._idx]
-        self._compare(layer, weights, self._shape, self._own[kind])
-        if self._shape.dtype == torch.float32 or self._is_like_first(layer, weights, kind):
+        self._compare(layer, weights, self.shape, self._own[kind])
+        if self.shape.dtype == torch.float32 or self._is_like_first(layer, weights, kind):
             return
-        wide, shape = copy.deepcopy(layer).float(), replace(self._shape, dtype=torch.float32, format=None)
+        wide, shape = copy.deepcopy(layer).float(), replace(self.shape, dtype=torch.float32, format=None)
         packed = replace(_pack(wide, weights.attention, shape, self._kernels), turns=weights.turns)
         computed = self._compare(wide, packed, shape, self._wide[kind])
         if _values(wide).keys() == _known_values(wide, shape):
@@ -471,21 +475,35 @@ class _FeedForward(nn.Module):
     """A stand-in for the feed-forward part of a model's own, which may be large and slow, and is the same in both of
     the layers compared."""
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states.flip(-1).tanh()
+    def __init__(self, *, has_more: bool = False) -> None:
+        """`has_more`: it answers with more than its output, as routers' probabilities."""
+        super().__init__()
+        self._has_more = has_more
+
+    def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, None]:
+        y = hidden_states.flip(-1).tanh()
+        return (y, None) if self._has_more else y
 
 
 @contextmanager
-def _stand_in(layer: nn.Module, name: str) -> Generator[None]:
-    """Has a layer compute with a stand-in for the module of this name meanwhile; with what it has for none."""
+def _stand_in(layer: nn.Module, shape: StackShape) -> Generator[None]:
+    """Has a layer compute with a stand-in for its feed-forward module meanwhile, where that is the model's own."""
+    name = shape.names.feed_forward
+    if not name:
+        yield
+        return
     own = layer.get_submodule(name)
-    if name:
-        layer.set_submodule(name, _FeedForward())
+    x = torch.zeros(1, 1, shape.hidden_size, dtype=shape.dtype)
+    with _model_code():
+        answer = own(x)
+    y = answer[0] if isinstance(answer, tuple) else answer
+    if not isinstance(y, Tensor) or (y.shape, y.dtype) != (x.shape, x.dtype):
+        raise _NoMatch("the feed-forward module answers in another form")
+    layer.set_submodule(name, _FeedForward(has_more=isinstance(answer, tuple)))
     try:
         yield
     finally:
-        if name:
-            layer.set_submodule(name, own)
+        layer.set_submodule(name, own)
 
 
 def _values(layer: nn.Module) -> dict[str, Tensor]:
@@ -535,8 +553,6 @@ def _inputs(rotary: nn.Module, kind: str, hidden_size: int, dtype: torch.dtype, 
     with _model_code():
         named = {"layer_type": kind} if kind else {}
         embeddings: tuple[Tensor, Tensor] = rotary(states, position_ids=positions, **named)
-    if embeddings[0].shape[-1] % ROTARY_MULTIPLE:
-        raise _NoMatch(f"positions turn {embeddings[0].shape[-1]} features of a head")
     return _Inputs(states, positions, embeddings)
 
 
@@ -577,13 +593,19 @@ def _attend_plainly(spec: AttentionSpec, query: Tensor, key: Tensor, value: Tens
     visible = idx[None, :] <= idx[:, None]
     if spec.window is not None:
         visible &= idx[None, :] > idx[:, None] - spec.window
-    if spec.softcap is None:
+    if spec.softcap is None and spec.sinks is None:
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=spec.scaling, enable_gqa=True)
         return out.transpose(1, 2).contiguous()
     group = query.shape[1] // key.shape[1]
     key, value = (one.repeat_interleave(group, dim=1) for one in (key, value))
-    scores = spec.softcap * torch.tanh(query @ key.transpose(2, 3) * spec.scaling / spec.softcap)
-    shares = scores.masked_fill(~visible, -torch.inf).softmax(-1, dtype=torch.float32).to(query.dtype)
+    scores = query @ key.transpose(2, 3) * spec.scaling
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if spec.sinks is not None:
+        sinks = spec.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    shares = scores.softmax(-1, dtype=torch.float32)[..., :NUM_TOKENS].to(query.dtype)
     return (shares @ value).transpose(1, 2).contiguous()
 
 

@@ -15,6 +15,7 @@ import pytest
 import transformers as tf
 from support.multimodal import multimodal_config
 from support.native_kernels import library_or_skip
+from support.native_models import SIZES
 from support.sweep import FAMILIES, REASONS, REFUSED, default_config
 from support.zoo import HYBRIDS, MIXTURES, ZOO
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -70,7 +71,9 @@ def test_says_what_native_kernels_compute(tmp_path: Path) -> None:
     library_or_skip()
     report = examined(tf.LlamaConfig(), tmp_path / "llama")
     assert (report["layers"], report["attention_kernel"]) == ("all layers in one native call", "native")
-    report = examined(ZOO["mixtral"](), tmp_path / "mixtral")
+    report = examined(tf.MixtralConfig(**SIZES, num_local_experts=2), tmp_path / "mixtral")
+    assert report["layers"] == "native calls around each layer's `mlp`"
+    report = examined(ZOO["falcon"](), tmp_path / "falcon")
     assert report["layers"].startswith("Transformers' layers, with native linears")
     assert "layers are run one operation at a time: they are of another kind" in report["notes"]
 

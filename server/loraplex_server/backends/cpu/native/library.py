@@ -108,7 +108,7 @@ class Layer(ctypes.Structure):
         *((name, Norm) for name in ("norm1", "norm2", "q_norm", "k_norm", "attention_norm", "ffn_norm")),
         *((name, _POINTER) for name in ("k_pages", "v_pages")),
         *((name, _FLOAT) for name in ("eps", "qk_eps", "scaling", "softcap")),
-        *((name, _LONG) for name in ("window", "turns")),
+        *(("window", _LONG), ("turns", _LONG), ("sinks", _POINTER)),
         *((f"{name}_table", Table) for name in ("q", "k", "v", "o", "gate", "up", "down")),
     )
 
@@ -120,6 +120,7 @@ class Stack(ctypes.Structure):
         *((name, _INT) for name in ("dtype", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim")),
         *((name, _INT) for name in ("ffn", "act", "format", "is_merged", "norms_all_heads", "narrows")),
         *((name, _FLOAT) for name in ("norm_offset", "added")),
+        *((name, _INT) for name in ("is_layer_norm", "is_parallel")),
         ("layers", ctypes.POINTER(Layer)),
     )
 

@@ -11,7 +11,7 @@ from support.native_models import native_model, native_rig
 from loraplex_server.backends.cpu.backend import FEW_TOKENS
 
 
-@pytest.mark.parametrize("family", ["llama", "cohere"])
+@pytest.mark.parametrize("family", ["llama", "falcon"])
 def test_torch_takes_one_thread_for_few_tokens(family: str) -> None:
     """Its other threads would spin on cores that the kernels need."""
     rig = native_rig(native_model(family), native_kernels())

@@ -48,7 +48,7 @@ def test_a_gated_mlp_with_a_norm_in_it() -> None:
     torch.testing.assert_close(rig.logits(job), want, rtol=0, atol=1e-4 * float(want.abs().max()))
 
 
-@pytest.mark.parametrize(("family", "num_norms"), [("gpt_oss", 5), ("qwen3_5", 6), ("llama", 0)])
+@pytest.mark.parametrize(("family", "num_norms"), [("llama4-chunks", 5), ("qwen3_5", 6), ("llama", 0)])
 def test_models_take_them_where_no_stack_has_its_own(family: str, num_norms: int) -> None:
     loaded = native_rig(native_model(family), native_kernels()).loaded
     found = [

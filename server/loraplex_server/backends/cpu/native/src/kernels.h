@@ -197,12 +197,14 @@ struct Kernels {
 
   // y[n] = (weight + offset) * (x / rms(x)). `narrows`: x / rms(x) is rounded to the dtype first.
   void (*rms_norm)(DType, const void* x, const void* weight, int64_t n, float eps, float offset, bool narrows, void* y);
-  // y[n] = (weight + offset) * (x - mean(x)) / deviation(x) + bias
+  // y[n] = (weight + offset) * (x - mean(x)) / deviation(x) + bias, which may be null
   void (*layer_norm)(DType, const void* x, const void* weight, const void* bias, int64_t n, float eps, float offset, void* y);
   // `rms_norm` in place, of one head.
   void (*rms_norm_f32)(DType, float* x, const void* weight, int64_t n, float eps, float offset, bool narrows);
   // x[dim] rotated by halves, in place.
   void (*rotate)(float* x, const float* cos, const float* sin, int dim);
+  // x[dim] rotated by pairs of neighbours, in place; of cos and sin the first half is read.
+  void (*rotate_pairs)(float* x, const float* cos, const float* sin, int dim);
   // out[n] = act(gate[n]) * up[n]
   void (*gated)(DType, int act, const float* gate, const float* up, int n, void* out);
   // The same of m rows and up to two bands, which hold 16 of gate and the same 16 of up. `streams`: past the caches.

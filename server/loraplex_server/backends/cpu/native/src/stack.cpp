@@ -2,8 +2,8 @@
 //
 //   h += o(attention(rope(qkv(norm(h)))));  h += down(act(gate(norm(h))) * up(norm(h)))
 //
-// Some families norm what is added, too or instead; add a part of it; norm queries and keys; or turn them in some layers
-// only. Each linear has an adapter term, or a product of the adapter's own in its place, and norms have the weights of
+// Some families norm what is added, too or instead; add a part of it; norm queries and keys; turn them in some layers only,
+// or by pairs; or compute both parts from the same h. Each linear has an adapter term, or a product of the adapter's own in its place, and norms have the weights of
 // each row's adapter. Of the last layer, rows whose output nobody reads get keys and values only. The caller guarantees
 // shapes and keeps all memory alive.
 #include <array>
@@ -16,7 +16,7 @@ extern "C" {
 struct LpNorm {
   const void* weight;       // null: there is no such norm, and values stay as they are
   const int64_t* own_ptrs;  // adapters' own weights by slot, 0: none; null: no adapters
-  const void* bias;         // of a layer norm; null: an RMS norm
+  const void* bias;         // of a layer norm; null: none
 };
 
 struct LpLayer {
@@ -35,7 +35,8 @@ struct LpLayer {
   float scaling;
   float softcap;
   int64_t window;
-  int64_t turns;  // whether queries and keys are turned by their positions
+  int64_t turns;  // how queries and keys are turned by their positions, 0: not, 1: by halves, 2: by pairs of neighbours
+  const float* sinks;  // [num_heads] scores of keys without values; null: none
   LpTable q_table, k_table, v_table, o_table, gate_table, up_table, down_table;
 };
 
@@ -54,6 +55,8 @@ struct LpStack {
   int32_t narrows;  // norms round values before they are multiplied with the weight
   float norm_offset;  // what norms add to their weights
   float added;  // the part of attention and feed-forward that is added to the hidden states
+  int32_t is_layer_norm;  // norms of hidden states take the mean away
+  int32_t is_parallel;  // the feed-forward part reads what attention reads; nothing else is normed, and all is added
   const LpLayer* layers;
 };
 
@@ -172,7 +175,7 @@ class StackRun {
   void attend(const LpLayer& layer) {
     prefetches_.begin_phase();
     const Heads heads{stack_.num_heads, stack_.num_kv_heads, stack_.head_dim, layer.scaling, layer.softcap, layer.window, 0,
-                      nullptr};
+                      layer.sinks};
     attend_all(pool_, kernels_, dtype_, scratch_.q, scratch_.mixed, {layer.k_pages, layer.v_pages}, heads, step_.spans);
   }
 
@@ -184,8 +187,9 @@ class StackRun {
   void after_attention(const LpLayer& layer) {
     prefetches_.begin_phase();
     const int64_t rows = int64_t(stack_.num_heads) * stack_.head_dim;
+    const void* x = stack_.is_parallel ? normalize(layer.norm1, layer.eps) : nullptr;
     add_product(layer.o, layer.o_bias, layer.o_table, scratch_.mixed, rows, layer.attention_norm, layer.eps);
-    const void* x = normalize(layer.norm2, layer.eps);
+    if (!stack_.is_parallel) x = normalize(layer.norm2, layer.eps);
     if (layer.gate_up == nullptr) {
       std::memcpy(step_.feed, x, size_t(step_.num_tokens * int64_t(stack_.hidden) * item_bytes(dtype_)));
       return;
@@ -296,7 +300,7 @@ class StackRun {
   void norm_row(const LpNorm& norm, int64_t row, float eps, const void* x) {
     const int64_t n = stack_.hidden;
     void* y = at(scratch_.normed, row * n, dtype_);
-    if (norm.bias != nullptr)
+    if (stack_.is_layer_norm)
       kernels_.layer_norm(dtype_, x, norm.weight, norm.bias, n, eps, stack_.norm_offset, y);
     else
       kernels_.rms_norm(dtype_, x, weight_of(norm, row), n, eps, stack_.norm_offset, stack_.narrows != 0, y);
@@ -400,7 +404,8 @@ class StackRun {
 
   void turn(const LpLayer& layer, int64_t token, float* head) {
     const int n = step_.num_rotary;
-    if (layer.turns && n > 0) kernels_.rotate(head, step_.cos + token * n, step_.sin + token * n, n);
+    if (layer.turns == 0 || n == 0) return;
+    (layer.turns == 2 ? kernels_.rotate_pairs : kernels_.rotate)(head, step_.cos + token * n, step_.sin + token * n, n);
   }
 
   void* place_of(const LpLayer& layer, int part, int head, int64_t token) {

@@ -56,8 +56,8 @@ static void layer_norm_row(const typename D::T* x, const typename D::T* weight, 
   const Floats factor = rms_factor(squares, n, eps);
   for (int64_t i = 0; i < n; i += 16) {
     const Part part = first((int)(n - i > 16 ? 16 : n - i));
-    const Floats v = mul(sub(load(x + i, part), mean), factor);
-    store(y + i, fmadd(v, add(load(weight + i, part), all(offset)), load(bias + i, part)), part);
+    const Floats v = mul(sub(load(x + i, part), mean), factor), scale = add(load(weight + i, part), all(offset));
+    store(y + i, bias == nullptr ? mul(v, scale) : fmadd(v, scale, load(bias + i, part)), part);
   }
 }
 
@@ -95,6 +95,14 @@ static void rotate(float* x, const float* cos, const float* sin, int dim) {
     Floats a = mul(low, load(cos + i)), b = mul(high, load(cos + half + i));
     store(x + i, fnmadd(high, load(sin + i), a));
     store(x + half + i, fmadd(low, load(sin + half + i), b));
+  }
+}
+
+static void rotate_pairs(float* x, const float* cos, const float* sin, int dim) {
+  for (int i = 0; i < dim / 2; i++) {
+    const float first = x[2 * i], second = x[2 * i + 1];
+    x[2 * i] = first * cos[i] - second * sin[i];
+    x[2 * i + 1] = second * cos[i] + first * sin[i];
   }
 }
 
