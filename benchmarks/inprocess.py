@@ -8,6 +8,7 @@ Prefix cache off, greedy, `ignore_eos`, requests when they are due. FLAGs as `lo
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -98,6 +99,7 @@ def main() -> None:
     args, flags = parser.parse_known_args()
     replies = take_stdout()
     use_isa(args.isa)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that the store goes with the process
     with tempfile.TemporaryDirectory() as store:
         engine = build(args.inputs, Path(store), lora=not args.lora_off, flags=flags)
         system = EngineSystem(engine, args.inputs)
