@@ -131,8 +131,9 @@ class LoadedModel:
 
     def torch_threads(self, num_tokens: int) -> AbstractContextManager[None]:
         """Gives torch, within the block, as many threads as are good for a step of so many tokens."""
-        if any(one.fused is None and not one.products for one in self.experts):
-            return nullcontext()  # torch computes the experts, which are most of the weights
+        is_native = self.decoder is not None and not self.decoder.shape.names.feed_forward
+        if is_native or any(one.fused is None and not one.products for one in self.experts):
+            return nullcontext()  # torch has next to nothing to do, or the experts, which are most of the weights
         return self.backend.torch_threads(num_tokens, self.dtype)
 
     def base_targets(self, max_rank: int) -> BaseTargets:

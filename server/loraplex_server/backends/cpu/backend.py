@@ -126,8 +126,9 @@ class CpuBackend(Backend):
         return None if self.kernels is None else self.kernels.argmax
 
     def torch_threads(self, num_tokens: int, dtype: torch.dtype) -> AbstractContextManager[None]:
-        shares_cores = self.kernels is not None and dtype in DTYPES
-        return _one_thread() if shares_cores and num_tokens <= FEW_TOKENS else nullcontext()
+        if self.kernels is None or dtype not in DTYPES:
+            return nullcontext()
+        return _torch_threads(1 if num_tokens <= FEW_TOKENS else self.kernels.num_threads)
 
     def recurrences(self) -> NativeRecurrences | None:
         return None if self.kernels is None else NativeRecurrences(self.kernels)
@@ -162,9 +163,9 @@ class CpuBackend(Backend):
 
 
 @contextmanager
-def _one_thread() -> Generator[None]:
+def _torch_threads(num_threads: int) -> Generator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(num_threads)
     try:
         yield
     finally:
