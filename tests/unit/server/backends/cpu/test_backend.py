@@ -23,10 +23,10 @@ def test_torch_takes_one_thread_for_few_tokens(family: str) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # as beside a decoder
     try:
-        rig.run([Job([5 + idx % 40 for idx in range(120)], 4)])
+        rig.run([Job([5 + idx % 40 for idx in range(110)], 4) for _ in range(4)])
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
-    assert min(seen) == 1
+    assert min(seen) <= FEW_TOKENS
     assert max(seen) > FEW_TOKENS
     assert all(num_threads == (1 if num_tokens <= FEW_TOKENS else 3) for num_tokens, num_threads in seen.items())
