@@ -188,14 +188,15 @@ class AdaptedExperts(_OnTrial):
 
     def has_plain_gate(self) -> bool:
         """True if it computes act(gate) * up, of large values too, without biases."""
-        if _has_bias(self.base):
+        act: Callable[[Tensor], Tensor] | None = getattr(self.base, "act_fn", None)
+        if act is None or _has_bias(self.base):
             return False
         weight = self.weight(UP)
         values = 100 * torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(4))
         gate_up = values.to(weight)
         gate, up = gate_up.chunk(2, dim=-1)
         with torch.inference_mode():
-            return torch.equal(self.base._apply_gate(gate_up), self.base.act_fn(gate) * up)
+            return torch.equal(self.base._apply_gate(gate_up), act(gate) * up)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [rows, hidden], experts and their weights [rows, top_k] -> [rows, hidden]."""
