@@ -20,7 +20,16 @@ from support.lora_cases import bits, random_factors
 from support.native_kernels import best_first, library_or_skip, native_kernels, using
 from support.native_models import NOT_STACKED, SIZES, STACKED, native_model, native_rig
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5Config,
+    OlmoeConfig,
+    PhiConfig,
+    PhimoeConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.llama import modeling_llama
 
 from loraplex_adapters.weights import AdapterWeights, LoraFactors, SavedParameter
@@ -665,6 +674,21 @@ def check_logits(model: PreTrainedModel, rig: Any) -> None:
             ids = torch.tensor([[*job.prompt, *job.tokens]])
             want = model(input_ids=ids, use_cache=False).logits[0, len(job.prompt) - 1 : -1]
         torch.testing.assert_close(rig.logits(job), want, rtol=0, atol=1e-4 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("config", [Ernie4_5Config, Ernie4_5_MoeConfig, PhiConfig, PhimoeConfig, OlmoeConfig])
+def test_families_of_other_kinds(config: Callable[..., PreTrainedConfig]) -> None:
+    """Rotations of neighbours, parts side by side, layer norms, and experts."""
+    sizes = {"hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"moe_num_experts": 4, "num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 32, "moe_k": 2}
+    experts |= {"num_experts_per_tok": 2}
+    ids = {"vocab_size": 101, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    torch.manual_seed(1)
+    made = config(num_hidden_layers=2, initializer_range=0.2, partial_rotary_factor=1.0, **sizes, **experts, **ids)
+    model = AutoModelForCausalLM.from_config(made).eval()
+    rig = native_rig(model, native_kernels())
+    assert rig.loaded.decoder is not None
+    check_logits(model, rig)
 
 
 def test_head_norms_without_weights(caplog: pytest.LogCaptureFixture) -> None:
