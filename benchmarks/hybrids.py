@@ -181,6 +181,10 @@ def owners_of(batch: int, num_adapters: int) -> list[int]:
     return [idx % num_adapters if num_adapters else -1 for idx in range(batch)]
 
 
+def _nothing(*_: object) -> None:
+    """In the place of what makes experts of a back end."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("compare", "profile", "products"))
@@ -202,7 +206,7 @@ def main() -> None:
         model: Any = make_model(config, folder / "model")
         num_parameters = sum(one.numel() for one in model.parameters())
         if args.what == "products":
-            with patch.object(CpuBackend, "expert_products", return_value=None):
+            with patch.multiple(CpuBackend, expert_products=_nothing, fused_experts=_nothing):
                 first = Side(build(folder, folder / "one", lora=False))
             second = Side(build(folder, folder / "other", lora=False))
             for batch in args.batch:

@@ -188,7 +188,7 @@ def adapt_experts(
             model.set_submodule(path, adapted.base)
         elif isinstance(adapted, AdaptedRouter):
             targets[path] = adapted
-            _take_product(adapted, backend)
+            _take_router_product(adapted, backend)
         else:
             targets |= {f"{path}.{name}": linear for name, linear in adapted.linears.items()}
             adapted.add_terms = backend.expert_terms()
@@ -197,7 +197,7 @@ def adapt_experts(
     return targets
 
 
-def _take_product(router: AdaptedRouter, backend: Backend) -> None:
+def _take_router_product(router: AdaptedRouter, backend: Backend) -> None:
     """Has a back end multiply with a router's weight. Then the experts of a row do not depend on the rows beside it,
     where the back end's products do not."""
     product = backend.linears()(cast(Tensor, router.base.weight), router.own_bias)
@@ -220,14 +220,14 @@ def _take_products(experts: AdaptedExperts, backend: Backend, form: WeightFormat
             if found.is_equal:
                 experts.drop_weights()
                 return
-            log.info("experts are computed by the model's own code: the back end's results are %.1e off", found.error)
+            log.info("a back end's way to compute experts is left: its results are %.1e off", found.error)
     experts.fused, experts.products = None, {}
 
 
 def _computations(
     experts: AdaptedExperts, backend: Backend, form: WeightFormat | None
 ) -> Iterator[tuple[FusedExperts | None, dict[str, ExpertProducts]]]:
-    """What a back end has for these experts, the fastest first."""
+    """Ways of a back end to compute these experts, the fastest first."""
     weights = {name: experts.weight(name) for name in (UP, DOWN)}
     fuse, make = backend.fused_experts(form), backend.expert_products(form)
     if fuse is not None and experts.has_plain_gate():

@@ -49,7 +49,7 @@ def native_experts(kernels: NativeKernels, form: WeightFormat | None = None) -> 
 class NativeFusedExperts:
     """Implements FusedExperts, with a packed copy of the weights."""
 
-    __slots__ = ("_dtype", "_experts", "_kernels", "_linears", "_packed")
+    __slots__ = ("_experts", "_kernels", "_linears", "_packed")
 
     def __init__(
         self, kernels: NativeKernels, linears: Sequence[ExpertLinear], weights: Sequence[Tensor], act: int,
@@ -59,7 +59,6 @@ class NativeFusedExperts:
         up, down = weights
         self._kernels = kernels
         self._linears = linears
-        self._dtype = up.dtype
         self._packed = kernels.pack_expert_pairs(up, form), kernels.pack_experts(down, form)
         num_experts, hidden_size, inner_size = down.shape
         self._experts = Experts(
