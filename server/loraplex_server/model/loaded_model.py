@@ -129,12 +129,16 @@ class LoadedModel:
     def experts(self) -> tuple[AdaptedExperts, ...]:
         return tuple(module for _, module in self.named_modules() if isinstance(module, AdaptedExperts))
 
+    @cached_property
+    def _takes_turns(self) -> bool:
+        """True if back end and torch compute in turns. Beside a whole decoder torch has next to nothing to do; where it
+        computes the experts, these are most of the weights."""
+        is_whole = self.decoder is not None and not self.decoder.shape.names.feed_forward
+        return not is_whole and all(one.fused is not None or one.products for one in self.experts)
+
     def torch_threads(self, num_tokens: int) -> AbstractContextManager[None]:
         """Gives torch, within the block, as many threads as are good for a step of so many tokens."""
-        is_native = self.decoder is not None and not self.decoder.shape.names.feed_forward
-        if is_native or any(one.fused is None and not one.products for one in self.experts):
-            return nullcontext()  # torch has next to nothing to do, or the experts, which are most of the weights
-        return self.backend.torch_threads(num_tokens, self.dtype)
+        return self.backend.torch_threads(num_tokens, self.dtype) if self._takes_turns else nullcontext()
 
     def base_targets(self, max_rank: int) -> BaseTargets:
         """The base as adapter formats see it. Takes a moment: it hashes two weights that PEFT saves copies of."""

@@ -157,7 +157,7 @@ def fused(
 def one_by_one(
     linears: list[ExpertLinear], weights: list[Tensor], x: Tensor, chosen: Tensor, shares: Tensor, slots: list[int]
 ) -> Tensor:
-    """What experts compute, pair by pair in float64."""
+    """Output of experts, pair by pair in float64."""
     y = torch.zeros(x.shape, dtype=torch.float64)
     for row, slot in enumerate(slots):
         for expert, share in zip(chosen[row].tolist(), shares[row].double(), strict=True):
