@@ -27,7 +27,18 @@ from ray.exceptions import RayError
 from loraplex_contracts.errors import FailedPrecondition, LoraplexError
 from loraplex_fleet.commands import router_command, worker_command
 from loraplex_fleet.directory import DirectoryClient
-from loraplex_fleet.entries import DRAINING, HEARTBEAT_S, READY, ROUTER, WORKER, Entry, View, follow, members_text
+from loraplex_fleet.entries import (
+    DRAINING,
+    HEARTBEAT_S,
+    READY,
+    ROUTER,
+    STARTING,
+    WORKER,
+    Entry,
+    View,
+    follow,
+    members_text,
+)
 from loraplex_fleet.probe import Probe, read_authorities
 from loraplex_fleet.spec import ClusterSpec, from_plain
 from loraplex_fleet.supervisor import Child
@@ -79,7 +90,7 @@ class Replica:
             http=ready.get("http", ""),
             metrics_ports=tuple(ready.get("metrics_ports", ())),
             pid=self._child.pid,
-            text=NO_WORKER if self._probe is not None and self._entry.kind == ROUTER else "",
+            text=NO_WORKER if self._entry.kind == ROUTER else "",
         )
 
     async def check_health(self) -> None:
@@ -205,16 +216,17 @@ class Router(Replica):
         self._members: dict[str, str] = {}
         self._path = Path(self._folder.name) / "members"
         self._write()
-        # Whose certificate it would have to trust is the clients' affair: its process alone is watched then.
+        # Whose certificate it would have to trust is the clients' affair: its process and its file are watched then.
         has_tls = "--tls-cert" in spec.router.flags
         command = router_command(spec, self._node, self._path)
         await self.run(lambda: (command, None if has_tls else Probe))
 
     async def _measured(self, entry: Entry) -> Entry:
-        if self._probe is None:
+        if entry.state == STARTING:
             return entry
         with contextlib.suppress(grpc.RpcError):
-            is_ready = await self._probe.is_ready()
+            # The file is as old as the last heartbeat: the process has read it.
+            is_ready = bool(self._members) if self._probe is None else await self._probe.is_ready()
             # In a drain it takes no requests, whatever workers there are.
             text = "" if is_ready or self._entry.state == DRAINING else NO_WORKER
             entry = self._entry = replace(self._entry, text=text)

@@ -99,6 +99,18 @@ async def test_a_router_that_drains_does_not_speak_of_workers(state: str, text: 
     assert (await router._measured(router._entry)).text == text
 
 
+@pytest.mark.parametrize(("members", "text"), [({}, "no worker is healthy yet"), ({"w0": "127.0.0.1:1"}, "")])
+async def test_a_router_with_tls_waits_for_the_first_member(members: dict[str, str], text: str) -> None:
+    """No probe knows its certificate. Without this `up --wait` would end before the router knows a worker."""
+    from loraplex_fleet.entries import ROUTER
+    from loraplex_fleet.replicas import Router
+
+    router: Any = type("Router", (Router,), {"__init__": lambda _: None, "__del__": lambda _: None})()
+    router._probe, router._members = None, members
+    router._entry = Entry("abc", ROUTER, "127.0.0.1", "ready", text="no worker is healthy yet")
+    assert (await router._measured(router._entry)).text == text
+
+
 @pytest.mark.parametrize(
     ("content", "says"), [(b"\xff", "other bytes than ASCII"), (b"", "is empty"), (b" \n", "is empty")]
 )
