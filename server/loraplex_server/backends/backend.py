@@ -23,7 +23,7 @@ from loraplex_server.layers.lora import SegmentedDense, SegmentedLora
 from loraplex_server.layers.quantization import WeightFormat
 from loraplex_server.layers.recurrences import StateOps
 from loraplex_server.layers.step import StepResources
-from loraplex_server.sampling.draw import NoisyArgmax, row_argmax
+from loraplex_server.sampling.draw import Draw, NoisyArgmax, row_argmax
 from loraplex_server.sampling.sampler import Argmax, MaskedArgmax
 
 if TYPE_CHECKING:
@@ -133,6 +133,10 @@ class Backend:
 
     def noisy_argmax(self) -> NoisyArgmax | None:
         """A function that draws from all tokens at once; None: tensor operations do it. A CPU draws from few."""
+        return None
+
+    def draw(self) -> Draw | None:
+        """A function that draws the tokens of float32 scores, truncation included; None: tensor operations do it."""
         return None
 
     def torch_threads(self, num_tokens: int, dtype: torch.dtype) -> AbstractContextManager[None]:

@@ -147,6 +147,7 @@ def assemble(
                 argmax=argmax,
                 masked_argmax=backend.masked_argmax(),
                 noisy_argmax=backend.noisy_argmax(),
+                draw=backend.draw(),
             ),
             max_rows=batch.max_running,
             states=loaded.state_memory(capacity.num_state_slots, capacity.num_spare_states),

@@ -1,6 +1,6 @@
 """Token drawing: temperature, truncation, and argmax with counter-based Gumbel noise.
 
-`draw_dense` is the definition; two faster functions find the same token on a CPU. For rows that truncate, `draw_narrow`
+`draw_dense` is the definition; native kernels find the same token in one call, and two functions without them on a CPU. For rows that truncate, `draw_narrow`
 looks up their few candidates first. For the others, `draw_open` computes bounds for all tokens and exact values only
 where they can matter. Ties go to the lowest token id.
 
@@ -86,6 +86,9 @@ class NoiseField:
     """Tables and hashed token ids on one device. Constant."""
 
     low_bits = _LOW_BITS  # of a float's mantissa: they interpolate within a cell
+    # Of `bounds`: what a float's bits are multiplied with, and the least that becomes of them.
+    bound_slope = -math.log(2.0) / (1 << 23)
+    bound_least = _MIDDLE - BOUND_SHIFT
 
     def __init__(self, vocab_size: int, device: torch.device | str) -> None:
         self.vocab_size = vocab_size
@@ -108,7 +111,7 @@ class NoiseField:
         bits = _hash(keys, self.mixed_ids[start:stop]).to(torch.float32).view(torch.int32)
         # A float's bits, read as an integer, approximate its logarithm with an error of at most 0.086 (Mitchell), which
         # only raises the bound here. The noise is large for negative hashes; for others it stays below the middle.
-        return bits.to(torch.float32).mul_(-math.log(2.0) / (1 << 23)).clamp_(min=_MIDDLE - BOUND_SHIFT)
+        return bits.to(torch.float32).mul_(self.bound_slope).clamp_(min=self.bound_least)
 
     def _gumbel(self, hashes: Tensor) -> Tensor:
         bits = hashes.to(torch.float32).view(torch.int32).view(-1)
@@ -241,6 +244,11 @@ class DrawTable:
             max_top_k=max_top_k,
             has_open_top_p=has_open_top_p,
         )
+
+
+# Token ids [num_rows] and highest scores [num_rows] of scores [num_rows, vocab_size] in float32, as `draw_dense` gives
+# them, whether rows truncate or not.
+Draw = Callable[[Tensor, DrawRows, NoiseField], tuple[Tensor, Tensor]]
 
 
 # --- the definition -------------------------------------------------------------------------------------------------

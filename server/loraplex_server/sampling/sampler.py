@@ -21,6 +21,7 @@ from loraplex_contracts.plan import NewSequence, Span
 from loraplex_contracts.request import PositionLogprobs
 from loraplex_server.layers.masks import RowMasks
 from loraplex_server.sampling.draw import (
+    Draw,
     DrawTable,
     NoiseField,
     NoisyArgmax,
@@ -205,7 +206,7 @@ class Sampler:
     """Draws tokens with the parameters of `max_rows` rows. `device` is that of the logits; `argmax` returns the largest
     value of each row and its index, the lowest one on ties, and NaN for a row with a NaN. `masked_argmax` does so among
     the values that the row's mask allows, and returns NaN where another one is infinite; of float32 and bfloat16.
-    `noisy_argmax` draws from all tokens at once, on other devices than a CPU."""
+    `noisy_argmax` draws from all tokens at once, on other devices than a CPU. `draw`: of float32 scores."""
 
     def __init__(
         self,
@@ -216,8 +217,10 @@ class Sampler:
         argmax: Argmax = row_argmax,
         masked_argmax: MaskedArgmax | None = None,
         noisy_argmax: NoisyArgmax | None = None,
+        draw: Draw | None = None,
     ) -> None:
         self._noisy_argmax = noisy_argmax
+        self._direct_draw = draw
         self._device = torch.device(device)
         self._argmax = argmax
         self._masked_argmax = masked_argmax
@@ -372,6 +375,8 @@ class Sampler:
             best, token_ids = self._argmax(scores)
             return token_ids, best
         draw_rows = self._draws.rows(*step.select(members), scores.dtype, self._upload)
+        if self._direct_draw is not None and scores.dtype == torch.float32:
+            return self._direct_draw(scores, draw_rows, self._noise)
         truncates = bool(kind & _TRUNCATES)
         if self._device.type != "cpu":
             return draw_dense(scores, draw_rows, self._noise, truncates=truncates, noisy_argmax=self._noisy_argmax)

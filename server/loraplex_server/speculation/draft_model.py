@@ -105,6 +105,7 @@ class Drafter:
                 loaded.device,
                 argmax=loaded.backend.argmax(),
                 noisy_argmax=loaded.backend.noisy_argmax(),
+                draw=loaded.backend.draw(),
             ),
             max_rows=max_rows,
             max_len=max_len,

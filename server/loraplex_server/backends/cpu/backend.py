@@ -32,7 +32,7 @@ from loraplex_server.layers.experts import AddTerms, MakeExpertProducts, MakeFus
 from loraplex_server.layers.linear import BaseLinearFactory
 from loraplex_server.layers.lora import SegmentedDense, SegmentedLora
 from loraplex_server.layers.quantization import WeightFormat
-from loraplex_server.sampling.draw import row_argmax
+from loraplex_server.sampling.draw import Draw, row_argmax
 from loraplex_server.sampling.sampler import Argmax, MaskedArgmax
 
 # Tokens of a step up to which torch's operations are short: its other threads would spin on cores that the kernels
@@ -124,6 +124,9 @@ class CpuBackend(Backend):
 
     def masked_argmax(self) -> MaskedArgmax | None:
         return None if self.kernels is None else self.kernels.argmax
+
+    def draw(self) -> Draw | None:
+        return None if self.kernels is None else self.kernels.draw
 
     def torch_threads(self, num_tokens: int, dtype: torch.dtype) -> AbstractContextManager[None]:
         if self.kernels is None or dtype not in DTYPES:

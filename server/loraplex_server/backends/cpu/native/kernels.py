@@ -20,12 +20,14 @@ from torch import Tensor
 
 from loraplex_contracts.errors import FailedPrecondition
 from loraplex_server.backends.cpu.native.library import (
+    Draws,
     Experts,
     Guesses,
     GuessScratch,
     Head,
     Library,
     Linear,
+    Noise,
     Pieces,
     Routed,
     Runs,
@@ -37,6 +39,7 @@ from loraplex_server.backends.cpu.native.library import (
 from loraplex_server.layers.masks import RowMasks
 from loraplex_server.layers.quantization import INT4, INT8, QuantizedWeight, WeightFormat
 from loraplex_server.layers.transfer import LARGE_PAGE
+from loraplex_server.sampling.draw import BOUND_SHIFT, DrawRows, NoiseField
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}  # lp::DType
 K_MULTIPLE: Final = {torch.float32: 1, torch.bfloat16: 32}  # of a packed weight's inputs
@@ -284,6 +287,22 @@ class NativeKernels:
             0 if bits is None else bits.shape[1], best.data_ptr(), where.data_ptr(),
         )  # fmt: skip
         return best, where
+
+    def draw(self, scores: Tensor, rows: DrawRows, noise: NoiseField) -> tuple[Tensor, Tensor]:
+        """scores [rows, vocabulary] in float32 -> the token drawn from each row, and the row's largest score; what
+        `draw_dense` gives."""
+        values = scores if scores.stride(1) == 1 else scores.contiguous()
+        columns = [column.contiguous() for column in (rows.keys, rows.temperature, rows.top_k, rows.top_p)]
+        columns.append(rows.log_min_p.contiguous())
+        draws = Draws(*values.shape, values.stride(0), values.data_ptr(), *(one.data_ptr() for one in columns))
+        tables = [one.data_ptr() for one in (noise.mixed_ids, noise.values, noise.slopes)]
+        bound = Noise(*tables, noise.low_bits, noise.bound_slope, noise.bound_least, BOUND_SHIFT)
+        tops = torch.empty(values.shape[0], dtype=torch.float32)
+        token_ids = torch.empty(values.shape[0], dtype=torch.int64)
+        self._functions.lp_draw(
+            self._pool, ctypes.byref(draws), ctypes.byref(bound), tops.data_ptr(), token_ids.data_ptr()
+        )
+        return token_ids, tops
 
     def add_lora(self, y: Tensor, x: Tensor, table: Table, runs: RunsOfRows, max_rank: int) -> None:
         """y [rows, out] += each run's update of x [rows, in]; last dimensions contiguous. `max_rank`: of the table."""

@@ -23,7 +23,7 @@ from loraplex_server.backends.cpu.native.build import (
 
 # --- prototypes -------------------------------------------------------------------------------------------------------
 
-ABI_VERSION: Final = 12  # kAbiVersion in src/version.cpp
+ABI_VERSION: Final = 13  # kAbiVersion in src/version.cpp
 
 
 class Prototype(NamedTuple):
@@ -179,6 +179,25 @@ class Head(ctypes.Structure):
     )
 
 
+class Draws(ctypes.Structure):
+    """LpDraws: rows of scores, and how a token of each is drawn."""
+
+    _fields_ = (
+        *(("num_rows", _INT), ("n", _LONG), ("stride", _LONG)),
+        *((name, _POINTER) for name in ("scores", "keys", "temperature", "top_k", "top_p", "log_min_p")),
+    )
+
+
+class Noise(ctypes.Structure):
+    """LpNoise: tables of a token's noise."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("mixed_ids", "values", "slopes")),
+        ("low_bits", _INT),
+        *((name, _FLOAT) for name in ("bound_slope", "bound_least", "bound_shift")),
+    )
+
+
 class GuessScratch(ctypes.Structure):
     """LpGuessScratch: memory for a batch of guesses."""
 
@@ -246,6 +265,7 @@ KERNELS: Final[Mapping[str, Prototype]] = {
     "lp_scan": _function(None, "pool x step a b c channels n states out pieces", step=_POINTER),
     "lp_rms_norm": _function(None, "pool dtype x weight num_rows n eps offset narrows y"),
     "lp_argmax": _function(None, "pool dtype x num_rows n masks bits num_words best where"),
+    "lp_draw": _function(None, "pool draws noise tops token_ids", draws=_struct(Draws), noise=_struct(Noise)),
     "lp_guess": _function(None, "pool guesses head hidden scratch best where", scratch=_struct(GuessScratch)),
     "lp_stack_scratch_bytes": _function(_LONG, "stack num_tokens num_outputs max_rank"),
     "lp_stack_run": _function(None, "pool stack step"),

@@ -109,6 +109,17 @@ struct ScanTask {
   int64_t n, num_channels;
 };
 
+// --- draws --------------------------------------------------------------------------------------------------------------
+
+constexpr int kDrawBlock = 64;   // scores that share a maximum and a bound
+constexpr int kDrawBins = 2048;  // by distance from the largest score
+
+// An upper bound of a token's noise by its hash h, a float's bits read as an integer: max(least, slope * bits(float(h))) +
+// shift. See NoiseField.bounds.
+struct NoiseBound {
+  float slope, least, shift;
+};
+
 // Brings a line into the second cache; the first has no room for what is read later. The compiler takes its own prefetch
 // for something without effect, and leaves out functions that do nothing else.
 static inline void fetch_line(const void* address) {
@@ -221,6 +232,16 @@ struct Kernels {
   // The largest of x[n] and where it is first; NaN if there is one. `allowed`: a bit for each, the lowest first, of
   // those that count, in whole bytes for 16 of them, or null; infinity among the others gives NaN.
   void (*argmax)(DType, const void* x, int64_t n, const uint8_t* allowed, float* best, int64_t* at);
+
+  // Of each kDrawBlock of x[n] the largest, and the largest of all; NaN if there is one.
+  float (*block_maxima)(const float* x, int64_t n, float* maxima);
+  // exp((x[n] - top) / temperature), which may go nowhere, and their sum.
+  float (*weigh)(const float* x, int64_t n, float top, float temperature, float* weights);
+  // bins[n]: of 1 / scale each, and what is farther from the top in the last.
+  void (*sort_into_bins)(const float* x, int64_t n, float top, float scale, int32_t* bins);
+  // What (x[i] - top) * scale + the noise of mixed_ids[i] is at most, for n up to kDrawBlock. No x is NaN.
+  float (*bound_noisy)(const float* x, const int32_t* mixed_ids, int n, const int32_t* key, const NoiseBound&, float top,
+                       float scale);
 
   void (*attend)(DType, const AttendTask&, float* scratch);
   int (*attend_rows)(DType);  // queries times heads that are fastest together

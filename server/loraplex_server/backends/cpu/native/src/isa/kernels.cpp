@@ -15,6 +15,7 @@
 #include "shrink.h"
 #include "expand.h"
 #include "recurrence.h"
+#include "draw.h"
 
 #define LP_JOIN2(a, b) a##b
 #define LP_JOIN(a, b) LP_JOIN2(a, b)
@@ -31,7 +32,8 @@ namespace LP_ISA {
 static const Kernels table = {
     product, blocking, LP_WIDE(widen_rows), LP_WIDE(product_of_wide), product_narrow, widen, end_products, shrink,
     term_bytes, split, expand, expand_uses, rms_norm, layer_norm, rms_norm_f32, rotate, rotate_pairs, gated, gated_bands, store, add_to, add_rows,
-    add_part, add_bias, weighted_sum, argmax, attend, attend_rows, attend_linearly, convolve, scan,
+    add_part, add_bias, weighted_sum, argmax, block_maxima, weigh, sort_into_bins,
+    bound_noisy, attend, attend_rows, attend_linearly, convolve, scan,
 };
 
 }  // namespace LP_ISA
