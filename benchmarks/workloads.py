@@ -2,6 +2,7 @@
 
     [{"prompt_ids": [...], "max_tokens": 64, "adapter": 3 | null}, ...]        all arriving at once
     [{..., "arrival_s": 0.25}, ...]                                            each so long after the start, in order
+    [{..., "sampling": {"temperature": 0.8, "top_p": 0.9, "seed": 0}}, ...]    drawn; greedy without it
 
 in IN_DIR/workloads/NAME.json, beside IN_DIR/model (a Hugging Face checkpoint) and IN_DIR/adapters/* (PEFT directories,
 the number in a request is the position in their sorted list). NAME is KIND-BATCH, such as distinct-32.
@@ -12,7 +13,8 @@ from __future__ import annotations
 import json
 import math
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 KINDS = ("base", "identical", "uniform", "skewed", "distinct")
@@ -27,6 +29,7 @@ class WorkItem:
     max_tokens: int
     adapter_id: str  # "": the base model
     arrival_s: float = 0.0  # after the start
+    sampling: Mapping[str, float] = field(default_factory=dict[str, float])  # empty: greedy
 
 
 def adapter_names(inputs: Path) -> list[str]:
@@ -45,6 +48,7 @@ def read_workload(inputs: Path, name: str) -> list[WorkItem]:
             row["max_tokens"],
             "" if row["adapter"] is None else names[row["adapter"]],
             row.get("arrival_s", 0.0),
+            row.get("sampling", {}),
         )
         for row in rows
     ]
@@ -99,6 +103,15 @@ def make_workload(
     return [
         {"prompt_ids": rng.choices(ids, k=length), "max_tokens": max_tokens, "adapter": owner}
         for owner, length in zip(owners, lengths, strict=True)
+    ]
+
+
+def drawn(rows: list[dict[str, object]], temperature: float, top_p: float) -> list[dict[str, object]]:
+    """The rows with a temperature, where there is one, and a seed each."""
+    if temperature <= 0.0:
+        return rows
+    return [
+        {**row, "sampling": {"temperature": temperature, "top_p": top_p, "seed": seed}} for seed, row in enumerate(rows)
     ]
 
 

@@ -36,16 +36,18 @@ class PeftSystem:
             extra["adapter_names"] = ["__base__" if owner is None else owner.name for owner in owners]
         prompts = torch.tensor([row["prompt_ids"] for row in rows])  # [num_requests, num_prompt_tokens]
         num_new = rows[0]["max_tokens"]
+        draws = {name: value for name, value in rows[0].get("sampling", {}).items() if name != "seed"}
 
         def run() -> int:
             with torch.inference_mode():
                 texts = self._model.generate(
                     input_ids=prompts,
                     attention_mask=torch.ones_like(prompts),
-                    do_sample=False,
+                    do_sample=bool(draws),
                     min_new_tokens=num_new,
                     max_new_tokens=num_new,
                     **extra,
+                    **draws,
                 )
             return (texts.shape[1] - prompts.shape[1]) * len(rows)
 

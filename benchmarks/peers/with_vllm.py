@@ -91,7 +91,10 @@ class VllmSystem:
             path = None if row["adapter"] is None else self._adapters[row["adapter"]]
             adapters.append(path and LoRARequest(path.name, row["adapter"] + 1, str(path)))
         prompts = [{"prompt_token_ids": row["prompt_ids"]} for row in rows]
-        params = [SamplingParams(temperature=0, max_tokens=row["max_tokens"], ignore_eos=True) for row in rows]
+        params = [
+            SamplingParams(max_tokens=row["max_tokens"], ignore_eos=True, **row.get("sampling", {"temperature": 0}))
+            for row in rows
+        ]
         loras = adapters if self._has_lora else None
 
         if any("arrival_s" in row for row in rows):

@@ -1,8 +1,8 @@
 """Token drawing: temperature, truncation, and argmax with counter-based Gumbel noise.
 
-`draw_dense` is the definition; native kernels find the same token in one call, and two functions without them on a CPU. For rows that truncate, `draw_narrow`
-looks up their few candidates first. For the others, `draw_open` computes bounds for all tokens and exact values only
-where they can matter. Ties go to the lowest token id.
+`draw_dense` is the definition. On a CPU native kernels find the same token in one call, and without them two functions
+do. For rows that truncate, `draw_narrow` looks up their few candidates first. For the others, `draw_open` computes
+bounds for all tokens and exact values only where they can matter. Ties go to the lowest token id.
 
 Noise is a pure function of (seed, position, token id): no generator is advanced, so a request's tokens do not depend on
 the batch around it, on chunking, on drafts before it or on which candidates are computed. A draft model that adds the
