@@ -159,7 +159,7 @@ def make_inputs(
     if rate is not None:
         lengths: dict[str, Any] = {"prompt_tokens": prompt_tokens, "max_tokens": max_tokens, "vocab_size": vocab_size}
         rows = make_arrivals(NUM_ARRIVALS, rate, num_adapters, **lengths)
-        (out / "workloads" / f"arrivals-{NUM_ARRIVALS}.json").write_text(json.dumps(rows))
+        (out / "workloads" / f"arrivals-{NUM_ARRIVALS}.json").write_text(json.dumps(drawn(rows, temperature, top_p)))
     mixed = out / "mixed-ranks"
     make_adapters(mixed / "adapters", config, num_adapters, MIXED_RANKS)
     for name in ("model", "workloads"):

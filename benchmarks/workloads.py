@@ -123,13 +123,13 @@ def make_arrivals(
     prompt_tokens: int | tuple[int, int],
     max_tokens: int,
     vocab_size: int,
-) -> list[object]:
+) -> list[dict[str, object]]:
     """Poisson arrivals, `rate` a second, each for any of the adapters; otherwise as make_workload."""
     rng = random.Random(f"arrivals {num_requests}")
     rows = make_workload(
         "base", num_requests, prompt_tokens=prompt_tokens, max_tokens=max_tokens, vocab_size=vocab_size
     )
-    now_s, found = 0.0, list[object]()
+    now_s, found = 0.0, list[dict[str, object]]()
     for row in rows:
         now_s += rng.expovariate(rate)
         found.append({**row, "adapter": rng.randrange(num_adapters), "arrival_s": now_s})

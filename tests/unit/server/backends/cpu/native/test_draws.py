@@ -8,10 +8,12 @@ import pytest
 import torch
 from support.draw_cases import NUM_ROWS, SHAPES, rows_of, scores_of
 from support.guarded_memory import at_end, at_start
-from support.sampling_oracle import noise_field
+from support.sampling_oracle import noise_field, sequence
 
+from loraplex_contracts.sampling import SamplingParams
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.sampling.draw import DrawRows, draw_dense
+from loraplex_server.sampling.sampler import Sampler
 
 # The last has enough blocks for a first look at the likely tokens.
 SIZES = [1, 2, 15, 63, 64, 65, 700, 2500, 20_011]
@@ -83,3 +85,31 @@ def test_what_top_p_keeps(kernels: NativeKernels, top_p: float) -> None:
     kept = set(weights.indices[: int((weights.values.cumsum(0) - weights.values < top_p).sum())].tolist())
     assert drawn <= kept
     assert len(drawn) > len(kept) / 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_sampler_draws_the_same_tokens_with_and_without(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    """Rows of every kind in one batch; scores in float64 are left to the definition."""
+    params = [
+        SamplingParams(),
+        SamplingParams(temperature=0.8),
+        SamplingParams(temperature=1.0, top_k=50),
+        SamplingParams(temperature=1.0, top_p=0.9),
+        SamplingParams(temperature=1.3, min_p=0.05),
+        SamplingParams(temperature=1.0, allowed_token_ids=tuple(range(0, 2500, 7))),
+        SamplingParams(temperature=1.0, top_k=100, typical_p=0.6),
+        SamplingParams(temperature=1.1, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.2),
+    ] * 3
+    logits = scores_of("normal", 2500, dtype)
+    tokens = torch.randint(0, 2500, (NUM_ROWS, 64), generator=torch.Generator().manual_seed(1))
+    found: list[tuple[int, ...]] = []
+    for draw in (None, kernels.draw):
+        sampler = Sampler(NUM_ROWS, 2500, "cpu", draw=draw)
+        for row, sampling in enumerate(params):
+            sampler.set_row(row, sequence([1] * 10, replace(sampling, seed=row), row=row))
+        found.append(
+            sampler.sample(logits, list(range(NUM_ROWS)), [20 + row for row in range(NUM_ROWS)], tokens)
+            .to_host()
+            .token_ids
+        )
+    assert found[0] == found[1]
