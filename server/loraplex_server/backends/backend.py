@@ -132,7 +132,7 @@ class Backend:
         return None
 
     def noisy_argmax(self) -> NoisyArgmax | None:
-        """A function that draws from all tokens at once; None: tensor operations do it. A CPU draws from few."""
+        """A function that draws from all tokens at once, on another device than a CPU; None: tensor operations do."""
         return None
 
     def draw(self) -> Draw | None:
