@@ -246,12 +246,16 @@ class DrawTable:
         )
 
 
-# Token ids [num_rows] and highest scores [num_rows] of scores [num_rows, vocab_size] in float32, as `draw_dense` gives
-# them, whether rows truncate or not.
-Draw = Callable[[Tensor, DrawRows, NoiseField], tuple[Tensor, Tensor]]
-
-
 # --- the definition -------------------------------------------------------------------------------------------------
+
+
+class Draw(Protocol):
+    """Draws the tokens of `draw_dense` at once, in float32."""
+
+    def __call__(self, scores: Tensor, rows: DrawRows, noise: NoiseField, *, truncates: bool) -> tuple[Tensor, Tensor]:
+        """Token ids [num_rows] and highest scores [num_rows] of scores [num_rows, vocab_size]. Of rows that have been
+        truncated already, `truncates` is False: a second top-p would take some of the tokens that the first kept."""
+        ...
 
 
 class NoisyArgmax(Protocol):

@@ -375,9 +375,9 @@ class Sampler:
             best, token_ids = self._argmax(scores)
             return token_ids, best
         draw_rows = self._draws.rows(*step.select(members), scores.dtype, self._upload)
-        if self._direct_draw is not None and scores.dtype == torch.float32:
-            return self._direct_draw(scores, draw_rows, self._noise)
         truncates = bool(kind & _TRUNCATES)
+        if self._direct_draw is not None and scores.dtype == torch.float32:
+            return self._direct_draw(scores, draw_rows, self._noise, truncates=truncates)
         if self._device.type != "cpu":
             return draw_dense(scores, draw_rows, self._noise, truncates=truncates, noisy_argmax=self._noisy_argmax)
         return (draw_narrow if truncates else draw_open)(scores, draw_rows, self._noise)

@@ -288,12 +288,13 @@ class NativeKernels:
         )  # fmt: skip
         return best, where
 
-    def draw(self, scores: Tensor, rows: DrawRows, noise: NoiseField) -> tuple[Tensor, Tensor]:
+    def draw(self, scores: Tensor, rows: DrawRows, noise: NoiseField, *, truncates: bool) -> tuple[Tensor, Tensor]:
         """scores [rows, vocabulary] in float32 -> the token drawn from each row, and the row's largest score; what
         `draw_dense` gives."""
         values = scores if scores.stride(1) == 1 else scores.contiguous()
-        columns = [column.contiguous() for column in (rows.keys, rows.temperature, rows.top_k, rows.top_p)]
-        columns.append(rows.log_min_p.contiguous())
+        columns = [rows.keys.contiguous(), rows.temperature.contiguous()]
+        if truncates:
+            columns += [column.contiguous() for column in (rows.top_k, rows.top_p, rows.log_min_p)]
         draws = Draws(*values.shape, values.stride(0), values.data_ptr(), *(one.data_ptr() for one in columns))
         tables = [one.data_ptr() for one in (noise.mixed_ids, noise.values, noise.slopes)]
         bound = Noise(*tables, noise.low_bits, noise.bound_slope, noise.bound_least, BOUND_SHIFT)

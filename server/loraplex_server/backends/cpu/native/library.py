@@ -23,7 +23,7 @@ from loraplex_server.backends.cpu.native.build import (
 
 # --- prototypes -------------------------------------------------------------------------------------------------------
 
-ABI_VERSION: Final = 13  # kAbiVersion in src/version.cpp
+ABI_VERSION: Final = 14  # kAbiVersion in src/version.cpp
 
 
 class Prototype(NamedTuple):

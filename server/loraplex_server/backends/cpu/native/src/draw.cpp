@@ -24,6 +24,7 @@ struct LpDraws {
   const float* scores;
   const int32_t* keys;   // [num_rows][3] of the noise
   const float* temperature;
+  // Of rows that truncate, else all three are null.
   const int64_t* top_k;  // 0: off
   const double* top_p;   // 1: off
   const float* log_min_p;  // -inf: off
@@ -60,8 +61,8 @@ class Row {
   Row(const Kernels& kernels, const LpDraws& draws, const LpNoise& noise, int row, Scratch& scratch)
       : kernels_(kernels), noise_(noise), scratch_(scratch), x_(draws.scores + row * draws.stride), n_(draws.n),
         num_blocks_((draws.n + kDrawBlock - 1) / kDrawBlock), key_(draws.keys + 3 * row),
-        temperature_(draws.temperature[row]), top_k_(draws.top_k[row]), top_p_(draws.top_p[row]),
-        log_min_p_(draws.log_min_p[row]) {
+        temperature_(draws.temperature[row]), top_k_(draws.top_k ? draws.top_k[row] : 0),
+        top_p_(draws.top_p ? draws.top_p[row] : 1.0), log_min_p_(draws.log_min_p ? draws.log_min_p[row] : kLowest) {
     scratch_.maxima.resize(num_blocks_);
     top_ = kernels_.block_maxima(x_, n_, scratch_.maxima.data());
   }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -39,10 +40,10 @@ def test_the_tokens_of_the_definition(kernels: NativeKernels, shape: str, vocab_
     scores, noise = scores_of(shape, vocab_size, torch.float32), noise_field(vocab_size)
     wide = torch.full((NUM_ROWS, vocab_size + 3), float("nan"))
     wide[:, :vocab_size] = scores
-    for rows in kinds_of(vocab_size):
-        expected = draw_dense(scores, rows, noise, truncates=True)
+    for rows, truncates in product(kinds_of(vocab_size), (True, False)):
+        expected = draw_dense(scores, rows, noise, truncates=truncates)
         for given in (at_end(scores), at_start(scores), wide[:, :vocab_size]):
-            found = kernels.draw(given, rows, noise)
+            found = kernels.draw(given, rows, noise, truncates=truncates)
             assert torch.equal(found[0], expected[0])
             assert torch.equal(found[1], expected[1])
 
@@ -50,9 +51,9 @@ def test_the_tokens_of_the_definition(kernels: NativeKernels, shape: str, vocab_
 def test_a_row_is_drawn_alike_in_any_company(kernels: NativeKernels) -> None:
     scores, noise = scores_of("normal", 20_011, torch.float32), noise_field(20_011)
     for rows in kinds_of(20_011):
-        together = kernels.draw(scores, rows, noise)[0]
+        together = kernels.draw(scores, rows, noise, truncates=True)[0]
         for row in range(NUM_ROWS):
-            alone = kernels.draw(scores[row : row + 1], rows.select(torch.tensor([row])), noise)[0]
+            alone = kernels.draw(scores[row : row + 1], rows.select(torch.tensor([row])), noise, truncates=True)[0]
             assert torch.equal(alone, together[row : row + 1])
 
 
@@ -60,10 +61,10 @@ def test_rows_without_a_finite_maximum_disturb_no_other(kernels: NativeKernels) 
     """Their tokens are invalid, and their maxima say so."""
     scores, noise = scores_of("normal", 700, torch.float32), noise_field(700)
     for rows in kinds_of(700):
-        expected = kernels.draw(scores, rows, noise)[0]
+        expected = kernels.draw(scores, rows, noise, truncates=True)[0]
         broken = scores.clone()
         broken[3], broken[5], broken[7, 699], broken[9, 0] = float("nan"), -torch.inf, float("nan"), torch.inf
-        found, tops = kernels.draw(broken, rows, noise)
+        found, tops = kernels.draw(broken, rows, noise, truncates=True)
         others = [row for row in range(NUM_ROWS) if row not in (3, 5, 7, 9)]
         assert torch.equal(found[others], expected[others])
         assert ((found >= 0) & (found < 700)).all()
@@ -80,7 +81,7 @@ def test_what_top_p_keeps(kernels: NativeKernels, top_p: float) -> None:
     rows = replace(
         one, keys=torch.randint(-(2**31), 2**31, (4000, 3), dtype=torch.int32), temperature=one.temperature + 1
     )
-    drawn = set(kernels.draw(scores, rows, noise_field(700))[0].tolist())
+    drawn = set(kernels.draw(scores, rows, noise_field(700), truncates=True)[0].tolist())
     weights = (scores[0].double() / rows.temperature[0].double()).softmax(0).sort(descending=True)
     kept = set(weights.indices[: int((weights.values.cumsum(0) - weights.values < top_p).sum())].tolist())
     assert drawn <= kept
@@ -98,8 +99,11 @@ def test_a_sampler_draws_the_same_tokens_with_and_without(kernels: NativeKernels
         SamplingParams(temperature=1.3, min_p=0.05),
         SamplingParams(temperature=1.0, allowed_token_ids=tuple(range(0, 2500, 7))),
         SamplingParams(temperature=1.0, top_k=100, typical_p=0.6),
+        SamplingParams(temperature=1.1, top_p=0.95, typical_p=0.7),
+        SamplingParams(temperature=1.5, top_p=0.5, min_p=0.01, typical_p=0.9),
         SamplingParams(temperature=1.1, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.2),
-    ] * 3
+    ]
+    params = [params[row % len(params)] for row in range(NUM_ROWS)]
     logits = scores_of("normal", 2500, dtype)
     tokens = torch.randint(0, 2500, (NUM_ROWS, 64), generator=torch.Generator().manual_seed(1))
     found: list[tuple[int, ...]] = []
