@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.engine_fakes import INFO, plain_speculator
 from support.residency import key_of
@@ -242,6 +242,7 @@ class World(Harness):
 
 
 @settings(max_examples=60, deadline=None)
+@example(6343)  # a want that was put before a waiting mixture
 @given(st.integers(0, 1 << 32))
 def test_it_never_sleeps_with_work_to_do(seed: int) -> None:
     """Whatever comes: the engine wakes for it, each request ends once and in time, and in the end nothing is left."""

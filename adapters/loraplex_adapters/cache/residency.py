@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from loraplex_adapters.cache.accesses import is_access_name, is_internal_name
@@ -252,14 +253,15 @@ class ResidencyTable:
     def put_first(self, wants: Sequence[AdapterKey | Group]) -> None:
         """Serves those of these that are wanted before other wants, in this order; what the operator has pinned comes
         before them."""
-        first = next(iter(self.wants), None)
+        num_moved = min(len(wants), self.num_slots) + len(self._pinned)
+        before = list(islice(self.wants, num_moved))
         for want in reversed(wants[: self.num_slots]):  # no more are served at a time
             if want in self.wants:
                 self.wants.move_to_end(want, last=False)
         for key in [key for key in self._pinned if key in self.wants]:
             self.wants.move_to_end(key, last=False)
-        # The one before may have waited, and the new first one need not.
-        self.is_due |= next(iter(self.wants), None) != first
+        # One that is put before another may be served where the other has to wait.
+        self.is_due |= list(islice(self.wants, num_moved)) != before
 
     def release(self, key: AdapterKey) -> None:
         record = self._get(key)

@@ -83,6 +83,31 @@ def test_one_that_is_put_before_a_want_that_waits_is_served_at_once() -> None:
     assert table.moves == [Promote(C, 1)]
 
 
+def test_a_want_that_is_put_before_a_mixture_is_served_at_once() -> None:
+    """The first want is on its way; the mixture, which waits for it, keeps the slot of its other member."""
+    table = make_table(num_slots=2)
+    for key in (A, B, C):
+        held(table, key)
+    bring_up(table, A)
+    table.release(A)
+    assert table.acquire_all((A, B)) is None
+    assert table.acquire(B) is None
+    assert table.acquire(C) is None
+    table.put_first([B])
+    table.advance(0.0)
+    assert table.moves == [Promote(B, 1), Stage(C)]
+    table.moves.clear()
+    table.staged(C)
+    table.advance(0.0)
+    assert not table.moves
+    table.put_first([B, (A, B)])
+    assert not table.is_due
+    table.put_first([B, C])
+    assert table.is_due
+    table.advance(0.0)
+    assert table.moves == [DropDevice(A, 0), Promote(C, 0)]
+
+
 def test_a_mixture_is_leased_as_a_whole() -> None:
     table = make_table(num_slots=2)
     for key in (A, B, C):
