@@ -11,6 +11,7 @@ import argparse
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -34,6 +35,8 @@ from loraplex_server.engine.assembly import build_engine
 from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.pipe import Submit
 
+IDLE_S = 0.001  # at most, between turns without a step: arrivals are looked at then
+
 
 def worker_flags(inputs: Path, store: Path, *, lora: bool) -> list[str]:
     """Flags of the engine, the same in process and for `loraplex worker`."""
@@ -51,20 +54,26 @@ def engine_config(flags: Sequence[str]) -> EngineConfig:
     return worker_config(given["model"], given).engine
 
 
-def build(inputs: Path, store: Path, lora: bool, flags: Sequence[str] = ()) -> Engine:
+def build(
+    inputs: Path, store: Path, lora: bool, flags: Sequence[str] = (), notify: Callable[[], None] = lambda: None
+) -> Engine:
     config = engine_config([*worker_flags(inputs, store, lora=lora), *flags])
     if load().library is None:
         print(f"no native CPU kernels, so PyTorch's are measured: {load().status.reason}", file=sys.stderr)
-    return build_engine(config, lambda text: None, lambda: None)
+    return build_engine(config, lambda text: None, notify)
 
 
 class EngineSystem:
     """Runs workloads on an engine, one after the other."""
 
-    def __init__(self, engine: Engine, inputs: Path) -> None:
-        self._engine = engine
+    def __init__(self, inputs: Path, store: Path, lora: bool, flags: Sequence[str] = ()) -> None:
+        self._has_news = threading.Event()
+        self._engine = build(inputs, store, lora, flags, self._has_news.set)
         self._inputs = inputs
         self._ids = count()
+
+    def close(self) -> None:
+        self._engine.close()
 
     def prepare(self, workload: str) -> Callable[[], int]:
         items = read_workload(self._inputs, workload)
@@ -79,7 +88,10 @@ class EngineSystem:
             now_s = time.perf_counter() - start_s
             while waiting and waiting[0].arrival_s <= now_s:
                 self._engine.handle(Submit(self._request(waiting.popleft())))
+            self._has_news.clear()
             batch = self._engine.turn()
+            if not self._engine.can_step:  # a loop without a pause would take the interpreter from those who load
+                self._has_news.wait(IDLE_S)
             for event in batch.events if batch is not None else ():
                 if isinstance(event, RequestFailed):
                     raise SystemExit(f"{event.request_id}: {event.error}")
@@ -106,10 +118,9 @@ def main() -> None:
     use_isa(args.isa)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that the store goes with the process
     with tempfile.TemporaryDirectory() as store:
-        engine = build(args.inputs, Path(store), lora=not args.lora_off, flags=flags)
-        system = EngineSystem(engine, args.inputs)
+        system = EngineSystem(args.inputs, Path(store), lora=not args.lora_off, flags=flags)
         answer(system.prepare, {"loraplex": loraplex_proto.__version__, "torch": str(torch.__version__)}, replies)
-        engine.close()
+        system.close()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Benchmark of step times with and without adapters being loaded.
 
-    python benchmarks/loading.py IN_DIR [--rows 8] [--seconds 5] [--rounds 12]
+    python benchmarks/loading.py IN_DIR [--rows 8] [--seconds 5] [--rounds 12] [--every 1]
 
 IN_DIR as in workloads.py. `--rows` base requests decode all the time, each at another place of its text, so that every
 step reads contexts of the same lengths in all. Idle and loading windows take turns, so that both see the same machine,
@@ -14,6 +14,7 @@ loaded, planning, reporting): a step that waited for a load would show there.
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
 import tempfile
 import time
@@ -32,7 +33,6 @@ from loraplex_server.engine.engine import Engine, Runner
 from loraplex_server.engine.pipe import AdapterCommand, Submit
 from loraplex_server.model.isolation import StepHandle
 
-LOAD_EVERY_S = 1.0
 OUTPUT_TOKENS = 1024
 
 
@@ -79,7 +79,7 @@ class Turns:
 class Bench:
     """Keeps `num_rows` requests decoding, and loads adapters when told to."""
 
-    def __init__(self, engine: Engine, inputs: Path, num_rows: int) -> None:
+    def __init__(self, engine: Engine, inputs: Path, num_rows: int, load_every_s: float) -> None:
         self._engine = engine
         # Nobody else has to see what a turn is made of.
         self._runner = engine._runner = TimedRunner(engine._runner)  # pyright: ignore[reportPrivateUsage]
@@ -88,6 +88,7 @@ class Bench:
         self._ids = count()
         self._loading: dict[int, tuple[str, float]] = {}
         self.load_seconds: list[float] = []
+        self._load_every_s = load_every_s
         for row in range(num_rows):
             self._submit(OUTPUT_TOKENS * (row + 1) // num_rows)
 
@@ -100,7 +101,7 @@ class Bench:
         next_load = start
         while (now := time.perf_counter()) < start + seconds:
             if loads and now >= next_load:
-                next_load += LOAD_EVERY_S
+                next_load += self._load_every_s
                 self._load(now)
             self._turn(into)
         while self._loading:  # a load that began in this window belongs to it
@@ -144,11 +145,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each window")
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--every", type=float, default=1.0, help="seconds between loads")
+    parser.add_argument("--flags", type=shlex.split, default=[], help="of `loraplex worker`, in one string")
     add_json_option(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as store, recording(args.json) as record:
-        engine = build(args.inputs, Path(store), lora=True)
-        bench = Bench(engine, args.inputs, args.rows)
+        engine = build(args.inputs, Path(store), lora=True, flags=args.flags)
+        bench = Bench(engine, args.inputs, args.rows, args.every)
         bench.window(3.0, loads=True, into=Turns())  # warm-up
         bench.load_seconds.clear()
         idle, loading = Turns(), Turns()

@@ -57,7 +57,7 @@ from compare import (
     before,
 )
 from floor import Machine, Meter, floors, measure_size
-from inprocess import EngineSystem, build, worker_flags
+from inprocess import EngineSystem, worker_flags
 from inputs import SHAPES, make_inputs
 from isa import ISAS, limit_environment, use_isa
 from plot import svg
@@ -87,8 +87,7 @@ def run(args: argparse.Namespace) -> None:
     limit_environment(args.isa)
     use_isa(args.isa)
     with tempfile.TemporaryDirectory() as store:
-        engine = build(args.inputs, Path(store), lora=not args.lora_off, flags=args.flags)
-        system = EngineSystem(engine, args.inputs)
+        system = EngineSystem(args.inputs, Path(store), lora=not args.lora_off, flags=args.flags)
         for name in args.workloads:
             # The first run warms up (and loads the adapters) and is not counted.
             found = [_timed(system.prepare(name)) for _ in range(args.repeat + 1)][1:]
@@ -104,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
                 "spread": [round(num_tokens / s, 1) for s in (max(seconds), min(seconds))],
             }
             print(json.dumps(row), flush=True)
-        engine.close()
+        system.close()
 
 
 def _timed(action: Callable[[], int]) -> systems.Run:

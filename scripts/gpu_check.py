@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [
+FOLDERS = [
     str(ROOT / name) for name in ("contracts", "proto", "runtime", "client", "router", "adapters", "server", "tests")
 ]
+sys.path[:0] = FOLDERS
 
 LIMIT_S = 480.0
 RESERVE_S = 15.0  # of the limit, for what is left to do after the deadline
@@ -207,10 +208,11 @@ def start(path: Path, part: Part, report: FileReport, folder: Path) -> Child:
     command = [sys.executable, str(Path(__file__).resolve()), "run-file", str(path), str(results)]
     command += [str(part.idx), str(part.num)]
     with results.with_suffix(".log").open("wb") as log:
-        # Threads of its own for each process took three times as long on 16 cores.
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
+        # Tests start processes of the packages, which need not be installed. Threads of its own for each process took
+        # three times as long on 16 cores.
+        paths = os.pathsep.join([*FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
     return Child(report, process, results)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import inputs
 import pytest
 import torch
-from inprocess import EngineSystem, build
+from inprocess import EngineSystem
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workloads import read_workload, workload_names
@@ -52,10 +52,10 @@ def test_peft_loads_an_adapter_and_it_does_something(made: Path) -> None:
 @pytest.mark.parametrize(("lora", "workload"), [(True, "distinct-8"), (True, "base-1"), (False, "base-8")])
 def test_the_engine_runs_the_workloads(made: Path, tmp_path: Path, lora: bool, workload: str) -> None:
     flags = ["--threads", "1", "--kv-memory", "1MiB", "--cpu-kernels", "torch"]
-    engine = build(made, tmp_path, lora=lora, flags=flags)
+    system = EngineSystem(made, tmp_path, lora=lora, flags=flags)
     try:
-        run = EngineSystem(engine, made).prepare(workload)
+        run = system.prepare(workload)
         assert run() == 3 * len(read_workload(made, workload))
         assert run() == 3 * len(read_workload(made, workload)), "and once more"
     finally:
-        engine.close()
+        system.close()
