@@ -23,6 +23,7 @@ import loraplex_proto
 from loraplex.cli.main import DISTRIBUTIONS
 from loraplex_server.backends.cpu.native.library import load
 
+pytestmark = pytest.mark.timeout(400)  # wheels compile the kernels, which takes two minutes beside other tests
 KERNELS = "loraplex_server/backends/cpu/native/_kernels.so"
 PACKAGES = {
     "loraplex": {
