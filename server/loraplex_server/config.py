@@ -149,7 +149,12 @@ class AdaptersConfig:
     )
     max_rank: int = _adapters(256, "Largest LoRA rank that is accepted.", "--max-lora-rank")
     num_device_slots: int = _adapters(64, "Adapters on the device at the same time.", "--adapter-slots")
-    device_bytes: int = _adapters(1 << 30, "Device memory for adapters.", "--adapter-device-memory", is_bytes=True)
+    device_bytes: int | None = _adapters(
+        None,
+        "Device memory for adapters. Default: 1GiB, or a twentieth of a GPU's memory where that is more.",
+        "--adapter-device-memory",
+        is_bytes=True,
+    )
     host_bytes: int = _adapters(4 << 30, "Host memory for adapters.", "--adapter-host-memory", is_bytes=True)
     disk_bytes: int = _adapters(64 << 30, "Size of the adapter store on disk.", "--adapter-disk", is_bytes=True)
     store_dir: Path | None = _adapters(
@@ -320,7 +325,11 @@ class EngineConfig:
         check(batch.max_queued >= 1, "--max-queued", "must be at least 1")
         check(batch.max_queue_wait_s >= 0, "--max-queue-wait", "must be a number from 0 on")
         check(adapters.num_device_slots >= 1, "--adapter-slots", "must be at least 1")
-        check(adapters.device_bytes >= 1, "--adapter-device-memory", "must be at least 1 byte")
+        check(
+            adapters.device_bytes is None or adapters.device_bytes >= 1,
+            "--adapter-device-memory",
+            "must be at least 1 byte",
+        )
         check(adapters.host_bytes >= 1, "--adapter-host-memory", "must be at least 1 byte")
         check(adapters.disk_bytes >= 1, "--adapter-disk", "must be at least 1 byte")
         for endpoint in adapters.hub_endpoints:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig
 
 BLOCK_SIZE = 16
-ADAPTERS = AdaptersConfig(device_bytes=1 << 20, host_bytes=1 << 20, disk_bytes=1 << 20, num_device_slots=2)
+ADAPTER_BYTES = 1 << 20
+ADAPTERS = AdaptersConfig(device_bytes=ADAPTER_BYTES, host_bytes=1 << 20, disk_bytes=1 << 20, num_device_slots=2)
 
 
 def config_of(

@@ -40,7 +40,7 @@ from loraplex_server.layers.attention import KvCache, ModelSpec, kv_block_bytes
 from loraplex_server.layers.quantization import FORMATS
 from loraplex_server.model.loader import LoadedModel, generation_defaults, load_model, resolve_device
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel, served_model
-from loraplex_server.model.memory import fitting
+from loraplex_server.model.memory import adapter_bytes, fitting
 from loraplex_server.model.places import models_of, reaching_hub
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.sampling.sampler import Sampler
@@ -261,7 +261,7 @@ def _manager(
     return AdapterManager(
         AdapterCacheConfig(
             host_bytes=config.host_bytes,
-            device_bytes=config.device_bytes,
+            device_bytes=adapter_bytes(config.device_bytes, loaded.device),
             num_device_slots=config.num_device_slots,
             disk_bytes=config.disk_bytes,
             store_dir=config.store_dir,

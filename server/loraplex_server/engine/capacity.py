@@ -12,6 +12,7 @@ from loraplex_server.layers.attention import kv_block_bytes
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.memory import (
     STATE_SHARE,
+    adapter_bytes,
     free_memory_bytes,
     kv_budget_bytes,
     layer_bytes,
@@ -71,7 +72,7 @@ def state_slots(config: EngineConfig, loaded: LoadedModel, free_bytes: int, *, h
 def _kv_budget_bytes(config: EngineConfig, loaded: LoadedModel, free_bytes: int, *, has_adapters: bool) -> int:
     if config.kv.memory_bytes is not None:
         return config.kv.memory_bytes
-    reserved = config.adapters.device_bytes if has_adapters else 0
+    reserved = adapter_bytes(config.adapters.device_bytes, loaded.device) if has_adapters else 0
     if loaded.device.type != "cpu":
         reserved += step_bytes(loaded, config.batch.max_step_tokens, config.batch.max_running)
         shapes = captured_shapes(config, loaded.backend)
@@ -90,7 +91,8 @@ def kv_blocks(config: EngineConfig, loaded: LoadedModel, free_bytes: int, *, has
     if kv.memory_bytes is None:
         remedy = f"{free_bytes / 2**20:.0f} MiB are free: make room, or name a size with --kv-memory"
         if has_adapters:
-            remedy += f", or keep less than {config.adapters.device_bytes / 2**20:.0f} MiB with --adapter-device-memory"
+            kept = adapter_bytes(config.adapters.device_bytes, loaded.device)
+            remedy += f", or keep less than {kept / 2**20:.0f} MiB with --adapter-device-memory"
     per_row = -(-loaded.spec.max_context_tokens // kv.block_size)
     block_bytes = kv_block_bytes(loaded.spec, kv.block_size, loaded.dtype.itemsize)
     return num_kv_blocks(budget, block_bytes, batch.max_running * per_row + 2, remedy)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.engine_config import ADAPTERS, BLOCK_SIZE, config_of
+from support.engine_config import ADAPTER_BYTES, BLOCK_SIZE, config_of
 from support.zoo import MAX_LEN
 
 from loraplex_contracts.errors import OutOfMemory
@@ -46,9 +46,9 @@ def test_two_blocks_are_too_few(loaded: LoadedModel, block_bytes: int) -> None:
 
 def test_a_cpu_gives_a_quarter_of_what_is_free(loaded: LoadedModel, block_bytes: int) -> None:
     config = config_of(None)
-    assert blocks(config, loaded, 4 * 9 * block_bytes + ADAPTERS.device_bytes) == 9
+    assert blocks(config, loaded, 4 * 9 * block_bytes + ADAPTER_BYTES) == 9
     with pytest.raises(OutOfMemory):
-        blocks(config, loaded, ADAPTERS.device_bytes - 1)
+        blocks(config, loaded, ADAPTER_BYTES - 1)
     many = config_of(None, max_running=1 << 20, max_step_tokens=1 << 20)
     assert blocks(many, loaded, 1 << 50) == num_blocks_for(loaded.spec, BLOCK_SIZE, loaded.dtype, CPU_KV_BYTES)
 
@@ -57,7 +57,7 @@ def test_the_budget_of_adapters_is_kept_free_only_where_there_are_any(loaded: Lo
     config = config_of(None)
     assert kv_blocks(config, loaded, 4 * 9 * block_bytes, has_adapters=False) == 9
     with pytest.raises(OutOfMemory, match="--adapter-device-memory"):
-        blocks(config, loaded, ADAPTERS.device_bytes - 1)
+        blocks(config, loaded, ADAPTER_BYTES - 1)
     with pytest.raises(OutOfMemory) as without:
         kv_blocks(config, loaded, block_bytes, has_adapters=False)
     assert "--kv-memory" in without.value.message
@@ -73,7 +73,7 @@ def test_a_gpu_keeps_room_for_the_largest_step(max_step_tokens: int, loaded: Loa
     largest = max(shape.num_tokens for shape in shapes)
     assert largest == (192 if max_step_tokens == 64 else 2048)
     graphs += layer_bytes(loaded, largest)
-    free = ADAPTERS.device_bytes + step_bytes(loaded, max_step_tokens, 64) + graphs + 100 * block_bytes
+    free = ADAPTER_BYTES + step_bytes(loaded, max_step_tokens, 64) + graphs + 100 * block_bytes
     assert blocks(config, on_cuda(loaded), free) == 90
 
 

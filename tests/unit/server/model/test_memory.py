@@ -9,13 +9,23 @@ import torch
 from support.zoo import random_model
 
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.model.memory import free_memory_bytes, layer_bytes
+from loraplex_server.model.memory import adapter_bytes, free_memory_bytes, layer_bytes
 
 MIB = 1 << 20
 
 
 def test_something_is_free_here() -> None:
     assert free_memory_bytes(torch.device("cpu")) > MIB
+
+
+def test_the_budget_of_adapters_grows_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    totals: dict[torch.device, int] = {gpu: 140 * 1024 * MIB}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, totals[device]))
+    assert adapter_bytes(None, gpu) == 7 * 1024 * MIB
+    assert adapter_bytes(5 * MIB, gpu) == adapter_bytes(5 * MIB, cpu) == 5 * MIB
+    totals[gpu] = 8 * 1024 * MIB
+    assert adapter_bytes(None, gpu) == adapter_bytes(None, cpu) == 1024 * MIB
 
 
 @pytest.mark.parametrize(
