@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    GPTNeoXConfig,
     LlamaConfig,
     Phi3Config,
     PretrainedConfig,
@@ -45,6 +46,7 @@ SHAPES: Mapping[str, PretrainedConfig] = {
     "245m-gemma3": Gemma3TextConfig(
         **SIZES_245M, num_attention_heads=4, num_key_value_heads=1, head_dim=256, tie_word_embeddings=True
     ),
+    "245m-neox": GPTNeoXConfig(**SIZES_245M, num_attention_heads=16, tie_word_embeddings=False),
     "245m-phi3": Phi3Config(**SIZES_245M, num_attention_heads=16, num_key_value_heads=4, tie_word_embeddings=False),
     "245m-qwen3moe": Qwen3MoeConfig(  # 32 experts, of which a token goes to four
         **SIZES_245M,
@@ -127,7 +129,10 @@ SHAPES: Mapping[str, PretrainedConfig] = {
         **SPECIALS,
     ),
 }
-TARGETS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
+TARGETS = (
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+    *("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+)
 MIXED_RANKS = (8, 8, 16, 32)  # as many weights as with rank 16 throughout
 MAX_TOKENIZER_SIZE = 4096
 NUM_ARRIVALS = 64

@@ -106,6 +106,7 @@ def test_equals_transformers_on_every_instruction_set(isa: str) -> None:
         ("qwen3", {"num_attention_heads": 18, "num_key_value_heads": 1}),
         ("starcoder2", {"hidden_size": 160, "num_attention_heads": 5, "num_key_value_heads": 1}),
         ("mistral", {"head_dim": 96, "sliding_window": 20}),
+        ("gpt_neox", {"hidden_size": 320, "num_attention_heads": 5}),  # positions turn 16 features of 64
         ("qwen2", {"hidden_act": "gelu_pytorch_tanh", "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}),
     ]
     for family, changes in cases:
@@ -167,6 +168,8 @@ def mixed_jobs(seed: int = 8, longest: int = 30) -> list[Job]:
         "mixtral",
         "llama-gelu",
         "starcoder2",
+        "gpt_neox",
+        "gpt_neox-sequential",
     ],
 )
 def test_mixed_batch_equals_peft(best: str, family: str, tmp_path: Path) -> None:
@@ -220,7 +223,7 @@ def same_bits(rig: Rig, job: Job, other_rig: Rig, other: Job) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "llama-gelu", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "llama-gelu", "qwen3_moe", "gpt_neox"])
 def test_logits_have_the_same_bits_in_any_batch(isa: str, family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """A text has the same bits alone and together, cut into chunks of any size, in steps of a few tokens and of more
     than a hundred, with and without drafts, by one thread and by three."""

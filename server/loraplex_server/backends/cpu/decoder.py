@@ -49,16 +49,16 @@ class LayerNames:
     norms: Mapping[str, str]  # of hidden states
     act: str = "mlp.act_fn"
     feed_forward: str = ""  # a module that is the model's own, in the place of gate, up, down and `act`
+    is_parallel: bool = False  # the feed-forward part reads the states that attention reads
+    is_grouped: bool = (
+        False  # the rows of merged q, k and v lie by heads of keys: the queries of one, its key, its value
+    )
+    attention: str = "self_attn"
 
     @property
     def is_merged(self) -> bool:
         """True if q, k and v are one linear, and gate and up another one."""
         return "k" not in self.linears
-
-    @property
-    def is_parallel(self) -> bool:
-        """True if the feed-forward part reads what attention reads."""
-        return set(self.norms) == {"norm1"}
 
 
 _ATTENTION: Final = {part: f"self_attn.{part}_proj" for part in ("q", "k", "v", "o")}
@@ -69,6 +69,7 @@ _MERGED: Final = {
     "gate": "mlp.gate_up_proj",
     "down": "mlp.down_proj",
 }
+_GROUPED: Final = {"q": "attention.query_key_value", "o": "attention.dense"}
 _NORMS_BEFORE: Final = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
 _NORM_OF_BOTH: Final = {"norm1": "input_layernorm"}
 _NORMS_BEHIND: Final = {"attention_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"}
@@ -78,12 +79,16 @@ KINDS: Final = (
     LayerNames(_SPLIT, _NORMS_AROUND),  # Gemma 2 and 3
     LayerNames(_SPLIT, _NORMS_BEHIND),  # EXAONE 4, OLMo 2 and 3
     LayerNames(_MERGED, _NORMS_BEFORE, "mlp.activation_fn"),  # Phi-3
-    LayerNames(_SPLIT, _NORM_OF_BOTH),  # Cohere
+    LayerNames(_SPLIT, _NORM_OF_BOTH, is_parallel=True),  # Cohere
     LayerNames(_ATTENTION, _NORMS_BEFORE, "", "mlp"),  # Mixtral, Qwen MoE, OLMoE, gpt-oss
     LayerNames(_ATTENTION, _NORMS_BEFORE, "", "block_sparse_moe"),  # Granite MoE
     LayerNames(_ATTENTION, _NORMS_AROUND, "", "mlp"),  # GLM 4
     LayerNames(_ATTENTION, _NORMS_BEHIND, "", "mlp"),  # FlexOlmo
-    LayerNames({**_ATTENTION, "o": "self_attn.dense"}, _NORM_OF_BOTH, "", "mlp"),  # Phi 1.5
+    LayerNames({**_ATTENTION, "o": "self_attn.dense"}, _NORM_OF_BOTH, "", "mlp", is_parallel=True),  # Phi 1.5
+    *(
+        LayerNames(_GROUPED, _NORMS_BEFORE, "", "mlp", is_parallel, is_grouped=True, attention="attention")
+        for is_parallel in (True, False)
+    ),  # GPT-NeoX
 )
 
 
@@ -231,7 +236,7 @@ class NativeStack(nn.Module):
             format=shape.format.code if shape.format is not None else 0, is_merged=shape.names.is_merged,
             norms_all_heads=shape.norms_all_heads, narrows=shape.norm_form.narrows,
             norm_offset=shape.norm_form.offset, added=shape.added, is_layer_norm=shape.is_layer_norm,
-            is_parallel=shape.names.is_parallel, layers=self._layers,
+            is_parallel=shape.names.is_parallel, is_grouped=shape.names.is_grouped, layers=self._layers,
         )  # fmt: skip
         self._linears: list[list[AdaptedLinear | None]] = []
         self._path = ""
@@ -389,7 +394,7 @@ class NativeStack(nn.Module):
     def _as_step(self, segments: PreparedSegments, batch: AttentionBatch, like: Tensor) -> Generator[None]:
         """Shows modules the segments and the attention of a part of the step meanwhile."""
         context = self._context
-        attention = getattr(self._own_layers[0].get_submodule("self_attn"), HANDLE)
+        attention = getattr(self._own_layers[0].get_submodule(self.shape.names.attention), HANDLE)
         whole = context.token_segments, context.attention
         context.token_segments = segments
         context.attention = attention.backend.plan(batch, like.dtype, like.device)

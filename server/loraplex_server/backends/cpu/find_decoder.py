@@ -53,7 +53,6 @@ log = logging.getLogger(__name__)
 
 NUM_TOKENS: Final = 6
 STATES_SCALE: Final = 0.02
-ROTARY_MULTIPLE: Final = 32  # of the features that positions turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +114,7 @@ def find_stack(
     reasons: list[str] = []  # not the errors themselves, which hold what was packed
     for path, layers, names in _lists_of_layers(model, len(attention)):
         try:
-            specs = _specs(layers, attention)
+            specs = _specs(layers, names, attention)
             shape = replace(_shape(layers[0], names, specs[0], kernels), format=form)
             proof = LayerProof(model, shape, kernels, far, len(layers))
             weights = _take(layers, specs, proof.shape, kernels, proof, progress)
@@ -196,8 +195,10 @@ def _is_of_kind(layer: nn.Module, kind: LayerNames) -> bool:
     )
 
 
-def _specs(layers: list[nn.Module], attention: list[tuple[nn.Module, AttentionSpec]]) -> list[AttentionSpec]:
-    own = [layer.get_submodule("self_attn") for layer in layers]
+def _specs(
+    layers: list[nn.Module], names: LayerNames, attention: list[tuple[nn.Module, AttentionSpec]]
+) -> list[AttentionSpec]:
+    own = [layer.get_submodule(names.attention) for layer in layers]
     if any(module is not seen for module, (seen, _) in zip(own, attention, strict=True)):
         raise _NoMatch("attention is not in its usual place, or in another order")
     return [spec for _, spec in attention]
@@ -225,7 +226,7 @@ def _shape(layer: nn.Module, names: LayerNames, spec: AttentionSpec, kernels: Na
     if names.is_parallel and added != 1.0:
         raise _NoMatch("parts of what is computed side by side")
     heads = spec.num_heads, spec.num_kv_heads, spec.k_dim
-    q_norm = getattr(getattr(layer.get_submodule("self_attn"), "q_norm", None), "weight", None)
+    q_norm = getattr(getattr(layer.get_submodule(names.attention), "q_norm", None), "weight", None)
     all_heads = isinstance(q_norm, Tensor) and q_norm.numel() == spec.num_heads * spec.k_dim != spec.k_dim
     return StackShape(
         o.dtype, o.shape[0], *heads, ffn_size, act, names, form, float(added), all_heads, is_layer_norm=found is None
@@ -299,12 +300,12 @@ def _shapes_of_linears(shape: StackShape) -> dict[str, tuple[int, int]]:
     rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     outputs = {"q": rows, "k": kv_rows, "v": kv_rows}
     common = {"o": (shape.hidden_size, rows)}
+    if shape.names.is_merged:
+        outputs = {"q": rows + 2 * kv_rows}
     if not shape.names.feed_forward:
         common["down"] = shape.hidden_size, shape.ffn_size
-    if shape.names.is_merged:
-        outputs = {"q": rows + 2 * kv_rows, "gate": 2 * shape.ffn_size}
-    elif not shape.names.feed_forward:
-        outputs |= {"gate": shape.ffn_size, "up": shape.ffn_size}
+        both = {"gate": 2 * shape.ffn_size}
+        outputs |= both if shape.names.is_merged else {"gate": shape.ffn_size, "up": shape.ffn_size}
     return common | {part: (num_outputs, shape.hidden_size) for part, num_outputs in outputs.items()}
 
 
@@ -330,7 +331,7 @@ def _give_back(layer: nn.Module, weights: LayerWeights, shape: StackShape, kerne
 
 def _norms(layer: nn.Module, shape: StackShape) -> Mapping[str, str]:
     """Paths of the norms that it has."""
-    of_heads = HEAD_NORMS if hasattr(layer.get_submodule("self_attn"), "q_norm") else {}
+    of_heads = HEAD_NORMS if hasattr(layer.get_submodule(shape.names.attention), "q_norm") else {}
     return {**shape.names.norms, **of_heads}
 
 
@@ -419,8 +420,6 @@ class LayerProof:
             for dtype in (shape.dtype, torch.float32)
         )
         self.shape = replace(shape, angles=Angles.of(self._wide[self.rotations[0]].rotary[0]))
-        if (width := self.shape.angles.twice(self._wide[self.rotations[0]].rotary[0]).shape[-1]) % ROTARY_MULTIPLE:
-            raise _NoMatch(f"positions turn {width} features of a head")
         self._first: dict[tuple[str, Turns], _Proven] = {}
 
     def check(self, layer: nn.Module, weights: LayerWeights) -> LayerWeights:
@@ -458,11 +457,12 @@ class LayerProof:
         if any(getattr(weights, name) != getattr(first.weights, name) for name in ("eps", "qk_eps", "attention")):
             return False
         spec = weights.attention
-        return torch.equal(first.computed, _computed(layer, spec, self._wide[kind], first.values))
+        names = self.shape.names
+        return torch.equal(first.computed, _computed(layer, names, spec, self._wide[kind], first.values))
 
     def _compare(self, layer: nn.Module, weights: LayerWeights, shape: StackShape, inputs: _Inputs) -> Tensor:
         """The layer's output. Raises _NoMatch where a native one adds something else to the states."""
-        expected = _computed(layer, weights.attention, inputs)
+        expected = _computed(layer, shape.names, weights.attention, inputs)
         found = compare("decoder", expected, _native_output(weights, shape, inputs, self._kernels), base=inputs.states)
         if not found.is_equal:
             raise _NoMatch(
@@ -557,10 +557,14 @@ def _inputs(rotary: nn.Module, kind: str, hidden_size: int, dtype: torch.dtype, 
 
 
 def _computed(
-    layer: nn.Module, spec: AttentionSpec, inputs: _Inputs, values: dict[str, Tensor] | None = None
+    layer: nn.Module,
+    names: LayerNames,
+    spec: AttentionSpec,
+    inputs: _Inputs,
+    values: dict[str, Tensor] | None = None,
 ) -> Tensor:
     """A layer's output. `values`: in the place of its own."""
-    attention = layer.get_submodule("self_attn")
+    attention = layer.get_submodule(names.attention)
     setattr(attention, HANDLE, partial(_attend_plainly, spec))
     named = {"attention_mask": None, "position_ids": inputs.positions, "position_embeddings": inputs.rotary}
     try:

@@ -23,7 +23,7 @@ from loraplex_server.backends.cpu.native.build import (
 
 # --- prototypes -------------------------------------------------------------------------------------------------------
 
-ABI_VERSION: Final = 14  # kAbiVersion in src/version.cpp
+ABI_VERSION: Final = 15  # kAbiVersion in src/version.cpp
 
 
 class Prototype(NamedTuple):
@@ -120,7 +120,7 @@ class Stack(ctypes.Structure):
         *((name, _INT) for name in ("dtype", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim")),
         *((name, _INT) for name in ("ffn", "act", "format", "is_merged", "norms_all_heads", "narrows")),
         *((name, _FLOAT) for name in ("norm_offset", "added")),
-        *((name, _INT) for name in ("is_layer_norm", "is_parallel")),
+        *((name, _INT) for name in ("is_layer_norm", "is_parallel", "is_grouped")),
         ("layers", ctypes.POINTER(Layer)),
     )
 

@@ -56,7 +56,10 @@ struct LpStack {
   float norm_offset;  // what norms add to their weights
   float added;  // the part of attention and feed-forward that is added to the hidden states
   int32_t is_layer_norm;  // norms of hidden states take the mean away
-  int32_t is_parallel;  // the feed-forward part reads what attention reads; nothing else is normed, and all is added
+  // The feed-forward part reads the states that attention reads, behind norm2 or else behind norm1; both are added as they
+  // are.
+  int32_t is_parallel;
+  int32_t is_grouped;  // the rows of q, k and v lie by heads of keys: the queries of one, its key, its value
   const LpLayer* layers;
 };
 
@@ -187,7 +190,8 @@ class StackRun {
   void after_attention(const LpLayer& layer) {
     prefetches_.begin_phase();
     const int64_t rows = int64_t(stack_.num_heads) * stack_.head_dim;
-    const void* x = stack_.is_parallel ? normalize(layer.norm1, layer.eps) : nullptr;
+    const LpNorm& of_both = layer.norm2.weight == nullptr ? layer.norm1 : layer.norm2;
+    const void* x = stack_.is_parallel ? normalize(of_both, layer.eps) : nullptr;
     add_product(layer.o, layer.o_bias, layer.o_table, scratch_.mixed, rows, layer.attention_norm, layer.eps);
     if (!stack_.is_parallel) x = normalize(layer.norm2, layer.eps);
     if (layer.gate_up == nullptr) {
@@ -347,7 +351,13 @@ class StackRun {
   void project_qkv(const LpLayer& layer, const void* x) {
     const int dim = stack_.head_dim, bands = dim / kBand;
     const int num_heads = stack_.num_heads, num_kv = stack_.num_kv_heads;
+    const int group = num_heads / num_kv;
+    const bool is_grouped = stack_.is_grouped != 0;
     const auto find = [=](int head) {  // its part, and which of that one's heads it is
+      if (is_grouped) {
+        const int kv_head = head / (group + 2), part = std::max(0, head % (group + 2) - group + 1);
+        return std::make_pair(part, part == 0 ? head - 2 * kv_head : kv_head);
+      }
       if (head < num_heads) return std::make_pair(0, head);
       head -= num_heads;
       return head < num_kv ? std::make_pair(1, head) : std::make_pair(2, head - num_kv);

@@ -91,10 +91,11 @@ static void rms_norm_f32(DType dtype, float* x, const void* weight, int64_t n, f
 static void rotate(float* x, const float* cos, const float* sin, int dim) {
   const int half = dim / 2;
   for (int i = 0; i < half; i += 16) {
-    Floats low = load(x + i), high = load(x + half + i);
-    Floats a = mul(low, load(cos + i)), b = mul(high, load(cos + half + i));
-    store(x + i, fnmadd(high, load(sin + i), a));
-    store(x + half + i, fmadd(low, load(sin + half + i), b));
+    const Part part = first(half - i);
+    Floats low = load(x + i, part), high = load(x + half + i, part);
+    Floats a = mul(low, load(cos + i, part)), b = mul(high, load(cos + half + i, part));
+    store(x + i, fnmadd(high, load(sin + i, part), a), part);
+    store(x + half + i, fmadd(low, load(sin + half + i, part), b), part);
   }
 }
 
