@@ -50,9 +50,8 @@ class LayerNames:
     act: str = "mlp.act_fn"
     feed_forward: str = ""  # a module that is the model's own, in the place of gate, up, down and `act`
     is_parallel: bool = False  # the feed-forward part reads the states that attention reads
-    is_grouped: bool = (
-        False  # the rows of merged q, k and v lie by heads of keys: the queries of one, its key, its value
-    )
+    # The rows of merged q, k and v lie by heads of keys: the queries of one, its key, its value.
+    is_grouped: bool = False
     attention: str = "self_attn"
 
     @property
