@@ -190,8 +190,8 @@ class StackRun {
   void after_attention(const LpLayer& layer) {
     prefetches_.begin_phase();
     const int64_t rows = int64_t(stack_.num_heads) * stack_.head_dim;
-    const LpNorm& of_both = layer.norm2.weight == nullptr ? layer.norm1 : layer.norm2;
-    const void* x = stack_.is_parallel ? normalize(of_both, layer.eps) : nullptr;
+    const LpNorm& before_ffn = layer.norm2.weight == nullptr ? layer.norm1 : layer.norm2;
+    const void* x = stack_.is_parallel ? normalize(before_ffn, layer.eps) : nullptr;
     add_product(layer.o, layer.o_bias, layer.o_table, scratch_.mixed, rows, layer.attention_norm, layer.eps);
     if (!stack_.is_parallel) x = normalize(layer.norm2, layer.eps);
     if (layer.gate_up == nullptr) {
