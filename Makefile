@@ -16,7 +16,7 @@ make_venv = $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"
 
 NATIVE := $(BIN)/python -m loraplex_server.backends.cpu.native.build --objects build/native
 
-.PHONY: help install native demo test test-again test-nightly gpu-tests gpu-bench test-slow test-slow-models test-slow-servers conformance conformance-ci check format proto wire-baseline docs wheel serve clean
+.PHONY: help install native demo test test-again test-nightly gpu-tests gpu-bench test-slow test-slow-models test-slow-servers test-slow-faults conformance conformance-ci check format proto wire-baseline docs wheel serve clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -51,8 +51,8 @@ serve: $(STAMP) native  ## serve a model: make serve MODEL=path-or-hub-id
 
 # Dozens of child processes import the same modules: these are compiled once, whatever the environment says.
 test: export PYTHONDONTWRITEBYTECODE :=
-test: $(STAMP) native  ## the ordinary suite (seven to twelve minutes on two cores)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+test: $(STAMP) native  ## the ordinary suite, without the repository's own tests (seven to twelve minutes on two cores)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/repo
 
 # A test that fails beside another process and passes alone has to be mended, but says nothing against the commit.
 test-again: $(STAMP) native  ## what failed last, once more and alone
@@ -66,15 +66,20 @@ gpu-bench:  ## on a machine with a GPU: decode steps against the bars (eight min
 
 SLOW := $(BIN)/python -m pytest -m 'slow and not nightly and not gpu and not network' --timeout 1200
 test-slow-models: export PYTHONDONTWRITEBYTECODE :=
-test-slow: test-slow-models test-slow-servers  ## the long suite
+test-slow: test-slow-models test-slow-servers test-slow-faults  ## the long suite
 
 test-slow-models: $(STAMP) native
 	$(SLOW) -n 2 --dist loadfile --no-loadscope-reorder tests/parity tests/property tests/unit
 
-# What starts servers and watches the clock runs alone.
+# What freezes and kills processes and watches the clock runs alone.
+FAULTS := tests/integration/faults tests/integration/test_fleet.py tests/integration/test_adapter_churn.py
 test-slow-servers: export PYTHONDONTWRITEBYTECODE :=
 test-slow-servers: $(STAMP) native
-	$(SLOW) tests/integration
+	$(SLOW) -n 2 --dist loadfile --no-loadscope-reorder tests/integration $(FAULTS:%=--ignore=%)
+
+test-slow-faults: export PYTHONDONTWRITEBYTECODE :=
+test-slow-faults: $(STAMP) native
+	$(SLOW) $(FAULTS)
 
 test-nightly: $(STAMP) native  ## what is longer than the slow suite allows; by hand
 	$(BIN)/python -m pytest -m 'nightly and not gpu and not network' --timeout 3600
@@ -92,7 +97,7 @@ check: $(STAMP) native  ## exactly what CI runs besides the tests
 	$(BIN)/buf lint
 	$(BIN)/buf breaking --against proto/baseline.yaml
 	bash scripts/proto.sh --check
-	$(BIN)/python -m pytest tests/repo
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/repo
 
 format: $(STAMP)  ## let ruff rewrite
 	$(BIN)/ruff check --fix .

@@ -96,6 +96,7 @@ def test_rounding(inputs: Path) -> None:
     assert row["rounded"]["same_token"] > 0.9
 
 
+@pytest.mark.nightly
 def test_engines_that_take_turns(inputs: Path) -> None:
     for what, workloads in (("unused", ["base-8"]), ("ranks", ["distinct-1", "distinct-8"])):
         rows = lines(run("paired.py", str(inputs), what, *workloads, "--output", "5", "--rounds", "1"))
@@ -106,6 +107,7 @@ def test_engines_that_take_turns(inputs: Path) -> None:
     assert row["ratio"] > 0
 
 
+@pytest.mark.nightly
 def test_hybrids() -> None:
     sizes = ("--shape", "tiny", "--batch", "2", "--adapters", "0", "2", "--prompt", "6", "--rounds", "1")
     rows = lines(run("hybrids.py", "compare", *sizes, "--output", "4"))
@@ -115,6 +117,7 @@ def test_hybrids() -> None:
     assert all(row["median_step_ms"] > 0 and row["operations_ms"] for row in rows)
 
 
+@pytest.mark.nightly
 def test_grammars(inputs: Path) -> None:
     flags = ["--device", "cpu", "--kv-memory", "64MiB", "--threads", "1"]
     sizes = ["--rows", "4", "--grammar-rows", "2", "--steps", "4", "--rounds", "1"]
@@ -130,6 +133,7 @@ def test_cost_of_routers() -> None:
     assert len(rows[1]["shares"]) == 2
 
 
+@pytest.mark.nightly
 def test_affinity() -> None:
     rows = lines(run("affinity.py", "--adapters", "20", "--warm", "1", "--seconds", "2"))
     assert [row["policy"] for row in rows] == ["loraplex", "round robin", "least loaded"]

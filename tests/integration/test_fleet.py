@@ -123,9 +123,15 @@ def said(what: str, seconds: float) -> None:
 
 @asynccontextmanager
 async def asking(
-    address: str, num_clients: int, adapters: tuple[str, ...] = ("",), num_tokens: int = NUM_TOKENS
+    address: str,
+    num_clients: int,
+    adapters: tuple[str, ...] = ("",),
+    num_tokens: int = NUM_TOKENS,
+    *,
+    rest_s: float = 0.0,
 ) -> AsyncGenerator[dict[str, int]]:
-    """Clients that ask again and again; how their requests ended."""
+    """Clients that ask again and again, each after a rest, which leaves processes that start a share of the cores; how
+    their requests ended."""
     ends, is_over = dict[str, int](), False
 
     async def ask(client: AsyncClient, number: int) -> None:
@@ -142,6 +148,8 @@ async def asking(
                 end = error.reason
                 await asyncio.sleep(0.2)
             ends[end] = ends.get(end, 0) + 1
+            if not is_over:
+                await asyncio.sleep(rest_s)
 
     async with AsyncClient(address) as client:
         tasks = [asyncio.create_task(ask(client, number)) for number in range(num_clients)]
@@ -161,7 +169,7 @@ def replaced(fleet: Fleet, pid: int) -> bool:
 async def test_engine_killed(whole: Fleet) -> None:
     victim = whole.serving()[0]
     (engine,) = [one for one in psutil.Process(victim["pid"]).children() if "spawn_main" in " ".join(one.cmdline())]
-    async with asking(whole.router, 4) as ends:
+    async with asking(whole.router, 4, rest_s=3) as ends:
         engine.kill()
         said(
             "engine killed to served again",
@@ -179,11 +187,11 @@ def test_worker_killed(whole: Fleet) -> None:
     said("worker killed to served again", wait_for(lambda: replaced(whole, victim["pid"]), 90, "another worker"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_worker_frozen(whole: Fleet) -> None:
     victim = whole.serving()[1]
     frozen = psutil.Process(victim["pid"])
-    async with asking(whole.router, 4) as ends:
+    async with asking(whole.router, 4, rest_s=3) as ends:
         frozen.suspend()
         said(
             "worker frozen to served again",
@@ -311,12 +319,12 @@ async def test_workers_follow_the_load(whole: Fleet) -> None:
     await asyncio.to_thread(whole.up, count=2, scale={})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_workers_that_do_not_start_leave_the_old_ones(whole: Fleet) -> None:
     pids = sorted(one["pid"] for one in whole.serving())
     good = dict(whole.spec["worker"]["flags"])
-    async with asking(whole.router, 4) as ends:
-        done = await asyncio.to_thread(whole.up, succeeds=False, flags={**good, "kv-memory": "1KiB"})
+    async with asking(whole.router, 4, rest_s=3) as ends:
+        done = await asyncio.to_thread(whole.up, succeeds=False, timeout_s=300, flags={**good, "kv-memory": "1KiB"})
     assert "workers do not start" in done.stderr
     assert "--kv-memory" in done.stderr, "the child's own words"
     assert sorted(one["pid"] for one in whole.serving()) == pids

@@ -44,7 +44,9 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL", "LORAPLEX"))}
     own = Path(sys.executable).parent
     path = [one for one in kept["PATH"].split(os.pathsep) if Path(one) != own]
-    return {**kept, "PATH": os.pathsep.join([str(folder / "env/bin"), *path]), "PYTHONUNBUFFERED": "1", **variables}
+    kept["PATH"] = os.pathsep.join([str(folder / "env/bin"), *path])
+    # What is imported is compiled then; all of torch takes a minute longer.
+    return {**kept, "PYTHONUNBUFFERED": "1", "PIP_NO_COMPILE": "1", **variables}
 
 
 def command(block: Block) -> list[str]:

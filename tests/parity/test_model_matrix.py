@@ -90,7 +90,7 @@ def test_other_configurations_equal_generate(family: str, changes: dict[str, Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10, 16))
+@pytest.mark.parametrize("seed", [10, 11, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(12, 16))])
 @pytest.mark.parametrize("family", ZOO)
 def test_equals_generate_on_other_dice(family: str, seed: int) -> None:
     check_family(family, seed, num_prompts=12, longest=60)

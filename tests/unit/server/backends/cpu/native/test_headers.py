@@ -31,7 +31,7 @@ def compiler() -> Compiler:
     return compiler_or_skip()
 
 
-@pytest.mark.parametrize("is_last", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["last", "others"])
+@pytest.mark.parametrize("is_last", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["last", "others"])
 @pytest.mark.parametrize("header", HEADERS)
 def test_a_header_compiles_alone(compiler: Compiler, header: str, is_last: bool) -> None:
     """Each header compiles for the last variant, which has the most instruction sets, and for the others."""
