@@ -33,10 +33,11 @@ class NativeKernelsHook(BuildHookInterface[Any]):
         target = build.LIBRARY if version == "editable" else Path(self._scratch.name) / build.LIBRARY.name
         try:
             if version != "editable" or build.built_from(target) != build.source_hash():
-                # A checkout may have compiled it already (make native).
+                # A checkout keeps its object files there (make native does too), and its wheels are made of them.
                 objects = server.parent / "build" / "native"
+                keeps = version == "editable" or objects.is_dir()
                 compiler = build.find_compiler(machine=build.machine_of(platform))
-                build.build(target, compiler=compiler, objects=objects if objects.is_dir() else None)
+                build.build(target, compiler=compiler, objects=objects if keeps else None)
         except build.BuildError as error:
             self.app.display_warning(f"native CPU kernels not built, torch does their work: {error}")
             return
