@@ -174,9 +174,9 @@ async def start_router(
             await workers.stop()
         await listener.stop(0.0)
         raise
-    listener.serve(handlers)
     workers.start(membership)
     await watcher.settled(SETTLE_S)
+    listener.serve(handlers)  # not earlier: until workers have reported, each call would find none
     router = Router(config, replicas, calls, listener, load, workers)
     if http_socket is not None:
         try:

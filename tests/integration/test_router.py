@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -50,8 +51,9 @@ from loraplex_proto.v1 import (
     pooling_pb2,
     pooling_pb2_grpc,
 )
-from loraplex_router.config import PolicyConfig, ServerOptions, WatchConfig
+from loraplex_router.config import PolicyConfig, RouterConfig, ServerOptions, WatchConfig
 from loraplex_router.policy import rendezvous_order
+from loraplex_router.server import listen, start_router
 
 GENERATE = "/loraplex.v1.InferenceService/Generate"
 STREAM = "/loraplex.v1.InferenceService/GenerateStream"
@@ -677,6 +679,21 @@ async def test_without_a_worker_there_is_a_clear_error_until_one_comes() -> None
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert isinstance(await error_of(stub(channel).Generate(Generate(text="x"))), NoWorker)
         watch.cancel()
+
+
+async def test_until_workers_have_reported_a_router_is_starting() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        config = RouterConfig(workers=(f"127.0.0.1:{mute.getsockname()[1]}",), port=0)
+        listener = await listen(config)
+        starting = asyncio.create_task(start_router(config, listener))
+        async with grpc.aio.insecure_channel(listener.address) as channel:
+            error = await error_of(stub(channel).Generate(Generate(text="x")))
+            assert error.reason == "UNAVAILABLE"
+            assert "is starting" in error.message
+            assert error.retry_after_s
+            router = await starting
+            assert isinstance(await error_of(stub(channel).Generate(Generate(text="x"))), NoWorker)
+        await router.drain(0.0)
 
 
 async def test_a_report_stream_that_ends_is_opened_again_without_a_gap() -> None:
