@@ -19,8 +19,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
     GPTNeoXConfig,
     LlamaConfig,
+    Ministral3Config,
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
@@ -45,6 +47,16 @@ SHAPES: Mapping[str, PretrainedConfig] = {
     # The same sizes in families whose layers differ from Llama's.
     "245m-gemma3": Gemma3TextConfig(
         **SIZES_245M, num_attention_heads=4, num_key_value_heads=1, head_dim=256, tie_word_embeddings=True
+    ),
+    "245m-glm4": Glm4Config(
+        **SIZES_245M, num_attention_heads=16, num_key_value_heads=4, head_dim=64, tie_word_embeddings=False
+    ),
+    "245m-ministral3": Ministral3Config(  # with its long context, of which rotations are made
+        **(SIZES_245M | {"max_position_embeddings": 1 << 18}),
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        tie_word_embeddings=False,
     ),
     "245m-neox": GPTNeoXConfig(**SIZES_245M, num_attention_heads=16, tie_word_embeddings=False),
     "245m-phi3": Phi3Config(**SIZES_245M, num_attention_heads=16, num_key_value_heads=4, tie_word_embeddings=False),

@@ -170,6 +170,8 @@ def mixed_jobs(seed: int = 8, longest: int = 30) -> list[Job]:
         "starcoder2",
         "gpt_neox",
         "gpt_neox-sequential",
+        "glm4",
+        "ministral3",
     ],
 )
 def test_mixed_batch_equals_peft(best: str, family: str, tmp_path: Path) -> None:
@@ -223,7 +225,7 @@ def same_bits(rig: Rig, job: Job, other_rig: Rig, other: Job) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "llama-gelu", "qwen3_moe", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "llama-gelu", "qwen3_moe", "gpt_neox", "glm4"])
 def test_logits_have_the_same_bits_in_any_batch(isa: str, family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """A text has the same bits alone and together, cut into chunks of any size, in steps of a few tokens and of more
     than a hundred, with and without drafts, by one thread and by three."""
@@ -254,7 +256,7 @@ OTHER_INPUTS: dict[str, PeftConfig] = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", ["llama", "gemma3", "llama-gelu"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "llama-gelu", "ministral3"])
 def test_rows_beside_richer_adapters_have_the_same_bits(
     best: str, family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ SIZES: Final = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32}
 STACKED: Final = (
     *("llama", "mistral", "qwen2", "qwen2-window", "qwen3", "gemma", "gemma2", "gemma3", "granite", "phi3"),
     *("smollm3", "exaone4", "olmo2", "olmo3", "mixtral", "qwen3_moe", "starcoder2", "cohere2", "gpt_oss"),
-    *("gpt_neox", "gpt_neox-sequential"),
+    *("gpt_neox", "gpt_neox-sequential", "phi", "glm4", "ministral3"),
 )
 NOT_STACKED: Final = ("cohere", "gpt2", "llama4-chunks", "bloom", "mpt", "falcon", "falcon-alibi")
 # Families, and their changes.

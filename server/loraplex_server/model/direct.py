@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 FIRST_POSITIONS = 1024
 # Most positions of the table: with more, a head of 128 features would need more than 17 MB.
 MAX_POSITIONS = 1 << 14
+# What stands beside the list of layers, by its name in Transformers' models.
+EMBEDDINGS = "embed_tokens", "embed_in"
+NORMS = "norm", "final_layer_norm", "final_layernorm"
 
 
 class Rotary(Protocol):
@@ -61,14 +64,14 @@ class DirectForward:
     """Forward pass of embedding, decoder, norm and head, one after the other."""
 
     def __init__(
-        self, model: nn.Module, stem: nn.Module, head: str, layers: Sequence[tuple[nn.Module, str]],
+        self, model: nn.Module, embedding: str, layers: Sequence[tuple[nn.Module, str]], norm: str, head: str,
         rotary: Mapping[str, RotaryTable],
     ) -> None:  # fmt: skip
-        """`stem`: what the list of layers is in. `head`: the path of the model's head. They are looked up in each
-        pass, since adapters' saved modules may take their places. `layers`: modules of the native decoder, each with
-        its kind of rotation."""
+        """`embedding`, `norm`, `head`: paths in the model. They are looked up in each pass, since adapters' saved
+        modules may take their places. `layers`: modules of the native decoder, each with its kind of rotation."""
         self._model = model
-        self._stem = stem
+        self._embedding = embedding
+        self._norm = norm
         self._head = head
         self._layers = layers
         self._rotary = rotary
@@ -76,7 +79,7 @@ class DirectForward:
     def __call__(self, input_ids: Tensor, position_ids: Tensor, head_rows: Tensor | None) -> Tensor:
         """input_ids and position_ids [1, num_tokens] -> logits [1, len(head_rows), num_logits], of all rows for
         None."""
-        hidden = self._stem.get_submodule("embed_tokens")(input_ids)
+        hidden = self._model.get_submodule(self._embedding)(input_ids)
         rotations = {kind: table(position_ids) for kind, table in self._rotary.items()}
         for layer, kind in self._layers:
             hidden = layer(
@@ -87,7 +90,7 @@ class DirectForward:
                 position_embeddings=rotations[kind],
                 **{CACHE: None},
             )
-        hidden = self._stem.get_submodule("norm")(hidden)
+        hidden = self._model.get_submodule(self._norm)(hidden)
         return self._model.get_submodule(self._head)(hidden if head_rows is None else hidden.index_select(1, head_rows))
 
 
@@ -96,11 +99,15 @@ def find_direct_forward(
 ) -> DirectForward | None:
     """The pass through the native decoder at `layers_path`, of modules with their kinds of rotation; None where another
     module than the usual ones stands beside the list. It may still compute something else than the model."""
-    stem = model.get_submodule(layers_path.rpartition(".")[0])
-    if {name for name, _ in stem.named_children()} != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+    stem, dot, name = layers_path.rpartition(".")
+    beside = {own for own, one in model.get_submodule(stem).named_children() if not isinstance(one, nn.Dropout)}
+    usual = [(embedding, norm) for embedding in EMBEDDINGS for norm in NORMS]
+    found = [own for own in usual if beside == {*own, name, "rotary_emb"}]
+    if not found:
         return None
-    like = next(stem.get_submodule("norm").parameters()).detach()[:1].reshape(1, 1, 1)
-    rotary = cast(Rotary, stem.get_submodule("rotary_emb"))
+    embedding, norm, rotary_path = (f"{stem}{dot}{own}" for own in (*found[0], "rotary_emb"))
+    like = next(model.get_submodule(norm).parameters()).detach()[:1].reshape(1, 1, 1)
+    rotary = cast(Rotary, model.get_submodule(rotary_path))
     tables = {kind: RotaryTable(rotary, like, kind) for kind in {kind for _, kind in layers}}
     head = next(path for path, module in model.named_modules() if module is model.get_output_embeddings())
-    return DirectForward(model, stem, head, layers, tables)
+    return DirectForward(model, embedding, layers, norm, head, tables)

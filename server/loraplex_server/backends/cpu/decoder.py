@@ -55,33 +55,40 @@ class LayerNames:
     attention: str = "self_attn"
 
     @property
-    def is_merged(self) -> bool:
-        """True if q, k and v are one linear, and gate and up another one."""
+    def merges_qkv(self) -> bool:
+        """True if q, k and v are one linear."""
         return "k" not in self.linears
+
+    @property
+    def merges_gate_up(self) -> bool:
+        """True if gate and up are one linear."""
+        return "gate" in self.linears and "up" not in self.linears
 
 
 _ATTENTION: Final = {part: f"self_attn.{part}_proj" for part in ("q", "k", "v", "o")}
 _SPLIT: Final = {**_ATTENTION, **{part: f"mlp.{part}_proj" for part in ("gate", "up", "down")}}
-_MERGED: Final = {
-    "q": "self_attn.qkv_proj",
-    "o": "self_attn.o_proj",
-    "gate": "mlp.gate_up_proj",
-    "down": "mlp.down_proj",
-}
+_GATE_UP: Final = {"gate": "mlp.gate_up_proj", "down": "mlp.down_proj"}
+_MERGED: Final = {"q": "self_attn.qkv_proj", "o": "self_attn.o_proj", **_GATE_UP}
 _GROUPED: Final = {"q": "attention.query_key_value", "o": "attention.dense"}
 _NORMS_BEFORE: Final = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
 _NORM_OF_BOTH: Final = {"norm1": "input_layernorm"}
 _NORMS_BEHIND: Final = {"attention_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"}
 _NORMS_AROUND: Final = {"norm1": "input_layernorm", "norm2": "pre_feedforward_layernorm", **_NORMS_BEHIND}
+_NORMS_OF_GLM: Final = {
+    **_NORMS_BEFORE,
+    "attention_norm": "post_self_attn_layernorm",
+    "ffn_norm": "post_mlp_layernorm",
+}
 KINDS: Final = (
     LayerNames(_SPLIT, _NORMS_BEFORE),  # Llama, Qwen, Gemma, Granite
     LayerNames(_SPLIT, _NORMS_AROUND),  # Gemma 2 and 3
     LayerNames(_SPLIT, _NORMS_BEHIND),  # EXAONE 4, OLMo 2 and 3
     LayerNames(_MERGED, _NORMS_BEFORE, "mlp.activation_fn"),  # Phi-3
+    LayerNames({**_ATTENTION, **_GATE_UP}, _NORMS_BEFORE, "mlp.activation_fn"),  # GLM
+    LayerNames({**_ATTENTION, **_GATE_UP}, _NORMS_OF_GLM, "mlp.activation_fn"),  # GLM 4
     LayerNames(_SPLIT, _NORM_OF_BOTH, is_parallel=True),  # Cohere
     LayerNames(_ATTENTION, _NORMS_BEFORE, "", "mlp"),  # Mixtral, Qwen MoE, OLMoE, gpt-oss
     LayerNames(_ATTENTION, _NORMS_BEFORE, "", "block_sparse_moe"),  # Granite MoE
-    LayerNames(_ATTENTION, _NORMS_AROUND, "", "mlp"),  # GLM 4
     LayerNames(_ATTENTION, _NORMS_BEHIND, "", "mlp"),  # FlexOlmo
     LayerNames({**_ATTENTION, "o": "self_attn.dense"}, _NORM_OF_BOTH, "", "mlp", is_parallel=True),  # Phi 1.5
     *(
@@ -122,6 +129,20 @@ class Turns(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class QueryScale:
+    """Growth of queries with their positions, which keeps attention sharp over long contexts (Ministral 3)."""
+
+    beta: float
+    period: int  # positions
+
+    def __call__(self, position_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """position_ids [..., num_tokens] -> factors of the same shape in float32, rounded to `dtype` as models do
+        (`get_llama_4_attn_scale` in Transformers)."""
+        scales = 1 + self.beta * torch.log(1 + torch.floor(position_ids / self.period))
+        return scales.to(dtype).to(torch.float32).contiguous()
+
+
+@dataclass(frozen=True, slots=True)
 class StackShape:
     """Sizes, dtype and form that all layers of a stack share."""
 
@@ -138,6 +159,7 @@ class StackShape:
     norms_all_heads: bool = False  # queries and keys have norms of all heads together
     format: WeightFormat | None = None  # of few bits
     is_layer_norm: bool = False  # norms take the mean away
+    query_scale: QueryScale | None = None
     angles: Angles = Angles.TWICE
 
 
@@ -232,10 +254,11 @@ class NativeStack(nn.Module):
         self._stack = Stack(
             dtype=DTYPES[shape.dtype], num_layers=len(layers), hidden=shape.hidden_size, num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, ffn=shape.ffn_size, act=shape.act,
-            format=shape.format.code if shape.format is not None else 0, is_merged=shape.names.is_merged,
-            norms_all_heads=shape.norms_all_heads, narrows=shape.norm_form.narrows,
-            norm_offset=shape.norm_form.offset, added=shape.added, is_layer_norm=shape.is_layer_norm,
-            is_parallel=shape.names.is_parallel, is_grouped=shape.names.is_grouped, layers=self._layers,
+            format=shape.format.code if shape.format is not None else 0, merges_qkv=shape.names.merges_qkv,
+            merges_gate_up=shape.names.merges_gate_up, norms_all_heads=shape.norms_all_heads,
+            narrows=shape.norm_form.narrows, norm_offset=shape.norm_form.offset, added=shape.added,
+            is_layer_norm=shape.is_layer_norm, is_parallel=shape.names.is_parallel,
+            is_grouped=shape.names.is_grouped, layers=self._layers,
         )  # fmt: skip
         self._linears: list[list[AdaptedLinear | None]] = []
         self._path = ""
@@ -301,7 +324,8 @@ class NativeStack(nn.Module):
         prepared, slots = self._context.token_segments, self._slots
         if slots is None or prepared is None or self._computes(slots, prepared.segments):
             plan, outputs = native_plan(self._context.attention), self._outputs(hidden.shape[1], layers)
-            self._run(layers, hidden, position_embeddings, plan, self._runs(prepared), outputs)
+            scales = self._query_scales(named.get("position_ids"))
+            self._run(layers, hidden, position_embeddings, plan, self._runs(prepared), outputs, scales)
             return hidden
         stacked, apart = split_step(
             self._context.attention.batch,
@@ -318,7 +342,9 @@ class NativeStack(nn.Module):
         segments = self._prepare(slots, stacked)
         with self._as_step(segments, stacked.attention, hidden):
             rotary = take_rows(position_embeddings, stacked.rows, num_rows)
-            self._run(layers, part, rotary, native_plan(self._context.attention), self._runs(segments))
+            scales = self._query_scales(take_rows(named.get("position_ids"), stacked.rows, num_rows))
+            plan = native_plan(self._context.attention)
+            self._run(layers, part, rotary, plan, self._runs(segments), query_scales=scales)
         hidden.index_copy_(1, stacked.rows, part)
         own_others = take_rows(others, apart.rows, num_rows)
         own_named = {name: take_rows(value, apart.rows, num_rows) for name, value in named.items()}
@@ -330,6 +356,11 @@ class NativeStack(nn.Module):
         """True if the stack computes all that the adapters of these segments have in its layers."""
         computed = COMPUTED - {Beyond.NORM} if self.shape.is_layer_norm else COMPUTED
         return slots.are_plain(segments, self._path, computed, self.shape.names.feed_forward)
+
+    def _query_scales(self, position_ids: Any) -> Tensor | None:
+        """What the queries at these positions are multiplied with."""
+        scale = self.shape.query_scale
+        return None if scale is None else scale(position_ids, self.shape.dtype)
 
     def _outputs(self, num_tokens: int, layers: slice) -> npt.NDArray[np.int32] | None:
         """The rows whose output is read, sorted; None: all."""
@@ -345,6 +376,7 @@ class NativeStack(nn.Module):
         plan: Plan,
         runs: RunsOfRows,
         outputs: npt.NDArray[np.int32] | None = None,
+        query_scales: Tensor | None = None,
     ) -> None:
         """Computes hidden [1, num_tokens, hidden], contiguous, in place: it becomes the last layer's output, in the
         rows `outputs`, in all for None."""
@@ -359,7 +391,8 @@ class NativeStack(nn.Module):
             self._scratch = torch.empty(needed, dtype=torch.uint8)
         step = Step(
             num_tokens=num_tokens, num_rotary=cos.shape[-1], hidden=hidden.data_ptr(), cos=cos.data_ptr(),
-            sin=sin.data_ptr(), spans=plan.spans, runs=runs.struct, scratch=self._scratch.data_ptr(),
+            sin=sin.data_ptr(), query_scales=None if query_scales is None else query_scales.data_ptr(),
+            spans=plan.spans, runs=runs.struct, scratch=self._scratch.data_ptr(),
             outputs=None if outputs is None else outputs.ctypes.data, num_outputs=num_outputs,
         )  # fmt: skip
         if self.shape.names.feed_forward:
@@ -456,9 +489,10 @@ class NativeNorm(nn.Module):
 def linears_of(weights: LayerWeights, shape: StackShape, kernels: NativeKernels) -> list[StackLinear | StackPair]:
     """Each linear of a layer by itself, in the order of the shape's names."""
     rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    qkv, pair = ((0, rows), (rows, kv_rows), (rows + kv_rows, kv_rows)), ((0,), (1,))
-    if shape.names.is_merged:
-        qkv, pair = ((0, rows + 2 * kv_rows),), ((0, 1),)
+    qkv = ((0, rows), (rows, kv_rows), (rows + kv_rows, kv_rows))
+    if shape.names.merges_qkv:
+        qkv = ((0, rows + 2 * kv_rows),)
+    pair = ((0, 1),) if shape.names.merges_gate_up else ((0,), (1,))
     attention = [
         *(StackLinear(kernels, weights.qkv, weights.qkv_bias, first, size) for first, size in qkv),
         StackLinear(kernels, weights.o, weights.o_bias, 0, shape.hidden_size),

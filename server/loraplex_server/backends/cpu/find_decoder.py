@@ -33,6 +33,7 @@ from loraplex_server.backends.cpu.decoder import (
     LayerWeights,
     NativeNorm,
     NativeStack,
+    QueryScale,
     StackPart,
     StackShape,
     Turns,
@@ -214,7 +215,7 @@ def _shape(layer: nn.Module, names: LayerNames, spec: AttentionSpec, kernels: Na
         act, ffn_size = ACTIVATIONS[act_name], cast(nn.Linear, layer.get_submodule(names.linears["down"])).in_features
     if o.dtype not in DTYPES or o.device.type != "cpu":
         raise _NoMatch(f"not in {_name(o.dtype)} on {o.device.type}")
-    if names.is_merged and ffn_size % (BAND // 2):
+    if names.merges_gate_up and ffn_size % (BAND // 2):
         raise _NoMatch("linears of gate and up together, of unusual shapes")
     norm = layer.get_submodule(next(iter(names.norms.values())))
     with torch.no_grad():
@@ -229,8 +230,16 @@ def _shape(layer: nn.Module, names: LayerNames, spec: AttentionSpec, kernels: Na
     q_norm = getattr(getattr(layer.get_submodule(names.attention), "q_norm", None), "weight", None)
     all_heads = isinstance(q_norm, Tensor) and q_norm.numel() == spec.num_heads * spec.k_dim != spec.k_dim
     return StackShape(
-        o.dtype, o.shape[0], *heads, ffn_size, act, names, form, float(added), all_heads, is_layer_norm=found is None
-    )
+        o.dtype, o.shape[0], *heads, ffn_size, act, names, form, float(added), all_heads,
+        is_layer_norm=found is None, query_scale=_query_scale(layer.get_submodule(names.attention)),
+    )  # fmt: skip
+
+
+def _query_scale(attention: nn.Module) -> QueryScale | None:
+    """What a layer's configuration says of scales of its queries; the comparison shows whether the layer has them."""
+    rope: Mapping[str, Any] = getattr(getattr(attention, "config", None), "rope_parameters", None) or {}
+    beta, period = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    return QueryScale(float(beta), int(period)) if beta and period else None
 
 
 def _form_of_layer_norm(norm: nn.Module) -> NormForm | None:
@@ -300,12 +309,12 @@ def _shapes_of_linears(shape: StackShape) -> dict[str, tuple[int, int]]:
     rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     outputs = {"q": rows, "k": kv_rows, "v": kv_rows}
     common = {"o": (shape.hidden_size, rows)}
-    if shape.names.is_merged:
+    if shape.names.merges_qkv:
         outputs = {"q": rows + 2 * kv_rows}
     if not shape.names.feed_forward:
         common["down"] = shape.hidden_size, shape.ffn_size
         both = {"gate": 2 * shape.ffn_size}
-        outputs |= both if shape.names.is_merged else {"gate": shape.ffn_size, "up": shape.ffn_size}
+        outputs |= both if shape.names.merges_gate_up else {"gate": shape.ffn_size, "up": shape.ffn_size}
     return common | {part: (num_outputs, shape.hidden_size) for part, num_outputs in outputs.items()}
 
 
@@ -585,7 +594,7 @@ def _native_output(weights: LayerWeights, shape: StackShape, inputs: _Inputs, ke
     stack.bind([LayerKv(pages, pages.clone())])
     context.attention = plan_spans(_one_span())
     with torch.inference_mode():
-        return stack(inputs.states.clone(), position_embeddings=inputs.rotary)
+        return stack(inputs.states.clone(), position_ids=inputs.positions, position_embeddings=inputs.rotary)
 
 
 def _attend_plainly(spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:

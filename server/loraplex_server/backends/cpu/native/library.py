@@ -23,7 +23,7 @@ from loraplex_server.backends.cpu.native.build import (
 
 # --- prototypes -------------------------------------------------------------------------------------------------------
 
-ABI_VERSION: Final = 15  # kAbiVersion in src/version.cpp
+ABI_VERSION: Final = 16  # kAbiVersion in src/version.cpp
 
 
 class Prototype(NamedTuple):
@@ -118,7 +118,10 @@ class Stack(ctypes.Structure):
 
     _fields_ = (
         *((name, _INT) for name in ("dtype", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, _INT) for name in ("ffn", "act", "format", "is_merged", "norms_all_heads", "narrows")),
+        *(
+            (name, _INT)
+            for name in ("ffn", "act", "format", "merges_qkv", "merges_gate_up", "norms_all_heads", "narrows")
+        ),
         *((name, _FLOAT) for name in ("norm_offset", "added")),
         *((name, _INT) for name in ("is_layer_norm", "is_parallel", "is_grouped")),
         ("layers", ctypes.POINTER(Layer)),
@@ -130,6 +133,7 @@ class Step(ctypes.Structure):
 
     _fields_ = (
         *(("num_tokens", _INT), ("num_rotary", _INT), ("hidden", _POINTER), ("cos", _POINTER), ("sin", _POINTER)),
+        ("query_scales", _POINTER),
         *(("spans", Spans), ("runs", Runs), ("scratch", _POINTER), ("outputs", _POINTER), ("num_outputs", _INT)),
         *(("fed", _POINTER), ("feed", _POINTER)),
     )

@@ -34,6 +34,7 @@ from transformers.models.llama import modeling_llama
 
 from loraplex_adapters.weights import AdapterWeights, LoraFactors, SavedParameter
 from loraplex_contracts.adapters import AdapterKey
+from loraplex_server.backends.cpu import find_decoder
 from loraplex_server.backends.cpu.attention import NativePagedAttention
 from loraplex_server.backends.cpu.backend import CpuBackend
 from loraplex_server.backends.cpu.decoder import ComputedLayer, NativeNorm, NativeStack, StackPart
@@ -576,7 +577,7 @@ def said(caplog: pytest.LogCaptureFixture) -> str:
 @pytest.mark.parametrize("family", STACKED)
 def test_layers_of_the_common_kinds(family: str, dtype: torch.dtype) -> None:
     model = native_model(family, dtype)
-    norm_name = "final_layer_norm" if family.startswith("gpt_neox") else "norm"
+    norm_name = {"gpt_neox": "final_layer_norm", "phi": "final_layernorm"}.get(family.partition("-")[0], "norm")
     layers, norm = model.base_model.layers, getattr(model.base_model, norm_name)
     loaded = adopted(model)
     own = loaded.model.base_model
@@ -604,13 +605,25 @@ def test_layers_that_turn_in_several_ways() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_layers_that_change_far_out(caplog: pytest.LogCaptureFixture, dtype: torch.dtype) -> None:
+def test_layers_that_change_far_out(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
     """Up to some position their parts and what they compute are those of a layer of the common kind."""
     model = native_model("ministral3", dtype)
     rope = model.config.rope_parameters
     rope["original_max_position_embeddings"] = 40  # behind the tokens that a proof of the first ones sees
+    assert adopted(copy.deepcopy(model)).decoder is not None
+    monkeypatch.setattr(find_decoder, "_query_scale", lambda _: None)  # as if it could not be known
     assert adopted(model).decoder is None
     assert "layer 0 computes something else" in said(caplog)
+
+
+def test_scales_that_a_layer_does_not_have_are_none_of_it() -> None:
+    """A configuration may have keys that the model's code does not read."""
+    model = native_model("mistral")
+    model.config.rope_parameters |= {"llama_4_scaling_beta": 1.0, "original_max_position_embeddings": 10}
+    rig = native_rig(model, native_kernels())
+    check_logits(model, rig)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -3,9 +3,9 @@
 //   h += o(attention(rope(qkv(norm(h)))));  h += down(act(gate(norm(h))) * up(norm(h)))
 //
 // Some families norm what is added, too or instead; add a part of it; norm queries and keys; turn them in some layers only,
-// or by pairs; or compute both parts from the same h. Each linear has an adapter term, or a product of the adapter's own in its place, and norms have the weights of
-// each row's adapter. Of the last layer, rows whose output nobody reads get keys and values only. The caller guarantees
-// shapes and keeps all memory alive.
+// or by pairs; scale queries by their positions; or compute both parts from the same h. Each linear has an adapter term, or
+// a product of the adapter's own in its place, and norms have the weights of each row's adapter. Of the last layer, rows
+// whose output nobody reads get keys and values only. The caller guarantees shapes and keeps all memory alive.
 #include <array>
 
 #include "outputs.h"
@@ -50,7 +50,8 @@ struct LpStack {
   int32_t ffn;
   int32_t act;  // 0: silu, 1: gelu_tanh
   int32_t format;  // lp::Format of the layers' weights
-  int32_t is_merged;  // q, k and v are one linear with adapters of its own, q_table; so are gate and up, gate_table
+  int32_t merges_qkv;      // q, k and v are one linear with adapters of its own, q_table
+  int32_t merges_gate_up;  // so are gate and up, gate_table
   int32_t norms_all_heads;  // q_norm and k_norm are of all heads together
   int32_t narrows;  // norms round values before they are multiplied with the weight
   float norm_offset;  // what norms add to their weights
@@ -69,6 +70,7 @@ struct LpStep {
   void* hidden;        // [num_tokens][hidden], in place; rows that are not among `outputs` are left as they come
   const float* cos;    // [num_tokens][num_rotary]
   const float* sin;
+  const float* query_scales;  // [num_tokens] what queries are multiplied with behind their rotation; null: 1
   LpSpans spans;
   LpRuns runs;
   void* scratch;       // lp_stack_scratch_bytes
@@ -209,20 +211,20 @@ class StackRun {
  private:
   std::vector<Target> qkv_targets(const LpLayer& layer) const {
     const int64_t rows = int64_t(stack_.num_heads) * stack_.head_dim, kv_rows = int64_t(stack_.num_kv_heads) * stack_.head_dim;
-    if (stack_.is_merged) return {{&layer.q_table, rows + 2 * kv_rows}};
+    if (stack_.merges_qkv) return {{&layer.q_table, rows + 2 * kv_rows}};
     return {{&layer.q_table, rows}, {&layer.k_table, kv_rows}, {&layer.v_table, kv_rows}};
   }
 
   std::vector<Target> gate_targets(const LpLayer& layer) const {
-    if (stack_.is_merged) return {{&layer.gate_table, 2 * int64_t(stack_.ffn)}};
+    if (stack_.merges_gate_up) return {{&layer.gate_table, 2 * int64_t(stack_.ffn)}};
     return {{&layer.gate_table, stack_.ffn}, {&layer.up_table, stack_.ffn}};
   }
 
-  // Calls body(module, first output) for the outputs from `output` on of one of the parts of a linear, which may be one
-  // linear; `before`: outputs of the parts before it.
+  // Calls body(module, first output) for the outputs from `output` on of one of several parts. `is_merged`: they are one
+  // linear, in which `before` outputs of other parts are before those of this one.
   template <class Body>
-  void in_module(int part, int64_t before, int64_t output, const Body& body) const {
-    if (stack_.is_merged)
+  static void in_module(bool is_merged, int part, int64_t before, int64_t output, const Body& body) {
+    if (is_merged)
       body(0, before + output);
     else
       body(part, output);
@@ -352,7 +354,7 @@ class StackRun {
     const int dim = stack_.head_dim, bands = dim / kBand;
     const int num_heads = stack_.num_heads, num_kv = stack_.num_kv_heads;
     const int group = num_heads / num_kv;
-    const bool is_grouped = stack_.is_grouped != 0;
+    const bool is_grouped = stack_.is_grouped != 0, is_merged = stack_.merges_qkv != 0;
     const auto find = [=](int head) {  // its part, and which of that one's heads it is
       if (is_grouped) {
         const int kv_head = head / (group + 2), part = std::max(0, head % (group + 2) - group + 1);
@@ -367,7 +369,8 @@ class StackRun {
         [&](int band, const auto& body) {
           const auto [part, head] = find(band / bands);
           const int64_t all = int64_t(band) * kBand, output = int64_t(head * bands + band % bands) * kBand;
-          in_module(part, all - output, output, [&](int module, int64_t first) { body(module, first, kBand, 0); });
+          in_module(is_merged, part, all - output, output,
+                    [&](int module, int64_t first) { body(module, first, kBand, 0); });
         },
         [&](int band, int row, int m, float* c, int64_t stride) {
           const auto [part, head] = find(band / bands);
@@ -375,14 +378,14 @@ class StackRun {
           if (layer.qkv_bias != nullptr)
             for (int r = 0; r < m; r++)
               kernels_.add_bias(dtype_, at(layer.qkv_bias, int64_t(band) * kBand, dtype_), dim, c + r * stride);
-          in_module(part, all - output, output,
+          in_module(is_merged, part, all - output, output,
                     [&](int module, int64_t first) { updates_.rescale(module, first, dim, row, m, c, stride); });
           for (int r = 0; r < m; r++) finish_head(layer, part, head, row + r, c + r * stride);
         });
     if (stack_.norms_all_heads)
       pool_.run(step_.num_tokens, [&](int token, int) {
-        finish_row(layer, layer.q_norm, token, stack_.num_heads, place_of(layer, 0, 0, token));
-        finish_row(layer, layer.k_norm, token, num_kv, place_of(layer, 1, 0, token));
+        finish_row(layer, 0, token, stack_.num_heads);
+        finish_row(layer, 1, token, num_kv);
       });
   }
 
@@ -392,30 +395,36 @@ class StackRun {
       const LpNorm& norm = part == 0 ? layer.q_norm : layer.k_norm;
       if (norm.weight != nullptr)
         kernels_.rms_norm_f32(dtype_, c, weight_of(norm, token), dim, layer.qk_eps, stack_.norm_offset, stack_.narrows != 0);
-      turn(layer, token, c);
+      turn(layer, part, token, c);
     }
     kernels_.store(dtype_, c, dim, place_of(layer, part, head, token));
   }
 
   // The heads of a token's queries or keys, which lie in their places.
-  void finish_row(const LpLayer& layer, const LpNorm& norm, int64_t token, int num_heads, void* row) {
+  void finish_row(const LpLayer& layer, int part, int64_t token, int num_heads) {
     static thread_local std::vector<float> values;
     const int dim = stack_.head_dim;
+    const LpNorm& norm = part == 0 ? layer.q_norm : layer.k_norm;
+    void* row = place_of(layer, part, 0, token);
     kernels_.rms_norm(dtype_, row, weight_of(norm, token), int64_t(num_heads) * dim, layer.qk_eps, stack_.norm_offset,
                       stack_.narrows != 0, row);
     for (int head = 0; head < num_heads; head++) {
       void* place = at(row, int64_t(head) * dim, dtype_);
       values.assign(size_t(dim), 0.0f);
       kernels_.add_bias(dtype_, place, dim, values.data());
-      turn(layer, token, values.data());
+      turn(layer, part, token, values.data());
       kernels_.store(dtype_, values.data(), dim, place);
     }
   }
 
-  void turn(const LpLayer& layer, int64_t token, float* head) {
+  // A head of queries (part 0) or keys (1) by its position.
+  void turn(const LpLayer& layer, int part, int64_t token, float* head) {
     const int n = step_.num_rotary;
-    if (layer.turns == 0 || n == 0) return;
-    (layer.turns == 2 ? kernels_.rotate_pairs : kernels_.rotate)(head, step_.cos + token * n, step_.sin + token * n, n);
+    if (layer.turns != 0 && n != 0)
+      (layer.turns == 2 ? kernels_.rotate_pairs : kernels_.rotate)(head, step_.cos + token * n, step_.sin + token * n, n);
+    if (part != 0 || step_.query_scales == nullptr) return;
+    const float scale = step_.query_scales[token];
+    for (int i = 0; i < stack_.head_dim; i++) head[i] *= scale;
   }
 
   void* place_of(const LpLayer& layer, int part, int head, int64_t token) {
@@ -450,21 +459,21 @@ class StackRun {
 
   void gate(const LpLayer& layer, const void* x) {
     const int64_t n = stack_.ffn;
-    const bool streams = step_.num_tokens * n * item_bytes(dtype_) > kStreamedBytes;
+    const bool streams = step_.num_tokens * n * item_bytes(dtype_) > kStreamedBytes, is_merged = stack_.merges_gate_up != 0;
     adapted(
         x, stack_.hidden, layer.gate_up, ceil_div(n, kPanel), 2,
         [&](int band, const auto& body) {
           const int64_t output = int64_t(band) * kPanel;
           const int width = int(std::min<int64_t>(kPanel, n - output));
           for (int part = 0; part < 2; part++)
-            in_module(part, part * n, output,
+            in_module(is_merged, part, part * n, output,
                       [&](int module, int64_t first) { body(module, first, width, part * kPanel); });
         },
         [&](int first, int row, int m, float* c, int64_t stride) {
           const int64_t start = int64_t(first) * kPanel, end = std::min(start + 2 * kPanel, n);
           for (int64_t output = start; output < end; output += kPanel)
             for (int part = 0; part < 2; part++)
-              in_module(part, part * n, output, [&](int module, int64_t of_module) {
+              in_module(is_merged, part, part * n, output, [&](int module, int64_t of_module) {
                 updates_.rescale(module, of_module, int(std::min<int64_t>(kPanel, end - output)), row, m,
                                  c + 2 * (output - start) + part * kPanel, stride);
               });

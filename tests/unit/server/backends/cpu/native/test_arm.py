@@ -326,13 +326,14 @@ def test_experts(
     check(program, avx2, emulated, isa, tmp_path, dtype)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma", "phi", "starcoder"])
+@pytest.mark.parametrize("kind", ["llama", "gemma", "phi", "starcoder", "glm"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_stack_of_layers(
     dtype: int, kind: str, avx2: Library, emulated: list[str], isa: str, dice: np.random.Generator, tmp_path: Path
 ) -> None:
-    norms, act, is_merged, all_heads = ["norm1", "norm2"], int(kind == "gemma"), kind == "phi", kind == "phi"
-    if kind == "gemma":
+    norms, act, all_heads = ["norm1", "norm2"], int(kind == "gemma"), kind == "phi"
+    merges_qkv, merges_gate_up = kind == "phi", kind in ("phi", "glm")
+    if kind in ("gemma", "glm"):
         norms += ["attention_norm", "ffn_norm"]
     program = Program()
     hidden, heads, kv_heads, dim, ffn, block_size, ranks = 64, 4, 2, 32, 96, 16, [4, 16]
@@ -359,11 +360,9 @@ def test_a_stack_of_layers(
         )
         layer.eps, layer.qk_eps, layer.scaling, layer.turns = 1e-5, 1e-6, dim**-0.5, kind != "gemma"
         shapes = {"o": (widths[0], hidden), "down": (ffn, hidden)}
-        if is_merged:
-            shapes |= {"q": (hidden, widths[0] + 2 * widths[1]), "gate": (hidden, 2 * ffn)}
-        else:
-            shapes |= {"q": (hidden, widths[0]), "k": (hidden, widths[1]), "v": (hidden, widths[1])}
-            shapes |= {"gate": (hidden, ffn), "up": (hidden, ffn)}
+        qkv = {"q": (hidden, widths[0]), "k": (hidden, widths[1]), "v": (hidden, widths[1])}
+        shapes |= {"q": (hidden, widths[0] + 2 * widths[1])} if merges_qkv else qkv
+        shapes |= {"gate": (hidden, 2 * ffn)} if merges_gate_up else {"gate": (hidden, ffn), "up": (hidden, ffn)}
         for part, shape in shapes.items():
             setattr(layer, f"{part}_table", put_own_table(program, dice, dtype, *shape, ranks))
     both = program.put(np.concatenate([np.frombuffer(bytes(layer), np.uint8) for layer in layers]))
@@ -378,8 +377,8 @@ def test_a_stack_of_layers(
         both, num_layers = both + size, 1
     stack = Stack(
         dtype=dtype, num_layers=num_layers, hidden=hidden, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
-        ffn=ffn, act=act, format=0, is_merged=is_merged, norms_all_heads=all_heads, narrows=kind == "llama",
-        norm_offset=float(kind == "gemma"), added=0.5 if is_merged else 1.0,
+        ffn=ffn, act=act, format=0, merges_qkv=merges_qkv, merges_gate_up=merges_gate_up, norms_all_heads=all_heads,
+        narrows=kind == "llama", norm_offset=float(kind == "gemma"), added=0.5 if kind == "phi" else 1.0,
         layers=ctypes.cast(both, ctypes.POINTER(Layer)),
     )  # fmt: skip
     runs = put_runs(program, [(0, 1, 0), (1, 8, 1)], max(ranks))
@@ -390,6 +389,8 @@ def test_a_stack_of_layers(
         cos=program.put(np.cos(angles)), sin=program.put(np.sin(angles)), spans=spans, runs=runs,
         scratch=program.put(np.zeros(num_bytes, np.uint8)),
     )  # fmt: skip
+    if kind == "glm":
+        step.query_scales = program.put(1 + dice.random(tokens).astype(np.float32))
     if num_layers == 1:
         step.fed, step.feed = (program.put(floats(dice, dtype, tokens, hidden)) for _ in range(2))
     program.call("lp_stack_run", program.put_struct(stack), program.put_struct(step))
