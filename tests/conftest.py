@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("LORAPLEX_RETRIES", "0")
 # PEFT fills in a template that it compiles each time, which takes as long as all else of a tiny adapter.
 PeftModel.create_or_update_model_card = lambda self, output_dir: (Path(output_dir) / "README.md").touch()
+# `nohup` and some shells start processes that ignore these, and the servers of tests would inherit that.
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 COMPILERS = {name: os.environ.get(name) for name in ("CC", "CXX")}
 
 

@@ -18,7 +18,7 @@ from loraplex_server.speculation.proposer import DRAFT_MODEL, MEDUSA, PROMPT_LOO
 from support.dense import make_dense
 from support.peft_files import SPECS, save_adapter
 from support.speculation import BLOCK_SIZE, World, draft_proposer, make_bench, request
-from support.zoo import VOCAB_SIZE, random_model
+from support.zoo import ON_DEVICES, VOCAB_SIZE, random_model
 
 NUM_TOKENS = 10
 LORAS = {"r4": SPECS[1], "r13": SPECS[3]}
@@ -47,7 +47,14 @@ Oracle = Callable[[nn.Module, Sequence[int], int, Sequence[int]], list[int]]
 
 
 def slowly(families: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in families]
+    """Families as parameters: one for each way of computing attention and states, and the others at night."""
+    return [pytest.param(name, marks=_marks(name)) for name in families]
+
+
+def _marks(name: str) -> Any:
+    if name in QUICK:
+        return ()
+    return pytest.mark.slow if name in ON_DEVICES else pytest.mark.nightly
 
 
 def check_mixed_batches(model: PreTrainedModel, oracle: Oracle, tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ async def test_serve_replaces_a_worker_whose_engine_stays_frozen(tiny_world: Tin
         await check_replaced(serve, victim, engine, tiny_world, stopwatch)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 @fault("front end stays frozen under `serve`", clients_see="as above; another worker takes its place", within_s=60)
 async def test_serve_replaces_a_worker_whose_front_end_stays_frozen(
