@@ -11,6 +11,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -169,12 +170,9 @@ def test_every_way_of_speculating_under_all_parameters(world: World) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_blocks", "seed"),
-    [(14, 0), (150, 1)]
-    + [
-        pytest.param(num_blocks, seed, marks=pytest.mark.nightly)
-        for num_blocks in (14, 150)
-        for seed in range(6)
-        if (num_blocks, seed) not in ((14, 0), (150, 1))
+    [
+        pytest.param(*case, marks=() if case in ((14, 0), (150, 1)) else pytest.mark.nightly)
+        for case in product((14, 150), range(6))
     ],
 )
 def test_every_way_of_speculating_at_length(world: World, num_blocks: int, seed: int) -> None:
