@@ -135,9 +135,8 @@ async def start_router(
     try:
         membership = open_membership(config.workers_from) if config.workers_from else None
         members = parse_members(config.workers) if membership is None else membership.first()
-        replicas = Replicas(
-            on_change=lambda: health.set_ready(replicas.num_routable > 0), slow_start_s=config.policy.slow_start_s
-        )
+        show_health = lambda: health.set_ready(listener.serves and replicas.num_routable > 0)  # noqa: E731
+        replicas = Replicas(on_change=show_health, slow_start_s=config.policy.slow_start_s)
         shown = follow_worker_credentials(
             listener.files,
             config.worker_token or config.worker_token_file,
@@ -177,6 +176,7 @@ async def start_router(
     workers.start(membership)
     await watcher.settled(SETTLE_S)
     listener.serve(handlers)  # not earlier: until workers have reported, each call would find none
+    show_health()
     router = Router(config, replicas, calls, listener, load, workers)
     if http_socket is not None:
         try:

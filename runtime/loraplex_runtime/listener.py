@@ -126,6 +126,11 @@ class Listener:
         self._handlers.ready = tuple(handlers)
         self.files.start()
 
+    @property
+    def serves(self) -> bool:
+        """True once calls are answered."""
+        return self._handlers.ready is not None
+
     def leave_port(self) -> None:
         """Stops listening, while calls under way go on until `stop`: clients are told to connect again, and reach
         another process on the port."""

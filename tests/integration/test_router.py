@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -54,6 +53,7 @@ from loraplex_proto.v1 import (
 from loraplex_router.config import PolicyConfig, RouterConfig, ServerOptions, WatchConfig
 from loraplex_router.policy import rendezvous_order
 from loraplex_router.server import listen, start_router
+from loraplex_router.watch import Watcher
 
 GENERATE = "/loraplex.v1.InferenceService/Generate"
 STREAM = "/loraplex.v1.InferenceService/GenerateStream"
@@ -681,19 +681,25 @@ async def test_without_a_worker_there_is_a_clear_error_until_one_comes() -> None
         watch.cancel()
 
 
-async def test_until_workers_have_reported_a_router_is_starting() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        config = RouterConfig(workers=(f"127.0.0.1:{mute.getsockname()[1]}",), port=0)
-        listener = await listen(config)
-        starting = asyncio.create_task(start_router(config, listener))
-        async with grpc.aio.insecure_channel(listener.address) as channel:
-            error = await error_of(stub(channel).Generate(Generate(text="x")))
-            assert error.reason == "UNAVAILABLE"
-            assert "is starting" in error.message
-            assert error.retry_after_s
-            router = await starting
-            assert isinstance(await error_of(stub(channel).Generate(Generate(text="x"))), NoWorker)
-        await router.drain(0.0)
+async def test_until_workers_have_reported_a_router_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, settled = await FakeWorker("quick").start(), asyncio.Event()
+    monkeypatch.setattr(Watcher, "settled", lambda _self, _timeout_s: settled.wait())  # as if another were slow
+    config = RouterConfig(workers=(worker.address,), port=0)
+    listener = await listen(config)
+    starting = asyncio.create_task(start_router(config, listener))
+    async with grpc.aio.insecure_channel(listener.address) as channel:
+        await until(lambda: worker.num_watches == 1)
+        error = await error_of(stub(channel).Generate(Generate(text="x")))
+        assert error.reason == "UNAVAILABLE"
+        assert "is starting" in error.message
+        assert error.retry_after_s
+        assert not listener.health.is_ready
+        settled.set()
+        router = await starting
+        assert listener.health.is_ready
+        assert await stub(channel).Generate(Generate(text="x"))
+    await router.drain(0.0)
+    await worker.stop()
 
 
 async def test_a_report_stream_that_ends_is_opened_again_without_a_gap() -> None:
