@@ -135,7 +135,10 @@ async def start_router(
     try:
         membership = open_membership(config.workers_from) if config.workers_from else None
         members = parse_members(config.workers) if membership is None else membership.first()
-        show_health = lambda: health.set_ready(listener.serves and replicas.num_routable > 0)  # noqa: E731
+
+        def show_health() -> None:
+            health.set_ready(listener.serves and replicas.num_routable > 0)
+
         replicas = Replicas(on_change=show_health, slow_start_s=config.policy.slow_start_s)
         shown = follow_worker_credentials(
             listener.files,

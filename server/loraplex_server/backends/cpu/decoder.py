@@ -358,7 +358,7 @@ class NativeStack(nn.Module):
         return slots.are_plain(segments, self._path, computed, self.shape.names.feed_forward)
 
     def _query_scales(self, position_ids: Any) -> Tensor | None:
-        """What the queries at these positions are multiplied with."""
+        """Factors of the queries at these positions; None: they stay as they are."""
         scale = self.shape.query_scale
         return None if scale is None else scale(position_ids, self.shape.dtype)
 

@@ -236,7 +236,7 @@ def _shape(layer: nn.Module, names: LayerNames, spec: AttentionSpec, kernels: Na
 
 
 def _query_scale(attention: nn.Module) -> QueryScale | None:
-    """What a layer's configuration says of scales of its queries; the comparison shows whether the layer has them."""
+    """The scale of queries in a layer's configuration; the comparison shows whether the layer has it."""
     rope: Mapping[str, Any] = getattr(getattr(attention, "config", None), "rope_parameters", None) or {}
     beta, period = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
     return QueryScale(float(beta), int(period)) if beta and period else None

@@ -618,7 +618,7 @@ def test_layers_that_change_far_out(
     assert "layer 0 computes something else" in said(caplog)
 
 
-def test_scales_that_a_layer_does_not_have_are_none_of_it() -> None:
+def test_a_scale_of_queries_that_a_layer_does_not_have_changes_nothing() -> None:
     """A configuration may have keys that the model's code does not read."""
     model = native_model("mistral")
     model.config.rope_parameters |= {"llama_4_scaling_beta": 1.0, "original_max_position_embeddings": 10}
