@@ -1,12 +1,14 @@
 """Hybrid benchmark: families with recurrent states beside Transformers and PEFT.
 
-    python benchmarks/hybrids.py {compare,profile,products} [--shape delta] [--batch 1 8 32] [--adapters 0 8 32]
+    python benchmarks/hybrids.py {compare,profile,products,linears} [--shape delta] [--batch 1 8 32] [--adapters 0 8 32]
 
 compare  our engine in one batch, and Transformers' generate() in turns: with adapters once for each adapter, over the
          requests that have it (PEFT's `set_adapter`).
 profile  our engine alone: time of a decode step, and what torch says it is spent on.
 products an engine whose experts compute by the back end's products beside one where Transformers' code does, without
          adapters, step by step in turns.
+linears  likewise an engine that computes linears with one input in one call, beside one where each computes alone, with
+         adapters too.
 
 Models of about 250M parameters with random weights in bfloat16; greedy. One JSON line for each case: tokens per second
 of whole requests, prompts included, and how fast we are beside the other.
@@ -182,12 +184,16 @@ def owners_of(batch: int, num_adapters: int) -> list[int]:
 
 
 def _nothing(*_: object) -> None:
-    """In the place of what makes experts of a back end."""
+    """In the place of what a back end makes."""
+
+
+# What the first of two engines lacks.
+LACKING: Mapping[str, Sequence[str]] = {"products": ("expert_products", "fused_experts"), "linears": ("merge",)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("compare", "profile", "products"))
+    parser.add_argument("what", choices=("compare", "profile", *LACKING))
     parser.add_argument("--shape", choices=tuple(SHAPES), default="delta")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--adapters", type=int, nargs="+", default=[0, 8, 32], help="more than the batch: as many")
@@ -199,23 +205,25 @@ def main() -> None:
     add_json_option(parser)
     args = parser.parse_args()
     config = SHAPES[args.shape]()
-    cases = dict.fromkeys((batch, min(batch, num)) for batch in args.batch for num in args.adapters)
+    adapters = [0] if args.what == "products" else args.adapters
+    cases = dict.fromkeys((batch, min(batch, num)) for batch in args.batch for num in adapters)
     num_adapters = max(num for _, num in cases)
     with tempfile.TemporaryDirectory() as name, recording(args.json) as record:
         folder = Path(name)
         model: Any = make_model(config, folder / "model")
         num_parameters = sum(one.numel() for one in model.parameters())
-        if args.what == "products":
-            with patch.multiple(CpuBackend, expert_products=_nothing, fused_experts=_nothing):
-                first = Side(build(folder, folder / "one", lora=False))
-            second = Side(build(folder, folder / "other", lora=False))
-            for batch in args.batch:
-                record({"case": f"{args.shape}-{batch}", **products(first, second, batch, args)})
-            return
         peft = make_adapters(model, folder / "adapters", num_adapters, args.rank) if num_adapters else model
         flags = ["--state-memory", "2GiB", *args.flags.split()]
         if num_adapters:
             flags += ["--adapter-slots", str(num_adapters)]
+        if args.what in LACKING:
+            lora = bool(num_adapters)
+            with patch.multiple(CpuBackend, **dict.fromkeys(LACKING[args.what], _nothing)):
+                first = Side(build(folder, folder / "one", lora=lora, flags=flags))
+            second = Side(build(folder, folder / "other", lora=lora, flags=flags))
+            for batch, num in cases:
+                record({"case": f"{args.shape}-{batch}", "adapters": num, **in_turns(first, second, batch, num, args)})
+            return
         engine = build(folder, folder / "store", lora=bool(num_adapters), flags=flags)
         vocab = config.get_text_config().vocab_size
         prompts = torch.randint(10, vocab, (max(args.batch), args.prompt), generator=torch.Generator().manual_seed(7))
@@ -255,12 +263,13 @@ def main() -> None:
         engine.close()
 
 
-def products(first: Side, second: Side, batch: int, args: argparse.Namespace) -> dict[str, object]:
+def in_turns(first: Side, second: Side, batch: int, num_adapters: int, args: argparse.Namespace) -> dict[str, object]:
     """Ratios of steps, of prompts too."""
     prompts = torch.randint(10, 500, (batch, args.prompt), generator=torch.Generator().manual_seed(7))
     for number in range(args.rounds + 1):
         for side in (first, second):
-            side.submit(requests(prompts, owners_of(batch, 0), f"{batch}-{number}", args.output if number else 4))
+            owners, tag = owners_of(batch, num_adapters), f"{batch}-{num_adapters}-{number}"
+            side.submit(requests(prompts, owners, tag, args.output if number else 4))
         run(first, second)
         if number == 0:
             forget(first, second)

@@ -11,7 +11,7 @@ from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cuda.graphs import Capture, GraphShape, StepGraphs, capture_steps
 from loraplex_server.backends.fusion import FusedOps, NormForm
 from loraplex_server.layers.experts import MakeExpertProducts
-from loraplex_server.layers.linear import BaseLinearFactory, PlainLinear
+from loraplex_server.layers.linear import BaseLinearFactory, JointLinear, Merge, PlainLinear
 from loraplex_server.layers.quantization import WeightFormat
 from loraplex_server.layers.step import StepResources
 
@@ -29,11 +29,14 @@ class PatchedBackend(Backend):
         capture: Capture | None = None,
     ) -> None:
         super().__init__("cpu")
-        self.merges_linears = merges
+        self._merges = merges
         self._fused = fused
         self._make_linear = make_linear
         self._make_experts = make_experts
         self._capture = capture
+
+    def merge(self) -> Merge | None:
+        return JointLinear.of if self._merges else None
 
     def fused_ops(self) -> FusedOps | None:
         return self._fused

@@ -28,6 +28,7 @@ void lp_round_int4(void*, int, void*, int64_t, int64_t, int, void*, void*);
 void lp_pack(void*, int, int, const void*, const void*, int64_t, int64_t, int64_t, void*);
 void lp_pack_pair(void*, int, int, const void*, const void*, const void*, const void*, int64_t, int64_t, int64_t, void*);
 void lp_linear(void*, int, const void*, int64_t, int, int64_t, const void*, int, int64_t, const void*, void*, int64_t);
+void lp_linears(void*, int, int, const void*, int64_t, int, const void*, int, const void*, void*);
 void lp_lora(void*, int, const void*, int64_t, int, const void*, const void*, void*, void*, int64_t, int64_t);
 void lp_dense(void*, int, const void*, int64_t, int, int64_t, const void*, int64_t, const void*, void*, int64_t);
 void lp_attend(void*, int, const void*, void*, const void*, const void*, int, int, int, float, float, int64_t, int64_t,
@@ -66,6 +67,7 @@ class Program {
   void run() {
     const std::map<std::string, std::function<void()>> functions{
         {"lp_pack", [this] { call(lp_pack); }},         {"lp_pack_pair", [this] { call(lp_pack_pair); }},
+        {"lp_linears", [this] { call(lp_linears); }},
         {"lp_linear", [this] { call(lp_linear); }},     {"lp_lora", [this] { call(lp_lora); }},
         {"lp_dense", [this] { call(lp_dense); }},       {"lp_attend", [this] { call(lp_attend); }},
         {"lp_rms_norm", [this] { call(lp_rms_norm); }}, {"lp_argmax", [this] { call(lp_argmax); }},

@@ -18,7 +18,7 @@ from loraplex_server.backends.reference import ReferenceDense, ReferenceOps, Tor
 from loraplex_server.layers.attention import AttentionSpec, ModelSpec, PagedAttention
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.experts import AddTerms, MakeExpertProducts, MakeFusedExperts, add_terms
-from loraplex_server.layers.linear import BaseLinearFactory, PlainLinear
+from loraplex_server.layers.linear import BaseLinearFactory, Merge, PlainLinear
 from loraplex_server.layers.lora import SegmentedDense, SegmentedLora
 from loraplex_server.layers.quantization import WeightFormat
 from loraplex_server.layers.recurrences import StateOps
@@ -61,8 +61,6 @@ class Backend:
     """Operations of one device. This class is the plain reference; others override what they do faster."""
 
     name: ClassVar[str] = "reference"
-    # Linears that read one input become one product.
-    merges_linears = False
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
@@ -106,6 +104,10 @@ class Backend:
         """Products with base weights. `form`: of few bits, to which the weights are rounded already; a back end without
         such products multiplies with the rounded weights as they are."""
         return PlainLinear
+
+    def merge(self) -> Merge | None:
+        """Computation of linears that read one input by the first of them; None: each computes alone."""
+        return None
 
     def expert_products(self, form: WeightFormat | None = None) -> MakeExpertProducts | None:
         """Products with the weights of experts; None: the model's own code stays. `form`: as of `linears`."""

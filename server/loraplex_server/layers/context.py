@@ -16,12 +16,12 @@ from loraplex_server.layers.lora import PreparedSegments
 
 
 class MergedOutput(NamedTuple):
-    """Output of a merged linear, computed by its first member for the others."""
+    """Outputs of merged linears, computed by the first of them for the others."""
 
-    owner: object  # the merged linear
-    next_idx: int  # of the member whose columns come next
+    owner: object  # what computes them
+    next_idx: int  # of the member whose output is asked for next
     x: Tensor  # [..., in], as it was given
-    y: Tensor  # [..., sum of outputs]
+    outputs: tuple[Tensor, ...]  # of each member [..., out]
 
 
 class StepContext:
@@ -62,7 +62,7 @@ class StepContext:
         self.num_logit_rows: int | None = None
         # The adapters of the step's rows as experts see them, by the slots that have terms of theirs.
         self.expert_uses: dict[frozenset[int], Any] = {}
-        # Pending output of a merged linear.
+        # Pending outputs of merged linears.
         self.merged: MergedOutput | None = None
 
     def clear(self) -> None:

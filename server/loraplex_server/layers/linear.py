@@ -3,15 +3,16 @@
 A module adds a segmented low-rank update to its base product, and owns its FactorTable. The base product is a strategy
 (`BaseLinear`), so that prepacked weights can take its place. The weights are those of the module that was replaced.
 
-A merged linear computes several that read one input (q, k and v, or gate and up) as one product and one adapter update:
-fewer launches, and one wide product keeps more of a GPU busy than three narrow ones. Members are linears that the probe
-saw called in turn with the very same tensor; names are not used. The first member computes for all. Another member
-takes its columns if it is given the same tensor object, and computes alone otherwise.
+A merged linear computes several that read one input (q, k and v, or gate and up) at once: fewer launches, and one wide
+product keeps more of a GPU busy than three narrow ones. Members are linears that the probe saw called in turn with the
+very same tensor; names are not used. The first member computes for all. Another member takes its output if it is given
+the same tensor object, and computes alone otherwise.
 """
 
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -124,6 +125,10 @@ class AdaptedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.merged is not None and (found := self.merged.output(self, x)) is not None:
             return found
+        return self.alone(x)
+
+    def alone(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out], whether it is merged or not."""
         segments = self.segments() if self.num_installed or self.saved else None
         if segments is None:
             return self.base(x)
@@ -365,21 +370,13 @@ def product_by_row(down: Tensor, b: Tensor) -> Tensor:
     return torch.cat(sums).to(down.dtype)
 
 
-class MergedLinear:
-    """Linears of one parent, in the order in which they are called. Owns the joint weight, of which theirs are rows."""
+class MergedLinear(ABC):
+    """Linears of one parent that read one input, in the order in which they are called. The first computes for all."""
 
     def __init__(self, members: Sequence[AdaptedLinear], context: StepContext) -> None:
         self.members = tuple(members)
         self._context = context
-        self._ends = tuple(accumulate(member.out_features for member in members))
-        with torch.no_grad():
-            self.weight = torch.cat(tuple(member.weight for member in members))  # [sum of outputs, in]
-            biases = tuple(member.bias for member in members if member.bias is not None)
-            self.bias = torch.cat(biases) if biases else None
-        for member, start, end in zip(members, (0, *self._ends), self._ends, strict=False):
-            member.weight.data = self.weight[start:end]
-            if member.bias is not None and self.bias is not None:
-                member.bias.data = self.bias[start:end]
+        for member in members:
             member.merged = self
 
     def separate(self) -> None:
@@ -388,10 +385,10 @@ class MergedLinear:
             member.merged = None
 
     def output(self, member: AdaptedLinear, x: Tensor) -> Tensor | None:
-        """x [..., in] -> the member's columns [..., out] of what all compute of x, adapters included. None where the
-        member comes out of turn or with another x than the first."""
+        """x [..., in] -> the member's [..., out], adapters included. None where the member comes out of turn or with
+        another x than the first."""
         if member is self.members[0]:
-            found = MergedOutput(self, 0, x, self._compute(x))
+            found = MergedOutput(self, 0, x, self._compute(x, self._segments()))
         else:
             left = self._context.merged
             if left is None or left.x is not x or left.owner is not self:
@@ -401,22 +398,64 @@ class MergedLinear:
                 return None
         idx = found.next_idx
         self._context.merged = found._replace(next_idx=idx + 1) if idx + 1 < len(self.members) else None
-        return found.y[..., self._ends[idx] - member.out_features : self._ends[idx]]
+        return found.outputs[idx]
+
+    def _segments(self) -> PreparedSegments | None:
+        """The step's segments; None where no member has anything of an adapter."""
+        uses_any = self.members[0].ops is not None and any(m.num_installed or m.saved for m in self.members)
+        return self._context.token_segments if uses_any else None
+
+    @abstractmethod
+    def _compute(self, x: Tensor, segments: PreparedSegments | None) -> tuple[Tensor, ...]:
+        """x [..., in] -> [..., out] of each member, with what adapters add in these segments."""
+
+
+Merge = Callable[[Sequence[AdaptedLinear], StepContext], MergedLinear | None]
+
+
+class JointLinear(MergedLinear):
+    """Merged linears with one weight, which it owns, and of which theirs are rows."""
+
+    def __init__(self, members: Sequence[AdaptedLinear], context: StepContext) -> None:
+        super().__init__(members, context)
+        self._sizes = [member.out_features for member in members]
+        self._ends = tuple(accumulate(self._sizes))
+        with torch.no_grad():
+            self.weight = torch.cat(tuple(member.weight for member in members))  # [sum of outputs, in]
+            biases = tuple(member.bias for member in members if member.bias is not None)
+            self.bias = torch.cat(biases) if biases else None
+        for member, start, end in zip(members, (0, *self._ends), self._ends, strict=False):
+            member.weight.data = self.weight[start:end]
+            if member.bias is not None and self.bias is not None:
+                member.bias.data = self.bias[start:end]
+
+    @classmethod
+    def of(cls, members: Sequence[AdaptedLinear], context: StepContext) -> JointLinear | None:
+        """Implements `Merge`."""
+        first = members[0]
+        fits = len(members) > 1 and all(
+            type(member.base) is PlainLinear
+            and not member.is_conv1d
+            and (member.bias is None) == (first.bias is None)
+            and member.weight.dtype == first.weight.dtype
+            for member in members
+        )
+        return cls(members, context) if fits else None
 
     def base(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
-    def _compute(self, x: Tensor) -> Tensor:
-        segments, first = self._context.token_segments, self.members[0]
-        if segments is None or first.ops is None or not any(m.num_installed or m.saved for m in self.members):
-            return self.base(x)
+    def _compute(self, x: Tensor, segments: PreparedSegments | None) -> tuple[Tensor, ...]:
+        first = self.members[0]
+        if segments is None or first.ops is None:
+            return self.base(x).split(self._sizes, dim=-1)
         tables = [member.table for member in self.members if member.table is not None]
         rows = x.reshape(-1, first.in_features)
         y = first.ops.apply_over(partial(self._product, x, rows, segments), rows, tables, segments)
         for table, end in zip(tables, self._ends, strict=False):
             if table.rescaled:
                 rescale(y[:, end - table.out_features : end], table, segments)
-        return y.view(*x.shape[:-1], self._ends[-1])
+        return y.view(*x.shape[:-1], self._ends[-1]).split(self._sizes, dim=-1)
 
     def _product(self, x: Tensor, rows: Tensor, segments: PreparedSegments) -> Tensor:
         """The product of the merged linear [rows, sum of outputs], with the weights of its own that an adapter has
@@ -429,7 +468,11 @@ class MergedLinear:
 
 
 def merge_linears(
-    model: nn.Module, runs: Sequence[Sequence[str]], targets: Mapping[str, nn.Module], context: StepContext
+    model: nn.Module,
+    runs: Sequence[Sequence[str]],
+    targets: Mapping[str, nn.Module],
+    context: StepContext,
+    merge: Merge = JointLinear.of,
 ) -> list[MergedLinear]:
     """Merges linears within `runs` (paths of linears that were called in turn with one input) where they fit."""
     found: list[MergedLinear] = []
@@ -437,8 +480,8 @@ def merge_linears(
         for paths in _of_one_parent(run):
             modules = [targets.get(path) for path in paths]
             members = [m for m in modules if isinstance(m, AdaptedLinear) and not isinstance(m, AdaptedHead)]
-            if len(members) == len(paths) > 1 and _fit_together(members):
-                found.append(MergedLinear(members, context))
+            if 0 < len(members) == len(paths) and (merged := merge(members, context)) is not None:
+                found.append(merged)
     device = next(model.parameters()).device
     if found and device.type == "cuda":
         torch.cuda.empty_cache()  # gives the memory of the members' own weights to the KV cache
@@ -454,14 +497,3 @@ def _of_one_parent(run: Sequence[str]) -> list[list[str]]:
         else:
             groups.append([path])
     return groups
-
-
-def _fit_together(members: Sequence[AdaptedLinear]) -> bool:
-    first = members[0]
-    return all(
-        type(member.base) is PlainLinear
-        and not member.is_conv1d
-        and (member.bias is None) == (first.bias is None)
-        and member.weight.dtype == first.weight.dtype
-        for member in members
-    )

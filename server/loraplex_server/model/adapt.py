@@ -43,6 +43,8 @@ from loraplex_server.layers.linear import (
     AdaptedHead,
     AdaptedLinear,
     BaseLinearFactory,
+    JointLinear,
+    Merge,
     PlainLinear,
     merge_linears,
 )
@@ -87,8 +89,8 @@ def adapt_model(
     targets = adapt_modules(model, probe, context, dtype, make_base, keeps_head=keeps_head)
     if stack is not None:
         stack.connect()  # experts are tried in the model's own layers
-    if backend.merges_linears:
-        merge_modules(model, probe, targets, context)
+    if (merge := backend.merge()) is not None:
+        merge_modules(model, probe, targets, context, merge)
     if stack is None and (fused := backend.fused_ops()) is not None:  # a stack has norms of its own
         _fuse(model, probe, fused, context)
     targets |= adapt_experts(model, probe, context, dtype, backend, form)
@@ -263,12 +265,16 @@ def _norm_places(
 
 
 def merge_modules(
-    model: PreTrainedModel, probe: Probe, targets: dict[str, AdaptedModule], context: StepContext
+    model: PreTrainedModel,
+    probe: Probe,
+    targets: dict[str, AdaptedModule],
+    context: StepContext,
+    merge: Merge = JointLinear.of,
 ) -> None:
     """Merges linears that read one input. None, where the model computes something else with them."""
     called_once = [[path for path in run if len(probe.rows.get(path, ())) == 1] for run in probe.runs]
     linears = {path: module for path, module in targets.items() if isinstance(module, AdaptedLinear)}
-    merged = merge_linears(model, called_once, linears, context)
+    merged = merge_linears(model, called_once, linears, context, merge)
     with _products_compared([member for group in merged for member in group.members]) as products:
         problem = _difference(model, probe, context, "merged model")
     if problem := problem or next((f"a product is {one.error:.1%} off" for one in products if not one.is_equal), ""):

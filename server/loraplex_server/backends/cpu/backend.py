@@ -19,7 +19,7 @@ from loraplex_server.backends.cpu.cores import default_num_threads
 from loraplex_server.backends.cpu.experts import NativeTerms, native_experts, native_fused_experts
 from loraplex_server.backends.cpu.find_decoder import FoundStack, find_stack
 from loraplex_server.backends.cpu.fused import NativeFused
-from loraplex_server.backends.cpu.linear import native_linears, packed_linear
+from loraplex_server.backends.cpu.linear import native_linears, native_merge, packed_linear
 from loraplex_server.backends.cpu.lora import NativeDense, NativeOps
 from loraplex_server.backends.cpu.medusa import NativeGuesser, native_guesser
 from loraplex_server.backends.cpu.native.kernels import DTYPES, NativeKernels
@@ -29,7 +29,7 @@ from loraplex_server.backends.cpu.torch_lora import CpuDense, CpuOps
 from loraplex_server.layers.attention import AttentionSpec
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.experts import AddTerms, MakeExpertProducts, MakeFusedExperts
-from loraplex_server.layers.linear import BaseLinearFactory
+from loraplex_server.layers.linear import BaseLinearFactory, Merge
 from loraplex_server.layers.lora import SegmentedDense, SegmentedLora
 from loraplex_server.layers.quantization import WeightFormat
 from loraplex_server.sampling.draw import Draw, row_argmax
@@ -99,6 +99,9 @@ class CpuBackend(Backend):
 
     def linears(self, form: WeightFormat | None = None) -> BaseLinearFactory:
         return packed_linear if self.kernels is None else native_linears(self.kernels, form=form)
+
+    def merge(self) -> Merge | None:
+        return None if self.kernels is None else native_merge(self.kernels)
 
     def expert_products(self, form: WeightFormat | None = None) -> MakeExpertProducts | None:
         return None if self.kernels is None else native_experts(self.kernels, form)

@@ -1,4 +1,4 @@
-"""Base linears of the CPU: native packed weights, and oneDNN's layout.
+"""Linears of the CPU: native packed weights, several with adapters in one call, and oneDNN's layout.
 
 oneDNN computes the same product as a plain linear, without reordering the weight in every call. Its operators are
 private to PyTorch: `packed_linear` answers with a plain linear wherever they are missing or do not take the weight. A
@@ -7,15 +7,30 @@ test notices when they go.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 from torch import Tensor
 
-from loraplex_server.backends.cpu.native.kernels import NativeKernels
-from loraplex_server.layers.linear import BaseLinear, BaseLinearFactory, PlainLinear
+from loraplex_server.backends.cpu.lora import native_table
+from loraplex_server.backends.cpu.native.kernels import NO_RUNS, NativeKernels, RunsOfRows
+from loraplex_server.backends.cpu.native.library import Member
+from loraplex_server.layers.context import StepContext
+from loraplex_server.layers.linear import (
+    AdaptedLinear,
+    BaseLinear,
+    BaseLinearFactory,
+    Merge,
+    MergedLinear,
+    PlainLinear,
+)
+from loraplex_server.layers.lora import FactorTable, PreparedSegments
 from loraplex_server.layers.quantization import WeightFormat
 
 # oneDNN has no float64, and on most CPUs its float16 is slower than a plain product.
 _DTYPES = (torch.bfloat16, torch.float32)
+MAX_MEMBERS = 4  # kMaxModules in src/lora.h
 
 
 class PackedLinear:
@@ -83,3 +98,69 @@ def native_linears(
         return NativeLinear(kernels, weight, bias, form)
 
     return make
+
+
+class NativeLinears(MergedLinear):
+    """Linears that read one input, with all that adapters add, in one native call. Outputs are tensors of their own."""
+
+    def __init__(self, kernels: NativeKernels, members: Sequence[AdaptedLinear], context: StepContext) -> None:
+        super().__init__(members, context)
+        self._kernels = kernels
+        self._packed = [cast(NativeLinear, member.base).packed for member in members]
+        self._sizes = [member.out_features for member in members]
+        biases = [cast(NativeLinear, member.base).bias for member in members]
+        self._linears = (Member * len(members))(
+            *(
+                Member(packed=packed.address, num_outputs=size, bias=None if bias is None else bias.data_ptr())
+                for packed, size, bias in zip(self._packed, self._sizes, biases, strict=True)
+            )
+        )
+        self._tables: list[FactorTable | None] = [None] * len(members)  # which the kernels know
+
+    def _compute(self, x: Tensor, segments: PreparedSegments | None) -> tuple[Tensor, ...]:
+        runs, max_rank = NO_RUNS, 0
+        if segments is not None:
+            runs = cast(RunsOfRows, segments.data)
+            max_rank = max(self._show_table(idx, member) for idx, member in enumerate(self.members))
+        y = self._kernels.linears(x, self._packed[0], self._linears, self._sizes, runs, max_rank)
+        if segments is not None:
+            for member, own in zip(self.members, y, strict=True):
+                if any(saved.rows is not None for saved in member.saved.values()):
+                    _take_own_rows(member, x, own, segments)
+        return y
+
+    def _show_table(self, idx: int, member: AdaptedLinear) -> int:
+        """Has the kernels find a member's factors. Returns the largest rank that is installed."""
+        table = member.table
+        assert table is not None, "a module with adapters has a table"
+        native = native_table(table)
+        if self._tables[idx] is not table:
+            self._linears[idx].table = native.table
+            self._tables[idx] = table
+        return native.max_rank
+
+
+def _take_own_rows(member: AdaptedLinear, x: Tensor, y: Tensor, segments: PreparedSegments) -> None:
+    """Computes rows anew whose adapter has own rows of a weight, which the kernels do not know."""
+    alone, rows = member.alone(x).view(-1, member.out_features), y.view(-1, member.out_features)
+    for segment in segments.segments:
+        saved = member.saved.get(segment.adapter_slot)
+        if saved is not None and saved.rows is not None:
+            rows[segment.start : segment.end] = alone[segment.start : segment.end]
+
+
+def native_merge(kernels: NativeKernels) -> Merge:
+    """Merges linears with native products, single ones too: their adapters' terms are part of the call then."""
+
+    def merge(members: Sequence[AdaptedLinear], context: StepContext) -> MergedLinear | None:
+        first = members[0].base
+        fits = len(members) <= MAX_MEMBERS and all(
+            isinstance(first, NativeLinear)
+            and isinstance(member.base, NativeLinear)
+            and not member.is_conv1d
+            and (member.base.packed.dtype, member.base.packed.format) == (first.packed.dtype, first.packed.format)
+            for member in members
+        )
+        return NativeLinears(kernels, members, context) if fits else None
+
+    return merge

@@ -65,9 +65,7 @@ class NativeOps(CpuOps):
             super().apply(y, x, table, prepared)
             return
         runs = cast(RunsOfRows, prepared.data)
-        if table.derived is None:
-            table.derived = _Native(table_of(table), int(table.ranks.max()))
-        native = cast(_Native, table.derived)
+        native = native_table(table)
         if native.max_rank and runs.max_uses:
             rows = x if x.is_contiguous() else x.contiguous()
             self.kernels.add_lora(y, rows, native.table, runs, native.max_rank)
@@ -81,7 +79,7 @@ class NativeOps(CpuOps):
 
 
 @dataclass(frozen=True, slots=True)
-class _Native:
+class NativeTable:
     """A table as the kernels see it. Implements `layers.lora.Derived`: the pointers stay, the ranks do not."""
 
     table: Table
@@ -89,6 +87,13 @@ class _Native:
 
     def without(self, slot: int) -> Derived | None:
         return None
+
+
+def native_table(table: FactorTable) -> NativeTable:
+    """The table as the kernels see it, kept until a slot changes."""
+    if table.derived is None:
+        table.derived = NativeTable(table_of(table), int(table.ranks.max()))
+    return cast(NativeTable, table.derived)
 
 
 def table_of(table: FactorTable) -> Table:

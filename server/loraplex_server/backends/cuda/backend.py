@@ -30,6 +30,7 @@ from loraplex_server.backends.fusion import FusedOps
 from loraplex_server.backends.reference import ReferenceDense, ReferenceOps
 from loraplex_server.layers.attention import ModelSpec
 from loraplex_server.layers.experts import MakeExpertProducts
+from loraplex_server.layers.linear import JointLinear, Merge
 from loraplex_server.layers.lora import SegmentedDense, SegmentedLora
 from loraplex_server.layers.quantization import WeightFormat
 from loraplex_server.layers.step import StepResources
@@ -40,7 +41,6 @@ class CudaBackend(Backend):
     """Computes on a CUDA device with Triton's kernels; without Triton the reference computes, on the GPU too."""
 
     name: ClassVar[str] = "cuda"
-    merges_linears = True
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         super().__init__(device)
@@ -88,6 +88,9 @@ class CudaBackend(Backend):
         from loraplex_server.backends.cuda.lora.operation import TritonDense
 
         return TritonDense()
+
+    def merge(self) -> Merge:
+        return JointLinear.of
 
     def expert_products(self, form: WeightFormat | None = None) -> MakeExpertProducts | None:
         if _triton_problem():

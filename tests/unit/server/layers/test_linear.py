@@ -26,7 +26,7 @@ from loraplex_server.layers.linear import (
     AdaptedHead,
     AdaptedLinear,
     BaseLinear,
-    MergedLinear,
+    JointLinear,
     OwnRows,
     merge_linears,
     product_by_row,
@@ -351,6 +351,7 @@ def test_they_answer_as_they_would_alone(has_bias: bool) -> None:
 def test_weights_are_rows_of_one() -> None:
     three = Three()
     (group,) = three.groups
+    assert isinstance(group, JointLinear)
     assert group.weight.shape == (sum(SIZES), 4)
     start = 0
     for linear, plain in zip(three.joined, three.plain, strict=True):
@@ -445,12 +446,13 @@ def test_separated_they_compute_alone() -> None:
 
 
 def test_a_model_whose_code_needs_whole_outputs_is_served_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Viewed(MergedLinear):
-        def output(self, member: AdaptedLinear, x: Tensor) -> Tensor | None:
-            y = super().output(member, x)
-            return y if y is None else y.view(-1)
+    output = JointLinear.output
 
-    monkeypatch.setattr("loraplex_server.layers.linear.MergedLinear", Viewed)
+    def viewed(self: JointLinear, member: AdaptedLinear, x: Tensor) -> Tensor | None:
+        y = output(self, member, x)
+        return y if y is None else y.reshape(-1)
+
+    monkeypatch.setattr(JointLinear, "output", viewed)
     loaded = adopt_model(
         random_model("llama"), backend=PatchedBackend(merges=True)
     )  # verified against Transformers' own attention
@@ -472,13 +474,13 @@ def test_wide_products_may_round_otherwise_but_not_be_wrong(
     error: float, is_merged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU adds up parts of a product in another order where it is wider, which a deep model amplifies."""
-    base = MergedLinear.base
+    base = JointLinear.base
 
-    def perturbed(self: MergedLinear, x: Tensor) -> Tensor:
+    def perturbed(self: JointLinear, x: Tensor) -> Tensor:
         y = base(self, x)
         return y * (1 + error * torch.randn(y.shape, generator=torch.Generator().manual_seed(len(self.members))))
 
-    monkeypatch.setattr(MergedLinear, "base", lambda self, x: perturbed(self, x).to(x.dtype))
+    monkeypatch.setattr(JointLinear, "base", lambda self, x: perturbed(self, x).to(x.dtype))
     loaded = adopt_model(rounded_model(), backend=PatchedBackend(merges=True), verify=False)
     found = {bool(module.merged) for path, module in loaded.targets.items() if path.endswith(("q_proj", "up_proj"))}
     assert found == {is_merged}

@@ -27,6 +27,7 @@ from loraplex_server.backends.cpu.native.library import (
     Head,
     Library,
     Linear,
+    Member,
     Noise,
     Pieces,
     Routed,
@@ -123,7 +124,7 @@ class NativeKernels:
                 field="--threads",
             )
         self._pool = pool
-        self._inner = torch.empty(0)  # scratch of `add_lora`
+        self._inner = torch.empty(0)  # scratch of `add_lora` and `linears`
         self._routed = torch.empty(0, dtype=torch.uint8)  # scratch of `run_experts`
         # Not at exit: threads that are still computing then would lose the pool under their feet.
         weakref.finalize(self, _free_pool, self._functions, self._pool, os.getpid()).atexit = False
@@ -234,6 +235,32 @@ class NativeKernels:
             packed.address, _code(packed.format), packed.num_outputs, _address(bias), y.data_ptr(), packed.num_outputs,
         )  # fmt: skip
         return y
+
+    def linears(
+        self,
+        x: Tensor,
+        like: PackedWeight,
+        members: ctypes.Array[Member],
+        sizes: Sequence[int],
+        runs: RunsOfRows,
+        max_rank: int,
+    ) -> tuple[Tensor, ...]:
+        """x [..., in] -> x @ W.T + bias of each member, with the runs' updates [..., out]. `like`: the packed weight of
+        one of them. `sizes`: their outputs. `max_rank`: of their tables."""
+        rows = x.reshape(-1, like.num_inputs).contiguous()
+        num_rows = rows.shape[0]
+        runs.struct.max_rank = max_rank * runs.max_uses
+        outputs = tuple(x.new_empty((*x.shape[:-1], size)) for size in sizes)
+        for member, y in zip(members, outputs, strict=True):
+            member.y = y.data_ptr()
+        needed = self._functions.lp_linears_scratch(num_rows, runs.struct.max_rank, len(sizes), sum(sizes))
+        if self._inner.numel() < needed:
+            self._inner = torch.empty(2 * needed)
+        self._functions.lp_linears(
+            self._pool, DTYPES[like.dtype], _code(like.format), rows.data_ptr(), like.num_inputs, num_rows, members,
+            len(sizes), ctypes.byref(runs.struct), self._inner.data_ptr(),
+        )  # fmt: skip
+        return outputs
 
     def experts(self, x: Tensor, experts: Tensor, packed: PackedWeight, num_outputs: int) -> Tensor:
         """x [rows, in] times the weight of each of a row's experts [rows, experts of a row], int64 -> [pairs, out].

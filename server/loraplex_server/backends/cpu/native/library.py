@@ -23,7 +23,7 @@ from loraplex_server.backends.cpu.native.build import (
 
 # --- prototypes -------------------------------------------------------------------------------------------------------
 
-ABI_VERSION: Final = 16  # kAbiVersion in src/version.cpp
+ABI_VERSION: Final = 17  # kAbiVersion in src/version.cpp
 
 
 class Prototype(NamedTuple):
@@ -56,6 +56,12 @@ class Table(ctypes.Structure):
         *((name, _POINTER) for name in ("a_ptrs", "b_ptrs", "ranks", "scales", "gain_ptrs", "shift_ptrs")),
         *((name, _POINTER) for name in ("own_ptrs", "block_ptrs", "block_sizes", "block_strides")),
     )
+
+
+class Member(ctypes.Structure):
+    """LpMember: one of the linears that read the same rows."""
+
+    _fields_ = (("packed", _POINTER), ("num_outputs", _LONG), ("bias", _POINTER), ("table", Table), ("y", _POINTER))
 
 
 class Norm(ctypes.Structure):
@@ -253,6 +259,10 @@ KERNELS: Final[Mapping[str, Prototype]] = {
         None, "pool dtype format first first_scales second second_scales stride num_outputs k packed"
     ),
     "lp_linear": _function(None, "pool dtype x x_stride num_rows k packed format num_outputs bias y y_stride"),
+    "lp_linears_scratch": _function(
+        _LONG, "num_rows max_rank num_modules num_outputs", num_rows=_LONG, num_modules=_LONG
+    ),
+    "lp_linears": _function(None, "pool dtype format x k num_rows members num_modules runs scratch", num_modules=_INT),
     "lp_experts": _function(None, "pool dtype x k experts num_pairs per_row num_experts packed format num_outputs y"),
     "lp_experts_scratch_bytes": _function(_LONG, "experts num_pairs max_rank", experts=_struct(Experts)),
     "lp_experts_run": _function(_INT, "pool experts routed", experts=_struct(Experts), routed=_struct(Routed)),

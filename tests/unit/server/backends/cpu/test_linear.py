@@ -13,21 +13,29 @@ from support.lora_cases import bits
 from support.native_kernels import isas, native_kernels, using
 from support.native_models import native_model
 from support.zoo import random_model
-from torch import nn
+from torch import Tensor, nn
 
+from loraplex_adapters.weights import AdapterWeights, LoraFactors, SavedParameter
+from loraplex_contracts.adapters import AdapterKey
 from loraplex_server.backends.cpu.backend import CpuBackend
 from loraplex_server.backends.cpu.decoder import StackLinear, StackPair
 from loraplex_server.backends.cpu.linear import (
+    MAX_MEMBERS,
     NativeLinear,
+    NativeLinears,
     PackedLinear,
     can_pack,
     native_linears,
+    native_merge,
     packed_linear,
 )
 from loraplex_server.backends.cpu.lora import NativeOps
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
+from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.linear import AbsorbedLinear, AdaptedHead, AdaptedLinear, PlainLinear
+from loraplex_server.layers.lora import Segment
+from loraplex_server.layers.quantization import INT8
 from loraplex_server.model.loader import adopt_model
 
 
@@ -129,6 +137,134 @@ def test_tied_weights_stay_tied(kernels: NativeKernels) -> None:
     assert head.weight is embedding
     x = torch.randn(3, 128)
     assert torch.equal(bits(head.base(x)), bits(NativeLinear(kernels, embedding, None)(x)))
+
+
+# --- several with adapters, in one call -------------------------------------------------------------------------------
+
+SIZES = {"q": 96, "k": 40, "b": 7, "a": 64}
+NUM_INPUTS, NUM_SLOTS = 64, 6
+
+
+class Group:
+    """Merged linears, and adapters of all kinds in slots: low-rank ones of a few members, a gain and a shift, a weight
+    and rows of a weight of their own."""
+
+    def __init__(self, kernels: NativeKernels, dtype: torch.dtype, *, has_bias: bool = True) -> None:
+        torch.manual_seed(0)
+        self.context = StepContext()
+        self.members: dict[str, AdaptedLinear] = {}
+        self.plain: dict[str, nn.Linear] = {}
+        for name, size in SIZES.items():
+            self.plain[name] = plain = nn.Linear(NUM_INPUTS, size, bias=has_bias).requires_grad_(False).to(dtype)
+            self.members[name] = AdaptedLinear(
+                plain.weight, plain.bias, self.context, make_base=native_linears(kernels)
+            )
+        self.group = native_merge(kernels)([*self.members.values()], self.context)
+        assert isinstance(self.group, NativeLinears)
+        self.ops = NativeOps(kernels)
+        self.slots = AdapterSlots(dict(self.members), self.ops, NUM_SLOTS, torch.device("cpu"))  # type: ignore[arg-type]
+        self.adapters = [
+            self._adapter({"q": 16, "b": 3}),
+            self._adapter({"k": 40}),
+            self._adapter({"q": 4, "k": 4, "b": 4, "a": 4}, is_rescaled=True),
+            self._adapter({}, {"a": SavedParameter(torch.randn(64, NUM_INPUTS).to(dtype) / 8)}),
+            self._adapter({"q": 8}, {"q": SavedParameter(torch.randn(2, NUM_INPUTS).to(dtype) / 8, (3, 90))}),
+        ]
+        for slot, weights in enumerate(self.adapters):
+            self.slots.install(slot, weights)
+
+    def _adapter(
+        self, ranks: dict[str, int], saved: dict[str, SavedParameter] | None = None, *, is_rescaled: bool = False
+    ) -> AdapterWeights:
+        dtype = self.members["q"].weight.dtype
+        factors: dict[str, LoraFactors] = {}
+        for name, rank in ranks.items():
+            a, b = torch.randn(rank, NUM_INPUTS) / 8, torch.randn(SIZES[name], rank) / rank
+            more = (1 + torch.randn(SIZES[name]) / 4, torch.randn(SIZES[name])) if is_rescaled else ()
+            factors[name] = LoraFactors(a.to(dtype), b.to(dtype), 0.5, *(one.to(dtype) for one in more))
+        own = {name: {"weight": one} for name, one in (saved or {}).items()}
+        return AdapterWeights(AdapterKey("lora", "0" * 64), torch.zeros(0, dtype=torch.uint8), factors, saved=own)
+
+    def run(self, x: Tensor, segments: list[Segment]) -> dict[str, Tensor]:
+        self.context.clear()
+        self.context.token_segments = self.ops.prepare(segments, len(x), NUM_SLOTS, x.device) if segments else None
+        given = x.unsqueeze(0)  # members look for the very tensor
+        return {name: member(given)[0] for name, member in self.members.items()}
+
+    def want(self, name: str, x: Tensor, segments: list[Segment]) -> Tensor:
+        """The same in float64."""
+        plain = self.plain[name]
+        wide = x.double()
+        y = wide @ plain.weight.double().t() + (0 if plain.bias is None else plain.bias.double())
+        for segment in segments:
+            rows, weights = slice(segment.start, segment.end), self.adapters[segment.adapter_slot]
+            if (own := weights.saved.get(name)) is not None:
+                values, ids = own["weight"].values.double(), own["weight"].token_ids
+                columns = slice(None) if ids is None else list(ids)
+                bias = 0 if plain.bias is None else plain.bias.double()[columns]
+                y[rows, columns] = wide[rows] @ values.t() + bias
+        for segment in segments:
+            rows, factors = slice(segment.start, segment.end), self.adapters[segment.adapter_slot].factors.get(name)
+            if factors is None:
+                continue
+            y[rows] += segment.weight * factors.scale * (wide[rows] @ factors.a.double().t() @ factors.b.double().t())
+            if factors.gain is not None and factors.shift is not None:
+                y[rows] = factors.gain.double() * y[rows] + factors.shift.double()
+        return y
+
+
+SEGMENTS = [
+    *(Segment(1, 2, 0), Segment(2, 9, 1), Segment(9, 12, 2), Segment(12, 14, 3), Segment(15, 20, 4)),
+    *(Segment(22, 60, 0, 0.5), Segment(22, 60, 1, 2.0)),  # a mixture
+]
+
+
+@pytest.mark.parametrize("num_rows", [60, 61, 200])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
+def test_linears_with_adapters_of_all_kinds_in_one_call(
+    kernels: NativeKernels, num_rows: int, has_bias: bool, dtype: torch.dtype, tolerance: float
+) -> None:
+    group = Group(kernels, dtype, has_bias=has_bias)
+    x = torch.randn(num_rows, NUM_INPUTS).to(dtype)
+    for name, y in group.run(x, SEGMENTS).items():
+        want = group.want(name, x, SEGMENTS)
+        torch.testing.assert_close(y.double(), want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
+    assert group.context.merged is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_have_the_bits_that_they_have_alone(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    group = Group(kernels, dtype)
+    x = torch.randn(60, NUM_INPUTS).to(dtype)
+    together = group.run(x, SEGMENTS)
+    for row in range(60):
+        own = [Segment(0, 1, one.adapter_slot, one.weight) for one in SEGMENTS if one.start <= row < one.end]
+        if any(one.adapter_slot == 4 for one in own):
+            continue  # torch multiplies with own rows of a weight, by the number of rows
+        alone = group.run(x[row : row + 1], own)
+        assert all(torch.equal(bits(together[name][row]), bits(alone[name][0])) for name in SIZES), row
+    for name, member in group.members.items():
+        assert torch.equal(bits(together[name][0]), bits(member.base(x[:1])[0])), "without an adapter: the base's bits"
+
+
+def test_linears_that_do_not_fit_together_stay_alone(kernels: NativeKernels) -> None:
+    context, merge = StepContext(), native_merge(kernels)
+
+    def linear(*, form: object = None, **options: bool) -> AdaptedLinear:
+        weight = nn.Parameter(torch.randn(64, 64), requires_grad=False)
+        return AdaptedLinear(weight, None, context, make_base=native_linears(kernels, form=form), **options)  # type: ignore[arg-type]
+
+    assert merge([linear()], context) is not None
+    assert merge([linear() for _ in range(MAX_MEMBERS)], context) is not None
+    for members in (
+        [linear() for _ in range(MAX_MEMBERS + 1)],
+        [linear(), linear(form=INT8)],
+        [linear(is_conv1d=True)],
+        [AdaptedLinear(nn.Parameter(torch.randn(64, 64), requires_grad=False), None, context)],
+    ):
+        assert merge(members, context) is None
+        assert not any(member.merged for member in members)
 
 
 def test_this_torch_still_has_the_operators() -> None:

@@ -16,7 +16,9 @@ constexpr int kKeptRows = 4;     // of a run
 constexpr int kKeptInAll = 128;  // rows of the step up to which there is memory for it
 constexpr int kPieceRows = 32;   // most rows of a run that are one chunk's
 
-// One module of a group.
+// One module of a group, which has no more than so many.
+constexpr int kMaxModules = 4;
+
 struct Target {
   const LpTable* table;
   int64_t num_outputs;
@@ -325,10 +327,10 @@ class Updates {
   const bool keeps_;
   float* updates_ = nullptr;  // kept ones, by 16 outputs of all modules: [rows][16]
   const Target* targets_ = nullptr;
-  std::vector<Kept> kept_[3];  // by module, as those below
-  std::vector<Use> uses_[3];
-  std::vector<Rescaled> rescaled_[3];
-  int64_t starts_[4] = {};  // of modules, in 16s
+  std::vector<Kept> kept_[kMaxModules];  // by module, as those below
+  std::vector<Use> uses_[kMaxModules];
+  std::vector<Rescaled> rescaled_[kMaxModules];
+  int64_t starts_[kMaxModules + 1] = {};  // of modules, in 16s
 };
 
 }  // namespace lp

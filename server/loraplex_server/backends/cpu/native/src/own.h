@@ -139,7 +139,7 @@ class OwnProducts {
   const std::vector<Piece> pieces_;
   const void* x_ = nullptr;
   int64_t k_ = 0;
-  std::vector<Span> spans_[3];  // by module
+  std::vector<Span> spans_[kMaxModules];  // by module
   std::vector<Line> inputs_;    // [changed rows][k]
 };
 

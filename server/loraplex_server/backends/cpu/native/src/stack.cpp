@@ -8,8 +8,8 @@
 // whose output nobody reads get keys and values only. The caller guarantees shapes and keeps all memory alive.
 #include <array>
 
+#include "adapted.h"
 #include "outputs.h"
-#include "own.h"
 
 extern "C" {
 
@@ -127,8 +127,7 @@ class StackRun {
         step_(step),
         dtype_(DType(stack.dtype)),
         scratch_(lay_out(stack, step.num_tokens, step.runs.max_rank, step.scratch)),
-        updates_(pool, kernels, dtype_, step.runs, step.num_tokens, scratch_.updates),
-        own_(pool, kernels, dtype_, step.runs),
+        products_(pool, kernels, dtype_, Format(stack.format), step.runs, step.num_tokens, scratch_.updates, &prefetches),
         prefetches_(prefetches),
         slots_(slots_of(step.runs, step.num_tokens)) {}
 
@@ -146,21 +145,21 @@ class StackRun {
     for (int i = 0; i < stack_.num_layers; i++) {
       const LpLayer& layer = stack_.layers[i];
       const auto qkv = qkv_targets(layer);
-      updates_.add_factors(qkv.data(), int(qkv.size()), stack_.hidden, prefetches_);
+      products_.updates().add_factors(qkv.data(), int(qkv.size()), stack_.hidden, prefetches_);
       add_weights(layer.qkv, stack_.hidden, ceil_div(qkv_rows, kBand), stack_.head_dim / kBand);
       end_phase(qkv_rows * stack_.hidden);
       add_pages(layer, step_.spans);
       end_phase(0);
       const Target o{&layer.o_table, stack_.hidden}, down{&layer.down_table, stack_.hidden};
-      updates_.add_factors(&o, 1, rows, prefetches_);
+      products_.updates().add_factors(&o, 1, rows, prefetches_);
       add_weights(layer.o, rows, ceil_div(stack_.hidden, kBand), 1);
       end_phase(rows * stack_.hidden);
       if (layer.gate_up == nullptr) continue;
       const auto gate = gate_targets(layer);
-      updates_.add_factors(gate.data(), int(gate.size()), stack_.hidden, prefetches_);
+      products_.updates().add_factors(gate.data(), int(gate.size()), stack_.hidden, prefetches_);
       add_weights(layer.gate_up, stack_.hidden, ceil_div(stack_.ffn, kPanel), 2);
       end_phase(2 * int64_t(stack_.ffn) * stack_.hidden);
-      updates_.add_factors(&down, 1, stack_.ffn, prefetches_);
+      products_.updates().add_factors(&down, 1, stack_.ffn, prefetches_);
       add_weights(layer.down, stack_.ffn, ceil_div(stack_.hidden, kBand), 1);
       end_phase(int64_t(stack_.ffn) * stack_.hidden);
     }
@@ -173,7 +172,7 @@ class StackRun {
     prefetches_.begin_phase();
     const void* x = normalize(layer.norm1, layer.eps);
     const auto targets = qkv_targets(layer);
-    prepare(x, stack_.hidden, targets.data(), int(targets.size()));
+    products_.prepare(x, stack_.hidden, targets.data(), int(targets.size()));
     project_qkv(layer, x);
   }
 
@@ -202,7 +201,7 @@ class StackRun {
     }
     prefetches_.begin_phase();
     const auto targets = gate_targets(layer);
-    prepare(x, stack_.hidden, targets.data(), int(targets.size()));
+    products_.prepare(x, stack_.hidden, targets.data(), int(targets.size()));
     gate(layer, x);
     prefetches_.begin_phase();
     add_product(layer.down, nullptr, layer.down_table, scratch_.act, stack_.ffn, layer.ffn_norm, layer.eps);
@@ -319,36 +318,6 @@ class StackRun {
     return own == 0 ? norm.weight : reinterpret_cast<const void*>(own);
   }
 
-  void prepare(const void* x, int64_t k, const Target* targets, int num_modules) {
-    updates_.prepare(x, k, targets, num_modules);
-    own_.prepare(x, k, targets, num_modules);
-  }
-
-  // Products that modules share, with their updates. places(band, body) calls body(module, output, width, column) for the
-  // outputs of each module that a band holds, and the first one's column in it.
-  template <class Places, class Epilogue>
-  void adapted(const void* x, int64_t k, const void* packed, int num_bands, int unit, const Places& places,
-               const Epilogue& epilogue) {
-    const Bands bands{packed, Format(stack_.format)};
-    products(
-        pool_, kernels_, dtype_, x, k, step_.num_tokens, k, bands, num_bands, unit, &prefetches_,
-        [&](int band, int row, int m, Prefetch& prefetch) {
-          bool is_needed = false;
-          places(band, [&](int module, int64_t output, int width, int) {
-            updates_.find(module, output, width, row, m, prefetch);
-            is_needed = is_needed || !own_.covers(module, row, m);
-          });
-          return is_needed;
-        },
-        [&](int band, int row, int m, float* c, int64_t stride) {
-          places(band, [&](int module, int64_t output, int width, int column) {
-            own_.replace(module, output, width, row, m, bands, band, column, c + column, stride);
-            updates_.add(module, output, width, row, m, c + column, stride);
-          });
-        },
-        epilogue);
-  }
-
   // A chunk is a head: queries go to scratch, keys and values to their pages.
   void project_qkv(const LpLayer& layer, const void* x) {
     const int dim = stack_.head_dim, bands = dim / kBand;
@@ -364,7 +333,7 @@ class StackRun {
       head -= num_heads;
       return head < num_kv ? std::make_pair(1, head) : std::make_pair(2, head - num_kv);
     };
-    adapted(
+    products_.multiply(
         x, stack_.hidden, layer.qkv, (num_heads + 2 * num_kv) * bands, bands,
         [&](int band, const auto& body) {
           const auto [part, head] = find(band / bands);
@@ -379,7 +348,7 @@ class StackRun {
             for (int r = 0; r < m; r++)
               kernels_.add_bias(dtype_, at(layer.qkv_bias, int64_t(band) * kBand, dtype_), dim, c + r * stride);
           in_module(is_merged, part, all - output, output,
-                    [&](int module, int64_t first) { updates_.rescale(module, first, dim, row, m, c, stride); });
+                    [&](int module, int64_t first) { products_.updates().rescale(module, first, dim, row, m, c, stride); });
           for (int r = 0; r < m; r++) finish_head(layer, part, head, row + r, c + r * stride);
         });
     if (stack_.norms_all_heads)
@@ -439,20 +408,12 @@ class StackRun {
     const int64_t n = stack_.hidden;
     const bool by_rows = norm.weight != nullptr || stack_.added != 1.0f;
     const Target target{&table, n};
-    prepare(x, k, &target, 1);
-    const auto width_of = [=](int band) { return int(std::min<int64_t>(kBand, n - int64_t(band) * kBand)); };
-    adapted(
-        x, k, packed, ceil_div(n, kBand), 1,
-        [&](int band, const auto& body) { body(0, int64_t(band) * kBand, width_of(band), 0); },
-        [&](int band, int row, int m, float* c, int64_t stride) {
-          const int64_t output = int64_t(band) * kBand;
-          for (int64_t r = 0; bias != nullptr && r < m; r++)
-            kernels_.add_bias(dtype_, at(bias, output, dtype_), width_of(band), c + r * stride);
-          updates_.rescale(0, output, width_of(band), row, m, c, stride);
-          if (!by_rows)
-            kernels_.add_rows(dtype_, c, stride, m, width_of(band), at(step_.hidden, row * n + output, dtype_), n);
+    products_.prepare(x, k, &target, 1);
+    products_.multiply_one(
+        x, k, packed, n, 0, bias, [&](int64_t output, int width, int row, int m, const float* c, int64_t stride) {
+          if (!by_rows) kernels_.add_rows(dtype_, c, stride, m, width, at(step_.hidden, row * n + output, dtype_), n);
           for (int64_t r = 0; by_rows && r < m; r++)
-            kernels_.store(dtype_, c + r * stride, width_of(band), at(scratch_.normed, (row + r) * n + output, dtype_));
+            kernels_.store(dtype_, c + r * stride, width, at(scratch_.normed, (row + r) * n + output, dtype_));
         });
     if (by_rows) add_whole_rows(scratch_.normed, norm, eps);
   }
@@ -460,7 +421,7 @@ class StackRun {
   void gate(const LpLayer& layer, const void* x) {
     const int64_t n = stack_.ffn;
     const bool streams = step_.num_tokens * n * item_bytes(dtype_) > kStreamedBytes, is_merged = stack_.merges_gate_up != 0;
-    adapted(
+    products_.multiply(
         x, stack_.hidden, layer.gate_up, ceil_div(n, kPanel), 2,
         [&](int band, const auto& body) {
           const int64_t output = int64_t(band) * kPanel;
@@ -474,7 +435,7 @@ class StackRun {
           for (int64_t output = start; output < end; output += kPanel)
             for (int part = 0; part < 2; part++)
               in_module(is_merged, part, part * n, output, [&](int module, int64_t of_module) {
-                updates_.rescale(module, of_module, int(std::min<int64_t>(kPanel, end - output)), row, m,
+                products_.updates().rescale(module, of_module, int(std::min<int64_t>(kPanel, end - output)), row, m,
                                  c + 2 * (output - start) + part * kPanel, stride);
               });
           kernels_.gated_bands(dtype_, stack_.act, c, stride, m, int(end - start), at(scratch_.act, row * n + start, dtype_),
@@ -488,8 +449,7 @@ class StackRun {
   const LpStep& step_;
   const DType dtype_;
   const Scratch scratch_;
-  Updates updates_;
-  OwnProducts own_;
+  AdaptedProducts products_;
   PrefetchQueues& prefetches_;
   const std::vector<int> slots_;
 };
