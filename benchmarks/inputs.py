@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4Config,
     GPTNeoXConfig,
     LlamaConfig,
@@ -47,6 +48,17 @@ SHAPES: Mapping[str, PretrainedConfig] = {
     # The same sizes in families whose layers differ from Llama's.
     "245m-gemma3": Gemma3TextConfig(
         **SIZES_245M, num_attention_heads=4, num_key_value_heads=1, head_dim=256, tie_word_embeddings=True
+    ),
+    "245m-gemma4": Gemma4TextConfig(  # as E2B and E4B: inputs of layers' own, and keys and values that layers share
+        **SIZES_245M,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        global_head_dim=512,
+        num_kv_shared_layers=8,
+        hidden_size_per_layer_input=128,
+        vocab_size_per_layer_input=32000,
+        tie_word_embeddings=True,
     ),
     "245m-glm4": Glm4Config(
         **SIZES_245M, num_attention_heads=16, num_key_value_heads=4, head_dim=64, tie_word_embeddings=False

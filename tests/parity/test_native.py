@@ -19,7 +19,7 @@ from support.dense import check_logits, dense_logits, generated_logits, make_den
 from support.driver import Job, Rig, make_rig, random_prompts
 from support.lora_cases import bits
 from support.native_kernels import best_first, isas, native_kernels, using
-from support.native_models import NOT_STACKED, STACKED, VARIANTS, native_model, native_rig, rounded_model
+from support.native_models import NOT_STACKED, STACKED, native_model, native_rig, rounded_model
 from support.peft_files import RICH_SPECS, SPECS, LoraSpec, load_lora, save_adapter, save_variant
 from support.speculation import World, draft_proposer, loopy, make_bench, request
 from support.zoo import VOCAB_SIZE
@@ -163,6 +163,8 @@ def mixed_jobs(seed: int = 8, longest: int = 30) -> list[Job]:
         "qwen3",
         "gemma2",
         "gemma3",
+        "gemma4",
+        "gemma4-keys",
         "granite",
         "phi3",
         "mixtral",
@@ -225,7 +227,9 @@ def same_bits(rig: Rig, job: Job, other_rig: Rig, other: Job) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "llama-gelu", "qwen3_moe", "gpt_neox", "glm4"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma3", "gemma4", "llama-gelu", "qwen3_moe", "gpt_neox", "glm4"]
+)
 def test_logits_have_the_same_bits_in_any_batch(isa: str, family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """A text has the same bits alone and together, cut into chunks of any size, in steps of a few tokens and of more
     than a hundred, with and without drafts, by one thread and by three."""
@@ -256,7 +260,7 @@ OTHER_INPUTS: dict[str, PeftConfig] = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", ["llama", "gemma3", "llama-gelu", "ministral3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4", "gemma4-keys", "llama-gelu", "ministral3"])
 def test_rows_beside_richer_adapters_have_the_same_bits(
     best: str, family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -303,7 +307,7 @@ def test_rows_beside_richer_adapters_have_the_same_bits(
         rig.run(together)
         for job, twin in zip(together, alone, strict=True):
             by_torch = job.adapters == (AdapterUse(len(names) - 1),)  # products by torch depend on their rows
-            if family in VARIANTS:  # feed-forward modules of the model's own
+            if family == "llama-gelu":  # feed-forward modules of the model's own
                 by_torch = job.adapters not in ((), (AdapterUse(0),))
             if by_torch:
                 torch.testing.assert_close(rig.logits(job)[0], calm.logits(twin)[0], rtol=0, atol=tolerance)

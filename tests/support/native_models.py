@@ -25,12 +25,23 @@ STACKED: Final = (
     *("llama", "mistral", "qwen2", "qwen2-window", "qwen3", "gemma", "gemma2", "gemma3", "granite", "phi3"),
     *("smollm3", "exaone4", "olmo2", "olmo3", "mixtral", "qwen3_moe", "starcoder2", "cohere2", "gpt_oss"),
     *("gpt_neox", "gpt_neox-sequential", "phi", "glm4", "ministral3"),
+    *("gemma4", "gemma4-keys"),
 )
 NOT_STACKED: Final = ("cohere", "gpt2", "llama4-chunks", "bloom", "mpt", "falcon", "falcon-alibi")
+_KEYS_AS_VALUES: Final[dict[str, Any]] = {
+    "global_head_dim": 64,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+}
 # Families, and their changes.
 VARIANTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "llama-gelu": ("llama", {"hidden_act": "gelu"}),
     "qwen3_moe": ("qwen3_moe", {"moe_intermediate_size": 32}),
+    "gemma4": ("gemma4", {"global_head_dim": 64, "hidden_size_per_layer_input": 32, "use_double_wide_mlp": True}),
+    # Values are keys in layers of full attention, which have fewer; no layer has an input of its own.
+    "gemma4-keys": ("gemma4", _KEYS_AS_VALUES),
     "gpt_neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "rotary_pct": 0.5}),
 }
 

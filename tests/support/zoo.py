@@ -485,21 +485,32 @@ ON_DEVICES = (
 )
 
 
+def _changed(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTrainedConfig:
+    """The configuration with these changes, as far as its family knows them."""
+    values = config.to_dict()
+    if values.pop("per_layer_config", None):  # derived from the others
+        return type(config)(**(values | changes))
+    for name, value in changes.items():
+        if hasattr(config, name) and not isinstance(getattr(type(config), name, None), property):
+            setattr(config, name, value)
+    return config
+
+
 def random_model(
     family: str, dtype: torch.dtype = torch.float64, seed: int = 0, changes: Mapping[str, Any] | None = None
 ) -> PreTrainedModel:
     """A model whose greedy text neither repeats one token nor hangs on the last bit; norms and biases are random.
     `changes`: of its configuration, as far as the family knows them."""
     torch.manual_seed(seed)
-    config = (ZOO | MIXTURES | HYBRIDS)[family]()
-    for name, value in (changes or {}).items():
-        if hasattr(config, name) and not isinstance(getattr(type(config), name, None), property):
-            setattr(config, name, value)
+    config = _changed((ZOO | MIXTURES | HYBRIDS)[family](), changes or {})
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.7, 1.3)
         if family.startswith("gemma"):
             # Tied, scaled up and with normed branches, they would repeat their last token for ever.
             model.get_input_embeddings().weight.mul_(0.1)

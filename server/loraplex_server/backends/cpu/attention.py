@@ -18,6 +18,7 @@ from loraplex_server.backends.cpu.native.library import Spans
 from loraplex_server.layers.attention import AttentionBatch, AttentionSpec, LayerKv
 
 DIM_MULTIPLE = 32
+MAX_DIM = 512  # the widest heads that models have: Gemma 4 in layers of full attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,8 @@ def reason_against(spec: AttentionSpec, dtype: torch.dtype | None) -> str:
     """The reason that the kernels do not compute this attention; empty where they do."""
     if dtype is not None and dtype not in DTYPES:
         return f"not in {str(dtype).removeprefix('torch.')}"
-    if spec.k_dim != spec.v_dim or spec.k_dim % DIM_MULTIPLE or spec.k_dim > 256:
-        return f"heads of {spec.k_dim} and {spec.v_dim}; it needs the same multiple of {DIM_MULTIPLE} up to 256"
+    if spec.k_dim != spec.v_dim or spec.k_dim % DIM_MULTIPLE or spec.k_dim > MAX_DIM:
+        return f"heads of {spec.k_dim} and {spec.v_dim}; it needs the same multiple of {DIM_MULTIPLE} up to {MAX_DIM}"
     if spec.sinks is not None and spec.sinks.dtype != torch.float32:
         return "sinks in another dtype than float32"
     if spec.key_bias is not None and spec.key_bias.dtype != torch.float32:

@@ -35,7 +35,7 @@ from loraplex_server.layers.linear import AdaptedLinear
 from loraplex_server.layers.lora import PreparedSegments, Segment
 from loraplex_server.layers.quantization import WeightFormat
 
-HEAD_NORMS: Final = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+HEAD_NORMS: Final = {part: f"self_attn.{part}" for part in ("q_norm", "k_norm", "v_norm")}
 COMPUTED: Final = frozenset(
     {Beyond.RESCALING, Beyond.NORM, Beyond.OWN_PRODUCT}
 )  # of what adapters have beyond low-rank terms
@@ -45,6 +45,7 @@ COMPUTED: Final = frozenset(
 class LayerNames:
     """Paths of a layer's parts, by the names that the kernels have for them."""
 
+    # A layer that attends to the keys and values of an earlier one has no k and v; one whose values are its keys has no v.
     linears: Mapping[str, str]
     norms: Mapping[str, str]  # of hidden states
     act: str = "mlp.act_fn"
@@ -53,6 +54,7 @@ class LayerNames:
     # The rows of merged q, k and v lie by heads of keys: the queries of one, its key, its value.
     is_grouped: bool = False
     attention: str = "self_attn"
+    input_act: str = ""  # the activation of what is computed of the layer's own input; "": it has none
 
     @property
     def merges_qkv(self) -> bool:
@@ -74,6 +76,7 @@ _NORMS_BEFORE: Final = {"norm1": "input_layernorm", "norm2": "post_attention_lay
 _NORM_OF_BOTH: Final = {"norm1": "input_layernorm"}
 _NORMS_BEHIND: Final = {"attention_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"}
 _NORMS_AROUND: Final = {"norm1": "input_layernorm", "norm2": "pre_feedforward_layernorm", **_NORMS_BEHIND}
+_OF_INPUT: Final = {"input_gate": "per_layer_input_gate", "input_projection": "per_layer_projection"}
 _NORMS_OF_GLM: Final = {
     **_NORMS_BEFORE,
     "attention_norm": "post_self_attn_layernorm",
@@ -82,6 +85,9 @@ _NORMS_OF_GLM: Final = {
 KINDS: Final = (
     LayerNames(_SPLIT, _NORMS_BEFORE),  # Llama, Qwen, Gemma, Granite
     LayerNames(_SPLIT, _NORMS_AROUND),  # Gemma 2 and 3
+    LayerNames(
+        {**_SPLIT, **_OF_INPUT}, {**_NORMS_AROUND, "input_norm": "post_per_layer_input_norm"}, input_act="act_fn"
+    ),  # Gemma 4
     LayerNames(_SPLIT, _NORMS_BEHIND),  # EXAONE 4, OLMo 2 and 3
     LayerNames(_MERGED, _NORMS_BEFORE, "mlp.activation_fn"),  # Phi-3
     LayerNames({**_ATTENTION, **_GATE_UP}, _NORMS_BEFORE, "mlp.activation_fn"),  # GLM
@@ -149,9 +155,6 @@ class StackShape:
     dtype: torch.dtype
     hidden_size: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_size: int
     act: int  # 0: SiLU, 1: GELU by tanh
     names: LayerNames
     norm_form: NormForm
@@ -161,12 +164,25 @@ class StackShape:
     is_layer_norm: bool = False  # norms take the mean away
     query_scale: QueryScale | None = None
     angles: Angles = Angles.TWICE
+    input_size: int = 0  # features of layers' own inputs
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Sizes and parts of one layer."""
+
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    linears: Mapping[str, str]  # paths of those that it has, as in LayerNames
+    shares_kv: bool = False  # keys and values are those of an earlier layer
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One layer's weights as the kernels read them. Norms and biases are the model's own tensors."""
 
+    shape: LayerShape
     qkv: PackedWeight
     o: PackedWeight
     gate_up: PackedWeight | None  # None: the feed-forward part is the model's own
@@ -179,6 +195,9 @@ class LayerWeights:
     attention: AttentionSpec
     turns: Turns = Turns.HALVES
     norm_biases: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # of layer norms, by the same names
+    input_gate: PackedWeight | None = None  # of the layer's own input
+    input_projection: PackedWeight | None = None
+    scale: float = 1.0  # of the layer's output
 
 
 class StackLinear:
@@ -251,9 +270,12 @@ class NativeStack(nn.Module):
         self._context = context
         self._layers = (Layer * len(layers))(*(_layer(weights) for weights in layers))
         self._whole = slice(0, len(layers))
+        q_sizes = [shape.num_heads * weights.shape.head_dim for weights in layers]
+        kv_sizes = [weights.shape.num_kv_heads * weights.shape.head_dim for weights in layers]
         self._stack = Stack(
             dtype=DTYPES[shape.dtype], num_layers=len(layers), hidden=shape.hidden_size, num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, ffn=shape.ffn_size, act=shape.act,
+            q_size=max(q_sizes), qkv_size=max(q + 2 * kv for q, kv in zip(q_sizes, kv_sizes, strict=True)),
+            ffn=max(weights.shape.ffn_size for weights in layers), input=shape.input_size, act=shape.act,
             format=shape.format.code if shape.format is not None else 0, merges_qkv=shape.names.merges_qkv,
             merges_gate_up=shape.names.merges_gate_up, norms_all_heads=shape.norms_all_heads,
             narrows=shape.norm_form.narrows, norm_offset=shape.norm_form.offset, added=shape.added,
@@ -275,8 +297,10 @@ class NativeStack(nn.Module):
         self._own_layers = tuple(layers)
         if own := self.shape.names.feed_forward:
             self._feed_forward = tuple(layer.get_submodule(own) for layer in layers)
-        names = self.shape.names.linears.values()
-        self._linears = [[_adapted(layer.get_submodule(name)) for name in names] for layer in layers]
+        self._linears = [
+            [_adapted(layer.get_submodule(name)) for name in weights.shape.linears.values()]
+            for layer, weights in zip(layers, self.weights, strict=True)
+        ]
         for weights, linears in zip(self.weights, self._linears, strict=True):
             for linear, base in zip(linears, linears_of(weights, self.shape, self._kernels), strict=True):
                 if linear is not None:
@@ -297,7 +321,7 @@ class NativeStack(nn.Module):
         """Connects the layers to the linears' factor tables and to adapters' norms, which `slots` fills."""
         self._slots = slots
         for idx, (layer, linears) in enumerate(zip(self._layers, self._linears, strict=True)):
-            for part, linear in zip(self.shape.names.linears, linears, strict=True):
+            for part, linear in zip(self.weights[idx].shape.linears, linears, strict=True):
                 if linear is not None and linear.table is not None:
                     setattr(layer, f"{part}_table", table_of(linear.table))
             for name, path in {**self.shape.names.norms, **HEAD_NORMS}.items():
@@ -324,8 +348,8 @@ class NativeStack(nn.Module):
         prepared, slots = self._context.token_segments, self._slots
         if slots is None or prepared is None or self._computes(slots, prepared.segments):
             plan, outputs = native_plan(self._context.attention), self._outputs(hidden.shape[1], layers)
-            scales = self._query_scales(named.get("position_ids"))
-            self._run(layers, hidden, position_embeddings, plan, self._runs(prepared), outputs, scales)
+            scales, inputs = self._query_scales(named.get("position_ids")), self._inputs(others)
+            self._run(layers, hidden, position_embeddings, plan, self._runs(prepared), outputs, scales, inputs)
             return hidden
         stacked, apart = split_step(
             self._context.attention.batch,
@@ -343,8 +367,9 @@ class NativeStack(nn.Module):
         with self._as_step(segments, stacked.attention, hidden):
             rotary = take_rows(position_embeddings, stacked.rows, num_rows)
             scales = self._query_scales(take_rows(named.get("position_ids"), stacked.rows, num_rows))
+            inputs = self._inputs(take_rows(others, stacked.rows, num_rows))
             plan = native_plan(self._context.attention)
-            self._run(layers, part, rotary, plan, self._runs(segments), query_scales=scales)
+            self._run(layers, part, rotary, plan, self._runs(segments), query_scales=scales, inputs=inputs)
         hidden.index_copy_(1, stacked.rows, part)
         own_others = take_rows(others, apart.rows, num_rows)
         own_named = {name: take_rows(value, apart.rows, num_rows) for name, value in named.items()}
@@ -362,6 +387,11 @@ class NativeStack(nn.Module):
         scale = self.shape.query_scale
         return None if scale is None else scale(position_ids, self.shape.dtype)
 
+    def _inputs(self, others: tuple[Any, ...]) -> Tensor | None:
+        """The layer's own input [1, num_tokens, features], which models give behind the hidden states; None: it has
+        none."""
+        return others[0].contiguous() if self.shape.input_size else None
+
     def _outputs(self, num_tokens: int, layers: slice) -> npt.NDArray[np.int32] | None:
         """The rows whose output is read, sorted; None: all."""
         rows = None if self.shape.names.feed_forward else self._context.head_rows
@@ -377,6 +407,7 @@ class NativeStack(nn.Module):
         runs: RunsOfRows,
         outputs: npt.NDArray[np.int32] | None = None,
         query_scales: Tensor | None = None,
+        inputs: Tensor | None = None,
     ) -> None:
         """Computes hidden [1, num_tokens, hidden], contiguous, in place: it becomes the last layer's output, in the
         rows `outputs`, in all for None."""
@@ -392,6 +423,7 @@ class NativeStack(nn.Module):
         step = Step(
             num_tokens=num_tokens, num_rotary=cos.shape[-1], hidden=hidden.data_ptr(), cos=cos.data_ptr(),
             sin=sin.data_ptr(), query_scales=None if query_scales is None else query_scales.data_ptr(),
+            inputs=None if inputs is None else inputs.data_ptr(),
             spans=plan.spans, runs=runs.struct, scratch=self._scratch.data_ptr(),
             outputs=None if outputs is None else outputs.ctypes.data, num_outputs=num_outputs,
         )  # fmt: skip
@@ -488,22 +520,23 @@ class NativeNorm(nn.Module):
 
 def linears_of(weights: LayerWeights, shape: StackShape, kernels: NativeKernels) -> list[StackLinear | StackPair]:
     """Each linear of a layer by itself, in the order of the shape's names."""
-    rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    own = weights.shape
+    rows, kv_rows = shape.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
     qkv = ((0, rows), (rows, kv_rows), (rows + kv_rows, kv_rows))
     if shape.names.merges_qkv:
         qkv = ((0, rows + 2 * kv_rows),)
     pair = ((0, 1),) if shape.names.merges_gate_up else ((0,), (1,))
-    attention = [
-        *(StackLinear(kernels, weights.qkv, weights.qkv_bias, first, size) for first, size in qkv),
+    found: list[StackLinear | StackPair] = [
+        *(StackLinear(kernels, weights.qkv, weights.qkv_bias, *one) for one in (qkv[:1] if own.shares_kv else qkv)),
         StackLinear(kernels, weights.o, weights.o_bias, 0, shape.hidden_size),
     ]
-    if weights.gate_up is None or weights.down is None:
-        return [*attention]
-    return [
-        *attention,
-        *(StackPair(kernels, weights.gate_up, shape.ffn_size, which) for which in pair),
-        StackLinear(kernels, weights.down, None, 0, shape.hidden_size),
-    ]
+    if weights.gate_up is not None and weights.down is not None:
+        found += [StackPair(kernels, weights.gate_up, own.ffn_size, which) for which in pair]
+        found.append(StackLinear(kernels, weights.down, None, 0, shape.hidden_size))
+    if weights.input_gate is not None and weights.input_projection is not None:
+        found.append(StackLinear(kernels, weights.input_gate, None, 0, shape.input_size))
+        found.append(StackLinear(kernels, weights.input_projection, None, 0, shape.hidden_size))
+    return found
 
 
 def _from(layers: ctypes.Array[Layer], first: int) -> Any:
@@ -513,7 +546,7 @@ def _from(layers: ctypes.Array[Layer], first: int) -> Any:
 def _layer(weights: LayerWeights) -> Layer:
     spec = weights.attention
     layer = Layer()
-    for name in ("qkv", "o", "gate_up", "down"):
+    for name in ("qkv", "o", "gate_up", "down", "input_gate", "input_projection"):
         packed: PackedWeight | None = getattr(weights, name)
         setattr(layer, name, packed.address if packed is not None else None)
     for name in ("qkv_bias", "o_bias"):
@@ -524,7 +557,10 @@ def _layer(weights: LayerWeights) -> Layer:
         setattr(layer, name, Norm(weight=weight.data_ptr(), bias=None if bias is None else bias.data_ptr()))
     layer.eps, layer.qk_eps = weights.eps, weights.qk_eps
     layer.scaling, layer.softcap, layer.window = spec.scaling, spec.softcap or 0.0, spec.window or 0
-    layer.turns = weights.turns
+    layer.turns, layer.scale = weights.turns, weights.scale
+    own = weights.shape
+    layer.num_kv_heads, layer.head_dim, layer.ffn = own.num_kv_heads, own.head_dim, own.ffn_size
+    layer.shares_kv = own.shares_kv
     layer.sinks = spec.sinks.data_ptr() if spec.sinks is not None else None
     return layer
 

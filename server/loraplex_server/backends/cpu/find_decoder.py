@@ -30,6 +30,7 @@ from loraplex_server.backends.cpu.decoder import (
     Angles,
     ComputedLayer,
     LayerNames,
+    LayerShape,
     LayerWeights,
     NativeNorm,
     NativeStack,
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NUM_TOKENS: Final = 6
+SCALE: Final = "layer_scalar"  # of a layer's output
+SHARED_KV: Final = "shared_kv_states"  # the argument of layers with keys and values that others share
 STATES_SCALE: Final = 0.02
 
 
@@ -83,7 +86,10 @@ class FoundStack:
 
 
 def _parts(stack: NativeStack, rotations: Sequence[str]) -> list[tuple[NativeStack | StackPart, str]]:
-    """The stack, or its runs of layers with the same kind of rotation."""
+    """The stack, or its runs of layers with the same kind of rotation. Of layers with inputs of their own each is a run:
+    models give them these one by one."""
+    if stack.shape.input_size:
+        return [(StackPart(stack, slice(idx, idx + 1)), kind) for idx, kind in enumerate(rotations)]
     if len(set(rotations)) == 1:
         return [(stack, rotations[0])]
     parts: list[tuple[NativeStack | StackPart, str]] = []
@@ -116,7 +122,7 @@ def find_stack(
     for path, layers, names in _lists_of_layers(model, len(attention)):
         try:
             specs = _specs(layers, names, attention)
-            shape = replace(_shape(layers[0], names, specs[0], kernels), format=form)
+            shape = replace(_shape(layers, names, specs, kernels), format=form)
             proof = LayerProof(model, shape, kernels, far, len(layers))
             weights = _take(layers, specs, proof.shape, kernels, proof, progress)
         except _NoMatch as reason:
@@ -147,7 +153,7 @@ def _take(
     try:
         for layer, spec in zip(layers, specs, strict=True):
             weights = proof.check(layer, _pack(layer, spec, shape, kernels))
-            _drop_weights(layer, shape)  # at once: the memory of all of them is never doubled
+            _drop_weights(layer, weights.shape)  # at once: the memory of all of them is never doubled
             taken.append(weights)
             tell(len(taken))
     except _NoMatch:
@@ -167,8 +173,10 @@ def _lists_of_layers(model: PreTrainedModel, num_layers: int) -> Iterator[tuple[
             continue
         layers = list(module)
         for names in KINDS:
-            first = _children(layers[0], names)
-            if _is_of_kind(layers[0], names) and all(_children(layer, names) == first for layer in layers):
+            types: dict[str, type[nn.Module]] = {}
+            for layer in layers:
+                types |= _children(layer, names)
+            if all(_is_of_kind(layer, names) and _children(layer, names).items() <= types.items() for layer in layers):
                 yield path, layers, names
 
 
@@ -190,9 +198,13 @@ def _is_of_kind(layer: nn.Module, kind: LayerNames) -> bool:
         if name and next(module.children(), None) is None and not isinstance(module, nn.Dropout)
     }
     found = {name for name in found if not _is_within(name, kind.feed_forward)}
-    common = {*kind.linears.values(), *kind.norms.values(), kind.act} - {""}
-    return found in (common, common | set(HEAD_NORMS.values())) and all(
-        type(layer.get_submodule(name)) is nn.Linear for name in kind.linears.values()
+    common = {*kind.linears.values(), *kind.norms.values(), kind.act, kind.input_act} - {""}
+    missing = common - found
+    may_miss = {kind.linears.get(part, "") for part in ("k", "v")}
+    return (
+        missing <= may_miss
+        and found - common <= set(HEAD_NORMS.values())
+        and all(type(layer.get_submodule(name)) is nn.Linear for name in set(kind.linears.values()) - missing)
     )
 
 
@@ -205,18 +217,24 @@ def _specs(
     return [spec for _, spec in attention]
 
 
-def _shape(layer: nn.Module, names: LayerNames, spec: AttentionSpec, kernels: NativeKernels) -> StackShape:
+def _shape(
+    layers: list[nn.Module], names: LayerNames, specs: list[AttentionSpec], kernels: NativeKernels
+) -> StackShape:
+    layer, spec = layers[0], specs[0]
+    if len({one.num_heads for one in specs}) > 1:
+        raise _NoMatch("layers of several numbers of heads")
     o = cast(Tensor, layer.get_submodule(names.linears["o"]).weight)
-    act, ffn_size = 0, 0
+    act, input_size = 0, 0
     if not names.feed_forward:
-        act_name = type(layer.get_submodule(names.act)).__name__
-        if act_name not in ACTIVATIONS:
-            raise _NoMatch(f"the activation {act_name}")
-        act, ffn_size = ACTIVATIONS[act_name], cast(nn.Linear, layer.get_submodule(names.linears["down"])).in_features
+        acts = {type(layer.get_submodule(name)).__name__ for name in (names.act, names.input_act) if name}
+        act_name = min(acts)
+        if act_name not in ACTIVATIONS or len(acts) > 1:
+            raise _NoMatch(f"the activation {' and '.join(sorted(acts))}")
+        act = ACTIVATIONS[act_name]
+    if names.input_act:
+        input_size = cast(nn.Linear, layer.get_submodule(names.linears["input_gate"])).out_features
     if o.dtype not in DTYPES or o.device.type != "cpu":
         raise _NoMatch(f"not in {_name(o.dtype)} on {o.device.type}")
-    if names.merges_gate_up and ffn_size % (BAND // 2):
-        raise _NoMatch("linears of gate and up together, of unusual shapes")
     norm = layer.get_submodule(next(iter(names.norms.values())))
     with torch.no_grad():
         found = find_norm(norm, NativeFused(kernels))
@@ -226,13 +244,29 @@ def _shape(layer: nn.Module, names: LayerNames, spec: AttentionSpec, kernels: Na
     added = getattr(layer, "residual_multiplier", 1.0)
     if names.is_parallel and added != 1.0:
         raise _NoMatch("parts of what is computed side by side")
-    heads = spec.num_heads, spec.num_kv_heads, spec.k_dim
     q_norm = getattr(getattr(layer.get_submodule(names.attention), "q_norm", None), "weight", None)
     all_heads = isinstance(q_norm, Tensor) and q_norm.numel() == spec.num_heads * spec.k_dim != spec.k_dim
     return StackShape(
-        o.dtype, o.shape[0], *heads, ffn_size, act, names, form, float(added), all_heads,
-        is_layer_norm=found is None, query_scale=_query_scale(layer.get_submodule(names.attention)),
+        o.dtype, o.shape[0], spec.num_heads, act, names, form, float(added), all_heads, is_layer_norm=found is None,
+        query_scale=_query_scale(layer.get_submodule(names.attention)), input_size=input_size,
     )  # fmt: skip
+
+
+def _layer_shape(layer: nn.Module, names: LayerNames, spec: AttentionSpec) -> LayerShape:
+    linears = {part: path for part, path in names.linears.items() if _has(layer, path)}
+    if "k" in linears and "v" not in linears:  # values are keys before their norm
+        linears = {part: linears.get(part, linears["k"]) for part in names.linears}
+    ffn_size = cast(nn.Linear, layer.get_submodule(linears["down"])).in_features if "down" in linears else 0
+    if names.merges_gate_up and ffn_size % (BAND // 2):
+        raise _NoMatch("linears of gate and up together, of unusual shapes")
+    if (shares_kv := "k" in names.linears and "k" not in linears) != (spec.source is not None):
+        raise _NoMatch("keys and values of earlier layers, of an unusual kind")
+    return LayerShape(spec.num_kv_heads, spec.k_dim, ffn_size, linears, shares_kv)
+
+
+def _has(layer: nn.Module, path: str) -> bool:
+    """True if the layer has this module."""
+    return any(name == path for name, _ in layer.named_modules())
 
 
 def _query_scale(attention: nn.Module) -> QueryScale | None:
@@ -259,41 +293,61 @@ def _form_of_layer_norm(norm: nn.Module) -> NormForm | None:
 
 
 def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: NativeKernels) -> LayerWeights:
-    linears = {part: cast(nn.Linear, layer.get_submodule(path)) for part, path in shape.names.linears.items()}
+    own = _layer_shape(layer, shape.names, spec)
+    linears = {part: cast(nn.Linear, layer.get_submodule(path)) for part, path in own.linears.items()}
     if reason := reason_against(spec, shape.dtype):
         raise _NoMatch(reason)
     if spec.chunk is not None or spec.key_bias is not None:
         raise _NoMatch("chunks or biases in attention")
-    if {part: tuple(linear.weight.shape) for part, linear in linears.items()} != _shapes_of_linears(shape):
+    if {part: tuple(linear.weight.shape) for part, linear in linears.items()} != _shapes_of_linears(shape, own):
         raise _NoMatch("linears of unusual shapes")
     if not all(kernels.can_pack(one.weight) and one.weight.dtype == shape.dtype for one in linears.values()):
         raise _NoMatch("a number of features that the kernels do not know")
-    if any(_bias(linears[part]) is not None for part in ("gate", "up", "down") if part in linears):
+    if any(_bias(linears[part]) is not None for part in linears if part not in ("q", "k", "v", "o")):
         raise _NoMatch("biases in the feed-forward part")
     norms = {name: layer.get_submodule(path) for name, path in _norms(layer, shape).items()}
-    widths = _widths_of_norms(shape)
+    widths = _widths_of_norms(shape, own)
     for name, norm in norms.items():
-        found = {own: (one.dtype, tuple(one.shape)) for own, one in norm.named_parameters()}
-        wanted = dict.fromkeys(found if shape.is_layer_norm else ("weight",), (shape.dtype, (widths[name],)))
+        found = {part: (one.dtype, tuple(one.shape)) for part, one in norm.named_parameters()}
+        may_miss = shape.is_layer_norm or (name in HEAD_NORMS and not found)
+        wanted = dict.fromkeys(found if may_miss else ("weight",), (shape.dtype, (widths[name],)))
         if found != wanted or norm_eps(norm) is None or (shape.is_layer_norm and name in HEAD_NORMS):
             raise _NoMatch(f"the norm {type(norm).__name__}")
     qkv = [linears[part] for part in ("q", "k", "v") if part in linears]
     gate_up, down = _pack_feed_forward(linears, shape, kernels)
     return LayerWeights(
+        shape=own,
         qkv=kernels.pack([linear.weight for linear in qkv], shape.format),
         o=kernels.pack([linears["o"].weight], shape.format),
         gate_up=gate_up,
         down=down,
         qkv_bias=_joined_bias(qkv),
         o_bias=_bias(linears["o"]),
-        norms={name: cast(Tensor, norm.weight) for name, norm in norms.items()},
+        norms={name: _weight_of(norm, widths[name], shape) for name, norm in norms.items()},
         eps=_one_eps([norms[name] for name in shape.names.norms]),
         qk_eps=_one_eps([norms[name] for name in HEAD_NORMS if name in norms]),
         attention=spec,
         norm_biases={
             name: bias for name, norm in norms.items() if isinstance(bias := getattr(norm, "bias", None), Tensor)
         },
+        input_gate=kernels.pack([linears["input_gate"].weight], shape.format) if shape.input_size else None,
+        input_projection=kernels.pack([linears["input_projection"].weight], shape.format) if shape.input_size else None,
+        scale=_scale(layer),
     )
+
+
+def _scale(layer: nn.Module) -> float:
+    """The factor of a layer's output, by the name that Gemma 4 has for it."""
+    scale: Tensor | None = getattr(layer, SCALE, None)
+    return 1.0 if scale is None else scale.item()
+
+
+def _weight_of(norm: nn.Module, num_features: int, shape: StackShape) -> Tensor:
+    """A norm's weight; of one without a weight that which leaves values as they are."""
+    weight: Tensor | None = getattr(norm, "weight", None)
+    if weight is not None:
+        return weight
+    return torch.full((num_features,), 1.0 - shape.norm_form.offset, dtype=shape.dtype)
 
 
 def _pack_feed_forward(
@@ -305,43 +359,45 @@ def _pack_feed_forward(
     return kernels.pack_pair(gate, up, shape.format), kernels.pack([linears["down"].weight], shape.format)
 
 
-def _shapes_of_linears(shape: StackShape) -> dict[str, tuple[int, int]]:
-    rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    outputs = {"q": rows, "k": kv_rows, "v": kv_rows}
+def _shapes_of_linears(shape: StackShape, own: LayerShape) -> dict[str, tuple[int, int]]:
+    rows, kv_rows = shape.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
+    outputs = {"q": rows} if own.shares_kv else {"q": rows, "k": kv_rows, "v": kv_rows}
     common = {"o": (shape.hidden_size, rows)}
     if shape.names.merges_qkv:
         outputs = {"q": rows + 2 * kv_rows}
     if not shape.names.feed_forward:
-        common["down"] = shape.hidden_size, shape.ffn_size
-        both = {"gate": 2 * shape.ffn_size}
-        outputs |= both if shape.names.merges_gate_up else {"gate": shape.ffn_size, "up": shape.ffn_size}
+        common["down"] = shape.hidden_size, own.ffn_size
+        both = {"gate": 2 * own.ffn_size}
+        outputs |= both if shape.names.merges_gate_up else {"gate": own.ffn_size, "up": own.ffn_size}
+    if shape.input_size:
+        outputs["input_gate"] = shape.input_size
+        common["input_projection"] = shape.hidden_size, shape.input_size
     return common | {part: (num_outputs, shape.hidden_size) for part, num_outputs in outputs.items()}
 
 
-def _widths_of_norms(shape: StackShape) -> dict[str, int]:
-    heads = (shape.num_heads, shape.num_kv_heads) if shape.norms_all_heads else (1, 1)
-    of_heads = {name: num * shape.head_dim for name, num in zip(HEAD_NORMS, heads, strict=True)}
+def _widths_of_norms(shape: StackShape, own: LayerShape) -> dict[str, int]:
+    heads = (shape.num_heads, own.num_kv_heads, 1) if shape.norms_all_heads else (1, 1, 1)
+    of_heads = {name: num * own.head_dim for name, num in zip(HEAD_NORMS, heads, strict=True)}
     return of_heads | dict.fromkeys(shape.names.norms, shape.hidden_size)
 
 
-def _drop_weights(layer: nn.Module, shape: StackShape) -> None:
+def _drop_weights(layer: nn.Module, own: LayerShape) -> None:
     """Frees a layer's plain weights; their shapes stay."""
-    for name in shape.names.linears.values():
+    for name in own.linears.values():
         linear = cast(nn.Linear, layer.get_submodule(name))
         linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
 
 
 def _give_back(layer: nn.Module, weights: LayerWeights, shape: StackShape, kernels: NativeKernels) -> None:
     """Gives a layer its plain weights again."""
-    for name, linear in zip(shape.names.linears.values(), linears_of(weights, shape, kernels), strict=True):
+    for name, linear in zip(weights.shape.linears.values(), linears_of(weights, shape, kernels), strict=True):
         plain = linear.matrix().contiguous()
         cast(nn.Linear, layer.get_submodule(name)).weight = nn.Parameter(plain, requires_grad=False)
 
 
 def _norms(layer: nn.Module, shape: StackShape) -> Mapping[str, str]:
     """Paths of the norms that it has."""
-    of_heads = HEAD_NORMS if hasattr(layer.get_submodule(shape.names.attention), "q_norm") else {}
-    return {**shape.names.norms, **of_heads}
+    return {**shape.names.norms, **{name: path for name, path in HEAD_NORMS.items() if _has(layer, path)}}
 
 
 def _one_eps(norms: list[nn.Module]) -> float:
@@ -396,6 +452,7 @@ class _Inputs:
     states: Tensor
     positions: Tensor
     rotary: tuple[Tensor, Tensor]
+    of_layer: Tensor  # an input of the layer's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,11 +482,11 @@ class LayerProof:
         rotary = _rotary_of(model)
         self.rotations = _rotations(model, rotary, num_layers)
         self._own, self._wide = (
-            {kind: _inputs(rotary, kind, shape.hidden_size, dtype, far) for kind in set(self.rotations)}
+            {kind: _inputs(rotary, kind, shape, dtype, far) for kind in set(self.rotations)}
             for dtype in (shape.dtype, torch.float32)
         )
         self.shape = replace(shape, angles=Angles.of(self._wide[self.rotations[0]].rotary[0]))
-        self._first: dict[tuple[str, Turns], _Proven] = {}
+        self._first: dict[tuple[object, ...], _Proven] = {}
 
     def check(self, layer: nn.Module, weights: LayerWeights) -> LayerWeights:
         """The next layer's weights, with the way in which it turns queries and keys. Raises _NoMatch where it computes
@@ -455,13 +512,18 @@ class LayerProof:
         wide, shape = copy.deepcopy(layer).float(), replace(self.shape, dtype=torch.float32, format=None)
         packed = replace(_pack(wide, weights.attention, shape, self._kernels), turns=weights.turns)
         computed = self._compare(wide, packed, shape, self._wide[kind])
-        if _values(wide).keys() == _known_values(wide, shape):
-            self._first.setdefault((kind, weights.turns), _Proven(_values(wide), weights, computed))
+        if _values(wide).keys() == _known_values(wide, shape, weights.shape):
+            self._first.setdefault(self._form(layer, weights, kind), _Proven(_values(wide), weights, computed))
+
+    def _form(self, layer: nn.Module, weights: LayerWeights, kind: str) -> tuple[object, ...]:
+        """Kinds of a layer's parts, and shapes of its values."""
+        shapes = [(name, tuple(value.shape)) for name, value in _values(layer).items()]
+        return kind, weights.turns, *shapes
 
     def _is_like_first(self, layer: nn.Module, weights: LayerWeights, kind: str) -> bool:
         """True if a layer equals the first one except for its values."""
-        first = self._first.get((kind, weights.turns))
-        if first is None or _values(layer).keys() != first.values.keys():
+        first = self._first.get(self._form(layer, weights, kind))
+        if first is None:
             return False
         if any(getattr(weights, name) != getattr(first.weights, name) for name in ("eps", "qk_eps", "attention")):
             return False
@@ -520,10 +582,11 @@ def _values(layer: nn.Module) -> dict[str, Tensor]:
     return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
 
 
-def _known_values(layer: nn.Module, shape: StackShape) -> set[str]:
+def _known_values(layer: nn.Module, shape: StackShape, own: LayerShape) -> set[str]:
     """Names of the values that a native layer has too."""
-    modules = (*shape.names.linears.values(), *_norms(layer, shape).values())
-    return {f"{module}.{name}" for module in modules for name, _ in layer.get_submodule(module).named_parameters()}
+    modules = (*own.linears.values(), *_norms(layer, shape).values())
+    known = {f"{module}.{name}" for module in modules for name, _ in layer.get_submodule(module).named_parameters()}
+    return known | ({SCALE} if hasattr(layer, SCALE) else set())
 
 
 @contextmanager
@@ -553,16 +616,17 @@ def _rotations(model: PreTrainedModel, rotary: nn.Module, num_layers: int) -> Se
     return found
 
 
-def _inputs(rotary: nn.Module, kind: str, hidden_size: int, dtype: torch.dtype, far: Sequence[int]) -> _Inputs:
+def _inputs(rotary: nn.Module, kind: str, shape: StackShape, dtype: torch.dtype, far: Sequence[int]) -> _Inputs:
     generator = torch.Generator().manual_seed(5)
     # Small, because what a layer adds does not grow with its input, but rounding the sum does.
-    states = (STATES_SCALE * torch.randn(1, NUM_TOKENS, hidden_size, generator=generator)).to(dtype)
+    states = (STATES_SCALE * torch.randn(1, NUM_TOKENS, shape.hidden_size, generator=generator)).to(dtype)
+    of_layer = torch.randn(1, NUM_TOKENS, shape.input_size, generator=generator).to(dtype)
     # What a layer does with positions besides rotation may begin far out.
     positions = torch.tensor([[*range(3, 3 + NUM_TOKENS), *far][-NUM_TOKENS:]])
     with _model_code():
         named = {"layer_type": kind} if kind else {}
         embeddings: tuple[Tensor, Tensor] = rotary(states, position_ids=positions, **named)
-    return _Inputs(states, positions, embeddings)
+    return _Inputs(states, positions, embeddings, of_layer)
 
 
 def _computed(
@@ -575,10 +639,17 @@ def _computed(
     """A layer's output. `values`: in the place of its own."""
     attention = layer.get_submodule(names.attention)
     setattr(attention, HANDLE, partial(_attend_plainly, spec))
-    named = {"attention_mask": None, "position_ids": inputs.positions, "position_embeddings": inputs.rotary}
+    given = (inputs.states.clone(), inputs.of_layer) if names.input_act else (inputs.states.clone(),)
+    named: dict[str, Any] = {
+        "attention_mask": None,
+        "position_ids": inputs.positions,
+        "position_embeddings": inputs.rotary,
+    }
+    if SHARED_KV in inspect.signature(layer.forward).parameters:
+        named[SHARED_KV] = _SharedKv(spec, inputs.states.dtype)
     try:
         with _model_code():
-            output = functional_call(layer, values or {}, (inputs.states.clone(),), named)
+            output = functional_call(layer, values or {}, given, named)
     finally:
         delattr(attention, HANDLE)
     if not isinstance(output, Tensor):
@@ -590,11 +661,28 @@ def _native_output(weights: LayerWeights, shape: StackShape, inputs: _Inputs, ke
     """A native layer's output."""
     context, spec = StepContext(), weights.attention
     stack = NativeStack(kernels, shape, [weights], context, [_FeedForward()])
-    pages = torch.zeros(1, NUM_TOKENS, spec.num_kv_heads, spec.k_dim, dtype=shape.dtype)
-    stack.bind([LayerKv(pages, pages.clone())])
+    # What an earlier layer has left; others write their own.
+    shared = _SharedKv(spec, shape.dtype)[""]
+    stack.bind([LayerKv(*(one.transpose(1, 2).contiguous() for one in shared))])
     context.attention = plan_spans(_one_span())
     with torch.inference_mode():
-        return stack(inputs.states.clone(), position_ids=inputs.positions, position_embeddings=inputs.rotary)
+        return stack(
+            inputs.states.clone(), inputs.of_layer, position_ids=inputs.positions, position_embeddings=inputs.rotary
+        )
+
+
+class _SharedKv(dict[str, tuple[Tensor, Tensor]]):
+    """Keys and values [1, heads, tokens, dim] of an earlier layer, the same of any kind."""
+
+    def __init__(self, spec: AttentionSpec, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(6)
+        shape = 1, spec.num_kv_heads, NUM_TOKENS, spec.k_dim
+        key, value = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+        self._kv = key, value
+
+    def __missing__(self, _: str) -> tuple[Tensor, Tensor]:
+        return self._kv
 
 
 def _attend_plainly(spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:

@@ -110,12 +110,17 @@ class Layer(ctypes.Structure):
     """LpLayer: one decoder layer's weights, norms, pages and adapter tables."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("qkv", "o", "gate_up", "down", "qkv_bias", "o_bias")),
-        *((name, Norm) for name in ("norm1", "norm2", "q_norm", "k_norm", "attention_norm", "ffn_norm")),
+        *((name, _POINTER) for name in ("qkv", "o", "gate_up", "down", "input_gate", "input_projection")),
+        *((name, _POINTER) for name in ("qkv_bias", "o_bias")),
+        *((name, Norm) for name in ("norm1", "norm2", "q_norm", "k_norm", "v_norm")),
+        *((name, Norm) for name in ("attention_norm", "ffn_norm", "input_norm")),
         *((name, _POINTER) for name in ("k_pages", "v_pages")),
         *((name, _FLOAT) for name in ("eps", "qk_eps", "scaling", "softcap")),
         *(("window", _LONG), ("turns", _LONG), ("sinks", _POINTER)),
         *((f"{name}_table", Table) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        *((f"{name}_table", Table) for name in ("input_gate", "input_projection")),
+        *((name, _INT) for name in ("num_kv_heads", "head_dim", "ffn", "shares_kv")),
+        ("scale", _FLOAT),
     )
 
 
@@ -123,11 +128,11 @@ class Stack(ctypes.Structure):
     """LpStack: what all layers share."""
 
     _fields_ = (
-        *((name, _INT) for name in ("dtype", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim")),
         *(
             (name, _INT)
-            for name in ("ffn", "act", "format", "merges_qkv", "merges_gate_up", "norms_all_heads", "narrows")
+            for name in ("dtype", "num_layers", "hidden", "num_heads", "q_size", "qkv_size", "ffn", "input")
         ),
+        *((name, _INT) for name in ("act", "format", "merges_qkv", "merges_gate_up", "norms_all_heads", "narrows")),
         *((name, _FLOAT) for name in ("norm_offset", "added")),
         *((name, _INT) for name in ("is_layer_norm", "is_parallel", "is_grouped")),
         ("layers", ctypes.POINTER(Layer)),
@@ -139,7 +144,7 @@ class Step(ctypes.Structure):
 
     _fields_ = (
         *(("num_tokens", _INT), ("num_rotary", _INT), ("hidden", _POINTER), ("cos", _POINTER), ("sin", _POINTER)),
-        ("query_scales", _POINTER),
+        *(("query_scales", _POINTER), ("inputs", _POINTER)),
         *(("spans", Spans), ("runs", Runs), ("scratch", _POINTER), ("outputs", _POINTER), ("num_outputs", _INT)),
         *(("fed", _POINTER), ("feed", _POINTER)),
     )

@@ -31,7 +31,7 @@ STEPS = {
 LONGEST = 320  # context of these steps
 # heads, KV heads: groups of 1, 2, 3, 5, 7, all in one, exactly 16, and more than the 16 that are computed at once
 HEADS = [(2, 2), (4, 2), (6, 2), (5, 1), (14, 2), (16, 1), (17, 1), (40, 1), (48, 2)]
-DIMS = [32, 64, 96, 128, 160, 256]
+DIMS = [32, 64, 96, 128, 160, 256, 512]
 WINDOWS = [None, 1, 6, 17, 70]
 SOFTCAPS = [None, 2.0]
 CHUNKS = [None, 1, 16, 37, 128]
@@ -281,10 +281,10 @@ def test_spans_are_found_in_other_plans_too() -> None:
     ("one", "dtype", "reason"),
     [
         (spec(), torch.float32, ""),
-        (spec(dim=256), torch.bfloat16, ""),
+        (spec(dim=512), torch.bfloat16, ""),
         (spec(), None, ""),
         (spec(dim=48), torch.float32, "heads of 48 and 48"),
-        (spec(dim=288), torch.float32, "heads of 288 and 288"),
+        (spec(dim=544), torch.float32, "heads of 544 and 544"),
         (replace(spec(), v_dim=64), torch.float32, "heads of 32 and 64"),
         (spec(scaling=-1.0), torch.float32, "scores times -1.0"),
         (spec(), torch.float16, "not in float16"),

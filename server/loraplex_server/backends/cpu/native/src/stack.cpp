@@ -3,7 +3,8 @@
 //   h += o(attention(rope(qkv(norm(h)))));  h += down(act(gate(norm(h))) * up(norm(h)))
 //
 // Some families norm what is added, too or instead; add a part of it; norm queries and keys; turn them in some layers only,
-// or by pairs; scale queries by their positions; or compute both parts from the same h. Each linear has an adapter term, or
+// or by pairs; scale queries by their positions; compute both parts from the same h; attend to keys and values of an earlier
+// layer; or let an input of the layer's own and a factor follow. Each linear has an adapter term, or
 // a product of the adapter's own in its place, and norms have the weights of each row's adapter. Of the last layer, rows
 // whose output nobody reads get keys and values only. The caller guarantees shapes and keeps all memory alive.
 #include <array>
@@ -24,10 +25,12 @@ struct LpLayer {
   const void* o;
   const void* gate_up;  // bands of 16 outputs of gate and the same 16 of up; null: the caller computes the feed-forward part
   const void* down;
+  const void* input_gate;  // of the layer's own input; null: it has none
+  const void* input_projection;
   const void* qkv_bias;  // null: none
   const void* o_bias;
-  LpNorm norm1, norm2, q_norm, k_norm;
-  LpNorm attention_norm, ffn_norm;  // of what is added to the hidden states
+  LpNorm norm1, norm2, q_norm, k_norm, v_norm;
+  LpNorm attention_norm, ffn_norm, input_norm;  // of what is added to the hidden states
   void* k_pages;
   void* v_pages;
   float eps;
@@ -37,7 +40,12 @@ struct LpLayer {
   int64_t window;
   int64_t turns;  // how queries and keys are turned by their positions, 0: not, 1: by halves, 2: by pairs of neighbours
   const float* sinks;  // [num_heads] scores of keys without values; null: none
-  LpTable q_table, k_table, v_table, o_table, gate_table, up_table, down_table;
+  LpTable q_table, k_table, v_table, o_table, gate_table, up_table, down_table, input_gate_table, input_projection_table;
+  int32_t num_kv_heads;
+  int32_t head_dim;
+  int32_t ffn;
+  int32_t shares_kv;  // keys and values are those of an earlier layer, which has the same pages
+  float scale;        // what the layer's output is multiplied with
 };
 
 struct LpStack {
@@ -45,9 +53,11 @@ struct LpStack {
   int32_t num_layers;
   int32_t hidden;
   int32_t num_heads;
-  int32_t num_kv_heads;
-  int32_t head_dim;
+  // The most that any layer has: outputs of q, those of q, k and v, and inputs of down.
+  int32_t q_size;
+  int32_t qkv_size;
   int32_t ffn;
+  int32_t input;  // features of layers' own inputs, 0: none
   int32_t act;  // 0: silu, 1: gelu_tanh
   int32_t format;  // lp::Format of the layers' weights
   int32_t merges_qkv;      // q, k and v are one linear with adapters of its own, q_table
@@ -66,11 +76,12 @@ struct LpStack {
 
 struct LpStep {
   int32_t num_tokens;
-  int32_t num_rotary;  // of head_dim, 0: no rotation
+  int32_t num_rotary;  // of a head's features, 0: no rotation
   void* hidden;        // [num_tokens][hidden], in place; rows that are not among `outputs` are left as they come
   const float* cos;    // [num_tokens][num_rotary]
   const float* sin;
   const float* query_scales;  // [num_tokens] what queries are multiplied with behind their rotation; null: 1
+  const void* inputs;  // [num_layers][num_tokens][input] of the layers themselves
   LpSpans spans;
   LpRuns runs;
   void* scratch;       // lp_stack_scratch_bytes
@@ -89,7 +100,7 @@ struct Scratch {
   char* normed;  // [num_tokens][hidden], also of products that are normed or scaled before they are added
   char* q;       // [num_tokens][heads][head_dim]
   char* mixed;   // the same, attention's result
-  char* act;     // [num_tokens][ffn]
+  char* act;     // [num_tokens][ffn], also of the layer's own input
   float* updates;
   int64_t num_bytes;
 };
@@ -103,14 +114,12 @@ Scratch lay_out(const LpStack& stack, int64_t num_tokens, int64_t max_rank, void
     next += (bytes + 63) & ~int64_t(63);
     return taken;
   };
-  const int64_t row = int64_t(stack.num_heads) * stack.head_dim;
   Scratch s;
   s.normed = take(num_tokens * stack.hidden * item_bytes(dtype));
-  s.q = take(num_tokens * row * item_bytes(dtype));
-  s.mixed = take(num_tokens * row * item_bytes(dtype));
-  s.act = take(num_tokens * stack.ffn * item_bytes(dtype));
-  const int64_t qkv = int64_t(stack.num_heads + 2 * stack.num_kv_heads) * stack.head_dim;
-  const int64_t widest = std::max({qkv, int64_t(stack.hidden), 2 * int64_t(stack.ffn)});
+  s.q = take(num_tokens * stack.q_size * item_bytes(dtype));
+  s.mixed = take(num_tokens * stack.q_size * item_bytes(dtype));
+  s.act = take(num_tokens * std::max(stack.ffn, stack.input) * item_bytes(dtype));
+  const int64_t widest = std::max({stack.qkv_size, stack.hidden, 2 * stack.ffn, stack.input});
   s.updates = reinterpret_cast<float*>(
       take(max_rank > 0 ? Updates::num_floats(num_tokens, max_rank, 3, widest) * int64_t(sizeof(float)) : 0));
   s.num_bytes = next - start;
@@ -135,8 +144,6 @@ class StackRun {
   void plan_prefetches() {
     if (step_.num_tokens < kernels_.blocking(dtype_).min_rows || step_.num_tokens > 2 * kRows) return;
     if (Format(stack_.format) != Format::PLAIN) return;
-    const int64_t rows = int64_t(stack_.num_heads) * stack_.head_dim;
-    const int64_t qkv_rows = rows + 2 * int64_t(stack_.num_kv_heads) * stack_.head_dim;
     int64_t weights = 0;
     const auto end_phase = [&](int64_t num_weights) {
       prefetches_.end_phase(weights);
@@ -144,9 +151,10 @@ class StackRun {
     };
     for (int i = 0; i < stack_.num_layers; i++) {
       const LpLayer& layer = stack_.layers[i];
+      const int64_t rows = q_rows(layer), qkv_rows = rows + 2 * kv_rows(layer);
       const auto qkv = qkv_targets(layer);
       products_.updates().add_factors(qkv.data(), int(qkv.size()), stack_.hidden, prefetches_);
-      add_weights(layer.qkv, stack_.hidden, ceil_div(qkv_rows, kBand), stack_.head_dim / kBand);
+      add_weights(layer.qkv, stack_.hidden, ceil_div(qkv_rows, kBand), layer.head_dim / kBand);
       end_phase(qkv_rows * stack_.hidden);
       add_pages(layer, step_.spans);
       end_phase(0);
@@ -157,11 +165,19 @@ class StackRun {
       if (layer.gate_up == nullptr) continue;
       const auto gate = gate_targets(layer);
       products_.updates().add_factors(gate.data(), int(gate.size()), stack_.hidden, prefetches_);
-      add_weights(layer.gate_up, stack_.hidden, ceil_div(stack_.ffn, kPanel), 2);
-      end_phase(2 * int64_t(stack_.ffn) * stack_.hidden);
-      products_.updates().add_factors(&down, 1, stack_.ffn, prefetches_);
-      add_weights(layer.down, stack_.ffn, ceil_div(stack_.hidden, kBand), 1);
-      end_phase(int64_t(stack_.ffn) * stack_.hidden);
+      add_weights(layer.gate_up, stack_.hidden, ceil_div(layer.ffn, kPanel), 2);
+      end_phase(2 * int64_t(layer.ffn) * stack_.hidden);
+      products_.updates().add_factors(&down, 1, layer.ffn, prefetches_);
+      add_weights(layer.down, layer.ffn, ceil_div(stack_.hidden, kBand), 1);
+      end_phase(int64_t(layer.ffn) * stack_.hidden);
+      if (layer.input_gate == nullptr) continue;
+      const Target gate_of_input{&layer.input_gate_table, stack_.input}, projection{&layer.input_projection_table, stack_.hidden};
+      products_.updates().add_factors(&gate_of_input, 1, stack_.hidden, prefetches_);
+      add_weights(layer.input_gate, stack_.hidden, ceil_div(stack_.input, kBand), 1);
+      end_phase(int64_t(stack_.input) * stack_.hidden);
+      products_.updates().add_factors(&projection, 1, stack_.input, prefetches_);
+      add_weights(layer.input_projection, stack_.input, ceil_div(stack_.hidden, kBand), 1);
+      end_phase(int64_t(stack_.input) * stack_.hidden);
     }
   }
 
@@ -178,22 +194,22 @@ class StackRun {
 
   void attend(const LpLayer& layer) {
     prefetches_.begin_phase();
-    const Heads heads{stack_.num_heads, stack_.num_kv_heads, stack_.head_dim, layer.scaling, layer.softcap, layer.window, 0,
+    const Heads heads{stack_.num_heads, layer.num_kv_heads, layer.head_dim, layer.scaling, layer.softcap, layer.window, 0,
                       layer.sinks};
     attend_all(pool_, kernels_, dtype_, scratch_.q, scratch_.mixed, {layer.k_pages, layer.v_pages}, heads, step_.spans);
   }
 
   // The queries of rows of another run, of which this one computes what is left.
-  void take_queries(const StackRun& whole, const OutputRows& rows) {
-    rows.gather(whole.scratch_.q, int64_t(stack_.num_heads) * stack_.head_dim * item_bytes(dtype_), scratch_.q);
+  void take_queries(const LpLayer& layer, const StackRun& whole, const OutputRows& rows) {
+    rows.gather(whole.scratch_.q, q_rows(layer) * item_bytes(dtype_), scratch_.q);
   }
 
-  void after_attention(const LpLayer& layer) {
+  // `input`: the layer's own [num_tokens][input], where it has one.
+  void after_attention(const LpLayer& layer, const void* input) {
     prefetches_.begin_phase();
-    const int64_t rows = int64_t(stack_.num_heads) * stack_.head_dim;
     const LpNorm& before_ffn = layer.norm2.weight == nullptr ? layer.norm1 : layer.norm2;
     const void* x = stack_.is_parallel ? normalize(before_ffn, layer.eps) : nullptr;
-    add_product(layer.o, layer.o_bias, layer.o_table, scratch_.mixed, rows, layer.attention_norm, layer.eps);
+    add_product(layer.o, layer.o_bias, layer.o_table, scratch_.mixed, q_rows(layer), layer.attention_norm, layer.eps);
     if (!stack_.is_parallel) x = normalize(layer.norm2, layer.eps);
     if (layer.gate_up == nullptr) {
       std::memcpy(step_.feed, x, size_t(step_.num_tokens * int64_t(stack_.hidden) * item_bytes(dtype_)));
@@ -204,19 +220,31 @@ class StackRun {
     products_.prepare(x, stack_.hidden, targets.data(), int(targets.size()));
     gate(layer, x);
     prefetches_.begin_phase();
-    add_product(layer.down, nullptr, layer.down_table, scratch_.act, stack_.ffn, layer.ffn_norm, layer.eps);
+    add_product(layer.down, nullptr, layer.down_table, scratch_.act, layer.ffn, layer.ffn_norm, layer.eps);
+    if (layer.input_gate != nullptr) add_input(layer, input);
+    if (layer.scale != 1.0f)
+      each_row([&](int64_t, int64_t first) {
+        char* row = at(step_.hidden, first, dtype_);
+        kernels_.weighted_sum(dtype_, row, &layer.scale, 1, stack_.hidden, row);
+      });
   }
 
  private:
+  int64_t q_rows(const LpLayer& layer) const { return int64_t(stack_.num_heads) * layer.head_dim; }
+
+  // Outputs of k, or v, that the layer computes.
+  static int64_t kv_rows(const LpLayer& layer) { return layer.shares_kv ? 0 : int64_t(layer.num_kv_heads) * layer.head_dim; }
+
   std::vector<Target> qkv_targets(const LpLayer& layer) const {
-    const int64_t rows = int64_t(stack_.num_heads) * stack_.head_dim, kv_rows = int64_t(stack_.num_kv_heads) * stack_.head_dim;
-    if (stack_.merges_qkv) return {{&layer.q_table, rows + 2 * kv_rows}};
-    return {{&layer.q_table, rows}, {&layer.k_table, kv_rows}, {&layer.v_table, kv_rows}};
+    const int64_t rows = q_rows(layer), others = kv_rows(layer);
+    if (stack_.merges_qkv) return {{&layer.q_table, rows + 2 * others}};
+    if (others == 0) return {{&layer.q_table, rows}};
+    return {{&layer.q_table, rows}, {&layer.k_table, others}, {&layer.v_table, others}};
   }
 
   std::vector<Target> gate_targets(const LpLayer& layer) const {
-    if (stack_.merges_gate_up) return {{&layer.gate_table, 2 * int64_t(stack_.ffn)}};
-    return {{&layer.gate_table, stack_.ffn}, {&layer.up_table, stack_.ffn}};
+    if (stack_.merges_gate_up) return {{&layer.gate_table, 2 * int64_t(layer.ffn)}};
+    return {{&layer.gate_table, layer.ffn}, {&layer.up_table, layer.ffn}};
   }
 
   // Calls body(module, first output) for the outputs from `output` on of one of several parts. `is_merged`: they are one
@@ -243,12 +271,12 @@ class StackRun {
 
   // Keys and values in the order in which attention reads them, as many bytes for a thread as its weights of q, k and v have.
   void add_pages(const LpLayer& layer, const LpSpans& spans) {
-    const int64_t rows = (stack_.num_heads + 2 * int64_t(stack_.num_kv_heads)) * stack_.head_dim;
+    const int64_t rows = q_rows(layer) + 2 * kv_rows(layer);
     const int64_t most = rows * stack_.hidden * item_bytes(dtype_) / pool_.num_threads();
-    const int64_t token_bytes = int64_t(stack_.num_kv_heads) * stack_.head_dim * item_bytes(dtype_);
+    const int64_t token_bytes = int64_t(layer.num_kv_heads) * layer.head_dim * item_bytes(dtype_);
     std::vector<int64_t> ends;  // bytes of each queue up to which it takes pages
     for (int thread = 0; thread < pool_.num_threads(); thread++) ends.push_back(prefetches_.of(thread).num_bytes() + most);
-    const int heads = stack_.num_kv_heads, num_chunks = spans.num_spans * heads;
+    const int heads = layer.num_kv_heads, num_chunks = spans.num_spans * heads;
     for (int i = 0; i < spans.num_spans; i++) {
       // Several threads that share a span's heads take its blocks in turns.
       const int first_thread = pool_.owner(i * heads, num_chunks), span = spans.num_spans - 1 - i;
@@ -320,9 +348,9 @@ class StackRun {
 
   // A chunk is a head: queries go to scratch, keys and values to their pages.
   void project_qkv(const LpLayer& layer, const void* x) {
-    const int dim = stack_.head_dim, bands = dim / kBand;
-    const int num_heads = stack_.num_heads, num_kv = stack_.num_kv_heads;
-    const int group = num_heads / num_kv;
+    const int dim = layer.head_dim, bands = dim / kBand;
+    const int num_heads = stack_.num_heads, num_kv = layer.num_kv_heads;
+    const int group = num_heads / num_kv, num_computed = num_heads + (layer.shares_kv ? 0 : 2 * num_kv);
     const bool is_grouped = stack_.is_grouped != 0, is_merged = stack_.merges_qkv != 0;
     const auto find = [=](int head) {  // its part, and which of that one's heads it is
       if (is_grouped) {
@@ -334,7 +362,7 @@ class StackRun {
       return head < num_kv ? std::make_pair(1, head) : std::make_pair(2, head - num_kv);
     };
     products_.multiply(
-        x, stack_.hidden, layer.qkv, (num_heads + 2 * num_kv) * bands, bands,
+        x, stack_.hidden, layer.qkv, num_computed * bands, bands,
         [&](int band, const auto& body) {
           const auto [part, head] = find(band / bands);
           const int64_t all = int64_t(band) * kBand, output = int64_t(head * bands + band % bands) * kBand;
@@ -354,17 +382,17 @@ class StackRun {
     if (stack_.norms_all_heads)
       pool_.run(step_.num_tokens, [&](int token, int) {
         finish_row(layer, 0, token, stack_.num_heads);
-        finish_row(layer, 1, token, num_kv);
+        if (!layer.shares_kv) finish_row(layer, 1, token, num_kv);
       });
   }
 
   void finish_head(const LpLayer& layer, int part, int head, int64_t token, float* c) {
-    const int dim = stack_.head_dim;
-    if (part != 2 && !stack_.norms_all_heads) {
-      const LpNorm& norm = part == 0 ? layer.q_norm : layer.k_norm;
+    const int dim = layer.head_dim;
+    if (part == 2 || !stack_.norms_all_heads) {
+      const LpNorm& norm = part == 0 ? layer.q_norm : part == 1 ? layer.k_norm : layer.v_norm;
       if (norm.weight != nullptr)
         kernels_.rms_norm_f32(dtype_, c, weight_of(norm, token), dim, layer.qk_eps, stack_.norm_offset, stack_.narrows != 0);
-      turn(layer, part, token, c);
+      if (part != 2) turn(layer, part, token, c);
     }
     kernels_.store(dtype_, c, dim, place_of(layer, part, head, token));
   }
@@ -372,7 +400,7 @@ class StackRun {
   // The heads of a token's queries or keys, which lie in their places.
   void finish_row(const LpLayer& layer, int part, int64_t token, int num_heads) {
     static thread_local std::vector<float> values;
-    const int dim = stack_.head_dim;
+    const int dim = layer.head_dim;
     const LpNorm& norm = part == 0 ? layer.q_norm : layer.k_norm;
     void* row = place_of(layer, part, 0, token);
     kernels_.rms_norm(dtype_, row, weight_of(norm, token), int64_t(num_heads) * dim, layer.qk_eps, stack_.norm_offset,
@@ -393,13 +421,13 @@ class StackRun {
       (layer.turns == 2 ? kernels_.rotate_pairs : kernels_.rotate)(head, step_.cos + token * n, step_.sin + token * n, n);
     if (part != 0 || step_.query_scales == nullptr) return;
     const float scale = step_.query_scales[token];
-    for (int i = 0; i < stack_.head_dim; i++) head[i] *= scale;
+    for (int i = 0; i < layer.head_dim; i++) head[i] *= scale;
   }
 
   void* place_of(const LpLayer& layer, int part, int head, int64_t token) {
-    const int dim = stack_.head_dim;
+    const int dim = layer.head_dim;
     if (part == 0) return at(scratch_.q, (token * stack_.num_heads + head) * dim, dtype_);
-    return at(part == 1 ? layer.k_pages : layer.v_pages, (step_.spans.slots[token] * stack_.num_kv_heads + head) * dim, dtype_);
+    return at(part == 1 ? layer.k_pages : layer.v_pages, (step_.spans.slots[token] * layer.num_kv_heads + head) * dim, dtype_);
   }
 
   // hidden += added * norm(x @ packed + bias + update)
@@ -418,8 +446,27 @@ class StackRun {
     if (by_rows) add_whole_rows(scratch_.normed, norm, eps);
   }
 
+  // hidden += norm(projection(act(gate(hidden)) * input))
+  void add_input(const LpLayer& layer, const void* input) {
+    const int64_t n = stack_.input;
+    const Target target{&layer.input_gate_table, n};
+    prefetches_.begin_phase();
+    products_.prepare(step_.hidden, stack_.hidden, &target, 1);
+    products_.multiply_one(
+        step_.hidden, stack_.hidden, layer.input_gate, n, 0, nullptr,
+        [&](int64_t output, int width, int row, int m, const float* c, int64_t stride) {
+          for (int64_t r = 0; r < m; r++) {
+            float factors[kBand] = {};
+            kernels_.add_bias(dtype_, at(input, (row + r) * n + output, dtype_), width, factors);
+            kernels_.gated(dtype_, stack_.act, c + r * stride, factors, width, at(scratch_.act, (row + r) * n + output, dtype_));
+          }
+        });
+    prefetches_.begin_phase();
+    add_product(layer.input_projection, nullptr, layer.input_projection_table, scratch_.act, n, layer.input_norm, layer.eps);
+  }
+
   void gate(const LpLayer& layer, const void* x) {
-    const int64_t n = stack_.ffn;
+    const int64_t n = layer.ffn;
     const bool streams = step_.num_tokens * n * item_bytes(dtype_) > kStreamedBytes, is_merged = stack_.merges_gate_up != 0;
     products_.multiply(
         x, stack_.hidden, layer.gate_up, ceil_div(n, kPanel), 2,
@@ -466,6 +513,11 @@ int64_t output_bytes(const LpStack& stack, int64_t num_outputs, int64_t max_rank
   return ((hidden + 63) & ~int64_t(63)) + lay_out(stack, num_outputs, max_rank, nullptr).num_bytes;
 }
 
+// A layer's own input.
+const char* input_of(const LpStack& stack, const LpStep& step, int layer) {
+  return at(step.inputs, int64_t(layer) * step.num_tokens * stack.input, DType(stack.dtype));
+}
+
 // Attention and what follows it in the last layer, of some rows.
 void finish(Pool& pool, const Kernels& kernels, const LpStack& stack, const LpStep& whole_step, const StackRun& whole,
             PrefetchQueues& prefetches) {
@@ -482,9 +534,15 @@ void finish(Pool& pool, const Kernels& kernels, const LpStack& stack, const LpSt
   step.runs = rows.runs();
   step.scratch = hidden + ((rows.num_rows() * row_bytes + 63) & ~int64_t(63));
   StackRun run(pool, kernels, stack, step, prefetches);
-  run.take_queries(whole, rows);
+  run.take_queries(layer, whole, rows);
   run.attend(layer);
-  run.after_attention(layer);
+  std::vector<char> input;
+  if (layer.input_gate != nullptr) {
+    const int64_t input_bytes = stack.input * item_bytes(DType(stack.dtype));
+    input.resize(size_t(rows.num_rows() * input_bytes));
+    rows.gather(input_of(stack, whole_step, stack.num_layers - 1), input_bytes, input.data());
+  }
+  run.after_attention(layer, input.data());
   rows.scatter(hidden, row_bytes, static_cast<char*>(whole_step.hidden));
 }
 
@@ -515,7 +573,7 @@ __attribute__((visibility("default"))) void lp_stack_run(lp::Pool* pool, const L
       break;
     }
     run.attend(stack->layers[i]);
-    run.after_attention(stack->layers[i]);
+    run.after_attention(stack->layers[i], lp::input_of(*stack, *step, i));
   }
 }
 }

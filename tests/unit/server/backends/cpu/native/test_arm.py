@@ -24,6 +24,7 @@ from loraplex_server.backends.cpu.native.library import (
     Layer,
     Library,
     Linear,
+    Member,
     Norm,
     Pieces,
     Routed,
@@ -236,6 +237,13 @@ def test_adapters(
         dense, bias = program.put(floats(dice, dtype, outputs, k)), program.put(floats(dice, dtype, outputs))
         z = program.put(zeros(dtype, rows, outputs))
         program.call("lp_dense", dtype, x, k, rows, k, dense, outputs, bias, z, outputs)
+        member = Member(
+            packed=put_packed(program, dice, dtype, outputs, k), num_outputs=outputs, bias=bias,
+            table=put_own_table(program, dice, dtype, k, outputs, [4, 16]), y=program.put(zeros(dtype, rows, outputs)),
+        )  # fmt: skip
+        scratch = program.put(np.zeros(avx2.functions.lp_linears_scratch(rows, 16, 1, outputs), np.float32))
+        runs = program.put_struct(put_runs(program, [(0, 1, 0), (1, 9, 1), (12, 40, 1)], 16))
+        program.call("lp_linears", dtype, 0, x, k, rows, program.put_struct(member), 1, runs, scratch)
     check(program, avx2, emulated, isa, tmp_path, dtype)
 
 
@@ -326,21 +334,24 @@ def test_experts(
     check(program, avx2, emulated, isa, tmp_path, dtype)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma", "phi", "starcoder", "glm"])
+@pytest.mark.parametrize("kind", ["llama", "gemma", "gemma4", "phi", "starcoder", "glm"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_stack_of_layers(
     dtype: int, kind: str, avx2: Library, emulated: list[str], isa: str, dice: np.random.Generator, tmp_path: Path
 ) -> None:
-    norms, act, all_heads = ["norm1", "norm2"], int(kind == "gemma"), kind == "phi"
+    norms, act, all_heads = ["norm1", "norm2"], int(kind in ("gemma", "gemma4")), kind == "phi"
     merges_qkv, merges_gate_up = kind == "phi", kind in ("phi", "glm")
-    if kind in ("gemma", "glm"):
+    if kind in ("gemma", "gemma4", "glm"):
         norms += ["attention_norm", "ffn_norm"]
+    size_of_input = 32 if kind == "gemma4" else 0
     program = Program()
     hidden, heads, kv_heads, dim, ffn, block_size, ranks = 64, 4, 2, 32, 96, 16, [4, 16]
     spans = put_spans(program, [(1, 20), (7, 7), (1, 3)], block_size)
     tokens, num_blocks, widths = 9, 3 * int(spans.table_stride), (heads * dim, kv_heads * dim)
     layers = (Layer * 2)()
+    pages: list[int] = []
     for layer in layers:
+        shares_kv = kind == "gemma4" and bool(pages)
         layer.qkv = put_packed(program, dice, dtype, widths[0] + 2 * widths[1], hidden)
         layer.o = put_packed(program, dice, dtype, hidden, widths[0])
         if kind != "starcoder":  # whose feed-forward part is the caller's
@@ -355,14 +366,23 @@ def test_a_stack_of_layers(
         if kind != "starcoder":
             num_normed = (heads, kv_heads) if all_heads else (1, 1)
             layer.q_norm, layer.k_norm = (put_norm(program, dice, dtype, num * dim) for num in num_normed)
-        layer.k_pages, layer.v_pages = (
-            program.put(floats(dice, dtype, num_blocks, block_size, kv_heads, dim)) for _ in range(2)
-        )
+        if not shares_kv:
+            pages = [program.put(floats(dice, dtype, num_blocks, block_size, kv_heads, dim)) for _ in range(2)]
+        layer.k_pages, layer.v_pages = pages
+        layer.num_kv_heads, layer.head_dim, layer.ffn, layer.shares_kv, layer.scale = kv_heads, dim, ffn, shares_kv, 1.0
+        if size_of_input:
+            layer.scale = 0.75
+            layer.v_norm = put_norm(program, dice, dtype, dim)
+            layer.input_gate = put_packed(program, dice, dtype, size_of_input, hidden)
+            layer.input_projection = put_packed(program, dice, dtype, hidden, size_of_input)
+            layer.input_norm = put_norm(program, dice, dtype, hidden)
         layer.eps, layer.qk_eps, layer.scaling, layer.turns = 1e-5, 1e-6, dim**-0.5, kind != "gemma"
         shapes = {"o": (widths[0], hidden), "down": (ffn, hidden)}
         qkv = {"q": (hidden, widths[0]), "k": (hidden, widths[1]), "v": (hidden, widths[1])}
         shapes |= {"q": (hidden, widths[0] + 2 * widths[1])} if merges_qkv else qkv
         shapes |= {"gate": (hidden, 2 * ffn)} if merges_gate_up else {"gate": (hidden, ffn), "up": (hidden, ffn)}
+        if size_of_input:
+            shapes |= {"input_gate": (hidden, size_of_input), "input_projection": (size_of_input, hidden)}
         for part, shape in shapes.items():
             setattr(layer, f"{part}_table", put_own_table(program, dice, dtype, *shape, ranks))
     both = program.put(np.concatenate([np.frombuffer(bytes(layer), np.uint8) for layer in layers]))
@@ -376,8 +396,9 @@ def test_a_stack_of_layers(
     if kind == "starcoder":  # the second layer, behind the feed-forward part of the first
         both, num_layers = both + size, 1
     stack = Stack(
-        dtype=dtype, num_layers=num_layers, hidden=hidden, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
-        ffn=ffn, act=act, format=0, merges_qkv=merges_qkv, merges_gate_up=merges_gate_up, norms_all_heads=all_heads,
+        dtype=dtype, num_layers=num_layers, hidden=hidden, num_heads=heads, q_size=widths[0],
+        qkv_size=widths[0] + 2 * widths[1], ffn=ffn, input=size_of_input, act=act, format=0,
+        merges_qkv=merges_qkv, merges_gate_up=merges_gate_up, norms_all_heads=all_heads,
         narrows=kind == "llama", norm_offset=float(kind == "gemma"), added=0.5 if kind == "phi" else 1.0,
         layers=ctypes.cast(both, ctypes.POINTER(Layer)),
     )  # fmt: skip
@@ -389,6 +410,8 @@ def test_a_stack_of_layers(
         cos=program.put(np.cos(angles)), sin=program.put(np.sin(angles)), spans=spans, runs=runs,
         scratch=program.put(np.zeros(num_bytes, np.uint8)),
     )  # fmt: skip
+    if size_of_input:
+        step.inputs = program.put(floats(dice, dtype, 2, tokens, size_of_input))
     if kind == "glm":
         step.query_scales = program.put(1 + dice.random(tokens).astype(np.float32))
     if num_layers == 1:
