@@ -45,7 +45,7 @@ COMPUTED: Final = frozenset(
 class LayerNames:
     """Paths of a layer's parts, by the names that the kernels have for them."""
 
-    # A layer that attends to the keys and values of an earlier one has no k and v; one whose values are its keys has no v.
+    # A layer that attends to keys and values of an earlier one has no k and v; one whose values are its keys has no v.
     linears: Mapping[str, str]
     norms: Mapping[str, str]  # of hidden states
     act: str = "mlp.act_fn"

@@ -86,8 +86,8 @@ class FoundStack:
 
 
 def _parts(stack: NativeStack, rotations: Sequence[str]) -> list[tuple[NativeStack | StackPart, str]]:
-    """The stack, or its runs of layers with the same kind of rotation. Of layers with inputs of their own each is a run:
-    models give them these one by one."""
+    """The stack, or its runs of layers with the same kind of rotation. Of layers with inputs of their own each is a
+    run: models give them these one by one."""
     if stack.shape.input_size:
         return [(StackPart(stack, slice(idx, idx + 1)), kind) for idx, kind in enumerate(rotations)]
     if len(set(rotations)) == 1:

@@ -27,6 +27,7 @@ class NativeRecurrences:
         self._kernels = kernels
         # Weights of convolutions as the kernels read them, by the address of the model's own, which is kept with them.
         self._weights: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
+        self._recent: tuple[Places, Pieces] | None = None  # those of a step are the same for all its layers
 
     def run(self, run: Recurrence, inputs: Sequence[Tensor], states: Tensor, places: Places) -> Tensor | None:
         if isinstance(run, LinearAttention):
@@ -35,7 +36,7 @@ class NativeRecurrences:
             return self._convolve(run, inputs[0], states, places)
         if isinstance(run, SelectiveScan) and all(x.dtype == torch.float32 for x in (*inputs, states)):
             x, step, b, c = (one.contiguous() for one in inputs)
-            return self._kernels.scan(x, step, run.a.contiguous(), b, c, states, _pieces(places))
+            return self._kernels.scan(x, step, run.a.contiguous(), b, c, states, self._pieces(places))
         return None
 
     def _attend(self, run: LinearAttention, inputs: Sequence[Tensor], states: Tensor, places: Places) -> Tensor | None:
@@ -54,7 +55,7 @@ class NativeRecurrences:
             num_heads=num_heads, num_keys=num_keys, k_dim=k_dim, v_dim=v_dim,
             decay_by_channel=decay.dim() == 3, is_delta=run.is_delta, normalizes=run.normalizes, scale=run.scale,
         )  # fmt: skip
-        self._kernels.attend_linearly(v.dtype, linear, _pieces(places))
+        self._kernels.attend_linearly(v.dtype, linear, self._pieces(places))
         return out
 
     def _convolve(self, run: Convolution, x: Tensor, states: Tensor, places: Places) -> Tensor | None:
@@ -62,7 +63,13 @@ class NativeRecurrences:
             return None
         weight, bias = self._weight(run)
         x = x if x.stride(1) == 1 else x.contiguous()
-        return self._kernels.convolve(x, weight, bias, states, _pieces(places), is_activated=run.is_activated)
+        return self._kernels.convolve(x, weight, bias, states, self._pieces(places), is_activated=run.is_activated)
+
+    def _pieces(self, places: Places) -> Pieces:
+        if self._recent is None or self._recent[0] is not places:
+            pieces = Pieces(len(places.chains) - 1, places.chains.ctypes.data, places.pieces.ctypes.data)
+            self._recent = places, pieces
+        return self._recent[1]
 
     def _weight(self, run: Convolution) -> tuple[Tensor, Tensor | None]:
         found = self._weights.get(run.weight.data_ptr())
@@ -76,7 +83,3 @@ class NativeRecurrences:
 def _rows(x: Tensor) -> Tensor:
     """x [tokens, heads, dim] with each token's heads in one piece."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
-
-
-def _pieces(places: Places) -> Pieces:
-    return Pieces(len(places.chains) - 1, places.chains.ctypes.data, places.pieces.ctypes.data)

@@ -51,20 +51,23 @@ class AdaptedProducts {
   }
 
   // The same of one module, which has all `num_outputs`, with its bias, or null. store(output, width, row, m, c, stride) takes
-  // c [m][width] of its outputs from one on.
+  // c [m][width] of its outputs from one on, of a unit's bands.
   template <class Store>
-  void multiply_one(const void* x, int64_t k, const void* packed, int64_t num_outputs, int module, const void* bias,
+  void multiply_one(const void* x, int64_t k, const void* packed, int64_t num_outputs, int unit, int module, const void* bias,
                     const Store& store) {
-    const auto width_of = [=](int band) { return int(std::min<int64_t>(kBand, num_outputs - int64_t(band) * kBand)); };
+    const auto width_of = [=](int band, int bands) {
+      return int(std::min(int64_t(bands) * kBand, num_outputs - int64_t(band) * kBand));
+    };
     multiply(
-        x, k, packed, ceil_div(num_outputs, kBand), 1,
-        [&](int band, const auto& body) { body(module, int64_t(band) * kBand, width_of(band), 0); },
+        x, k, packed, ceil_div(num_outputs, kBand), unit,
+        [&](int band, const auto& body) { body(module, int64_t(band) * kBand, width_of(band, 1), 0); },
         [&](int band, int row, int m, float* c, int64_t stride) {
           const int64_t output = int64_t(band) * kBand;
+          const int width = width_of(band, unit);
           for (int64_t r = 0; bias != nullptr && r < m; r++)
-            kernels_.add_bias(dtype_, at(bias, output, dtype_), width_of(band), c + r * stride);
-          updates_.rescale(module, output, width_of(band), row, m, c, stride);
-          store(output, width_of(band), row, m, c, stride);
+            kernels_.add_bias(dtype_, at(bias, output, dtype_), width, c + r * stride);
+          updates_.rescale(module, output, width, row, m, c, stride);
+          store(output, width, row, m, c, stride);
         });
   }
 

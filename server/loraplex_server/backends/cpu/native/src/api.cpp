@@ -149,7 +149,7 @@ LP_API void lp_linear(lp::Pool* pool, int dtype, const void* x, int64_t x_stride
   const lp::Kernels& kernels = *lp::current_kernels();
   const DType type = DType(dtype);
   const int num_bands = lp::ceil_div(num_outputs, lp::kBand);
-  const int per_chunk = num_bands >= 64 ? 4 : 1;
+  const int per_chunk = lp::unit_of(num_outputs);
   const lp::Bands bands{packed, Format(format)};
   lp::products(*pool, kernels, type, x, x_stride, num_rows, k, bands, num_bands, per_chunk,
                [&](int band, int row, int m, float* c, int64_t stride) {

@@ -73,6 +73,9 @@ inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) 
 
 constexpr int kMaxBands = 8;  // that a chunk computes beside each other
 
+// Bands of a unit of a linear by itself.
+inline int unit_of(int64_t num_outputs) { return ceil_div(num_outputs, kBand) >= 64 ? 4 : 1; }
+
 // A weight in bands: of the product's dtype, or in few bits, of which each slab is made what the product reads.
 struct Bands {
   const void* memory;

@@ -438,7 +438,7 @@ class StackRun {
     const Target target{&table, n};
     products_.prepare(x, k, &target, 1);
     products_.multiply_one(
-        x, k, packed, n, 0, bias, [&](int64_t output, int width, int row, int m, const float* c, int64_t stride) {
+        x, k, packed, n, 1, 0, bias, [&](int64_t output, int width, int row, int m, const float* c, int64_t stride) {
           if (!by_rows) kernels_.add_rows(dtype_, c, stride, m, width, at(step_.hidden, row * n + output, dtype_), n);
           for (int64_t r = 0; by_rows && r < m; r++)
             kernels_.store(dtype_, c + r * stride, width, at(scratch_.normed, (row + r) * n + output, dtype_));
@@ -453,7 +453,7 @@ class StackRun {
     prefetches_.begin_phase();
     products_.prepare(step_.hidden, stack_.hidden, &target, 1);
     products_.multiply_one(
-        step_.hidden, stack_.hidden, layer.input_gate, n, 0, nullptr,
+        step_.hidden, stack_.hidden, layer.input_gate, n, 1, 0, nullptr,
         [&](int64_t output, int width, int row, int m, const float* c, int64_t stride) {
           for (int64_t r = 0; r < m; r++) {
             float factors[kBand] = {};
