@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
     Glm4Config,
@@ -46,6 +47,25 @@ SIZES_245M: dict[str, Any] = {
 SHAPES: Mapping[str, PretrainedConfig] = {
     "245m": LlamaConfig(**SIZES_245M, num_attention_heads=16, num_key_value_heads=4, tie_word_embeddings=False),
     # The same sizes in families whose layers differ from Llama's.
+    "245m-deepseek2": DeepseekV2Config(  # latent attention with V2-Lite's heads, and 16 experts
+        **SIZES_245M,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        q_lora_rank=None,
+        kv_lora_rank=256,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        first_k_dense_replace=1,
+        n_routed_experts=16,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        moe_intermediate_size=704,
+        n_group=1,
+        topk_group=1,
+        topk_method="greedy",
+        tie_word_embeddings=False,
+    ),
     "245m-gemma3": Gemma3TextConfig(
         **SIZES_245M, num_attention_heads=4, num_key_value_heads=1, head_dim=256, tie_word_embeddings=True
     ),

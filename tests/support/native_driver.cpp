@@ -31,7 +31,7 @@ void lp_linear(void*, int, const void*, int64_t, int, int64_t, const void*, int,
 void lp_linears(void*, int, int, const void*, int64_t, int, const void*, int, const void*, void*);
 void lp_lora(void*, int, const void*, int64_t, int, const void*, const void*, void*, void*, int64_t, int64_t);
 void lp_dense(void*, int, const void*, int64_t, int, int64_t, const void*, int64_t, const void*, void*, int64_t);
-void lp_attend(void*, int, const void*, void*, const void*, const void*, int, int, int, float, float, int64_t, int64_t,
+void lp_attend(void*, int, const void*, void*, const void*, const void*, int, int, int, int, float, float, int64_t, int64_t,
                const void*, const void*, int64_t, const void*);
 void lp_rms_norm(void*, int, const void*, const void*, int, int64_t, float, float, int, void*);
 void lp_argmax(void*, int, const void*, int, int64_t, const void*, const void*, int64_t, void*, void*);

@@ -27,7 +27,7 @@ STACKED: Final = (
     *("gpt_neox", "gpt_neox-sequential", "phi", "glm4", "ministral3"),
     *("gemma4", "gemma4-keys"),
 )
-NOT_STACKED: Final = ("cohere", "gpt2", "llama4-chunks", "bloom", "mpt", "falcon", "falcon-alibi")
+NOT_STACKED: Final = ("cohere", "gpt2", "llama4-chunks", "bloom", "mpt", "falcon", "falcon-alibi", "deepseek_v2")
 _KEYS_AS_VALUES: Final[dict[str, Any]] = {
     "global_head_dim": 64,
     "hidden_size_per_layer_input": 0,
@@ -39,6 +39,11 @@ _KEYS_AS_VALUES: Final[dict[str, Any]] = {
 VARIANTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "llama-gelu": ("llama", {"hidden_act": "gelu"}),
     "qwen3_moe": ("qwen3_moe", {"moe_intermediate_size": 32}),
+    # Values of 64 features, and keys of 96.
+    "deepseek_v2": (
+        "deepseek_v2",
+        {"kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64},
+    ),
     "gemma4": ("gemma4", {"global_head_dim": 64, "hidden_size_per_layer_input": 32, "use_double_wide_mlp": True}),
     # Values are keys in layers of full attention, which have fewer; no layer has an input of its own.
     "gemma4-keys": ("gemma4", _KEYS_AS_VALUES),

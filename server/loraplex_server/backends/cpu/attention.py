@@ -62,8 +62,9 @@ def reason_against(spec: AttentionSpec, dtype: torch.dtype | None) -> str:
     """The reason that the kernels do not compute this attention; empty where they do."""
     if dtype is not None and dtype not in DTYPES:
         return f"not in {str(dtype).removeprefix('torch.')}"
-    if spec.k_dim != spec.v_dim or spec.k_dim % DIM_MULTIPLE or spec.k_dim > MAX_DIM:
-        return f"heads of {spec.k_dim} and {spec.v_dim}; it needs the same multiple of {DIM_MULTIPLE} up to {MAX_DIM}"
+    if spec.k_dim % DIM_MULTIPLE or spec.v_dim % DIM_MULTIPLE or not spec.v_dim <= spec.k_dim <= MAX_DIM:
+        dims = f"heads of {spec.k_dim} and {spec.v_dim}"
+        return f"{dims}; it needs multiples of {DIM_MULTIPLE} up to {MAX_DIM}, and values no wider than keys"
     if spec.sinks is not None and spec.sinks.dtype != torch.float32:
         return "sinks in another dtype than float32"
     if spec.key_bias is not None and spec.key_bias.dtype != torch.float32:

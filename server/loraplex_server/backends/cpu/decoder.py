@@ -390,7 +390,7 @@ class NativeStack(nn.Module):
     def _inputs(self, others: tuple[Any, ...]) -> Tensor | None:
         """The layer's own input [1, num_tokens, features], which models give behind the hidden states; None: it has
         none."""
-        return others[0].contiguous() if self.shape.input_size else None
+        return others[0].to(self.shape.dtype).contiguous() if self.shape.input_size else None
 
     def _outputs(self, num_tokens: int, layers: slice) -> npt.NDArray[np.int32] | None:
         """The rows whose output is read, sorted; None: all."""

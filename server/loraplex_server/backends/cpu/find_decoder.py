@@ -297,8 +297,8 @@ def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: Nat
     linears = {part: cast(nn.Linear, layer.get_submodule(path)) for part, path in own.linears.items()}
     if reason := reason_against(spec, shape.dtype):
         raise _NoMatch(reason)
-    if spec.chunk is not None or spec.key_bias is not None:
-        raise _NoMatch("chunks or biases in attention")
+    if spec.chunk is not None or spec.key_bias is not None or spec.v_dim != spec.k_dim:
+        raise _NoMatch("chunks, biases or values of another size in attention")
     if {part: tuple(linear.weight.shape) for part, linear in linears.items()} != _shapes_of_linears(shape, own):
         raise _NoMatch("linears of unusual shapes")
     if not all(kernels.can_pack(one.weight) and one.weight.dtype == shape.dtype for one in linears.values()):

@@ -378,15 +378,16 @@ class NativeKernels:
         sinks: Tensor | None = None,
         key_bias: Tensor | None = None,
     ) -> Tensor:
-        """query [tokens, heads, dim] -> [tokens, heads, dim] over pages [blocks, block_size, kv_heads, dim], in which
-        the step's own keys and values are already. `sinks`: float32 [heads]. `key_bias`: as in AttentionSpec, in
-        float32."""
+        """query [tokens, heads, dim] -> [tokens, heads, v_dim] over pages [blocks, block_size, kv_heads, dim] and
+        [.., v_dim], in which the step's own keys and values are already. `sinks`: float32 [heads]. `key_bias`: as in
+        AttentionSpec, in float32."""
         query = query.contiguous()
-        out = torch.empty_like(query)
-        _, num_heads, dim = query.shape
+        num_tokens, num_heads, dim = query.shape
+        v_dim = v_pages.shape[3]
+        out = query.new_empty(num_tokens, num_heads, v_dim)
         self._functions.lp_attend(
             self._pool, DTYPES[query.dtype], query.data_ptr(), out.data_ptr(), k_pages.data_ptr(),
-            v_pages.data_ptr(), num_heads, k_pages.shape[2], dim, scaling, softcap or 0.0, window or 0,
+            v_pages.data_ptr(), num_heads, k_pages.shape[2], dim, v_dim, scaling, softcap or 0.0, window or 0,
             chunk or 0, _address(sinks), _address(key_bias), 0 if key_bias is None else key_bias.stride(0),
             ctypes.byref(spans),
         )  # fmt: skip

@@ -225,7 +225,7 @@ def _struct(kind: type[ctypes.Structure]) -> Any:
 
 # Types of arguments by their names in src/*.cpp. Names that are not here are pointers to memory.
 _TYPES: Final[Mapping[str, Any]] = {
-    **dict.fromkeys(("dtype", "format", "num_threads", "num_rows", "num_heads", "num_kv_heads", "dim"), _INT),
+    **dict.fromkeys(("dtype", "format", "num_threads", "num_rows", "num_heads", "num_kv_heads", "dim", "v_dim"), _INT),
     **dict.fromkeys(("k", "n", "stride", "x_stride", "y_stride", "num_outputs", "num_bytes", "num_tokens"), _LONG),
     **dict.fromkeys(("max_rank", "window", "chunk", "bias_stride", "num_words"), _LONG),
     **dict.fromkeys(("scaling", "softcap", "eps", "offset"), _FLOAT),
@@ -276,7 +276,7 @@ KERNELS: Final[Mapping[str, Prototype]] = {
     "lp_dense": _function(None, "pool dtype x x_stride num_rows k weight num_outputs bias y y_stride"),
     "lp_attend": _function(
         None,
-        "pool dtype q out k_pages v_pages num_heads num_kv_heads dim scaling softcap window chunk sinks key_bias "
+        "pool dtype q out k_pages v_pages num_heads num_kv_heads dim v_dim scaling softcap window chunk sinks key_bias "
         "bias_stride spans",
     ),
     "lp_attend_linearly": _function(None, "pool dtype linear pieces"),

@@ -55,11 +55,17 @@ def spec(num_heads: int = 4, num_kv_heads: int = 2, dim: int = 32, **changes: ob
     return spec_of(**(base | {"k_dim": dim, "v_dim": dim} | changes))
 
 
+def narrow(dim: int) -> int:
+    """About half as many features, in multiples of 32."""
+    return -(-dim // 64) * 32
+
+
 @pytest.mark.parametrize(
     (
         "step",
         "heads",
         "dim",
+        "has_narrow_values",
         "window",
         "softcap",
         "chunk",
@@ -70,7 +76,8 @@ def spec(num_heads: int = 4, num_kv_heads: int = 2, dim: int = 32, **changes: ob
         "num_threads",
     ),
     pairwise(
-        list(STEPS), HEADS, DIMS, WINDOWS, SOFTCAPS, CHUNKS, [False, True], [False, True], BLOCK_SIZES, DTYPES, THREADS
+        *(list(STEPS), HEADS, DIMS, [False, True], WINDOWS, SOFTCAPS, CHUNKS, [False, True], [False, True]),
+        *(BLOCK_SIZES, DTYPES, THREADS),
     ),
     ids=lambda value: str(value).removeprefix("torch."),
 )
@@ -78,6 +85,7 @@ def test_grid(
     step: str,
     heads: tuple[int, int],
     dim: int,
+    has_narrow_values: bool,
     window: int | None,
     softcap: float | None,
     chunk: int | None,
@@ -90,6 +98,8 @@ def test_grid(
     sinks = sinks_of(heads[0]) if has_sinks else None
     key_bias = biases_of(heads[0], LONGEST) if has_bias else None
     one = spec(*heads, dim, window=window, softcap=softcap, chunk=chunk, sinks=sinks, key_bias=key_bias)
+    if has_narrow_values:
+        one = replace(one, v_dim=narrow(dim))
     problem = make_problem(STEPS[step], one, dtype, block_size=block_size)
     got = problem.run(NativePagedAttention(native_kernels(num_threads)))
     # Float32 rounds scores of the size of these biases, up to 160.
@@ -164,6 +174,8 @@ def test_a_query_has_the_same_bits_in_any_span(
     num_threads: int,
 ) -> None:
     one = spec(*heads, dim, window=window, softcap=softcap, chunk=chunk, sinks=sinks_of(heads[0]) if chunk else None)
+    if num_threads == 1:
+        one = replace(one, v_dim=narrow(dim))
     one = replace(one, key_bias=biases_of(heads[0], LONGEST) if window in (None, 70) else None)
     problem = make_problem(STEPS[step], one, dtype)
     together = problem.run(NativePagedAttention(native_kernels(num_threads)))
@@ -286,6 +298,8 @@ def test_spans_are_found_in_other_plans_too() -> None:
         (spec(dim=48), torch.float32, "heads of 48 and 48"),
         (spec(dim=544), torch.float32, "heads of 544 and 544"),
         (replace(spec(), v_dim=64), torch.float32, "heads of 32 and 64"),
+        (replace(spec(dim=64), v_dim=48), torch.float32, "heads of 64 and 48"),
+        (replace(spec(dim=192), v_dim=128), torch.float32, ""),
         (spec(scaling=-1.0), torch.float32, "scores times -1.0"),
         (spec(), torch.float16, "not in float16"),
         (spec(sinks=sinks_of(4, torch.float64)), torch.float32, "sinks in another dtype"),

@@ -217,12 +217,12 @@ LP_API void lp_dense(lp::Pool* pool, int dtype, const void* x, int64_t x_stride,
   });
 }
 
-// q, out [num_tokens][num_heads][dim] over pages that hold the step's keys and values already.
+// q [num_tokens][num_heads][dim], out [num_tokens][num_heads][v_dim] over pages that hold the step's keys and values already.
 LP_API void lp_attend(lp::Pool* pool, int dtype, const void* q, void* out, const void* k_pages, const void* v_pages,
-                      int num_heads, int num_kv_heads, int dim, float scaling, float softcap, int64_t window,
+                      int num_heads, int num_kv_heads, int dim, int v_dim, float scaling, float softcap, int64_t window,
                       int64_t chunk, const float* sinks, const float* key_bias, int64_t bias_stride, const LpSpans* spans) {
   const auto turn = pool->take_turn();
-  const lp::Heads heads{num_heads, num_kv_heads, dim, scaling, softcap, window, chunk, sinks, key_bias, bias_stride};
+  const lp::Heads heads{num_heads, num_kv_heads, dim, v_dim, scaling, softcap, window, chunk, sinks, key_bias, bias_stride};
   lp::attend_all(*pool, *lp::current_kernels(), DType(dtype), q, out, {k_pages, v_pages}, heads, *spans);
 }
 

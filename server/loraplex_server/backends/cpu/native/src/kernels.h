@@ -52,14 +52,17 @@ struct AttendTask {
   void* out;              // [tokens][heads][v_dim]
   int64_t out_token_stride;
   const void* k;          // [num_blocks][block_size][kv_heads][dim], at the KV head
-  const void* v;
-  int64_t block_stride;   // elements between blocks, and between tokens of a block
+  const void* v;          // the same of v_dim
+  int64_t block_stride;   // elements between blocks of keys, and between tokens of a block
   int64_t token_stride;
+  int64_t v_block_stride;  // and of values
+  int64_t v_token_stride;
   const int64_t* blocks;  // the span's block table
   int32_t block_size;
   int32_t num_tokens;     // queries
   int32_t group;          // query heads of the KV head; times num_tokens at most what attend_rows says
-  int32_t dim;            // a multiple of 32
+  int32_t dim;            // of queries and keys, a multiple of 32
+  int32_t v_dim;          // of values, likewise, and no more
   int64_t first_position; // of the first query
   int64_t window;         // 0: none
   int64_t chunk;          // 0: none; else a query sees its own chunk of so many tokens only

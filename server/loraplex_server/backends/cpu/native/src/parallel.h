@@ -248,11 +248,11 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
 
 struct Pages {
   const void* k;  // [num_blocks][block_size][kv_heads][dim]
-  const void* v;
+  const void* v;  // the same of v_dim
 };
 
 struct Heads {
-  int num_heads, num_kv_heads, dim;
+  int num_heads, num_kv_heads, dim, v_dim;
   float scaling, softcap;
   int64_t window;
   int64_t chunk = 0;             // 0: none
@@ -268,7 +268,7 @@ inline int attend_rows(const Pool& pool, const Kernels& kernels, DType dtype, in
   return rows;
 }
 
-// q, out [num_tokens][num_heads][dim]; keys and values are in their pages already.
+// q [num_tokens][num_heads][dim], out [num_tokens][num_heads][v_dim]; keys and values are in their pages already.
 inline void attend_all(Pool& pool, const Kernels& kernels, DType dtype, const void* q, void* out, const Pages& pages,
                        const Heads& heads, const LpSpans& spans) {
   const int group = heads.num_heads / heads.num_kv_heads;
@@ -293,14 +293,18 @@ inline void attend_all(Pool& pool, const Kernels& kernels, DType dtype, const vo
     task.num_tokens = int(std::min<int64_t>(per_block, query_end - block.start));
     task.group = std::min(part, group - offset);
     task.dim = heads.dim;
-    task.q_token_stride = task.out_token_stride = int64_t(heads.num_heads) * heads.dim;
-    const int64_t head = (int64_t(kv_head) * group + offset) * heads.dim;
-    task.q = at(q, block.start * task.q_token_stride + head, dtype);
-    task.out = at(out, block.start * task.out_token_stride + head, dtype);
+    task.v_dim = heads.v_dim;
+    task.q_token_stride = int64_t(heads.num_heads) * heads.dim;
+    task.out_token_stride = int64_t(heads.num_heads) * heads.v_dim;
+    const int64_t head = int64_t(kv_head) * group + offset;
+    task.q = at(q, block.start * task.q_token_stride + head * heads.dim, dtype);
+    task.out = at(out, block.start * task.out_token_stride + head * heads.v_dim, dtype);
     task.token_stride = int64_t(heads.num_kv_heads) * heads.dim;
+    task.v_token_stride = int64_t(heads.num_kv_heads) * heads.v_dim;
     task.block_stride = task.token_stride * spans.block_size;
+    task.v_block_stride = task.v_token_stride * spans.block_size;
     task.k = at(pages.k, int64_t(kv_head) * heads.dim, dtype);
-    task.v = at(pages.v, int64_t(kv_head) * heads.dim, dtype);
+    task.v = at(pages.v, int64_t(kv_head) * heads.v_dim, dtype);
     task.blocks = spans.block_tables + block.span * spans.table_stride;
     task.block_size = spans.block_size;
     task.first_position = spans.context_lens[block.span] - (query_end - block.start);

@@ -194,7 +194,7 @@ class StackRun {
 
   void attend(const LpLayer& layer) {
     prefetches_.begin_phase();
-    const Heads heads{stack_.num_heads, layer.num_kv_heads, layer.head_dim, layer.scaling, layer.softcap, layer.window, 0,
+    const Heads heads{stack_.num_heads, layer.num_kv_heads, layer.head_dim, layer.head_dim, layer.scaling, layer.softcap, layer.window, 0,
                       layer.sinks};
     attend_all(pool_, kernels_, dtype_, scratch_.q, scratch_.mixed, {layer.k_pages, layer.v_pages}, heads, step_.spans);
   }

@@ -272,7 +272,9 @@ def test_attention_and_norms(
     tokens, num_blocks = sum(queries for queries, _ in texts), len(texts) * int(spans.table_stride)
     where = program.put_struct(spans)
     q = program.put(floats(dice, dtype, tokens, heads, dim))
-    pages = [program.put(floats(dice, dtype, num_blocks, block_size, kv_heads, dim)) for _ in range(2)]
+    keys, *values_by_size = (
+        program.put(floats(dice, dtype, num_blocks, block_size, kv_heads, size)) for size in (dim, dim, 32)
+    )
     sinks = program.put(floats(dice, F32, heads))
     biases = program.put(floats(dice, F32, heads, 96))
     for softcap, window, chunk, sink, bias in (
@@ -281,9 +283,10 @@ def test_attention_and_norms(
         (0.0, 0, 16, sinks, None),
         (0.0, 9, 0, None, biases),
     ):
-        out = program.put(zeros(dtype, tokens, heads, dim))
-        shape = (heads, kv_heads, dim, dim**-0.5, softcap, window, chunk)
-        program.call("lp_attend", dtype, q, out, *pages, *shape, sink, bias, 96, where)
+        for v_dim, values in zip((dim, 32), values_by_size, strict=True):
+            out = program.put(zeros(dtype, tokens, heads, v_dim))
+            shape = (heads, kv_heads, dim, v_dim, dim**-0.5, softcap, window, chunk)
+            program.call("lp_attend", dtype, q, out, keys, values, *shape, sink, bias, 96, where)
     x, weight = program.put(floats(dice, dtype, 11, 90)), program.put(floats(dice, dtype, 90))
     y = program.put(zeros(dtype, 11, 90))
     program.call("lp_rms_norm", dtype, x, weight, 11, 90, 1e-5, 0.0, 1, y)

@@ -63,7 +63,7 @@ static void weigh(const AttendTask& t, const float* weights, int64_t stride, int
   Floats acc[4][C];
   for (int r = 0; r < 4; r++)
     for (int c = 0; c < C; c++) acc[r][c] = zeros();
-  Cursor<D> row(t.v, t, begin);
+  auto row = Cursor<D>::of_values(t, begin);
   for (int64_t at = begin; at < end; at++, row.next()) {
     const typename D::T* v = row.row() + column;
     Floats values[C];
@@ -74,10 +74,10 @@ static void weigh(const AttendTask& t, const float* weights, int64_t stride, int
     }
   }
   for (int r = 0; r < 4; r++)
-    for (int c = 0; c < C; c++) store(out + r * t.dim + column + 16 * c, acc[r][c]);
+    for (int c = 0; c < C; c++) store(out + r * t.v_dim + column + 16 * c, acc[r][c]);
 }
 
-// out[4][dim] = weights[4] . values of keys [from, to); weights are of the keys from `begin` on.
+// out[4][v_dim] = weights[4] . values of keys [from, to); weights are of the keys from `begin` on.
 template <class D>
 static void weigh_rows(const AttendTask& t, const typename Multiplied<D>::T* weights, int64_t stride, int64_t begin, int64_t from,
                        int64_t to, float* out) {
@@ -89,9 +89,9 @@ static void weigh_rows(const AttendTask& t, const typename Multiplied<D>::T* wei
 #endif
   weights += from - begin;
   int column = 0;
-  for (const int width = 16 * kWeighColumns; column + width <= t.dim; column += width)
+  for (const int width = 16 * kWeighColumns; column + width <= t.v_dim; column += width)
     weigh<D, kWeighColumns>(t, (const float*)weights, stride, from, to, column, out);
-  for (; column < t.dim; column += 32) weigh<D, 2>(t, (const float*)weights, stride, from, to, column, out);
+  for (; column < t.v_dim; column += 32) weigh<D, 2>(t, (const float*)weights, stride, from, to, column, out);
 }
 
 static inline bool is_finite(const float* x, int n) {
@@ -141,7 +141,7 @@ static void attend_block(const AttendTask& t, float* scratch) {
     rows[r] = {-__builtin_inff(), 0.0f};
     if (kSpecial && t.sinks != nullptr) rows[r] = {t.sinks[from % t.group], 1.0f};  // as if seen before all others
   }
-  __builtin_memset(m.sums, 0, sizeof(float) * (size_t)(padded * t.dim));
+  __builtin_memset(m.sums, 0, sizeof(float) * (size_t)(padded * t.v_dim));
   int64_t begin = first_key<kSpecial>(t, t.first_position);
   begin = begin < 0 ? 0 : begin / kVectorKeys * kVectorKeys;
   const int64_t stride = kVectorKeys * (int)(sizeof(float) / sizeof(typename Multiplied<D>::T));  // weights lie where scores did
@@ -171,21 +171,21 @@ static void attend_block(const AttendTask& t, float* scratch) {
       for (int r = first; r < first + 4 && r < num_rows; r++) {
         const Seen& one = seen[r - first];
         if (one.from >= one.to) continue;
-        float *sums = m.sums + r * t.dim, *part = m.part + (r - first) * t.dim;
-        if (!is_finite(part, t.dim)) {
+        float *sums = m.sums + r * t.v_dim, *part = m.part + (r - first) * t.v_dim;
+        if (!is_finite(part, t.v_dim)) {
           // A weight of 0 does not keep out what is not finite: once more, of what the row sees and nothing else.
           weigh_rows<D>(t, weights + r * stride, 0, begin, begin + one.from, begin + one.to, m.alone);
           part = m.alone;
         }
         const Floats shrink = all(shrinks[r - first]);
-        for (int i = 0; i < t.dim; i += 16) store(sums + i, fmadd(load(sums + i), shrink, load(part + i)));
+        for (int i = 0; i < t.v_dim; i += 16) store(sums + i, fmadd(load(sums + i), shrink, load(part + i)));
       }
     }
   }
   for (int r = 0; r < num_rows; r++) {
-    T* out = (T*)t.out + (r / t.group) * t.out_token_stride + (r % t.group) * t.dim;
+    T* out = (T*)t.out + (r / t.group) * t.out_token_stride + (r % t.group) * t.v_dim;
     const Floats inverse = all(1.0f / rows[r].total);
-    for (int i = 0; i < t.dim; i += 16) store(out + i, mul(load(m.sums + r * t.dim + i), inverse));
+    for (int i = 0; i < t.v_dim; i += 16) store(out + i, mul(load(m.sums + r * t.v_dim + i), inverse));
   }
 }
 

@@ -18,7 +18,7 @@ static inline void weigh_pairs(const AttendTask& t, const bf16* weights, int64_t
   for (int r = 0; r < 4; r++)
     for (int c = 0; c < 2 * C; c++) acc[r][c] = zeros();
   const int64_t first = from - (from - begin) % 2;
-  Cursor<BF16> row(t.v, t, first);
+  auto row = Cursor<BF16>::of_values(t, first);
   weights += first - begin;
   for (int64_t at = first; at < to; at += 2, weights += 2) {
     const bf16* one = at >= from ? row.row() + column : nullptr;
@@ -37,14 +37,14 @@ static inline void weigh_pairs(const AttendTask& t, const bf16* weights, int64_t
     }
   }
   for (int r = 0; r < 4; r++)
-    for (int c = 0; c < 2 * C; c++) store(out + r * t.dim + column + 16 * c, acc[r][c]);
+    for (int c = 0; c < 2 * C; c++) store(out + r * t.v_dim + column + 16 * c, acc[r][c]);
 }
 
 static void weigh_rows_by_pairs(const AttendTask& t, const bf16* weights, int64_t stride, int64_t begin, int64_t from,
                                 int64_t to, float* out) {
   int column = 0;
-  for (; column + 64 <= t.dim; column += 64) weigh_pairs<2>(t, weights, stride, begin, from, to, column, out);
-  if (column < t.dim) weigh_pairs<1>(t, weights, stride, begin, from, to, column, out);
+  for (; column + 64 <= t.v_dim; column += 64) weigh_pairs<2>(t, weights, stride, begin, from, to, column, out);
+  if (column < t.v_dim) weigh_pairs<1>(t, weights, stride, begin, from, to, column, out);
 }
 
 }  // namespace LP_ISA

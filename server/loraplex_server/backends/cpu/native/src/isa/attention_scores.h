@@ -80,16 +80,17 @@ template <class D>
 static void score(const AttendTask& t, const typename Multiplied<D>::T* q, int num_rows, int64_t begin, int64_t end,
                   typename Multiplied<D>::T* keys, float* scores, int64_t stride) {
   typedef typename D::T T;
-  const int num_bytes = t.dim * (int)sizeof(T);
+  const int num_bytes = t.dim * (int)sizeof(T), v_bytes = t.v_dim * (int)sizeof(T);
   const Floats scaling = all(t.scaling);
-  Cursor<D> key(t.k, t, begin), early(t.k, t, begin + kKeys < end ? begin + kKeys : begin), value(t.v, t, begin);
+  auto key = Cursor<D>::of_keys(t, begin), early = Cursor<D>::of_keys(t, begin + kKeys < end ? begin + kKeys : begin);
+  auto value = Cursor<D>::of_values(t, begin);
   for (int64_t at = begin; at < end; at += kKeys) {
     const int count = end - at < kKeys ? (int)(end - at) : kKeys;
     const T* rows[kKeys];
     for (int i = 0; i < count; i++) {
       rows[i] = key.row();
       key.next();
-      fetch_early(value.row(), num_bytes);  // which is read only later
+      fetch_early(value.row(), v_bytes);  // which is read only later
       value.next();
       if (at + i + kKeys < end) fetch_early(early.row(), num_bytes), early.next();
     }

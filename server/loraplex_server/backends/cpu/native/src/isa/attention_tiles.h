@@ -105,7 +105,7 @@ static bool take_values(const AttendTask& t, int64_t from, int count, const Bloc
                                        36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
   const int ahead = 16;
-  Cursor<BF16> value(t.v, t, from), early(t.v, t, from + (ahead < count ? ahead : 0));
+  auto value = Cursor<BF16>::of_values(t, from), early = Cursor<BF16>::of_values(t, from + (ahead < count ? ahead : 0));
   __mmask32 wild = 0;
   for (int i = 0; i < count || (i & 31); i += 2) {
     const bf16* rows[2] = {nullptr, nullptr};
@@ -113,10 +113,10 @@ static bool take_values(const AttendTask& t, int64_t from, int count, const Bloc
       rows[j] = value.row();
       value.next();
       if (!copies) fetch_early(block.keys[(i + j) / 16] + (i + j) % 16 * t.token_stride, t.dim * 2);
-      if (i + j + ahead < count) fetch_early(early.row(), t.dim * 2), early.next();
+      if (i + j + ahead < count) fetch_early(early.row(), t.v_dim * 2), early.next();
     }
-    bf16* to = v + i / 32 * (t.dim / 16 * kTile) + i % 32 * 16;
-    for (int c = 0; c < t.dim; c += 32, to += 2 * kTile) {
+    bf16* to = v + i / 32 * (t.v_dim / 16 * kTile) + i % 32 * 16;
+    for (int c = 0; c < t.v_dim; c += 32, to += 2 * kTile) {
       const __m512i a = rows[0] != nullptr ? _mm512_loadu_si512(rows[0] + c) : zero;
       const __m512i b = rows[1] != nullptr ? _mm512_loadu_si512(rows[1] + c) : zero;
       wild |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(a, exponent), exponent);
@@ -130,7 +130,7 @@ static bool take_values(const AttendTask& t, int64_t from, int count, const Bloc
 
 // A copy of the keys, which lie far apart in their pages.
 static void take_keys(const AttendTask& t, int64_t from, int count, bf16* k) {
-  Cursor<BF16> key(t.k, t, from);
+  auto key = Cursor<BF16>::of_keys(t, from);
   for (int i = 0; i < count || (i & 31); i++) {
     bf16* to = k + i / 16 * (t.dim / 32 * kTile) + i % 16 * 32;
     const bf16* row = i < count ? key.row() : nullptr;
@@ -147,7 +147,7 @@ static Block take_block(const AttendTask& t, int64_t from, int count, bool copie
   block.key_bytes = copies ? 64 : t.token_stride * 2;
   block.column = copies ? kTile : 32;
   for (int i = 0; i < ((count + 31) & ~31); i += 16) {
-    const bf16* first = Cursor<BF16>(t.k, t, from + (i < count ? i : 0)).row();
+    const bf16* first = Cursor<BF16>::of_keys(t, from + (i < count ? i : 0)).row();
     block.keys[i / 16] = copies ? m.k + i * t.dim : first;
   }
   if (copies) take_keys(t, from, count, m.k);
@@ -337,7 +337,7 @@ static void attend_by_tiles(const AttendTask& t, float* scratch) {
   if (t.sinks != nullptr)  // one score that is there before all others; scores are kept without their factor
     for (int i = 0; i < num_rows; i++)
       m.top[i] = t.sinks[i % t.group] / (is_scaled_early(t) ? 1.0f : t.scaling), m.total[i] = 1;
-  __builtin_memset(m.sums, 0, sizeof(float) * (size_t)(num_tiles * 16 * t.dim));
+  __builtin_memset(m.sums, 0, sizeof(float) * (size_t)(num_tiles * 16 * t.v_dim));
   configure(kRows);
   for (int64_t from = begin; from < last; from += kAttendKeys) {
     const int count = (int)(last - from < kAttendKeys ? last - from : kAttendKeys);
@@ -345,22 +345,22 @@ static void attend_by_tiles(const AttendTask& t, float* scratch) {
     for (int tile = 0; tile < num_tiles; tile++) {
       const Sight sight = sight_of(t, tile, from);
       if (sight.num_keys == 0) continue;
-      float* sums = m.sums + tile * 16 * t.dim;
+      float* sums = m.sums + tile * 16 * t.v_dim;
       score_tile(m.q + tile * 16 * t.dim, block, t.dim, sight.num_keys, m.scores);
       const Biases biases(t, tile, from);
-      shrink_sums(soften_tile(t, sight, biases, m.scores, m.top + tile * 16, m.total + tile * 16, m.p), t.dim, sums);
+      shrink_sums(soften_tile(t, sight, biases, m.scores, m.top + tile * 16, m.total + tile * 16, m.p), t.v_dim, sums);
       if (block.is_finite || sight.is_whole)
-        weigh_tile(m.p, m.v, t.dim, sight.num_keys, sums);
+        weigh_tile(m.p, m.v, t.v_dim, sight.num_keys, sums);
       else
-        weigh_apart(m, sight, t.dim, sums);
+        weigh_apart(m, sight, t.v_dim, sums);
     }
   }
   end_products();
   for (int row = 0; row < num_rows; row++) {
-    bf16* out = (bf16*)t.out + row / t.group * t.out_token_stride + row % t.group * t.dim;
+    bf16* out = (bf16*)t.out + row / t.group * t.out_token_stride + row % t.group * t.v_dim;
     const __m512 inverse = _mm512_set1_ps(1.0f / m.total[row]);
-    for (int c = 0; c < t.dim; c += 16)
-      store(out + c, without_traces(_mm512_mul_ps(_mm512_load_ps(m.sums + row * t.dim + c), inverse)));
+    for (int c = 0; c < t.v_dim; c += 16)
+      store(out + c, without_traces(_mm512_mul_ps(_mm512_load_ps(m.sums + row * t.v_dim + c), inverse)));
   }
 }
 

@@ -12,16 +12,24 @@ template <class D>
 struct Cursor {
   const typename D::T* pages;
   const AttendTask& task;
-  int64_t block, offset;
+  int64_t block_stride, token_stride, block, offset;
 
-  Cursor(const void* base, const AttendTask& t, int64_t position)
-      : pages((const typename D::T*)base), task(t), block(position / t.block_size), offset(position % t.block_size) {}
+  static Cursor of_keys(const AttendTask& t, int64_t position) { return {t.k, t.block_stride, t.token_stride, t, position}; }
 
-  const typename D::T* row() const { return pages + task.blocks[block] * task.block_stride + offset * task.token_stride; }
+  static Cursor of_values(const AttendTask& t, int64_t position) {
+    return {t.v, t.v_block_stride, t.v_token_stride, t, position};
+  }
+
+  const typename D::T* row() const { return pages + task.blocks[block] * block_stride + offset * token_stride; }
 
   void next() {
     if (++offset == task.block_size) offset = 0, block++;
   }
+
+ private:
+  Cursor(const void* base, int64_t block_stride, int64_t token_stride, const AttendTask& t, int64_t position)
+      : pages((const typename D::T*)base), task(t), block_stride(block_stride), token_stride(token_stride),
+        block(position / t.block_size), offset(position % t.block_size) {}
 };
 
 // Chunks, sinks or biases, which few models have: their code by vectors is another, so that the others' stays as it is.
