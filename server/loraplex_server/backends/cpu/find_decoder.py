@@ -339,6 +339,8 @@ def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: Nat
 def _scale(layer: nn.Module) -> float:
     """The factor of a layer's output, by the name that Gemma 4 has for it."""
     scale: Tensor | None = getattr(layer, SCALE, None)
+    if scale is not None and scale.numel() != 1:
+        raise _NoMatch("factors of a layer's features")
     return 1.0 if scale is None else scale.item()
 
 

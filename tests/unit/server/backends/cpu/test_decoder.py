@@ -714,6 +714,14 @@ def test_head_norms_without_weights(caplog: pytest.LogCaptureFixture) -> None:
     assert "the norm Identity" in said(caplog)
 
 
+def test_factors_of_single_features(caplog: pytest.LogCaptureFixture) -> None:
+    model = native_model("gemma4")
+    for layer in model.model.layers:
+        layer.layer_scalar = torch.linspace(0.5, 1.5, HIDDEN)
+    assert adopted(model).decoder is None
+    assert "factors of a layer's features" in said(caplog)
+
+
 def test_fewer_types_than_layers(caplog: pytest.LogCaptureFixture) -> None:
     model = native_model("gemma3")
     attention = [
