@@ -41,9 +41,10 @@ models with random weights.
   embeddings, rsLoRA, patterns), and one with DoRA, biases and saved modules (`tests/parity/test_lora.py`). The other
   families' linears are replaced in the same way.
 - **Native CPU path**: `decoder` where all layers are one call into the native kernels (or each run of layers that turn
-  positions in the same way is one), `linears` where Transformers' layers run with native linears, experts, norms, LoRA
-  and attention. Both are compared with Transformers (`tests/parity/test_native.py`). `decided at load` where no test
-  names the family: the same check decides when it is loaded.
+  positions in the same way is one, or each layer with an input of its own), `linears` where Transformers' layers run
+  with native linears, experts, norms, LoRA and attention. Both are compared with Transformers
+  (`tests/parity/test_native.py`). `decided at load` where no test names the family: the same check decides when it is
+  loaded.
 
 Rotary embeddings of some models depend on a text's length: `longrope` has other frequencies for texts longer than
 `original_max_position_embeddings`, and dynamic NTK others for each length beyond `max_position_embeddings` (by default

@@ -1,4 +1,4 @@
-"""Linears of the CPU: native packed weights, several with adapters in one call, and oneDNN's layout.
+"""Linears of the CPU: native ones, alone or merged, and oneDNN's layout.
 
 oneDNN computes the same product as a plain linear, without reordering the weight in every call. Its operators are
 private to PyTorch: `packed_linear` answers with a plain linear wherever they are missing or do not take the weight. A
@@ -120,7 +120,8 @@ class NativeLinears(MergedLinear):
     def _compute(self, x: Tensor, segments: PreparedSegments | None) -> tuple[Tensor, ...]:
         runs, max_rank = NO_RUNS, 0
         if segments is not None:
-            runs = cast(RunsOfRows, segments.data)
+            assert isinstance(segments.data, RunsOfRows), "native linears need native segments"
+            runs = segments.data
             max_rank = max(self._show_table(idx, member) for idx, member in enumerate(self.members))
         y = self._kernels.linears(x, self._packed[0], self._linears, self._sizes, runs, max_rank)
         if segments is not None:
