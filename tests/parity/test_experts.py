@@ -105,10 +105,10 @@ def rigged(
     loaded = adopt_model(copy.deepcopy(base), model_id=family, backend=backend)
     targets = loaded.base_targets(max_rank=16)
     weights = [load_lora(root, name, targets) for name in names]
-    options: dict[str, Any] = {"ops": CpuOps()}
-    if loaded.decoder is not None:
-        kernels = native_kernels()
-        options = {"ops": NativeOps(kernels), "attention": NativePagedAttention(kernels)}
+    kernels = backend.kernels if isinstance(backend, CpuBackend) else None
+    options: dict[str, Any] = {"ops": CpuOps() if kernels is None else NativeOps(kernels)}
+    if loaded.decoder is not None and kernels is not None:
+        options["attention"] = NativePagedAttention(kernels)
     rig = make_rig(loaded, seed=4, max_rows=6, num_slots=len(weights), **options)
     for slot, one in enumerate(weights):
         rig.slots.install(slot, one)
