@@ -171,11 +171,22 @@ class StackShape:
 class LayerShape:
     """Sizes and parts of one layer."""
 
-    num_kv_heads: int
-    head_dim: int
+    attention: AttentionSpec
     ffn_size: int
     linears: Mapping[str, str]  # paths of those that it has, as in LayerNames
-    shares_kv: bool = False  # keys and values are those of an earlier layer
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.attention.k_dim
+
+    @property
+    def shares_kv(self) -> bool:
+        """True if keys and values are those of an earlier layer."""
+        return self.attention.source is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +203,15 @@ class LayerWeights:
     norms: Mapping[str, Tensor]  # by the names in LayerNames.norms and HEAD_NORMS
     eps: float
     qk_eps: float
-    attention: AttentionSpec
     turns: Turns = Turns.HALVES
     norm_biases: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # of layer norms, by the same names
     input_gate: PackedWeight | None = None  # of the layer's own input
     input_projection: PackedWeight | None = None
     scale: float = 1.0  # of the layer's output
+
+    @property
+    def attention(self) -> AttentionSpec:
+        return self.shape.attention
 
 
 class StackLinear:

@@ -259,9 +259,9 @@ def _layer_shape(layer: nn.Module, names: LayerNames, spec: AttentionSpec) -> La
     ffn_size = cast(nn.Linear, layer.get_submodule(linears["down"])).in_features if "down" in linears else 0
     if names.merges_gate_up and ffn_size % (BAND // 2):
         raise _NoMatch("linears of gate and up together, of unusual shapes")
-    if (shares_kv := "k" in names.linears and "k" not in linears) != (spec.source is not None):
+    if ("k" in names.linears and "k" not in linears) != (spec.source is not None):
         raise _NoMatch("keys and values of earlier layers, of an unusual kind")
-    return LayerShape(spec.num_kv_heads, spec.k_dim, ffn_size, linears, shares_kv)
+    return LayerShape(spec, ffn_size, linears)
 
 
 def _has(layer: nn.Module, path: str) -> bool:
@@ -326,7 +326,6 @@ def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: Nat
         norms={name: _weight_of(norm, widths[name], shape) for name, norm in norms.items()},
         eps=_one_eps([norms[name] for name in shape.names.norms]),
         qk_eps=_one_eps([norms[name] for name in HEAD_NORMS if name in norms]),
-        attention=spec,
         norm_biases={
             name: bias for name, norm in norms.items() if isinstance(bias := getattr(norm, "bias", None), Tensor)
         },

@@ -483,7 +483,7 @@ class StackRun {
             for (int part = 0; part < 2; part++)
               in_module(is_merged, part, part * n, output, [&](int module, int64_t of_module) {
                 products_.updates().rescale(module, of_module, int(std::min<int64_t>(kPanel, end - output)), row, m,
-                                 c + 2 * (output - start) + part * kPanel, stride);
+                                            c + 2 * (output - start) + part * kPanel, stride);
               });
           kernels_.gated_bands(dtype_, stack_.act, c, stride, m, int(end - start), at(scratch_.act, row * n + start, dtype_),
                                n, streams);
