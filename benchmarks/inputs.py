@@ -31,6 +31,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3MoeConfig,
+    StableLmConfig,
     Starcoder2Config,
 )
 from workloads import BATCHES, KINDS, drawn, make_arrivals, make_workload
@@ -104,6 +105,12 @@ SHAPES: Mapping[str, PretrainedConfig] = {
     ),
     "245m-starcoder2": Starcoder2Config(
         **SIZES_245M, num_attention_heads=16, num_key_value_heads=4, tie_word_embeddings=False
+    ),
+    "261m-stablelm": StableLmConfig(  # heads of 80, as models of 2560 features have, a quarter of which turns
+        **(SIZES_245M | {"hidden_size": 1280, "intermediate_size": 3456, "num_hidden_layers": 9}),
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        tie_word_embeddings=False,
     ),
     "qwen2-0.5b": Qwen2Config(  # tied embeddings, biases, a large vocabulary
         vocab_size=151936,

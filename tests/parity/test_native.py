@@ -174,6 +174,8 @@ def mixed_jobs(seed: int = 8, longest: int = 30) -> list[Job]:
         "gpt_neox-sequential",
         "glm4",
         "ministral3",
+        "llama-40",
+        "gpt_neox-40",
     ],
 )
 def test_mixed_batch_equals_peft(best: str, family: str, tmp_path: Path) -> None:
@@ -228,7 +230,11 @@ def same_bits(rig: Rig, job: Job, other_rig: Rig, other: Job) -> bool:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "gemma3", "gemma4", "llama-gelu", "qwen3_moe", "gpt_neox", "glm4", "deepseek_v2"]
+    "family",
+    [
+        *("llama", "qwen3", "gemma3", "gemma4", "llama-gelu", "qwen3_moe", "gpt_neox", "glm4", "deepseek_v2"),
+        "qwen3-40",
+    ],
 )
 def test_logits_have_the_same_bits_in_any_batch(isa: str, family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """A text has the same bits alone and together, cut into chunks of any size, in steps of a few tokens and of more

@@ -1,5 +1,5 @@
-// AMX tiles in software, for tests of the kernels that use them on a CPU with AVX-512 and without AMX: the compiler includes
-// this in front of every source. Sums are in the order of Intel's manual (TDPBF16PS), and shapes that the CPU would refuse
+// AMX tiles in software, for tests of the kernels that use them on a CPU without AMX: the compiler includes this in front of
+// every source. Sums are in the order of Intel's manual (TDPBF16PS), and shapes that the CPU would refuse
 // end the program.
 #pragma once
 

@@ -26,6 +26,7 @@ STACKED: Final = (
     *("smollm3", "exaone4", "olmo2", "olmo3", "mixtral", "qwen3_moe", "starcoder2", "cohere2", "gpt_oss"),
     *("gpt_neox", "gpt_neox-sequential", "phi", "glm4", "ministral3"),
     *("gemma4", "gemma4-keys"),
+    *("llama-40", "qwen3-40", "olmo2-40", "phi3-40", "gpt_neox-40", "stablelm-40"),
 )
 NOT_STACKED: Final = ("cohere", "gpt2", "llama4-chunks", "bloom", "mpt", "falcon", "falcon-alibi", "deepseek_v2")
 _KEYS_AS_VALUES: Final[dict[str, Any]] = {
@@ -48,6 +49,9 @@ VARIANTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     # Values are keys in layers of full attention, which have fewer; no layer has an input of its own.
     "gemma4-keys": ("gemma4", _KEYS_AS_VALUES),
     "gpt_neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "rotary_pct": 0.5}),
+    # Heads of 40, which fill no bands: 160 and 80 outputs of queries and of keys.
+    **{f"{family}-40": (family, {"head_dim": 40}) for family in ("llama", "qwen3")},
+    **{f"{family}-40": (family, {"hidden_size": 160}) for family in ("olmo2", "phi3", "gpt_neox", "stablelm")},
 }
 
 

@@ -299,6 +299,9 @@ def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: Nat
         raise _NoMatch(reason)
     if spec.chunk is not None or spec.key_bias is not None or spec.v_dim != spec.k_dim:
         raise _NoMatch("chunks, biases or values of another size in attention")
+    panel = BAND // 2
+    if not shape.names.merges_qkv and (spec.k_dim * spec.num_heads % panel or spec.k_dim * spec.num_kv_heads % panel):
+        raise _NoMatch(f"{spec.num_heads} and {spec.num_kv_heads} heads of {spec.k_dim}, in all no multiple of {panel}")
     if {part: tuple(linear.weight.shape) for part, linear in linears.items()} != _shapes_of_linears(shape, own):
         raise _NoMatch("linears of unusual shapes")
     if not all(kernels.can_pack(one.weight) and one.weight.dtype == shape.dtype for one in linears.values()):

@@ -137,8 +137,9 @@ class NativeKernels:
         return weight.device.type == "cpu" and multiple is not None and weight.shape[1] % multiple == 0
 
     def pack(self, weights: Sequence[Tensor], form: WeightFormat | None = None) -> PackedWeight:
-        """Weights [out, in] one below the other; all but the last have a multiple of 32 outputs. `form`: of few
-        bits."""
+        """Weights [out, in] one below the other. `form`: of few bits."""
+        if any(weight.shape[0] % BAND for weight in weights[:-1]):  # a band has outputs of several
+            weights = [torch.cat(tuple(weights))]
         return self._pack_parts(weights, [weight.shape[0] for weight in weights], form)
 
     def pack_experts(self, weight: Tensor, form: WeightFormat | None) -> PackedWeight:

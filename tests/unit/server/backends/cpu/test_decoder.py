@@ -91,7 +91,7 @@ class Bench:
         self.bind(self.pages())
 
     def pages(self) -> list[LayerKv]:
-        shape = (NUM_BLOCKS, BLOCK_SIZE, 2, 32)
+        shape = (NUM_BLOCKS, BLOCK_SIZE, 2, self.loaded.spec.layers[0].k_dim)
         return [LayerKv(*(torch.full(shape, float("nan")).to(self.dtype) for _ in range(2))) for _ in range(2)]
 
     def bind(self, pages: list[LayerKv]) -> None:

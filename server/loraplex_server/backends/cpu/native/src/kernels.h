@@ -61,8 +61,8 @@ struct AttendTask {
   int32_t block_size;
   int32_t num_tokens;     // queries
   int32_t group;          // query heads of the KV head; times num_tokens at most what attend_rows says
-  int32_t dim;            // of queries and keys, a multiple of 32
-  int32_t v_dim;          // of values, likewise, and no more
+  int32_t dim;            // of queries and keys
+  int32_t v_dim;          // of values, no more than these
   int64_t first_position; // of the first query
   int64_t window;         // 0: none
   int64_t chunk;          // 0: none; else a query sees its own chunk of so many tokens only
@@ -260,7 +260,10 @@ constexpr int kAttendRows = 128;
 constexpr int kVectorKeys = 256;  // and where vectors do it
 constexpr int kVectorRows = 64;
 
-// Elements of float that `attend` needs.
+// Features of a head as `attend` keeps them: filled up with zeros.
+static inline int whole_dim(int dim) { return (dim + 31) & ~31; }
+
+// Elements of float that `attend` needs of `dim` features, which are whole.
 static inline int64_t attend_scratch(int64_t dim) {
   const int64_t by_vectors = kVectorRows * kVectorKeys + (2 * kVectorRows + 24) * dim;
   const int64_t by_tiles = (3 * kAttendKeys / 2 + 3 * kAttendRows / 2 + 32) * dim + 24 * kAttendKeys + 2 * kAttendRows;

@@ -315,7 +315,7 @@ inline void attend_all(Pool& pool, const Kernels& kernels, DType dtype, const vo
     task.bias_stride = heads.bias_stride;
     task.scaling = heads.scaling;
     task.softcap = heads.softcap;
-    const size_t needed = size_t(attend_scratch(heads.dim)) / 16 + 1;
+    const size_t needed = size_t(attend_scratch(whole_dim(heads.dim))) / 16 + 1;
     if (scratch.size() < needed) scratch.resize(needed + needed / 2);
     kernels.attend(dtype, task, scratch[0].floats);
   });

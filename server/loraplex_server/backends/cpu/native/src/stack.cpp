@@ -154,7 +154,7 @@ class StackRun {
       const int64_t rows = q_rows(layer), qkv_rows = rows + 2 * kv_rows(layer);
       const auto qkv = qkv_targets(layer);
       products_.updates().add_factors(qkv.data(), int(qkv.size()), stack_.hidden, prefetches_);
-      add_weights(layer.qkv, stack_.hidden, ceil_div(qkv_rows, kBand), layer.head_dim / kBand);
+      add_weights(layer.qkv, stack_.hidden, ceil_div(qkv_rows, kBand), qkv_unit(layer));
       end_phase(qkv_rows * stack_.hidden);
       add_pages(layer, step_.spans);
       end_phase(0);
@@ -346,72 +346,121 @@ class StackRun {
     return own == 0 ? norm.weight : reinterpret_cast<const void*>(own);
   }
 
-  // A chunk is a head: queries go to scratch, keys and values to their pages.
+  // Queries go to scratch, keys and values to their pages.
   void project_qkv(const LpLayer& layer, const void* x) {
-    const int dim = layer.head_dim, bands = dim / kBand;
-    const int num_heads = stack_.num_heads, num_kv = layer.num_kv_heads;
-    const int group = num_heads / num_kv, num_computed = num_heads + (layer.shares_kv ? 0 : 2 * num_kv);
-    const bool is_grouped = stack_.is_grouped != 0, is_merged = stack_.merges_qkv != 0;
-    const auto find = [=](int head) {  // its part, and which of that one's heads it is
-      if (is_grouped) {
-        const int kv_head = head / (group + 2), part = std::max(0, head % (group + 2) - group + 1);
-        return std::make_pair(part, part == 0 ? head - 2 * kv_head : kv_head);
-      }
-      if (head < num_heads) return std::make_pair(0, head);
-      head -= num_heads;
-      return head < num_kv ? std::make_pair(1, head) : std::make_pair(2, head - num_kv);
-    };
+    const int unit = qkv_unit(layer);
+    const int64_t num_outputs = q_rows(layer) + 2 * kv_rows(layer);
+    const auto end_of = [=](int band, int bands) { return std::min(int64_t(band + bands) * kBand, num_outputs); };
     products_.multiply(
-        x, stack_.hidden, layer.qkv, num_computed * bands, bands,
+        x, stack_.hidden, layer.qkv, ceil_div(num_outputs, kBand), unit,
         [&](int band, const auto& body) {
-          const auto [part, head] = find(band / bands);
-          const int64_t all = int64_t(band) * kBand, output = int64_t(head * bands + band % bands) * kBand;
-          in_module(is_merged, part, all - output, output,
-                    [&](int module, int64_t first) { body(module, first, kBand, 0); });
+          const int64_t start = int64_t(band) * kBand;
+          each_module(layer, start, end_of(band, 1), [&](int module, int64_t output, int64_t all, int width) {
+            body(module, output, width, int(all - start));
+          });
         },
         [&](int band, int row, int m, float* c, int64_t stride) {
-          const auto [part, head] = find(band / bands);
-          const int64_t all = int64_t(band) * kBand, output = int64_t(head) * dim;
+          const int64_t start = int64_t(band) * kBand, end = end_of(band, unit);
           if (layer.qkv_bias != nullptr)
             for (int r = 0; r < m; r++)
-              kernels_.add_bias(dtype_, at(layer.qkv_bias, int64_t(band) * kBand, dtype_), dim, c + r * stride);
-          in_module(is_merged, part, all - output, output,
-                    [&](int module, int64_t first) { products_.updates().rescale(module, first, dim, row, m, c, stride); });
-          for (int r = 0; r < m; r++) finish_head(layer, part, head, row + r, c + r * stride);
+              kernels_.add_bias(dtype_, at(layer.qkv_bias, start, dtype_), int(end - start), c + r * stride);
+          each_module(layer, start, end, [&](int module, int64_t output, int64_t all, int width) {
+            products_.updates().rescale(module, output, width, row, m, c + (all - start), stride);
+          });
+          if (are_whole_heads(layer)) {
+            const Head head = head_of(layer, start);
+            for (int r = 0; r < m; r++) finish_head(layer, head, row + r, c + r * stride);
+            return;
+          }
+          each_head(layer, start, end, [&](const Head& head, int feature, int64_t all, int width) {
+            for (int r = 0; r < m; r++)
+              kernels_.store(dtype_, c + r * stride + (all - start), width, at(place_of(layer, head, row + r), feature, dtype_));
+          });
         });
-    if (stack_.norms_all_heads)
-      pool_.run(step_.num_tokens, [&](int token, int) {
-        finish_row(layer, 0, token, stack_.num_heads);
-        if (!layer.shares_kv) finish_row(layer, 1, token, num_kv);
-      });
+    if (are_whole_heads(layer)) return;
+    pool_.run(step_.num_tokens, [&](int token, int) {
+      finish_row(layer, 0, token, stack_.num_heads);
+      if (layer.shares_kv) return;
+      finish_row(layer, 1, token, layer.num_kv_heads);
+      if (layer.v_norm.weight != nullptr) finish_row(layer, 2, token, layer.num_kv_heads);
+    });
   }
 
-  void finish_head(const LpLayer& layer, int part, int head, int64_t token, float* c) {
-    const int dim = layer.head_dim;
-    if (part == 2 || !stack_.norms_all_heads) {
-      const LpNorm& norm = part == 0 ? layer.q_norm : part == 1 ? layer.k_norm : layer.v_norm;
-      if (norm.weight != nullptr)
-        kernels_.rms_norm_f32(dtype_, c, weight_of(norm, token), dim, layer.qk_eps, stack_.norm_offset, stack_.narrows != 0);
-      if (part != 2) turn(layer, part, token, c);
+  // Whether a chunk of q, k and v is a head, which is finished at once; else heads are finished when all of a row is there.
+  bool are_whole_heads(const LpLayer& layer) const { return layer.head_dim % kBand == 0 && !stack_.norms_all_heads; }
+  int qkv_unit(const LpLayer& layer) const { return are_whole_heads(layer) ? layer.head_dim / kBand : 1; }
+
+  // Calls body(module, its output, which that is of all, how many follow) for outputs [start, end) of q, k and v.
+  template <class Body>
+  void each_module(const LpLayer& layer, int64_t start, int64_t end, const Body& body) const {
+    if (stack_.merges_qkv) return body(0, start, start, int(end - start));
+    const int64_t ends[] = {q_rows(layer), q_rows(layer) + kv_rows(layer), q_rows(layer) + 2 * kv_rows(layer)};
+    for (int part = 0; part < 3; part++) {
+      const int64_t before = part == 0 ? 0 : ends[part - 1], first = std::max(start, before), last = std::min(end, ends[part]);
+      if (first < last) body(part, first - before, first, int(last - first));
     }
-    kernels_.store(dtype_, c, dim, place_of(layer, part, head, token));
   }
 
-  // The heads of a token's queries or keys, which lie in their places.
+  struct Head {
+    int part;  // 0: queries, 1: keys, 2: values
+    int idx;   // of that part's
+  };
+
+  // That of an output of q, k and v.
+  Head head_of(const LpLayer& layer, int64_t output) const {
+    int head = int(output / layer.head_dim);
+    const int num_heads = stack_.num_heads, num_kv = layer.num_kv_heads, group = num_heads / num_kv;
+    if (stack_.is_grouped) {
+      const int kv_head = head / (group + 2), part = std::max(0, head % (group + 2) - group + 1);
+      return {part, part == 0 ? head - 2 * kv_head : kv_head};
+    }
+    if (head < num_heads) return {0, head};
+    head -= num_heads;
+    return head < num_kv ? Head{1, head} : Head{2, head - num_kv};
+  }
+
+  // Calls body(head, feature, which output that is of all, how many follow) for outputs [start, end) of q, k and v.
+  template <class Body>
+  void each_head(const LpLayer& layer, int64_t start, int64_t end, const Body& body) const {
+    const int dim = layer.head_dim;
+    for (int64_t output = start; output < end;) {
+      const int feature = int(output % dim), width = int(std::min<int64_t>(dim - feature, end - output));
+      body(head_of(layer, output), feature, output, width);
+      output += width;
+    }
+  }
+
+  // c [head_dim]: a head's product, behind the norm of all heads where there is one.
+  void finish_head(const LpLayer& layer, const Head& head, int64_t token, float* c) {
+    const LpNorm& norm = norm_of(layer, head.part);
+    if (norm.weight != nullptr && !is_of_all_heads(head.part))
+      kernels_.rms_norm_f32(dtype_, c, weight_of(norm, token), layer.head_dim, layer.qk_eps, stack_.norm_offset,
+                            stack_.narrows != 0);
+    if (head.part != 2) turn(layer, head.part, token, c);
+    kernels_.store(dtype_, c, layer.head_dim, place_of(layer, head, token));
+  }
+
+  // The heads of a token's queries, keys or values, which lie in their places.
   void finish_row(const LpLayer& layer, int part, int64_t token, int num_heads) {
     static thread_local std::vector<float> values;
     const int dim = layer.head_dim;
-    const LpNorm& norm = part == 0 ? layer.q_norm : layer.k_norm;
-    void* row = place_of(layer, part, 0, token);
-    kernels_.rms_norm(dtype_, row, weight_of(norm, token), int64_t(num_heads) * dim, layer.qk_eps, stack_.norm_offset,
-                      stack_.narrows != 0, row);
-    for (int head = 0; head < num_heads; head++) {
-      void* place = at(row, int64_t(head) * dim, dtype_);
-      values.assign(size_t(dim), 0.0f);
-      kernels_.add_bias(dtype_, place, dim, values.data());
-      turn(layer, part, token, values.data());
-      kernels_.store(dtype_, values.data(), dim, place);
+    if (is_of_all_heads(part)) {
+      void* row = place_of(layer, {part, 0}, token);
+      kernels_.rms_norm(dtype_, row, weight_of(norm_of(layer, part), token), int64_t(num_heads) * dim, layer.qk_eps, stack_.norm_offset,
+                        stack_.narrows != 0, row);
     }
+    for (int head = 0; head < num_heads; head++) {
+      values.assign(size_t(dim), 0.0f);
+      kernels_.add_bias(dtype_, place_of(layer, {part, head}, token), dim, values.data());
+      finish_head(layer, {part, head}, token, values.data());
+    }
+  }
+
+  // Whether the norm of queries or keys is of all heads together.
+  bool is_of_all_heads(int part) const { return stack_.norms_all_heads && part != 2; }
+
+  static const LpNorm& norm_of(const LpLayer& layer, int part) {
+    return part == 0 ? layer.q_norm : part == 1 ? layer.k_norm : layer.v_norm;
   }
 
   // A head of queries (part 0) or keys (1) by its position.
@@ -424,10 +473,11 @@ class StackRun {
     for (int i = 0; i < layer.head_dim; i++) head[i] *= scale;
   }
 
-  void* place_of(const LpLayer& layer, int part, int head, int64_t token) {
+  void* place_of(const LpLayer& layer, const Head& head, int64_t token) {
     const int dim = layer.head_dim;
-    if (part == 0) return at(scratch_.q, (token * stack_.num_heads + head) * dim, dtype_);
-    return at(part == 1 ? layer.k_pages : layer.v_pages, (step_.spans.slots[token] * layer.num_kv_heads + head) * dim, dtype_);
+    if (head.part == 0) return at(scratch_.q, (token * stack_.num_heads + head.idx) * dim, dtype_);
+    void* pages = head.part == 1 ? layer.k_pages : layer.v_pages;
+    return at(pages, (step_.spans.slots[token] * layer.num_kv_heads + head.idx) * dim, dtype_);
   }
 
   // hidden += added * norm(x @ packed + bias + update)

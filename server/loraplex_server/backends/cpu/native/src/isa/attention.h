@@ -56,28 +56,29 @@ static float soften(float* scores, int64_t from, int64_t to, int64_t length, flo
   return shrinks;
 }
 
-// acc[4][C * 16] of values at columns `column`.
-template <class D, int C>
+// out[4][C * 16] of values at columns `column`, of which the last may not be there.
+template <class D, int C, bool kWhole = true>
 static void weigh(const AttendTask& t, const float* weights, int64_t stride, int64_t begin, int64_t end, int column,
                   float* out) {
   Floats acc[4][C];
   for (int r = 0; r < 4; r++)
     for (int c = 0; c < C; c++) acc[r][c] = zeros();
+  const Part last = first(kWhole ? 16 : t.v_dim - column);
   auto row = Cursor<D>::of_values(t, begin);
   for (int64_t at = begin; at < end; at++, row.next()) {
     const typename D::T* v = row.row() + column;
     Floats values[C];
-    for (int c = 0; c < C; c++) values[c] = load(v + 16 * c);
+    for (int c = 0; c < C; c++) values[c] = kWhole ? load(v + 16 * c) : load(v + 16 * c, last);
     for (int r = 0; r < 4; r++) {
       const Floats p = all(weights[r * stride + (at - begin)]);
       for (int c = 0; c < C; c++) acc[r][c] = fmadd(p, values[c], acc[r][c]);
     }
   }
   for (int r = 0; r < 4; r++)
-    for (int c = 0; c < C; c++) store(out + r * t.v_dim + column + 16 * c, acc[r][c]);
+    for (int c = 0; c < C; c++) store(out + r * whole_dim(t.v_dim) + column + 16 * c, acc[r][c]);
 }
 
-// out[4][v_dim] = weights[4] . values of keys [from, to); weights are of the keys from `begin` on.
+// out[4][whole v_dim] = weights[4] . values of keys [from, to); weights are of the keys from `begin` on.
 template <class D>
 static void weigh_rows(const AttendTask& t, const typename Multiplied<D>::T* weights, int64_t stride, int64_t begin, int64_t from,
                        int64_t to, float* out) {
@@ -91,7 +92,9 @@ static void weigh_rows(const AttendTask& t, const typename Multiplied<D>::T* wei
   int column = 0;
   for (const int width = 16 * kWeighColumns; column + width <= t.v_dim; column += width)
     weigh<D, kWeighColumns>(t, (const float*)weights, stride, from, to, column, out);
-  for (; column < t.v_dim; column += 32) weigh<D, 2>(t, (const float*)weights, stride, from, to, column, out);
+  for (; column + 32 <= t.v_dim; column += 32) weigh<D, 2>(t, (const float*)weights, stride, from, to, column, out);
+  if (column + 16 <= t.v_dim) weigh<D, 1>(t, (const float*)weights, stride, from, to, column, out), column += 16;
+  if (column < t.v_dim) weigh<D, 1, false>(t, (const float*)weights, stride, from, to, column, out);
 }
 
 static inline bool is_finite(const float* x, int n) {
@@ -113,7 +116,7 @@ static inline Seen seen_by(const AttendTask& t, int64_t position, int64_t begin,
   return {from, to};
 }
 
-// A task's memory; `rows` is kVectorRows.
+// A task's memory; `rows` is kVectorRows, `dim` is whole.
 template <class D>
 struct VectorMemory {
   float *scores, *sums, *part, *alone;  // [rows][kVectorKeys], [rows][dim], [4][dim], [4][dim]
@@ -132,16 +135,17 @@ static void attend_block(const AttendTask& t, float* scratch) {
   typedef typename D::T T;
   const int num_rows = t.num_tokens * t.group, padded = (num_rows + 3) & ~3;  // at most kVectorRows
   const int64_t last = t.first_position + t.num_tokens;
-  const VectorMemory<D> m(scratch, t.dim);
+  const int dim = whole_dim(t.dim), v_stride = whole_dim(t.v_dim), v_dim = (t.v_dim + 15) & ~15;
+  const VectorMemory<D> m(scratch, dim);
   Softmax rows[kVectorRows];
   for (int r = 0; r < padded; r++) {
     const int from = r < num_rows ? r : 0;
     const T* q = (const T*)t.q + (from / t.group) * t.q_token_stride + (from % t.group) * t.dim;
-    for (int i = 0; i < t.dim; i += 16) store(m.q + r * t.dim + i, load(q + i));
+    for (int i = 0; i < dim; i += 16) store(m.q + r * dim + i, i < t.dim ? load(q + i, first(t.dim - i)) : zeros());
     rows[r] = {-__builtin_inff(), 0.0f};
     if (kSpecial && t.sinks != nullptr) rows[r] = {t.sinks[from % t.group], 1.0f};  // as if seen before all others
   }
-  __builtin_memset(m.sums, 0, sizeof(float) * (size_t)(padded * t.v_dim));
+  __builtin_memset(m.sums, 0, sizeof(float) * (size_t)(padded * v_stride));
   int64_t begin = first_key<kSpecial>(t, t.first_position);
   begin = begin < 0 ? 0 : begin / kVectorKeys * kVectorKeys;
   const int64_t stride = kVectorKeys * (int)(sizeof(float) / sizeof(typename Multiplied<D>::T));  // weights lie where scores did
@@ -171,21 +175,21 @@ static void attend_block(const AttendTask& t, float* scratch) {
       for (int r = first; r < first + 4 && r < num_rows; r++) {
         const Seen& one = seen[r - first];
         if (one.from >= one.to) continue;
-        float *sums = m.sums + r * t.v_dim, *part = m.part + (r - first) * t.v_dim;
-        if (!is_finite(part, t.v_dim)) {
+        float *sums = m.sums + r * v_stride, *part = m.part + (r - first) * v_stride;
+        if (!is_finite(part, v_dim)) {
           // A weight of 0 does not keep out what is not finite: once more, of what the row sees and nothing else.
           weigh_rows<D>(t, weights + r * stride, 0, begin, begin + one.from, begin + one.to, m.alone);
           part = m.alone;
         }
         const Floats shrink = all(shrinks[r - first]);
-        for (int i = 0; i < t.v_dim; i += 16) store(sums + i, fmadd(load(sums + i), shrink, load(part + i)));
+        for (int i = 0; i < v_dim; i += 16) store(sums + i, fmadd(load(sums + i), shrink, load(part + i)));
       }
     }
   }
   for (int r = 0; r < num_rows; r++) {
     T* out = (T*)t.out + (r / t.group) * t.out_token_stride + (r % t.group) * t.v_dim;
     const Floats inverse = all(1.0f / rows[r].total);
-    for (int i = 0; i < t.v_dim; i += 16) store(out + i, mul(load(m.sums + r * t.v_dim + i), inverse));
+    for (int i = 0; i < t.v_dim; i += 16) store(out + i, mul(load(m.sums + r * v_stride + i), inverse), first(t.v_dim - i));
   }
 }
 

@@ -20,9 +20,10 @@ struct Multiplied {
 #endif
 };
 
-// Rows of M queries times keys, [dim][kKeys]. Each score is a sum of sums of 16: one long sum would be less exact.
+// Rows of M queries times keys, [dim][kKeys]. Each score is a sum of sums of 16: one long sum would be less exact. `dim` is a
+// multiple of 16, `q_stride` is between rows.
 template <int M>
-static inline void score_rows(const float* q, int dim, const float* keys, Floats scaling, float* scores, int64_t stride) {
+static inline void score_rows(const float* q, int64_t q_stride, int dim, const float* keys, Floats scaling, float* scores, int64_t stride) {
   Floats total[M];
   for (int r = 0; r < M; r++) total[r] = zeros();
   for (int c = 0; c < dim; c += 16) {
@@ -30,7 +31,7 @@ static inline void score_rows(const float* q, int dim, const float* keys, Floats
     for (int r = 0; r < M; r++) acc[r] = zeros();
     for (int i = c; i < c + 16; i++, keys += kKeys) {
       const Floats one = load(keys);
-      for (int r = 0; r < M; r++) acc[r] = fmadd(one, all(q[r * dim + i]), acc[r]);
+      for (int r = 0; r < M; r++) acc[r] = fmadd(one, all(q[r * q_stride + i]), acc[r]);
     }
     for (int r = 0; r < M; r++) total[r] = add(total[r], acc[r]);
   }
@@ -39,15 +40,15 @@ static inline void score_rows(const float* q, int dim, const float* keys, Floats
 
 // The same of pairs, [dim / 2][kKeys]. Each score is two sums, of the even and of the odd pairs.
 template <int M>
-static inline void score_rows(const bf16* q, int dim, const bf16* keys, Floats scaling, float* scores, int64_t stride) {
+static inline void score_rows(const bf16* q, int64_t q_stride, int dim, const bf16* keys, Floats scaling, float* scores, int64_t stride) {
   Floats even[M], odd[M];
   for (int r = 0; r < M; r++) even[r] = odd[r] = zeros();
   for (int i = 0; i < dim; i += 4, keys += 4 * kKeys) {
     const Words one = load_words(keys), other = load_words(keys + 2 * kKeys);
     for (int r = 0; r < M; r++) {
       int32_t first, second;  // read apart: memory fills a vector, which a half of another register does not as fast
-      __builtin_memcpy(&first, q + r * dim + i, 4);
-      __builtin_memcpy(&second, q + r * dim + i + 2, 4);
+      __builtin_memcpy(&first, q + r * q_stride + i, 4);
+      __builtin_memcpy(&second, q + r * q_stride + i + 2, 4);
       even[r] = dot_pairs(even[r], one, all_words(first));
       odd[r] = dot_pairs(odd[r], other, all_words(second));
     }
@@ -63,24 +64,25 @@ static inline void store_keys(const bf16*, Words words, float* to) {
   store(to + kKeys, odds(words));
 }
 
-// keys[dim][kKeys] of `count` rows; the others are 0.
+// keys[whole dim][kKeys] of `count` rows; the others are 0.
 template <class T, class M>
 static inline void transpose_keys(const T* const* rows, int count, int dim, M* keys) {
   const int per_word = 4 / (int)sizeof(T);
   for (int c = 0; c < dim; c += 16 * per_word) {
     Words v[kKeys];
-    for (int i = 0; i < kKeys; i++) v[i] = i < count ? load_words(rows[i] + c) : no_words();
+    for (int i = 0; i < kKeys; i++) v[i] = i < count ? load_first(rows[i] + c, dim - c) : no_words();
     transpose_words(v);
     for (int i = 0; i < kKeys; i++) store_keys((const T*)nullptr, v[i], keys + (c + i * per_word) * kKeys);
   }
 }
 
-// scores[row][i] of the keys at begin + i, for rows in fours that see any of 16 keys. `keys`: memory of kKeys rows.
+// scores[row][i] of the keys at begin + i, for rows [whole dim] in fours that see any of 16 keys. `keys`: memory of kKeys rows.
 template <class D>
 static void score(const AttendTask& t, const typename Multiplied<D>::T* q, int num_rows, int64_t begin, int64_t end,
                   typename Multiplied<D>::T* keys, float* scores, int64_t stride) {
   typedef typename D::T T;
   const int num_bytes = t.dim * (int)sizeof(T), v_bytes = t.v_dim * (int)sizeof(T);
+  const int dim = (t.dim + 15) & ~15, q_stride = whole_dim(t.dim);
   const Floats scaling = all(t.scaling);
   auto key = Cursor<D>::of_keys(t, begin), early = Cursor<D>::of_keys(t, begin + kKeys < end ? begin + kKeys : begin);
   auto value = Cursor<D>::of_values(t, begin);
@@ -99,8 +101,8 @@ static void score(const AttendTask& t, const typename Multiplied<D>::T* q, int n
     const int64_t unseeing = (at - t.first_position) * t.group;  // the first rows, whose queries come before these keys
     int row = unseeing > 0 ? (int)(unseeing & ~3) : 0;
     for (; row + kScoreRows <= num_rows; row += kScoreRows)
-      score_rows<kScoreRows>(q + row * t.dim, t.dim, keys, scaling, to + row * stride, stride);
-    for (; row < num_rows; row += 4) score_rows<4>(q + row * t.dim, t.dim, keys, scaling, to + row * stride, stride);
+      score_rows<kScoreRows>(q + row * q_stride, q_stride, dim, keys, scaling, to + row * stride, stride);
+    for (; row < num_rows; row += 4) score_rows<4>(q + row * q_stride, q_stride, dim, keys, scaling, to + row * stride, stride);
   }
 }
 

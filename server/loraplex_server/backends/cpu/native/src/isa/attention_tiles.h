@@ -26,7 +26,7 @@ static inline __m512 exp2_ps(__m512 x) {
   return _mm512_maskz_scalef_ps(counts, _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f)), n);
 }
 
-// A task's memory. Rows are queries times heads, in tiles of 16.
+// A task's memory, of whole dims. Rows are queries times heads, in tiles of 16.
 struct TileMemory {
   bf16 *q, *k, *v, *p, *other_v;
   float *sums, *scores, *top, *total, *other_sums;
@@ -81,9 +81,8 @@ static void take_queries(const AttendTask& t, bf16* q) {
       __m512i v[16];
       for (int r = 0; r < 16; r++) {
         const int row = tile * 16 + r;
-        v[r] = row < num_rows ? _mm512_loadu_si512((const bf16*)t.q + row / t.group * t.q_token_stride +
-                                                   row % t.group * t.dim + c)
-                              : _mm512_setzero_si512();
+        const bf16* from = (const bf16*)t.q + row / t.group * t.q_token_stride + row % t.group * t.dim + c;
+        v[r] = row < num_rows ? load_first(from, t.dim - c) : _mm512_setzero_si512();
       }
       transpose_words(v);
       for (int r = 0; r < 16; r++) _mm512_store_si512(q + r * 32, v[r]);
@@ -115,10 +114,10 @@ static bool take_values(const AttendTask& t, int64_t from, int count, const Bloc
       if (!copies) fetch_early(block.keys[(i + j) / 16] + (i + j) % 16 * t.token_stride, t.dim * 2);
       if (i + j + ahead < count) fetch_early(early.row(), t.v_dim * 2), early.next();
     }
-    bf16* to = v + i / 32 * (t.v_dim / 16 * kTile) + i % 32 * 16;
+    bf16* to = v + i / 32 * (whole_dim(t.v_dim) / 16 * kTile) + i % 32 * 16;
     for (int c = 0; c < t.v_dim; c += 32, to += 2 * kTile) {
-      const __m512i a = rows[0] != nullptr ? _mm512_loadu_si512(rows[0] + c) : zero;
-      const __m512i b = rows[1] != nullptr ? _mm512_loadu_si512(rows[1] + c) : zero;
+      const __m512i a = rows[0] != nullptr ? load_first(rows[0] + c, t.v_dim - c) : zero;
+      const __m512i b = rows[1] != nullptr ? load_first(rows[1] + c, t.v_dim - c) : zero;
       wild |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(a, exponent), exponent);
       wild |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(b, exponent), exponent);
       _mm512_store_si512(to, _mm512_permutex2var_epi16(a, low, b));
@@ -132,11 +131,11 @@ static bool take_values(const AttendTask& t, int64_t from, int count, const Bloc
 static void take_keys(const AttendTask& t, int64_t from, int count, bf16* k) {
   auto key = Cursor<BF16>::of_keys(t, from);
   for (int i = 0; i < count || (i & 31); i++) {
-    bf16* to = k + i / 16 * (t.dim / 32 * kTile) + i % 16 * 32;
+    bf16* to = k + i / 16 * (whole_dim(t.dim) / 32 * kTile) + i % 16 * 32;
     const bf16* row = i < count ? key.row() : nullptr;
     if (row != nullptr) key.next();
     for (int c = 0; c < t.dim; c += 32, to += kTile)
-      _mm512_store_si512(to, row != nullptr ? _mm512_loadu_si512(row + c) : _mm512_setzero_si512());
+      _mm512_store_si512(to, row != nullptr ? load_first(row + c, t.dim - c) : _mm512_setzero_si512());
   }
 }
 
@@ -148,7 +147,7 @@ static Block take_block(const AttendTask& t, int64_t from, int count, bool copie
   block.column = copies ? kTile : 32;
   for (int i = 0; i < ((count + 31) & ~31); i += 16) {
     const bf16* first = Cursor<BF16>::of_keys(t, from + (i < count ? i : 0)).row();
-    block.keys[i / 16] = copies ? m.k + i * t.dim : first;
+    block.keys[i / 16] = copies ? m.k + i * whole_dim(t.dim) : first;
   }
   if (copies) take_keys(t, from, count, m.k);
   block.is_finite = take_values(t, from, count, block, copies, m.v);
@@ -326,18 +325,19 @@ static inline __m512 without_traces(__m512 x) {
 }
 
 static void attend_by_tiles(const AttendTask& t, float* scratch) {
-  const TileMemory m(scratch, t.dim);
+  const int dim = whole_dim(t.dim), v_dim = whole_dim(t.v_dim);
+  const TileMemory m(scratch, dim);
   const int num_rows = t.num_tokens * t.group, num_tiles = (num_rows + 15) / 16;
   const int64_t last = t.first_position + t.num_tokens;
   int64_t begin = first_key<true>(t, t.first_position);
   begin = begin < 0 ? 0 : begin / kAttendKeys * kAttendKeys;
-  const bool copies = num_tiles > 2 || t.block_size % 16 != 0;
+  const bool copies = num_tiles > 2 || t.block_size % 16 != 0 || t.dim != dim;
   take_queries(t, m.q);
   for (int i = 0; i < num_tiles * 16; i++) m.top[i] = -__builtin_inff(), m.total[i] = 0;
   if (t.sinks != nullptr)  // one score that is there before all others; scores are kept without their factor
     for (int i = 0; i < num_rows; i++)
       m.top[i] = t.sinks[i % t.group] / (is_scaled_early(t) ? 1.0f : t.scaling), m.total[i] = 1;
-  __builtin_memset(m.sums, 0, sizeof(float) * (size_t)(num_tiles * 16 * t.v_dim));
+  __builtin_memset(m.sums, 0, sizeof(float) * (size_t)(num_tiles * 16 * v_dim));
   configure(kRows);
   for (int64_t from = begin; from < last; from += kAttendKeys) {
     const int count = (int)(last - from < kAttendKeys ? last - from : kAttendKeys);
@@ -345,14 +345,14 @@ static void attend_by_tiles(const AttendTask& t, float* scratch) {
     for (int tile = 0; tile < num_tiles; tile++) {
       const Sight sight = sight_of(t, tile, from);
       if (sight.num_keys == 0) continue;
-      float* sums = m.sums + tile * 16 * t.v_dim;
-      score_tile(m.q + tile * 16 * t.dim, block, t.dim, sight.num_keys, m.scores);
+      float* sums = m.sums + tile * 16 * v_dim;
+      score_tile(m.q + tile * 16 * dim, block, dim, sight.num_keys, m.scores);
       const Biases biases(t, tile, from);
-      shrink_sums(soften_tile(t, sight, biases, m.scores, m.top + tile * 16, m.total + tile * 16, m.p), t.v_dim, sums);
+      shrink_sums(soften_tile(t, sight, biases, m.scores, m.top + tile * 16, m.total + tile * 16, m.p), v_dim, sums);
       if (block.is_finite || sight.is_whole)
-        weigh_tile(m.p, m.v, t.v_dim, sight.num_keys, sums);
+        weigh_tile(m.p, m.v, v_dim, sight.num_keys, sums);
       else
-        weigh_apart(m, sight, t.v_dim, sums);
+        weigh_apart(m, sight, v_dim, sums);
     }
   }
   end_products();
@@ -360,7 +360,7 @@ static void attend_by_tiles(const AttendTask& t, float* scratch) {
     bf16* out = (bf16*)t.out + row / t.group * t.out_token_stride + row % t.group * t.v_dim;
     const __m512 inverse = _mm512_set1_ps(1.0f / m.total[row]);
     for (int c = 0; c < t.v_dim; c += 16)
-      store(out + c, without_traces(_mm512_mul_ps(_mm512_load_ps(m.sums + row * t.v_dim + c), inverse)));
+      store(out + c, without_traces(_mm512_mul_ps(_mm512_load_ps(m.sums + row * v_dim + c), inverse)), first(t.v_dim - c));
   }
 }
 

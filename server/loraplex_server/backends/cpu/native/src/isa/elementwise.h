@@ -73,12 +73,14 @@ template <class D>
 static void norm_head(float* x, const typename D::T* weight, int64_t n, float eps, float offset, bool narrows) {
   Floats squares = zeros();
   for (int64_t i = 0; i < n; i += 16) {
-    Floats v = D::round(load(x + i));
+    Floats v = D::round(load(x + i, first((int)(n - i))));
     squares = fmadd(v, v, squares);
   }
   const Floats factor = rms_factor(squares, n, eps);
-  for (int64_t i = 0; i < n; i += 16)
-    store(x + i, normed<D>(D::round(load(x + i)), factor, weight + i, offset, narrows, first(16)));
+  for (int64_t i = 0; i < n; i += 16) {
+    const Part part = first((int)(n - i));
+    store(x + i, normed<D>(D::round(load(x + i, part)), factor, weight + i, offset, narrows, part), part);
+  }
 }
 
 static void rms_norm_f32(DType dtype, float* x, const void* weight, int64_t n, float eps, float offset, bool narrows) {

@@ -44,6 +44,13 @@ static inline int64_t first_key(const AttendTask& t, int64_t position) {
   return from < begin ? begin : from;
 }
 
+// The first n of a row's elements as words, at most as many as there is room for, and zeros behind them.
+template <class T>
+static inline Words load_first(const T* row, int n) {
+  const int num_halves = n * (int)(sizeof(T) / 2);
+  return num_halves >= 32 ? load_words(row) : load_words((const bf16*)row, num_halves);
+}
+
 static inline void fetch_early(const void* row, int num_bytes) {
   for (int i = 0; i < num_bytes; i += 64) fetch((const char*)row + i);
 }

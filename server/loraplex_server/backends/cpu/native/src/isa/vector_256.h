@@ -119,6 +119,7 @@ static inline Words load_words(const void* p) {
 }
 // Of the first n of 32 halves, n < 32.
 static inline Words load_words(const bf16* p, int64_t n) {
+  if (n == 16) return {_mm256_loadu_si256((const __m256i*)p), _mm256_setzero_si256()};
   alignas(32) bf16 line[32] = {};
   for (int64_t i = 0; i < n; i++) line[i] = p[i];
   return load_words(line);
