@@ -70,7 +70,10 @@ static inline void transpose_keys(const T* const* rows, int count, int dim, M* k
   const int per_word = 4 / (int)sizeof(T);
   for (int c = 0; c < dim; c += 16 * per_word) {
     Words v[kKeys];
-    for (int i = 0; i < kKeys; i++) v[i] = i < count ? load_first(rows[i] + c, dim - c) : no_words();
+    if (c + 16 * per_word <= dim)
+      for (int i = 0; i < kKeys; i++) v[i] = i < count ? load_words(rows[i] + c) : no_words();
+    else
+      for (int i = 0; i < kKeys; i++) v[i] = i < count ? load_first(rows[i] + c, dim - c) : no_words();
     transpose_words(v);
     for (int i = 0; i < kKeys; i++) store_keys((const T*)nullptr, v[i], keys + (c + i * per_word) * kKeys);
   }
