@@ -383,7 +383,8 @@ static inline __m512i cvtne2ps_pbh(__m512 upper, __m512 lower) {
   z.of[0] = cvtneps_pbh(lower), z.of[1] = cvtneps_pbh(upper);
   return z.all();
 }
-// Of each pair the second product first, as Intel's manual has it.
+// Of each pair the second product first, as Intel's manual has it. What is smaller than the smallest normal number stays as
+// it is; the instruction makes 0 of it.
 static inline __m512 dpbf16_ps(__m512 sums, __m512i a, __m512i b) {
   const __m512i upper = set1_epi32((int)0xffff0000);
   sums = fmadd_ps((__m512)and_si512(a, upper), (__m512)and_si512(b, upper), sums);

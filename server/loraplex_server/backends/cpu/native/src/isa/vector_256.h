@@ -121,7 +121,7 @@ static inline Words load_words(const void* p) {
 static inline Words load_words(const bf16* p, int64_t n) {
   if (n == 16) return {_mm256_loadu_si256((const __m256i*)p), _mm256_setzero_si256()};
   alignas(32) bf16 line[32] = {};
-  for (int64_t i = 0; i < n; i++) line[i] = p[i];
+  __builtin_memcpy(line, p, (size_t)n * sizeof(bf16));  // they may be halves of floats
   return load_words(line);
 }
 static inline void store_words(void* p, Words x) {

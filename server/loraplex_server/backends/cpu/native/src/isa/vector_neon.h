@@ -129,7 +129,7 @@ static inline Words load_words(const void* p) {
 // Of the first n of 32 halves, n < 32.
 static inline Words load_words(const bf16* p, int64_t n) {
   alignas(16) bf16 line[32] = {};
-  for (int64_t i = 0; i < n; i++) line[i] = p[i];
+  __builtin_memcpy(line, p, (size_t)n * sizeof(bf16));  // they may be halves of floats
   return load_words(line);
 }
 static inline void store_words(void* p, Words x) {
