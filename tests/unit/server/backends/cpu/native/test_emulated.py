@@ -36,7 +36,7 @@ def test_kernels_in_software(chosen: str, tmp_path: Path) -> None:
     compiler = emulating(compiler_or_skip(), isas()[0])
     library = build(tmp_path / LIBRARY.name, compiler=compiler)
     # Adapters' own products take half of the time and go by the same kernels.
-    options = ("-k", f"({chosen}) and not own_products", "-m", "not nightly", str(TESTS))
+    options = ("-k", f"({chosen}) and not own_products", "-m", "not nightly", "--ignore", __file__, str(TESTS))
     command = [sys.executable, "-m", "pytest", "-p", "support.emulated", *options]
     path = os.pathsep.join(filter(None, (str(SUPPORT.parent), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, VARIABLE: str(library), "PYTHONPATH": path}
