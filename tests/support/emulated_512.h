@@ -21,7 +21,7 @@
 
 namespace emulated_512 {
 
-// All sixteen numbers of a register one by one, and its halves.
+// The numbers of a register one by one, or its halves.
 template <class T, class V>
 struct Lanes {
   static constexpr int kNum = (int)(sizeof(V) / sizeof(T));
@@ -178,24 +178,17 @@ static inline __m512 i32gather_ps(__m512i places, const void* from, int scale) {
 
 // --- arithmetic -------------------------------------------------------------------------------------------------------
 
-static inline __m512 fmadd_ps(__m512 a, __m512 b, __m512 c) {
-  const Halves x(a), y(b), w(c);
-  Halves z;
-  for (int i = 0; i < 2; i++) z.of[i] = _mm256_fmadd_ps(x.of[i], y.of[i], w.of[i]);
-  return z.all();
-}
-static inline __m512 fmsub_ps(__m512 a, __m512 b, __m512 c) {
-  const Halves x(a), y(b), w(c);
-  Halves z;
-  for (int i = 0; i < 2; i++) z.of[i] = _mm256_fmsub_ps(x.of[i], y.of[i], w.of[i]);
-  return z.all();
-}
-static inline __m512 fnmadd_ps(__m512 a, __m512 b, __m512 c) {
-  const Halves x(a), y(b), w(c);
-  Halves z;
-  for (int i = 0; i < 2; i++) z.of[i] = _mm256_fnmadd_ps(x.of[i], y.of[i], w.of[i]);
-  return z.all();
-}
+#define LP_FUSED(name, half)                                                      \
+  static inline __m512 name(__m512 a, __m512 b, __m512 c) {                       \
+    const Halves x(a), y(b), w(c);                                                \
+    Halves z;                                                                     \
+    for (int i = 0; i < 2; i++) z.of[i] = half(x.of[i], y.of[i], w.of[i]);        \
+    return z.all();                                                               \
+  }
+LP_FUSED(fmadd_ps, _mm256_fmadd_ps)
+LP_FUSED(fmsub_ps, _mm256_fmsub_ps)
+LP_FUSED(fnmadd_ps, _mm256_fnmadd_ps)
+#undef LP_FUSED
 static inline __m512 abs_ps(__m512 x) { return (__m512)and_si512((__m512i)x, set1_epi32(0x7fffffff)); }
 
 static inline __m512 roundscale_ps(__m512 x, int how) {

@@ -17,7 +17,7 @@ from loraplex_server.backends.cpu.native.kernels import DTYPES, NativeKernels
 from loraplex_server.backends.cpu.native.library import Spans
 from loraplex_server.layers.attention import AttentionBatch, AttentionSpec, LayerKv
 
-MIN_DIM = 32  # no model in use has narrower heads, and torch computes these
+MIN_DIM = 32  # narrower heads are those of toy models; torch computes them
 MAX_DIM = 512  # the widest heads that models have: Gemma 4 in layers of full attention
 
 
