@@ -30,6 +30,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3MoeConfig,
     StableLmConfig,
     Starcoder2Config,
@@ -105,6 +106,18 @@ SHAPES: Mapping[str, PretrainedConfig] = {
     ),
     "245m-starcoder2": Starcoder2Config(
         **SIZES_245M, num_attention_heads=16, num_key_value_heads=4, tie_word_embeddings=False
+    ),
+    "273m-qwen3.5": Qwen3_5TextConfig(  # the gated delta rule in three of four layers
+        **(SIZES_245M | {"intermediate_size": 1792, "num_hidden_layers": 20}),
+        layer_types=[*(3 * ["linear_attention"]), "full_attention"] * 5,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=128,
+        linear_num_key_heads=8,
+        linear_num_value_heads=8,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        tie_word_embeddings=False,
     ),
     "261m-stablelm": StableLmConfig(  # heads of 80, as models of 2560 features have, a quarter of which turns
         **(SIZES_245M | {"hidden_size": 1280, "intermediate_size": 3456, "num_hidden_layers": 9}),
@@ -183,6 +196,7 @@ SHAPES: Mapping[str, PretrainedConfig] = {
 TARGETS = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"),
     *("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+    *("in_proj_qkv", "in_proj_z", "out_proj"),
 )
 MIXED_RANKS = (8, 8, 16, 32)  # as many weights as with rank 16 throughout
 MAX_TOKENIZER_SIZE = 4096

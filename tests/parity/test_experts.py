@@ -249,10 +249,11 @@ def test_tensors_of_several_pieces_equal_peft(tmp_path: Path) -> None:
     ],
 )
 def test_native_products(family: str, is_stacked: bool, tmp_path: Path) -> None:
-    """`is_stacked`: with heads that the native decoder takes."""
+    """`is_stacked`: with heads that the native decoder takes; else attention is the model's own in it."""
     sizes = SIZES if is_stacked else {}
     world = make_world(tmp_path, family, ADAPTERS, torch.float32, CpuBackend(native_kernels()), **sizes)
-    assert (world.rig.loaded.decoder is not None) is is_stacked
+    assert world.rig.loaded.decoder is not None
+    assert (not world.rig.loaded.decoder.shape.names.mixers) is is_stacked
     assert len(world.rig.loaded.experts) == 2
     assert all(one.fused is not None or one.products for one in world.rig.loaded.experts)
     adapters = [None, *range(len(ADAPTERS)), None]

@@ -65,6 +65,12 @@ class ReferenceFused:
             return normed.to(x.dtype) * (weight + form.offset)
         return (normed * (weight.float() + form.offset)).to(x.dtype)
 
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool) -> Tensor:
+        open_part = torch.nn.functional.silu(gate.float())
+        wide = x.float() * open_part if gates_first else x.float()
+        normed = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+        return normed if gates_first else (normed * open_part).to(x.dtype)
+
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return self._rotated(query, cos, sin), self._rotated(key, cos, sin)
 

@@ -28,7 +28,9 @@ STACKED: Final = (
     *("gemma4", "gemma4-keys"),
     *("llama-40", "qwen3-40", "olmo2-40", "phi3-40", "gpt_neox-40", "stablelm-40"),
 )
-NOT_STACKED: Final = ("cohere", "gpt2", "llama4-chunks", "bloom", "mpt", "falcon", "falcon-alibi", "deepseek_v2")
+NOT_STACKED: Final = ("cohere", "gpt2", "llama4-chunks", "bloom", "mpt", "falcon", "falcon-alibi")
+# Those whose attention, or what is in its place, stays the model's own module.
+OWN_MIXERS: Final = ("deepseek_v2", "qwen3_5")
 _KEYS_AS_VALUES: Final[dict[str, Any]] = {
     "global_head_dim": 64,
     "hidden_size_per_layer_input": 0,
@@ -40,6 +42,7 @@ _KEYS_AS_VALUES: Final[dict[str, Any]] = {
 VARIANTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "llama-gelu": ("llama", {"hidden_act": "gelu"}),
     "qwen3_moe": ("qwen3_moe", {"moe_intermediate_size": 32}),
+    "qwen3_5": ("qwen3_5", {"linear_value_head_dim": 16}),  # rows of states that the kernels know
     # Values of 64 features, and keys of 96.
     "deepseek_v2": (
         "deepseek_v2",

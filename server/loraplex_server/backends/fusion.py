@@ -53,6 +53,12 @@ class FusedOps(Protocol):
         """RMS norm: x [..., features] over its root mean square, times weight [features] + offset, in x's dtype."""
         ...
 
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool) -> Tensor:
+        """RMS norm beside a gate of x's shape: weight [features] * x / rms(x) * silu(gate), or, where the gate goes
+        first, the norm of x * silu(gate), in x's dtype. The normed values are rounded to it. x may be in float32 beside
+        others in fewer bits."""
+        ...
+
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotary embedding of halves: query, key [1, heads, num_tokens, dim] with cos, sin [1, num_tokens, dim].
 
@@ -104,10 +110,16 @@ def separate(modules: Sequence[nn.Module]) -> None:
 
 
 def _norm_forward(module: nn.Module, ops: FusedOps) -> Callable[..., Tensor] | None:
-    if (found := find_norm(module, ops)) is None:
+    if (parts := _weight_and_eps(module)) is None:
+        return None
+    weight, eps = parts
+    norm, gates_first = find_norm(module, ops), _gates_first(module, ops)
+    if norm is None and gates_first is None:
         return None
     own = type(module).forward.__get__(module)
-    return partial(_norm, own=own, weight=found.weight, eps=found.eps, form=found.form, ops=ops)
+    plain = None if norm is None else partial(ops.rms_norm, weight=weight, eps=eps, form=norm.form)
+    gated = None if gates_first is None else partial(ops.gated_norm, weight=weight, eps=eps, gates_first=gates_first)
+    return partial(_norm, own=own, weight=weight, plain=plain, gated=gated)
 
 
 def norm_eps(norm: nn.Module) -> float | None:
@@ -116,14 +128,22 @@ def norm_eps(norm: nn.Module) -> float | None:
     return found if isinstance(found, float) else None
 
 
-def find_norm(module: nn.Module, ops: FusedOps) -> Norm | None:
-    """The norm that a module computes, in the form that rounds as it does; None where it is no RMS norm."""
+def _weight_and_eps(module: nn.Module) -> tuple[Tensor, float] | None:
+    """Those of a module that has the parts of an RMS norm and no others."""
     parameters = dict(module.named_parameters(recurse=False))
     weight, eps = parameters.get("weight"), norm_eps(module)
     if weight is None or weight.dim() != 1 or len(parameters) != 1 or eps is None:
         return None
     if isinstance(module, nn.LayerNorm) or next(module.children(), None) is not None:
         return None
+    return weight, eps
+
+
+def find_norm(module: nn.Module, ops: FusedOps) -> Norm | None:
+    """The norm that a module computes, in the form that rounds as it does; None where it is no RMS norm."""
+    if (parts := _weight_and_eps(module)) is None:
+        return None
+    weight, eps = parts
     wide = copy.deepcopy(module).float()
     right = [form for form in FORMS if _norm_error(wide, cast(Tensor, wide.weight), eps, form, ops).is_equal]
     found = [_norm_error(module, weight, eps, form, ops) for form in right]
@@ -145,21 +165,63 @@ def _norm_error(module: nn.Module, weight: Tensor, eps: float, form: NormForm, o
     return max(found, key=lambda one: one.error)
 
 
+def _gates_first(module: nn.Module, ops: FusedOps) -> bool | None:
+    """Whether a norm that is given a gate applies it before it norms; None of a module that is no such norm."""
+    if (parts := _weight_and_eps(module)) is None:
+        return None
+    weight, eps = parts
+    wide = copy.deepcopy(module).float()
+    of_wide = cast(Tensor, wide.weight)
+    for gates_first in (False, True):
+        tried = ((wide, of_wide, torch.float32), (module, weight, torch.float32), (module, weight, weight.dtype))
+        if all(_gates_as(one, values, eps, dtype, ops, gates_first=gates_first) for one, values, dtype in tried):
+            return gates_first
+    return None
+
+
+def _gates_as(
+    module: nn.Module, weight: Tensor, eps: float, dtype: torch.dtype, ops: FusedOps, *, gates_first: bool
+) -> bool:
+    """True if the module computes such a norm of x in this dtype."""
+    generator = torch.Generator().manual_seed(6)
+    for scale in (1.0, eps**0.5):
+        x, gate = (
+            torch.randn(NUM_ROWS, weight.shape[0], generator=generator).to(weight.device, one)
+            for one in (dtype, weight.dtype)
+        )
+        x *= scale
+        try:
+            want = module(x.clone(), gate.clone())
+            found = compare("operation", want, ops.gated_norm(x, gate, weight, eps, gates_first=gates_first))
+        except Exception:  # model-specific code that takes something else
+            return False
+        if not found.is_equal:
+            return False
+    return True
+
+
 def _norm(
     x: Tensor,
     *others: Any,
     own: Callable[..., Tensor],
     weight: Tensor,
-    eps: float,
-    form: NormForm,
-    ops: FusedOps,
+    plain: Callable[[Tensor], Tensor] | None,
+    gated: Callable[[Tensor, Tensor], Tensor] | None,
     **named: Any,
 ) -> Tensor:
     """The norm of x. `others` and `named`: what a norm may be given beside x, as some recurrent layers give it a gate.
-    It is left to the norm's own code then, and so are values on another device: gated MLPs are tried out on meta."""
-    if others or named or (x.dtype, x.device) != (weight.dtype, weight.device):
-        return own(x, *others, **named)
-    return ops.rms_norm(x, weight, eps, form)
+    Other calls are left to the norm's own code, and so are values on another device: gated MLPs are tried out on
+    meta."""
+    if x.device == weight.device:
+        if plain is not None and not others and not named and x.dtype == weight.dtype:
+            return plain(x)
+        beside = [*others, *named.values()]
+        if gated is not None and len(beside) == 1 and (not named or "gate" in named):
+            gate: Any = beside[0]
+            fits = isinstance(gate, Tensor) and gate.shape == x.shape and gate.dtype == weight.dtype
+            if fits and x.dtype in (weight.dtype, torch.float32):
+                return gated(x, gate)
+    return own(x, *others, **named)
 
 
 # --- gated MLPs -------------------------------------------------------------------------------------------------------

@@ -83,13 +83,13 @@ class AdapterSlots:
         segments: Sequence[Segment],
         within: str = "",
         but: frozenset[Beyond] = frozenset(),
-        outside: str = "",
+        outside: Sequence[str] = (),
     ) -> bool:
         """True if the adapters of these segments have nothing but low-rank terms of linears and embeddings, and what
-        `but` names, in modules whose path begins with `within`. `outside`: the name of a module that is left out with
-        all that is in it, wherever it is."""
+        `but` names, in modules whose path begins with `within`. `outside`: names of modules that are left out with
+        all that is in them, wherever they are."""
         return not self._beyond or not any(
-            kind not in but and path.startswith(within) and (not outside or f".{outside}." not in path)
+            kind not in but and path.startswith(within) and not any(f".{name}." in path for name in outside)
             for segment in segments
             for path, kind in self._beyond.get(segment.adapter_slot, ())
         )

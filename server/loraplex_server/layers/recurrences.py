@@ -7,6 +7,7 @@ the same except for rounding. A back end may compute them over the slots of a st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -66,15 +67,44 @@ class Convolution:
 
 
 @dataclass(frozen=True, slots=True)
+class Gates:
+    """Gates of Gated DeltaNet: decay and beta from a and b [.., heads], which a mixer computes of its input."""
+
+    rates: Tensor  # [heads] in float32 at least
+    biases: Tensor
+
+    def __call__(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rates * F.softplus(a.to(self.rates.dtype) + self.biases), b.sigmoid()
+
+
+@dataclass(frozen=True, slots=True)
+class TimeSteps:
+    """Gates of Mamba 2: decay and beta from dt [.., heads], of which it makes time steps."""
+
+    rates: Tensor  # [heads] in float32 at least
+    biases: Tensor  # of numbers that dt's dtype has
+    limits: tuple[float, float] = (0.0, math.inf)  # of a step
+
+    def __call__(self, dt: Tensor) -> tuple[Tensor, Tensor]:
+        step = F.softplus(dt + self.biases.to(dt.dtype)).to(self.rates.dtype).clamp(*self.limits)
+        return step * self.rates, step
+
+
+@dataclass(frozen=True, slots=True)
 class LinearAttention:
     """Gated linear attention over q, k [.., key heads, K], v [.., heads, V], decay [.., heads] or [.., heads, K], and
-    beta [.., heads] or none: values times beta, or, with `is_delta`, the delta rule. Computes in float32 at least."""
+    beta [.., heads] or none: values times beta, or, with `is_delta`, the delta rule. With `gates` a and b stand for
+    decay and beta, or dt alone. Computes in float32 at least."""
 
     scale: float = 1.0  # of queries
     normalizes: bool = False  # queries and keys, first
     is_delta: bool = False
+    gates: Gates | TimeSteps | None = None
+    skips: Tensor | None = None  # [heads] in float32 at least: the part of v that is added to the output
 
     def __call__(self, parts: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.gates is not None:
+            parts = (*parts[:3], *self.gates(*parts[3:]))
         dtype = torch.promote_types(parts[0].dtype, torch.float32)
         q, k, v, decay = (one.to(dtype) for one in parts[:4])
         beta = parts[4].to(dtype) if len(parts) > 4 else None
@@ -83,9 +113,9 @@ class LinearAttention:
         num_groups = v.shape[-2] // k.shape[-2]
         if num_groups > 1:
             q, k = (one.repeat_interleave(num_groups, dim=-2) for one in (q, k))
-        if beta is not None and not self.is_delta:
-            v = v * beta.unsqueeze(-1)
-        return attend_linearly(q * self.scale, k, v, decay, beta if self.is_delta else None, state)
+        added = v if beta is None or self.is_delta else v * beta.unsqueeze(-1)
+        out, state = attend_linearly(q * self.scale, k, added, decay, beta if self.is_delta else None, state)
+        return out if self.skips is None else torch.addcmul(out, v, self.skips.unsqueeze(-1)), state
 
 
 @dataclass(frozen=True, slots=True)

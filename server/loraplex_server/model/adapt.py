@@ -81,7 +81,7 @@ def adapt_model(
 ) -> Adapted:
     """Adapts the model in place. Arguments are those of `loader.adopt_model` and `adapt_modules`."""
     make_base, stack = backend.linears(form), None
-    if replaces_decoder and not probe.states:
+    if replaces_decoder:
         stack = backend.find_decoder(model, probe.attention, context, far=probe.far, form=form, progress=progress)
     if stack is None:
         progress("packing weights")
@@ -91,7 +91,8 @@ def adapt_model(
         stack.connect()  # experts are tried in the model's own layers
     if (merge := backend.merge()) is not None:
         merge_modules(model, probe, targets, context, merge)
-    if stack is None and (fused := backend.fused_ops()) is not None:  # a stack has norms of its own
+    # A stack has norms of its own, and mixers of the model's own have others.
+    if (stack is None or stack.stack.shape.names.mixers) and (fused := backend.fused_ops()) is not None:
         _fuse(model, probe, fused, context)
     targets |= adapt_experts(model, probe, context, dtype, backend, form)
     layers: list[AttentionLayer] = []

@@ -29,7 +29,14 @@ NORMS = "norm", "final_layer_norm", "final_layernorm"
 class Rotary(Protocol):
     """A model's rotary embedding, which turns queries and keys by their positions."""
 
-    def __call__(self, x: Tensor, position_ids: Tensor, **named: str) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, x: Tensor, position_ids: Tensor, **named: str) -> tuple[Tensor, Tensor] | Tensor:
+        """Cosines and sines, or complex numbers in which both are."""
+        ...
+
+
+def named_kind(kind: str) -> dict[str, str]:
+    """The argument by which a rotary embedding is told a layer's kind; "" where it has one for all."""
+    return {"layer_type": kind} if kind else {}
 
 
 class RotaryTable:
@@ -40,7 +47,7 @@ class RotaryTable:
         turn them in several ways."""
         self._rotary = rotary
         self._like = like
-        self._named = {"layer_type": kind} if kind else {}
+        self._named = named_kind(kind)
         self._cos = self._sin = torch.empty(0, 0)
 
     def __call__(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,7 +63,9 @@ class RotaryTable:
         return self._cos.index_select(0, places).unsqueeze(0), self._sin.index_select(0, places).unsqueeze(0)
 
     def _compute(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self._rotary(self._like, position_ids=position_ids, **self._named)
+        found = self._rotary(self._like, position_ids=position_ids, **self._named)
+        assert isinstance(found, tuple), "rotations by complex numbers have no table"
+        cos, sin = found
         return cos.to(torch.float32).contiguous(), sin.to(torch.float32).contiguous()
 
 
@@ -108,6 +117,10 @@ def find_direct_forward(
     embedding, norm, rotary_path = (f"{stem}{dot}{own}" for own in (*found[0], "rotary_emb"))
     like = next(model.get_submodule(norm).parameters()).detach()[:1].reshape(1, 1, 1)
     rotary = cast(Rotary, model.get_submodule(rotary_path))
+    if not isinstance(
+        rotary(like, position_ids=torch.zeros(1, 1, dtype=torch.int64), **named_kind(layers[0][1])), tuple
+    ):
+        return None  # rotations by complex numbers
     tables = {kind: RotaryTable(rotary, like, kind) for kind in {kind for _, kind in layers}}
     head = next(path for path, module in model.named_modules() if module is model.get_output_embeddings())
     return DirectForward(model, embedding, layers, norm, head, tables)

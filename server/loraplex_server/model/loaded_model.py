@@ -133,7 +133,7 @@ class LoadedModel:
     def _takes_turns(self) -> bool:
         """True if back end and torch compute in turns. Beside a whole decoder torch has next to nothing to do; where it
         computes the experts, these are most of the weights."""
-        is_whole = self.decoder is not None and not self.decoder.shape.names.feed_forward
+        is_whole = self.decoder is not None and not self.decoder.shape.names.own_parts
         return not is_whole and all(one.fused is not None or one.products for one in self.experts)
 
     def torch_threads(self, num_tokens: int) -> AbstractContextManager[None]:

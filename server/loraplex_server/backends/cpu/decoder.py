@@ -4,8 +4,9 @@ One call replaces a hundred small operations per layer. The module takes the pla
 computes what they compute, adapters included.
 
 It replaces decoder layers of attention over q/k/v/o and a gated feed-forward part, with norms before them, behind them
-or both, which most open models have: those of KINDS, as far as find_decoder.py proves them. A feed-forward part of
-another kind, as of a mixture of experts, stays the model's own module: then there is a call for each layer.
+or both, which most open models have: those of KINDS, as far as find_decoder.py proves them. Attention of another kind,
+a recurrence in its place, and a feed-forward part of another kind, as of a mixture of experts, stay the model's own
+modules: then there is a call from each of them to the next.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from loraplex_server.backends.cpu.attention import Plan, native_plan
 from loraplex_server.backends.cpu.lora import table_of
 from loraplex_server.backends.cpu.native.kernels import BAND, DTYPES, NO_RUNS, NativeKernels, PackedWeight, RunsOfRows
-from loraplex_server.backends.cpu.native.library import Layer, Norm, Stack, Step
+from loraplex_server.backends.cpu.native.library import Layer, Norm, Spans, Stack, Step
 from loraplex_server.backends.cpu.step_parts import StepPart, split_step, take_rows
 from loraplex_server.backends.fusion import NormForm
 from loraplex_server.layers.adapter_slots import AdapterSlots, Beyond
@@ -36,6 +37,8 @@ from loraplex_server.layers.lora import PreparedSegments, Segment
 from loraplex_server.layers.quantization import WeightFormat
 
 HEAD_NORMS: Final = {part: f"self_attn.{part}" for part in ("q_norm", "k_norm", "v_norm")}
+Rotation = tuple[Tensor, Tensor]  # cosines and sines [1, num_tokens, num_rotary]
+_NO_ANGLES: Final = torch.empty(1, 0, 0)
 COMPUTED: Final = frozenset(
     {Beyond.RESCALING, Beyond.NORM, Beyond.OWN_PRODUCT}
 )  # of what adapters have beyond low-rank terms
@@ -55,6 +58,18 @@ class LayerNames:
     is_grouped: bool = False
     attention: str = "self_attn"
     input_act: str = ""  # the activation of what is computed of the layer's own input; "": it has none
+    # Modules that are the model's own in the place of attention with its linears. A layer has one of them.
+    mixers: tuple[str, ...] = ()
+
+    @property
+    def own_parts(self) -> tuple[str, ...]:
+        """Paths of the parts that are the model's own."""
+        return (*self.mixers, self.feed_forward) if self.feed_forward else self.mixers
+
+    @property
+    def head_norms(self) -> Mapping[str, str]:
+        """Norms of queries, keys and values that a layer may have."""
+        return {} if self.mixers else HEAD_NORMS
 
     @property
     def merges_qkv(self) -> bool:
@@ -68,11 +83,13 @@ class LayerNames:
 
 
 _ATTENTION: Final = {part: f"self_attn.{part}_proj" for part in ("q", "k", "v", "o")}
-_SPLIT: Final = {**_ATTENTION, **{part: f"mlp.{part}_proj" for part in ("gate", "up", "down")}}
+_GATED: Final = {part: f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+_SPLIT: Final = {**_ATTENTION, **_GATED}
 _GATE_UP: Final = {"gate": "mlp.gate_up_proj", "down": "mlp.down_proj"}
 _MERGED: Final = {"q": "self_attn.qkv_proj", "o": "self_attn.o_proj", **_GATE_UP}
 _GROUPED: Final = {"q": "attention.query_key_value", "o": "attention.dense"}
 _NORMS_BEFORE: Final = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
+_NORMS_OF_HYBRIDS: Final = {"norm1": "input_layernorm", "norm2": "pre_ff_layernorm"}
 _NORM_OF_BOTH: Final = {"norm1": "input_layernorm"}
 _NORMS_BEHIND: Final = {"attention_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"}
 _NORMS_AROUND: Final = {"norm1": "input_layernorm", "norm2": "pre_feedforward_layernorm", **_NORMS_BEHIND}
@@ -101,7 +118,63 @@ KINDS: Final = (
         LayerNames(_GROUPED, _NORMS_BEFORE, "", "mlp", is_parallel, is_grouped=True, attention="attention")
         for is_parallel in (True, False)
     ),  # GPT-NeoX
+    # Attention of other kinds, as gated or latent one, and recurrences.
+    LayerNames(_GATED, _NORMS_BEFORE, mixers=("self_attn", "linear_attn")),  # Qwen 3.5
+    LayerNames(
+        {part: f"feed_forward.{part}_proj" for part in _GATED},
+        _NORMS_OF_HYBRIDS,
+        "feed_forward.act_fn",
+        mixers=("self_attn", "mamba"),
+    ),  # Jamba without experts
+    LayerNames(
+        {"gate": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
+        _NORMS_BEFORE,
+        "shared_mlp.activation",
+        mixers=("self_attn", "mamba"),
+    ),  # Granite 4
+    LayerNames(
+        {"gate": "feed_forward.w1", "up": "feed_forward.w3", "down": "feed_forward.w2"},
+        {"norm1": "operator_norm", "norm2": "ffn_norm"},
+        "",
+        mixers=("self_attn", "conv"),
+    ),  # LFM2
+    LayerNames({}, _NORMS_BEFORE, "", "mlp", mixers=("self_attn", "linear_attn")),  # Qwen3-Next, DeepSeek
 )
+
+
+class Given(Enum):
+    """What a layer gives to one of its parts, beside constants and arguments of its own."""
+
+    STATES = 1  # hidden states
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentOfLayer:
+    """An argument of a layer that it hands on to one of its parts."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartCall:
+    """How a layer calls one of its parts: Given, ArgumentOfLayer, or a constant for each argument."""
+
+    path: str
+    arguments: tuple[Any, ...] = (Given.STATES,)
+    named: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __call__(self, part: nn.Module, states: Tensor, of_layer: Mapping[str, Any]) -> Tensor:
+        """The part's output, contiguous. `states` [1, num_tokens, hidden]; `of_layer`: the layer's arguments."""
+
+        def value(source: Any) -> Any:
+            if isinstance(source, ArgumentOfLayer):
+                return of_layer.get(source.name)
+            return states if source is Given.STATES else source
+
+        arguments = (value(source) for source in self.arguments)
+        answer = part(*arguments, **{name: value(source) for name, source in self.named.items()})
+        y: Tensor = answer if isinstance(answer, Tensor) else answer[0]
+        return y.contiguous()
 
 
 class Angles(Enum):
@@ -171,22 +244,22 @@ class StackShape:
 class LayerShape:
     """Sizes and parts of one layer."""
 
-    attention: AttentionSpec
+    attention: AttentionSpec | None  # None: a module of the model's own is in its place
     ffn_size: int
     linears: Mapping[str, str]  # paths of those that it has, as in LayerNames
 
     @property
     def num_kv_heads(self) -> int:
-        return self.attention.num_kv_heads
+        return self.attention.num_kv_heads if self.attention is not None else 0
 
     @property
     def head_dim(self) -> int:
-        return self.attention.k_dim
+        return self.attention.k_dim if self.attention is not None else 0
 
     @property
     def shares_kv(self) -> bool:
         """True if keys and values are those of an earlier layer."""
-        return self.attention.source is not None
+        return self.attention is not None and self.attention.source is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +267,8 @@ class LayerWeights:
     """One layer's weights as the kernels read them. Norms and biases are the model's own tensors."""
 
     shape: LayerShape
-    qkv: PackedWeight
-    o: PackedWeight
+    qkv: PackedWeight | None  # None: what is in attention's place is the model's own
+    o: PackedWeight | None
     gate_up: PackedWeight | None  # None: the feed-forward part is the model's own
     down: PackedWeight | None
     qkv_bias: Tensor | None
@@ -208,9 +281,10 @@ class LayerWeights:
     input_gate: PackedWeight | None = None  # of the layer's own input
     input_projection: PackedWeight | None = None
     scale: float = 1.0  # of the layer's output
+    own_parts: Sequence[PartCall] = ()  # those that are the model's own, in the order in which they run
 
     @property
-    def attention(self) -> AttentionSpec:
+    def attention(self) -> AttentionSpec | None:
         return self.shape.attention
 
 
@@ -274,9 +348,9 @@ class NativeStack(nn.Module):
         shape: StackShape,
         layers: list[LayerWeights],
         context: StepContext,
-        feed_forward: Sequence[nn.Module] = (),
+        own_parts: Sequence[Sequence[nn.Module]] = (),
     ) -> None:
-        """`feed_forward`: of each layer, where these are the model's own."""
+        """`own_parts`: of each layer those that are the model's own, in the order of `LayerWeights.own_parts`."""
         super().__init__()
         self.shape = shape
         self._kernels = kernels
@@ -299,7 +373,7 @@ class NativeStack(nn.Module):
         self._linears: list[list[AdaptedLinear | None]] = []
         self._path = ""
         self._own_layers: tuple[nn.Module, ...] = ()  # a tuple: they are not this module's children
-        self._feed_forward = tuple(feed_forward)
+        self._own_parts = tuple(own_parts)
         self._pages: tuple[LayerKv, ...] = ()
         self._slots: AdapterSlots | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -309,8 +383,10 @@ class NativeStack(nn.Module):
         of the list of layers."""
         self._path = f"{path}."
         self._own_layers = tuple(layers)
-        if own := self.shape.names.feed_forward:
-            self._feed_forward = tuple(layer.get_submodule(own) for layer in layers)
+        self._own_parts = tuple(
+            [layer.get_submodule(call.path) for call in weights.own_parts]
+            for layer, weights in zip(layers, self.weights, strict=True)
+        )
         self._linears = [
             [_adapted(layer.get_submodule(name)) for name in weights.shape.linears.values()]
             for layer, weights in zip(layers, self.weights, strict=True)
@@ -326,7 +402,9 @@ class NativeStack(nn.Module):
             yield from layer.named_modules(prefix=f"{self._path}{idx}")
 
     def bind(self, pages: Sequence[LayerKv]) -> None:
-        """Binds the layers to these pages; an empty sequence unbinds them."""
+        """Binds the layers to these pages; an empty sequence unbinds them. Mixers of the model's own have theirs."""
+        if self.shape.names.mixers:
+            return
         self._pages = tuple(pages)
         for layer, kv in zip(self._layers, self._pages, strict=bool(pages)):
             layer.k_pages, layer.v_pages = kv.k.data_ptr(), kv.v.data_ptr()
@@ -338,12 +416,12 @@ class NativeStack(nn.Module):
             for part, linear in zip(self.weights[idx].shape.linears, linears, strict=True):
                 if linear is not None and linear.table is not None:
                     setattr(layer, f"{part}_table", table_of(linear.table))
-            for name, path in {**self.shape.names.norms, **HEAD_NORMS}.items():
+            for name, path in {**self.shape.names.norms, **self.shape.names.head_norms}.items():
                 if (own := slots.norm_ptrs.get(f"{self._path}{idx}.{path}")) is not None:
                     getattr(layer, name).own_ptrs = own.data_ptr()
 
     def forward(
-        self, hidden_states: Tensor, *others: Any, position_embeddings: tuple[Tensor, Tensor], **named: Any
+        self, hidden_states: Tensor, *others: Any, position_embeddings: Rotation | None = None, **named: Any
     ) -> Tensor:
         """hidden_states [1, num_tokens, hidden] -> the same shape."""
         return self.run_layers(self._whole, hidden_states, others, position_embeddings, named)
@@ -353,14 +431,18 @@ class NativeStack(nn.Module):
         layers: slice,
         hidden_states: Tensor,
         others: tuple[Any, ...],
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: Rotation | None,
         named: dict[str, Any],
     ) -> Tensor:
         """The same by some of the layers, which follow each other."""
-        assert self._pages, "no KV cache is bound to the model"
         hidden = hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()
         prepared, slots = self._context.token_segments, self._slots
-        if slots is None or prepared is None or self._computes(slots, prepared.segments):
+        is_computed = slots is None or prepared is None or self._computes(slots, prepared.segments)
+        if self.shape.names.mixers:
+            return self._run_around_mixers(layers, hidden, others, position_embeddings, named, is_computed=is_computed)
+        assert self._pages, "no KV cache is bound to the model"
+        assert position_embeddings is not None, "layers that turn queries and keys are given no rotation"
+        if slots is None or prepared is None or is_computed:
             plan, outputs = native_plan(self._context.attention), self._outputs(hidden.shape[1], layers)
             scales, inputs = self._query_scales(named.get("position_ids")), self._inputs(others)
             self._run(layers, hidden, position_embeddings, plan, self._runs(prepared), outputs, scales, inputs)
@@ -391,10 +473,33 @@ class NativeStack(nn.Module):
             own = self._run_own_layers(layers, own, own_others, own_named)
         return hidden.index_copy_(1, apart.rows, own)
 
+    def _run_around_mixers(
+        self,
+        layers: slice,
+        hidden: Tensor,
+        others: tuple[Any, ...],
+        position_embeddings: Any,
+        named: dict[str, Any],
+        *,
+        is_computed: bool,
+    ) -> Tensor:
+        """Layers whose mixers are the model's own. A step has one pass through these, as they keep states: where an
+        adapter has more than the stack computes, which none has that PEFT saves, all of the step goes through the
+        model's own layers."""
+        if isinstance(position_embeddings, tuple):
+            # Which may come in float32, but has no more bits than the layers' dtype.
+            position_embeddings = tuple(rotary.to(hidden.dtype) for rotary in position_embeddings)
+        if position_embeddings is not None:
+            named["position_embeddings"] = position_embeddings
+        if not is_computed:
+            return self._run_own_layers(layers, hidden, others, named)
+        self._run(layers, hidden, None, None, self._runs(self._context.token_segments), of_layer=named)
+        return hidden
+
     def _computes(self, slots: AdapterSlots, segments: Sequence[Segment]) -> bool:
         """True if the stack computes all that the adapters of these segments have in its layers."""
         computed = COMPUTED - {Beyond.NORM} if self.shape.is_layer_norm else COMPUTED
-        return slots.are_plain(segments, self._path, computed, self.shape.names.feed_forward)
+        return slots.are_plain(segments, self._path, computed, self.shape.names.own_parts)
 
     def _query_scales(self, position_ids: Any) -> Tensor | None:
         """Factors of the queries at these positions; None: they stay as they are."""
@@ -408,7 +513,7 @@ class NativeStack(nn.Module):
 
     def _outputs(self, num_tokens: int, layers: slice) -> npt.NDArray[np.int32] | None:
         """The rows whose output is read, sorted; None: all."""
-        rows = None if self.shape.names.feed_forward else self._context.head_rows
+        rows = None if self.shape.names.own_parts else self._context.head_rows
         is_last = layers.stop == self._whole.stop
         return None if rows is None or len(rows) >= num_tokens or not is_last else np.unique(rows).astype(np.int32)
 
@@ -416,18 +521,19 @@ class NativeStack(nn.Module):
         self,
         layers: slice,
         hidden: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        plan: Plan,
+        position_embeddings: Rotation | None,
+        plan: Plan | None,
         runs: RunsOfRows,
         outputs: npt.NDArray[np.int32] | None = None,
         query_scales: Tensor | None = None,
         inputs: Tensor | None = None,
+        of_layer: Mapping[str, Any] | None = None,
     ) -> None:
         """Computes hidden [1, num_tokens, hidden], contiguous, in place: it becomes the last layer's output, in the
-        rows `outputs`, in all for None."""
+        rows `outputs`, in all for None. `of_layer`: layers' arguments, which mixers of the model's own read."""
         num_tokens = hidden.shape[1]
-        angles = self.shape.angles
-        cos, sin = (angles.twice(rotary).to(torch.float32).contiguous() for rotary in position_embeddings)
+        rotary = (_NO_ANGLES, _NO_ANGLES) if position_embeddings is None else position_embeddings
+        cos, sin = (self.shape.angles.twice(one).to(torch.float32).contiguous() for one in rotary)
         max_rank = self._slots.max_rank * runs.max_uses if self._slots is not None else 0
         runs.struct.max_rank = max_rank
         num_outputs = num_tokens if outputs is None else len(outputs)
@@ -438,24 +544,27 @@ class NativeStack(nn.Module):
             num_tokens=num_tokens, num_rotary=cos.shape[-1], hidden=hidden.data_ptr(), cos=cos.data_ptr(),
             sin=sin.data_ptr(), query_scales=None if query_scales is None else query_scales.data_ptr(),
             inputs=None if inputs is None else inputs.data_ptr(),
-            spans=plan.spans, runs=runs.struct, scratch=self._scratch.data_ptr(),
+            spans=Spans() if plan is None else plan.spans, runs=runs.struct, scratch=self._scratch.data_ptr(),
             outputs=None if outputs is None else outputs.ctypes.data, num_outputs=num_outputs,
         )  # fmt: skip
-        if self.shape.names.feed_forward:
-            self._run_one_by_one(layers, step, hidden)
+        if self.shape.names.own_parts:
+            self._run_around_parts(layers, step, hidden, of_layer or {})
         else:
             self._kernels.run_stack(self._part(layers.start, layers.stop), step)
 
-    def _run_one_by_one(self, layers: slice, step: Step, hidden: Tensor) -> None:
-        """Computes layers between which the model's own feed-forward modules run."""
+    def _run_around_parts(self, layers: slice, step: Step, hidden: Tensor, of_layer: Mapping[str, Any]) -> None:
+        """Computes layers in which modules of the model's own run."""
         feed = torch.empty_like(hidden)
         step.feed = feed.data_ptr()
+        first = layers.start
         for idx in range(layers.start, layers.stop):
-            self._kernels.run_stack(self._part(idx, idx + 1), step)
-            fed: Tensor | tuple[Tensor, ...] = self._feed_forward[idx](feed)
-            fed = (fed if isinstance(fed, Tensor) else fed[0]).contiguous()
-            step.fed = fed.data_ptr()
-        self._kernels.run_stack(self._part(layers.stop, layers.stop), step)
+            for call, part in zip(self.weights[idx].own_parts, self._own_parts[idx], strict=True):
+                self._kernels.run_stack(self._part(first, idx + 1), step)
+                fed = call(part, feed, of_layer)
+                step.fed = fed.data_ptr()
+                step.continues = call.path in self.shape.names.mixers
+                first = idx if step.continues else idx + 1
+        self._kernels.run_stack(self._part(first, layers.stop), step)
 
     def _part(self, first: int, stop: int) -> Stack:
         """Some of the layers, as the kernels see them until the next call."""
@@ -505,7 +614,7 @@ class StackPart(nn.Module):
         self.num_layers = layers.stop - layers.start
 
     def forward(
-        self, hidden_states: Tensor, *others: Any, position_embeddings: tuple[Tensor, Tensor], **named: Any
+        self, hidden_states: Tensor, *others: Any, position_embeddings: Rotation | None = None, **named: Any
     ) -> Tensor:
         return self._stack[0].run_layers(self._layers, hidden_states, others, position_embeddings, named)
 
@@ -540,10 +649,11 @@ def linears_of(weights: LayerWeights, shape: StackShape, kernels: NativeKernels)
     if shape.names.merges_qkv:
         qkv = ((0, rows + 2 * kv_rows),)
     pair = ((0, 1),) if shape.names.merges_gate_up else ((0,), (1,))
-    found: list[StackLinear | StackPair] = [
-        *(StackLinear(kernels, weights.qkv, weights.qkv_bias, *one) for one in (qkv[:1] if own.shares_kv else qkv)),
-        StackLinear(kernels, weights.o, weights.o_bias, 0, shape.hidden_size),
-    ]
+    found: list[StackLinear | StackPair] = []
+    if weights.qkv is not None and weights.o is not None:
+        for one in qkv[:1] if own.shares_kv else qkv:
+            found.append(StackLinear(kernels, weights.qkv, weights.qkv_bias, *one))
+        found.append(StackLinear(kernels, weights.o, weights.o_bias, 0, shape.hidden_size))
     if weights.gate_up is not None and weights.down is not None:
         found += [StackPair(kernels, weights.gate_up, own.ffn_size, which) for which in pair]
         found.append(StackLinear(kernels, weights.down, None, 0, shape.hidden_size))
@@ -570,12 +680,13 @@ def _layer(weights: LayerWeights) -> Layer:
         bias = weights.norm_biases.get(name)
         setattr(layer, name, Norm(weight=weight.data_ptr(), bias=None if bias is None else bias.data_ptr()))
     layer.eps, layer.qk_eps = weights.eps, weights.qk_eps
-    layer.scaling, layer.softcap, layer.window = spec.scaling, spec.softcap or 0.0, spec.window or 0
+    if spec is not None:
+        layer.scaling, layer.softcap, layer.window = spec.scaling, spec.softcap or 0.0, spec.window or 0
+        layer.sinks = spec.sinks.data_ptr() if spec.sinks is not None else None
     layer.turns, layer.scale = weights.turns, weights.scale
     own = weights.shape
     layer.num_kv_heads, layer.head_dim, layer.ffn = own.num_kv_heads, own.head_dim, own.ffn_size
     layer.shares_kv = own.shares_kv
-    layer.sinks = spec.sinks.data_ptr() if spec.sinks is not None else None
     return layer
 
 

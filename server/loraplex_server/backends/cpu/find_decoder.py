@@ -28,12 +28,15 @@ from loraplex_server.backends.cpu.decoder import (
     HEAD_NORMS,
     KINDS,
     Angles,
+    ArgumentOfLayer,
     ComputedLayer,
+    Given,
     LayerNames,
     LayerShape,
     LayerWeights,
     NativeNorm,
     NativeStack,
+    PartCall,
     QueryScale,
     StackPart,
     StackShape,
@@ -123,16 +126,19 @@ def find_stack(
         try:
             specs = _specs(layers, names, attention)
             shape = replace(_shape(layers, names, specs, kernels), format=form)
-            proof = LayerProof(model, shape, kernels, far, len(layers))
+            proof = LayerProof(model, shape, kernels, far, len(layers), dict(attention))
             weights = _take(layers, specs, proof.shape, kernels, proof, progress)
         except _NoMatch as reason:
             reasons.append(str(reason))
             continue
-        own: list[nn.Module] = []
-        if names.feed_forward:
-            own = [layer.get_submodule(names.feed_forward) for layer in layers]
-            log.info("feed-forward parts are the model's own modules%s", f": {reasons[0]}" if reasons else "")
-        stack = NativeStack(kernels, proof.shape, weights, context, own)
+        if names.own_parts:
+            kinds = {
+                type(layer.get_submodule(call.path)).__name__
+                for layer, own in zip(layers, weights, strict=True)
+                for call in own.own_parts
+            }
+            log.info("%s are the model's own modules%s", ", ".join(sorted(kinds)), f": {reasons[0]}" if reasons else "")
+        stack = NativeStack(kernels, proof.shape, weights, context)
         norm = _final_norm(model, path, shape, kernels)
         return FoundStack(path, layers, stack, norm, _parts(stack, proof.rotations))
     log.info("layers are run one operation at a time: %s", reasons[0] if reasons else "they are of another kind")
@@ -141,7 +147,7 @@ def find_stack(
 
 def _take(
     layers: list[nn.Module],
-    specs: list[AttentionSpec],
+    specs: list[AttentionSpec | None],
     shape: StackShape,
     kernels: NativeKernels,
     proof: LayerProof,
@@ -167,12 +173,15 @@ def _take(
 
 
 def _lists_of_layers(model: PreTrainedModel, num_layers: int) -> Iterator[tuple[str, list[nn.Module], LayerNames]]:
-    """Lists of layers that may be stacks, and the kinds that they may be of, the fastest first."""
+    """Lists of layers that may be stacks, and the kinds that they may be of, the fastest first. `num_layers`: of those
+    that attend."""
     for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len(module) != num_layers:
+        if not isinstance(module, nn.ModuleList) or len(module) < num_layers:
             continue
         layers = list(module)
         for names in KINDS:
+            if len(layers) > num_layers and not names.mixers:
+                continue
             types: dict[str, type[nn.Module]] = {}
             for layer in layers:
                 types |= _children(layer, names)
@@ -181,23 +190,27 @@ def _lists_of_layers(model: PreTrainedModel, num_layers: int) -> Iterator[tuple[
 
 
 def _children(layer: nn.Module, kind: LayerNames) -> dict[str, type[nn.Module]]:
-    """Types of the layer's modules by path, but for those in a feed-forward part of the model's own."""
-    return {name: type(module) for name, module in layer.named_modules() if not _is_within(name, kind.feed_forward)}
+    """Types of the layer's modules by path, but for those in parts that are the model's own."""
+    return {
+        name: type(module) for name, module in layer.named_modules() if name and not _is_within(name, kind.own_parts)
+    }
 
 
-def _is_within(path: str, module: str) -> bool:
-    return bool(module) and f"{path}.".startswith(f"{module}.")
+def _is_within(path: str, modules: Sequence[str]) -> bool:
+    return any(f"{path}.".startswith(f"{module}.") for module in modules)
 
 
 def _is_of_kind(layer: nn.Module, kind: LayerNames) -> bool:
     if kind.feed_forward and not hasattr(layer, kind.feed_forward):
+        return False
+    if kind.mixers and sum(isinstance(getattr(layer, name, None), nn.Module) for name in kind.mixers) != 1:
         return False
     found = {
         name
         for name, module in layer.named_modules()
         if name and next(module.children(), None) is None and not isinstance(module, nn.Dropout)
     }
-    found = {name for name in found if not _is_within(name, kind.feed_forward)}
+    found = {name for name in found if not _is_within(name, kind.own_parts)}
     common = {*kind.linears.values(), *kind.norms.values(), kind.act, kind.input_act} - {""}
     missing = common - found
     may_miss = {kind.linears.get(part, "") for part in ("k", "v")}
@@ -210,7 +223,9 @@ def _is_of_kind(layer: nn.Module, kind: LayerNames) -> bool:
 
 def _specs(
     layers: list[nn.Module], names: LayerNames, attention: list[tuple[nn.Module, AttentionSpec]]
-) -> list[AttentionSpec]:
+) -> list[AttentionSpec | None]:
+    if names.mixers:
+        return [None] * len(layers)
     own = [layer.get_submodule(names.attention) for layer in layers]
     if any(module is not seen for module, (seen, _) in zip(own, attention, strict=True)):
         raise _NoMatch("attention is not in its usual place, or in another order")
@@ -218,14 +233,13 @@ def _specs(
 
 
 def _shape(
-    layers: list[nn.Module], names: LayerNames, specs: list[AttentionSpec], kernels: NativeKernels
+    layers: list[nn.Module], names: LayerNames, specs: list[AttentionSpec | None], kernels: NativeKernels
 ) -> StackShape:
     layer, spec = layers[0], specs[0]
-    if len({one.num_heads for one in specs}) > 1:
+    if len({one.num_heads for one in specs if one is not None}) > 1:
         raise _NoMatch("layers of several numbers of heads")
-    o = cast(Tensor, layer.get_submodule(names.linears["o"]).weight)
     act, input_size = 0, 0
-    if not names.feed_forward:
+    if names.act:
         acts = {type(layer.get_submodule(name)).__name__ for name in (names.act, names.input_act) if name}
         act_name = min(acts)
         if act_name not in ACTIVATIONS or len(acts) > 1:
@@ -233,35 +247,43 @@ def _shape(
         act = ACTIVATIONS[act_name]
     if names.input_act:
         input_size = cast(nn.Linear, layer.get_submodule(names.linears["input_gate"])).out_features
-    if o.dtype not in DTYPES or o.device.type != "cpu":
-        raise _NoMatch(f"not in {_name(o.dtype)} on {o.device.type}")
     norm = layer.get_submodule(next(iter(names.norms.values())))
+    of_norm = next(norm.parameters())
+    if of_norm.dtype not in DTYPES or of_norm.device.type != "cpu":
+        raise _NoMatch(f"not in {_name(of_norm.dtype)} on {of_norm.device.type}")
     with torch.no_grad():
         found = find_norm(norm, NativeFused(kernels))
         form = found.form if found is not None else _form_of_layer_norm(norm)
-    if form is None:
+    # Adapters' own layer norms are the model's own layers to compute, which the states of mixers allow only once.
+    if form is None or (found is None and names.mixers):
         raise _NoMatch(f"the norm {type(norm).__name__}")
     added = getattr(layer, "residual_multiplier", 1.0)
     if names.is_parallel and added != 1.0:
         raise _NoMatch("parts of what is computed side by side")
-    q_norm = getattr(getattr(layer.get_submodule(names.attention), "q_norm", None), "weight", None)
-    all_heads = isinstance(q_norm, Tensor) and q_norm.numel() == spec.num_heads * spec.k_dim != spec.k_dim
-    return StackShape(
-        o.dtype, o.shape[0], spec.num_heads, act, names, form, float(added), all_heads, is_layer_norm=found is None,
-        query_scale=_query_scale(layer.get_submodule(names.attention)), input_size=input_size,
+    shape = StackShape(
+        of_norm.dtype, of_norm.shape[0], 0, act, names, form, float(added), is_layer_norm=found is None,
+        input_size=input_size,
     )  # fmt: skip
+    if spec is None:
+        return shape
+    attention = layer.get_submodule(names.attention)
+    q_norm = getattr(getattr(attention, "q_norm", None), "weight", None)
+    all_heads = isinstance(q_norm, Tensor) and q_norm.numel() == spec.num_heads * spec.k_dim != spec.k_dim
+    query_scale = _query_scale(attention)
+    return replace(shape, num_heads=spec.num_heads, norms_all_heads=all_heads, query_scale=query_scale)
 
 
-def _layer_shape(layer: nn.Module, names: LayerNames, spec: AttentionSpec) -> LayerShape:
+def _layer_shape(layer: nn.Module, names: LayerNames, spec: AttentionSpec | None) -> LayerShape:
     linears = {part: path for part, path in names.linears.items() if _has(layer, path)}
     if "k" in linears and "v" not in linears:  # values are keys before their norm
         linears = {part: linears.get(part, linears["k"]) for part in names.linears}
     ffn_size = cast(nn.Linear, layer.get_submodule(linears["down"])).in_features if "down" in linears else 0
     if names.merges_gate_up and ffn_size % (BAND // 2):
         raise _NoMatch("linears of gate and up together, of unusual shapes")
-    if ("k" in names.linears and "k" not in linears) != (spec.source is not None):
+    own = LayerShape(spec, ffn_size, linears)
+    if ("k" in names.linears and "k" not in linears) != own.shares_kv:
         raise _NoMatch("keys and values of earlier layers, of an unusual kind")
-    return LayerShape(spec, ffn_size, linears)
+    return own
 
 
 def _has(layer: nn.Module, path: str) -> bool:
@@ -292,9 +314,8 @@ def _form_of_layer_norm(norm: nn.Module) -> NormForm | None:
     return None
 
 
-def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: NativeKernels) -> LayerWeights:
-    own = _layer_shape(layer, shape.names, spec)
-    linears = {part: cast(nn.Linear, layer.get_submodule(path)) for part, path in own.linears.items()}
+def _check_attention(spec: AttentionSpec, shape: StackShape) -> None:
+    """Raises _NoMatch where the stack does not attend in this way."""
     if reason := reason_against(spec, shape.dtype):
         raise _NoMatch(reason)
     if spec.chunk is not None or spec.key_bias is not None or spec.v_dim != spec.k_dim:
@@ -302,6 +323,13 @@ def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: Nat
     panel = BAND // 2
     if not shape.names.merges_qkv and (spec.k_dim * spec.num_heads % panel or spec.k_dim * spec.num_kv_heads % panel):
         raise _NoMatch(f"{spec.num_heads} and {spec.num_kv_heads} heads of {spec.k_dim}, in all no multiple of {panel}")
+
+
+def _pack(layer: nn.Module, spec: AttentionSpec | None, shape: StackShape, kernels: NativeKernels) -> LayerWeights:
+    own = _layer_shape(layer, shape.names, spec)
+    linears = {part: cast(nn.Linear, layer.get_submodule(path)) for part, path in own.linears.items()}
+    if spec is not None:
+        _check_attention(spec, shape)
     if {part: tuple(linear.weight.shape) for part, linear in linears.items()} != _shapes_of_linears(shape, own):
         raise _NoMatch("linears of unusual shapes")
     if not all(kernels.can_pack(one.weight) and one.weight.dtype == shape.dtype for one in linears.values()):
@@ -320,12 +348,12 @@ def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: Nat
     gate_up, down = _pack_feed_forward(linears, shape, kernels)
     return LayerWeights(
         shape=own,
-        qkv=kernels.pack([linear.weight for linear in qkv], shape.format),
-        o=kernels.pack([linears["o"].weight], shape.format),
+        qkv=kernels.pack([linear.weight for linear in qkv], shape.format) if qkv else None,
+        o=kernels.pack([linears["o"].weight], shape.format) if qkv else None,
         gate_up=gate_up,
         down=down,
         qkv_bias=_joined_bias(qkv),
-        o_bias=_bias(linears["o"]),
+        o_bias=_bias(linears["o"]) if qkv else None,
         norms={name: _weight_of(norm, widths[name], shape) for name, norm in norms.items()},
         eps=_one_eps([norms[name] for name in shape.names.norms]),
         qk_eps=_one_eps([norms[name] for name in HEAD_NORMS if name in norms]),
@@ -367,7 +395,9 @@ def _shapes_of_linears(shape: StackShape, own: LayerShape) -> dict[str, tuple[in
     rows, kv_rows = shape.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
     outputs = {"q": rows} if own.shares_kv else {"q": rows, "k": kv_rows, "v": kv_rows}
     common = {"o": (shape.hidden_size, rows)}
-    if shape.names.merges_qkv:
+    if shape.names.mixers:
+        outputs, common = {}, {}
+    elif shape.names.merges_qkv:
         outputs = {"q": rows + 2 * kv_rows}
     if not shape.names.feed_forward:
         common["down"] = shape.hidden_size, own.ffn_size
@@ -401,7 +431,7 @@ def _give_back(layer: nn.Module, weights: LayerWeights, shape: StackShape, kerne
 
 def _norms(layer: nn.Module, shape: StackShape) -> Mapping[str, str]:
     """Paths of the norms that it has."""
-    return {**shape.names.norms, **{name: path for name, path in HEAD_NORMS.items() if _has(layer, path)}}
+    return {**shape.names.norms, **{name: path for name, path in shape.names.head_norms.items() if _has(layer, path)}}
 
 
 def _one_eps(norms: list[nn.Module]) -> float:
@@ -415,7 +445,7 @@ def _bias(linear: nn.Linear) -> Tensor | None:
     return cast(Tensor | None, linear.bias)
 
 
-def _joined_bias(linears: list[nn.Linear]) -> Tensor | None:
+def _joined_bias(linears: Sequence[nn.Linear]) -> Tensor | None:
     biases = [_bias(linear) for linear in linears]
     if all(bias is None for bias in biases):
         return None
@@ -455,8 +485,12 @@ class _Inputs:
 
     states: Tensor
     positions: Tensor
-    rotary: tuple[Tensor, Tensor]
+    rotary: tuple[Tensor, Tensor] | None
     of_layer: Tensor  # an input of the layer's own
+
+    def named(self) -> dict[str, Any]:
+        """What layers are given by name."""
+        return {"attention_mask": None, "position_ids": self.positions, "position_embeddings": self.rotary}
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,27 +512,38 @@ class LayerProof:
     """
 
     def __init__(
-        self, model: PreTrainedModel, shape: StackShape, kernels: NativeKernels, far: Sequence[int], num_layers: int
+        self,
+        model: PreTrainedModel,
+        shape: StackShape,
+        kernels: NativeKernels,
+        far: Sequence[int],
+        num_layers: int,
+        attention: Mapping[nn.Module, AttentionSpec],
     ) -> None:
-        """`far`: positions beside the first ones."""
+        """`far`: positions beside the first ones. `attention`: all of the model's modules that attend."""
         self._kernels = kernels
         self._idx = 0
+        self._attention = attention
         rotary = _rotary_of(model)
+        if rotary is None and not shape.names.mixers:
+            raise _NoMatch("its positions are not rotary")
         self.rotations = _rotations(model, rotary, num_layers)
         self._own, self._wide = (
             {kind: _inputs(rotary, kind, shape, dtype, far) for kind in set(self.rotations)}
             for dtype in (shape.dtype, torch.float32)
         )
-        self.shape = replace(shape, angles=Angles.of(self._wide[self.rotations[0]].rotary[0]))
+        first = None if shape.names.mixers else self._wide[self.rotations[0]].rotary
+        self.shape = shape if first is None else replace(shape, angles=Angles.of(first[0]))
         self._first: dict[tuple[object, ...], _Proven] = {}
 
     def check(self, layer: nn.Module, weights: LayerWeights) -> LayerWeights:
         """The next layer's weights, with the way in which it turns queries and keys. Raises _NoMatch where it computes
         something else than a native layer in any way."""
         reasons: list[_NoMatch] = []
-        with _stand_in(layer, self.shape):
-            for turns in (Turns.HALVES, Turns.PAIRS, Turns.NOT):
-                tried = replace(weights, turns=turns)
+        inputs = self._own[self.rotations[self._idx]]
+        with _stand_ins(layer, self.shape.names, self._attention, inputs) as own_parts:
+            for turns in (Turns.HALVES, Turns.PAIRS, Turns.NOT) if weights.attention is not None else (Turns.NOT,):
+                tried = replace(weights, turns=turns, own_parts=own_parts)
                 try:
                     self._check(layer, tried)
                 except _NoMatch as reason:
@@ -514,7 +559,9 @@ class LayerProof:
         if self.shape.dtype == torch.float32 or self._is_like_first(layer, weights, kind):
             return
         wide, shape = copy.deepcopy(layer).float(), replace(self.shape, dtype=torch.float32, format=None)
-        packed = replace(_pack(wide, weights.attention, shape, self._kernels), turns=weights.turns)
+        packed = replace(
+            _pack(wide, weights.attention, shape, self._kernels), turns=weights.turns, own_parts=weights.own_parts
+        )
         computed = self._compare(wide, packed, shape, self._wide[kind])
         if _values(wide).keys() == _known_values(wide, shape, weights.shape):
             self._first.setdefault(self._form(layer, weights, kind), _Proven(_values(wide), weights, computed))
@@ -529,15 +576,16 @@ class LayerProof:
         first = self._first.get(self._form(layer, weights, kind))
         if first is None:
             return False
-        if any(getattr(weights, name) != getattr(first.weights, name) for name in ("eps", "qk_eps", "attention")):
+        known = ("eps", "qk_eps", "attention", "own_parts")
+        if any(getattr(weights, name) != getattr(first.weights, name) for name in known):
             return False
-        spec = weights.attention
-        names = self.shape.names
-        return torch.equal(first.computed, _computed(layer, names, spec, self._wide[kind], first.values))
+        names, inputs = self.shape.names, self._wide[kind]
+        computed = _computed(layer, names, _attending(layer, names, weights), inputs, first.values)
+        return torch.equal(first.computed, computed)
 
     def _compare(self, layer: nn.Module, weights: LayerWeights, shape: StackShape, inputs: _Inputs) -> Tensor:
         """The layer's output. Raises _NoMatch where a native one adds something else to the states."""
-        expected = _computed(layer, shape.names, weights.attention, inputs)
+        expected = _computed(layer, shape.names, _attending(layer, shape.names, weights), inputs)
         found = compare("decoder", expected, _native_output(weights, shape, inputs, self._kernels), base=inputs.states)
         if not found.is_equal:
             raise _NoMatch(
@@ -546,39 +594,85 @@ class LayerProof:
         return expected
 
 
-class _FeedForward(nn.Module):
-    """A stand-in for the feed-forward part of a model's own, which may be large and slow, and is the same in both of
-    the layers compared."""
+class _StandIn(nn.Module):
+    """Stands for a part of the model's own, which may be large and slow, and is the same in both of the layers
+    compared."""
 
-    def __init__(self, *, has_more: bool = False) -> None:
-        """`has_more`: it answers with more than its output, as routers' probabilities."""
+    def __init__(self, answer: type = Tensor) -> None:
+        """`answer`: of the part; a tuple where it answers with more than its output, as routers' probabilities."""
         super().__init__()
-        self._has_more = has_more
+        self._has_more = issubclass(answer, tuple)
 
-    def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, None]:
-        y = hidden_states.flip(-1).tanh()
+    def forward(self, *arguments: Any, **named: Any) -> Tensor | tuple[Tensor, None]:
+        states = next(one for one in (*arguments, *named.values()) if isinstance(one, Tensor) and one.dim() == 3)
+        y = states.flip(-1).tanh()
         return (y, None) if self._has_more else y
 
 
+class _Watched(nn.Module):
+    """A part of a layer, and how the layer has called it."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.answer: Any = None
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        self.calls.append((arguments, named))
+        self.answer = self.part(*arguments, **named)
+        return self.answer
+
+
 @contextmanager
-def _stand_in(layer: nn.Module, shape: StackShape) -> Generator[None]:
-    """Has a layer compute with a stand-in for its feed-forward module meanwhile, where that is the model's own."""
-    name = shape.names.feed_forward
-    if not name:
-        yield
+def _stand_ins(
+    layer: nn.Module, names: LayerNames, attention: Mapping[nn.Module, AttentionSpec], inputs: _Inputs
+) -> Generator[tuple[PartCall, ...]]:
+    """Has a layer compute with stand-ins for its parts of the model's own meanwhile. Gives how it calls these, in the
+    order in which they run. `attention`: modules that attend, in them or not."""
+    own = {path: part for path in names.own_parts if isinstance(part := getattr(layer, path, None), nn.Module)}
+    if not own:
+        yield ()
         return
-    own = layer.get_submodule(name)
-    x = torch.zeros(1, 1, shape.hidden_size, dtype=shape.dtype)
-    with _model_code():
-        answer = own(x)
-    y = answer[0] if isinstance(answer, tuple) else answer
-    if not isinstance(y, Tensor) or (y.shape, y.dtype) != (x.shape, x.dtype):
-        raise _NoMatch("the feed-forward module answers in another form")
-    layer.set_submodule(name, _FeedForward(has_more=isinstance(answer, tuple)))
+    watched = {path: _Watched(part) for path, part in own.items()}
     try:
-        yield
+        for path, one in watched.items():
+            layer.set_submodule(path, one)
+        _computed(
+            layer, names, {module: attention[module] for module in layer.modules() if module in attention}, inputs
+        )
+        calls = tuple(_call_of(path, one, inputs) for path, one in watched.items())
+        for path, one in watched.items():
+            layer.set_submodule(path, _StandIn(type(one.answer)))
+        yield calls
     finally:
-        layer.set_submodule(name, own)
+        for path, part in own.items():
+            layer.set_submodule(path, part)
+
+
+def _call_of(path: str, watched: _Watched, inputs: _Inputs) -> PartCall:
+    """The call of a part, which was called once with its layer's inputs."""
+    if len(watched.calls) != 1:
+        raise _NoMatch(f"{path} runs {len(watched.calls)} times")
+    answer = watched.answer[0] if isinstance(watched.answer, tuple) else watched.answer
+    if not isinstance(answer, Tensor) or (answer.shape, answer.dtype) != (inputs.states.shape, inputs.states.dtype):
+        raise _NoMatch(f"{path} answers in another form")
+
+    def source(value: Any) -> Any:
+        for name, one in inputs.named().items():
+            if one is not None and value is one:
+                return ArgumentOfLayer(name)
+        if isinstance(value, Tensor) and value.shape == inputs.states.shape:
+            return Given.STATES
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise _NoMatch(f"{path} is given a {type(value).__name__} of the layer's own")
+
+    arguments, named = watched.calls[0]
+    call = PartCall(path, tuple(map(source, arguments)), {name: source(value) for name, value in named.items()})
+    if [*call.arguments, *call.named.values()].count(Given.STATES) != 1:
+        raise _NoMatch(f"{path} is not given the layer's states")
+    return call
 
 
 def _values(layer: nn.Module) -> dict[str, Tensor]:
@@ -603,16 +697,13 @@ def _model_code() -> Generator[None]:
         raise _NoMatch(f"they are called in another way ({error})") from error
 
 
-def _rotary_of(model: PreTrainedModel) -> nn.Module:
-    for name, module in model.named_modules():
-        if name.endswith("rotary_emb"):
-            return module
-    raise _NoMatch("its positions are not rotary")
+def _rotary_of(model: PreTrainedModel) -> nn.Module | None:
+    return next((module for name, module in model.named_modules() if name.endswith(("rotary_emb", "pos_emb"))), None)
 
 
-def _rotations(model: PreTrainedModel, rotary: nn.Module, num_layers: int) -> Sequence[str]:
+def _rotations(model: PreTrainedModel, rotary: nn.Module | None, num_layers: int) -> Sequence[str]:
     """The kind of each layer's rotation, as Transformers names it where a model has several; else all are ""."""
-    if "layer_type" not in inspect.signature(rotary.forward).parameters:
+    if rotary is None or "layer_type" not in inspect.signature(rotary.forward).parameters:
         return [""] * num_layers
     found: list[str] = getattr(model.config.get_text_config(), "layer_types", None) or []
     if len(found) != num_layers:
@@ -620,54 +711,58 @@ def _rotations(model: PreTrainedModel, rotary: nn.Module, num_layers: int) -> Se
     return found
 
 
-def _inputs(rotary: nn.Module, kind: str, shape: StackShape, dtype: torch.dtype, far: Sequence[int]) -> _Inputs:
+def _inputs(rotary: nn.Module | None, kind: str, shape: StackShape, dtype: torch.dtype, far: Sequence[int]) -> _Inputs:
     generator = torch.Generator().manual_seed(5)
     # Small, because what a layer adds does not grow with its input, but rounding the sum does.
     states = (STATES_SCALE * torch.randn(1, NUM_TOKENS, shape.hidden_size, generator=generator)).to(dtype)
     of_layer = torch.randn(1, NUM_TOKENS, shape.input_size, generator=generator).to(dtype)
     # What a layer does with positions besides rotation may begin far out.
     positions = torch.tensor([[*range(3, 3 + NUM_TOKENS), *far][-NUM_TOKENS:]])
-    with _model_code():
-        named = {"layer_type": kind} if kind else {}
-        embeddings: tuple[Tensor, Tensor] = rotary(states, position_ids=positions, **named)
+    embeddings: tuple[Tensor, Tensor] | None = None
+    if rotary is not None:
+        with _model_code():
+            embeddings = rotary(states, position_ids=positions, **({"layer_type": kind} if kind else {}))
     return _Inputs(states, positions, embeddings, of_layer)
 
 
 def _computed(
     layer: nn.Module,
     names: LayerNames,
-    spec: AttentionSpec,
+    attention: Mapping[nn.Module, AttentionSpec],
     inputs: _Inputs,
     values: dict[str, Tensor] | None = None,
 ) -> Tensor:
-    """A layer's output. `values`: in the place of its own."""
-    attention = layer.get_submodule(names.attention)
-    setattr(attention, HANDLE, partial(_attend_plainly, spec))
+    """A layer's output. `attention`: its modules that attend. `values`: in the place of its own."""
     given = (inputs.states.clone(), inputs.of_layer) if names.input_act else (inputs.states.clone(),)
-    named: dict[str, Any] = {
-        "attention_mask": None,
-        "position_ids": inputs.positions,
-        "position_embeddings": inputs.rotary,
-    }
-    if SHARED_KV in inspect.signature(layer.forward).parameters:
-        named[SHARED_KV] = _SharedKv(spec, inputs.states.dtype)
+    named = inputs.named()
+    for module, spec in attention.items():
+        setattr(module, HANDLE, partial(_attend_plainly, spec))
+        if SHARED_KV in inspect.signature(layer.forward).parameters:
+            named[SHARED_KV] = _SharedKv(spec, inputs.states.dtype)
     try:
         with _model_code():
             output = functional_call(layer, values or {}, given, named)
     finally:
-        delattr(attention, HANDLE)
+        for module in attention:
+            delattr(module, HANDLE)
     if not isinstance(output, Tensor):
         raise _NoMatch("they answer with more than their states")
     return output
 
 
+def _attending(layer: nn.Module, names: LayerNames, weights: LayerWeights) -> dict[nn.Module, AttentionSpec]:
+    """The layer's module that attends and that a native layer stands for."""
+    return {} if weights.attention is None else {layer.get_submodule(names.attention): weights.attention}
+
+
 def _native_output(weights: LayerWeights, shape: StackShape, inputs: _Inputs, kernels: NativeKernels) -> Tensor:
     """A native layer's output."""
     context, spec = StepContext(), weights.attention
-    stack = NativeStack(kernels, shape, [weights], context, [_FeedForward()])
-    # What an earlier layer has left; others write their own.
-    shared = _SharedKv(spec, shape.dtype)[""]
-    stack.bind([LayerKv(*(one.transpose(1, 2).contiguous() for one in shared))])
+    stack = NativeStack(kernels, shape, [weights], context, [[_StandIn() for _ in weights.own_parts]])
+    if spec is not None:
+        # What an earlier layer has left; others write their own.
+        shared = _SharedKv(spec, shape.dtype)[""]
+        stack.bind([LayerKv(*(one.transpose(1, 2).contiguous() for one in shared))])
     context.attention = plan_spans(_one_span())
     with torch.inference_mode():
         return stack(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from loraplex_server.backends.cpu.native.kernels import DTYPES, NativeKernels
@@ -20,6 +21,11 @@ class NativeFused:
         if x.dtype not in DTYPES or (form.narrows and form.offset):
             raise TypeError(f"no norm of this form in {x.dtype}")
         return self._kernels.rms_norm(x, weight, eps, offset=form.offset, narrows=form.narrows)
+
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool) -> Tensor:
+        if weight.dtype not in DTYPES or x.dtype not in (weight.dtype, torch.float32):
+            raise TypeError(f"no norm beside a gate of {x.dtype} by {weight.dtype}")
+        return self._kernels.gated_norm(x, gate, weight, eps, gates_first=gates_first)
 
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         raise TypeError("rotary embeddings are left to the model")

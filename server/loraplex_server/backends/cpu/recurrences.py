@@ -13,7 +13,14 @@ from torch import Tensor
 
 from loraplex_server.backends.cpu.native.kernels import DTYPES, NativeKernels
 from loraplex_server.backends.cpu.native.library import Linear, Pieces
-from loraplex_server.layers.recurrences import Convolution, LinearAttention, Places, Recurrence, SelectiveScan
+from loraplex_server.layers.recurrences import (
+    Convolution,
+    LinearAttention,
+    Places,
+    Recurrence,
+    SelectiveScan,
+    TimeSteps,
+)
 
 MAX_DIM = 512  # kMaxStateDim in src/kernels.h
 DIM_MULTIPLE = 16  # of a state's columns
@@ -43,18 +50,32 @@ class NativeRecurrences:
         q, k, v = (_rows(x) for x in inputs[:3])
         (num_tokens, num_heads, v_dim), (_, num_keys, k_dim) = v.shape, k.shape
         is_known = states.dtype == torch.float32 and v_dim % DIM_MULTIPLE == 0 and max(k_dim, v_dim) <= MAX_DIM
+        of_heads = [] if run.skips is None else [run.skips]
+        if run.gates is not None:
+            of_heads += [run.gates.rates, run.gates.biases]
+            is_known &= inputs[3].dtype == v.dtype
+        is_known &= all(one.dtype == torch.float32 for one in of_heads)
         if not is_known or v.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
             return None
-        decay = inputs[3].to(torch.float32).contiguous()
-        beta = inputs[4].to(torch.float32).contiguous() if len(inputs) > 4 else None
+        gate_dtype = torch.float32 if run.gates is None else v.dtype
+        decay, *rest = (one.to(gate_dtype).contiguous() for one in inputs[3:])
+        beta = rest[0].data_ptr() if rest else None
         out = torch.empty(num_tokens, num_heads, v_dim)
         linear = Linear(
-            q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), decay=decay.data_ptr(),
-            beta=None if beta is None else beta.data_ptr(), out=out.data_ptr(), states=states.data_ptr(),
+            q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(), states=states.data_ptr(),
             q_stride=q.stride(0), k_stride=k.stride(0), v_stride=v.stride(0),
             num_heads=num_heads, num_keys=num_keys, k_dim=k_dim, v_dim=v_dim,
             decay_by_channel=decay.dim() == 3, is_delta=run.is_delta, normalizes=run.normalizes, scale=run.scale,
         )  # fmt: skip
+        if run.gates is None:
+            linear.decay, linear.beta = decay.data_ptr(), beta
+        else:
+            linear.a, linear.b = decay.data_ptr(), beta
+            linear.rates, linear.biases = run.gates.rates.data_ptr(), run.gates.biases.data_ptr()
+            if isinstance(run.gates, TimeSteps):
+                linear.least, linear.most = run.gates.limits
+        if run.skips is not None:
+            linear.skips = run.skips.data_ptr()
         self._kernels.attend_linearly(v.dtype, linear, self._pieces(places))
         return out
 

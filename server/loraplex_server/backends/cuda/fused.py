@@ -149,6 +149,9 @@ class TritonFused:
         )
         return y
 
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool) -> Tensor:
+        raise TypeError("norms beside gates are left to the model")
+
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         if query.dtype not in SUPPORTED or query.shape[-1] % 2:
             raise TypeError(f"no rotation of {query.shape[-1]} features in {query.dtype}")

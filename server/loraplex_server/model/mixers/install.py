@@ -2,8 +2,8 @@
 
 A mixer is a module whose code calls one of the module-level functions in `FUNCTIONS`, which Transformers' families
 share. Its methods that do are bound again, to the module alone, with the packed versions under those names; the rest of
-its code stays Transformers' own. Outside of a step they call the model's own functions. Lightning attention calls none
-and has its forward replaced (`lightning.py`).
+its code stays Transformers' own. Outside of a step they call the model's own functions. Lightning attention, which
+calls none, and Gated DeltaNet have their forward replaced (`lightning.py`, `gated_delta.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from loraplex_server.layers.context import StepContext
-from loraplex_server.layers.recurrences import Convolution, LinearAttention, Recurrence, SelectiveScan
-from loraplex_server.model.mixers import lightning
+from loraplex_server.layers.recurrences import Convolution, LinearAttention, Recurrence, SelectiveScan, TimeSteps
+from loraplex_server.model.mixers import gated_delta, lightning
 from loraplex_server.model.states import StateSpec, StateStep, TextPerToken
 
 MAX_STATES = 8  # of one mixer
@@ -68,6 +68,7 @@ def install_mixers(model: nn.Module, context: StepContext) -> list[Mixer]:
         mixers.append(mixer)
         if is_lightning:
             module.forward = partial(_attend_lightning, mixer, module, module.forward)
+        layout = gated_delta.layout_of(module)
         origin = sys.modules[type(module).__module__]
         packed = {name: partial(_call, mixer, origin, name) for name in FUNCTIONS}
         for name, function in methods.items():
@@ -80,6 +81,8 @@ def install_mixers(model: nn.Module, context: StepContext) -> list[Mixer]:
             )
             bound.__kwdefaults__ = function.__kwdefaults__
             setattr(module, name, MethodType(bound, module))
+        if layout is not None:
+            module.forward = partial(_run_gated_delta, mixer, gated_delta.GatedDelta(module, layout), module.forward)
         module.forward = _counted(mixer, module.forward)
     return mixers
 
@@ -127,6 +130,19 @@ def _attend_lightning(
     if mixer.step is None:
         return own(hidden_states, *args, **options)
     return lightning.attend(module, mixer.run, hidden_states)
+
+
+def _run_gated_delta(
+    mixer: Mixer,
+    forward: gated_delta.GatedDelta,
+    own: Callable[..., Any],
+    hidden_states: Tensor,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    if mixer.step is None:
+        return own(hidden_states, *args, **options)
+    return forward(mixer.run, hidden_states)
 
 
 # --- packed functions: arguments and results are those of Transformers' own -------------------------------------------
@@ -185,16 +201,14 @@ def mamba2_chunk_scan(
     [1, num_tokens, groups, N]. The result is in float32 at least, as Transformers' own is."""
     if z is not None:
         raise ValueError("mamba2_chunk_scan is called with z")
+    if not dt_softplus:
+        raise ValueError("mamba2_chunk_scan is called without softplus")
     x = hidden_states[0]
     dtype = torch.promote_types(x.dtype, torch.float32)
-    step = _time_step(dt, dt_bias, dt_softplus)[0].to(dtype)
-    if dt_limit != (0.0, float("inf")):  # what else the limits cut off, softplus does not give
-        step = step.clamp(min=dt_limit[0], max=dt_limit[1])
-    elif not dt_softplus:
-        step = step.clamp(min=0.0)
-    out = mixer.run(LinearAttention(), (C[0], B[0], x, step * A.to(dtype), step))
-    if D is not None:
-        out = torch.addcmul(out, x.to(dtype), D.to(dtype).unsqueeze(-1))
+    biases = A.new_zeros(A.shape) if dt_bias is None else dt_bias
+    gates = TimeSteps(A.to(dtype), biases.to(dt.dtype).to(dtype), dt_limit)
+    recurrence = LinearAttention(gates=gates, skips=None if D is None else D.to(dtype))
+    out = mixer.run(recurrence, (C[0], B[0], x, dt[0]))
     out = out.unsqueeze(0).contiguous()  # as some callers view it in another shape
     return (out, _placeholder(out, True)) if return_final_states else out
 

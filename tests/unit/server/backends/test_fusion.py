@@ -23,6 +23,7 @@ class Counting(ReferenceFused):
 
     def __init__(self) -> None:
         self.forms: list[NormForm] = []
+        self.gated: list[bool] = []  # whether the gate goes first
         self.num_rotations = 0
         self.num_gates = 0
 
@@ -33,6 +34,10 @@ class Counting(ReferenceFused):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
         self.forms.append(form)
         return super().rms_norm(x, weight, eps, form)
+
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool) -> Tensor:
+        self.gated.append(gates_first)
+        return super().gated_norm(x, gate, weight, eps, gates_first=gates_first)
 
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         self.num_rotations += 1
@@ -98,18 +103,46 @@ def test_a_norm_is_known_by_what_it_computes(kind: str, form: NormForm | None, d
     assert len(ops.forms) == 1
 
 
-def test_a_gate_is_left_to_the_norm() -> None:
+def test_a_norm_with_a_gate_or_without() -> None:
     """Mamba-2's norms take one or none."""
     norm, ops = Norm("narrow"), Counting()
     x, gate = torch.randn(2, 1, 7, 64)
     plain, gated = norm(x), norm(x, gate)
     assert fuse(norm, [], ops) == [norm]
     ops.forms.clear()
-    assert torch.equal(norm(x, gate), gated)
-    assert torch.equal(norm(x, gate=gate), gated)
-    assert not ops.forms
+    ops.gated.clear()
+    torch.testing.assert_close(norm(x, gate), gated)
+    torch.testing.assert_close(norm(x, gate=gate), gated)
+    assert (ops.forms, ops.gated) == ([], [True, True])
     torch.testing.assert_close(norm(x), plain)
     assert len(ops.forms) == 1
+    with pytest.raises(TypeError, match="other"):  # its own code says what it does not take
+        norm(x, other=gate)
+    assert torch.equal(norm(x, gate[:, :1]), Norm.forward(norm, x, gate[:, :1]))  # of another shape
+    assert len(ops.gated) == 2
+
+
+class NormBeforeGate(Norm):
+    """A norm as Gated DeltaNet has it."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        normed = super().forward(x)
+        activation = torch.sigmoid if self.kind == "sigmoid" else nn.functional.silu
+        return (normed * activation(gate.float())).to(x.dtype)
+
+
+@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["narrow", "sigmoid", "mean"])
+def test_a_norm_before_a_gate_is_known_by_what_it_computes(kind: str, x_dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    norm, ops = NormBeforeGate(kind).to(torch.bfloat16), Counting()
+    x, gate = torch.randn(7, 64).to(x_dtype), torch.randn(7, 64).bfloat16()
+    want = norm(x, gate)
+    is_known = kind == "narrow"
+    assert fuse(norm, [], ops) == ([norm] if is_known else [])
+    ops.gated.clear()
+    torch.testing.assert_close(norm(x, gate), want)
+    assert ops.gated == ([False] if is_known else [])
 
 
 @pytest.mark.parametrize("module", [nn.LayerNorm(8), nn.Linear(8, 8), nn.Embedding(4, 8), nn.BatchNorm1d(8)])

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from loraplex_adapters.io.safetensors import weight_sha256
 from loraplex_contracts.errors import Unimplemented, UnsupportedModel
 from loraplex_server.backends.cpu.backend import CpuBackend
-from loraplex_server.layers.experts import AdaptedExperts
 from loraplex_server.layers.quantization import INT4, INT8, WeightFormat
 from loraplex_server.model.loader import adopt_model, load_model
 from loraplex_server.model.rounding import round_weights
@@ -133,9 +132,9 @@ def test_experts_are_rounded_and_packed(family: str, form: WeightFormat) -> None
     model = random_model(family, torch.float32)
     rounded = rounded_model(model, form)
     rigs = native_rig(model, native_kernels(), form), native_rig(rounded, native_kernels())
-    experts = [[module for module in rig.loaded.model.modules() if isinstance(module, AdaptedExperts)] for rig in rigs]
-    assert len(experts[0]) == 2
-    for one in experts[0]:
+    experts = rigs[0].loaded.experts
+    assert len(experts) == 2
+    for one in experts:
         fused: Any = one.fused
         products: Any = one.products.values()
         packed = fused._packed if fused is not None else [product._packed for product in products]

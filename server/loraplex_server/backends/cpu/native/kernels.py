@@ -298,6 +298,18 @@ class NativeKernels:
         )  # fmt: skip
         return y
 
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool) -> Tensor:
+        """x, gate [..., features] -> weight * x / rms(x) * silu(gate), or, where the gate goes first, the norm of x *
+        silu(gate), in x's dtype. x may be in float32 beside others in bfloat16."""
+        rows, gates = x.contiguous(), gate.contiguous()
+        y = torch.empty_like(rows)
+        num_features = weight.shape[0]
+        self._functions.lp_gated_norm(
+            self._pool, DTYPES[x.dtype], DTYPES[weight.dtype], rows.data_ptr(), gates.data_ptr(), weight.data_ptr(),
+            rows.numel() // num_features, num_features, eps, gates_first, y.data_ptr(),
+        )  # fmt: skip
+        return y
+
     def argmax(self, values: Tensor, masks: RowMasks | None = None) -> tuple[Tensor, Tensor]:
         """values [rows, n] -> the largest of each row (float32; NaN if one is) and its index, the lowest on ties. Of a
         row with a mask the largest that it allows; NaN also where another value is infinite."""

@@ -23,7 +23,7 @@ from loraplex_server.backends.cpu.native.build import (
 
 # --- prototypes -------------------------------------------------------------------------------------------------------
 
-ABI_VERSION: Final = 17  # kAbiVersion in src/version.cpp
+ABI_VERSION: Final = 18  # kAbiVersion in src/version.cpp
 
 
 class Prototype(NamedTuple):
@@ -98,11 +98,12 @@ class Linear(ctypes.Structure):
     """LpLinear: linear attention of a step."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("q", "k", "v", "decay", "beta", "out", "states")),
+        *((name, _POINTER) for name in ("q", "k", "v", "decay", "beta", "a", "b", "rates", "biases")),
+        *((name, _POINTER) for name in ("skips", "out", "states")),
         *((name, _LONG) for name in ("q_stride", "k_stride", "v_stride")),
         *((name, _INT) for name in ("num_heads", "num_keys", "k_dim", "v_dim")),
         *((name, _INT) for name in ("decay_by_channel", "is_delta", "normalizes")),
-        ("scale", _FLOAT),
+        *((name, _FLOAT) for name in ("scale", "least", "most")),
     )
 
 
@@ -146,7 +147,7 @@ class Step(ctypes.Structure):
         *(("num_tokens", _INT), ("num_rotary", _INT), ("hidden", _POINTER), ("cos", _POINTER), ("sin", _POINTER)),
         *(("query_scales", _POINTER), ("inputs", _POINTER)),
         *(("spans", Spans), ("runs", Runs), ("scratch", _POINTER), ("outputs", _POINTER), ("num_outputs", _INT)),
-        *(("fed", _POINTER), ("feed", _POINTER)),
+        *(("fed", _POINTER), ("feed", _POINTER), ("continues", _INT)),
     )
 
 
@@ -283,6 +284,9 @@ KERNELS: Final[Mapping[str, Prototype]] = {
     "lp_convolve": _function(None, "pool dtype x x_stride weight bias width channels is_activated states out pieces"),
     "lp_scan": _function(None, "pool x step a b c channels n states out pieces", step=_POINTER),
     "lp_rms_norm": _function(None, "pool dtype x weight num_rows n eps offset narrows y"),
+    "lp_gated_norm": _function(
+        None, "pool x_dtype dtype x gate weight num_rows n eps gates_first y", x_dtype=_INT, gates_first=_INT
+    ),
     "lp_argmax": _function(None, "pool dtype x num_rows n masks bits num_words best where"),
     "lp_draw": _function(None, "pool draws noise tops token_ids", draws=_struct(Draws), noise=_struct(Noise)),
     "lp_guess": _function(None, "pool guesses head hidden scratch best where", scratch=_struct(GuessScratch)),

@@ -614,8 +614,7 @@ def test_layers_that_change_far_out(
     rope["original_max_position_embeddings"] = 40  # behind the tokens that a proof of the first ones sees
     assert adopted(copy.deepcopy(model)).decoder is not None
     monkeypatch.setattr(find_decoder, "_query_scale", lambda _: None)  # as if it could not be known
-    assert adopted(model).decoder is None
-    assert "layer 0 computes something else" in said(caplog)
+    has_own_attention(adopted(model), caplog, "layer 0 computes something else")
 
 
 def test_a_scale_of_queries_that_a_layer_does_not_have_changes_nothing() -> None:
@@ -636,7 +635,6 @@ def test_layers_of_other_kinds(caplog: pytest.LogCaptureFixture, family: str, dt
 @pytest.mark.parametrize(
     ("changes", "dtype", "reason"),
     [
-        ({"head_dim": 16}, torch.float32, "heads of 16"),
         ({}, torch.float64, "not in float64"),
         ({}, torch.float16, "not in float16"),
     ],
@@ -647,6 +645,43 @@ def test_what_the_kernels_do_not_know(
 ) -> None:
     assert adopted(native_model("llama", dtype, **changes)).decoder is None
     assert reason in said(caplog)
+
+
+def has_own_attention(loaded: LoadedModel, caplog: pytest.LogCaptureFixture, reason: str) -> None:
+    """What is around attention is in the stack all the same."""
+    assert loaded.decoder is not None
+    assert [call.path for call in loaded.decoder.weights[0].own_parts] == ["self_attn"]
+    assert reason in said(caplog)
+
+
+# Families with recurrences in the place of attention, and their changes.
+_MAMBA = {"mamba_n_heads": 16, "mamba_d_head": 16}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5": {},
+    "jamba": {"num_experts": 1},
+    "granitemoehybrid": {"num_local_experts": 0, "num_experts_per_tok": 0, **_MAMBA},
+    "lfm2": {},
+}
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_layers_with_mixers_of_the_models_own(family: str) -> None:
+    model = native_model(family, **HYBRIDS[family])
+    rig = native_rig(model, native_kernels())
+    stack = rig.loaded.decoder
+    assert isinstance(stack, NativeStack)
+    paths = [[call.path for call in weights.own_parts] for weights in stack.weights]
+    assert ["self_attn"] in paths
+    assert len({path for (path,) in paths}) == 2
+    assert len(paths) == model.config.num_hidden_layers
+    check_logits(model, rig)
+
+
+def test_attention_that_the_kernels_do_not_know(caplog: pytest.LogCaptureFixture) -> None:
+    model = native_model("llama", head_dim=16)
+    rig = native_rig(model, native_kernels())
+    has_own_attention(rig.loaded, caplog, "LlamaAttention are the model's own modules: heads of 16")
+    check_logits(model, rig)
 
 
 @pytest.mark.parametrize(
@@ -666,7 +701,7 @@ def test_feed_forward_parts_that_the_kernels_do_not_know(
     model = native_model("llama", dtype, **changes)
     rig = native_rig(model, native_kernels())
     assert isinstance(rig.loaded.decoder, NativeStack)
-    assert f"feed-forward parts are the model's own modules: {reason}" in said(caplog)
+    assert f"LlamaMLP are the model's own modules: {reason}" in said(caplog)
     if dtype == torch.float32:
         check_logits(model, rig)
 
@@ -710,8 +745,7 @@ def test_head_norms_without_weights(caplog: pytest.LogCaptureFixture) -> None:
     model = native_model("qwen3")
     for layer in model.model.layers:
         layer.self_attn.q_norm = nn.Identity()
-    assert adopted(model).decoder is None
-    assert "the norm Identity" in said(caplog)
+    has_own_attention(adopted(model), caplog, "the norm Identity")
 
 
 def test_factors_of_single_features(caplog: pytest.LogCaptureFixture) -> None:
@@ -771,6 +805,9 @@ def test_a_patched_forward_is_noticed(caplog: pytest.LogCaptureFixture, patch: s
     PATCHES[patch](model)
     # A patched linear is replaced with its patch by every server's modules: that one is for the last check to refuse.
     loaded = adopted(model, verify=patch != "a linear")
+    if patch == "a linear":
+        has_own_attention(loaded, caplog, "layer 0 computes something else")
+        return
     assert loaded.decoder is None
     assert "computes something else" in said(caplog) or "called in another way" in said(caplog)
     assert not any(isinstance(module, NativeStack | NativeNorm) for module in loaded.model.modules())
@@ -842,8 +879,8 @@ def test_a_layer_that_differs_by_its_place_is_noticed(
         return forward(self, position_embeddings=(cos, sin), **options)
 
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", half_turned)
-    assert adopted(native_model("llama", torch.bfloat16, initializer_range=0.02)).decoder is None
-    assert "layer 1 computes something else" in said(caplog)
+    loaded = adopted(native_model("llama", torch.bfloat16, initializer_range=0.02))
+    has_own_attention(loaded, caplog, "layer 1 computes something else")
     assert "in float32" in said(caplog)
 
 

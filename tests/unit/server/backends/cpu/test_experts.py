@@ -228,8 +228,8 @@ def test_unknown_activations_and_sizes_are_not_fused() -> None:
 def test_a_loaded_model_keeps_one_copy_of_fused_experts() -> None:
     """Those of a family with biases and a gate of its own are computed by their products."""
     for family, is_fused in (("qwen3_moe", True), ("gpt_oss", False)):
-        loaded = native_rig(random_model(family, torch.float32), native_kernels()).loaded.model
-        found = [module for module in loaded.modules() if isinstance(module, AdaptedExperts)]
+        loaded = native_rig(random_model(family, torch.float32), native_kernels()).loaded
+        found = [module for _, module in loaded.named_modules() if isinstance(module, AdaptedExperts)]
         assert len(found) == 2
         for experts in found:
             assert (experts.fused is not None) is is_fused

@@ -116,8 +116,10 @@ def test_a_model_of_which_no_weight_packs_is_right(kernels: NativeKernels) -> No
     """48 features are no multiple of 32, in bfloat16."""
     model = native_model("llama", torch.bfloat16, hidden_size=48)
     loaded = adopt_model(copy.deepcopy(model), backend=CpuBackend(kernels))
-    packed = [m for m in loaded.model.modules() if isinstance(m, AdaptedLinear) and isinstance(m.base, NativeLinear)]
-    assert loaded.decoder is None
+    modules = [module for _, module in loaded.named_modules()]
+    packed = [m for m in modules if isinstance(m, AdaptedLinear) and isinstance(m.base, NativeLinear)]
+    assert loaded.decoder is not None
+    assert [call.path for call in loaded.decoder.weights[0].own_parts] == ["self_attn", "mlp"]
     assert {module.in_features for module in packed} == {96, 128}  # down and o
     rig = make_rig(loaded, ops=NativeOps(kernels))
     job = Job([3, 4, 5, 6], 4)

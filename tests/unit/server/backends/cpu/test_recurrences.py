@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,11 +17,13 @@ from loraplex_server.backends.cpu.recurrences import NativeRecurrences
 from loraplex_server.layers.recurrences import (
     NO_PLACE,
     Convolution,
+    Gates,
     LinearAttention,
     Places,
     Recurrence,
     SelectiveScan,
     StateOps,
+    TimeSteps,
 )
 from loraplex_server.model.states import StateMemory, StateSpec
 
@@ -47,6 +51,34 @@ def _linear(
     return recurrence, inputs, (heads, k_dim, v_dim), torch.float32
 
 
+def _gated_delta(dtype: torch.dtype, k_dim: int, v_dim: int, *, heads: int, keys: int) -> Case:
+    plain, inputs, shape, state_dtype = _linear(dtype, k_dim, v_dim, heads=heads, keys=keys)
+    assert isinstance(plain, LinearAttention)
+    gates = Gates(-torch.rand(heads) * 4, torch.randn(heads))
+
+    def gated(num_tokens: int) -> list[Tensor]:
+        a, b = 8 * torch.randn(2, num_tokens, heads)
+        a[0] = 21.0  # where softplus is its input
+        return [*inputs(num_tokens)[:3], a.to(dtype), b.to(dtype)]
+
+    return replace(plain, normalizes=True, is_delta=True, gates=gates), gated, shape, state_dtype
+
+
+def _time_steps(dtype: torch.dtype, limits: tuple[float, float], **sizes: int) -> Case:
+    """Mamba 2 from what its projection gives."""
+    heads = sizes["heads"]
+    plain, inputs, shape, state_dtype = _linear(dtype, 128, 64, **sizes)
+    assert isinstance(plain, LinearAttention)
+    gates = TimeSteps(-torch.rand(heads) * 4, torch.randn(heads).to(dtype).float(), limits)
+
+    def gated(num_tokens: int) -> list[Tensor]:
+        dt = torch.randn(num_tokens, heads)
+        dt[0] = 21.0
+        return [*inputs(num_tokens)[:3], dt.to(dtype)]
+
+    return replace(plain, gates=gates, skips=torch.randn(heads)), gated, shape, state_dtype
+
+
 def _convolution(dtype: torch.dtype, width: int, channels: int, *, has_bias: bool, is_activated: bool) -> Case:
     weight = torch.randn(channels, width).to(dtype)
     bias = torch.randn(channels).to(dtype) if has_bias else None
@@ -68,6 +100,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "delta rule by channel": lambda: _linear(
         torch.bfloat16, 48, 48, keys=4, by_channel=True, is_delta=True, normalizes=True
     ),
+    "gated delta rule": lambda: _gated_delta(torch.bfloat16, 128, 128, heads=4, keys=2),
+    "gated delta rule, odd shapes": lambda: _gated_delta(torch.float32, 33, 80, heads=3, keys=1),
+    "time steps": lambda: _time_steps(torch.bfloat16, (0.0, math.inf), heads=6, keys=1),
+    "time steps within limits": lambda: _time_steps(torch.float32, (0.5, 1.0), heads=4, keys=2),
     "mamba2": lambda: _linear(torch.bfloat16, 128, 64, heads=6, keys=1),
     "lightning": lambda: _linear(torch.float32, 32, 32, keys=4, has_beta=False),
     "convolution": lambda: _convolution(torch.bfloat16, 4, 520, has_bias=True, is_activated=True),

@@ -237,6 +237,18 @@ LP_API void lp_rms_norm(lp::Pool* pool, int dtype, const void* x, const void* we
   });
 }
 
+LP_API void lp_gated_norm(lp::Pool* pool, int x_dtype, int dtype, const void* x, const void* gate, const void* weight, int num_rows,
+                          int64_t n, float eps, int gates_first, void* y) {
+  const auto turn = pool->take_turn();
+  const lp::Kernels& kernels = *lp::current_kernels();
+  const DType of_x = DType(x_dtype), type = DType(dtype);
+  pool->run(lp::ceil_div(num_rows, 8), [&](int chunk, int) {
+    for (int64_t row = chunk * 8; row < std::min(num_rows, (chunk + 1) * 8); row++)
+      kernels.gated_norm(of_x, type, lp::at(x, row * n, of_x), lp::at(gate, row * n, type), weight, n, eps, gates_first != 0,
+                         lp::at(y, row * n, of_x));
+  });
+}
+
 // The largest value of each row of x [num_rows][n], and where it is first. masks [num_rows]: for each row, the number
 // of its mask, or -1; bits [..][num_words]: masks of the values that count; both may be null.
 LP_API void lp_argmax(lp::Pool* pool, int dtype, const void* x, int num_rows, int64_t n, const int32_t* masks,

@@ -83,7 +83,12 @@ struct LinearTask {
   const void *q, *k, *v;  // of the dtype: [k_dim], [k_dim], [v_dim]
   const float* decay;     // what the state's logarithm loses: one number, or [k_dim]
   const float* beta;      // null: 1
-  float* out;             // [v_dim]
+  // Gates of the dtype, one number each, a null where decay and beta are given. Decay is rate * softplus(a + bias), beta
+  // sigmoid(b). Without b, as Mamba 2 has it, softplus rounds to the dtype, is between `least` and `most`, and is beta.
+  const void *a = nullptr, *b = nullptr;
+  float rate, bias, least, most;
+  float skip = 0.0f;  // the part of v that is added to the output
+  float* out;         // [v_dim]
   int64_t q_stride, k_stride, v_stride, decay_stride, beta_stride, out_stride;
   int64_t num_tokens;
   int64_t state_stride;   // between rows of the state [k_dim][v_dim]
@@ -211,6 +216,9 @@ struct Kernels {
 
   // y[n] = (weight + offset) * (x / rms(x)). `narrows`: x / rms(x) is rounded to the dtype first.
   void (*rms_norm)(DType, const void* x, const void* weight, int64_t n, float eps, float offset, bool narrows, void* y);
+  // Beside a gate, which multiplies x, or, where it does not go first, the result. x and y may be wider than the rest.
+  void (*gated_norm)(DType x_dtype, DType, const void* x, const void* gate, const void* weight, int64_t n, float eps, bool gates_first,
+                     void* y);
   // y[n] = (weight + offset) * (x - mean(x)) / deviation(x) + bias, which may be null
   void (*layer_norm)(DType, const void* x, const void* weight, const void* bias, int64_t n, float eps, float offset, void* y);
   // `rms_norm` in place, of one head.

@@ -33,15 +33,19 @@ struct LpPieces {
 };
 
 // states [places][num_heads][k_dim][v_dim]; q, k [num_tokens][num_keys][k_dim], v [num_tokens][num_heads][v_dim] with
-// strides between tokens; decay [num_tokens][num_heads] or [..][k_dim], beta [num_tokens][num_heads], out [..][v_dim]
+// strides between tokens; decay [num_tokens][num_heads] or [..][k_dim], beta [num_tokens][num_heads], out [..][v_dim].
+// Where a is given, [num_tokens][num_heads] like b, which may be null, decay and beta are made of them (see LinearTask).
+// skips [num_heads]: the part of v that is added to the output; null: none
 struct LpLinear {
   const void *q, *k, *v;
   const float *decay, *beta;
+  const void *a, *b;
+  const float *rates, *biases, *skips;
   float *out, *states;
   int64_t q_stride, k_stride, v_stride;
   int32_t num_heads, num_keys, k_dim, v_dim;
   int32_t decay_by_channel, is_delta, normalizes;
-  float scale;
+  float scale, least, most;
 };
 
 LP_API void lp_attend_linearly(lp::Pool* pool, int dtype, const LpLinear* linear,
@@ -60,9 +64,16 @@ LP_API void lp_attend_linearly(lp::Pool* pool, int dtype, const LpLinear* linear
       t.q = lp::at(a.q, start * a.q_stride + int64_t(key) * a.k_dim, type);
       t.k = lp::at(a.k, start * a.k_stride + int64_t(key) * a.k_dim, type);
       t.v = lp::at(a.v, start * a.v_stride + int64_t(head) * a.v_dim, type);
-      t.decay = a.decay + (start * a.num_heads + head) * of_decay;
-      t.beta = a.beta != nullptr ? a.beta + start * a.num_heads + head : nullptr;
-      t.out = a.out + (start * a.num_heads + head) * a.v_dim;
+      const int64_t gate = start * a.num_heads + head;
+      if (a.a != nullptr) {
+        t.a = lp::at(a.a, gate, type), t.b = a.b != nullptr ? lp::at(a.b, gate, type) : nullptr;
+        t.rate = a.rates[head], t.bias = a.biases[head], t.least = a.least, t.most = a.most;
+      } else {
+        t.decay = a.decay + gate * of_decay;
+      }
+      t.beta = a.beta != nullptr ? a.beta + gate : nullptr;
+      if (a.skips != nullptr) t.skip = a.skips[head];
+      t.out = a.out + gate * a.v_dim;
       t.q_stride = a.q_stride, t.k_stride = a.k_stride, t.v_stride = a.v_stride;
       t.decay_stride = a.num_heads * of_decay, t.beta_stride = a.num_heads;
       t.out_stride = int64_t(a.num_heads) * a.v_dim;

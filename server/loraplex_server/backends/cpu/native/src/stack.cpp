@@ -4,7 +4,8 @@
 //
 // Some families norm what is added, too or instead; add a part of it; norm queries and keys; turn them in some layers only,
 // or by pairs; scale queries by their positions; compute both parts from the same h; attend to keys and values of an earlier
-// layer; or let an input of the layer's own and a factor follow. Each linear has an adapter term, or
+// layer; or let an input of the layer's own and a factor follow. The caller may compute attention, or what stands in its
+// place, and the feed-forward part: then the stack is run up to there, and on from there. Each linear has an adapter term, or
 // a product of the adapter's own in its place, and norms have the weights of each row's adapter. Of the last layer, rows
 // whose output nobody reads get keys and values only. The caller guarantees shapes and keeps all memory alive.
 #include <array>
@@ -21,7 +22,7 @@ struct LpNorm {
 };
 
 struct LpLayer {
-  const void* qkv;      // bands: query heads, key heads, value heads
+  const void* qkv;      // bands: query heads, key heads, value heads; null: the caller computes what stands in attention's place
   const void* o;
   const void* gate_up;  // bands of 16 outputs of gate and the same 16 of up; null: the caller computes the feed-forward part
   const void* down;
@@ -87,9 +88,10 @@ struct LpStep {
   void* scratch;       // lp_stack_scratch_bytes
   const int32_t* outputs;  // [num_outputs] rows whose output is read, each greater than the one before; null: all
   int32_t num_outputs;
-  // Where the caller computes feed-forward parts: each layer is a step of its own, and so is what follows the last one.
-  const void* fed;  // [num_tokens][hidden] what that of the layer before the first computed; null: no layer is before it
-  void* feed;       // [num_tokens][hidden] input of the last layer's
+  // Where the caller computes parts of layers: a step ends before the first of them, or behind the last layer.
+  const void* fed;  // [num_tokens][hidden] what the part before this step computed; null: none is before it
+  void* feed;       // [num_tokens][hidden] the input of the part behind this step
+  int32_t continues;  // in the first layer, behind the part in attention's place; else behind the whole layer before it
 };
 }
 
@@ -151,18 +153,23 @@ class StackRun {
     };
     for (int i = 0; i < stack_.num_layers; i++) {
       const LpLayer& layer = stack_.layers[i];
-      const int64_t rows = q_rows(layer), qkv_rows = rows + 2 * kv_rows(layer);
-      const auto qkv = qkv_targets(layer);
-      products_.updates().add_factors(qkv.data(), int(qkv.size()), stack_.hidden, prefetches_);
-      add_weights(layer.qkv, stack_.hidden, ceil_div(qkv_rows, kBand), qkv_unit(layer));
-      end_phase(qkv_rows * stack_.hidden);
-      add_pages(layer, step_.spans);
-      end_phase(0);
-      const Target o{&layer.o_table, stack_.hidden}, down{&layer.down_table, stack_.hidden};
-      products_.updates().add_factors(&o, 1, rows, prefetches_);
-      add_weights(layer.o, rows, ceil_div(stack_.hidden, kBand), 1);
-      end_phase(rows * stack_.hidden);
+      if (layer.qkv != nullptr) {
+        const int64_t rows = q_rows(layer), qkv_rows = rows + 2 * kv_rows(layer);
+        const auto qkv = qkv_targets(layer);
+        products_.updates().add_factors(qkv.data(), int(qkv.size()), stack_.hidden, prefetches_);
+        add_weights(layer.qkv, stack_.hidden, ceil_div(qkv_rows, kBand), qkv_unit(layer));
+        end_phase(qkv_rows * stack_.hidden);
+        add_pages(layer, step_.spans);
+        end_phase(0);
+        const Target o{&layer.o_table, stack_.hidden};
+        products_.updates().add_factors(&o, 1, rows, prefetches_);
+        add_weights(layer.o, rows, ceil_div(stack_.hidden, kBand), 1);
+        end_phase(rows * stack_.hidden);
+      } else if (ends_in(i)) {
+        return;
+      }
       if (layer.gate_up == nullptr) continue;
+      const Target down{&layer.down_table, stack_.hidden};
       const auto gate = gate_targets(layer);
       products_.updates().add_factors(gate.data(), int(gate.size()), stack_.hidden, prefetches_);
       add_weights(layer.gate_up, stack_.hidden, ceil_div(layer.ffn, kPanel), 2);
@@ -180,6 +187,12 @@ class StackRun {
       end_phase(int64_t(stack_.input) * stack_.hidden);
     }
   }
+
+  // True if the step ends before the part in the place of a layer's attention, which the caller computes.
+  bool ends_in(int layer) const { return stack_.layers[layer].qkv == nullptr && (layer > 0 || !step_.continues); }
+
+  // The input of that part.
+  void feed_mixer(const LpLayer& layer) { feed(normalize(layer.norm1, layer.eps)); }
 
   // The end of a layer whose feed-forward part the caller computed.
   void add_fed(const LpLayer& layer) { add_whole_rows(step_.fed, layer.ffn_norm, layer.eps); }
@@ -206,15 +219,15 @@ class StackRun {
 
   // `input`: the layer's own [num_tokens][input], where it has one.
   void after_attention(const LpLayer& layer, const void* input) {
-    prefetches_.begin_phase();
     const LpNorm& before_ffn = layer.norm2.weight == nullptr ? layer.norm1 : layer.norm2;
+    if (layer.qkv != nullptr) prefetches_.begin_phase();
     const void* x = stack_.is_parallel ? normalize(before_ffn, layer.eps) : nullptr;
-    add_product(layer.o, layer.o_bias, layer.o_table, scratch_.mixed, q_rows(layer), layer.attention_norm, layer.eps);
+    if (layer.qkv != nullptr)
+      add_product(layer.o, layer.o_bias, layer.o_table, scratch_.mixed, q_rows(layer), layer.attention_norm, layer.eps);
+    else
+      add_whole_rows(step_.fed, layer.attention_norm, layer.eps);
     if (!stack_.is_parallel) x = normalize(layer.norm2, layer.eps);
-    if (layer.gate_up == nullptr) {
-      std::memcpy(step_.feed, x, size_t(step_.num_tokens * int64_t(stack_.hidden) * item_bytes(dtype_)));
-      return;
-    }
+    if (layer.gate_up == nullptr) return feed(x);
     prefetches_.begin_phase();
     const auto targets = gate_targets(layer);
     products_.prepare(x, stack_.hidden, targets.data(), int(targets.size()));
@@ -230,6 +243,8 @@ class StackRun {
   }
 
  private:
+  void feed(const void* x) { std::memcpy(step_.feed, x, size_t(step_.num_tokens * int64_t(stack_.hidden) * item_bytes(dtype_))); }
+
   int64_t q_rows(const LpLayer& layer) const { return int64_t(stack_.num_heads) * layer.head_dim; }
 
   // Outputs of k, or v, that the layer computes.
@@ -615,15 +630,19 @@ __attribute__((visibility("default"))) void lp_stack_run(lp::Pool* pool, const L
   const lp::Kernels& kernels = *lp::current_kernels();
   lp::StackRun run(*pool, kernels, *stack, *step, prefetches);
   run.plan_prefetches();
-  if (step->fed != nullptr) run.add_fed(stack->layers[-1]);
+  if (step->fed != nullptr && !step->continues) run.add_fed(stack->layers[-1]);
   for (int i = 0; i < stack->num_layers; i++) {
-    run.before_attention(stack->layers[i]);
-    if (i + 1 == stack->num_layers && step->outputs != nullptr) {
-      if (step->num_outputs > 0) lp::finish(*pool, kernels, *stack, *step, run, prefetches);
-      break;
+    const LpLayer& layer = stack->layers[i];
+    if (run.ends_in(i)) return run.feed_mixer(layer);
+    if (layer.qkv != nullptr) {
+      run.before_attention(layer);
+      if (i + 1 == stack->num_layers && step->outputs != nullptr) {
+        if (step->num_outputs > 0) lp::finish(*pool, kernels, *stack, *step, run, prefetches);
+        break;
+      }
+      run.attend(layer);
     }
-    run.attend(stack->layers[i]);
-    run.after_attention(stack->layers[i], lp::input_of(*stack, *step, i));
+    run.after_attention(layer, lp::input_of(*stack, *step, i));
   }
 }
 }

@@ -290,6 +290,10 @@ def test_attention_and_norms(
     x, weight = program.put(floats(dice, dtype, 11, 90)), program.put(floats(dice, dtype, 90))
     y = program.put(zeros(dtype, 11, 90))
     program.call("lp_rms_norm", dtype, x, weight, 11, 90, 1e-5, 0.0, 1, y)
+    gate = program.put(floats(dice, dtype, 11, 90))
+    for gates_first, x_dtype in ((0, dtype), (1, dtype), (1, F32)):
+        x, y = program.put(floats(dice, x_dtype, 11, 90)), program.put(zeros(x_dtype, 11, 90))
+        program.call("lp_gated_norm", x_dtype, dtype, x, gate, weight, 11, 90, 1e-5, gates_first, y)
     rows = 40
     values = floats(dice, dtype, rows, 333)
     values[2, 100] = values[3, 108] = np.float32(np.nan) if dtype == F32 else 0x7FC0
@@ -448,7 +452,13 @@ def test_recurrences(
     program = Program()
     pieces = put_pieces(program, CHAINS)
     heads, keys, k_dim, v_dim = 4, 2, 32, 48
-    for by_channel, is_delta, normalizes in ((0, 0, 0), (0, 1, 1), (1, 1, 0)):
+    for form, by_channel, is_delta, normalizes in (
+        ("plain", 0, 0, 0),
+        ("delta", 0, 1, 1),
+        ("channels", 1, 1, 0),
+        ("gates", 0, 1, 1),
+        ("steps", 0, 0, 0),
+    ):
         q, k = (program.put(floats(dice, dtype, NUM_TOKENS, keys, k_dim)) for _ in range(2))
         v = program.put(floats(dice, dtype, NUM_TOKENS, heads, v_dim))
         decay = program.put(-dice.random((NUM_TOKENS, heads, k_dim if by_channel else 1)).astype(np.float32))
@@ -457,7 +467,16 @@ def test_recurrences(
         states = program.put(floats(dice, F32, NUM_PLACES, heads, k_dim, v_dim, scale=0.1))
         strides = (keys * k_dim, keys * k_dim, heads * v_dim)
         sizes = (heads, keys, k_dim, v_dim, by_channel, is_delta, normalizes)
-        linear = Linear(q, k, v, decay, beta, out, states, *strides, *sizes, k_dim**-0.5)
+        rates, biases = -dice.random(heads).astype(np.float32), floats(dice, F32, heads)
+        a, b = (program.put(floats(dice, dtype, NUM_TOKENS, heads)) for _ in range(2))
+        of_heads = program.put(rates), program.put(biases)
+        if form == "gates":
+            gates = (None, None, a, b, *of_heads, None)
+        elif form == "steps":
+            gates = (None, None, a, None, *of_heads, program.put(floats(dice, F32, heads)))
+        else:
+            gates = (decay, beta, None, None, None, None, None)
+        linear = Linear(q, k, v, *gates, out, states, *strides, *sizes, k_dim**-0.5, 0.1, 1.0)
         program.call("lp_attend_linearly", dtype, program.put_struct(linear), pieces)
     channels, width = 530, 4
     for is_activated in (0, 1):

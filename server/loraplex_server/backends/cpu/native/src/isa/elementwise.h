@@ -114,6 +114,38 @@ static inline Floats silu(Floats x) {
   return div(x, add(one, exp_ps(sub(zeros(), x))));
 }
 
+// The norm of x times silu(gate), or, where the gate goes first, the norm of x times silu(gate). X: x's and y's dtype.
+template <class X, class D>
+static void gated_norm_row(const typename X::T* x, const typename D::T* gate, const typename D::T* weight, int64_t n, float eps,
+                           bool gates_first, typename X::T* y) {
+  const auto part_at = [n](int64_t i) { return first((int)(n - i > 16 ? 16 : n - i)); };
+  const auto value = [&](int64_t i, Part part) {
+    const Floats v = load(x + i, part);
+    return gates_first ? mul(v, silu(load(gate + i, part))) : v;
+  };
+  Floats squares = zeros();
+  for (int64_t i = 0; i < n; i += 16) {
+    const Floats v = value(i, part_at(i));
+    squares = fmadd(v, v, squares);
+  }
+  const Floats factor = rms_factor(squares, n, eps);
+  for (int64_t i = 0; i < n; i += 16) {
+    const Part part = part_at(i);
+    const Floats v = mul(load(weight + i, part), X::round(mul(value(i, part), factor)));
+    store(y + i, gates_first ? v : mul(X::round(v), silu(load(gate + i, part))), part);
+  }
+}
+
+static void gated_norm(DType x_dtype, DType dtype, const void* x, const void* gate, const void* weight, int64_t n, float eps,
+                       bool gates_first, void* y) {
+  if (dtype == DType::F32)
+    gated_norm_row<F32, F32>((const float*)x, (const float*)gate, (const float*)weight, n, eps, gates_first, (float*)y);
+  else if (x_dtype == DType::F32)
+    gated_norm_row<F32, BF16>((const float*)x, (const bf16*)gate, (const bf16*)weight, n, eps, gates_first, (float*)y);
+  else
+    gated_norm_row<BF16, BF16>((const bf16*)x, (const bf16*)gate, (const bf16*)weight, n, eps, gates_first, (bf16*)y);
+}
+
 static inline Floats gelu_tanh(Floats x) {
   const Floats cube = mul(x, mul(x, x));
   const Floats inner = mul(all(0.79788456f), fmadd(cube, all(0.044715f), x));

@@ -11,14 +11,43 @@
 namespace lp {
 namespace LP_ISA {
 
-static inline float exp_one(float x) {
+static inline float root_of(float x) {
+  return __builtin_sqrtf(x);
+}
+
+static inline float first_of(Floats x) {
   alignas(64) float lanes[16];
-  store(lanes, exp_ps(all(x)));
+  store(lanes, x);
   return lanes[0];
 }
 
-static inline float root_of(float x) {
-  return __builtin_sqrtf(x);
+static inline float exp_one(float x) { return first_of(exp_ps(all(x))); }
+
+// Beyond 20 it is x itself, as torch has it.
+static inline float softplus(float x) {
+  return x > 20.0f ? x : __builtin_log1pf(__builtin_expf(x));
+}
+
+template <class D>
+static inline float rounded(float x) {
+  return first_of(D::round(all(x)));
+}
+
+struct Gate {
+  float decay, beta;
+};
+
+template <class D>
+static inline Gate gate_of(const LinearTask& t, int64_t at) {
+  typedef typename D::T T;
+  const float a = first_of(load((const T*)t.a + at, first(1)));
+  if (t.b != nullptr) {
+    const float b = first_of(load((const T*)t.b + at, first(1)));
+    return {t.rate * softplus(a + t.bias), rounded<D>(1.0f / (1.0f + __builtin_expf(-b)))};
+  }
+  const float soft = rounded<D>(softplus(rounded<D>(a + t.bias)));
+  const float step = soft < t.least ? t.least : soft > t.most ? t.most : soft;
+  return {t.rate * step, step};
 }
 
 static inline Part part_at(int64_t i, int64_t n) { return first((int)(n - i > 16 ? 16 : n - i)); }
@@ -89,20 +118,23 @@ static void attend_piece(const LinearTask& t, const float* from, float* to) {
     read_row<D>((const T*)t.q + token * t.q_stride, t.k_dim, t.normalizes, t.scale, q);
     read_row<D>((const T*)t.k + token * t.k_stride, t.k_dim, t.normalizes, 1.0f, k);
     read_row<D>((const T*)t.v + token * t.v_stride, t.v_dim, false, 1.0f, v);
+    const Gate gate = t.a != nullptr ? gate_of<D>(t, token * t.decay_stride) : Gate();
     if (t.decay_by_channel) {
       for (int i = 0; i < t.k_dim; i += 16)
         store(decay + i, exp_ps(load(t.decay + token * t.decay_stride + i, part_at(i, t.k_dim))));
     } else {
-      const Floats one = all(exp_one(t.decay[token * t.decay_stride]));
+      const Floats one = all(exp_one(t.a != nullptr ? gate.decay : t.decay[token * t.decay_stride]));
       for (int i = 0; i < t.k_dim; i += 16) store(decay + i, one);
     }
-    const float beta = t.beta != nullptr ? t.beta[token * t.beta_stride] : 1.0f;
+    const float beta = t.a != nullptr ? gate.beta : t.beta != nullptr ? t.beta[token * t.beta_stride] : 1.0f;
     float* out = t.out + token * t.out_stride;
     int column = 0;
     for (; column + 64 <= t.v_dim; column += 64)
       attend_columns<4>(t, q, k, decay, v + column, beta, from + column, to + column, out + column);
     for (; column < t.v_dim; column += 16)
       attend_columns<1>(t, q, k, decay, v + column, beta, from + column, to + column, out + column);
+    if (t.skip != 0.0f)
+      for (int i = 0; i < t.v_dim; i += 16) store(out + i, fmadd(load(v + i), all(t.skip), load(out + i)));
     from = to;
   }
 }

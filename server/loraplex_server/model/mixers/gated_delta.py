@@ -1,0 +1,96 @@
+"""Gated DeltaNet: the delta rule between a convolution and a gated norm.
+
+Its gates are computed from the mixer's input (arXiv 2412.06464). Transformers' families compute the same in the module's own forward, and differ in the linears that it begins with.
+That forward is replaced: gates are then computed with the recurrence, and for a row alike in any step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loraplex_server.layers.recurrences import Convolution, Gates, LinearAttention, Recurrence
+
+Run = Callable[[Recurrence, Sequence[Tensor]], Tensor]
+Projected = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k and v side by side; z; a; b: [1, num_tokens, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One family's linears, and the names of what follows."""
+
+    linears: tuple[str, ...]
+    project: Callable[[Any, Tensor], Projected]
+    norm: str = "norm"
+    out: str = "out_proj"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (*self.linears, self.norm, self.out, "conv1d", "A_log", "dt_bias", "head_k_dim", "head_v_dim", "key_dim")
+
+
+def _apart(module: Any, x: Tensor) -> Projected:
+    qkv, z = module.in_proj_qkv(x), module.in_proj_z(x)
+    b, a = module.in_proj_b(x), module.in_proj_a(x)
+    return qkv, z, a, b
+
+
+def _by_key_heads(module: Any, x: Tensor) -> Projected:
+    qkvz, ba = module.in_proj_qkvz(x), module.in_proj_ba(x)
+    q, k, v, z, b, a = module.fix_query_key_value_ordering(qkvz, ba)
+    return torch.cat([one.flatten(2) for one in (q, k, v)], dim=-1), z, a, b
+
+
+LAYOUTS = (
+    Layout(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), _apart),  # Qwen 3.5
+    Layout(("in_proj_qkvz", "in_proj_ba", "fix_query_key_value_ordering"), _by_key_heads),  # Qwen3-Next
+)
+
+
+def layout_of(module: nn.Module) -> Layout | None:
+    """The layout whose parts the module has, with silu behind the convolution; None of another mixer."""
+    if getattr(module, "activation", None) not in ("silu", "swish"):
+        return None
+    return next((one for one in LAYOUTS if all(hasattr(module, name) for name in one.parts)), None)
+
+
+class GatedDelta:
+    """The forward of one module."""
+
+    def __init__(self, module: nn.Module, layout: Layout) -> None:
+        self._module: Any = module
+        self._layout = layout
+        self._recurrences: tuple[Convolution, LinearAttention] | None = None
+
+    def __call__(self, run: Run, hidden_states: Tensor) -> Tensor:
+        """hidden_states [1, num_tokens, hidden] -> the same. `run` runs a recurrence over the step's row, see
+        `Mixer`."""
+        module = self._module
+        convolution, delta = self._recurrences or self._prepare()
+        qkv, z, a, b = self._layout.project(module, hidden_states)
+        num_tokens, key_dim = hidden_states.shape[1], module.key_dim
+        rows = run(convolution, (qkv[0],))
+        q, k, v = rows.tensor_split((key_dim, 2 * key_dim), dim=-1)
+        heads = [x.unflatten(-1, (-1, dim)) for x, dim in zip((q, k, v), self._dims(), strict=True)]
+        mixed = run(delta, (*heads, a[0], b[0])).to(rows.dtype)
+        value_dim = module.head_v_dim
+        normed = getattr(module, self._layout.norm)(mixed.reshape(-1, value_dim), z.reshape(-1, value_dim))
+        return getattr(module, self._layout.out)(normed.view(1, num_tokens, -1))
+
+    def _dims(self) -> tuple[int, int, int]:
+        return self._module.head_k_dim, self._module.head_k_dim, self._module.head_v_dim
+
+    def _prepare(self) -> tuple[Convolution, LinearAttention]:
+        """The recurrences, once weights are in their place and dtype."""
+        module = self._module
+        weight, bias = module.conv1d.weight, module.conv1d.bias
+        convolution = Convolution(weight.squeeze(1), bias, is_activated=True)
+        dtype = torch.promote_types(module.dt_bias.dtype, torch.float32)
+        gates = Gates(-module.A_log.float().exp().to(dtype), module.dt_bias.to(dtype))
+        delta = LinearAttention(module.head_k_dim**-0.5, normalizes=True, is_delta=True, gates=gates)
+        self._recurrences = convolution, delta
+        return self._recurrences
