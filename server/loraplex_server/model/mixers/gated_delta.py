@@ -1,7 +1,8 @@
 """Gated DeltaNet: the delta rule between a convolution and a gated norm.
 
-Its gates are computed from the mixer's input (arXiv 2412.06464). Transformers' families compute the same in the module's own forward, and differ in the linears that it begins with.
-That forward is replaced: gates are then computed with the recurrence, and for a row alike in any step.
+Its gates are computed from the mixer's input (arXiv 2412.06464). Transformers' families compute the same in the
+module's own forward, and differ in the linears that it begins with. That forward is replaced: gates are then computed
+with the recurrence, and for a row alike in any step.
 """
 
 from __future__ import annotations
