@@ -16,7 +16,7 @@ PAGE = ROOT / "docs/models.md"
 sys.path.insert(0, str(ROOT / "tests"))
 
 from support.multimodal import FAMILIES, MORE, multimodal_config  # noqa: E402
-from support.native_models import NOT_STACKED, STACKED  # noqa: E402
+from support.native_models import NOT_STACKED, OWN_MIXERS, STACKED  # noqa: E402
 from support.sweep import AS_DECODERS, REASONS, REFUSED, SERVED_SINCE  # noqa: E402
 from support.zoo import HYBRIDS, LORA_FAMILIES, SINKS, ZOO  # noqa: E402
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig  # noqa: E402
@@ -41,8 +41,9 @@ models with random weights.
   embeddings, rsLoRA, patterns), and one with DoRA, biases and saved modules (`tests/parity/test_lora.py`). The other
   families' linears are replaced in the same way.
 - **Native CPU path**: `decoder` where all layers are one call into the native kernels (or each run of layers that turn
-  positions in the same way is one, or each layer with an input of its own), `linears` where Transformers' layers run
-  with native linears, experts, norms, LoRA and attention. Both are compared with Transformers
+  positions in the same way is one, or each layer with an input of its own), `around mixers` where attention, or what is
+  in its place, is Transformers' own module and a call goes from each to the next, `linears` where Transformers' layers
+  run with native linears, experts, norms, LoRA and attention. All are compared with Transformers
   (`tests/parity/test_native.py`). `decided at load` where no test names the family: the same check decides when it is
   loaded.
 
@@ -114,11 +115,17 @@ there: mixers read these weights directly. Such an adapter is refused by name.
 NOT_SERVED = """
 Not served, of those with states: RecurrentGemma and Zaya (their recurrence is inside the layer's own code, and in none
 of the functions that families share), RWKV and xLSTM (their layers know nothing of Transformers' attention interface).
-Each is refused with that reason. Beside them, a model with states runs without CUDA graphs and without the native
-decoder that runs all layers in one call.
+Each is refused with that reason. Beside them, a model with states runs without CUDA graphs. On CPUs native calls go
+from mixer to mixer in Qwen 3.5, Qwen3-Next, Kimi Linear, LFM2, and Granite 4 and Jamba without experts; others'
+layers run one operation at a time, with native linears, norms and recurrences.
 """
 
 
+NATIVE_PATH = {
+    **dict.fromkeys(STACKED, "decoder"),
+    **dict.fromkeys(OWN_MIXERS, "around mixers"),
+    **dict.fromkeys(NOT_STACKED, "linears"),
+}
 # What a family's modelling module has, by the name there.
 MIXERS = {
     "causal_conv1d_fn": "convolution",
@@ -246,7 +253,7 @@ def page() -> str:
         config = make_config()
         architecture = type(config).__name__.removesuffix("Config").removesuffix("Text")
         lora = "vs PEFT" if family in LORA_FAMILIES else ""
-        native = "decoder" if family in STACKED else "linears" if family in NOT_STACKED else "decided at load"
+        native = NATIVE_PATH.get(family, "decided at load")
         row = (family, architecture, special_features(config), "vs `generate()`", "vs PEFT", lora, native)
         rows.append("| " + " | ".join(row) + " |")
     return INTRODUCTION + "\n".join(rows) + "\n" + hybrid_rows() + text_rows() + refusal_rows()
