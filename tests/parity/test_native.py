@@ -233,7 +233,7 @@ def same_bits(rig: Rig, job: Job, other_rig: Rig, other: Job) -> bool:
     "family",
     [
         *("llama", "qwen3", "gemma3", "gemma4", "llama-gelu", "qwen3_moe", "gpt_neox", "glm4", "deepseek_v2"),
-        *("qwen3-40", "qwen3_5"),
+        *("qwen3-40", "qwen3_5", "granite4"),
     ],
 )
 def test_logits_have_the_same_bits_in_any_batch(isa: str, family: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ STACKED: Final = (
 )
 NOT_STACKED: Final = ("cohere", "gpt2", "llama4-chunks", "bloom", "mpt", "falcon", "falcon-alibi")
 # Those whose attention, or what is in its place, stays the model's own module.
-OWN_MIXERS: Final = ("deepseek_v2", "qwen3_5")
+OWN_MIXERS: Final = ("deepseek_v2", "qwen3_5", "granite4")
 _KEYS_AS_VALUES: Final[dict[str, Any]] = {
     "global_head_dim": 64,
     "hidden_size_per_layer_input": 0,
@@ -42,7 +42,12 @@ _KEYS_AS_VALUES: Final[dict[str, Any]] = {
 VARIANTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "llama-gelu": ("llama", {"hidden_act": "gelu"}),
     "qwen3_moe": ("qwen3_moe", {"moe_intermediate_size": 32}),
-    "qwen3_5": ("qwen3_5", {"linear_value_head_dim": 16}),  # rows of states that the kernels know
+    # Rows of states that the kernels know.
+    "qwen3_5": ("qwen3_5", {"linear_value_head_dim": 16}),
+    "granite4": (
+        "granitemoehybrid",
+        {"num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_heads": 16, "mamba_d_head": 16},
+    ),
     # Values of 64 features, and keys of 96.
     "deepseek_v2": (
         "deepseek_v2",

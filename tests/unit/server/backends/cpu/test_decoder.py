@@ -655,11 +655,10 @@ def has_own_attention(loaded: LoadedModel, caplog: pytest.LogCaptureFixture, rea
 
 
 # Families with recurrences in the place of attention, and their changes.
-_MAMBA = {"mamba_n_heads": 16, "mamba_d_head": 16}
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5": {},
     "jamba": {"num_experts": 1},
-    "granitemoehybrid": {"num_local_experts": 0, "num_experts_per_tok": 0, **_MAMBA},
+    "granite4": {},
     "lfm2": {},
 }
 
