@@ -8,7 +8,7 @@ the same except for rounding. A back end may compute them over the slots of a st
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +32,10 @@ class Recurrence(Protocol):
     Returns outputs [pieces, tokens, ...] and the states behind the pieces."""
 
     def __call__(self, parts: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]: ...
+
+
+# Runs one over a step's row: inputs [num_tokens, ...] each -> outputs [num_tokens, ...].
+RunRecurrence = Callable[[Recurrence, Sequence[Tensor]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)

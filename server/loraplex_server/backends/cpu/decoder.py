@@ -142,34 +142,29 @@ KINDS: Final = (
 )
 
 
-class Given(Enum):
-    """What a layer gives to one of its parts, beside constants and arguments of its own."""
-
-    STATES = 1  # hidden states
-
-
 @dataclass(frozen=True, slots=True)
 class ArgumentOfLayer:
-    """An argument of a layer that it hands on to one of its parts."""
+    """An argument of a layer that it hands on to one of its parts; of STATES, what it has made of them."""
 
     name: str
 
 
+STATES: Final = ArgumentOfLayer("hidden_states")
+
+
 @dataclass(frozen=True, slots=True)
 class PartCall:
-    """How a layer calls one of its parts: Given, ArgumentOfLayer, or a constant for each argument."""
+    """How a layer calls one of its parts: an ArgumentOfLayer or a constant for each argument."""
 
     path: str
-    arguments: tuple[Any, ...] = (Given.STATES,)
+    arguments: tuple[Any, ...] = (STATES,)
     named: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
-    def __call__(self, part: nn.Module, states: Tensor, of_layer: Mapping[str, Any]) -> Tensor:
-        """The part's output, contiguous. `states` [1, num_tokens, hidden]; `of_layer`: the layer's arguments."""
+    def __call__(self, part: nn.Module, of_layer: Mapping[str, Any]) -> Tensor:
+        """The part's output [1, num_tokens, hidden], contiguous. `of_layer`: the layer's arguments by name."""
 
         def value(source: Any) -> Any:
-            if isinstance(source, ArgumentOfLayer):
-                return of_layer.get(source.name)
-            return states if source is Given.STATES else source
+            return of_layer.get(source.name) if isinstance(source, ArgumentOfLayer) else source
 
         arguments = (value(source) for source in self.arguments)
         answer = part(*arguments, **{name: value(source) for name, source in self.named.items()})
@@ -556,11 +551,12 @@ class NativeStack(nn.Module):
         """Computes layers in which modules of the model's own run."""
         feed = torch.empty_like(hidden)
         step.feed = feed.data_ptr()
+        arguments = {**of_layer, STATES.name: feed}
         first = layers.start
         for idx in range(layers.start, layers.stop):
             for call, part in zip(self.weights[idx].own_parts, self._own_parts[idx], strict=True):
                 self._kernels.run_stack(self._part(first, idx + 1), step)
-                fed = call(part, feed, of_layer)
+                fed = call(part, arguments)
                 step.fed = fed.data_ptr()
                 step.continues = call.path in self.shape.names.mixers
                 first = idx if step.continues else idx + 1

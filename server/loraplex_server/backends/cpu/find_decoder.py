@@ -27,10 +27,10 @@ from loraplex_server.backends.cpu.attention import plan_spans, reason_against
 from loraplex_server.backends.cpu.decoder import (
     HEAD_NORMS,
     KINDS,
+    STATES,
     Angles,
     ArgumentOfLayer,
     ComputedLayer,
-    Given,
     LayerNames,
     LayerShape,
     LayerWeights,
@@ -663,14 +663,14 @@ def _call_of(path: str, watched: _Watched, inputs: _Inputs) -> PartCall:
             if one is not None and value is one:
                 return ArgumentOfLayer(name)
         if isinstance(value, Tensor) and value.shape == inputs.states.shape:
-            return Given.STATES
+            return STATES
         if value is None or isinstance(value, bool | int | float | str):
             return value
         raise _NoMatch(f"{path} is given a {type(value).__name__} of the layer's own")
 
     arguments, named = watched.calls[0]
     call = PartCall(path, tuple(map(source, arguments)), {name: source(value) for name, value in named.items()})
-    if [*call.arguments, *call.named.values()].count(Given.STATES) != 1:
+    if [*call.arguments, *call.named.values()].count(STATES) != 1:
         raise _NoMatch(f"{path} is not given the layer's states")
     return call
 

@@ -7,31 +7,24 @@ with the recurrence, and for a row alike in any step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from loraplex_server.layers.recurrences import Convolution, Gates, LinearAttention, Recurrence
+from loraplex_server.layers.recurrences import Convolution, Gates, LinearAttention, RunRecurrence
 
-Run = Callable[[Recurrence, Sequence[Tensor]], Tensor]
 Projected = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k and v side by side; z; a; b: [1, num_tokens, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One family's linears, and the names of what follows."""
+    """The linears of one family."""
 
-    linears: tuple[str, ...]
+    names: tuple[str, ...]  # of what `project` uses
     project: Callable[[Any, Tensor], Projected]
-    norm: str = "norm"
-    out: str = "out_proj"
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        return (*self.linears, self.norm, self.out, "conv1d", "A_log", "dt_bias", "head_k_dim", "head_v_dim", "key_dim")
 
 
 def _apart(module: Any, x: Tensor) -> Projected:
@@ -46,6 +39,7 @@ def _by_key_heads(module: Any, x: Tensor) -> Projected:
     return torch.cat([one.flatten(2) for one in (q, k, v)], dim=-1), z, a, b
 
 
+PARTS = ("conv1d", "A_log", "dt_bias", "norm", "out_proj", "head_k_dim", "head_v_dim", "key_dim")
 LAYOUTS = (
     Layout(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), _apart),  # Qwen 3.5
     Layout(("in_proj_qkvz", "in_proj_ba", "fix_query_key_value_ordering"), _by_key_heads),  # Qwen3-Next
@@ -56,7 +50,7 @@ def layout_of(module: nn.Module) -> Layout | None:
     """The layout whose parts the module has, with silu behind the convolution; None of another mixer."""
     if getattr(module, "activation", None) not in ("silu", "swish"):
         return None
-    return next((one for one in LAYOUTS if all(hasattr(module, name) for name in one.parts)), None)
+    return next((one for one in LAYOUTS if all(hasattr(module, name) for name in (*PARTS, *one.names))), None)
 
 
 class GatedDelta:
@@ -67,23 +61,19 @@ class GatedDelta:
         self._layout = layout
         self._recurrences: tuple[Convolution, LinearAttention] | None = None
 
-    def __call__(self, run: Run, hidden_states: Tensor) -> Tensor:
+    def __call__(self, run: RunRecurrence, hidden_states: Tensor) -> Tensor:
         """hidden_states [1, num_tokens, hidden] -> the same. `run` runs a recurrence over the step's row, see
         `Mixer`."""
         module = self._module
         convolution, delta = self._recurrences or self._prepare()
         qkv, z, a, b = self._layout.project(module, hidden_states)
-        num_tokens, key_dim = hidden_states.shape[1], module.key_dim
+        k_dim, v_dim = module.head_k_dim, module.head_v_dim
         rows = run(convolution, (qkv[0],))
-        q, k, v = rows.tensor_split((key_dim, 2 * key_dim), dim=-1)
-        heads = [x.unflatten(-1, (-1, dim)) for x, dim in zip((q, k, v), self._dims(), strict=True)]
-        mixed = run(delta, (*heads, a[0], b[0])).to(rows.dtype)
-        value_dim = module.head_v_dim
-        normed = getattr(module, self._layout.norm)(mixed.reshape(-1, value_dim), z.reshape(-1, value_dim))
-        return getattr(module, self._layout.out)(normed.view(1, num_tokens, -1))
-
-    def _dims(self) -> tuple[int, int, int]:
-        return self._module.head_k_dim, self._module.head_k_dim, self._module.head_v_dim
+        keys, v = rows.tensor_split((2 * module.key_dim,), dim=-1)
+        q, k = keys.unflatten(-1, (2, -1, k_dim)).unbind(1)
+        mixed = run(delta, (q, k, v.unflatten(-1, (-1, v_dim)), a[0], b[0])).to(rows.dtype)
+        normed = module.norm(mixed.reshape(-1, v_dim), z.reshape(-1, v_dim))
+        return module.out_proj(normed.view(1, hidden_states.shape[1], -1))
 
     def _prepare(self) -> tuple[Convolution, LinearAttention]:
         """The recurrences, once weights are in their place and dtype."""

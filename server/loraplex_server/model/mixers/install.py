@@ -20,10 +20,18 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from loraplex_server.layers.context import StepContext
-from loraplex_server.layers.recurrences import Convolution, LinearAttention, Recurrence, SelectiveScan, TimeSteps
+from loraplex_server.layers.recurrences import (
+    Convolution,
+    LinearAttention,
+    Recurrence,
+    RunRecurrence,
+    SelectiveScan,
+    TimeSteps,
+)
 from loraplex_server.model.mixers import gated_delta, lightning
 from loraplex_server.model.states import StateSpec, StateStep, TextPerToken
 
+Forward = Callable[[RunRecurrence, Tensor], Any]  # of a mixer: of `Mixer.run` and hidden states
 MAX_STATES = 8  # of one mixer
 # Arguments that make more of a call than the packed functions do.
 NOT_PACKED = ("seq_idx", "cu_seqlens", "initial_state", "initial_states")
@@ -66,8 +74,6 @@ def install_mixers(model: nn.Module, context: StepContext) -> list[Mixer]:
             continue
         mixer = Mixer(path, module, context, len(mixers))
         mixers.append(mixer)
-        if is_lightning:
-            module.forward = partial(_attend_lightning, mixer, module, module.forward)
         layout = gated_delta.layout_of(module)
         origin = sys.modules[type(module).__module__]
         packed = {name: partial(_call, mixer, origin, name) for name in FUNCTIONS}
@@ -81,8 +87,10 @@ def install_mixers(model: nn.Module, context: StepContext) -> list[Mixer]:
             )
             bound.__kwdefaults__ = function.__kwdefaults__
             setattr(module, name, MethodType(bound, module))
-        if layout is not None:
-            module.forward = partial(_run_gated_delta, mixer, gated_delta.GatedDelta(module, layout), module.forward)
+        if is_lightning:
+            module.forward = partial(_run_ours, mixer, module.forward, partial(lightning.attend, module))
+        elif layout is not None:
+            module.forward = partial(_run_ours, mixer, module.forward, gated_delta.GatedDelta(module, layout))
         module.forward = _counted(mixer, module.forward)
     return mixers
 
@@ -124,25 +132,13 @@ def _call(mixer: Mixer, origin: Any, name: str, *args: Any, **options: Any) -> A
     return FUNCTIONS[name](mixer, *args, **{key: value for key, value in options.items() if key not in NOT_PACKED})
 
 
-def _attend_lightning(
-    mixer: Mixer, module: nn.Module, own: Callable[..., Any], hidden_states: Tensor, *args: Any, **options: Any
+def _run_ours(
+    mixer: Mixer, own: Callable[..., Any], ours: Forward, hidden_states: Tensor, *args: Any, **options: Any
 ) -> Any:
+    """A mixer's forward within a step; the module's own outside of one."""
     if mixer.step is None:
         return own(hidden_states, *args, **options)
-    return lightning.attend(module, mixer.run, hidden_states)
-
-
-def _run_gated_delta(
-    mixer: Mixer,
-    forward: gated_delta.GatedDelta,
-    own: Callable[..., Any],
-    hidden_states: Tensor,
-    *args: Any,
-    **options: Any,
-) -> Any:
-    if mixer.step is None:
-        return own(hidden_states, *args, **options)
-    return forward(mixer.run, hidden_states)
+    return ours(mixer.run, hidden_states)
 
 
 # --- packed functions: arguments and results are those of Transformers' own -------------------------------------------

@@ -6,18 +6,15 @@ function that it calls. The module is known by its decay buffers; what replaces 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from loraplex_server.layers.recurrences import LinearAttention, Recurrence
+from loraplex_server.layers.recurrences import LinearAttention, RunRecurrence
 
 BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 PARTS = ("qkv_proj", "act_fn", "norm", "output_gate", "out_proj")
-
-Run = Callable[[Recurrence, Sequence[Tensor]], Tensor]
 
 
 def is_lightning(module: nn.Module) -> bool:
@@ -28,7 +25,7 @@ def is_lightning(module: nn.Module) -> bool:
     )
 
 
-def attend(module: Any, run: Run, hidden_states: Tensor) -> tuple[Tensor, None]:
+def attend(module: Any, run: RunRecurrence, hidden_states: Tensor) -> tuple[Tensor, None]:
     """Lightning attention: hidden_states [1, num_tokens, hidden] -> the same. `run` runs a recurrence over the step's
     row, see `Mixer`."""
     num_tokens, dim = hidden_states.shape[1], module.head_dim
