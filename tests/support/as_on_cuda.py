@@ -28,6 +28,7 @@ def build_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(backend, "lora", lambda *_: ReplayableReference())
         monkeypatch.setattr(backend, "linears", lambda *_: PlainLinear)
         monkeypatch.setattr(backend, "merge", lambda _: JointLinear.of)
+        monkeypatch.setattr(backend, "find_decoder", lambda *_, **__: None)
     monkeypatch.setattr(build, "make_attention", lambda *_: ReplayableTorch())
     monkeypatch.setattr(Backend, "graph_shapes", lambda _, *sizes, **named: graph_shapes(*sizes, **named))
     monkeypatch.setattr(Backend, "capture_steps", _capture_steps)
