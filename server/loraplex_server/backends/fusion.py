@@ -166,7 +166,7 @@ def _norm_error(module: nn.Module, weight: Tensor, eps: float, form: NormForm, o
 
 
 def _gates_first(module: nn.Module, ops: FusedOps) -> bool | None:
-    """Whether a norm that is given a gate applies it before it norms; None of a module that is no such norm."""
+    """The place of a norm's gate: True before the norm, False behind it; None of a module that is no such norm."""
     if (parts := _weight_and_eps(module)) is None:
         return None
     weight, eps = parts

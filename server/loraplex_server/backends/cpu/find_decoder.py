@@ -489,7 +489,7 @@ class _Inputs:
     of_layer: Tensor  # an input of the layer's own
 
     def named(self) -> dict[str, Any]:
-        """What layers are given by name."""
+        """The arguments that layers are given by name."""
         return {"attention_mask": None, "position_ids": self.positions, "position_embeddings": self.rotary}
 
 

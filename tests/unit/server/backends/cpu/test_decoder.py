@@ -648,7 +648,7 @@ def test_what_the_kernels_do_not_know(
 
 
 def has_own_attention(loaded: LoadedModel, caplog: pytest.LogCaptureFixture, reason: str) -> None:
-    """What is around attention is in the stack all the same."""
+    """The stack has all that is around attention."""
     assert loaded.decoder is not None
     assert [call.path for call in loaded.decoder.weights[0].own_parts] == ["self_attn"]
     assert reason in said(caplog)
