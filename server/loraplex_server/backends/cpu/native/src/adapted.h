@@ -20,7 +20,7 @@ class AdaptedProducts {
         own_(pool, kernels, dtype, runs) {}
 
   // x [num_rows][k] of the next group of modules.
-  void prepare(const void* x, int64_t k, const Target* targets, int num_modules) {
+  void prepare(const Rows& x, int64_t k, const Target* targets, int num_modules) {
     updates_.prepare(x, k, targets, num_modules);
     own_.prepare(x, k, targets, num_modules);
   }
@@ -28,11 +28,11 @@ class AdaptedProducts {
   // x [num_rows][k] @ packed, in which several modules may have outputs. places(band, body) calls body(module, output, width,
   // column) for the outputs of each module that a band holds, and the first one's column in it. `epilogue`: as of `products`.
   template <class Places, class Epilogue>
-  void multiply(const void* x, int64_t k, const void* packed, int num_bands, int unit, const Places& places,
+  void multiply(const Rows& x, int64_t k, const void* packed, int num_bands, int unit, const Places& places,
                 const Epilogue& epilogue) {
     const Bands bands{packed, format_};
     products(
-        pool_, kernels_, dtype_, x, k, num_rows_, k, bands, num_bands, unit, queues_,
+        pool_, kernels_, dtype_, x, num_rows_, k, bands, num_bands, unit, queues_,
         [&](int band, int row, int m, Prefetch& prefetch) {
           bool is_needed = false;
           places(band, [&](int module, int64_t output, int width, int) {
@@ -53,7 +53,7 @@ class AdaptedProducts {
   // The same of one module, which has all `num_outputs`, with its bias, or null. store(output, width, row, m, c, stride) takes
   // c [m][width] of its outputs from one on, of a unit's bands.
   template <class Store>
-  void multiply_one(const void* x, int64_t k, const void* packed, int64_t num_outputs, int unit, int module, const void* bias,
+  void multiply_one(const Rows& x, int64_t k, const void* packed, int64_t num_outputs, int unit, int module, const void* bias,
                     const Store& store) {
     const auto width_of = [=](int band, int bands) {
       return int(std::min(int64_t(bands) * kBand, num_outputs - int64_t(band) * kBand));

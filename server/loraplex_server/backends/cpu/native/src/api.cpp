@@ -151,7 +151,7 @@ LP_API void lp_linear(lp::Pool* pool, int dtype, const void* x, int64_t x_stride
   const int num_bands = lp::ceil_div(num_outputs, lp::kBand);
   const int per_chunk = lp::unit_of(num_outputs);
   const lp::Bands bands{packed, Format(format)};
-  lp::products(*pool, kernels, type, x, x_stride, num_rows, k, bands, num_bands, per_chunk,
+  lp::products(*pool, kernels, type, {x, x_stride}, num_rows, k, bands, num_bands, per_chunk,
                [&](int band, int row, int m, float* c, int64_t stride) {
                  const int64_t output = int64_t(band) * lp::kBand;
                  const int width = int(std::min<int64_t>(per_chunk * lp::kBand, num_outputs - output));
@@ -175,7 +175,7 @@ LP_API void lp_lora(lp::Pool* pool, int dtype, const void* x, int64_t k, int num
   const DType type = DType(dtype);
   lp::Updates updates(*pool, kernels, type, *runs, num_rows, scratch);
   const lp::Target target{table, num_outputs};
-  updates.prepare(x, k, &target, 1);
+  updates.prepare({x, k}, k, &target, 1);
   constexpr int kWidth = 256;
   const std::vector<lp::Piece> pieces = lp::pieces_of(*runs);
   const int num_columns = lp::ceil_div(num_outputs, kWidth);
@@ -223,7 +223,7 @@ LP_API void lp_attend(lp::Pool* pool, int dtype, const void* q, void* out, const
                       int64_t chunk, const float* sinks, const float* key_bias, int64_t bias_stride, const LpSpans* spans) {
   const auto turn = pool->take_turn();
   const lp::Heads heads{num_heads, num_kv_heads, dim, v_dim, scaling, softcap, window, chunk, sinks, key_bias, bias_stride};
-  lp::attend_all(*pool, *lp::current_kernels(), DType(dtype), q, out, {k_pages, v_pages}, heads, *spans);
+  lp::attend_all(*pool, *lp::current_kernels(), DType(dtype), q, out, int64_t(num_heads) * v_dim, {k_pages, v_pages}, heads, *spans);
 }
 
 LP_API void lp_rms_norm(lp::Pool* pool, int dtype, const void* x, const void* weight, int num_rows, int64_t n, float eps,

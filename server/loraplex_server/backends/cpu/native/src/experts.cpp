@@ -188,7 +188,7 @@ void run_experts(Pool& pool, const Kernels& kernels, const LpExperts& experts, c
     const Factors factors(order, routed, experts.up_table, dtype, hidden, 2 * inner);
     Updates updates(pool, kernels, dtype, factors.runs(), int(num_pairs), scratch.updates);
     const Target target{&factors.table(), 2 * inner};
-    updates.prepare(scratch.x, hidden, &target, 1);
+    updates.prepare({scratch.x, hidden}, hidden, &target, 1);
     expert_products(pool, kernels, dtype, format, order, scratch.x, hidden, experts.gate_up, ceil_div(inner, kPanel),
                     [&](int first, int num_bands, int64_t row, int m, float* c, int64_t stride) {
                       for (int band = 0; band < num_bands; band++)
@@ -204,7 +204,7 @@ void run_experts(Pool& pool, const Kernels& kernels, const LpExperts& experts, c
   const Factors factors(order, routed, experts.down_table, dtype, inner, hidden);
   Updates updates(pool, kernels, dtype, factors.runs(), int(num_pairs), scratch.updates);
   const Target target{&factors.table(), hidden};
-  updates.prepare(scratch.inner, inner, &target, 1);
+  updates.prepare({scratch.inner, inner}, inner, &target, 1);
   expert_products(pool, kernels, dtype, format, order, scratch.inner, inner, experts.down, ceil_div(hidden, kBand),
                   [&](int first, int num_bands, int64_t row, int m, float* c, int64_t stride) {
                     const int64_t output = int64_t(first) * kBand;

@@ -164,6 +164,7 @@ struct Blocking {
   int min_rows;        // fewer are bound by memory: they take whole bands
   int64_t slab_bytes;  // of a band's weights, which stay in a cache
   int part_rows;       // rows that take turns with a slab: what they have of its inputs stays in the second cache
+  int part_bands;      // most bands of a part of many rows that a chunk computes beside each other
   int num_fetches;     // products of kRows rows that share the prefetch of the next slab
   bool takes_ranges;   // whether products prefetch anything else
   int kept_rows;       // most rows of a step whose low-rank updates of short runs are computed at once and kept

@@ -28,10 +28,11 @@ LP_API void lp_linears(lp::Pool* pool, int dtype, int format, const void* x, int
   lp::AdaptedProducts products(*pool, kernels, type, lp::Format(format), *runs, num_rows, scratch, nullptr);
   lp::Target targets[lp::kMaxModules];
   for (int i = 0; i < num_modules; i++) targets[i] = {&members[i].table, members[i].num_outputs};
-  products.prepare(x, k, targets, num_modules);
+  const lp::Rows rows{x, k};
+  products.prepare(rows, k, targets, num_modules);
   for (int i = 0; i < num_modules; i++) {
     const LpMember& member = members[i];
-    products.multiply_one(x, k, member.packed, member.num_outputs, lp::unit_of(member.num_outputs), i, member.bias,
+    products.multiply_one(rows, k, member.packed, member.num_outputs, lp::unit_of(member.num_outputs), i, member.bias,
                           [&](int64_t output, int width, int row, int m, const float* c, int64_t stride) {
                             for (int64_t r = 0; r < m; r++)
                               kernels.store(type, c + r * stride, width,

@@ -66,7 +66,7 @@ class Updates {
         keeps_(num_rows <= std::min(kKeptInAll, kernels.blocking(dtype).kept_rows)) {}
 
   // x [num_rows][k] of the next group.
-  void prepare(const void* x, int64_t k, const Target* targets, int num_modules) {
+  void prepare(const Rows& x, int64_t k, const Target* targets, int num_modules) {
     if (pieces_.empty()) return;
     targets_ = targets;
     updates_ = memory_ + int64_t(num_rows_) * runs_.max_rank * num_modules;
@@ -271,16 +271,16 @@ class Updates {
     }
   }
 
-  // Inner products of m rows of x with an adapter's factors, as `expand` reads them.
-  void multiply(const void* x, int64_t k, int m, const void* a, int rank, float alpha, void* h, int64_t h_stride) const {
+  // Inner products of m rows of x, from one on, with an adapter's factors, as `expand` reads them.
+  void multiply(const Rows& x, int first, int64_t k, int m, const void* a, int rank, float alpha, void* h, int64_t h_stride) const {
     static thread_local std::vector<float> products;
     if (products.size() < size_t(m) * size_t(rank)) products.resize(size_t(m) * size_t(rank));
-    kernels_.shrink(dtype_, x, k, m, a, k, rank, alpha, products.data(), rank);
+    kernels_.shrink(dtype_, x.at(first, 0, dtype_), x.stride, m, a, k, rank, alpha, products.data(), rank);
     kernels_.split(dtype_, products.data(), rank, m, rank, h, h_stride);
   }
 
   // The whole update of a part of the module's outputs.
-  void keep(const void* x, int64_t k, int module, const Piece& piece, int part, int num_parts) const {
+  void keep(const Rows& x, int64_t k, int module, const Piece& piece, int part, int num_parts) const {
     static thread_local std::vector<float> h;
     const Target& target = targets_[module];
     const int64_t width = int64_t(ceil_div(target.num_outputs, int64_t(num_parts) * kPanel)) * kPanel;
@@ -291,7 +291,7 @@ class Updates {
     bool adds = false;
     for_uses(*target.table, piece.run, [&](int slot, int rank, float alpha) {
       if (h.size() < size_t(m) * size_t(rank)) h.resize(size_t(m) * size_t(rank));
-      multiply(at(x, piece.start * k, dtype_), k, m, a(*target.table, slot), rank, alpha, h.data(), rank);
+      multiply(x, piece.start, k, m, a(*target.table, slot), rank, alpha, h.data(), rank);
       kernels_.expand(dtype_, h.data(), rank, m, at(b(*target.table, slot), first * rank, dtype_), rank, int(last - first),
                       adds, c, kPanel, int64_t(num_rows_) * kPanel);
       adds = true;
@@ -305,13 +305,13 @@ class Updates {
   }
 
   // The inner products only, of a part of the ranks.
-  void shrink(const void* x, int64_t k, int module, const Piece& piece, int part, int num_parts) const {
+  void shrink(const Rows& x, int64_t k, int module, const Piece& piece, int part, int num_parts) const {
     const LpTable& table = *targets_[module].table;
     int before = 0;
     for_uses(table, piece.run, [&](int slot, int rank, float alpha) {
       const auto [first, last] = ranks_of(rank, part, num_parts);
       if (first < last)
-        multiply(at(x, piece.start * k, dtype_), k, piece.end - piece.start, at(a(table, slot), first * k, dtype_),
+        multiply(x, piece.start, k, piece.end - piece.start, at(a(table, slot), first * k, dtype_),
                  last - first, alpha, inner(module, piece.start, before + first), runs_.max_rank);
       before += rank;
     });

@@ -12,7 +12,7 @@ class OwnProducts {
       : pool_(pool), kernels_(kernels), dtype_(dtype), runs_(runs), pieces_(pieces_of(runs)) {}
 
   // x [num_rows][k] of the next group of modules; changed inputs are computed here.
-  void prepare(const void* x, int64_t k, const Target* targets, int num_modules) {
+  void prepare(const Rows& x, int64_t k, const Target* targets, int num_modules) {
     x_ = x;
     k_ = k;
     int64_t num_changed = 0;
@@ -41,7 +41,7 @@ class OwnProducts {
     for_rows(module, row, m, [&](const Span& span, int first, int num_rows) {
       float* to = c + (first - row) * stride;
       if (span.blocks == nullptr) {
-        kernels_.shrink(dtype_, at(x_, first * k_, dtype_), k_, num_rows, at(span.weight, output * k_, dtype_), k_, width, 1.0f,
+        kernels_.shrink(dtype_, x_.at(first, 0, dtype_), x_.stride, num_rows, at(span.weight, output * k_, dtype_), k_, width, 1.0f,
                         to, stride);
         return;
       }
@@ -111,7 +111,7 @@ class OwnProducts {
     if (size == 1 && from < to) {  // a gain of each input
       load(at(span.blocks, from, dtype_), to - from, block);
       for (int row = start; row < end; row++) {
-        load(at(x_, row * k_ + from, dtype_), to - from, x);
+        load(x_.at(row, from, dtype_), to - from, x);
         for (size_t i = 0; i < x.size(); i++) x[i] *= block[i];
         kernels_.store(dtype_, x.data(), int(to - from), changed(span, row, from));
       }
@@ -120,7 +120,7 @@ class OwnProducts {
     for (int64_t b = from; b < to; b++) {
       load(at(span.blocks, b * span.block_stride, dtype_), size * size, block);
       for (int row = start; row < end; row++) {
-        load(at(x_, row * k_ + b * size, dtype_), size, x);
+        load(x_.at(row, b * size, dtype_), size, x);
         products.resize(size_t(size));
         sums.assign(size_t(size), 0.0f);
         for (int64_t i = 0; i < size; i++) {  // products apart: some compilers would fuse the two, and others not
@@ -137,7 +137,7 @@ class OwnProducts {
   const DType dtype_;
   const LpRuns& runs_;
   const std::vector<Piece> pieces_;
-  const void* x_ = nullptr;
+  Rows x_{nullptr, 0};
   int64_t k_ = 0;
   std::vector<Span> spans_[kMaxModules];  // by module
   std::vector<Line> inputs_;    // [changed rows][k]

@@ -67,11 +67,17 @@ inline const char* at(const void* base, int64_t offset, DType dtype) {
 
 inline char* at(void* base, int64_t offset, DType dtype) { return static_cast<char*>(base) + offset * item_bytes(dtype); }
 
+// Rows in memory, `stride` elements apart.
+struct Rows {
+  const void* memory;
+  int64_t stride;
+
+  const char* at(int64_t row, int64_t input, DType dtype) const { return lp::at(memory, row * stride + input, dtype); }
+};
+
 inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
 // --- products -----------------------------------------------------------------------------------------------------------
-
-constexpr int kMaxBands = 8;  // that a chunk computes beside each other
 
 // Bands of a unit of a linear by itself.
 inline int unit_of(int64_t num_outputs) { return ceil_div(num_outputs, kBand) >= 64 ? 4 : 1; }
@@ -104,15 +110,14 @@ class WideRows {
   }
 
   // Rows begin..end of the job's x [..][k]; tiles follow each other.
-  const float* of(const Kernels& kernels, int64_t job, const void* x, int64_t x_stride, int begin, int end, int64_t k) {
+  const float* of(const Kernels& kernels, int64_t job, const Rows& x, int begin, int end, int64_t k) {
     if (job != job_ || begin != begin_) {
       const size_t needed = size_t(ceil_div(k, kWideInputs)) * size_t(tile_stride(begin, end)) / 16;
       if (lines_.size() < needed) {
         lines_.clear();  // or what it held is copied
         lines_.resize(needed);
       }
-      kernels.widen_rows(at(x, begin * x_stride, DType::BF16), x_stride, end - begin, k, tile_stride(begin, end),
-                         lines_[0].floats);
+      kernels.widen_rows(x.at(begin, 0, DType::BF16), x.stride, end - begin, k, tile_stride(begin, end), lines_[0].floats);
       job_ = job, begin_ = begin;
     }
     return lines_[0].floats;
@@ -136,17 +141,17 @@ class WideRows {
 //
 // Of few rows by slabs, products prefetch from the thread's queue too, if there are any.
 template <class Find, class Add, class Epilogue>
-void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, int64_t x_stride, int num_rows, int64_t k,
-              const Bands& bands, int num_bands, int unit, PrefetchQueues* queues, const Find& find, const Add& add,
+void products(Pool& pool, const Kernels& kernels, DType dtype, const Rows& x, int num_rows, int64_t k, const Bands& bands,
+              int num_bands, int unit, PrefetchQueues* queues, const Find& find, const Add& add,
               const Epilogue& epilogue) {
   if (num_rows <= 0) return;  // of a step that asks for no logits
   const bool many = num_rows > 2 * kRows;
-  const int num_units = ceil_div(num_bands, unit), enough = 4 * pool.num_threads();
-  const int per_chunk = many ? unit * std::clamp(num_units / enough, 1, std::max(1, kMaxBands / unit)) : unit;
   const bool is_narrow = bands.format != Format::PLAIN;
   const bool widens = is_narrow && num_rows > kRows;  // each slab once, for several blocks of rows
   const Blocking blocking = kernels.blocking(dtype);
   const bool by_slabs = !is_narrow && num_rows >= blocking.min_rows;
+  const int num_units = ceil_div(num_bands, unit), enough = 4 * pool.num_threads();
+  const int per_chunk = many ? unit * std::clamp(num_units / enough, 1, std::max(1, blocking.part_bands / unit)) : unit;
   const int64_t slab_bytes = widens ? kWidenedBytes : blocking.slab_bytes;
   const int64_t slab = widens || by_slabs ? std::min(k, slab_bytes / band_bytes(dtype, 1)) : k;
   const bool as_floats = (by_slabs || widens) && dtype == DType::BF16 && kernels.product_of_wide != nullptr;
@@ -201,13 +206,13 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
           continue;
         }
         if (is_narrow && !widens) {
-          kernels.product_narrow(dtype, bands.format, at(x, begin * x_stride, dtype), x_stride, end - begin, weights, k,
+          kernels.product_narrow(dtype, bands.format, x.at(begin, 0, dtype), x.stride, end - begin, weights, k,
                                  block(band, begin), stride);
           add(band, begin, end - begin, block(band, begin), stride);
           continue;
         }
         if (as_floats && wide == nullptr)
-          wide = WideRows::of_thread().of(kernels, job, x, x_stride, begin, end, k);
+          wide = WideRows::of_thread().of(kernels, job, x, begin, end, k);
         if (widens) {
           kernels.widen(dtype, bands.format, weights, inputs, widened);
           weights = widened;
@@ -225,7 +230,7 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
             kernels.product_of_wide(tiles, tile_stride, m, weights, inputs, i > 0, block(band, row), stride, &prefetch);
             continue;
           }
-          kernels.product(dtype, at(x, row * x_stride + i, dtype), x_stride, m, weights, inputs, i > 0, block(band, row), stride,
+          kernels.product(dtype, x.at(row, i, dtype), x.stride, m, weights, inputs, i > 0, block(band, row), stride,
                           widens || by_slabs ? &prefetch : nullptr);
         }
         if (i + slab >= k) add(band, begin, end - begin, block(band, begin), stride);
@@ -238,9 +243,9 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
 }
 
 template <class Epilogue>
-void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, int64_t x_stride, int num_rows, int64_t k,
-              const Bands& bands, int num_bands, int unit, const Epilogue& epilogue) {
-  products(pool, kernels, dtype, x, x_stride, num_rows, k, bands, num_bands, unit, nullptr,
+void products(Pool& pool, const Kernels& kernels, DType dtype, const Rows& x, int num_rows, int64_t k, const Bands& bands,
+              int num_bands, int unit, const Epilogue& epilogue) {
+  products(pool, kernels, dtype, x, num_rows, k, bands, num_bands, unit, nullptr,
            [](int, int, int, Prefetch&) { return true; }, [](int, int, int, float*, int64_t) {}, epilogue);
 }
 
@@ -268,9 +273,10 @@ inline int attend_rows(const Pool& pool, const Kernels& kernels, DType dtype, in
   return rows;
 }
 
-// q [num_tokens][num_heads][dim], out [num_tokens][num_heads][v_dim]; keys and values are in their pages already.
-inline void attend_all(Pool& pool, const Kernels& kernels, DType dtype, const void* q, void* out, const Pages& pages,
-                       const Heads& heads, const LpSpans& spans) {
+// q [num_tokens][num_heads][dim], out [num_tokens][num_heads][v_dim], its tokens `out_stride` elements apart; keys and values
+// are in their pages already.
+inline void attend_all(Pool& pool, const Kernels& kernels, DType dtype, const void* q, void* out, int64_t out_stride,
+                       const Pages& pages, const Heads& heads, const LpSpans& spans) {
   const int group = heads.num_heads / heads.num_kv_heads;
   const int part = std::min(group, 16), num_parts = ceil_div(group, part);
   const int64_t num_rows = spans.query_starts[spans.num_spans] * heads.num_heads;
@@ -295,7 +301,7 @@ inline void attend_all(Pool& pool, const Kernels& kernels, DType dtype, const vo
     task.dim = heads.dim;
     task.v_dim = heads.v_dim;
     task.q_token_stride = int64_t(heads.num_heads) * heads.dim;
-    task.out_token_stride = int64_t(heads.num_heads) * heads.v_dim;
+    task.out_token_stride = out_stride;
     const int64_t head = int64_t(kv_head) * group + offset;
     task.q = at(q, block.start * task.q_token_stride + head * heads.dim, dtype);
     task.out = at(out, block.start * task.out_token_stride + head * heads.v_dim, dtype);

@@ -103,9 +103,18 @@ struct Scratch {
   char* q;       // [num_tokens][heads][head_dim]
   char* mixed;   // the same, attention's result
   char* act;     // [num_tokens][ffn], also of the layer's own input
+  // Elements from one row to the next, where products read them.
+  int64_t normed_stride, mixed_stride, act_stride;
   float* updates;
   int64_t num_bytes;
 };
+
+// Elements between rows of n: an odd number of lines, so that rows lie in different sets of a cache. A product reads the same
+// few lines of 32 rows at once, of which only 24 have room in the first cache where rows of 2048 bytes follow each other.
+int64_t stride_of(int64_t n, DType dtype) {
+  const int64_t num_lines = (n * item_bytes(dtype) + 63) / 64;
+  return (num_lines | 1) * 64 / item_bytes(dtype);
+}
 
 Scratch lay_out(const LpStack& stack, int64_t num_tokens, int64_t max_rank, void* base) {
   const DType dtype = DType(stack.dtype);
@@ -117,10 +126,13 @@ Scratch lay_out(const LpStack& stack, int64_t num_tokens, int64_t max_rank, void
     return taken;
   };
   Scratch s;
-  s.normed = take(num_tokens * stack.hidden * item_bytes(dtype));
+  s.normed_stride = stride_of(stack.hidden, dtype);
+  s.mixed_stride = stride_of(stack.q_size, dtype);
+  s.act_stride = stride_of(std::max(stack.ffn, stack.input), dtype);
+  s.normed = take(num_tokens * s.normed_stride * item_bytes(dtype));
   s.q = take(num_tokens * stack.q_size * item_bytes(dtype));
-  s.mixed = take(num_tokens * stack.q_size * item_bytes(dtype));
-  s.act = take(num_tokens * std::max(stack.ffn, stack.input) * item_bytes(dtype));
+  s.mixed = take(num_tokens * s.mixed_stride * item_bytes(dtype));
+  s.act = take(num_tokens * s.act_stride * item_bytes(dtype));
   const int64_t widest = std::max({stack.qkv_size, stack.hidden, 2 * stack.ffn, stack.input});
   s.updates = reinterpret_cast<float*>(
       take(max_rank > 0 ? Updates::num_floats(num_tokens, max_rank, 3, widest) * int64_t(sizeof(float)) : 0));
@@ -195,11 +207,11 @@ class StackRun {
   void feed_mixer(const LpLayer& layer) { feed(normalize(layer.norm1, layer.eps)); }
 
   // The end of a layer whose feed-forward part the caller computed.
-  void add_fed(const LpLayer& layer) { add_whole_rows(step_.fed, layer.ffn_norm, layer.eps); }
+  void add_fed(const LpLayer& layer) { add_whole_rows(fed(), layer.ffn_norm, layer.eps); }
 
   void before_attention(const LpLayer& layer) {
     prefetches_.begin_phase();
-    const void* x = normalize(layer.norm1, layer.eps);
+    const Rows x = normalize(layer.norm1, layer.eps);
     const auto targets = qkv_targets(layer);
     products_.prepare(x, stack_.hidden, targets.data(), int(targets.size()));
     project_qkv(layer, x);
@@ -209,7 +221,7 @@ class StackRun {
     prefetches_.begin_phase();
     const Heads heads{stack_.num_heads, layer.num_kv_heads, layer.head_dim, layer.head_dim, layer.scaling, layer.softcap, layer.window, 0,
                       layer.sinks};
-    attend_all(pool_, kernels_, dtype_, scratch_.q, scratch_.mixed, {layer.k_pages, layer.v_pages}, heads, step_.spans);
+    attend_all(pool_, kernels_, dtype_, scratch_.q, scratch_.mixed, scratch_.mixed_stride, {layer.k_pages, layer.v_pages}, heads, step_.spans);
   }
 
   // The queries of rows of another run, of which this one computes what is left.
@@ -221,11 +233,12 @@ class StackRun {
   void after_attention(const LpLayer& layer, const void* input) {
     const LpNorm& before_ffn = layer.norm2.weight == nullptr ? layer.norm1 : layer.norm2;
     if (layer.qkv != nullptr) prefetches_.begin_phase();
-    const void* x = stack_.is_parallel ? normalize(before_ffn, layer.eps) : nullptr;
+    Rows x{nullptr, 0};
+    if (stack_.is_parallel) x = normalize(before_ffn, layer.eps);
     if (layer.qkv != nullptr)
-      add_product(layer.o, layer.o_bias, layer.o_table, scratch_.mixed, q_rows(layer), layer.attention_norm, layer.eps);
+      add_product(layer.o, layer.o_bias, layer.o_table, {scratch_.mixed, scratch_.mixed_stride}, q_rows(layer), layer.attention_norm, layer.eps);
     else
-      add_whole_rows(step_.fed, layer.attention_norm, layer.eps);
+      add_whole_rows(fed(), layer.attention_norm, layer.eps);
     if (!stack_.is_parallel) x = normalize(layer.norm2, layer.eps);
     if (layer.gate_up == nullptr) return feed(x);
     prefetches_.begin_phase();
@@ -233,7 +246,7 @@ class StackRun {
     products_.prepare(x, stack_.hidden, targets.data(), int(targets.size()));
     gate(layer, x);
     prefetches_.begin_phase();
-    add_product(layer.down, nullptr, layer.down_table, scratch_.act, layer.ffn, layer.ffn_norm, layer.eps);
+    add_product(layer.down, nullptr, layer.down_table, {scratch_.act, scratch_.act_stride}, layer.ffn, layer.ffn_norm, layer.eps);
     if (layer.input_gate != nullptr) add_input(layer, input);
     if (layer.scale != 1.0f)
       each_row([&](int64_t, int64_t first) {
@@ -243,7 +256,15 @@ class StackRun {
   }
 
  private:
-  void feed(const void* x) { std::memcpy(step_.feed, x, size_t(step_.num_tokens * int64_t(stack_.hidden) * item_bytes(dtype_))); }
+  Rows hidden() const { return {step_.hidden, stack_.hidden}; }
+  Rows normed() const { return {scratch_.normed, scratch_.normed_stride}; }
+  Rows fed() const { return {step_.fed, stack_.hidden}; }
+
+  void feed(const Rows& x) {
+    each_row([&](int64_t row, int64_t first) {
+      std::memcpy(at(step_.feed, first, dtype_), x.at(row, 0, dtype_), size_t(stack_.hidden * item_bytes(dtype_)));
+    });
+  }
 
   int64_t q_rows(const LpLayer& layer) const { return int64_t(stack_.num_heads) * layer.head_dim; }
 
@@ -316,19 +337,19 @@ class StackRun {
   }
 
   // The hidden states behind a norm.
-  const void* normalize(const LpNorm& norm, float eps) {
-    if (norm.weight == nullptr) return step_.hidden;
+  Rows normalize(const LpNorm& norm, float eps) {
+    if (norm.weight == nullptr) return hidden();
     each_row([&](int64_t row, int64_t first) { norm_row(norm, row, eps, at(step_.hidden, first, dtype_)); });
-    return scratch_.normed;
+    return normed();
   }
 
   // hidden += added * norm(rows), which may be scratch.normed.
-  void add_whole_rows(const void* rows, const LpNorm& norm, float eps) {
+  void add_whole_rows(const Rows& rows, const LpNorm& norm, float eps) {
     each_row([&](int64_t row, int64_t first) {
-      const void* x = at(rows, first, dtype_);
+      const void* x = rows.at(row, 0, dtype_);
       if (norm.weight != nullptr) {
         norm_row(norm, row, eps, x);
-        x = at(scratch_.normed, first, dtype_);
+        x = normed().at(row, 0, dtype_);
       }
       kernels_.add_part(dtype_, x, stack_.hidden, stack_.added, at(step_.hidden, first, dtype_));
     });
@@ -347,7 +368,7 @@ class StackRun {
   // A row of scratch.normed from x, which may be that row.
   void norm_row(const LpNorm& norm, int64_t row, float eps, const void* x) {
     const int64_t n = stack_.hidden;
-    void* y = at(scratch_.normed, row * n, dtype_);
+    void* y = at(scratch_.normed, row * scratch_.normed_stride, dtype_);
     if (stack_.is_layer_norm)
       kernels_.layer_norm(dtype_, x, norm.weight, norm.bias, n, eps, stack_.norm_offset, y);
     else
@@ -362,7 +383,7 @@ class StackRun {
   }
 
   // Queries go to scratch, keys and values to their pages.
-  void project_qkv(const LpLayer& layer, const void* x) {
+  void project_qkv(const LpLayer& layer, const Rows& x) {
     const int unit = qkv_unit(layer);
     const int64_t num_outputs = q_rows(layer) + 2 * kv_rows(layer);
     const auto end_of = [=](int band, int bands) { return std::min(int64_t(band + bands) * kBand, num_outputs); };
@@ -496,7 +517,7 @@ class StackRun {
   }
 
   // hidden += added * norm(x @ packed + bias + update)
-  void add_product(const void* packed, const void* bias, const LpTable& table, const void* x, int64_t k,
+  void add_product(const void* packed, const void* bias, const LpTable& table, const Rows& x, int64_t k,
                    const LpNorm& norm, float eps) {
     const int64_t n = stack_.hidden;
     const bool by_rows = norm.weight != nullptr || stack_.added != 1.0f;
@@ -506,9 +527,9 @@ class StackRun {
         x, k, packed, n, 1, 0, bias, [&](int64_t output, int width, int row, int m, const float* c, int64_t stride) {
           if (!by_rows) kernels_.add_rows(dtype_, c, stride, m, width, at(step_.hidden, row * n + output, dtype_), n);
           for (int64_t r = 0; by_rows && r < m; r++)
-            kernels_.store(dtype_, c + r * stride, width, at(scratch_.normed, (row + r) * n + output, dtype_));
+            kernels_.store(dtype_, c + r * stride, width, at(scratch_.normed, (row + r) * scratch_.normed_stride + output, dtype_));
         });
-    if (by_rows) add_whole_rows(scratch_.normed, norm, eps);
+    if (by_rows) add_whole_rows(normed(), norm, eps);
   }
 
   // hidden += norm(projection(act(gate(hidden)) * input))
@@ -516,21 +537,21 @@ class StackRun {
     const int64_t n = stack_.input;
     const Target target{&layer.input_gate_table, n};
     prefetches_.begin_phase();
-    products_.prepare(step_.hidden, stack_.hidden, &target, 1);
+    products_.prepare(hidden(), stack_.hidden, &target, 1);
     products_.multiply_one(
-        step_.hidden, stack_.hidden, layer.input_gate, n, 1, 0, nullptr,
+        hidden(), stack_.hidden, layer.input_gate, n, 1, 0, nullptr,
         [&](int64_t output, int width, int row, int m, const float* c, int64_t stride) {
           for (int64_t r = 0; r < m; r++) {
             float factors[kBand] = {};
             kernels_.add_bias(dtype_, at(input, (row + r) * n + output, dtype_), width, factors);
-            kernels_.gated(dtype_, stack_.act, c + r * stride, factors, width, at(scratch_.act, (row + r) * n + output, dtype_));
+            kernels_.gated(dtype_, stack_.act, c + r * stride, factors, width, at(scratch_.act, (row + r) * scratch_.act_stride + output, dtype_));
           }
         });
     prefetches_.begin_phase();
-    add_product(layer.input_projection, nullptr, layer.input_projection_table, scratch_.act, n, layer.input_norm, layer.eps);
+    add_product(layer.input_projection, nullptr, layer.input_projection_table, {scratch_.act, scratch_.act_stride}, n, layer.input_norm, layer.eps);
   }
 
-  void gate(const LpLayer& layer, const void* x) {
+  void gate(const LpLayer& layer, const Rows& x) {
     const int64_t n = layer.ffn;
     const bool streams = step_.num_tokens * n * item_bytes(dtype_) > kStreamedBytes, is_merged = stack_.merges_gate_up != 0;
     products_.multiply(
@@ -550,8 +571,8 @@ class StackRun {
                 products_.updates().rescale(module, of_module, int(std::min<int64_t>(kPanel, end - output)), row, m,
                                             c + 2 * (output - start) + part * kPanel, stride);
               });
-          kernels_.gated_bands(dtype_, stack_.act, c, stride, m, int(end - start), at(scratch_.act, row * n + start, dtype_),
-                               n, streams);
+          kernels_.gated_bands(dtype_, stack_.act, c, stride, m, int(end - start),
+                               at(scratch_.act, row * scratch_.act_stride + start, dtype_), scratch_.act_stride, streams);
         });
   }
 

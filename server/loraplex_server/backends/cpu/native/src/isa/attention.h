@@ -65,8 +65,8 @@ static void weigh(const AttendTask& t, const float* weights, int64_t stride, int
     for (int c = 0; c < C; c++) acc[r][c] = zeros();
   const Part last = first(kWhole ? 16 : t.v_dim - column);
   auto row = Cursor<D>::of_values(t, begin);
-  for (int64_t at = begin; at < end; at++, row.next()) {
-    const typename D::T* v = row.row() + column;
+  for (int64_t at = begin; at < end; at++) {
+    const typename D::T* v = row.next() + column;
     Floats values[C];
     for (int c = 0; c < C; c++) values[c] = kWhole ? load(v + 16 * c) : load(v + 16 * c, last);
     for (int r = 0; r < 4; r++) {

@@ -25,10 +25,9 @@ static inline void weigh_pairs(const AttendTask& t, const bf16* weights, int64_t
   auto row = Cursor<BF16>::of_values(t, first);
   weights += first - begin;
   for (int64_t at = first; at < to; at += 2, weights += 2) {
-    const bf16* one = at >= from ? row.row() + column : nullptr;
-    row.next();
-    const bf16* other = at + 1 < to ? row.row() + column : nullptr;
-    if (at + 2 < to) row.next();
+    const bf16* first_row = row.next();
+    const bf16* one = at >= from ? first_row + column : nullptr;
+    const bf16* other = at + 1 < to ? row.next() + column : nullptr;
     Words values[2 * C];
     for (int c = 0; c < C; c++)
       join_rows(words(one == nullptr ? nullptr : one + 32 * c), words(other == nullptr ? nullptr : other + 32 * c),

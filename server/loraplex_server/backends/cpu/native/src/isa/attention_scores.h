@@ -93,11 +93,9 @@ static void score(const AttendTask& t, const typename Multiplied<D>::T* q, int n
     const int count = end - at < kKeys ? (int)(end - at) : kKeys;
     const T* rows[kKeys];
     for (int i = 0; i < count; i++) {
-      rows[i] = key.row();
-      key.next();
-      fetch_early(value.row(), v_bytes);  // which is read only later
-      value.next();
-      if (at + i + kKeys < end) fetch_early(early.row(), num_bytes), early.next();
+      rows[i] = key.next();
+      fetch_early(value.next(), v_bytes);  // which is read only later
+      if (at + i + kKeys < end) fetch_early(early.next(), num_bytes);
     }
     transpose_keys(rows, count, t.dim, keys);
     float* to = scores + (at - begin);

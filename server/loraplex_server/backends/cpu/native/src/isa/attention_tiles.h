@@ -98,33 +98,37 @@ struct Block {
 
 // Values of `count` positions from `from` on, in pairs of keys, filled up with zeros to 32. Whether all are finite. Keys
 // that will be read in their pages are fetched on the way.
-static bool take_values(const AttendTask& t, int64_t from, int count, const Block& block, bool copies, bf16* v) {
+static bool take_values(const AttendTask& t, int64_t from, int count, bool copies, bf16* v) {
   const __m512i zero = _mm512_setzero_si512(), exponent = _mm512_set1_epi16(0x7f80);
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
                                        36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-  const int ahead = 16;
+  const int ahead = 16, whole = t.v_dim & ~31;
   auto value = Cursor<BF16>::of_values(t, from), early = Cursor<BF16>::of_values(t, from + (ahead < count ? ahead : 0));
-  __mmask32 wild = 0;
+  auto key = Cursor<BF16>::of_keys(t, from);
+  __m512i largest = zero;  // exponents
+  const auto join = [&](__m512i a, __m512i b, bf16* to) {
+    largest = _mm512_max_epu16(largest, _mm512_and_si512(a, exponent));
+    largest = _mm512_max_epu16(largest, _mm512_and_si512(b, exponent));
+    _mm512_store_si512(to, _mm512_permutex2var_epi16(a, low, b));
+    _mm512_store_si512(to + kTile, _mm512_permutex2var_epi16(a, high, b));
+  };
+  const auto take = [&](int i) {
+    if (!copies) fetch_early(key.next(), t.dim * 2);
+    if (i + ahead < count) fetch_early(early.next(), t.v_dim * 2);
+    return value.next();
+  };
   for (int i = 0; i < count || (i & 31); i += 2) {
-    const bf16* rows[2] = {nullptr, nullptr};
-    for (int j = 0; j < 2 && i + j < count; j++) {
-      rows[j] = value.row();
-      value.next();
-      if (!copies) fetch_early(block.keys[(i + j) / 16] + (i + j) % 16 * t.token_stride, t.dim * 2);
-      if (i + j + ahead < count) fetch_early(early.row(), t.v_dim * 2), early.next();
-    }
     bf16* to = v + i / 32 * (whole_dim(t.v_dim) / 16 * kTile) + i % 32 * 16;
-    for (int c = 0; c < t.v_dim; c += 32, to += 2 * kTile) {
-      const __m512i a = rows[0] != nullptr ? load_first(rows[0] + c, t.v_dim - c) : zero;
-      const __m512i b = rows[1] != nullptr ? load_first(rows[1] + c, t.v_dim - c) : zero;
-      wild |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(a, exponent), exponent);
-      wild |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(b, exponent), exponent);
-      _mm512_store_si512(to, _mm512_permutex2var_epi16(a, low, b));
-      _mm512_store_si512(to + kTile, _mm512_permutex2var_epi16(a, high, b));
-    }
+    const bf16* one = i < count ? take(i) : nullptr;
+    const bf16* other = i + 1 < count ? take(i + 1) : nullptr;
+    for (int c = 0; c < whole; c += 32, to += 2 * kTile)
+      join(one != nullptr ? _mm512_loadu_si512(one + c) : zero, other != nullptr ? _mm512_loadu_si512(other + c) : zero, to);
+    if (whole < t.v_dim)
+      join(one != nullptr ? load_first(one + whole, t.v_dim - whole) : zero,
+           other != nullptr ? load_first(other + whole, t.v_dim - whole) : zero, to);
   }
-  return wild == 0;
+  return _mm512_cmpeq_epi16_mask(largest, exponent) == 0;
 }
 
 // A copy of the keys, which lie far apart in their pages.
@@ -132,8 +136,7 @@ static void take_keys(const AttendTask& t, int64_t from, int count, bf16* k) {
   auto key = Cursor<BF16>::of_keys(t, from);
   for (int i = 0; i < count || (i & 31); i++) {
     bf16* to = k + i / 16 * (whole_dim(t.dim) / 32 * kTile) + i % 16 * 32;
-    const bf16* row = i < count ? key.row() : nullptr;
-    if (row != nullptr) key.next();
+    const bf16* row = i < count ? key.next() : nullptr;
     for (int c = 0; c < t.dim; c += 32, to += kTile)
       _mm512_store_si512(to, row != nullptr ? load_first(row + c, t.dim - c) : _mm512_setzero_si512());
   }
@@ -146,30 +149,51 @@ static Block take_block(const AttendTask& t, int64_t from, int count, bool copie
   block.key_bytes = copies ? 64 : t.token_stride * 2;
   block.column = copies ? kTile : 32;
   for (int i = 0; i < ((count + 31) & ~31); i += 16) {
-    const bf16* first = Cursor<BF16>::of_keys(t, from + (i < count ? i : 0)).row();
+    const bf16* first = Cursor<BF16>::of_keys(t, from + (i < count ? i : 0)).next();
     block.keys[i / 16] = copies ? m.k + i * whole_dim(t.dim) : first;
   }
   if (copies) take_keys(t, from, count, m.k);
-  block.is_finite = take_values(t, from, count, block, copies, m.v);
+  block.is_finite = take_values(t, from, count, copies, m.v);
   return block;
+}
+
+// scores[32 or 64][16] = k . q, of W times 16 keys.
+template <int W>
+static inline void score_keys(const bf16* q, const bf16* const* keys, int64_t key_bytes, int64_t column, int dim, float* scores) {
+  _tile_zero(0);
+  _tile_zero(1);
+  if (W == 4) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int c = 0; c < dim; c += 32, q += kTile) {
+    const int64_t at = c / 32 * column;
+    _tile_loadd(6, q, 64);
+    _tile_loadd(4, keys[0] + at, key_bytes);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, keys[1] + at, key_bytes);
+    _tile_dpbf16ps(1, 5, 6);
+    if (W == 4) {
+      _tile_loadd(4, keys[2] + at, key_bytes);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_loadd(5, keys[3] + at, key_bytes);
+      _tile_dpbf16ps(3, 5, 6);
+    }
+  }
+  _tile_stored(0, scores, 64);
+  _tile_stored(1, scores + 256, 64);
+  if (W == 4) {
+    _tile_stored(2, scores + 512, 64);
+    _tile_stored(3, scores + 768, 64);
+  }
 }
 
 // scores[num_keys][16] = k . q, of keys in 32s.
 static void score_tile(const bf16* q, const Block& block, int dim, int num_keys, float* scores) {
-  for (int i = 0; i < num_keys; i += 32, scores += 512) {
-    const bf16 *one = block.keys[i / 16], *other = block.keys[i / 16 + 1], *query = q;
-    _tile_zero(0);
-    _tile_zero(1);
-    for (int c = 0; c < dim; c += 32, one += block.column, other += block.column, query += kTile) {
-      _tile_loadd(6, query, 64);
-      _tile_loadd(4, one, block.key_bytes);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(5, other, block.key_bytes);
-      _tile_dpbf16ps(1, 5, 6);
-    }
-    _tile_stored(0, scores, 64);
-    _tile_stored(1, scores + 256, 64);
-  }
+  int i = 0;
+  for (; i + 64 <= num_keys; i += 64)
+    score_keys<4>(q, block.keys + i / 16, block.key_bytes, block.column, dim, scores + i * 16);
+  if (i < num_keys) score_keys<2>(q, block.keys + i / 16, block.key_bytes, block.column, dim, scores + i * 16);
 }
 
 // Whether scores get their factor before the softmax takes them: what else is done to them comes behind it.

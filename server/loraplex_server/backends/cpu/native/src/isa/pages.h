@@ -9,10 +9,9 @@ namespace LP_ISA {
 
 // Walks over a span's rows of keys or values, position by position.
 template <class D>
-struct Cursor {
-  const typename D::T* pages;
-  const AttendTask& task;
-  int64_t block_stride, token_stride, block, offset;
+class Cursor {
+ public:
+  typedef typename D::T T;
 
   static Cursor of_keys(const AttendTask& t, int64_t position) { return {t.k, t.block_stride, t.token_stride, t, position}; }
 
@@ -20,16 +19,31 @@ struct Cursor {
     return {t.v, t.v_block_stride, t.v_token_stride, t, position};
   }
 
-  const typename D::T* row() const { return pages + task.blocks[block] * block_stride + offset * token_stride; }
-
-  void next() {
-    if (++offset == task.block_size) offset = 0, block++;
+  // The row of the next position.
+  const T* next() {
+    if (left_ == 0) enter(++block_, 0);
+    const T* row = row_;
+    row_ += token_stride_, left_--;
+    return row;
   }
 
  private:
-  Cursor(const void* base, int64_t block_stride, int64_t token_stride, const AttendTask& t, int64_t position)
-      : pages((const typename D::T*)base), task(t), block_stride(block_stride), token_stride(token_stride),
-        block(position / t.block_size), offset(position % t.block_size) {}
+  Cursor(const void* pages, int64_t block_stride, int64_t token_stride, const AttendTask& t, int64_t position)
+      : pages_((const T*)pages), blocks_(t.blocks), block_size_(t.block_size), block_stride_(block_stride),
+        token_stride_(token_stride), block_(position / t.block_size) {
+    enter(block_, position % t.block_size);
+  }
+
+  void enter(int64_t block, int64_t offset) {
+    row_ = pages_ + blocks_[block] * block_stride_ + offset * token_stride_;
+    left_ = block_size_ - offset;
+  }
+
+  const T* pages_;
+  const int64_t* blocks_;
+  int64_t block_size_, block_stride_, token_stride_, block_;
+  const T* row_;  // of the next position, where any are left in the block
+  int64_t left_;
 };
 
 // Chunks, sinks or biases, which few models have: their code by vectors is another, so that the others' stays as it is.

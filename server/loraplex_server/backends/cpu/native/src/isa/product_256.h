@@ -227,9 +227,9 @@ static void product_of_wide(const float* tiles, int64_t tile_stride, int m, cons
 // on AMD's Zen 4.
 static Blocking blocking([[maybe_unused]] DType dtype) {
 #ifdef LP_WIDENS_ROWS
-  if (dtype == DType::BF16) return {9, 1 << 16, 64, 1, true, 8};
+  if (dtype == DType::BF16) return {9, 1 << 16, 64, 8, 1, true, 8};
 #endif
-  return {9, 1 << 16, 256, 1, true, 8};
+  return {9, 1 << 16, 256, 8, 1, true, 8};
 }
 
 }  // namespace LP_ISA
