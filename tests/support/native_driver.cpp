@@ -34,6 +34,7 @@ void lp_dense(void*, int, const void*, int64_t, int, int64_t, const void*, int64
 void lp_attend(void*, int, const void*, void*, const void*, const void*, int, int, int, int, float, float, int64_t, int64_t,
                const void*, const void*, int64_t, const void*);
 void lp_gated_norm(void*, int, int, const void*, const void*, const void*, int, int64_t, float, int, void*);
+void lp_gate(void*, int, int, const void*, int64_t, const void*, int64_t, int, int64_t, void*);
 void lp_rms_norm(void*, int, const void*, const void*, int, int64_t, float, float, int, void*);
 void lp_argmax(void*, int, const void*, int, int64_t, const void*, const void*, int64_t, void*, void*);
 void lp_stack_run(void*, const void*, const void*);
@@ -72,7 +73,7 @@ class Program {
         {"lp_linear", [this] { call(lp_linear); }},     {"lp_lora", [this] { call(lp_lora); }},
         {"lp_dense", [this] { call(lp_dense); }},       {"lp_attend", [this] { call(lp_attend); }},
         {"lp_rms_norm", [this] { call(lp_rms_norm); }}, {"lp_argmax", [this] { call(lp_argmax); }},
-        {"lp_gated_norm", [this] { call(lp_gated_norm); }},
+        {"lp_gated_norm", [this] { call(lp_gated_norm); }}, {"lp_gate", [this] { call(lp_gate); }},
         {"lp_stack_run", [this] { call(lp_stack_run); }}, {"lp_round_int4", [this] { call(lp_round_int4); }},
         {"lp_convolve", [this] { call(lp_convolve); }}, {"lp_scan", [this] { call(lp_scan); }},
         {"lp_attend_linearly", [this] { call(lp_attend_linearly); }}, {"lp_experts_run", [this] { call(lp_experts_run); }},

@@ -241,16 +241,17 @@ def _is_gated(module: nn.Module, ops: FusedOps) -> bool:
     like = next(module.parameters(), None)
     if like is None or not like.is_floating_point():
         return False
+    device = "cpu" if like.is_meta else like.device  # packed weights leave nothing where they were
     sizes = {GATED[0]: (16, 24), GATED[1]: (16, 24), GATED[2]: (24, 16)}
     for dtype, scale in ((torch.float32, 4.0), (torch.float32, 400.0), (like.dtype, 4.0)):
         linears: dict[str, nn.Module] = {}
         for name, (num_in, num_out) in sizes.items():
             linears[name] = linear = nn.Linear(num_in, num_out, bias=False, device="cpu")
             linear.weight.copy_(torch.randn(num_out, num_in, generator=generator) / 4)
-            linear.to(like.device, dtype)
+            linear.to(device, dtype)
         small = copy.copy(module)
         small.__dict__["_modules"] = {name: linears.get(name, child) for name, child in module.named_children()}
-        x = (scale * torch.randn(1, NUM_ROWS, 16, generator=generator)).to(like.device, dtype)
+        x = (scale * torch.randn(1, NUM_ROWS, 16, generator=generator)).to(device, dtype)
         try:
             found = compare("gate", small(x), _gated(x, own=small.forward, module=small, ops=ops))
         except Exception:  # model-specific code that takes or needs something else

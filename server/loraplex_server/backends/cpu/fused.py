@@ -1,4 +1,4 @@
-"""RMS norms by native CPU kernels, where proven equal to a model's own."""
+"""RMS norms and gates by native CPU kernels, where proven equal to a model's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loraplex_server.backends.fusion import NormForm
 
 
 class NativeFused:
-    """Implements FusedOps, without rotary embeddings and gates."""
+    """Implements FusedOps, without rotary embeddings."""
 
     name = "native"
 
@@ -31,4 +31,6 @@ class NativeFused:
         raise TypeError("rotary embeddings are left to the model")
 
     def silu_product(self, gate: Tensor, up: Tensor) -> Tensor:
-        raise TypeError("gates are left to the model")
+        if gate.dtype not in DTYPES or gate.shape != up.shape or gate.dtype != up.dtype:
+            raise TypeError(f"no gate of {gate.dtype} {tuple(gate.shape)} by {up.dtype} {tuple(up.shape)}")
+        return self._kernels.silu_product(gate, up)

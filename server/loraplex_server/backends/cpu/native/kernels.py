@@ -310,6 +310,19 @@ class NativeKernels:
         )  # fmt: skip
         return y
 
+    def silu_product(self, gate: Tensor, up: Tensor) -> Tensor:
+        """gate, up [..., features] -> silu(gate), rounded to the dtype, times up."""
+        num_features = gate.shape[-1]
+        gates, ups = (x.reshape(-1, num_features) for x in (gate, up))
+        if gates.stride(1) != 1 or ups.stride(1) != 1:
+            gates, ups = gates.contiguous(), ups.contiguous()
+        y = torch.empty(gate.shape, dtype=gate.dtype)
+        self._functions.lp_gate(
+            self._pool, DTYPES[gate.dtype], ACTIVATIONS["SiLU"], gates.data_ptr(), gates.stride(0), ups.data_ptr(), ups.stride(0),
+            len(gates), num_features, y.data_ptr(),
+        )  # fmt: skip
+        return y
+
     def argmax(self, values: Tensor, masks: RowMasks | None = None) -> tuple[Tensor, Tensor]:
         """values [rows, n] -> the largest of each row (float32; NaN if one is) and its index, the lowest on ties. Of a
         row with a mask the largest that it allows; NaN also where another value is infinite."""

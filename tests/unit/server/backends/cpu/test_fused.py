@@ -1,4 +1,4 @@
-"""Native RMS norms in the place of a model's own."""
+"""Native RMS norms and gates in the place of a model's own."""
 
 from __future__ import annotations
 
@@ -47,6 +47,23 @@ def test_norms_beside_gates_round_as_models_do(
     assert (got == want).float().mean() > 0.9 or x_dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("isa", isas())
+def test_gates_round_as_models_do(isa: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gate, up = (8 * torch.randn(2, 5, 2 * 1051)).to(dtype).chunk(2, dim=-1)  # as a merged linear leaves them
+    want = ReferenceFused().silu_product(gate, up)
+    with using(isa):
+        ops = NativeFused(native_kernels())
+        got, alone = ops.silu_product(gate, up), ops.silu_product(gate[1:, 3:4], up[1:, 3:4])
+        turned = ops.silu_product(gate.mT, up.mT)
+    tolerance = 2e-6 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(turned, want.mT, rtol=tolerance, atol=tolerance)
+    assert (got == want).float().mean() > 0.9 or dtype == torch.float32
+    assert torch.equal(alone, got[1:, 3:4])
+
+
 def test_others_stay() -> None:
     ops = NativeFused(native_kernels())
     with pytest.raises(TypeError, match="float64"):
@@ -55,6 +72,8 @@ def test_others_stay() -> None:
         ops.rms_norm(torch.randn(2, 8), torch.randn(8), 1e-5, NormForm(1.0, True))
     with pytest.raises(TypeError, match=r"bfloat16 by torch\.float32"):
         ops.gated_norm(torch.randn(2, 8).bfloat16(), torch.randn(2, 8), torch.randn(8), 1e-5, gates_first=True)
+    with pytest.raises(TypeError, match=r"bfloat16 \(2, 8\) by torch\.float32"):
+        ops.silu_product(torch.randn(2, 8).bfloat16(), torch.randn(2, 8))
 
 
 def test_a_gated_mlp_with_a_norm_in_it() -> None:

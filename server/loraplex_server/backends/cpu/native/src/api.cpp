@@ -249,6 +249,24 @@ LP_API void lp_gated_norm(lp::Pool* pool, int x_dtype, int dtype, const void* x,
   });
 }
 
+// y [num_rows][n] = act(gate) * up, whose rows are `gate_stride` and `up_stride` elements apart.
+LP_API void lp_gate(lp::Pool* pool, int dtype, int act, const void* gate, int64_t gate_stride, const void* up, int64_t up_stride,
+                    int num_rows, int64_t n, void* y) {
+  const auto turn = pool->take_turn();
+  const lp::Kernels& kernels = *lp::current_kernels();
+  const DType type = DType(dtype);
+  constexpr int kWidth = 1024;
+  const int num_columns = lp::ceil_div(n, kWidth);
+  pool->run(num_rows * num_columns, [&](int chunk, int) {
+    float left[kWidth] = {}, right[kWidth] = {};
+    const int64_t row = chunk / num_columns, first = int64_t(chunk % num_columns) * kWidth;
+    const int width = int(std::min<int64_t>(kWidth, n - first));
+    kernels.add_bias(type, lp::at(gate, row * gate_stride + first, type), width, left);
+    kernels.add_bias(type, lp::at(up, row * up_stride + first, type), width, right);
+    kernels.gated(type, act, left, right, width, lp::at(y, row * n + first, type));
+  });
+}
+
 // The largest value of each row of x [num_rows][n], and where it is first. masks [num_rows]: for each row, the number
 // of its mask, or -1; bits [..][num_words]: masks of the values that count; both may be null.
 LP_API void lp_argmax(lp::Pool* pool, int dtype, const void* x, int num_rows, int64_t n, const int32_t* masks,

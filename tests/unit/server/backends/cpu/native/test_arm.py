@@ -294,6 +294,9 @@ def test_attention_and_norms(
     for gates_first, x_dtype in ((0, dtype), (1, dtype), (1, F32)):
         x, y = program.put(floats(dice, x_dtype, 11, 90)), program.put(zeros(x_dtype, 11, 90))
         program.call("lp_gated_norm", x_dtype, dtype, x, gate, weight, 11, 90, 1e-5, gates_first, y)
+    for act in (0, 1):
+        up, y = program.put(floats(dice, dtype, 11, 90)), program.put(zeros(dtype, 11, 75))
+        program.call("lp_gate", dtype, act, gate, 90, up, 90, 11, 75, y)
     rows = 40
     values = floats(dice, dtype, rows, 333)
     values[2, 100] = values[3, 108] = np.float32(np.nan) if dtype == F32 else 0x7FC0
