@@ -70,6 +70,7 @@ LP_BY_HALVES(__m512i, add_epi32, _mm256_add_epi32)
 LP_BY_HALVES(__m512i, add_epi16, _mm256_add_epi16)
 LP_BY_HALVES(__m512i, sub_epi16, _mm256_sub_epi16)
 LP_BY_HALVES(__m512i, subs_epu16, _mm256_subs_epu16)
+LP_BY_HALVES(__m512i, max_epu16, _mm256_max_epu16)
 LP_BY_HALVES(__m512i, mullo_epi32, _mm256_mullo_epi32)
 LP_BY_HALVES(__m512i, and_si512, _mm256_and_si256)
 LP_BY_HALVES(__m512i, or_si512, _mm256_or_si256)
@@ -414,6 +415,8 @@ static inline __m512 dpbf16_ps(__m512 sums, __m512i a, __m512i b) {
 #define _mm512_sub_epi16 emulated_512::sub_epi16
 #undef _mm512_subs_epu16
 #define _mm512_subs_epu16 emulated_512::subs_epu16
+#undef _mm512_max_epu16
+#define _mm512_max_epu16 emulated_512::max_epu16
 #undef _mm512_mullo_epi32
 #define _mm512_mullo_epi32 emulated_512::mullo_epi32
 #undef _mm512_and_si512
