@@ -1,4 +1,4 @@
-"""RMS norms and gates by native CPU kernels, where proven equal to a model's own."""
+"""RMS norms and gates by native CPU kernels, proven equal to a model's own."""
 
 from __future__ import annotations
 
