@@ -51,7 +51,13 @@ VARIANTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     # Values of 64 features, and keys of 96.
     "deepseek_v2": (
         "deepseek_v2",
-        {"kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "moe_intermediate_size": 32},
+        {
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 64,
+            "moe_intermediate_size": 32,
+        },
     ),
     "gemma4": ("gemma4", {"global_head_dim": 64, "hidden_size_per_layer_input": 32, "use_double_wide_mlp": True}),
     # Values are keys in layers of full attention, which have fewer; no layer has an input of its own.

@@ -318,8 +318,8 @@ class NativeKernels:
             gates, ups = gates.contiguous(), ups.contiguous()
         y = torch.empty(gate.shape, dtype=gate.dtype)
         self._functions.lp_gate(
-            self._pool, DTYPES[gate.dtype], ACTIVATIONS["SiLU"], gates.data_ptr(), gates.stride(0), ups.data_ptr(), ups.stride(0),
-            len(gates), num_features, y.data_ptr(),
+            self._pool, DTYPES[gate.dtype], ACTIVATIONS["SiLU"], gates.data_ptr(), gates.stride(0), ups.data_ptr(),
+            ups.stride(0), len(gates), num_features, y.data_ptr(),
         )  # fmt: skip
         return y
 
