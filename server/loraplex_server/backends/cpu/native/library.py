@@ -287,7 +287,9 @@ KERNELS: Final[Mapping[str, Prototype]] = {
     "lp_gated_norm": _function(
         None, "pool x_dtype dtype x gate weight num_rows n eps gates_first y", x_dtype=_INT, gates_first=_INT
     ),
-    "lp_gate": _function(None, "pool dtype act gate gate_stride up up_stride num_rows n y", act=_INT),
+    "lp_gate": _function(
+        None, "pool dtype act gate gate_stride up up_stride num_rows n y", act=_INT, gate_stride=_LONG, up_stride=_LONG
+    ),
     "lp_argmax": _function(None, "pool dtype x num_rows n masks bits num_words best where"),
     "lp_draw": _function(None, "pool draws noise tops token_ids", draws=_struct(Draws), noise=_struct(Noise)),
     "lp_guess": _function(None, "pool guesses head hidden scratch best where", scratch=_struct(GuessScratch)),
