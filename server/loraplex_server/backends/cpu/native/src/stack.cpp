@@ -236,7 +236,7 @@ class StackRun {
     Rows x{nullptr, 0};
     if (stack_.is_parallel) x = normalize(before_ffn, layer.eps);
     if (layer.qkv != nullptr)
-      add_product(layer.o, layer.o_bias, layer.o_table, {scratch_.mixed, scratch_.mixed_stride}, q_rows(layer), layer.attention_norm, layer.eps);
+      add_product(layer.o, layer.o_bias, layer.o_table, mixed(), q_rows(layer), layer.attention_norm, layer.eps);
     else
       add_whole_rows(fed(), layer.attention_norm, layer.eps);
     if (!stack_.is_parallel) x = normalize(layer.norm2, layer.eps);
@@ -246,7 +246,7 @@ class StackRun {
     products_.prepare(x, stack_.hidden, targets.data(), int(targets.size()));
     gate(layer, x);
     prefetches_.begin_phase();
-    add_product(layer.down, nullptr, layer.down_table, {scratch_.act, scratch_.act_stride}, layer.ffn, layer.ffn_norm, layer.eps);
+    add_product(layer.down, nullptr, layer.down_table, activated(), layer.ffn, layer.ffn_norm, layer.eps);
     if (layer.input_gate != nullptr) add_input(layer, input);
     if (layer.scale != 1.0f)
       each_row([&](int64_t, int64_t first) {
@@ -258,6 +258,8 @@ class StackRun {
  private:
   Rows hidden() const { return {step_.hidden, stack_.hidden}; }
   Rows normed() const { return {scratch_.normed, scratch_.normed_stride}; }
+  Rows mixed() const { return {scratch_.mixed, scratch_.mixed_stride}; }
+  Rows activated() const { return {scratch_.act, scratch_.act_stride}; }
   Rows fed() const { return {step_.fed, stack_.hidden}; }
 
   void feed(const Rows& x) {
@@ -548,7 +550,7 @@ class StackRun {
           }
         });
     prefetches_.begin_phase();
-    add_product(layer.input_projection, nullptr, layer.input_projection_table, {scratch_.act, scratch_.act_stride}, n, layer.input_norm, layer.eps);
+    add_product(layer.input_projection, nullptr, layer.input_projection_table, activated(), n, layer.input_norm, layer.eps);
   }
 
   void gate(const LpLayer& layer, const Rows& x) {

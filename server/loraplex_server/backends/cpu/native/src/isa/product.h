@@ -246,8 +246,8 @@ static void product(DType dtype, const void* x, int64_t x_stride, int m, const v
 
 static Blocking blocking([[maybe_unused]] DType dtype) {
 #ifdef __AMX_BF16__
-  // Slabs as large as that: sums leave their tiles after 1024 inputs. With 16384 bytes and parts of 512 rows a prompt takes 1.2
-  // times as long on a Xeon with AMX.
+  // A slab has 1024 inputs, behind which sums leave their tiles. With 256 inputs and parts of 512 rows a prompt takes 1.2 times as
+  // long on a Xeon with AMX.
   if (dtype == DType::BF16) return {2 * kRows + 1, 1 << 16, 256, 4, kFetches, false, 128};
 #endif
   return {kBlockRows + 1, 1 << 16, 256, 8, 1, true, kBlockRows};
