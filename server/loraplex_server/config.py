@@ -92,7 +92,7 @@ class KvConfig:
     state_bytes: int | None = _memory(
         None,
         "Memory for recurrent states, of models whose layers keep some: those of running completions, and snapshots "
-        "for prompts that begin alike. Default: a third of the KV cache's.",
+        "for prompts that begin alike. Default: one to two thirds of the KV cache's, by the size of states.",
         "--state-memory",
         is_bytes=True,
     )

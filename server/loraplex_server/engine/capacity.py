@@ -11,7 +11,6 @@ from loraplex_server.config import EngineConfig
 from loraplex_server.layers.attention import kv_block_bytes
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.memory import (
-    STATE_SHARE,
     adapter_bytes,
     free_memory_bytes,
     kv_budget_bytes,
@@ -19,6 +18,7 @@ from loraplex_server.model.memory import (
     num_kv_blocks,
     num_spare_states,
     num_state_slots,
+    state_share,
     state_slot_bytes,
     step_bytes,
 )
@@ -65,7 +65,7 @@ def state_slots(config: EngineConfig, loaded: LoadedModel, free_bytes: int, *, h
         return 0
     budget = config.kv.state_bytes
     if budget is None:
-        budget = int(STATE_SHARE * _kv_budget_bytes(config, loaded, free_bytes, has_adapters=has_adapters))
+        budget = int(state_share(loaded) * _kv_budget_bytes(config, loaded, free_bytes, has_adapters=has_adapters))
     return num_state_slots(budget, loaded, config.batch.max_running)
 
 

@@ -17,6 +17,7 @@ import torch
 from loraplex_contracts.errors import OutOfMemory, is_out_of_memory
 from loraplex_runtime import cgroups
 from loraplex_server.backends.reference import MAX_GROUP_TOKENS
+from loraplex_server.layers.attention import kv_block_bytes
 from loraplex_server.layers.experts import ExpertLinear
 from loraplex_server.layers.linear import AdaptedHead, AdaptedLinear
 from loraplex_server.model.loaded_model import LoadedModel
@@ -30,8 +31,10 @@ NUM_CONTEXTS = 2
 NUM_STATES = 2
 # Snapshots of states that are kept for each sequence that may run, where memory allows it.
 NUM_SNAPSHOTS = 4
-# The part of the KV cache's memory that states get beside it.
-STATE_SHARE: Final = 1 / 3
+# Tokens of the sequence that says how large states are beside keys and values, and the bounds of their share.
+SEQUENCE_TOKENS: Final = 2048
+MIN_STATE_SHARE: Final = 1 / 3
+MAX_STATE_SHARE: Final = 2 / 3
 # Scores in float32: as they are, tempered, sorted (with ids of 8 bytes), truncated, with noise.
 SCORE_BYTES = 4 * 8
 # Scores that become logprobs at once, or all of the rows that draw.
@@ -84,6 +87,14 @@ def step_bytes(loaded: LoadedModel, num_tokens: int, max_rows: int) -> int:
 def state_slot_bytes(loaded: LoadedModel) -> int:
     """Bytes of one sequence's states; 0 where layers keep none. 1 for empty ones, as convolutions of width 1 have."""
     return max(1, sum(spec.num_bytes for spec in loaded.states)) if loaded.states else 0
+
+
+def state_share(loaded: LoadedModel) -> float:
+    """The part of the KV cache's memory that states get beside it: as many sequences should find room for their states,
+    now and after the next token, as for their keys and values."""
+    state_bytes = 2 * state_slot_bytes(loaded)
+    kv_bytes = kv_block_bytes(loaded.spec, min(SEQUENCE_TOKENS, loaded.spec.max_context_tokens), loaded.dtype.itemsize)
+    return min(MAX_STATE_SHARE, max(MIN_STATE_SHARE, state_bytes / (state_bytes + kv_bytes)))
 
 
 def num_state_slots(budget_bytes: int, loaded: LoadedModel, max_running: int) -> int:

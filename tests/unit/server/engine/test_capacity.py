@@ -15,9 +15,10 @@ from loraplex_server.backends.cuda.backend import CudaBackend
 from loraplex_server.backends.cuda.graphs import graph_bytes, graph_shapes
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine.capacity import captured_shapes, kv_blocks
-from loraplex_server.layers.attention import num_blocks_for
+from loraplex_server.layers.attention import kv_block_bytes, num_blocks_for
 from loraplex_server.model.loaded_model import LoadedModel
-from loraplex_server.model.memory import CPU_KV_BYTES, layer_bytes, step_bytes
+from loraplex_server.model.memory import CPU_KV_BYTES, SEQUENCE_TOKENS, layer_bytes, state_share, step_bytes
+from loraplex_server.model.states import StateSpec
 
 
 def blocks(config: EngineConfig, loaded: LoadedModel, free_bytes: int = 1 << 40) -> int:
@@ -36,6 +37,15 @@ def test_what_is_given_is_what_is_taken(loaded: LoadedModel, block_bytes: int) -
 
 def test_no_more_than_all_rows_could_fill(loaded: LoadedModel) -> None:
     assert blocks(config_of(1 << 40), loaded) == 4 * MAX_LEN // BLOCK_SIZE + 2
+
+
+@pytest.mark.parametrize(("size", "share"), [(1 / 1000, 1 / 3), (1, 1 / 2), (1000, 2 / 3)])
+def test_the_share_of_states_follows_their_size(size: float, share: float, loaded: LoadedModel) -> None:
+    """`size`: of a sequence's state, before and after a token, beside its keys and values."""
+    kv_bytes = kv_block_bytes(loaded.spec, loaded.spec.max_context_tokens, loaded.dtype.itemsize)
+    assert loaded.spec.max_context_tokens < SEQUENCE_TOKENS
+    states = (StateSpec((max(1, int(size * kv_bytes) // 8),), torch.float32),)
+    assert state_share(replace(loaded, states=states)) == pytest.approx(share)
 
 
 def test_two_blocks_are_too_few(loaded: LoadedModel, block_bytes: int) -> None:

@@ -174,6 +174,30 @@ def test_bits_do_not_depend_on_cuts() -> None:
         assert torch.equal(cut[3], whole[1])
 
 
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("name", CASES)
+def test_bits_do_not_depend_on_company(name: str, isa: str) -> None:
+    """Twelve texts, whose states are too large for caches where heads are, and each by itself."""
+    torch.manual_seed(2)
+    run, make, shape, dtype = CASES[name]()
+    lengths, num_texts = [1, 17, 8, 9] * 3, 12
+    starts = np.cumsum([0, *lengths])
+    x = make(int(starts[-1]))
+    before = torch.randn(num_texts, *shape).to(dtype)
+    alone, together = (torch.cat((before, torch.zeros_like(before))) for _ in range(2))
+    rows = [(int(start), n, i, num_texts + i) for i, (start, n) in enumerate(zip(starts, lengths, strict=False))]
+    with using(isa):
+        ops = NativeRecurrences(native_kernels())
+        out = ops.run(run, x, together, _places(rows))
+        assert out is not None
+        for start, n, source, target in rows:
+            own = [one[start : start + n] for one in x]
+            of_text = ops.run(run, own, alone, _places([(0, n, source, target)]))
+            assert of_text is not None
+            assert torch.equal(of_text, out[start : start + n])
+    assert torch.equal(alone, together)
+
+
 def test_what_the_kernels_do_not_know() -> None:
     """Nothing is written; tensors do it."""
     ops = NativeRecurrences(native_kernels())

@@ -95,6 +95,8 @@ struct LinearTask {
   int32_t k_dim, v_dim;
   bool decay_by_channel, is_delta, normalizes;
   float scale;  // of q
+  bool streams = false;         // the state behind the tokens goes past the caches
+  const float* next = nullptr;  // the state that the thread reads next; null: none
 };
 
 struct ConvTask {

@@ -55,7 +55,11 @@ LP_API void lp_attend_linearly(lp::Pool* pool, int dtype, const LpLinear* linear
   const lp::DType type = lp::DType(dtype);
   const LpLinear& a = *linear;
   const int64_t size = int64_t(a.k_dim) * a.v_dim, of_decay = a.decay_by_channel ? a.k_dim : 1;
-  pool->run(pieces->num_chains * a.num_heads, [&](int chunk, int) {
+  const int num_chunks = pieces->num_chains * a.num_heads;
+  const auto source = [&](const int64_t* piece, int head) { return a.states + (piece[2] * a.num_heads + head) * size; };
+  const bool is_in_lines = reinterpret_cast<uintptr_t>(a.states) % sizeof(lp::Line) == 0;
+  const bool streams = is_in_lines && num_chunks * size * int64_t(sizeof(float)) > lp::kStreamedBytes;
+  pool->run(num_chunks, [&](int chunk, int thread) {
     static thread_local Scratch scratch;
     const int chain = chunk / a.num_heads, head = chunk % a.num_heads, key = head / (a.num_heads / a.num_keys);
     for (int32_t at = pieces->chains[chain]; at < pieces->chains[chain + 1]; at++) {
@@ -81,8 +85,12 @@ LP_API void lp_attend_linearly(lp::Pool* pool, int dtype, const LpLinear* linear
       t.state_stride = a.v_dim, t.k_dim = a.k_dim, t.v_dim = a.v_dim;
       t.decay_by_channel = a.decay_by_channel != 0, t.is_delta = a.is_delta != 0, t.normalizes = a.normalizes != 0;
       t.scale = a.scale;
-      float* to = piece[3] >= 0 ? a.states + (piece[3] * a.num_heads + head) * size : scratch.floats(size);
-      kernels.attend_linearly(type, t, a.states + (piece[2] * a.num_heads + head) * size, to);
+      const bool is_kept = piece[3] >= 0, is_last = at + 1 == pieces->chains[chain + 1];
+      t.streams = streams && is_kept && is_last;
+      if (const int next = pool->follower(chunk, thread, num_chunks); is_last && next >= 0)
+        t.next = source(pieces->pieces + 4 * pieces->chains[next / a.num_heads], next % a.num_heads);
+      float* to = is_kept ? a.states + (piece[3] * a.num_heads + head) * size : scratch.floats(size);
+      kernels.attend_linearly(type, t, source(piece, head), to);
     }
   });
 }

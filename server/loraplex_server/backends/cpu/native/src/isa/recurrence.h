@@ -50,6 +50,8 @@ static inline Gate gate_of(const LinearTask& t, int64_t at) {
   return {t.rate * step, step};
 }
 
+static const int kStateTokens = 8;  // that are computed while columns of a state are in the first cache
+
 static inline Part part_at(int64_t i, int64_t n) { return first((int)(n - i > 16 ? 16 : n - i)); }
 
 // --- linear attention ---------------------------------------------------------------------------------------------------
@@ -68,73 +70,132 @@ static void read_row(const typename D::T* x, int n, bool normalizes, float scale
     for (int i = 0; i < n; i += 16) store(to + i, mul(load(to + i), all(scale)));
 }
 
-// One token's change of `C` * 16 columns of the state, and its output.
+// A token's numbers of a head, as floats.
+struct TokenRow {
+  alignas(64) float q[kMaxStateDim], k[kMaxStateDim], v[kMaxStateDim], decay[kMaxStateDim];
+  alignas(64) float decayed[kMaxStateDim];  // k times decay
+  float beta;
+};
+
+// Some columns of a state.
+template <class T>
+struct Columns {
+  T* at;
+  int64_t stride;
+};
+
+// What a token's key finds in `C` * 16 columns of the state before it.
 template <int C>
-static void attend_columns(const LinearTask& t, const float* q, const float* k, const float* decay, const float* v, float beta,
-                           const float* from, float* to, float* out) {
-  Floats u[C];
-  for (int c = 0; c < C; c++) u[c] = load(v + 16 * c);
-  if (t.is_delta) {
-    Floats even[C], odd[C];
-    for (int c = 0; c < C; c++) even[c] = odd[c] = zeros();
-    for (int i = 0; i + 1 < t.k_dim; i += 2) {
-      const Floats a = all(k[i] * decay[i]), b = all(k[i + 1] * decay[i + 1]);
-      const float* row = from + i * t.state_stride;
-      for (int c = 0; c < C; c++) {
-        even[c] = fmadd(a, load(row + 16 * c), even[c]);
-        odd[c] = fmadd(b, load(row + t.state_stride + 16 * c), odd[c]);
-      }
-    }
-    if (t.k_dim & 1) {
-      const int i = t.k_dim - 1;
-      for (int c = 0; c < C; c++) even[c] = fmadd(all(k[i] * decay[i]), load(from + i * t.state_stride + 16 * c), even[c]);
-    }
-    for (int c = 0; c < C; c++) u[c] = sub(u[c], add(even[c], odd[c]));
-  }
-  for (int c = 0; c < C; c++) u[c] = mul(u[c], all(beta));
+static inline void find(const TokenRow& token, int k_dim, const Columns<const float>& state, Floats* found) {
   Floats even[C], odd[C];
   for (int c = 0; c < C; c++) even[c] = odd[c] = zeros();
-  for (int i = 0; i < t.k_dim; i++) {
-    const Floats g = all(decay[i]), key = all(k[i]), query = all(q[i]);
-    const float* row = from + i * t.state_stride;
-    float* changed = to + i * t.state_stride;
+  const float* row = state.at;
+  for (int i = 0; i + 1 < k_dim; i += 2, row += 2 * state.stride) {
+    const Floats a = all(token.decayed[i]), b = all(token.decayed[i + 1]);
     for (int c = 0; c < C; c++) {
-      const Floats s = fmadd(key, u[c], mul(g, load(row + 16 * c)));
-      store(changed + 16 * c, s);
-      if (i & 1)
-        odd[c] = fmadd(query, s, odd[c]);
-      else
-        even[c] = fmadd(query, s, even[c]);
+      even[c] = fmadd(a, load(row + 16 * c), even[c]);
+      odd[c] = fmadd(b, load(row + state.stride + 16 * c), odd[c]);
     }
   }
-  for (int c = 0; c < C; c++) store(out + 16 * c, add(even[c], odd[c]));
+  if (k_dim & 1)
+    for (int c = 0; c < C; c++) even[c] = fmadd(all(token.decayed[k_dim - 1]), load(row + 16 * c), even[c]);
+  for (int c = 0; c < C; c++) found[c] = add(even[c], odd[c]);
+}
+
+// A token's change of `C` * 16 columns by `added`, its output, and, where there is a `next` token, what its key finds.
+template <int C, bool kStreams, bool kFinds>
+static inline void change(const LinearTask& t, const TokenRow& token, const TokenRow* next, const Floats* added,
+                          const Columns<const float>& from, const Columns<float>& to, const float* ahead, float* out,
+                          Floats* found) {
+  Floats sums[2][C], finds[2][C];
+  for (int c = 0; c < C; c++) sums[0][c] = sums[1][c] = finds[0][c] = finds[1][c] = zeros();
+  const auto row = [&](int i, Floats* sum, Floats* find) {
+    const Floats decay = all(token.decay[i]), key = all(token.k[i]), query = all(token.q[i]);
+    const Floats next_key = kFinds ? all(next->decayed[i]) : zeros();
+    for (int c = 0; c < C; c++) {
+      const Floats s = fmadd(key, added[c], mul(decay, load(from.at + i * from.stride + 16 * c)));
+      if (kStreams)
+        stream(to.at + i * to.stride + 16 * c, s);
+      else
+        store(to.at + i * to.stride + 16 * c, s);
+      sum[c] = fmadd(query, s, sum[c]);
+      if (kFinds) find[c] = fmadd(next_key, s, find[c]);
+      if (ahead != nullptr) fetch(ahead + i * t.state_stride + 16 * c);
+    }
+  };
+  int i = 0;
+  for (; i + 1 < t.k_dim; i += 2) row(i, sums[0], finds[0]), row(i + 1, sums[1], finds[1]);
+  if (i < t.k_dim) row(i, sums[0], finds[0]);
+  for (int c = 0; c < C; c++) {
+    store(out + 16 * c, add(sums[0][c], sums[1][c]));
+    if (kFinds) found[c] = add(finds[0][c], finds[1][c]);
+  }
+}
+
+// `C` * 16 columns of the state behind some tokens, and their outputs. Between two tokens the columns lie in the first
+// cache, one behind the other, and a token's change and what the next one finds are one pass over them.
+template <int C>
+static void attend_columns(const LinearTask& t, const TokenRow* tokens, int num_tokens, int column, const float* from, float* to,
+                           bool streams, const float* next_state, float* out) {
+  alignas(64) float between[kMaxStateDim * 16 * C];
+  Columns<const float> before{from + column, t.state_stride};
+  Floats found[C], added[C];
+  if (t.is_delta) find<C>(tokens[0], t.k_dim, before, found);
+  for (int j = 0; j < num_tokens; j++) {
+    const TokenRow& token = tokens[j];
+    for (int c = 0; c < C; c++) {
+      const Floats v = load(token.v + column + 16 * c);
+      added[c] = mul(t.is_delta ? sub(v, found[c]) : v, all(token.beta));
+    }
+    const bool is_last = j + 1 == num_tokens;
+    const Columns<float> behind = is_last ? Columns<float>{to + column, t.state_stride} : Columns<float>{between, 16 * C};
+    const float* ahead = is_last && next_state != nullptr ? next_state + column : nullptr;
+    float* of_token = out + j * t.out_stride + column;
+    if (!is_last && t.is_delta)
+      change<C, false, true>(t, token, &tokens[j + 1], added, before, behind, ahead, of_token, found);
+    else if (is_last && streams)
+      change<C, true, false>(t, token, nullptr, added, before, behind, ahead, of_token, found);
+    else
+      change<C, false, false>(t, token, nullptr, added, before, behind, ahead, of_token, found);
+    before = {behind.at, behind.stride};
+  }
+}
+
+template <class D>
+static void read_token(const LinearTask& t, int64_t at, TokenRow& token) {
+  typedef typename D::T T;
+  read_row<D>((const T*)t.q + at * t.q_stride, t.k_dim, t.normalizes, t.scale, token.q);
+  read_row<D>((const T*)t.k + at * t.k_stride, t.k_dim, t.normalizes, 1.0f, token.k);
+  read_row<D>((const T*)t.v + at * t.v_stride, t.v_dim, false, 1.0f, token.v);
+  const Gate gate = t.a != nullptr ? gate_of<D>(t, at * t.decay_stride) : Gate();
+  token.beta = t.a != nullptr ? gate.beta : t.beta != nullptr ? t.beta[at * t.beta_stride] : 1.0f;
+  Floats one = zeros();
+  if (!t.decay_by_channel) one = all(exp_one(t.a != nullptr ? gate.decay : t.decay[at * t.decay_stride]));
+  for (int i = 0; i < t.k_dim; i += 16) {
+    const Floats decay = t.decay_by_channel ? exp_ps(load(t.decay + at * t.decay_stride + i, part_at(i, t.k_dim))) : one;
+    store(token.decay + i, decay);
+    store(token.decayed + i, mul(load(token.k + i), decay));
+  }
 }
 
 template <class D>
 static void attend_piece(const LinearTask& t, const float* from, float* to) {
-  typedef typename D::T T;
-  alignas(64) float q[kMaxStateDim], k[kMaxStateDim], decay[kMaxStateDim], v[kMaxStateDim];
-  for (int64_t token = 0; token < t.num_tokens; token++) {
-    read_row<D>((const T*)t.q + token * t.q_stride, t.k_dim, t.normalizes, t.scale, q);
-    read_row<D>((const T*)t.k + token * t.k_stride, t.k_dim, t.normalizes, 1.0f, k);
-    read_row<D>((const T*)t.v + token * t.v_stride, t.v_dim, false, 1.0f, v);
-    const Gate gate = t.a != nullptr ? gate_of<D>(t, token * t.decay_stride) : Gate();
-    if (t.decay_by_channel) {
-      for (int i = 0; i < t.k_dim; i += 16)
-        store(decay + i, exp_ps(load(t.decay + token * t.decay_stride + i, part_at(i, t.k_dim))));
-    } else {
-      const Floats one = all(exp_one(t.a != nullptr ? gate.decay : t.decay[token * t.decay_stride]));
-      for (int i = 0; i < t.k_dim; i += 16) store(decay + i, one);
-    }
-    const float beta = t.a != nullptr ? gate.beta : t.beta != nullptr ? t.beta[token * t.beta_stride] : 1.0f;
-    float* out = t.out + token * t.out_stride;
+  TokenRow tokens[kStateTokens];
+  for (int64_t first = 0; first < t.num_tokens; first += kStateTokens) {
+    const int num_tokens = (int)(t.num_tokens - first < kStateTokens ? t.num_tokens - first : kStateTokens);
+    for (int j = 0; j < num_tokens; j++) read_token<D>(t, first + j, tokens[j]);
+    const bool is_last = first + num_tokens == t.num_tokens;
+    const bool streams = is_last && t.streams;
+    const float* next = is_last ? t.next : nullptr;
+    float* out = t.out + first * t.out_stride;
     int column = 0;
-    for (; column + 64 <= t.v_dim; column += 64)
-      attend_columns<4>(t, q, k, decay, v + column, beta, from + column, to + column, out + column);
+    for (; column + 16 * kStateColumns <= t.v_dim; column += 16 * kStateColumns)
+      attend_columns<kStateColumns>(t, tokens, num_tokens, column, from, to, streams, next, out);
     for (; column < t.v_dim; column += 16)
-      attend_columns<1>(t, q, k, decay, v + column, beta, from + column, to + column, out + column);
+      attend_columns<1>(t, tokens, num_tokens, column, from, to, streams, next, out);
     if (t.skip != 0.0f)
-      for (int i = 0; i < t.v_dim; i += 16) store(out + i, fmadd(load(v + i), all(t.skip), load(out + i)));
+      for (int j = 0; j < num_tokens; j++, out += t.out_stride)
+        for (int i = 0; i < t.v_dim; i += 16) store(out + i, fmadd(load(tokens[j].v + i), all(t.skip), load(out + i)));
     from = to;
   }
 }

@@ -134,6 +134,11 @@ static inline void stream_line(void* to, const void* from) {
   _mm256_stream_si256((__m256i*)to, _mm256_load_si256((const __m256i*)from));
   _mm256_stream_si256((__m256i*)to + 1, _mm256_load_si256((const __m256i*)from + 1));
 }
+// The same of 16 floats.
+static inline void stream(float* p, Floats x) {
+  _mm256_stream_ps(p, x.low);
+  _mm256_stream_ps(p + 8, x.high);
+}
 
 // p[i * stride] of 16 lanes, strides in elements. Single loads are faster than the instruction for it.
 static inline Floats gather(const float* p, int64_t stride) {
@@ -476,6 +481,7 @@ struct Int4Pair {
 static const int kShrinkRows = 2, kShrinkRanks = 2, kShrinkRanksOfOne = 4;  // of inner products at once
 static const int kScoreRows = 4;                                             // of queries, for 16 keys
 static const int kWeighColumns = 1;                                          // of 16 values, for four rows
+static const int kStateColumns = 2;                                          // of 16 values of a state
 
 }  // namespace LP_ISA
 }  // namespace lp

@@ -94,6 +94,8 @@ static inline void store_words(void* p, Words x) { _mm512_storeu_si512(p, x); }
 static inline void stream_line(void* to, const void* from) {
   _mm512_stream_si512((__m512i*)to, _mm512_load_si512(from));
 }
+// The same of 16 floats.
+static inline void stream(float* p, Floats x) { _mm512_stream_ps(p, x); }
 
 // p[i * stride] of 16 lanes, strides in elements.
 static inline Floats gather(const float* p, int64_t stride) {
@@ -366,6 +368,7 @@ struct Int4Pair {
 static const int kShrinkRows = 4, kShrinkRanks = 4, kShrinkRanksOfOne = 8;  // of inner products at once
 static const int kScoreRows = 8;                                             // of queries, for 16 keys
 static const int kWeighColumns = 4;                                          // of 16 values, for four rows
+static const int kStateColumns = 4;                                          // of 16 values of a state
 
 }  // namespace LP_ISA
 }  // namespace lp

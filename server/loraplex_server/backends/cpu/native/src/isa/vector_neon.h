@@ -138,6 +138,8 @@ static inline void store_words(void* p, Words x) {
 
 // Copies a whole line.
 static inline void stream_line(void* to, const void* from) { store_words(to, load_words(from)); }
+// The same of 16 floats.
+static inline void stream(float* p, Floats x) { store(p, x); }
 
 // p[i * stride] of 16 lanes, strides in elements.
 static inline Floats gather(const float* p, int64_t stride) {
@@ -446,6 +448,7 @@ struct Int4Pair {
 static const int kShrinkRows = 2, kShrinkRanks = 2, kShrinkRanksOfOne = 4;  // of inner products at once
 static const int kScoreRows = 4;                                             // of queries, for 16 keys
 static const int kWeighColumns = 1;                                          // of 16 values, for four rows
+static const int kStateColumns = 1;                                          // of 16 values of a state
 
 }  // namespace LP_ISA
 }  // namespace lp

@@ -187,6 +187,8 @@ static inline void store_words(void* p, Words x) {
 
 // Copies a whole line.
 static inline void stream_line(void* to, const void* from) { store_words(to, load_words(from)); }
+// The same of 16 floats.
+static inline void stream(float* p, Floats x) { store(p, x); }
 
 // p[i * stride] of 16 lanes, strides in elements.
 static inline Floats gather(const float* p, int64_t stride) {
@@ -415,6 +417,7 @@ struct Int4Pair {
 static const int kShrinkRows = 4, kShrinkRanks = 2, kShrinkRanksOfOne = 8;  // of inner products at once
 static const int kScoreRows = 8;                                             // of queries, for 16 keys
 static const int kWeighColumns = 2;                                          // of 16 values, for four rows
+static const int kStateColumns = 2;                                          // of 16 values of a state
 
 }  // namespace LP_ISA
 }  // namespace lp
