@@ -105,6 +105,7 @@ class LinearAttention:
     is_delta: bool = False
     gates: Gates | TimeSteps | None = None
     skips: Tensor | None = None  # [heads] in float32 at least: the part of v that is added to the output
+    rounds: bool = False  # outputs are in the dtype of v
 
     def __call__(self, parts: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
         if self.gates is not None:
@@ -119,7 +120,9 @@ class LinearAttention:
             q, k = (one.repeat_interleave(num_groups, dim=-2) for one in (q, k))
         added = v if beta is None or self.is_delta else v * beta.unsqueeze(-1)
         out, state = attend_linearly(q * self.scale, k, added, decay, beta if self.is_delta else None, state)
-        return out if self.skips is None else torch.addcmul(out, v, self.skips.unsqueeze(-1)), state
+        if self.skips is not None:
+            out = torch.addcmul(out, v, self.skips.unsqueeze(-1))
+        return out.to(parts[2].dtype) if self.rounds else out, state
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,12 +60,13 @@ class NativeRecurrences:
         gate_dtype = torch.float32 if run.gates is None else v.dtype
         decay, *rest = (one.to(gate_dtype).contiguous() for one in inputs[3:])
         beta = rest[0].data_ptr() if rest else None
-        out = torch.empty(num_tokens, num_heads, v_dim)
+        out = torch.empty(num_tokens, num_heads, v_dim, dtype=v.dtype if run.rounds else torch.float32)
         linear = Linear(
             q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(), states=states.data_ptr(),
             q_stride=q.stride(0), k_stride=k.stride(0), v_stride=v.stride(0),
             num_heads=num_heads, num_keys=num_keys, k_dim=k_dim, v_dim=v_dim,
-            decay_by_channel=decay.dim() == 3, is_delta=run.is_delta, normalizes=run.normalizes, scale=run.scale,
+            decay_by_channel=decay.dim() == 3, is_delta=run.is_delta, normalizes=run.normalizes,
+            scale=run.scale, rounds=run.rounds,
         )  # fmt: skip
         if run.gates is None:
             linear.decay, linear.beta = decay.data_ptr(), beta

@@ -69,11 +69,12 @@ class GatedDelta:
         qkv, z, a, b = self._layout.project(module, hidden_states)
         k_dim, v_dim = module.head_k_dim, module.head_v_dim
         rows = run(convolution, (qkv[0],))
-        keys, v = rows.tensor_split((2 * module.key_dim,), dim=-1)
-        q, k = keys.unflatten(-1, (2, -1, k_dim)).unbind(1)
-        mixed = run(delta, (q, k, v.unflatten(-1, (-1, v_dim)), a[0], b[0])).to(rows.dtype)
+        num_tokens, key_dim = rows.shape[0], module.key_dim
+        q, k, v = rows.split((key_dim, key_dim, rows.shape[1] - 2 * key_dim), dim=1)
+        q, k, v = q.view(num_tokens, -1, k_dim), k.view(num_tokens, -1, k_dim), v.view(num_tokens, -1, v_dim)
+        mixed = run(delta, (q, k, v, a[0], b[0]))
         normed = module.norm(mixed.reshape(-1, v_dim), z.reshape(-1, v_dim))
-        return module.out_proj(normed.view(1, hidden_states.shape[1], -1))
+        return module.out_proj(normed.view(1, num_tokens, -1))
 
     def _prepare(self) -> tuple[Convolution, LinearAttention]:
         """The recurrences, once weights are in their place and dtype."""
@@ -82,6 +83,6 @@ class GatedDelta:
         convolution = Convolution(weight.squeeze(1), bias, is_activated=True)
         dtype = torch.promote_types(module.dt_bias.dtype, torch.float32)
         gates = Gates(-module.A_log.float().exp().to(dtype), module.dt_bias.to(dtype))
-        delta = LinearAttention(module.head_k_dim**-0.5, normalizes=True, is_delta=True, gates=gates)
+        delta = LinearAttention(module.head_k_dim**-0.5, normalizes=True, is_delta=True, gates=gates, rounds=True)
         self._recurrences = convolution, delta
         return self._recurrences

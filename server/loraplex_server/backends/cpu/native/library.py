@@ -23,7 +23,7 @@ from loraplex_server.backends.cpu.native.build import (
 
 # --- prototypes -------------------------------------------------------------------------------------------------------
 
-ABI_VERSION: Final = 19  # kAbiVersion in src/version.cpp
+ABI_VERSION: Final = 20  # kAbiVersion in src/version.cpp
 
 
 class Prototype(NamedTuple):
@@ -104,6 +104,7 @@ class Linear(ctypes.Structure):
         *((name, _INT) for name in ("num_heads", "num_keys", "k_dim", "v_dim")),
         *((name, _INT) for name in ("decay_by_channel", "is_delta", "normalizes")),
         *((name, _FLOAT) for name in ("scale", "least", "most")),
+        ("rounds", _INT),
     )
 
 

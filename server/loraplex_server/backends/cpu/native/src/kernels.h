@@ -88,13 +88,14 @@ struct LinearTask {
   const void *a = nullptr, *b = nullptr;
   float rate, bias, least, most;
   float skip = 0.0f;  // the part of v that is added to the output
-  float* out;         // [v_dim]
+  void* out;          // [v_dim], floats or of the dtype
   int64_t q_stride, k_stride, v_stride, decay_stride, beta_stride, out_stride;
   int64_t num_tokens;
   int64_t state_stride;   // between rows of the state [k_dim][v_dim]
   int32_t k_dim, v_dim;
   bool decay_by_channel, is_delta, normalizes;
   float scale;  // of q
+  bool rounds = false;          // `out` is of the dtype
   bool streams = false;         // the state behind the tokens goes past the caches
   const float* next = nullptr;  // the state that the thread reads next; null: none
 };

@@ -41,11 +41,13 @@ struct LpLinear {
   const float *decay, *beta;
   const void *a, *b;
   const float *rates, *biases, *skips;
-  float *out, *states;
+  void* out;
+  float* states;
   int64_t q_stride, k_stride, v_stride;
   int32_t num_heads, num_keys, k_dim, v_dim;
   int32_t decay_by_channel, is_delta, normalizes;
   float scale, least, most;
+  int32_t rounds;  // out is of the dtype, else floats
 };
 
 LP_API void lp_attend_linearly(lp::Pool* pool, int dtype, const LpLinear* linear,
@@ -77,7 +79,8 @@ LP_API void lp_attend_linearly(lp::Pool* pool, int dtype, const LpLinear* linear
       }
       t.beta = a.beta != nullptr ? a.beta + gate : nullptr;
       if (a.skips != nullptr) t.skip = a.skips[head];
-      t.out = a.out + gate * a.v_dim;
+      t.out = a.rounds ? lp::at(a.out, gate * a.v_dim, type) : lp::at(a.out, gate * a.v_dim, lp::DType::F32);
+      t.rounds = a.rounds != 0;
       t.q_stride = a.q_stride, t.k_stride = a.k_stride, t.v_stride = a.v_stride;
       t.decay_stride = a.num_heads * of_decay, t.beta_stride = a.num_heads;
       t.out_stride = int64_t(a.num_heads) * a.v_dim;

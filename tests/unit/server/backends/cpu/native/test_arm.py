@@ -479,7 +479,7 @@ def test_recurrences(
             gates = (None, None, a, None, *of_heads, program.put(floats(dice, F32, heads)))
         else:
             gates = (decay, beta, None, None, None, None, None)
-        linear = Linear(q, k, v, *gates, out, states, *strides, *sizes, k_dim**-0.5, 0.1, 1.0)
+        linear = Linear(q, k, v, *gates, out, states, *strides, *sizes, k_dim**-0.5, 0.1, 1.0, form == "gates")
         program.call("lp_attend_linearly", dtype, program.put_struct(linear), pieces)
     channels, width = 530, 4
     for is_activated in (0, 1):

@@ -136,7 +136,7 @@ static inline void change(const LinearTask& t, const TokenRow& token, const Toke
 // cache, one behind the other, and a token's change and what the next one finds are one pass over them.
 template <int C>
 static void attend_columns(const LinearTask& t, const TokenRow* tokens, int num_tokens, int column, const float* from, float* to,
-                           bool streams, const float* next_state, float* out) {
+                           bool streams, const float* next_state, float (*out)[kMaxStateDim]) {
   alignas(64) float between[kMaxStateDim * 16 * C];
   Columns<const float> before{from + column, t.state_stride};
   Floats found[C], added[C];
@@ -150,7 +150,7 @@ static void attend_columns(const LinearTask& t, const TokenRow* tokens, int num_
     const bool is_last = j + 1 == num_tokens;
     const Columns<float> behind = is_last ? Columns<float>{to + column, t.state_stride} : Columns<float>{between, 16 * C};
     const float* ahead = is_last && next_state != nullptr ? next_state + column : nullptr;
-    float* of_token = out + j * t.out_stride + column;
+    float* of_token = out[j] + column;
     if (!is_last && t.is_delta)
       change<C, false, true>(t, token, &tokens[j + 1], added, before, behind, ahead, of_token, found);
     else if (is_last && streams)
@@ -181,21 +181,27 @@ static void read_token(const LinearTask& t, int64_t at, TokenRow& token) {
 template <class D>
 static void attend_piece(const LinearTask& t, const float* from, float* to) {
   TokenRow tokens[kStateTokens];
+  alignas(64) float out[kStateTokens][kMaxStateDim];
   for (int64_t first = 0; first < t.num_tokens; first += kStateTokens) {
     const int num_tokens = (int)(t.num_tokens - first < kStateTokens ? t.num_tokens - first : kStateTokens);
     for (int j = 0; j < num_tokens; j++) read_token<D>(t, first + j, tokens[j]);
     const bool is_last = first + num_tokens == t.num_tokens;
     const bool streams = is_last && t.streams;
     const float* next = is_last ? t.next : nullptr;
-    float* out = t.out + first * t.out_stride;
     int column = 0;
     for (; column + 16 * kStateColumns <= t.v_dim; column += 16 * kStateColumns)
       attend_columns<kStateColumns>(t, tokens, num_tokens, column, from, to, streams, next, out);
     for (; column < t.v_dim; column += 16)
       attend_columns<1>(t, tokens, num_tokens, column, from, to, streams, next, out);
-    if (t.skip != 0.0f)
-      for (int j = 0; j < num_tokens; j++, out += t.out_stride)
-        for (int i = 0; i < t.v_dim; i += 16) store(out + i, fmadd(load(tokens[j].v + i), all(t.skip), load(out + i)));
+    for (int j = 0; j < num_tokens; j++) {
+      const int64_t at = (first + j) * t.out_stride;
+      if (t.skip != 0.0f)
+        for (int i = 0; i < t.v_dim; i += 16) store(out[j] + i, fmadd(load(tokens[j].v + i), all(t.skip), load(out[j] + i)));
+      if (t.rounds)
+        store_row<D>(out[j], t.v_dim, (typename D::T*)t.out + at);
+      else
+        store_row<F32>(out[j], t.v_dim, (float*)t.out + at);
+    }
     from = to;
   }
 }
