@@ -31,10 +31,9 @@ NUM_CONTEXTS = 2
 NUM_STATES = 2
 # Snapshots of states that are kept for each sequence that may run, where memory allows it.
 NUM_SNAPSHOTS = 4
-# Tokens of the sequence that says how large states are beside keys and values, and the bounds of their share.
+# Tokens of the sequence that says how large states are beside keys and values; the least and the most that they get.
 SEQUENCE_TOKENS: Final = 2048
-MIN_STATE_SHARE: Final = 1 / 3
-MAX_STATE_SHARE: Final = 2 / 3
+STATE_SHARES: Final = (1 / 3, 2 / 3)
 # Scores in float32: as they are, tempered, sorted (with ids of 8 bytes), truncated, with noise.
 SCORE_BYTES = 4 * 8
 # Scores that become logprobs at once, or all of the rows that draw.
@@ -94,7 +93,8 @@ def state_share(loaded: LoadedModel) -> float:
     now and after the next token, as for their keys and values."""
     state_bytes = 2 * state_slot_bytes(loaded)
     kv_bytes = kv_block_bytes(loaded.spec, min(SEQUENCE_TOKENS, loaded.spec.max_context_tokens), loaded.dtype.itemsize)
-    return min(MAX_STATE_SHARE, max(MIN_STATE_SHARE, state_bytes / (state_bytes + kv_bytes)))
+    least, most = STATE_SHARES
+    return min(most, max(least, state_bytes / (state_bytes + kv_bytes)))
 
 
 def num_state_slots(budget_bytes: int, loaded: LoadedModel, max_running: int) -> int:

@@ -57,8 +57,8 @@ namespace lp {
 constexpr int64_t kWidenedBytes = 1 << 14;
 constexpr int kWidenedRows = 512;
 constexpr int kWidenedRowsOfFloats = 128;  // which a thread keeps; 512 are no faster with AVX2 on AMD's Zen 4
-// Results of more than this are no longer in a second cache when they are read again. (Stores past the caches are done
-// before whatever follows a chunk: taking the next one is a locked instruction.)
+// Results of more than this are no longer in a second cache when they are read again. (The pool waits for stores past the
+// caches before its next job.)
 constexpr int64_t kStreamedBytes = 2 << 20;
 
 inline const char* at(const void* base, int64_t offset, DType dtype) {

@@ -22,9 +22,9 @@ void pause() {
 #endif
 }
 
-// What this thread has written past the caches is there for others. A locked instruction does that too, but a worker that
-// still looks for chunks of the job before sees those of the next one without any.
-void drain() {
+// Waits for this thread's stores past the caches. A locked instruction does that too, but a worker that still looks for
+// chunks of the job before may find one of the next job without any.
+void fence_stores() {
 #if defined(__x86_64__)
   _mm_sfence();
 #endif
@@ -83,7 +83,7 @@ int Pool::take_all(int thread) {
 }
 
 void Pool::share(Function function, const void* job, int num_chunks) {
-  drain();
+  fence_stores();
   function_ = function;
   job_ = job;
   num_done_.store(0, std::memory_order_relaxed);
