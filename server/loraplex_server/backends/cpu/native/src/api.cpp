@@ -258,12 +258,10 @@ LP_API void lp_gate(lp::Pool* pool, int dtype, int act, const void* gate, int64_
   constexpr int kWidth = 1024;
   const int num_columns = lp::ceil_div(n, kWidth);
   pool->run(num_rows * num_columns, [&](int chunk, int) {
-    float left[kWidth] = {}, right[kWidth] = {};
     const int64_t row = chunk / num_columns, first = int64_t(chunk % num_columns) * kWidth;
     const int width = int(std::min<int64_t>(kWidth, n - first));
-    kernels.add_bias(type, lp::at(gate, row * gate_stride + first, type), width, left);
-    kernels.add_bias(type, lp::at(up, row * up_stride + first, type), width, right);
-    kernels.gated(type, act, left, right, width, lp::at(y, row * n + first, type));
+    kernels.gate_row(type, act, lp::at(gate, row * gate_stride + first, type), lp::at(up, row * up_stride + first, type), width,
+                     lp::at(y, row * n + first, type));
   });
 }
 

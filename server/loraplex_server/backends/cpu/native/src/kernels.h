@@ -233,6 +233,7 @@ struct Kernels {
   void (*rotate_pairs)(float* x, const float* cos, const float* sin, int dim);
   // out[n] = act(gate[n]) * up[n]
   void (*gated)(DType, int act, const float* gate, const float* up, int n, void* out);
+  void (*gate_row)(DType, int act, const void* gate, const void* up, int n, void* out);  // all of the dtype
   // The same of m rows and up to two bands, which hold 16 of gate and the same 16 of up. `streams`: past the caches.
   void (*gated_bands)(DType, int act, const float* c, int64_t stride, int m, int n, void* out, int64_t out_stride,
                       bool streams);

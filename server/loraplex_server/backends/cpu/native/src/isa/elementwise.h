@@ -152,8 +152,8 @@ static inline Floats gelu_tanh(Floats x) {
   return mul(mul(all(0.5f), x), add(all(1.0f), tanh_ps(inner)));
 }
 
-template <class D>
-static void gated_row(int act, const float* gate, const float* up, int n, typename D::T* out) {
+template <class D, class T>
+static void gated_row(int act, const T* gate, const T* up, int n, typename D::T* out) {
   for (int i = 0; i < n; i += 16) {
     Part part = first(n - i);
     Floats g = D::round(load(gate + i, part)), u = D::round(load(up + i, part));
@@ -166,6 +166,13 @@ static void gated(DType dtype, int act, const float* gate, const float* up, int 
     gated_row<F32>(act, gate, up, n, (float*)out);
   else
     gated_row<BF16>(act, gate, up, n, (bf16*)out);
+}
+
+static void gate_row(DType dtype, int act, const void* gate, const void* up, int n, void* out) {
+  if (dtype == DType::F32)
+    gated_row<F32>(act, (const float*)gate, (const float*)up, n, (float*)out);
+  else
+    gated_row<BF16>(act, (const bf16*)gate, (const bf16*)up, n, (bf16*)out);
 }
 
 // A whole line of the cache at once, which then needs not be read before it is written.

@@ -31,7 +31,7 @@ namespace LP_ISA {
 
 static const Kernels table = {
     product, blocking, LP_WIDE(widen_rows), LP_WIDE(product_of_wide), product_narrow, widen, end_products, shrink,
-    term_bytes, split, expand, expand_uses, rms_norm, gated_norm, layer_norm, rms_norm_f32, rotate, rotate_pairs, gated, gated_bands, store, add_to, add_rows,
+    term_bytes, split, expand, expand_uses, rms_norm, gated_norm, layer_norm, rms_norm_f32, rotate, rotate_pairs, gated, gate_row, gated_bands, store, add_to, add_rows,
     add_part, add_bias, weighted_sum, argmax, block_maxima, weigh, sort_into_bins,
     bound_noisy, attend, attend_rows, attend_linearly, convolve, scan,
 };
