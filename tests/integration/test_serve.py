@@ -8,7 +8,7 @@ import signal
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import psutil
 import pytest
@@ -56,8 +56,12 @@ def scrape(port: int) -> str:
 
 
 def workers_of(serve: Running) -> list[psutil.Process]:
-    children = psutil.Process(serve.process.pid).children()
-    return [child for child in children if child.status() != "zombie" and "worker" in child.cmdline()]
+    found: list[psutil.Process] = []
+    for child in psutil.Process(serve.process.pid).children():
+        with suppress(psutil.NoSuchProcess):  # one may end meanwhile
+            if child.status() != "zombie" and "worker" in child.cmdline():
+                found.append(child)
+    return found
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="workers have GPUs of their own then")

@@ -108,6 +108,7 @@ class LinearAttention:
     rounds: bool = False  # outputs are in the dtype of v
 
     def __call__(self, parts: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
+        own_dtype = parts[2].dtype
         if self.gates is not None:
             parts = (*parts[:3], *self.gates(*parts[3:]))
         dtype = torch.promote_types(parts[0].dtype, torch.float32)
@@ -122,7 +123,7 @@ class LinearAttention:
         out, state = attend_linearly(q * self.scale, k, added, decay, beta if self.is_delta else None, state)
         if self.skips is not None:
             out = torch.addcmul(out, v, self.skips.unsqueeze(-1))
-        return out.to(parts[2].dtype) if self.rounds else out, state
+        return out.to(own_dtype) if self.rounds else out, state
 
 
 @dataclass(frozen=True, slots=True)
