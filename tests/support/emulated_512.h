@@ -543,6 +543,8 @@ static inline __m512 dpbf16_ps(__m512 sums, __m512i a, __m512i b) {
 #define _mm512_store_si512 emulated_512::store
 #undef _mm512_stream_si512
 #define _mm512_stream_si512 emulated_512::store
+#undef _mm512_stream_ps
+#define _mm512_stream_ps emulated_512::store
 #undef _mm512_maskz_loadu_ps
 #define _mm512_maskz_loadu_ps emulated_512::maskz_loadu<float, __m512>
 #undef _mm512_maskz_loadu_epi16
