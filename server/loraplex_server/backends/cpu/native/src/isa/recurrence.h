@@ -50,11 +50,11 @@ static inline Gate gate_of(const LinearTask& t, int64_t at) {
   return {t.rate * step, step};
 }
 
-static const int kStateTokens = 8;  // that are computed while columns of a state are in the first cache
-
 static inline Part part_at(int64_t i, int64_t n) { return first((int)(n - i > 16 ? 16 : n - i)); }
 
 // --- linear attention ---------------------------------------------------------------------------------------------------
+
+static const int kStateTokens = 8;  // that are computed while columns of a state are in the first cache
 
 // to[n] = x[n] as floats, times what makes them `scale` long where `normalizes`, else times `scale`.
 template <class D>
