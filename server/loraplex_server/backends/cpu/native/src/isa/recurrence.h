@@ -73,7 +73,7 @@ static void read_row(const typename D::T* x, int n, bool normalizes, float scale
 // A token's numbers of a head, as floats.
 struct TokenRow {
   alignas(64) float q[kMaxStateDim], k[kMaxStateDim], v[kMaxStateDim], decay[kMaxStateDim];
-  alignas(64) float decayed[kMaxStateDim];  // k times decay
+  alignas(64) float decayed[kMaxStateDim];  // k times decay, of the delta rule
   float beta;
 };
 
@@ -174,7 +174,7 @@ static void read_token(const LinearTask& t, int64_t at, TokenRow& token) {
   for (int i = 0; i < t.k_dim; i += 16) {
     const Floats decay = t.decay_by_channel ? exp_ps(load(t.decay + at * t.decay_stride + i, part_at(i, t.k_dim))) : one;
     store(token.decay + i, decay);
-    store(token.decayed + i, mul(load(token.k + i), decay));
+    if (t.is_delta) store(token.decayed + i, mul(load(token.k + i), decay));
   }
 }
 
