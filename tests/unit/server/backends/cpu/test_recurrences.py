@@ -179,7 +179,7 @@ def test_bits_do_not_depend_on_cuts() -> None:
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("name", CASES)
 def test_bits_do_not_depend_on_company(name: str, isa: str) -> None:
-    """Twelve texts, whose states are too large for caches where heads are, and each by itself."""
+    """Twelve texts at once and each by itself. Together, states of some cases exceed kStreamedBytes."""
     torch.manual_seed(2)
     run, make, shape, dtype = CASES[name]()
     lengths, num_texts = [1, 17, 8, 9] * 3, 12

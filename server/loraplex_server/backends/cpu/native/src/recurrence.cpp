@@ -79,7 +79,7 @@ LP_API void lp_attend_linearly(lp::Pool* pool, int dtype, const LpLinear* linear
       }
       t.beta = a.beta != nullptr ? a.beta + gate : nullptr;
       if (a.skips != nullptr) t.skip = a.skips[head];
-      t.out = a.rounds ? lp::at(a.out, gate * a.v_dim, type) : lp::at(a.out, gate * a.v_dim, lp::DType::F32);
+      t.out = lp::at(a.out, gate * a.v_dim, a.rounds ? type : lp::DType::F32);
       t.rounds = a.rounds != 0;
       t.q_stride = a.q_stride, t.k_stride = a.k_stride, t.v_stride = a.v_stride;
       t.decay_stride = a.num_heads * of_decay, t.beta_stride = a.num_heads;
