@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from loraplex_contracts.plan import AdapterUse
 from loraplex_runtime.reports import Progress, no_progress
 from loraplex_server.backends.backend import Backend
-from loraplex_server.backends.cpu import find_decoder
-from loraplex_server.backends.cpu.find_decoder import FoundStack, find_stack
+from loraplex_server.backends.cpu.decoder import find
+from loraplex_server.backends.cpu.decoder.find import FoundStack, find_stack
 from loraplex_server.backends.cpu.native import library
 from loraplex_server.backends.cpu.native.build import LIBRARY
 from loraplex_server.backends.cpu.native.kernels import NativeKernels, PackedWeight
@@ -74,7 +74,7 @@ def test_the_models_own_layers_compute_what_the_stack_cannot(
         pytest.skip("the native library is not built: make native")
     functions = ctypes.CDLL(str(LIBRARY))
     library._declare(functions, {**library.IDENTITY, **library.KERNELS})
-    monkeypatch.setattr(find_decoder.LayerProof, "check", lambda _, _layer, weights: weights)  # it runs the kernels
+    monkeypatch.setattr(find.LayerProof, "check", lambda _, _layer, weights: weights)  # it runs the kernels
     base = make_dense(native_model(family))
     # Some rows of a linear are what the stack cannot compute; DoRA, biases and saved norms alone are its own.
     rows = {"modules_to_save": ["norms"], "trainable_token_indices": {"up_proj": [3, 5]}}

@@ -29,7 +29,7 @@ from loraplex_server.sampling.sampler import Argmax, MaskedArgmax
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from loraplex_server.backends.cpu.find_decoder import FoundStack
+    from loraplex_server.backends.cpu.decoder.find import FoundStack
     from loraplex_server.backends.cpu.medusa import NativeGuesser
 
 MakeAttention = Callable[[Sequence[AttentionSpec]], PagedAttention]
@@ -161,7 +161,7 @@ class Backend:
         progress: Progress = no_progress,
     ) -> FoundStack | None:
         """All decoder layers in one call, where that is proven to compute the same; None: they stay. See
-        `cpu.find_decoder.find_stack`."""
+        `cpu.decoder.find.find_stack`."""
         return None
 
     def medusa_guesser(self, head: nn.Module, dtype: torch.dtype) -> NativeGuesser | None:

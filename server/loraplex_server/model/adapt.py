@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from loraplex_contracts.errors import is_out_of_memory
 from loraplex_runtime.reports import Progress
 from loraplex_server.backends.backend import Backend
-from loraplex_server.backends.cpu.find_decoder import FoundStack
+from loraplex_server.backends.cpu.decoder.find import FoundStack
 from loraplex_server.backends.equivalence import Comparison, Kind, compare, compare_all
 from loraplex_server.backends.fusion import FusedOps, fuse, separate
 from loraplex_server.layers.adapter_slots import NormPlace

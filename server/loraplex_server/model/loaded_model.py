@@ -20,7 +20,7 @@ from loraplex_adapters.formats.tokens import all_tokens
 from loraplex_adapters.io.safetensors import weight_sha256
 from loraplex_adapters.weights import BaseTargets, TargetModule
 from loraplex_server.backends.backend import Backend
-from loraplex_server.backends.cpu.decoder import NativeStack
+from loraplex_server.backends.cpu.decoder.stack import NativeStack
 from loraplex_server.layers.adapter_slots import AdapterSlots, NormPlace
 from loraplex_server.layers.attention import AttentionLayer, KvCache, ModelSpec, PagedAttention
 from loraplex_server.layers.context import StepContext

@@ -16,8 +16,8 @@ from loraplex_runtime.reports import Progress, no_progress
 from loraplex_server.backends.backend import AttentionRequirements, Backend, Implementation
 from loraplex_server.backends.cpu.attention import NativePagedAttention, reason_against
 from loraplex_server.backends.cpu.cores import default_num_threads
+from loraplex_server.backends.cpu.decoder.find import FoundStack, find_stack
 from loraplex_server.backends.cpu.experts import NativeTerms, native_experts, native_fused_experts
-from loraplex_server.backends.cpu.find_decoder import FoundStack, find_stack
 from loraplex_server.backends.cpu.fused import NativeFused
 from loraplex_server.backends.cpu.linear import native_linears, native_merge, packed_linear
 from loraplex_server.backends.cpu.lora import NativeDense, NativeOps

@@ -34,11 +34,11 @@ from transformers.models.llama import modeling_llama
 
 from loraplex_adapters.weights import AdapterWeights, LoraFactors, SavedParameter
 from loraplex_contracts.adapters import AdapterKey
-from loraplex_server.backends.cpu import find_decoder
 from loraplex_server.backends.cpu.attention import NativePagedAttention
 from loraplex_server.backends.cpu.backend import CpuBackend
-from loraplex_server.backends.cpu.decoder import ComputedLayer, NativeNorm, NativeStack, StackPart
-from loraplex_server.backends.cpu.find_decoder import find_stack
+from loraplex_server.backends.cpu.decoder import find
+from loraplex_server.backends.cpu.decoder.find import find_stack
+from loraplex_server.backends.cpu.decoder.stack import ComputedLayer, NativeNorm, NativeStack, StackPart
 from loraplex_server.backends.cpu.lora import NativeOps
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.backends.reference import ReferenceOps
@@ -562,7 +562,7 @@ def test_an_adapter_that_overflows_harms_only_its_own_rows(kernels: NativeKernel
 @pytest.fixture(autouse=True)
 def built(caplog: pytest.LogCaptureFixture) -> None:
     library_or_skip()
-    caplog.set_level(logging.INFO, "loraplex_server.backends.cpu.find_decoder")
+    caplog.set_level(logging.INFO, "loraplex_server.backends.cpu.decoder.find")
 
 
 def adopted(model: PreTrainedModel, *, verify: bool = True) -> LoadedModel:
@@ -613,7 +613,7 @@ def test_layers_that_change_far_out(
     rope = model.config.rope_parameters
     rope["original_max_position_embeddings"] = 40  # behind the tokens that a proof of the first ones sees
     assert adopted(copy.deepcopy(model)).decoder is not None
-    monkeypatch.setattr(find_decoder, "_query_scale", lambda _: None)  # as if it could not be known
+    monkeypatch.setattr(find, "_query_scale", lambda _: None)  # as if it could not be known
     has_own_attention(adopted(model), caplog, "layer 0 computes something else")
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from loraplex_adapters.weights import AdapterWeights, LoraFactors, SavedParameter
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_server.backends.cpu.backend import CpuBackend
-from loraplex_server.backends.cpu.decoder import StackLinear, StackPair
+from loraplex_server.backends.cpu.decoder.weights import StackLinear, StackPair
 from loraplex_server.backends.cpu.linear import (
     MAX_MEMBERS,
     NativeLinear,

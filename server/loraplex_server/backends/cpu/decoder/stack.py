@@ -4,7 +4,7 @@ One call replaces a hundred small operations per layer. The module takes the pla
 computes what they compute, adapters included.
 
 It replaces decoder layers of attention over q/k/v/o and a gated feed-forward part, with norms before them, behind them
-or both, which most open models have: those of KINDS, as far as find_decoder.py proves them. Attention of another kind,
+or both, which most open models have: those of kinds.py, as far as proof.py shows it. Attention of another kind,
 a recurrence in its place, and a feed-forward part of another kind, as of a mixture of experts, stay the model's own
 modules: then there is a call from each of them to the next.
 """
@@ -14,8 +14,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from enum import Enum, IntEnum
 from typing import Any, Final
 
 import numpy as np
@@ -24,309 +22,23 @@ import torch
 from torch import Tensor, nn
 
 from loraplex_server.backends.cpu.attention import Plan, native_plan
+from loraplex_server.backends.cpu.decoder.weights import STATES, LayerWeights, StackShape, linears_of
 from loraplex_server.backends.cpu.lora import table_of
-from loraplex_server.backends.cpu.native.kernels import BAND, DTYPES, NO_RUNS, NativeKernels, PackedWeight, RunsOfRows
+from loraplex_server.backends.cpu.native.kernels import DTYPES, NO_RUNS, NativeKernels, PackedWeight, RunsOfRows
 from loraplex_server.backends.cpu.native.library import Layer, Norm, Spans, Stack, Step
 from loraplex_server.backends.cpu.step_parts import StepPart, split_step, take_rows
 from loraplex_server.backends.fusion import NormForm
 from loraplex_server.layers.adapter_slots import AdapterSlots, Beyond
-from loraplex_server.layers.attention import HANDLE, AttentionBatch, AttentionSpec, LayerKv
+from loraplex_server.layers.attention import HANDLE, AttentionBatch, LayerKv
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.linear import AdaptedLinear
 from loraplex_server.layers.lora import PreparedSegments, Segment
-from loraplex_server.layers.quantization import WeightFormat
 
-HEAD_NORMS: Final = {part: f"self_attn.{part}" for part in ("q_norm", "k_norm", "v_norm")}
 Rotation = tuple[Tensor, Tensor]  # cosines and sines [1, num_tokens, num_rotary]
 _NO_ANGLES: Final = torch.empty(1, 0, 0)
 COMPUTED: Final = frozenset(
     {Beyond.RESCALING, Beyond.NORM, Beyond.OWN_PRODUCT}
 )  # of what adapters have beyond low-rank terms
-
-
-@dataclass(frozen=True, slots=True)
-class LayerNames:
-    """Paths of a layer's parts, by the names that the kernels have for them."""
-
-    # A layer that attends to keys and values of an earlier one has no k and v; one whose values are its keys has no v.
-    linears: Mapping[str, str]
-    norms: Mapping[str, str]  # of hidden states
-    act: str = "mlp.act_fn"
-    feed_forward: str = ""  # a module that is the model's own, in the place of gate, up, down and `act`
-    is_parallel: bool = False  # the feed-forward part reads the states that attention reads
-    # The rows of merged q, k and v lie by heads of keys: the queries of one, its key, its value.
-    is_grouped: bool = False
-    attention: str = "self_attn"
-    input_act: str = ""  # the activation of what is computed of the layer's own input; "": it has none
-    # Modules that are the model's own in the place of attention with its linears. A layer has one of them.
-    mixers: tuple[str, ...] = ()
-
-    @property
-    def own_parts(self) -> tuple[str, ...]:
-        """Paths of the parts that are the model's own."""
-        return (*self.mixers, self.feed_forward) if self.feed_forward else self.mixers
-
-    @property
-    def head_norms(self) -> Mapping[str, str]:
-        """Norms of queries, keys and values that a layer may have."""
-        return {} if self.mixers else HEAD_NORMS
-
-    @property
-    def merges_qkv(self) -> bool:
-        """True if q, k and v are one linear."""
-        return "k" not in self.linears
-
-    @property
-    def merges_gate_up(self) -> bool:
-        """True if gate and up are one linear."""
-        return "gate" in self.linears and "up" not in self.linears
-
-
-_ATTENTION: Final = {part: f"self_attn.{part}_proj" for part in ("q", "k", "v", "o")}
-_GATED: Final = {part: f"mlp.{part}_proj" for part in ("gate", "up", "down")}
-_SPLIT: Final = {**_ATTENTION, **_GATED}
-_GATE_UP: Final = {"gate": "mlp.gate_up_proj", "down": "mlp.down_proj"}
-_MERGED: Final = {"q": "self_attn.qkv_proj", "o": "self_attn.o_proj", **_GATE_UP}
-_GROUPED: Final = {"q": "attention.query_key_value", "o": "attention.dense"}
-_NORMS_BEFORE: Final = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
-_NORMS_OF_HYBRIDS: Final = {"norm1": "input_layernorm", "norm2": "pre_ff_layernorm"}
-_NORM_OF_BOTH: Final = {"norm1": "input_layernorm"}
-_NORMS_BEHIND: Final = {"attention_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"}
-_NORMS_AROUND: Final = {"norm1": "input_layernorm", "norm2": "pre_feedforward_layernorm", **_NORMS_BEHIND}
-_OF_INPUT: Final = {"input_gate": "per_layer_input_gate", "input_projection": "per_layer_projection"}
-_NORMS_OF_GLM: Final = {
-    **_NORMS_BEFORE,
-    "attention_norm": "post_self_attn_layernorm",
-    "ffn_norm": "post_mlp_layernorm",
-}
-KINDS: Final = (
-    LayerNames(_SPLIT, _NORMS_BEFORE),  # Llama, Qwen, Gemma, Granite
-    LayerNames(_SPLIT, _NORMS_AROUND),  # Gemma 2 and 3
-    LayerNames(
-        {**_SPLIT, **_OF_INPUT}, {**_NORMS_AROUND, "input_norm": "post_per_layer_input_norm"}, input_act="act_fn"
-    ),  # Gemma 4
-    LayerNames(_SPLIT, _NORMS_BEHIND),  # EXAONE 4, OLMo 2 and 3
-    LayerNames(_MERGED, _NORMS_BEFORE, "mlp.activation_fn"),  # Phi-3
-    LayerNames({**_ATTENTION, **_GATE_UP}, _NORMS_BEFORE, "mlp.activation_fn"),  # GLM
-    LayerNames({**_ATTENTION, **_GATE_UP}, _NORMS_OF_GLM, "mlp.activation_fn"),  # GLM 4
-    LayerNames(_SPLIT, _NORM_OF_BOTH, is_parallel=True),  # Cohere
-    LayerNames(_ATTENTION, _NORMS_BEFORE, "", "mlp"),  # Mixtral, Qwen MoE, OLMoE, gpt-oss
-    LayerNames(_ATTENTION, _NORMS_BEFORE, "", "block_sparse_moe"),  # Granite MoE
-    LayerNames(_ATTENTION, _NORMS_BEHIND, "", "mlp"),  # FlexOlmo
-    LayerNames({**_ATTENTION, "o": "self_attn.dense"}, _NORM_OF_BOTH, "", "mlp", is_parallel=True),  # Phi 1.5
-    *(
-        LayerNames(_GROUPED, _NORMS_BEFORE, "", "mlp", is_parallel, is_grouped=True, attention="attention")
-        for is_parallel in (True, False)
-    ),  # GPT-NeoX
-    # Attention of other kinds, as gated or latent one, and recurrences.
-    LayerNames(_GATED, _NORMS_BEFORE, mixers=("self_attn", "linear_attn")),  # Qwen 3.5
-    LayerNames(
-        {part: f"feed_forward.{part}_proj" for part in _GATED},
-        _NORMS_OF_HYBRIDS,
-        "feed_forward.act_fn",
-        mixers=("self_attn", "mamba"),
-    ),  # Jamba without experts
-    LayerNames(
-        {"gate": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
-        _NORMS_BEFORE,
-        "shared_mlp.activation",
-        mixers=("self_attn", "mamba"),
-    ),  # Granite 4
-    LayerNames(
-        {"gate": "feed_forward.w1", "up": "feed_forward.w3", "down": "feed_forward.w2"},
-        {"norm1": "operator_norm", "norm2": "ffn_norm"},
-        "",
-        mixers=("self_attn", "conv"),
-    ),  # LFM2
-    LayerNames({}, _NORMS_BEFORE, "", "mlp", mixers=("self_attn", "linear_attn")),  # Qwen3-Next, DeepSeek
-)
-
-
-@dataclass(frozen=True, slots=True)
-class ArgumentOfLayer:
-    """An argument of a layer that it hands on to one of its parts; of STATES, what it has made of them."""
-
-    name: str
-
-
-STATES: Final = ArgumentOfLayer("hidden_states")
-
-
-@dataclass(frozen=True, slots=True)
-class PartCall:
-    """How a layer calls one of its parts: an ArgumentOfLayer or a constant for each argument."""
-
-    path: str
-    arguments: tuple[Any, ...] = (STATES,)
-    named: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-    def __call__(self, part: nn.Module, of_layer: Mapping[str, Any]) -> Tensor:
-        """The part's output [1, num_tokens, hidden], contiguous. `of_layer`: the layer's arguments by name."""
-
-        def value(source: Any) -> Any:
-            return of_layer.get(source.name) if isinstance(source, ArgumentOfLayer) else source
-
-        arguments = (value(source) for source in self.arguments)
-        answer = part(*arguments, **{name: value(source) for name, source in self.named.items()})
-        y: Tensor = answer if isinstance(answer, Tensor) else answer[0]
-        return y.contiguous()
-
-
-class Angles(Enum):
-    """How cosines and sines of a rotary embedding lie."""
-
-    TWICE = 1  # all, and all again
-    REPEATED = 2  # each two times in a row
-    ONCE = 3
-
-    @staticmethod
-    def of(cos: Tensor) -> Angles:
-        """cos [..., features] of some positions."""
-        if torch.equal(*cos.chunk(2, dim=-1)):
-            return Angles.TWICE
-        return Angles.REPEATED if torch.equal(cos[..., ::2], cos[..., 1::2]) else Angles.ONCE
-
-    def twice(self, values: Tensor) -> Tensor:
-        """Cosines or sines [..., features] as the kernels read them."""
-        if self is Angles.TWICE:
-            return values
-        once = values[..., ::2] if self is Angles.REPEATED else values
-        return torch.cat((once, once), dim=-1)
-
-
-class Turns(IntEnum):
-    """How a layer turns queries and keys by their positions."""
-
-    NOT = 0
-    HALVES = 1  # a feature with that in the other half
-    PAIRS = 2  # a feature with its neighbour
-
-
-@dataclass(frozen=True, slots=True)
-class QueryScale:
-    """Growth of queries with their positions, which keeps attention sharp over long contexts (Ministral 3)."""
-
-    beta: float
-    period: int  # positions
-
-    def __call__(self, position_ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """position_ids [..., num_tokens] -> factors of the same shape in float32, rounded to `dtype` as models do
-        (`get_llama_4_attn_scale` in Transformers)."""
-        scales = 1 + self.beta * torch.log(1 + torch.floor(position_ids / self.period))
-        return scales.to(dtype).to(torch.float32).contiguous()
-
-
-@dataclass(frozen=True, slots=True)
-class StackShape:
-    """Sizes, dtype and form that all layers of a stack share."""
-
-    dtype: torch.dtype
-    hidden_size: int
-    num_heads: int
-    act: int  # 0: SiLU, 1: GELU by tanh
-    names: LayerNames
-    norm_form: NormForm
-    added: float  # the part of attention and feed-forward that is added to the hidden states
-    norms_all_heads: bool = False  # queries and keys have norms of all heads together
-    format: WeightFormat | None = None  # of few bits
-    is_layer_norm: bool = False  # norms take the mean away
-    query_scale: QueryScale | None = None
-    angles: Angles = Angles.TWICE
-    input_size: int = 0  # features of layers' own inputs
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """Sizes and parts of one layer."""
-
-    attention: AttentionSpec | None  # None: a module of the model's own is in its place
-    ffn_size: int
-    linears: Mapping[str, str]  # paths of those that it has, as in LayerNames
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.attention.num_kv_heads if self.attention is not None else 0
-
-    @property
-    def head_dim(self) -> int:
-        return self.attention.k_dim if self.attention is not None else 0
-
-    @property
-    def shares_kv(self) -> bool:
-        """True if keys and values are those of an earlier layer."""
-        return self.attention is not None and self.attention.source is not None
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer's weights as the kernels read them. Norms and biases are the model's own tensors."""
-
-    shape: LayerShape
-    qkv: PackedWeight | None  # None: what is in attention's place is the model's own
-    o: PackedWeight | None
-    gate_up: PackedWeight | None  # None: the feed-forward part is the model's own
-    down: PackedWeight | None
-    qkv_bias: Tensor | None
-    o_bias: Tensor | None
-    norms: Mapping[str, Tensor]  # by the names in LayerNames.norms and HEAD_NORMS
-    eps: float
-    qk_eps: float
-    turns: Turns = Turns.HALVES
-    norm_biases: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # of layer norms, by the same names
-    input_gate: PackedWeight | None = None  # of the layer's own input
-    input_projection: PackedWeight | None = None
-    scale: float = 1.0  # of the layer's output
-    own_parts: Sequence[PartCall] = ()  # those that are the model's own, in the order in which they run
-
-    @property
-    def attention(self) -> AttentionSpec | None:
-        return self.shape.attention
-
-
-class StackLinear:
-    """One of the linears of a stack of layers, by itself, from the weight that it shares there."""
-
-    __slots__ = ("_bias", "_first", "_kernels", "_num_outputs", "_packed")
-    is_copy = True
-
-    def __init__(
-        self, kernels: NativeKernels, packed: PackedWeight, bias: Tensor | None, first: int, num_outputs: int
-    ) -> None:
-        """`first`: of its outputs among all."""
-        self._kernels = kernels
-        self._packed = packed
-        self._bias = bias
-        self._first = first
-        self._num_outputs = num_outputs
-
-    def __call__(self, x: Tensor) -> Tensor:
-        y = self._kernels.linear(x, self._packed, self._bias)
-        return y[..., self._first : self._first + self._num_outputs].contiguous()
-
-    def matrix(self) -> Tensor:
-        return self._packed.matrix()[self._first : self._first + self._num_outputs]
-
-
-class StackPair:
-    """Gate, up, or both one behind the other, by themselves, from the weight in which their outputs take turns."""
-
-    __slots__ = ("_kernels", "_num_outputs", "_packed", "_which")
-    is_copy = True
-
-    def __init__(self, kernels: NativeKernels, packed: PackedWeight, num_outputs: int, which: tuple[int, ...]) -> None:
-        """`num_outputs`: of one. `which`: 0 is gate, 1 is up."""
-        self._kernels = kernels
-        self._packed = packed
-        self._num_outputs = num_outputs
-        self._which = which
-
-    def __call__(self, x: Tensor) -> Tensor:
-        y = self._kernels.linear(x, self._packed, None)
-        pair = y.view(*y.shape[:-1], -1, 2, BAND // 2)
-        return torch.cat([pair[..., one, :].flatten(-2)[..., : self._num_outputs] for one in self._which], dim=-1)
-
-    def matrix(self) -> Tensor:
-        return torch.cat([self._packed.of_pair(one, self._num_outputs) for one in self._which])
 
 
 class NativeStack(nn.Module):
@@ -635,28 +347,6 @@ class NativeNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         offset, narrows = self._form
         return self._kernels.rms_norm(hidden_states, self.weight, self._eps, offset=offset, narrows=narrows)
-
-
-def linears_of(weights: LayerWeights, shape: StackShape, kernels: NativeKernels) -> list[StackLinear | StackPair]:
-    """Each linear of a layer by itself, in the order of the shape's names."""
-    own = weights.shape
-    rows, kv_rows = shape.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
-    qkv = ((0, rows), (rows, kv_rows), (rows + kv_rows, kv_rows))
-    if shape.names.merges_qkv:
-        qkv = ((0, rows + 2 * kv_rows),)
-    pair = ((0, 1),) if shape.names.merges_gate_up else ((0,), (1,))
-    found: list[StackLinear | StackPair] = []
-    if weights.qkv is not None and weights.o is not None:
-        for one in qkv[:1] if own.shares_kv else qkv:
-            found.append(StackLinear(kernels, weights.qkv, weights.qkv_bias, *one))
-        found.append(StackLinear(kernels, weights.o, weights.o_bias, 0, shape.hidden_size))
-    if weights.gate_up is not None and weights.down is not None:
-        found += [StackPair(kernels, weights.gate_up, own.ffn_size, which) for which in pair]
-        found.append(StackLinear(kernels, weights.down, None, 0, shape.hidden_size))
-    if weights.input_gate is not None and weights.input_projection is not None:
-        found.append(StackLinear(kernels, weights.input_gate, None, 0, shape.input_size))
-        found.append(StackLinear(kernels, weights.input_projection, None, 0, shape.hidden_size))
-    return found
 
 
 def _from(layers: ctypes.Array[Layer], first: int) -> Any:

@@ -1,0 +1,110 @@
+"""Kinds of decoder layers: paths of their linears, norms and other parts.
+
+A new kind is a row of KINDS. Layers of a kind may still compute something else: proof.py compares each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+HEAD_NORMS: Final = {part: f"self_attn.{part}" for part in ("q_norm", "k_norm", "v_norm")}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNames:
+    """Paths of a layer's parts, by the names that the kernels have for them."""
+
+    # A layer that attends to keys and values of an earlier one has no k and v; one whose values are its keys has no v.
+    linears: Mapping[str, str]
+    norms: Mapping[str, str]  # of hidden states
+    act: str = "mlp.act_fn"
+    feed_forward: str = ""  # a module that is the model's own, in the place of gate, up, down and `act`
+    is_parallel: bool = False  # the feed-forward part reads the states that attention reads
+    # The rows of merged q, k and v lie by heads of keys: the queries of one, its key, its value.
+    is_grouped: bool = False
+    attention: str = "self_attn"
+    input_act: str = ""  # the activation of what is computed of the layer's own input; "": it has none
+    # Modules that are the model's own in the place of attention with its linears. A layer has one of them.
+    mixers: tuple[str, ...] = ()
+
+    @property
+    def own_parts(self) -> tuple[str, ...]:
+        """Paths of the parts that are the model's own."""
+        return (*self.mixers, self.feed_forward) if self.feed_forward else self.mixers
+
+    @property
+    def head_norms(self) -> Mapping[str, str]:
+        """Norms of queries, keys and values that a layer may have."""
+        return {} if self.mixers else HEAD_NORMS
+
+    @property
+    def merges_qkv(self) -> bool:
+        """True if q, k and v are one linear."""
+        return "k" not in self.linears
+
+    @property
+    def merges_gate_up(self) -> bool:
+        """True if gate and up are one linear."""
+        return "gate" in self.linears and "up" not in self.linears
+
+
+_ATTENTION: Final = {part: f"self_attn.{part}_proj" for part in ("q", "k", "v", "o")}
+_GATED: Final = {part: f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+_SPLIT: Final = {**_ATTENTION, **_GATED}
+_GATE_UP: Final = {"gate": "mlp.gate_up_proj", "down": "mlp.down_proj"}
+_MERGED: Final = {"q": "self_attn.qkv_proj", "o": "self_attn.o_proj", **_GATE_UP}
+_GROUPED: Final = {"q": "attention.query_key_value", "o": "attention.dense"}
+_NORMS_BEFORE: Final = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
+_NORMS_OF_HYBRIDS: Final = {"norm1": "input_layernorm", "norm2": "pre_ff_layernorm"}
+_NORM_OF_BOTH: Final = {"norm1": "input_layernorm"}
+_NORMS_BEHIND: Final = {"attention_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"}
+_NORMS_AROUND: Final = {"norm1": "input_layernorm", "norm2": "pre_feedforward_layernorm", **_NORMS_BEHIND}
+_OF_INPUT: Final = {"input_gate": "per_layer_input_gate", "input_projection": "per_layer_projection"}
+_NORMS_OF_GLM: Final = {
+    **_NORMS_BEFORE,
+    "attention_norm": "post_self_attn_layernorm",
+    "ffn_norm": "post_mlp_layernorm",
+}
+KINDS: Final = (
+    LayerNames(_SPLIT, _NORMS_BEFORE),  # Llama, Qwen, Gemma, Granite
+    LayerNames(_SPLIT, _NORMS_AROUND),  # Gemma 2 and 3
+    LayerNames(
+        {**_SPLIT, **_OF_INPUT}, {**_NORMS_AROUND, "input_norm": "post_per_layer_input_norm"}, input_act="act_fn"
+    ),  # Gemma 4
+    LayerNames(_SPLIT, _NORMS_BEHIND),  # EXAONE 4, OLMo 2 and 3
+    LayerNames(_MERGED, _NORMS_BEFORE, "mlp.activation_fn"),  # Phi-3
+    LayerNames({**_ATTENTION, **_GATE_UP}, _NORMS_BEFORE, "mlp.activation_fn"),  # GLM
+    LayerNames({**_ATTENTION, **_GATE_UP}, _NORMS_OF_GLM, "mlp.activation_fn"),  # GLM 4
+    LayerNames(_SPLIT, _NORM_OF_BOTH, is_parallel=True),  # Cohere
+    LayerNames(_ATTENTION, _NORMS_BEFORE, "", "mlp"),  # Mixtral, Qwen MoE, OLMoE, gpt-oss
+    LayerNames(_ATTENTION, _NORMS_BEFORE, "", "block_sparse_moe"),  # Granite MoE
+    LayerNames(_ATTENTION, _NORMS_BEHIND, "", "mlp"),  # FlexOlmo
+    LayerNames({**_ATTENTION, "o": "self_attn.dense"}, _NORM_OF_BOTH, "", "mlp", is_parallel=True),  # Phi 1.5
+    *(
+        LayerNames(_GROUPED, _NORMS_BEFORE, "", "mlp", is_parallel, is_grouped=True, attention="attention")
+        for is_parallel in (True, False)
+    ),  # GPT-NeoX
+    # Attention of other kinds, as gated or latent one, and recurrences.
+    LayerNames(_GATED, _NORMS_BEFORE, mixers=("self_attn", "linear_attn")),  # Qwen 3.5
+    LayerNames(
+        {part: f"feed_forward.{part}_proj" for part in _GATED},
+        _NORMS_OF_HYBRIDS,
+        "feed_forward.act_fn",
+        mixers=("self_attn", "mamba"),
+    ),  # Jamba without experts
+    LayerNames(
+        {"gate": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
+        _NORMS_BEFORE,
+        "shared_mlp.activation",
+        mixers=("self_attn", "mamba"),
+    ),  # Granite 4
+    LayerNames(
+        {"gate": "feed_forward.w1", "up": "feed_forward.w3", "down": "feed_forward.w2"},
+        {"norm1": "operator_norm", "norm2": "ffn_norm"},
+        "",
+        mixers=("self_attn", "conv"),
+    ),  # LFM2
+    LayerNames({}, _NORMS_BEFORE, "", "mlp", mixers=("self_attn", "linear_attn")),  # Qwen3-Next, DeepSeek
+)
