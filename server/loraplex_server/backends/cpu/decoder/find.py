@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loraplex_runtime.reports import Progress, counted, no_progress
-from loraplex_server.backends.cpu.decoder.kinds import HEAD_NORMS, KINDS, LayerNames
+from loraplex_server.backends.cpu.decoder.kinds import KINDS, LayerNames
 from loraplex_server.backends.cpu.decoder.pack import NoMatch, drop_weights, dtype_name, give_back, model_code, pack
 from loraplex_server.backends.cpu.decoder.proof import NUM_TOKENS, LayerProof
 from loraplex_server.backends.cpu.decoder.stack import ComputedLayer, NativeNorm, NativeStack, StackPart
@@ -170,7 +170,10 @@ def _is_within(path: str, modules: Sequence[str]) -> bool:
 def _is_of_kind(layer: nn.Module, kind: LayerNames) -> bool:
     if kind.feed_forward and not hasattr(layer, kind.feed_forward):
         return False
-    if kind.mixers and sum(isinstance(getattr(layer, name, None), nn.Module) for name in kind.mixers) != 1:
+    num_mixers = sum(isinstance(getattr(layer, name, None), nn.Module) for name in kind.mixers)
+    if kind.attends and num_mixers == 1:
+        return _is_of_kind(layer, kind.without_attention())
+    if num_mixers != (0 if kind.attends or not kind.mixers else 1):
         return False
     found = {
         name
@@ -183,7 +186,7 @@ def _is_of_kind(layer: nn.Module, kind: LayerNames) -> bool:
     may_miss = {kind.linears.get(part, "") for part in ("k", "v")}
     return (
         missing <= may_miss
-        and found - common <= set(HEAD_NORMS.values())
+        and found - common <= set(kind.head_norms.values())
         and all(type(layer.get_submodule(name)) is nn.Linear for name in set(kind.linears.values()) - missing)
     )
 
@@ -191,18 +194,23 @@ def _is_of_kind(layer: nn.Module, kind: LayerNames) -> bool:
 def _specs(
     layers: list[nn.Module], names: LayerNames, attention: list[tuple[nn.Module, AttentionSpec]]
 ) -> list[AttentionSpec | None]:
-    if names.mixers:
+    """Of each layer; None of those whose attention, or what is in its place, is the model's own module."""
+    if not names.attends:
         return [None] * len(layers)
-    own = [layer.get_submodule(names.attention) for layer in layers]
-    if any(module is not seen for module, (seen, _) in zip(own, attention, strict=True)):
-        raise NoMatch("attention is not in its usual place, or in another order")
-    return [spec for _, spec in attention]
+    seen, found = iter(attention), list[AttentionSpec | None]()
+    for layer in layers:
+        own = getattr(layer, names.attention, None)
+        module, spec = (None, None) if own is None else next(seen, (None, None))
+        if module is not own:
+            raise NoMatch("attention is not in its usual place, or in another order")
+        found.append(spec)
+    return found
 
 
 def _shape(
     layers: list[nn.Module], names: LayerNames, specs: list[AttentionSpec | None], kernels: NativeKernels
 ) -> StackShape:
-    layer, spec = layers[0], specs[0]
+    layer = layers[0]
     if len({one.num_heads for one in specs if one is not None}) > 1:
         raise NoMatch("layers of several numbers of heads")
     act, input_size = 0, 0
@@ -231,9 +239,10 @@ def _shape(
         of_norm.dtype, of_norm.shape[0], 0, act, names, form, float(added), is_layer_norm=found is None,
         input_size=input_size,
     )  # fmt: skip
-    if spec is None:
+    first = next(((one, spec) for one, spec in zip(layers, specs, strict=True) if spec is not None), None)
+    if first is None:
         return shape
-    attention = layer.get_submodule(names.attention)
+    attention, spec = first[0].get_submodule(names.attention), first[1]
     q_norm = getattr(getattr(attention, "q_norm", None), "weight", None)
     all_heads = isinstance(q_norm, Tensor) and q_norm.numel() == spec.num_heads * spec.k_dim != spec.k_dim
     query_scale = _query_scale(attention)

@@ -6,7 +6,7 @@ A new kind is a row of KINDS. Layers of a kind may still compute something else:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 HEAD_NORMS: Final = {part: f"self_attn.{part}" for part in ("q_norm", "k_norm", "v_norm")}
@@ -26,8 +26,10 @@ class LayerNames:
     is_grouped: bool = False
     attention: str = "self_attn"
     input_act: str = ""  # the activation of what is computed of the layer's own input; "": it has none
-    # Modules that are the model's own in the place of attention with its linears. A layer has one of them.
+    # Modules that are the model's own in the place of attention with its linears. A layer has one of them, or attention
+    # where its linears are among these.
     mixers: tuple[str, ...] = ()
+    head_norms: Mapping[str, str] = field(default_factory=lambda: HEAD_NORMS)  # of heads, which a layer may have
 
     @property
     def own_parts(self) -> tuple[str, ...]:
@@ -35,19 +37,24 @@ class LayerNames:
         return (*self.mixers, self.feed_forward) if self.feed_forward else self.mixers
 
     @property
-    def head_norms(self) -> Mapping[str, str]:
-        """Norms of queries, keys and values that a layer may have."""
-        return {} if self.mixers else HEAD_NORMS
+    def attends(self) -> bool:
+        """True if layers, or some of them, have attention with linears of these names."""
+        return "q" in self.linears
 
     @property
     def merges_qkv(self) -> bool:
         """True if q, k and v are one linear."""
-        return "k" not in self.linears
+        return self.attends and "k" not in self.linears
 
     @property
     def merges_gate_up(self) -> bool:
         """True if gate and up are one linear."""
         return "gate" in self.linears and "up" not in self.linears
+
+    def without_attention(self) -> LayerNames:
+        """The same with attention among the modules that are the model's own."""
+        linears = {part: path for part, path in self.linears.items() if part not in _ATTENTION}
+        return replace(self, linears=linears, mixers=(self.attention, *self.mixers), head_norms={})
 
 
 _ATTENTION: Final = {part: f"self_attn.{part}_proj" for part in ("q", "k", "v", "o")}
@@ -57,7 +64,6 @@ _GATE_UP: Final = {"gate": "mlp.gate_up_proj", "down": "mlp.down_proj"}
 _MERGED: Final = {"q": "self_attn.qkv_proj", "o": "self_attn.o_proj", **_GATE_UP}
 _GROUPED: Final = {"q": "attention.query_key_value", "o": "attention.dense"}
 _NORMS_BEFORE: Final = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
-_NORMS_OF_HYBRIDS: Final = {"norm1": "input_layernorm", "norm2": "pre_ff_layernorm"}
 _NORM_OF_BOTH: Final = {"norm1": "input_layernorm"}
 _NORMS_BEHIND: Final = {"attention_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"}
 _NORMS_AROUND: Final = {"norm1": "input_layernorm", "norm2": "pre_feedforward_layernorm", **_NORMS_BEHIND}
@@ -67,6 +73,36 @@ _NORMS_OF_GLM: Final = {
     "attention_norm": "post_self_attn_layernorm",
     "ffn_norm": "post_mlp_layernorm",
 }
+# Layers with attention beside layers with a recurrence in its place.
+_HYBRIDS: Final = (
+    LayerNames(_SPLIT, _NORMS_BEFORE, mixers=("linear_attn",)),  # Qwen 3.5
+    LayerNames(
+        {**_ATTENTION, **{part: f"feed_forward.{part}_proj" for part in _GATED}},
+        {"norm1": "input_layernorm", "norm2": "pre_ff_layernorm"},
+        "feed_forward.act_fn",
+        mixers=("mamba",),
+    ),  # Jamba without experts
+    LayerNames(
+        {**_ATTENTION, "gate": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
+        _NORMS_BEFORE,
+        "shared_mlp.activation",
+        mixers=("mamba",),
+    ),  # Granite 4
+    LayerNames(
+        {
+            **_ATTENTION,
+            "o": "self_attn.out_proj",
+            "gate": "feed_forward.w1",
+            "up": "feed_forward.w3",
+            "down": "feed_forward.w2",
+        },
+        {"norm1": "operator_norm", "norm2": "ffn_norm"},
+        "",
+        mixers=("conv",),
+        head_norms={"q_norm": "self_attn.q_layernorm", "k_norm": "self_attn.k_layernorm"},
+    ),  # LFM2
+    LayerNames(_ATTENTION, _NORMS_BEFORE, "", "mlp", mixers=("linear_attn",)),  # Qwen3-Next
+)
 KINDS: Final = (
     LayerNames(_SPLIT, _NORMS_BEFORE),  # Llama, Qwen, Gemma, Granite
     LayerNames(_SPLIT, _NORMS_AROUND),  # Gemma 2 and 3
@@ -86,25 +122,6 @@ KINDS: Final = (
         LayerNames(_GROUPED, _NORMS_BEFORE, "", "mlp", is_parallel, is_grouped=True, attention="attention")
         for is_parallel in (True, False)
     ),  # GPT-NeoX
-    # Attention of other kinds, as gated or latent one, and recurrences.
-    LayerNames(_GATED, _NORMS_BEFORE, mixers=("self_attn", "linear_attn")),  # Qwen 3.5
-    LayerNames(
-        {part: f"feed_forward.{part}_proj" for part in _GATED},
-        _NORMS_OF_HYBRIDS,
-        "feed_forward.act_fn",
-        mixers=("self_attn", "mamba"),
-    ),  # Jamba without experts
-    LayerNames(
-        {"gate": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
-        _NORMS_BEFORE,
-        "shared_mlp.activation",
-        mixers=("self_attn", "mamba"),
-    ),  # Granite 4
-    LayerNames(
-        {"gate": "feed_forward.w1", "up": "feed_forward.w3", "down": "feed_forward.w2"},
-        {"norm1": "operator_norm", "norm2": "ffn_norm"},
-        "",
-        mixers=("self_attn", "conv"),
-    ),  # LFM2
-    LayerNames({}, _NORMS_BEFORE, "", "mlp", mixers=("self_attn", "linear_attn")),  # Qwen3-Next, DeepSeek
+    *_HYBRIDS,
+    *(kind.without_attention() for kind in _HYBRIDS),  # those with attention of another kind, and DeepSeek
 )

@@ -44,10 +44,17 @@ def _layer_shape(layer: nn.Module, names: LayerNames, spec: AttentionSpec | None
     ffn_size = cast(nn.Linear, layer.get_submodule(linears["down"])).in_features if "down" in linears else 0
     if names.merges_gate_up and ffn_size % (BAND // 2):
         raise NoMatch("linears of gate and up together, of unusual shapes")
-    own = LayerShape(spec, ffn_size, linears)
-    if ("k" in names.linears and "k" not in linears) != own.shares_kv:
+    own = LayerShape(spec, ffn_size, linears, gates_heads=_gates_heads(layer, names, spec))
+    if spec is not None and ("k" in names.linears and "k" not in linears) != own.shares_kv:
         raise NoMatch("keys and values of earlier layers, of an unusual kind")
     return own
+
+
+def _gates_heads(layer: nn.Module, names: LayerNames, spec: AttentionSpec | None) -> bool:
+    """True if the linear of queries has a gate of each head's output, too."""
+    if spec is None or names.merges_qkv:
+        return False
+    return cast(nn.Linear, layer.get_submodule(names.linears["q"])).out_features == 2 * spec.num_heads * spec.k_dim
 
 
 def _has(layer: nn.Module, path: str) -> bool:
@@ -81,9 +88,9 @@ def pack(layer: nn.Module, spec: AttentionSpec | None, shape: StackShape, kernel
     widths = _widths_of_norms(shape, own)
     for name, norm in norms.items():
         found = {part: (one.dtype, tuple(one.shape)) for part, one in norm.named_parameters()}
-        may_miss = shape.is_layer_norm or (name in HEAD_NORMS and not found)
+        may_miss = shape.is_layer_norm or (name in shape.names.head_norms and not found)
         wanted = dict.fromkeys(found if may_miss else ("weight",), (shape.dtype, (widths[name],)))
-        if found != wanted or norm_eps(norm) is None or (shape.is_layer_norm and name in HEAD_NORMS):
+        if found != wanted or norm_eps(norm) is None or (shape.is_layer_norm and name in shape.names.head_norms):
             raise NoMatch(f"the norm {type(norm).__name__}")
     qkv = [linears[part] for part in ("q", "k", "v") if part in linears]
     gate_up, down = _pack_feed_forward(linears, shape, kernels)
@@ -97,7 +104,7 @@ def pack(layer: nn.Module, spec: AttentionSpec | None, shape: StackShape, kernel
         o_bias=_bias(linears["o"]) if qkv else None,
         norms={name: _weight_of(norm, widths[name], shape) for name, norm in norms.items()},
         eps=_one_eps([norms[name] for name in shape.names.norms]),
-        qk_eps=_one_eps([norms[name] for name in HEAD_NORMS if name in norms]),
+        qk_eps=_one_eps([norms[name] for name in shape.names.head_norms if name in norms]),
         norm_biases={
             name: bias for name, norm in norms.items() if isinstance(bias := getattr(norm, "bias", None), Tensor)
         },
@@ -134,9 +141,11 @@ def _pack_feed_forward(
 
 def _shapes_of_linears(shape: StackShape, own: LayerShape) -> dict[str, tuple[int, int]]:
     rows, kv_rows = shape.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
-    outputs = {"q": rows} if own.shares_kv else {"q": rows, "k": kv_rows, "v": kv_rows}
+    outputs = {"q": rows * (2 if own.gates_heads else 1)}
+    if not own.shares_kv:
+        outputs |= {"k": kv_rows, "v": kv_rows}
     common = {"o": (shape.hidden_size, rows)}
-    if shape.names.mixers:
+    if own.attention is None:
         outputs, common = {}, {}
     elif shape.names.merges_qkv:
         outputs = {"q": rows + 2 * kv_rows}

@@ -93,14 +93,14 @@ class LayerProof:
         self._idx = 0
         self._attention = attention
         rotary = _rotary_of(model)
-        if rotary is None and not shape.names.mixers:
+        if rotary is None and not shape.names.mixers:  # those of recurrences may need none
             raise NoMatch("its positions are not rotary")
         self.rotations = _rotations(model, rotary, num_layers)
         self._own, self._wide = (
             {kind: _inputs(rotary, kind, shape, dtype, far) for kind in set(self.rotations)}
             for dtype in (shape.dtype, torch.float32)
         )
-        first = None if shape.names.mixers else self._wide[self.rotations[0]].rotary
+        first = self._wide[self.rotations[0]].rotary if shape.names.attends else None
         self.shape = shape if first is None else replace(shape, angles=Angles.of(first[0]))
         self._first: dict[tuple[object, ...], _Proven] = {}
 

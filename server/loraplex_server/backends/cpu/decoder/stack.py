@@ -64,12 +64,17 @@ class NativeStack(nn.Module):
         self.weights = layers
         self._context = context
         self._layers = (Layer * len(layers))(*(_layer(weights) for weights in layers))
+        self._attending = [layer for layer, own in zip(self._layers, layers, strict=True) if own.attention is not None]
         self._whole = slice(0, len(layers))
         q_sizes = [shape.num_heads * weights.shape.head_dim for weights in layers]
+        q_outputs = [
+            2 * size if weights.shape.gates_heads else size for size, weights in zip(q_sizes, layers, strict=True)
+        ]
         kv_sizes = [weights.shape.num_kv_heads * weights.shape.head_dim for weights in layers]
         self._stack = Stack(
             dtype=DTYPES[shape.dtype], num_layers=len(layers), hidden=shape.hidden_size, num_heads=shape.num_heads,
-            q_size=max(q_sizes), qkv_size=max(q + 2 * kv for q, kv in zip(q_sizes, kv_sizes, strict=True)),
+            q_size=max(q_sizes), qkv_size=max(q + 2 * kv for q, kv in zip(q_outputs, kv_sizes, strict=True)),
+            gate_size=max(q - size for q, size in zip(q_outputs, q_sizes, strict=True)),
             ffn=max(weights.shape.ffn_size for weights in layers), input=shape.input_size, act=shape.act,
             format=shape.format.code if shape.format is not None else 0, merges_qkv=shape.names.merges_qkv,
             merges_gate_up=shape.names.merges_gate_up, norms_all_heads=shape.norms_all_heads,
@@ -109,11 +114,11 @@ class NativeStack(nn.Module):
             yield from layer.named_modules(prefix=f"{self._path}{idx}")
 
     def bind(self, pages: Sequence[LayerKv]) -> None:
-        """Binds the layers to these pages; an empty sequence unbinds them. Mixers of the model's own have theirs."""
-        if self.shape.names.mixers:
+        """Binds the layers to these pages; an empty sequence unbinds them. Attention of the model's own has its."""
+        if not self._attending:
             return
         self._pages = tuple(pages)
-        for layer, kv in zip(self._layers, self._pages, strict=bool(pages)):
+        for layer, kv in zip(self._attending, self._pages, strict=bool(pages)):
             layer.k_pages, layer.v_pages = kv.k.data_ptr(), kv.v.data_ptr()
 
     def use(self, slots: AdapterSlots) -> None:
@@ -145,9 +150,9 @@ class NativeStack(nn.Module):
         hidden = hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()
         prepared, slots = self._context.token_segments, self._slots
         is_computed = slots is None or prepared is None or self._computes(slots, prepared.segments)
+        assert self._pages or not self._attending, "no KV cache is bound to the model"
         if self.shape.names.mixers:
             return self._run_around_mixers(layers, hidden, others, position_embeddings, named, is_computed=is_computed)
-        assert self._pages, "no KV cache is bound to the model"
         assert position_embeddings is not None, "layers that turn queries and keys are given no rotation"
         if slots is None or prepared is None or is_computed:
             plan, outputs = native_plan(self._context.attention), self._outputs(hidden.shape[1], layers)
@@ -200,7 +205,12 @@ class NativeStack(nn.Module):
             named["position_embeddings"] = position_embeddings
         if not is_computed:
             return self._run_own_layers(layers, hidden, others, named)
-        self._run(layers, hidden, None, None, self._runs(self._context.token_segments), of_layer=named)
+        runs = self._runs(self._context.token_segments)
+        if not self._attending:
+            self._run(layers, hidden, None, None, runs, of_layer=named)
+            return hidden
+        plan, scales = native_plan(self._context.attention), self._query_scales(named.get("position_ids"))
+        self._run(layers, hidden, position_embeddings, plan, runs, query_scales=scales, of_layer=named)
         return hidden
 
     def _computes(self, slots: AdapterSlots, segments: Sequence[Segment]) -> bool:
@@ -372,7 +382,7 @@ def _layer(weights: LayerWeights) -> Layer:
     layer.turns, layer.scale = weights.turns, weights.scale
     own = weights.shape
     layer.num_kv_heads, layer.head_dim, layer.ffn = own.num_kv_heads, own.head_dim, own.ffn_size
-    layer.shares_kv = own.shares_kv
+    layer.shares_kv, layer.gates_heads = own.shares_kv, own.gates_heads
     return layer
 
 

@@ -117,6 +117,7 @@ class LayerShape:
     attention: AttentionSpec | None  # None: a module of the model's own is in its place
     ffn_size: int
     linears: Mapping[str, str]  # paths of those that it has, as in LayerNames
+    gates_heads: bool = False  # behind each head's queries q has a gate, whose sigmoid scales attention's output
 
     @property
     def num_kv_heads(self) -> int:
@@ -208,7 +209,8 @@ def linears_of(weights: LayerWeights, shape: StackShape, kernels: NativeKernels)
     """Each linear of a layer by itself, in the order of the shape's names."""
     own = weights.shape
     rows, kv_rows = shape.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
-    qkv = ((0, rows), (rows, kv_rows), (rows + kv_rows, kv_rows))
+    q_rows = 2 * rows if own.gates_heads else rows
+    qkv = ((0, q_rows), (q_rows, kv_rows), (q_rows + kv_rows, kv_rows))
     if shape.names.merges_qkv:
         qkv = ((0, rows + 2 * kv_rows),)
     pair = ((0, 1),) if shape.names.merges_gate_up else ((0,), (1,))

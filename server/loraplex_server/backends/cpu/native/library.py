@@ -23,7 +23,7 @@ from loraplex_server.backends.cpu.native.build import (
 
 # --- prototypes -------------------------------------------------------------------------------------------------------
 
-ABI_VERSION: Final = 20  # kAbiVersion in src/version.cpp
+ABI_VERSION: Final = 21  # kAbiVersion in src/version.cpp
 
 
 class Prototype(NamedTuple):
@@ -121,7 +121,7 @@ class Layer(ctypes.Structure):
         *(("window", _LONG), ("turns", _LONG), ("sinks", _POINTER)),
         *((f"{name}_table", Table) for name in ("q", "k", "v", "o", "gate", "up", "down")),
         *((f"{name}_table", Table) for name in ("input_gate", "input_projection")),
-        *((name, _INT) for name in ("num_kv_heads", "head_dim", "ffn", "shares_kv")),
+        *((name, _INT) for name in ("num_kv_heads", "head_dim", "ffn", "shares_kv", "gates_heads")),
         ("scale", _FLOAT),
     )
 
@@ -132,7 +132,17 @@ class Stack(ctypes.Structure):
     _fields_ = (
         *(
             (name, _INT)
-            for name in ("dtype", "num_layers", "hidden", "num_heads", "q_size", "qkv_size", "ffn", "input")
+            for name in (
+                "dtype",
+                "num_layers",
+                "hidden",
+                "num_heads",
+                "q_size",
+                "qkv_size",
+                "gate_size",
+                "ffn",
+                "input",
+            )
         ),
         *((name, _INT) for name in ("act", "format", "merges_qkv", "merges_gate_up", "norms_all_heads", "narrows")),
         *((name, _FLOAT) for name in ("norm_offset", "added")),

@@ -663,16 +663,23 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("head_dim", [32, 16])
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_layers_with_mixers_of_the_models_own(family: str) -> None:
-    model = native_model(family, **HYBRIDS[family])
+def test_layers_with_mixers_of_the_models_own(caplog: pytest.LogCaptureFixture, family: str, head_dim: int) -> None:
+    """Beside native attention, and beside that of the model's own where the kernels do not know it."""
+    changes = {"head_dim": head_dim, "num_attention_heads": HIDDEN // head_dim}
+    model = native_model(family, **HYBRIDS[family] | changes)
     rig = native_rig(model, native_kernels())
     stack = rig.loaded.decoder
     assert isinstance(stack, NativeStack)
-    paths = [[call.path for call in weights.own_parts] for weights in stack.weights]
-    assert ["self_attn"] in paths
-    assert len({path for (path,) in paths}) == 2
-    assert len(paths) == model.config.num_hidden_layers
+    own_parts = {call.path for weights in stack.weights for call in weights.own_parts}
+    is_native = sum(weights.attention is not None for weights in stack.weights)
+    assert len(stack.weights) == model.config.num_hidden_layers
+    if head_dim == 32:
+        assert (is_native, len(own_parts)) == (1, 1)
+    else:
+        assert (is_native, len(own_parts)) == (0, 2)
+        assert "heads of 16" in said(caplog)
     check_logits(model, rig)
 
 

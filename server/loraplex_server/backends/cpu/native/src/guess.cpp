@@ -66,7 +66,7 @@ void add_blocks(Pool& pool, const Kernels& kernels, DType dtype, const LpBlock* 
       kernels.shrink(dtype, at(x, row * n, dtype), n, m, at(block.weight, output * n, dtype), n, width, 1.0f, c, kWidth);
       for (int64_t r = 0; r < m; r++) {
         if (block.bias != nullptr) kernels.add_bias(dtype, at(block.bias, output, dtype), width, c + r * kWidth);
-        kernels.gated(dtype, 0, c + r * kWidth, ones, width, at(inner, (row + r) * n + output, dtype));
+        kernels.gated(dtype, kSilu, c + r * kWidth, ones, width, at(inner, (row + r) * n + output, dtype));
       }
     }
     kernels.end_products();

@@ -17,6 +17,7 @@ static inline int64_t item_bytes(DType dtype) { return dtype == DType::BF16 ? 2 
 // [16 pairs of inputs][16 outputs][2], which is what AMX and AVX512-BF16 read as it is. Outputs are padded with zeros.
 constexpr int kBand = 32;
 constexpr int kPanel = 16;
+constexpr int kSilu = 0, kGeluTanh = 1, kSigmoid = 2;  // activations of gates
 constexpr int kRows = 32;  // rows that a product computes at once
 constexpr int kWideInputs = 64;  // of a tile of rows that are floats
 
@@ -231,7 +232,7 @@ struct Kernels {
   void (*rotate)(float* x, const float* cos, const float* sin, int dim);
   // x[dim] rotated by pairs of neighbours, in place; of cos and sin the first half is read.
   void (*rotate_pairs)(float* x, const float* cos, const float* sin, int dim);
-  // out[n] = act(gate[n]) * up[n]
+  // out[n] = act(gate[n]) * up[n], with an activation of these
   void (*gated)(DType, int act, const float* gate, const float* up, int n, void* out);
   void (*gate_row)(DType, int act, const void* gate, const void* up, int n, void* out);  // all of the dtype
   // The same of m rows and up to two bands, which hold 16 of gate and the same 16 of up. `streams`: past the caches.

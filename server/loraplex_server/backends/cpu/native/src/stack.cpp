@@ -4,7 +4,7 @@
 //
 // Some families norm what is added, too or instead; add a part of it; norm queries and keys; turn them in some layers only,
 // or by pairs; scale queries by their positions; compute both parts from the same h; attend to keys and values of an earlier
-// layer; or let an input of the layer's own and a factor follow. The caller may compute attention, or what stands in its
+// layer; scale attention's output by gates; or let an input of the layer's own and a factor follow. The caller may compute attention, or what stands in its
 // place, and the feed-forward part: then the stack is run up to there, and on from there. Each linear has an adapter term, or
 // a product of the adapter's own in its place, and norms have the weights of each row's adapter. Of the last layer, rows
 // whose output nobody reads get keys and values only. The caller guarantees shapes and keeps all memory alive.
@@ -46,6 +46,7 @@ struct LpLayer {
   int32_t head_dim;
   int32_t ffn;
   int32_t shares_kv;  // keys and values are those of an earlier layer, which has the same pages
+  int32_t gates_heads;  // behind each head's queries the linear of q has a gate, whose sigmoid scales attention's output
   float scale;        // what the layer's output is multiplied with
 };
 
@@ -54,9 +55,10 @@ struct LpStack {
   int32_t num_layers;
   int32_t hidden;
   int32_t num_heads;
-  // The most that any layer has: outputs of q, those of q, k and v, and inputs of down.
+  // The most that any layer has: queries, outputs of q, k and v, gates of heads, and inputs of down.
   int32_t q_size;
   int32_t qkv_size;
+  int32_t gate_size;
   int32_t ffn;
   int32_t input;  // features of layers' own inputs, 0: none
   int32_t act;  // 0: silu, 1: gelu_tanh
@@ -101,6 +103,7 @@ namespace {
 struct Scratch {
   char* normed;  // [num_tokens][hidden], also of products that are normed or scaled before they are added
   char* q;       // [num_tokens][heads][head_dim]
+  char* gates;   // the same of gates
   char* mixed;   // the same, attention's result
   char* act;     // [num_tokens][ffn], also of the layer's own input
   // Elements from one row to the next, where products read them.
@@ -131,6 +134,7 @@ Scratch lay_out(const LpStack& stack, int64_t num_tokens, int64_t max_rank, void
   s.act_stride = stride_of(std::max(stack.ffn, stack.input), dtype);
   s.normed = take(num_tokens * s.normed_stride * item_bytes(dtype));
   s.q = take(num_tokens * stack.q_size * item_bytes(dtype));
+  s.gates = take(num_tokens * stack.gate_size * item_bytes(dtype));
   s.mixed = take(num_tokens * s.mixed_stride * item_bytes(dtype));
   s.act = take(num_tokens * s.act_stride * item_bytes(dtype));
   const int64_t widest = std::max({stack.qkv_size, stack.hidden, 2 * stack.ffn, stack.input});
@@ -166,7 +170,7 @@ class StackRun {
     for (int i = 0; i < stack_.num_layers; i++) {
       const LpLayer& layer = stack_.layers[i];
       if (layer.qkv != nullptr) {
-        const int64_t rows = q_rows(layer), qkv_rows = rows + 2 * kv_rows(layer);
+        const int64_t rows = q_rows(layer), qkv_rows = qkv_outputs(layer);
         const auto qkv = qkv_targets(layer);
         products_.updates().add_factors(qkv.data(), int(qkv.size()), stack_.hidden, prefetches_);
         add_weights(layer.qkv, stack_.hidden, ceil_div(qkv_rows, kBand), qkv_unit(layer));
@@ -222,11 +226,13 @@ class StackRun {
     const Heads heads{stack_.num_heads, layer.num_kv_heads, layer.head_dim, layer.head_dim, layer.scaling, layer.softcap, layer.window, 0,
                       layer.sinks};
     attend_all(pool_, kernels_, dtype_, scratch_.q, scratch_.mixed, scratch_.mixed_stride, {layer.k_pages, layer.v_pages}, heads, step_.spans);
+    if (layer.gates_heads) gate_heads(layer);
   }
 
-  // The queries of rows of another run, of which this one computes what is left.
+  // The queries of rows of another run, of which this one computes what is left, and their gates.
   void take_queries(const LpLayer& layer, const StackRun& whole, const OutputRows& rows) {
     rows.gather(whole.scratch_.q, q_rows(layer) * item_bytes(dtype_), scratch_.q);
+    if (layer.gates_heads) rows.gather(whole.scratch_.gates, q_rows(layer) * item_bytes(dtype_), scratch_.gates);
   }
 
   // `input`: the layer's own [num_tokens][input], where it has one.
@@ -270,11 +276,16 @@ class StackRun {
 
   int64_t q_rows(const LpLayer& layer) const { return int64_t(stack_.num_heads) * layer.head_dim; }
 
+  // Outputs of q, which may have gates.
+  int64_t q_outputs(const LpLayer& layer) const { return q_rows(layer) * (layer.gates_heads ? 2 : 1); }
+
+  int64_t qkv_outputs(const LpLayer& layer) const { return q_outputs(layer) + 2 * kv_rows(layer); }
+
   // Outputs of k, or v, that the layer computes.
   static int64_t kv_rows(const LpLayer& layer) { return layer.shares_kv ? 0 : int64_t(layer.num_kv_heads) * layer.head_dim; }
 
   std::vector<Target> qkv_targets(const LpLayer& layer) const {
-    const int64_t rows = q_rows(layer), others = kv_rows(layer);
+    const int64_t rows = q_outputs(layer), others = kv_rows(layer);
     if (stack_.merges_qkv) return {{&layer.q_table, rows + 2 * others}};
     if (others == 0) return {{&layer.q_table, rows}};
     return {{&layer.q_table, rows}, {&layer.k_table, others}, {&layer.v_table, others}};
@@ -309,7 +320,7 @@ class StackRun {
 
   // Keys and values in the order in which attention reads them, as many bytes for a thread as its weights of q, k and v have.
   void add_pages(const LpLayer& layer, const LpSpans& spans) {
-    const int64_t rows = q_rows(layer) + 2 * kv_rows(layer);
+    const int64_t rows = qkv_outputs(layer);
     const int64_t most = rows * stack_.hidden * item_bytes(dtype_) / pool_.num_threads();
     const int64_t token_bytes = int64_t(layer.num_kv_heads) * layer.head_dim * item_bytes(dtype_);
     std::vector<int64_t> ends;  // bytes of each queue up to which it takes pages
@@ -387,7 +398,7 @@ class StackRun {
   // Queries go to scratch, keys and values to their pages.
   void project_qkv(const LpLayer& layer, const Rows& x) {
     const int unit = qkv_unit(layer);
-    const int64_t num_outputs = q_rows(layer) + 2 * kv_rows(layer);
+    const int64_t num_outputs = qkv_outputs(layer);
     const auto end_of = [=](int band, int bands) { return std::min(int64_t(band + bands) * kBand, num_outputs); };
     products_.multiply(
         x, stack_.hidden, layer.qkv, ceil_div(num_outputs, kBand), unit,
@@ -432,7 +443,7 @@ class StackRun {
   template <class Body>
   void each_module(const LpLayer& layer, int64_t start, int64_t end, const Body& body) const {
     if (stack_.merges_qkv) return body(0, start, start, int(end - start));
-    const int64_t ends[] = {q_rows(layer), q_rows(layer) + kv_rows(layer), q_rows(layer) + 2 * kv_rows(layer)};
+    const int64_t ends[] = {q_outputs(layer), q_outputs(layer) + kv_rows(layer), qkv_outputs(layer)};
     for (int part = 0; part < 3; part++) {
       const int64_t before = part == 0 ? 0 : ends[part - 1], first = std::max(start, before), last = std::min(end, ends[part]);
       if (first < last) body(part, first - before, first, int(last - first));
@@ -440,7 +451,7 @@ class StackRun {
   }
 
   struct Head {
-    int part;  // 0: queries, 1: keys, 2: values
+    int part;  // 0: queries, 1: keys, 2: values, 3: gates
     int idx;   // of that part's
   };
 
@@ -452,8 +463,9 @@ class StackRun {
       const int kv_head = head / (group + 2), part = std::max(0, head % (group + 2) - group + 1);
       return {part, part == 0 ? head - 2 * kv_head : kv_head};
     }
-    if (head < num_heads) return {0, head};
-    head -= num_heads;
+    if (layer.gates_heads && head < 2 * num_heads) return {head % 2 == 0 ? 0 : 3, head / 2};
+    if (!layer.gates_heads && head < num_heads) return {0, head};
+    head -= layer.gates_heads ? 2 * num_heads : num_heads;
     return head < num_kv ? Head{1, head} : Head{2, head - num_kv};
   }
 
@@ -470,6 +482,7 @@ class StackRun {
 
   // c [head_dim]: a head's product, behind the norm of all heads where there is one.
   void finish_head(const LpLayer& layer, const Head& head, int64_t token, float* c) {
+    if (head.part == 3) return kernels_.store(dtype_, c, layer.head_dim, place_of(layer, head, token));
     const LpNorm& norm = norm_of(layer, head.part);
     if (norm.weight != nullptr && !is_of_all_heads(head.part))
       kernels_.rms_norm_f32(dtype_, c, weight_of(norm, token), layer.head_dim, layer.qk_eps, stack_.norm_offset,
@@ -513,9 +526,19 @@ class StackRun {
 
   void* place_of(const LpLayer& layer, const Head& head, int64_t token) {
     const int dim = layer.head_dim;
-    if (head.part == 0) return at(scratch_.q, (token * stack_.num_heads + head.idx) * dim, dtype_);
+    if (head.part == 0 || head.part == 3)
+      return at(head.part == 0 ? scratch_.q : scratch_.gates, (token * stack_.num_heads + head.idx) * dim, dtype_);
     void* pages = head.part == 1 ? layer.k_pages : layer.v_pages;
     return at(pages, (step_.spans.slots[token] * layer.num_kv_heads + head.idx) * dim, dtype_);
+  }
+
+  // attention's output times sigmoid(gate)
+  void gate_heads(const LpLayer& layer) {
+    each_row([&](int64_t row, int64_t) {
+      void* mixed = at(scratch_.mixed, row * scratch_.mixed_stride, dtype_);
+      const int64_t n = q_rows(layer);
+      kernels_.gate_row(dtype_, kSigmoid, at(scratch_.gates, row * n, dtype_), mixed, int(n), mixed);
+    });
   }
 
   // hidden += added * norm(x @ packed + bias + update)

@@ -24,7 +24,7 @@
 namespace lp {
 
 // Raise it when a function changes its arguments or meaning, together with ABI_VERSION in library.py.
-constexpr int kAbiVersion = 20;
+constexpr int kAbiVersion = 21;
 
 namespace {
 

@@ -114,6 +114,11 @@ static inline Floats silu(Floats x) {
   return div(x, add(one, exp_ps(sub(zeros(), x))));
 }
 
+static inline Floats sigmoid(Floats x) {
+  const Floats one = all(1.0f);
+  return div(one, add(one, exp_ps(sub(zeros(), x))));
+}
+
 // The norm of x times silu(gate), or, where the gate goes first, the norm of x times silu(gate). X: x's and y's dtype.
 template <class X, class D>
 static void gated_norm_row(const typename X::T* x, const typename D::T* gate, const typename D::T* weight, int64_t n, float eps,
@@ -152,12 +157,16 @@ static inline Floats gelu_tanh(Floats x) {
   return mul(mul(all(0.5f), x), add(all(1.0f), tanh_ps(inner)));
 }
 
+static inline Floats activated(int act, Floats x) {
+  return act == kSilu ? silu(x) : act == kGeluTanh ? gelu_tanh(x) : sigmoid(x);
+}
+
 template <class D, class T>
 static void gated_row(int act, const T* gate, const T* up, int n, typename D::T* out) {
   for (int i = 0; i < n; i += 16) {
     Part part = first(n - i);
     Floats g = D::round(load(gate + i, part)), u = D::round(load(up + i, part));
-    store(out + i, mul(D::round(act == 0 ? silu(g) : gelu_tanh(g)), u), part);
+    store(out + i, mul(D::round(activated(act, g)), u), part);
   }
 }
 
