@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,6 +58,7 @@ class PackingBackend(Backend):
         attention: list[tuple[nn.Module, AttentionSpec]],
         context: StepContext,
         *,
+        first_states: Mapping[nn.Module, int] | None = None,
         far: Sequence[int] = (),
         form: WeightFormat | None = None,
         progress: Progress = no_progress,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
@@ -156,6 +156,7 @@ class Backend:
         attention: list[tuple[nn.Module, AttentionSpec]],
         context: StepContext,
         *,
+        first_states: Mapping[nn.Module, int] | None = None,
         far: Sequence[int] = (),
         form: WeightFormat | None = None,
         progress: Progress = no_progress,

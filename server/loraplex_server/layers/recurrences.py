@@ -57,6 +57,27 @@ class StateOps(Protocol):
         ...
 
 
+class StatesOfStep(Protocol):
+    """The states of a step, for back ends that run several recurrences in one call."""
+
+    @property
+    def places(self) -> Places: ...
+
+    @property
+    def keeps_inputs(self) -> bool:
+        """True if recurrences run again over some of their inputs, which is so behind drafts."""
+        ...
+
+    def tensor(self, idx: int) -> Tensor:
+        """States [places, ...]."""
+        ...
+
+    def note(self, idx: int, run: Recurrence, inputs: Sequence[Tensor]) -> None:
+        """Takes note that the recurrence with this state has run over `places`. `inputs`: empty, unless they are
+        kept."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Convolution:
     """Causal convolution of each channel, and silu behind it where `is_activated`. Input: x [.., channels]."""

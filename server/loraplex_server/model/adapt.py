@@ -82,7 +82,10 @@ def adapt_model(
     """Adapts the model in place. Arguments are those of `loader.adopt_model` and `adapt_modules`."""
     make_base, stack = backend.linears(form), None
     if replaces_decoder:
-        stack = backend.find_decoder(model, probe.attention, context, far=probe.far, form=form, progress=progress)
+        first_states = {model.get_submodule(mixer.path): mixer.first for mixer in probe.mixers}
+        stack = backend.find_decoder(
+            model, probe.attention, context, first_states=first_states, far=probe.far, form=form, progress=progress
+        )
     if stack is None:
         progress("packing weights")
     norms = _norm_places(model, probe, context, dtype)
@@ -91,8 +94,8 @@ def adapt_model(
         stack.connect()  # experts are tried in the model's own layers
     if (merge := backend.merge()) is not None:
         merge_modules(model, probe, targets, context, merge)
-    # A stack has norms of its own, and mixers of the model's own have others.
-    if (stack is None or stack.stack.shape.names.mixers) and (fused := backend.fused_ops()) is not None:
+    # A stack has norms of its own; mixers of the model's own have others.
+    if (stack is None or stack.stack.shape.names.keeps_states) and (fused := backend.fused_ops()) is not None:
         _fuse(model, probe, fused, context)
     targets |= adapt_experts(model, probe, context, dtype, backend, form)
     layers: list[AttentionLayer] = []

@@ -144,11 +144,27 @@ class StateStep:
             self._passes[idx] = run, inputs
         return self._run(idx, run, inputs, self._layout)
 
+    @property
+    def places(self) -> Places:
+        """See `StatesOfStep`, also for those below."""
+        return self._layout.places
+
+    @property
+    def keeps_inputs(self) -> bool:
+        return bool(self._drafted)
+
+    def tensor(self, idx: int) -> Tensor:
+        return self._memory.tensors[idx]
+
+    def note(self, idx: int, run: Recurrence, inputs: Sequence[Tensor]) -> None:
+        if self._drafted:
+            self._passes[idx] = run, inputs
+        _copy(self._memory.tensors[idx], self._layout)
+
     def _run(self, idx: int, run: Recurrence, inputs: Sequence[Tensor], layout: _Layout) -> Tensor:
         states, ops = self._memory.tensors[idx], self._memory.ops
         if ops is not None and (found := ops.run(run, inputs, states, layout.places)) is not None:
-            if layout.copies is not None:
-                states[layout.copies[1]] = states[layout.copies[0]]
+            _copy(states, layout)
             return found
         outs: list[Tensor] = []
         state: Tensor | None = None
@@ -248,6 +264,12 @@ class StateStep:
 
     def _next_spare(self) -> int:
         return self._memory.spare(len(self._new) + len(self._drafted))
+
+
+def _copy(states: Tensor, layout: _Layout) -> None:
+    """Copies states that go to several places, behind a back end's operations."""
+    if layout.copies is not None:
+        states[layout.copies[1]] = states[layout.copies[0]]
 
 
 def _layout(pieces: Sequence[_Piece], device: torch.device, *, gathers: bool = False) -> _Layout:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import ClassVar, Self
@@ -145,13 +145,23 @@ class CpuBackend(Backend):
         attention: list[tuple[nn.Module, AttentionSpec]],
         context: StepContext,
         *,
+        first_states: Mapping[nn.Module, int] | None = None,
         far: Sequence[int] = (),
         form: WeightFormat | None = None,
         progress: Progress = no_progress,
     ) -> FoundStack | None:
         if self.kernels is None:
             return None
-        return find_stack(model, attention, self.kernels, context, far=far, form=form, progress=progress)
+        return find_stack(
+            model,
+            attention,
+            self.kernels,
+            context,
+            first_states=first_states,
+            far=far,
+            form=form,
+            progress=progress,
+        )
 
     def medusa_guesser(self, head: nn.Module, dtype: torch.dtype) -> NativeGuesser | None:
         return native_guesser(self.kernels, head, dtype)

@@ -64,6 +64,7 @@ class NativeRecurrences:
         linear = Linear(
             q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(), states=states.data_ptr(),
             q_stride=q.stride(0), k_stride=k.stride(0), v_stride=v.stride(0),
+            gate_stride=num_heads, out_stride=num_heads * v_dim,
             num_heads=num_heads, num_keys=num_keys, k_dim=k_dim, v_dim=v_dim,
             decay_by_channel=decay.dim() == 3, is_delta=run.is_delta, normalizes=run.normalizes,
             scale=run.scale, rounds=run.rounds,

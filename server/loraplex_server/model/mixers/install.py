@@ -3,7 +3,7 @@
 A mixer is a module whose code calls one of the module-level functions in `FUNCTIONS`, which Transformers' families
 share. Its methods that do are bound again, to the module alone, with the packed versions under those names; the rest of
 its code stays Transformers' own. Outside of a step they call the model's own functions. Lightning attention, which
-calls none, and Gated DeltaNet have their forward replaced (`lightning.py`, `gated_delta.py`).
+calls none, and Gated DeltaNet have their forward replaced (`lightning.py`, `layers/gated_delta.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from loraplex_server.layers import gated_delta
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.recurrences import (
     Convolution,
@@ -28,7 +29,7 @@ from loraplex_server.layers.recurrences import (
     SelectiveScan,
     TimeSteps,
 )
-from loraplex_server.model.mixers import gated_delta, lightning
+from loraplex_server.model.mixers import lightning
 from loraplex_server.model.states import StateSpec, StateStep, TextPerToken
 
 Forward = Callable[[RunRecurrence, Tensor], Any]  # of a mixer: of `Mixer.run` and hidden states
@@ -46,6 +47,10 @@ class Mixer:
         self.first = number * MAX_STATES  # index of its first state; dense once `number_states` has run
         self._context = context
         self._next = 0
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Mixer:
+        """Copies of a mixer's module run by the same handle, and their forward is their own."""
+        return self
 
     @property
     def step(self) -> StateStep | TextPerToken | None:
@@ -91,7 +96,7 @@ def install_mixers(model: nn.Module, context: StepContext) -> list[Mixer]:
             module.forward = partial(_run_ours, mixer, module.forward, partial(lightning.attend, module))
         elif layout is not None:
             module.forward = partial(_run_ours, mixer, module.forward, gated_delta.GatedDelta(module, layout))
-        module.forward = _counted(mixer, module.forward)
+        module.forward = partial(_run_counted, mixer, module.forward)
     return mixers
 
 
@@ -115,12 +120,9 @@ def _methods_with(module: nn.Module, names: dict[str, Any]) -> dict[str, Functio
     return found
 
 
-def _counted(mixer: Mixer, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **options: Any) -> Any:
-        mixer.begin()
-        return forward(*args, **options)
-
-    return run
+def _run_counted(mixer: Mixer, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    mixer.begin()
+    return forward(*args, **options)
 
 
 def _call(mixer: Mixer, origin: Any, name: str, *args: Any, **options: Any) -> Any:

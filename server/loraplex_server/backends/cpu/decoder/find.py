@@ -25,6 +25,7 @@ from loraplex_server.backends.equivalence import compare
 from loraplex_server.backends.fusion import NormForm, find_norm, norm_eps
 from loraplex_server.layers.attention import AttentionSpec
 from loraplex_server.layers.context import StepContext
+from loraplex_server.layers.gated_delta import DeltaSpec
 from loraplex_server.layers.quantization import WeightFormat
 
 if TYPE_CHECKING:
@@ -81,17 +82,19 @@ def find_stack(
     kernels: NativeKernels,
     context: StepContext,
     *,
+    first_states: Mapping[nn.Module, int] | None = None,
     far: Sequence[int] = (),
     form: WeightFormat | None = None,
     progress: Progress = no_progress,
 ) -> FoundStack | None:
-    """The stack for this model's layers, packed, or None. `attention`: what the probe saw. `far`: positions that it is
+    """The stack for this model's layers, packed, or None. `attention`: what the probe saw. `first_states`: of modules
+    that keep states, the index of their first one. `far`: positions that it is
     proved at, besides the first ones. `form`: weights are packed in few bits, which changes none that have been
     rounded before."""
     reasons: list[str] = []  # not the errors themselves, which hold what was packed
     for path, layers, names in _lists_of_layers(model, len(attention)):
         try:
-            specs = _specs(layers, names, attention)
+            specs = _specs(layers, names, attention, first_states or {})
             shape = replace(_shape(layers, names, specs, kernels), format=form)
             proof = LayerProof(model, shape, kernels, far, len(layers), dict(attention))
             weights = _take(layers, specs, proof.shape, kernels, proof, progress)
@@ -104,7 +107,8 @@ def find_stack(
                 for layer, own in zip(layers, weights, strict=True)
                 for call in own.own_parts
             }
-            log.info("%s are the model's own modules%s", ", ".join(sorted(kinds)), f": {reasons[0]}" if reasons else "")
+            why = f": {'; '.join(dict.fromkeys(reasons))}" if reasons else ""
+            log.info("%s are the model's own modules%s", ", ".join(sorted(kinds)), why)
         stack = NativeStack(kernels, proof.shape, weights, context)
         norm = _final_norm(model, path, shape, kernels)
         return FoundStack(path, layers, stack, norm, _parts(stack, proof.rotations))
@@ -114,7 +118,7 @@ def find_stack(
 
 def _take(
     layers: list[nn.Module],
-    specs: list[AttentionSpec | None],
+    specs: list[AttentionSpec | DeltaSpec | None],
     shape: StackShape,
     kernels: NativeKernels,
     proof: LayerProof,
@@ -147,7 +151,7 @@ def _lists_of_layers(model: PreTrainedModel, num_layers: int) -> Iterator[tuple[
             continue
         layers = list(module)
         for names in KINDS:
-            if len(layers) > num_layers and not names.mixers:
+            if len(layers) > num_layers and not names.keeps_states:
                 continue
             types: dict[str, type[nn.Module]] = {}
             for layer in layers:
@@ -170,36 +174,45 @@ def _is_within(path: str, modules: Sequence[str]) -> bool:
 def _is_of_kind(layer: nn.Module, kind: LayerNames) -> bool:
     if kind.feed_forward and not hasattr(layer, kind.feed_forward):
         return False
-    num_mixers = sum(isinstance(getattr(layer, name, None), nn.Module) for name in kind.mixers)
-    if kind.attends and num_mixers == 1:
-        return _is_of_kind(layer, kind.without_attention())
-    if num_mixers != (0 if kind.attends or not kind.mixers else 1):
+    absent = [path for path in kind.in_attentions_place if not isinstance(getattr(layer, path, None), nn.Module)]
+    if len(absent) + 1 != len(kind.in_attentions_place):
         return False
+    linears = {part: path for part, path in kind.linears.items() if not _is_within(path, absent)}
     found = {
         name
         for name, module in layer.named_modules()
         if name and next(module.children(), None) is None and not isinstance(module, nn.Dropout)
     }
     found = {name for name in found if not _is_within(name, kind.own_parts)}
-    common = {*kind.linears.values(), *kind.norms.values(), kind.act, kind.input_act} - {""}
+    common = {*linears.values(), *kind.norms.values(), kind.act, kind.input_act} - {""}
+    if kind.delta and kind.delta not in absent:
+        common |= {f"{kind.delta}.{part}" for part in ("conv1d", "norm")}
     missing = common - found
-    may_miss = {kind.linears.get(part, "") for part in ("k", "v")}
+    may_miss = {linears.get(part, "") for part in ("k", "v")}
     return (
         missing <= may_miss
         and found - common <= set(kind.head_norms.values())
-        and all(type(layer.get_submodule(name)) is nn.Linear for name in set(kind.linears.values()) - missing)
+        and all(type(layer.get_submodule(name)) is nn.Linear for name in set(linears.values()) - missing)
     )
 
 
 def _specs(
-    layers: list[nn.Module], names: LayerNames, attention: list[tuple[nn.Module, AttentionSpec]]
-) -> list[AttentionSpec | None]:
+    layers: list[nn.Module],
+    names: LayerNames,
+    attention: list[tuple[nn.Module, AttentionSpec]],
+    first_states: Mapping[nn.Module, int],
+) -> list[AttentionSpec | DeltaSpec | None]:
     """Of each layer; None of those whose attention, or what is in its place, is the model's own module."""
-    if not names.attends:
-        return [None] * len(layers)
-    seen, found = iter(attention), list[AttentionSpec | None]()
+    seen, found = iter(attention), list[AttentionSpec | DeltaSpec | None]()
     for layer in layers:
-        own = getattr(layer, names.attention, None)
+        delta: nn.Module | None = getattr(layer, names.delta, None) if names.delta else None
+        own: nn.Module | None = getattr(layer, names.attention, None) if names.attends else None
+        if delta is not None:
+            spec = DeltaSpec.of(delta, first_states[delta]) if delta in first_states else None
+            if spec is None:
+                raise NoMatch(f"a {type(delta).__name__} of another kind")
+            found.append(spec)
+            continue
         module, spec = (None, None) if own is None else next(seen, (None, None))
         if module is not own:
             raise NoMatch("attention is not in its usual place, or in another order")
@@ -208,10 +221,11 @@ def _specs(
 
 
 def _shape(
-    layers: list[nn.Module], names: LayerNames, specs: list[AttentionSpec | None], kernels: NativeKernels
+    layers: list[nn.Module], names: LayerNames, specs: list[AttentionSpec | DeltaSpec | None], kernels: NativeKernels
 ) -> StackShape:
     layer = layers[0]
-    if len({one.num_heads for one in specs if one is not None}) > 1:
+    attending = [(one, spec) for one, spec in zip(layers, specs, strict=True) if isinstance(spec, AttentionSpec)]
+    if len({spec.num_heads for _, spec in attending}) > 1:
         raise NoMatch("layers of several numbers of heads")
     act, input_size = 0, 0
     if names.act:
@@ -229,8 +243,8 @@ def _shape(
     with torch.no_grad():
         found = find_norm(norm, NativeFused(kernels))
         form = found.form if found is not None else _form_of_layer_norm(norm)
-    # Adapters' own layer norms are the model's own layers to compute, which the states of mixers allow only once.
-    if form is None or (found is None and names.mixers):
+    # Adapters' own layer norms are the model's own layers to compute, which recurrences' states allow only once.
+    if form is None or (found is None and names.keeps_states):
         raise NoMatch(f"the norm {type(norm).__name__}")
     added = getattr(layer, "residual_multiplier", 1.0)
     if names.is_parallel and added != 1.0:
@@ -239,10 +253,9 @@ def _shape(
         of_norm.dtype, of_norm.shape[0], 0, act, names, form, float(added), is_layer_norm=found is None,
         input_size=input_size,
     )  # fmt: skip
-    first = next(((one, spec) for one, spec in zip(layers, specs, strict=True) if spec is not None), None)
-    if first is None:
+    if not attending:
         return shape
-    attention, spec = first[0].get_submodule(names.attention), first[1]
+    attention, spec = attending[0][0].get_submodule(names.attention), attending[0][1]
     q_norm = getattr(getattr(attention, "q_norm", None), "weight", None)
     all_heads = isinstance(q_norm, Tensor) and q_norm.numel() == spec.num_heads * spec.k_dim != spec.k_dim
     query_scale = _query_scale(attention)

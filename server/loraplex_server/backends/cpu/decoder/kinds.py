@@ -29,6 +29,7 @@ class LayerNames:
     # Modules that are the model's own in the place of attention with its linears. A layer has one of them, or attention
     # where its linears are among these.
     mixers: tuple[str, ...] = ()
+    delta: str = ""  # Gated DeltaNet with linears of these, in attention's place in some layers
     head_norms: Mapping[str, str] = field(default_factory=lambda: HEAD_NORMS)  # of heads, which a layer may have
 
     @property
@@ -42,6 +43,16 @@ class LayerNames:
         return "q" in self.linears
 
     @property
+    def keeps_states(self) -> bool:
+        """True if some layers have a recurrence."""
+        return bool(self.mixers or self.delta)
+
+    @property
+    def in_attentions_place(self) -> tuple[str, ...]:
+        """Paths of modules of which each layer has one: attention, and what may stand in its place."""
+        return tuple(path for path in (self.attention if self.attends else "", self.delta, *self.mixers) if path)
+
+    @property
     def merges_qkv(self) -> bool:
         """True if q, k and v are one linear."""
         return self.attends and "k" not in self.linears
@@ -51,14 +62,20 @@ class LayerNames:
         """True if gate and up are one linear."""
         return "gate" in self.linears and "up" not in self.linears
 
-    def without_attention(self) -> LayerNames:
-        """The same with attention among the modules that are the model's own."""
-        linears = {part: path for part, path in self.linears.items() if part not in _ATTENTION}
-        return replace(self, linears=linears, mixers=(self.attention, *self.mixers), head_norms={})
+    def without(self, *paths: str) -> LayerNames:
+        """The same with these modules in attention's place as the model's own."""
+        linears = {part: path for part, path in self.linears.items() if path.partition(".")[0] not in paths}
+        delta = "" if self.delta in paths else self.delta
+        head_norms = {} if self.attention in paths else self.head_norms
+        return replace(self, linears=linears, mixers=(*paths, *self.mixers), delta=delta, head_norms=head_norms)
 
 
 _ATTENTION: Final = {part: f"self_attn.{part}_proj" for part in ("q", "k", "v", "o")}
 _GATED: Final = {part: f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+_DELTA: Final = {
+    **{f"delta_{part}": f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")},
+    "delta_o": "linear_attn.out_proj",
+}
 _SPLIT: Final = {**_ATTENTION, **_GATED}
 _GATE_UP: Final = {"gate": "mlp.gate_up_proj", "down": "mlp.down_proj"}
 _MERGED: Final = {"q": "self_attn.qkv_proj", "o": "self_attn.o_proj", **_GATE_UP}
@@ -73,9 +90,14 @@ _NORMS_OF_GLM: Final = {
     "attention_norm": "post_self_attn_layernorm",
     "ffn_norm": "post_mlp_layernorm",
 }
-# Layers with attention beside layers with a recurrence in its place.
+# Layers with attention beside layers with Gated DeltaNet: Qwen 3.5, also with experts.
+_DELTAS: Final = (
+    LayerNames({**_ATTENTION, **_DELTA, **_GATED}, _NORMS_BEFORE, delta="linear_attn"),
+    LayerNames({**_ATTENTION, **_DELTA}, _NORMS_BEFORE, "", "mlp", delta="linear_attn"),
+)
+# Layers with attention beside layers with another recurrence in its place.
 _HYBRIDS: Final = (
-    LayerNames(_SPLIT, _NORMS_BEFORE, mixers=("linear_attn",)),  # Qwen 3.5
+    LayerNames(_SPLIT, _NORMS_BEFORE, mixers=("linear_attn",)),
     LayerNames(
         {**_ATTENTION, **{part: f"feed_forward.{part}_proj" for part in _GATED}},
         {"norm1": "input_layernorm", "norm2": "pre_ff_layernorm"},
@@ -122,6 +144,8 @@ KINDS: Final = (
         LayerNames(_GROUPED, _NORMS_BEFORE, "", "mlp", is_parallel, is_grouped=True, attention="attention")
         for is_parallel in (True, False)
     ),  # GPT-NeoX
+    *_DELTAS,
+    *(kind.without("self_attn") for kind in _DELTAS),
     *_HYBRIDS,
-    *(kind.without_attention() for kind in _HYBRIDS),  # those with attention of another kind, and DeepSeek
+    *(kind.without("self_attn") for kind in _HYBRIDS),  # those with attention of another kind, and DeepSeek
 )

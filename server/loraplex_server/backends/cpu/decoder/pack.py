@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 
 from loraplex_server.backends.cpu.attention import reason_against
 from loraplex_server.backends.cpu.decoder.kinds import HEAD_NORMS, LayerNames
-from loraplex_server.backends.cpu.decoder.weights import LayerShape, LayerWeights, StackShape, linears_of
+from loraplex_server.backends.cpu.decoder.weights import (
+    DeltaWeights,
+    LayerShape,
+    LayerWeights,
+    StackShape,
+    linears_of,
+)
 from loraplex_server.backends.cpu.native.kernels import BAND, NativeKernels, PackedWeight
+from loraplex_server.backends.cpu.recurrences import DIM_MULTIPLE, MAX_DIM, MAX_WIDTH
 from loraplex_server.backends.fusion import norm_eps
 from loraplex_server.layers.attention import AttentionSpec
+from loraplex_server.layers.gated_delta import DeltaSpec, recurrences_of
+from loraplex_server.layers.recurrences import Gates
 
 SCALE: Final = "layer_scalar"  # of a layer's output
 
@@ -37,14 +46,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _layer_shape(layer: nn.Module, names: LayerNames, spec: AttentionSpec | None) -> LayerShape:
+def _layer_shape(layer: nn.Module, names: LayerNames, mixer: AttentionSpec | DeltaSpec | None) -> LayerShape:
+    spec = mixer if isinstance(mixer, AttentionSpec) else None
     linears = {part: path for part, path in names.linears.items() if _has(layer, path)}
     if "k" in linears and "v" not in linears:  # values are keys before their norm
         linears = {part: linears.get(part, linears["k"]) for part in names.linears}
     ffn_size = cast(nn.Linear, layer.get_submodule(linears["down"])).in_features if "down" in linears else 0
     if names.merges_gate_up and ffn_size % (BAND // 2):
         raise NoMatch("linears of gate and up together, of unusual shapes")
-    own = LayerShape(spec, ffn_size, linears, gates_heads=_gates_heads(layer, names, spec))
+    delta = mixer if isinstance(mixer, DeltaSpec) else None
+    own = LayerShape(spec, ffn_size, linears, delta, gates_heads=_gates_heads(layer, names, spec))
     if spec is not None and ("k" in names.linears and "k" not in linears) != own.shares_kv:
         raise NoMatch("keys and values of earlier layers, of an unusual kind")
     return own
@@ -73,17 +84,23 @@ def _check_attention(spec: AttentionSpec, shape: StackShape) -> None:
         raise NoMatch(f"{spec.num_heads} and {spec.num_kv_heads} heads of {spec.k_dim}, in all no multiple of {panel}")
 
 
-def pack(layer: nn.Module, spec: AttentionSpec | None, shape: StackShape, kernels: NativeKernels) -> LayerWeights:
-    own = _layer_shape(layer, shape.names, spec)
+def pack(
+    layer: nn.Module, mixer: AttentionSpec | DeltaSpec | None, shape: StackShape, kernels: NativeKernels
+) -> LayerWeights:
+    """`mixer`: attention, or what stands in its place; None: a module of the model's own does. Raises NoMatch."""
+    own = _layer_shape(layer, shape.names, mixer)
     linears = {part: cast(nn.Linear, layer.get_submodule(path)) for part, path in own.linears.items()}
-    if spec is not None:
-        _check_attention(spec, shape)
+    if own.attention is not None:
+        _check_attention(own.attention, shape)
+    if own.delta is not None:
+        _check_delta(own.delta)
     if {part: tuple(linear.weight.shape) for part, linear in linears.items()} != _shapes_of_linears(shape, own):
         raise NoMatch("linears of unusual shapes")
     if not all(kernels.can_pack(one.weight) and one.weight.dtype == shape.dtype for one in linears.values()):
         raise NoMatch("a number of features that the kernels do not know")
-    if any(_bias(linears[part]) is not None for part in linears if part not in ("q", "k", "v", "o")):
-        raise NoMatch("biases in the feed-forward part")
+    biased = [part for part in linears if part not in ("q", "k", "v", "o") and _bias(linears[part]) is not None]
+    if biased:
+        raise NoMatch(f"biases in {'Gated DeltaNet' if own.delta is not None else 'the feed-forward part'}")
     norms = {name: layer.get_submodule(path) for name, path in norms_of(layer, shape).items()}
     widths = _widths_of_norms(shape, own)
     for name, norm in norms.items():
@@ -111,6 +128,42 @@ def pack(layer: nn.Module, spec: AttentionSpec | None, shape: StackShape, kernel
         input_gate=kernels.pack([linears["input_gate"].weight], shape.format) if shape.input_size else None,
         input_projection=kernels.pack([linears["input_projection"].weight], shape.format) if shape.input_size else None,
         scale=_scale(layer),
+        delta=_pack_delta(layer, linears, shape, kernels) if own.delta is not None else None,
+    )
+
+
+def _check_delta(spec: DeltaSpec) -> None:
+    """Raises NoMatch where the kernels do not know heads of these sizes."""
+    panel = BAND // 2
+    if spec.v_dim % DIM_MULTIPLE or max(spec.k_dim, spec.v_dim) > MAX_DIM:
+        raise NoMatch(f"Gated DeltaNet's heads of {spec.k_dim} and {spec.v_dim}")
+    if spec.channels % panel or spec.num_heads % panel:  # low-rank terms come in so many outputs
+        raise NoMatch(f"{spec.num_heads} heads of Gated DeltaNet, no multiple of {panel}")
+
+
+def _pack_delta(
+    layer: nn.Module, linears: Mapping[str, nn.Linear], shape: StackShape, kernels: NativeKernels
+) -> DeltaWeights:
+    module: Any = layer.get_submodule(shape.names.delta)
+    convolution, attention = recurrences_of(module)
+    weight, bias, gates = convolution.weight.detach(), convolution.bias, attention.gates
+    eps, norm = norm_eps(module.norm), module.norm.weight
+    if eps is None or norm.dtype != shape.dtype or norm.shape != (module.head_v_dim,):
+        raise NoMatch(f"the norm {type(module.norm).__name__}")
+    if weight.dtype != shape.dtype or weight.shape[1] > MAX_WIDTH:
+        raise NoMatch("a convolution of another kind")
+    if not isinstance(gates, Gates) or gates.rates.dtype != torch.float32 or gates.biases.dtype != torch.float32:
+        raise NoMatch("gates of another kind")
+    return DeltaWeights(
+        projection=kernels.pack([linears[f"delta_{part}"].weight for part in ("qkv", "z", "b", "a")], shape.format),
+        o=kernels.pack([linears["delta_o"].weight], shape.format),
+        convolution=convolution,
+        attention=attention,
+        conv_weight=weight.float().t().contiguous(),
+        conv_bias=None if bias is None else bias.detach().float().contiguous(),
+        gates=Gates(gates.rates.contiguous(), gates.biases.contiguous()),
+        norm=norm,
+        norm_eps=eps,
     )
 
 
@@ -147,6 +200,10 @@ def _shapes_of_linears(shape: StackShape, own: LayerShape) -> dict[str, tuple[in
     common = {"o": (shape.hidden_size, rows)}
     if own.attention is None:
         outputs, common = {}, {}
+    if (delta := own.delta) is not None:
+        outputs |= {"delta_qkv": delta.channels, "delta_z": delta.size}
+        outputs |= {"delta_b": delta.num_heads, "delta_a": delta.num_heads}
+        common["delta_o"] = shape.hidden_size, delta.size
     elif shape.names.merges_qkv:
         outputs = {"q": rows + 2 * kv_rows}
     if not shape.names.feed_forward:

@@ -38,6 +38,8 @@ from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.backends.equivalence import compare
 from loraplex_server.layers.attention import HANDLE, AttentionBatch, AttentionSpec, LayerKv
 from loraplex_server.layers.context import StepContext
+from loraplex_server.layers.gated_delta import DeltaSpec
+from loraplex_server.layers.recurrences import NO_PLACE, Places, Recurrence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,7 +95,7 @@ class LayerProof:
         self._idx = 0
         self._attention = attention
         rotary = _rotary_of(model)
-        if rotary is None and not shape.names.mixers:  # those of recurrences may need none
+        if rotary is None and not shape.names.keeps_states:  # hybrids may need none
             raise NoMatch("its positions are not rotary")
         self.rotations = _rotations(model, rotary, num_layers)
         self._own, self._wide = (
@@ -128,7 +130,7 @@ class LayerProof:
             return
         wide, shape = copy.deepcopy(layer).float(), replace(self.shape, dtype=torch.float32, format=None)
         packed = replace(
-            pack(wide, weights.attention, shape, self._kernels), turns=weights.turns, own_parts=weights.own_parts
+            pack(wide, weights.shape.mixer, shape, self._kernels), turns=weights.turns, own_parts=weights.own_parts
         )
         computed = self._compare(wide, packed, shape, self._wide[kind])
         if _values(wide).keys() == _known_values(wide, shape, weights.shape):
@@ -144,8 +146,7 @@ class LayerProof:
         first = self._first.get(self._form(layer, weights, kind))
         if first is None:
             return False
-        known = ("eps", "qk_eps", "attention", "own_parts")
-        if any(getattr(weights, name) != getattr(first.weights, name) for name in known):
+        if _constants(weights) != _constants(first.weights):
             return False
         names, inputs = self.shape.names, self._wide[kind]
         computed = _computed(layer, names, _attending(layer, names, weights), inputs, first.values)
@@ -252,7 +253,19 @@ def _known_values(layer: nn.Module, shape: StackShape, own: LayerShape) -> set[s
     """Names of the values that a native layer has too."""
     modules = (*own.linears.values(), *norms_of(layer, shape).values())
     known = {f"{module}.{name}" for module in modules for name, _ in layer.get_submodule(module).named_parameters()}
+    if own.delta is not None:
+        parts = ("A_log", "dt_bias", "conv1d.weight", "conv1d.bias", "norm.weight")
+        known |= {f"{shape.names.delta}.{part}" for part in parts} & _values(layer).keys()
     return known | ({SCALE} if hasattr(layer, SCALE) else set())
+
+
+def _constants(weights: LayerWeights) -> tuple[Any, ...]:
+    """Numbers and forms of a native layer beside its values."""
+    constants = weights.eps, weights.qk_eps, weights.attention, tuple(weights.own_parts)
+    if weights.delta is None or weights.shape.delta is None:
+        return constants
+    spec = replace(weights.shape.delta, first_state=0)
+    return *constants, spec, weights.delta.norm_eps, weights.delta.attention.scale
 
 
 def _rotary_of(model: PreTrainedModel) -> nn.Module | None:
@@ -322,10 +335,33 @@ def _native_output(weights: LayerWeights, shape: StackShape, inputs: _Inputs, ke
         shared = _SharedKv(spec, shape.dtype)[""]
         stack.bind([LayerKv(*(one.transpose(1, 2).contiguous() for one in shared))])
     context.attention = plan_spans(_one_span())
+    if weights.delta is not None and weights.shape.delta is not None:
+        context.states = _NoPast(weights.shape.delta, weights.delta.conv_weight.shape, shape.dtype)
     with torch.inference_mode():
         return stack(
             inputs.states.clone(), inputs.of_layer, position_ids=inputs.positions, position_embeddings=inputs.rotary
         )
+
+
+class _NoPast:
+    """States of one text that begins: implements `StatesOfStep`."""
+
+    keeps_inputs = False
+
+    def __init__(self, spec: DeltaSpec, weight_shape: Sequence[int], dtype: torch.dtype) -> None:
+        """`weight_shape`: of the convolution, [width, channels]."""
+        width, channels = weight_shape
+        self.places = Places(np.array([[0, NUM_TOKENS, 0, NO_PLACE]]), np.array([0, 1], dtype=np.int32))
+        self._states = {
+            spec.first_state: torch.zeros(1, width - 1, channels, dtype=dtype),
+            spec.first_state + 1: torch.zeros(1, spec.num_heads, spec.k_dim, spec.v_dim),
+        }
+
+    def tensor(self, idx: int) -> Tensor:
+        return self._states[idx]
+
+    def note(self, idx: int, run: Recurrence, inputs: Sequence[Tensor]) -> None:
+        pass
 
 
 class _SharedKv(dict[str, tuple[Tensor, Tensor]]):

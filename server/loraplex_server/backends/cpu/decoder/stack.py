@@ -3,10 +3,10 @@
 One call replaces a hundred small operations per layer. The module takes the place of the model's list of layers and
 computes what they compute, adapters included.
 
-It replaces decoder layers of attention over q/k/v/o and a gated feed-forward part, with norms before them, behind them
-or both, which most open models have: those of kinds.py, as far as proof.py shows it. Attention of another kind,
-a recurrence in its place, and a feed-forward part of another kind, as of a mixture of experts, stay the model's own
-modules: then there is a call from each of them to the next.
+It replaces decoder layers of attention over q/k/v/o, or Gated DeltaNet in its place, and a gated feed-forward part,
+with norms before them, behind them or both, which most open models have: those of kinds.py, as far as proof.py shows
+it. Attention of another kind, another recurrence in its place, and a feed-forward part of another kind, as of a mixture
+of experts, stay the model's own modules: then there is a call from each of them to the next.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from loraplex_server.backends.cpu.attention import Plan, native_plan
+from loraplex_server.backends.cpu.decoder.deltas import Deltas
 from loraplex_server.backends.cpu.decoder.weights import STATES, LayerWeights, StackShape, linears_of
 from loraplex_server.backends.cpu.lora import table_of
 from loraplex_server.backends.cpu.native.kernels import DTYPES, NO_RUNS, NativeKernels, PackedWeight, RunsOfRows
@@ -66,6 +67,7 @@ class NativeStack(nn.Module):
         self._layers = (Layer * len(layers))(*(_layer(weights) for weights in layers))
         self._attending = [layer for layer, own in zip(self._layers, layers, strict=True) if own.attention is not None]
         self._whole = slice(0, len(layers))
+        self._deltas = Deltas(layers, self._layers)
         q_sizes = [shape.num_heads * weights.shape.head_dim for weights in layers]
         q_outputs = [
             2 * size if weights.shape.gates_heads else size for size, weights in zip(q_sizes, layers, strict=True)
@@ -73,8 +75,10 @@ class NativeStack(nn.Module):
         kv_sizes = [weights.shape.num_kv_heads * weights.shape.head_dim for weights in layers]
         self._stack = Stack(
             dtype=DTYPES[shape.dtype], num_layers=len(layers), hidden=shape.hidden_size, num_heads=shape.num_heads,
-            q_size=max(q_sizes), qkv_size=max(q + 2 * kv for q, kv in zip(q_outputs, kv_sizes, strict=True)),
+            q_size=max(*q_sizes, self._deltas.size),
+            qkv_size=max(q + 2 * kv for q, kv in zip(q_outputs, kv_sizes, strict=True)),
             gate_size=max(q - size for q, size in zip(q_outputs, q_sizes, strict=True)),
+            projected_size=self._deltas.num_projected, convolved_size=self._deltas.channels,
             ffn=max(weights.shape.ffn_size for weights in layers), input=shape.input_size, act=shape.act,
             format=shape.format.code if shape.format is not None else 0, merges_qkv=shape.names.merges_qkv,
             merges_gate_up=shape.names.merges_gate_up, norms_all_heads=shape.norms_all_heads,
@@ -151,8 +155,8 @@ class NativeStack(nn.Module):
         prepared, slots = self._context.token_segments, self._slots
         is_computed = slots is None or prepared is None or self._computes(slots, prepared.segments)
         assert self._pages or not self._attending, "no KV cache is bound to the model"
-        if self.shape.names.mixers:
-            return self._run_around_mixers(layers, hidden, others, position_embeddings, named, is_computed=is_computed)
+        if self.shape.names.keeps_states:
+            return self._run_with_states(layers, hidden, others, position_embeddings, named, is_computed=is_computed)
         assert position_embeddings is not None, "layers that turn queries and keys are given no rotation"
         if slots is None or prepared is None or is_computed:
             plan, outputs = native_plan(self._context.attention), self._outputs(hidden.shape[1], layers)
@@ -185,7 +189,7 @@ class NativeStack(nn.Module):
             own = self._run_own_layers(layers, own, own_others, own_named)
         return hidden.index_copy_(1, apart.rows, own)
 
-    def _run_around_mixers(
+    def _run_with_states(
         self,
         layers: slice,
         hidden: Tensor,
@@ -195,9 +199,9 @@ class NativeStack(nn.Module):
         *,
         is_computed: bool,
     ) -> Tensor:
-        """Layers whose mixers are the model's own. A step has one pass through these, as they keep states: where an
-        adapter has more than the stack computes, which none has that PEFT saves, all of the step goes through the
-        model's own layers."""
+        """Layers of which some keep states, by modules of the model's own or not. A step has one pass through these:
+        where an adapter has more than the stack computes, which none has that PEFT saves, all of the step goes through
+        the model's own layers."""
         if isinstance(position_embeddings, tuple):
             # Which may come in float32, but has no more bits than the layers' dtype.
             position_embeddings = tuple(rotary.to(hidden.dtype) for rotary in position_embeddings)
@@ -210,7 +214,8 @@ class NativeStack(nn.Module):
             self._run(layers, hidden, None, None, runs, of_layer=named)
             return hidden
         plan, scales = native_plan(self._context.attention), self._query_scales(named.get("position_ids"))
-        self._run(layers, hidden, position_embeddings, plan, runs, query_scales=scales, of_layer=named)
+        outputs = self._outputs(hidden.shape[1], layers)
+        self._run(layers, hidden, position_embeddings, plan, runs, outputs, scales, of_layer=named)
         return hidden
 
     def _computes(self, slots: AdapterSlots, segments: Sequence[Segment]) -> bool:
@@ -264,10 +269,17 @@ class NativeStack(nn.Module):
             spans=Spans() if plan is None else plan.spans, runs=runs.struct, scratch=self._scratch.data_ptr(),
             outputs=None if outputs is None else outputs.ctypes.data, num_outputs=num_outputs,
         )  # fmt: skip
+        deltas = None
+        if self._deltas:
+            assert self._context.states is not None, "a step of layers that keep states has some"
+            deltas = self._deltas.begin(self._context.states, layers, num_tokens, hidden.dtype)
+            step.pieces = deltas.pieces
         if self.shape.names.own_parts:
             self._run_around_parts(layers, step, hidden, of_layer or {})
         else:
             self._kernels.run_stack(self._part(layers.start, layers.stop), step)
+        if deltas is not None:
+            deltas.end()
 
     def _run_around_parts(self, layers: slice, step: Step, hidden: Tensor, of_layer: Mapping[str, Any]) -> None:
         """Computes layers in which modules of the model's own run."""

@@ -14,7 +14,9 @@ from loraplex_server.backends.cpu.decoder.kinds import LayerNames
 from loraplex_server.backends.cpu.native.kernels import BAND, NativeKernels, PackedWeight
 from loraplex_server.backends.fusion import NormForm
 from loraplex_server.layers.attention import AttentionSpec
+from loraplex_server.layers.gated_delta import DeltaSpec
 from loraplex_server.layers.quantization import WeightFormat
+from loraplex_server.layers.recurrences import Convolution, Gates, LinearAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +116,16 @@ class StackShape:
 class LayerShape:
     """Sizes and parts of one layer."""
 
-    attention: AttentionSpec | None  # None: a module of the model's own is in its place
+    attention: AttentionSpec | None  # None: something else is in its place
     ffn_size: int
     linears: Mapping[str, str]  # paths of those that it has, as in LayerNames
+    delta: DeltaSpec | None = None  # Gated DeltaNet in attention's place
     gates_heads: bool = False  # behind each head's queries q has a gate, whose sigmoid scales attention's output
+
+    @property
+    def mixer(self) -> AttentionSpec | DeltaSpec | None:
+        """Attention, or what stands in its place; None: a module of the model's own does."""
+        return self.attention if self.delta is None else self.delta
 
     @property
     def num_kv_heads(self) -> int:
@@ -134,11 +142,26 @@ class LayerShape:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """The weights of one Gated DeltaNet."""
+
+    projection: PackedWeight  # of q, k and v, of z, b and a
+    o: PackedWeight
+    convolution: Convolution
+    attention: LinearAttention
+    conv_weight: Tensor  # [width, channels] in float32
+    conv_bias: Tensor | None  # likewise
+    gates: Gates  # of `attention`
+    norm: Tensor  # [v_dim]
+    norm_eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One layer's weights as the kernels read them. Norms and biases are the model's own tensors."""
 
     shape: LayerShape
-    qkv: PackedWeight | None  # None: what is in attention's place is the model's own
+    qkv: PackedWeight | None  # None: something else is in attention's place
     o: PackedWeight | None
     gate_up: PackedWeight | None  # None: the feed-forward part is the model's own
     down: PackedWeight | None
@@ -152,6 +175,7 @@ class LayerWeights:
     input_gate: PackedWeight | None = None  # of the layer's own input
     input_projection: PackedWeight | None = None
     scale: float = 1.0  # of the layer's output
+    delta: DeltaWeights | None = None
     own_parts: Sequence[PartCall] = ()  # those that are the model's own, in the order in which they run
 
     @property
@@ -219,6 +243,12 @@ def linears_of(weights: LayerWeights, shape: StackShape, kernels: NativeKernels)
         for one in qkv[:1] if own.shares_kv else qkv:
             found.append(StackLinear(kernels, weights.qkv, weights.qkv_bias, *one))
         found.append(StackLinear(kernels, weights.o, weights.o_bias, 0, shape.hidden_size))
+    if weights.delta is not None and own.delta is not None:
+        first = 0
+        for size in (own.delta.channels, own.delta.size, own.delta.num_heads, own.delta.num_heads):
+            found.append(StackLinear(kernels, weights.delta.projection, None, first, size))
+            first += size
+        found.append(StackLinear(kernels, weights.delta.o, None, 0, shape.hidden_size))
     if weights.gate_up is not None and weights.down is not None:
         found += [StackPair(kernels, weights.gate_up, own.ffn_size, which) for which in pair]
         found.append(StackLinear(kernels, weights.down, None, 0, shape.hidden_size))

@@ -100,7 +100,7 @@ class Linear(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("q", "k", "v", "decay", "beta", "a", "b", "rates", "biases")),
         *((name, _POINTER) for name in ("skips", "out", "states")),
-        *((name, _LONG) for name in ("q_stride", "k_stride", "v_stride")),
+        *((name, _LONG) for name in ("q_stride", "k_stride", "v_stride", "gate_stride", "out_stride")),
         *((name, _INT) for name in ("num_heads", "num_keys", "k_dim", "v_dim")),
         *((name, _INT) for name in ("decay_by_channel", "is_delta", "normalizes")),
         *((name, _FLOAT) for name in ("scale", "least", "most")),
@@ -108,17 +108,29 @@ class Linear(ctypes.Structure):
     )
 
 
+class Delta(ctypes.Structure):
+    """LpDelta: one Gated DeltaNet's weights, and its states and results in a step."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("projection", "o", "conv_weight", "conv_bias", "rates", "biases", "norm")),
+        *((name, _FLOAT) for name in ("norm_eps", "scale")),
+        *((name, _INT) for name in ("width", "num_keys", "num_heads", "k_dim", "v_dim")),
+        *((name, _POINTER) for name in ("conv_states", "states", "projected", "convolved")),
+    )
+
+
 class Layer(ctypes.Structure):
     """LpLayer: one decoder layer's weights, norms, pages and adapter tables."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("qkv", "o", "gate_up", "down", "input_gate", "input_projection")),
-        *((name, _POINTER) for name in ("qkv_bias", "o_bias")),
+        *(("qkv", _POINTER), ("o", _POINTER), ("delta", ctypes.POINTER(Delta))),
+        *((name, _POINTER) for name in ("gate_up", "down", "input_gate", "input_projection", "qkv_bias", "o_bias")),
         *((name, Norm) for name in ("norm1", "norm2", "q_norm", "k_norm", "v_norm")),
         *((name, Norm) for name in ("attention_norm", "ffn_norm", "input_norm")),
         *((name, _POINTER) for name in ("k_pages", "v_pages")),
         *((name, _FLOAT) for name in ("eps", "qk_eps", "scaling", "softcap")),
         *(("window", _LONG), ("turns", _LONG), ("sinks", _POINTER)),
+        *((f"delta_{name}_table", Table) for name in ("qkv", "z", "b", "a", "o")),
         *((f"{name}_table", Table) for name in ("q", "k", "v", "o", "gate", "up", "down")),
         *((f"{name}_table", Table) for name in ("input_gate", "input_projection")),
         *((name, _INT) for name in ("num_kv_heads", "head_dim", "ffn", "shares_kv", "gates_heads")),
@@ -130,20 +142,8 @@ class Stack(ctypes.Structure):
     """LpStack: what all layers share."""
 
     _fields_ = (
-        *(
-            (name, _INT)
-            for name in (
-                "dtype",
-                "num_layers",
-                "hidden",
-                "num_heads",
-                "q_size",
-                "qkv_size",
-                "gate_size",
-                "ffn",
-                "input",
-            )
-        ),
+        *((name, _INT) for name in ("dtype", "num_layers", "hidden", "num_heads", "q_size", "qkv_size", "gate_size")),
+        *((name, _INT) for name in ("projected_size", "convolved_size", "ffn", "input")),
         *((name, _INT) for name in ("act", "format", "merges_qkv", "merges_gate_up", "norms_all_heads", "narrows")),
         *((name, _FLOAT) for name in ("norm_offset", "added")),
         *((name, _INT) for name in ("is_layer_norm", "is_parallel", "is_grouped")),
@@ -157,7 +157,8 @@ class Step(ctypes.Structure):
     _fields_ = (
         *(("num_tokens", _INT), ("num_rotary", _INT), ("hidden", _POINTER), ("cos", _POINTER), ("sin", _POINTER)),
         *(("query_scales", _POINTER), ("inputs", _POINTER)),
-        *(("spans", Spans), ("runs", Runs), ("scratch", _POINTER), ("outputs", _POINTER), ("num_outputs", _INT)),
+        *(("spans", Spans), ("pieces", Pieces), ("runs", Runs), ("scratch", _POINTER)),
+        *(("outputs", _POINTER), ("num_outputs", _INT)),
         *(("fed", _POINTER), ("feed", _POINTER), ("continues", _INT)),
     )
 

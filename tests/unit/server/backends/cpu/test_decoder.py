@@ -654,33 +654,45 @@ def has_own_attention(loaded: LoadedModel, caplog: pytest.LogCaptureFixture, rea
     assert reason in said(caplog)
 
 
-# Families with recurrences in the place of attention, and their changes.
-HYBRIDS: dict[str, dict[str, Any]] = {
-    "qwen3_5": {},
-    "jamba": {"num_experts": 1},
-    "granite4": {},
-    "lfm2": {},
+# Families with recurrences in the place of attention: their changes, and what stays the model's own.
+HYBRIDS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "qwen3_5": ({}, set()),
+    "qwen3_5-heads": ({}, {"linear_attn"}),
+    "jamba": ({"num_experts": 1}, {"mamba"}),
+    "granite4": ({}, {"mamba"}),
+    "lfm2": ({}, {"conv"}),
 }
 
 
 @pytest.mark.parametrize("head_dim", [32, 16])
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_layers_with_mixers_of_the_models_own(caplog: pytest.LogCaptureFixture, family: str, head_dim: int) -> None:
+def test_layers_with_recurrences(caplog: pytest.LogCaptureFixture, family: str, head_dim: int) -> None:
     """Beside native attention, and beside that of the model's own where the kernels do not know it."""
-    changes = {"head_dim": head_dim, "num_attention_heads": HIDDEN // head_dim}
-    model = native_model(family, **HYBRIDS[family] | changes)
+    own, mixers = HYBRIDS[family]
+    model = native_model(family, head_dim=head_dim, num_attention_heads=HIDDEN // head_dim, **own)
     rig = native_rig(model, native_kernels())
     stack = rig.loaded.decoder
     assert isinstance(stack, NativeStack)
-    own_parts = {call.path for weights in stack.weights for call in weights.own_parts}
-    is_native = sum(weights.attention is not None for weights in stack.weights)
     assert len(stack.weights) == model.config.num_hidden_layers
+    num_attending = sum(weights.attention is not None for weights in stack.weights)
+    own_parts = {call.path for weights in stack.weights for call in weights.own_parts}
     if head_dim == 32:
-        assert (is_native, len(own_parts)) == (1, 1)
+        assert (num_attending, own_parts) == (1, mixers)
     else:
-        assert (is_native, len(own_parts)) == (0, 2)
+        assert (num_attending, own_parts) == (0, {*mixers, "self_attn"})
         assert "heads of 16" in said(caplog)
     check_logits(model, rig)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("part", ["in_proj_qkv", "in_proj_b", "norm"])
+def test_a_patched_recurrence_is_the_models_own(part: str, dtype: torch.dtype) -> None:
+    model = native_model("qwen3_5", dtype)
+    scaled(model.get_submodule(f"model.layers.2.linear_attn.{part}"), 1.5)
+    loaded = adopted(model, verify=False)
+    assert loaded.decoder is not None
+    own_parts = [[call.path for call in weights.own_parts] for weights in loaded.decoder.weights]
+    assert own_parts == [["linear_attn"], [], ["linear_attn"]]
 
 
 def test_attention_that_the_kernels_do_not_know(caplog: pytest.LogCaptureFixture) -> None:

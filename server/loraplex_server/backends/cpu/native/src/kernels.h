@@ -92,8 +92,7 @@ struct LinearTask {
   void* out;          // [v_dim], floats or of the dtype
   int64_t q_stride, k_stride, v_stride, decay_stride, beta_stride, out_stride;
   int64_t num_tokens;
-  int64_t state_stride;   // between rows of the state [k_dim][v_dim]
-  int32_t k_dim, v_dim;
+  int32_t k_dim, v_dim;   // of the state
   bool decay_by_channel, is_delta, normalizes;
   float scale;  // of q
   bool rounds = false;          // `out` is of the dtype

@@ -4,7 +4,8 @@
 //
 // Some families norm what is added, too or instead; add a part of it; norm queries and keys; turn them in some layers only,
 // or by pairs; scale queries by their positions; compute both parts from the same h; attend to keys and values of an earlier
-// layer; scale attention's output by gates; or let an input of the layer's own and a factor follow. The caller may compute attention, or what stands in its
+// layer; scale attention's output by gates; or let an input of the layer's own and a factor follow. Gated DeltaNet may stand in
+// attention's place, and the caller may compute attention, or what stands in its
 // place, and the feed-forward part: then the stack is run up to there, and on from there. Each linear has an adapter term, or
 // a product of the adapter's own in its place, and norms have the weights of each row's adapter. Of the last layer, rows
 // whose output nobody reads get keys and values only. The caller guarantees shapes and keeps all memory alive.
@@ -12,6 +13,7 @@
 
 #include "adapted.h"
 #include "outputs.h"
+#include "recurrences.h"
 
 extern "C" {
 
@@ -21,9 +23,30 @@ struct LpNorm {
   const void* bias;         // of a layer norm; null: none
 };
 
-struct LpLayer {
-  const void* qkv;      // bands: query heads, key heads, value heads; null: the caller computes what stands in attention's place
+// Gated DeltaNet (arXiv 2412.06464): a causal convolution of q, k and v with silu behind it, the delta rule, and a norm of each
+// head's output, times silu(z).
+struct LpDelta {
+  const void* projection;    // bands: q, k and v; z of each head; b; a
   const void* o;
+  const float* conv_weight;  // [width][channels]
+  const float* conv_bias;    // null: none
+  const float* rates;        // [num_heads]; see LinearTask
+  const float* biases;
+  const void* norm;          // [v_dim]
+  float norm_eps;
+  float scale;  // of queries
+  int32_t width, num_keys, num_heads, k_dim, v_dim;
+  // Of a step:
+  void* conv_states;  // [places][width - 1][channels]
+  float* states;      // [places][num_heads][k_dim][v_dim]
+  void* projected;    // [num_tokens][outputs of the projection] that the caller reads; null: nobody does
+  void* convolved;    // [num_tokens][channels]
+};
+
+struct LpLayer {
+  const void* qkv;      // bands: query heads, key heads, value heads; null: something else stands in attention's place
+  const void* o;
+  const LpDelta* delta;  // null: the caller computes what stands in attention's place, where that has no qkv
   const void* gate_up;  // bands of 16 outputs of gate and the same 16 of up; null: the caller computes the feed-forward part
   const void* down;
   const void* input_gate;  // of the layer's own input; null: it has none
@@ -41,6 +64,7 @@ struct LpLayer {
   int64_t window;
   int64_t turns;  // how queries and keys are turned by their positions, 0: not, 1: by halves, 2: by pairs of neighbours
   const float* sinks;  // [num_heads] scores of keys without values; null: none
+  LpTable delta_qkv_table, delta_z_table, delta_b_table, delta_a_table, delta_o_table;
   LpTable q_table, k_table, v_table, o_table, gate_table, up_table, down_table, input_gate_table, input_projection_table;
   int32_t num_kv_heads;
   int32_t head_dim;
@@ -59,6 +83,8 @@ struct LpStack {
   int32_t q_size;
   int32_t qkv_size;
   int32_t gate_size;
+  int32_t projected_size;  // outputs of Gated DeltaNet's projection, and its channels, 0: no layer has it
+  int32_t convolved_size;
   int32_t ffn;
   int32_t input;  // features of layers' own inputs, 0: none
   int32_t act;  // 0: silu, 1: gelu_tanh
@@ -86,6 +112,7 @@ struct LpStep {
   const float* query_scales;  // [num_tokens] what queries are multiplied with behind their rotation; null: 1
   const void* inputs;  // [num_layers][num_tokens][input] of the layers themselves
   LpSpans spans;
+  LpPieces pieces;  // of recurrences
   LpRuns runs;
   void* scratch;       // lp_stack_scratch_bytes
   const int32_t* outputs;  // [num_outputs] rows whose output is read, each greater than the one before; null: all
@@ -104,7 +131,9 @@ struct Scratch {
   char* normed;  // [num_tokens][hidden], also of products that are normed or scaled before they are added
   char* q;       // [num_tokens][heads][head_dim]
   char* gates;   // the same of gates
-  char* mixed;   // the same, attention's result
+  char* projected;  // [num_tokens][projected_size], of Gated DeltaNet
+  char* convolved;
+  char* mixed;   // like q, attention's result, or Gated DeltaNet's
   char* act;     // [num_tokens][ffn], also of the layer's own input
   // Elements from one row to the next, where products read them.
   int64_t normed_stride, mixed_stride, act_stride;
@@ -135,11 +164,13 @@ Scratch lay_out(const LpStack& stack, int64_t num_tokens, int64_t max_rank, void
   s.normed = take(num_tokens * s.normed_stride * item_bytes(dtype));
   s.q = take(num_tokens * stack.q_size * item_bytes(dtype));
   s.gates = take(num_tokens * stack.gate_size * item_bytes(dtype));
+  s.projected = take(num_tokens * stack.projected_size * item_bytes(dtype));
+  s.convolved = take(num_tokens * stack.convolved_size * item_bytes(dtype));
   s.mixed = take(num_tokens * s.mixed_stride * item_bytes(dtype));
   s.act = take(num_tokens * s.act_stride * item_bytes(dtype));
-  const int64_t widest = std::max({stack.qkv_size, stack.hidden, 2 * stack.ffn, stack.input});
+  const int64_t widest = std::max({stack.qkv_size, stack.projected_size, stack.hidden, 2 * stack.ffn, stack.input});
   s.updates = reinterpret_cast<float*>(
-      take(max_rank > 0 ? Updates::num_floats(num_tokens, max_rank, 3, widest) * int64_t(sizeof(float)) : 0));
+      take(max_rank > 0 ? Updates::num_floats(num_tokens, max_rank, kMaxModules, widest) * int64_t(sizeof(float)) : 0));
   s.num_bytes = next - start;
   return s;
 }
@@ -181,6 +212,17 @@ class StackRun {
         products_.updates().add_factors(&o, 1, rows, prefetches_);
         add_weights(layer.o, rows, ceil_div(stack_.hidden, kBand), 1);
         end_phase(rows * stack_.hidden);
+      } else if (layer.delta != nullptr) {
+        const LpDelta& delta = *layer.delta;
+        const auto projection = delta_targets(layer);
+        products_.updates().add_factors(projection.data(), int(projection.size()), stack_.hidden, prefetches_);
+        add_weights(delta.projection, stack_.hidden, ceil_div(projected_outputs(delta), kBand), 1);
+        end_phase(projected_outputs(delta) * stack_.hidden);
+        end_phase(0);
+        const Target o{&layer.delta_o_table, stack_.hidden};
+        products_.updates().add_factors(&o, 1, delta_rows(delta), prefetches_);
+        add_weights(delta.o, delta_rows(delta), ceil_div(stack_.hidden, kBand), 1);
+        end_phase(delta_rows(delta) * stack_.hidden);
       } else if (ends_in(i)) {
         return;
       }
@@ -205,7 +247,7 @@ class StackRun {
   }
 
   // True if the step ends before the part in the place of a layer's attention, which the caller computes.
-  bool ends_in(int layer) const { return stack_.layers[layer].qkv == nullptr && (layer > 0 || !step_.continues); }
+  bool ends_in(int layer) const { return !has_mixer(stack_.layers[layer]) && (layer > 0 || !step_.continues); }
 
   // The input of that part.
   void feed_mixer(const LpLayer& layer) { feed(normalize(layer.norm1, layer.eps)); }
@@ -229,6 +271,19 @@ class StackRun {
     if (layer.gates_heads) gate_heads(layer);
   }
 
+  void run_delta(const LpLayer& layer) {
+    const LpDelta& delta = *layer.delta;
+    prefetches_.begin_phase();
+    const Rows x = normalize(layer.norm1, layer.eps);
+    const auto targets = delta_targets(layer);
+    products_.prepare(x, stack_.hidden, targets.data(), int(targets.size()));
+    project_delta(layer, x);
+    prefetches_.begin_phase();
+    convolve_all(pool_, kernels_, dtype_, projected(delta), projected_outputs(delta), delta.conv_weight, delta.conv_bias, delta.width,
+                 channels(delta), true, delta.conv_states, convolved(delta), step_.pieces);
+    recur(delta);
+  }
+
   // The queries of rows of another run, of which this one computes what is left, and their gates.
   void take_queries(const LpLayer& layer, const StackRun& whole, const OutputRows& rows) {
     rows.gather(whole.scratch_.q, q_rows(layer) * item_bytes(dtype_), scratch_.q);
@@ -238,11 +293,13 @@ class StackRun {
   // `input`: the layer's own [num_tokens][input], where it has one.
   void after_attention(const LpLayer& layer, const void* input) {
     const LpNorm& before_ffn = layer.norm2.weight == nullptr ? layer.norm1 : layer.norm2;
-    if (layer.qkv != nullptr) prefetches_.begin_phase();
+    if (has_mixer(layer)) prefetches_.begin_phase();
     Rows x{nullptr, 0};
     if (stack_.is_parallel) x = normalize(before_ffn, layer.eps);
     if (layer.qkv != nullptr)
       add_product(layer.o, layer.o_bias, layer.o_table, mixed(), q_rows(layer), layer.attention_norm, layer.eps);
+    else if (layer.delta != nullptr)
+      add_product(layer.delta->o, nullptr, layer.delta_o_table, mixed(), delta_rows(*layer.delta), layer.attention_norm, layer.eps);
     else
       add_whole_rows(fed(), layer.attention_norm, layer.eps);
     if (!stack_.is_parallel) x = normalize(layer.norm2, layer.eps);
@@ -289,6 +346,24 @@ class StackRun {
     if (stack_.merges_qkv) return {{&layer.q_table, rows + 2 * others}};
     if (others == 0) return {{&layer.q_table, rows}};
     return {{&layer.q_table, rows}, {&layer.k_table, others}, {&layer.v_table, others}};
+  }
+
+  // True if attention, or what stands in its place, is the stack's own.
+  static bool has_mixer(const LpLayer& layer) { return layer.qkv != nullptr || layer.delta != nullptr; }
+
+  static int64_t delta_rows(const LpDelta& delta) { return int64_t(delta.num_heads) * delta.v_dim; }
+  static int64_t channels(const LpDelta& delta) { return 2 * int64_t(delta.num_keys) * delta.k_dim + delta_rows(delta); }
+  static int64_t projected_outputs(const LpDelta& delta) { return channels(delta) + delta_rows(delta) + 2 * delta.num_heads; }
+
+  char* projected(const LpDelta& delta) const { return delta.projected == nullptr ? scratch_.projected : static_cast<char*>(delta.projected); }
+  char* convolved(const LpDelta& delta) const { return delta.convolved == nullptr ? scratch_.convolved : static_cast<char*>(delta.convolved); }
+
+  static std::array<Target, 4> delta_targets(const LpLayer& layer) {
+    const LpDelta& delta = *layer.delta;
+    return {{{&layer.delta_qkv_table, channels(delta)},
+             {&layer.delta_z_table, delta_rows(delta)},
+             {&layer.delta_b_table, delta.num_heads},
+             {&layer.delta_a_table, delta.num_heads}}};
   }
 
   std::vector<Target> gate_targets(const LpLayer& layer) const {
@@ -432,6 +507,55 @@ class StackRun {
       if (layer.shares_kv) return;
       finish_row(layer, 1, token, layer.num_kv_heads);
       if (layer.v_norm.weight != nullptr) finish_row(layer, 2, token, layer.num_kv_heads);
+    });
+  }
+
+  void project_delta(const LpLayer& layer, const Rows& x) {
+    const LpDelta& delta = *layer.delta;
+    const auto targets = delta_targets(layer);
+    const int64_t num_outputs = projected_outputs(delta);
+    const int unit = unit_of(num_outputs);
+    const auto each_target = [&](int64_t start, int64_t end, const auto& body) {
+      int64_t before = 0;
+      for (int i = 0; i < int(targets.size()); before += targets[size_t(i)].num_outputs, i++) {
+        const int64_t first = std::max(start, before), last = std::min(end, before + targets[size_t(i)].num_outputs);
+        if (first < last) body(i, first - before, int(last - first), int(first - start));
+      }
+    };
+    products_.multiply(
+        x, stack_.hidden, delta.projection, ceil_div(num_outputs, kBand), unit,
+        [&](int band, const auto& body) { each_target(int64_t(band) * kBand, std::min(int64_t(band + 1) * kBand, num_outputs), body); },
+        [&](int band, int row, int m, float* c, int64_t stride) {
+          const int64_t start = int64_t(band) * kBand, end = std::min(start + unit * kBand, num_outputs);
+          each_target(start, end, [&](int module, int64_t output, int width, int column) {
+            products_.updates().rescale(module, output, width, row, m, c + column, stride);
+          });
+          for (int r = 0; r < m; r++)
+            kernels_.store(dtype_, c + r * stride, int(end - start), at(projected(delta), (row + r) * num_outputs + start, dtype_));
+        });
+  }
+
+  // The delta rule, and the gated norm of each head behind it.
+  void recur(const LpDelta& delta) {
+    const int64_t num_outputs = projected_outputs(delta), num_channels = channels(delta), rows = delta_rows(delta);
+    const int64_t key_dim = int64_t(delta.num_keys) * delta.k_dim;
+    const char *convolved = this->convolved(delta), *z = at(projected(delta), num_channels, dtype_);
+    LpLinear linear{};
+    linear.q = convolved, linear.k = at(convolved, key_dim, dtype_), linear.v = at(convolved, 2 * key_dim, dtype_);
+    linear.b = at(z, rows, dtype_), linear.a = at(z, rows + delta.num_heads, dtype_);
+    linear.rates = delta.rates, linear.biases = delta.biases;
+    linear.out = scratch_.mixed, linear.states = delta.states;
+    linear.q_stride = linear.k_stride = linear.v_stride = num_channels;
+    linear.gate_stride = num_outputs, linear.out_stride = scratch_.mixed_stride;
+    linear.num_heads = delta.num_heads, linear.num_keys = delta.num_keys, linear.k_dim = delta.k_dim, linear.v_dim = delta.v_dim;
+    linear.is_delta = linear.normalizes = linear.rounds = 1;
+    linear.scale = delta.scale;
+    attend_linearly_all(pool_, kernels_, dtype_, linear, step_.pieces, [&](int head, int64_t start, int64_t num_tokens) {
+      for (int64_t token = start; token < start + num_tokens; token++) {
+        const int64_t column = int64_t(head) * delta.v_dim;
+        void* y = at(scratch_.mixed, token * scratch_.mixed_stride + column, dtype_);
+        kernels_.gated_norm(dtype_, dtype_, y, at(z, token * num_outputs + column, dtype_), delta.norm, delta.v_dim, delta.norm_eps, false, y);
+      }
     });
   }
 
@@ -687,6 +811,8 @@ __attribute__((visibility("default"))) void lp_stack_run(lp::Pool* pool, const L
         break;
       }
       run.attend(layer);
+    } else if (layer.delta != nullptr) {
+      run.run_delta(layer);
     }
     run.after_attention(layer, lp::input_of(*stack, *step, i));
   }

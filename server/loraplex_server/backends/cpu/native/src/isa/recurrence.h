@@ -120,7 +120,7 @@ static inline void change(const LinearTask& t, const TokenRow& token, const Toke
         store(to.at + i * to.stride + 16 * c, s);
       sum[c] = fmadd(query, s, sum[c]);
       if (kFinds) find[c] = fmadd(next_key, s, find[c]);
-      if (ahead != nullptr) fetch(ahead + i * t.state_stride + 16 * c);
+      if (ahead != nullptr) fetch(ahead + i * t.v_dim + 16 * c);
     }
   };
   int i = 0;
@@ -138,7 +138,7 @@ template <int C>
 static void attend_columns(const LinearTask& t, const TokenRow* tokens, int num_tokens, int column, const float* from, float* to,
                            bool streams, const float* next_state, float (*out)[kMaxStateDim]) {
   alignas(64) float between[kMaxStateDim * 16 * C];
-  Columns<const float> before{from + column, t.state_stride};
+  Columns<const float> before{from + column, t.v_dim};
   Floats found[C], added[C];
   if (t.is_delta) find<C>(tokens[0], t.k_dim, before, found);
   for (int j = 0; j < num_tokens; j++) {
@@ -148,7 +148,7 @@ static void attend_columns(const LinearTask& t, const TokenRow* tokens, int num_
       added[c] = mul(t.is_delta ? sub(v, found[c]) : v, all(token.beta));
     }
     const bool is_last = j + 1 == num_tokens;
-    const Columns<float> behind = is_last ? Columns<float>{to + column, t.state_stride} : Columns<float>{between, 16 * C};
+    const Columns<float> behind = is_last ? Columns<float>{to + column, t.v_dim} : Columns<float>{between, 16 * C};
     const float* ahead = is_last && next_state != nullptr ? next_state + column : nullptr;
     float* of_token = out[j] + column;
     if (!is_last && t.is_delta)

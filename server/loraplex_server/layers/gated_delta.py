@@ -2,7 +2,8 @@
 
 Its gates are computed from the mixer's input (arXiv 2412.06464). Transformers' families compute the same in the
 module's own forward, and differ in the linears that it begins with. That forward is replaced: gates are then computed
-with the recurrence, and for a row alike in any step.
+with the recurrence, and for a row alike in any step. Back ends may compute all of a module, of which `DeltaSpec` says
+what it is.
 """
 
 from __future__ import annotations
@@ -53,6 +54,56 @@ def layout_of(module: nn.Module) -> Layout | None:
     return next((one for one in LAYOUTS if all(hasattr(module, name) for name in (*PARTS, *one.names))), None)
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """Heads of one module whose linears lie apart, and where its states are."""
+
+    num_keys: int  # heads of queries and keys
+    num_heads: int  # of values
+    k_dim: int
+    v_dim: int
+    first_state: int  # index of its convolution's state; that of the delta rule follows
+
+    @property
+    def key_size(self) -> int:
+        """Features of all heads' queries, or keys."""
+        return self.num_keys * self.k_dim
+
+    @property
+    def size(self) -> int:
+        """Features of all heads' values."""
+        return self.num_heads * self.v_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return 2 * self.key_size + self.size
+
+    @property
+    def num_projected(self) -> int:
+        """Outputs of the linears before the convolution: q, k and v, z, b and a."""
+        return self.channels + self.size + 2 * self.num_heads
+
+    @staticmethod
+    def of(module: Any, first_state: int) -> DeltaSpec | None:
+        """None: of another module."""
+        layout = layout_of(module)
+        if layout is None or layout.project is not _apart:
+            return None
+        return DeltaSpec(module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim, first_state)
+
+
+def recurrences_of(module: Any) -> tuple[Convolution, LinearAttention]:
+    """The recurrences of a module whose weights are in their place and dtype."""
+    weight, bias = module.conv1d.weight, module.conv1d.bias
+    convolution = Convolution(weight.squeeze(1), bias, is_activated=True)
+    dtype = torch.promote_types(module.dt_bias.dtype, torch.float32)
+    gates = Gates(-module.A_log.float().exp().to(dtype), module.dt_bias.to(dtype))
+    return convolution, LinearAttention(
+        module.head_k_dim**-0.5, normalizes=True, is_delta=True, gates=gates, rounds=True
+    )
+
+
 class GatedDelta:
     """The forward of one module."""
 
@@ -65,7 +116,9 @@ class GatedDelta:
         """hidden_states [1, num_tokens, hidden] -> the same. `run` runs a recurrence over the step's row, see
         `Mixer`."""
         module = self._module
-        convolution, delta = self._recurrences or self._prepare()
+        if self._recurrences is None:
+            self._recurrences = recurrences_of(module)
+        convolution, delta = self._recurrences
         qkv, z, a, b = self._layout.project(module, hidden_states)
         k_dim, v_dim = module.head_k_dim, module.head_v_dim
         rows = run(convolution, (qkv[0],))
@@ -75,14 +128,3 @@ class GatedDelta:
         mixed = run(delta, (q, k, v, a[0], b[0]))
         normed = module.norm(mixed.reshape(-1, v_dim), z.reshape(-1, v_dim))
         return module.out_proj(normed.view(1, num_tokens, -1))
-
-    def _prepare(self) -> tuple[Convolution, LinearAttention]:
-        """The recurrences, once weights are in their place and dtype."""
-        module = self._module
-        weight, bias = module.conv1d.weight, module.conv1d.bias
-        convolution = Convolution(weight.squeeze(1), bias, is_activated=True)
-        dtype = torch.promote_types(module.dt_bias.dtype, torch.float32)
-        gates = Gates(-module.A_log.float().exp().to(dtype), module.dt_bias.to(dtype))
-        delta = LinearAttention(module.head_k_dim**-0.5, normalizes=True, is_delta=True, gates=gates, rounds=True)
-        self._recurrences = convolution, delta
-        return self._recurrences
