@@ -20,6 +20,7 @@ from support.native_kernels import isas, using
 
 from loraplex_server.backends.cpu.native.build import LIBRARY, MACHINES, SOURCES, build, find_compiler
 from loraplex_server.backends.cpu.native.library import (
+    Delta,
     Experts,
     Layer,
     Library,
@@ -294,7 +295,7 @@ def test_attention_and_norms(
     for gates_first, x_dtype in ((0, dtype), (1, dtype), (1, F32)):
         x, y = program.put(floats(dice, x_dtype, 11, 90)), program.put(zeros(x_dtype, 11, 90))
         program.call("lp_gated_norm", x_dtype, dtype, x, gate, weight, 11, 90, 1e-5, gates_first, y)
-    for act in (0, 1):
+    for act in (0, 1, 2):
         up, y = program.put(floats(dice, dtype, 11, 90)), program.put(zeros(dtype, 11, 75))
         program.call("lp_gate", dtype, act, gate, 90, up, 90, 11, 75, y)
     rows = 40
@@ -344,7 +345,40 @@ def test_experts(
     check(program, avx2, emulated, isa, tmp_path, dtype)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma", "gemma4", "phi", "starcoder", "glm"])
+def put_pieces(program: Program, chains: list[list[tuple[int, int, int]]]) -> Pieces:
+    """The pieces of each text, each given as (length, place before, place behind or -1)."""
+    starts, pieces, start = [0], list[tuple[int, int, int, int]](), 0
+    for chain in chains:
+        for length, source, target in chain:
+            pieces.append((start, length, source, target))
+            start += length
+        starts.append(len(pieces))
+    return Pieces(len(chains), program.put(np.array(starts, np.int32)), program.put(np.array(pieces, np.int64)))
+
+
+def put_delta(program: Program, dice: np.random.Generator, dtype: int, hidden: int, ranks: list[int]) -> dict[str, Any]:
+    """The fields of a layer with Gated DeltaNet in attention's place, whose states have four places."""
+    keys, heads, k_dim, v_dim, width, num_places = 8, 16, 16, 32, 4, 4
+    size = heads * v_dim
+    outputs = {"qkv": 2 * keys * k_dim + size, "z": size, "b": heads, "a": heads}
+    delta = Delta(
+        projection=put_packed(program, dice, dtype, sum(outputs.values()), hidden),
+        o=put_packed(program, dice, dtype, hidden, size),
+        conv_weight=program.put(floats(dice, F32, width, outputs["qkv"])),
+        conv_bias=program.put(floats(dice, F32, outputs["qkv"])),
+        rates=program.put(-dice.random(heads).astype(np.float32)), biases=program.put(floats(dice, F32, heads)),
+        norm=program.put(floats(dice, dtype, v_dim)), norm_eps=1e-6, scale=k_dim**-0.5,
+        width=width, num_keys=keys, num_heads=heads, k_dim=k_dim, v_dim=v_dim,
+        conv_states=program.put(floats(dice, dtype, num_places, width - 1, outputs["qkv"])),
+        states=program.put(floats(dice, F32, num_places, heads, k_dim, v_dim, scale=0.1)),
+    )  # fmt: skip
+    tables = {name: put_own_table(program, dice, dtype, hidden, number, ranks) for name, number in outputs.items()}
+    tables["o"] = put_own_table(program, dice, dtype, size, hidden, ranks)
+    address = ctypes.cast(program.put_struct(delta), ctypes.POINTER(Delta))
+    return {"delta": address} | {f"delta_{name}_table": table for name, table in tables.items()}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "gemma4", "phi", "starcoder", "glm", "qwen"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_stack_of_layers(
     dtype: int, kind: str, avx2: Library, emulated: list[str], isa: str, dice: np.random.Generator, tmp_path: Path
@@ -359,18 +393,24 @@ def test_a_stack_of_layers(
     dim = 40 if kind == "llama" else 32  # which fills no bands
     spans = put_spans(program, [(1, 20), (7, 7), (1, 3)], block_size)
     tokens, num_blocks, widths = 9, 3 * int(spans.table_stride), (heads * dim, kv_heads * dim)
+    gates_heads = kind == "qwen"
+    q_outputs = widths[0] * (2 if gates_heads else 1)
     layers = (Layer * 2)()
     pages: list[int] = []
-    for layer in layers:
+    for number, layer in enumerate(layers):
         shares_kv = kind == "gemma4" and bool(pages)
-        layer.qkv = put_packed(program, dice, dtype, widths[0] + 2 * widths[1], hidden)
-        layer.o = put_packed(program, dice, dtype, hidden, widths[0])
+        if kind == "qwen" and number == 0:
+            for name, value in put_delta(program, dice, dtype, hidden, ranks).items():
+                setattr(layer, name, value)
+        else:
+            layer.qkv = put_packed(program, dice, dtype, q_outputs + 2 * widths[1], hidden)
+            layer.o = put_packed(program, dice, dtype, hidden, widths[0])
         if kind != "starcoder":  # whose feed-forward part is the caller's
             layer.down = put_packed(program, dice, dtype, hidden, ffn)
             pair = [program.put(floats(dice, dtype, ffn, hidden, scale=0.1)) for _ in range(2)]
             layer.gate_up = program.put(np.zeros(packed_bytes(2 * ffn, hidden, dtype), np.uint8))
             program.call("lp_pack_pair", dtype, 0, pair[0], None, pair[1], None, hidden, ffn, hidden, layer.gate_up)
-        layer.qkv_bias = program.put(floats(dice, dtype, widths[0] + 2 * widths[1]))
+        layer.qkv_bias = program.put(floats(dice, dtype, q_outputs + 2 * widths[1]))
         for norm in norms:
             put = put_layer_norm if kind == "starcoder" else put_norm
             setattr(layer, norm, put(program, dice, dtype, hidden))
@@ -381,6 +421,7 @@ def test_a_stack_of_layers(
             pages = [program.put(floats(dice, dtype, num_blocks, block_size, kv_heads, dim)) for _ in range(2)]
         layer.k_pages, layer.v_pages = pages
         layer.num_kv_heads, layer.head_dim, layer.ffn, layer.shares_kv, layer.scale = kv_heads, dim, ffn, shares_kv, 1.0
+        layer.gates_heads = gates_heads
         if size_of_input:
             layer.scale = 0.75
             layer.v_norm = put_norm(program, dice, dtype, dim)
@@ -389,7 +430,7 @@ def test_a_stack_of_layers(
             layer.input_norm = put_norm(program, dice, dtype, hidden)
         layer.eps, layer.qk_eps, layer.scaling, layer.turns = 1e-5, 1e-6, dim**-0.5, kind != "gemma"
         shapes = {"o": (widths[0], hidden), "down": (ffn, hidden)}
-        qkv = {"q": (hidden, widths[0]), "k": (hidden, widths[1]), "v": (hidden, widths[1])}
+        qkv = {"q": (hidden, q_outputs), "k": (hidden, widths[1]), "v": (hidden, widths[1])}
         shapes |= {"q": (hidden, widths[0] + 2 * widths[1])} if merges_qkv else qkv
         shapes |= {"gate": (hidden, 2 * ffn)} if merges_gate_up else {"gate": (hidden, ffn), "up": (hidden, ffn)}
         if size_of_input:
@@ -406,11 +447,16 @@ def test_a_stack_of_layers(
     num_layers = 2
     if kind == "starcoder":  # the second layer, behind the feed-forward part of the first
         both, num_layers = both + size, 1
+    delta = layers[0].delta.contents if kind == "qwen" else Delta()
+    delta_size = delta.num_heads * delta.v_dim
+    channels = 2 * delta.num_keys * delta.k_dim + delta_size
     stack = Stack(
-        dtype=dtype, num_layers=num_layers, hidden=hidden, num_heads=heads, q_size=widths[0],
-        qkv_size=widths[0] + 2 * widths[1], ffn=ffn, input=size_of_input, act=act, format=0,
+        dtype=dtype, num_layers=num_layers, hidden=hidden, num_heads=heads, q_size=max(widths[0], delta_size),
+        qkv_size=q_outputs + 2 * widths[1], gate_size=q_outputs - widths[0], ffn=ffn, input=size_of_input,
+        act=act, format=0,
         merges_qkv=merges_qkv, merges_gate_up=merges_gate_up, norms_all_heads=all_heads,
         narrows=kind == "llama", norm_offset=float(kind == "gemma"), added=0.5 if kind == "phi" else 1.0,
+        projected_size=channels + delta_size + 2 * delta.num_heads, convolved_size=channels,
         layers=ctypes.cast(both, ctypes.POINTER(Layer)),
     )  # fmt: skip
     runs = put_runs(program, [(0, 1, 0), (1, 8, 1)], max(ranks))
@@ -420,6 +466,7 @@ def test_a_stack_of_layers(
         num_tokens=tokens, num_rotary=dim, hidden=program.put(floats(dice, dtype, tokens, hidden)),
         cos=program.put(np.cos(angles)), sin=program.put(np.sin(angles)), spans=spans, runs=runs,
         scratch=program.put(np.zeros(num_bytes, np.uint8)),
+        pieces=put_pieces(program, [[(1, 0, 1)], [(4, 2, 2), (3, 2, 3)], [(1, 0, -1)]]),
     )  # fmt: skip
     if size_of_input:
         step.inputs = program.put(floats(dice, dtype, 2, tokens, size_of_input))
@@ -429,18 +476,6 @@ def test_a_stack_of_layers(
         step.fed, step.feed = (program.put(floats(dice, dtype, tokens, hidden)) for _ in range(2))
     program.call("lp_stack_run", program.put_struct(stack), program.put_struct(step))
     check(program, avx2, emulated, isa, tmp_path, dtype)
-
-
-def put_pieces(program: Program, chains: list[list[tuple[int, int, int]]]) -> int:
-    """The pieces of each text, each given as (length, place before, place behind or -1)."""
-    starts, pieces, start = [0], list[tuple[int, int, int, int]](), 0
-    for chain in chains:
-        for length, source, target in chain:
-            pieces.append((start, length, source, target))
-            start += length
-        starts.append(len(pieces))
-    arrays = (program.put(np.array(starts, np.int32)), program.put(np.array(pieces, np.int64)))
-    return program.put_struct(Pieces(len(chains), *arrays))
 
 
 CHAINS = [[(1, 0, 1)], [(5, 2, 3), (4, 3, -1)], [(19, 4, 4)]]
@@ -453,7 +488,7 @@ def test_recurrences(
     dtype: int, avx2: Library, emulated: list[str], isa: str, dice: np.random.Generator, tmp_path: Path
 ) -> None:
     program = Program()
-    pieces = put_pieces(program, CHAINS)
+    pieces = program.put_struct(put_pieces(program, CHAINS))
     heads, keys, k_dim, v_dim = 4, 2, 32, 48
     for form, by_channel, is_delta, normalizes in (
         ("plain", 0, 0, 0),
@@ -468,7 +503,7 @@ def test_recurrences(
         beta = program.put(dice.random((NUM_TOKENS, heads)).astype(np.float32)) if is_delta else None
         out = program.put(zeros(F32, NUM_TOKENS, heads, v_dim))
         states = program.put(floats(dice, F32, NUM_PLACES, heads, k_dim, v_dim, scale=0.1))
-        strides = (keys * k_dim, keys * k_dim, heads * v_dim)
+        strides = (keys * k_dim, keys * k_dim, heads * v_dim, heads, heads * v_dim)
         sizes = (heads, keys, k_dim, v_dim, by_channel, is_delta, normalizes)
         rates, biases = -dice.random(heads).astype(np.float32), floats(dice, F32, heads)
         a, b = (program.put(floats(dice, dtype, NUM_TOKENS, heads)) for _ in range(2))
