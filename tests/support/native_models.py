@@ -42,9 +42,9 @@ _KEYS_AS_VALUES: Final[dict[str, Any]] = {
 VARIANTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "llama-gelu": ("llama", {"hidden_act": "gelu"}),
     "qwen3_moe": ("qwen3_moe", {"moe_intermediate_size": 32}),
-    # Heads that the stack knows, and those of which it knows the recurrence alone.
-    "qwen3_5": ("qwen3_5", {"linear_num_value_heads": 16, "linear_value_head_dim": 16}),
-    "qwen3_5-heads": ("qwen3_5", {"linear_value_head_dim": 16}),
+    # Rows of states that the kernels know. A stack needs channels that fill panels.
+    "qwen3_5": ("qwen3_5", {"linear_value_head_dim": 16}),
+    "qwen3_5-channels": ("qwen3_5", {"linear_value_head_dim": 16, "linear_key_head_dim": 6}),
     "granite4": (
         "granitemoehybrid",
         {"num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_heads": 16, "mamba_d_head": 16},

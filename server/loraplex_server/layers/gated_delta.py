@@ -79,11 +79,6 @@ class DeltaSpec:
         """Of the convolution."""
         return 2 * self.key_size + self.size
 
-    @property
-    def num_projected(self) -> int:
-        """Outputs of the linears before the convolution: q, k and v, z, b and a."""
-        return self.channels + self.size + 2 * self.num_heads
-
     @staticmethod
     def of(module: Any, first_state: int) -> DeltaSpec | None:
         """None: of another module."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from loraplex_server.backends.cpu.decoder.weights import DeltaWeights, LayerWeights
+from loraplex_server.backends.cpu.decoder.weights import DeltaWeights, LayerWeights, projected_sizes
 from loraplex_server.backends.cpu.native.library import Delta, Layer, Pieces
 from loraplex_server.layers.gated_delta import DeltaSpec
 from loraplex_server.layers.recurrences import StatesOfStep
@@ -44,7 +44,7 @@ class Deltas:
     @property
     def num_projected(self) -> int:
         """The most outputs that linears before a convolution have."""
-        return max((spec.num_projected for _, spec, _, _ in self._layers), default=0)
+        return max((sum(projected_sizes(spec)) for _, spec, _, _ in self._layers), default=0)
 
     def begin(self, states: StatesOfStep, layers: slice, num_tokens: int, dtype: torch.dtype) -> StepOfDeltas:
         """Shows the kernels the states of a step, for layers of which each runs once. The caller keeps what it gets
@@ -74,7 +74,7 @@ class StepOfDeltas:
             struct.projected = struct.convolved = None
             if states.keeps_inputs:
                 projected, convolved = (
-                    torch.empty(num_tokens, size, dtype=dtype) for size in (spec.num_projected, spec.channels)
+                    torch.empty(num_tokens, size, dtype=dtype) for size in (sum(projected_sizes(spec)), spec.channels)
                 )
                 struct.projected, struct.convolved = projected.data_ptr(), convolved.data_ptr()
                 self._kept.append((projected, convolved))
@@ -86,11 +86,11 @@ class StepOfDeltas:
             of_delta: tuple[Tensor, ...] = ()
             if self._kept:
                 projected, convolved = self._kept[number]
-                num_tokens, sizes = len(projected), (spec.channels, spec.size, spec.num_heads, spec.num_heads)
-                qkv, _, b, a = projected.split(sizes, dim=1)
+                num_tokens, heads = len(projected), slice(0, spec.num_heads)
+                qkv, _, b, a = projected.split(projected_sizes(spec), dim=1)
                 q, k, v = convolved.split((spec.key_size, spec.key_size, spec.size), dim=1)
                 q, k = (one.view(num_tokens, spec.num_keys, spec.k_dim) for one in (q, k))
-                of_convolution, of_delta = (qkv,), (q, k, v.view(num_tokens, spec.num_heads, spec.v_dim), a, b)
+                of_convolution, of_delta = (qkv,), (q, k, v.view(num_tokens, -1, spec.v_dim), a[:, heads], b[:, heads])
             self._states.note(spec.first_state, weights.convolution, of_convolution)
             self._states.note(spec.first_state + 1, weights.attention, of_delta)
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Final, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loraplex_server.backends.cpu.attention import reason_against
@@ -17,6 +18,7 @@ from loraplex_server.backends.cpu.decoder.weights import (
     LayerWeights,
     StackShape,
     linears_of,
+    projected_sizes,
 )
 from loraplex_server.backends.cpu.native.kernels import BAND, NativeKernels, PackedWeight
 from loraplex_server.backends.cpu.recurrences import DIM_MULTIPLE, MAX_DIM, MAX_WIDTH
@@ -128,7 +130,7 @@ def pack(
         input_gate=kernels.pack([linears["input_gate"].weight], shape.format) if shape.input_size else None,
         input_projection=kernels.pack([linears["input_projection"].weight], shape.format) if shape.input_size else None,
         scale=_scale(layer),
-        delta=_pack_delta(layer, linears, shape, kernels) if own.delta is not None else None,
+        delta=_pack_delta(layer, own.delta, linears, shape, kernels) if own.delta is not None else None,
     )
 
 
@@ -137,12 +139,12 @@ def _check_delta(spec: DeltaSpec) -> None:
     panel = BAND // 2
     if spec.v_dim % DIM_MULTIPLE or max(spec.k_dim, spec.v_dim) > MAX_DIM:
         raise NoMatch(f"Gated DeltaNet's heads of {spec.k_dim} and {spec.v_dim}")
-    if spec.channels % panel or spec.num_heads % panel:  # low-rank terms come in so many outputs
-        raise NoMatch(f"{spec.num_heads} heads of Gated DeltaNet, no multiple of {panel}")
+    if spec.channels % panel:
+        raise NoMatch(f"{spec.channels} channels in Gated DeltaNet, no multiple of {panel}")
 
 
 def _pack_delta(
-    layer: nn.Module, linears: Mapping[str, nn.Linear], shape: StackShape, kernels: NativeKernels
+    layer: nn.Module, spec: DeltaSpec, linears: Mapping[str, nn.Linear], shape: StackShape, kernels: NativeKernels
 ) -> DeltaWeights:
     module: Any = layer.get_submodule(shape.names.delta)
     convolution, attention = recurrences_of(module)
@@ -154,8 +156,10 @@ def _pack_delta(
         raise NoMatch("a convolution of another kind")
     if not isinstance(gates, Gates) or gates.rates.dtype != torch.float32 or gates.biases.dtype != torch.float32:
         raise NoMatch("gates of another kind")
+    weights = [linears[f"delta_{part}"].weight for part in ("qkv", "z", "b", "a")]
+    filled = [F.pad(one, (0, 0, 0, size - len(one))) for one, size in zip(weights, projected_sizes(spec), strict=True)]
     return DeltaWeights(
-        projection=kernels.pack([linears[f"delta_{part}"].weight for part in ("qkv", "z", "b", "a")], shape.format),
+        projection=kernels.pack(filled, shape.format),
         o=kernels.pack([linears["delta_o"].weight], shape.format),
         convolution=convolution,
         attention=attention,

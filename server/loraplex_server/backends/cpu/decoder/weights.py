@@ -145,7 +145,7 @@ class LayerShape:
 class DeltaWeights:
     """The weights of one Gated DeltaNet."""
 
-    projection: PackedWeight  # of q, k and v, of z, b and a
+    projection: PackedWeight  # of q, k and v, of z, b and a; see `projected_sizes`
     o: PackedWeight
     convolution: Convolution
     attention: LinearAttention
@@ -229,6 +229,14 @@ class StackPair:
         return torch.cat([self._packed.of_pair(one, self._num_outputs) for one in self._which])
 
 
+def projected_sizes(spec: DeltaSpec) -> tuple[int, int, int, int]:
+    """Outputs of q, k and v together, of z, of b and of a in a packed projection. Those of b and a are filled up to
+    whole panels, as low-rank terms come in so many."""
+    panel = BAND // 2
+    gate_size = -(-spec.num_heads // panel) * panel
+    return spec.channels, spec.size, gate_size, gate_size
+
+
 def linears_of(weights: LayerWeights, shape: StackShape, kernels: NativeKernels) -> list[StackLinear | StackPair]:
     """Each linear of a layer by itself, in the order of the shape's names."""
     own = weights.shape
@@ -244,9 +252,9 @@ def linears_of(weights: LayerWeights, shape: StackShape, kernels: NativeKernels)
             found.append(StackLinear(kernels, weights.qkv, weights.qkv_bias, *one))
         found.append(StackLinear(kernels, weights.o, weights.o_bias, 0, shape.hidden_size))
     if weights.delta is not None and own.delta is not None:
-        first = 0
-        for size in (own.delta.channels, own.delta.size, own.delta.num_heads, own.delta.num_heads):
-            found.append(StackLinear(kernels, weights.delta.projection, None, first, size))
+        first, outputs = 0, (own.delta.channels, own.delta.size, own.delta.num_heads, own.delta.num_heads)
+        for num_outputs, size in zip(outputs, projected_sizes(own.delta), strict=True):
+            found.append(StackLinear(kernels, weights.delta.projection, None, first, num_outputs))
             first += size
         found.append(StackLinear(kernels, weights.delta.o, None, 0, shape.hidden_size))
     if weights.gate_up is not None and weights.down is not None:

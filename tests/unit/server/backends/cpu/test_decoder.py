@@ -657,7 +657,7 @@ def has_own_attention(loaded: LoadedModel, caplog: pytest.LogCaptureFixture, rea
 # Families with recurrences in the place of attention: their changes, and what stays the model's own.
 HYBRIDS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "qwen3_5": ({}, set()),
-    "qwen3_5-heads": ({}, {"linear_attn"}),
+    "qwen3_5-channels": ({}, {"linear_attn"}),
     "jamba": ({"num_experts": 1}, {"mamba"}),
     "granite4": ({}, {"mamba"}),
     "lfm2": ({}, {"conv"}),

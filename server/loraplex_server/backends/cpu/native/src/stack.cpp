@@ -26,7 +26,7 @@ struct LpNorm {
 // Gated DeltaNet (arXiv 2412.06464): a causal convolution of q, k and v with silu behind it, the delta rule, and a norm of each
 // head's output, times silu(z).
 struct LpDelta {
-  const void* projection;    // bands: q, k and v; z of each head; b; a
+  const void* projection;    // bands: q, k and v; z of each head; b; a; the latter two filled up to whole panels
   const void* o;
   const float* conv_weight;  // [width][channels]
   const float* conv_bias;    // null: none
@@ -170,7 +170,7 @@ Scratch lay_out(const LpStack& stack, int64_t num_tokens, int64_t max_rank, void
   s.act = take(num_tokens * s.act_stride * item_bytes(dtype));
   const int64_t widest = std::max({stack.qkv_size, stack.projected_size, stack.hidden, 2 * stack.ffn, stack.input});
   s.updates = reinterpret_cast<float*>(
-      take(max_rank > 0 ? Updates::num_floats(num_tokens, max_rank, kMaxModules, widest) * int64_t(sizeof(float)) : 0));
+      take(max_rank > 0 ? Updates::num_floats(num_tokens, max_rank, stack.projected_size > 0 ? 4 : 3, widest) * int64_t(sizeof(float)) : 0));
   s.num_bytes = next - start;
   return s;
 }
@@ -353,7 +353,8 @@ class StackRun {
 
   static int64_t delta_rows(const LpDelta& delta) { return int64_t(delta.num_heads) * delta.v_dim; }
   static int64_t channels(const LpDelta& delta) { return 2 * int64_t(delta.num_keys) * delta.k_dim + delta_rows(delta); }
-  static int64_t projected_outputs(const LpDelta& delta) { return channels(delta) + delta_rows(delta) + 2 * delta.num_heads; }
+  static int64_t gate_outputs(const LpDelta& delta) { return ceil_div(delta.num_heads, kPanel) * kPanel; }  // of b, or a
+  static int64_t projected_outputs(const LpDelta& delta) { return channels(delta) + delta_rows(delta) + 2 * gate_outputs(delta); }
 
   char* projected(const LpDelta& delta) const { return delta.projected == nullptr ? scratch_.projected : static_cast<char*>(delta.projected); }
   char* convolved(const LpDelta& delta) const { return delta.convolved == nullptr ? scratch_.convolved : static_cast<char*>(delta.convolved); }
@@ -515,10 +516,12 @@ class StackRun {
     const auto targets = delta_targets(layer);
     const int64_t num_outputs = projected_outputs(delta);
     const int unit = unit_of(num_outputs);
+    const int64_t of_a = num_outputs - gate_outputs(delta);
+    const int64_t befores[] = {0, channels(delta), of_a - gate_outputs(delta), of_a};
     const auto each_target = [&](int64_t start, int64_t end, const auto& body) {
-      int64_t before = 0;
-      for (int i = 0; i < int(targets.size()); before += targets[size_t(i)].num_outputs, i++) {
-        const int64_t first = std::max(start, before), last = std::min(end, before + targets[size_t(i)].num_outputs);
+      for (int i = 0; i < int(targets.size()); i++) {
+        const int64_t before = befores[i], first = std::max(start, before);
+        const int64_t last = std::min(end, before + targets[size_t(i)].num_outputs);
         if (first < last) body(i, first - before, int(last - first), int(first - start));
       }
     };
@@ -542,7 +545,7 @@ class StackRun {
     const char *convolved = this->convolved(delta), *z = at(projected(delta), num_channels, dtype_);
     LpLinear linear{};
     linear.q = convolved, linear.k = at(convolved, key_dim, dtype_), linear.v = at(convolved, 2 * key_dim, dtype_);
-    linear.b = at(z, rows, dtype_), linear.a = at(z, rows + delta.num_heads, dtype_);
+    linear.b = at(z, rows, dtype_), linear.a = at(z, rows + gate_outputs(delta), dtype_);
     linear.rates = delta.rates, linear.biases = delta.biases;
     linear.out = scratch_.mixed, linear.states = delta.states;
     linear.q_stride = linear.k_stride = linear.v_stride = num_channels;

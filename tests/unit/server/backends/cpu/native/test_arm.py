@@ -358,11 +358,11 @@ def put_pieces(program: Program, chains: list[list[tuple[int, int, int]]]) -> Pi
 
 def put_delta(program: Program, dice: np.random.Generator, dtype: int, hidden: int, ranks: list[int]) -> dict[str, Any]:
     """The fields of a layer with Gated DeltaNet in attention's place, whose states have four places."""
-    keys, heads, k_dim, v_dim, width, num_places = 8, 16, 16, 32, 4, 4
+    keys, heads, k_dim, v_dim, width, num_places = 3, 6, 16, 32, 4, 4
     size = heads * v_dim
     outputs = {"qkv": 2 * keys * k_dim + size, "z": size, "b": heads, "a": heads}
     delta = Delta(
-        projection=put_packed(program, dice, dtype, sum(outputs.values()), hidden),
+        projection=put_packed(program, dice, dtype, outputs["qkv"] + size + 32, hidden),
         o=put_packed(program, dice, dtype, hidden, size),
         conv_weight=program.put(floats(dice, F32, width, outputs["qkv"])),
         conv_bias=program.put(floats(dice, F32, outputs["qkv"])),
@@ -456,7 +456,7 @@ def test_a_stack_of_layers(
         act=act, format=0,
         merges_qkv=merges_qkv, merges_gate_up=merges_gate_up, norms_all_heads=all_heads,
         narrows=kind == "llama", norm_offset=float(kind == "gemma"), added=0.5 if kind == "phi" else 1.0,
-        projected_size=channels + delta_size + 2 * delta.num_heads, convolved_size=channels,
+        projected_size=channels + delta_size + 32, convolved_size=channels,
         layers=ctypes.cast(both, ctypes.POINTER(Layer)),
     )  # fmt: skip
     runs = put_runs(program, [(0, 1, 0), (1, 8, 1)], max(ranks))
