@@ -27,10 +27,11 @@ STACKED: Final = (
     *("gpt_neox", "gpt_neox-sequential", "phi", "glm4", "ministral3"),
     *("gemma4", "gemma4-keys"),
     *("llama-40", "qwen3-40", "olmo2-40", "phi3-40", "gpt_neox-40", "stablelm-40"),
+    "qwen3_5",
 )
 NOT_STACKED: Final = ("cohere", "gpt2", "llama4-chunks", "bloom", "mpt", "falcon", "falcon-alibi")
 # Those whose attention, or what is in its place, stays the model's own module.
-OWN_MIXERS: Final = ("deepseek_v2", "qwen3_5", "granite4")
+OWN_MIXERS: Final = ("deepseek_v2", "granite4", "qwen3_5-channels")
 _KEYS_AS_VALUES: Final[dict[str, Any]] = {
     "global_head_dim": 64,
     "hidden_size_per_layer_input": 0,

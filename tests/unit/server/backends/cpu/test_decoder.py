@@ -587,7 +587,8 @@ def test_layers_of_the_common_kinds(family: str, dtype: torch.dtype) -> None:
     assert getattr(own, norm_name).weight is norm.weight
     assert isinstance(loaded.decoder, NativeStack)
     assert loaded.decoder.shape.num_heads == 4
-    assert len(layers) == len(loaded.attention) == model.config.num_hidden_layers
+    assert len(layers) == len(loaded.decoder.weights) == model.config.num_hidden_layers
+    assert len(loaded.attention) == sum(weights.attention is not None for weights in loaded.decoder.weights)
 
 
 def test_layers_that_turn_in_several_ways() -> None:
