@@ -1,4 +1,4 @@
-"""Gated DeltaNet in a stack of layers: its weights and states as the kernels read them."""
+"""Gated DeltaNet in a stack of layers, as the kernels read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Search for decoder layers that a native stack computes: lists of layers of a known kind."""
+"""Search for lists of decoder layers that a native stack computes."""
 
 from __future__ import annotations
 
