@@ -23,9 +23,9 @@ from loraplex_server.layers.recurrences import Places, Recurrence
 
 NUM_TOKENS = 10
 APART = "qwen3_5-apart"  # with channels of Gated DeltaNet that a stack of layers does not know
-QUICK = ("qwen3_5", APART, "granitemoehybrid", "mamba")
+QUICK = ("qwen3_5", "qwen3_next", APART, "granitemoehybrid", "mamba")
 FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*HYBRIDS, APART)]
-IN_STACKS = ("qwen3_5", "qwen3_5_moe")  # where Gated DeltaNet is in the same native call as all layers
+IN_STACKS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # where Gated DeltaNet is in the same native call as all layers
 # Rows of states that the kernels know.
 SIZES = {
     **dict.fromkeys(

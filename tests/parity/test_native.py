@@ -176,6 +176,7 @@ def mixed_jobs(seed: int = 8, longest: int = 30) -> list[Job]:
         "ministral3",
         "llama-40",
         "gpt_neox-40",
+        "qwen3_5",
     ],
 )
 def test_mixed_batch_equals_peft(best: str, family: str, tmp_path: Path) -> None:
@@ -381,7 +382,9 @@ def test_adapters_come_and_go_while_others_run(isa: str, tmp_path: Path) -> None
         # Every family in both forms, each in one dtype, and in the other in the long suite.
         pytest.param(form, family, DTYPES[(i + j + k) % 2], marks=pytest.mark.slow if k else ())
         for i, form in enumerate((INT8, INT4))
-        for j, family in enumerate(("llama", "qwen2", "qwen3", "gemma2", "gemma4", "gpt2", "phi3", "qwen3_moe"))
+        for j, family in enumerate(
+            ("llama", "qwen2", "qwen3", "gemma2", "gemma4", "gpt2", "phi3", "qwen3_moe", "qwen3_5")
+        )
         for k in range(2)
     ],
     ids=lambda value: getattr(value, "name", None) or str(value),

@@ -27,7 +27,7 @@ STACKED: Final = (
     *("gpt_neox", "gpt_neox-sequential", "phi", "glm4", "ministral3"),
     *("gemma4", "gemma4-keys"),
     *("llama-40", "qwen3-40", "olmo2-40", "phi3-40", "gpt_neox-40", "stablelm-40"),
-    "qwen3_5",
+    *("qwen3_5", "qwen3_next"),
 )
 NOT_STACKED: Final = ("cohere", "gpt2", "llama4-chunks", "bloom", "mpt", "falcon", "falcon-alibi")
 # Those whose attention, or what is in its place, stays the model's own module.
@@ -45,6 +45,7 @@ VARIANTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "qwen3_moe": ("qwen3_moe", {"moe_intermediate_size": 32}),
     # Rows of states that the kernels know. A stack needs channels that fill panels.
     "qwen3_5": ("qwen3_5", {"linear_value_head_dim": 16}),
+    "qwen3_next": ("qwen3_next", {"linear_value_head_dim": 16, "moe_intermediate_size": 32}),
     "qwen3_5-channels": ("qwen3_5", {"linear_value_head_dim": 16, "linear_key_head_dim": 6}),
     "granite4": (
         "granitemoehybrid",

@@ -56,13 +56,16 @@ def layout_of(module: nn.Module) -> Layout | None:
 
 @dataclass(frozen=True, slots=True)
 class DeltaSpec:
-    """Heads of one module whose linears lie apart, and where its states are."""
+    """Heads of one module, how its linears' outputs lie, and where its states are."""
 
     num_keys: int  # heads of queries and keys
     num_heads: int  # of values
     k_dim: int
     v_dim: int
     first_state: int  # index of its convolution's state; that of the delta rule follows
+    # One linear gives q, k, v and z of a head of keys after the other, and another one b and a; else each of q, k and v
+    # together, z, b and a is a linear.
+    by_key_heads: bool = False
 
     @property
     def key_size(self) -> int:
@@ -83,9 +86,10 @@ class DeltaSpec:
     def of(module: Any, first_state: int) -> DeltaSpec | None:
         """None: of another module."""
         layout = layout_of(module)
-        if layout is None or layout.project is not _apart:
+        if layout is None:
             return None
-        return DeltaSpec(module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim, first_state)
+        dims = module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim
+        return DeltaSpec(*dims, first_state, by_key_heads=layout.project is _by_key_heads)
 
 
 def recurrences_of(module: Any) -> tuple[Convolution, LinearAttention]:

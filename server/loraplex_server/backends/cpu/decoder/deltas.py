@@ -101,6 +101,6 @@ def _fill(struct: Delta, spec: DeltaSpec, weights: DeltaWeights) -> None:
     struct.conv_bias = None if weights.conv_bias is None else weights.conv_bias.data_ptr()
     struct.rates, struct.biases = weights.gates.rates.data_ptr(), weights.gates.biases.data_ptr()
     struct.norm, struct.norm_eps, struct.scale = weights.norm.data_ptr(), weights.norm_eps, weights.attention.scale
-    struct.width = len(weights.conv_weight)
+    struct.width, struct.by_key_heads = len(weights.conv_weight), spec.by_key_heads
     for name in ("num_keys", "num_heads", "k_dim", "v_dim"):
         setattr(struct, name, getattr(spec, name))

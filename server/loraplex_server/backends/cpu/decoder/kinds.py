@@ -76,6 +76,11 @@ _DELTA: Final = {
     **{f"delta_{part}": f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")},
     "delta_o": "linear_attn.out_proj",
 }
+_DELTA_BY_KEY_HEADS: Final = {
+    "delta_qkv": "linear_attn.in_proj_qkvz",
+    "delta_b": "linear_attn.in_proj_ba",
+    "delta_o": "linear_attn.out_proj",
+}
 _SPLIT: Final = {**_ATTENTION, **_GATED}
 _GATE_UP: Final = {"gate": "mlp.gate_up_proj", "down": "mlp.down_proj"}
 _MERGED: Final = {"q": "self_attn.qkv_proj", "o": "self_attn.o_proj", **_GATE_UP}
@@ -90,10 +95,11 @@ _NORMS_OF_GLM: Final = {
     "attention_norm": "post_self_attn_layernorm",
     "ffn_norm": "post_mlp_layernorm",
 }
-# Layers with attention beside layers with Gated DeltaNet: Qwen 3.5, also with experts.
+# Layers with attention beside layers with Gated DeltaNet: Qwen 3.5, also with experts, and Qwen3-Next.
 _DELTAS: Final = (
     LayerNames({**_ATTENTION, **_DELTA, **_GATED}, _NORMS_BEFORE, delta="linear_attn"),
     LayerNames({**_ATTENTION, **_DELTA}, _NORMS_BEFORE, "", "mlp", delta="linear_attn"),
+    LayerNames({**_ATTENTION, **_DELTA_BY_KEY_HEADS}, _NORMS_BEFORE, "", "mlp", delta="linear_attn"),
 )
 # Layers with attention beside layers with another recurrence in its place.
 _HYBRIDS: Final = (

@@ -18,7 +18,8 @@ from loraplex_server.backends.cpu.decoder.weights import (
     LayerWeights,
     StackShape,
     linears_of,
-    projected_sizes,
+    packed_sizes,
+    projection_outputs,
 )
 from loraplex_server.backends.cpu.native.kernels import BAND, NativeKernels, PackedWeight
 from loraplex_server.backends.cpu.recurrences import DIM_MULTIPLE, MAX_DIM, MAX_WIDTH
@@ -156,8 +157,8 @@ def _pack_delta(
         raise NoMatch("a convolution of another kind")
     if not isinstance(gates, Gates) or gates.rates.dtype != torch.float32 or gates.biases.dtype != torch.float32:
         raise NoMatch("gates of another kind")
-    weights = [linears[f"delta_{part}"].weight for part in ("qkv", "z", "b", "a")]
-    filled = [F.pad(one, (0, 0, 0, size - len(one))) for one, size in zip(weights, projected_sizes(spec), strict=True)]
+    weights = [linears[part].weight for part in projection_outputs(spec)]
+    filled = [F.pad(one, (0, 0, 0, size - len(one))) for one, size in zip(weights, packed_sizes(spec), strict=True)]
     return DeltaWeights(
         projection=kernels.pack(filled, shape.format),
         o=kernels.pack([linears["delta_o"].weight], shape.format),
@@ -205,8 +206,7 @@ def _shapes_of_linears(shape: StackShape, own: LayerShape) -> dict[str, tuple[in
     if own.attention is None:
         outputs, common = {}, {}
     if (delta := own.delta) is not None:
-        outputs |= {"delta_qkv": delta.channels, "delta_z": delta.size}
-        outputs |= {"delta_b": delta.num_heads, "delta_a": delta.num_heads}
+        outputs |= projection_outputs(delta)
         common["delta_o"] = shape.hidden_size, delta.size
     elif shape.names.merges_qkv:
         outputs = {"q": rows + 2 * kv_rows}

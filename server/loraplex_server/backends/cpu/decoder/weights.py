@@ -145,7 +145,7 @@ class LayerShape:
 class DeltaWeights:
     """The weights of one Gated DeltaNet."""
 
-    projection: PackedWeight  # of q, k and v, of z, b and a; see `projected_sizes`
+    projection: PackedWeight  # of q, k and v, of z, b and a; see `packed_sizes`
     o: PackedWeight
     convolution: Convolution
     attention: LinearAttention
@@ -230,11 +230,25 @@ class StackPair:
 
 
 def projected_sizes(spec: DeltaSpec) -> tuple[int, int, int, int]:
-    """Outputs of q, k and v together, of z, of b and of a in a packed projection. Those of b and a are filled up to
-    whole panels, as low-rank terms come in so many."""
+    """Columns of q, k and v together, of z, of b and of a in what the kernels keep of a projection. Those of b and a
+    are filled up to whole panels."""
     panel = BAND // 2
     gate_size = -(-spec.num_heads // panel) * panel
     return spec.channels, spec.size, gate_size, gate_size
+
+
+def projection_outputs(spec: DeltaSpec) -> dict[str, int]:
+    """Outputs of the linears of a projection, by their names in LayerNames."""
+    if spec.by_key_heads:
+        return {"delta_qkv": spec.channels + spec.size, "delta_b": 2 * spec.num_heads}
+    return {"delta_qkv": spec.channels, "delta_z": spec.size, "delta_b": spec.num_heads, "delta_a": spec.num_heads}
+
+
+def packed_sizes(spec: DeltaSpec) -> tuple[int, ...]:
+    """The same outputs filled up to as many as are packed: each linear begins with a panel, as low-rank terms come in
+    so many."""
+    qkv, z, b, a = projected_sizes(spec)
+    return (qkv + z, b + a) if spec.by_key_heads else (qkv, z, b, a)
 
 
 def linears_of(weights: LayerWeights, shape: StackShape, kernels: NativeKernels) -> list[StackLinear | StackPair]:
@@ -252,8 +266,8 @@ def linears_of(weights: LayerWeights, shape: StackShape, kernels: NativeKernels)
             found.append(StackLinear(kernels, weights.qkv, weights.qkv_bias, *one))
         found.append(StackLinear(kernels, weights.o, weights.o_bias, 0, shape.hidden_size))
     if weights.delta is not None and own.delta is not None:
-        first, outputs = 0, (own.delta.channels, own.delta.size, own.delta.num_heads, own.delta.num_heads)
-        for num_outputs, size in zip(outputs, projected_sizes(own.delta), strict=True):
+        first = 0
+        for num_outputs, size in zip(projection_outputs(own.delta).values(), packed_sizes(own.delta), strict=True):
             found.append(StackLinear(kernels, weights.delta.projection, None, first, num_outputs))
             first += size
         found.append(StackLinear(kernels, weights.delta.o, None, 0, shape.hidden_size))

@@ -114,7 +114,7 @@ class Delta(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("projection", "o", "conv_weight", "conv_bias", "rates", "biases", "norm")),
         *((name, _FLOAT) for name in ("norm_eps", "scale")),
-        *((name, _INT) for name in ("width", "num_keys", "num_heads", "k_dim", "v_dim")),
+        *((name, _INT) for name in ("width", "num_keys", "num_heads", "k_dim", "v_dim", "by_key_heads")),
         *((name, _POINTER) for name in ("conv_states", "states", "projected", "convolved")),
     )
 

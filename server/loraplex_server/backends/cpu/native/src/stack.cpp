@@ -26,7 +26,9 @@ struct LpNorm {
 // Gated DeltaNet (arXiv 2412.06464): a causal convolution of q, k and v with silu behind it, the delta rule, and a norm of each
 // head's output, times silu(z).
 struct LpDelta {
-  const void* projection;    // bands: q, k and v; z of each head; b; a; the latter two filled up to whole panels
+  // Bands: q, k and v; z of each head; b; a; the latter two filled up to whole panels. Or, with `by_key_heads`, q, k, v and z of
+  // each head of keys, and then b and a of each.
+  const void* projection;
   const void* o;
   const float* conv_weight;  // [width][channels]
   const float* conv_bias;    // null: none
@@ -35,11 +37,11 @@ struct LpDelta {
   const void* norm;          // [v_dim]
   float norm_eps;
   float scale;  // of queries
-  int32_t width, num_keys, num_heads, k_dim, v_dim;
+  int32_t width, num_keys, num_heads, k_dim, v_dim, by_key_heads;
   // Of a step:
   void* conv_states;  // [places][width - 1][channels]
   float* states;      // [places][num_heads][k_dim][v_dim]
-  void* projected;    // [num_tokens][outputs of the projection] that the caller reads; null: nobody does
+  void* projected;    // [num_tokens][q, k and v; z; b; a] that the caller reads; null: nobody does
   void* convolved;    // [num_tokens][channels]
 };
 
@@ -64,6 +66,7 @@ struct LpLayer {
   int64_t window;
   int64_t turns;  // how queries and keys are turned by their positions, 0: not, 1: by halves, 2: by pairs of neighbours
   const float* sinks;  // [num_heads] scores of keys without values; null: none
+  // With `by_key_heads` that of z is in the first one, and that of a in b's.
   LpTable delta_qkv_table, delta_z_table, delta_b_table, delta_a_table, delta_o_table;
   LpTable q_table, k_table, v_table, o_table, gate_table, up_table, down_table, input_gate_table, input_projection_table;
   int32_t num_kv_heads;
@@ -359,12 +362,14 @@ class StackRun {
   char* projected(const LpDelta& delta) const { return delta.projected == nullptr ? scratch_.projected : static_cast<char*>(delta.projected); }
   char* convolved(const LpDelta& delta) const { return delta.convolved == nullptr ? scratch_.convolved : static_cast<char*>(delta.convolved); }
 
-  static std::array<Target, 4> delta_targets(const LpLayer& layer) {
+  static std::vector<Target> delta_targets(const LpLayer& layer) {
     const LpDelta& delta = *layer.delta;
-    return {{{&layer.delta_qkv_table, channels(delta)},
-             {&layer.delta_z_table, delta_rows(delta)},
-             {&layer.delta_b_table, delta.num_heads},
-             {&layer.delta_a_table, delta.num_heads}}};
+    if (delta.by_key_heads)
+      return {{&layer.delta_qkv_table, channels(delta) + delta_rows(delta)}, {&layer.delta_b_table, 2 * delta.num_heads}};
+    return {{&layer.delta_qkv_table, channels(delta)},
+            {&layer.delta_z_table, delta_rows(delta)},
+            {&layer.delta_b_table, delta.num_heads},
+            {&layer.delta_a_table, delta.num_heads}};
   }
 
   std::vector<Target> gate_targets(const LpLayer& layer) const {
@@ -516,8 +521,8 @@ class StackRun {
     const auto targets = delta_targets(layer);
     const int64_t num_outputs = projected_outputs(delta);
     const int unit = unit_of(num_outputs);
-    const int64_t of_a = num_outputs - gate_outputs(delta);
-    const int64_t befores[] = {0, channels(delta), of_a - gate_outputs(delta), of_a};
+    const int64_t of_a = num_outputs - gate_outputs(delta), of_b = of_a - gate_outputs(delta);
+    const int64_t befores[] = {0, delta.by_key_heads ? of_b : channels(delta), of_b, of_a};
     const auto each_target = [&](int64_t start, int64_t end, const auto& body) {
       for (int i = 0; i < int(targets.size()); i++) {
         const int64_t before = befores[i], first = std::max(start, before);
@@ -533,9 +538,44 @@ class StackRun {
           each_target(start, end, [&](int module, int64_t output, int width, int column) {
             products_.updates().rescale(module, output, width, row, m, c + column, stride);
           });
-          for (int r = 0; r < m; r++)
-            kernels_.store(dtype_, c + r * stride, int(end - start), at(projected(delta), (row + r) * num_outputs + start, dtype_));
+          const int64_t last = delta.by_key_heads ? std::min(end, of_b + 2 * delta.num_heads) : end;
+          for (int64_t output = start; output < last;) {
+            const Columns to = columns_of(delta, output);
+            const int width = int(std::min(to.width, last - output));
+            for (int64_t r = 0; r < m; r++)
+              kernels_.store(dtype_, c + r * stride + (output - start), width,
+                             at(projected(delta), (row + r) * num_outputs + to.first, dtype_));
+            output += width;
+          }
         });
+  }
+
+  struct Columns {
+    int64_t first, width;
+  };
+
+  // Where an output of the projection lies in `projected`, and how many follow it there.
+  static Columns columns_of(const LpDelta& delta, int64_t output) {
+    const int64_t size = channels(delta) + delta_rows(delta);
+    if (!delta.by_key_heads) return {output, size + 2 * gate_outputs(delta) - output};
+    const int64_t key_dim = int64_t(delta.num_keys) * delta.k_dim, group = delta.num_heads / delta.num_keys;
+    const auto find = [](int64_t at, const auto& widths, const auto& firsts) {
+      int64_t of_key = 0;
+      for (const int64_t width : widths) of_key += width;
+      const int64_t key = at / of_key;
+      at %= of_key;
+      int part = 0;
+      for (; at >= widths[part]; part++) at -= widths[part];
+      return Columns{firsts[part] + key * widths[part] + at, widths[part] - at};
+    };
+    if (output < size) {
+      const int64_t widths[] = {delta.k_dim, delta.k_dim, group * delta.v_dim, group * delta.v_dim};
+      const int64_t firsts[] = {0, key_dim, 2 * key_dim, channels(delta)};
+      return find(output, widths, firsts);
+    }
+    const int64_t at = output - size;
+    const int64_t widths[] = {group, group}, firsts[] = {size, size + gate_outputs(delta)};
+    return find(at, widths, firsts);
   }
 
   // The delta rule, and the gated norm of each head behind it.

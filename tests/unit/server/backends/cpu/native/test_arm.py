@@ -356,20 +356,25 @@ def put_pieces(program: Program, chains: list[list[tuple[int, int, int]]]) -> Pi
     return Pieces(len(chains), program.put(np.array(starts, np.int32)), program.put(np.array(pieces, np.int64)))
 
 
-def put_delta(program: Program, dice: np.random.Generator, dtype: int, hidden: int, ranks: list[int]) -> dict[str, Any]:
+def put_delta(
+    program: Program, dice: np.random.Generator, dtype: int, hidden: int, ranks: list[int], *, by_key_heads: bool
+) -> dict[str, Any]:
     """The fields of a layer with Gated DeltaNet in attention's place, whose states have four places."""
     keys, heads, k_dim, v_dim, width, num_places = 3, 6, 16, 32, 4, 4
     size = heads * v_dim
-    outputs = {"qkv": 2 * keys * k_dim + size, "z": size, "b": heads, "a": heads}
+    channels = 2 * keys * k_dim + size
+    outputs = {"qkv": channels, "z": size, "b": heads, "a": heads}
+    if by_key_heads:
+        outputs = {"qkv": channels + size, "b": 2 * heads}
     delta = Delta(
-        projection=put_packed(program, dice, dtype, outputs["qkv"] + size + 32, hidden),
+        projection=put_packed(program, dice, dtype, channels + size + 32, hidden),
         o=put_packed(program, dice, dtype, hidden, size),
-        conv_weight=program.put(floats(dice, F32, width, outputs["qkv"])),
-        conv_bias=program.put(floats(dice, F32, outputs["qkv"])),
+        conv_weight=program.put(floats(dice, F32, width, channels)),
+        conv_bias=program.put(floats(dice, F32, channels)),
         rates=program.put(-dice.random(heads).astype(np.float32)), biases=program.put(floats(dice, F32, heads)),
         norm=program.put(floats(dice, dtype, v_dim)), norm_eps=1e-6, scale=k_dim**-0.5,
-        width=width, num_keys=keys, num_heads=heads, k_dim=k_dim, v_dim=v_dim,
-        conv_states=program.put(floats(dice, dtype, num_places, width - 1, outputs["qkv"])),
+        width=width, num_keys=keys, num_heads=heads, k_dim=k_dim, v_dim=v_dim, by_key_heads=by_key_heads,
+        conv_states=program.put(floats(dice, dtype, num_places, width - 1, channels)),
         states=program.put(floats(dice, F32, num_places, heads, k_dim, v_dim, scale=0.1)),
     )  # fmt: skip
     tables = {name: put_own_table(program, dice, dtype, hidden, number, ranks) for name, number in outputs.items()}
@@ -378,7 +383,7 @@ def put_delta(program: Program, dice: np.random.Generator, dtype: int, hidden: i
     return {"delta": address} | {f"delta_{name}_table": table for name, table in tables.items()}
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma", "gemma4", "phi", "starcoder", "glm", "qwen"])
+@pytest.mark.parametrize("kind", ["llama", "gemma", "gemma4", "phi", "starcoder", "glm", "qwen", "qwen3_next"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_stack_of_layers(
     dtype: int, kind: str, avx2: Library, emulated: list[str], isa: str, dice: np.random.Generator, tmp_path: Path
@@ -393,14 +398,15 @@ def test_a_stack_of_layers(
     dim = 40 if kind == "llama" else 32  # which fills no bands
     spans = put_spans(program, [(1, 20), (7, 7), (1, 3)], block_size)
     tokens, num_blocks, widths = 9, 3 * int(spans.table_stride), (heads * dim, kv_heads * dim)
-    gates_heads = kind == "qwen"
+    gates_heads = kind in ("qwen", "qwen3_next")
     q_outputs = widths[0] * (2 if gates_heads else 1)
     layers = (Layer * 2)()
     pages: list[int] = []
     for number, layer in enumerate(layers):
         shares_kv = kind == "gemma4" and bool(pages)
-        if kind == "qwen" and number == 0:
-            for name, value in put_delta(program, dice, dtype, hidden, ranks).items():
+        if gates_heads and number == 0:
+            by_key_heads = kind == "qwen3_next"
+            for name, value in put_delta(program, dice, dtype, hidden, ranks, by_key_heads=by_key_heads).items():
                 setattr(layer, name, value)
         else:
             layer.qkv = put_packed(program, dice, dtype, q_outputs + 2 * widths[1], hidden)
@@ -447,7 +453,7 @@ def test_a_stack_of_layers(
     num_layers = 2
     if kind == "starcoder":  # the second layer, behind the feed-forward part of the first
         both, num_layers = both + size, 1
-    delta = layers[0].delta.contents if kind == "qwen" else Delta()
+    delta = layers[0].delta.contents if gates_heads else Delta()
     delta_size = delta.num_heads * delta.v_dim
     channels = 2 * delta.num_keys * delta.k_dim + delta_size
     stack = Stack(
