@@ -12,8 +12,8 @@
 #include <array>
 
 #include "adapted.h"
+#include "delta.h"
 #include "outputs.h"
-#include "recurrences.h"
 
 extern "C" {
 
@@ -21,28 +21,6 @@ struct LpNorm {
   const void* weight;       // null: there is no such norm, and values stay as they are
   const int64_t* own_ptrs;  // adapters' own weights by slot, 0: none; null: no adapters
   const void* bias;         // of a layer norm; null: none
-};
-
-// Gated DeltaNet (arXiv 2412.06464): a causal convolution of q, k and v with silu behind it, the delta rule, and a norm of each
-// head's output, times silu(z).
-struct LpDelta {
-  // Bands: q, k and v; z of each head; b; a; the latter two filled up to whole panels. Or, with `by_key_heads`, q, k, v and z of
-  // each head of keys, and then b and a of each.
-  const void* projection;
-  const void* o;
-  const float* conv_weight;  // [width][channels]
-  const float* conv_bias;    // null: none
-  const float* rates;        // [num_heads]; see LinearTask
-  const float* biases;
-  const void* norm;          // [v_dim]
-  float norm_eps;
-  float scale;  // of queries
-  int32_t width, num_keys, num_heads, k_dim, v_dim, by_key_heads;
-  // Of a step:
-  void* conv_states;  // [places][width - 1][channels]
-  float* states;      // [places][num_heads][k_dim][v_dim]
-  void* projected;    // [num_tokens][q, k and v; z; b; a] that the caller reads; null: nobody does
-  void* convolved;    // [num_tokens][channels]
 };
 
 struct LpLayer {
@@ -216,16 +194,16 @@ class StackRun {
         add_weights(layer.o, rows, ceil_div(stack_.hidden, kBand), 1);
         end_phase(rows * stack_.hidden);
       } else if (layer.delta != nullptr) {
-        const LpDelta& delta = *layer.delta;
+        const DeltaShape shape{*layer.delta};
         const auto projection = delta_targets(layer);
         products_.updates().add_factors(projection.data(), int(projection.size()), stack_.hidden, prefetches_);
-        add_weights(delta.projection, stack_.hidden, ceil_div(projected_outputs(delta), kBand), 1);
-        end_phase(projected_outputs(delta) * stack_.hidden);
+        add_weights(layer.delta->projection, stack_.hidden, ceil_div(shape.num_projected, kBand), unit_of(shape.num_projected));
+        end_phase(shape.num_projected * stack_.hidden);
         end_phase(0);
         const Target o{&layer.delta_o_table, stack_.hidden};
-        products_.updates().add_factors(&o, 1, delta_rows(delta), prefetches_);
-        add_weights(delta.o, delta_rows(delta), ceil_div(stack_.hidden, kBand), 1);
-        end_phase(delta_rows(delta) * stack_.hidden);
+        products_.updates().add_factors(&o, 1, shape.values, prefetches_);
+        add_weights(layer.delta->o, shape.values, ceil_div(stack_.hidden, kBand), 1);
+        end_phase(shape.values * stack_.hidden);
       } else if (ends_in(i)) {
         return;
       }
@@ -274,16 +252,18 @@ class StackRun {
     if (layer.gates_heads) gate_heads(layer);
   }
 
+  // Gated DeltaNet up to its last product.
   void run_delta(const LpLayer& layer) {
     const LpDelta& delta = *layer.delta;
+    const DeltaShape shape{delta};
     prefetches_.begin_phase();
     const Rows x = normalize(layer.norm1, layer.eps);
     const auto targets = delta_targets(layer);
     products_.prepare(x, stack_.hidden, targets.data(), int(targets.size()));
-    project_delta(layer, x);
+    project_delta(delta, x);
     prefetches_.begin_phase();
-    convolve_all(pool_, kernels_, dtype_, projected(delta), projected_outputs(delta), delta.conv_weight, delta.conv_bias, delta.width,
-                 channels(delta), true, delta.conv_states, convolved(delta), step_.pieces);
+    convolve_all(pool_, kernels_, dtype_, projected(delta), shape.num_projected, delta.conv_weight, delta.conv_bias, delta.width,
+                 shape.channels, true, delta.conv_states, convolved(delta), step_.pieces);
     recur(delta);
   }
 
@@ -302,7 +282,7 @@ class StackRun {
     if (layer.qkv != nullptr)
       add_product(layer.o, layer.o_bias, layer.o_table, mixed(), q_rows(layer), layer.attention_norm, layer.eps);
     else if (layer.delta != nullptr)
-      add_product(layer.delta->o, nullptr, layer.delta_o_table, mixed(), delta_rows(*layer.delta), layer.attention_norm, layer.eps);
+      add_product(layer.delta->o, nullptr, layer.delta_o_table, mixed(), DeltaShape{*layer.delta}.values, layer.attention_norm, layer.eps);
     else
       add_whole_rows(fed(), layer.attention_norm, layer.eps);
     if (!stack_.is_parallel) x = normalize(layer.norm2, layer.eps);
@@ -354,22 +334,16 @@ class StackRun {
   // True if attention, or what stands in its place, is the stack's own.
   static bool has_mixer(const LpLayer& layer) { return layer.qkv != nullptr || layer.delta != nullptr; }
 
-  static int64_t delta_rows(const LpDelta& delta) { return int64_t(delta.num_heads) * delta.v_dim; }
-  static int64_t channels(const LpDelta& delta) { return 2 * int64_t(delta.num_keys) * delta.k_dim + delta_rows(delta); }
-  static int64_t gate_outputs(const LpDelta& delta) { return ceil_div(delta.num_heads, kPanel) * kPanel; }  // of b, or a
-  static int64_t projected_outputs(const LpDelta& delta) { return channels(delta) + delta_rows(delta) + 2 * gate_outputs(delta); }
-
   char* projected(const LpDelta& delta) const { return delta.projected == nullptr ? scratch_.projected : static_cast<char*>(delta.projected); }
   char* convolved(const LpDelta& delta) const { return delta.convolved == nullptr ? scratch_.convolved : static_cast<char*>(delta.convolved); }
 
   static std::vector<Target> delta_targets(const LpLayer& layer) {
-    const LpDelta& delta = *layer.delta;
-    if (delta.by_key_heads)
-      return {{&layer.delta_qkv_table, channels(delta) + delta_rows(delta)}, {&layer.delta_b_table, 2 * delta.num_heads}};
-    return {{&layer.delta_qkv_table, channels(delta)},
-            {&layer.delta_z_table, delta_rows(delta)},
-            {&layer.delta_b_table, delta.num_heads},
-            {&layer.delta_a_table, delta.num_heads}};
+    const DeltaShape shape{*layer.delta};
+    if (layer.delta->by_key_heads) return {{&layer.delta_qkv_table, shape.outputs_of(0)}, {&layer.delta_b_table, shape.outputs_of(1)}};
+    const LpTable* tables[] = {&layer.delta_qkv_table, &layer.delta_z_table, &layer.delta_b_table, &layer.delta_a_table};
+    std::vector<Target> targets;
+    for (int i = 0; i < shape.num_linears(); i++) targets.push_back({tables[i], shape.outputs_of(i)});
+    return targets;
   }
 
   std::vector<Target> gate_targets(const LpLayer& layer) const {
@@ -516,88 +490,37 @@ class StackRun {
     });
   }
 
-  void project_delta(const LpLayer& layer, const Rows& x) {
-    const LpDelta& delta = *layer.delta;
-    const auto targets = delta_targets(layer);
-    const int64_t num_outputs = projected_outputs(delta);
+  void project_delta(const LpDelta& delta, const Rows& x) {
+    const DeltaShape shape{delta};
+    const int64_t num_outputs = shape.num_projected;
     const int unit = unit_of(num_outputs);
-    const int64_t of_a = num_outputs - gate_outputs(delta), of_b = of_a - gate_outputs(delta);
-    const int64_t befores[] = {0, delta.by_key_heads ? of_b : channels(delta), of_b, of_a};
-    const auto each_target = [&](int64_t start, int64_t end, const auto& body) {
-      for (int i = 0; i < int(targets.size()); i++) {
-        const int64_t before = befores[i], first = std::max(start, before);
-        const int64_t last = std::min(end, before + targets[size_t(i)].num_outputs);
-        if (first < last) body(i, first - before, int(last - first), int(first - start));
-      }
-    };
     products_.multiply(
         x, stack_.hidden, delta.projection, ceil_div(num_outputs, kBand), unit,
-        [&](int band, const auto& body) { each_target(int64_t(band) * kBand, std::min(int64_t(band + 1) * kBand, num_outputs), body); },
+        [&](int band, const auto& body) { shape.each_linear(int64_t(band) * kBand, kBand, body); },
         [&](int band, int row, int m, float* c, int64_t stride) {
-          const int64_t start = int64_t(band) * kBand, end = std::min(start + unit * kBand, num_outputs);
-          each_target(start, end, [&](int module, int64_t output, int width, int column) {
-            products_.updates().rescale(module, output, width, row, m, c + column, stride);
+          shape.each_linear(int64_t(band) * kBand, unit * kBand, [&](int linear, int64_t output, int width, int place) {
+            products_.updates().rescale(linear, output, width, row, m, c + place, stride);
+            const float* values = c + place;
+            shape.each_column(linear, output, width, [&](int64_t column, int n) {
+              for (int64_t r = 0; r < m; r++)
+                kernels_.store(dtype_, values + r * stride, n, at(projected(delta), (row + r) * num_outputs + column, dtype_));
+              values += n;
+            });
           });
-          const int64_t last = delta.by_key_heads ? std::min(end, of_b + 2 * delta.num_heads) : end;
-          for (int64_t output = start; output < last;) {
-            const Columns to = columns_of(delta, output);
-            const int width = int(std::min(to.width, last - output));
-            for (int64_t r = 0; r < m; r++)
-              kernels_.store(dtype_, c + r * stride + (output - start), width,
-                             at(projected(delta), (row + r) * num_outputs + to.first, dtype_));
-            output += width;
-          }
         });
-  }
-
-  struct Columns {
-    int64_t first, width;
-  };
-
-  // Where an output of the projection lies in `projected`, and how many follow it there.
-  static Columns columns_of(const LpDelta& delta, int64_t output) {
-    const int64_t size = channels(delta) + delta_rows(delta);
-    if (!delta.by_key_heads) return {output, size + 2 * gate_outputs(delta) - output};
-    const int64_t key_dim = int64_t(delta.num_keys) * delta.k_dim, group = delta.num_heads / delta.num_keys;
-    const auto find = [](int64_t at, const auto& widths, const auto& firsts) {
-      int64_t of_key = 0;
-      for (const int64_t width : widths) of_key += width;
-      const int64_t key = at / of_key;
-      at %= of_key;
-      int part = 0;
-      for (; at >= widths[part]; part++) at -= widths[part];
-      return Columns{firsts[part] + key * widths[part] + at, widths[part] - at};
-    };
-    if (output < size) {
-      const int64_t widths[] = {delta.k_dim, delta.k_dim, group * delta.v_dim, group * delta.v_dim};
-      const int64_t firsts[] = {0, key_dim, 2 * key_dim, channels(delta)};
-      return find(output, widths, firsts);
-    }
-    const int64_t at = output - size;
-    const int64_t widths[] = {group, group}, firsts[] = {size, size + gate_outputs(delta)};
-    return find(at, widths, firsts);
   }
 
   // The delta rule, and the gated norm of each head behind it.
   void recur(const LpDelta& delta) {
-    const int64_t num_outputs = projected_outputs(delta), num_channels = channels(delta), rows = delta_rows(delta);
-    const int64_t key_dim = int64_t(delta.num_keys) * delta.k_dim;
-    const char *convolved = this->convolved(delta), *z = at(projected(delta), num_channels, dtype_);
-    LpLinear linear{};
-    linear.q = convolved, linear.k = at(convolved, key_dim, dtype_), linear.v = at(convolved, 2 * key_dim, dtype_);
-    linear.b = at(z, rows, dtype_), linear.a = at(z, rows + gate_outputs(delta), dtype_);
-    linear.rates = delta.rates, linear.biases = delta.biases;
-    linear.out = scratch_.mixed, linear.states = delta.states;
-    linear.q_stride = linear.k_stride = linear.v_stride = num_channels;
-    linear.gate_stride = num_outputs, linear.out_stride = scratch_.mixed_stride;
-    linear.num_heads = delta.num_heads, linear.num_keys = delta.num_keys, linear.k_dim = delta.k_dim, linear.v_dim = delta.v_dim;
-    linear.is_delta = linear.normalizes = linear.rounds = 1;
-    linear.scale = delta.scale;
+    const DeltaShape shape{delta};
+    const char *projected = this->projected(delta), *z = at(projected, shape.first_z, dtype_);
+    const LpLinear linear = shape.recurrence(dtype_, projected, convolved(delta), scratch_.mixed, scratch_.mixed_stride);
     attend_linearly_all(pool_, kernels_, dtype_, linear, step_.pieces, [&](int head, int64_t start, int64_t num_tokens) {
       for (int64_t token = start; token < start + num_tokens; token++) {
         const int64_t column = int64_t(head) * delta.v_dim;
         void* y = at(scratch_.mixed, token * scratch_.mixed_stride + column, dtype_);
-        kernels_.gated_norm(dtype_, dtype_, y, at(z, token * num_outputs + column, dtype_), delta.norm, delta.v_dim, delta.norm_eps, false, y);
+        const void* gate = at(z, token * shape.num_projected + column, dtype_);
+        kernels_.gated_norm(dtype_, dtype_, y, gate, delta.norm, delta.v_dim, delta.norm_eps, false, y);
       }
     });
   }
