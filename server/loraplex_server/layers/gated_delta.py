@@ -2,8 +2,7 @@
 
 Its gates are computed from the mixer's input (arXiv 2412.06464). Transformers' families compute the same in the
 module's own forward, and differ in the linears that it begins with. That forward is replaced: gates are then computed
-with the recurrence, and for a row alike in any step. Back ends may compute all of a module, of which `DeltaSpec` says
-what it is.
+with the recurrence, and for a row alike in any step. A back end may compute a whole module, as `DeltaSpec` describes.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class DeltaSpec:
     def of(module: Any, first_state: int) -> DeltaSpec | None:
         """None: of another module."""
         layout = layout_of(module)
-        if layout is None:
+        if layout is None or not (hasattr(module, "num_k_heads") and hasattr(module, "num_v_heads")):
             return None
         dims = module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim
         return DeltaSpec(*dims, first_state, by_key_heads=layout.project is _by_key_heads)

@@ -94,7 +94,7 @@ def adapt_model(
         stack.connect()  # experts are tried in the model's own layers
     if (merge := backend.merge()) is not None:
         merge_modules(model, probe, targets, context, merge)
-    # A stack has norms of its own; mixers of the model's own have others.
+    # A stack has norms of its own; mixers of the model's own have others, and steps may go through its own layers.
     if (stack is None or stack.stack.shape.names.keeps_states) and (fused := backend.fused_ops()) is not None:
         _fuse(model, probe, fused, context)
     targets |= adapt_experts(model, probe, context, dtype, backend, form)

@@ -90,7 +90,7 @@ _RULES: tuple[tuple[str, Rule], ...] = (
     (r"time_step_rank|mamba_dt_rank", _fixed(4)),
     (r"linear_num_(key_|kv_)heads", _fixed(2)),
     (r"linear_num_(value_)?heads", _fixed(4)),
-    (r"linear_(key_|value_)?head_dim", _fixed(8)),
+    (r"linear_(key_|value_)?head_dim", _fixed(16)),
     (r"index_head_dim|(qk_)?rope_head_dim|qk_nope_head_dim|v_head_dim", _head_dim),
     (r"qk_head_dim", lambda widths, _old, _fields: 2 * widths.head_dim),
     (r"index_n_heads", _fixed(2)),

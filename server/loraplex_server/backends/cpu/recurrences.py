@@ -90,8 +90,7 @@ class NativeRecurrences:
 
     def _pieces(self, places: Places) -> Pieces:
         if self._recent is None or self._recent[0] is not places:
-            pieces = Pieces(len(places.chains) - 1, places.chains.ctypes.data, places.pieces.ctypes.data)
-            self._recent = places, pieces
+            self._recent = places, pieces_of(places)
         return self._recent[1]
 
     def _weight(self, run: Convolution) -> tuple[Tensor, Tensor | None]:
@@ -101,6 +100,11 @@ class NativeRecurrences:
             bias = None if run.bias is None else run.bias.detach().to(torch.float32).contiguous()
             found = self._weights[run.weight.data_ptr()] = (run.weight, wide, bias)
         return found[1:]
+
+
+def pieces_of(places: Places) -> Pieces:
+    """Places as the kernels read them, which the caller keeps meanwhile."""
+    return Pieces(len(places.chains) - 1, places.chains.ctypes.data, places.pieces.ctypes.data)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -151,13 +151,21 @@ def _lists_of_layers(model: PreTrainedModel, num_layers: int) -> Iterator[tuple[
             continue
         layers = list(module)
         for names in KINDS:
-            if len(layers) > num_layers and not names.keeps_states:
+            if not _fits(layers, names, num_layers):
                 continue
             types: dict[str, type[nn.Module]] = {}
             for layer in layers:
                 types |= _children(layer, names)
             if all(_is_of_kind(layer, names) and _children(layer, names).items() <= types.items() for layer in layers):
                 yield path, layers, names
+
+
+def _fits(layers: list[nn.Module], kind: LayerNames, num_attending: int) -> bool:
+    """True if some layers have what sets the kind apart: Gated DeltaNet, or a mixer of the model's own."""
+    if not kind.keeps_states:
+        return len(layers) == num_attending
+    names = (kind.delta,) if kind.delta else kind.mixers
+    return any(isinstance(getattr(layer, name, None), nn.Module) for layer in layers for name in names)
 
 
 def _children(layer: nn.Module, kind: LayerNames) -> dict[str, type[nn.Module]]:
@@ -217,6 +225,8 @@ def _specs(
         if module is not own:
             raise NoMatch("attention is not in its usual place, or in another order")
         found.append(spec)
+    if names.attends and next(seen, None) is not None:
+        raise NoMatch("some attention is outside of the layers")
     return found
 
 

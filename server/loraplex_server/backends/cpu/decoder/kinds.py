@@ -103,7 +103,7 @@ _DELTAS: Final = (
 )
 # Layers with attention beside layers with another recurrence in its place.
 _HYBRIDS: Final = (
-    LayerNames(_SPLIT, _NORMS_BEFORE, mixers=("linear_attn",)),
+    LayerNames(_SPLIT, _NORMS_BEFORE, mixers=("linear_attn",)),  # Qwen 3.5 of other sizes than a stack knows
     LayerNames(
         {**_ATTENTION, **{part: f"feed_forward.{part}_proj" for part in _GATED}},
         {"norm1": "input_layernorm", "norm2": "pre_ff_layernorm"},
@@ -129,7 +129,7 @@ _HYBRIDS: Final = (
         mixers=("conv",),
         head_norms={"q_norm": "self_attn.q_layernorm", "k_norm": "self_attn.k_layernorm"},
     ),  # LFM2
-    LayerNames(_ATTENTION, _NORMS_BEFORE, "", "mlp", mixers=("linear_attn",)),  # Qwen3-Next
+    LayerNames(_ATTENTION, _NORMS_BEFORE, "", "mlp", mixers=("linear_attn",)),  # the same with experts, and Qwen3-Next
 )
 KINDS: Final = (
     LayerNames(_SPLIT, _NORMS_BEFORE),  # Llama, Qwen, Gemma, Granite

@@ -53,7 +53,7 @@ def _layer_shape(layer: nn.Module, names: LayerNames, mixer: AttentionSpec | Del
     spec = mixer if isinstance(mixer, AttentionSpec) else None
     linears = {part: path for part, path in names.linears.items() if _has(layer, path)}
     if "k" in linears and "v" not in linears:  # values are keys before their norm
-        linears = {part: linears.get(part, linears["k"]) for part in names.linears}
+        linears = {part: linears.get(part, linears["k"]) for part in names.linears if part == "v" or part in linears}
     ffn_size = cast(nn.Linear, layer.get_submodule(linears["down"])).in_features if "down" in linears else 0
     if names.merges_gate_up and ffn_size % (BAND // 2):
         raise NoMatch("linears of gate and up together, of unusual shapes")
@@ -138,6 +138,9 @@ def pack(
 def _check_delta(spec: DeltaSpec) -> None:
     """Raises NoMatch where the kernels do not know heads of these sizes."""
     panel = BAND // 2
+    # The norm of a single head is one of hidden states to adapters, which may bring their own.
+    if spec.num_heads < 2 or spec.num_heads % spec.num_keys:
+        raise NoMatch(f"{spec.num_heads} heads of Gated DeltaNet with {spec.num_keys} of keys")
     if spec.v_dim % DIM_MULTIPLE or max(spec.k_dim, spec.v_dim) > MAX_DIM:
         raise NoMatch(f"Gated DeltaNet's heads of {spec.k_dim} and {spec.v_dim}")
     if spec.channels % panel:
@@ -160,13 +163,14 @@ def _pack_delta(
     weights = [linears[part].weight for part in projection_outputs(spec)]
     filled = [F.pad(one, (0, 0, 0, size - len(one))) for one, size in zip(weights, packed_sizes(spec), strict=True)]
     return DeltaWeights(
+        spec=spec,
         projection=kernels.pack(filled, shape.format),
         o=kernels.pack([linears["delta_o"].weight], shape.format),
         convolution=convolution,
         attention=attention,
         conv_weight=weight.float().t().contiguous(),
         conv_bias=None if bias is None else bias.detach().float().contiguous(),
-        gates=Gates(gates.rates.contiguous(), gates.biases.contiguous()),
+        gates=gates,
         norm=norm,
         norm_eps=eps,
     )

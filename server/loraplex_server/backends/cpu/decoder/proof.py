@@ -262,9 +262,9 @@ def _known_values(layer: nn.Module, shape: StackShape, own: LayerShape) -> set[s
 def _constants(weights: LayerWeights) -> tuple[Any, ...]:
     """Numbers and forms of a native layer beside its values."""
     constants = weights.eps, weights.qk_eps, weights.attention, tuple(weights.own_parts)
-    if weights.delta is None or weights.shape.delta is None:
+    if weights.delta is None:
         return constants
-    spec = replace(weights.shape.delta, first_state=0)
+    spec = replace(weights.delta.spec, first_state=0)
     return *constants, spec, weights.delta.norm_eps, weights.delta.attention.scale
 
 
@@ -335,8 +335,8 @@ def _native_output(weights: LayerWeights, shape: StackShape, inputs: _Inputs, ke
         shared = _SharedKv(spec, shape.dtype)[""]
         stack.bind([LayerKv(*(one.transpose(1, 2).contiguous() for one in shared))])
     context.attention = plan_spans(_one_span())
-    if weights.delta is not None and weights.shape.delta is not None:
-        context.states = _NoPast(weights.shape.delta, weights.delta.conv_weight.shape, shape.dtype)
+    if weights.delta is not None:
+        context.states = _NoPast(weights.delta.spec, weights.delta.conv_weight.shape, shape.dtype)
     with torch.inference_mode():
         return stack(
             inputs.states.clone(), inputs.of_layer, position_ids=inputs.positions, position_embeddings=inputs.rotary

@@ -202,11 +202,11 @@ class NativeStack(nn.Module):
         """Layers of which some keep states, by modules of the model's own or not. A step has one pass through these:
         where an adapter has more than the stack computes, which none has that PEFT saves, all of the step goes through
         the model's own layers."""
-        if isinstance(position_embeddings, tuple):
-            # Which may come in float32, but has no more bits than the layers' dtype.
-            position_embeddings = tuple(rotary.to(hidden.dtype) for rotary in position_embeddings)
-        if position_embeddings is not None:
+        if self.shape.names.own_parts or not is_computed:
             named["position_embeddings"] = position_embeddings
+            if isinstance(position_embeddings, tuple):
+                # Which may come in float32, but has no more bits than the layers' dtype.
+                named["position_embeddings"] = tuple(rotary.to(hidden.dtype) for rotary in position_embeddings)
         if not is_computed:
             return self._run_own_layers(layers, hidden, others, named)
         runs = self._runs(self._context.token_segments)

@@ -145,6 +145,7 @@ class LayerShape:
 class DeltaWeights:
     """The weights of one Gated DeltaNet."""
 
+    spec: DeltaSpec
     projection: PackedWeight  # of q, k and v, of z, b and a; see `packed_sizes`
     o: PackedWeight
     convolution: Convolution
@@ -265,9 +266,9 @@ def linears_of(weights: LayerWeights, shape: StackShape, kernels: NativeKernels)
         for one in qkv[:1] if own.shares_kv else qkv:
             found.append(StackLinear(kernels, weights.qkv, weights.qkv_bias, *one))
         found.append(StackLinear(kernels, weights.o, weights.o_bias, 0, shape.hidden_size))
-    if weights.delta is not None and own.delta is not None:
-        first = 0
-        for num_outputs, size in zip(projection_outputs(own.delta).values(), packed_sizes(own.delta), strict=True):
+    if weights.delta is not None:
+        first, spec = 0, weights.delta.spec
+        for num_outputs, size in zip(projection_outputs(spec).values(), packed_sizes(spec), strict=True):
             found.append(StackLinear(kernels, weights.delta.projection, None, first, num_outputs))
             first += size
         found.append(StackLinear(kernels, weights.delta.o, None, 0, shape.hidden_size))

@@ -2,6 +2,8 @@
 // head's output, times silu(z). Decay and beta are made of a and b.
 #pragma once
 
+#include <initializer_list>
+
 #include "recurrences.h"
 
 extern "C" {
@@ -95,7 +97,7 @@ struct DeltaShape {
 
   // Outputs lie by heads of keys, and in these by parts.
   template <class Body>
-  static void split_by_keys(int64_t output, int width, const std::vector<Part>& parts, const Body& body) {
+  static void split_by_keys(int64_t output, int width, std::initializer_list<Part> parts, const Body& body) {
     int64_t of_key = 0;
     for (const Part& part : parts) of_key += part.width;
     for (const int64_t end = output + width; output < end;) {

@@ -42,7 +42,7 @@ LP_API void lp_scan(lp::Pool* pool, const float* x, const float* step, const flo
       t.x_stride = t.step_stride = t.out_stride = channels;
       t.b_stride = t.c_stride = n;
       t.num_tokens = piece[1], t.n = n, t.num_channels = std::min<int64_t>(kScanned, channels - first);
-      float* to = piece[3] >= 0 ? states + (piece[3] * channels + first) * n : lp::StateScratch::of_thread(kScanned * n);
+      float* to = piece[3] >= 0 ? states + (piece[3] * channels + first) * n : lp::dropped_state(kScanned * n);
       kernels.scan(t, states + (piece[2] * channels + first) * n, to);
     }
   });

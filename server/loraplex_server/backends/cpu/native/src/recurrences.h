@@ -36,16 +36,13 @@ struct LpLinear {
 
 namespace lp {
 
-// Memory of a thread for a state that nobody keeps.
-class StateScratch {
- public:
-  static float* of_thread(int64_t num_floats) {
-    static thread_local std::vector<Line> lines;
-    const size_t needed = size_t(num_floats + 15) / 16;
-    if (lines.size() < needed) lines.resize(needed);
-    return lines[0].floats;
-  }
-};
+// Memory of the thread for a state that nobody keeps.
+inline float* dropped_state(int64_t num_floats) {
+  static thread_local std::vector<Line> lines;
+  const size_t needed = size_t(num_floats + 15) / 16;
+  if (lines.size() < needed) lines.resize(needed);
+  return lines[0].floats;
+}
 
 // epilogue(head, first token, number of tokens): behind a head's outputs of a piece.
 template <class Epilogue>
@@ -88,7 +85,7 @@ void attend_linearly_all(Pool& pool, const Kernels& kernels, DType dtype, const 
       t.streams = streams && is_kept && is_last;
       if (const int next = pool.follower(chunk, thread, num_chunks); is_last && next >= 0)
         t.next = source(pieces.pieces + 4 * pieces.chains[next / a.num_heads], next % a.num_heads);
-      float* to = is_kept ? a.states + (piece[3] * a.num_heads + head) * size : StateScratch::of_thread(size);
+      float* to = is_kept ? a.states + (piece[3] * a.num_heads + head) * size : dropped_state(size);
       kernels.attend_linearly(dtype, t, source(piece, head), to);
       epilogue(head, start, piece[1]);
     }

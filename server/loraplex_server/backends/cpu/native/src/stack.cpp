@@ -68,7 +68,7 @@ struct LpStack {
   int32_t convolved_size;
   int32_t ffn;
   int32_t input;  // features of layers' own inputs, 0: none
-  int32_t act;  // 0: silu, 1: gelu_tanh
+  int32_t act;  // kSilu or kGeluTanh
   int32_t format;  // lp::Format of the layers' weights
   int32_t merges_qkv;      // q, k and v are one linear with adapters of its own, q_table
   int32_t merges_gate_up;  // so are gate and up, gate_table
@@ -87,7 +87,7 @@ struct LpStack {
 struct LpStep {
   int32_t num_tokens;
   int32_t num_rotary;  // of a head's features, 0: no rotation
-  void* hidden;        // [num_tokens][hidden], in place; rows that are not among `outputs` are left as they come
+  void* hidden;        // [num_tokens][hidden], in place; rows not among `outputs` are left as they come where the last layer attends
   const float* cos;    // [num_tokens][num_rotary]
   const float* sin;
   const float* query_scales;  // [num_tokens] what queries are multiplied with behind their rotation; null: 1
