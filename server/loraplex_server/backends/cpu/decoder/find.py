@@ -88,9 +88,8 @@ def find_stack(
     progress: Progress = no_progress,
 ) -> FoundStack | None:
     """The stack for this model's layers, packed, or None. `attention`: what the probe saw. `first_states`: of modules
-    that keep states, the index of their first one. `far`: positions that it is
-    proved at, besides the first ones. `form`: weights are packed in few bits, which changes none that have been
-    rounded before."""
+    that keep states, the index of their first one. `far`: positions that it is proved at, besides the first ones.
+    `form`: weights are packed in few bits, which changes none that have been rounded before."""
     reasons: list[str] = []  # not the errors themselves, which hold what was packed
     for path, layers, names in _lists_of_layers(model, len(attention)):
         try:

@@ -161,7 +161,10 @@ def _pack_delta(
     if not isinstance(gates, Gates) or gates.rates.dtype != torch.float32 or gates.biases.dtype != torch.float32:
         raise NoMatch("gates of another kind")
     weights = [linears[part].weight for part in projection_outputs(spec)]
-    filled = [F.pad(one, (0, 0, 0, size - len(one))) for one, size in zip(weights, packed_sizes(spec), strict=True)]
+    filled = [
+        one if len(one) == size else F.pad(one, (0, 0, 0, size - len(one)))
+        for one, size in zip(weights, packed_sizes(spec), strict=True)
+    ]
     return DeltaWeights(
         spec=spec,
         projection=kernels.pack(filled, shape.format),

@@ -5,12 +5,10 @@
 // Some families norm what is added, too or instead; add a part of it; norm queries and keys; turn them in some layers only,
 // or by pairs; scale queries by their positions; compute both parts from the same h; attend to keys and values of an earlier
 // layer; scale attention's output by gates; or let an input of the layer's own and a factor follow. Gated DeltaNet may stand in
-// attention's place, and the caller may compute attention, or what stands in its
-// place, and the feed-forward part: then the stack is run up to there, and on from there. Each linear has an adapter term, or
-// a product of the adapter's own in its place, and norms have the weights of each row's adapter. Of the last layer, rows
-// whose output nobody reads get keys and values only. The caller guarantees shapes and keeps all memory alive.
-#include <array>
-
+// attention's place. The caller may compute attention, or what stands in its place, and the feed-forward part: then the stack
+// is run up to there, and on from there. Each linear has an adapter term, or a product of the adapter's own in its place, and
+// norms have the weights of each row's adapter. Of the last layer, rows whose output nobody reads get keys and values only,
+// where it attends. The caller guarantees shapes and keeps all memory alive.
 #include "adapted.h"
 #include "delta.h"
 #include "outputs.h"
