@@ -181,8 +181,8 @@ def _is_within(path: str, modules: Sequence[str]) -> bool:
 def _is_of_kind(layer: nn.Module, kind: LayerNames) -> bool:
     if kind.feed_forward and not hasattr(layer, kind.feed_forward):
         return False
-    absent = [path for path in kind.in_attentions_place if not isinstance(getattr(layer, path, None), nn.Module)]
-    if len(absent) + 1 != len(kind.in_attentions_place):
+    absent = [path for path in kind.token_mixers if not isinstance(getattr(layer, path, None), nn.Module)]
+    if len(absent) + 1 != len(kind.token_mixers):
         return False
     linears = {part: path for part, path in kind.linears.items() if not _is_within(path, absent)}
     found = {

@@ -48,8 +48,8 @@ class LayerNames:
         return bool(self.mixers or self.delta)
 
     @property
-    def in_attentions_place(self) -> tuple[str, ...]:
-        """Paths of modules of which each layer has one: attention, and what may stand in its place."""
+    def token_mixers(self) -> tuple[str, ...]:
+        """Paths of the modules of which each layer has one: attention, and what may stand in its place."""
         return tuple(path for path in (self.attention if self.attends else "", self.delta, *self.mixers) if path)
 
     @property
