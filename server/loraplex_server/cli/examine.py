@@ -178,7 +178,7 @@ def _describe(spec: AttentionSpec) -> str:
 
 def _way(loaded: LoadedModel, backend: Backend) -> str:
     if loaded.decoder is not None:
-        own = {call.path: None for layer in loaded.decoder.weights for call in layer.own_parts}
+        own = dict.fromkeys(call.path for layer in loaded.decoder.weights for call in layer.own_parts)
         parts = " and ".join(f"`{path}`" for path in own)
         return f"native calls around each layer's {parts}" if parts else "all layers in one native call"
     return backend.describe_layers()

@@ -11,7 +11,7 @@ from torch import Tensor
 from loraplex_server.backends.cpu.decoder.weights import DeltaWeights, LayerWeights, projected_sizes
 from loraplex_server.backends.cpu.native.library import Delta, Layer
 from loraplex_server.backends.cpu.recurrences import pieces_of
-from loraplex_server.layers.recurrences import StatesOfStep
+from loraplex_server.layers.recurrences import Gates, StatesOfStep
 
 
 class Deltas:
@@ -79,11 +79,12 @@ class StepOfDeltas:
 
 
 def _fill(struct: Delta, weights: DeltaWeights) -> None:
-    spec = weights.spec
+    spec, gates = weights.spec, weights.attention.gates
+    assert isinstance(gates, Gates), "Gated DeltaNet has gates of its own"
     struct.projection, struct.o = weights.projection.address, weights.o.address
     struct.conv_weight = weights.conv_weight.data_ptr()
     struct.conv_bias = None if weights.conv_bias is None else weights.conv_bias.data_ptr()
-    struct.rates, struct.biases = weights.gates.rates.data_ptr(), weights.gates.biases.data_ptr()
+    struct.rates, struct.biases = gates.rates.data_ptr(), gates.biases.data_ptr()
     struct.norm, struct.norm_eps, struct.scale = weights.norm.data_ptr(), weights.norm_eps, weights.attention.scale
     struct.width, struct.by_key_heads = len(weights.conv_weight), spec.by_key_heads
     for name in ("num_keys", "num_heads", "k_dim", "v_dim"):

@@ -173,7 +173,6 @@ def _pack_delta(
         attention=attention,
         conv_weight=weight.float().t().contiguous(),
         conv_bias=None if bias is None else bias.detach().float().contiguous(),
-        gates=gates,
         norm=norm,
         norm_eps=eps,
     )

@@ -16,7 +16,7 @@ from loraplex_server.backends.fusion import NormForm
 from loraplex_server.layers.attention import AttentionSpec
 from loraplex_server.layers.gated_delta import DeltaSpec
 from loraplex_server.layers.quantization import WeightFormat
-from loraplex_server.layers.recurrences import Convolution, Gates, LinearAttention
+from loraplex_server.layers.recurrences import Convolution, LinearAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,6 @@ class DeltaWeights:
     attention: LinearAttention
     conv_weight: Tensor  # [width, channels] in float32
     conv_bias: Tensor | None  # likewise
-    gates: Gates  # of `attention`
     norm: Tensor  # [v_dim]
     norm_eps: float
 

@@ -551,9 +551,9 @@ class StackRun {
       const int kv_head = head / (group + 2), part = std::max(0, head % (group + 2) - group + 1);
       return {part, part == 0 ? head - 2 * kv_head : kv_head};
     }
-    if (layer.gates_heads && head < 2 * num_heads) return {head % 2 == 0 ? 0 : 3, head / 2};
-    if (!layer.gates_heads && head < num_heads) return {0, head};
-    head -= layer.gates_heads ? 2 * num_heads : num_heads;
+    const int of_each = layer.gates_heads ? 2 : 1;  // queries, and a gate behind them
+    if (head < of_each * num_heads) return {head % of_each == 0 ? 0 : 3, head / of_each};
+    head -= of_each * num_heads;
     return head < num_kv ? Head{1, head} : Head{2, head - num_kv};
   }
 

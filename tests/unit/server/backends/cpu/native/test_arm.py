@@ -383,6 +383,17 @@ def put_delta(
     return {"delta": address} | {f"delta_{name}_table": table for name, table in tables.items()}
 
 
+def put_layers(program: Program, layers: ctypes.Array[Layer]) -> int:
+    """The address of layers side by side."""
+    address = program.put(np.concatenate([np.frombuffer(bytes(layer), np.uint8) for layer in layers]))
+    idx = len(program.buffers) - 1
+    for number, layer in enumerate(layers):
+        one = Program()
+        one.put_struct(layer)
+        program.pointers += [(idx, number * ctypes.sizeof(Layer) + offset, to) for _, offset, to in one.pointers]
+    return address
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma", "gemma4", "phi", "starcoder", "glm", "qwen", "qwen3_next"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_stack_of_layers(
@@ -443,16 +454,9 @@ def test_a_stack_of_layers(
             shapes |= {"input_gate": (hidden, size_of_input), "input_projection": (size_of_input, hidden)}
         for part, shape in shapes.items():
             setattr(layer, f"{part}_table", put_own_table(program, dice, dtype, *shape, ranks))
-    both = program.put(np.concatenate([np.frombuffer(bytes(layer), np.uint8) for layer in layers]))
-    idx = len(program.buffers) - 1
-    size = ctypes.sizeof(Layer)
-    for number, layer in enumerate(layers):
-        one = Program()
-        one.put_struct(layer)
-        program.pointers += [(idx, number * size + offset, to) for _, offset, to in one.pointers]
-    num_layers = 2
+    both, num_layers = put_layers(program, layers), 2
     if kind == "starcoder":  # the second layer, behind the feed-forward part of the first
-        both, num_layers = both + size, 1
+        both, num_layers = both + ctypes.sizeof(Layer), 1
     delta = layers[0].delta.contents if gates_heads else Delta()
     delta_size = delta.num_heads * delta.v_dim
     channels = 2 * delta.num_keys * delta.k_dim + delta_size
