@@ -67,6 +67,7 @@ LP_BY_HALVES(__m512, max_ps, _mm256_max_ps)
 LP_BY_HALVES(__m512, unpacklo_ps, _mm256_unpacklo_ps)
 LP_BY_HALVES(__m512, unpackhi_ps, _mm256_unpackhi_ps)
 LP_BY_HALVES(__m512i, add_epi32, _mm256_add_epi32)
+LP_BY_HALVES(__m512i, sub_epi32, _mm256_sub_epi32)
 LP_BY_HALVES(__m512i, add_epi16, _mm256_add_epi16)
 LP_BY_HALVES(__m512i, sub_epi16, _mm256_sub_epi16)
 LP_BY_HALVES(__m512i, subs_epu16, _mm256_subs_epu16)
@@ -74,6 +75,8 @@ LP_BY_HALVES(__m512i, max_epu16, _mm256_max_epu16)
 LP_BY_HALVES(__m512i, mullo_epi32, _mm256_mullo_epi32)
 LP_BY_HALVES(__m512i, and_si512, _mm256_and_si256)
 LP_BY_HALVES(__m512i, or_si512, _mm256_or_si256)
+LP_BY_HALVES(__m512i, unpacklo_epi16, _mm256_unpacklo_epi16)
+LP_BY_HALVES(__m512i, unpackhi_epi16, _mm256_unpackhi_epi16)
 LP_BY_HALVES(__m512i, unpacklo_epi32, _mm256_unpacklo_epi32)
 LP_BY_HALVES(__m512i, unpackhi_epi32, _mm256_unpackhi_epi32)
 LP_BY_HALVES(__m512i, unpacklo_epi64, _mm256_unpacklo_epi64)
@@ -327,6 +330,9 @@ static inline __m512i permutex2var(__m512i a, __m512i places, __m512i b) {
   for (int i = 0; i < z.kNum; i++) z.of[i] = (at.of[i] & z.kNum ? y : x).of[at.of[i] & (z.kNum - 1)];
   return z.all();
 }
+static inline __m512 permutex2var_ps(__m512 a, __m512i places, __m512 b) {
+  return (__m512)permutex2var<uint32_t>((__m512i)a, places, (__m512i)b);
+}
 static inline __m512i permutexvar_epi16(__m512i places, __m512i x) {
   return permutex2var<uint16_t>(x, and_si512(places, set1_epi16(31)), x);
 }
@@ -345,6 +351,16 @@ static inline __m512 shuffle_f32x4(__m512 a, __m512 b, int how) {
 static inline __m512i inserti64x4(__m512i a, __m256i b, int half) {
   IntHalves z(a);
   z.of[half] = b;
+  return z.all();
+}
+static inline __m512 broadcast_f32x4(__m128 x) {
+  Halves z;
+  z.of[0] = z.of[1] = _mm256_broadcast_ps(&x);
+  return z.all();
+}
+static inline __m512 broadcast_f32x8(__m256 x) {
+  Halves z;
+  z.of[0] = z.of[1] = x;
   return z.all();
 }
 static inline __m512i broadcast_i64x4(__m256i x) {
@@ -409,6 +425,8 @@ static inline __m512 dpbf16_ps(__m512 sums, __m512i a, __m512i b) {
 #define _mm512_unpackhi_pd emulated_512::unpackhi_pd
 #undef _mm512_add_epi32
 #define _mm512_add_epi32 emulated_512::add_epi32
+#undef _mm512_sub_epi32
+#define _mm512_sub_epi32 emulated_512::sub_epi32
 #undef _mm512_add_epi16
 #define _mm512_add_epi16 emulated_512::add_epi16
 #undef _mm512_sub_epi16
@@ -423,6 +441,10 @@ static inline __m512 dpbf16_ps(__m512 sums, __m512i a, __m512i b) {
 #define _mm512_and_si512 emulated_512::and_si512
 #undef _mm512_or_si512
 #define _mm512_or_si512 emulated_512::or_si512
+#undef _mm512_unpacklo_epi16
+#define _mm512_unpacklo_epi16 emulated_512::unpacklo_epi16
+#undef _mm512_unpackhi_epi16
+#define _mm512_unpackhi_epi16 emulated_512::unpackhi_epi16
 #undef _mm512_unpacklo_epi32
 #define _mm512_unpacklo_epi32 emulated_512::unpacklo_epi32
 #undef _mm512_unpackhi_epi32
@@ -505,10 +527,16 @@ static inline __m512 dpbf16_ps(__m512 sums, __m512i a, __m512i b) {
 #define _mm512_permutexvar_epi16 emulated_512::permutexvar_epi16
 #undef _mm512_permutexvar_ps
 #define _mm512_permutexvar_ps emulated_512::permutexvar_ps
+#undef _mm512_permutex2var_ps
+#define _mm512_permutex2var_ps emulated_512::permutex2var_ps
 #undef _mm512_shuffle_i32x4
 #define _mm512_shuffle_i32x4 emulated_512::shuffle_i32x4
 #undef _mm512_shuffle_f32x4
 #define _mm512_shuffle_f32x4 emulated_512::shuffle_f32x4
+#undef _mm512_broadcast_f32x4
+#define _mm512_broadcast_f32x4 emulated_512::broadcast_f32x4
+#undef _mm512_broadcast_f32x8
+#define _mm512_broadcast_f32x8 emulated_512::broadcast_f32x8
 #undef _mm512_inserti64x4
 #define _mm512_inserti64x4 emulated_512::inserti64x4
 #undef _mm512_broadcast_i64x4

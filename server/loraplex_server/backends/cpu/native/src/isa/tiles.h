@@ -36,6 +36,18 @@ static inline void configure(int m) {
   load(config);
 }
 
+// Attention's, of n queries. Tiles 0-1: scores of 16 keys, 2: queries, 3: weights, 4-5: 16 keys, or 32 keys' values, 6-7: sums.
+static inline void configure_few_rows(int n) {
+  if (configured == kRows + n) return;
+  configured = kRows + n;
+  alignas(64) TileConfig config = {};
+  config.palette = 1;
+  for (int i = 0; i < 8; i++) config.rows[i] = 16, config.bytes[i] = 64;
+  for (int i = 0; i < 3; i++) config.bytes[i] = (uint16_t)(4 * n);
+  config.rows[3] = config.rows[6] = config.rows[7] = (uint8_t)n;
+  load(config);
+}
+
 // The other way round. Tile 0: results, 4: up to 16 outputs, 6: one row of x, as a column of pairs.
 static inline void configure_row(int num_outputs) {
   if (configured == -num_outputs) return;
