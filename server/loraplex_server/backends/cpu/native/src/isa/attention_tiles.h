@@ -57,7 +57,8 @@ static void take_queries(const AttendTask& t, bf16* q) {
 struct Block {
   const bf16* keys[kAttendKeys / 16];  // by 16 keys: where they begin; the next 32 elements of them are `column` further
   int64_t key_bytes, column;           // between keys
-  bool is_finite;                      // all values are; where all rows see all keys, nobody asks
+  bool is_whole;                       // all queries see all keys
+  bool is_finite;                      // all values are; of a whole block, nobody asks
 };
 
 // Values of `count` positions from `from` on, in pairs of keys, filled up with zeros to 32; of each 32 columns the first of
@@ -78,7 +79,7 @@ static bool take_values(const AttendTask& t, int64_t from, int count, bf16* v) {
   };
   for (int i = 0; i < count || (i & 31); i += 16) {
     bf16* to = v + i / 32 * of_keys + i % 32 * 16;
-    if (t.block_size % 16 == 0 && i + 16 <= count && whole == t.v_dim) {
+    if (t.block_size % 16 == 0 && i + 16 <= count && whole == t.v_dim) {  // in one page
       const bf16* row = Cursor<BF16>::of_values(t, from + i).next();
       for (int j = 0; j < 16; j += 2, row += 2 * t.v_token_stride, to += 32)
         for (int c = 0; c < whole; c += 32)
@@ -109,7 +110,7 @@ static void take_keys(const AttendTask& t, int64_t from, int count, bf16* k) {
 
 // `copies`: keys are read so often that they had better lie together. Else they are read where they are, 16 in one page;
 // what follows the last one there is read too, and hidden.
-static Block take_block(const AttendTask& t, int64_t from, int count, bool copies, bool is_whole, const TileMemory& m) {
+static Block take_block(const AttendTask& t, int64_t from, int count, bool copies, const TileMemory& m) {
   Block block;
   block.key_bytes = copies ? 64 : t.token_stride * 2;
   block.column = copies ? kTile : 32;
@@ -118,12 +119,13 @@ static Block take_block(const AttendTask& t, int64_t from, int count, bool copie
     block.keys[i / 16] = copies ? m.k + i * whole_dim(t.dim) : first;
   }
   if (copies) take_keys(t, from, count, m.k);
-  block.is_finite = is_whole ? take_values<false>(t, from, count, m.v) : take_values<true>(t, from, count, m.v);
+  block.is_whole = sees_all(t, from);
+  block.is_finite = block.is_whole ? take_values<false>(t, from, count, m.v) : take_values<true>(t, from, count, m.v);
   return block;
 }
 
-// scores[32 or 64][16] = k . q, of W times 16 keys.
-template <int W>
+// scores[W times 16 keys][N] = k . q
+template <int N, int W>
 static inline void score_keys(const bf16* q, const bf16* const* keys, int64_t key_bytes, int64_t column, int dim, float* scores) {
   _tile_zero(0);
   _tile_zero(1);
@@ -145,39 +147,22 @@ static inline void score_keys(const bf16* q, const bf16* const* keys, int64_t ke
       _tile_dpbf16ps(3, 5, 6);
     }
   }
-  _tile_stored(0, scores, 64);
-  _tile_stored(1, scores + 256, 64);
+  _tile_stored(0, scores, 4 * N);
+  _tile_stored(1, scores + 16 * N, 4 * N);
   if (W == 4) {
-    _tile_stored(2, scores + 512, 64);
-    _tile_stored(3, scores + 768, 64);
+    _tile_stored(2, scores + 32 * N, 4 * N);
+    _tile_stored(3, scores + 48 * N, 4 * N);
   }
 }
 
-// scores[num_keys][16] = k . q, of keys in 32s.
-static void score_all_rows(const bf16* q, const Block& block, int dim, int num_keys, float* scores) {
-  int i = 0;
-  for (; i + 64 <= num_keys; i += 64)
-    score_keys<4>(q, block.keys + i / 16, block.key_bytes, block.column, dim, scores + i * 16);
-  if (i < num_keys) score_keys<2>(q, block.keys + i / 16, block.key_bytes, block.column, dim, scores + i * 16);
-}
-
-// The same of N rows, [num_keys][N].
+// scores[num_keys][N] = k . q, of keys in 32s. Few rows leave no tiles for 64 keys at a time.
 template <int N>
-static void score_few_rows(const bf16* q, const Block& block, int dim, int num_keys, float* scores) {
-  for (int i = 0; i < num_keys; i += 32) {
-    const bf16* const* keys = block.keys + i / 16;
-    _tile_zero(0);
-    _tile_zero(1);
-    for (int c = 0; c < dim / 32; c++) {
-      _tile_loadd(2, q + c * kTile, 64);
-      _tile_loadd(4, keys[0] + c * block.column, block.key_bytes);
-      _tile_dpbf16ps(0, 4, 2);
-      _tile_loadd(5, keys[1] + c * block.column, block.key_bytes);
-      _tile_dpbf16ps(1, 5, 2);
-    }
-    _tile_stored(0, scores + i * N, 4 * N);
-    _tile_stored(1, scores + (i + 16) * N, 4 * N);
-  }
+static void score_tile(const bf16* q, const Block& block, int dim, int num_keys, float* scores) {
+  int i = 0;
+  for (; N == 16 && i + 64 <= num_keys; i += 64)
+    score_keys<N, 4>(q, block.keys + i / 16, block.key_bytes, block.column, dim, scores + i * N);
+  for (; i < num_keys; i += 32)
+    score_keys<N, 2>(q, block.keys + i / 16, block.key_bytes, block.column, dim, scores + i * N);
 }
 
 // sums[16][dim], of which W tiles' columns are done, += p . v
@@ -222,17 +207,17 @@ static void weigh_few_rows(const bf16* p, const bf16* v, int dim, int num_keys, 
   const int64_t stride = dim * 4;
   for (int column = 0; column < dim; column += 32) {
     const bf16* tiles = v + column / 16 * kTile;
-    _tile_loadd(6, sums + column, stride);
-    _tile_loadd(7, sums + column + 16, stride);
+    _tile_loadd(2, sums + column, stride);
+    _tile_loadd(3, sums + column + 16, stride);
     for (int i = 0; i < num_keys; i += 32, tiles += dim / 16 * kTile) {
-      _tile_loadd(3, p + i * 16, 64);
+      _tile_loadd(7, p + i * 16, 64);
       _tile_loadd(4, tiles, 64);
-      _tile_dpbf16ps(6, 3, 4);
+      _tile_dpbf16ps(2, 7, 4);
       _tile_loadd(5, tiles + kTile, 64);
-      _tile_dpbf16ps(7, 3, 5);
+      _tile_dpbf16ps(3, 7, 5);
     }
-    _tile_stored(6, sums + column, stride);
-    _tile_stored(7, sums + column + 16, stride);
+    _tile_stored(2, sums + column, stride);
+    _tile_stored(3, sums + column + 16, stride);
   }
 }
 
@@ -281,20 +266,15 @@ static inline __m512 without_traces(__m512 x) {
 
 // What a block adds to a tile's rows.
 template <int N>
-static void attend_tile(const AttendTask& t, const Block& block, int tile, int64_t from, bool is_whole, const TileMemory& m) {
+static void attend_tile(const AttendTask& t, const Block& block, int tile, int64_t from, const TileMemory& m) {
   const int dim = whole_dim(t.dim), v_dim = whole_dim(t.v_dim);
-  Sight sight;
-  if (is_whole)
-    sight.num_keys = kAttendKeys, sight.is_whole = true;
-  else
-    sight = sight_of<N>(t, tile, from);
+  const Sight sight = block.is_whole ? Sight() : sight_of<N>(t, tile, from);
   if (sight.num_keys == 0) return;
   const bf16* q = m.q + tile * 16 * dim;
   float* sums = m.sums + tile * 16 * v_dim;
   N == 16 ? configure(kRows) : configure_few_rows(N);
-  N == 16 ? score_all_rows(q, block, dim, sight.num_keys, m.scores) : score_few_rows<N>(q, block, dim, sight.num_keys, m.scores);
-  const __m512 shrinks =
-      soften_tile<N>(t, sight, tile, from, m.scores, m.top + tile * 16, m.total + tile * 16, m.p);
+  score_tile<N>(q, block, dim, sight.num_keys, m.scores);
+  const __m512 shrinks = soften_tile<N>(t, sight, tile, from, m.scores, m.top + tile * 16, m.total + tile * 16, m.p);
   shrink_sums<N>(shrinks, v_dim, sums);
   if (block.is_finite || sight.is_whole)
     weigh_tile<N>(m.p, m.v, v_dim, sight.num_keys, sums);
@@ -318,16 +298,15 @@ static void attend_by_tiles(const AttendTask& t, float* scratch) {
   begin = begin < 0 ? 0 : begin / kAttendKeys * kAttendKeys;
   for (int64_t from = begin; from < last; from += kAttendKeys) {
     const int count = (int)(last - from < kAttendKeys ? last - from : kAttendKeys);
-    const bool is_whole = sees_all(t, from);
-    const Block block = take_block(t, from, count, copies, is_whole, m);
+    const Block block = take_block(t, from, count, copies, m);
     for (int tile = 0; tile < num_tiles; tile++) {
       const int rows = num_rows - tile * 16;
       if (rows <= 4)
-        attend_tile<4>(t, block, tile, from, is_whole, m);
+        attend_tile<4>(t, block, tile, from, m);
       else if (rows <= 8)
-        attend_tile<8>(t, block, tile, from, is_whole, m);
+        attend_tile<8>(t, block, tile, from, m);
       else
-        attend_tile<16>(t, block, tile, from, is_whole, m);
+        attend_tile<16>(t, block, tile, from, m);
     }
   }
   end_products();

@@ -25,8 +25,8 @@ static inline __m512 exp2_ps(__m512 x) {
 // What a tile's rows see of a block: keys [first, last) of each, counted from the block's first.
 struct Sight {
   alignas(64) int32_t first[16], last[16];  // by lane of a vector of scores
-  int num_keys;  // that any row sees, rounded up to 32
-  bool is_whole;  // every row sees all of them
+  int num_keys = kAttendKeys;  // that any row sees, rounded up to 32
+  bool is_whole = true;        // every row sees all of them; then nobody reads which
 };
 
 // True if all queries of a task see all keys of the block at `from`.
@@ -101,6 +101,7 @@ struct Biases {
 
   Biases(const AttendTask& t, int n, int tile, int64_t from)
       : first(t.key_bias == nullptr ? nullptr : t.key_bias + from), places(_mm512_setzero_si512()), is_one(t.group == 1 && n == 16) {
+    if (first == nullptr) return;
     alignas(64) int32_t at[16];
     for (int lane = 0; lane < 16; lane++) at[lane] = (int32_t)((tile * 16 + lane % n) % t.group * t.bias_stride + lane / n);
     places = _mm512_load_si512(at);
@@ -150,39 +151,28 @@ static __m512 largest_scores(const AttendTask& t, const Sight& sight, int tile, 
   return largest_of_row<N>(_mm512_max_ps(_mm512_max_ps(top[0], top[1]), _mm512_max_ps(top[2], top[3])));
 }
 
-// Lanes of 128 bits: the first ones of the four vectors, the second ones, and so on.
-static inline void transpose_lanes(__m512i a, __m512i b, __m512i c, __m512i d, bf16* rows, int stride) {
-  const __m512i ab = _mm512_shuffle_i32x4(a, b, 0x44), cd = _mm512_shuffle_i32x4(c, d, 0x44);
-  const __m512i behind_ab = _mm512_shuffle_i32x4(a, b, 0xee), behind_cd = _mm512_shuffle_i32x4(c, d, 0xee);
-  _mm512_store_si512(rows, _mm512_shuffle_i32x4(ab, cd, 0x88));
-  _mm512_store_si512(rows + stride, _mm512_shuffle_i32x4(ab, cd, 0xdd));
-  _mm512_store_si512(rows + 2 * stride, _mm512_shuffle_i32x4(behind_ab, behind_cd, 0x88));
-  _mm512_store_si512(rows + 3 * stride, _mm512_shuffle_i32x4(behind_ab, behind_cd, 0xdd));
-}
-
-// p[N rows][32 keys] of vectors of pairs: the weights of 32 / N keys each, N rows of one key behind the other; of 16 rows, each
+// p[N][32 keys] of vectors of pairs: the weights of 32 / N keys each, N rows of one key behind the other; of 16 rows, each
 // lane a row's weights of two keys.
 template <int N>
 static inline void store_weights(__m512i* v, bf16* p) {
   if (N == 16) {
     transpose_words(v);
-    for (int r = 0; r < 16; r++) _mm512_store_si512(p + r * 32, v[r]);
-    return;
+  } else {
+    alignas(64) int16_t places[32];
+    for (int i = 0; i < 32; i++) places[i] = (int16_t)(i % (32 / N) * N + i / (32 / N));
+    const __m512i by_row = _mm512_load_si512(places);
+    for (int i = 0; i < N; i++) v[i] = _mm512_permutexvar_epi16(by_row, v[i]);
+    for (int i = 0; N == 8 && i < N; i += 2) {  // rows of even numbers and of odd ones
+      const __m512i even = _mm512_unpacklo_epi64(v[i], v[i + 1]), odd = _mm512_unpackhi_epi64(v[i], v[i + 1]);
+      v[i] = even, v[i + 1] = odd;
+    }
+    constexpr int kStep = N / 4;
+    for (int i = 0; i < kStep; i++) transpose_quarters(v[i], v[i + kStep], v[i + 2 * kStep], v[i + 3 * kStep]);
   }
-  alignas(64) int16_t places[32];
-  for (int i = 0; i < 32; i++) places[i] = (int16_t)(i % (32 / N) * N + i / (32 / N));
-  const __m512i by_row = _mm512_load_si512(places);
-  for (int i = 0; i < N; i++) v[i] = _mm512_permutexvar_epi16(by_row, v[i]);
-  if (N == 4) return transpose_lanes(v[0], v[1], v[2], v[3], p, 32);
-  for (int i = 0; i < 8; i += 2) {
-    const __m512i low = _mm512_unpacklo_epi64(v[i], v[i + 1]), high = _mm512_unpackhi_epi64(v[i], v[i + 1]);
-    v[i] = low, v[i + 1] = high;
-  }
-  transpose_lanes(v[0], v[2], v[4], v[6], p, 64);
-  transpose_lanes(v[1], v[3], v[5], v[7], p + 32, 64);
+  for (int r = 0; r < N; r++) _mm512_store_si512(p + r * 32, v[r]);
 }
 
-// Turns scores into weights p [32 keys at a time][16][32 keys], relative to each row's largest score so far. Returns by how much what was added up before
+// Turns scores into weights p, relative to each row's largest score so far. Returns by how much what was added up before
 // them shrinks.
 template <int N>
 static __m512 soften_tile(const AttendTask& t, const Sight& sight, int tile, int64_t from, float* scores, float* top, float* total,

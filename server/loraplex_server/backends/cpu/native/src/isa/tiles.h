@@ -36,15 +36,16 @@ static inline void configure(int m) {
   load(config);
 }
 
-// Attention's, of n queries. Tiles 0-1: scores of 16 keys, 2: queries, 3: weights, 4-5: 16 keys, or 32 keys' values, 6-7: sums.
+// Attention's, of n queries, fewer than 16. Tiles 0-1: scores of 16 keys each, 2-3: sums of 16 columns each, 4-5: 16 keys, or 16
+// columns of 32 values, 6: queries, 7: weights.
 static inline void configure_few_rows(int n) {
   if (configured == kRows + n) return;
   configured = kRows + n;
   alignas(64) TileConfig config = {};
   config.palette = 1;
   for (int i = 0; i < 8; i++) config.rows[i] = 16, config.bytes[i] = 64;
-  for (int i = 0; i < 3; i++) config.bytes[i] = (uint16_t)(4 * n);
-  config.rows[3] = config.rows[6] = config.rows[7] = (uint8_t)n;
+  config.bytes[0] = config.bytes[1] = config.bytes[6] = (uint16_t)(4 * n);
+  config.rows[2] = config.rows[3] = config.rows[7] = (uint8_t)n;
   load(config);
 }
 

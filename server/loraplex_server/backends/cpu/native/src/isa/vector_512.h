@@ -186,20 +186,21 @@ static inline void transpose_fours(__m512i* v) {
   }
 }
 
+// The quarters of four vectors: columns become rows.
+static inline void transpose_quarters(__m512i& v0, __m512i& v1, __m512i& v2, __m512i& v3) {
+  const __m512i a = _mm512_shuffle_i32x4(v0, v1, 0x88), b = _mm512_shuffle_i32x4(v2, v3, 0x88);
+  const __m512i c = _mm512_shuffle_i32x4(v0, v1, 0xdd), d = _mm512_shuffle_i32x4(v2, v3, 0xdd);
+  v0 = _mm512_shuffle_i32x4(a, b, 0x88);
+  v1 = _mm512_shuffle_i32x4(c, d, 0x88);
+  v2 = _mm512_shuffle_i32x4(a, b, 0xdd);
+  v3 = _mm512_shuffle_i32x4(c, d, 0xdd);
+}
+
 // Columns of v become rows: 16 rows of 16 words.
 static inline void transpose_words(__m512i* v) {
-  __m512i w[16];
   transpose_fours<16>(v);
   // v[4i + j], quarter q: pair 4q + j of rows 4i to 4i + 3
-  for (int j = 0; j < 4; j++) {
-    const __m512i a = _mm512_shuffle_i32x4(v[j], v[4 + j], 0x88), b = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], 0x88);
-    const __m512i c = _mm512_shuffle_i32x4(v[j], v[4 + j], 0xdd), d = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], 0xdd);
-    w[j] = _mm512_shuffle_i32x4(a, b, 0x88);
-    w[8 + j] = _mm512_shuffle_i32x4(a, b, 0xdd);
-    w[4 + j] = _mm512_shuffle_i32x4(c, d, 0x88);
-    w[12 + j] = _mm512_shuffle_i32x4(c, d, 0xdd);
-  }
-  for (int i = 0; i < 16; i++) v[i] = w[i];
+  for (int j = 0; j < 4; j++) transpose_quarters(v[j], v[4 + j], v[8 + j], v[12 + j]);
 }
 
 // Pairs of a number of a and the one of b at the same place.
